@@ -1,0 +1,1 @@
+"""From a folder of recordings to batches: corpus, packed cache, order and gather."""

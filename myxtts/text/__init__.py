@@ -1,0 +1,1 @@
+"""Text in eighteen languages: which language, how it is spoken, which token ids."""
