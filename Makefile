@@ -1,0 +1,51 @@
+# Every target installs what it needs into .venv first; Python 3.11 or newer and make are all that is assumed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+DATA ?=
+
+.PHONY: train test lint bench gpu-test soak docs clean
+
+train: $(VENV)/installed
+	$(BIN)/python train_main.py $(if $(DATA),--train-data $(DATA))
+
+test: $(VENV)/installed-dev
+	$(PYTEST) -m "not gpu and not two_gpus and not soak"
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/installed-bench
+	$(BIN)/python benchmarks/data.py
+
+# Runs on a machine with a GPU, with whatever Python and PyTorch it has: make gpu-test PYTHON=python3 BIN=/usr/bin
+gpu-test:
+	$(PYTEST) -m "gpu or two_gpus"
+
+soak: $(VENV)/installed-dev
+	$(PYTEST) -m soak --timeout=3600
+
+docs: $(VENV)/installed
+	$(BIN)/python -m myxtts.settings
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch is named with its version so that pip takes exactly the pinned build for this machine.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ja,phonemes]'
+	touch $@
+
+$(VENV)/installed-bench: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	touch $@

@@ -1,0 +1,147 @@
+"""The `myxtts` command: reads the command line, sets up logging and screens, calls one function per command.
+
+Everything heavy is imported by the command that needs it, so that `--help` is immediate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from myxtts import __version__
+from myxtts.config import DataSettings
+from myxtts.errors import ConfigError, MyXTTSError
+from myxtts.settings import Loaded, add_flags, flags_of, load
+
+if TYPE_CHECKING:
+    from myxtts.text.tokenizer import Tokenizer
+
+PREPARE_KEYS = (
+    "data.train_data",
+    "data.val_data",
+    "data.val_fraction",
+    "data.language",
+    "data.tokenizer",
+    "data.vocab_size",
+    "data.use_phonemes",
+    "data.cache_dir",
+    "data.min_clip_seconds",
+    "data.max_text_length",
+    "data.max_mel_frames",
+    "data.trim_silence_db",
+    "data.num_workers",
+)
+"""The settings that decide what a prepared corpus holds."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; an expected error is shown as its text, not as a traceback."""
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    options.unknown = unknown
+    logging.basicConfig(format="%(message)s", level=logging.DEBUG if options.verbose else logging.INFO)
+    try:
+        return int(options.run(options))
+    except MyXTTSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing half-made was left behind", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="myxtts", description="The XTTS trainer that never lets a GPU wait.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"myxtts {__version__}")
+    parser.add_argument("--verbose", action="store_true", help="show debugging messages")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model on a corpus", allow_abbrev=False)
+    add_flags(train)
+    train.set_defaults(run=_train)
+
+    about = "turn a folder of recordings into a packed, verified cache"
+    prepare = commands.add_parser("prepare", help=about, description=about, allow_abbrev=False)
+    add_flags(prepare, only=PREPARE_KEYS)
+    prepare.set_defaults(run=_prepare)
+
+    about = "train a text vocabulary on a corpus, or extend one with a language"
+    actions = commands.add_parser("vocabulary", help=about, description=about).add_subparsers(
+        required=True, metavar="ACTION"
+    )
+    _add_vocabulary_action(actions.add_parser("train", help="a new vocabulary", allow_abbrev=False))
+    about = "add a language to an existing vocabulary; every old id stays valid"
+    extend = actions.add_parser("extend", help=about, description=about, allow_abbrev=False)
+    extend.add_argument("--base", type=Path, required=True, metavar="FILE", help="the vocab.json to extend")
+    extend.add_argument(
+        "--merges", type=int, default=500, metavar="N", help="merges to add at most [default: 500]"
+    )
+    _add_vocabulary_action(extend)
+    return parser
+
+
+def _add_vocabulary_action(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the vocab.json to write")
+    add_flags(command, only=PREPARE_KEYS)
+    command.set_defaults(run=_vocabulary)
+
+
+def _load(options: argparse.Namespace) -> Loaded:
+    return load(options.config, flags_of(options), options.unknown)
+
+
+def _train(options: argparse.Namespace) -> int:
+    settings = _load(options).settings
+    data = settings.data
+    if data.tokenizer is None and settings.training.init_from is not None:
+        data = replace(data, tokenizer=settings.training.init_from)
+    _prepare_and_show(data)
+    print("The corpus is ready. This version prepares it and stops here: the training loop is not part of it yet.")
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    _prepare_and_show(_load(options).settings.data, verify=True)
+    return 0
+
+
+def _prepare_and_show(data: DataSettings, verify: bool = False) -> None:
+    from myxtts.data.prepare import prepare
+    from myxtts.screens import ProgressLines, show_corpus
+
+    progress = ProgressLines()
+    if data.train_data is None:
+        logging.info("No --train-data given: using the embedded corpus")
+    show_corpus(prepare(data, progress, verify=verify))
+
+
+def _vocabulary(options: argparse.Namespace) -> int:
+    from myxtts.data.prepare import spoken_corpus
+    from myxtts.screens import ProgressLines
+    from myxtts.text import tokenizer
+
+    data = _load(options).settings.data
+    base: Path | None = getattr(options, "base", None)
+    if base is not None and data.language is None:
+        raise ConfigError("vocabulary extend: --language is missing; give the language to add, such as fa")
+    texts, languages = spoken_corpus(data, ProgressLines())
+    vocabulary: Tokenizer
+    if base is None:
+        vocabulary = tokenizer.train(texts, languages, data.vocab_size)
+    else:
+        spoken = [text for text, language in zip(texts, languages, strict=True) if language == data.language]
+        vocabulary = tokenizer.extend(tokenizer.Tokenizer.load(base), spoken, data.language or "", options.merges)
+    vocabulary.save(options.out)
+    print(f"{options.out}: {vocabulary.num_tokens} tokens, languages {' '.join(sorted(vocabulary.languages))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

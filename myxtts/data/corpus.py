@@ -1,0 +1,279 @@
+"""A folder of recordings as a list of `Clip`s, and everything that was set aside with its reason.
+
+Reads metadata and lists folders; opens no audio and knows nothing of caches, tokenizers or batches.
+The forms it understands are in `FORMS`, which is also what a user is shown when none of them fits.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from myxtts.audio import EXTENSIONS
+from myxtts.config import LANGUAGE_NAMES, LANGUAGES
+from myxtts.errors import DatasetError
+
+FORMS = """\
+  DIR/metadata.csv with lines id|text or id|raw text|normalised text, and DIR/wavs/ID.wav
+  DIR/metadata_train.csv and DIR/metadata_eval.csv in the same form
+  any of these files with a header line such as audio_file|text|speaker_name|language
+Audio may be WAV, FLAC, MP3, OGG or Opus at any rate, mono or stereo.
+Without a header, an optional DIR/speakers.csv with the header id|speaker|language names the speakers."""
+
+COLUMN_NAMES = {
+    "audio": ("audio_file", "audio", "path", "file", "file_name", "filename", "wav", "id"),
+    "text": ("normalized_text", "normalised_text", "text", "sentence", "transcription", "transcript"),
+    "speaker": ("speaker_name", "speaker", "speaker_id"),
+    "language": ("language", "lang", "locale"),
+}
+"""Header names by meaning; where a file has several of one meaning, the first named here is used."""
+
+_LANGUAGE_CODES = {name.lower(): code for code, name in LANGUAGE_NAMES.items()} | {"farsi": "fa"}
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """One recording with its text. `speaker` and `language` are empty where the corpus does not say them."""
+
+    id: str
+    text: str
+    speaker: str
+    language: str
+    held_out: bool
+    where: str
+    path: str
+    size_bytes: int
+    modified_ns: int
+    changed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A clip that is not used: a fixed phrase to count by, what was found, and where."""
+
+    id: str
+    reason: str
+    detail: str
+    where: str
+
+
+@dataclass
+class Corpus:
+    """What a folder holds, in the order of its metadata."""
+
+    folder: Path
+    clips: list[Clip] = field(default_factory=list)
+    set_aside: list[SetAside] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One usable line of metadata."""
+
+    where: str
+    audio: str
+    text: str
+    speaker: str
+    language: str
+
+
+def read_corpus(folder: Path) -> Corpus:
+    """Read the metadata of `folder` and find the audio file of every line."""
+    corpus = Corpus(folder)
+    files = _AudioFiles(folder)
+    first_seen: dict[str, str] = {}
+    metadata_files = _metadata_files(folder)
+    speakers = _read_speakers(folder / "speakers.csv")
+    for metadata, held_out in metadata_files:
+        for row in _rows(metadata):
+            if isinstance(row, SetAside):
+                corpus.set_aside.append(row)
+            elif row.audio in first_seen:
+                detail = f"first seen at {first_seen[row.audio]}"
+                corpus.set_aside.append(SetAside(row.audio, "duplicate id", detail, row.where))
+            else:
+                first_seen[row.audio] = row.where
+                clip = _clip(row, files, speakers.get(row.audio), held_out)
+                if isinstance(clip, Clip):
+                    corpus.clips.append(clip)
+                else:
+                    corpus.set_aside.append(clip)
+    return corpus
+
+
+def _metadata_files(folder: Path) -> list[tuple[Path, bool]]:
+    """Metadata files, each with whether its clips are held out for validation."""
+    if not folder.is_dir():
+        raise DatasetError(f"No such corpus folder: {folder}\nExpected a folder in one of these forms:\n{FORMS}")
+    train = [path for name in ("metadata_train.csv", "metadata.csv") if (path := folder / name).is_file()]
+    if not train:
+        found = ", ".join(sorted(entry.name for entry in os.scandir(folder))[:8]) or "nothing"
+        raise DatasetError(f"No metadata in {folder} (it holds: {found}).\nExpected one of these forms:\n{FORMS}")
+    held_out = folder / "metadata_eval.csv"
+    return [(train[0], False)] + ([(held_out, True)] if held_out.is_file() else [])
+
+
+def _clip(row: _Row, files: _AudioFiles, named: _Row | None, held_out: bool) -> Clip | SetAside:
+    """The clip of one line, or why there is none; `named` is its line of speakers.csv."""
+    if not row.text:
+        return SetAside(row.audio, "empty text", "the text column is empty", row.where)
+    speaker = row.speaker or (named.speaker if named else "")
+    language = row.language or (named.language if named else "")
+    code = language_code(language)
+    if language and not code:
+        detail = f"'{language}' is none of {' '.join(LANGUAGES)}"
+        return SetAside(row.audio, "unknown language", detail, row.where)
+    found = files.find(row.audio)
+    if found is None:
+        detail = f"no {row.audio}{'|'.join(EXTENSIONS)} in {files.folder / 'wavs'} or {files.folder}"
+        return SetAside(row.audio, "missing file", detail, row.where)
+    path, stat = found
+    return Clip(
+        id=row.audio,
+        text=row.text,
+        speaker=speaker,
+        language=code,
+        held_out=held_out,
+        where=row.where,
+        path=path,
+        size_bytes=stat.st_size,
+        modified_ns=stat.st_mtime_ns,
+        changed_ns=stat.st_ctime_ns,
+    )
+
+
+def language_code(name: str) -> str:
+    """`en`, `en-US`, `EN_us` or `English` as `en`; empty when it is no language of ours."""
+    word = name.strip().lower()
+    code = _LANGUAGE_CODES.get(word) or word.replace("_", "-").split("-")[0]
+    return code if code in LANGUAGES else ""
+
+
+class _AudioFiles:
+    """Finds audio by id with one listing per folder instead of several `stat` calls per clip."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._listings: dict[str, dict[str, os.DirEntry[str]]] = {}
+
+    def find(self, audio: str) -> tuple[str, os.stat_result] | None:
+        """Path relative to the corpus (an absolute one stays absolute) and the file's `stat`."""
+        for parent in ("wavs", ""):
+            folder, name = os.path.split(os.path.join(parent, audio))  # noqa: PTH118 (a hot path)
+            listing = self._listing(folder)
+            for candidate in (name, *(name + extension for extension in EXTENSIONS)):
+                entry = listing.get(candidate)
+                try:
+                    if entry is not None and entry.is_file():
+                        return os.path.join(folder, candidate), entry.stat()  # noqa: PTH118
+                except OSError:  # deleted since it was listed
+                    continue
+        return None
+
+    def _listing(self, folder: str) -> dict[str, os.DirEntry[str]]:
+        if folder not in self._listings:
+            try:
+                with os.scandir(self.folder / folder) as entries:
+                    self._listings[folder] = {entry.name: entry for entry in entries}
+            except (OSError, ValueError):  # ValueError: a NUL byte in the id
+                self._listings[folder] = {}
+        return self._listings[folder]
+
+
+def _rows(path: Path) -> Iterator[_Row | SetAside]:
+    """The lines of a metadata file in either form."""
+    lines = [item for item in _lines(path) if isinstance(item, SetAside) or item[1].strip()]
+    text_lines = [item for item in lines if not isinstance(item, SetAside)]
+    if not text_lines:
+        raise DatasetError(f"{path} holds no usable line. Expected one of these forms:\n{FORMS}")
+    columns, num_columns = _header(text_lines[0][1])
+    if columns:
+        lines.remove(text_lines[0])
+    else:
+        _refuse_speaker_column(path, [line for _, line in text_lines])
+    for item in lines:
+        yield item if isinstance(item, SetAside) else _row(*item, columns, num_columns)
+
+
+def _row(where: str, line: str, columns: dict[str, int], num_columns: int) -> _Row | SetAside:
+    fields = [_unquoted(value.strip()) for value in line.split("|")]
+    fewest, most = (max(columns["audio"], columns["text"]) + 1, num_columns) if columns else (2, 3)
+    if not fewest <= len(fields) <= most:
+        detail = f"{len(fields)} fields separated by |, expected {fewest} to {most}"
+        return SetAside(fields[0][:80], "malformed line", detail, where)
+    if columns:
+        named = {meaning: fields[at] for meaning, at in columns.items() if at < len(fields)}
+        row = _Row(where, named["audio"], named["text"], named.get("speaker", ""), named.get("language", ""))
+    else:
+        row = _Row(where, fields[0], fields[-1] or fields[1], "", "")
+    return row if row.audio else SetAside("", "malformed line", "the id is empty", where)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str] | SetAside]:
+    """Each line with its place, decoded on its own so that one bad byte costs one line."""
+    raw = path.read_bytes()
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raw = raw.decode("utf-16", errors="replace").encode("utf-8", errors="replace")
+    raw = raw.removeprefix(codecs.BOM_UTF8)
+    newline = b"\n" if b"\n" in raw else b"\r"
+    for number, line in enumerate(raw.split(newline), 1):
+        where = f"{path.name}:{number}"
+        try:
+            yield where, line.decode()
+        except UnicodeDecodeError as error:
+            clip_id = line.split(b"|")[0].decode("ascii", errors="replace")[:80]
+            detail = f"byte 0x{line[error.start]:02x} is not UTF-8; save the file as UTF-8"
+            yield SetAside(clip_id, "wrong encoding", detail, where)
+
+
+def _header(line: str) -> tuple[dict[str, int], int]:
+    """Positions of the columns by meaning, and how many there are; no positions when it is no header."""
+    names = [_unquoted(value.strip()).lower() for value in line.split("|")]
+    columns: dict[str, int] = {}
+    for meaning, known in COLUMN_NAMES.items():
+        present = [name for name in known if name in names]
+        if present:
+            columns[meaning] = names.index(present[0])
+    return (columns, len(names)) if {"audio", "text"} <= columns.keys() else ({}, len(names))
+
+
+def _unquoted(value: str) -> str:
+    """A field as a spreadsheet quotes it ("…" with inner quotes doubled) without its quotes; others unchanged."""
+    if len(value) >= 2 and value[0] == value[-1] == '"':
+        inner = value[1:-1]
+        if '"' not in inner.replace('""', ""):
+            return inner.replace('""', '"').strip()
+    return value
+
+
+def _refuse_speaker_column(path: Path, lines: list[str]) -> None:
+    """Without a header a third column is text; one that repeats a few values is a speaker column instead."""
+    rows = [fields for line in lines if len(fields := line.split("|")) == 3]
+    texts, thirds = {row[1] for row in rows}, {row[2] for row in rows}
+    if len(rows) >= 10 and len(thirds) * 5 <= len(rows) and len(thirds) * 2 < len(texts):
+        example = sorted(thirds)[0].strip()[:40]
+        raise DatasetError(
+            f"{path}: the third column holds only {len(thirds)} different values in {len(rows)} lines "
+            f"(such as '{example}'), so it is not text.\n"
+            "If it names speakers, put this line first: audio_file|text|speaker_name"
+        )
+
+
+def _read_speakers(path: Path) -> dict[str, _Row]:
+    """Speaker and language by clip id, where the corpus has a speakers.csv."""
+    if not path.is_file():
+        return {}
+    lines = [item for item in _lines(path) if not isinstance(item, SetAside) and item[1].strip()]
+    names = [name.strip().lower() for name in lines[0][1].split("|")] if lines else []
+    if names[:2] != ["id", "speaker"]:
+        raise DatasetError(
+            f"{path} starts with '{'|'.join(names)[:60]}'; expected the header id|speaker or id|speaker|language"
+        )
+    named = {}
+    for where, line in lines[1:]:
+        clip_id, speaker, *rest = [*(value.strip() for value in line.split("|")), "", ""]
+        named[clip_id] = _Row(where, clip_id, "", speaker, rest[0] if names[2:3] == ["language"] else "")
+    return named

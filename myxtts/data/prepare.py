@@ -1,0 +1,317 @@
+"""A corpus made ready for training: whatever the cache lacks is prepared, then the cache is opened.
+
+The first start and every later one are the same call. Three stores hold the result, each keyed by what decides
+its rows: `audio` (int16 PCM, one row per clip), `text` (how a sentence is spoken, one row per distinct sentence)
+and `ids` (its token ids). A new vocabulary redoes only the ids; a new or changed clip redoes only itself.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from myxtts.audio import DECODE_VERSION
+from myxtts.config import HOP_SAMPLES, LANGUAGES, SAMPLE_RATE, DataSettings
+from myxtts.data.cache import StoreSpec, build_store, cache_root, identity, open_store, user_cache
+from myxtts.data.corpus import Clip, Corpus, SetAside, read_corpus
+from myxtts.data.fill import (
+    DecodeOptions,
+    Progress,
+    Sentence,
+    fill_audio,
+    fill_ids,
+    fill_text,
+    spoken_text,
+)
+from myxtts.data.store import Rows, Sources, Store, StoreWriter
+from myxtts.devices import usable_cores
+from myxtts.errors import DatasetError
+from myxtts.text import normalize, phonemes, tokenizer
+from myxtts.text.tokenizer import Tokenizer
+
+EMBEDDED_CORPUS = Path(__file__).parent.parent / "embedded"
+"""The recordings inside the package, used when no data is named."""
+
+VOCABULARY_VERSION = 1
+"""Part of the name of a trained vocabulary: raise it when the same texts would give another one."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ClipSet:
+    """Clips that can be batched: where their rows are, and what they are."""
+
+    audio: Store
+    ids: Store
+    audio_rows: Rows
+    ids_rows: Rows
+    speakers: Rows
+    languages: Rows
+    names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.audio_rows)
+
+    @property
+    def num_samples(self) -> Rows:
+        return self.audio.lengths[self.audio_rows]
+
+    @property
+    def num_ids(self) -> Rows:
+        return self.ids.lengths[self.ids_rows]
+
+    def select(self, chosen: Rows) -> ClipSet:
+        """The clips at these positions."""
+        return replace(
+            self,
+            audio_rows=self.audio_rows[chosen],
+            ids_rows=self.ids_rows[chosen],
+            speakers=self.speakers[chosen],
+            languages=self.languages[chosen],
+            names=[self.names[at] for at in chosen.tolist()],
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A corpus ready for training."""
+
+    train: ClipSet
+    val: ClipSet
+    speaker_names: list[str]
+    tokenizer: Tokenizer
+    set_aside: list[SetAside]
+    root: Path
+
+
+class _Silent:
+    """Shows no progress."""
+
+    def begin(self, title: str, total: int) -> None: ...
+    def advance(self, count: int) -> None: ...
+    def end(self) -> None: ...
+
+
+def prepare(data: DataSettings, progress: Progress | None = None, verify: bool = False) -> Prepared:
+    """Open the cache of the corpus that the settings name, building first whatever it lacks.
+
+    With `verify` every byte is compared with its checksum, and what does not match is built again; without it
+    each row is compared when it is first read.
+    """
+    progress = progress or _Silent()
+    folder = data.train_data or EMBEDDED_CORPUS
+    train_part = _Part(data, folder, progress, verify)
+    vocabulary = _vocabulary(data, train_part)
+    parts = [train_part] + ([_Part(data, data.val_data, progress, verify)] if data.val_data else [])
+    speaker_names = sorted({clip.speaker for part in parts for clip in part.corpus.clips})
+    clips = [part.clip_set(vocabulary, speaker_names) for part in parts]
+    if len(clips[0]) == 0:
+        raise _nothing_usable(folder, train_part.set_aside)
+    train, val = clips if data.val_data else train_part.split(clips[0])
+    set_aside = [item for part in parts for item in part.set_aside]
+    for part in parts:
+        part.write_set_aside_list()
+    return Prepared(train, val, speaker_names, vocabulary, set_aside, train_part.root)
+
+
+def spoken_corpus(data: DataSettings, progress: Progress) -> tuple[list[str], list[str]]:
+    """Every distinct sentence of a corpus as it is spoken, with its language; touches no audio."""
+    return _Part(data, data.train_data or EMBEDDED_CORPUS, progress, verify=False).spoken()
+
+
+class _Part:
+    """One folder of recordings on its way through the three stores."""
+
+    def __init__(self, data: DataSettings, folder: Path, progress: Progress, verify: bool) -> None:
+        self.data = data
+        self.verify = verify
+        self.progress = progress
+        self.corpus: Corpus = read_corpus(folder)
+        self.root = _root(data, folder)
+        self.num_workers = min(data.num_workers, usable_cores())
+        self.sentences, self.sentence_rows = _distinct_sentences(self.corpus.clips, data.language or "")
+        self.text = self._text_store()
+        self.set_aside = list(self.corpus.set_aside)
+        self.usable: list[Clip] = []
+
+    def spoken(self) -> tuple[list[str], list[str]]:
+        """Every sentence as it is spoken, and its language."""
+        rows = [row for row in range(len(self.text)) if row not in self.text.set_aside]
+        return [spoken_text(self.text, row) for row in rows], [LANGUAGES[self.text.labels[row]] for row in rows]
+
+    def clip_set(self, vocabulary: Tokenizer, speaker_names: list[str]) -> ClipSet:
+        """The usable clips with their rows; the others join `set_aside`."""
+        self.audio = self._audio_store()
+        ids = self._ids_store(vocabulary)
+        problems = self._problems(ids)
+        clips = self.corpus.clips
+        self.set_aside += [SetAside(clips[row].id, *problems[row], clips[row].where) for row in sorted(problems)]
+        rows = np.array([row for row in range(len(clips)) if row not in problems], np.int64)
+        self.usable = [clips[row] for row in rows.tolist()]
+        numbers = {name: number for number, name in enumerate(speaker_names)}
+        return ClipSet(
+            audio=self.audio,
+            ids=ids,
+            audio_rows=rows,
+            ids_rows=self.sentence_rows[rows],
+            speakers=np.array([numbers[clip.speaker] for clip in self.usable], np.int64),
+            languages=self.text.labels[self.sentence_rows[rows]],
+            names=[clip.id for clip in self.usable],
+        )
+
+    def _problems(self, ids: Store) -> dict[int, tuple[str, str]]:
+        """Why clips cannot be used, by row; where several reasons hold, the audio's comes first."""
+        least, most = self.data.min_clip_seconds, _max_samples(self.data)
+        seconds = self.audio.lengths / SAMPLE_RATE
+        num_ids = ids.lengths[self.sentence_rows]
+        problems: dict[int, tuple[str, str]] = {}
+        for row in np.flatnonzero(num_ids > self.data.max_text_length).tolist():
+            limit = f"the limit is {self.data.max_text_length} (max_text_length)"
+            problems[row] = ("text too long", f"{num_ids[row]} tokens, {limit}")
+        for store in (ids, self.text):
+            for row in np.flatnonzero(np.isin(self.sentence_rows, list(store.set_aside))).tolist():
+                problems[row] = store.set_aside[int(self.sentence_rows[row])]
+        for row in np.flatnonzero(seconds < least).tolist():
+            problems[row] = ("too short", f"{seconds[row]:.2f} s, the least is {least:.2f} s (min_clip_seconds)")
+        for row in np.flatnonzero(self.audio.lengths > most).tolist():
+            limit = f"the limit is {most / SAMPLE_RATE:.2f} s (max_mel_frames)"
+            problems[row] = ("too long", f"{seconds[row]:.2f} s, {limit}")
+        return problems | self.audio.set_aside
+
+    def split(self, clips: ClipSet) -> tuple[ClipSet, ClipSet]:
+        """Training and validation clips: as the corpus says, else by a hash of the text.
+
+        The hash makes the choice the same on every machine and unmoved by other clips, and keeps a sentence that
+        several speakers read on one side.
+        """
+        held_out = np.array([clip.held_out for clip in self.usable])
+        if not held_out.any() and len(clips) > 1:
+            draw = np.array([identity("held out", clip.text) for clip in self.usable], np.uint64) / 2.0**64
+            held_out = draw < self.data.val_fraction
+            if self.data.val_fraction > 0 and not held_out.any():
+                held_out[draw.argmin()] = True
+        return clips.select(np.flatnonzero(~held_out)), clips.select(np.flatnonzero(held_out))
+
+    def write_set_aside_list(self) -> None:
+        """List every clip that is not used, one by one, beside the stores."""
+        content = io.StringIO()
+        table = csv.writer(content, delimiter="|", lineterminator="\n")
+        table.writerow(["id", "reason", "detail", "where"])
+        table.writerows([item.id, item.reason, item.detail, item.where] for item in self.set_aside)
+        path = set_aside_list(self.root)
+        encoded = content.getvalue().encode("utf-8", "replace")
+        try:
+            if path.read_bytes() == encoded:
+                return
+        except OSError:
+            pass
+        if os.access(self.root, os.W_OK):
+            path.write_bytes(encoded)
+
+    def _audio_store(self) -> Store:
+        data, clips = self.data, self.corpus.clips
+        options = DecodeOptions(self.corpus.folder, _max_samples(data) / SAMPLE_RATE, data.trim_silence_db)
+        spec = StoreSpec(
+            kind="audio",
+            dtype=np.int16,
+            sources=_sources(
+                identity(clip.path, clip.size_bytes, clip.modified_ns, clip.changed_ns) for clip in clips
+            ),
+            recipe={"decode": DECODE_VERSION, "rate": SAMPLE_RATE, "trim": data.trim_silence_db},
+            limits={"max_seconds": options.max_seconds},
+        )
+        return self._store(
+            spec,
+            "audio",
+            lambda writer, rows: fill_audio(writer, rows, clips, options, self.num_workers, self.progress),
+        )
+
+    def _text_store(self) -> Store:
+        recipe = {"normalize": normalize.fingerprint()}
+        if self.data.use_phonemes:
+            recipe["phonemes"] = phonemes.fingerprint()
+        sources = _sources(identity(*sentence) for sentence in self.sentences)
+        return self._store(
+            StoreSpec("text", np.uint8, sources, recipe, limits={}),
+            "text",
+            lambda writer, rows: fill_text(
+                writer, rows, self.sentences, self.data.use_phonemes, self.num_workers, self.progress
+            ),
+        )
+
+    def _ids_store(self, vocabulary: Tokenizer) -> Store:
+        # What is spoken and in which language decides the ids, however both were found.
+        sources = self.text.hashes ^ self.text.labels.astype(np.uint64)
+        return self._store(
+            StoreSpec("ids", np.int32, sources, {"vocabulary": vocabulary.fingerprint}, limits={}),
+            "token",
+            lambda writer, rows: fill_ids(writer, rows, self.text, vocabulary, self.progress),
+        )
+
+    def _store(self, spec: StoreSpec, name: str, fill: Callable[[StoreWriter, list[int]], None]) -> Store:
+        store = open_store(self.root, spec)
+        if store is not None:
+            _log.info("LOADING %s CACHE FROM DISK", name.upper())
+        if store is not None and self.verify and not store.all_intact():
+            _log.warning("Some rows of %s are not what was written; they are prepared again", store.folder)
+            store = None
+        return store or build_store(self.root, spec, fill)
+
+
+def set_aside_list(root: Path) -> Path:
+    """The file that lists every clip not used."""
+    return root / "set_aside.csv"
+
+
+def _root(data: DataSettings, folder: Path) -> Path:
+    """The embedded corpus lies inside the installed package, which is no place to write to."""
+    return cache_root(folder, data.cache_dir or (user_cache() if folder == EMBEDDED_CORPUS else None))
+
+
+def _max_samples(data: DataSettings) -> int:
+    """The most samples whose mel, with its frame at sample 0, has no more than `max_mel_frames` frames."""
+    return data.max_mel_frames * HOP_SAMPLES - 1
+
+
+def _sources(identities: Iterable[int]) -> Sources:
+    return np.fromiter(identities, np.uint64)
+
+
+def _distinct_sentences(clips: Sequence[Clip], default_language: str) -> tuple[list[Sentence], Rows]:
+    """Every sentence once, and for each clip the row of its sentence."""
+    rows: dict[Sentence, int] = {}
+    clip_rows = []
+    for clip in clips:
+        language = clip.language or default_language
+        sentence = Sentence(clip.text, language, "" if language else clip.speaker)
+        clip_rows.append(rows.setdefault(sentence, len(rows)))
+    return list(rows), np.array(clip_rows, np.int64)
+
+
+def _vocabulary(data: DataSettings, part: _Part) -> Tokenizer:
+    """The vocabulary that was named, else one trained on this corpus and kept beside its stores."""
+    if data.tokenizer is not None:
+        return Tokenizer.load(data.tokenizer)
+    key = identity(part.text.folder.name, data.vocab_size, VOCABULARY_VERSION)
+    path = part.root / f"vocabulary-{key:016x}.json"
+    if not path.is_file():
+        texts, languages = part.spoken()
+        _log.info("Training a vocabulary of up to %d tokens on %d sentences", data.vocab_size, len(texts))
+        tokenizer.train(texts, languages, data.vocab_size).save(path)
+    return Tokenizer.load(path)
+
+
+def _nothing_usable(folder: Path, set_aside: Sequence[SetAside]) -> DatasetError:
+    counts = Counter(item.reason for item in set_aside).most_common()
+    reasons = "\n".join(f"  {count} × {reason}" for reason, count in counts) or "  the metadata is empty"
+    example = f"\nFor example {set_aside[0].id}: {set_aside[0].detail}" if set_aside else ""
+    return DatasetError(f"No usable clip in {folder}. Set aside:\n{reasons}{example}")

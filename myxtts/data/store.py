@@ -1,0 +1,234 @@
+"""The file format of the cache: ragged rows packed in one memory-mapped file, each with a checksum.
+
+A store is a folder, written once and never changed:
+
+    data.bin    the rows one after another, each starting on a 64-byte boundary
+    index.npy   per row: where it starts, how long it is, a label, its checksum, the identity of its source
+    meta.json   checksum of the index, size of the data, rows set aside with the reason, checksum of itself
+
+Rows are PCM, spoken text, token ids or codes; this module does not know which, nor where stores live (`cache`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from myxtts.errors import DatasetError
+
+FORMAT_VERSION = 1
+ROW_ALIGNMENT_BYTES = 64
+
+Array = npt.NDArray[Any]
+Rows = npt.NDArray[np.int64]
+Sources = npt.NDArray[np.uint64]
+
+_INDEX = np.dtype([("offset", "<u8"), ("length", "<u4"), ("label", "<u4"), ("hash", "<u8"), ("source", "<u8")])
+
+
+class CacheDamaged(DatasetError):
+    """A store whose bytes are not those that were written."""
+
+
+class Store:
+    """An open store. Rows are read-only views of the mapped file."""
+
+    def __init__(self, folder: Path, dtype: npt.DTypeLike) -> None:
+        self.folder = folder
+        self.dtype = np.dtype(dtype)
+        try:
+            meta = _read_meta(folder / "meta.json")
+            index_hash = xxhash.xxh3_128_hexdigest((folder / "index.npy").read_bytes())
+            data_bytes = (folder / "data.bin").stat().st_size
+            if (meta["index_hash"], meta["data_bytes"]) != (index_hash, data_bytes):
+                raise CacheDamaged(f"{folder}: the files are not those that were written")
+            index: Array = np.load(folder / "index.npy", allow_pickle=False)
+            self._data: Array = (
+                np.memmap(folder / "data.bin", self.dtype, mode="r") if data_bytes else np.empty(0, dtype)
+            )
+        except OSError as error:
+            raise CacheDamaged(f"{folder}: {error.strerror or error}") from None
+        self.recipe: dict[str, Any] = meta["recipe"]
+        self.set_aside = {int(row): (str(reason), str(detail)) for row, reason, detail in meta["set_aside"]}
+        self.lengths = index["length"].astype(np.int64)
+        self.labels = index["label"].astype(np.int64)
+        self.sources = index["source"].astype(np.uint64)
+        self._starts = (index["offset"] // self.dtype.itemsize).astype(np.int64)
+        self.hashes = index["hash"].astype(np.uint64)
+        self._verified = self.lengths == 0
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> Array:
+        self.verify(np.array([row]))
+        return self._row(row)
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        """Copy row `rows[i]` to the front of `out[i]`; the rest of `out[i]` keeps whatever it held."""
+        if not self._verified[rows].all():
+            self.verify(rows)
+        starts = self._starts[rows]
+        ends = starts + self.lengths[rows]
+        data = self._data
+        for slot, start, end in zip(out, starts.tolist(), ends.tolist(), strict=True):
+            slot[: end - start] = data[start:end]
+
+    def gather_padded(self, rows: Rows, out: Array) -> None:
+        """The same for short rows, in one indexing call, with zeros behind each row."""
+        if not self._verified[rows].all():
+            self.verify(rows)
+        columns = np.arange(out.shape[1])
+        places = np.minimum(self._starts[rows, None] + columns, len(self._data) - 1)
+        np.multiply(self._data[places], columns < self.lengths[rows, None], out=out)
+
+    def verify(self, rows: Rows) -> None:
+        """Compare rows with their checksums, each once per process; a mismatch marks the store for rebuilding."""
+        for row in rows[~self._verified[rows]].tolist():
+            if not self.is_intact(row):
+                mark_damaged(self.folder)
+                raise CacheDamaged(
+                    f"{self.folder}: row {row} is not what was written (a failing disk or memory?).\n"
+                    "It has been marked: run the command again, and only what is damaged is prepared anew."
+                )
+
+    def all_intact(self) -> bool:
+        """Whether every row matches its checksum; if not, the store is marked for rebuilding."""
+        if all(self.is_intact(row) for row in range(len(self))):
+            return True
+        mark_damaged(self.folder)
+        return False
+
+    def is_intact(self, row: int) -> bool:
+        """Whether one row matches its checksum."""
+        if not self._verified[row]:
+            self._verified[row] = _hash(self._row(row)) == int(self.hashes[row])
+        return bool(self._verified[row])
+
+    def _row(self, row: int) -> Array:
+        start = self._starts[row]
+        return self._data[start : start + self.lengths[row]]
+
+
+class StoreWriter:
+    """A store being built in a folder of its own."""
+
+    def __init__(self, folder: Path, sources: Sources) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.data_path = folder / "data.bin"
+        self.data_path.touch()
+        self.end = 0
+        """Bytes taken in data.bin; other processes may write behind it as long as it is moved along."""
+        self._index: Array = np.zeros(len(sources), _INDEX)
+        self._index["source"] = sources
+        self._set_aside: list[tuple[int, str, str]] = []
+
+    def append(self, rows: Sequence[int], arrays: Sequence[Array], labels: Sequence[int] | int = 0) -> None:
+        """Write rows and enter them in the index."""
+        self.append_packed(rows, *pack(arrays), labels)
+
+    def append_packed(
+        self, rows: Sequence[int], packed: bytearray, records: Array, labels: Sequence[int] | int = 0
+    ) -> None:
+        """The same for rows that `pack` has made, perhaps in another process."""
+        with open(self.data_path, "r+b") as file:
+            write_at(file.fileno(), packed, self.end)
+        self.enter(rows, records, self.end, labels)
+        self.end += len(packed)
+
+    def enter(self, rows: Sequence[int], records: Array, offset: int, labels: Sequence[int] | int = 0) -> None:
+        """Enter rows that `pack` made and that already stand at `offset`."""
+        at = np.asarray(rows, np.int64)
+        records = records.copy()
+        records["offset"] += np.uint64(offset)
+        records["label"] = labels
+        records["source"] = self._index["source"][at]
+        self._index[at] = records
+
+    def set_aside(self, row: int, reason: str, detail: str) -> None:
+        """Leave a row empty and say why."""
+        self._set_aside.append((row, reason, detail))
+
+    def finish(self, recipe: Mapping[str, object]) -> None:
+        """Write index and meta, and bring everything to the disk."""
+        np.save(self.folder / "index.npy", self._index, allow_pickle=False)
+        body = {
+            "format": FORMAT_VERSION,
+            "index_hash": xxhash.xxh3_128_hexdigest((self.folder / "index.npy").read_bytes()),
+            "data_bytes": self.data_path.stat().st_size,
+            "set_aside": sorted(self._set_aside),
+            "recipe": dict(recipe),
+        }
+        text = json.dumps({"hash": _meta_hash(body), "body": body})
+        (self.folder / "meta.json").write_text(text, encoding="utf-8")
+        for path in (self.data_path, self.folder / "index.npy", self.folder / "meta.json", self.folder):
+            sync_path(path)
+
+
+def pack(arrays: Sequence[Array]) -> tuple[bytearray, Array]:
+    """Rows as one aligned block, and their index entries with offsets from the block's start."""
+    records = np.zeros(len(arrays), _INDEX)
+    sizes = [-(-array.nbytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES for array in arrays]
+    packed = bytearray(sum(sizes))
+    offset = 0
+    for number, (array, size) in enumerate(zip(arrays, sizes, strict=True)):
+        packed[offset : offset + array.nbytes] = _bytes(array)
+        records[number] = (offset, len(array), 0, _hash(array), 0)
+        offset += size
+    return packed, records
+
+
+def write_at(descriptor: int, packed: bytearray, offset: int) -> None:
+    """Write a whole block with plain writes: a mapped write to a full disk would kill the process."""
+    remaining = memoryview(packed)
+    while remaining:
+        written = os.pwrite(descriptor, remaining, offset)
+        remaining, offset = remaining[written:], offset + written
+
+
+def mark_damaged(folder: Path) -> None:
+    """Make the next start build this store again; a folder that is gone or read-only stays as it is."""
+    with contextlib.suppress(OSError):
+        (folder / "damaged").touch()
+
+
+def sync_path(path: Path) -> None:
+    """Bring a file or the entries of a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads(path.read_bytes())
+        body = meta["body"]
+        if meta["hash"] == _meta_hash(body) and body["format"] == FORMAT_VERSION:
+            return dict(body)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise CacheDamaged(f"{path} is not what was written")
+
+
+def _meta_hash(body: Mapping[str, object]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def _hash(array: Array) -> int:
+    return xxhash.xxh3_64_intdigest(_bytes(array))
+
+
+def _bytes(array: Array) -> memoryview:
+    contiguous: Any = np.ascontiguousarray(array)  # typed as no buffer by numpy
+    return memoryview(contiguous).cast("B") if array.size else memoryview(b"")

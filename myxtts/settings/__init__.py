@@ -1,0 +1,22 @@
+"""From a YAML file and a command line to checked `Settings`, and from settings to text.
+
+`table` derives the list of settings from `myxtts.config`; `yaml_file` and `flags` say what the user wrote,
+`values` what one value means, `nearest` what a misspelt name may have been, `loading` puts it all together;
+`pages` writes settings down.
+"""
+
+from myxtts.settings.flags import add_flags, flags_of
+from myxtts.settings.loading import DEFAULT_CONFIG_FILE, Loaded, Origin, load
+from myxtts.settings.pages import render_docs, render_yaml_with_comments, to_yaml
+
+__all__ = [
+    "DEFAULT_CONFIG_FILE",
+    "Loaded",
+    "Origin",
+    "add_flags",
+    "flags_of",
+    "load",
+    "render_docs",
+    "render_yaml_with_comments",
+    "to_yaml",
+]

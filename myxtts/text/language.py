@@ -1,0 +1,277 @@
+"""Which of our languages a text is written in, paying for statistics only where letters do not tell.
+
+Three steps, cheapest first. The script decides Korean, Japanese, Chinese, Hindi, Russian and most Persian
+and Arabic for a few microseconds a text. What is left is judged by the speaker: a speaker's sentences, joined
+to a few passages long enough to be told apart with certainty, usually prove to be one language, and then no
+sentence of theirs is looked at again. Only speakers whose passages disagree are judged by sentence.
+
+This module does not know where texts come from, nor what is done to them afterwards. `lingua` is imported
+when statistics are first needed, so importing this module costs nothing.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+from myxtts.config import LANGUAGES
+from myxtts.errors import DatasetError
+
+if TYPE_CHECKING:
+    from lingua import LanguageDetector
+
+_Group = tuple[str, str | None]
+"""Script and speaker of texts judged together; None for all the speakers who say little."""
+_Codes = tuple[str, ...]
+_Languages = dict[str, str | None]
+"""Language by text."""
+
+_SCRIPTS = re.compile(
+    "(?P<latin>[A-Za-z\u00aa\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u1e00-\u1eff\uff21-\uff3a\uff41-\uff5a]+)"
+    "|(?P<arabic>[\u0620-\u064a\u066e-\u06d3\u06d5\u06fa-\u06ff\u0750-\u077f\u08a0-\u08c9\ufb50-\ufdfb\ufe70-\ufefc]+)"
+    "|(?P<cyrillic>[\u0400-\u052f\u1c80-\u1c8a\ua640-\ua69f]+)"
+    "|(?P<hangul>[\u1100-\u11ff\u3131-\u318e\ua960-\ua97c\uac00-\ud7fb]+)"
+    "|(?P<kana>[\u3041-\u3096\u30a1-\u30fa\u31f0-\u31ff\uff66-\uff9d]+)"
+    "|(?P<han>[\u3005\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af]+)"
+    "|(?P<devanagari>[\u0900-\u0963\u0971-\u097f]+)"
+    r"|(?P<other>[^\W\d_]+)"
+)
+_ONE_LANGUAGE = {"hangul": "ko", "kana": "ja", "han": "zh", "devanagari": "hi", "cyrillic": "ru"}
+_LANGUAGES_OF = {
+    "latin": tuple(code for code in LANGUAGES if code not in (*_ONE_LANGUAGE.values(), "ar", "fa")),
+    "arabic": ("ar", "fa"),
+}
+
+# What only one of the two languages writes. Arabic ي and ك are no evidence: much Persian text was typed on an
+# Arabic keyboard. Neither are أ ؤ ئ and the tanwin of مثلاً, which Persian keeps in loan words. The article
+# counts only before three more letters, for الان is Persian, and so is البته.
+_PERSIAN = re.compile("[\u067e\u0686\u0698\u06af\u06a9\u06cc\u06c0\u200c\u06f0-\u06f9]")
+_ARABIC = re.compile(
+    "[\u0629\u0625\u0671\u064c\u064d]|\\b[\u0648\u0641\u0628]?\u0627\u0644(?!\u0628\u062a\u0647\\b)\\w{3}"
+)
+
+_KANA_SHARE = 0.1
+"""Least share of kana in Japanese; a fashionable の does not make a Chinese sentence Japanese."""
+_KANJI_ONLY_SHARE = 0.1
+"""A speaker with fewer kana-less sentences than this, per Japanese one, reads Japanese throughout."""
+_PASSAGE_CHARACTERS = 300
+"""Enough to tell eleven languages apart; from 120 on, lingua's small models answer as its large ones do."""
+_PASSAGES_ODD, _PASSAGES_SPREAD = 4, 4
+_CANDIDATES = 4
+"""Languages compared with the large models at a time; each takes about 45 MB of memory."""
+_CANDIDATE_SHARE = 0.02
+
+
+def by_script(text: str) -> str | None:
+    """The language when letters alone decide it; None for Latin script, no letters, or a tie of ar and fa.
+
+    The script of most letters counts. No Latin letter is taken as proof: one Turkish name in an English
+    sentence would turn it Turkish.
+    """
+    return _language_in_script(text, _script_of(text))
+
+
+def detect_languages(texts: Sequence[str], speakers: Sequence[str]) -> list[str]:
+    """The language of every text, from its script, its speaker's other texts and, last, its own statistics.
+
+    The result depends only on the pairs of text and speaker, not on their order. Texts without letters get
+    their speaker's most frequent language, or the corpus's.
+    """
+    if len(texts) != len(speakers):
+        raise ValueError(f"{len(texts)} texts but {len(speakers)} speakers")
+    scripts = {text: _script_of(text) for text in texts}
+    certain = {text: _language_in_script(text, script) for text, script in scripts.items()}
+    languages = [certain[text] for text in texts]
+    _settle_by_speaker(languages, [scripts[text] for text in texts], speakers)
+
+    open_texts: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for text, speaker, language in zip(texts, speakers, languages, strict=True):
+        if language is None and scripts[text] in _LANGUAGES_OF:
+            open_texts[scripts[text], speaker].add(text)
+    found = _detect_by_speaker(open_texts)
+    for i, (text, speaker) in enumerate(zip(texts, speakers, strict=True)):
+        if languages[i] is None:
+            languages[i] = found.get((speaker, text))
+    return _fill_gaps(languages, speakers)
+
+
+def _script_of(text: str) -> str:
+    """The script that most letters belong to, "" without letters; Han counts as kana in Japanese text."""
+    if text.isascii():
+        return "latin" if any(map(str.isalpha, text)) else ""
+    letters: Counter[str] = Counter()
+    for run in _SCRIPTS.finditer(text):
+        letters[run.lastgroup or ""] += run.end() - run.start()
+    chinese_characters = letters["han"] + letters["kana"]
+    if letters["kana"] and letters["kana"] >= _KANA_SHARE * chinese_characters:
+        letters["kana"], letters["han"] = chinese_characters, 0
+    elif chinese_characters:
+        letters["han"], letters["kana"] = chinese_characters, 0
+    return max(letters, key=lambda script: letters[script], default="")
+
+
+def _language_in_script(text: str, script: str) -> str | None:
+    if script != "arabic":
+        return _ONE_LANGUAGE.get(script)
+    persian, arabic = len(_PERSIAN.findall(text)), len(_ARABIC.findall(text))
+    if persian == arabic:
+        return None
+    return "fa" if persian > arabic else "ar"
+
+
+def _settle_by_speaker(languages: list[str | None], scripts: Sequence[str], speakers: Sequence[str]) -> None:
+    """Lets a speaker's clear texts decide the unclear ones of the same script, in place.
+
+    That is the sentence in kanji alone of a Japanese speaker, and the sentence without any telling letter of
+    someone whose other sentences are all Persian, or all Arabic.
+    """
+    counts: dict[str, Counter[str | None]] = defaultdict(Counter)
+    for speaker, language in zip(speakers, languages, strict=True):
+        counts[speaker][language] += 1
+    for i, (speaker, script) in enumerate(zip(speakers, scripts, strict=True)):
+        of = counts[speaker]
+        if languages[i] == "zh" and of["zh"] < _KANJI_ONLY_SHARE * of["ja"]:
+            languages[i] = "ja"
+        elif languages[i] is None and script == "arabic" and (of["fa"] == 0) != (of["ar"] == 0):
+            languages[i] = "fa" if of["fa"] else "ar"
+
+
+def _detect_by_speaker(open_texts: dict[tuple[str, str], set[str]]) -> dict[tuple[str, str], str | None]:
+    """Languages by (speaker, text) for texts by (script, speaker); who says little is judged with others."""
+    groups: dict[_Group, set[str]] = defaultdict(set)
+    group_of: dict[tuple[str, str], _Group] = {}
+    for (script, speaker), texts in open_texts.items():
+        alone = sum(map(len, texts)) >= _PASSAGE_CHARACTERS
+        group_of[script, speaker] = (script, speaker if alone else None)
+        groups[group_of[script, speaker]] |= texts
+
+    answers: dict[_Group, _Languages] = {}
+    for script, candidates in _LANGUAGES_OF.items():
+        passages = {group: _passages(texts) for group, texts in groups.items() if group[0] == script}
+        all_passages = [passage for sample in passages.values() for passage in sample]
+        verdicts = iter(_detect(all_passages, candidates, accurate=False))
+        mixed: dict[_Group, set[str]] = {}
+        for group, sample in passages.items():
+            heard = {next(verdicts) for _ in sample}
+            if len(heard) == 1 and None not in heard:
+                answers[group] = dict.fromkeys(groups[group], heard.pop())
+            else:
+                mixed[group] = {language for language in heard if language}
+        answers |= _detect_each({group: sorted(groups[group]) for group in mixed}, candidates, mixed)
+    return {
+        (speaker, text): answers[group_of[script, speaker]][text]
+        for (script, speaker), texts in open_texts.items()
+        for text in texts
+    }
+
+
+def _passages(texts: Iterable[str]) -> list[str]:
+    """A sample of joined texts, none shorter than a passage; empty when all of them together are too short.
+
+    Half of the sample is the texts that share the fewest words with the rest: were a few of them in another
+    language, they would gather there and show, however evenly they are mixed in.
+    """
+    words_of = {text: text.lower().split() for text in sorted(texts)}
+    counts = Counter(word for words in words_of.values() for word in set(words))
+    usual = {word for word, _ in counts.most_common(40)}
+    oddest_first = sorted(
+        words_of, key=lambda text: sum(word in usual for word in words_of[text]) / (len(words_of[text]) or 1)
+    )
+    passages: list[str] = []
+    pending: list[str] = []
+    length = 0
+    for text in oddest_first:
+        pending.append(text)
+        length += len(text)
+        if length >= _PASSAGE_CHARACTERS:
+            passages.append(" ".join(pending))
+            pending, length = [], 0
+    rest = passages[_PASSAGES_ODD:]
+    step = max(1, len(rest) // _PASSAGES_SPREAD)
+    return passages[:_PASSAGES_ODD] + rest[::-step][:_PASSAGES_SPREAD]
+
+
+def _detect_each(
+    texts_of: dict[_Group, list[str]], candidates: _Codes, heard: dict[_Group, set[str]]
+) -> dict[_Group, _Languages]:
+    """The language of every text on its own: the small models narrow a group's choice, the large ones decide.
+
+    The large models of all eleven Latin languages would take 500 MB and three seconds to load. So only a few
+    are loaded at a time, for all groups with that choice at once; in a group that mixes more languages than
+    that, the small models have the last word.
+    """
+    answers: dict[_Group, _Languages] = {}
+    choices: dict[_Codes, list[_Group]] = defaultdict(list)
+    for group, texts in texts_of.items():
+        best, likely = _narrow(texts, candidates, heard[group])
+        if 2 <= len(likely) <= _CANDIDATES:
+            choices[likely].append(group)
+        else:
+            answers[group] = best if len(likely) != 1 else dict.fromkeys(texts, likely[0])
+    for likely, groups in choices.items():
+        texts = sorted({text for group in groups for text in texts_of[group]})
+        found = dict(zip(texts, _detect(texts, likely, accurate=True), strict=True))
+        for group in groups:
+            answers[group] = {text: found[text] for text in texts_of[group]}
+    return answers
+
+
+def _narrow(texts: list[str], candidates: _Codes, heard: set[str]) -> tuple[_Languages, _Codes]:
+    """What the small models say of each text, and the languages worth asking the large ones about."""
+    rankings = _detector(candidates, accurate=False).compute_language_confidence_values_in_parallel(texts)
+    weights = dict.fromkeys(candidates, 0.0)
+    best: _Languages = {}
+    for text, ranking in zip(texts, rankings, strict=True):
+        for value in ranking:
+            weights[value.language.iso_code_639_1.name.lower()] += value.value
+        first, second = ranking[:2]
+        best[text] = first.language.iso_code_639_1.name.lower() if first.value > second.value else None
+    least = _CANDIDATE_SHARE * sum(weights.values())
+    return best, tuple(code for code in candidates if weights[code] > least or code in heard)
+
+
+def _detect(texts: list[str], candidates: _Codes, *, accurate: bool) -> list[str | None]:
+    """One native call over all texts, on all cores; None where lingua sees no difference."""
+    if not texts:
+        return []
+    detector = _detector(candidates, accurate)
+    found = detector.detect_languages_in_parallel_of(texts)
+    if accurate:
+        detector.unload_language_models()  # type: ignore[no-untyped-call]
+    return [language.iso_code_639_1.name.lower() if language else None for language in found]
+
+
+@cache
+def _detector(candidates: _Codes, accurate: bool) -> "LanguageDetector":
+    try:
+        from lingua import IsoCode639_1, LanguageDetectorBuilder
+    except ImportError:
+        raise DatasetError(
+            "The language of some texts cannot be told from their letters, and lingua is not installed. Name "
+            "the language with --language, add a language column to the metadata, or run: "
+            "pip install lingua-language-detector"
+        ) from None
+    codes = [getattr(IsoCode639_1, code.upper()) for code in candidates]
+    builder = LanguageDetectorBuilder.from_iso_codes_639_1(*codes)
+    return (builder if accurate else builder.with_low_accuracy_mode()).build()
+
+
+def _fill_gaps(languages: list[str | None], speakers: Sequence[str]) -> list[str]:
+    """Gives texts that show nothing their speaker's most frequent language, or else the corpus's."""
+    known: dict[str | None, Counter[str]] = defaultdict(Counter)
+    for speaker, language in zip(speakers, languages, strict=True):
+        if language:
+            known[speaker][language] += 1
+            known[None][language] += 1
+    if languages and not known:
+        raise DatasetError(
+            f"No text of the corpus could be recognised as one of {', '.join(LANGUAGES)}. Name the language "
+            "with --language or add a language column to the metadata."
+        )
+
+    def usual(speaker: str) -> str:
+        counts = known.get(speaker) or known[None]
+        return min(counts, key=lambda code: (-counts[code], code))
+
+    return [language or usual(speaker) for speaker, language in zip(speakers, languages, strict=True)]

@@ -1,0 +1,232 @@
+"""Written numbers in a sentence, read aloud: dates, times, ranges, phone numbers, money, ordinals, amounts.
+
+Works from a `LanguageTable` alone and returns text without a digit. It does not know how a whole number is
+spelled (`spelling`), nor Persian, whose conventions differ enough to have their own module.
+"""
+
+import re
+
+from myxtts.text.spelling import cardinal, ordinal, spell_digits
+from myxtts.text.tables import LanguageTable
+
+YEAR_FIRST_DATE = re.compile(r"(?<![0-9A-Za-z.,/-])(?P<y>\d{4})([-/.])(?P<m>\d{1,2})\2(?P<d>\d{1,2})\.?(?![\w/-])")
+YEAR_LAST_DATE = re.compile(r"(?<![0-9A-Za-z.,/-])(?P<a>\d{1,2})([-/.])\s?(?P<b>\d{1,2})\2\s?(?P<y>\d{4})(?![\w/-]|[.,]\d)")
+CLOCK = re.compile(r"(?<![0-9A-Za-z:.,])([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d))?(?![\d:])")
+PHONE = re.compile(r"(?<![0-9A-Za-z-])(?:\+\d+(?:[ -]\d+)+|\+\d{8,}|0\d+(?:[ -]\d{2,})+|\d{2,}(?:-\d{2,}){2,})(?![\w-])")
+RANGE = re.compile(r"(?<![0-9A-Za-z.,/:-])(\d+(?:[.,]\d+)?)\s?-\s?(\d+(?:[.,]\d+)?)(?![\d/:-]|[.,]\d)")
+QUOTIENT = re.compile(r"(?<![0-9A-Za-z.,/:-])(\d{1,3})/(\d{1,3})(?![\w/:-]|[.,]\d)")
+NUMBER = r"\d+(?:[.,]\d+|'\d{3}(?!\d))*"
+SCRIPTS_WITHOUT_SPACES = ("zh", "ja")
+_BLANK_GROUPS = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?: \d{3})+)(?![\d]| \d)")
+
+
+def split_number(number: str, thousands: str) -> tuple[str, str] | None:
+    """Whole part and decimals of a number with any separators; None when it is no single number (1.2.3)."""
+    number = number.replace("'", "")
+    marks = re.findall(r"[.,]", number)
+    parts = re.split(r"[.,]", number)
+    if not marks:
+        return number, ""
+    if len(marks) == 1:
+        grouped = marks[0] in thousands and len(parts[1]) == 3 and len(parts[0]) <= 3 and parts[0][0] != "0"
+        return (parts[0] + parts[1], "") if grouped else (parts[0], parts[1])
+    same = len(set(marks)) == 1
+    middle_fits = all(len(part) in (2, 3) for part in parts[1:-1])
+    if same and middle_fits and len(parts[-1]) == 3 and len(parts[0]) <= 3:
+        return "".join(parts), ""
+    if len(set(marks[:-1])) == 1 and marks[-1] != marks[0] and middle_fits and len(parts[-2]) == 3:
+        return "".join(parts[:-1]), parts[-1]
+    return None
+
+
+def plural_form(count: str, forms: list[str], rule: str) -> str:
+    """The grammatical form that goes with `count` (digits)."""
+    number = int(count[-3:])
+    large = len(count.lstrip("0")) > 3
+    few = number % 10 in (2, 3, 4) and number % 100 not in (12, 13, 14)
+    one = number == 1 and not large
+    match rule:
+        case "russian":
+            index = 0 if number % 10 == 1 and number % 100 != 11 else 1 if few else 2
+        case "polish":
+            index = 0 if one else 1 if few else 2
+        case "czech":
+            index = 0 if one else 1 if number in (2, 3, 4) and not large else 2
+        case "arabic":
+            index = 1 if 3 <= number % 100 <= 10 else 0
+        case "french":
+            index = 0 if number in (0, 1) and not large else 1
+        case _:
+            index = 0 if one else 1
+    return forms[min(index, len(forms) - 1)]
+
+
+def substitute(pairs: list[list[str]], text: str) -> str:
+    """Apply [pattern, replacement] pairs of a table in order."""
+    for pattern, replacement in pairs:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+class NumberReader:
+    """Reads the numbers of one language's sentences; built once per language, holds its compiled patterns."""
+
+    def __init__(self, table: LanguageTable) -> None:
+        self._table = table
+        marks = "|".join(sorted(map(re.escape, table.units), key=len, reverse=True)) or r"(?!)"
+        magnitude = rf"(?:\s(?P<magnitude>(?i:{table.magnitudes}))\b)?" if table.magnitudes else "(?P<magnitude>(?!))?"
+        ordinal_mark = table.ordinal or r"(?!)"
+        self._amount = re.compile(
+            rf"(?P<sign>(?<![\w.,/)-])[-−](?=(?:{marks})?\s?\d))?(?:(?P<before>{marks})\s?)?(?P<number>{NUMBER})"
+            rf"(?:(?P<ordinal>{ordinal_mark})|{magnitude}(?:\s?(?P<after>{marks})(?!\w))?)"
+        )
+        abbreviations = "|".join(sorted(map(re.escape, table.before_number), key=len, reverse=True))
+        self._before_number = re.compile(rf"(?<!\w)({abbreviations})\s?(?=\d)", re.I) if abbreviations else None
+
+    def read(self, text: str) -> str:
+        """The text with every number in words."""
+        table = self._table
+        if self._before_number:
+            text = self._before_number.sub(lambda m: table.before_number[m[1].lower()] + " ", text)
+        if " " in table.thousands:
+            text = _BLANK_GROUPS.sub(lambda m: m[1] + m[2].replace(" ", ""), text)
+        if table.dates:
+            text = YEAR_FIRST_DATE.sub(lambda m: self._date(m, m["d"], m["m"]), text)
+            text = YEAR_LAST_DATE.sub(self._year_last, text)
+        text = CLOCK.sub(self._clock, text)
+        text = PHONE.sub(self._phone, text)
+        if table.spelled:
+            text = re.sub(table.spelled, lambda m: spell_digits(m[0], table.code), text)
+        if table.quotient:
+            text = QUOTIENT.sub(self._quotient, text)
+        if table.range:
+            text = RANGE.sub(self._range, text)
+        text = self._amount.sub(self._read_amount, text)
+        return substitute(table.repairs, text)
+
+    def _cardinal(self, digits: str) -> str:
+        return cardinal(digits, self._table.code)
+
+    def _year_last(self, match: re.Match[str]) -> str:
+        assert self._table.dates
+        day, month = match["a"], match["b"]
+        if (self._table.dates.order == "mdy" and int(day) <= 12) or int(month) > 12:
+            day, month = month, day
+        return self._date(match, day, month)
+
+    def _date(self, match: re.Match[str], day: str, month: str) -> str:
+        dates = self._table.dates
+        if not dates or not (1 <= int(month) <= 12 and 1 <= int(day) <= 31):
+            return match[0]
+        day = day.lstrip("0")
+        return dates.spoken.format(
+            day=self._cardinal(day),
+            ordinal=ordinal(day, self._table.code),
+            month=dates.months[int(month) - 1],
+            year=self._cardinal(match["y"]),
+        )
+
+    def _clock(self, match: re.Match[str]) -> str:
+        hour, minute, second = match.groups()
+        hour_words = self._cardinal(str(int(hour)))
+        if minute == "00" and not second:
+            return self._table.full_hour.format(hour=hour_words)
+        words = self._table.time.format(hour=hour_words, minute=self._minutes(minute))
+        return f"{words} {self._minutes(second)}" if second else words
+
+    def _minutes(self, digits: str) -> str:
+        # 12:05 keeps its zero in languages that say only the numbers, and loses it where a unit is named.
+        return self._cardinal(digits if self._table.time == "{hour} {minute}" else str(int(digits)))
+
+    def _phone(self, match: re.Match[str]) -> str:
+        groups = re.findall(r"\d+", match[0])
+        words = ", ".join(spell_digits(group, self._table.code) for group in groups)
+        return f"{self._table.plus} {words}" if match[0][0] == "+" else words
+
+    def _quotient(self, match: re.Match[str]) -> str:
+        numerator, denominator = map(self._cardinal, match.groups())
+        return self._table.quotient.format(numerator=numerator, denominator=denominator)
+
+    def _range(self, match: re.Match[str]) -> str:
+        low, high = (split_number(end, self._table.thousands) or (end, "") for end in match.groups())
+        rising = (int(low[0][:18]), low[1]) < (int(high[0][:18]), high[1]) and "0" not in (low[0][0], high[0][0])
+        return f"{match[1]} {self._table.range} {match[2]}" if rising else match[0]
+
+    def _read_amount(self, match: re.Match[str]) -> str:
+        table = self._table
+        parts = split_number(match["number"], table.thousands)
+        unit = match["before"] or match["after"]
+        if parts is None:
+            words = self._chain(match["number"])
+        elif match["ordinal"] and not parts[1]:
+            words = self._ordinal(parts[0], match["ordinal"])
+        elif unit == "%" and table.percent_first:
+            words = f"{table.percent_first}{self._decimal(*parts)}"
+        elif unit:
+            words = self._with_unit(*parts, unit, match["magnitude"])
+        else:
+            words = self._decimal(*parts) + (f" {match['magnitude']}" if match["magnitude"] else "")
+        if match["ordinal"] and (parts is None or parts[1]):
+            words += match["ordinal"]
+        if match["sign"]:
+            words = table.minus + ("" if table.code in SCRIPTS_WITHOUT_SPACES else " ") + words
+        return self._spaced(words, match) if table.spaced else words
+
+    @staticmethod
+    def _spaced(words: str, match: re.Match[str]) -> str:
+        """Keep the words off a letter they would otherwise grow together with."""
+        before, after = match.string[: match.start()][-1:], match.string[match.end() : match.end() + 1]
+        return f"{' ' if before.isalnum() else ''}{words}{' ' if after.isalnum() else ''}"
+
+    def _chain(self, number: str) -> str:
+        """1.2.3 or 1,2,3: the numbers one after the other, the dot spoken, the comma left as a pause."""
+        spoken = {".": f" {self._table.dot} ", ",": ", "}
+        pieces = re.findall(r"\d+|[.,]", number.replace("'", ""))
+        return "".join(spoken.get(piece) or self._cardinal(piece) for piece in pieces)
+
+    def _decimal(self, whole: str, decimals: str) -> str:
+        table = self._table
+        if not decimals:
+            return self._cardinal(whole)
+        if table.fraction == "named" and len(decimals) <= 6 and len(whole) <= 12 and decimals.strip("0"):
+            return _named_fraction(whole, decimals, table.code)
+        zeros = len(decimals) - len(decimals.lstrip("0"))
+        if table.fraction == "digits" or zeros == len(decimals) or len(decimals) > 6:
+            fraction = spell_digits(decimals, table.code)
+        else:
+            fraction = " ".join(self._cardinal(part) for part in (*decimals[:zeros], decimals[zeros:]))
+        joint = "" if table.code in SCRIPTS_WITHOUT_SPACES else " "
+        return joint.join((self._cardinal(whole), table.point, fraction))
+
+    def _ordinal(self, digits: str, suffix: str) -> str:
+        return substitute(self._table.ordinal_endings.get(suffix.lower(), []), ordinal(digits, self._table.code))
+
+    def _with_unit(self, whole: str, decimals: str, unit: str, magnitude: str | None) -> str:
+        """An amount and its unit, agreeing in number; two decimals of money are read as its hundredths."""
+        table = self._table
+        forms, *hundredths = table.units[unit]
+        if magnitude:
+            return f"{self._decimal(whole, decimals)} {magnitude}{table.magnitude_joint}{forms[-1]}"
+        if decimals and (len(decimals) != 2 or not hundredths):
+            return f"{self._decimal(whole, decimals)} {plural_form('2', forms, table.plural)}"
+        spoken = self._counted(whole, forms, unit in table.feminine_units)
+        if not decimals.strip("0"):
+            return spoken
+        cents = self._counted(decimals.lstrip("0"), hundredths[0], False)
+        return f"{spoken}{table.unit_joint}{cents}"
+
+    def _counted(self, count: str, forms: list[str], feminine: bool) -> str:
+        table = self._table
+        number = substitute(table.before_feminine if feminine else table.before_noun, self._cardinal(count))
+        joint = "" if table.code in ("ko", *SCRIPTS_WITHOUT_SPACES) else " "
+        return f"{number}{joint}{plural_form(count, forms, table.plural)}"
+
+
+def _named_fraction(whole: str, decimals: str, language: str) -> str:
+    """num2words' own reading with tenths and hundredths, for languages whose grammar needs it."""
+    from decimal import Decimal
+
+    from num2words import num2words
+
+    return str(num2words(Decimal(f"{whole}.{decimals}"), lang=language))
+

@@ -1,0 +1,213 @@
+"""Persian normalisation: one spelling per word, half-spaces where the standard has them, numbers in words.
+
+* Punctuation becomes the shared marks `, ; ? . ! :`. They are in the XTTS vocabulary and were heard in
+  every language, so a model that starts from published weights already knows how they sound; the Persian
+  marks would be new tokens that mean the same. Quotation marks are dropped, as in the other languages.
+* Short vowels, sukun and shadda are removed: writers put them in so rarely that they only split one word
+  into several spellings. Tanvin is kept: it is pronounced, and without it «حتماً» reads as another word.
+* The half-space (ZWNJ) is kept only after letters that join to the left. After the others it cannot be seen,
+  so «کار‌ها» and «کارها» become one spelling. It is also put in where people leave a blank («می روم»).
+* «خانۀ», «خانهٔ» and «خانه ی» all become «خانه‌ی»: the ی is what is spoken.
+* «/» between two numbers is a decimal mark, as on Persian keyboards; three numbers are a date.
+* Latin words stay, in lower case, because the vocabulary has no capitals.
+
+Word lists are in `languages/fa.toml`; spelling of whole numbers is in `spelling`.
+"""
+
+import re
+import unicodedata
+from functools import lru_cache
+
+from myxtts.text.characters import CharacterTable, clean_characters
+from myxtts.text.numbers import CLOCK, PHONE, RANGE, split_number
+from myxtts.text.spelling import cardinal, ordinal, spell_digits
+from myxtts.text.tables import load_table
+
+ZWNJ = "\u200c"
+LETTER = "[\u0621-\u063a\u0641-\u064a\u064b\u0654\u0670-\u06d3]"
+_NON_JOINERS = "اآدذرزژوؤء"
+_PLURALS = "ها(?:یی|یم|یت|یش|یمان|یتان|یشان|ی)?"
+_PRONOUNS = "ام|ات|اش|ای|اند|ایم|اید|امان|اتان|اشان"
+_PERSON = "(?:م|ی|د|یم|ید|ند|ه|ن|ین)"
+_CLITIC = "(?:ش|شان|شون|مان|تان|ت)?"
+
+_ZWNJ_RUN = re.compile(rf"{ZWNJ}{{2,}}")
+_STRAY_ZWNJ = re.compile(rf"(?<!{LETTER}){ZWNJ}|{ZWNJ}(?!{LETTER})|(?<=[{_NON_JOINERS}]){ZWNJ}")
+_TA_MARBUTA = re.compile(rf"ة(?=[\s{ZWNJ}]?ال{LETTER})")
+_EZAFE = re.compile(rf"(?<={LETTER})ه(?:ٔ|[ {ZWNJ}]ی(?!{LETTER}|{ZWNJ}))")
+_TANVIN_FIRST = re.compile(r"ًا")
+_SPACE_BEFORE_MARK = re.compile(r"\s+(?=[,;:?!.)](?:\s|$|[,;:?!.)]))")
+_GLUED_MARK = re.compile(rf"(?<={LETTER})([,;?!:])(?={LETTER})")
+
+_DATE = re.compile(r"(?<![\w./-])(\d{4}|\d{1,2})([/-])(\d{1,2})\2(\d{4}|\d{1,2})(?![\w/-])")
+_ORDINAL = re.compile(rf"(?<![\w.,/])(\d+)(?:[ {ZWNJ}]?(?:ا?مین)|[ {ZWNJ}]?ام|{ZWNJ}?م)(?!{LETTER}|\w)")
+_AFTER_CHRIST = re.compile(rf"(?<=\d)\s?م\.(?!{LETTER})")
+_AMOUNT = re.compile(
+    r"(?P<sign>(?<![\w.,/)-])[-−+](?=[$€£¥₺₽₹%]?\s?\d))?(?:(?P<before>[$€£¥₺₽₹%])\s?)?"
+    r"(?P<number>\d+(?:[.,/]\d+)*)(?:\s(?P<magnitude>هزار|میلیون|میلیارد|تریلیون)(?!\w))?(?:\s?(?P<after>[$€£¥₺₽₹%°]))?"
+)
+
+
+def normalize_persian(text: str) -> str:
+    """Persian text as it is spoken."""
+    table = load_table("fa")
+    text = clean_characters(text, _characters()).lower()
+    text = _unify_spelling(text)
+    if _patterns()["special"].search(text):
+        text = _read_numbers(text)
+        text = _patterns()["symbol"].sub(lambda match: f" {table.symbols[match[0]]} ", text)
+    text = _patterns()["abbreviation"].sub(lambda match: table.abbreviations[match[0]], text)
+    text = " ".join(text.split())
+    text = _join_affixes(text)
+    text = _GLUED_MARK.sub(r"\1 ", _SPACE_BEFORE_MARK.sub("", text))
+    if ZWNJ in text:
+        text = _STRAY_ZWNJ.sub("", text)
+    return unicodedata.normalize("NFC", " ".join(text.split()))
+
+
+@lru_cache(maxsize=1)
+def _characters() -> CharacterTable:
+    return CharacterTable(load_table("fa").characters)
+
+
+def _alternatives(words: list[str] | dict[str, str]) -> str:
+    return "|".join(sorted(map(re.escape, words), key=len, reverse=True))
+
+
+@lru_cache(maxsize=1)
+def _patterns() -> dict[str, re.Pattern[str]]:
+    """Patterns that need the word lists, compiled when Persian is first asked for."""
+    table = load_table("fa")
+    words = table.words
+    stems = f"(?:(?:{_alternatives(words['present_stems'])}){_PERSON}|(?:{_alternatives(words['past_stems'])}){_PERSON}?)"
+    start, end = rf"(?<!{LETTER})(?<!{ZWNJ})", rf"(?!{LETTER}|{ZWNJ})"
+    long_stems = [stem for stem in words["present_stems"] if len(stem) > 1]
+    glued = f"(?:(?:{_alternatives(long_stems)})(?:م|ی|د|یم|ید|ند)|(?:{_alternatives(words['past_stems'])}){_PERSON}?)"
+    return {
+        "special": re.compile(rf"[0-9{''.join(map(re.escape, {**table.symbols, **table.units}))}]"),
+        "symbol": re.compile(f"[{''.join(map(re.escape, table.symbols))}]"),
+        "abbreviation": re.compile(rf"(?<!{LETTER})(?<!\.)(?:{_alternatives(table.abbreviations)})(?!{LETTER})"),
+        "before_number": re.compile(rf"(?<!{LETTER})({_alternatives(table.before_number)})\s?(?=\d)"),
+        "spaced_verb": re.compile(rf"(?<!ماه ){start}(ن?می) ({stems}{_CLITIC}){end}"),
+        "glued_verb": re.compile(rf"{start}(ن?می)({glued}{_CLITIC}){end}"),
+        "plural": re.compile(rf"{start}({LETTER}(?:{LETTER}|{ZWNJ})+) ({_PLURALS}){end}"),
+        "superlative": re.compile(rf"{start}({LETTER}(?:{LETTER}|{ZWNJ})+) (ترین(?:{ZWNJ}?{_PLURALS})?){end}"),
+        "comparative": re.compile(rf"{start}({_alternatives(words['comparable'])}) (تر(?:ی|ها|های)?){end}"),
+        "pronoun": re.compile(rf"{start}({LETTER}(?:{LETTER}|{ZWNJ})*[^\Wاوی]ه) ({_PRONOUNS}){end}"),
+    }
+
+
+def _unify_spelling(text: str) -> str:
+    """Letters and half-spaces of words as one standard spelling has them."""
+    text = _ZWNJ_RUN.sub(ZWNJ, text)
+    text = _TA_MARBUTA.sub("ت", text).replace("ة", "ه")
+    text = _TANVIN_FIRST.sub("اً", text)
+    text = _EZAFE.sub(f"ه{ZWNJ}ی", text)
+    return text.replace("\u0654", "")
+
+
+def _join_affixes(text: str) -> str:
+    """Put a half-space where an affix was written as a separate or a grown-together word."""
+    words = load_table("fa").words
+    patterns = _patterns()
+    alone = set(words["never_joined"])
+    not_verbs = set(words["not_verbs"])
+
+    def join(match: re.Match[str]) -> str:
+        return match[0] if match[1] in alone else f"{match[1]}{ZWNJ}{match[2]}"
+
+    def split_verb(match: re.Match[str]) -> str:
+        return match[0] if match[0] in not_verbs else f"{match[1]}{ZWNJ}{match[2]}"
+
+    if "می" in text:
+        text = patterns["spaced_verb"].sub(rf"\1{ZWNJ}\2", text)
+        text = patterns["glued_verb"].sub(split_verb, text)
+    if " ها" in text:
+        text = patterns["plural"].sub(join, text)
+    if " تر" in text:
+        text = patterns["superlative"].sub(join, text)
+        text = patterns["comparative"].sub(rf"\1{ZWNJ}\2", text)
+    if "ه ا" in text:
+        text = patterns["pronoun"].sub(join, text)
+    return text
+
+
+def _read_numbers(text: str) -> str:
+    """Every number in words, the more specific readings first."""
+    table = load_table("fa")
+    text = _patterns()["before_number"].sub(lambda m: f"{table.before_number[m[1]]} ", text)
+    text = _AFTER_CHRIST.sub(" میلادی", text)
+    text = _DATE.sub(_date, text)
+    text = CLOCK.sub(_clock, text)
+    text = PHONE.sub(_phone, text)
+    text = RANGE.sub(_range, text)
+    text = _ORDINAL.sub(_ordinal, text)
+    return _AMOUNT.sub(_amount, text)
+
+
+def _date(match: re.Match[str]) -> str:
+    first, _, month, last = match.groups()
+    year, day = (first, last) if len(first) == 4 else (last, first)
+    if len(year) != 4 or not (1 <= int(month) <= 12 and 1 <= int(day) <= 31):
+        return match[0]
+    # The Persian calendar is some 621 years behind: no ambiguity for dates people write in digits.
+    months = load_table("fa").words["solar_months" if int(year) < 1600 else "western_months"]
+    return f"{ordinal(day.lstrip('0'), 'fa')} {months[int(month) - 1]} {cardinal(year, 'fa')}"
+
+
+def _clock(match: re.Match[str]) -> str:
+    hour, minute, second = (int(part) if part else 0 for part in match.groups())
+    words = cardinal(str(hour), "fa")
+    if minute:
+        words += f" و {cardinal(str(minute), 'fa')} دقیقه"
+    if second:
+        words += f" و {cardinal(str(second), 'fa')} ثانیه"
+    return words
+
+
+def _phone(match: re.Match[str]) -> str:
+    plus = "مثبت " if match[0][0] == "+" else ""
+    return plus + ", ".join(spell_digits(group, "fa") for group in re.findall(r"\d+", match[0]))
+
+
+def _range(match: re.Match[str]) -> str:
+    low, high = (split_number(end, ",") or (end, "") for end in match.groups())
+    rising = (int(low[0][:18]), low[1]) < (int(high[0][:18]), high[1]) and "0" not in (low[0][0], high[0][0])
+    return f"{match[1]} تا {match[2]}" if rising else match[0]
+
+
+def _ordinal(match: re.Match[str]) -> str:
+    words = ordinal(match[1], "fa")
+    return words + "ین" if match[0].endswith("ین") else words
+
+
+def _amount(match: re.Match[str]) -> str:
+    """A number with its sign and unit; two decimals of money are read as its hundredths."""
+    table = load_table("fa")
+    parts = split_number(match["number"].replace("/", "."), ",")
+    unit = match["before"] or match["after"]
+    magnitude = f" {match['magnitude']}" if match["magnitude"] else ""
+    if parts is None:
+        words = f" {table.point} ".join(cardinal(part, "fa") for part in re.findall(r"\d+", match["number"]))
+    elif unit and len(table.units[unit]) == 2 and len(parts[1]) == 2 and not magnitude:
+        (name,), (hundredth,) = table.units[unit]
+        words, unit = f"{cardinal(parts[0], 'fa')} {name}", None
+        if parts[1] != "00":
+            words += f" و {cardinal(parts[1].lstrip('0'), 'fa')} {hundredth}"
+    else:
+        words = _decimal(*parts) + magnitude
+    if unit:
+        words += f" {table.units[unit][0][0]}"
+    if match["sign"]:
+        words = f"{table.plus if match['sign'] == '+' else table.minus} {words}"
+    # Digits touch the words around them more often in Persian than not; words must not.
+    return f" {words} " if match["number"] else words
+
+
+def _decimal(whole: str, decimals: str) -> str:
+    """«سه ممیز چهارده»; zeros in front of the decimals are said one by one."""
+    if not decimals:
+        return cardinal(whole, "fa")
+    zeros = len(decimals) - len(decimals.lstrip("0"))
+    parts = [*decimals[:zeros], *([decimals[zeros:]] if decimals[zeros:] else [])]
+    return f"{cardinal(whole, 'fa')} {load_table('fa').point} {' '.join(cardinal(part, 'fa') for part in parts)}"

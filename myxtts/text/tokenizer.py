@@ -1,0 +1,267 @@
+"""Token ids of normalised text, in the format of XTTS-v2's `vocab.json`.
+
+That file is a HuggingFace `tokenizers` JSON holding a BPE: text is cut into words and runs of punctuation,
+each starts as single letters, and pairs are joined in the order of the list of merges. The language stands in
+front as a special token such as `[en]`, and every space is the special token `[SPACE]`. Vocabularies are
+loaded as they are, learned from a corpus (`train`), or given one more language that leaves the old ones as
+they were (`extend`).
+
+This module does not know how text is normalised, nor where START and STOP are put: that is the model's part.
+"""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from myxtts.config import LANGUAGES
+from myxtts.errors import ConfigError, DatasetError
+from myxtts.text.merges import Pair, learn_merges
+
+FILE_NAME = "vocab.json"
+STOP, UNKNOWN, SPACE, START = "[STOP]", "[UNK]", "[SPACE]", "[START]"
+
+_FIRST_LETTERS = "!'(),-./:;?abcdefghijklmnopqrstuvwxyz"
+"""Ids 3 to 39 of every XTTS vocabulary."""
+_LANGUAGE_TOKEN = re.compile(r"\[([a-z]{2,3})(-[a-z]+)?\]")
+_NEVER_A_LETTER = "\uffff"
+"""Unicode never assigns this code point; it stands for `[`, which could begin a special token."""
+_UNUSED_OPTIONS = (
+    "dropout", "continuing_subword_prefix", "end_of_word_suffix",
+    "fuse_unk", "byte_fallback", "ignore_merges",
+)  # fmt: skip
+_BRACKETS = str.maketrans("[]", "  ")
+
+
+class Tokenizer:
+    """A BPE vocabulary with its language tokens.
+
+    Cheap to rebuild in a worker process from `to_json`. The native library uses all cores for a batch unless
+    the environment says `TOKENIZERS_PARALLELISM=false`, which worker processes should.
+    """
+
+    def __init__(self, text: str, *, source: str = "the vocabulary") -> None:
+        """Reads the JSON of a vocabulary; `source` names it in errors."""
+        self._content = _checked_content(text, source)
+        try:
+            self._native = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing more specific
+            raise DatasetError(f"{source} is not a usable vocabulary: {error}") from error
+        self._vocabulary: dict[str, int] = self._content["model"]["vocab"]
+        self.num_tokens = max(self._vocabulary.values()) + 1
+        self.start_id = self._vocabulary[START]
+        self.stop_id = self._vocabulary[STOP]
+        self.unknown_id = self._vocabulary[UNKNOWN]
+        self._prefixes = {
+            match[1]: token["content"]
+            for token in self._content["added_tokens"]
+            if (match := _LANGUAGE_TOKEN.fullmatch(token["content"]))
+        }
+        self.languages = frozenset(self._prefixes)
+        letters = {token for token in self._vocabulary if len(token) == 1 and not token.isspace()}
+        self._letters = (letters | {" "}) - {"["}
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads `vocab.json` as XTTS-v2 publishes it, from the file or the folder that holds it."""
+        file = path / FILE_NAME if path.is_dir() else path
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DatasetError(f"The vocabulary {file} cannot be read: {error}") from error
+        return cls(text, source=str(file))
+
+    def save(self, path: Path) -> None:
+        """Writes the file (or `vocab.json` in a folder) so that a reader sees the old one or all of it."""
+        file = path / FILE_NAME if path.is_dir() else path
+        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(self.to_json())
+                stream.flush()
+                os.fsync(stream.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(file)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def to_json(self) -> str:
+        """The vocabulary as text, from which `Tokenizer(text)` makes an equal one."""
+        return json.dumps(self._content, ensure_ascii=False, indent=1)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes exactly when some text could get other ids: the key of everything encoded with this."""
+        merges = list(dict.fromkeys(reversed(self._merges)))[::-1]  # of a repeated merge, the last counts
+        special = sorted((token["content"], token["id"]) for token in self._content["added_tokens"])
+        canonical = json.dumps([sorted(self._vocabulary.items()), merges, special])
+        return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+    @property
+    def _merges(self) -> list[Pair]:
+        written = self._content["model"]["merges"]  # "a b" in XTTS-v2's file, ["a", "b"] in newer ones
+        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in written)
+        return [(first, second) for first, second in pairs]
+
+    def encode_batch(self, texts: Sequence[str], languages: Sequence[str]) -> list[list[int]]:
+        """Ids of normalised texts, language token first, without START and STOP; one native call.
+
+        What stands in brackets in a text is never taken for a special token: `[` becomes unknown.
+        """
+        self._require(languages)
+        marked = [
+            self._prefixes[language] + text.replace("[", _NEVER_A_LETTER).replace(" ", SPACE)
+            for text, language in zip(texts, languages, strict=True)
+        ]
+        return [encoding.ids for encoding in self._native.encode_batch_fast(marked, add_special_tokens=False)]
+
+    def unknown_characters(self, text: str, language: str) -> list[str]:
+        """The distinct characters that have no id, in order.
+
+        Whitespace other than the space is unknown too: the encoder would drop it without a word.
+        """
+        self._require([language])
+        strange = set(text) - self._letters
+        return [character for character in dict.fromkeys(text) if character in strange] if strange else []
+
+    def _require(self, languages: Sequence[str]) -> None:
+        if missing := sorted(set(languages) - self.languages):
+            raise DatasetError(
+                f"The vocabulary has no language token for {', '.join(missing)} (it has "
+                f"{', '.join(sorted(self.languages))}). Add the language with `myxtts vocabulary extend`."
+            )
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, for people: without language, START and STOP; U+FFFD for unknown."""
+        shown = {START: "", STOP: "", SPACE: " ", UNKNOWN: "\ufffd"}
+        shown |= dict.fromkeys(self._prefixes.values(), "")
+        tokens = (self._native.id_to_token(number) or "\ufffd" for number in ids)
+        return "".join(shown.get(token, token) for token in tokens)
+
+
+def describe_characters(characters: Iterable[str]) -> str:
+    """Characters with code point and name, so that what looks alike or is invisible can be found."""
+    return ", ".join(
+        f"{character!r} U+{ord(character):04X} {unicodedata.name(character, 'unnamed')}"
+        for character in characters
+    )
+
+
+def train(texts: Iterable[str], languages: Iterable[str], num_tokens: int) -> Tokenizer:
+    """A vocabulary of at most `num_tokens` for normalised texts, with XTTS-v2's ids for what every one has.
+
+    In this order: STOP, UNK, SPACE, punctuation, a to z, START, a token for each of our languages and any
+    other one named, the other letters of the texts by code point, what merges make. Brackets are no letters.
+    The same texts give the same vocabulary, in any order, on any machine.
+    """
+    words = _count_words(texts)
+    codes = dict.fromkeys((*LANGUAGES, *sorted(set(languages))))
+    special = [STOP, UNKNOWN, SPACE]
+    tokens = [*special, *_FIRST_LETTERS, START, *map(_language_token, codes)]
+    tokens += sorted({letter for word in words for letter in word} - set(_FIRST_LETTERS))
+    if len(tokens) > num_tokens:
+        raise ConfigError(
+            f"A vocabulary of {num_tokens} tokens is too small: the letters of these texts and the special "
+            f"tokens alone are {len(tokens)}."
+        )
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    pieces = [(list(word), count) for word, count in words.items()]
+    merges = learn_merges(pieces, vocabulary, num_tokens - len(vocabulary))
+    return Tokenizer(json.dumps(_content(vocabulary, merges, [t for t in tokens if len(t) > 1])))
+
+
+def extend(base: Tokenizer, texts: Iterable[str], language: str, num_merges: int) -> Tokenizer:
+    """The vocabulary with one more language; every old id keeps its meaning, and old text keeps its ids.
+
+    Added behind the old ids: the language token, the letters of the texts that are missing, and up to
+    `num_merges` tokens learned on the texts as the old merges leave them. Only pairs that contain an added
+    letter are joined: text of old letters cannot hold such a pair, so nothing trained before hears different
+    ids. A language written wholly in known letters therefore gets its token and no merges; it is spelled with
+    the old ones. The texts may be few, and the language may be one the vocabulary already has.
+    """
+    words = _count_words(texts)
+    vocabulary = dict(base._vocabulary)
+    added = [] if language in base.languages else [_language_token(language)]
+    letters = sorted({letter for word in words for letter in word} - vocabulary.keys())
+    for token in (*added, *letters):
+        vocabulary[token] = max(vocabulary.values()) + 1
+    special = [token["content"] for token in base._content["added_tokens"]] + added
+    spelled = Tokenizer(json.dumps(_content(vocabulary, base._merges, special)))
+    # Not the fast call here: it leaves `tokens` empty.
+    encodings = spelled._native.encode_batch(list(words), add_special_tokens=False)
+    pieces = [(encoding.tokens, count) for encoding, count in zip(encodings, words.values(), strict=True)]
+    merges = base._merges + learn_merges(pieces, vocabulary, num_merges, must_contain=frozenset(letters))
+    return Tokenizer(json.dumps(_content(vocabulary, merges, special)))
+
+
+def _checked_content(text: str, source: str) -> dict[str, Any]:
+    """The parsed JSON, once everything this module relies on is known to be there."""
+    try:
+        content: dict[str, Any] = json.loads(text)
+        model, special = content["model"], {token["content"] for token in content["added_tokens"]}
+        kind, known = model["type"], special & model["vocab"].keys()
+        cutting = (content.get("pre_tokenizer") or {}).get("type")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DatasetError(
+            f"{source} is not a vocabulary of XTTS-v2's form (JSON of the `tokenizers` library): {error!r}"
+        ) from error
+    unlike = [name for name in _UNUSED_OPTIONS if model.get(name)]
+    unlike += [name for name in ("normalizer", "post_processor") if content.get(name)]
+    if kind != "BPE" or cutting != "Whitespace" or unlike:
+        raise DatasetError(
+            f"{source} holds a {kind} model, pre-tokenizer {cutting}, {', '.join(unlike) or 'no options'}; "
+            "expected is XTTS-v2's form: BPE, pre-tokenizer Whitespace, no options."
+        )
+    if missing := [token for token in (STOP, UNKNOWN, SPACE, START) if token not in known]:
+        raise DatasetError(f"{source} lacks special tokens of every XTTS vocabulary: {', '.join(missing)}.")
+    if stray := sorted(token for token in special if not (token.startswith("[") and token.endswith("]"))):
+        raise DatasetError(
+            f"{source} has the special token {stray[0]!r}; only names in square brackets cannot be mistaken "
+            "for text."
+        )
+    return content
+
+
+def _content(vocabulary: dict[str, int], merges: list[Pair], special: Iterable[str]) -> dict[str, Any]:
+    """The JSON of a vocabulary as XTTS-v2's file has it."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": UNKNOWN, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "vocab": vocabulary,
+        "merges": [" ".join(pair) for pair in merges],
+    }  # fmt: skip
+    return {
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [{"id": vocabulary[t], "special": True, "content": t, **flags} for t in special],
+        "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+        "model": model,
+    }  # fmt: skip
+
+
+def _language_token(language: str) -> str:
+    token = "[zh-cn]" if language == "zh" else f"[{language}]"
+    if not _LANGUAGE_TOKEN.fullmatch(token):
+        raise ConfigError(f"{language!r} is not a language code; expected are two or three letters: 'fa'.")
+    return token
+
+
+def _count_words(texts: Iterable[str]) -> dict[str, int]:
+    """How often each word occurs, cut as the vocabulary will cut it and sorted, so that no order matters."""
+    cut = tokenizers.pre_tokenizers.Whitespace().pre_tokenize_str
+    counts = Counter(word for text in texts for word, _ in cut(text.translate(_BRACKETS)))
+    return dict(sorted(counts.items()))

@@ -1,0 +1,197 @@
+"""Language detection: what letters decide, what the speaker decides, and how seldom statistics are asked."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from myxtts.config import LANGUAGES
+from myxtts.errors import DatasetError
+from myxtts.text import language
+from myxtts.text.language import by_script, detect_languages
+
+SENTENCES = {
+    "en": [
+        "the quick brown fox jumps over the lazy dog", "she had never seen the house before that evening",
+        "we walked along the river until it was dark", "nothing explained where they had all gone",
+    ],
+    "de": [
+        "das Haus steht auf einem Hügel über der Stadt", "sie hatte den Brief noch nicht gelesen",
+        "wir gehen morgen früh an den Fluss und baden", "niemand wusste, woher der Mann gekommen war",
+    ],
+    "nl": [
+        "het huis staat op een heuvel boven de stad", "ze had de brief nog niet gelezen",
+        "we lopen morgen vroeg naar de rivier en zwemmen", "niemand wist waar de oude man vandaan kwam",
+    ],
+    "tr": ["ev şehrin üstündeki bir tepede duruyor", "mektubu henüz okumamıştı ve kimse ona sormadı"],
+}  # fmt: skip
+PERSIAN_ON_ARABIC_KEYBOARD = "او مي خواهد كتاب تازه را بخواند"
+
+
+def corpus(code: str, count: int) -> list[str]:
+    """Distinct sentences of a language, made of the halves of the ones above."""
+    sentences = SENTENCES[code]
+    made = [f"{first}, {second}" for first in sentences for second in sentences if first != second]
+    return [f"{text} {number}" for number in range(count // len(made) + 1) for text in made][:count]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every text handed to the statistics, in order."""
+    seen: list[str] = []
+    real = language._detector
+
+    class Counting:
+        def __init__(self, detector):
+            self._detector = detector
+
+        def __getattr__(self, name):
+            method = getattr(self._detector, name)
+            return lambda *texts: (seen.extend(text for batch in texts for text in batch), method(*texts))[1]
+
+    monkeypatch.setattr(language, "_detector", lambda *which, **accurate: Counting(real(*which, **accurate)))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("안녕하세요", "ko"), ("これは本です。", "ja"), ("東京の天気", "ja"), ("今天天气很好", "zh"),
+        ("我在一家日式餐厅吃了の字招牌的一碗拉面", "zh"), ("नमस्ते दुनिया", "hi"), ("Привет, мир", "ru"),
+        ("سلام، حال شما چطور است؟ خوبید؟", "fa"), ("می‌رود", "fa"), ("البته که می‌آیم", "fa"),
+        ("ذهبت إلى المدرسة في الصباح", "ar"), ("هذه سيارة جميلة", "ar"), ("السلام عليكم", "ar"),
+        ("سلام", None), (PERSIAN_ON_ARABIC_KEYBOARD, None), ("hello", None), ("Erdoğan said nothing", None),
+        ("Ωραία μέρα", None), ("", None), ("123 ... !", None), ("١٢٣", None),
+        ("Он сказал OK и ушёл", "ru"), ("He said нет and left the room", None),
+        ("서울 FM 라디오 방송국입니다", "ko"),
+    ],
+)  # fmt: skip
+def test_letters_decide_where_they_can(text: str, expected: str | None) -> None:
+    assert by_script(text) == expected
+
+
+def test_one_sentence_is_enough() -> None:
+    for code, sentences in SENTENCES.items():
+        assert detect_languages(sentences[:1], ["someone"]) == [code]
+
+
+def test_empty_corpus() -> None:
+    assert detect_languages([], []) == []
+
+
+def test_one_language_per_speaker_costs_a_few_passages(calls: list[str]) -> None:
+    texts = corpus("en", 400) + corpus("de", 400)
+    found = detect_languages(texts, ["a"] * 400 + ["b"] * 400)
+    assert found == ["en"] * 400 + ["de"] * 400
+    assert len(calls) <= 2 * 8
+    assert all(len(passage) >= 300 for passage in calls)
+
+
+def test_script_needs_no_statistics(calls: list[str]) -> None:
+    texts = ["Привет, мир", "今天天气很好", "می‌خواهم بروم", "هذه سيارة جميلة"]
+    assert detect_languages(texts, ["a", "b", "c", "d"]) == ["ru", "zh", "fa", "ar"]
+    assert calls == []
+
+
+@pytest.mark.parametrize("other", ["de", "nl"])
+def test_a_few_sentences_in_another_language_are_noticed(other: str) -> None:
+    texts = corpus("en", 285) + corpus(other, 12)
+    random.Random(0).shuffle(texts)
+    expected = [other if text in set(corpus(other, 12)) else "en" for text in texts]
+    assert detect_languages(texts, ["same"] * len(texts)) == expected
+
+
+def test_many_languages_in_one_voice_and_speakers_of_one_sentence() -> None:
+    pairs = [(code, text) for code in SENTENCES for text in corpus(code, 2)]
+    expected = [code for code, _ in pairs]
+    texts = [text for _, text in pairs]
+    assert detect_languages(texts, ["same"] * len(texts)) == expected
+    assert detect_languages(texts, [str(number) for number in range(len(texts))]) == expected
+
+
+def test_each_text_is_looked_at_once_however_often_it_occurs(calls: list[str]) -> None:
+    texts = corpus("en", 6) + corpus("de", 6)
+    detect_languages(texts, ["same"] * 12)
+    once = len(calls)
+    calls.clear()
+    assert len(detect_languages(texts * 50, ["same"] * 600)) == 600
+    assert len(calls) == once
+
+
+def test_order_of_the_corpus_does_not_matter() -> None:
+    texts = corpus("en", 30) + corpus("nl", 30) + ["سلام", "می‌رود", "..."]
+    speakers = (["a", "b"] * 32)[:63]
+    straight = dict(zip(zip(texts, speakers, strict=True), detect_languages(texts, speakers), strict=True))
+    order = list(range(63))
+    random.Random(1).shuffle(order)
+    shuffled = detect_languages([texts[i] for i in order], [speakers[i] for i in order])
+    assert shuffled == [straight[texts[i], speakers[i]] for i in order]
+
+
+def test_speaker_decides_what_letters_leave_open(calls: list[str]) -> None:
+    texts = ["سلام", "می‌خواهم بروم", "سلام", "هذه سيارة جميلة", *["これは本です。"] * 20, "東京大学"]
+    speakers = ["p", "p", "q", "q", *["j"] * 21]
+    assert detect_languages(texts, speakers) == ["fa", "fa", "ar", "ar", *["ja"] * 21]
+    assert calls == []
+
+
+def test_persian_typed_on_an_arabic_keyboard_is_persian() -> None:
+    assert detect_languages([PERSIAN_ON_ARABIC_KEYBOARD], ["p"]) == ["fa"]
+
+
+def test_texts_without_letters_follow_their_speaker_then_the_corpus() -> None:
+    texts = ["Привет, мир", "...", "今天天气很好", "你好吗", "12"]
+    assert detect_languages(texts, ["r", "r", "z", "z", "nobody"]) == ["ru", "ru", "zh", "zh", "zh"]
+
+
+def test_nothing_recognisable_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(DatasetError, match="--language"):
+        detect_languages(["...", "Ωραία"], ["a", "a"])
+
+
+def test_missing_lingua_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lingua", None)
+    language._detector.cache_clear()
+    with pytest.raises(DatasetError, match=r"--language.*pip install lingua-language-detector"):
+        detect_languages(["hello there"], ["a"])
+    assert detect_languages(["Привет"], ["a"]) == ["ru"]
+
+
+def test_importing_the_module_does_not_import_lingua() -> None:
+    code = "import sys, myxtts.text.language; sys.exit('lingua' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_mixed_speakers_share_the_loading_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    accurate: list[int] = []
+    real = language._detect
+
+    def counted(texts, candidates, *, accurate: bool, log=accurate):
+        if accurate:
+            log.append(len(texts))
+        return real(texts, candidates, accurate=accurate)
+
+    monkeypatch.setattr(language, "_detect", counted)
+    pairs = [(code, text) for code in ("en", "de") for text in corpus(code, 12)]
+    texts = [text for _, text in pairs] * 5
+    speakers = [speaker for speaker in "vwxyz" for _ in pairs]
+    assert detect_languages(texts, speakers) == [code for code, _ in pairs] * 5
+    assert accurate == [len(pairs)]
+
+
+def test_memory_stays_far_below_a_gigabyte() -> None:
+    """Mixed voices in four Latin languages, the dearest case, in a process of its own."""
+    code = (
+        "import resource; from tests.test_language import *\n"
+        "pairs = [(c, t) for c in SENTENCES for t in corpus(c, 100)]\n"
+        "detect_languages([t for _, t in pairs], [''] * len(pairs))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(result.stdout) < 450
+
+
+def test_only_our_languages_come_back() -> None:
+    texts = ["Jeg kan ikke finde min bog nogen steder i huset", "Bună ziua, ce mai faceți astăzi"]
+    assert set(detect_languages(texts, ["a", "b"])) <= set(LANGUAGES)
