@@ -24,6 +24,8 @@ DECODE_VERSION = 1
 DAMAGED = "truncated or damaged"
 
 _OGG_PAGE_MAX = 65_307
+_LOUDEST = 16.0
+"""Samples that a recording in floats can plausibly reach; above 1 they are clipped."""
 
 
 class UnusableAudio(Exception):
@@ -63,7 +65,7 @@ def decode(path: Path, sample_rate: int, max_seconds: float, trim_silence_db: fl
 
 
 def trim_silence(pcm: Pcm, sample_rate: int, below_db: float) -> Pcm:
-    """Without the leading and trailing stretch more than `below_db` under the loudest 20 ms; keeps 50 ms margins."""
+    """Without the ends that are more than `below_db` under the loudest 20 ms; keeps 50 ms margins."""
     window = max(1, sample_rate // 50)
     num_windows = len(pcm) // window
     if num_windows == 0:
@@ -82,9 +84,12 @@ def write(path: Path, wave: Wave, sample_rate: int) -> None:
 
 
 def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:
-    wave = samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1, dtype=np.float32)
-    if not np.isfinite(wave).all():
+    if not np.isfinite(samples).all():
         raise UnusableAudio("not audio", "the samples contain NaN or infinity")
+    loudest = float(np.abs(samples).max())
+    if loudest > _LOUDEST:  # integers written as floats, which clipping would turn into noise
+        raise UnusableAudio("not audio", f"the samples reach {loudest:.6g}, where full scale is 1")
+    wave = samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1, dtype=np.float32)
     if rate != sample_rate:
         wave = soxr.resample(wave, rate, sample_rate, quality="HQ")
     pcm: Pcm = np.clip(np.rint(wave * 32768.0), -32768, 32767).astype(np.int16)
@@ -107,16 +112,16 @@ def _check_complete(path: Path) -> None:
                 raise UnusableAudio("empty file", "0 bytes")
             file.seek(max(0, size - _OGG_PAGE_MAX))
             tail = file.read() if head[:4] == b"OggS" else b""
+        if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
+            _check_riff(path, size)
+        elif head[:4] == b"OggS":
+            _check_ogg(tail)
+        elif path.suffix.lower() == ".mp3":
+            _check_mpeg(path, size)
     except FileNotFoundError:
         raise UnusableAudio("missing file", str(path)) from None
     except OSError as error:
         raise UnusableAudio("unreadable file", error.strerror or str(error)) from None
-    if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
-        _check_riff(path, size)
-    elif head[:4] == b"OggS":
-        _check_ogg(tail)
-    elif path.suffix.lower() == ".mp3":
-        _check_mpeg(path, size)
 
 
 def _check_riff(path: Path, size: int) -> None:
@@ -127,8 +132,8 @@ def _check_riff(path: Path, size: int) -> None:
             header = file.read(8)
             length = int.from_bytes(header[4:], "little")
             if header[:4] == b"data":
-                # Programs that write to a pipe leave 0 or the largest value here: the length is then unknown.
-                if 0 < length < 0xFFFF_FF00 and position + 8 + length > size:
+                # Programs that write to a pipe leave one of the largest values here: the length is then unknown.
+                if length < 0x7FFF_0000 and position + 8 + length > size:
                     there = size - position - 8
                     raise UnusableAudio(DAMAGED, f"{there} of {length} bytes of samples are there")
                 return

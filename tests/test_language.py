@@ -24,6 +24,8 @@ SENTENCES = {
         "het huis staat op een heuvel boven de stad", "ze had de brief nog niet gelezen",
         "we lopen morgen vroeg naar de rivier en zwemmen", "niemand wist waar de oude man vandaan kwam",
     ],
+    "es": ["la casa está en una colina sobre la ciudad", "ella todavía no había leído aquella carta"],
+    "pl": ["dom stoi na wzgórzu nad miastem i rzeką", "jeszcze nie przeczytała tego listu od matki"],
     "tr": ["ev şehrin üstündeki bir tepede duruyor", "mektubu henüz okumamıştı ve kimse ona sormadı"],
 }  # fmt: skip
 PERSIAN_ON_ARABIC_KEYBOARD = "او مي خواهد كتاب تازه را بخواند"
@@ -103,11 +105,32 @@ def test_a_few_sentences_in_another_language_are_noticed(other: str) -> None:
 
 
 def test_many_languages_in_one_voice_and_speakers_of_one_sentence() -> None:
-    pairs = [(code, text) for code in SENTENCES for text in corpus(code, 2)]
+    pairs = [(code, text) for code in ("en", "de", "tr") for text in corpus(code, 2)]
     expected = [code for code, _ in pairs]
     texts = [text for _, text in pairs]
     assert detect_languages(texts, ["same"] * len(texts)) == expected
     assert detect_languages(texts, [str(number) for number in range(len(texts))]) == expected
+
+
+def test_no_more_than_four_large_models_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(code, text) for code in SENTENCES for text in corpus(code, 2)]
+    real = language._detector
+    loaded: list[int] = []
+
+    def watched(candidates, accurate):
+        loaded.append(len(candidates) if accurate else 0)
+        return real(candidates, accurate)
+
+    monkeypatch.setattr(language, "_detector", watched)
+    assert detect_languages([text for _, text in pairs], ["same"] * len(pairs)) == [code for code, _ in pairs]
+    assert max(loaded) <= 4
+
+
+def test_speakers_of_one_sentence_help_each_other() -> None:
+    doubtful = "Harrison is still my chauffeur."
+    assert detect_languages([doubtful], ["alone"]) != ["en"]
+    texts = [*corpus("en", 40), doubtful]
+    assert set(detect_languages(texts, [str(number) for number in range(41)])) == {"en"}
 
 
 def test_each_text_is_looked_at_once_however_often_it_occurs(calls: list[str]) -> None:
@@ -181,15 +204,32 @@ def test_mixed_speakers_share_the_loading_of_models(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_stays_far_below_a_gigabyte() -> None:
-    """Mixed voices in four Latin languages, the dearest case, in a process of its own."""
+    """One voice mixing four Latin languages, the dearest case, in a process of its own; megabytes."""
     code = (
         "import resource; from tests.test_language import *\n"
-        "pairs = [(c, t) for c in SENTENCES for t in corpus(c, 100)]\n"
-        "detect_languages([t for _, t in pairs], [''] * len(pairs))\n"
+        "texts = [text for code in ('en', 'de', 'nl', 'tr') for text in corpus(code, 50)]\n"
+        "detect_languages(texts, ['same'] * len(texts))\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
     )
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert int(result.stdout) < 450
+    assert 150 < int(result.stdout) < 450
+
+
+def test_large_models_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    real = language._detector
+
+    class Watched:
+        def __init__(self, detector):
+            self._detector = detector
+
+        def __getattr__(self, name):
+            used.append(name)
+            return getattr(self._detector, name)
+
+    monkeypatch.setattr(language, "_detector", lambda *which, **accurate: Watched(real(*which, **accurate)))
+    detect_languages(corpus("en", 3) + corpus("de", 3), ["same"] * 6)
+    assert used[-2:] == ["detect_languages_in_parallel_of", "unload_language_models"]
 
 
 def test_only_our_languages_come_back() -> None:

@@ -95,14 +95,16 @@ def build_store(root: Path, spec: StoreSpec, fill: Callable[[StoreWriter, list[i
             temporary = root / f"tmp-{os.getpid()}"
             try:
                 writer = StoreWriter(temporary, spec.sources)
-                fill(writer, _copy_known_rows(writer, _donors(root, spec), spec.sources))
+                missing = _copy_known_rows(writer, _donors(root, spec), spec.sources)
+                if missing:
+                    fill(writer, missing)
                 writer.finish(spec.recipe)
                 _move_into_place(temporary, root / spec.folder_name)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
             _remove_old_stores(root, spec.kind)
     except OSError as error:
-        raise _cannot_write(root, error) from error
+        raise cannot_write(root, error) from error
     return Store(root / spec.folder_name, spec.dtype)
 
 
@@ -174,7 +176,8 @@ def _sole_builder(root: Path) -> Iterator[None]:
         yield
 
 
-def _cannot_write(root: Path, error: OSError) -> DatasetError:
+def cannot_write(root: Path, error: OSError) -> DatasetError:
+    """What a user is told when the cache below `root` could not be written."""
     if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         place = error.filename or root
         return DatasetError(

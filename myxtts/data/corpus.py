@@ -216,7 +216,9 @@ def _lines(path: Path) -> Iterator[tuple[str, str] | SetAside]:
     """Each line with its place, decoded on its own so that one bad byte costs one line."""
     raw = path.read_bytes()
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raw = raw.decode("utf-16", errors="replace").encode("utf-8", errors="replace")
+        # What is no UTF-16 becomes a lone surrogate, so that the decoding of its line rejects it.
+        text = raw.decode("utf-16", errors="replace").replace("\ufffd", "\udcff")
+        raw = text.encode("utf-8", errors="surrogatepass")
     raw = raw.removeprefix(codecs.BOM_UTF8)
     newline = b"\n" if b"\n" in raw else b"\r"
     for number, line in enumerate(raw.split(newline), 1):
@@ -266,14 +268,19 @@ def _read_speakers(path: Path) -> dict[str, _Row]:
     """Speaker and language by clip id, where the corpus has a speakers.csv."""
     if not path.is_file():
         return {}
-    lines = [item for item in _lines(path) if not isinstance(item, SetAside) and item[1].strip()]
-    names = [name.strip().lower() for name in lines[0][1].split("|")] if lines else []
+    lines = []
+    for item in _lines(path):
+        if isinstance(item, SetAside):
+            raise DatasetError(f"{path.parent / item.where}: {item.detail}")
+        if item[1].strip():
+            lines.append((item[0], [_unquoted(value.strip()) for value in item[1].split("|")]))
+    names = [name.lower() for name in lines[0][1]] if lines else []
     if names[:2] != ["id", "speaker"]:
         raise DatasetError(
             f"{path} starts with '{'|'.join(names)[:60]}'; expected the header id|speaker or id|speaker|language"
         )
     named = {}
-    for where, line in lines[1:]:
-        clip_id, speaker, *rest = [*(value.strip() for value in line.split("|")), "", ""]
+    for where, fields in lines[1:]:
+        clip_id, speaker, *rest = [*fields, "", ""]
         named[clip_id] = _Row(where, clip_id, "", speaker, rest[0] if names[2:3] == ["language"] else "")
     return named

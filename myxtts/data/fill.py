@@ -101,8 +101,12 @@ class _Decoder:
         options = self._options
         path = options.folder / clip.path
         pcm = audio.decode(path, SAMPLE_RATE, options.max_seconds, options.trim_silence_db)
-        now = path.stat()
-        if (now.st_size, now.st_mtime_ns) != (clip.size_bytes, clip.modified_ns):
+        try:
+            now = path.stat()
+        except OSError as error:
+            raise audio.UnusableAudio("changed while read", error.strerror or str(error)) from None
+        listed = (clip.size_bytes, clip.modified_ns, clip.changed_ns)
+        if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != listed:
             raise audio.UnusableAudio("changed while read", "the file was written to during preparation")
         return pcm
 
@@ -134,7 +138,7 @@ def fill_audio(
     """Decode the clips at `rows` into the store; what cannot be used is set aside."""
     end: Synchronized[int] = multiprocessing.get_context("forkserver").Value("Q", writer.end)
     chunks = list(_chunks([(row, clips[row]) for row in rows], AUDIO_CHUNK))
-    num_workers = min(num_workers, len(chunks))
+    num_workers = max(1, min(num_workers, len(chunks)))
     start_args = (options, writer.data_path, end)
     _announce("BUILDING AUDIO CACHE", len(rows), num_workers)
     progress.begin("Decoding audio", len(rows))
@@ -171,15 +175,15 @@ def fill_text(
     progress: Progress,
 ) -> None:
     """Find the language where it is not known, and write how each sentence at `rows` is spoken."""
-    too_long = [row for row in rows if len(sentences[row].text) > LONGEST_TEXT]
-    for row in too_long:
+    too_long = {row for row in rows if len(sentences[row].text) > LONGEST_TEXT}
+    for row in sorted(too_long):
         detail = f"{len(sentences[row].text)} characters; the most that is read is {LONGEST_TEXT}"
         writer.set_aside(row, "text too long", detail)
-    wanted = [row for row in rows if row not in set(too_long)]
+    wanted = [row for row in rows if row not in too_long]
     languages = _languages([sentences[row] for row in wanted])
     jobs = [(row, sentences[row].text, language) for row, language in zip(wanted, languages, strict=True)]
     chunks = list(_chunks(jobs, TEXT_CHUNK))
-    num_workers = min(num_workers, len(chunks))
+    num_workers = max(1, min(num_workers, len(chunks)))
     _announce("BUILDING TEXT CACHE (Text Preprocessing)", len(rows), num_workers)
     progress.begin("Preparing text", len(jobs))
     for chunk, result in Workers(partial(_speak_chunk, use_phonemes), num_workers).run(chunks):

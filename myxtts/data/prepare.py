@@ -20,7 +20,7 @@ import numpy as np
 
 from myxtts.audio import DECODE_VERSION
 from myxtts.config import HOP_SAMPLES, LANGUAGES, SAMPLE_RATE, DataSettings
-from myxtts.data.cache import StoreSpec, build_store, cache_root, identity, open_store, user_cache
+from myxtts.data.cache import StoreSpec, build_store, cache_root, cannot_write, identity, open_store, user_cache
 from myxtts.data.corpus import Clip, Corpus, SetAside, read_corpus
 from myxtts.data.fill import (
     DecodeOptions,
@@ -194,11 +194,13 @@ class _Part:
         several speakers read on one side.
         """
         held_out = np.array([clip.held_out for clip in self.usable])
-        if not held_out.any() and len(clips) > 1:
+        if held_out.all():
+            raise DatasetError(f"No usable clip in {self.corpus.folder} but those of metadata_eval.csv")
+        if not held_out.any() and self.data.val_fraction > 0:
             draw = np.array([identity("held out", clip.text) for clip in self.usable], np.uint64) / 2.0**64
-            held_out = draw < self.data.val_fraction
-            if self.data.val_fraction > 0 and not held_out.any():
-                held_out[draw.argmin()] = True
+            held_out = draw < max(self.data.val_fraction, np.nextafter(draw.min(), 1))
+            if held_out.all():  # few sentences: the last one is trained on
+                held_out = draw < draw.max()
         return clips.select(np.flatnonzero(~held_out)), clips.select(np.flatnonzero(held_out))
 
     def write_set_aside_list(self) -> None:
@@ -215,18 +217,25 @@ class _Part:
         except OSError:
             pass
         if os.access(self.root, os.W_OK):
-            path.write_bytes(encoded)
+            try:
+                path.write_bytes(encoded)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                raise cannot_write(self.root, error) from error
 
     def _audio_store(self) -> Store:
         data, clips = self.data, self.corpus.clips
         options = DecodeOptions(self.corpus.folder, _max_samples(data) / SAMPLE_RATE, data.trim_silence_db)
+        recipe: dict[str, object] = {"decode": DECODE_VERSION, "rate": SAMPLE_RATE}
+        if data.trim_silence_db > 0:  # a row then no longer tells how long its file was
+            recipe |= {"trim": data.trim_silence_db, "max_seconds": options.max_seconds}
         spec = StoreSpec(
             kind="audio",
             dtype=np.int16,
             sources=_sources(
                 identity(clip.path, clip.size_bytes, clip.modified_ns, clip.changed_ns) for clip in clips
             ),
-            recipe={"decode": DECODE_VERSION, "rate": SAMPLE_RATE, "trim": data.trim_silence_db},
+            recipe=recipe,
             limits={"max_seconds": options.max_seconds},
         )
         return self._store(
@@ -247,6 +256,20 @@ class _Part:
                 writer, rows, self.sentences, self.data.use_phonemes, self.num_workers, self.progress
             ),
         )
+
+    def vocabulary_store(self) -> Store:
+        """One row: a vocabulary trained on what is spoken here, as the text of its file."""
+        num_tokens = self.data.vocab_size
+
+        def fill(writer: StoreWriter, rows: list[int]) -> None:
+            texts, languages = self.spoken()
+            _log.info("Training a vocabulary of up to %d tokens on %d sentences", num_tokens, len(texts))
+            vocabulary = tokenizer.train(texts, languages, num_tokens)
+            writer.append(rows, [np.frombuffer(vocabulary.to_json().encode(), np.uint8)])
+
+        spoken = identity(*self.text.hashes.tolist(), *self.text.labels.tolist())
+        recipe = {"version": VOCABULARY_VERSION, "num_tokens": num_tokens}
+        return self._store(StoreSpec("vocabulary", np.uint8, _sources([spoken]), recipe, {}), "vocabulary", fill)
 
     def _ids_store(self, vocabulary: Tokenizer) -> Store:
         # What is spoken and in which language decides the ids, however both were found.
@@ -301,13 +324,8 @@ def _vocabulary(data: DataSettings, part: _Part) -> Tokenizer:
     """The vocabulary that was named, else one trained on this corpus and kept beside its stores."""
     if data.tokenizer is not None:
         return Tokenizer.load(data.tokenizer)
-    key = identity(part.text.folder.name, data.vocab_size, VOCABULARY_VERSION)
-    path = part.root / f"vocabulary-{key:016x}.json"
-    if not path.is_file():
-        texts, languages = part.spoken()
-        _log.info("Training a vocabulary of up to %d tokens on %d sentences", data.vocab_size, len(texts))
-        tokenizer.train(texts, languages, data.vocab_size).save(path)
-    return Tokenizer.load(path)
+    store = part.vocabulary_store()
+    return Tokenizer(store[0].tobytes().decode(), source=str(store.folder))
 
 
 def _nothing_usable(folder: Path, set_aside: Sequence[SetAside]) -> DatasetError:

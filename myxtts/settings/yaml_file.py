@@ -92,7 +92,8 @@ def _entries(loader: "yaml.SafeLoader", root: Any, path: Path, problems: list[st
                 yield Entry(f"{section}.{name}", loader.construct_object(node, deep=True), place)
             except (yaml.YAMLError, *_SCALAR_ERRORS) as error:
                 words = getattr(error, "problem", None) or error
-                problems.append(f"{place}: {section}.{name}: has no readable value ({words})")
+                key = f"{section}.{name}"
+                problems.append(f"{place}: {key} has no readable value ({words}); write a plain one")
 
 
 def _items(

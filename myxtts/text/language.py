@@ -58,6 +58,8 @@ _KANJI_ONLY_SHARE = 0.1
 _PASSAGE_CHARACTERS = 300
 """Enough to tell eleven languages apart; from 120 on, lingua's small models answer as its large ones do."""
 _PASSAGES_ODD, _PASSAGES_SPREAD = 4, 4
+_LEAST_PASSAGES = 4
+"""Fewer that agree prove nothing: one passage could be several languages joined."""
 _CANDIDATES = 4
 """Languages compared with the large models at a time; each takes about 45 MB of memory."""
 _CANDIDATE_SHARE = 0.02
@@ -142,7 +144,7 @@ def _detect_by_speaker(open_texts: dict[tuple[str, str], set[str]]) -> dict[tupl
     groups: dict[_Group, set[str]] = defaultdict(set)
     group_of: dict[tuple[str, str], _Group] = {}
     for (script, speaker), texts in open_texts.items():
-        alone = sum(map(len, texts)) >= _PASSAGE_CHARACTERS
+        alone = sum(map(len, texts)) >= _LEAST_PASSAGES * _PASSAGE_CHARACTERS
         group_of[script, speaker] = (script, speaker if alone else None)
         groups[group_of[script, speaker]] |= texts
 
@@ -154,7 +156,7 @@ def _detect_by_speaker(open_texts: dict[tuple[str, str], set[str]]) -> dict[tupl
         mixed: dict[_Group, set[str]] = {}
         for group, sample in passages.items():
             heard = {next(verdicts) for _ in sample}
-            if len(heard) == 1 and None not in heard:
+            if len(sample) >= _LEAST_PASSAGES and len(heard) == 1 and None not in heard:
                 answers[group] = dict.fromkeys(groups[group], heard.pop())
             else:
                 mixed[group] = {language for language in heard if language}

@@ -5,8 +5,6 @@ on. Persian has a module of its own. This module knows the order of the steps; t
 `languages/`, the numbers in `numbers`. It knows nothing of tokens, audio or files of a corpus.
 """
 
-import hashlib
-import os
 import re
 import sys
 import unicodedata
@@ -19,7 +17,6 @@ from myxtts.errors import ConfigError
 from myxtts.text import tables
 from myxtts.text.characters import CharacterTable, clean_characters
 from myxtts.text.numbers import NumberReader
-from myxtts.text.persian import normalize_persian
 from myxtts.text.romanize import romanize
 from myxtts.text.tables import LanguageTable, load_table
 
@@ -59,7 +56,11 @@ def _steps_of(language: str) -> Callable[[str], str]:
     code = re.split("[-_]", language.lower())[0]
     if code not in LANGUAGES:
         raise ConfigError(f"language {language!r} is not supported; use one of {', '.join(LANGUAGES)}")
-    return normalize_persian if code == "fa" else _LanguageSteps(load_table(code))
+    if code == "fa":
+        from myxtts.text.persian import normalize_persian  # its many patterns are compiled on import
+
+        return normalize_persian
+    return _LanguageSteps(load_table(code))
 
 
 class _LanguageSteps:
@@ -67,9 +68,7 @@ class _LanguageSteps:
 
     def __init__(self, table: LanguageTable) -> None:
         self._code = table.code
-        self._characters = CharacterTable(
-            table.characters | ({"I": "ı", "İ": "i"} if table.code == "tr" else {})
-        )
+        self._characters = CharacterTable(table.characters | ({"I": "ı", "İ": "i"} if table.code == "tr" else {}))
         self._numbers = NumberReader(table)
         self._symbols = table.symbols
         self._symbol = re.compile(_any_of(table.symbols))
@@ -85,10 +84,10 @@ class _LanguageSteps:
         if special:
             text = self._numbers.read(text)
         text = text.lower()
-        if self._abbreviations:
-            text = self._abbreviation.sub(self._expand_abbreviation, text)
         if special:
             text = self._symbol.sub(self._read_symbol, text)
+        if self._abbreviations:
+            text = self._abbreviation.sub(self._expand_abbreviation, text)
         if self._code in _ROMANIZED:
             text = romanize(" ".join(text.split()), self._code)
         if not text.isascii():
@@ -112,7 +111,9 @@ def _any_of(words: Iterable[str]) -> str:
 
 @lru_cache(maxsize=1)
 def fingerprint() -> str:
-    """Short hex digest of all that decides what `normalize` returns: code, tables, Unicode and package versions."""
+    """Short hex digest of what decides `normalize`'s result: code, tables, Unicode and package versions."""
+    import hashlib  # opens a shared library
+
     digest = hashlib.sha256(unicodedata.unidata_version.encode())
     folder = Path(__file__).parent
     files = [folder / name for name in SOURCES] + sorted(tables.TABLES_FOLDER.glob("*.toml"))
@@ -127,11 +128,8 @@ def _installed(packages: tuple[str, ...]) -> list[str]:
     """name-version of the packages found, from folder names: reading their metadata would import far more."""
     prefixes = tuple(f"{package}-" for package in packages)
     found: set[str] = set()
-    for folder in sys.path:
-        if Path(folder or ".").is_dir():
-            found.update(
-                name
-                for name in os.listdir(folder or ".")
-                if name.endswith(".dist-info") and name.lower().startswith(prefixes)
-            )
+    for folder in map(Path, sys.path):
+        if folder.is_dir():
+            names = (entry.name for entry in folder.iterdir())
+            found.update(name for name in names if name.lower().startswith(prefixes) and name.endswith("-info"))
     return sorted(found)

@@ -6,13 +6,17 @@ spelled (`spelling`), nor Persian, whose conventions differ enough to have their
 
 import re
 
-from myxtts.text.spelling import cardinal, ordinal, spell_digits
+from myxtts.text.spelling import LONGEST_NUMBER, cardinal, ordinal, spell_digits
 from myxtts.text.tables import LanguageTable
 
 YEAR_FIRST_DATE = re.compile(r"(?<![0-9A-Za-z.,/-])(?P<y>\d{4})([-/.])(?P<m>\d{1,2})\2(?P<d>\d{1,2})\.?(?![\w/-])")
-YEAR_LAST_DATE = re.compile(r"(?<![0-9A-Za-z.,/-])(?P<a>\d{1,2})([-/.])\s?(?P<b>\d{1,2})\2\s?(?P<y>\d{4})(?![\w/-]|[.,]\d)")
+YEAR_LAST_DATE = re.compile(
+    r"(?<![0-9A-Za-z.,/-])(?P<a>\d{1,2})([-/.])\s?(?P<b>\d{1,2})\2\s?(?P<y>\d{4})(?![\w/-]|[.,]\d)"
+)
 CLOCK = re.compile(r"(?<![0-9A-Za-z:.,])([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d))?(?![\d:])")
-PHONE = re.compile(r"(?<![0-9A-Za-z-])(?:\+\d+(?:[ -]\d+)+|\+\d{8,}|0\d+(?:[ -]\d{2,})+|\d{2,}(?:-\d{2,}){2,})(?![\w-])")
+PHONE = re.compile(
+    r"(?<![0-9A-Za-z-])(?:\+\d+(?:[ -]\d+)+|\+\d{8,}|0\d+(?:[ -]\d{2,})+|\d{2,}(?:-\d{2,}){2,})(?![\w-])"
+)
 RANGE = re.compile(r"(?<![0-9A-Za-z.,/:-])(\d+(?:[.,]\d+)?)\s?-\s?(\d+(?:[.,]\d+)?)(?![\d/:-]|[.,]\d)")
 QUOTIENT = re.compile(r"(?<![0-9A-Za-z.,/:-])(\d{1,3})/(\d{1,3})(?![\w/:-]|[.,]\d)")
 NUMBER = r"\d+(?:[.,]\d+|'\d{3}(?!\d))*"
@@ -37,6 +41,20 @@ def split_number(number: str, thousands: str) -> tuple[str, str] | None:
     if len(set(marks[:-1])) == 1 and marks[-1] != marks[0] and middle_fits and len(parts[-2]) == 3:
         return "".join(parts[:-1]), parts[-1]
     return None
+
+
+def is_rising(low: str, high: str, thousands: str) -> bool:
+    """Whether two numbers can be the ends of a range; a score (3-2) or a code (01-02) is none."""
+    ends = [split_number(end, thousands) or (end, "") for end in (low, high)]
+    if any(len(whole) > LONGEST_NUMBER or (whole[0] == "0" and len(whole) > 1) for whole, _ in ends):
+        return False
+    return float(".".join(ends[0])) < float(".".join(ends[1]))
+
+
+def keep_apart(words: str, match: re.Match[str]) -> str:
+    """`words`, with a space towards a letter around `match` that they would otherwise grow together with."""
+    before, after = match.string[match.start() - 1 : match.start()], match.string[match.end() : match.end() + 1]
+    return f"{' ' if before.isalnum() else ''}{words}{' ' if after.isalnum() else ''}"
 
 
 def plural_form(count: str, forms: list[str], rule: str) -> str:
@@ -74,7 +92,9 @@ class NumberReader:
     def __init__(self, table: LanguageTable) -> None:
         self._table = table
         marks = "|".join(sorted(map(re.escape, table.units), key=len, reverse=True)) or r"(?!)"
-        magnitude = rf"(?:\s(?P<magnitude>(?i:{table.magnitudes}))\b)?" if table.magnitudes else "(?P<magnitude>(?!))?"
+        magnitude = (
+            rf"(?:\s(?P<magnitude>(?i:{table.magnitudes}))\b)?" if table.magnitudes else "(?P<magnitude>(?!))?"
+        )
         ordinal_mark = table.ordinal or r"(?!)"
         self._amount = re.compile(
             rf"(?P<sign>(?<![\w.,/)-])[-−](?=(?:{marks})?\s?\d))?(?:(?P<before>{marks})\s?)?(?P<number>{NUMBER})"
@@ -148,8 +168,7 @@ class NumberReader:
         return self._table.quotient.format(numerator=numerator, denominator=denominator)
 
     def _range(self, match: re.Match[str]) -> str:
-        low, high = (split_number(end, self._table.thousands) or (end, "") for end in match.groups())
-        rising = (int(low[0][:18]), low[1]) < (int(high[0][:18]), high[1]) and "0" not in (low[0][0], high[0][0])
+        rising = is_rising(match[1], match[2], self._table.thousands)
         return f"{match[1]} {self._table.range} {match[2]}" if rising else match[0]
 
     def _read_amount(self, match: re.Match[str]) -> str:
@@ -170,13 +189,7 @@ class NumberReader:
             words += match["ordinal"]
         if match["sign"]:
             words = table.minus + ("" if table.code in SCRIPTS_WITHOUT_SPACES else " ") + words
-        return self._spaced(words, match) if table.spaced else words
-
-    @staticmethod
-    def _spaced(words: str, match: re.Match[str]) -> str:
-        """Keep the words off a letter they would otherwise grow together with."""
-        before, after = match.string[: match.start()][-1:], match.string[match.end() : match.end() + 1]
-        return f"{' ' if before.isalnum() else ''}{words}{' ' if after.isalnum() else ''}"
+        return keep_apart(words, match) if table.spaced else words
 
     def _chain(self, number: str) -> str:
         """1.2.3 or 1,2,3: the numbers one after the other, the dot spoken, the comma left as a pause."""
@@ -188,7 +201,7 @@ class NumberReader:
         table = self._table
         if not decimals:
             return self._cardinal(whole)
-        if table.fraction == "named" and len(decimals) <= 6 and len(whole) <= 12 and decimals.strip("0"):
+        if table.fraction == "named" and len(decimals) <= 3 and len(whole) <= 12 and decimals.strip("0"):
             return _named_fraction(whole, decimals, table.code)
         zeros = len(decimals) - len(decimals.lstrip("0"))
         if table.fraction == "digits" or zeros == len(decimals) or len(decimals) > 6:
@@ -229,4 +242,3 @@ def _named_fraction(whole: str, decimals: str, language: str) -> str:
     from num2words import num2words
 
     return str(num2words(Decimal(f"{whole}.{decimals}"), lang=language))
-

@@ -19,12 +19,14 @@ import unicodedata
 from functools import lru_cache
 
 from myxtts.text.characters import CharacterTable, clean_characters
-from myxtts.text.numbers import CLOCK, PHONE, RANGE, split_number
+from myxtts.text.numbers import CLOCK, PHONE, RANGE, is_rising, keep_apart, split_number
 from myxtts.text.spelling import cardinal, ordinal, spell_digits
 from myxtts.text.tables import load_table
 
 ZWNJ = "\u200c"
-LETTER = "[\u0621-\u063a\u0641-\u064a\u064b\u0654\u0670-\u06d3]"
+HAMZA_ABOVE = "\u0654"
+_LETTERS = "\u0621-\u063a\u0641-\u064b\u0654\u0671-\u06d3"
+LETTER = f"[{_LETTERS}]"
 _NON_JOINERS = "اآدذرزژوؤء"
 _PLURALS = "ها(?:یی|یم|یت|یش|یمان|یتان|یشان|ی)?"
 _PRONOUNS = "ام|ات|اش|ای|اند|ایم|اید|امان|اتان|اشان"
@@ -32,12 +34,13 @@ _PERSON = "(?:م|ی|د|یم|ید|ند|ه|ن|ین)"
 _CLITIC = "(?:ش|شان|شون|مان|تان|ت)?"
 
 _ZWNJ_RUN = re.compile(rf"{ZWNJ}{{2,}}")
-_STRAY_ZWNJ = re.compile(rf"(?<!{LETTER}){ZWNJ}|{ZWNJ}(?!{LETTER})|(?<=[{_NON_JOINERS}]){ZWNJ}")
+_EDGE_ZWNJ = re.compile(rf"(?<![{_LETTERS}0-9]){ZWNJ}|{ZWNJ}(?!{LETTER})")
+_USELESS_ZWNJ = re.compile(rf"(?<!{LETTER}){ZWNJ}|{ZWNJ}(?!{LETTER})|(?<=[{_NON_JOINERS}]){ZWNJ}")
 _TA_MARBUTA = re.compile(rf"ة(?=[\s{ZWNJ}]?ال{LETTER})")
 _EZAFE = re.compile(rf"(?<={LETTER})ه(?:ٔ|[ {ZWNJ}]ی(?!{LETTER}|{ZWNJ}))")
 _TANVIN_FIRST = re.compile(r"ًا")
 _SPACE_BEFORE_MARK = re.compile(r"\s+(?=[,;:?!.)](?:\s|$|[,;:?!.)]))")
-_GLUED_MARK = re.compile(rf"(?<={LETTER})([,;?!:])(?={LETTER})")
+_GLUED_MARK = re.compile(rf"([,;?!:])(?={LETTER})")
 
 _DATE = re.compile(r"(?<![\w./-])(\d{4}|\d{1,2})([/-])(\d{1,2})\2(\d{4}|\d{1,2})(?![\w/-])")
 _ORDINAL = re.compile(rf"(?<![\w.,/])(\d+)(?:[ {ZWNJ}]?(?:ا?مین)|[ {ZWNJ}]?ام|{ZWNJ}?م)(?!{LETTER}|\w)")
@@ -59,9 +62,9 @@ def normalize_persian(text: str) -> str:
     text = _patterns()["abbreviation"].sub(lambda match: table.abbreviations[match[0]], text)
     text = " ".join(text.split())
     text = _join_affixes(text)
-    text = _GLUED_MARK.sub(r"\1 ", _SPACE_BEFORE_MARK.sub("", text))
+    text = _SPACE_BEFORE_MARK.sub("", _GLUED_MARK.sub(r"\1 ", text))
     if ZWNJ in text:
-        text = _STRAY_ZWNJ.sub("", text)
+        text = _USELESS_ZWNJ.sub("", text)
     return unicodedata.normalize("NFC", " ".join(text.split()))
 
 
@@ -79,17 +82,18 @@ def _patterns() -> dict[str, re.Pattern[str]]:
     """Patterns that need the word lists, compiled when Persian is first asked for."""
     table = load_table("fa")
     words = table.words
-    stems = f"(?:(?:{_alternatives(words['present_stems'])}){_PERSON}|(?:{_alternatives(words['past_stems'])}){_PERSON}?)"
+    verb = (
+        f"(?:(?:{_alternatives(words['present_stems'])}){_PERSON}|(?:{_alternatives(words['past_stems'])}){_PERSON}?"
+        f"|{_alternatives(words['colloquial_verbs'])}){_CLITIC}"
+    )
     start, end = rf"(?<!{LETTER})(?<!{ZWNJ})", rf"(?!{LETTER}|{ZWNJ})"
-    long_stems = [stem for stem in words["present_stems"] if len(stem) > 1]
-    glued = f"(?:(?:{_alternatives(long_stems)})(?:م|ی|د|یم|ید|ند)|(?:{_alternatives(words['past_stems'])}){_PERSON}?)"
     return {
         "special": re.compile(rf"[0-9{''.join(map(re.escape, {**table.symbols, **table.units}))}]"),
         "symbol": re.compile(f"[{''.join(map(re.escape, table.symbols))}]"),
         "abbreviation": re.compile(rf"(?<!{LETTER})(?<!\.)(?:{_alternatives(table.abbreviations)})(?!{LETTER})"),
         "before_number": re.compile(rf"(?<!{LETTER})({_alternatives(table.before_number)})\s?(?=\d)"),
-        "spaced_verb": re.compile(rf"(?<!ماه ){start}(ن?می) ({stems}{_CLITIC}){end}"),
-        "glued_verb": re.compile(rf"{start}(ن?می)({glued}{_CLITIC}){end}"),
+        "spaced_verb": re.compile(rf"(?<!ماه ){start}(ن?می) ({verb}){end}"),
+        "glued_verb": re.compile(rf"{start}(ن?می)({verb}){end}"),
         "plural": re.compile(rf"{start}({LETTER}(?:{LETTER}|{ZWNJ})+) ({_PLURALS}){end}"),
         "superlative": re.compile(rf"{start}({LETTER}(?:{LETTER}|{ZWNJ})+) (ترین(?:{ZWNJ}?{_PLURALS})?){end}"),
         "comparative": re.compile(rf"{start}({_alternatives(words['comparable'])}) (تر(?:ی|ها|های)?){end}"),
@@ -99,11 +103,11 @@ def _patterns() -> dict[str, re.Pattern[str]]:
 
 def _unify_spelling(text: str) -> str:
     """Letters and half-spaces of words as one standard spelling has them."""
-    text = _ZWNJ_RUN.sub(ZWNJ, text)
+    if ZWNJ in text:
+        text = _EDGE_ZWNJ.sub("", _ZWNJ_RUN.sub(ZWNJ, text))
     text = _TA_MARBUTA.sub("ت", text).replace("ة", "ه")
-    text = _TANVIN_FIRST.sub("اً", text)
-    text = _EZAFE.sub(f"ه{ZWNJ}ی", text)
-    return text.replace("\u0654", "")
+    # Composing can bring back an alef with hamza after the character table has been applied.
+    return _TANVIN_FIRST.sub("اً", text).replace("أ", "ا")
 
 
 def _join_affixes(text: str) -> str:
@@ -119,6 +123,7 @@ def _join_affixes(text: str) -> str:
     def split_verb(match: re.Match[str]) -> str:
         return match[0] if match[0] in not_verbs else f"{match[1]}{ZWNJ}{match[2]}"
 
+    text = _EZAFE.sub(f"ه{ZWNJ}ی", text).replace(HAMZA_ABOVE, "")
     if "می" in text:
         text = patterns["spaced_verb"].sub(rf"\1{ZWNJ}\2", text)
         text = patterns["glued_verb"].sub(split_verb, text)
@@ -171,9 +176,7 @@ def _phone(match: re.Match[str]) -> str:
 
 
 def _range(match: re.Match[str]) -> str:
-    low, high = (split_number(end, ",") or (end, "") for end in match.groups())
-    rising = (int(low[0][:18]), low[1]) < (int(high[0][:18]), high[1]) and "0" not in (low[0][0], high[0][0])
-    return f"{match[1]} تا {match[2]}" if rising else match[0]
+    return f"{match[1]} تا {match[2]}" if is_rising(match[1], match[2], ",") else match[0]
 
 
 def _ordinal(match: re.Match[str]) -> str:
@@ -200,8 +203,7 @@ def _amount(match: re.Match[str]) -> str:
         words += f" {table.units[unit][0][0]}"
     if match["sign"]:
         words = f"{table.plus if match['sign'] == '+' else table.minus} {words}"
-    # Digits touch the words around them more often in Persian than not; words must not.
-    return f" {words} " if match["number"] else words
+    return keep_apart(words, match)
 
 
 def _decimal(whole: str, decimals: str) -> str:

@@ -4,7 +4,6 @@ A table is data only: words, marks and regular expressions of one language. How 
 in `normalize`, `numbers` and `persian`; adding an abbreviation or a currency needs no code.
 """
 
-import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -90,6 +89,8 @@ class LanguageTable:
 @cache
 def load_table(code: str) -> LanguageTable:
     """The table of one language."""
+    import tomllib
+
     data = tomllib.loads((TABLES_FOLDER / f"{code}.toml").read_text(encoding="utf-8"))
     if dates := data.pop("dates", None):
         data["dates"] = Dates(dates["order"], dates["spoken"], tuple(dates["months"]))

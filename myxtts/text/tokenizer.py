@@ -260,8 +260,7 @@ def _language_token(language: str) -> str:
     return token
 
 
-def _count_words(texts: Iterable[str]) -> dict[str, int]:
-    """How often each word occurs, cut as the vocabulary will cut it and sorted, so that no order matters."""
+def _count_words(texts: Iterable[str]) -> Counter[str]:
+    """How often each word occurs, cut as the vocabulary will cut it."""
     cut = tokenizers.pre_tokenizers.Whitespace().pre_tokenize_str
-    counts = Counter(word for text in texts for word, _ in cut(text.translate(_BRACKETS)))
-    return dict(sorted(counts.items()))
+    return Counter(word for text in texts for word, _ in cut(text.translate(_BRACKETS)))

@@ -1,0 +1,131 @@
+"""Shared fixtures: small synthetic corpora, and a cache folder of its own for every test."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import soundfile as sf
+
+from myxtts.config import DataSettings
+from myxtts.data.prepare import Prepared, prepare
+
+Wave = npt.NDArray[np.float32]
+
+SENTENCES = (
+    "The harbour was quiet when the first boat came in.",
+    "She opened the window and listened to the rain.",
+    "Nobody remembered who had planted the old oak.",
+    "The train to the coast leaves at a quarter past nine.",
+    "He folded the letter twice and put it away.",
+    "A small dog followed them all the way home.",
+    "They talked about the weather until the tea was cold.",
+    "The museum closes early on the last day of the month.",
+    "Somewhere in the house a clock began to strike.",
+    "We walked along the river and counted the bridges.",
+    "Her brother had never learned how to swim.",
+    "The baker puts the bread out before sunrise.",
+    "I could not find the key in any of my pockets.",
+    "Snow fell all night and covered the garden.",
+    "The teacher asked a question that no one could answer.",
+    "An old song was playing on the radio.",
+    "The children built a bridge of stones and branches.",
+    "He was the last to leave and turned off the lights.",
+    "The road climbs for an hour before it reaches the lake.",
+    "Someone had left a blue umbrella on the bench.",
+)
+
+
+@pytest.fixture(autouse=True)
+def user_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder of this test: nothing is ever read from or written to the real one."""
+    folder = tmp_path_factory.mktemp("user-cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def voice() -> Callable[..., Wave]:
+    return make_voice
+
+
+def make_voice(seconds: float, rate: int = 22050, seed: int = 0) -> Wave:
+    """Something like a voice: a buzz of moving pitch that swells and fades, with a little breath."""
+    random = np.random.default_rng(seed)
+    time = np.arange(round(seconds * rate)) / rate
+    pitch = 110 + 20 * (seed % 7) + 15 * np.sin(2 * np.pi * 1.3 * time)
+    phase = 2 * np.pi * np.cumsum(pitch) / rate
+    buzz = sum(np.sin(harmonic * phase) / harmonic for harmonic in range(1, 12))
+    swell = 0.4 + 0.3 * np.sin(2 * np.pi * 3 * time + seed)
+    wave = 0.3 * buzz * swell + random.normal(0, 0.005, len(time))
+    return np.clip(wave, -0.99, 0.99).astype(np.float32)
+
+
+def write_corpus(
+    folder: Path, texts: Sequence[str] = SENTENCES[:6], *, first: int = 0, seconds: float | None = None
+) -> Path:
+    """An LJSpeech folder with one clip per text, `clip000` and on; further calls add to its metadata."""
+    (folder / "wavs").mkdir(parents=True, exist_ok=True)
+    with open(folder / "metadata.csv", "a", encoding="utf-8") as metadata:
+        for number, text in enumerate(texts, first):
+            length = seconds or 0.6 + 0.13 * (number * 7 % 19)
+            path = folder / "wavs" / f"clip{number:03d}.wav"
+            sf.write(path, make_voice(length, seed=number), 22050, subtype="PCM_16")
+            metadata.write(f"clip{number:03d}|{text}\n")
+    return folder
+
+
+@pytest.fixture
+def make_corpus(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a corpus below the test's folder: `make_corpus()`, `make_corpus(texts)`, `make_corpus(name="b")`."""
+
+    def make(texts: Sequence[str] = SENTENCES[:6], *, name: str = "corpus", **options: float) -> Path:
+        return write_corpus(tmp_path / name, texts, **options)
+
+    return make
+
+
+@pytest.fixture
+def corpus(make_corpus: Callable[..., Path]) -> Path:
+    """Six English clips."""
+    return make_corpus()
+
+
+@pytest.fixture
+def run_prepare() -> Callable[..., Prepared]:
+    """`prepare` with the language given, so that no detector is loaded."""
+
+    def run(folder: Path, *, verify: bool = False, **settings: object) -> Prepared:
+        settings = {"train_data": folder, "language": "en", "num_workers": 2, "vocab_size": 256} | settings
+        return prepare(DataSettings(**settings), verify=verify)
+
+    return run
+
+
+class Messages:
+    """What was logged since the last look."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    def take(self) -> list[str]:
+        texts = [record.getMessage() for record in self._caplog.records]
+        self._caplog.clear()
+        return texts
+
+    def work(self) -> dict[str, int]:
+        """How many rows were made, by the name of the cache that was built: {"AUDIO": 6, "TEXT": 6}."""
+        texts = self.take()
+        return {
+            title.split()[1]: int(count.split()[1])
+            for title, count in zip(texts, texts[1:], strict=False)
+            if title.startswith("BUILDING")
+        }
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture) -> Messages:
+    caplog.set_level(logging.INFO)
+    return Messages(caplog)
