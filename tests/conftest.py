@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,7 @@ class Messages:
         texts = self.take()
         return {
             title.split()[1]: int(count.split()[1])
-            for title, count in zip(texts, texts[1:], strict=False)
+            for title, count in pairwise(texts)
             if title.startswith("BUILDING")
         }
 

@@ -10,7 +10,9 @@ import codecs
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from myxtts.audio import EXTENSIONS
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES
@@ -34,8 +36,7 @@ COLUMN_NAMES = {
 _LANGUAGE_CODES = {name.lower(): code for code, name in LANGUAGE_NAMES.items()} | {"farsi": "fa"}
 
 
-@dataclass(frozen=True, slots=True)
-class Clip:
+class Clip(NamedTuple):
     """One recording with its text. `speaker` and `language` are empty where the corpus does not say them."""
 
     id: str
@@ -50,8 +51,7 @@ class Clip:
     changed_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class SetAside:
+class SetAside(NamedTuple):
     """A clip that is not used: a fixed phrase to count by, what was found, and where."""
 
     id: str
@@ -69,8 +69,7 @@ class Corpus:
     set_aside: list[SetAside] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """One usable line of metadata."""
 
     where: str
@@ -145,6 +144,7 @@ def _clip(row: _Row, files: _AudioFiles, named: _Row | None, held_out: bool) -> 
     )
 
 
+@cache
 def language_code(name: str) -> str:
     """`en`, `en-US`, `EN_us` or `English` as `en`; empty when it is no language of ours."""
     word = name.strip().lower()
@@ -161,14 +161,14 @@ class _AudioFiles:
 
     def find(self, audio: str) -> tuple[str, os.stat_result] | None:
         """Path relative to the corpus (an absolute one stays absolute) and the file's `stat`."""
-        for parent in ("wavs", ""):
-            folder, name = os.path.split(os.path.join(parent, audio))  # noqa: PTH118 (a hot path)
-            listing = self._listing(folder)
-            for candidate in (name, *(name + extension for extension in EXTENSIONS)):
-                entry = listing.get(candidate)
+        for parent in ("wavs/", ""):
+            folder, separator, name = (parent + audio if audio[0] != "/" else audio).rpartition("/")
+            listing = self._listing(folder + separator)
+            for extension in ("", *EXTENSIONS):
+                entry = listing.get(name + extension)
                 try:
                     if entry is not None and entry.is_file():
-                        return os.path.join(folder, candidate), entry.stat()  # noqa: PTH118
+                        return folder + separator + entry.name, entry.stat()
                 except OSError:  # deleted since it was listed
                     continue
         return None
@@ -185,22 +185,22 @@ class _AudioFiles:
 
 def _rows(path: Path) -> Iterator[_Row | SetAside]:
     """The lines of a metadata file in either form."""
-    lines = [item for item in _lines(path) if isinstance(item, SetAside) or item[1].strip()]
-    text_lines = [item for item in lines if not isinstance(item, SetAside)]
-    if not text_lines:
+    lines, undecodable = _lines(path)
+    if not lines:
         raise DatasetError(f"{path} holds no usable line. Expected one of these forms:\n{FORMS}")
-    columns, num_columns = _header(text_lines[0][1])
+    yield from undecodable
+    columns, num_columns = _header(lines[0][1])
     if columns:
-        lines.remove(text_lines[0])
+        fewest = max(columns["audio"], columns["text"]) + 1
+        for where, line in lines[1:]:
+            yield _row(where, _fields(line), fewest, num_columns, columns)
     else:
-        _refuse_speaker_column(path, [line for _, line in text_lines])
-    for item in lines:
-        yield item if isinstance(item, SetAside) else _row(*item, columns, num_columns)
+        _refuse_speaker_column(path, [line for _, line in lines])
+        for where, line in lines:
+            yield _row(where, _fields(line), 2, 3, {})
 
 
-def _row(where: str, line: str, columns: dict[str, int], num_columns: int) -> _Row | SetAside:
-    fields = [_unquoted(value.strip()) for value in line.split("|")]
-    fewest, most = (max(columns["audio"], columns["text"]) + 1, num_columns) if columns else (2, 3)
+def _row(where: str, fields: list[str], fewest: int, most: int, columns: dict[str, int]) -> _Row | SetAside:
     if not fewest <= len(fields) <= most:
         detail = f"{len(fields)} fields separated by |, expected {fewest} to {most}"
         return SetAside(fields[0][:80], "malformed line", detail, where)
@@ -212,28 +212,38 @@ def _row(where: str, line: str, columns: dict[str, int], num_columns: int) -> _R
     return row if row.audio else SetAside("", "malformed line", "the id is empty", where)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str] | SetAside]:
-    """Each line with its place, decoded on its own so that one bad byte costs one line."""
+def _lines(path: Path) -> tuple[list[tuple[str, str]], list[SetAside]]:
+    """Lines that are not blank, each with its place; one bad byte costs one line, not the file."""
     raw = path.read_bytes()
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         # What is no UTF-16 becomes a lone surrogate, so that the decoding of its line rejects it.
         text = raw.decode("utf-16", errors="replace").replace("\ufffd", "\udcff")
         raw = text.encode("utf-8", errors="surrogatepass")
     raw = raw.removeprefix(codecs.BOM_UTF8)
-    newline = b"\n" if b"\n" in raw else b"\r"
-    for number, line in enumerate(raw.split(newline), 1):
-        where = f"{path.name}:{number}"
+    name = path.name
+    lines: list[tuple[str, str]] = []
+    undecodable: list[SetAside] = []
+    for number, raw_line in enumerate(raw.split(b"\n" if b"\n" in raw else b"\r"), 1):
         try:
-            yield where, line.decode()
+            line = raw_line.decode()
         except UnicodeDecodeError as error:
-            clip_id = line.split(b"|")[0].decode("ascii", errors="replace")[:80]
-            detail = f"byte 0x{line[error.start]:02x} is not UTF-8; save the file as UTF-8"
-            yield SetAside(clip_id, "wrong encoding", detail, where)
+            clip_id = raw_line.split(b"|")[0].decode("ascii", errors="replace")[:80]
+            detail = f"byte 0x{raw_line[error.start]:02x} is not UTF-8; save the file as UTF-8"
+            undecodable.append(SetAside(clip_id, "wrong encoding", detail, f"{name}:{number}"))
+        else:
+            if line and not line.isspace():
+                lines.append((f"{name}:{number}", line))
+    return lines, undecodable
+
+
+def _fields(line: str) -> list[str]:
+    fields = [value.strip() for value in line.split("|")]
+    return [_unquoted(value) for value in fields] if '"' in line else fields
 
 
 def _header(line: str) -> tuple[dict[str, int], int]:
     """Positions of the columns by meaning, and how many there are; no positions when it is no header."""
-    names = [_unquoted(value.strip()).lower() for value in line.split("|")]
+    names = [name.lower() for name in _fields(line)]
     columns: dict[str, int] = {}
     for meaning, known in COLUMN_NAMES.items():
         present = [name for name in known if name in names]
@@ -268,19 +278,16 @@ def _read_speakers(path: Path) -> dict[str, _Row]:
     """Speaker and language by clip id, where the corpus has a speakers.csv."""
     if not path.is_file():
         return {}
-    lines = []
-    for item in _lines(path):
-        if isinstance(item, SetAside):
-            raise DatasetError(f"{path.parent / item.where}: {item.detail}")
-        if item[1].strip():
-            lines.append((item[0], [_unquoted(value.strip()) for value in item[1].split("|")]))
-    names = [name.lower() for name in lines[0][1]] if lines else []
+    lines, undecodable = _lines(path)
+    if undecodable:
+        raise DatasetError(f"{path.parent / undecodable[0].where}: {undecodable[0].detail}")
+    names = [name.lower() for name in _fields(lines[0][1])] if lines else []
     if names[:2] != ["id", "speaker"]:
         raise DatasetError(
             f"{path} starts with '{'|'.join(names)[:60]}'; expected the header id|speaker or id|speaker|language"
         )
     named = {}
-    for where, fields in lines[1:]:
-        clip_id, speaker, *rest = [*fields, "", ""]
+    for where, line in lines[1:]:
+        clip_id, speaker, *rest = [*_fields(line), "", ""]
         named[clip_id] = _Row(where, clip_id, "", speaker, rest[0] if names[2:3] == ["language"] else "")
     return named

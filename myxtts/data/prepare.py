@@ -29,9 +29,10 @@ from myxtts.data.fill import (
     fill_audio,
     fill_ids,
     fill_text,
-    spoken_text,
+    spoken_texts,
 )
 from myxtts.data.store import Rows, Sources, Store, StoreWriter
+from myxtts.data.workers import Workers
 from myxtts.devices import usable_cores
 from myxtts.errors import DatasetError
 from myxtts.text import normalize, phonemes, tokenizer
@@ -107,37 +108,46 @@ def prepare(data: DataSettings, progress: Progress | None = None, verify: bool =
     With `verify` every byte is compared with its checksum, and what does not match is built again; without it
     each row is compared when it is first read.
     """
-    progress = progress or _Silent()
     folder = data.train_data or EMBEDDED_CORPUS
-    train_part = _Part(data, folder, progress, verify)
-    vocabulary = _vocabulary(data, train_part)
-    parts = [train_part] + ([_Part(data, data.val_data, progress, verify)] if data.val_data else [])
-    speaker_names = sorted({clip.speaker for part in parts for clip in part.corpus.clips})
-    clips = [part.clip_set(vocabulary, speaker_names) for part in parts]
+    with Workers(min(data.num_workers, usable_cores())) as workers:
+        tools = _Tools(workers, progress or _Silent(), verify)
+        train_part = _Part(data, folder, tools)
+        vocabulary = _vocabulary(data, train_part)
+        parts = [train_part] + ([_Part(data, data.val_data, tools)] if data.val_data else [])
+        speaker_names = sorted({clip.speaker for part in parts for clip in part.corpus.clips})
+        clips = [part.clip_set(vocabulary, speaker_names) for part in parts]
     if len(clips[0]) == 0:
         raise _nothing_usable(folder, train_part.set_aside)
     train, val = clips if data.val_data else train_part.split(clips[0])
-    set_aside = [item for part in parts for item in part.set_aside]
     for part in parts:
         part.write_set_aside_list()
+    set_aside = [item for part in parts for item in part.set_aside]
     return Prepared(train, val, speaker_names, vocabulary, set_aside, train_part.root)
 
 
 def spoken_corpus(data: DataSettings, progress: Progress) -> tuple[list[str], list[str]]:
     """Every distinct sentence of a corpus as it is spoken, with its language; touches no audio."""
-    return _Part(data, data.train_data or EMBEDDED_CORPUS, progress, verify=False).spoken()
+    with Workers(min(data.num_workers, usable_cores())) as workers:
+        return _Part(data, data.train_data or EMBEDDED_CORPUS, _Tools(workers, progress, False)).spoken()
+
+
+@dataclass(frozen=True)
+class _Tools:
+    """What building a store takes besides the corpus."""
+
+    workers: Workers
+    progress: Progress
+    verify: bool
 
 
 class _Part:
     """One folder of recordings on its way through the three stores."""
 
-    def __init__(self, data: DataSettings, folder: Path, progress: Progress, verify: bool) -> None:
+    def __init__(self, data: DataSettings, folder: Path, tools: _Tools) -> None:
         self.data = data
-        self.verify = verify
-        self.progress = progress
+        self.tools = tools
         self.corpus: Corpus = read_corpus(folder)
         self.root = _root(data, folder)
-        self.num_workers = min(data.num_workers, usable_cores())
         self.sentences, self.sentence_rows = _distinct_sentences(self.corpus.clips, data.language or "")
         self.text = self._text_store()
         self.set_aside = list(self.corpus.set_aside)
@@ -146,7 +156,7 @@ class _Part:
     def spoken(self) -> tuple[list[str], list[str]]:
         """Every sentence as it is spoken, and its language."""
         rows = [row for row in range(len(self.text)) if row not in self.text.set_aside]
-        return [spoken_text(self.text, row) for row in rows], [LANGUAGES[self.text.labels[row]] for row in rows]
+        return spoken_texts(self.text, rows), [LANGUAGES[self.text.labels[row]] for row in rows]
 
     def clip_set(self, vocabulary: Tokenizer, speaker_names: list[str]) -> ClipSet:
         """The usable clips with their rows; the others join `set_aside`."""
@@ -224,7 +234,7 @@ class _Part:
                 raise cannot_write(self.root, error) from error
 
     def _audio_store(self) -> Store:
-        data, clips = self.data, self.corpus.clips
+        data, clips, tools = self.data, self.corpus.clips, self.tools
         options = DecodeOptions(self.corpus.folder, _max_samples(data) / SAMPLE_RATE, data.trim_silence_db)
         recipe: dict[str, object] = {"decode": DECODE_VERSION, "rate": SAMPLE_RATE}
         if data.trim_silence_db > 0:  # a row then no longer tells how long its file was
@@ -241,10 +251,11 @@ class _Part:
         return self._store(
             spec,
             "audio",
-            lambda writer, rows: fill_audio(writer, rows, clips, options, self.num_workers, self.progress),
+            lambda writer, rows: fill_audio(writer, rows, clips, options, tools.workers, tools.progress),
         )
 
     def _text_store(self) -> Store:
+        tools = self.tools
         recipe = {"normalize": normalize.fingerprint()}
         if self.data.use_phonemes:
             recipe["phonemes"] = phonemes.fingerprint()
@@ -253,7 +264,7 @@ class _Part:
             StoreSpec("text", np.uint8, sources, recipe, limits={}),
             "text",
             lambda writer, rows: fill_text(
-                writer, rows, self.sentences, self.data.use_phonemes, self.num_workers, self.progress
+                writer, rows, self.sentences, self.data.use_phonemes, tools.workers, tools.progress
             ),
         )
 
@@ -272,19 +283,20 @@ class _Part:
         return self._store(StoreSpec("vocabulary", np.uint8, _sources([spoken]), recipe, {}), "vocabulary", fill)
 
     def _ids_store(self, vocabulary: Tokenizer) -> Store:
+        tools = self.tools
         # What is spoken and in which language decides the ids, however both were found.
         sources = self.text.hashes ^ self.text.labels.astype(np.uint64)
         return self._store(
             StoreSpec("ids", np.int32, sources, {"vocabulary": vocabulary.fingerprint}, limits={}),
             "token",
-            lambda writer, rows: fill_ids(writer, rows, self.text, vocabulary, self.progress),
+            lambda writer, rows: fill_ids(writer, rows, self.text, vocabulary, tools.workers, tools.progress),
         )
 
     def _store(self, spec: StoreSpec, name: str, fill: Callable[[StoreWriter, list[int]], None]) -> Store:
         store = open_store(self.root, spec)
         if store is not None:
             _log.info("LOADING %s CACHE FROM DISK", name.upper())
-        if store is not None and self.verify and not store.all_intact():
+        if store is not None and self.tools.verify and not store.all_intact():
             _log.warning("Some rows of %s are not what was written; they are prepared again", store.folder)
             store = None
         return store or build_store(self.root, spec, fill)

@@ -72,6 +72,14 @@ class Store:
         self.verify(np.array([row]))
         return self._row(row)
 
+    def bytes_of(self, rows: Rows) -> list[bytes]:
+        """The content of many short rows at once."""
+        self.verify(rows)
+        data = self._data.view(np.uint8).data
+        starts = self._starts[rows] * self.dtype.itemsize
+        ends = starts + self.lengths[rows] * self.dtype.itemsize
+        return [bytes(data[start:end]) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy row `rows[i]` to the front of `out[i]`; the rest of `out[i]` keeps whatever it held."""
         if not self._verified[rows].all():

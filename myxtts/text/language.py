@@ -58,6 +58,8 @@ _KANJI_ONLY_SHARE = 0.1
 _PASSAGE_CHARACTERS = 300
 """Enough to tell eleven languages apart; from 120 on, lingua's small models answer as its large ones do."""
 _PASSAGES_ODD, _PASSAGES_SPREAD = 4, 4
+_TEXTS_COUNTED = 1000
+"""Texts of a speaker whose words are counted to learn which are usual."""
 _LEAST_PASSAGES = 4
 """Fewer that agree prove nothing: one passage could be several languages joined."""
 _CANDIDATES = 4
@@ -174,12 +176,16 @@ def _passages(texts: Iterable[str]) -> list[str]:
     Half of the sample is the texts that share the fewest words with the rest: were a few of them in another
     language, they would gather there and show, however evenly they are mixed in.
     """
-    words_of = {text: text.lower().split() for text in sorted(texts)}
-    counts = Counter(word for words in words_of.values() for word in set(words))
-    usual = {word for word, _ in counts.most_common(40)}
-    oddest_first = sorted(
-        words_of, key=lambda text: sum(word in usual for word in words_of[text]) / (len(words_of[text]) or 1)
-    )
+    in_order = sorted(texts)
+    counted = in_order[:: max(1, len(in_order) // _TEXTS_COUNTED)]
+    counts = Counter(word for text in counted for word in set(text.lower().split()))
+    is_usual = {word for word, _ in counts.most_common(40)}.__contains__
+
+    def usual_share(text: str) -> float:
+        words = text.lower().split()
+        return sum(map(is_usual, words)) / (len(words) or 1)
+
+    oddest_first = sorted(in_order, key=usual_share)
     passages: list[str] = []
     pending: list[str] = []
     length = 0

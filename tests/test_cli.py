@@ -1,0 +1,252 @@
+"""The command line: exit codes, what is shown, and that mistakes are named together and without a traceback."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import soundfile as sf
+
+from myxtts import __version__
+from myxtts.cli import main
+from myxtts.config import LANGUAGES
+from myxtts.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(arguments if arguments[0].endswith(".py") else ("-m", "myxtts.cli", *arguments))]
+    return subprocess.run(
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.fixture(autouse=True)
+def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Away from the repository, whose configs/config.yaml would be read."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["prepare", "--help"], ["train", "--help"], ["vocabulary", "extend", "--help"]):
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for word in ("prepare", "train", "vocabulary", "--train-data", "--cache-dir", "--base", "--batch-size"):
+        assert word in shown
+
+
+def test_help_is_immediate() -> None:
+    code = "import sys; sys.argv = ['myxtts', '--help']; from myxtts.cli import main\ntry: main()\nfinally: print([m for m in ('torch', 'numpy', 'soundfile') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["vocabulary"], ["nonsense"], ["vocabulary", "train"]])
+def test_incomplete_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert "usage: myxtts" in capsys.readouterr().err
+
+
+def test_prepare_shows_progress_messages_and_a_table(corpus: Path) -> None:
+    (corpus / "speakers.csv").write_text("id|speaker|language\nclip000|Ann [bold]|en\nclip001|Bob|de\n")
+    (corpus / "wavs" / "clip005.wav").write_bytes(b"")
+    with open(corpus / "metadata.csv", "a") as metadata:
+        metadata.write("clip000|Again.\nabsent|Nobody.\n")
+    first = run("prepare", "--train-data", str(corpus), "--language", "en", "--num-workers", "1")
+    assert first.returncode == 0, first.stderr
+    for message in (
+        "BUILDING TEXT CACHE (Text Preprocessing)",
+        "BUILDING AUDIO CACHE",
+        "Processing 6 samples",
+        "Using 1 parallel workers",
+    ):
+        assert message in first.stderr.splitlines()
+    shown = re.sub(r" +", " ", first.stdout)
+    for part in (
+        "training clips 4 0.00 hours",
+        "validation clips 1 0.00 hours",
+        "speakers 3",
+        "Ann [bold] 1",
+        "languages 2 English 4, German 1",
+        "set aside 3 clips",
+        "1 empty file",
+        "1 duplicate id",
+        "1 missing file",
+        "0–2 s",
+        f"listed in {corpus}/.myxtts/set_aside.csv",
+        f"Ready: cache in {corpus}/.myxtts",
+    ):
+        assert part in shown, part
+    second = run("prepare", "--train-data", str(corpus), "--language", "en")
+    assert second.returncode == 0
+    assert "BUILDING" not in second.stderr
+    for name in ("TEXT", "AUDIO", "TOKEN"):
+        assert f"LOADING {name} CACHE FROM DISK" in second.stderr.splitlines()
+    assert second.stdout == first.stdout
+
+
+def test_progress_lines_when_not_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    from myxtts import screens
+
+    now = 100.0
+    monkeypatch.setattr(screens.time, "monotonic", lambda: now)
+    progress = screens.ProgressLines()
+    progress.begin("Decoding audio", 100)
+    for _ in range(10):
+        now += 1.5
+        progress.advance(10)
+    progress.end()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["Decoding audio: 20 of 100", "Decoding audio: 90 of 100"]
+
+
+def test_train_prepares_and_says_what_is_missing(corpus: Path) -> None:
+    result = run("train", "--train-data", str(corpus), "--language", "en", "--batch-size", "4")
+    assert result.returncode == 0, result.stderr
+    assert "training clips" in result.stdout
+    assert "The corpus is ready" in result.stdout
+
+
+def test_train_main_from_another_folder(corpus: Path, tmp_path: Path) -> None:
+    result = run(str(ROOT / "train_main.py"), "--train-data", str(corpus), "--language", "en", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "training clips" in result.stdout
+
+
+def test_without_data_the_embedded_corpus_is_used(capsys: pytest.CaptureFixture[str], messages) -> None:
+    assert main(["train"]) == 0
+    shown = capsys.readouterr().out
+    assert any("embedded corpus" in text for text in messages.take())
+    assert "Persian" in shown
+    assert "English" in shown
+
+
+def test_all_mistakes_at_once(corpus: Path) -> None:
+    result = run(
+        *("prepare", "--train-data", str(corpus), "--num-workers", "0", "--val-fraction", "7"),
+        *("--language", "klingon", "--tokeniser", "x.json", "--max-mel-frames", "many"),
+    )
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    for flag in ("num-workers", "val-fraction", "klingon", "--tokeniser", "--tokenizer", "max-mel-frames"):
+        assert flag in result.stderr.replace("_", "-"), flag
+    assert not (corpus / ".myxtts").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["prepare", "--train-data", "absent"], "No such corpus folder: absent"),
+        (["prepare", "--train-data", "."], "No metadata in ."),
+        (["train", "--train-data", "absent"], "metadata.csv with lines id|text"),
+        (["vocabulary", "train", "--out", "v.json", "--train-data", "absent"], "No such corpus folder"),
+        (["prepare", "--tokenizer", "absent.json"], "absent.json"),
+    ],
+)
+def test_what_cannot_be_used_is_an_error_without_a_traceback(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ")
+    assert expected in shown.err
+
+
+def test_nothing_usable_exits_with_one(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (corpus / "wavs").iterdir():
+        path.write_text("no audio")
+    assert main(["prepare", "--train-data", str(corpus), "--language", "en"]) == 1
+    assert "6 × not audio" in capsys.readouterr().err
+
+
+def test_prepare_repairs_damage(corpus: Path, capsys: pytest.CaptureFixture[str], messages) -> None:
+    arguments = ["prepare", "--train-data", str(corpus), "--language", "en"]
+    assert main(arguments) == 0
+    (audio,) = (corpus / ".myxtts").glob("audio-*")
+    content = bytearray((audio / "data.bin").read_bytes())
+    content[100] ^= 1
+    (audio / "data.bin").write_bytes(content)
+    messages.take()
+    assert main(arguments) == 0
+    assert messages.work() == {"AUDIO": 1}
+    assert "training clips" in capsys.readouterr().out
+
+
+def test_settings_change_what_is_set_aside(make_corpus: Callable[..., Path], capsys) -> None:
+    folder = make_corpus(seconds=1.0)
+    sf.write(folder / "wavs" / "clip000.wav", [0.1] * 2 * 22050, 22050)
+    flags = ["prepare", "--train-data", str(folder), "--language", "en"]
+    assert main([*flags, "--max-mel-frames", "100"]) == 0
+    assert "too long" in capsys.readouterr().out
+    assert main([*flags, "--min-clip-seconds", "1.5"]) == 0
+    assert "too short" in capsys.readouterr().out
+    assert main([*flags, "--max-text-length", "8"]) == 1
+    assert "text too long" in capsys.readouterr().err
+
+
+def test_a_vocabulary_is_trained_and_extended(
+    corpus: Path, make_corpus: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    assert main(["vocabulary", "train", "--train-data", str(corpus), "--language", "en", "--out", str(first)]) == 0
+    assert re.search(r"first\.json: \d+ tokens, languages .*\ben\b", capsys.readouterr().out)
+    persian = make_corpus(["سلام دنیا، حال شما چطور است؟", "امروز هوا بسیار خوب است."], name="fa", first=50)
+    data = ["--train-data", str(persian), "--language", "fa"]
+    assert main(["vocabulary", "extend", "--base", str(first), "--out", str(second), *data]) == 0
+    old, new = Tokenizer.load(first), Tokenizer.load(second)
+    assert new.num_tokens > old.num_tokens
+    assert "fa" in new.languages
+    english = ["the harbour was quiet"]
+    assert old.encode_batch(english, ["en"]) == new.encode_batch(english, ["en"])
+    assert new.unknown_characters("سلام", "fa") == []
+    assert old.unknown_characters("سلام", "fa") != []
+    assert main(["prepare", *data, "--tokenizer", str(second)]) == 0
+    assert not re.search(r"unknown characters", capsys.readouterr().out)
+
+
+def test_extending_needs_a_language_and_a_base(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "v.json"), "--train-data", str(corpus)]
+    assert main(["vocabulary", "extend", "--base", "absent.json", *out]) == 2
+    assert "--language is missing" in capsys.readouterr().err
+    assert main(["vocabulary", "extend", "--base", "absent.json", "--language", "en", *out]) == 1
+    assert "absent.json" in capsys.readouterr().err
+    assert not (tmp_path / "v.json").exists()
+
+
+def test_a_vocabulary_that_cannot_be_written(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--train-data", str(corpus), "--language", "en"]
+    assert main(["vocabulary", "train", *flags, "--out", "/proc/no/v.json"]) == 1
+    assert "/proc/no/v.json" in capsys.readouterr().err
+
+
+def test_the_reader_of_the_output_may_leave(corpus: Path) -> None:
+    """`myxtts prepare … | head -1` ends without a traceback."""
+    command = f"{sys.executable} -m myxtts.cli prepare --train-data {corpus} --language en | head -1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert "training clips" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_every_language_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["prepare", "--help"])
+    shown = capsys.readouterr().out
+    assert all(code in shown for code in LANGUAGES)
