@@ -154,6 +154,26 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, error: type[BaseException
     assert build(tmp_path, spec(1))[1] == [1]  # and the lock is free
 
 
+def test_everything_is_on_the_disk_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    build(tmp_path / "root", spec(1))
+    before, after = events[: events.index("renamed")], events[events.index("renamed") + 1 :]
+    assert {"data.bin", "index.npy", "meta.json", f"tmp-{os.getpid()}"} <= set(before)
+    assert after == ["root"]
+
+
 def test_an_open_store_survives_pruning_and_replacement(tmp_path: Path) -> None:
     store, _ = build(tmp_path, spec(1, 2))
     shutil.rmtree(store.folder)

@@ -131,7 +131,8 @@ class Command:
         patches = tmp_path / "patches"
         patches.mkdir(exist_ok=True)
         (patches / "sitecustomize.py").write_text(SLOW_OR_DEADLY_DECODER)
-        environment = os.environ | {"MARK": self.mark, "PYTHONPATH": str(patches), "SLOW_S": str(slow_s)}
+        python_path = os.pathsep.join(filter(None, [str(patches), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"MARK": self.mark, "PYTHONPATH": python_path, "SLOW_S": str(slow_s)}
         arguments = ["prepare", "--train-data", str(folder), "--language", "en", "--num-workers", "2"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "myxtts.cli", *arguments],

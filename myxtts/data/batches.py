@@ -16,7 +16,7 @@ import numpy.typing as npt
 from numpy.random import default_rng
 
 from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, SAMPLES_PER_CODE, DataSettings
-from myxtts.data.prepare import ClipSet
+from myxtts.data.clips import ClipSet
 from myxtts.data.store import Rows
 from myxtts.devices import HostMemory, host_memory
 from myxtts.errors import DatasetError

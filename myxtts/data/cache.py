@@ -172,7 +172,10 @@ def _sole_builder(root: Path) -> Iterator[None]:
             _log.info("Another process is preparing this corpus in %s: waiting for it", root)
             fcntl.flock(lock, fcntl.LOCK_EX)
         for left_behind in root.glob("tmp-*"):
-            shutil.rmtree(left_behind, ignore_errors=True)
+            if left_behind.is_dir():
+                shutil.rmtree(left_behind, ignore_errors=True)
+            else:
+                left_behind.unlink(missing_ok=True)
         yield
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +25,9 @@ FORMS = """\
   any of these files with a header line such as audio_file|text|speaker_name|language
 Audio may be WAV, FLAC, MP3, OGG or Opus at any rate, mono or stereo.
 Without a header, an optional DIR/speakers.csv with the header id|speaker|language names the speakers."""
+
+METADATA_FILES = ("metadata_train.csv", "metadata.csv", "metadata_eval.csv", "speakers.csv")
+"""Every file that says something about the clips."""
 
 COLUMN_NAMES = {
     "audio": ("audio_file", "audio", "path", "file", "file_name", "filename", "wav", "id"),
@@ -65,8 +69,11 @@ class Corpus:
     """What a folder holds, in the order of its metadata."""
 
     folder: Path
+    read_at: int = field(default_factory=time.time_ns)
     clips: list[Clip] = field(default_factory=list)
     set_aside: list[SetAside] = field(default_factory=list)
+    listed: dict[str, int] = field(default_factory=dict)
+    """Folders that were searched for audio, with the time of their last change just before (-1: not there)."""
 
 
 class _Row(NamedTuple):
@@ -100,6 +107,7 @@ def read_corpus(folder: Path) -> Corpus:
                     corpus.clips.append(clip)
                 else:
                     corpus.set_aside.append(clip)
+    corpus.listed = files.listed
     return corpus
 
 
@@ -107,7 +115,7 @@ def _metadata_files(folder: Path) -> list[tuple[Path, bool]]:
     """Metadata files, each with whether its clips are held out for validation."""
     if not folder.is_dir():
         raise DatasetError(f"No such corpus folder: {folder}\nExpected a folder in one of these forms:\n{FORMS}")
-    train = [path for name in ("metadata_train.csv", "metadata.csv") if (path := folder / name).is_file()]
+    train = [path for name in METADATA_FILES[:2] if (path := folder / name).is_file()]
     if not train:
         found = ", ".join(sorted(entry.name for entry in os.scandir(folder))[:8]) or "nothing"
         raise DatasetError(f"No metadata in {folder} (it holds: {found}).\nExpected one of these forms:\n{FORMS}")
@@ -157,6 +165,7 @@ class _AudioFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.listed: dict[str, int] = {}
         self._listings: dict[str, dict[str, os.DirEntry[str]]] = {}
 
     def find(self, audio: str) -> tuple[str, os.stat_result] | None:
@@ -175,12 +184,21 @@ class _AudioFiles:
 
     def _listing(self, folder: str) -> dict[str, os.DirEntry[str]]:
         if folder not in self._listings:
+            self.listed[str(self.folder / folder)] = last_change(self.folder / folder)
             try:
                 with os.scandir(self.folder / folder) as entries:
                     self._listings[folder] = {entry.name: entry for entry in entries}
             except (OSError, ValueError):  # ValueError: a NUL byte in the id
                 self._listings[folder] = {}
         return self._listings[folder]
+
+
+def last_change(folder: Path) -> int:
+    """When an entry was last added to or removed from a folder, in nanoseconds; -1 if there is no such folder."""
+    try:
+        return folder.stat().st_mtime_ns
+    except (OSError, ValueError):  # ValueError: a NUL byte in the name
+        return -1
 
 
 def _rows(path: Path) -> Iterator[_Row | SetAside]:

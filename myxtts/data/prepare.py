@@ -13,14 +13,16 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from myxtts.audio import DECODE_VERSION
 from myxtts.config import HOP_SAMPLES, LANGUAGES, SAMPLE_RATE, DataSettings
+from myxtts.data import snapshot
 from myxtts.data.cache import StoreSpec, build_store, cache_root, cannot_write, identity, open_store, user_cache
+from myxtts.data.clips import ClipSet, Prepared
 from myxtts.data.corpus import Clip, Corpus, SetAside, read_corpus
 from myxtts.data.fill import (
     DecodeOptions,
@@ -47,53 +49,6 @@ VOCABULARY_VERSION = 1
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ClipSet:
-    """Clips that can be batched: where their rows are, and what they are."""
-
-    audio: Store
-    ids: Store
-    audio_rows: Rows
-    ids_rows: Rows
-    speakers: Rows
-    languages: Rows
-    names: list[str]
-
-    def __len__(self) -> int:
-        return len(self.audio_rows)
-
-    @property
-    def num_samples(self) -> Rows:
-        return self.audio.lengths[self.audio_rows]
-
-    @property
-    def num_ids(self) -> Rows:
-        return self.ids.lengths[self.ids_rows]
-
-    def select(self, chosen: Rows) -> ClipSet:
-        """The clips at these positions."""
-        return replace(
-            self,
-            audio_rows=self.audio_rows[chosen],
-            ids_rows=self.ids_rows[chosen],
-            speakers=self.speakers[chosen],
-            languages=self.languages[chosen],
-            names=[self.names[at] for at in chosen.tolist()],
-        )
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A corpus ready for training."""
-
-    train: ClipSet
-    val: ClipSet
-    speaker_names: list[str]
-    tokenizer: Tokenizer
-    set_aside: list[SetAside]
-    root: Path
-
-
 class _Silent:
     """Shows no progress."""
 
@@ -108,21 +63,28 @@ def prepare(data: DataSettings, progress: Progress | None = None, verify: bool =
     With `verify` every byte is compared with its checksum, and what does not match is built again; without it
     each row is compared when it is first read.
     """
-    folder = data.train_data or EMBEDDED_CORPUS
+    folders = [data.train_data or EMBEDDED_CORPUS, *([data.val_data] if data.val_data else [])]
+    root = _root(data, folders[0])
+    found = snapshot.state_of(folders, data)
+    if not verify and (known := snapshot.load(root, found)) is not None:
+        _log.info("LOADING CACHE FROM DISK")
+        return known
     with Workers(min(data.num_workers, usable_cores())) as workers:
         tools = _Tools(workers, progress or _Silent(), verify)
-        train_part = _Part(data, folder, tools)
+        train_part = _Part(data, folders[0], tools)
         vocabulary = _vocabulary(data, train_part)
-        parts = [train_part] + ([_Part(data, data.val_data, tools)] if data.val_data else [])
+        parts = [train_part, *(_Part(data, folder, tools) for folder in folders[1:])]
         speaker_names = sorted({clip.speaker for part in parts for clip in part.corpus.clips})
         clips = [part.clip_set(vocabulary, speaker_names) for part in parts]
     if len(clips[0]) == 0:
-        raise _nothing_usable(folder, train_part.set_aside)
+        raise _nothing_usable(folders[0], train_part.set_aside)
     train, val = clips if data.val_data else train_part.split(clips[0])
     for part in parts:
         part.write_set_aside_list()
     set_aside = [item for part in parts for item in part.set_aside]
-    return Prepared(train, val, speaker_names, vocabulary, set_aside, train_part.root)
+    prepared = Prepared(train, val, speaker_names, set_aside, vocabulary.to_json(), root)
+    snapshot.save(prepared, found, [part.corpus for part in parts])
+    return prepared
 
 
 def spoken_corpus(data: DataSettings, progress: Progress) -> tuple[list[str], list[str]]:
@@ -278,7 +240,7 @@ class _Part:
             vocabulary = tokenizer.train(texts, languages, num_tokens)
             writer.append(rows, [np.frombuffer(vocabulary.to_json().encode(), np.uint8)])
 
-        spoken = identity(*self.text.hashes.tolist(), *self.text.labels.tolist())
+        spoken = identity(self.text.hashes.tobytes(), self.text.labels.tobytes())
         recipe = {"version": VOCABULARY_VERSION, "num_tokens": num_tokens}
         return self._store(StoreSpec("vocabulary", np.uint8, _sources([spoken]), recipe, {}), "vocabulary", fill)
 

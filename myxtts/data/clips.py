@@ -1,0 +1,63 @@
+"""Clips that can be batched, and the prepared corpus they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from myxtts.data.corpus import SetAside
+from myxtts.data.store import Rows, Store
+from myxtts.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ClipSet:
+    """Clips that can be batched: where their rows are, and what they are."""
+
+    audio: Store
+    ids: Store
+    audio_rows: Rows
+    ids_rows: Rows
+    speakers: Rows
+    languages: Rows
+    names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.audio_rows)
+
+    @property
+    def num_samples(self) -> Rows:
+        return self.audio.lengths[self.audio_rows]
+
+    @property
+    def num_ids(self) -> Rows:
+        return self.ids.lengths[self.ids_rows]
+
+    def select(self, chosen: Rows) -> ClipSet:
+        """The clips at these positions."""
+        return replace(
+            self,
+            audio_rows=self.audio_rows[chosen],
+            ids_rows=self.ids_rows[chosen],
+            speakers=self.speakers[chosen],
+            languages=self.languages[chosen],
+            names=[self.names[at] for at in chosen.tolist()],
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A corpus ready for training."""
+
+    train: ClipSet
+    val: ClipSet
+    speaker_names: list[str]
+    set_aside: list[SetAside]
+    vocabulary: str
+    """The tokenizer as the text of its file; few who open a corpus need it as an object."""
+    root: Path
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(self.vocabulary)
