@@ -203,8 +203,7 @@ def text(folder: Path) -> Table:
 
 def child_text(path: str, way: str) -> dict[str, float]:
     from myxtts.data.cache import identity
-    from myxtts.data.fill import Sentence, fill_ids, fill_text
-    from myxtts.data.prepare import _Silent
+    from myxtts.data.fill import NoProgress, Sentence, fill_ids, fill_text
     from myxtts.data.store import Store, StoreWriter
     from myxtts.data.workers import Workers
     from myxtts.text.language import detect_languages
@@ -214,7 +213,7 @@ def child_text(path: str, way: str) -> dict[str, float]:
     texts = Path(path).read_text(encoding="utf-8").splitlines()
     vocabulary = train([normalize(line, "en") for line in texts[:2000]], ["en"] * 2000, 1024)
     if way in ("warm", "cold"):
-        progress = _Silent()
+        progress = NoProgress()
         sources = np.fromiter(map(identity, texts), np.uint64)
         with tempfile.TemporaryDirectory() as folder, Workers(cores()) as workers:
             start = time.perf_counter()

@@ -13,8 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE
-from myxtts.data.clips import ClipSet, Prepared
-from myxtts.data.prepare import set_aside_list
+from myxtts.data.clips import ClipSet, Prepared, set_aside_list
 
 _LENGTH_STEP_SECONDS = 2
 _BAR_WIDTH = 30

@@ -11,7 +11,8 @@ import pytest
 import soundfile as sf
 
 from myxtts.config import DataSettings
-from myxtts.data.prepare import Prepared, prepare
+from myxtts.data.clips import Prepared
+from myxtts.data.prepare import prepare
 
 Wave = npt.NDArray[np.float32]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, SAMPLE_RATE, DataSettings
 from myxtts.data.batches import Batches, BatchPlan, Cursor, HostBatch, packed_tokens
-from myxtts.data.prepare import ClipSet
+from myxtts.data.clips import ClipSet
 from myxtts.data.store import Rows, Store, StoreWriter
 from myxtts.errors import DatasetError
 

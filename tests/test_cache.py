@@ -13,7 +13,7 @@ import soundfile as sf
 
 from myxtts.data import cache
 from myxtts.data.cache import STORES_KEPT, StoreSpec, build_store, cache_root, identity, open_store
-from myxtts.data.prepare import Prepared
+from myxtts.data.clips import Prepared
 from myxtts.data.store import Store, StoreWriter
 from myxtts.errors import DatasetError
 from myxtts.text import tokenizer

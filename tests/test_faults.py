@@ -17,7 +17,8 @@ import pytest
 import soundfile as sf
 
 from myxtts.config import DataSettings
-from myxtts.data.prepare import Prepared, prepare
+from myxtts.data.clips import Prepared
+from myxtts.data.prepare import prepare
 from myxtts.data.workers import Workers
 
 EXIT_LIMIT_S = 5.0

@@ -16,8 +16,9 @@ import soundfile as sf
 from myxtts import audio
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data import fill
+from myxtts.data.clips import Prepared, set_aside_list
 from myxtts.data.corpus import read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS, Prepared, prepare, set_aside_list, spoken_corpus
+from myxtts.data.prepare import EMBEDDED_CORPUS, prepare, spoken_corpus
 from myxtts.errors import DatasetError
 from myxtts.screens import ProgressLines
 from myxtts.text import tokenizer

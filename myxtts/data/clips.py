@@ -1,12 +1,17 @@
-"""Clips that can be batched, and the prepared corpus they belong to."""
+"""Clips that can be batched, the prepared corpus they belong to, and the list of those that were set aside."""
 
 from __future__ import annotations
 
+import csv
+import io
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from myxtts.data.corpus import SetAside
+from myxtts.data.cache import cannot_write
+from myxtts.data.metadata import SetAside
 from myxtts.data.store import Rows, Store
 from myxtts.text.tokenizer import Tokenizer
 
@@ -61,3 +66,26 @@ class Prepared:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer(self.vocabulary)
+
+
+def set_aside_list(root: Path) -> Path:
+    """The file that lists every clip not used."""
+    return root / "set_aside.csv"
+
+
+def write_set_aside_list(root: Path, set_aside: Sequence[SetAside]) -> None:
+    """List every clip that is not used, one by one, beside the stores."""
+    content = io.StringIO()
+    table = csv.writer(content, delimiter="|", lineterminator="\n")
+    table.writerow(["id", "reason", "detail", "where"])
+    table.writerows([item.id, item.reason, item.detail, item.where] for item in set_aside)
+    path = set_aside_list(root)
+    encoded = content.getvalue().encode("utf-8", "replace")
+    if path.is_file() and path.read_bytes() == encoded:
+        return
+    if os.access(root, os.W_OK):
+        try:
+            path.write_bytes(encoded)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise cannot_write(root, error) from error

@@ -1,15 +1,13 @@
 """A folder of recordings as a list of `Clip`s, and everything that was set aside with its reason.
 
-Reads metadata and lists folders; opens no audio and knows nothing of caches, tokenizers or batches.
-The forms it understands are in `FORMS`, which is also what a user is shown when none of them fits.
+Joins the rows of the metadata with the files of the folder; opens no audio and knows nothing of caches,
+tokenizers or batches.
 """
 
 from __future__ import annotations
 
-import codecs
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,25 +15,7 @@ from typing import NamedTuple
 
 from myxtts.audio import EXTENSIONS
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES
-from myxtts.errors import DatasetError
-
-FORMS = """\
-  DIR/metadata.csv with lines id|text or id|raw text|normalised text, and DIR/wavs/ID.wav
-  DIR/metadata_train.csv and DIR/metadata_eval.csv in the same form
-  any of these files with a header line such as audio_file|text|speaker_name|language
-Audio may be WAV, FLAC, MP3, OGG or Opus at any rate, mono or stereo.
-Without a header, an optional DIR/speakers.csv with the header id|speaker|language names the speakers."""
-
-METADATA_FILES = ("metadata_train.csv", "metadata.csv", "metadata_eval.csv", "speakers.csv")
-"""Every file that says something about the clips."""
-
-COLUMN_NAMES = {
-    "audio": ("audio_file", "audio", "path", "file", "file_name", "filename", "wav", "id"),
-    "text": ("normalized_text", "normalised_text", "text", "sentence", "transcription", "transcript"),
-    "speaker": ("speaker_name", "speaker", "speaker_id"),
-    "language": ("language", "lang", "locale"),
-}
-"""Header names by meaning; where a file has several of one meaning, the first named here is used."""
+from myxtts.data.metadata import Row, SetAside, metadata_files, read_rows, read_speakers
 
 _LANGUAGE_CODES = {name.lower(): code for code, name in LANGUAGE_NAMES.items()} | {"farsi": "fa"}
 
@@ -55,15 +35,6 @@ class Clip(NamedTuple):
     changed_ns: int
 
 
-class SetAside(NamedTuple):
-    """A clip that is not used: a fixed phrase to count by, what was found, and where."""
-
-    id: str
-    reason: str
-    detail: str
-    where: str
-
-
 @dataclass
 class Corpus:
     """What a folder holds, in the order of its metadata."""
@@ -76,25 +47,15 @@ class Corpus:
     """Folders that were searched for audio, with the time of their last change just before (-1: not there)."""
 
 
-class _Row(NamedTuple):
-    """One usable line of metadata."""
-
-    where: str
-    audio: str
-    text: str
-    speaker: str
-    language: str
-
-
 def read_corpus(folder: Path) -> Corpus:
     """Read the metadata of `folder` and find the audio file of every line."""
     corpus = Corpus(folder)
     files = _AudioFiles(folder)
     first_seen: dict[str, str] = {}
-    metadata_files = _metadata_files(folder)
-    speakers = _read_speakers(folder / "speakers.csv")
-    for metadata, held_out in metadata_files:
-        for row in _rows(metadata):
+    metadata = metadata_files(folder)
+    speakers = read_speakers(folder / "speakers.csv")
+    for path, held_out in metadata:
+        for row in read_rows(path):
             if isinstance(row, SetAside):
                 corpus.set_aside.append(row)
             elif row.audio in first_seen:
@@ -111,19 +72,7 @@ def read_corpus(folder: Path) -> Corpus:
     return corpus
 
 
-def _metadata_files(folder: Path) -> list[tuple[Path, bool]]:
-    """Metadata files, each with whether its clips are held out for validation."""
-    if not folder.is_dir():
-        raise DatasetError(f"No such corpus folder: {folder}\nExpected a folder in one of these forms:\n{FORMS}")
-    train = [path for name in METADATA_FILES[:2] if (path := folder / name).is_file()]
-    if not train:
-        found = ", ".join(sorted(entry.name for entry in os.scandir(folder))[:8]) or "nothing"
-        raise DatasetError(f"No metadata in {folder} (it holds: {found}).\nExpected one of these forms:\n{FORMS}")
-    held_out = folder / "metadata_eval.csv"
-    return [(train[0], False)] + ([(held_out, True)] if held_out.is_file() else [])
-
-
-def _clip(row: _Row, files: _AudioFiles, named: _Row | None, held_out: bool) -> Clip | SetAside:
+def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Clip | SetAside:
     """The clip of one line, or why there is none; `named` is its line of speakers.csv."""
     if not row.text:
         return SetAside(row.audio, "empty text", "the text column is empty", row.where)
@@ -199,113 +148,3 @@ def last_change(folder: Path) -> int:
         return folder.stat().st_mtime_ns
     except (OSError, ValueError):  # ValueError: a NUL byte in the name
         return -1
-
-
-def _rows(path: Path) -> Iterator[_Row | SetAside]:
-    """The lines of a metadata file in either form."""
-    lines, undecodable = _lines(path)
-    if not lines:
-        raise DatasetError(f"{path} holds no usable line. Expected one of these forms:\n{FORMS}")
-    yield from undecodable
-    columns, num_columns = _header(lines[0][1])
-    if columns:
-        fewest = max(columns["audio"], columns["text"]) + 1
-        for where, line in lines[1:]:
-            yield _row(where, _fields(line), fewest, num_columns, columns)
-    else:
-        _refuse_speaker_column(path, [line for _, line in lines])
-        for where, line in lines:
-            yield _row(where, _fields(line), 2, 3, {})
-
-
-def _row(where: str, fields: list[str], fewest: int, most: int, columns: dict[str, int]) -> _Row | SetAside:
-    if not fewest <= len(fields) <= most:
-        detail = f"{len(fields)} fields separated by |, expected {fewest} to {most}"
-        return SetAside(fields[0][:80], "malformed line", detail, where)
-    if columns:
-        named = {meaning: fields[at] for meaning, at in columns.items() if at < len(fields)}
-        row = _Row(where, named["audio"], named["text"], named.get("speaker", ""), named.get("language", ""))
-    else:
-        row = _Row(where, fields[0], fields[-1] or fields[1], "", "")
-    return row if row.audio else SetAside("", "malformed line", "the id is empty", where)
-
-
-def _lines(path: Path) -> tuple[list[tuple[str, str]], list[SetAside]]:
-    """Lines that are not blank, each with its place; one bad byte costs one line, not the file."""
-    raw = path.read_bytes()
-    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        # What is no UTF-16 becomes a lone surrogate, so that the decoding of its line rejects it.
-        text = raw.decode("utf-16", errors="replace").replace("\ufffd", "\udcff")
-        raw = text.encode("utf-8", errors="surrogatepass")
-    raw = raw.removeprefix(codecs.BOM_UTF8)
-    name = path.name
-    lines: list[tuple[str, str]] = []
-    undecodable: list[SetAside] = []
-    for number, raw_line in enumerate(raw.split(b"\n" if b"\n" in raw else b"\r"), 1):
-        try:
-            line = raw_line.decode()
-        except UnicodeDecodeError as error:
-            clip_id = raw_line.split(b"|")[0].decode("ascii", errors="replace")[:80]
-            detail = f"byte 0x{raw_line[error.start]:02x} is not UTF-8; save the file as UTF-8"
-            undecodable.append(SetAside(clip_id, "wrong encoding", detail, f"{name}:{number}"))
-        else:
-            if line and not line.isspace():
-                lines.append((f"{name}:{number}", line))
-    return lines, undecodable
-
-
-def _fields(line: str) -> list[str]:
-    fields = [value.strip() for value in line.split("|")]
-    return [_unquoted(value) for value in fields] if '"' in line else fields
-
-
-def _header(line: str) -> tuple[dict[str, int], int]:
-    """Positions of the columns by meaning, and how many there are; no positions when it is no header."""
-    names = [name.lower() for name in _fields(line)]
-    columns: dict[str, int] = {}
-    for meaning, known in COLUMN_NAMES.items():
-        present = [name for name in known if name in names]
-        if present:
-            columns[meaning] = names.index(present[0])
-    return (columns, len(names)) if {"audio", "text"} <= columns.keys() else ({}, len(names))
-
-
-def _unquoted(value: str) -> str:
-    """A field as a spreadsheet quotes it ("…" with inner quotes doubled) without its quotes; others unchanged."""
-    if len(value) >= 2 and value[0] == value[-1] == '"':
-        inner = value[1:-1]
-        if '"' not in inner.replace('""', ""):
-            return inner.replace('""', '"').strip()
-    return value
-
-
-def _refuse_speaker_column(path: Path, lines: list[str]) -> None:
-    """Without a header a third column is text; one that repeats a few values is a speaker column instead."""
-    rows = [fields for line in lines if len(fields := line.split("|")) == 3]
-    texts, thirds = {row[1] for row in rows}, {row[2] for row in rows}
-    if len(rows) >= 10 and len(thirds) * 5 <= len(rows) and len(thirds) * 2 < len(texts):
-        example = sorted(thirds)[0].strip()[:40]
-        raise DatasetError(
-            f"{path}: the third column holds only {len(thirds)} different values in {len(rows)} lines "
-            f"(such as '{example}'), so it is not text.\n"
-            "If it names speakers, put this line first: audio_file|text|speaker_name"
-        )
-
-
-def _read_speakers(path: Path) -> dict[str, _Row]:
-    """Speaker and language by clip id, where the corpus has a speakers.csv."""
-    if not path.is_file():
-        return {}
-    lines, undecodable = _lines(path)
-    if undecodable:
-        raise DatasetError(f"{path.parent / undecodable[0].where}: {undecodable[0].detail}")
-    names = [name.lower() for name in _fields(lines[0][1])] if lines else []
-    if names[:2] != ["id", "speaker"]:
-        raise DatasetError(
-            f"{path} starts with '{'|'.join(names)[:60]}'; expected the header id|speaker or id|speaker|language"
-        )
-    named = {}
-    for where, line in lines[1:]:
-        clip_id, speaker, *rest = [*_fields(line), "", ""]
-        named[clip_id] = _Row(where, clip_id, "", speaker, rest[0] if names[2:3] == ["language"] else "")
-    return named

@@ -44,6 +44,14 @@ class Progress(Protocol):
     def end(self) -> None: ...
 
 
+class NoProgress:
+    """Shows no progress."""
+
+    def begin(self, title: str, total: int) -> None: ...
+    def advance(self, count: int) -> None: ...
+    def end(self) -> None: ...
+
+
 class Sentence(NamedTuple):
     """A text to be spoken. Without a language, the speaker says whose other sentences tell it."""
 

@@ -7,10 +7,7 @@ and `ids` (its token ids). A new vocabulary redoes only the ids; a new or change
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,11 +18,12 @@ import numpy as np
 from myxtts.audio import DECODE_VERSION
 from myxtts.config import HOP_SAMPLES, LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data import snapshot
-from myxtts.data.cache import StoreSpec, build_store, cache_root, cannot_write, identity, open_store, user_cache
-from myxtts.data.clips import ClipSet, Prepared
-from myxtts.data.corpus import Clip, Corpus, SetAside, read_corpus
+from myxtts.data.cache import StoreSpec, build_store, cache_root, identity, open_store, user_cache
+from myxtts.data.clips import ClipSet, Prepared, write_set_aside_list
+from myxtts.data.corpus import Clip, Corpus, read_corpus
 from myxtts.data.fill import (
     DecodeOptions,
+    NoProgress,
     Progress,
     Sentence,
     fill_audio,
@@ -33,6 +31,7 @@ from myxtts.data.fill import (
     fill_text,
     spoken_texts,
 )
+from myxtts.data.metadata import SetAside
 from myxtts.data.store import Rows, Sources, Store, StoreWriter
 from myxtts.data.workers import Workers
 from myxtts.devices import usable_cores
@@ -49,14 +48,6 @@ VOCABULARY_VERSION = 1
 _log = logging.getLogger(__name__)
 
 
-class _Silent:
-    """Shows no progress."""
-
-    def begin(self, title: str, total: int) -> None: ...
-    def advance(self, count: int) -> None: ...
-    def end(self) -> None: ...
-
-
 def prepare(data: DataSettings, progress: Progress | None = None, verify: bool = False) -> Prepared:
     """Open the cache of the corpus that the settings name, building first whatever it lacks.
 
@@ -70,7 +61,7 @@ def prepare(data: DataSettings, progress: Progress | None = None, verify: bool =
         _log.info("LOADING CACHE FROM DISK")
         return known
     with Workers(min(data.num_workers, usable_cores())) as workers:
-        tools = _Tools(workers, progress or _Silent(), verify)
+        tools = _Tools(workers, progress or NoProgress(), verify)
         train_part = _Part(data, folders[0], tools)
         vocabulary = _vocabulary(data, train_part)
         parts = [train_part, *(_Part(data, folder, tools) for folder in folders[1:])]
@@ -80,7 +71,7 @@ def prepare(data: DataSettings, progress: Progress | None = None, verify: bool =
         raise _nothing_usable(folders[0], train_part.set_aside)
     train, val = clips if data.val_data else train_part.split(clips[0])
     for part in parts:
-        part.write_set_aside_list()
+        write_set_aside_list(part.root, part.set_aside)
     set_aside = [item for part in parts for item in part.set_aside]
     prepared = Prepared(train, val, speaker_names, set_aside, vocabulary.to_json(), root)
     snapshot.save(prepared, found, [part.corpus for part in parts])
@@ -175,26 +166,6 @@ class _Part:
                 held_out = draw < draw.max()
         return clips.select(np.flatnonzero(~held_out)), clips.select(np.flatnonzero(held_out))
 
-    def write_set_aside_list(self) -> None:
-        """List every clip that is not used, one by one, beside the stores."""
-        content = io.StringIO()
-        table = csv.writer(content, delimiter="|", lineterminator="\n")
-        table.writerow(["id", "reason", "detail", "where"])
-        table.writerows([item.id, item.reason, item.detail, item.where] for item in self.set_aside)
-        path = set_aside_list(self.root)
-        encoded = content.getvalue().encode("utf-8", "replace")
-        try:
-            if path.read_bytes() == encoded:
-                return
-        except OSError:
-            pass
-        if os.access(self.root, os.W_OK):
-            try:
-                path.write_bytes(encoded)
-            except OSError as error:
-                path.unlink(missing_ok=True)
-                raise cannot_write(self.root, error) from error
-
     def _audio_store(self) -> Store:
         data, clips, tools = self.data, self.corpus.clips, self.tools
         options = DecodeOptions(self.corpus.folder, _max_samples(data) / SAMPLE_RATE, data.trim_silence_db)
@@ -262,11 +233,6 @@ class _Part:
             _log.warning("Some rows of %s are not what was written; they are prepared again", store.folder)
             store = None
         return store or build_store(self.root, spec, fill)
-
-
-def set_aside_list(root: Path) -> Path:
-    """The file that lists every clip not used."""
-    return root / "set_aside.csv"
 
 
 def _root(data: DataSettings, folder: Path) -> Path:

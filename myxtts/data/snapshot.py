@@ -23,7 +23,8 @@ from myxtts import __version__
 from myxtts.audio import DECODE_VERSION
 from myxtts.config import DataSettings
 from myxtts.data.clips import ClipSet, Prepared
-from myxtts.data.corpus import METADATA_FILES, Corpus, SetAside, last_change
+from myxtts.data.corpus import Corpus, last_change
+from myxtts.data.metadata import METADATA_FILES, SetAside
 from myxtts.data.store import FORMAT_VERSION, Array, CacheDamaged, Store
 from myxtts.text import normalize, phonemes
 
