@@ -56,7 +56,7 @@ def show_corpus(prepared: Prepared) -> None:
     console = Console(highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for split, clips in (("training", prepared.train), ("validation", prepared.val)):
-        table.add_row(f"{split} clips", f"{len(clips)}", f"{_hours(clips):.2f} hours")
+        table.add_row(f"{split} clips", f"{len(clips)}", _duration(clips))
     both = (prepared.train, prepared.val)
     speakers = Counter(number for clips in both for number in clips.speakers.tolist())
     languages = Counter(number for clips in both for number in clips.languages.tolist())
@@ -80,8 +80,9 @@ def show_corpus(prepared: Prepared) -> None:
     console.print(f"Ready: cache in {escape(str(prepared.root))}", soft_wrap=True)
 
 
-def _hours(clips: ClipSet) -> float:
-    return float(clips.num_samples.sum()) / SAMPLE_RATE / 3600
+def _duration(clips: ClipSet) -> str:
+    minutes = float(clips.num_samples.sum()) / SAMPLE_RATE / 60
+    return f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:.2f} hours"
 
 
 def _length_table(seconds: np.typing.NDArray[np.float64]) -> Table:

@@ -191,6 +191,14 @@ def test_extending_makes_the_language_short_and_fully_known() -> None:
     assert 0 < GROWN.num_tokens - letters_only.num_tokens <= 50
 
 
+def test_extending_joins_letters_that_no_old_merge_uses() -> None:
+    base = train([*ENGLISH, *ARABIC, "ک", "ی"], ["en", "ar"], 400)
+    assert {"ک", "ی"} <= vocabulary(base).keys()
+    grown = extend(base, PERSIAN, "fas", 50)
+    assert any("ک" in token or "ی" in token for token in vocabulary(grown).keys() - vocabulary(base).keys())
+    assert grown.encode_batch(ENGLISH + ARABIC, ["en"] * 18) == base.encode_batch(ENGLISH + ARABIC, ["en"] * 18)
+
+
 def test_extending_in_known_letters_adds_the_token_alone() -> None:
     grown = extend(BASE, ["thin thin than than the"] * 5, "id", 50)
     assert grown.num_tokens == BASE.num_tokens + 1

@@ -20,11 +20,10 @@ from myxtts.errors import ConfigError
 
 VOICES = {
     "en": "en-us", "es": "es", "fr": "fr", "de": "de", "it": "it", "pt": "pt-br", "pl": "pl", "tr": "tr",
-    "ru": "ru", "nl": "nl", "cs": "cs", "ar": "ar", "zh": "cmn", "ja": "ja", "hu": "hu", "ko": "ko",
-    "hi": "hi", "fa": "fa",
+    "ru": "ru", "nl": "nl", "cs": "cs", "ar": "ar", "zh": "cmn", "hu": "hu", "hi": "hi", "fa": "fa",
 }  # fmt: skip
-"""espeak-ng's voice for each of our languages. It reads Chinese characters and pinyin alike, Korean only in
-Hangul (romanised, it is read as English) and Japanese only in kana (kanji and romaji are spelled out)."""
+"""espeak-ng's voice for the languages it can read once they are normalised. Korean and Japanese are not among
+them: it would read romanised Korean as English and spell romaji letter by letter."""
 
 _SYNCHRONOUS, _DONT_EXIT, _UTF8, _IPA = 2, 0x8000, 1, 2
 """From espeak-ng's `speak_lib.h`. Without DONT_EXIT the library ends the process when its data is missing."""

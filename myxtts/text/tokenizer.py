@@ -186,12 +186,13 @@ def train(texts: Iterable[str], languages: Iterable[str], num_tokens: int) -> To
 
 
 def extend(base: Tokenizer, texts: Iterable[str], language: str, num_merges: int) -> Tokenizer:
-    """The vocabulary with one more language; every old id keeps its meaning, and old text keeps its ids.
+    """The vocabulary with one more language; every old id keeps its meaning, and text of the old ones its ids.
 
     Added behind the old ids: the language token, the letters of the texts that are missing, and up to
     `num_merges` tokens learned on the texts as the old merges leave them. Only pairs that contain an added
-    letter are joined: text of old letters cannot hold such a pair, so nothing trained before hears different
-    ids. A language written wholly in known letters therefore gets its token and no merges; it is spelled with
+    letter are joined, or one that no old merge contains, such as Persian ک in XTTS-v2's vocabulary: the old
+    languages do not write their words with it. Text without such letters keeps its ids exactly. A language
+    written wholly in the letters of old languages therefore gets its token and no merges; it is spelled with
     the old ones. The texts may be few, and the language may be one the vocabulary already has.
     """
     words = _count_words(texts)
@@ -205,7 +206,9 @@ def extend(base: Tokenizer, texts: Iterable[str], language: str, num_merges: int
     # Not the fast call here: it leaves `tokens` empty.
     encodings = spelled._native.encode_batch(list(words), add_special_tokens=False)
     pieces = [(encoding.tokens, count) for encoding, count in zip(encodings, words.values(), strict=True)]
-    merges = base._merges + learn_merges(pieces, vocabulary, num_merges, must_contain=frozenset(letters))
+    joined_before = {letter for pair in base._merges for piece in pair for letter in piece}
+    unjoined = {letter for word in words for letter in word if letter.isalpha()} - joined_before
+    merges = base._merges + learn_merges(pieces, vocabulary, num_merges, frozenset(letters) | unjoined)
     return Tokenizer(json.dumps(_content(vocabulary, merges, special)))
 
 
