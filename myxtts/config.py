@@ -89,8 +89,8 @@ class DataSettings:
     are depends only on the clips, so a run that is started again validates on the same ones."""
 
     language: str | None = setting(None, choices=LANGUAGES)
-    """Language of every clip. `null` takes it from the metadata, and detects it from the text where the
-    metadata has none; name it when all clips share one language."""
+    """Language of the clips whose metadata names none; `null` detects it from their text. Name it when all
+    clips share one language: that is quicker and never wrong."""
 
     tokenizer: Path | None = setting(None, metavar="FILE")
     """A `vocab.json` to use as it is, such as XTTS-v2's. `null` trains a vocabulary on the corpus."""

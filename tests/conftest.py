@@ -1,18 +1,24 @@
-"""Shared fixtures: small synthetic corpora, and a cache folder of its own for every test."""
+"""Shared fixtures: small synthetic corpora, and a cache folder of its own for every test.
+
+A machine that runs only the GPU tests may lack the audio libraries, so these are imported where they are used.
+"""
+
+from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import soundfile as sf
 
 from myxtts.config import DataSettings
-from myxtts.data.clips import Prepared
-from myxtts.data.prepare import prepare
+
+if TYPE_CHECKING:
+    from myxtts.data.clips import Prepared
 
 Wave = npt.NDArray[np.float32]
 
@@ -69,6 +75,8 @@ def write_corpus(
     folder: Path, texts: Sequence[str] = SENTENCES[:6], *, first: int = 0, seconds: float | None = None
 ) -> Path:
     """An LJSpeech folder with one clip per text, `clip000` and on; further calls add to its metadata."""
+    import soundfile as sf
+
     (folder / "wavs").mkdir(parents=True, exist_ok=True)
     with open(folder / "metadata.csv", "a", encoding="utf-8") as metadata:
         for number, text in enumerate(texts, first):
@@ -98,6 +106,7 @@ def corpus(make_corpus: Callable[..., Path]) -> Path:
 @pytest.fixture
 def run_prepare() -> Callable[..., Prepared]:
     """`prepare` with the language given, so that no detector is loaded."""
+    from myxtts.data.prepare import prepare
 
     def run(folder: Path, *, verify: bool = False, **settings: object) -> Prepared:
         settings = {"train_data": folder, "language": "en", "num_workers": 2, "vocab_size": 256} | settings

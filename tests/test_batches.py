@@ -163,7 +163,7 @@ def test_nothing_to_batch_and_bad_ranks() -> None:
             Batches(speech_like_tokens(10), 4, 0, rank, world_size)
 
 
-SETTINGS = DataSettings(batch_size=5, max_mel_frames=64, max_text_length=12)
+SETTINGS = DataSettings(batch_size=5, max_mel_frames=64, max_text_length=40)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def clips(tmp_path: Path) -> ClipSet:
 
     return ClipSet(
         audio=store("audio", np.int16, 50, 64 * HOP_SAMPLES - 1),
-        ids=store("ids", np.int32, 30, 12),
+        ids=store("ids", np.int32, 30, 40),
         audio_rows=random.permutation(50)[:40],
         ids_rows=random.integers(0, 30, 40),
         speakers=random.integers(0, 4, 40),
@@ -196,7 +196,7 @@ def check_gathered(batch: HostBatch, clips: ClipSet, plan: BatchPlan) -> None:
         assert batch.num_samples[slot] == len(pcm)
         assert np.array_equal(batch.pcm[slot, : len(pcm)], pcm)
         assert batch.num_ids[slot] == len(ids)
-        assert batch.ids[slot].tolist() == ids.tolist() + [0] * (12 - len(ids))
+        assert batch.ids[slot].tolist() == ids.tolist() + [0] * (40 - len(ids))
         assert (batch.speakers[slot], batch.languages[slot]) == (clips.speakers[clip], clips.languages[clip])
     assert batch.clips.tolist() == plan.clips.tolist()
     assert batch.weights.tolist() == plan.weights.tolist()

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 import soundfile as sf
 
-from myxtts.data import cache
+from myxtts.data import cache, snapshot
 from myxtts.data.cache import STORES_KEPT, StoreSpec, build_store, cache_root, identity, open_store
 from myxtts.data.clips import Prepared
+from myxtts.data.corpus import Corpus, read_corpus
 from myxtts.data.store import Store, StoreWriter
 from myxtts.errors import DatasetError
 from myxtts.text import tokenizer
@@ -59,6 +61,9 @@ def test_build_then_open(tmp_path: Path) -> None:
     assert opened is not None
     assert values(store) == values(opened) == [[4], [9]]
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [spec(4, 9).folder_name, "lock"]
+    built_at = store.folder.stat().st_ino
+    again, made = build(tmp_path / "root", spec(4, 9))  # as after waiting for another process that built it
+    assert (made, again.folder.stat().st_ino) == ([], built_at)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +280,8 @@ def test_settings_redo_only_what_they_decide(corpus: Path, run_prepare: Prepare,
     monkeypatch.setattr("myxtts.data.prepare.normalize.fingerprint", lambda: "changed tables")
     run_prepare(corpus)
     assert messages.work() == {"TEXT": 6}
-    monkeypatch.setattr("myxtts.data.prepare.DECODE_VERSION", 999)
+    for module in ("prepare", "snapshot"):
+        monkeypatch.setattr(f"myxtts.data.{module}.DECODE_VERSION", 999)
     run_prepare(corpus)
     assert messages.work() == {"AUDIO": 6}
 
@@ -392,5 +398,99 @@ def test_two_processes_at_once_decode_each_clip_once(make_corpus) -> None:
     assert [process.returncode for process in both] == [0, 0]
     counts = [int(line.split()[1]) for log in logs for line in log.splitlines() if line.startswith("Processing")]
     assert counts == [40, 40]  # text and audio, once each in total
-    names = [path.name.split("-")[0] for path in (folder / ".myxtts").iterdir()]
+    names = {path.name.split("-")[0] for path in (folder / ".myxtts").iterdir()} - {"snapshot"}
     assert sorted(names) == ["audio", "ids", "lock", "set_aside.csv", "text", "vocabulary"]
+
+
+# The shortcut: a snapshot of an unchanged corpus.
+
+SETTLED_S = 0.05
+"""After this long a snapshot trusts the times of a folder."""
+
+
+def is_from_snapshot(messages) -> bool:
+    return "LOADING CACHE FROM DISK" in messages.take()
+
+
+def test_a_link_whose_target_appears_is_noticed(
+    corpus: Path, run_prepare: Prepare, tmp_path: Path, messages
+) -> None:
+    """A disk that is mounted later: nothing changes in the corpus itself."""
+    away = tmp_path / "elsewhere.wav"
+    link = corpus / "wavs" / "clip002.wav"
+    link.rename(away)
+    link.symlink_to(away)
+    away.rename(tmp_path / "unmounted.wav")
+    time.sleep(SETTLED_S)
+    for _ in range(2):
+        assert [item.id for item in run_prepare(corpus).set_aside] == ["clip002"]
+    time.sleep(SETTLED_S)
+    run_prepare(corpus)
+    assert is_from_snapshot(messages)
+    (tmp_path / "unmounted.wav").rename(away)
+    assert run_prepare(corpus).set_aside == []
+
+
+def test_a_folder_whose_time_is_set_back_is_noticed(corpus: Path, run_prepare: Prepare) -> None:
+    """What `cp -a` and `rsync -a` do once they have copied the files of a folder."""
+    wavs = corpus / "wavs"
+    content = (wavs / "clip002.wav").read_bytes()
+    (wavs / "clip002.wav").unlink()
+    time.sleep(SETTLED_S)
+    before = wavs.stat()
+    for _ in range(2):
+        assert len(run_prepare(corpus).set_aside) == 1
+        time.sleep(SETTLED_S)
+    (wavs / "clip002.wav").write_bytes(content)
+    os.utime(wavs, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert run_prepare(corpus).set_aside == []
+
+
+def test_metadata_changed_while_a_corpus_is_read(corpus: Path, run_prepare: Prepare, monkeypatch) -> None:
+    metadata = corpus / "metadata.csv"
+    first, second = metadata.read_text(), metadata.read_text().replace("quiet", "silent")
+    time.sleep(SETTLED_S)
+
+    def change_and_read(folder: Path) -> Corpus:
+        metadata.write_text(second)
+        return read_corpus(folder)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("myxtts.data.prepare.read_corpus", change_and_read)
+        changed = run_prepare(corpus)
+    metadata.write_text(first)
+    assert arrays(run_prepare(corpus)) != arrays(changed)
+
+
+def test_the_list_of_clips_set_aside_belongs_to_the_settings(make_corpus, run_prepare: Prepare, messages) -> None:
+    folder = make_corpus()
+    time.sleep(SETTLED_S)
+    listed = folder / ".myxtts" / "set_aside.csv"
+    strict, loose = {"min_clip_seconds": 1.5}, {"min_clip_seconds": 0.5}
+    counts = []
+    for settings in (strict, loose, strict, loose):
+        counts.append(len(run_prepare(folder, **settings).set_aside))
+        assert len(listed.read_text().splitlines()) == 1 + counts[-1]
+    assert is_from_snapshot(messages)
+    assert counts[0] == counts[2] > counts[1] == counts[3] == 0
+
+
+def test_no_altered_byte_of_a_snapshot_is_believed(corpus: Path, run_prepare: Prepare) -> None:
+    time.sleep(SETTLED_S)
+    run_prepare(corpus)
+    (path,) = (corpus / ".myxtts").glob("snapshot-*")
+    state, whole = path.stem.removeprefix("snapshot-"), path.read_bytes()
+    assert snapshot.load(path.parent, state) is not None
+    for at in range(0, len(whole), 13):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x80]) + whole[at + 1 :])
+        assert snapshot.load(path.parent, state) is None
+        path.write_bytes(whole[:at])
+        assert snapshot.load(path.parent, state) is None
+
+
+def test_what_a_killed_snapshot_left_is_removed(corpus: Path, run_prepare: Prepare) -> None:
+    time.sleep(SETTLED_S)
+    run_prepare(corpus)
+    (corpus / ".myxtts" / "tmp-snapshot-1").write_bytes(b"half")
+    run_prepare(corpus, verify=True)
+    assert not list((corpus / ".myxtts").glob("tmp-*"))

@@ -236,7 +236,10 @@ def test_a_validation_folder_is_used_whole(forty: Path, make_corpus, run_prepare
     prepared = run_prepare(forty, val_data=other)
     assert held_out(prepared) == {"clip070", "clip071"}
     assert len(prepared.train) == 40
-    assert (other / ".myxtts" / "set_aside.csv").exists()
+    (other / "wavs" / "clip070.wav").write_bytes(b"")
+    prepared = run_prepare(forty, val_data=other)
+    assert held_out(prepared) == {"clip071"}
+    assert "clip070|empty file" in set_aside_list(prepared.root).read_text()  # one list holds all
 
 
 def languages_of(prepared: Prepared) -> dict[str, str]:

@@ -44,7 +44,8 @@ class Corpus:
     clips: list[Clip] = field(default_factory=list)
     set_aside: list[SetAside] = field(default_factory=list)
     listed: dict[str, int] = field(default_factory=dict)
-    """Folders that were searched for audio, with the time of their last change just before (-1: not there)."""
+    """Folders that were searched for audio, with the time of their last change just before (-1: not there).
+    Entries in place of audio that are no files, such as broken links, are among them."""
 
 
 def read_corpus(folder: Path) -> Corpus:
@@ -124,11 +125,15 @@ class _AudioFiles:
             listing = self._listing(folder + separator)
             for extension in ("", *EXTENSIONS):
                 entry = listing.get(name + extension)
+                if entry is None:
+                    continue
                 try:
-                    if entry is not None and entry.is_file():
+                    if entry.is_file():
                         return folder + separator + entry.name, entry.stat()
                 except OSError:  # deleted since it was listed
                     continue
+                # A link to nowhere: when its target appears, the folder of the link does not change.
+                self.listed[entry.path] = last_change(Path(entry.path))
         return None
 
     def _listing(self, folder: str) -> dict[str, os.DirEntry[str]]:
@@ -143,8 +148,9 @@ class _AudioFiles:
 
 
 def last_change(folder: Path) -> int:
-    """When an entry was last added to or removed from a folder, in nanoseconds; -1 if there is no such folder."""
+    """When a folder's entries or rights last changed, in nanoseconds; -1 if there is no such folder."""
     try:
-        return folder.stat().st_mtime_ns
+        stat = folder.stat()
+        return max(stat.st_mtime_ns, stat.st_ctime_ns)  # programs that copy folders set the first back
     except (OSError, ValueError):  # ValueError: a NUL byte in the name
         return -1

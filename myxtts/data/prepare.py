@@ -59,8 +59,9 @@ def prepare(data: DataSettings, progress: Progress | None = None, verify: bool =
     found = snapshot.state_of(folders, data)
     if not verify and (known := snapshot.load(root, found)) is not None:
         _log.info("LOADING CACHE FROM DISK")
+        write_set_aside_list(root, known.set_aside)
         return known
-    with Workers(min(data.num_workers, usable_cores())) as workers:
+    with _workers(data) as workers:
         tools = _Tools(workers, progress or NoProgress(), verify)
         train_part = _Part(data, folders[0], tools)
         vocabulary = _vocabulary(data, train_part)
@@ -70,17 +71,17 @@ def prepare(data: DataSettings, progress: Progress | None = None, verify: bool =
     if len(clips[0]) == 0:
         raise _nothing_usable(folders[0], train_part.set_aside)
     train, val = clips if data.val_data else train_part.split(clips[0])
-    for part in parts:
-        write_set_aside_list(part.root, part.set_aside)
     set_aside = [item for part in parts for item in part.set_aside]
+    write_set_aside_list(root, set_aside)
     prepared = Prepared(train, val, speaker_names, set_aside, vocabulary.to_json(), root)
-    snapshot.save(prepared, found, [part.corpus for part in parts])
+    if snapshot.state_of(folders, data) == found:  # else the metadata changed between two looks at it
+        snapshot.save(prepared, found, [part.corpus for part in parts])
     return prepared
 
 
 def spoken_corpus(data: DataSettings, progress: Progress) -> tuple[list[str], list[str]]:
     """Every distinct sentence of a corpus as it is spoken, with its language; touches no audio."""
-    with Workers(min(data.num_workers, usable_cores())) as workers:
+    with _workers(data) as workers:
         return _Part(data, data.train_data or EMBEDDED_CORPUS, _Tools(workers, progress, False)).spoken()
 
 
@@ -233,6 +234,13 @@ class _Part:
             _log.warning("Some rows of %s are not what was written; they are prepared again", store.folder)
             store = None
         return store or build_store(self.root, spec, fill)
+
+
+def _workers(data: DataSettings) -> Workers:
+    try:
+        return Workers(min(data.num_workers, usable_cores()))
+    except OSError as error:
+        raise DatasetError(f"Cannot set up worker processes: {error} (is /dev/shm or /tmp full?)") from error
 
 
 def _root(data: DataSettings, folder: Path) -> Path:

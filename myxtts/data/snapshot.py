@@ -8,9 +8,9 @@ none. It never replaces a check that the stores make of themselves.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
-import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +34,7 @@ CLOCK_TICK_NS = 20_000_000
 
 _ROWS = ("audio_rows", "ids_rows", "speakers", "languages")
 _SEPARATOR = "\0"
+_DIGEST_BYTES = 16
 
 
 def state_of(folders: Sequence[Path], data: DataSettings) -> str:
@@ -74,9 +75,12 @@ def save(prepared: Prepared, state: str, corpora: Sequence[Corpus]) -> None:
             arrays[f"{name}_{field}"] = getattr(part, field)
     temporary = prepared.root / f"tmp-snapshot-{os.getpid()}"
     with contextlib.suppress(OSError):  # a full disk or a read-only cache only costs the shortcut
+        for left_behind in prepared.root.glob("tmp-snapshot-*"):  # by a killed process, or one that now fails
+            left_behind.unlink(missing_ok=True)
         try:
-            with open(temporary, "wb") as file:
-                np.savez(file, **arrays)
+            content = io.BytesIO()
+            np.savez(content, **arrays)
+            temporary.write_bytes(xxhash.xxh3_128_digest(content.getvalue()) + content.getvalue())
             temporary.rename(_path(prepared.root, state))
         finally:
             temporary.unlink(missing_ok=True)
@@ -88,7 +92,10 @@ def save(prepared: Prepared, state: str, corpora: Sequence[Corpus]) -> None:
 def load(root: Path, state: str) -> Prepared | None:
     """The corpus as it was prepared before, if nothing has changed since."""
     try:
-        with np.load(_path(root, state), allow_pickle=False) as arrays:
+        raw = _path(root, state).read_bytes()
+        if raw[:_DIGEST_BYTES] != xxhash.xxh3_128_digest(raw[_DIGEST_BYTES:]):
+            return None
+        with np.load(io.BytesIO(raw[_DIGEST_BYTES:]), allow_pickle=False) as arrays:
             if not _unchanged(arrays):
                 return None
             details = json.loads(arrays["details"].tobytes())
@@ -101,7 +108,7 @@ def load(root: Path, state: str) -> Prepared | None:
                 vocabulary=arrays["vocabulary"].tobytes().decode(),
                 root=root,
             )
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, CacheDamaged):
+    except (OSError, CacheDamaged):
         return None
 
 

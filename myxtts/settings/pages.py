@@ -44,7 +44,9 @@ def to_yaml(settings: Settings) -> str:
     for spec in specs().values():
         value = getattr(getattr(settings, spec.section), spec.name)
         sections.setdefault(spec.section, {})[spec.name] = _yaml_value(value)
-    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+    # Escaped where needed: YAML counts U+0085, U+2028 and U+2029 as line breaks and would fold them away.
+    foldable = any(mark in repr(settings) for mark in ("\\x85", "\\u2028", "\\u2029"))
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=not foldable)
 
 
 def _yaml_value(value: Any) -> Any:

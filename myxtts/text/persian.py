@@ -6,9 +6,11 @@
 * Short vowels, sukun and shadda are removed: writers put them in so rarely that they only split one word
   into several spellings. Tanvin is kept: it is pronounced, and without it «حتماً» reads as another word.
 * The half-space (ZWNJ) is kept only after letters that join to the left. After the others it cannot be seen,
-  so «کار‌ها» and «کارها» become one spelling. It is also put in where people leave a blank («می روم»).
+  so «کار‌ها» and «کارها» become one spelling. It is also put in where people leave a blank («می روم») or
+  nothing («کتابها»). «بیشتر», «کمتر» and «بهتر» have none: the standard writes these three in one piece.
 * «خانۀ», «خانهٔ» and «خانه ی» all become «خانه‌ی»: the ی is what is spoken.
-* «/» between two numbers is a decimal mark, as on Persian keyboards; three numbers are a date.
+* «/» between two numbers is a decimal mark, as on Persian keyboards; three numbers are a date. Before three
+  zeros it is a thousands mark («۵۰۰/۰۰۰»), and so is a point.
 * Latin words stay, in lower case, because the vocabulary has no capitals.
 
 Word lists are in `languages/fa.toml`; spelling of whole numbers is in `spelling`.
@@ -29,24 +31,31 @@ _LETTERS = "\u0621-\u063a\u0641-\u064b\u0654\u0671-\u06d3"
 LETTER = f"[{_LETTERS}]"
 _NON_JOINERS = "اآدذرزژوؤء"
 _PLURALS = "ها(?:یی|یم|یت|یش|یمان|یتان|یشان|ی)?"
-_PRONOUNS = "ام|ات|اش|ای|اند|ایم|اید|امان|اتان|اشان"
+_SPOKEN_PLURALS = "ها(?:م|ش|شون|تون|یمون|یتون|یشون)"  # not هات (hot) and هامون (the lake)
+_PRONOUNS = "ام|ات|اش|ای(?! کاش)|اند|ایم|اید|امان|اتان|اشان|مان|تان|شان|مون|تون|شون"
 _PERSON = "(?:م|ی|د|یم|ید|ند|ه|ن|ین)"
 _CLITIC = "(?:ش|شان|شون|مان|تان|ت)?"
 
 _ZWNJ_RUN = re.compile(rf"{ZWNJ}{{2,}}")
-_EDGE_ZWNJ = re.compile(rf"(?<![{_LETTERS}0-9]){ZWNJ}|{ZWNJ}(?!{LETTER})")
+_EDGE_ZWNJ = re.compile(rf"(?<![{_LETTERS}0-9]){ZWNJ}|{ZWNJ}(?!{LETTER})|(?<=[{_NON_JOINERS}]){ZWNJ}")
 _USELESS_ZWNJ = re.compile(rf"(?<!{LETTER}){ZWNJ}|{ZWNJ}(?!{LETTER})|(?<=[{_NON_JOINERS}]){ZWNJ}")
 _TA_MARBUTA = re.compile(rf"ة(?=[\s{ZWNJ}]?ال{LETTER})")
 _EZAFE = re.compile(rf"(?<={LETTER})ه(?:ٔ|[ {ZWNJ}]ی(?!{LETTER}|{ZWNJ}))")
 _TANVIN_FIRST = re.compile(r"ًا")
 _SPACE_BEFORE_MARK = re.compile(r"\s+(?=[,;:?!.)](?:\s|$|[,;:?!.)]))")
-_GLUED_MARK = re.compile(rf"([,;?!:])(?={LETTER})")
+_GLUED_MARK = re.compile(rf"([,;?!:]|(?<={LETTER}{{2}})\.)(?={LETTER})")
 
 _DATE = re.compile(r"(?<![\w./-])(\d{4}|\d{1,2})([/-])(\d{1,2})\2(\d{4}|\d{1,2})(?![\w/-])")
 _ORDINAL = re.compile(rf"(?<![\w.,/])(\d+)(?:[ {ZWNJ}]?(?:ا?مین)|[ {ZWNJ}]?ام|{ZWNJ}?م)(?!{LETTER}|\w)")
+_ERAS = {"م": "میلادی", "ش": "هجری شمسی", "ق": "هجری قمری"}
+_YEAR = re.compile(rf"(?<![\w.,/])([12](?!000)\d{{3}}(?=م)|1[0-4]\d\d\s?(?=[شق]))([مشق])(?!\w|{ZWNJ}|\.{LETTER})")
 _AFTER_CHRIST = re.compile(rf"(?<=\d)\s?م\.(?!{LETTER})")
+_CELSIUS = re.compile(r"°\s?c(?!\w)")
+_MIXED_FRACTION = re.compile(r"(?<=\d)\s?(?=[½¼¾])")
+_FIRST_PERCENT = re.compile(r"(?<=\d)\s?%(?=\s?-\s?\d[\d.,]*\s?%)")
+_SLASHED_THOUSANDS = re.compile(r"[1-9]\d{0,2}[./]000")
 _AMOUNT = re.compile(
-    r"(?P<sign>(?<![\w.,/)-])[-−+](?=[$€£¥₺₽₹%]?\s?\d))?(?:(?P<before>[$€£¥₺₽₹%])\s?)?"
+    r"(?P<sign>(?<![\w.,/)%°-])[-−+](?=[$€£¥₺₽₹%]?\s?\d))?(?:(?P<before>[$€£¥₺₽₹%])\s?)?"
     r"(?P<number>\d+(?:[.,/]\d+)*)(?:\s(?P<magnitude>هزار|میلیون|میلیارد|تریلیون)(?!\w))?(?:\s?(?P<after>[$€£¥₺₽₹%°]))?"
 )
 
@@ -59,7 +68,7 @@ def normalize_persian(text: str) -> str:
     if _patterns()["special"].search(text):
         text = _read_numbers(text)
         text = _patterns()["symbol"].sub(lambda match: f" {table.symbols[match[0]]} ", text)
-    text = _patterns()["abbreviation"].sub(lambda match: table.abbreviations[match[0]], text)
+    text = _patterns()["abbreviation"].sub(lambda match: f" {table.abbreviations[match[0]]}", text)
     text = " ".join(text.split())
     text = _join_affixes(text)
     text = _SPACE_BEFORE_MARK.sub("", _GLUED_MARK.sub(r"\1 ", text))
@@ -68,9 +77,17 @@ def normalize_persian(text: str) -> str:
     return unicodedata.normalize("NFC", " ".join(text.split()))
 
 
+class _PersianCharacters(CharacterTable):
+    """The table applied to its own results: presentation forms of Arabic letters decompose into Arabic letters."""
+
+    def __missing__(self, code: int) -> str:
+        self[code] = cleaned = super().__missing__(code).translate(self)
+        return cleaned
+
+
 @lru_cache(maxsize=1)
 def _characters() -> CharacterTable:
-    return CharacterTable(load_table("fa").characters)
+    return _PersianCharacters(load_table("fa").characters)
 
 
 def _alternatives(words: list[str] | dict[str, str]) -> str:
@@ -87,17 +104,27 @@ def _patterns() -> dict[str, re.Pattern[str]]:
         f"|{_alternatives(words['colloquial_verbs'])}){_CLITIC}"
     )
     start, end = rf"(?<!{LETTER})(?<!{ZWNJ})", rf"(?!{LETTER}|{ZWNJ})"
+    verb_end = rf"(?!{LETTER}|{ZWNJ}(?!(?:ام|ای|است|ایم|اید|اند)(?!{LETTER})))"  # می خورده‌اند
+    bracketed = {short: long for short, long in table.abbreviations.items() if short[0] == "("}
+    abbreviation = rf"(?<!{LETTER})(?<!\.)(?:{_alternatives(table.abbreviations)})|{_alternatives(bracketed)}"
+    superlative = rf"ترین(?:{ZWNJ}?{_PLURALS})?"
+    several = rf"{LETTER}(?:{LETTER}|{ZWNJ})+"
+    degree = rf"تر(?:ی|ها|های)?|{superlative}"
+    comparable = _alternatives(words["comparable"])
     return {
         "special": re.compile(rf"[0-9{''.join(map(re.escape, {**table.symbols, **table.units}))}]"),
         "symbol": re.compile(f"[{''.join(map(re.escape, table.symbols))}]"),
-        "abbreviation": re.compile(rf"(?<!{LETTER})(?<!\.)(?:{_alternatives(table.abbreviations)})(?!{LETTER})"),
+        "abbreviation": re.compile(rf"(?:{abbreviation})(?!{LETTER})"),
         "before_number": re.compile(rf"(?<!{LETTER})({_alternatives(table.before_number)})\s?(?=\d)"),
-        "spaced_verb": re.compile(rf"(?<!ماه ){start}(ن?می) ({verb}){end}"),
-        "glued_verb": re.compile(rf"{start}(ن?می)({verb}){end}"),
-        "plural": re.compile(rf"{start}({LETTER}(?:{LETTER}|{ZWNJ})+) ({_PLURALS}){end}"),
-        "superlative": re.compile(rf"{start}({LETTER}(?:{LETTER}|{ZWNJ})+) (ترین(?:{ZWNJ}?{_PLURALS})?){end}"),
-        "comparative": re.compile(rf"{start}({_alternatives(words['comparable'])}) (تر(?:ی|ها|های)?){end}"),
-        "pronoun": re.compile(rf"{start}({LETTER}(?:{LETTER}|{ZWNJ})*[^\Wاوی]ه) ({_PRONOUNS}){end}"),
+        "spaced_verb": re.compile(rf"(?<!ماه ){start}(ن?می) ({verb}){verb_end}"),
+        "glued_verb": re.compile(rf"{start}(ن?می)({verb}){verb_end}"),
+        "plural": re.compile(rf"{start}({several}(?<!ها)(?<!های)(?<!هایی)) ({_PLURALS}|{_SPOKEN_PLURALS}){end}"),
+        "glued_plural": re.compile(rf"(?<!{LETTER})({LETTER}+(?![{_NON_JOINERS}]){LETTER})({_PLURALS}){end}"),
+        "superlative": re.compile(rf"{start}({several}) ({superlative}){end}"),
+        "comparative": re.compile(rf"{start}({comparable}) ?({degree}){end}"),
+        "one_piece": re.compile(rf"{start}(بیش|کم|به){ZWNJ}({degree}){end}"),
+        "pronoun": re.compile(rf"{start}({LETTER}(?:{LETTER}|{ZWNJ})*[^\Wا]ه) ({_PRONOUNS}){end}"),
+        "thirtieth": re.compile(rf"{start}(سی) (ام(?:ین)?){end}"),
     }
 
 
@@ -112,36 +139,48 @@ def _unify_spelling(text: str) -> str:
 
 def _join_affixes(text: str) -> str:
     """Put a half-space where an affix was written as a separate or a grown-together word."""
-    words = load_table("fa").words
     patterns = _patterns()
-    alone = set(words["never_joined"])
-    not_verbs = set(words["not_verbs"])
 
-    def join(match: re.Match[str]) -> str:
-        return match[0] if match[1] in alone else f"{match[1]}{ZWNJ}{match[2]}"
-
-    def split_verb(match: re.Match[str]) -> str:
-        return match[0] if match[0] in not_verbs else f"{match[1]}{ZWNJ}{match[2]}"
+    def joined(name: str, text: str, group: int = 1) -> str:
+        """`text` with a half-space between the two groups of a pattern, except in the words it must not touch."""
+        apart = _kept_apart(name)
+        return patterns[name].sub(lambda m: m[0] if m[group] in apart else f"{m[1]}{ZWNJ}{m[2]}", text)
 
     text = _EZAFE.sub(f"ه{ZWNJ}ی", text).replace(HAMZA_ABOVE, "")
     if "می" in text:
-        text = patterns["spaced_verb"].sub(rf"\1{ZWNJ}\2", text)
-        text = patterns["glued_verb"].sub(split_verb, text)
-    if " ها" in text:
-        text = patterns["plural"].sub(join, text)
-    if " تر" in text:
-        text = patterns["superlative"].sub(join, text)
-        text = patterns["comparative"].sub(rf"\1{ZWNJ}\2", text)
-    if "ه ا" in text:
-        text = patterns["pronoun"].sub(join, text)
-    return text
+        text = joined("glued_verb", joined("spaced_verb", text), group=0)
+    if "تر" in text:
+        text = joined("comparative", joined("superlative", text))
+        text = patterns["one_piece"].sub(r"\1\2", text)
+    if "ها" in text:
+        text = joined("plural", joined("glued_plural", text))
+    if "ه " in text:
+        text = joined("pronoun", text)
+    return joined("thirtieth", text) if "سی ا" in text else text
+
+
+@lru_cache(maxsize=16)
+def _kept_apart(name: str) -> frozenset[str]:
+    """Words in which a pattern of `_join_affixes` finds no affix."""
+    words = load_table("fa").words
+    alone = words["never_joined"]
+    lists = {
+        "glued_verb": words["not_verbs"],
+        "superlative": alone,
+        "plural": alone,
+        "glued_plural": alone + words["not_plurals"],
+        "pronoun": alone + words["ending_in_h"],
+    }
+    return frozenset(lists.get(name, []))
 
 
 def _read_numbers(text: str) -> str:
     """Every number in words, the more specific readings first."""
     table = load_table("fa")
     text = _patterns()["before_number"].sub(lambda m: f"{table.before_number[m[1]]} ", text)
-    text = _AFTER_CHRIST.sub(" میلادی", text)
+    text = _YEAR.sub(lambda m: f"{m[1].strip()} {_ERAS[m[2]]}", _AFTER_CHRIST.sub(" میلادی", text))
+    text = _CELSIUS.sub(f"° سانتی{ZWNJ}گراد", text)
+    text = _FIRST_PERCENT.sub("", _MIXED_FRACTION.sub(" و ", text))
     text = _DATE.sub(_date, text)
     text = CLOCK.sub(_clock, text)
     text = PHONE.sub(_phone, text)
@@ -151,9 +190,11 @@ def _read_numbers(text: str) -> str:
 
 
 def _date(match: re.Match[str]) -> str:
-    first, _, month, last = match.groups()
-    year, day = (first, last) if len(first) == 4 else (last, first)
-    if len(year) != 4 or not (1 <= int(month) <= 12 and 1 <= int(day) <= 31):
+    first, mark, month, last = match.groups()
+    year_first = len(first) == 4 or (len(last) < 4 and int(first) > 31)
+    year, day = (first, last) if year_first else (last, first)
+    is_year = len(year) == 4 or (mark == "/" and int(year) > 31)
+    if not (is_year and 1 <= int(month) <= 12 and 1 <= int(day) <= 31):
         return match[0]
     # The Persian calendar is some 621 years behind: no ambiguity for dates people write in digits.
     months = load_table("fa").words["solar_months" if int(year) < 1600 else "western_months"]
@@ -187,11 +228,14 @@ def _ordinal(match: re.Match[str]) -> str:
 def _amount(match: re.Match[str]) -> str:
     """A number with its sign and unit; two decimals of money are read as its hundredths."""
     table = load_table("fa")
-    parts = split_number(match["number"].replace("/", "."), ",")
+    number = match["number"]
+    if _SLASHED_THOUSANDS.fullmatch(number):
+        number = number[:-4] + "000"
+    parts = split_number(number.replace("/", "."), ",")
     unit = match["before"] or match["after"]
     magnitude = f" {match['magnitude']}" if match["magnitude"] else ""
     if parts is None:
-        words = f" {table.point} ".join(cardinal(part, "fa") for part in re.findall(r"\d+", match["number"]))
+        words = f" {table.point} ".join(cardinal(part, "fa") for part in re.findall(r"\d+", number))
     elif unit and len(table.units[unit]) == 2 and len(parts[1]) == 2 and not magnitude:
         (name,), (hundredth,) = table.units[unit]
         words, unit = f"{cardinal(parts[0], 'fa')} {name}", None

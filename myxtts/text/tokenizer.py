@@ -83,6 +83,12 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Writes the file (or `vocab.json` in a folder) so that a reader sees the old one or all of it."""
         file = path / FILE_NAME if path.is_dir() else path
+        try:
+            self._replace(file)
+        except OSError as error:
+            raise DatasetError(f"The vocabulary {file} cannot be written: {error.strerror or error}") from error
+
+    def _replace(self, file: Path) -> None:
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as stream:
