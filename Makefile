@@ -8,7 +8,7 @@ DATA ?=
 .PHONY: train test lint bench gpu-test soak docs clean
 
 train: $(VENV)/installed
-	$(BIN)/python train_main.py $(if $(DATA),--train-data $(DATA))
+	$(BIN)/python train_main.py $(if $(DATA),--train-data "$(DATA)")
 
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not gpu and not two_gpus and not soak"
@@ -21,8 +21,7 @@ lint: $(VENV)/installed-dev
 bench: $(VENV)/installed-bench
 	$(BIN)/python benchmarks/data.py
 
-# Runs on a machine with a GPU, with whatever Python and PyTorch it has: make gpu-test PYTHON=python3 BIN=/usr/bin
-gpu-test:
+gpu-test: $(VENV)/installed-dev
 	$(PYTEST) -m "gpu or two_gpus"
 
 soak: $(VENV)/installed-dev

@@ -221,7 +221,9 @@ def child_text(path: str, way: str) -> dict[str, float]:
                 start = time.perf_counter()
             writer = StoreWriter(Path(folder) / "text", sources)
             rows = range(len(texts))
-            fill_text(writer, rows, [Sentence(line, "", "") for line in texts], False, workers, progress)
+            languages = detect_languages(texts, [""] * len(texts))
+            sentences = [Sentence(*pair) for pair in zip(texts, languages, strict=True)]
+            fill_text(writer, rows, sentences, False, workers, progress)
             writer.finish({})
             ids = StoreWriter(Path(folder) / "ids", sources)
             fill_ids(ids, rows, Store(Path(folder) / "text", np.uint8), vocabulary, workers, progress)

@@ -21,9 +21,16 @@ EXTENSIONS = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 DECODE_VERSION = 1
 """Part of every audio cache key: raise it when the same file would decode to other samples."""
 
+LIBRARIES = f"libsndfile {sf.__libsndfile_version__}, soxr {soxr.__version__}"
+"""What decodes and resamples: also part of every audio cache key."""
 DAMAGED = "truncated or damaged"
 
 _OGG_PAGE_MAX = 65_307
+_BITRATES = (
+    (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0),
+    (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0),
+)
+"""kbit/s by the number in a frame of MPEG 2 and 2.5, and of MPEG 1, layer III."""
 _LOUDEST = 16.0
 """Samples that a recording in floats can plausibly reach; above 1 they are clipped."""
 
@@ -106,7 +113,7 @@ def _check_complete(path: Path) -> None:
     """Compare what the container promises with the bytes there are: libsndfile reads a cut WAV or Ogg silently."""
     try:
         with open(path, "rb") as file:
-            head = file.read(12)
+            head = file.read(26)
             size = file.seek(0, 2)
             if size == 0:
                 raise UnusableAudio("empty file", "0 bytes")
@@ -116,6 +123,8 @@ def _check_complete(path: Path) -> None:
             _check_riff(path, size)
         elif head[:4] == b"OggS":
             _check_ogg(tail)
+        elif head[:4] == b"fLaC":
+            _check_flac(head)
         elif path.suffix.lower() == ".mp3":
             _check_mpeg(path, size)
     except FileNotFoundError:
@@ -155,6 +164,12 @@ def _check_ogg(tail: bytes) -> None:
         raise UnusableAudio(DAMAGED, "the Ogg stream has no last page")
 
 
+def _check_flac(head: bytes) -> None:
+    """Encoders that write to a pipe leave the length at 0, which libsndfile cannot read."""
+    if len(head) >= 26 and int.from_bytes(head[21:26], "big") & 0xF_FFFF_FFFF == 0:
+        raise UnusableAudio("unknown length", "the FLAC header names no length; encode the file again to a file")
+
+
 def _check_mpeg(path: Path, size: int) -> None:
     """An MP3 made by any common encoder says in its first frame how many bytes follow."""
     with open(path, "rb") as file:
@@ -167,13 +182,40 @@ def _check_mpeg(path: Path, size: int) -> None:
     if len(start) < 2 or start[0] != 0xFF or start[1] & 0xE0 != 0xE0:
         # libmpg123 would search the whole file for a frame and complain on standard error.
         raise UnusableAudio("not audio", "no MPEG audio at the start of the file")
-    for tag in (b"Xing", b"Info"):
-        at = start.find(tag)
-        if at < 0 or at + 16 > len(start):
-            continue
-        flags = int.from_bytes(start[at + 4 : at + 8], "big")
-        if flags & 3 == 3:
-            promised = int.from_bytes(start[at + 12 : at + 16], "big")
-            if promised > size - tag_bytes:
-                raise UnusableAudio(DAMAGED, f"{size - tag_bytes} of {promised} bytes are there")
+    places = [at for tag in (b"Xing", b"Info") if 0 <= (at := start.find(tag)) <= len(start) - 16]
+    if not places:
+        if b"VBRI" not in start:
+            _check_constant_bitrate(path, tag_bytes)
         return
+    flags = int.from_bytes(start[places[0] + 4 : places[0] + 8], "big")
+    promised = int.from_bytes(start[places[0] + 12 : places[0] + 16], "big")
+    if flags & 3 == 3 and promised > size - tag_bytes:
+        raise UnusableAudio(DAMAGED, f"{size - tag_bytes} of {promised} bytes are there")
+
+
+def _check_constant_bitrate(path: Path, tag_bytes: int) -> None:
+    """Without a length in its header, libsndfile takes an MP3's length from the bitrate of its first frame."""
+    content = path.read_bytes()
+    position, bitrates = tag_bytes, set()
+    while position + 4 <= len(content) and content[position] == 0xFF:
+        frame_bytes, bitrate = _mpeg_frame(content[position : position + 4])
+        if not frame_bytes:
+            break
+        bitrates.add(bitrate)
+        position += frame_bytes
+    if len(bitrates) > 1:
+        detail = "an MP3 of varying bitrate whose header names no length; encode it again"
+        raise UnusableAudio("unknown length", detail)
+
+
+def _mpeg_frame(header: bytes) -> tuple[int, int]:
+    """Size in bytes and bitrate in kbit/s of a layer III frame; zeros when this is none."""
+    version, layer = header[1] >> 3 & 3, header[1] >> 1 & 3
+    if version == 1 or layer != 1 or header[1] & 0xE0 != 0xE0:
+        return 0, 0
+    bitrate = _BITRATES[version == 3][header[2] >> 4]
+    rate = (44100, 48000, 32000, 0)[header[2] >> 2 & 3] >> {3: 0, 2: 1, 0: 2}[version]
+    padding = header[2] >> 1 & 1
+    return (
+        ((144 if version == 3 else 72) * bitrate * 1000 // rate + padding, bitrate) if rate and bitrate else (0, 0)
+    )

@@ -63,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--verbose", action="store_true", help="show debugging messages")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train a model on a corpus", allow_abbrev=False)
+    about = "train a model on a corpus (for now: prepare the corpus; the settings of other parts wait for them)"
+    train = commands.add_parser("train", help=about, description=about, allow_abbrev=False)
     add_flags(train)
     train.set_defaults(run=_train)
 
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     extend = actions.add_parser("extend", help=about, description=about, allow_abbrev=False)
     extend.add_argument("--base", type=Path, required=True, metavar="FILE", help="the vocab.json to extend")
     extend.add_argument(
-        "--merges", type=int, default=500, metavar="N", help="merges to add at most [default: 500]"
+        "--merges", type=_count, default=500, metavar="N", help="merges to add at most [default: 500]"
     )
     _add_vocabulary_action(extend)
     return parser
@@ -103,7 +104,10 @@ def _train(options: argparse.Namespace) -> int:
     if data.tokenizer is None and settings.training.init_from is not None:
         data = replace(data, tokenizer=settings.training.init_from)
     _prepare_and_show(data)
-    print("The corpus is ready. This version prepares it and stops here: the training loop is not part of it yet.")
+    print(
+        "The corpus is ready. This version prepares it and stops here: the GPU pipeline and training are not\n"
+        "part of it yet, and neither are the effects of their settings."
+    )
     return 0
 
 
@@ -131,16 +135,28 @@ def _vocabulary(options: argparse.Namespace) -> int:
     base: Path | None = getattr(options, "base", None)
     if base is not None and data.language is None:
         raise ConfigError("vocabulary extend: --language is missing; give the language to add, such as fa")
+    old = tokenizer.Tokenizer.load(base) if base is not None else None
     texts, languages = spoken_corpus(data, ProgressLines())
     vocabulary: Tokenizer
-    if base is None:
+    if old is None:
         vocabulary = tokenizer.train(texts, languages, data.vocab_size)
     else:
         spoken = [text for text, language in zip(texts, languages, strict=True) if language == data.language]
-        vocabulary = tokenizer.extend(tokenizer.Tokenizer.load(base), spoken, data.language or "", options.merges)
+        if not spoken:
+            found = " ".join(sorted(set(languages))) or "nothing"
+            raise ConfigError(f"No sentence of the corpus is in {data.language} (its metadata says: {found})")
+        vocabulary = tokenizer.extend(old, spoken, data.language or "", options.merges)
+        print(f"{vocabulary.num_tokens - old.num_tokens} tokens added to the {old.num_tokens} of {base}")
     vocabulary.save(options.out)
-    print(f"{options.out}: {vocabulary.num_tokens} tokens, languages {' '.join(sorted(vocabulary.languages))}")
+    print(f"{options.out}: {vocabulary.num_tokens} tokens")
     return 0
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
 
 
 if __name__ == "__main__":

@@ -39,4 +39,5 @@ def host_memory(num_bytes: int) -> HostMemory:
 
 
 def _has_nvidia_driver() -> bool:
-    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+    places = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last under WSL
+    return any(Path(place).exists() for place in places)

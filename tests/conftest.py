@@ -140,3 +140,17 @@ class Messages:
 def messages(caplog: pytest.LogCaptureFixture) -> Messages:
     caplog.set_level(logging.INFO)
     return Messages(caplog)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs GPUs this machine does not have; look for them only when such a test was asked for."""
+    needed = {"gpu": 1, "two_gpus": 2}
+    asked = [(item, needed[name]) for item in items for name in needed if item.get_closest_marker(name)]
+    if not asked:
+        return
+    import torch
+
+    found = torch.cuda.device_count()
+    for item, count in asked:
+        if found < count:
+            item.add_marker(pytest.mark.skip(reason=f"needs {count} CUDA GPU(s), found {found}"))

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "myxtts"
 LAYERS = [
     {"errors", "config", "settings"},
     {"audio", "devices", "checkpoint", "text", "model", "observe"},
-    {"data"},
+    {"data", "weights"},
     {"pipeline", "training", "synthesis"},
     {"tools"},
     {"cli", "screens"},
@@ -31,7 +31,7 @@ FORBIDDEN_NAME_PARTS = {
 }  # fmt: skip
 MOST_LINES, MOST_FUNCTION_LINES, MOST_MARKDOWN_FILES = 300, 60, 12
 LONG_FILES = {
-    "benchmarks/data.py": 450,
+    "benchmarks/data.py": 470,
 }
 LONG_FUNCTIONS: dict[str, int] = {
     "benchmarks/data.py:gather": 80,

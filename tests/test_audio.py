@@ -292,3 +292,24 @@ def test_memory_is_released(tmp_path: Path, voice: Voice) -> None:
     for _ in range(100):
         decode(tmp_path / "clip.wav", SAMPLE_RATE, 9.3)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
+
+
+def test_an_mp3_of_varying_bitrate_without_a_length_is_not_cut_silently(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).normal(0, 0.3, 4 * 22050)
+    wave = np.concatenate([np.zeros(22050), noise, np.zeros(4 * 22050)]).clip(-1, 1)
+    sf.write(tmp_path / "a.mp3", wave, 22050)
+    content = (tmp_path / "a.mp3").read_bytes()
+    frame_bytes, _ = audio._mpeg_frame(content[:4])
+    (tmp_path / "a.mp3").write_bytes(content[frame_bytes:])  # without the frame that holds the length
+    with pytest.raises(audio.UnusableAudio, match="unknown length"):
+        audio.decode(tmp_path / "a.mp3", 22050, 20)
+
+
+def test_a_flac_written_to_a_pipe_is_named(tmp_path: Path) -> None:
+    sf.write(tmp_path / "a.flac", np.zeros(22050), 22050)
+    content = bytearray((tmp_path / "a.flac").read_bytes())
+    content[21] &= 0xF0
+    content[22:26] = bytes(4)
+    (tmp_path / "a.flac").write_bytes(content)
+    with pytest.raises(audio.UnusableAudio, match="unknown length"):
+        audio.decode(tmp_path / "a.flac", 22050, 20)

@@ -336,3 +336,19 @@ PIECES = st.sampled_from(
 @example(b"a|One.\n" * 3)
 def test_any_bytes_give_a_corpus_or_a_dataset_error(raw: bytes) -> None:
     check_every_line_is_accounted_for(raw)
+
+
+def test_an_empty_third_column_is_no_speaker_column(tmp_path: Path) -> None:
+    (tmp_path / "metadata.csv").write_text("".join(f"a{n}|text {n}|\n" for n in range(20)))
+    assert {item.reason for item in read_corpus(tmp_path).set_aside} == {"missing file"}
+
+
+def test_other_separators_are_named(tmp_path: Path) -> None:
+    (tmp_path / "metadata.csv").write_text("a,some text\nb,other text\n")
+    assert "separated by ','" in read_corpus(tmp_path).set_aside[0].detail
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "metadata.csv").write_text("a|text\n")
+    with pytest.raises(DatasetError, match="is a file: name its folder"):
+        read_corpus(tmp_path / "metadata.csv")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError
+from myxtts.text import fingerprint as fingerprints
 from myxtts.text import normalize as module
 from myxtts.text import tables
 from myxtts.text.normalize import fingerprint, normalize
@@ -32,6 +33,7 @@ SPOKEN = {
         ("On the 21st, 2ND and 3rd.", "on the twenty-first, second and third."),
         ("Pages 3-5; score 3-2.", "pages three to five; score three-two."),
         ("At 12:30 or 7:00.", "at twelve thirty or seven o'clock."),
+        ("2:30pm or 7:00 o'clock", "two thirty pm or seven o'clock"),
         ("It was -5° in room #7 @ home.", "it was minus five degrees in room hash seven at home."),
         ("On 2000-05-12 or 5/12/2000.", "on may twelfth, two thousand or may twelfth, two thousand."),
         ("“Don’t go,” he said… ‘Why’—“no” reason", "don't go, he said... 'why' - no reason"),
@@ -74,6 +76,7 @@ SPOKEN = {
         ("1.234 Leute, 3,5 km", "eintausendzweihundertvierunddreißig leute, drei komma fünf km"),
         ("Dr. Müller z.B. bzw. usw.", "doktor müller zum beispiel beziehungsweise und so weiter"),
         ("12:30 und 1:00", "zwölf uhr dreißig und ein uhr"),
+        ("um 14:30 Uhr, um 14:00 Uhr", "um vierzehn uhr dreißig, um vierzehn uhr"),
         ("STRAẞE Äpfel", "straße äpfel"),
         ("„Hallo“, 20% & mehr", "hallo, zwanzig prozent und mehr"),
         ("12.05.2023", "zwölfte mai zweitausenddreiundzwanzig"),
@@ -542,7 +545,11 @@ def test_fingerprint_follows_the_tables(tmp_path, monkeypatch) -> None:
 @pytest.mark.usefixtures("fresh_fingerprint")
 def test_fingerprint_follows_package_versions(monkeypatch) -> None:
     before = fingerprint()
-    assert any(name.startswith("num2words-") for name in module._installed(module.SPEAKING_PACKAGES))
-    monkeypatch.setattr(module, "_installed", lambda packages: [f"{packages[0]}-999.dist-info"])
+    found = fingerprints._installed(module.SPEAKING_PACKAGES)
+    assert any(name.startswith("num2words-") for name in found)
+    assert all(
+        name.endswith((".dist-info", ".egg-info")) for name in found
+    )  # fugashi-info is a program
+    monkeypatch.setattr(fingerprints, "_installed", lambda packages: [f"{packages[0]}-999.dist-info"])
     fingerprint.cache_clear()
     assert fingerprint() != before

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
+from conftest import SENTENCES, write_corpus
 
 from myxtts import audio
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
@@ -324,3 +325,68 @@ def test_the_embedded_corpus_is_small_and_licensed() -> None:
     assert all(row[3].strip() for row in rows)  # the licence of every clip
     ids = {line.split("|")[0] for line in (EMBEDDED_CORPUS / "metadata.csv").read_text().splitlines()}
     assert ids == {row[0] for row in rows} == {path.stem for path in (EMBEDDED_CORPUS / "wavs").iterdir()}
+
+
+# What one clip does to the others.
+
+
+def test_detection_of_a_grown_corpus_is_that_of_a_fresh_one(
+    make_corpus, run_prepare: Prepare, tmp_path: Path
+) -> None:
+    folder = make_corpus(SENTENCES)
+    run_prepare(folder, language=None)
+    make_corpus(["1984.", "Hotel Roma.", "Ja."], first=len(SENTENCES))  # they tell nothing by themselves
+    grown = languages_of(run_prepare(folder, language=None))
+    fresh = languages_of(run_prepare(folder, language=None, cache_dir=tmp_path / "elsewhere"))
+    assert grown == fresh
+    assert len(grown) == len(SENTENCES) + 3 and grown["clip020"] == "en"
+
+
+def test_another_detector_is_asked_again(
+    corpus: Path, run_prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(languages_of(run_prepare(corpus, language=None)).values()) == {"en"}
+    monkeypatch.setattr("myxtts.text.language.fingerprint", lambda: "another")
+    monkeypatch.setattr("myxtts.data.prepare.detect_languages", lambda texts, _: ["de"] * len(texts))
+    assert set(languages_of(run_prepare(corpus, language=None)).values()) == {"de"}
+
+
+def test_clips_held_out_are_not_trained_on_beside_other_validation_data(
+    forty: Path, run_prepare: Prepare, tmp_path: Path
+) -> None:
+    other = write_corpus(tmp_path / "other")
+    lines = (forty / "metadata.csv").read_text().splitlines()
+    (forty / "metadata.csv").write_text("\n".join(lines[5:]))
+    (forty / "metadata_eval.csv").write_text("\n".join(lines[:5]))
+    prepared = run_prepare(forty, val_data=other)
+    assert len(prepared.train) == 35 and len(prepared.val) == 6
+
+
+def test_a_language_that_is_not_available_costs_its_clips_only(corpus: Path, run_prepare: Prepare) -> None:
+    lines = (corpus / "metadata.csv").read_text().splitlines()
+    rows = ["audio_file|text|speaker_name|language"] + [f"{line}|x|en" for line in lines]
+    rows[1] = "clip000|안녕하세요|x|ko"
+    (corpus / "metadata.csv").write_text("\n".join(rows), encoding="utf-8")
+    pytest.importorskip("espeakng_loader")
+    prepared = run_prepare(corpus, use_phonemes=True)
+    assert [(item.id, item.reason) for item in prepared.set_aside] == [("clip000", "language not available")]
+
+
+def test_clips_set_aside_are_not_looked_at_again(make_corpus, run_prepare: Prepare, messages) -> None:
+    folder = make_corpus(SENTENCES[:6])
+    run_prepare(folder, max_mel_frames=100)
+    make_corpus(SENTENCES[6:7], first=6, seconds=0.6)
+    messages.take()
+    prepared = run_prepare(folder, max_mel_frames=100)
+    assert messages.work()["AUDIO"] == 1
+    assert {item.reason for item in prepared.set_aside} == {"too long"}
+    assert all("max_mel_frames" in item.detail for item in prepared.set_aside)
+
+
+def test_workers_asked_for_are_started_and_no_more_than_cores(
+    corpus: Path, run_prepare: Prepare, messages, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("myxtts.data.prepare.usable_cores", lambda: 3)
+    for asked, used in ((1, 1), (16, 3)):
+        run_prepare(corpus, num_workers=asked, cache_dir=tmp_path / str(asked))
+        assert f"Using {used} parallel workers" in messages.take()

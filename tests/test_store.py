@@ -56,12 +56,13 @@ def test_rows_written_in_any_order_and_grouping(tmp_path_factory, lengths, rando
     order = list(range(len(rows)))
     random.shuffle(order)
     while order:
-        group, order = order[: random.randint(1, 4)], order[4:] if len(order) > 4 else []
+        size = random.randint(1, 4)
+        group, order = order[:size], order[size:]
         writer.append(group, [rows[row] for row in group], group)
     writer.finish({})
     store = Store(folder, np.int32)
-    written = [row for row in range(len(rows)) if store.lengths[row] == lengths[row]]
-    assert all(np.array_equal(store[row], rows[row]) for row in written)
+    assert all(np.array_equal(store[row], rows[row]) for row in range(len(rows)))
+    assert store.labels.tolist() == list(range(len(rows)))
 
 
 def test_rows_start_on_aligned_places(folder: Path) -> None:

@@ -97,9 +97,9 @@ class Batches:
             epoch, batch = epoch + 1, 0
 
     def padding(self, epoch: int) -> float:
-        """Share of the budget that holds no clip, over this rank's epoch."""
-        clips, _ = self.epoch(epoch)
-        return 1.0 - float(self._num_tokens[clips].sum()) / (self.budget * self.num_batches)
+        """Share of the budget that trains nothing, over this rank's epoch: room left and clips that only fill."""
+        clips, weights = self.epoch(epoch)
+        return 1.0 - float((self._num_tokens[clips] * weights).sum()) / (self.budget * self.num_batches)
 
     def _arrange(self, epoch: int, attempt: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """All clips once, in batches of nearly equal token totals, in random order.

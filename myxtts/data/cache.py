@@ -36,6 +36,9 @@ from myxtts.errors import DatasetError
 STORES_KEPT = 3
 """Stores of one kind that stay beside each other, the most recently used first; older ones are removed."""
 
+PASSING_REASONS = ("crashed", "unreadable", "changed")
+"""How reasons begin that may not hold the next time: such rows are tried again whenever a store is rebuilt."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -95,10 +98,10 @@ def build_store(root: Path, spec: StoreSpec, fill: Callable[[StoreWriter, list[i
             temporary = root / f"tmp-{os.getpid()}"
             try:
                 writer = StoreWriter(temporary, spec.sources)
-                missing = _copy_known_rows(writer, _donors(root, spec), spec.sources)
+                missing = _copy_known_rows(writer, _donors(root, spec), spec)
                 if missing:
                     fill(writer, missing)
-                writer.finish(spec.recipe)
+                writer.finish(spec.recipe, spec.limits)
                 _move_into_place(temporary, root / spec.folder_name)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -119,21 +122,27 @@ def _donors(root: Path, spec: StoreSpec) -> list[Store]:
     return donors
 
 
-def _copy_known_rows(writer: StoreWriter, donors: list[Store], sources: Sources) -> list[int]:
-    """Copy what older stores hold; returns the rows nobody has."""
+def _copy_known_rows(writer: StoreWriter, donors: list[Store], spec: StoreSpec) -> list[int]:
+    """Copy what older stores hold, and what they set aside under the same limits; returns the rows nobody has."""
     known = {
         source: (donor, row)
         for donor in reversed(donors)
         for row, source in enumerate(donor.sources.tolist())
-        if row not in donor.set_aside
+        if row not in donor.set_aside or donor.limits == spec.limits
     }
     missing: list[int] = []
     found: list[tuple[int, Store, int]] = []
-    for row, source in enumerate(sources.tolist()):
-        if source in known and known[source][0].is_intact(known[source][1]):
-            found.append((row, *known[source]))
-        else:
+    for row, source in enumerate(spec.sources.tolist()):
+        donor, donor_row = known.get(source, (None, 0))
+        if donor is None or not donor.is_intact(donor_row):
             missing.append(row)
+        elif donor_row not in donor.set_aside:
+            found.append((row, donor, donor_row))
+        elif donor.set_aside[donor_row][0].startswith(PASSING_REASONS):
+            missing.append(row)
+        else:
+            found.append((row, donor, donor_row))
+            writer.set_aside(row, *donor.set_aside[donor_row])
     for start in range(0, len(found), 256):
         rows, owners, owner_rows = zip(*found[start : start + 256], strict=True)
         writer.append(

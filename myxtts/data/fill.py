@@ -7,7 +7,7 @@ things travel between processes: samples go straight from the worker that decode
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,9 +18,9 @@ import numpy as np
 from myxtts import audio
 from myxtts.config import LANGUAGES, SAMPLE_RATE
 from myxtts.data.corpus import Clip
-from myxtts.data.store import Array, Store, StoreWriter, pack, write_at
+from myxtts.data.store import Array, Rows, Store, StoreWriter, pack, write_at
 from myxtts.data.workers import Workers, reserve
-from myxtts.text.language import detect_languages
+from myxtts.errors import ConfigError
 from myxtts.text.normalize import normalize
 from myxtts.text.phonemes import phonemize
 from myxtts.text.tokenizer import Tokenizer, describe_characters
@@ -31,6 +31,7 @@ LONGEST_TEXT = 4000
 """Characters beyond which a text is set aside unread: no clip is that long, and it would stall a worker."""
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 Problem = tuple[int, str, str]
 """A row, the reason it is set aside, and what was found."""
 _log = logging.getLogger(__name__)
@@ -53,11 +54,10 @@ class NoProgress:
 
 
 class Sentence(NamedTuple):
-    """A text to be spoken. Without a language, the speaker says whose other sentences tell it."""
+    """A text to be spoken, and its language."""
 
     text: str
     language: str
-    speaker: str
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,17 @@ def fill_audio(
 ) -> None:
     """Decode the clips at `rows` into the store; what cannot be used is set aside."""
     _announce("BUILDING AUDIO CACHE", len(rows), workers)
-    progress.begin("Decoding audio", len(rows))
     workers.reserved.value = writer.end
-    chunks = _chunks([(row, clips[row]) for row in rows], AUDIO_CHUNK)
-    for chunk, decoded in workers.run(partial(_decode_chunk, options, writer.data_path), chunks):
+    jobs = [(row, clips[row]) for row in rows]
+    work = partial(_decode_chunk, options, writer.data_path)
+    for chunk, decoded in _worked(workers, work, jobs, AUDIO_CHUNK, "Decoding audio", progress):
         if decoded is None:
-            detail = "decoding this file alone ends the process"
-            decoded = _Decoded([], pack([])[1], 0, [(chunk[0][0], "crashed the decoder", detail)])
+            writer.set_aside(chunk[0][0], "crashed the decoder", "decoding this file alone ends the process")
+            continue
         writer.enter(decoded.rows, decoded.records, decoded.offset)
         for problem in decoded.problems:
             writer.set_aside(*problem)
-        progress.advance(len(chunk))
     writer.end = workers.reserved.value
-    progress.end()
 
 
 def _decode_chunk(options: DecodeOptions, data_path: Path, chunk: Sequence[tuple[int, Clip]]) -> _Decoded:
@@ -113,7 +111,8 @@ def _decode_chunk(options: DecodeOptions, data_path: Path, chunk: Sequence[tuple
             arrays.append(_decode_clip(options, clip))
             rows.append(row)
         except audio.UnusableAudio as error:
-            problems.append((row, error.reason, error.detail))
+            setting = " (max_mel_frames)" if error.reason == "too long" else ""
+            problems.append((row, error.reason, error.detail + setting))
     packed, records = pack(arrays)
     offset = reserve(len(packed))
     with open(data_path, "r+b") as file:
@@ -142,51 +141,44 @@ def fill_text(
     workers: Workers,
     progress: Progress,
 ) -> None:
-    """Find the language where it is not known, and write how each sentence at `rows` is spoken."""
+    """Write how each sentence at `rows` is spoken."""
     _announce("BUILDING TEXT CACHE (Text Preprocessing)", len(rows), workers)
-    workers.start()
-    wanted = []
+    jobs = []
     for row in rows:
         length = len(sentences[row].text)
         if length <= LONGEST_TEXT:
-            wanted.append(row)
+            jobs.append((row, *sentences[row]))
         else:
             writer.set_aside(row, "text too long", f"{length} characters; no more than {LONGEST_TEXT} are read")
-    languages = _languages([sentences[row] for row in wanted])
-    jobs = [(row, sentences[row].text, language) for row, language in zip(wanted, languages, strict=True)]
-    progress.begin("Preparing text", len(jobs))
-    for chunk, result in workers.run(partial(_speak_chunk, use_phonemes), _chunks(jobs, TEXT_CHUNK)):
+    work = partial(_speak_chunk, use_phonemes)
+    for chunk, result in _worked(workers, work, jobs, TEXT_CHUNK, "Preparing text", progress):
         if result is None:
             writer.set_aside(chunk[0][0], "crashed the normaliser", "reading this text ends the process")
+            continue
+        packed, records, problems = result
+        labels = [LANGUAGES.index(language) for _, _, language in chunk]
+        writer.append_packed([row for row, _, _ in chunk], packed, records, labels)
+        for problem in problems:
+            writer.set_aside(*problem)
+
+
+def _speak_chunk(
+    use_phonemes: bool, chunk: Sequence[tuple[int, str, str]]
+) -> tuple[bytearray, Array, list[Problem]]:
+    """In a worker: texts as they are spoken, packed as UTF-8, and the rows that cannot be."""
+    spoken: list[str] = []
+    problems: list[Problem] = []
+    for row, text, language in chunk:
+        try:
+            words = normalize(text, language)
+            spoken.append(phonemize([words], language)[0] if use_phonemes else words)
+        except ConfigError as error:  # this language needs something that is not installed
+            spoken.append("")
+            problems.append((row, "language not available", str(error)))
         else:
-            packed, records = result
-            labels = [LANGUAGES.index(language) for _, _, language in chunk]
-            writer.append_packed([row for row, _, _ in chunk], packed, records, labels)
-            for at in np.flatnonzero(records["length"] == 0).tolist():
-                writer.set_aside(chunk[at][0], "empty text", f"nothing to speak in '{chunk[at][1][:40]}'")
-        progress.advance(len(chunk))
-    progress.end()
-
-
-def _languages(sentences: Sequence[Sentence]) -> list[str]:
-    unknown = [sentence for sentence in sentences if not sentence.language]
-    if not unknown:
-        return [sentence.language for sentence in sentences]
-    _log.info("Detecting the language of %d sentences", len(unknown))
-    found = detect_languages([sentence.text for sentence in unknown], [sentence.speaker for sentence in unknown])
-    detected = iter(found)
-    return [sentence.language or next(detected) for sentence in sentences]
-
-
-def _speak_chunk(use_phonemes: bool, chunk: Sequence[tuple[int, str, str]]) -> tuple[bytearray, Array]:
-    """In a worker: texts as they are spoken, packed as UTF-8."""
-    spoken = [normalize(text, language) for _, text, language in chunk]
-    if use_phonemes:
-        for language in {language for _, _, language in chunk}:
-            places = [at for at, job in enumerate(chunk) if job[2] == language]
-            for at, sounds in zip(places, phonemize([spoken[at] for at in places], language), strict=True):
-                spoken[at] = sounds
-    return pack([np.frombuffer(text.encode(), np.uint8) for text in spoken])
+            if not spoken[-1]:
+                problems.append((row, "empty text", f"nothing to speak in '{text[:40]}'"))
+    return *pack([np.frombuffer(text.encode(), np.uint8) for text in spoken]), problems
 
 
 def fill_ids(
@@ -211,18 +203,15 @@ def fill_ids(
             writer.set_aside(row, "language not in vocabulary", fix)
     spoken = spoken_texts(text, known)
     jobs = [(row, line, LANGUAGES[labels[row]]) for row, line in zip(known, spoken, strict=True)]
-    progress.begin("Tokenising", len(jobs))
     work = partial(_encode_chunk, vocabulary.to_json())
-    for chunk, result in workers.run(work, _chunks(jobs, TEXT_CHUNK)):
+    for chunk, result in _worked(workers, work, jobs, TEXT_CHUNK, "Tokenising", progress):
         if result is None:
             writer.set_aside(chunk[0][0], "crashed the tokenizer", "encoding this text ends the process")
-        else:
-            packed, records, problems = result
-            writer.append_packed([row for row, _, _ in chunk], packed, records)
-            for problem in problems:
-                writer.set_aside(*problem)
-        progress.advance(len(chunk))
-    progress.end()
+            continue
+        packed, records, problems = result
+        writer.append_packed([row for row, _, _ in chunk], packed, records)
+        for problem in problems:
+            writer.set_aside(*problem)
 
 
 def _encode_chunk(
@@ -245,6 +234,15 @@ def _tokenizer(vocabulary: str) -> Tokenizer:
     return Tokenizer(vocabulary)
 
 
+def distinct_sentences(clips: Sequence[Clip], languages: Sequence[str]) -> tuple[list[Sentence], Rows]:
+    """Every sentence once, and for each clip the row of its sentence."""
+    rows: dict[Sentence, int] = {}
+    clip_rows = [
+        rows.setdefault(Sentence(clip.text, code), len(rows)) for clip, code in zip(clips, languages, strict=True)
+    ]
+    return list(rows), np.array(clip_rows, np.int64)
+
+
 def spoken_texts(text: Store, rows: Sequence[int]) -> list[str]:
     """Rows of a text store as strings."""
     return [content.decode() for content in text.bytes_of(np.asarray(rows, np.int64))]
@@ -256,6 +254,20 @@ def _announce(title: str, num_samples: int, workers: Workers) -> None:
     _log.info("Using %d parallel workers", workers.num_workers)
 
 
-def _chunks(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+def _worked(
+    workers: Workers,
+    work: Callable[[Sequence[Item]], Result],
+    jobs: Sequence[Item],
+    chunk_size: int,
+    title: str,
+    progress: Progress,
+) -> Iterator[tuple[Sequence[Item], Result | None]]:
+    """The results of `work` on all jobs, chunk by chunk, with the progress shown."""
+    chunks = (jobs[start : start + chunk_size] for start in range(0, len(jobs), chunk_size))
+    progress.begin(title, len(jobs))
+    try:
+        for chunk, result in workers.run(work, chunks):
+            yield chunk, result
+            progress.advance(len(chunk))
+    finally:
+        progress.end()

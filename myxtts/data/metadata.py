@@ -55,10 +55,15 @@ class Row(NamedTuple):
 def metadata_files(folder: Path) -> list[tuple[Path, bool]]:
     """Metadata files, each with whether its clips are held out for validation."""
     if not folder.is_dir():
-        raise DatasetError(f"No such corpus folder: {folder}\nExpected a folder in one of these forms:\n{FORMS}")
+        missing = f"No such corpus folder: {folder.absolute()}"
+        what = f"{folder} is a file: name its folder." if folder.is_file() else missing
+        raise DatasetError(f"{what}\nA corpus is a folder in one of these forms:\n{FORMS}")
     train = [path for name in METADATA_FILES[:2] if (path := folder / name).is_file()]
     if not train:
-        found = ", ".join(sorted(entry.name for entry in os.scandir(folder))[:8]) or "nothing"
+        try:
+            found = ", ".join(sorted(entry.name for entry in os.scandir(folder))[:8]) or "nothing"
+        except OSError as error:
+            raise DatasetError(f"{folder} cannot be read: {error.strerror or error}") from error
         raise DatasetError(f"No metadata in {folder} (it holds: {found}).\nExpected one of these forms:\n{FORMS}")
     held_out = folder / "metadata_eval.csv"
     return [(train[0], False)] + ([(held_out, True)] if held_out.is_file() else [])
@@ -84,6 +89,9 @@ def read_rows(path: Path) -> Iterator[Row | SetAside]:
 def _row(where: str, fields: list[str], fewest: int, most: int, columns: dict[str, int]) -> Row | SetAside:
     if not fewest <= len(fields) <= most:
         detail = f"{len(fields)} fields separated by |, expected {fewest} to {most}"
+        other = [mark for mark in "\t;," if mark in fields[0]] if len(fields) == 1 else []
+        if other:
+            detail = f"no | in the line; columns seem to be separated by {other[0]!r}, expected is |"
         return SetAside(fields[0][:80], "malformed line", detail, where)
     if columns:
         named = {meaning: fields[at] for meaning, at in columns.items() if at < len(fields)}
@@ -95,7 +103,10 @@ def _row(where: str, fields: list[str], fewest: int, most: int, columns: dict[st
 
 def _lines(path: Path) -> tuple[list[tuple[str, str]], list[SetAside]]:
     """Lines that are not blank, each with its place; one bad byte costs one line, not the file."""
-    raw = path.read_bytes()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror or error}") from error
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         # What is no UTF-16 becomes a lone surrogate, so that the decoding of its line rejects it.
         text = raw.decode("utf-16", errors="replace").replace("\ufffd", "\udcff")
@@ -144,7 +155,7 @@ def _unquoted(value: str) -> str:
 
 def _refuse_speaker_column(path: Path, lines: list[str]) -> None:
     """Without a header a third column is text; one that repeats a few values is a speaker column instead."""
-    rows = [fields for line in lines if len(fields := line.split("|")) == 3]
+    rows = [fields for line in lines if len(fields := line.split("|")) == 3 and fields[2].strip()]
     texts, thirds = {row[1] for row in rows}, {row[2] for row in rows}
     if len(rows) >= 10 and len(thirds) * 5 <= len(rows) and len(thirds) * 2 < len(texts):
         example = sorted(thirds)[0].strip()[:40]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from myxtts.audio import DECODE_VERSION
+from myxtts.audio import DECODE_VERSION, LIBRARIES
 from myxtts.config import HOP_SAMPLES, LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data import snapshot
 from myxtts.data.cache import StoreSpec, build_store, cache_root, identity, open_store, user_cache
@@ -25,25 +25,23 @@ from myxtts.data.fill import (
     DecodeOptions,
     NoProgress,
     Progress,
-    Sentence,
+    distinct_sentences,
     fill_audio,
     fill_ids,
     fill_text,
     spoken_texts,
 )
 from myxtts.data.metadata import SetAside
-from myxtts.data.store import Rows, Sources, Store, StoreWriter
+from myxtts.data.store import Sources, Store, StoreWriter
 from myxtts.data.workers import Workers
 from myxtts.devices import usable_cores
 from myxtts.errors import DatasetError
-from myxtts.text import normalize, phonemes, tokenizer
+from myxtts.text import language, normalize, phonemes, tokenizer
+from myxtts.text.language import detect_languages
 from myxtts.text.tokenizer import Tokenizer
 
 EMBEDDED_CORPUS = Path(__file__).parent.parent / "embedded"
 """The recordings inside the package, used when no data is named."""
-
-VOCABULARY_VERSION = 1
-"""Part of the name of a trained vocabulary: raise it when the same texts would give another one."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +68,9 @@ def prepare(data: DataSettings, progress: Progress | None = None, verify: bool =
         clips = [part.clip_set(vocabulary, speaker_names) for part in parts]
     if len(clips[0]) == 0:
         raise _nothing_usable(folders[0], train_part.set_aside)
-    train, val = clips if data.val_data else train_part.split(clips[0])
+    train, val = train_part.split(clips[0])
+    if data.val_data:
+        val = clips[1]
     set_aside = [item for part in parts for item in part.set_aside]
     write_set_aside_list(root, set_aside)
     prepared = Prepared(train, val, speaker_names, set_aside, vocabulary.to_json(), root)
@@ -102,7 +102,7 @@ class _Part:
         self.tools = tools
         self.corpus: Corpus = read_corpus(folder)
         self.root = _root(data, folder)
-        self.sentences, self.sentence_rows = _distinct_sentences(self.corpus.clips, data.language or "")
+        self.sentences, self.sentence_rows = distinct_sentences(self.corpus.clips, self._languages())
         self.text = self._text_store()
         self.set_aside = list(self.corpus.set_aside)
         self.usable: list[Clip] = []
@@ -160,17 +160,39 @@ class _Part:
         held_out = np.array([clip.held_out for clip in self.usable])
         if held_out.all():
             raise DatasetError(f"No usable clip in {self.corpus.folder} but those of metadata_eval.csv")
-        if not held_out.any() and self.data.val_fraction > 0:
+        if not held_out.any() and not self.data.val_data and self.data.val_fraction > 0:
             draw = np.array([identity("held out", clip.text) for clip in self.usable], np.uint64) / 2.0**64
             held_out = draw < max(self.data.val_fraction, np.nextafter(draw.min(), 1))
             if held_out.all():  # few sentences: the last one is trained on
                 held_out = draw < draw.max()
         return clips.select(np.flatnonzero(~held_out)), clips.select(np.flatnonzero(held_out))
 
+    def _languages(self) -> list[str]:
+        """The language of every clip: what the metadata says, else the setting, else what is detected.
+
+        Detection looks at all sentences of a speaker together, so its result is kept for exactly these clips.
+        """
+        clips = self.corpus.clips
+        named = [clip.language or self.data.language or "" for clip in clips]
+        unknown = [clip for clip, language in zip(clips, named, strict=True) if not language]
+        if not unknown:
+            return named
+
+        def fill(writer: StoreWriter, rows: list[int]) -> None:
+            _log.info("Detecting the language of %d sentences", len(unknown))
+            self.tools.workers.start()
+            found = detect_languages([clip.text for clip in unknown], [clip.speaker for clip in unknown])
+            writer.append(rows, [np.array([LANGUAGES.index(code) for code in found], np.uint8)])
+
+        sources = _sources([identity(*(part for clip in unknown for part in (clip.text, clip.speaker)))])
+        spec = StoreSpec("languages", np.uint8, sources, {"detector": language.fingerprint()}, limits={})
+        detected = iter(self._store(spec, "language", fill)[0].tolist())
+        return [code or LANGUAGES[next(detected)] for code in named]
+
     def _audio_store(self) -> Store:
         data, clips, tools = self.data, self.corpus.clips, self.tools
         options = DecodeOptions(self.corpus.folder, _max_samples(data) / SAMPLE_RATE, data.trim_silence_db)
-        recipe: dict[str, object] = {"decode": DECODE_VERSION, "rate": SAMPLE_RATE}
+        recipe: dict[str, object] = {"decode": DECODE_VERSION, "libraries": LIBRARIES, "rate": SAMPLE_RATE}
         if data.trim_silence_db > 0:  # a row then no longer tells how long its file was
             recipe |= {"trim": data.trim_silence_db, "max_seconds": options.max_seconds}
         spec = StoreSpec(
@@ -213,15 +235,16 @@ class _Part:
             writer.append(rows, [np.frombuffer(vocabulary.to_json().encode(), np.uint8)])
 
         spoken = identity(self.text.hashes.tobytes(), self.text.labels.tobytes())
-        recipe = {"version": VOCABULARY_VERSION, "num_tokens": num_tokens}
+        recipe = {"code": tokenizer.code_fingerprint(), "num_tokens": num_tokens}
         return self._store(StoreSpec("vocabulary", np.uint8, _sources([spoken]), recipe, {}), "vocabulary", fill)
 
     def _ids_store(self, vocabulary: Tokenizer) -> Store:
         tools = self.tools
         # What is spoken and in which language decides the ids, however both were found.
         sources = self.text.hashes ^ self.text.labels.astype(np.uint64)
+        recipe = {"vocabulary": vocabulary.fingerprint, "code": tokenizer.code_fingerprint()}
         return self._store(
-            StoreSpec("ids", np.int32, sources, {"vocabulary": vocabulary.fingerprint}, limits={}),
+            StoreSpec("ids", np.int32, sources, recipe, limits={}),
             "token",
             lambda writer, rows: fill_ids(writer, rows, self.text, vocabulary, tools.workers, tools.progress),
         )
@@ -255,17 +278,6 @@ def _max_samples(data: DataSettings) -> int:
 
 def _sources(identities: Iterable[int]) -> Sources:
     return np.fromiter(identities, np.uint64)
-
-
-def _distinct_sentences(clips: Sequence[Clip], default_language: str) -> tuple[list[Sentence], Rows]:
-    """Every sentence once, and for each clip the row of its sentence."""
-    rows: dict[Sentence, int] = {}
-    clip_rows = []
-    for clip in clips:
-        language = clip.language or default_language
-        sentence = Sentence(clip.text, language, "" if language else clip.speaker)
-        clip_rows.append(rows.setdefault(sentence, len(rows)))
-    return list(rows), np.array(clip_rows, np.int64)
 
 
 def _vocabulary(data: DataSettings, part: _Part) -> Tokenizer:

@@ -20,13 +20,13 @@ import numpy as np
 import xxhash
 
 from myxtts import __version__
-from myxtts.audio import DECODE_VERSION
+from myxtts.audio import DECODE_VERSION, LIBRARIES
 from myxtts.config import DataSettings
 from myxtts.data.clips import ClipSet, Prepared
 from myxtts.data.corpus import Corpus, last_change
 from myxtts.data.metadata import METADATA_FILES, SetAside
 from myxtts.data.store import FORMAT_VERSION, Array, CacheDamaged, Store
-from myxtts.text import normalize, phonemes
+from myxtts.text import language, normalize, phonemes, tokenizer
 
 SNAPSHOTS_KEPT = 4
 CLOCK_TICK_NS = 20_000_000
@@ -43,12 +43,16 @@ def state_of(folders: Sequence[Path], data: DataSettings) -> str:
     if data.tokenizer is not None:
         files += [data.tokenizer, data.tokenizer / "vocab.json"]
     code = sorted(Path(__file__).parent.glob("*.py"))
-    versions = (__version__, DECODE_VERSION, FORMAT_VERSION, normalize.fingerprint())
+    versions = (__version__, DECODE_VERSION, LIBRARIES, FORMAT_VERSION)
+    code_of_text = (normalize.fingerprint(), language.fingerprint(), tokenizer.code_fingerprint())
     sounds = phonemes.fingerprint() if data.use_phonemes else ""
     places = [str(folder.absolute()) for folder in folders]
-    hasher = xxhash.xxh3_128(repr((versions, sounds, asdict(data), places)).encode())
+    hasher = xxhash.xxh3_128(repr((versions, code_of_text, sounds, asdict(data), places)).encode())
     for path in (*files, *code):
-        content = path.read_bytes() if path.is_file() else None
+        try:
+            content = path.read_bytes() if path.is_file() else None
+        except OSError:  # whoever needs the file will say so
+            content = None
         hasher.update(repr((path.name, content and len(content))).encode())
         hasher.update(content or b"")
     return hasher.hexdigest()

@@ -57,6 +57,7 @@ class Store:
         except OSError as error:
             raise CacheDamaged(f"{folder}: {error.strerror or error}") from None
         self.recipe: dict[str, Any] = meta["recipe"]
+        self.limits: dict[str, Any] = meta["limits"]
         self.set_aside = {int(row): (str(reason), str(detail)) for row, reason, detail in meta["set_aside"]}
         self.lengths = index["length"].astype(np.int64)
         self.labels = index["label"].astype(np.int64)
@@ -166,7 +167,7 @@ class StoreWriter:
         """Leave a row empty and say why."""
         self._set_aside.append((row, reason, detail))
 
-    def finish(self, recipe: Mapping[str, object]) -> None:
+    def finish(self, recipe: Mapping[str, object], limits: Mapping[str, object] | None = None) -> None:
         """Write index and meta, and bring everything to the disk."""
         np.save(self.folder / "index.npy", self._index, allow_pickle=False)
         body = {
@@ -175,6 +176,7 @@ class StoreWriter:
             "data_bytes": self.data_path.stat().st_size,
             "set_aside": sorted(self._set_aside),
             "recipe": dict(recipe),
+            "limits": dict(limits or {}),
         }
         text = json.dumps({"hash": _meta_hash(body), "body": body})
         (self.folder / "meta.json").write_text(text, encoding="utf-8")

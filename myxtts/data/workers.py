@@ -10,13 +10,17 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.sharedctypes import Synchronized
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from myxtts.errors import DatasetError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -31,12 +35,36 @@ _reserved: Synchronized[int]
 """In a worker: the end of what is taken in the file that all workers write to."""
 
 
+class _WorkerProcess(ForkServerProcess):
+    """A process that does not import the user's main script, as forked ones otherwise do.
+
+    What workers run lives in modules; a script without a `__main__` guard would start preparing once more.
+    """
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        main = sys.modules["__main__"]
+        hidden: dict[str, Any] = {name: main.__dict__.get(name) for name in ("__spec__", "__file__")}
+        try:
+            main.__dict__.update(dict.fromkeys(hidden))
+            # An interrupt from the keyboard goes to all processes; only the parent is to see it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            return ForkServerProcess._Popen(process_obj)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            main.__dict__.update(hidden)
+
+
+class _WorkerContext(ForkServerContext):
+    Process = _WorkerProcess
+
+
 class Workers:
     """A pool of processes, started when first needed and used for one kind of work after the other."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
-        self._context = multiprocessing.get_context("forkserver")
+        self._context = _WorkerContext()
         self._context.set_forkserver_preload(_PRELOADED)
         self.reserved: Synchronized[int] = self._context.Value("Q", 0)
         """The end of what is taken in the shared file; see `reserve`."""
@@ -65,6 +93,7 @@ class Workers:
             if not suspects:
                 return
             self.close()
+            self._require_a_working_process()
             yield from self._run_suspects(work, suspects)
 
     def close(self) -> None:
@@ -118,6 +147,16 @@ class Workers:
                         queue.extend((chunk[: len(chunk) // 2], chunk[len(chunk) // 2 :]))
                 else:
                     yield chunk, result
+
+    def _require_a_working_process(self) -> None:
+        """Tell a machine on which no process can start from an item that ends its process."""
+        with self._new_pool(1) as pool:
+            try:
+                pool.submit(os.getpid).result()
+            except BrokenProcessPool:
+                raise DatasetError(
+                    "Worker processes end as soon as they start; is the machine out of memory?"
+                ) from None
 
     def _started_pool(self) -> ProcessPoolExecutor:
         self._pool = self._pool or self._new_pool(self.num_workers)

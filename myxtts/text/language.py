@@ -13,10 +13,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from myxtts.config import LANGUAGES
 from myxtts.errors import DatasetError
+from myxtts.text.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     from lingua import LanguageDetector
@@ -74,6 +76,12 @@ def by_script(text: str) -> str | None:
     sentence would turn it Turkish.
     """
     return _language_in_script(text, _script_of(text))
+
+
+@cache
+def fingerprint() -> str:
+    """Changes when a detected language could: the code of this module and the version of lingua."""
+    return fingerprint_of([Path(__file__)], ["lingua_language_detector"])
 
 
 def detect_languages(texts: Sequence[str], speakers: Sequence[str]) -> list[str]:

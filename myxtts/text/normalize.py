@@ -6,7 +6,6 @@ on. Persian has a module of its own. This module knows the order of the steps; t
 """
 
 import re
-import sys
 import unicodedata
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -16,6 +15,7 @@ from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError
 from myxtts.text import tables
 from myxtts.text.characters import CharacterTable, clean_characters
+from myxtts.text.fingerprint import fingerprint_of
 from myxtts.text.numbers import NumberReader
 from myxtts.text.romanize import romanize
 from myxtts.text.tables import LanguageTable, load_table
@@ -111,25 +111,7 @@ def _any_of(words: Iterable[str]) -> str:
 
 @lru_cache(maxsize=1)
 def fingerprint() -> str:
-    """Short hex digest of what decides `normalize`'s result: code, tables, Unicode and package versions."""
-    import hashlib  # opens a shared library
-
-    digest = hashlib.sha256(unicodedata.unidata_version.encode())
+    """Changes when the result of `normalize` could: code, tables, Unicode and package versions."""
     folder = Path(__file__).parent
     files = [folder / name for name in SOURCES] + sorted(tables.TABLES_FOLDER.glob("*.toml"))
-    for file in files:
-        content = file.read_bytes()
-        digest.update(f"{file.name} {len(content)}\n".encode() + content)
-    digest.update("\n".join(_installed(SPEAKING_PACKAGES)).encode())
-    return digest.hexdigest()[:16]
-
-
-def _installed(packages: tuple[str, ...]) -> list[str]:
-    """name-version of the packages found, from folder names: reading their metadata would import far more."""
-    prefixes = tuple(f"{package}-" for package in packages)
-    found: set[str] = set()
-    for folder in map(Path, sys.path):
-        if folder.is_dir():
-            names = (entry.name for entry in folder.iterdir())
-            found.update(name for name in names if name.lower().startswith(prefixes) and name.endswith("-info"))
-    return sorted(found)
+    return fingerprint_of(files, SPEAKING_PACKAGES)

@@ -101,6 +101,9 @@ class NumberReader:
             rf"(?:(?P<ordinal>{ordinal_mark})|{magnitude}(?:\s?(?P<after>{marks})(?!\w))?)"
         )
         abbreviations = "|".join(sorted(map(re.escape, table.before_number), key=len, reverse=True))
+        # The word for the hour is said by the template, so one that is written is swallowed: 14:30 Uhr.
+        unit = table.full_hour.replace("{hour}", "").strip()
+        self._clock_time = re.compile(CLOCK.pattern + (rf"(?:\s?{re.escape(unit)}\b)?" if unit else ""), re.I)
         self._before_number = re.compile(rf"(?<!\w)({abbreviations})\s?(?=\d)", re.I) if abbreviations else None
 
     def read(self, text: str) -> str:
@@ -113,7 +116,7 @@ class NumberReader:
         if table.dates:
             text = YEAR_FIRST_DATE.sub(lambda m: self._date(m, m["d"], m["m"]), text)
             text = YEAR_LAST_DATE.sub(self._year_last, text)
-        text = CLOCK.sub(self._clock, text)
+        text = self._clock_time.sub(self._clock, text)
         text = PHONE.sub(self._phone, text)
         if table.spelled:
             text = re.sub(table.spelled, lambda m: spell_digits(m[0], table.code), text)
@@ -149,10 +152,11 @@ class NumberReader:
     def _clock(self, match: re.Match[str]) -> str:
         hour, minute, second = match.groups()
         hour_words = self._cardinal(str(int(hour)))
+        apart = " " if match.string[match.end() : match.end() + 1].isalpha() else ""  # as in 2:30pm
         if minute == "00" and not second:
-            return self._table.full_hour.format(hour=hour_words)
+            return self._table.full_hour.format(hour=hour_words) + apart
         words = self._table.time.format(hour=hour_words, minute=self._minutes(minute))
-        return f"{words} {self._minutes(second)}" if second else words
+        return (f"{words} {self._minutes(second)}" if second else words) + apart
 
     def _minutes(self, digits: str) -> str:
         # 12:05 keeps its zero in languages that say only the numbers, and loses it where a unit is named.

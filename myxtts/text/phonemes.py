@@ -15,8 +15,10 @@ import re
 import threading
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 from myxtts.errors import ConfigError
+from myxtts.text.fingerprint import fingerprint_of
 
 VOICES = {
     "en": "en-us", "es": "es", "fr": "fr", "de": "de", "it": "it", "pt": "pt-br", "pl": "pl", "tr": "tr",
@@ -44,18 +46,20 @@ def phonemize(texts: Sequence[str], language: str) -> list[str]:
         raise ConfigError(f"No espeak-ng voice for the language {language!r}; there are {', '.join(VOICES)}.")
     with _lock:
         library = _library()
-        if library.espeak_SetVoiceByName(voice.encode()) != 0:
+        if getattr(library, "voice_in_use", None) != voice and library.espeak_SetVoiceByName(voice.encode()) != 0:
             raise ConfigError(
                 f"The installed espeak-ng has no voice {voice!r} for {language}. One that has it: "
                 'pip install "myxtts[phonemes]"'
             )
+        library.voice_in_use = voice  # type: ignore[attr-defined]
         return [_phonemes_of_text(library, text) for text in texts]
 
 
 def fingerprint() -> str:
-    """Changes when the phonemes could: the version of the library."""
+    """Changes when the phonemes could: the code of this module and the version of the library."""
     with _lock:
-        return f"espeak-ng {_library().espeak_Info(None).decode()}"
+        version = _library().espeak_Info(None).decode()
+    return f"espeak-ng {version} {fingerprint_of([Path(__file__)])}"
 
 
 def _phonemes_of_text(library: ctypes.CDLL, text: str) -> str:

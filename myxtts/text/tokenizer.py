@@ -17,7 +17,7 @@ import tempfile
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ import tokenizers
 
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError, DatasetError
+from myxtts.text.fingerprint import fingerprint_of
 from myxtts.text.merges import Pair, learn_merges
 
 FILE_NAME = "vocab.json"
@@ -158,6 +159,13 @@ class Tokenizer:
         shown |= dict.fromkeys(self._prefixes.values(), "")
         tokens = (self._native.id_to_token(number) or "\ufffd" for number in ids)
         return "".join(shown.get(token, token) for token in tokens)
+
+
+@cache
+def code_fingerprint() -> str:
+    """Changes when the same vocabulary could give other ids, or the same texts another vocabulary."""
+    folder = Path(__file__).parent
+    return fingerprint_of([folder / "tokenizer.py", folder / "merges.py"], ["tokenizers"])
 
 
 def describe_characters(characters: Iterable[str]) -> str:
