@@ -25,6 +25,8 @@ HOP_SAMPLES = 256
 """Samples between two mel frames."""
 SAMPLES_PER_CODE = 1024
 """Samples that one DVAE code stands for: four mel frames."""
+NUM_STOPS = 4
+"""STOPs behind the codes of a clip that the GPT learns to predict, as XTTS-v2 did."""
 CONDITIONING_TOKENS = 32
 """Positions that the perceiver's summary of the reference voice takes at the start of every sequence."""
 
@@ -115,9 +117,9 @@ class DataSettings:
     """Longest text in tokens; clips with a longer one are set aside, never cut. XTTS-v2 has room for
     400."""
 
-    max_mel_frames: int = setting(800, minimum=64, maximum=2420)
+    max_mel_frames: int = setting(800, minimum=64, maximum=2416)
     """Longest clip in mel frames of 256 samples; longer ones are set aside, never cut. 800 frames are 9.3
-    seconds, XTTS-v2 has room for 2420 (28 seconds); memory grows with it."""
+    seconds, XTTS-v2 has room for 2416 (28 seconds); memory grows with it."""
 
     trim_silence_db: float = setting(0.0, minimum=0, maximum=120, metavar="DB")
     """Cuts from both ends of a clip what is this many decibels below its loudest part; 0 leaves clips as

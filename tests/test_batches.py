@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, SAMPLE_RATE, DataSettings
+from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, NUM_STOPS, SAMPLE_RATE, DataSettings
 from myxtts.data.batches import Batches, BatchPlan, Cursor, HostBatch, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.data.store import Rows, Store, StoreWriter
@@ -27,9 +27,9 @@ def speech_like_tokens(num_clips: int, seed: int = 0) -> Rows:
 def test_packed_tokens_by_hand() -> None:
     # 1024 samples: frames at 0, 256, …, 1024 are five, which are two codes.
     assert packed_tokens(np.array([10, 10, 10]), np.array([1023, 1024, 0])).tolist() == [
-        CONDITIONING_TOKENS + 12 + 3,
-        CONDITIONING_TOKENS + 12 + 4,
-        CONDITIONING_TOKENS + 12 + 3,
+        CONDITIONING_TOKENS + 12 + 1 + NUM_STOPS,
+        CONDITIONING_TOKENS + 12 + 2 + NUM_STOPS,
+        CONDITIONING_TOKENS + 12 + 1 + NUM_STOPS,
     ]
 
 

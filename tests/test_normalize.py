@@ -547,9 +547,7 @@ def test_fingerprint_follows_package_versions(monkeypatch) -> None:
     before = fingerprint()
     found = fingerprints._installed(module.SPEAKING_PACKAGES)
     assert any(name.startswith("num2words-") for name in found)
-    assert all(
-        name.endswith((".dist-info", ".egg-info")) for name in found
-    )  # fugashi-info is a program
+    assert all(name.endswith((".dist-info", ".egg-info")) for name in found)  # fugashi-info is a program
     monkeypatch.setattr(fingerprints, "_installed", lambda packages: [f"{packages[0]}-999.dist-info"])
     fingerprint.cache_clear()
     assert fingerprint() != before

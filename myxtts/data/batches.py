@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import default_rng
 
-from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, SAMPLES_PER_CODE, DataSettings
+from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, NUM_STOPS, SAMPLES_PER_CODE, DataSettings
 from myxtts.data.clips import ClipSet
 from myxtts.data.store import Rows
 from myxtts.devices import HostMemory, host_memory
@@ -35,7 +35,7 @@ Weights = npt.NDArray[np.float32]
 def packed_tokens(num_ids: Rows, num_samples: Rows) -> Rows:
     """Positions a clip takes in the GPT's packed row: conditioning, text with start and stop, codes likewise."""
     num_codes = -(-(num_samples // HOP_SAMPLES + 1) // (SAMPLES_PER_CODE // HOP_SAMPLES))
-    return CONDITIONING_TOKENS + (num_ids + 2) + (num_codes + 2)
+    return CONDITIONING_TOKENS + (num_ids + 2) + (num_codes + NUM_STOPS)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,228 @@
+"""What stands between samples and networks: PCM to waves, the log-mel of all three front ends, and resampling.
+
+There is one log-mel, `LogMel`; the DVAE, the GPT's conditioning encoder and the speaker encoder differ only in the
+`FrontEnd` they hear through. Everything is float32, whatever autocast or `module.bfloat16()` say: a mel in
+half precision changes codes. Nothing here knows of files, batches of a corpus or trained weights; `mel_norms`, the
+one statistic that belongs to a checkpoint, is handed in by whoever owns it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Self, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE
+
+Count = TypeVar("Count", int, Tensor)
+
+SPEAKER_SAMPLE_RATE = 16000
+"""Samples per second of what the speaker encoder hears."""
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """How a network hears: power spectrum, triangles on the HTK mel scale and natural logarithm, in numbers."""
+
+    sample_rate: int
+    fft_samples: int
+    window_samples: int
+    hop_samples: int
+    window: Literal["hann", "hamming"]
+    num_mels: int
+    max_hz: float
+    """Upper edge of the highest triangle; the lowest one begins at 0 Hz."""
+    equal_area: bool
+    """Triangles of area 1 Hz ("slaney" normalisation) instead of height 1."""
+    log_floor: float
+    floor_is_added: bool
+    """ln(x + floor) instead of ln(max(x, floor))."""
+    pre_emphasis: float = 0.0
+    """y[t] = x[t] - pre_emphasis * x[t-1] before anything else; 0 leaves it out."""
+
+    def num_frames(self, num_samples: Count) -> Count:
+        """Frames of a clip, centred at samples 0, hop, 2 hop, …; lengths in a tensor stay on their device."""
+        return num_samples // self.hop_samples + 1
+
+
+DVAE_MEL = FrontEnd(
+    sample_rate=SAMPLE_RATE, fft_samples=1024, window_samples=1024, hop_samples=HOP_SAMPLES, window="hann",
+    num_mels=80, max_hz=8000.0, equal_area=True, log_floor=1e-5, floor_is_added=False,
+)  # fmt: skip
+"""What becomes codes; divided by `mel_norms`."""
+CONDITIONING_MEL = FrontEnd(
+    sample_rate=SAMPLE_RATE, fft_samples=2048, window_samples=1024, hop_samples=HOP_SAMPLES, window="hann",
+    num_mels=80, max_hz=8000.0, equal_area=True, log_floor=1e-5, floor_is_added=False,
+)  # fmt: skip
+"""The reference voice as the GPT hears it, in bins half as wide as the DVAE's; divided by `mel_norms`."""
+SPEAKER_MEL = FrontEnd(
+    sample_rate=SPEAKER_SAMPLE_RATE, fft_samples=512, window_samples=400, hop_samples=160, window="hamming",
+    num_mels=64, max_hz=8000.0, equal_area=False, log_floor=1e-6, floor_is_added=True, pre_emphasis=0.97,
+)  # fmt: skip
+"""The reference voice as the speaker encoder hears it; no `mel_norms`."""
+
+
+class LogMel(nn.ModuleList):
+    """Waves [.., samples] to log-mels [.., mels, frames], differentiable, in float32.
+
+    A list of two steps, pre-emphasis and mel power, because the speaker encoder's checkpoints number them so
+    (`torch_spec.0.filter`, `torch_spec.1.mel_scale.fb`). Only there are the tables part of a state dict
+    (`persistent=True`); everywhere else they follow from the front end.
+    """
+
+    def __init__(self, front_end: FrontEnd, *, persistent: bool = False) -> None:
+        emphasis = _PreEmphasis(front_end.pre_emphasis, persistent) if front_end.pre_emphasis else nn.Identity()
+        super().__init__([emphasis, _MelPower(front_end, persistent)])
+        self.front_end = front_end
+
+    def forward(self, wave: Tensor, mel_norms: Tensor | None = None, num_samples: Tensor | None = None) -> Tensor:
+        """Log-mels, divided per mel by `mel_norms` [mels] if given.
+
+        Rows shorter than the batch need `num_samples` [..], or else their last frames see the samples behind the
+        clip instead of its own reflection and depend on what it is batched with. Frames from
+        `FrontEnd.num_frames` on are meaningless. In memory the mels of a frame lie together, so that
+        `.transpose(-1, -2)` is contiguous for those who want [.., frames, mels].
+        """
+        floor = self.front_end.log_floor
+        with torch.autocast(wave.device.type, enabled=False):
+            rows = wave.float().reshape(-1, wave.shape[-1])
+            lengths = None if num_samples is None else num_samples.reshape(-1)
+            power: Tensor = self[1](self[0](rows), lengths)
+            mel = (power + floor if self.front_end.floor_is_added else power.clamp(min=floor)).log()
+            if mel_norms is not None:
+                mel = mel / mel_norms.float()
+            return mel.reshape(*wave.shape[:-1], *mel.shape[1:]).transpose(-1, -2)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follows the model to another device but not to another dtype: a window rounded to bf16 is damage."""
+        super()._apply(lambda table: fn(table) if table.is_meta else table.to(fn(table).device), recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class _PreEmphasis(nn.Module):
+    """y[t] = x[t] - amount * x[t-1], with x[-1] = x[1]: the wave is reflected, not continued by silence."""
+
+    filter: Tensor
+
+    def __init__(self, amount: float, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("filter", torch.tensor([[[-amount, 1.0]]]), persistent=persistent)
+
+    def forward(self, wave: Tensor) -> Tensor:
+        previous = torch.cat([wave[:, 1:2], wave[:, :-1]], dim=1)
+        return previous * self.filter[0, 0, 0] + wave * self.filter[0, 0, 1]
+
+
+class _MelPower(nn.Module):
+    """Waves [rows, samples] to mel power [rows, frames, mels]."""
+
+    def __init__(self, front_end: FrontEnd, persistent: bool) -> None:
+        super().__init__()
+        self.spectrogram = _Spectrogram(front_end, persistent)
+        self.mel_scale = _MelScale(front_end, persistent)
+
+    def forward(self, wave: Tensor, num_samples: Tensor | None) -> Tensor:
+        power: Tensor = self.mel_scale(self.spectrogram(wave, num_samples))
+        return power
+
+
+class _Spectrogram(nn.Module):
+    """Waves [rows, samples] to the power spectrum [rows, frames, bins] around every `hop`-th sample."""
+
+    window: Tensor
+
+    def __init__(self, front_end: FrontEnd, persistent: bool) -> None:
+        super().__init__()
+        make = torch.hann_window if front_end.window == "hann" else torch.hamming_window
+        window = make(front_end.window_samples, periodic=True, dtype=torch.float64).float()
+        self.register_buffer("window", window, persistent=persistent)
+        self.fft_samples, self.hop_samples = front_end.fft_samples, front_end.hop_samples
+
+    def forward(self, wave: Tensor, num_samples: Tensor | None) -> Tensor:
+        # A short-time transform centres the window in `fft_samples`; where the zeros around it stand changes only
+        # phases, and the power has none. So frames are as long as the window, and the transform pads behind them.
+        reach = len(self.window) // 2
+        wave = F.pad(wave.unsqueeze(1), (reach, reach), mode="reflect").squeeze(1)
+        if num_samples is not None:
+            wave = _reflect_ends(wave, num_samples, reach)
+        frames = wave.unfold(-1, len(self.window), self.hop_samples) * self.window
+        spectrum = torch.fft.rfft(frames, n=self.fft_samples)
+        power: Tensor = spectrum.real.square() + spectrum.imag.square()
+        return power
+
+
+class _MelScale(nn.Module):
+    """Power in bins [.., bins] to power in mels [.., mels]."""
+
+    fb: Tensor
+
+    def __init__(self, front_end: FrontEnd, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("fb", _filterbank(front_end).float(), persistent=persistent)
+
+    def forward(self, power: Tensor) -> Tensor:
+        return power @ self.fb
+
+
+def _filterbank(front_end: FrontEnd) -> Tensor:
+    """Triangles [bins, mels] in float64, their corners evenly spaced in mels = 2595 log10(1 + Hz / 700)."""
+    bins = torch.linspace(0, front_end.sample_rate / 2, front_end.fft_samples // 2 + 1, dtype=torch.float64)
+    highest_mel = 2595 * math.log10(1 + front_end.max_hz / 700)
+    corner_mels = torch.linspace(0, highest_mel, front_end.num_mels + 2, dtype=torch.float64)
+    corners = 700 * (10 ** (corner_mels / 2595) - 1)
+    left, peak, right = corners[:-2], corners[1:-1], corners[2:]
+    rising = (bins[:, None] - left) / (peak - left)
+    falling = (right - bins[:, None]) / (right - peak)
+    triangles = torch.minimum(rising, falling).clamp(min=0)
+    return triangles * 2 / (right - left) if front_end.equal_area else triangles
+
+
+def _reflect_ends(padded: Tensor, num_samples: Tensor, reach: int) -> Tensor:
+    """Continues each clip in `padded` [rows, reach + samples + reach] by its own reflection, as if alone."""
+    steps = torch.arange(reach, device=padded.device)
+    ends = (reach + num_samples.long())[:, None]
+    mirrored = padded.gather(1, (ends - 2 - steps).clamp(min=0))  # an empty row has nothing to reflect
+    return padded.scatter(1, ends + steps, mirrored)
+
+
+def pcm_to_wave(pcm: Tensor, num_samples: Tensor) -> Tensor:
+    """int16 [batch, samples] to float32 in [-1, 1), silent from `num_samples` [batch] on.
+
+    A batch is memory used again and again: behind a clip stands whatever an earlier one left there.
+    """
+    inside = torch.arange(pcm.shape[-1], device=pcm.device) < num_samples[:, None]
+    return torch.where(inside, pcm, 0).float() / 32768
+
+
+def resample_22k_to_16k(wave: Tensor) -> Tensor:
+    """Waves [.., samples] at 22,050 Hz to [.., ceil(samples * 320 / 441)] at 16,000 Hz, in float32.
+
+    Every 441 input samples make 320 output samples, each with its own taps: one matrix product over blocks.
+    """
+    divisor = math.gcd(SAMPLE_RATE, SPEAKER_SAMPLE_RATE)
+    block_in, block_out = SAMPLE_RATE // divisor, SPEAKER_SAMPLE_RATE // divisor
+    taps, reach = _resampling_taps(block_in, block_out, wave.device)
+    with torch.autocast(wave.device.type, enabled=False):
+        padded = F.pad(wave.float(), (reach, reach + block_in))
+        blocks = padded.unfold(-1, len(taps), block_in) @ taps.float()
+    return blocks.flatten(-2)[..., : -(-wave.shape[-1] * block_out // block_in)]
+
+
+def _resampling_taps(block_in: int, block_out: int, device: torch.device) -> tuple[Tensor, int]:
+    """Taps [reach + block_in + reach, block_out] of a low-pass: a sinc under a Hann window, in float64.
+
+    Six zero crossings on either side and a cut-off at 0.99 of the lower Nyquist frequency are what the published
+    speaker encoder was trained behind.
+    """
+    num_crossings, cutoff = 6, 0.99 * min(block_in, block_out)
+    reach = math.ceil(num_crossings * block_in / cutoff)
+    taken_at = torch.arange(-reach, block_in + reach, device=device, dtype=torch.float64) / block_in
+    wanted_at = torch.arange(block_out, device=device, dtype=torch.float64) / block_out
+    crossings = (taken_at[:, None] - wanted_at) * cutoff
+    window = torch.cos(crossings.clamp(-num_crossings, num_crossings) * math.pi / (2 * num_crossings)).square()
+    return torch.sinc(crossings) * window * (cutoff / block_in), reach

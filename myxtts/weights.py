@@ -1,0 +1,162 @@
+"""XTTS-v2 folders: read whatever the ecosystem publishes, write what its tools load.
+
+    model.pth       GPT, vocoder and speaker encoder (a trainer's checkpoint holds the DVAE too)
+    dvae.pth        the DVAE;  mel_stats.pth  the 80 numbers that mels are divided by
+    vocab.json      the tokenizer;  config.json  the sizes and how to speak
+
+Joins files (`checkpoint`), names (`model.xtts`) and the vocabulary (`text.tokenizer`); trains and speaks nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from myxtts.checkpoint import Tensors, UnreadableWeights, read_tensors, require_match, write_atomically, write_pth
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
+from myxtts.model.gpt import grow_text_vocabulary
+from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
+from myxtts.model.xtts import XTTS, XTTSDims, canonical_names, dims_of
+from myxtts.text.tokenizer import FILE_NAME as VOCABULARY_FILE
+from myxtts.text.tokenizer import Tokenizer
+
+MODEL_FILES = ("model.pth", "best_model.pth")
+"""What the weights of a folder may be called; the first found counts."""
+PARTS = ("gpt", "hifigan_decoder.waveform_decoder", "hifigan_decoder.speaker_encoder", "dvae", "mel_stats")
+_DVAE_FILE, _STATS_FILE, _CONFIG_FILE = "dvae.pth", "mel_stats.pth", "config.json"
+
+
+class LoadedFolder(NamedTuple):
+    """A network from a folder, its vocabulary, and the parts the folder lacked, which have fresh weights."""
+
+    model: XTTS
+    vocabulary: Tokenizer
+    fresh_parts: list[str]
+
+
+def load_folder(folder: Path, vocabulary: Tokenizer | None = None) -> LoadedFolder:
+    """The network of an XTTS-v2 folder; for a larger `vocabulary` its text embedding and head are grown."""
+    state = read_folder(folder)
+    own = Tokenizer.load(folder) if (folder / VOCABULARY_FILE).is_file() else vocabulary
+    if own is None:
+        raise UnreadableWeights(f"{folder} has no {VOCABULARY_FILE}; name one with --tokenizer")
+    used = vocabulary or own
+    rows = len(state["gpt.text_embedding.weight"])
+    if own.num_tokens > rows or used.num_tokens < rows:
+        raise UnreadableWeights(
+            f"The weights in {folder} know {rows} text tokens, its vocabulary has {own.num_tokens}, the one to be "
+            f"used {used.num_tokens}. To add a language, extend the folder's own: myxtts vocabulary extend"
+        )
+    state = grow_text_vocabulary(state, used.num_tokens, torch.Generator().manual_seed(0), prefix="gpt.")
+    dims = dims_of(state).with_vocabulary(used.num_tokens, used.start_id, used.stop_id)
+    with torch.device("meta"):  # no time and memory for weights that are replaced at once
+        model = XTTS(dims)
+    return LoadedFolder(model, used, load_state(model, state, str(folder)))
+
+
+def read_folder(folder: Path) -> Tensors:
+    """All weights of an XTTS-v2 folder under the names of `XTTS`."""
+    found = [folder / name for name in MODEL_FILES if (folder / name).is_file()]
+    if not found:
+        there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no folder"
+        raise UnreadableWeights(f"No {' or '.join(MODEL_FILES)} in {folder} (there is: {there or 'nothing'})")
+    state = canonical_names(read_tensors(found[0]))
+    if "gpt.text_embedding.weight" not in state:
+        raise UnreadableWeights(f"{found[0]} holds no XTTS: {len(state)} tensors such as {next(iter(state), '-')}")
+    if (folder / _DVAE_FILE).is_file():
+        dvae = read_tensors(folder / _DVAE_FILE)
+        state |= {f"dvae.{name.removeprefix('dvae.')}": value for name, value in dvae.items()}
+    if "mel_stats" not in state and (folder / _STATS_FILE).is_file():
+        state["mel_stats"] = next(iter(read_tensors(folder / _STATS_FILE).values()))
+    return state
+
+
+def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[str]:
+    """Put weights into a model, all or an error; returns the parts that `state` lacks, now freshly initialised."""
+    absent = [part for part in PARTS if not any(_belongs(name, part) for name in state)]
+    expected = {
+        name: tensor.shape
+        for name, tensor in model.state_dict().items()
+        if not any(_belongs(name, part) for part in absent)
+    }
+    require_match(state, expected, source)
+    model.load_state_dict(dict(state), strict=False, assign=True)
+    if absent:
+        fresh = XTTS(model.dims)
+        for part in absent:
+            parent, _, name = part.rpartition(".")
+            setattr(model.get_submodule(parent), name, _attribute(fresh, part))
+    return absent
+
+
+def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer) -> None:
+    """Write a folder that coqui-tts and everything built on it loads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    dvae = {name.removeprefix("dvae."): tensor for name, tensor in state.items() if name.startswith("dvae.")}
+    main = {name: tensor for name, tensor in state.items() if not name.startswith("dvae.")}
+    write_pth(folder / MODEL_FILES[0], {"model": main, "step": 0, "epoch": 0})
+    write_pth(folder / _DVAE_FILE, dvae)
+    write_atomically(folder / _STATS_FILE, lambda path: torch.save(state["mel_stats"], path))
+    vocabulary.save(folder / VOCABULARY_FILE)
+    text = json.dumps(coqui_settings(model.dims, vocabulary), indent=2)
+    write_atomically(folder / _CONFIG_FILE, lambda path: _write_text(path, text))
+
+
+def coqui_settings(dims: XTTSDims, vocabulary: Tokenizer) -> dict[str, Any]:
+    """What coqui-tts must know of the network, under its names; how to speak is as XTTS-v2 was published."""
+    gpt = dims.gpt
+    return {
+        "model": "xtts",
+        "languages": sorted("zh-cn" if code == "zh" else code for code in vocabulary.languages),
+        "audio": {"sample_rate": SAMPLE_RATE, "output_sample_rate": OUTPUT_SAMPLE_RATE},
+        "temperature": 0.75,
+        "top_k": 50,
+        "top_p": 0.85,
+        "repetition_penalty": 5.0,
+        "length_penalty": 1.0,
+        "gpt_cond_len": 30,
+        "gpt_cond_chunk_len": 4,
+        "max_ref_len": 30,
+        "model_args": {
+            "gpt_layers": gpt.layers,
+            "gpt_n_model_channels": gpt.dim,
+            "gpt_n_heads": gpt.heads,
+            "gpt_number_text_tokens": gpt.text_tokens,
+            "gpt_start_text_token": gpt.start_text,
+            "gpt_stop_text_token": gpt.stop_text,
+            "gpt_num_audio_tokens": gpt.audio_tokens,
+            "gpt_start_audio_token": gpt.start_code,
+            "gpt_stop_audio_token": gpt.stop_code,
+            "gpt_max_audio_tokens": gpt.max_codes,
+            "gpt_max_text_tokens": gpt.max_text,
+            "gpt_max_prompt_tokens": 70,
+            "gpt_code_stride_len": SAMPLES_PER_CODE,
+            "gpt_use_perceiver_resampler": True,
+            "gpt_use_masking_gt_prompt_approach": True,
+            "input_sample_rate": SAMPLE_RATE,
+            "output_sample_rate": OUTPUT_SAMPLE_RATE,
+            "output_hop_length": HOP_SAMPLES,
+            "decoder_input_dim": gpt.dim,
+            "d_vector_dim": dims.speaker_dim,
+        },
+    }
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _belongs(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
+
+
+def _attribute(model: nn.Module, part: str) -> Any:
+    for name in part.split("."):
+        model = getattr(model, name)
+    return model

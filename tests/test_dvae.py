@@ -1,0 +1,325 @@
+"""The discrete VAE: equal to XTTS-v2's number for number, and a codebook that learns."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from myxtts.model.dvae import DVAE, Codebook
+
+FIXTURES = Path(__file__).parent / "fixtures"
+SIZES = ("num_tokens", "codebook_dim", "hidden_dim", "num_resnet_blocks")
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Networks this small lose time to threads that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Relative; shapes must agree."""
+    assert ours.shape == theirs.shape
+    ours, theirs = ours.detach().double().cpu(), theirs.detach().double().cpu()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    return torch.load(FIXTURES / "dvae.pt", weights_only=True)
+
+
+@pytest.fixture
+def dvae(reference: dict[str, Any]) -> DVAE:
+    model = DVAE(**{name: reference[name] for name in SIZES})
+    model.load_state_dict(reference["state_dict"])
+    return model.eval()
+
+
+@pytest.fixture
+def fitted(dvae: DVAE) -> tuple[DVAE, torch.Tensor]:
+    """A codebook among its data (the fixture's codes are all the same one), and a mel that uses most of it."""
+    mel = sounds(4, 640)
+    dvae.codebook.cluster_size.zero_()
+    with torch.no_grad():
+        dvae.revive(dvae(mel).latents, torch.Generator().manual_seed(1))
+        for _ in range(20):
+            out = dvae(mel)
+            dvae.update_codebook(out.latents, out.codes)
+    return dvae, mel
+
+
+def sounds(batch: int, frames: int, held: int = 16) -> torch.Tensor:
+    """Like speech seen from far: a few dozen spectra, each held for a while, never twice the same."""
+    random = torch.Generator().manual_seed(0)
+    kinds = 2 * torch.randn(32, 80, generator=random)
+    which = torch.randint(32, (batch, frames // held), generator=random)
+    return kinds[which].repeat_interleave(held, 1).mT + 0.1 * torch.randn(batch, 80, frames, generator=random)
+
+
+def slowly_nearest(latents: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    return torch.cdist(
+        latents.double(), codebook.embed.double().mT, compute_mode="donot_use_mm_for_euclid_dist"
+    ).argmin(-1)
+
+
+class TestEqualsTheReference:
+    def test_names_shapes_and_counts_of_the_full_size(self) -> None:
+        with torch.device("meta"):
+            model = DVAE()
+        parameters = dict(model.named_parameters())
+        found = {
+            name: (str(tuple(value.shape)), str(value.dtype), "param" if name in parameters else "buffer")
+            for name, value in model.state_dict().items()
+        }
+        listed = [line.split("\t") for line in (FIXTURES / "state_dict_dvae.txt").read_text().splitlines()]
+        expected = {row[0]: (row[1], f"torch.{row[2]}", row[3]) for row in listed if len(row) == 4}
+        assert len(expected) == 56
+        assert found == expected
+        assert sum(value.numel() for value in parameters.values()) == 51_567_184
+
+    def test_codes(self, dvae: DVAE, reference: dict[str, Any]) -> None:
+        assert torch.equal(dvae.encode(reference["mel"]), reference["codes"])
+
+    def test_decoded_mel(self, dvae: DVAE, reference: dict[str, Any]) -> None:
+        assert error(dvae.decode(reference["codes"]), reference["decoded"]) <= 1e-4
+
+    def test_forward(self, dvae: DVAE, reference: dict[str, Any]) -> None:
+        out = dvae(reference["mel"])
+        assert out.codes.shape[1] == reference["mel"].shape[2] // 4
+        assert error(out.reconstruction, reference["forward_out_eval"]) <= 1e-4
+        assert error(out.mse, reference["recon_loss_elementwise"]) <= 1e-4
+        assert error(out.commitment, reference["commit_loss"]) <= 1e-4
+
+
+class TestCodes:
+    @pytest.mark.parametrize("frames", [1, 2, 4, 5, 7, 8, 9, 118])
+    def test_one_for_every_four_frames_begun(self, dvae: DVAE, frames: int) -> None:
+        codes = dvae.encode(torch.zeros(3, 80, frames))
+        assert codes.shape == (3, -(-frames // 4))
+        assert codes.dtype == torch.int64
+        assert dvae.decode(codes).shape == (3, 80, 4 * codes.shape[1])
+
+    def test_are_of_the_nearest_vectors(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        out = model(mel)
+        assert len(out.codes.unique()) > 30
+        assert torch.equal(out.codes, slowly_nearest(out.latents, model.codebook))
+        assert torch.equal(out.codes, model.encode(mel))
+
+    def test_of_two_equal_vectors_the_first(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        before = model.encode(mel)
+        vectors = model.codebook.embed
+        model.codebook.embed = torch.cat([vectors, vectors], dim=1)
+        assert torch.equal(model.encode(mel), before)
+
+    def test_are_chosen_in_float32_under_autocast(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        latents = model(mel).latents
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            codes = model.codebook.nearest(latents)
+            out = model(mel)
+        assert torch.equal(codes, slowly_nearest(latents, model.codebook))
+        assert out.latents.dtype == out.mse.dtype == out.commitment.dtype == torch.float32
+
+    def test_compile_to_one_graph(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        codes = torch.compile(model.encode, fullgraph=True, dynamic=False, backend="aot_eager")(mel)
+        assert torch.equal(codes, model.encode(mel))
+
+    def test_forward_and_update_compile_to_one_graph(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        model.train()
+        plain = copy.deepcopy(model)
+
+        def step(network: DVAE, mel: torch.Tensor) -> torch.Tensor:
+            out = network(mel)
+            network.update_codebook(out.latents, out.codes)
+            return out.mse.mean() + out.commitment
+
+        loss = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")(model, mel)
+        loss.backward()
+        torch.testing.assert_close(loss, step(plain, mel))
+        torch.testing.assert_close(model.codebook.embed, plain.codebook.embed)
+
+
+class TestTraining:
+    def test_gradients_pass_straight_through(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        model.train()
+        out = model(mel)
+        out.mse.mean().backward()
+        vectors = model.codebook.vectors(out.codes).requires_grad_()
+        (model.decoder(vectors.mT) - mel).square().mean().backward()
+        # The bias ends the encoder, so its gradient is that of the latents, summed over all of them.
+        torch.testing.assert_close(model.encoder[-1].bias.grad, vectors.grad.sum((0, 1)))
+        assert all(parameter.grad.abs().sum() > 0 for parameter in model.encoder.parameters())
+
+    def test_commitment_reaches_only_the_encoder(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        model.train()(mel).commitment.backward()
+        assert model.encoder[0][0].weight.grad.abs().sum() > 0
+        assert all(parameter.grad is None for parameter in model.decoder.parameters())
+
+    def test_padding_does_not_count(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        mask = torch.ones(4, mel.shape[2] // 4)
+        mask[:, 100:] = 0
+        out = model(mel, mask)
+        distances = (model.codebook.vectors(out.codes) - out.latents).square()
+        torch.testing.assert_close(out.commitment, distances[:, :100].mean())
+        other = copy.deepcopy(model)
+        model.update_codebook(out.latents, out.codes, mask)
+        other.update_codebook(out.latents[:, :100], out.codes[:, :100])
+        torch.testing.assert_close(model.codebook.embed, other.codebook.embed)
+
+    def test_loss_falls(self) -> None:
+        torch.manual_seed(0)
+        model, mel = DVAE(num_tokens=48, codebook_dim=16, hidden_dim=16, num_resnet_blocks=1), sounds(4, 64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        generator = torch.Generator().manual_seed(0)
+        model.revive(model(mel).latents, generator)
+        losses = []
+        for _ in range(150):
+            out = model(mel)
+            optimizer.zero_grad()
+            (out.mse.mean() + out.commitment).backward()
+            optimizer.step()
+            model.update_codebook(out.latents, out.codes)
+            model.revive(out.latents, generator)
+            losses.append(out.mse.detach().mean())
+        assert losses[-1] < 0.5 * losses[0]
+        assert model.usage().used > 24
+
+
+class TestCodebook:
+    def test_update_equals_a_slow_one(self) -> None:
+        torch.manual_seed(0)
+        book, latents, codes = Codebook(6, 10), torch.randn(3, 7, 6), torch.randint(8, (3, 7))
+        book.cluster_size.uniform_(0, 5)
+        sizes, sums = book.cluster_size.double().tolist(), book.embed_avg.double().mT.clone()
+        for _ in range(3):
+            book.update(latents, codes)
+            for code in range(10):
+                chosen = [latents[b, t].double() for b in range(3) for t in range(7) if int(codes[b, t]) == code]
+                sizes[code] = 0.99 * sizes[code] + 0.01 * len(chosen)
+                sums[code] = 0.99 * sums[code] + 0.01 * sum(chosen, torch.zeros(6).double())
+        total = sum(sizes)
+        for code in range(10):
+            size = (sizes[code] + 1e-5) / (total + 10 * 1e-5) * total
+            torch.testing.assert_close(book.embed[:, code], (sums[code] / size).float())
+        torch.testing.assert_close(book.cluster_size, torch.tensor(sizes))
+
+    def test_processes_that_add_up_equal_one(self) -> None:
+        torch.manual_seed(0)
+        whole = Codebook(6, 10)
+        first, second = copy.deepcopy(whole), copy.deepcopy(whole)
+        latents, codes = torch.randn(8, 5, 6), torch.randint(10, (8, 5))
+        seen: list[torch.Tensor] = []
+        second.update(latents[4:], codes[4:], all_reduce=lambda sums: seen.append(sums.clone()))
+        first.update(latents[:4], codes[:4], all_reduce=lambda sums: sums.add_(seen[0]))
+        whole.update(latents, codes)
+        assert len(seen) == 1
+        torch.testing.assert_close(first.state_dict(), whole.state_dict())
+
+    def test_dead_codes_are_revived(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        book = model.codebook
+        book.embed[:, :9] = 1e4
+        book.embed_avg[:, :9] = 0
+        book.cluster_size[:9] = 0
+        dead_before = model.usage().counts <= 0.01 * book.cluster_size.mean()
+        before = book.embed.clone()
+        latents = model(mel).latents
+        assert not (model.encode(mel) < 9).any()
+
+        revived = model.revive(latents, torch.Generator().manual_seed(3))
+        assert int(revived) == int(dead_before.sum()) >= 9
+        assert torch.equal(book.embed[:, ~dead_before], before[:, ~dead_before])
+        points = latents.flatten(0, 1)
+        assert all((points == vector).all(1).any() for vector in book.embed.mT[:9])
+        codes = model.encode(mel)
+        assert all((codes == code).any() for code in range(9))
+        assert int(model.usage().used) == len(book.cluster_size)
+        model.update_codebook(latents, codes)
+        assert book.embed.abs().max() < 2 * latents.abs().max(), "a revived code must not be thrown far away"
+
+    def test_revival_draws_each_real_latent_once_and_by_the_generator(self) -> None:
+        latents, mask = torch.arange(100.0).view(2, 50, 1), torch.zeros(2, 50)
+        mask[:, 10:30] = 1
+        books = [Codebook(1, 30) for _ in range(3)]
+        for book, seed in zip(books, (1, 1, 2), strict=True):
+            assert int(book.revive(latents, torch.Generator().manual_seed(seed), mask)) == 30
+        drawn = books[0].embed.flatten()
+        assert len(drawn.unique()) == 30
+        assert torch.isin(drawn, latents[mask > 0]).all()
+        assert torch.equal(books[0].embed, books[1].embed)
+        assert not torch.equal(books[0].embed, books[2].embed)
+        shared = Codebook(1, 30)
+        shared.revive(
+            latents, torch.Generator().manual_seed(2), mask, share=lambda fresh: fresh.copy_(drawn[None])
+        )
+        assert torch.equal(shared.embed, books[0].embed)
+
+    def test_fewer_latents_than_codes_repeat(self) -> None:
+        book = Codebook(1, 30)
+        book.revive(torch.arange(4.0).view(4, 1), torch.Generator().manual_seed(0))
+        assert (
+            torch.bincount(book.embed.flatten().long()).tolist() == [8, 8, 7, 7] or len(book.embed.unique()) == 4
+        )
+
+    def test_usage(self) -> None:
+        book = Codebook(4, 10)
+        assert int(book.usage().used) == 0
+        book.cluster_size[:5] = 3
+        usage = book.usage()
+        assert (int(usage.used), round(float(usage.perplexity), 3)) == (5, 5.0)
+        assert torch.equal(usage.counts, book.cluster_size)
+
+
+class TestOnTheGpu:
+    pytestmark = gpu
+
+    def test_float32_equals_the_cpu(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        expected = model(mel)
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            on_gpu = copy.deepcopy(model).cuda()
+            out, decoded = on_gpu(mel.cuda()), on_gpu.decode(expected.codes.cuda())
+        assert (out.codes.cpu() == expected.codes).float().mean() >= 0.999
+        assert error(out.latents, expected.latents) <= 1e-4
+        assert error(decoded, expected.reconstruction) <= 1e-4
+
+    def test_codes_in_bfloat16_agree(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        expected = model.encode(mel)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            codes = model.cuda().encode(mel.cuda())
+        assert (codes.cpu() == expected).float().mean() >= 0.99
+
+    def test_nothing_waits_for_the_device(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted[0].cuda().train(), fitted[1].cuda()
+        generator = torch.Generator("cuda").manual_seed(0)
+        mask = torch.ones(mel.shape[0], mel.shape[2] // 4, device="cuda")
+        model(mel)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                model.encode(mel)
+                out = model(mel, mask)
+                (out.mse.mean() + out.commitment).backward()
+            model.update_codebook(out.latents, out.codes, mask)
+            model.revive(out.latents, generator, mask)
+            model.usage()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,161 @@
+"""Mels, PCM and resampling: equal to the reference, the same alone and in a batch, float32 everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from myxtts.model.mel import (
+    CONDITIONING_MEL,
+    DVAE_MEL,
+    SPEAKER_MEL,
+    FrontEnd,
+    LogMel,
+    pcm_to_wave,
+    resample_22k_to_16k,
+)
+
+FRONT_ENDS = pytest.mark.parametrize(
+    "front_end", [DVAE_MEL, CONDITIONING_MEL, SPEAKER_MEL], ids=["dvae", "conditioning", "speaker"]
+)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Tensor]:
+    return torch.load(Path(__file__).parent / "fixtures" / "mels.pt", weights_only=True)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖."""
+    assert found.shape == expected.shape
+    assert found.dtype == torch.float32
+    return float((found.cpu() - expected).norm() / expected.norm())
+
+
+def wave_of(front_end: FrontEnd, reference: dict[str, Tensor]) -> Tensor:
+    return reference["wav16" if front_end is SPEAKER_MEL else "wav22"]
+
+
+@pytest.mark.parametrize(("front_end", "name"), [(DVAE_MEL, "dvae_mel"), (CONDITIONING_MEL, "cond_mel")])
+def test_equals_the_reference(reference: dict[str, Tensor], front_end: FrontEnd, name: str) -> None:
+    log_mel = LogMel(front_end)
+    assert error(log_mel(reference["wav22"], reference["mel_norms"]), reference[name]) <= TOLERANCE
+    unnormalised = reference[name] * reference["mel_norms"][:, None]
+    assert error(log_mel(reference["wav22"]), unnormalised) <= TOLERANCE
+    assert not log_mel.state_dict()  # the tables follow from the front end
+
+
+def test_speaker_mel_equals_the_reference(reference: dict[str, Tensor]) -> None:
+    log_mel = LogMel(SPEAKER_MEL)(reference["wav16"])
+    assert error(log_mel, (reference["spk_mel"] + 1e-6).log()) <= TOLERANCE  # the fixture holds power
+    assert error(log_mel.exp() - 1e-6, reference["spk_mel"]) <= TOLERANCE
+
+
+def test_resampling_equals_the_reference(reference: dict[str, Tensor]) -> None:
+    assert error(resample_22k_to_16k(reference["wav22"]), reference["wav16"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("num_samples", [1, 440, 441, 442, 22050])
+def test_resampled_length_and_level(num_samples: int) -> None:
+    resampled = resample_22k_to_16k(torch.ones(num_samples))
+    assert resampled.shape == (-(-num_samples * 16000 // 22050),)
+    if num_samples == 22050:
+        assert (resampled[20:-20] - 1).abs().max() < 0.01  # a constant stays what it was
+
+
+@FRONT_ENDS
+def test_any_leading_shape(reference: dict[str, Tensor], front_end: FrontEnd) -> None:
+    log_mel, wave = LogMel(front_end), wave_of(front_end, reference)
+    together = log_mel(wave)
+    for one, mel in zip(wave, together, strict=True):
+        assert error(log_mel(one), mel) < 1e-6
+    assert torch.equal(log_mel(wave[:, None])[:, 0], together)
+    assert together.transpose(1, 2).is_contiguous()
+
+
+@FRONT_ENDS
+def test_a_clip_in_a_batch_equals_the_clip_alone(reference: dict[str, Tensor], front_end: FrontEnd) -> None:
+    log_mel, wave = LogMel(front_end), wave_of(front_end, reference)[0]
+    num_samples = torch.tensor([len(wave), 20000, 12345, front_end.hop_samples * 40, 700, 0], dtype=torch.int32)
+    rows = torch.stack([torch.where(torch.arange(len(wave)) < length, wave, 0.0) for length in num_samples])
+    before = rows.clone()
+    mels, num_frames = log_mel(rows, num_samples=num_samples), front_end.num_frames(num_samples)
+    assert torch.equal(rows, before)
+    assert mels.isfinite().all()
+    for length, mel, frames in zip(num_samples[:-1].tolist(), mels, num_frames.tolist(), strict=False):
+        alone = log_mel(wave[:length])
+        assert frames == alone.shape[-1] == front_end.num_frames(length)
+        assert error(mel[:, :frames], alone) < 1e-6
+
+
+def test_frames_are_counted_without_reading_the_lengths() -> None:
+    counted = DVAE_MEL.num_frames(torch.tensor([0, 255, 256, 132300], dtype=torch.int32))
+    assert counted.tolist() == [1, 1, 2, 517]
+    assert DVAE_MEL.num_frames(torch.empty(3, device="meta")).is_meta  # a meta tensor has no values to read
+
+
+def test_pcm_becomes_waves_and_stale_samples_silence() -> None:
+    pcm = torch.tensor([[-32768, 32767, 1, 9], [16384, 9, 9, 9], [9, 9, 9, 9]], dtype=torch.int16)
+    wave = pcm_to_wave(pcm, torch.tensor([3, 1, 0], dtype=torch.int32))
+    expected = [[-1.0, 32767 / 32768, 1 / 32768, 0.0], [0.5, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    assert wave.dtype == torch.float32
+    assert wave.tolist() == expected
+
+
+@FRONT_ENDS
+def test_float32_under_autocast_and_in_a_bf16_model(reference: dict[str, Tensor], front_end: FrontEnd) -> None:
+    wave = wave_of(front_end, reference)
+    expected = LogMel(front_end)(wave)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), LogMel(front_end, persistent=True)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model[1](wave), expected)
+        assert resample_22k_to_16k(wave).dtype == torch.float32
+    assert model[0].weight.dtype == torch.bfloat16
+    assert all(table.dtype == torch.float32 for table in model[1].state_dict().values())
+
+
+def test_gradients_reach_the_wave(reference: dict[str, Tensor]) -> None:
+    wave = reference["wav22"][:, :6000].clone().requires_grad_()
+    mel = LogMel(DVAE_MEL)(wave, reference["mel_norms"], torch.tensor([6000, 3000]))
+    mel.mean().backward()
+    assert wave.grad is not None
+    assert wave.grad.isfinite().all()
+    assert (wave.grad[0] != 0).float().mean() > 0.99
+
+
+def test_one_graph(reference: dict[str, Tensor]) -> None:
+    log_mel = LogMel(CONDITIONING_MEL)
+
+    def front(pcm: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wave = pcm_to_wave(pcm, num_samples)
+        mel = log_mel(wave, reference["mel_norms"], num_samples)
+        return mel, CONDITIONING_MEL.num_frames(num_samples), resample_22k_to_16k(wave)
+
+    pcm = (reference["wav22"] * 32767).to(torch.int16)
+    num_samples = torch.tensor([30000, 12000], dtype=torch.int32)
+    compiled = torch.compile(front, fullgraph=True, dynamic=False, backend="aot_eager")
+    for found, expected in zip(compiled(pcm, num_samples), front(pcm, num_samples), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+@FRONT_ENDS
+def test_cuda_equals_cpu(reference: dict[str, Tensor], front_end: FrontEnd) -> None:
+    wave = wave_of(front_end, reference)
+    num_samples = torch.tensor([wave.shape[1], 9999])
+    log_mel = LogMel(front_end)
+    expected, expected_16k = log_mel(wave, num_samples=num_samples), resample_22k_to_16k(wave)
+    log_mel.cuda()
+    on_device, lengths = wave.cuda(), num_samples.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found, found_16k = log_mel(on_device, num_samples=lengths), resample_22k_to_16k(on_device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found.is_cuda
+    assert error(found, expected) <= TOLERANCE
+    assert error(found_16k, expected_16k) <= TOLERANCE

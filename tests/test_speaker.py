@@ -1,0 +1,114 @@
+"""The speaker encoder: equal to the reference, loadable from published weights, and free of side effects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from myxtts.model.speaker import SpeakerEncoder, attentive_statistics
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TOLERANCE = 1e-4
+
+# The fixture's first stage has four channels, a squeeze of which to an eighth leaves none.
+pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    return torch.load(FIXTURES / "speaker_encoder.pt", weights_only=True)
+
+
+@pytest.fixture
+def encoder(reference: dict[str, Any]) -> SpeakerEncoder:
+    encoder = SpeakerEncoder(reference["input_dim"], reference["proj_dim"], reference["num_filters"])
+    encoder.load_state_dict(reference["state_dict"], strict=True)
+    return encoder.eval().requires_grad_(False)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖."""
+    assert found.shape == expected.shape
+    return float((found.float().cpu() - expected).norm() / expected.norm())
+
+
+def listed_entries() -> list[tuple[str, str, str, str]]:
+    """(name, shape, dtype, param or buffer) of every entry of the published state dict."""
+    text = (FIXTURES / "state_dict_speaker_encoder.txt").read_text(encoding="utf-8")
+    rows = [line.split("\t") for line in text.splitlines() if not line.startswith("#")]
+    return [(name.removeprefix("speaker_encoder."), shape, dtype, kind) for name, shape, dtype, kind in rows]
+
+
+def test_equals_the_reference(encoder: SpeakerEncoder, reference: dict[str, Any]) -> None:
+    assert error(encoder(reference["wav16"], l2_norm=False), reference["emb"]) <= TOLERANCE
+    assert error(encoder(reference["wav16"], l2_norm=True), reference["emb_l2"]) <= TOLERANCE
+
+
+def test_own_tables_equal_the_published_ones(reference: dict[str, Any]) -> None:
+    fresh = SpeakerEncoder(reference["input_dim"], reference["proj_dim"], reference["num_filters"]).state_dict()
+    tables = [name for name in fresh if name.startswith("torch_spec.")]
+    assert len(tables) == 3
+    for name in tables:
+        assert error(fresh[name], reference["state_dict"][name]) < 1e-5
+
+
+def test_state_dict_equals_the_list_entry_for_entry() -> None:
+    encoder = SpeakerEncoder()
+    parameters = dict(encoder.named_parameters())
+    found = [
+        (name, str(tuple(value.shape)), str(value.dtype).removeprefix("torch."), kind)
+        for name, value in encoder.state_dict().items()
+        for kind in ["param" if name in parameters else "buffer"]
+    ]
+    assert found == listed_entries()
+    assert len(found) == 295
+    assert sum(value.numel() for value in parameters.values()) == 8_028_492
+
+
+def test_a_batch_equals_its_clips(encoder: SpeakerEncoder, reference: dict[str, Any]) -> None:
+    together = encoder(reference["wav16"])
+    assert error(torch.cat([encoder(wave[None]) for wave in reference["wav16"]]), together) < 1e-5
+
+
+def test_the_wave_is_left_as_it_was(encoder: SpeakerEncoder, reference: dict[str, Any]) -> None:
+    wave = reference["wav16"].clone()
+    encoder(wave, l2_norm=True)
+    assert torch.equal(wave, reference["wav16"])
+
+
+def test_loudness_does_not_matter(encoder: SpeakerEncoder, reference: dict[str, Any]) -> None:
+    # Not exactly, because 1e-6 is added before the logarithm.
+    assert error(encoder(2 * reference["wav16"]), encoder(reference["wav16"])) < 0.01
+
+
+def test_statistics_of_a_constant_are_its_value_and_the_least_deviation() -> None:
+    hidden = torch.tensor([[3.0, -2.0]])[:, :, None].expand(1, 2, 7)
+    pooled = attentive_statistics(hidden, torch.full((1, 2, 7), 1 / 7))
+    torch.testing.assert_close(pooled, torch.tensor([[3.0, -2.0, 1e-5**0.5, 1e-5**0.5]]))
+
+
+def test_half_precision_stays_near(encoder: SpeakerEncoder, reference: dict[str, Any]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert error(encoder(reference["wav16"]), reference["emb"]) < 0.03
+    encoder.bfloat16()
+    assert error(encoder(reference["wav16"]), reference["emb"]) < 0.03
+
+
+def test_one_graph(encoder: SpeakerEncoder, reference: dict[str, Any]) -> None:
+    compiled = torch.compile(encoder, fullgraph=True, dynamic=False, backend="eager")
+    assert error(compiled(reference["wav16"], l2_norm=True), reference["emb_l2"]) <= TOLERANCE
+
+
+@pytest.mark.gpu
+def test_cuda_equals_cpu(
+    encoder: SpeakerEncoder, reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # or else "float32" convolutions are TF32
+    encoder.cuda()
+    wave = reference["wav16"].cuda()
+    assert error(encoder(wave), reference["emb"]) <= TOLERANCE
+    assert error(encoder(wave, l2_norm=True), reference["emb_l2"]) <= TOLERANCE

@@ -1,0 +1,256 @@
+"""The vocoder equal to XTTS-v2's number for number, and the discriminators that train it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from myxtts.model.discriminators import (
+    RESOLUTIONS,
+    Discriminators,
+    Judgement,
+    PeriodDiscriminator,
+    ResolutionDiscriminator,
+)
+from myxtts.model.vocoder import HifiGanDecoder, modern_names, num_frames, num_samples
+
+FIXTURES = Path(__file__).parent / "fixtures"
+SIZES = ("decoder_input_dim", "upsample_initial_channel", "d_vector_dim")
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Networks this small lose time to threads that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Relative; shapes must agree."""
+    assert ours.shape == theirs.shape
+    ours, theirs = ours.detach().double().cpu(), theirs.detach().double().cpu()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    return torch.load(FIXTURES / "hifigan.pt", weights_only=True)
+
+
+@pytest.fixture
+def vocoder(reference: dict[str, Any]) -> HifiGanDecoder:
+    model = HifiGanDecoder(**{name: reference[name] for name in SIZES})
+    model.load_state_dict(reference["state_dict"])
+    return model.eval()
+
+
+def small_discriminators() -> Discriminators:
+    torch.manual_seed(0)
+    return Discriminators(period_widths=(4, 8, 8), resolution_width=4)
+
+
+class TestEqualsTheReference:
+    def test_names_shapes_and_counts_of_the_full_size(self) -> None:
+        with torch.device("meta"):
+            model = HifiGanDecoder()
+        parameters = dict(model.named_parameters())
+        found = {
+            name: (str(tuple(value.shape)), str(value.dtype), "param" if name in parameters else "buffer")
+            for name, value in model.state_dict().items()
+        }
+        listed = [line.split("\t") for line in (FIXTURES / "state_dict_hifigan.txt").read_text().splitlines()]
+        expected = {row[0]: (row[1], f"torch.{row[2]}", row[3]) for row in listed if len(row) == 4}
+        assert len(expected) == 241
+        assert found == expected
+        assert sum(value.numel() for value in parameters.values()) == 17_827_808
+
+    def test_waveform(self, vocoder: HifiGanDecoder, reference: dict[str, Any]) -> None:
+        assert error(vocoder(reference["latents"], reference["g"]), reference["wav"]) <= 1e-4
+
+    def test_waveform_without_weight_norm(self, vocoder: HifiGanDecoder, reference: dict[str, Any]) -> None:
+        vocoder.remove_weight_norm()
+        assert not any("parametrizations" in name for name in vocoder.state_dict())
+        assert error(vocoder(reference["latents"], reference["g"]), reference["wav"]) <= 1e-4
+
+    @pytest.mark.parametrize("renamed_first", [True, False])
+    def test_old_names_of_weight_norm_load(self, reference: dict[str, Any], renamed_first: bool) -> None:
+        old = {
+            name.replace("parametrizations.weight.original0", "weight_g").replace(
+                "parametrizations.weight.original1", "weight_v"
+            ): value
+            for name, value in reference["state_dict"].items()
+        }
+        assert sum(name.endswith("weight_g") for name in old) == 4 + 12 * 6
+        assert modern_names(old).keys() == reference["state_dict"].keys()
+        assert modern_names(reference["state_dict"]) == reference["state_dict"]
+        model = HifiGanDecoder(**{name: reference[name] for name in SIZES})
+        model.load_state_dict(modern_names(old) if renamed_first else old)
+        assert error(model(reference["latents"], reference["g"]), reference["wav"]) <= 1e-4
+
+
+class TestVocoder:
+    @pytest.mark.parametrize("latents", [1, 2, 12, 13, 151, 605])
+    def test_lengths_are_known_beforehand(self, latents: int) -> None:
+        frames = HifiGanDecoder.frames(torch.zeros(1, latents, 2))
+        assert frames.shape == (1, 2, num_frames(latents))
+        assert num_samples(latents) == 256 * num_frames(latents)
+        assert num_samples(latents) / 24000 == pytest.approx(latents * 1024 / 22050, abs=256 / 24000)
+
+    def test_output_of_a_batch_is_that_of_its_rows(self, vocoder: HifiGanDecoder) -> None:
+        latents, g = torch.randn(3, 5, 32), torch.randn(3, 16, 1)
+        together = vocoder(latents, g)
+        assert together.shape == (3, 1, num_samples(5))
+        alone = torch.cat([vocoder(latents[i : i + 1], g[i : i + 1]) for i in range(3)])
+        torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
+        assert error(vocoder(latents, -g), together) > 1e-3, "the voice must be heard"
+
+    def test_frames_may_be_cut_like_samples(self, vocoder: HifiGanDecoder) -> None:
+        latents, g = torch.randn(1, 60, 32), torch.randn(1, 16, 1)
+        frames, wave = vocoder.frames(latents), vocoder(latents, g)
+        cut = vocoder.waveform_decoder(frames[..., 50:200], g)
+        # Far from the cuts nothing is missing: about 40 frames to each side is more than the network sees.
+        torch.testing.assert_close(
+            cut[..., 40 * 256 : 110 * 256], wave[..., 90 * 256 : 160 * 256], atol=1e-5, rtol=1e-4
+        )
+
+    def test_a_fresh_one_starts_near_silence(self) -> None:
+        torch.manual_seed(0)
+        model = HifiGanDecoder(decoder_input_dim=32, upsample_initial_channel=64, d_vector_dim=16)
+        assert model(torch.randn(1, 4, 32), F.normalize(torch.randn(1, 16, 1), dim=1)).abs().mean() < 0.2
+
+    def test_compiles_to_one_graph(self, vocoder: HifiGanDecoder) -> None:
+        latents, g = torch.randn(1, 5, 32), torch.randn(1, 16, 1)
+        compiled = torch.compile(vocoder, fullgraph=True, dynamic=False, backend="aot_eager")
+        torch.testing.assert_close(compiled(latents, g), vocoder(latents, g))
+
+
+class TestDiscriminators:
+    def test_of_the_papers_have_their_size(self) -> None:
+        with torch.device("meta"):
+            full = Discriminators()
+        counts = [sum(p.numel() for p in networks.parameters()) for networks in (full.periods, full.resolutions)]
+        assert counts[0] == pytest.approx(41.1e6, rel=0.01)
+        assert counts[1] == pytest.approx(0.28e6, rel=0.03)
+
+    def test_shapes(self) -> None:
+        model, wave = small_discriminators(), torch.rand(3, 1, 4801) - 0.5
+        judgements = model.judge(wave)
+        assert len(judgements) == 5 + 3
+        for network, (logits, features) in zip((*model.periods, *model.resolutions), judgements, strict=True):
+            assert logits.shape[0] == 3 and logits.ndim == 2
+            assert len(features) == len(network.layers)
+            for feature in features:
+                assert feature.shape[0] == 3 and feature.ndim == 4
+
+    def test_real_and_fake_together_are_as_alone(self) -> None:
+        model = small_discriminators()
+        real, fake = torch.rand(2, 1, 4800) - 0.5, torch.rand(2, 1, 4800) - 0.5
+        for together, wave in zip(model(real, fake), (real, fake), strict=True):
+            for ours, alone in zip(together, model.judge(wave), strict=True):
+                assert isinstance(ours, Judgement)
+                torch.testing.assert_close(ours.logits, alone.logits)
+                torch.testing.assert_close(ours.features, alone.features)
+
+    def test_periods_see_every_pth_sample_alone(self) -> None:
+        torch.manual_seed(0)
+        network, wave = PeriodDiscriminator(7, (4, 8, 8)), torch.randn(2, 1, 999)
+        phases = F.pad(wave, (0, 2), mode="reflect").view(2, -1, 7).mT.reshape(14, 1, -1)
+        for layer, stride in zip(network.layers, (3, 3, 1), strict=True):
+            phases = F.leaky_relu(F.conv1d(phases, layer.weight[..., 0], layer.bias, stride, 2), 0.1)
+        phases = F.conv1d(phases, network.last.weight[..., 0], network.last.bias, 1, 1)
+        judged = network(wave).logits.view(2, -1, 7)
+        torch.testing.assert_close(judged, phases.view(2, 7, -1).mT)
+
+    @pytest.mark.parametrize("resolution", RESOLUTIONS, ids=str)
+    def test_spectrograms_show_a_tone_where_it_is(self, resolution) -> None:
+        time = torch.arange(24000) / 24000
+        tone = torch.sin(2 * torch.pi * 3000 * time).view(1, 1, -1)
+        seen = ResolutionDiscriminator(resolution, 4).magnitudes(tone)
+        assert seen.shape == (1, resolution.fft_samples // 2 + 1, 24000 // resolution.hop_samples)
+        assert (seen[0, :, 10:-10].argmax(0) == 3000 * resolution.fft_samples // 24000).all()
+
+    def test_gradients_reach_the_generator_and_nothing_else(self, vocoder: HifiGanDecoder) -> None:
+        model = small_discriminators().requires_grad_(False)
+        fake = vocoder.train()(torch.randn(2, 5, 32), torch.randn(2, 16, 1))
+        judged_real, judged_fake = model(torch.zeros_like(fake), fake)
+        loss = sum((judged.logits - 1).square().mean() for judged in judged_fake)
+        for real, false in zip(judged_real, judged_fake, strict=True):
+            loss = loss + sum(F.l1_loss(b, a) for a, b in zip(real.features, false.features, strict=True))
+        loss.backward()
+        gradients = {name: value.grad for name, value in vocoder.named_parameters()}
+        assert all(value is not None and value.isfinite().all() for value in gradients.values())
+        assert all(value.abs().sum() > 0 for value in gradients.values())
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    def test_silence_has_finite_gradients(self) -> None:
+        model, silence = small_discriminators(), torch.zeros(1, 1, 4800, requires_grad=True)
+        sum(judged.logits.sum() for judged in model.judge(silence)).backward()
+        assert silence.grad.isfinite().all()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+    def test_learn_to_tell_noise_from_a_tone(self) -> None:
+        model = small_discriminators()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        tone = torch.sin(torch.arange(2400) * 0.3).view(1, 1, -1).expand(2, 1, -1)
+        for _ in range(30):
+            real, fake = model(tone, torch.randn(2, 1, 2400))
+            loss = sum(
+                (a.logits - 1).square().mean() + b.logits.square().mean() for a, b in zip(real, fake, strict=True)
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        real, fake = model(tone, torch.randn(2, 1, 2400))
+        assert all(a.logits.mean() > b.logits.mean() for a, b in zip(real, fake, strict=True))
+
+    def test_compile_to_one_graph(self) -> None:
+        model, real, fake = small_discriminators(), torch.rand(1, 1, 2400), torch.rand(1, 1, 2400)
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")(real, fake)
+        torch.testing.assert_close(compiled, model(real, fake))
+
+
+class TestOnTheGpu:
+    pytestmark = gpu
+
+    def test_float32_equals_the_cpu(self, vocoder: HifiGanDecoder, reference: dict[str, Any]) -> None:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            wave = vocoder.cuda()(reference["latents"].cuda(), reference["g"].cuda())
+        assert error(wave, reference["wav"]) <= 1e-4
+
+    def test_bfloat16_is_near(self, vocoder: HifiGanDecoder, reference: dict[str, Any]) -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            wave = vocoder.cuda()(reference["latents"].cuda(), reference["g"].cuda())
+        assert error(wave, reference["wav"]) <= 3e-2
+
+    def test_a_step_of_both_compiles_and_never_waits(self, vocoder: HifiGanDecoder) -> None:
+        model, vocoder = small_discriminators().cuda(), vocoder.cuda().train()
+        latents, g = torch.randn(2, 8, 32, device="cuda"), torch.randn(2, 16, 1, device="cuda")
+        real = torch.rand(2, 1, num_samples(8), device="cuda") - 0.5
+
+        def step() -> torch.Tensor:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                judged_real, judged_fake = model(real, vocoder(latents, g))
+            losses = [
+                (b.logits.float() - a.logits.float()).square().mean()
+                for a, b in zip(judged_real, judged_fake, strict=True)
+            ]
+            return torch.stack(losses).sum()
+
+        compiled = torch.compile(step, fullgraph=True, dynamic=False)
+        expected = step()
+        compiled().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss = compiled()
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert loss.item() == pytest.approx(expected.item(), rel=0.05)

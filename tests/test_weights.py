@@ -1,0 +1,189 @@
+"""XTTS-v2 folders: every published form is read, what is written is read back bit for bit, damage is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from myxtts.checkpoint import UnreadableWeights, read_tensors, require_match, write_pth, write_tensors
+from myxtts.errors import DatasetError
+from myxtts.model.xtts import SIZES, XTTS, XTTSDims, canonical_names, dims_of
+from myxtts.text.tokenizer import Tokenizer, extend, train
+from myxtts.weights import load_folder, read_folder, save_folder
+
+FIXTURES = Path(__file__).parent / "fixtures"
+ENGLISH = ["the quick brown fox", "the lazy dog", "nothing but the truth"] * 2
+
+
+def list_of(name: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a published state dict."""
+    lines = (FIXTURES / f"state_dict_{name}.txt").read_text(encoding="utf-8").splitlines()
+    rows = [line.split("\t") for line in lines if line and not line.startswith("#")]
+    return {row[0]: tuple(int(size) for size in row[1].strip("(),").replace(",", " ").split()) for row in rows}
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Tokenizer:
+    return train(ENGLISH, ["en"] * len(ENGLISH), 300)
+
+
+@pytest.fixture(scope="module")
+def model(vocabulary: Tokenizer) -> XTTS:
+    """A network of XTTS-v2's form with few weights."""
+    tiny = SIZES["tiny"]
+    small = replace(tiny, gpt=replace(tiny.gpt, layers=2, dim=128, heads=2), speaker_filters=(8, 8, 8, 8))
+    torch.manual_seed(0)
+    return XTTS(small.with_vocabulary(vocabulary.num_tokens, vocabulary.start_id, vocabulary.stop_id))
+
+
+def same_weights(one: XTTS, other: XTTS) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_normal_is_xtts_v2_entry_for_entry() -> None:
+    with torch.device("meta"):
+        model = XTTS(SIZES["normal"])
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    published = {f"gpt.{name}": shape for name, shape in list_of("gpt").items()}
+    published |= {f"hifigan_decoder.{name}": shape for name, shape in list_of("hifigan").items()}
+    published |= {f"hifigan_decoder.{name}": shape for name, shape in list_of("speaker_encoder").items()}
+    published |= {f"dvae.{name}": shape for name, shape in list_of("dvae").items()} | {"mel_stats": (80,)}
+    assert shapes == published
+    count = {part: sum(p.numel() for p in module.parameters()) for part, module in model.named_children()}
+    assert count["gpt"] == 441_018_563
+    assert sum(count.values()) == 518_442_047
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_dims_survive_a_checkpoint(size: str) -> None:
+    assert XTTSDims.from_dict(SIZES[size].to_dict()) == SIZES[size]
+
+
+def test_round_trip_is_bit_identical(model: XTTS, vocabulary: Tokenizer, tmp_path: Path) -> None:
+    save_folder(tmp_path / "one", model, vocabulary)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("myxtts.weights.dims_of", lambda _: model.dims)
+        first = load_folder(tmp_path / "one")
+        assert same_weights(first.model, model) and not first.fresh_parts
+        assert first.vocabulary.fingerprint == vocabulary.fingerprint
+        save_folder(tmp_path / "two", first.model, first.vocabulary)
+        assert same_weights(load_folder(tmp_path / "two").model, model)
+
+
+def test_sizes_are_read_off_the_weights(model: XTTS) -> None:
+    found = dims_of(model.state_dict()).gpt
+    assert replace(found, heads=2, start_text=model.dims.gpt.start_text) == model.dims.gpt
+
+
+def test_every_published_form_has_the_same_names(model: XTTS) -> None:
+    state = model.state_dict()
+    without_dvae = {name: value for name, value in state.items() if not name.startswith("dvae.")}
+    published = {f"model.{name}": value for name, value in without_dvae.items()}
+    trainer = {f"xtts.{name}": value for name, value in without_dvae.items()}
+    trainer |= {name: value for name, value in state.items() if name.startswith("dvae.")}
+    trainer["torch_mel_spectrogram_dvae.mel_stft.window"] = torch.ones(4)
+    old = published | {
+        "model.gpt.gpt_inference.lm_head.0.weight": torch.ones(4),
+        "model.gpt.gpt.wte.weight": torch.ones(4),
+    }
+    for suffix, index in (("weight_g", 0), ("weight_v", 1)):
+        for name in [name for name in old if name.endswith(f"parametrizations.weight.original{index}")]:
+            old[name.replace(f"parametrizations.weight.original{index}", suffix)] = old.pop(name)
+    assert canonical_names(published).keys() == canonical_names(old).keys() == without_dvae.keys()
+    assert canonical_names(trainer).keys() == state.keys()
+
+
+def test_a_grown_vocabulary_keeps_every_old_row(model: XTTS, vocabulary: Tokenizer, tmp_path: Path) -> None:
+    save_folder(tmp_path, model, vocabulary)
+    larger = extend(vocabulary, ["سلام دنیا", "می‌روم"] * 3, "fas", 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "myxtts.weights.dims_of",
+            lambda state: replace(
+                model.dims, gpt=replace(model.dims.gpt, text_tokens=len(state["gpt.text_embedding.weight"]))
+            ),
+        )
+        grown = load_folder(tmp_path, larger).model
+    assert grown.dims.gpt.text_tokens == larger.num_tokens > vocabulary.num_tokens
+    for name in ("text_embedding.weight", "text_head.weight", "text_head.bias"):
+        old, new = model.gpt.state_dict()[name], grown.gpt.state_dict()[name]
+        assert torch.equal(new[: len(old)], old) and new.isfinite().all()
+
+
+def test_a_folder_without_a_dvae_gets_a_fresh_one(model: XTTS, vocabulary: Tokenizer, tmp_path: Path) -> None:
+    save_folder(tmp_path, model, vocabulary)
+    (tmp_path / "dvae.pth").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("myxtts.weights.dims_of", lambda _: model.dims)
+        loaded = load_folder(tmp_path)
+    assert loaded.fresh_parts == ["dvae"]
+    assert not any(tensor.is_meta for tensor in loaded.model.state_dict().values())
+
+
+def test_what_does_not_fit_is_named(model: XTTS, vocabulary: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(
+        UnreadableWeights, match=r"b is missing\n  c is not expected\n  a has shape \[3\], expected \[2\]"
+    ):
+        require_match(
+            {"a": torch.ones(3), "c": torch.ones(1)}, {"a": torch.Size([2]), "b": torch.Size([1])}, "x.pth"
+        )
+    save_folder(tmp_path, model, vocabulary)
+    with pytest.raises(UnreadableWeights, match="does not fit this model"):
+        load_folder(tmp_path)  # a tiny vocoder beside sizes that are taken to be XTTS-v2's
+    with pytest.raises(UnreadableWeights, match="To add a language"):
+        load_folder(tmp_path, train(["a b"], ["en"], 300))
+
+
+@pytest.mark.parametrize("keep", [0, 100, 0.5, 0.99])
+def test_truncated_files_are_refused_by_name(tmp_path: Path, keep: float) -> None:
+    for path, write in ((tmp_path / "model.pth", write_pth), (tmp_path / "model.safetensors", write_tensors)):
+        write(path, {"weight": torch.randn(1000)})
+        content = path.read_bytes()
+        path.write_bytes(content[: int(keep if keep > 1 else keep * len(content))])
+        with pytest.raises(UnreadableWeights, match=path.name):
+            read_tensors(path)
+
+
+class Payload:
+    """What a malicious checkpoint would carry."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (print, ("executed",))
+
+
+def test_code_in_a_checkpoint_is_never_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"weight": torch.ones(2), "config": Payload()}, tmp_path / "model.pth")
+    with pytest.raises(UnreadableWeights, match=r"print|not loaded"):
+        read_tensors(tmp_path / "model.pth")
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_settings_objects_of_coqui_are_read_as_nothing(tmp_path: Path) -> None:
+    import sys
+    import types
+
+    module = types.ModuleType("TTS.tts.configs.xtts_config")
+    settings = type("XttsConfig", (), {"__module__": module.__name__})
+    module.XttsConfig = settings  # type: ignore[attr-defined]
+    names = ("TTS", "TTS.tts", "TTS.tts.configs", module.__name__)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setitem(sys.modules, name, module if name == module.__name__ else types.ModuleType(name))
+        thing = settings()
+        thing.lr = 5e-6
+        torch.save({"model": {"weight": torch.ones(2)}, "config": thing}, tmp_path / "model.pth")
+    assert list(read_tensors(tmp_path / "model.pth")) == ["model.weight"]
+
+
+def test_folders_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableWeights, match="there is: nothing"):
+        read_folder(tmp_path)
+    write_pth(tmp_path / "model.pth", {"other": torch.ones(2)})
+    with pytest.raises(UnreadableWeights, match="holds no XTTS"):
+        read_folder(tmp_path)
+    with pytest.raises(DatasetError, match="no folder"):
+        read_folder(tmp_path / "absent")
