@@ -11,7 +11,7 @@ train: $(VENV)/installed
 	$(BIN)/python train_main.py $(if $(DATA),--train-data "$(DATA)")
 
 test: $(VENV)/installed-dev
-	$(PYTEST) -m "not gpu and not two_gpus and not soak"
+	$(PYTEST) -m "not gpu and not two_gpus and not soak and not parity"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

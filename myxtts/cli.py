@@ -85,6 +85,16 @@ def _parser() -> argparse.ArgumentParser:
         "--merges", type=_count, default=500, metavar="N", help="merges to add at most [default: 500]"
     )
     _add_vocabulary_action(extend)
+
+    about = "write a folder that coqui-tts and the tools built on it load"
+    export = commands.add_parser("export", help=about, description=about, allow_abbrev=False)
+    export.add_argument("source", type=Path, metavar="FOLDER", help="a folder of XTTS weights")
+    export.add_argument("--to", choices=["coqui"], default="coqui", help="the form to write [default: coqui]")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
+    export.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="a larger vocab.json to grow the network for"
+    )
+    export.set_defaults(run=_export)
     return parser
 
 
@@ -149,6 +159,22 @@ def _vocabulary(options: argparse.Namespace) -> int:
         print(f"{vocabulary.num_tokens - old.num_tokens} tokens added to the {old.num_tokens} of {base}")
     vocabulary.save(options.out)
     print(f"{options.out}: {vocabulary.num_tokens} tokens")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from myxtts.text.tokenizer import Tokenizer
+    from myxtts.weights import load_folder, save_folder
+
+    if options.unknown:
+        raise ConfigError(f"export: unknown arguments {' '.join(options.unknown)}; see myxtts export --help")
+    if options.out.resolve() == options.source.resolve():
+        raise ConfigError(f"--out {options.out} is the folder that is read; name another one")
+    larger = Tokenizer.load(options.tokenizer) if options.tokenizer else None
+    loaded = load_folder(options.source, larger)
+    save_folder(options.out, loaded.model, loaded.vocabulary)
+    fresh = f", fresh weights for {', '.join(loaded.fresh_parts)}" if loaded.fresh_parts else ""
+    print(f"{options.out}: {loaded.model.dims.gpt.text_tokens} text tokens{fresh}")
     return 0
 
 

@@ -17,7 +17,7 @@ from myxtts.config import CONDITIONING_TOKENS
 from myxtts.model.blocks import cover, offsets_of, packed_attention, segment_of, take_rows
 from myxtts.model.conditioning import ClipGroupNorm, pack_frames
 from myxtts.model.gpt import GPT, Losses, grow_text_vocabulary
-from myxtts.model.lora import adapter_state, add_adapters, merge_adapters
+from myxtts.model.lora import adapter_state, add_adapters, merge_adapters, store_frozen_in_bf16
 from myxtts.model.packing import AUDIO, IGNORE, PADDING, TEXT, GPTDims, PackedBatch, pack, packed_length
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -506,3 +506,21 @@ def test_the_host_never_waits_and_nothing_is_compiled_again(model: GPT) -> None:
             torch.cuda.set_sync_debug_mode("default")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_frozen_matrices_in_bf16_halve_memory_and_stay_near() -> None:
+    torch.manual_seed(0)
+    model = GPT(DIMS)
+    batch = packed(random_batch(3, 4), 800)
+    expected = model(batch).audio
+    add_adapters(model, rank=4)
+    before = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    store_frozen_in_bf16(model)
+    after = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    assert after < 0.52 * before
+    assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(batch).audio
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    found.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

@@ -58,6 +58,17 @@ def add_adapters(model: GPT, rank: int, alpha: float | None = None, train_also: 
         setattr(parent, name, AdaptedLinear(layer, rank, rank if alpha is None else alpha))
 
 
+def store_frozen_in_bf16(model: GPT) -> None:
+    """Keep the frozen matrices in half the memory; they are cast to it for every product anyway under autocast.
+
+    What is trained stays in fp32, which is the master copy the optimiser changes; norms and biases are small and
+    added to, so they stay too.
+    """
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.dim() > 1:
+            parameter.data = parameter.data.bfloat16()
+
+
 def merge_adapters(model: GPT) -> None:
     """Fold the adapters into the weights: the plain GPT again, frozen no more, with a plain state dict."""
     for parent, name, layer in list(_layers(model)):

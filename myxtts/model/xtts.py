@@ -9,6 +9,7 @@ Pure composition: no file, device or tokenizer is known here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -23,8 +24,11 @@ from myxtts.model.packing import GPTDims
 from myxtts.model.speaker import SpeakerEncoder
 from myxtts.model.vocoder import HifiGanDecoder, modern_names
 
+HEAD_DIM = 64
+"""Channels of an attention head in every size: what packed attention kernels are fastest at."""
 TRAINER_PREFIX = "xtts."
 """Coqui's trainer stores the model under this name, beside the DVAE and two mel front ends."""
+_DVAE_BLOCK = re.compile(r"dvae\.encoder\.\d+\.net\.0\.weight")
 _NOT_WEIGHTS = ("torch_mel_spectrogram_style_encoder.", "torch_mel_spectrogram_dvae.")
 _LEFT_OVER = ("gpt.gpt_inference.", "gpt.gpt.wte.", "gpt.gpt.wpe.")
 """In old checkpoints: a second view of the same weights, and embeddings that XTTS removed from its GPT-2."""
@@ -121,23 +125,35 @@ def canonical_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def dims_of(state: Mapping[str, Tensor]) -> XTTSDims:
     """Sizes of the network that weights under canonical names belong to; absent parts get XTTS-v2's."""
-    dims = SIZES["normal"]
-    text = state.get("gpt.text_embedding.weight")
-    if text is not None:
-        layers = {name.split(".")[3] for name in state if name.startswith("gpt.gpt.h.")}
-        encoder = {name.split(".")[3] for name in state if name.startswith("gpt.conditioning_encoder.attn.")}
-        dims = replace(
-            dims,
-            gpt=replace(
-                dims.gpt,
-                layers=len(layers),
-                encoder_layers=len(encoder),
-                text_tokens=text.shape[0],
-                dim=text.shape[1],
-                heads=text.shape[1] // 64,
-                num_codes=state["gpt.mel_embedding.weight"].shape[0] - 2,
-                max_text=state["gpt.text_pos_embedding.emb.weight"].shape[0] - 2,
-                max_codes=state["gpt.mel_pos_embedding.emb.weight"].shape[0] - 3,
-            ),
+    text_tokens, dim = state["gpt.text_embedding.weight"].shape
+    values: dict[str, Any] = {
+        "gpt": GPTDims(
+            layers=_count(state, "gpt.gpt.h."),
+            dim=dim,
+            heads=dim // HEAD_DIM,
+            text_tokens=text_tokens,
+            num_codes=len(state["gpt.mel_embedding.weight"]) - 2,
+            max_text=len(state["gpt.text_pos_embedding.emb.weight"]) - 2,
+            max_codes=len(state["gpt.mel_pos_embedding.emb.weight"]) - 3,
+            encoder_layers=_count(state, "gpt.conditioning_encoder.attn."),
         )
-    return dims
+    }
+    vocoder, speaker = "hifigan_decoder.waveform_decoder.conv_pre.weight", "hifigan_decoder.speaker_encoder."
+    if vocoder in state:
+        values["vocoder_channels"] = len(state[vocoder])
+    if f"{speaker}fc.weight" in state:
+        values["speaker_dim"] = len(state[f"{speaker}fc.weight"])
+        stages = (state[f"{speaker}layer{number}.0.conv1.weight"] for number in range(1, 5))
+        values["speaker_filters"] = tuple(len(weight) for weight in stages)
+    if "dvae.codebook.embed" in state:
+        values["dvae_hidden"] = len(state["dvae.encoder.0.0.weight"])
+        values["dvae_codebook_dim"] = len(state["dvae.codebook.embed"])
+        values["dvae_blocks"] = sum(
+            bool(re.fullmatch(r"dvae\.encoder\.\d+\.net\.0\.weight", name)) for name in state
+        )
+    return XTTSDims(**values)
+
+
+def _count(state: Mapping[str, Tensor], prefix: str) -> int:
+    """How many numbered modules stand below a prefix."""
+    return len({name.removeprefix(prefix).split(".")[0] for name in state if name.startswith(prefix)})
