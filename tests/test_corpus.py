@@ -352,3 +352,10 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "metadata.csv").write_text("a|text\n")
     with pytest.raises(DatasetError, match="is a file: name its folder"):
         read_corpus(tmp_path / "metadata.csv")
+
+
+def test_columns_that_mean_nothing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metadata.csv").write_text("audio|sentence|who|lang\na|text|ann|en\n")
+    with caplog.at_level("INFO"):
+        read_corpus(tmp_path)
+    assert "columns not used: who" in caplog.text

@@ -7,6 +7,7 @@ Reads text files in whatever state editors and spreadsheets leave them; a line t
 from __future__ import annotations
 
 import codecs
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ COLUMN_NAMES = {
     "language": ("language", "lang", "locale"),
 }
 """Header names by meaning; where a file has several of one meaning, the first named here is used."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class SetAside(NamedTuple):
@@ -77,6 +81,9 @@ def read_rows(path: Path) -> Iterator[Row | SetAside]:
     yield from undecodable
     columns, num_columns = _header(lines[0][1])
     if columns:
+        unused = [name for at, name in enumerate(_fields(lines[0][1])) if at not in columns.values()]
+        if unused:
+            _log.info("%s: columns not used: %s", path, ", ".join(unused))
         fewest = max(columns["audio"], columns["text"]) + 1
         for where, line in lines[1:]:
             yield _row(where, _fields(line), fewest, num_columns, columns)
