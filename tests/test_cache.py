@@ -1,5 +1,6 @@
 """The cache: right or absent, never stale; built once by whoever comes first; only what changed is redone."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 
-from myxtts.data import cache, snapshot
+from myxtts.data import cache, snapshot, store
 from myxtts.data.cache import STORES_KEPT, StoreSpec, build_store, cache_root, identity, open_store
 from myxtts.data.clips import Prepared
 from myxtts.data.corpus import Corpus, read_corpus
@@ -494,3 +495,17 @@ def test_what_a_killed_snapshot_left_is_removed(corpus: Path, run_prepare: Prepa
     (corpus / ".myxtts" / "tmp-snapshot-1").write_bytes(b"half")
     run_prepare(corpus, verify=True)
     assert not list((corpus / ".myxtts").glob("tmp-*"))
+
+
+def test_a_store_of_another_format_is_passed_over(
+    corpus: Path, run_prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr("myxtts.data.store.FORMAT_VERSION", 1)
+        earlier.setattr("myxtts.data.cache.FORMAT_VERSION", 1)
+        good = arrays(run_prepare(corpus))
+    for meta in (corpus / ".myxtts").glob("*/meta.json"):
+        body = json.loads(meta.read_text())["body"]
+        del body["limits"]  # what an earlier form did not have
+        meta.write_text(json.dumps({"hash": store._meta_hash(body), "body": body}))
+    assert arrays(run_prepare(corpus)) == good

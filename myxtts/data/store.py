@@ -24,7 +24,8 @@ import xxhash
 
 from myxtts.errors import DatasetError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Raise it whenever a file of a store changes its form: stores of another version are not read."""
 ROW_ALIGNMENT_BYTES = 64
 
 Array = npt.NDArray[Any]
