@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from myxtts.model.dvae import DVAE, Codebook
+from myxtts.model.codebook import Codebook
+from myxtts.model.dvae import DVAE
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SIZES = ("num_tokens", "codebook_dim", "hidden_dim", "num_resnet_blocks")
@@ -98,7 +99,7 @@ class TestEqualsTheReference:
         assert out.codes.shape[1] == reference["mel"].shape[2] // 4
         assert error(out.reconstruction, reference["forward_out_eval"]) <= 1e-4
         assert error(out.mse, reference["recon_loss_elementwise"]) <= 1e-4
-        assert error(out.commitment, reference["commit_loss"]) <= 1e-4
+        assert error(out.commitment.mean(), reference["commit_loss"]) <= 1e-4
 
 
 class TestCodes:
@@ -145,7 +146,7 @@ class TestCodes:
         def step(network: DVAE, mel: torch.Tensor) -> torch.Tensor:
             out = network(mel)
             network.update_codebook(out.latents, out.codes)
-            return out.mse.mean() + out.commitment
+            return out.mse.mean() + out.commitment.mean()
 
         loss = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")(model, mel)
         loss.backward()
@@ -160,26 +161,40 @@ class TestTraining:
         out = model(mel)
         out.mse.mean().backward()
         vectors = model.codebook.vectors(out.codes).requires_grad_()
-        (model.decoder(vectors.mT) - mel).square().mean().backward()
+        (model._mel(vectors) - mel).square().mean().backward()
         # The bias ends the encoder, so its gradient is that of the latents, summed over all of them.
         torch.testing.assert_close(model.encoder[-1].bias.grad, vectors.grad.sum((0, 1)))
         assert all(parameter.grad.abs().sum() > 0 for parameter in model.encoder.parameters())
 
     def test_commitment_reaches_only_the_encoder(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
         model, mel = fitted
-        model.train()(mel).commitment.backward()
+        model.train()(mel).commitment.mean().backward()
         assert model.encoder[0][0].weight.grad.abs().sum() > 0
         assert all(parameter.grad is None for parameter in model.decoder.parameters())
 
-    def test_padding_does_not_count(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+    def test_a_clip_is_treated_as_if_it_were_alone(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
         model, mel = fitted
-        mask = torch.ones(4, mel.shape[2] // 4)
-        mask[:, 100:] = 0
-        out = model(mel, mask)
-        distances = (model.codebook.vectors(out.codes) - out.latents).square()
-        torch.testing.assert_close(out.commitment, distances[:, :100].mean())
+        lengths = torch.tensor([mel.shape[2], 96, 61, 4])
+        garbage = mel.clone()
+        for row, length in enumerate(lengths.tolist()):
+            garbage[row, :, length:] = 100 * torch.randn(80, mel.shape[2] - length)
+        codes, out = model.encode(garbage, lengths), model(garbage, lengths)
+        for row, length in enumerate(lengths.tolist()):
+            alone = model.encode(mel[row : row + 1, :, :length])[0]
+            assert torch.equal(codes[row, : len(alone)], alone)
+            assert out.mask[row].sum() == len(alone)
+            whole = length // 4 * 4
+            if whole == length:
+                decoded = model.decode(alone[None])[0]
+                assert error(out.reconstruction[row, :, :length], decoded) <= 1e-4
+        distances = (model.codebook.vectors(out.codes) - out.latents).square().mean(-1)
+        torch.testing.assert_close(out.commitment, distances * out.mask)
+
+    def test_padding_does_not_move_the_codebook(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        out = model(mel, torch.full((4,), 400))
         other = copy.deepcopy(model)
-        model.update_codebook(out.latents, out.codes, mask)
+        model.update_codebook(out.latents, out.codes, out.mask)
         other.update_codebook(out.latents[:, :100], out.codes[:, :100])
         torch.testing.assert_close(model.codebook.embed, other.codebook.embed)
 
@@ -193,7 +208,7 @@ class TestTraining:
         for _ in range(150):
             out = model(mel)
             optimizer.zero_grad()
-            (out.mse.mean() + out.commitment).backward()
+            (out.mse.mean() + out.commitment.mean()).backward()
             optimizer.step()
             model.update_codebook(out.latents, out.codes)
             model.revive(out.latents, generator)
@@ -310,16 +325,16 @@ class TestOnTheGpu:
     def test_nothing_waits_for_the_device(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
         model, mel = fitted[0].cuda().train(), fitted[1].cuda()
         generator = torch.Generator("cuda").manual_seed(0)
-        mask = torch.ones(mel.shape[0], mel.shape[2] // 4, device="cuda")
+        lengths = torch.full((mel.shape[0],), mel.shape[2], device="cuda")
         model(mel)
         torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.autocast("cuda", dtype=torch.bfloat16):
-                model.encode(mel)
-                out = model(mel, mask)
-                (out.mse.mean() + out.commitment).backward()
-            model.update_codebook(out.latents, out.codes, mask)
-            model.revive(out.latents, generator, mask)
+                model.encode(mel, lengths)
+                out = model(mel, lengths)
+                (out.mse.mean() + out.commitment.mean()).backward()
+            model.update_codebook(out.latents, out.codes, out.mask)
+            model.revive(out.latents, generator, out.mask)
             model.usage()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -12,10 +12,11 @@ from myxtts.model.mel import (
     CONDITIONING_MEL,
     DVAE_MEL,
     SPEAKER_MEL,
+    SPEAKER_SAMPLE_RATE,
     FrontEnd,
     LogMel,
     pcm_to_wave,
-    resample_22k_to_16k,
+    resample,
 )
 
 FRONT_ENDS = pytest.mark.parametrize(
@@ -56,12 +57,12 @@ def test_speaker_mel_equals_the_reference(reference: dict[str, Tensor]) -> None:
 
 
 def test_resampling_equals_the_reference(reference: dict[str, Tensor]) -> None:
-    assert error(resample_22k_to_16k(reference["wav22"]), reference["wav16"]) <= TOLERANCE
+    assert error(resample(reference["wav22"], SPEAKER_SAMPLE_RATE), reference["wav16"]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("num_samples", [1, 440, 441, 442, 22050])
 def test_resampled_length_and_level(num_samples: int) -> None:
-    resampled = resample_22k_to_16k(torch.ones(num_samples))
+    resampled = resample(torch.ones(num_samples), SPEAKER_SAMPLE_RATE)
     assert resampled.shape == (-(-num_samples * 16000 // 22050),)
     if num_samples == 22050:
         assert (resampled[20:-20] - 1).abs().max() < 0.01  # a constant stays what it was
@@ -113,7 +114,7 @@ def test_float32_under_autocast_and_in_a_bf16_model(reference: dict[str, Tensor]
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), LogMel(front_end, persistent=True)).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model[1](wave), expected)
-        assert resample_22k_to_16k(wave).dtype == torch.float32
+        assert resample(wave, SPEAKER_SAMPLE_RATE).dtype == torch.float32
     assert model[0].weight.dtype == torch.bfloat16
     assert all(table.dtype == torch.float32 for table in model[1].state_dict().values())
 
@@ -133,7 +134,7 @@ def test_one_graph(reference: dict[str, Tensor]) -> None:
     def front(pcm: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wave = pcm_to_wave(pcm, num_samples)
         mel = log_mel(wave, reference["mel_norms"], num_samples)
-        return mel, CONDITIONING_MEL.num_frames(num_samples), resample_22k_to_16k(wave)
+        return mel, CONDITIONING_MEL.num_frames(num_samples), resample(wave, SPEAKER_SAMPLE_RATE)
 
     pcm = (reference["wav22"] * 32767).to(torch.int16)
     num_samples = torch.tensor([30000, 12000], dtype=torch.int32)
@@ -148,12 +149,12 @@ def test_cuda_equals_cpu(reference: dict[str, Tensor], front_end: FrontEnd) -> N
     wave = wave_of(front_end, reference)
     num_samples = torch.tensor([wave.shape[1], 9999])
     log_mel = LogMel(front_end)
-    expected, expected_16k = log_mel(wave, num_samples=num_samples), resample_22k_to_16k(wave)
+    expected, expected_16k = log_mel(wave, num_samples=num_samples), resample(wave, SPEAKER_SAMPLE_RATE)
     log_mel.cuda()
     on_device, lengths = wave.cuda(), num_samples.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found, found_16k = log_mel(on_device, num_samples=lengths), resample_22k_to_16k(on_device)
+        found, found_16k = log_mel(on_device, num_samples=lengths), resample(on_device, SPEAKER_SAMPLE_RATE)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert found.is_cuda

@@ -128,6 +128,12 @@ class GPT(nn.Module):
         nn.init.normal_(self.text_embedding.weight, std=0.02)
         nn.init.normal_(self.mel_embedding.weight, std=0.02)
 
+    def set_dropout(self, dropout: float) -> None:
+        """Another share of dropout from now on, for a model whose weights came from somewhere else."""
+        self.dropout = dropout
+        for block in self.gpt.h:
+            block.dropout = dropout  # type: ignore[assignment]
+
     def forward(self, batch: PackedBatch, label_smoothing: float = 0.0) -> Losses:
         """Losses of a packed batch; heads and final norms run only where there is a target."""
         x = take_rows(self.stack(batch), batch.loss_rows, batch.loss_places)

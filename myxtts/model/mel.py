@@ -199,13 +199,13 @@ def pcm_to_wave(pcm: Tensor, num_samples: Tensor) -> Tensor:
     return torch.where(inside, pcm, 0).float() / 32768
 
 
-def resample_22k_to_16k(wave: Tensor) -> Tensor:
-    """Waves [.., samples] at 22,050 Hz to [.., ceil(samples * 320 / 441)] at 16,000 Hz, in float32.
+def resample(wave: Tensor, rate: int) -> Tensor:
+    """Waves [.., samples] at 22,050 Hz to [.., ceil(samples * rate / 22050)] at another rate, in float32.
 
-    Every 441 input samples make 320 output samples, each with its own taps: one matrix product over blocks.
+    To 16 kHz every 441 input samples make 320 output samples, each with its own taps: one product over blocks.
     """
-    divisor = math.gcd(SAMPLE_RATE, SPEAKER_SAMPLE_RATE)
-    block_in, block_out = SAMPLE_RATE // divisor, SPEAKER_SAMPLE_RATE // divisor
+    divisor = math.gcd(SAMPLE_RATE, rate)
+    block_in, block_out = SAMPLE_RATE // divisor, rate // divisor
     taps, reach = _resampling_taps(block_in, block_out, wave.device)
     with torch.autocast(wave.device.type, enabled=False):
         padded = F.pad(wave.float(), (reach, reach + block_in))
