@@ -1,43 +1,278 @@
-"""What this machine offers a process: cores and host memory that a GPU can read directly.
+"""Which device does what in this process, and the lanes of work on it.
 
-Knows no corpus, model or pipeline. PyTorch is imported only when memory is pinned, because preparing a corpus
-needs neither it nor the second it takes to load.
+A plan gives the roles `data` and `model` their devices; it is made from the settings, the GPUs of the machine and
+the place that torchrun gave this process. A lane is an ordered queue of work: a CUDA stream, or on the CPU the
+calling thread itself, so that one pipeline serves both. A mark is a point in a lane that other lanes can wait for.
+Nothing here knows what the work is.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
-from pathlib import Path
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
 
-import numpy as np
-import numpy.typing as npt
+import torch
 
-HostMemory = npt.NDArray[np.uint8]
-_CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+from myxtts.config import DataSettings
+from myxtts.errors import ConfigError, PipelineError
 
-
-def usable_cores() -> int:
-    """Cores this process may really use: its affinity, cut by the quota of a container."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = _CGROUP_CPU_LIMIT.read_text().split()
-        return max(1, min(cores, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no cgroup, or "max": no quota
-        return cores
+_MB = 2**20
 
 
-def host_memory(num_bytes: int) -> HostMemory:
-    """Zeroed host memory; pinned where a CUDA device exists, so that copies to it need no staging."""
-    if not _has_nvidia_driver():
-        return np.zeros(num_bytes, np.uint8)
-    import torch
+@dataclass(frozen=True)
+class Plan:
+    """Devices of the two roles in this process, their memory caps, and its place among the processes of a run."""
 
-    pinned = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    memory: HostMemory = pinned.numpy()
-    return memory
+    data: torch.device
+    model: torch.device
+    mode: str = "buffered"
+    """`buffered`: both roles share a device. `dual`: batches cross from one to the other."""
+    data_cap_mb: int | None = None
+    model_cap_mb: int | None = None
+    """Equal when the roles share a device, which can have only one cap. On the CPU they have no effect."""
+    rank: int = 0
+    world_size: int = 1
 
 
-def _has_nvidia_driver() -> bool:
-    places = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last under WSL
-    return any(Path(place).exists() for place in places)
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this process sees, under PyTorch's number for it."""
+
+    index: int
+    name: str
+    memory_mb: int
+
+    def __str__(self) -> str:
+        return f"{self.index}: {self.name}, {self.memory_mb} MB"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The GPUs that this process sees, and the pairs of them between which copies go directly."""
+
+    gpus: Sequence[Gpu] = ()
+    peers: frozenset[tuple[int, int]] = frozenset()
+
+    @classmethod
+    def look(cls) -> Machine:
+        """The machine this process runs on."""
+        indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        cards = [torch.cuda.get_device_properties(index) for index in indices]
+        return cls(
+            [Gpu(index, card.name, card.total_memory // _MB) for index, card in enumerate(cards)],
+            frozenset(pair for pair in permutations(indices, 2) if torch.cuda.can_device_access_peer(*pair)),
+        )
+
+    def label(self, device: torch.device) -> str:
+        """A device with the name of its card, for people."""
+        names = [f"{device} ({gpu.name}, {gpu.memory_mb} MB)" for gpu in self.gpus if gpu.index == device.index]
+        return names[0] if device.type == "cuda" and names else str(device)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Place of this process among those of the run, and among those on this machine; torchrun's four variables."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def make_plan(
+    data: DataSettings, machine: Machine | None = None, environment: Mapping[str, str] | None = None
+) -> Plan:
+    """The plan of this process, or one ConfigError with everything that is in its way.
+
+    Looks at this machine and at the environment of this process unless others are given.
+    """
+    machine = Machine.look() if machine is None else machine
+    environment = os.environ if environment is None else environment
+    problems: list[str] = []
+    place = _read_place(environment, problems)
+    problems += _gpu_problems(data, machine, place.local_world_size, environment)
+    problems += _cap_problems(data, machine, place.local_world_size)
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  - ".join([f"{count} with the devices:", *problems]))
+
+    data_device, model_device = (
+        torch.device("cuda", index) if machine.gpus else torch.device("cpu")
+        for index in _indices(data, place.local_rank)
+    )
+    is_dual = data_device != model_device
+    model_cap = data.model_gpu_memory if data.enable_memory_isolation else None
+    data_cap = data.data_gpu_memory if data.enable_memory_isolation and is_dual else model_cap
+    mode = "dual" if is_dual else "buffered"
+    return Plan(data_device, model_device, mode, data_cap, model_cap, place.rank, place.world_size)
+
+
+def _read_place(environment: Mapping[str, str], problems: list[str]) -> _Place:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    given = {name: environment[name] for name in names if name in environment}
+    with contextlib.suppress(ValueError):  # no numbers
+        place = _Place(**{name.lower(): int(value) for name, value in given.items()})
+        is_inside = 0 <= place.rank < place.world_size and 0 <= place.local_rank < place.local_world_size
+        # One of several processes that is told only half its place would take another one's GPU.
+        if is_inside and (place.world_size == 1 or len(given) == len(names)):
+            return place
+    found = ", ".join(f"{name}={value}" for name, value in given.items())
+    problems.append(
+        f"the environment has {found}, which is no place among the processes of a run; expected are "
+        f"{', '.join(names)} as torchrun sets them: start with torchrun, or unset them to train with one process"
+    )
+    return _Place()
+
+
+def _indices(data: DataSettings, local_rank: int) -> tuple[int, int]:
+    """Indices of the GPUs of the data role and the model role in one of the processes on this machine."""
+    if data.data_gpu is None or data.model_gpu is None:
+        return local_rank, local_rank
+    return data.data_gpu + 2 * local_rank, data.model_gpu + 2 * local_rank
+
+
+def _gpu_problems(
+    data: DataSettings, machine: Machine, num_processes: int, environment: Mapping[str, str]
+) -> Iterator[str]:
+    flags = {"--data-gpu": data.data_gpu, "--model-gpu": data.model_gpu}
+    given = {flag: index for flag, index in flags.items() if index is not None}
+    drop = f"drop {' and '.join(given)}"
+    found = f"GPUs found: {'; '.join(map(str, machine.gpus)) or 'none'}"
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        found += f" (CUDA_VISIBLE_DEVICES={visible} hides any others and counts from 0)"
+    if len(given) == 1:
+        (here,), (missing,) = given, flags.keys() - given
+        yield f"{here} is given without {missing}; give both to use two GPUs, or {drop} to use one"
+    elif given and data.data_gpu == data.model_gpu:
+        yield f"--data-gpu and --model-gpu are both {data.data_gpu}; name two different GPUs, or {drop}. {found}"
+
+    indices = {gpu.index for gpu in machine.gpus}
+    used = [index for rank in range(num_processes) for index in set(_indices(data, rank))]
+    used = list(given.values()) if len(given) == 1 else used
+    absent = [str(index) for index in sorted(set(used) - indices)]
+    if given and len(indices) < 2:
+        yield f"Multi-GPU requires at least 2 GPUs. {found}; {drop} to train on {'it' if indices else 'the CPU'}"
+    elif indices and absent and num_processes == 1:
+        asked = " ".join(f"{flag} {index}" for flag, index in given.items())
+        yield f"{asked}: there is no GPU {', '.join(absent)}. {found}; name two of these, or {drop} to use one"
+    elif indices and absent:
+        cure = "start fewer (torchrun --nproc-per-node)" + (f", or {drop}" if given else "")
+        each = "two GPUs each" if given else "one GPU each"
+        yield f"{num_processes} processes on this machine, {each}, lack GPU {', '.join(absent)}. {found}; {cure}"
+    elif indices and len(set(used)) < len(used):
+        yield (
+            f"{num_processes} processes on this machine, each two GPUs further than the one before, would share "
+            f"GPUs; name neighbours, such as --data-gpu 0 --model-gpu 1, or {drop}. {found}"
+        )
+
+
+def _cap_problems(data: DataSettings, machine: Machine, num_processes: int) -> Iterator[str]:
+    if not data.enable_memory_isolation or (data.data_gpu is None) != (data.model_gpu is None):
+        return
+    pairs = [_indices(data, rank) for rank in range(num_processes)]
+    caps = [("--model-gpu-memory", data.model_gpu_memory, index) for _, index in pairs]
+    if data.data_gpu is not None:
+        caps += [("--data-gpu-memory", data.data_gpu_memory, index) for index, _ in pairs]
+    for flag, cap, index in caps:
+        for gpu in machine.gpus:
+            if gpu.index == index and cap > gpu.memory_mb:
+                cure = f"give at most {gpu.memory_mb}, or drop --enable-memory-isolation"
+                yield f"{flag} {cap} is more than the memory of GPU {gpu}; {cure}"
+
+
+def announcements(plan: Plan, buffer_size: int, machine: Machine | None = None) -> list[str]:
+    """What a run says about its devices when it starts, line by line."""
+    machine = Machine.look() if machine is None else machine
+    on_cpu = plan.model.type == "cpu"
+    mode = "Multi-GPU Mode" if plan.mode == "dual" else "Single-GPU Buffered Mode"
+    lines = [f"Intelligent GPU Pipeline: {mode}{' (on the CPU: no GPU was found)' if on_cpu else ''}"]
+    if on_cpu:
+        lines.append("Data and model share the CPU: this works, but training will be slow")
+    else:
+        lines += [f"Data GPU: {machine.label(plan.data)}", f"Model GPU: {machine.label(plan.model)}"]
+    lines += [f"Buffer size: {buffer_size} batches", f"Model placed on {machine.label(plan.model)}"]
+    cap = f"{plan.model_cap_mb} MB on {plan.model}"
+    if plan.model_cap_mb is None:
+        pass
+    elif on_cpu:
+        lines.append("Memory isolation has no effect on the CPU: nothing is capped")
+    elif plan.mode == "dual":
+        lines.append(f"Memory caps: data {plan.data_cap_mb} MB on {plan.data}, model {cap}")
+    else:
+        lines.append(
+            f"Memory cap: {cap} (--model-gpu-memory) for both roles together; PyTorch cannot hold two roles on "
+            "one GPU apart, so --data-gpu-memory has no effect"
+        )
+    if plan.mode == "dual":
+        is_direct = (plan.data.index, plan.model.index) in machine.peers
+        way = "direct (peer access)" if is_direct else "through host memory, slower (no peer access)"
+        lines.append(f"Copies from {plan.data} to {plan.model}: {way}")
+    if plan.world_size > 1:
+        lines.append(f"Rank {plan.rank} of {plan.world_size}")
+    return lines
+
+
+def apply_caps(plan: Plan) -> None:
+    """Hold what PyTorch allocates on each GPU of the plan to its cap, if it has one."""
+    for device, cap_mb in ((plan.data, plan.data_cap_mb), (plan.model, plan.model_cap_mb)):
+        if device.type == "cuda" and cap_mb is not None:
+            total_bytes = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, cap_mb * _MB / total_bytes), device)
+
+
+def explain_out_of_memory(plan: Plan, error: torch.OutOfMemoryError, role: str, doing: str) -> PipelineError:
+    """The error to raise instead: who ran out of what while `doing`, the numbers of now, and what to change."""
+    device, cap_mb = (plan.data, plan.data_cap_mb) if role == "data" else (plan.model, plan.model_cap_mb)
+    is_shared = plan.data == plan.model
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    text = f"The {role} role ran out of memory on {device} while {doing}"
+    text += f": it asked for {asked[1]} more." if asked else "."
+    advice = []
+    if device.type == "cuda":
+        free_mb, total_mb = (number // _MB for number in torch.cuda.mem_get_info(device))
+        allocated_mb = torch.cuda.memory_allocated(device) // _MB
+        peak_mb = torch.cuda.max_memory_allocated(device) // _MB
+        reserved_mb = torch.cuda.memory_reserved(device) // _MB
+        text += f" It has {allocated_mb} MB allocated (at most {peak_mb} MB so far) and {reserved_mb} MB reserved;"
+        text += f" {free_mb} MB of the card's {total_mb} MB are free."
+        if cap_mb is not None:
+            flag = "--data-gpu-memory" if role == "data" and not is_shared else "--model-gpu-memory"
+            text += f" The cap is {cap_mb} MB ({flag}{', for both roles together' if is_shared else ''})."
+            if cap_mb - reserved_mb < free_mb:  # the cap was reached before the end of the card
+                advice.append(f"a higher cap: {flag} above {cap_mb}")
+    smaller_batch = "a smaller --batch-size with more --grad-accum: the effective batch stays the same"
+    smaller_buffer = "a smaller --buffer-size: fewer batches wait on the GPU"
+    less_model = "--gradient-checkpointing, or for fine-tuning --lora-rank 16"
+    advice += [smaller_buffer, smaller_batch] if role == "data" else [smaller_batch, less_model]
+    if is_shared:
+        advice.append(less_model if role == "data" else smaller_buffer)
+    explained = PipelineError("\n  - ".join([f"{text} Change one of:", *advice[:3]]))
+    explained.__cause__ = error
+    return explained
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Where the random numbers of a device stand."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Let the random numbers of a device go on from there."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state.cpu(), device)
+    else:
+        torch.set_rng_state(state.cpu())
+
+
+def peak_memory_mb(plan: Plan) -> dict[str, float]:
+    """The most memory that tensors have taken on the device of each role, or on the one that both share."""
+    if plan.model.type != "cuda":
+        return {}
+    if plan.data == plan.model:
+        return {"gpu": torch.cuda.max_memory_allocated(plan.model) / 2**20}
+    roles = {"data": plan.data, "model": plan.model}
+    return {role: torch.cuda.max_memory_allocated(device) / 2**20 for role, device in roles.items()}

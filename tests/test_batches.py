@@ -1,18 +1,15 @@
 """Batches: every clip once, never over budget, the same order wherever and whenever it is asked for."""
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, NUM_STOPS, SAMPLE_RATE, DataSettings
-from myxtts.data.batches import Batches, BatchPlan, Cursor, HostBatch, packed_tokens
-from myxtts.data.clips import ClipSet
-from myxtts.data.store import Rows, Store, StoreWriter
+from myxtts.config import CONDITIONING_TOKENS, NUM_STOPS, SAMPLE_RATE
+from myxtts.data.batches import Batches, Cursor, packed_tokens
+from myxtts.data.store import Rows
 from myxtts.errors import DatasetError
 
 
@@ -164,108 +161,12 @@ def test_nothing_to_batch_and_bad_ranks() -> None:
             Batches(speech_like_tokens(10), 4, 0, rank, world_size)
 
 
-SETTINGS = DataSettings(batch_size=5, max_mel_frames=64, max_text_length=40)
-
-
-@pytest.fixture
-def clips(tmp_path: Path) -> ClipSet:
-    """Forty clips over thirty sentences, as `prepare` would hand them over."""
-    random = np.random.default_rng(3)
-
-    def store(name: str, dtype: type, count: int, longest: int) -> Store:
-        writer = StoreWriter(tmp_path / name, np.arange(count, dtype=np.uint64))
-        rows = [random.integers(1, 30000, random.integers(1, longest + 1)).astype(dtype) for _ in range(count)]
-        rows[0] = random.integers(1, 30000, longest).astype(dtype)
-        writer.append(range(count), rows)
-        writer.finish({})
-        return Store(tmp_path / name, dtype)
-
-    return ClipSet(
-        audio=store("audio", np.int16, 50, 64 * HOP_SAMPLES - 1),
-        ids=store("ids", np.int32, 30, 40),
-        audio_rows=random.permutation(50)[:40],
-        ids_rows=random.integers(0, 30, 40),
-        speakers=random.integers(0, 4, 40),
-        languages=random.integers(0, 18, 40),
-        names=[f"clip{number}" for number in range(40)],
-    )
-
-
-def check_gathered(batch: HostBatch, clips: ClipSet, plan: BatchPlan) -> None:
-    for slot, clip in enumerate(plan.clips.tolist()):
-        pcm, ids = clips.audio[clips.audio_rows[clip]], clips.ids[clips.ids_rows[clip]]
-        assert batch.num_samples[slot] == len(pcm)
-        assert np.array_equal(batch.pcm[slot, : len(pcm)], pcm)
-        assert batch.num_ids[slot] == len(ids)
-        assert batch.ids[slot].tolist() == ids.tolist() + [0] * (40 - len(ids))
-        assert (batch.speakers[slot], batch.languages[slot]) == (clips.speakers[clip], clips.languages[clip])
-    assert batch.clips.tolist() == plan.clips.tolist()
-    assert batch.weights.tolist() == plan.weights.tolist()
-
-
-def test_one_host_batch_used_again_never_mixes_clips(clips: ClipSet) -> None:
-    batch = HostBatch(SETTINGS)
-    batches = Batches(packed_tokens(clips.num_ids, clips.num_samples), 5, 1)
-    for plan in itertools.islice(batches.plans(Cursor()), 40):
-        batch.gather(clips, plan)
-        check_gathered(batch, clips, plan)
-
-
-def test_the_longest_clip_fills_its_slot(clips: ClipSet) -> None:
-    longest = int(clips.num_samples.argmax())
-    plan = BatchPlan(np.array([longest] * 5), np.ones(5, np.float32), Cursor())
-    batch = HostBatch(SETTINGS)
-    batch.gather(clips, plan)
-    check_gathered(batch, clips, plan)
-
-
-def test_a_selection_gathers_its_own_clips(clips: ClipSet) -> None:
-    chosen = np.array([30, 2, 11, 5, 39])
-    plan = BatchPlan(np.arange(5), np.ones(5, np.float32), Cursor())
-    batch = HostBatch(SETTINGS)
-    batch.gather(clips.select(chosen), plan)
-    check_gathered(batch, clips.select(chosen), plan)
-    assert clips.select(chosen).names == [clips.names[at] for at in chosen]
-    assert np.array_equal(batch.num_samples, clips.num_samples[chosen])
-
-
-def test_a_host_batch_is_one_block_of_aligned_arrays() -> None:
-    batch = HostBatch(SETTINGS)
-    start = batch.memory.__array_interface__["data"][0]
-    for name in ("pcm", "ids", "num_samples", "num_ids", "speakers", "languages", "clips", "weights"):
-        array = getattr(batch, name)
-        offset = array.__array_interface__["data"][0] - start
-        assert offset % 64 == 0
-        assert offset >= 0
-        assert offset + array.nbytes <= batch.memory.nbytes
-        assert np.shares_memory(array, batch.memory)
-        array[:] = len(name)
-    assert (batch.ids == 3).all()  # nothing overlaps
-    assert (batch.pcm == 3).all()
-
-
-def test_without_a_driver_memory_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxtts.devices._has_nvidia_driver", lambda: False)
-    assert not HostBatch(SETTINGS).memory.any()
-
-
-@pytest.mark.gpu
-def test_memory_is_pinned() -> None:
-    import torch
-
-    batch = HostBatch(SETTINGS)
-    assert torch.from_numpy(batch.memory).is_pinned()
-    assert torch.from_numpy(batch.pcm).is_pinned()
-    on_device = torch.from_numpy(batch.memory).to("cuda", non_blocking=True)
-    assert on_device.numel() == batch.memory.nbytes
-
-
-def test_a_prepared_corpus_becomes_batches(make_corpus: Callable[..., Path], run_prepare) -> None:
-    train = run_prepare(make_corpus(), val_fraction=0.0).train
-    data = DataSettings(batch_size=4)
-    batches = Batches(packed_tokens(train.num_ids, train.num_samples), data.batch_size, 1)
-    batch = HostBatch(data)
-    for plan in itertools.islice(batches.plans(Cursor()), batches.num_batches):
-        batch.gather(train, plan)
-        for slot, clip in enumerate(plan.clips.tolist()):
-            assert np.array_equal(batch.pcm[slot, : batch.num_samples[slot]], train.audio[train.audio_rows[clip]])
+def test_every_rank_knows_what_all_of_them_train_on_at_the_same_time() -> None:
+    tokens = speech_like_tokens(50)
+    ranks = [Batches(tokens, 4, 3, rank, 3) for rank in range(3)]
+    plans = [list(itertools.islice(batches.plans(Cursor()), batches.num_batches + 2)) for batches in ranks]
+    for together in zip(*plans, strict=True):
+        for plan in together:
+            assert np.array_equal(plan.peers, [other.clips for other in together])
+            assert np.array_equal(plan.peer_weights, [other.weights for other in together])
+    assert [plan.epoch for plan in plans[0]] == [0] * ranks[0].num_batches + [1, 1]

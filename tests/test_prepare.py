@@ -19,6 +19,7 @@ from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data import fill
 from myxtts.data.clips import Prepared, set_aside_list
 from myxtts.data.corpus import read_corpus
+from myxtts.data.decoded import DecodeOptions
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare, spoken_corpus
 from myxtts.errors import DatasetError
 from myxtts.screens import ProgressLines
@@ -149,7 +150,7 @@ def test_a_language_the_vocabulary_lacks_is_named(make_corpus, run_prepare: Prep
 
 def test_a_file_rewritten_or_deleted_while_it_is_read(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded in this process, so that the change comes between the listing and the end of the reading."""
-    options = fill.DecodeOptions(corpus, 9.0, 0.0)
+    options = DecodeOptions(9 * SAMPLE_RATE, 0.0)
     clip = read_corpus(corpus).clips[0]
     path, decode = corpus / clip.path, audio.decode
 
@@ -164,10 +165,10 @@ def test_a_file_rewritten_or_deleted_while_it_is_read(corpus: Path, monkeypatch:
             change()
             return pcm
 
-        assert len(fill._decode_clip(options, read_corpus(corpus).clips[0])) > 0
+        assert len(fill._decode_clip(corpus, options, read_corpus(corpus).clips[0])) > 0
         monkeypatch.setattr(audio, "decode", decode_and_change)
         with pytest.raises(audio.UnusableAudio, match="changed while read"):
-            fill._decode_clip(options, clip)
+            fill._decode_clip(corpus, options, clip)
         monkeypatch.setattr(audio, "decode", decode)
 
 

@@ -1,4 +1,4 @@
-"""Which clips make a batch, in which order, and how their rows reach the host memory of a batch.
+"""Which clips make a batch, and in which order.
 
 Every batch has exactly `batch_size` clips and no more packed tokens than one fixed budget, so that every step has
 the same shapes. The order is a pure function of (seed, epoch, rank, world size): no state but a cursor, nothing
@@ -15,10 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import default_rng
 
-from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, NUM_STOPS, SAMPLES_PER_CODE, DataSettings
-from myxtts.data.clips import ClipSet
+from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, NUM_STOPS, SAMPLES_PER_CODE
 from myxtts.data.store import Rows
-from myxtts.devices import HostMemory, host_memory
 from myxtts.errors import DatasetError
 
 TOKEN_MULTIPLE = 8
@@ -54,6 +52,10 @@ class BatchPlan:
     weights: Weights
     after: Cursor
     """Where to continue once this batch has been trained on."""
+    epoch: int = 0
+    peers: Rows | None = None
+    """[ranks, clips]: what all ranks, this one included, train on at the same time."""
+    peer_weights: Weights | None = None
 
 
 class Batches:
@@ -76,11 +78,16 @@ class Batches:
 
     def epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Clips and weights of every batch of this rank in one epoch: [num_batches, batch_size] each."""
+        clips, weights = self._everyone(epoch)
+        return clips[:, self._rank], weights[:, self._rank]
+
+    def _everyone(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """The same of all ranks: [num_batches, ranks, batch_size] each."""
         for attempt in range(_ATTEMPTS):
             clips, weights = self._arrange(epoch, attempt)
             if self._num_tokens[clips].sum(axis=1).max() <= self.budget:
-                mine = slice(self._rank, None, self._world_size)
-                return clips[mine], weights[mine]
+                shape = (self.num_batches, self._world_size, self._batch_size)
+                return clips.reshape(shape), weights.reshape(shape)
         raise DatasetError(
             f"Epoch {epoch} could not be arranged in batches of {self._batch_size} clips with at most "
             f"{self.budget} tokens; use another batch size or seed"
@@ -90,10 +97,11 @@ class Batches:
         """Batches from the cursor on, without end."""
         epoch, batch = cursor.epoch, cursor.batch
         while True:
-            clips, weights = self.epoch(epoch)
+            clips, weights = self._everyone(epoch)
             for at in range(batch, self.num_batches):
                 after = Cursor(epoch, at + 1) if at + 1 < self.num_batches else Cursor(epoch + 1)
-                yield BatchPlan(clips[at], weights[at], after)
+                mine = (clips[at, self._rank], weights[at, self._rank])
+                yield BatchPlan(*mine, after, epoch, clips[at], weights[at])
             epoch, batch = epoch + 1, 0
 
     def padding(self, epoch: int) -> float:
@@ -160,53 +168,3 @@ def _swap_towards_mean(batches: Rows, num_tokens: Rows, totals: Rows, shift: int
     batches[full, from_full], batches[empty, from_empty] = batches[empty, from_empty], batches[full, from_full]
     new_totals: Rows = num_tokens[batches].sum(axis=1)
     return new_totals
-
-
-class HostBatch:
-    """Host memory of one batch, allocated once and filled again and again; pinned where CUDA exists.
-
-    All arrays are views of one block, so that a batch reaches a GPU in one copy. Samples behind `num_samples`
-    are whatever the memory held before: the front end masks them on the device, where it costs nothing.
-    """
-
-    def __init__(self, data: DataSettings) -> None:
-        size = data.batch_size
-        shapes: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {
-            "pcm": ((size, data.max_mel_frames * HOP_SAMPLES), np.int16),
-            "ids": ((size, data.max_text_length), np.int32),
-            "num_samples": ((size,), np.int32),
-            "num_ids": ((size,), np.int32),
-            "speakers": ((size,), np.int32),
-            "languages": ((size,), np.int32),
-            "clips": ((size,), np.int32),
-            "weights": ((size,), np.float32),
-        }
-        sizes = {name: math.prod(shape) * np.dtype(dtype).itemsize for name, (shape, dtype) in shapes.items()}
-        aligned = {name: -(-num_bytes // 64) * 64 for name, num_bytes in sizes.items()}
-        self.memory: HostMemory = host_memory(sum(aligned.values()))
-        views = {}
-        offset = 0
-        for name, (shape, dtype) in shapes.items():
-            views[name] = self.memory[offset : offset + sizes[name]].view(dtype).reshape(shape)
-            offset += aligned[name]
-        self.pcm: npt.NDArray[np.int16] = views["pcm"]
-        self.ids: npt.NDArray[np.int32] = views["ids"]
-        self.num_samples: npt.NDArray[np.int32] = views["num_samples"]
-        self.num_ids: npt.NDArray[np.int32] = views["num_ids"]
-        self.speakers: npt.NDArray[np.int32] = views["speakers"]
-        self.languages: npt.NDArray[np.int32] = views["languages"]
-        self.clips: npt.NDArray[np.int32] = views["clips"]
-        self.weights: npt.NDArray[np.float32] = views["weights"]
-
-    def gather(self, source: ClipSet, plan: BatchPlan) -> None:
-        """Fill this memory with a batch: one copy per clip for its samples, one indexing call for the rest."""
-        rows = source.audio_rows[plan.clips]
-        ids_rows = source.ids_rows[plan.clips]
-        source.audio.gather(rows, self.pcm)
-        source.ids.gather_padded(ids_rows, self.ids)
-        self.num_samples[:] = source.audio.lengths[rows]
-        self.num_ids[:] = source.ids.lengths[ids_rows]
-        self.speakers[:] = source.speakers[plan.clips]
-        self.languages[:] = source.languages[plan.clips]
-        self.clips[:] = plan.clips
-        self.weights[:] = plan.weights

@@ -9,18 +9,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 from myxtts.data.cache import cannot_write
 from myxtts.data.metadata import SetAside
-from myxtts.data.store import Rows, Store
+from myxtts.data.store import Array, Rows, Sources, Store
 from myxtts.text.tokenizer import Tokenizer
+
+
+class AudioRows(Protocol):
+    """The samples of clips, a row each: packed on disk (`Store`) or decoded when asked for (`DecodedAudio`)."""
+
+    folder: Path
+    """The store behind them."""
+    lengths: Rows
+    """Samples of each row."""
+    hashes: Sources
+    """Checksum of the samples of each row, the same whichever way they are kept."""
+
+    def __getitem__(self, row: int) -> Array: ...
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        """Copy row `rows[i]` to the front of `out[i]` and leave the rest of it; any thread may call this."""
 
 
 @dataclass(frozen=True)
 class ClipSet:
     """Clips that can be batched: where their rows are, and what they are."""
 
-    audio: Store
+    audio: AudioRows
     ids: Store
     audio_rows: Rows
     ids_rows: Rows

@@ -1,4 +1,4 @@
-"""The work behind a cache: rows of PCM, of spoken text and of token ids, made by worker processes.
+"""The work behind a cache: rows of PCM or its lengths, of spoken text and of token ids, made by worker processes.
 
 Work is cut into chunks that share nothing but the file they write to, so it grows with the cores. Only small
 things travel between processes: samples go straight from the worker that decoded them to the file.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -16,8 +15,9 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from myxtts import audio
-from myxtts.config import LANGUAGES, SAMPLE_RATE
-from myxtts.data.corpus import Clip
+from myxtts.config import LANGUAGES
+from myxtts.data.corpus import Clip, Corpus
+from myxtts.data.decoded import DecodeOptions, measured
 from myxtts.data.store import Array, Rows, Store, StoreWriter, pack, write_at
 from myxtts.data.workers import Workers, reserve
 from myxtts.errors import ConfigError
@@ -60,15 +60,6 @@ class Sentence(NamedTuple):
     language: str
 
 
-@dataclass(frozen=True)
-class DecodeOptions:
-    """What decides the samples of a clip besides its file."""
-
-    folder: Path
-    max_seconds: float
-    trim_silence_db: float
-
-
 class _Decoded(NamedTuple):
     """Rows of one chunk that stand in the data file from `offset` on, and why the others do not."""
 
@@ -81,16 +72,20 @@ class _Decoded(NamedTuple):
 def fill_audio(
     writer: StoreWriter,
     rows: Sequence[int],
-    clips: Sequence[Clip],
+    corpus: Corpus,
     options: DecodeOptions,
+    packed: bool,
     workers: Workers,
     progress: Progress,
 ) -> None:
-    """Decode the clips at `rows` into the store; what cannot be used is set aside."""
-    _announce("BUILDING AUDIO CACHE", len(rows), workers)
+    """Decode the clips at `rows` into the store; what cannot be used is set aside.
+
+    Unless `packed`, the store gets what `measured` says of the samples in place of them.
+    """
+    _announce("BUILDING AUDIO CACHE" if packed else "BUILDING LENGTHS CACHE", len(rows), workers)
     workers.reserved.value = writer.end
-    jobs = [(row, clips[row]) for row in rows]
-    work = partial(_decode_chunk, options, writer.data_path)
+    jobs = [(row, corpus.clips[row]) for row in rows]
+    work = partial(_decode_chunk, corpus.folder, options, packed, writer.data_path)
     for chunk, decoded in _worked(workers, work, jobs, AUDIO_CHUNK, "Decoding audio", progress):
         if decoded is None:
             writer.set_aside(chunk[0][0], "crashed the decoder", "decoding this file alone ends the process")
@@ -101,28 +96,32 @@ def fill_audio(
     writer.end = workers.reserved.value
 
 
-def _decode_chunk(options: DecodeOptions, data_path: Path, chunk: Sequence[tuple[int, Clip]]) -> _Decoded:
+def _decode_chunk(
+    folder: Path, options: DecodeOptions, packed: bool, data_path: Path, chunk: Sequence[tuple[int, Clip]]
+) -> _Decoded:
     """In a worker: decode some clips and write them to a place of their own in the data file."""
     rows: list[int] = []
     arrays: list[Array] = []
     problems: list[Problem] = []
     for row, clip in chunk:
         try:
-            arrays.append(_decode_clip(options, clip))
+            arrays.append(_decode_clip(folder, options, clip))
             rows.append(row)
         except audio.UnusableAudio as error:
             setting = " (max_mel_frames)" if error.reason == "too long" else ""
             problems.append((row, error.reason, error.detail + setting))
-    packed, records = pack(arrays)
-    offset = reserve(len(packed))
+    block, records = pack(arrays)
+    if not packed:
+        block, records = pack(measured(records))
+    offset = reserve(len(block))
     with open(data_path, "r+b") as file:
-        write_at(file.fileno(), packed, offset)
+        write_at(file.fileno(), block, offset)
     return _Decoded(rows, records, offset, problems)
 
 
-def _decode_clip(options: DecodeOptions, clip: Clip) -> audio.Pcm:
-    path = options.folder / clip.path
-    pcm = audio.decode(path, SAMPLE_RATE, options.max_seconds, options.trim_silence_db)
+def _decode_clip(folder: Path, options: DecodeOptions, clip: Clip) -> audio.Pcm:
+    path = folder / clip.path
+    pcm = options.decode(path)
     try:
         now = path.stat()
     except OSError as error:

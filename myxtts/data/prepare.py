@@ -1,8 +1,9 @@
 """A corpus made ready for training: whatever the cache lacks is prepared, then the cache is opened.
 
 The first start and every later one are the same call. Three stores hold the result, each keyed by what decides
-its rows: `audio` (int16 PCM, one row per clip), `text` (how a sentence is spoken, one row per distinct sentence)
-and `ids` (its token ids). A new vocabulary redoes only the ids; a new or changed clip redoes only itself.
+its rows: `audio` (int16 PCM, one row per clip; without native loading `lengths`, which says how much of it there
+is), `text` (how a sentence is spoken, one row per distinct sentence) and `ids` (its token ids). A new vocabulary
+redoes only the ids; a new or changed clip redoes only itself.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from myxtts.audio import DECODE_VERSION, LIBRARIES
-from myxtts.config import HOP_SAMPLES, LANGUAGES, SAMPLE_RATE, DataSettings
+from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data import snapshot
 from myxtts.data.cache import StoreSpec, build_store, cache_root, identity, open_store, user_cache
 from myxtts.data.clips import ClipSet, Prepared, write_set_aside_list
 from myxtts.data.corpus import Clip, Corpus, read_corpus
+from myxtts.data.decoded import DecodedAudio, DecodeOptions
 from myxtts.data.fill import (
-    DecodeOptions,
     NoProgress,
     Progress,
     distinct_sentences,
@@ -34,8 +35,8 @@ from myxtts.data.fill import (
 from myxtts.data.metadata import SetAside
 from myxtts.data.store import Sources, Store, StoreWriter
 from myxtts.data.workers import Workers
-from myxtts.devices import usable_cores
 from myxtts.errors import DatasetError
+from myxtts.host import usable_cores
 from myxtts.text import language, normalize, phonemes, tokenizer
 from myxtts.text.language import detect_languages
 from myxtts.text.tokenizer import Tokenizer
@@ -114,7 +115,7 @@ class _Part:
 
     def clip_set(self, vocabulary: Tokenizer, speaker_names: list[str]) -> ClipSet:
         """The usable clips with their rows; the others join `set_aside`."""
-        self.audio = self._audio_store()
+        self.audio = self._audio()
         ids = self._ids_store(vocabulary)
         problems = self._problems(ids)
         clips = self.corpus.clips
@@ -134,7 +135,7 @@ class _Part:
 
     def _problems(self, ids: Store) -> dict[int, tuple[str, str]]:
         """Why clips cannot be used, by row; where several reasons hold, the audio's comes first."""
-        least, most = self.data.min_clip_seconds, _max_samples(self.data)
+        least, most = self.data.min_clip_seconds, DecodeOptions.of(self.data).max_samples
         seconds = self.audio.lengths / SAMPLE_RATE
         num_ids = ids.lengths[self.sentence_rows]
         problems: dict[int, tuple[str, str]] = {}
@@ -189,26 +190,30 @@ class _Part:
         detected = iter(self._store(spec, "language", fill)[0].tolist())
         return [code or LANGUAGES[next(detected)] for code in named]
 
-    def _audio_store(self) -> Store:
-        data, clips, tools = self.data, self.corpus.clips, self.tools
-        options = DecodeOptions(self.corpus.folder, _max_samples(data) / SAMPLE_RATE, data.trim_silence_db)
+    def _audio(self) -> Store | DecodedAudio:
+        corpus, tools, packed = self.corpus, self.tools, self.data.native_loading
+        options = DecodeOptions.of(self.data)
         recipe: dict[str, object] = {"decode": DECODE_VERSION, "libraries": LIBRARIES, "rate": SAMPLE_RATE}
-        if data.trim_silence_db > 0:  # a row then no longer tells how long its file was
-            recipe |= {"trim": data.trim_silence_db, "max_seconds": options.max_seconds}
+        if options.trim_silence_db > 0:  # a row then no longer tells how long its file was
+            recipe |= {"trim": options.trim_silence_db, "max_seconds": options.max_seconds}
+        files = [(clip.path, clip.size_bytes, clip.modified_ns, clip.changed_ns) for clip in corpus.clips]
         spec = StoreSpec(
-            kind="audio",
-            dtype=np.int16,
-            sources=_sources(
-                identity(clip.path, clip.size_bytes, clip.modified_ns, clip.changed_ns) for clip in clips
-            ),
+            kind="audio" if packed else "lengths",
+            dtype=np.int16 if packed else np.uint64,
+            sources=_sources(identity(*file) for file in files),
             recipe=recipe,
             limits={"max_seconds": options.max_seconds},
         )
-        return self._store(
+        store = self._store(
             spec,
-            "audio",
-            lambda writer, rows: fill_audio(writer, rows, clips, options, tools.workers, tools.progress),
+            spec.kind,
+            lambda writer, rows: fill_audio(writer, rows, corpus, options, packed, tools.workers, tools.progress),
+            verify=not packed,  # all its rows are read at once, and they are tiny
         )
+        if packed:
+            return store
+        paths = [str(corpus.folder.absolute() / path) for path, *_ in files]
+        return DecodedAudio(store, paths, np.array([stat for _, *stat in files], np.int64), options)
 
     def _text_store(self) -> Store:
         tools = self.tools
@@ -249,11 +254,13 @@ class _Part:
             lambda writer, rows: fill_ids(writer, rows, self.text, vocabulary, tools.workers, tools.progress),
         )
 
-    def _store(self, spec: StoreSpec, name: str, fill: Callable[[StoreWriter, list[int]], None]) -> Store:
+    def _store(
+        self, spec: StoreSpec, name: str, fill: Callable[[StoreWriter, list[int]], None], verify: bool = False
+    ) -> Store:
         store = open_store(self.root, spec)
         if store is not None:
             _log.info("LOADING %s CACHE FROM DISK", name.upper())
-        if store is not None and self.tools.verify and not store.all_intact():
+        if store is not None and (verify or self.tools.verify) and not store.all_intact():
             _log.warning("Some rows of %s are not what was written; they are prepared again", store.folder)
             store = None
         return store or build_store(self.root, spec, fill)
@@ -269,11 +276,6 @@ def _workers(data: DataSettings) -> Workers:
 def _root(data: DataSettings, folder: Path) -> Path:
     """The embedded corpus lies inside the installed package, which is no place to write to."""
     return cache_root(folder, data.cache_dir or (user_cache() if folder == EMBEDDED_CORPUS else None))
-
-
-def _max_samples(data: DataSettings) -> int:
-    """The most samples whose mel, with its frame at sample 0, has no more than `max_mel_frames` frames."""
-    return data.max_mel_frames * HOP_SAMPLES - 1
 
 
 def _sources(identities: Iterable[int]) -> Sources:

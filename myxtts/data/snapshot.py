@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from myxtts import __version__
 from myxtts.audio import DECODE_VERSION, LIBRARIES
 from myxtts.config import DataSettings
-from myxtts.data.clips import ClipSet, Prepared
+from myxtts.data.clips import AudioRows, ClipSet, Prepared
 from myxtts.data.corpus import Corpus, last_change
+from myxtts.data.decoded import DecodedAudio, DecodeOptions
 from myxtts.data.metadata import METADATA_FILES, SetAside
 from myxtts.data.store import FORMAT_VERSION, Array, CacheDamaged, Store
 from myxtts.text import language, normalize, phonemes, tokenizer
@@ -64,13 +66,21 @@ def save(prepared: Prepared, state: str, corpora: Sequence[Corpus]) -> None:
     if min(corpus.read_at for corpus in corpora) - max(listed.values(), default=0) < CLOCK_TICK_NS:
         return
     clips = [(corpus.folder, clip) for corpus in corpora for clip in corpus.clips]
+    audio = prepared.train.audio
+    details = {
+        "set_aside": prepared.set_aside,
+        "speakers": prepared.speaker_names,
+        "decoding": asdict(audio.options) if isinstance(audio, DecodedAudio) else None,
+    }
     arrays: dict[str, Any] = {
         "paths": _blob(str(folder.absolute() / clip.path) for folder, clip in clips),
         "stats": np.array([clip[-3:] for _, clip in clips], np.int64).reshape(-1, 3),
         "folders": _blob(listed),
         "folder_times": np.array(list(listed.values()), np.int64),
         "vocabulary": np.frombuffer(prepared.vocabulary.encode(), np.uint8),
-        "details": _blob([json.dumps({"set_aside": prepared.set_aside, "speakers": prepared.speaker_names})]),
+        "details": _blob([json.dumps(details)]),
+        "train_files": np.array([0, len(corpora[0].clips)]),
+        "val_files": np.array([len(clips) - len(corpora[-1].clips), len(clips)]),
     }
     for name, part in (("train", prepared.train), ("val", prepared.val)):
         arrays[f"{name}_names"] = _blob(part.names)
@@ -103,10 +113,10 @@ def load(root: Path, state: str) -> Prepared | None:
             if not _unchanged(arrays):
                 return None
             details = json.loads(arrays["details"].tobytes())
-            stores: dict[str, Store] = {}
+            train = _clip_set(arrays, "train", details["decoding"], None)
             return Prepared(
-                train=_clip_set(arrays, "train", stores),
-                val=_clip_set(arrays, "val", stores),
+                train=train,
+                val=_clip_set(arrays, "val", details["decoding"], train),
                 speaker_names=details["speakers"],
                 set_aside=[SetAside(*item) for item in details["set_aside"]],
                 vocabulary=arrays["vocabulary"].tobytes().decode(),
@@ -116,17 +126,30 @@ def load(root: Path, state: str) -> Prepared | None:
         return None
 
 
-def _clip_set(arrays: Any, name: str, stores: dict[str, Store]) -> ClipSet:
-    audio, ids = _texts(arrays[f"{name}_stores"])
-    for folder, dtype in ((audio, np.int16), (ids, np.int32)):
-        if (Path(folder) / "damaged").exists():
-            raise CacheDamaged(f"{folder} was marked as damaged")
-        if folder not in stores:
-            stores[folder] = Store(Path(folder), dtype)
-            with contextlib.suppress(OSError):
-                os.utime(folder)  # when it was last used decides which stores are kept
+def _clip_set(arrays: Any, name: str, decoding: dict[str, Any] | None, other: ClipSet | None) -> ClipSet:
+    """One side of the split; what `other` has open already is shared with it."""
+    audio_folder, ids_folder = map(Path, _texts(arrays[f"{name}_stores"]))
+    audio: AudioRows
+    if other is not None and other.audio.folder == audio_folder:
+        audio = other.audio
+    elif decoding is None:
+        audio = _open(audio_folder, np.int16)
+    else:
+        files = slice(*arrays[f"{name}_files"].tolist())
+        paths, stats = _texts(arrays["paths"])[files], arrays["stats"][files]
+        audio = DecodedAudio(_open(audio_folder, np.uint64), paths, stats, DecodeOptions(**decoding))
+    ids = other.ids if other is not None and other.ids.folder == ids_folder else _open(ids_folder, np.int32)
     rows = {field: arrays[f"{name}_{field}"] for field in _ROWS}
-    return ClipSet(stores[audio], stores[ids], **rows, names=_texts(arrays[f"{name}_names"]))
+    return ClipSet(audio, ids, **rows, names=_texts(arrays[f"{name}_names"]))
+
+
+def _open(folder: Path, dtype: npt.DTypeLike) -> Store:
+    if (folder / "damaged").exists():
+        raise CacheDamaged(f"{folder} was marked as damaged")
+    store = Store(folder, dtype)
+    with contextlib.suppress(OSError):
+        os.utime(folder)  # when it was last used decides which stores are kept
+    return store
 
 
 def _unchanged(arrays: Any) -> bool:

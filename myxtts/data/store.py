@@ -198,6 +198,11 @@ def pack(arrays: Sequence[Array]) -> tuple[bytearray, Array]:
     return packed, records
 
 
+def row_hash(array: Array) -> int:
+    """The checksum that a row of this content has in every store."""
+    return _hash(array)
+
+
 def write_at(descriptor: int, packed: bytearray, offset: int) -> None:
     """Write a whole block with plain writes: a mapped write to a full disk would kill the process."""
     remaining = memoryview(packed)

@@ -1,0 +1,297 @@
+"""Codes that the frozen DVAE has made of clips, kept from the moment they are first computed.
+
+One folder for each DVAE and set of clips lies beside the stores as `codes-DVAE-CLIPS`:
+
+    index.bin       per clip: the hash of its audio, how many codes it has
+    data.bin        uint16, the rows one after another; their lengths are known beforehand, so each has its place
+    checksums.bin   per clip: the checksum of its row, 0 while it is absent
+
+Rows are written one by one, data before checksum and by any number of processes at once, and never synced: a row
+that a crash or a full disk left half-written does not match its checksum and counts as absent. Every file can be
+made, or made whole again, in place. This module does not know what a code means, nor how codes are computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from myxtts.data.cache import STORES_KEPT, identity
+from myxtts.data.store import Array, Rows, Sources, write_at
+
+CODES_VERSION = 1
+"""Raise it whenever a file of the folder changes its form: folders of another version are not read."""
+ROWS_PER_COPY = 256
+
+Flags = npt.NDArray[np.bool_]
+
+_INDEX = np.dtype([("audio", "<u8"), ("length", "<u4")])
+_log = logging.getLogger(__name__)
+
+
+class _Files(NamedTuple):
+    data: FileIO
+    checksums: FileIO
+
+
+class CodesCache:
+    """Codes of the clips of one set, by their position in it. Any thread may call any method at any time."""
+
+    def __init__(self, files: _Files, index: Array, place: Path | str) -> None:
+        self._files = files
+        self._place = place
+        self._accepts_rows = True
+        self._write_lock = threading.Lock()
+        self._audio: Sources = index["audio"].astype(np.uint64)
+        self._lengths: Rows = index["length"].astype(np.int64)
+        self._starts: Rows = np.cumsum(self._lengths) - self._lengths
+        self._data = _mapped(files.data, "<u2", _num_elements(index))
+        self._checksums = _mapped(files.checksums, "<u8", len(index) + 1)[:-1]
+        self._verified = np.zeros(len(index), np.uint64)
+        """Checksums that rows were seen to match in this process."""
+        self._refused = np.zeros(len(index), np.uint64)
+        """Checksums that rows were seen not to match."""
+
+    @classmethod
+    def open(cls, root: Path, audio_hashes: Sources, num_codes: Rows, dvae_key: str) -> CodesCache:
+        """The codes of these clips below `root`, with the rows that earlier sets of clips hold for the same audio.
+
+        Where nothing can be written, the rows that can be read are copied to memory, and new ones stay there.
+        """
+        index = np.zeros(len(audio_hashes), _INDEX)
+        index["audio"], index["length"] = audio_hashes, num_codes
+        family = f"codes-{identity(CODES_VERSION, dvae_key):016x}"
+        folder = root / f"{family}-{_index_hash(index.tobytes())}"
+        try:
+            with _sole_opener(root):
+                cache = cls(_files_on_disk(folder, index), index, folder)
+                cache._copy_known_rows(other for other in _by_last_use(root, family) if other != folder)
+                _remove_old_folders(root)
+        except OSError as error:
+            _log.warning(
+                "Codes cannot be kept in %s (%s): they stay in memory, and the next run computes them again",
+                root,
+                error.strerror or error,
+            )
+            cache = cls(_files_in_memory(index), index, "memory")
+            with contextlib.suppress(OSError):
+                cache._copy_known_rows(_by_last_use(root, family))
+        return cache
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def num_known(self) -> int:
+        """Clips whose codes are here, as far as can be said without comparing every row with its checksum."""
+        return int(np.count_nonzero(self._held()))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the codes of every clip are here; the first yes has compared every row with its checksum."""
+        return self.num_known == len(self) and bool(self.known(np.arange(len(self))).all())
+
+    def known(self, clips: Rows) -> Flags:
+        """Which clips have codes here; each row is compared with its checksum once per process."""
+        checksums = self._checksums[clips]
+        unseen = (checksums != self._verified[clips]) & (checksums != self._refused[clips]) & (checksums != 0)
+        for clip, checksum in zip(clips[unseen].tolist(), checksums[unseen].tolist(), strict=True):
+            start = self._starts[clip]
+            row = self._data[start : start + self._lengths[clip]].tobytes()
+            matches = _checksum(row, int(self._audio[clip])) == checksum
+            (self._verified if matches else self._refused)[clip] = checksum
+        known: Flags = ((checksums == self._verified[clips]) & (checksums != 0)) | (self._lengths[clips] == 0)
+        return known
+
+    def read(self, clips: Rows, out: Array) -> bool:
+        """Copy the codes of `clips[i]` to `out[i]` [clips, width], with zeros behind them.
+
+        False if some are absent: their rows of `out` are zeros.
+        """
+        lengths = np.where(self.known(clips), self._lengths[clips], 0)
+        _check_width(lengths, out)
+        columns = np.arange(out.shape[1])
+        # Only what was written is touched: reading a hole of a file on a full tmpfs kills the process.
+        starts = np.where(lengths > 0, self._starts[clips], len(self._data) - 1)
+        inside = np.minimum(columns, np.maximum(lengths - 1, 0)[:, None])
+        np.multiply(self._data[starts[:, None] + inside], columns < lengths[:, None], out=out)
+        return bool((lengths == self._lengths[clips]).all())
+
+    def write(self, clips: Rows, codes: Array) -> None:
+        """Keep the codes of `clips[i]` that `codes[i]` [clips, width] begins with; known rows stay as they are.
+
+        If the disk refuses, this is logged once and nothing is written from then on.
+        """
+        lengths = self._lengths[clips]
+        _check_width(lengths, codes)
+        used = codes[np.arange(codes.shape[1]) < lengths[:, None]]
+        if used.dtype.kind not in "iu" or (used.size and (used.min() < 0 or used.max() > 0xFFFF)):
+            raise ValueError(f"Codes must be whole numbers from 0 to {0xFFFF}")
+        with self._write_lock:
+            absent = ~self.known(clips)
+            if self._accepts_rows and absent.any():
+                try:
+                    self._write_rows(clips[absent], codes[absent].astype("<u2"))
+                except OSError as error:
+                    self._accepts_rows = False
+                    _log.warning(
+                        "No more codes can be kept in %s (%s): those of other clips will be computed again",
+                        self._place,
+                        error.strerror or error,
+                    )
+
+    def close(self) -> None:
+        """Let go of the folder: what is here can still be read, and what is written is ignored."""
+        with self._write_lock:
+            self._accepts_rows = False
+            if not self._files.checksums.closed:
+                # The mapping holds a copy of the descriptor, and with it the lock.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._files.checksums, fcntl.LOCK_UN)
+            for file in self._files:
+                with contextlib.suppress(OSError):
+                    file.close()
+
+    def _write_rows(self, clips: Rows, codes: Array) -> None:
+        data, checksums = (file.fileno() for file in self._files)
+        made: list[int] = []
+        places = (values[clips].tolist() for values in (self._starts, self._lengths, self._audio))
+        for row, start, length, audio_hash in zip(codes, *places, strict=True):
+            content = row[:length].tobytes()
+            write_at(data, bytearray(content), start * codes.itemsize)
+            made.append(_checksum(content, audio_hash))
+        self._refused[clips] = 0
+        for clip, checksum in zip(clips.tolist(), made, strict=True):
+            write_at(checksums, bytearray(checksum.to_bytes(8, "little")), clip * 8)
+
+    def _held(self) -> Flags:
+        held: Flags = ((self._checksums != 0) & (self._checksums != self._refused)) | (self._lengths == 0)
+        return held
+
+    def _copy_known_rows(self, folders: Iterator[Path]) -> None:
+        """Copy what is absent here and stands in one of `folders`; every copied row is checked."""
+        for folder in folders:
+            if self.num_known == len(self):
+                return
+            try:
+                donor = _open_donor(folder)
+            except (OSError, ValueError):  # gone, not readable, or not as it was written
+                continue
+            self._copy_rows_of(donor)
+            donor.close()
+
+    def _copy_rows_of(self, donor: CodesCache) -> None:
+        held = np.flatnonzero(donor._held())
+        wanted = np.flatnonzero(~self._held())
+        audio, first = np.unique(donor._audio[held], return_index=True)
+        if not audio.size:
+            return
+        places = np.minimum(np.searchsorted(audio, self._audio[wanted]), len(audio) - 1)
+        sources = held[first[places]]
+        same = (donor._audio[sources] == self._audio[wanted]) & (donor._lengths[sources] == self._lengths[wanted])
+        wanted, sources = wanted[same], sources[same]
+        for start in range(0, len(wanted), ROWS_PER_COPY):
+            rows = sources[start : start + ROWS_PER_COPY]
+            codes = np.zeros((len(rows), donor._lengths[rows].max()), np.uint16)
+            donor.read(rows, codes)
+            intact = donor.known(rows)
+            self.write(wanted[start : start + ROWS_PER_COPY][intact], codes[intact])
+
+
+def _files_on_disk(folder: Path, index: Array) -> _Files:
+    """The open files of a folder, made or brought to their size where they are not; the folder is in use then."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    content, index_path = index.tobytes(), folder / "index.bin"
+    if not index_path.exists() or index_path.read_bytes() != content:
+        index_path.write_bytes(content)
+    for name in _Files._fields:
+        (folder / f"{name}.bin").touch()
+    files = _open_files(folder, "r+b")
+    fcntl.flock(files.checksums, fcntl.LOCK_SH)
+    return _sized(files, index)
+
+
+def _files_in_memory(index: Array) -> _Files:
+    files = (os.fdopen(os.memfd_create(name), "r+b", buffering=0) for name in _Files._fields)
+    return _sized(_Files(*files), index)
+
+
+def _open_donor(folder: Path) -> CodesCache:
+    """The codes of another set of clips, only to be read. The name of its folder vouches for its index."""
+    content = (folder / "index.bin").read_bytes()
+    if not folder.name.endswith(_index_hash(content)):
+        raise ValueError(f"{folder}: the index is not what was written")
+    return CodesCache(_open_files(folder, "rb"), np.frombuffer(content, _INDEX), folder)
+
+
+def _open_files(folder: Path, mode: str) -> _Files:
+    return _Files(*(FileIO(folder / f"{name}.bin", mode) for name in _Files._fields))
+
+
+def _sized(files: _Files, index: Array) -> _Files:
+    """Bring files to their size without touching what they hold; only data may have holes."""
+    end = 2 * _num_elements(index)
+    if os.fstat(files.data.fileno()).st_size < end:
+        write_at(files.data.fileno(), bytearray(2), end - 2)
+    present = os.fstat(files.checksums.fileno()).st_size
+    write_at(files.checksums.fileno(), bytearray(max(8 * (len(index) + 1) - present, 0)), present)
+    return files
+
+
+def _num_elements(index: Array) -> int:
+    """Codes of all clips, and a 0 behind them: what is read of a clip without codes."""
+    return int(index["length"].sum(dtype=np.int64)) + 1
+
+
+def _mapped(file: FileIO, dtype: str, count: int) -> Array:
+    return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype, count)
+
+
+def _check_width(lengths: Rows, codes: Array) -> None:
+    if lengths.size and lengths.max() > codes.shape[1]:
+        raise ValueError(f"A clip has {lengths.max()} codes, more than the {codes.shape[1]} of a row")
+
+
+def _checksum(row: bytes, audio_hash: int) -> int:
+    """Never 0, which means absent; the same codes of other audio have another checksum."""
+    return xxhash.xxh3_64_intdigest(row, seed=audio_hash) or 1
+
+
+def _index_hash(content: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+def _by_last_use(root: Path, beginning: str) -> Iterator[Path]:
+    folders = root.glob(f"{beginning}-*")
+    return iter(sorted(folders, key=lambda folder: folder.stat().st_mtime_ns, reverse=True))
+
+
+def _remove_old_folders(root: Path) -> None:
+    """Keep the folders used last, and those that a process has open."""
+    for folder in list(_by_last_use(root, "codes"))[STORES_KEPT:]:
+        with contextlib.suppress(OSError), open(folder / "checksums.bin", "ab") as checksums:
+            fcntl.flock(checksums, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _sole_opener(root: Path) -> Iterator[None]:
+    """Let one process at a time make, complete and remove folders below `root`; the next finds rows copied."""
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / "codes.lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,88 @@
+"""Which part of a clip is the reference voice, and which part the decoder trains on, by (seed, epoch, clip).
+
+No state and no order: a resumed run or another number of workers cuts the same clip the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE
+from myxtts.data.batches import Batches
+from myxtts.data.store import Rows
+
+MIN_CROP_SAMPLES, MAX_CROP_SAMPLES = 3 * SAMPLE_RATE, 6 * SAMPLE_RATE
+"""Reference voices are this long, as in XTTS-v2's training; half the clip where the clip is too short for it."""
+MAX_CROP_FRAMES = MAX_CROP_SAMPLES // HOP_SAMPLES + 1
+FRAME_MULTIPLE = 64
+"""Frames of a batch come in multiples of this: the conditioning encoder works in as many parts."""
+_LENGTH, _START, _SEGMENT = range(3)
+
+Draws = npt.NDArray[np.float64]
+
+
+class Crops(NamedTuple):
+    """Reference voices of some clips, in samples."""
+
+    starts: Rows
+    samples: Rows
+
+    @property
+    def frames(self) -> Rows:
+        return self.samples // HOP_SAMPLES + 1
+
+
+def crops(seed: int, epoch: int, clips: Rows, num_samples: Rows) -> Crops:
+    """A crop of each clip, its length between 3 and 6 seconds."""
+    span = MAX_CROP_SAMPLES - MIN_CROP_SAMPLES + 1
+    samples = MIN_CROP_SAMPLES + (_uniform(seed, epoch, clips, _LENGTH) * span).astype(np.int64)
+    samples = np.where(samples > num_samples, np.maximum(num_samples // 2, 1), samples)
+    room = num_samples - samples + 1
+    return Crops((_uniform(seed, epoch, clips, _START) * room).astype(np.int64), samples)
+
+
+def fit(chosen: Crops, budget: int) -> Crops:
+    """The crops of one batch within `budget` frames; if they have more, all are shortened alike at their ends."""
+    samples = chosen.samples
+    while (excess := int((samples // HOP_SAMPLES + 1).sum()) - budget) > 0:
+        shorter = samples - HOP_SAMPLES * math.ceil(excess / len(samples))
+        samples = np.maximum(shorter, np.minimum(samples, HOP_SAMPLES))
+    return Crops(chosen.starts, samples)
+
+
+def frame_budget(batches: Batches, num_samples: Rows, seed: int) -> int:
+    """Frames that (nearly) every batch fits: the most that batches of two epochs need."""
+    most = 0
+    for epoch in range(2):
+        clips, _ = batches.epoch(epoch)
+        frames = crops(seed, epoch, clips.ravel(), num_samples[clips.ravel()]).frames
+        most = max(most, int(frames.reshape(clips.shape).sum(axis=1).max()))
+    return math.ceil(most / FRAME_MULTIPLE) * FRAME_MULTIPLE
+
+
+def segments(seed: int, epoch: int, clips: Rows, num_codes: Rows, length: int) -> Rows:
+    """First code of a piece of `length` codes of each clip; 0 where the clip is no longer than that."""
+    room = np.maximum(num_codes - length, 0) + 1
+    starts: Rows = (_uniform(seed, epoch, clips, _SEGMENT) * room).astype(np.int64)
+    return starts
+
+
+def _uniform(seed: int, epoch: int, clips: Rows, purpose: int) -> Draws:
+    """Numbers in [0, 1), each from its own counter through the mixing function of SplitMix64."""
+    with np.errstate(over="ignore"):
+        state = np.array(seed, np.uint64)
+        for part in (np.uint64(epoch), np.uint64(purpose), clips.astype(np.uint64)):
+            state = _mixed(state + np.uint64(0x9E3779B97F4A7C15) * (part + np.uint64(1)))
+    draws: Draws = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return draws
+
+
+def _mixed(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
+    return mixed

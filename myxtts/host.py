@@ -1,0 +1,56 @@
+"""What the host offers a process: cores, and memory that a GPU can read directly.
+
+Knows no corpus, model or pipeline. PyTorch is imported only when memory is pinned, because preparing a corpus
+needs neither it nor the second it takes to load.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+HostMemory = npt.NDArray[np.uint8]
+_CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
+
+
+def usable_cores() -> int:
+    """Cores this process may really use: its affinity, cut by the quota of a container."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _CGROUP_CPU_LIMIT.read_text().split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no cgroup, or "max": no quota
+        return cores
+
+
+def available_bytes() -> int:
+    """Host memory that can still be taken without swapping, as far as this process may use it."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = 1024 * int(fields["MemAvailable"].split()[0])
+    try:
+        limit = int(_CGROUP_MEMORY_LIMIT.read_text())
+        return max(0, min(available, limit - int(_CGROUP_MEMORY_USED.read_text())))
+    except (OSError, ValueError):  # no cgroup, or "max": no limit
+        return available
+
+
+def host_memory(num_bytes: int, pinned: bool = True) -> HostMemory:
+    """Zeroed host memory; pinned where a CUDA device exists, so that copies to it need no staging."""
+    if not pinned or not _has_nvidia_driver():
+        return np.zeros(num_bytes, np.uint8)
+    import torch
+
+    block = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    memory: HostMemory = block.numpy()
+    return memory
+
+
+def _has_nvidia_driver() -> bool:
+    places = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last under WSL
+    return any(Path(place).exists() for place in places)

@@ -1,0 +1,405 @@
+"""Plans: which device does what, what stops a run before it starts, and what is said when memory runs out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from myxtts.config import DataSettings
+from myxtts.devices import (
+    Gpu,
+    Machine,
+    Plan,
+    announcements,
+    apply_caps,
+    explain_out_of_memory,
+    make_plan,
+)
+from myxtts.errors import ConfigError, PipelineError
+from myxtts.lanes import Lane, Mark
+
+CPU = torch.device("cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def cuda(index: int) -> torch.device:
+    return torch.device("cuda", index)
+
+
+def machine(num_gpus: int, memory_mb: int = 24000, *, peers: bool = False) -> Machine:
+    pairs = {(a, b) for a in range(num_gpus) for b in range(num_gpus) if a != b}
+    return Machine([Gpu(i, f"Card {i}", memory_mb) for i in range(num_gpus)], frozenset(pairs if peers else ()))
+
+
+def torchrun(rank: int, world_size: int, local_rank: int, local_world_size: int) -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return dict(zip(names, map(str, (rank, world_size, local_rank, local_world_size)), strict=True))
+
+
+def problems(machine: Machine, environment: dict[str, str] | None = None, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(DataSettings(**settings), machine, environment or {})
+    return str(caught.value)
+
+
+def test_without_a_gpu_both_roles_are_on_the_cpu() -> None:
+    assert make_plan(DataSettings(), machine(0), {}) == Plan(CPU, CPU)
+
+
+def test_with_gpus_and_no_flags_both_roles_share_the_first_gpu() -> None:
+    assert make_plan(DataSettings(), machine(4), {}) == Plan(cuda(0), cuda(0), "buffered")
+
+
+def test_both_flags_give_each_role_its_gpu() -> None:
+    plan = make_plan(DataSettings(data_gpu=2, model_gpu=3), machine(4), {})
+    assert plan == Plan(cuda(2), cuda(3), "dual")
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_under_torchrun_each_process_has_a_gpu_of_its_own(local_rank: int) -> None:
+    plan = make_plan(DataSettings(), machine(2), torchrun(local_rank + 2, 4, local_rank, 2))
+    assert plan == Plan(cuda(local_rank), cuda(local_rank), rank=local_rank + 2, world_size=4)
+
+
+@pytest.mark.parametrize(("local_rank", "data", "model"), [(0, 1, 0), (1, 3, 2)])
+def test_under_torchrun_each_process_has_two_gpus_of_its_own_in_dual_mode(
+    local_rank: int, data: int, model: int
+) -> None:
+    settings = DataSettings(data_gpu=1, model_gpu=0)
+    plan = make_plan(settings, machine(4), torchrun(local_rank, 2, local_rank, 2))
+    assert plan == Plan(cuda(data), cuda(model), "dual", rank=local_rank, world_size=2)
+
+
+def test_several_processes_may_share_a_cpu() -> None:
+    plan = make_plan(DataSettings(), machine(0), torchrun(1, 2, 1, 2))
+    assert plan == Plan(CPU, CPU, rank=1, world_size=2)
+
+
+def test_the_environment_of_this_process_counts_unless_another_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in torchrun(1, 2, 1, 2).items():
+        monkeypatch.setenv(name, value)
+    assert make_plan(DataSettings(), machine(2)).model == cuda(1)
+    assert make_plan(DataSettings(), machine(2), {}).model == cuda(0)
+
+
+@pytest.mark.parametrize(("given", "missing"), [("data_gpu", "--model-gpu"), ("model_gpu", "--data-gpu")])
+def test_one_flag_alone_is_an_error_that_names_the_other(given: str, missing: str) -> None:
+    text = problems(machine(2), **{given: 1})
+    assert text.startswith("1 problem")
+    assert f"--{given.replace('_', '-')} is given without {missing}" in text
+    assert "no GPU 7." in problems(machine(2), **{given: 7})
+
+
+def test_the_same_gpu_twice_is_an_error_that_lists_the_gpus_and_the_flags_to_drop() -> None:
+    text = problems(machine(2), data_gpu=1, model_gpu=1)
+    assert text.startswith("1 problem")
+    assert "both 1" in text and "0: Card 0" in text and "1: Card 1" in text
+    assert "drop --data-gpu and --model-gpu" in text
+
+
+@pytest.mark.parametrize(("num_gpus", "found"), [(0, "GPUs found: none"), (1, "GPUs found: 0: Card 0, 24000 MB")])
+def test_two_roles_on_fewer_than_two_gpus_is_an_error_and_never_a_quiet_run_on_less(
+    num_gpus: int, found: str
+) -> None:
+    text = problems(machine(num_gpus), data_gpu=0, model_gpu=1)
+    assert text.startswith("1 problem")
+    assert "Multi-GPU requires at least 2 GPUs" in text and found in text
+    assert "drop --data-gpu and --model-gpu" in text
+
+
+def test_an_index_that_does_not_exist_is_an_error_that_lists_those_that_do() -> None:
+    text = problems(machine(2), data_gpu=0, model_gpu=5)
+    assert "no GPU 5." in text and "0: Card 0" in text and "1: Card 1" in text
+    assert "drop --data-gpu and --model-gpu" in text
+    assert "CUDA_VISIBLE_DEVICES" not in text
+
+
+def test_gpus_hidden_by_the_environment_are_explained() -> None:
+    text = problems(machine(2), {"CUDA_VISIBLE_DEVICES": "2,3"}, data_gpu=2, model_gpu=3)
+    assert "no GPU 2, 3." in text and "0: Card 0" in text and "1: Card 1" in text
+    assert "CUDA_VISIBLE_DEVICES=2,3 hides any others" in text
+    assert "CUDA_VISIBLE_DEVICES= hides" in problems(
+        machine(0), {"CUDA_VISIBLE_DEVICES": ""}, data_gpu=0, model_gpu=1
+    )
+
+
+def test_more_processes_than_gpus_is_an_error_on_every_rank() -> None:
+    for rank in range(3):
+        text = problems(machine(2), torchrun(rank, 3, rank, 3))
+        assert "3 processes on this machine, one GPU each, lack GPU 2." in text
+        assert "1: Card 1" in text and "--nproc-per-node" in text
+    for rank in range(2):
+        text = problems(machine(3), torchrun(rank, 2, rank, 2), data_gpu=0, model_gpu=1)
+        assert "2 processes on this machine, two GPUs each, lack GPU 3." in text
+        assert "--nproc-per-node" in text and "drop --data-gpu and --model-gpu" in text
+
+
+def test_processes_that_would_share_a_gpu_are_an_error() -> None:
+    text = problems(machine(6), torchrun(0, 2, 0, 2), data_gpu=0, model_gpu=2)
+    assert "share" in text and "--data-gpu 0 --model-gpu 1" in text
+    make_plan(DataSettings(data_gpu=0, model_gpu=2), machine(6), {})
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {"RANK": "one", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        torchrun(2, 2, 0, 2),
+        torchrun(1, 2, 2, 2),
+    ],
+)
+def test_an_environment_that_gives_no_place_is_an_error(environment: dict[str, str]) -> None:
+    text = problems(machine(8), environment)
+    assert "LOCAL_WORLD_SIZE" in text and f"RANK={environment['RANK']}" in text and "torchrun" in text
+
+
+def test_half_an_environment_is_enough_for_a_process_that_is_alone() -> None:
+    assert make_plan(DataSettings(), machine(1), {"RANK": "0", "WORLD_SIZE": "1"}) == Plan(cuda(0), cuda(0))
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    text = problems(
+        machine(2, memory_mb=8000), {"RANK": "x"}, data_gpu=1, model_gpu=1, enable_memory_isolation=True
+    )
+    assert text.startswith("4 problems")
+    for part in ("RANK=x", "both 1", "--data-gpu-memory 8192", "--model-gpu-memory 16384"):
+        assert part in text
+
+
+def test_caps_hold_each_role_only_under_memory_isolation() -> None:
+    caps = {"data_gpu_memory": 4096, "model_gpu_memory": 9000}
+    free = make_plan(DataSettings(data_gpu=0, model_gpu=1, **caps), machine(2), {})
+    assert (free.data_cap_mb, free.model_cap_mb) == (None, None)
+    isolated = DataSettings(data_gpu=0, model_gpu=1, enable_memory_isolation=True, **caps)
+    held = make_plan(isolated, machine(2), {})
+    assert (held.data_cap_mb, held.model_cap_mb) == (4096, 9000)
+
+
+def test_roles_that_share_a_gpu_share_the_cap_of_the_model() -> None:
+    settings = DataSettings(enable_memory_isolation=True, data_gpu_memory=90000, model_gpu_memory=9000)
+    plan = make_plan(settings, machine(1), {})
+    assert (plan.data_cap_mb, plan.model_cap_mb) == (9000, 9000)
+
+
+def test_a_cap_larger_than_its_card_is_an_error_that_names_card_and_flag() -> None:
+    shared = problems(machine(1, memory_mb=12000), enable_memory_isolation=True)
+    assert "--model-gpu-memory 16384" in shared and "0: Card 0, 12000 MB" in shared and "at most 12000" in shared
+    assert "--data-gpu-memory" not in shared
+    settings = {"data_gpu": 0, "model_gpu": 1, "enable_memory_isolation": True, "data_gpu_memory": 20000}
+    dual = problems(machine(2, memory_mb=18000), **settings)
+    assert "--data-gpu-memory 20000" in dual and "0: Card 0, 18000 MB" in dual
+    assert "--model-gpu-memory" not in dual
+    make_plan(DataSettings(data_gpu_memory=90000), machine(1), {})
+
+
+def test_caps_reach_the_allocator_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: dict[torch.device, float] = {}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=16000 * 2**20)
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda fraction, device: fractions.__setitem__(device, fraction),
+    )
+    apply_caps(Plan(CPU, CPU, data_cap_mb=4000, model_cap_mb=8000))
+    apply_caps(Plan(cuda(0), cuda(1), "dual"))
+    assert fractions == {}
+    apply_caps(Plan(cuda(0), cuda(1), "dual", data_cap_mb=4000, model_cap_mb=8000))
+    assert fractions == {cuda(0): 0.25, cuda(1): 0.5}
+
+
+def test_the_machine_is_what_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(name=f"Card {index}", total_memory=24000 * 2**20 + index),
+    )
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
+    seen = Machine.look()
+    assert seen == Machine([Gpu(0, "Card 0", 24000), Gpu(1, "Card 1", 24000)], frozenset({(0, 1)}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not Machine.look().gpus
+
+
+def test_buffered_mode_is_announced() -> None:
+    plan = make_plan(DataSettings(), machine(1), {})
+    assert announcements(plan, 50, machine(1)) == [
+        "Intelligent GPU Pipeline: Single-GPU Buffered Mode",
+        "Data GPU: cuda:0 (Card 0, 24000 MB)",
+        "Model GPU: cuda:0 (Card 0, 24000 MB)",
+        "Buffer size: 50 batches",
+        "Model placed on cuda:0 (Card 0, 24000 MB)",
+    ]
+
+
+def test_dual_mode_is_announced_with_caps_rank_and_the_way_of_copies() -> None:
+    settings = DataSettings(data_gpu=0, model_gpu=1, enable_memory_isolation=True)
+    plan = make_plan(settings, machine(4), torchrun(1, 2, 1, 2))
+    lines = announcements(plan, 100, machine(4, peers=True))
+    assert lines == [
+        "Intelligent GPU Pipeline: Multi-GPU Mode",
+        "Data GPU: cuda:2 (Card 2, 24000 MB)",
+        "Model GPU: cuda:3 (Card 3, 24000 MB)",
+        "Buffer size: 100 batches",
+        "Model placed on cuda:3 (Card 3, 24000 MB)",
+        "Memory caps: data 8192 MB on cuda:2, model 16384 MB on cuda:3",
+        "Copies from cuda:2 to cuda:3: direct (peer access)",
+        "Rank 1 of 2",
+    ]
+    assert any("through host memory, slower" in line for line in announcements(plan, 100, machine(4)))
+
+
+def test_one_cap_for_two_roles_is_announced_as_what_it_is() -> None:
+    plan = make_plan(DataSettings(enable_memory_isolation=True), machine(1), {})
+    (line,) = (line for line in announcements(plan, 50, machine(1)) if "cap" in line)
+    assert "16384 MB on cuda:0" in line and "both roles together" in line
+    assert "--data-gpu-memory has no effect" in line
+
+
+def test_the_cpu_is_announced_as_slow_and_without_caps() -> None:
+    plan = make_plan(DataSettings(enable_memory_isolation=True), machine(0), {})
+    lines = announcements(plan, 50, machine(0))
+    assert lines[0].startswith("Intelligent GPU Pipeline: Single-GPU Buffered Mode (on the CPU: no GPU was found)")
+    assert any("slow" in line for line in lines) and "Model placed on cpu" in lines
+    assert any("Memory isolation has no effect on the CPU" in line for line in lines)
+    without = announcements(make_plan(DataSettings(), machine(0), {}), 50, machine(0))
+    assert not any("isolation" in line for line in without)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, *, free_mb: int) -> torch.OutOfMemoryError:
+    """An error on a card with 15000 MB reserved of 24000."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free_mb * 2**20, 24000 * 2**20))
+    for name, number in {
+        "memory_allocated": 14000,
+        "memory_reserved": 15000,
+        "max_memory_allocated": 14800,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _device, number=number: number * 2**20)
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity ...")
+
+
+def test_running_out_of_memory_names_role_device_cap_numbers_and_what_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = measured(monkeypatch, free_mb=8000)
+    plan = Plan(cuda(0), cuda(1), "dual", data_cap_mb=8192, model_cap_mb=16384)
+    explained = explain_out_of_memory(plan, error, "model", "computing gradients")
+    assert isinstance(explained, PipelineError) and explained.__cause__ is error
+    text, *advice = str(explained).split("\n  - ")
+    assert "The model role ran out of memory on cuda:1 while computing gradients" in text
+    for part in (
+        "2.00 GiB",
+        "14000 MB allocated",
+        "14800 MB",
+        "15000 MB reserved",
+        "16384 MB (--model-gpu-memory)",
+    ):
+        assert part in text
+    assert "--model-gpu-memory above 16384" in advice[0]
+    assert "--batch-size" in advice[1] and "--grad-accum" in advice[1]
+    assert "--gradient-checkpointing" in advice[2] and "--lora-rank" in advice[2]
+    assert len(advice) == 3
+
+
+def test_the_data_role_is_advised_to_buffer_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(cuda(0), cuda(1), "dual", data_cap_mb=16000, model_cap_mb=16384)
+    error = measured(monkeypatch, free_mb=8000)
+    text, *advice = str(explain_out_of_memory(plan, error, "data", "encoding a batch")).split("\n  - ")
+    assert "data role" in text and "cuda:0" in text and "16000 MB (--data-gpu-memory)" in text
+    assert "--data-gpu-memory above 16000" in advice[0] and "--buffer-size" in advice[1]
+    assert not any("--gradient-checkpointing" in line for line in advice)
+
+
+def test_a_higher_cap_is_advised_only_when_the_cap_was_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Plan(cuda(0), cuda(0), data_cap_mb=20000, model_cap_mb=20000)
+    full_card = str(explain_out_of_memory(shared, measured(monkeypatch, free_mb=500), "data", "encoding"))
+    assert "20000 MB (--model-gpu-memory, for both roles together)" in full_card
+    assert "higher cap" not in full_card and full_card.count("\n  - ") == 3
+    full_cap = str(explain_out_of_memory(shared, measured(monkeypatch, free_mb=8000), "data", "encoding"))
+    assert "--model-gpu-memory above 20000" in full_cap and full_cap.count("\n  - ") == 3
+    no_cap = Plan(cuda(0), cuda(0))
+    assert "cap" not in str(explain_out_of_memory(no_cap, measured(monkeypatch, free_mb=500), "model", "training"))
+
+
+def test_lanes_on_the_cpu_run_at_once() -> None:
+    lane, mark, value = Lane(CPU), Mark(CPU), torch.zeros(4)
+    with lane.use():
+        value += 1
+    lane.record(mark)
+    lane.wait(mark)
+    mark.wait_on_host()
+    lane.finish()
+    assert value.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_cap_stops_an_allocation_that_the_card_could_hold() -> None:
+    plan = make_plan(DataSettings(enable_memory_isolation=True, model_gpu_memory=512), environment={})
+    torch.cuda.empty_cache()
+    try:
+        apply_caps(plan)
+        within = torch.empty(256 * 2**20, dtype=torch.uint8, device=plan.model)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.empty(1024 * 2**20, dtype=torch.uint8, device=plan.model)
+        text = str(explain_out_of_memory(plan, caught.value, "model", "computing gradients"))
+        assert "model role" in text and "cuda:0" in text and "512 MB (--model-gpu-memory" in text
+        assert "1024.00 MiB" in text or "1.00 GiB" in text
+        allocated_mb = torch.cuda.memory_allocated(plan.model) // 2**20
+        assert allocated_mb >= within.nbytes // 2**20 and f"{allocated_mb} MB allocated" in text
+        assert "--model-gpu-memory above 512" in text
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, plan.model)
+    torch.empty(1024 * 2**20, dtype=torch.uint8, device=plan.model)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_machine_and_its_announcement_name_the_real_card() -> None:
+    seen = Machine.look()
+    name = torch.cuda.get_device_name(0)
+    assert seen.gpus[0].name == name and seen.gpus[0].memory_mb > 1000
+    assert any(name in line for line in announcements(make_plan(DataSettings(), environment={}), 50))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_lane_that_waits_for_a_mark_sees_what_was_written_before_it() -> None:
+    device = cuda(0)
+    writer, reader, mark = Lane(device), Lane(device, urgent=True), Mark(device)
+    source = torch.zeros(1024, device=device)
+    unordered, ordered = torch.empty_like(source), torch.empty_like(source)
+    torch.cuda.synchronize(device)
+    with writer.use():
+        torch.cuda._sleep(300_000_000)
+        source.fill_(7)
+    writer.record(mark)
+    with reader.use():
+        unordered.copy_(source)
+        reader.wait(mark)
+        ordered.copy_(source)
+    writer_was_busy = not mark.event.query()  # the host did not wait
+    reader.finish()
+    assert writer_was_busy
+    assert unordered.eq(0).all() and ordered.eq(7).all()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_host_can_wait_for_a_mark() -> None:
+    device = cuda(0)
+    lane, mark = Lane(device), Mark(device)
+    torch.cuda.synchronize(device)
+    with lane.use():
+        torch.cuda._sleep(100_000_000)
+    lane.record(mark)
+    assert not mark.event.query()
+    mark.wait_on_host()
+    assert mark.event.query()
