@@ -1,0 +1,1 @@
+"""What the program did and when, measured without disturbing it; nothing here draws a screen."""

@@ -1,0 +1,427 @@
+"""What a training reports: the files that keep it, the warnings it gives, and the lines that show it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, colours, read_metrics, usage_bars
+from myxtts.observe.watch import CLEAR_REPORTS, WARMUP_REPORTS, WINDOW_REPORTS, Warning, Watch, warnings_of
+from myxtts.screens import ProgressPrinter, progress_line, show_lines, validation_line
+
+REPORT = StepReport(
+    stage="gpt",
+    step=120,
+    total_steps=1000,
+    epoch=3,
+    losses={"total": 3.412, "text_loss": 4.1, "audio_loss": 3.37},
+    lr=1.2e-4,
+    grad_norm={"model": 0.8},
+    clips_per_s=512.3,
+    step_ms=107.24,
+    step_cv=0.02,
+    idle_share=0.003,
+    ahead=34,
+    rings={"host": (16, 16), "device": (1, 2), "model": (17, 32), "keep": (0, 4)},
+    memory_mb={"model": 12595.0},
+    skipped=0,
+    eta_s=754.0,
+    elapsed_s=60.0,
+)
+FULL = {"host": (16, 16), "device": (1, 2), "model": (3, 3)}
+
+
+def on_step(step: int, **values: Any) -> StepReport:
+    return replace(REPORT, step=step, **values)
+
+
+def steps_in(path: Path) -> list[tuple[str, int, float]]:
+    return [(line["stage"], line["step"], line["losses"]["total"]) for line in read_metrics(path)]
+
+
+@pytest.fixture
+def curves(tmp_path: Path) -> Callable[..., Any]:
+    """What TensorBoard reads of a stage."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def read(stage: str = "gpt") -> Any:
+        events = EventAccumulator(str(tmp_path / "tensorboard" / stage))
+        events.Reload()
+        return events
+
+    return read
+
+
+def test_reports_come_back_as_they_were_written(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.begin("gpt", 0)
+    log.step(REPORT)
+    log.validation(ValidationReport("gpt", 120, {"total": 3.5}, is_best=True))
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    log.close()
+    assert first.pop("written_at") <= second.pop("written_at")
+    lists = {name: list(counts) for name, counts in REPORT.rings.items()}
+    assert first == {"kind": "step", **vars(REPORT), "rings": lists}
+    assert second == {"kind": "validation", "stage": "gpt", "step": 120, "losses": {"total": 3.5}, "is_best": True}
+
+
+def test_a_run_without_metrics_has_none(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_numbers_that_are_not_finite_leave_the_json_strict(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.step(replace(REPORT, losses={"total": float("nan")}, grad_norm={"model": float("inf")}))
+    log.close()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    lines = [json.loads(line, parse_constant=refuse) for line in log.path.read_text().splitlines()]
+    assert lines[-1]["losses"] == {"total": None}
+    assert lines[-1]["grad_norm"] == {"model": None}
+
+
+def test_a_line_cut_off_by_a_kill_costs_only_itself(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    for step in (10, 20, 30):
+        log.step(on_step(step))
+    log.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-40])
+    assert [step for _, step, _ in steps_in(path)] == [10, 20]
+    continued = MetricsLog(tmp_path)
+    continued.begin("gpt", 25)
+    continued.step(on_step(30))
+    continued.close()
+    assert [step for _, step, _ in steps_in(path)] == [10, 20, 30]
+
+
+def test_continuing_a_stage_outdates_its_later_steps_and_no_others(tmp_path: Path) -> None:
+    first = MetricsLog(tmp_path)
+    for stage in ("dvae", "gpt"):
+        first.begin(stage, 0)
+        for step in (10, 20, 30):
+            first.step(on_step(step, stage=stage, losses={"total": 1.0}))
+    first.close()
+    second = MetricsLog(tmp_path)
+    second.begin("gpt", 15)
+    second.step(on_step(25, losses={"total": 2.0}))
+    second.step(on_step(25, losses={"total": 3.0}))
+    second.close()
+    kept = steps_in(tmp_path / "metrics.jsonl")
+    assert kept == [*(("dvae", step, 1.0) for step in (10, 20, 30)), ("gpt", 10, 1.0), ("gpt", 25, 3.0)]
+
+
+def test_tensorboard_has_the_curves_of_a_report(tmp_path: Path, curves: Callable[..., Any]) -> None:
+    log = MetricsLog(tmp_path)
+    log.begin("gpt", 0)
+    log.step(REPORT)
+    log.step(on_step(130, losses={"total": 3.0}))
+    log.validation(ValidationReport("gpt", 130, {"total": 3.5}, is_best=False))
+    log.close()
+    events = curves()
+    assert [(event.step, event.value) for event in events.Scalars("loss/total")] == [
+        (120, pytest.approx(3.412)),
+        (130, 3.0),
+    ]
+    expected = {
+        "validation/total": 3.5, "grad_norm/model": 0.8, "train/lr": 1.2e-4, "speed/clips_per_s": 512.3,
+        "speed/step_cv": 0.02, "speed/idle_share": 0.003, "ring/model": 17, "memory_mb/model": 12595,
+    }  # fmt: skip
+    assert {tag: events.Scalars(tag)[-1].value for tag in expected} == pytest.approx(expected)
+
+
+def test_tensorboard_forgets_what_a_continued_stage_outdates(tmp_path: Path, curves: Callable[..., Any]) -> None:
+    for begun_at, value in ((0, 1.0), (20, 2.0)):
+        log = MetricsLog(tmp_path)
+        log.begin("gpt", begun_at)
+        for step in range(begun_at + 10, begun_at + 40, 10):
+            log.step(on_step(step, losses={"total": value}))
+        log.close()
+    found = [(event.step, event.value) for event in curves().Scalars("loss/total")]
+    assert found == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0), (50, 2.0)]
+
+
+def test_tensorboard_has_pictures_of_mels_and_code_usage(tmp_path: Path, curves: Callable[..., Any]) -> None:
+    from PIL import Image
+
+    log = MetricsLog(tmp_path)
+    log.begin("dvae", 0)
+    log.image("mel", np.outer(np.arange(20.0), np.ones(30)), 10)
+    log.image("picture", np.full((4, 6, 3), 77, np.uint8), 10)
+    log.code_usage(np.array([5, 0, 100, 3]), 10)
+    log.close()
+    events = curves("dvae")
+    mel = np.asarray(Image.open(io.BytesIO(events.Images("mel")[0].encoded_image_string))).astype(int)
+    assert mel.shape == (20, 30, 3)
+    assert mel[0].sum() > mel[-1].sum(), "the lowest frequencies are drawn below"
+    picture = np.asarray(Image.open(io.BytesIO(events.Images("picture")[0].encoded_image_string)))
+    assert (picture == 77).all()
+    assert "codes/uses" in events.Tags()["histograms"]
+    assert "codes/most_used_first" in events.Tags()["images"]
+
+
+def test_colours_span_the_finite_values() -> None:
+    pixels = colours(np.array([[1.0, 2.0, 3.0], [np.nan, np.inf, -np.inf]])).astype(int)
+    brightness = pixels.sum(-1)
+    assert brightness[0, 0] < brightness[0, 1] < brightness[0, 2]
+    assert brightness[1].tolist() == [brightness[0, 0], brightness[0, 2], brightness[0, 0]]
+    assert (colours(np.full((2, 2), 5.0)) == colours(np.zeros((2, 2)))).all()
+
+
+def test_usage_bars_start_with_the_most_used_code() -> None:
+    drawn = (usage_bars(np.array([0, 50, 100, 1])) != 255).any(-1)
+    quarter = drawn.shape[1] // 4
+    assert [int(drawn[:, place * quarter].sum()) for place in range(4)] == [64, 32, 1, 0]
+    assert drawn[-1, 0], "bars stand on the ground"
+    assert usage_bars(np.arange(1024)).shape == (64, 256, 3)
+    assert (usage_bars(np.zeros(8)) == 255).all()
+
+
+def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = MetricsLog(tmp_path)
+    log.begin("gpt", 0)
+    for step in (10, 20, 30):
+        log.step(on_step(step))
+    (tmp_path / "metrics.jsonl").unlink()
+    log.step(on_step(40))
+    log.close()
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "No space left on device" in warnings[0] and "Training goes on" in warnings[0]
+    assert [step for _, step, _ in steps_in(tmp_path / "metrics.jsonl")] == [40], "writing goes on by itself"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_may_fail_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    log = MetricsLog(tmp_path)
+    log.begin("gpt", 0)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", fail)
+    for step in range(10, 60):
+        log.step(on_step(step))
+        log.image("mel", np.zeros((4, 4)), step)
+    log.close()
+    assert len(steps_in(log.path)) == 50
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "tensorboard" in warnings[0]
+
+
+def test_a_machine_without_tensorboard_keeps_the_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    log = MetricsLog(tmp_path)
+    log.step(REPORT)
+    log.close()
+    assert len(steps_in(log.path)) == 1
+    assert len(caplog.records) == 1 and "tensorboard" in caplog.text
+
+
+def history(count: int = WARMUP_REPORTS + WINDOW_REPORTS, **values: Any) -> list[StepReport]:
+    values = {"rings": FULL, "memory_mb": {"model": 1000.0}} | values
+    return [on_step(10 * number, **values) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("rings", "cause"),
+    [
+        ({"host": (0, 16), "device": (0, 2), "model": (0, 3)}, "--num-workers"),
+        ({"host": (16, 16), "device": (0, 2), "model": (0, 3)}, "data.prefetch_to_gpu"),
+        ({"host": (16, 16), "device": (2, 2), "model": (0, 3)}, "--data-gpu"),
+        ({"host": (16, 16), "device": (2, 2), "handoff": (0, 3), "model": (0, 3)}, "takes longer than training"),
+        ({"host": (16, 16), "device": (2, 2), "handoff": (3, 3), "model": (0, 3)}, "peer access"),
+        ({"host": (16, 16), "device": (0, 2), "model": (3, 3)}, "--enable-static-shapes"),
+        (FULL, "nvidia-smi"),
+    ],
+)
+def test_varying_steps_are_explained_by_the_first_empty_ring(
+    rings: dict[str, tuple[int, int]], cause: str
+) -> None:
+    (warning,) = warnings_of(history(step_cv=0.42, rings=rings))
+    assert warning.code == "variation"
+    assert "42 %" in warning.text and cause in warning.text
+
+
+def test_a_ring_counts_as_empty_when_it_is_so_most_of_the_time() -> None:
+    starved = {"host": (0, 16), "device": (0, 2), "model": (0, 3)}
+    reports = history(step_cv=0.42)
+    sometimes = [replace(report, rings=starved) if report.step % 30 == 0 else report for report in reports]
+    mostly = [report if report.step % 30 == 0 else replace(report, rings=starved) for report in reports]
+    assert "nvidia-smi" in warnings_of(sometimes)[0].text
+    assert "--num-workers" in warnings_of(mostly)[0].text
+
+
+def test_a_model_that_waits_for_batches_is_starving() -> None:
+    empty = {"host": (0, 16), "device": (0, 2), "model": (0, 3)}
+    (warning,) = warnings_of(history(idle_share=0.2, rings=empty))
+    assert warning.code == "starving"
+    assert "20 %" in warning.text and "--num-workers" in warning.text
+    assert warnings_of(history(idle_share=0.04, rings=empty)) == [], "an empty ring alone costs nothing"
+    assert warnings_of(history(idle_share=0.2)) == [], "idle with batches ready is not for want of batches"
+
+
+def test_memory_that_keeps_growing_is_called_a_leak() -> None:
+    def using(*used_mb: float) -> list[StepReport]:
+        return [on_step(number, rings=FULL, memory_mb={"data": used}) for number, used in enumerate(used_mb)]
+
+    count = WARMUP_REPORTS + WINDOW_REPORTS
+    (warning,) = warnings_of(using(*(1000 + 10 * number for number in range(count))))
+    assert warning.code == "memory-data"
+    assert "data role grew from 1030 to 1140 MB between steps 3 and 14" in warning.text
+    assert warnings_of(using(*(1000 + number for number in range(count)))) == [], "1 % is nothing"
+    assert warnings_of(using(*(2000 if number > 8 else 1000 for number in range(count)))) == [], "one jump"
+    assert warnings_of(using(*(1000 + 200 * (number % 2) for number in range(count)))) == [], "up and down"
+    assert warnings_of(using(*(100 * min(number, 3) for number in range(count)))) == [], "the warm-up"
+
+
+def test_nothing_is_said_during_the_warmup_or_when_all_is_well() -> None:
+    assert warnings_of(history(WARMUP_REPORTS + 1, step_cv=0.9)) == []
+    assert warnings_of(history()) == []
+
+
+def test_a_warning_is_given_once_until_it_clears() -> None:
+    watch = Watch()
+
+    def given(step_cv: float, count: int, stage: str = "gpt") -> list[str]:
+        reports = history(count, step_cv=step_cv, stage=stage)
+        return [warning.code for report in reports for warning in watch.add(report)]
+
+    assert given(0.5, 20) == ["variation"]
+    assert given(0.1, CLEAR_REPORTS - 1) == []
+    assert given(0.5, 20) == [], "it came back before it was really gone"
+    assert given(0.1, CLEAR_REPORTS) == []
+    assert given(0.5, 20) == ["variation"]
+    assert given(0.5, 20, "decoder") == ["variation"], "another stage is another matter"
+
+
+def test_the_progress_line_says_everything_in_one_line() -> None:
+    assert progress_line(REPORT) == (
+        "step 120/1000  loss 3.412 (text 4.1 audio 3.37)  512 clips/s  107.2 ms  idle 0.3 %  ahead 34/50  "
+        "12.3 GB  lr 1.2e-04  ETA 12:34"
+    )
+    unknown = replace(
+        REPORT,
+        total_steps=None,
+        losses={"total": float("nan"), "codes_used": 1024.0},
+        clips_per_s=3.26,
+        rings={},
+        memory_mb={"data": 2048, "model": 12595},
+        skipped=2,
+        eta_s=None,
+    )
+    assert progress_line(unknown) == (
+        "step 120  loss nan (codes_used 1024)  3.3 clips/s  107.2 ms  idle 0.3 %  ahead 34  "
+        "data 2.0 GB  model 12.3 GB  lr 1.2e-04  skipped 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(-3, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (93784, "1 d 2:03:04")]
+)
+def test_the_time_left_is_readable(seconds: float, shown: str) -> None:
+    assert progress_line(replace(REPORT, eta_s=seconds)).endswith(f"ETA {shown}")
+
+
+def test_plain_lines_when_not_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    show_lines(["Intelligent GPU Pipeline: Single-GPU Buffered Mode"])
+    best = ValidationReport("gpt", 120, {"total": 3.2, "text_loss": 4.0}, is_best=True)
+    with ProgressPrinter() as progress:
+        progress.begin("gpt", 0, 1000)
+        progress.tick(3)
+        progress.report(REPORT)
+        progress.validation(best)
+        progress.validation(replace(best, is_best=False))
+        progress.warn([Warning("variation", "The time of a step varies [a lot]: do this.")])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [
+        "Intelligent GPU Pipeline: Single-GPU Buffered Mode",
+        progress_line(REPORT),
+        "validation at step 120  loss 3.200 (text 4)  the best so far",
+        validation_line(replace(best, is_best=False)),
+        "WARNING: The time of a step varies [a lot]: do this.",
+    ]
+    assert "best" not in shown[3]
+
+
+def test_only_the_first_process_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressPrinter(rank=1) as progress:
+        progress.begin("gpt", 0, 1000)
+        progress.report(REPORT)
+        progress.warn([Warning("variation", "text")])
+    assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_has_a_moving_line_below_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("myxtts.screens.time", SimpleNamespace(monotonic=lambda: now))
+    screen = io.StringIO()
+    with ProgressPrinter(
+        console=Console(file=screen, force_terminal=True, width=200, color_system=None)
+    ) as progress:
+        progress.begin("gpt", 7, 1000)
+        assert "gpt: step 7/1000" in screen.getvalue()
+        progress.report(REPORT)
+        assert f"{progress_line(REPORT)}\n" in screen.getvalue()
+        now += 54
+        progress.tick(125)
+        gives_up_at = time.monotonic() + 10
+        while "step 125/1000" not in screen.getvalue() and time.monotonic() < gives_up_at:
+            time.sleep(0.01)
+        assert "step 125/1000" in screen.getvalue() and "ETA 11:40" in screen.getvalue()
+
+
+def test_log_messages_stand_above_the_moving_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, screen = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    handler = logging.StreamHandler(terminal)
+    logging.getLogger().addHandler(handler)
+    try:
+        with ProgressPrinter(console=Console(file=screen, force_terminal=True, width=200)) as progress:
+            progress.begin("gpt", 0, 1000)
+            logging.getLogger("myxtts").warning("a checkpoint was damaged")
+            assert "a checkpoint was damaged\n" in screen.getvalue()
+        assert handler.stream is terminal
+        assert terminal.getvalue() == ""
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def test_output_to_a_full_disk_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class FullDisk(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with ProgressPrinter(console=Console(file=FullDisk())) as progress:
+        progress.begin("gpt", 0, 1000)
+        progress.report(REPORT)
+        progress.report(REPORT)
+    assert caplog.text.count("No more progress is shown") == 1

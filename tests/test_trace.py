@@ -1,0 +1,379 @@
+"""Spans: threads, counters, device time without waiting, what is kept, and the files that are written."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from myxtts.observe import trace as trace_module
+from myxtts.observe.trace import MOST_PENDING, OFF, Span, Trace, now_us, read_jsonl
+
+GPU_0 = torch.device("cuda", 0)
+
+
+class FakeGpu:
+    """A device whose clock runs on its own; events pass at once, or when a held stream is let go."""
+
+    def __init__(self, clock_us: Callable[[], float], drift: float = 0.0) -> None:
+        self.clock_ms = lambda: clock_us() * (1 + drift) / 1000 - 77_000.0
+        self.num_events = 0
+        self.num_waits = 0
+
+    def stream(self, device: torch.device = GPU_0) -> FakeStream:
+        return FakeStream(device)
+
+    def event(self, enable_timing: bool = False) -> FakeEvent:
+        assert enable_timing
+        self.num_events += 1
+        return FakeEvent(self)
+
+
+class FakeStream:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.held = False
+        self.queue: list[FakeEvent] = []
+
+    def let_go(self) -> None:
+        for event in self.queue:
+            event.at_ms = event.gpu.clock_ms()
+        self.queue.clear()
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu = gpu
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.at_ms = stream, None
+        stream.queue.append(self)
+        if not stream.held:
+            stream.let_go()
+
+    def query(self) -> bool:
+        return self.at_ms is not None
+
+    def synchronize(self) -> None:
+        self.gpu.num_waits += 1
+        self.stream.let_go()
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        assert self.query() and later.query()
+        return float(np.float32(later.at_ms - self.at_ms))
+
+
+@pytest.fixture
+def host_clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The host clock of the trace, in microseconds, moved by the test."""
+    clock = [5_000_000_000]
+    monkeypatch.setattr(trace_module, "now_us", lambda: clock[0])
+    return clock
+
+
+@pytest.fixture
+def use_gpu(monkeypatch: pytest.MonkeyPatch, host_clock: list[int]) -> Callable[..., FakeGpu]:
+    def use(drift: float = 0.0) -> FakeGpu:
+        device = FakeGpu(lambda: host_clock[0], drift)
+        monkeypatch.setattr(torch.cuda, "Stream", device.stream)
+        monkeypatch.setattr(torch.cuda, "Event", device.event)
+        return device
+
+    return use
+
+
+def chrome_events(trace: Trace, folder: Path) -> list[dict[str, Any]]:
+    trace.write_chrome(folder / "trace.json")
+    content = json.loads((folder / "trace.json").read_text(encoding="utf-8"))
+    events: list[dict[str, Any]] = content["traceEvents"]
+    return events
+
+
+def trace_of(*spans: Span) -> Trace:
+    trace = Trace()
+    trace._spans.extend(spans)
+    return trace
+
+
+def test_spans_nest_and_carry_the_time_the_track_and_the_batch() -> None:
+    trace = Trace()
+    before = now_us()
+    with trace.span("train", batch=7):
+        time.sleep(0.002)
+        with trace.span("wait", track="ring"):
+            time.sleep(0.005)
+    after = now_us()
+    inner, outer = trace.spans()
+    assert (inner.name, inner.track, inner.batch, inner.device) == ("wait", "ring", -1, False)
+    assert (outer.name, outer.track, outer.batch) == ("train", threading.current_thread().name, 7)
+    assert inner.duration_us >= 5_000 and outer.duration_us >= inner.duration_us + 2_000
+    assert before <= outer.start_us <= inner.start_us
+    assert inner.start_us + inner.duration_us <= outer.start_us + outer.duration_us <= after
+
+
+def test_threads_that_record_at_once_lose_nothing_and_have_tracks_of_their_own() -> None:
+    trace = Trace()
+
+    def record() -> None:
+        for batch in range(300):
+            with trace.span("gather", batch=batch):
+                trace.count("ready", batch)
+
+    threads = [threading.Thread(target=record, name=f"gather-{number}") for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for thread in threads:
+        assert [span.batch for span in trace.spans() if span.track == thread.name] == list(range(300))
+    assert len(trace.counters()) == 1800 and trace.num_dropped == 0
+
+
+def test_a_span_that_ends_in_an_error_is_kept_and_the_error_goes_on() -> None:
+    trace = Trace()
+    with pytest.raises(KeyError), trace.span("gather"):
+        raise KeyError
+    assert [span.name for span in trace.spans()] == ["gather"]
+
+
+def test_counters_keep_their_values_in_time_order() -> None:
+    trace = Trace()
+    for value in (0, 3, 1.5):
+        trace.count("ring", value)
+    assert [(sample.name, sample.value) for sample in trace.counters()] == [
+        ("ring", 0),
+        ("ring", 3),
+        ("ring", 1.5),
+    ]
+    instants = [sample.at_us for sample in trace.counters()]
+    assert instants == sorted(instants)
+
+
+def test_jsonl_gives_back_what_was_written(tmp_path: Path) -> None:
+    trace = Trace()
+    with trace.span("encode", "رشته \n2", 4):
+        trace.count("ring", 2)
+    trace._spans.append(Span("train", "model stream", 5, 9, 1, device=True))
+    trace.write_jsonl(tmp_path / "trace.jsonl")
+    lines = (tmp_path / "trace.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["span", "span", "counter"]
+    assert read_jsonl(tmp_path / "trace.jsonl") == (trace.spans(), trace.counters())
+
+
+def test_chrome_trace_has_named_tracks_on_host_and_device_processes(tmp_path: Path) -> None:
+    trace = trace_of(Span("gather", "gather-0", 10, 5, 3), Span("encode", "encode stream", 20, 8, 3, device=True))
+    trace.count("ring", 2)
+    events = chrome_events(trace, tmp_path)
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    work = [e for e in events if e["ph"] == "X"]
+    assert [(e["name"], e["ts"], e["dur"], e["args"]) for e in work] == [
+        ("gather", 10, 5, {"batch": 3}),
+        ("encode", 20, 8, {"batch": 3}),
+    ]
+    assert [(processes[e["pid"]], tracks[e["pid"], e["tid"]]) for e in work] == [
+        ("host", "gather-0"),
+        ("devices", "encode stream"),
+    ]
+    assert [(e["name"], e["args"]) for e in events if e["ph"] == "C"] == [("ring", {"value": 2})]
+
+
+def test_chrome_trace_keeps_nested_spans_in_a_row_and_never_lets_spans_cross(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    starts, lengths = random.integers(0, 3000, 400), random.integers(0, 60, 400)
+    crossing = [
+        Span("x", "shared", int(start), int(length)) for start, length in zip(starts, lengths, strict=True)
+    ]
+    nested = [Span("outer", "stream", 0, 100), Span("inner", "stream", 95, 5), Span("next", "stream", 99, 50)]
+    events = chrome_events(trace_of(*crossing, *nested), tmp_path)
+    work = [e for e in events if e["ph"] == "X"]
+    assert len(work) == 403
+    rows: dict[int, list[dict[str, Any]]] = {}
+    for event in work:
+        rows.setdefault(event["tid"], []).append(event)
+    for row in rows.values():
+        assert [e["ts"] for e in row] == sorted(e["ts"] for e in row)
+        open_ends: list[int] = []
+        for event in row:
+            while open_ends and open_ends[-1] <= event["ts"]:
+                open_ends.pop()
+            assert not open_ends or event["ts"] + event["dur"] <= open_ends[-1]
+            open_ends.append(event["ts"] + event["dur"])
+    stream = [e for e in work if e["name"] != "x"]
+    assert len({e["tid"] for e in stream}) == 1
+    assert [(e["name"], e["ts"], e["dur"]) for e in stream] == [
+        ("outer", 0, 100),
+        ("inner", 95, 5),
+        ("next", 100, 49),
+    ]
+
+
+def test_only_the_latest_spans_are_kept_and_the_others_counted() -> None:
+    trace = Trace(limit=3)
+    for batch in range(10):
+        with trace.span("gather", batch=batch):
+            pass
+    assert [span.batch for span in trace.spans()] == [7, 8, 9]
+    assert trace.num_dropped == 7
+
+
+def test_off_records_nothing_writes_nothing_and_allocates_nothing(tmp_path: Path) -> None:
+    assert OFF.span("a") is OFF.span("b", "track", 3) is OFF.device_span("c", "track", None)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in repeat(None, 2000):
+            with OFF.span("gather", batch=1), OFF.device_span("encode", "stream", None, 1):
+                OFF.count("ring", 2)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 1000 and peak - before < 4000
+    OFF.anchor(GPU_0)
+    OFF.collect()
+    OFF.finish()
+    OFF.write_jsonl(tmp_path / "trace.jsonl")
+    OFF.write_chrome(tmp_path / "trace.json")
+    assert not OFF.enabled and Trace().enabled
+    assert (OFF.spans(), OFF.counters(), OFF.num_dropped, list(tmp_path.iterdir())) == ([], [], 0, [])
+
+
+def test_a_device_span_without_a_stream_is_a_host_span_on_its_track() -> None:
+    trace = Trace()
+    trace.anchor(torch.device("cpu"))
+    with trace.device_span("encode", "encode lane", None, 5):
+        time.sleep(0.002)
+    [span] = trace.spans()
+    assert (span.name, span.track, span.batch, span.device) == ("encode", "encode lane", 5, False)
+    assert span.duration_us >= 2_000
+
+
+def test_a_device_span_is_resolved_when_the_device_has_passed_it(
+    use_gpu: Callable[..., FakeGpu], host_clock: list[int]
+) -> None:
+    device, trace = use_gpu(), Trace()
+    trace.anchor(GPU_0)
+    stream, other, num_waits = device.stream(), device.stream(), device.num_waits
+    stream.held = True
+    host_clock[0] += 1_000_000
+    with trace.device_span("encode", "encode stream", stream, 2):
+        host_clock[0] += 100
+    with trace.device_span("train", "model stream", other, 1):
+        host_clock[0] += 250
+    trace.collect()
+    assert [(span.name, span.duration_us, span.device) for span in trace.spans()] == [("train", 250, True)]
+    host_clock[0] += 5_000
+    stream.let_go()
+    trace.collect()
+    assert trace.spans()[1] == Span("encode", "encode stream", 5_001_005_350, 0, 2, device=True)
+    assert device.num_waits == num_waits
+    with trace.device_span("encode", "encode stream", stream, 3):
+        pass
+    trace.finish()
+    assert [span.batch for span in trace.spans()] == [1, 2, 3] and device.num_waits == num_waits + 1
+
+
+def test_device_times_stay_on_the_host_clock_for_hours(
+    use_gpu: Callable[..., FakeGpu], host_clock: list[int]
+) -> None:
+    for drift in (2e-5, -2e-5):
+        device, trace = use_gpu(drift), Trace()
+        stream = device.stream()
+        launched = []
+        for _ in range(4000):
+            host_clock[0] += 1_000_000
+            launched.append(host_clock[0])
+            with trace.device_span("train", "model stream", stream):
+                host_clock[0] += 300
+            host_clock[0] += 20
+            trace.collect()
+        errors = [span.start_us - start for span, start in zip(trace.spans(), launched, strict=True)]
+        assert min(errors) >= 0 and max(errors) <= 20
+        assert {span.duration_us for span in trace.spans()} <= {299, 300, 301}
+        assert device.num_events < 30
+
+
+def test_events_are_used_again_and_a_stalled_device_holds_only_so_many(use_gpu: Callable[..., FakeGpu]) -> None:
+    device, trace = use_gpu(), Trace()
+    stream = device.stream()
+    stream.held = True
+    for batch in range(MOST_PENDING + 50):
+        with trace.device_span("encode", "encode stream", stream, batch):
+            pass
+    assert trace.num_dropped == 50 and not trace.spans()
+    num_events = device.num_events
+    stream.let_go()
+    stream.held = False
+    for batch in range(3 * MOST_PENDING):
+        with trace.device_span("encode", "encode stream", stream, batch):
+            pass
+    trace.finish()
+    assert device.num_events == num_events and len(trace.spans()) == 4 * MOST_PENDING
+
+
+def test_an_error_inside_a_device_span_is_not_hidden_and_its_events_return(
+    use_gpu: Callable[..., FakeGpu],
+) -> None:
+    device, trace = use_gpu(), Trace()
+    stream = device.stream()
+    for _ in range(20):
+        with pytest.raises(KeyError), trace.device_span("encode", "encode stream", stream):
+            raise KeyError
+    trace.finish()
+    assert not trace.spans() and device.num_events < 20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_device_spans_are_measured_on_the_gpu_without_waiting_for_it() -> None:
+    trace, stream, cycles = Trace(), torch.cuda.Stream(), 50_000_000
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles)
+    trace.anchor(stream.device)
+    stream.synchronize()
+    known_us = slept_us(cycles)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = now_us()
+        for batch in range(5):
+            with (
+                trace.device_span("step", "encode stream", stream, batch),
+                trace.device_span("encode", "encode stream", stream, batch),
+                torch.cuda.stream(stream),
+            ):
+                torch.cuda._sleep(cycles)
+            trace.collect()
+        recorded = now_us()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    trace.finish()
+    after = now_us()
+    assert recorded - before < known_us, "recording waited for the device"
+    spans = [span for span in trace.spans() if span.name == "encode"]
+    outer = [span for span in trace.spans() if span.name == "step"]
+    assert [span.batch for span in spans] == [span.batch for span in outer] == list(range(5))
+    last_us = before
+    for span, around in zip(spans, outer, strict=True):
+        assert span.device and 0.7 * known_us < span.duration_us < 1.5 * known_us
+        assert last_us <= around.start_us <= span.start_us
+        last_us = around.start_us + around.duration_us
+        assert span.start_us + span.duration_us <= last_us
+    assert last_us <= after and after - last_us < known_us / 2
+
+
+def slept_us(cycles: int) -> int:
+    """How long `torch.cuda._sleep` takes, by the host clock."""
+    torch.cuda.synchronize()
+    start = now_us()
+    torch.cuda._sleep(cycles)
+    torch.cuda.synchronize()
+    return now_us() - start
