@@ -30,8 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from myxtts.config import SAMPLE_RATE, DataSettings
-from myxtts.data.batches import Batches, Cursor, HostBatch, packed_tokens
+from myxtts.data.batches import Batches, Cursor, packed_tokens
 from myxtts.data.corpus import read_corpus
+from myxtts.data.gather import Gatherer, HostBatch, host_layout
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
 
 if TYPE_CHECKING:
@@ -82,15 +83,15 @@ def gather(folder: Path) -> Table:
     clips = prepare(data).train
     names = [corpus / "wavs" / f"{name}.wav" for name in clips.names]
     batches = Batches(packed_tokens(clips.num_ids, clips.num_samples), BATCH, seed=1)
-    plans = [plan for plan, _ in zip(batches.plans(Cursor()), range(batches.num_batches), strict=False)]
-    host = HostBatch(data)
-    num_samples = [int(clips.num_samples[plan.clips].sum()) for plan in plans]
+    gatherer, host = Gatherer(clips, batches, data, seed=1), HostBatch(host_layout(data))
+    jobs = list(gatherer.jobs(Cursor(), num_batches=batches.num_batches))
+    num_samples = [int(clips.num_samples[job.plan.clips].sum()) for job in jobs]
     source = np.ones(sum(num_samples), np.int16)
     target = np.empty(max(num_samples), np.int16)
 
     def packed() -> None:
-        for plan in plans:
-            host.gather(clips, plan)
+        for job in jobs:
+            gatherer.fill(host, job)
 
     def memcpy() -> None:
         start = 0
@@ -98,7 +99,7 @@ def gather(folder: Path) -> Table:
             target[:count] = source[start : start + count]
             start += count
 
-    files = [[names[clip] for clip in plan.clips] for plan in plans]
+    files = [[names[clip] for clip in job.plan.clips] for job in jobs]
     flat = [name for batch in files for name in batch]
 
     def loader(num_workers: int, dtype: str = "float32") -> Callable[[], None]:
@@ -169,7 +170,8 @@ def child_startup(corpus: str) -> dict[str, float]:
     data = DataSettings(train_data=Path(corpus), batch_size=BATCH, max_mel_frames=1040, language="en")
     clips = prepare(data).train
     batches = Batches(packed_tokens(clips.num_ids, clips.num_samples), BATCH, seed=1)
-    HostBatch(data).gather(clips, next(batches.plans(Cursor())))
+    gatherer = Gatherer(clips, batches, data, seed=1)
+    gatherer.fill(HostBatch(host_layout(data)), next(gatherer.jobs(Cursor())))
     return {"seconds": time.perf_counter() - start}
 
 

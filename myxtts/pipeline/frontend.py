@@ -1,0 +1,248 @@
+"""The data role's work on a batch: from what the host sent to what a recipe reads. Everything here is frozen.
+
+    Gpt      PCM ─► codes (unless they came from the cache), reference voice ─► conditioning mel
+    Dvae     PCM ─► mel
+    Decoder  as Gpt, then the frozen GPT ─► latents of a piece of the clip; the piece at 24 kHz; who speaks
+
+On CUDA with static shapes the work is captured once as a graph and replayed: one launch per batch, so that the
+trainer's thread is hardly disturbed. Nothing here waits for the device or knows rings and threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings
+from myxtts.data.crops import MAX_CROP_FRAMES, MAX_CROP_SAMPLES, MIN_CROP_SAMPLES
+from myxtts.data.gather import SEGMENT_CODES, TOTALS, max_codes
+from myxtts.data.layout import Field, Layout, Sizes
+from myxtts.lanes import Captured, Lane
+from myxtts.model.blocks import offsets_of, segment_of
+from myxtts.model.conditioning import pack_frames
+from myxtts.model.dvae import FRAMES_PER_CODE
+from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, pcm_to_wave, resample
+from myxtts.model.packing import pack
+from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, num_samples
+from myxtts.model.xtts import XTTS
+
+Tensors = Mapping[str, Tensor]
+
+
+class Frontend(Protocol):
+    """What stands between a batch of the host and a recipe."""
+
+    uses_codes: bool
+    outputs: Layout
+
+    def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
+        """Fill `out` from an uploaded batch, both on the data role's device."""
+
+    def used(self, out: Tensors, sizes: Sizes) -> Tensors:
+        """The part of `out` that a batch of these sizes fills; all of it under static shapes."""
+
+
+class GptFrontend(nn.Module):
+    """Text ids, codes and packed conditioning mels."""
+
+    uses_codes = True
+    mel_stats: Tensor
+
+    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
+        super().__init__()
+        self.autocast = autocast
+        size, numbers = data.batch_size, Field((data.batch_size,), "int32")
+        self.dvae = model.dvae
+        self.dvae_mel, self.conditioning_mel = LogMel(DVAE_MEL), LogMel(CONDITIONING_MEL)
+        self.register_buffer("mel_stats", model.mel_stats)
+        self.outputs = Layout(
+            {
+                "ids": Field((size, data.max_text_length), "int32"),
+                "num_ids": numbers,
+                "codes": Field((size, max_codes(data)), "int32"),
+                "num_codes": numbers,
+                "mel": Field((frame_budget, model.dims.gpt.mel_channels), "float32"),
+                "num_frames": numbers,
+                "weights": Field((size,), "float32"),
+                "totals": Field((len(TOTALS),), "float32"),
+            }
+        )
+
+    @torch.no_grad()
+    def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
+        wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
+        for name in ("ids", "num_ids", "num_codes", "weights", "totals"):
+            out[name].copy_(batch[name])
+        if codes_known:
+            out["codes"].copy_(batch["codes"])
+        else:
+            codes = self._codes(wave, batch["num_samples"])
+            inside = torch.arange(codes.shape[1], device=codes.device) < batch["num_codes"][:, None]
+            out["codes"][:, : codes.shape[1]].copy_(torch.where(inside, codes, 0))
+        out["num_frames"].copy_(batch["crop_samples"] // HOP_SAMPLES + 1)
+        mel = self._crop_mel(wave, batch["crop_starts"], batch["crop_samples"])
+        out["mel"][: sizes.frames].copy_(_packed(mel, out["num_frames"], sizes.frames))
+
+    def used(self, out: Tensors, sizes: Sizes) -> Tensors:
+        codes = sizes.samples // SAMPLES_PER_CODE
+        ids, codes_used, mel = out["ids"][:, : sizes.ids], out["codes"][:, :codes], out["mel"][: sizes.frames]
+        return {**out, "ids": ids, "codes": codes_used, "mel": mel}
+
+    def _codes(self, wave: Tensor, lengths: Tensor) -> Tensor:
+        mel = self.dvae_mel(wave, self.mel_stats, lengths)[..., : wave.shape[1] // HOP_SAMPLES]
+        with torch.autocast(wave.device.type, torch.bfloat16, enabled=self.autocast):
+            return self.dvae.encode(mel, lengths // HOP_SAMPLES + 1)
+
+    def _crop_mel(self, wave: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
+        """Mels [clips, frames, channels] of a part of each clip."""
+        places = torch.arange(min(MAX_CROP_SAMPLES, wave.shape[1]), device=wave.device)
+        crop = wave.gather(1, (starts[:, None] + places).clamp(max=wave.shape[1] - 1))
+        crop = torch.where(places < lengths[:, None], crop, 0)
+        mel: Tensor = self.conditioning_mel(crop, self.mel_stats, lengths)
+        return mel.transpose(1, 2)
+
+
+class DvaeFrontend(nn.Module):
+    """Mels as the DVAE hears them, silent behind each clip."""
+
+    uses_codes = False
+    mel_stats: Tensor
+
+    def __init__(self, model: XTTS, data: DataSettings) -> None:
+        super().__init__()
+        size = data.batch_size
+        self.mel = LogMel(DVAE_MEL)
+        self.register_buffer("mel_stats", model.mel_stats)
+        self.outputs = Layout(
+            {
+                "mel": Field((size, model.dims.gpt.mel_channels, max_codes(data) * FRAMES_PER_CODE), "float32"),
+                "num_frames": Field((size,), "int32"),
+                "weights": Field((size,), "float32"),
+                "totals": Field((len(TOTALS),), "float32"),
+            }
+        )
+
+    @torch.no_grad()
+    def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:  # noqa: ARG002
+        wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
+        frames = wave.shape[1] // HOP_SAMPLES
+        mel = self.mel(wave, self.mel_stats, batch["num_samples"])[..., :frames]
+        out["num_frames"].copy_(batch["num_samples"] // HOP_SAMPLES + 1)
+        inside = torch.arange(frames, device=mel.device) < out["num_frames"][:, None]
+        out["mel"][..., :frames].copy_(torch.where(inside[:, None], mel, 0))
+        for name in ("weights", "totals"):
+            out[name].copy_(batch[name])
+
+    def used(self, out: Tensors, sizes: Sizes) -> Tensors:
+        return {**out, "mel": out["mel"][..., : sizes.samples // HOP_SAMPLES]}
+
+
+class DecoderFrontend(nn.Module):
+    """Latents of the frozen GPT for a piece of every clip, the piece itself at 24 kHz, and who speaks."""
+
+    uses_codes = True
+
+    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool) -> None:
+        super().__init__()
+        size, dims = data.batch_size, model.dims
+        self.inputs = GptFrontend(model, data, frame_budget, autocast)
+        self.gpt = model.gpt
+        self.speaker_encoder: nn.Module = model.hifigan_decoder.speaker_encoder  # type: ignore[assignment]
+        self.autocast = autocast
+        self.outputs = Layout(
+            {
+                "latents": Field((size, SEGMENT_CODES, dims.gpt.dim), "float32"),
+                "wave": Field((size, num_samples(SEGMENT_CODES)), "float32"),
+                "speaker": Field((size, dims.speaker_dim), "float32"),
+                "weights": Field((size,), "float32"),
+                "totals": Field((len(TOTALS),), "float32"),
+                "codes": self.inputs.outputs["codes"],
+            }
+        )
+        self._between = self.inputs.outputs
+
+    @torch.no_grad()
+    def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
+        device = batch["pcm"].device
+        between = self._between.tensors(torch.empty(self._between.num_bytes, dtype=torch.uint8, device=device))
+        self.inputs.encode(batch, between, sizes, codes_known)
+        frames = pack_frames(between["mel"][: sizes.frames], between["num_frames"], MAX_CROP_FRAMES)
+        texts = (between["ids"][:, : sizes.ids], between["num_ids"])
+        packed = pack(self.gpt.dims, frames, *texts, between["codes"], between["num_codes"], budget=sizes.tokens)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
+            latents = self.gpt.code_latents(packed)
+        places = batch["segments"][:, None].long() + torch.arange(SEGMENT_CODES, device=device)
+        # A clip shorter than the piece has zeros behind its last latent, and silence behind its last sample.
+        present = places < between["num_codes"][:, None]
+        places = places.clamp(max=latents.shape[1] - 1)
+        chosen = latents.gather(1, places[..., None].expand(-1, -1, latents.shape[2]))
+        out["latents"].copy_(torch.where(present[..., None], chosen, 0))
+        wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
+        out["wave"].copy_(_piece_24k(wave, batch["segments"], out["wave"].shape[1]))
+        out["speaker"].copy_(self._speaker(wave, batch))
+        out["codes"].copy_(between["codes"])
+        for name in ("weights", "totals"):
+            out[name].copy_(batch[name])
+
+    def used(self, out: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002 - pieces are all alike
+        return out
+
+    def _speaker(self, wave: Tensor, batch: Tensors) -> Tensor:
+        """Embeddings of three seconds from the start of the reference voice, the clip repeated where it ends."""
+        places = batch["crop_starts"][:, None].long() + torch.arange(MIN_CROP_SAMPLES, device=wave.device)
+        heard = wave.gather(1, places % batch["num_samples"][:, None].long())
+        embedding: Tensor = self.speaker_encoder(resample(heard, SPEAKER_SAMPLE_RATE), l2_norm=True)
+        return embedding
+
+
+def _piece_24k(wave: Tensor, segments: Tensor, width: int) -> Tensor:
+    """What SEGMENT_CODES codes from `segments` [clips] on stand for, at 24 kHz, with its surroundings heard."""
+    margin = 1470  # samples that become exactly 1600
+    span = SEGMENT_CODES * SAMPLES_PER_CODE + 2 * margin
+    places = segments[:, None].long() * SAMPLES_PER_CODE - margin + torch.arange(span, device=wave.device)
+    inside = (places >= 0) & (places < wave.shape[1])
+    piece = torch.where(inside, wave.gather(1, places.clamp(0, wave.shape[1] - 1)), 0)
+    first = margin * OUTPUT_SAMPLE_RATE // SAMPLE_RATE
+    return resample(piece, OUTPUT_SAMPLE_RATE)[:, first : first + width]
+
+
+def _packed(mel: Tensor, num_frames: Tensor, budget: int) -> Tensor:
+    """Clips [clips, frames, channels] one behind the other, [budget, channels], zeros behind the last."""
+    rows = torch.arange(budget, device=mel.device)
+    offsets = offsets_of(num_frames)
+    clip = segment_of(rows, offsets)
+    known = clip.clamp(max=len(mel) - 1)
+    frame = (rows - offsets[known]).clamp(0, mel.shape[1] - 1)
+    return torch.where((clip < len(mel))[:, None], mel[known, frame], 0)
+
+
+class CapturedFrontend:
+    """A front end whose work is a CUDA graph: inputs are copied in, outputs are copied out, one launch between.
+
+    There are two graphs, one for batches whose codes are known; they share their memory. Make it before any stage
+    runs: warming up and capturing allocate, replaying does not.
+    """
+
+    def __init__(self, frontend: Frontend, inputs: Layout, sizes: Sizes, lane: Lane) -> None:
+        device = lane.device
+        self.uses_codes, self.outputs = frontend.uses_codes, frontend.outputs
+        self._in = torch.zeros(inputs.num_bytes, dtype=torch.uint8, device=device)
+        self._out = torch.zeros(self.outputs.num_bytes, dtype=torch.uint8, device=device)
+        batch, out = inputs.tensors(self._in), self.outputs.tensors(self._out)
+        for name in ("num_samples", "num_ids", "num_codes", "crop_samples"):
+            batch[name].fill_(1)  # the smallest batch there is: no length may be 0
+        self._graphs: dict[bool, Captured[None]] = {}
+        for codes_known in (True, False) if frontend.uses_codes else (False,):
+            pool = self._graphs[True].pool if self._graphs else None
+            work = partial(frontend.encode, batch, out, sizes, codes_known)
+            self._graphs[codes_known] = Captured(work, lane, pool)
+
+    def encode_block(self, batch: Tensor, out: Tensor, codes_known: bool) -> None:
+        """The same from block to block, in the current lane."""
+        self._in.copy_(batch)
+        self._graphs[codes_known and self.uses_codes].replay()
+        out.copy_(self._out)

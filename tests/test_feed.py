@@ -1,0 +1,296 @@
+"""What a feed delivers: every batch once, in order, equal to what each clip gives alone, however it got there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pipeline_fixtures import (
+    PLANS,
+    SEED,
+    SHORT,
+    SPEECH,
+    Corpus,
+    Read,
+    assert_same,
+    codes_alone,
+    crop_mels_alone,
+    jobs,
+    only_stamps,
+    read,
+    wait_for,
+    wave_alone,
+)
+from torch import Tensor
+
+from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings
+from myxtts.data import crops
+from myxtts.data.batches import Cursor
+from myxtts.data.crops import MAX_CROP_FRAMES
+from myxtts.data.gather import SEGMENT_CODES, Job, num_codes_of
+from myxtts.model.conditioning import pack_frames
+from myxtts.model.mel import DVAE_MEL, LogMel, resample
+from myxtts.model.packing import pack
+from myxtts.model.xtts import XTTS
+from myxtts.pipeline.buffers import Depths
+from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, Frontend, GptFrontend
+
+EPOCH = 5
+"""Batches of an epoch: fourteen clips by threes."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus.make(tmp_path_factory.mktemp("speech"), SPEECH)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus.make(tmp_path_factory.mktemp("short"), SHORT)
+
+
+def only_mel(model: XTTS, data: DataSettings, frame_budget: int) -> Frontend:  # noqa: ARG001
+    return DvaeFrontend(model, data)
+
+
+def decoder(model: XTTS, data: DataSettings, frame_budget: int) -> Frontend:
+    return DecoderFrontend(model, data, frame_budget, autocast=False)
+
+
+def check_inputs(corpus: Corpus, batch: Read, job: Job) -> None:
+    """Ids, codes and conditioning mels against those of every clip alone."""
+    clips, tensors = corpus.clips, batch.tensors
+    for slot, clip in enumerate(job.plan.clips.tolist()):
+        ids, codes = clips.ids[clips.ids_rows[clip]].tolist(), codes_alone(corpus, clip).tolist()
+        assert tensors["num_ids"][slot] == len(ids)
+        assert tensors["ids"][slot].tolist() == ids + [0] * (tensors["ids"].shape[1] - len(ids))
+        assert tensors["num_codes"][slot] == len(codes)
+        assert tensors["codes"][slot].tolist() == codes + [0] * (tensors["codes"].shape[1] - len(codes))
+    mels = crop_mels_alone(corpus, job.plan.clips, job.plan.epoch)
+    assert tensors["num_frames"].tolist() == [len(mel) for mel in mels]
+    expected = torch.zeros_like(tensors["mel"])
+    expected[: sum(map(len, mels))] = torch.cat(mels)
+    torch.testing.assert_close(tensors["mel"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_epoch_and_more_equals_every_clip_heard_alone(speech: Corpus) -> None:
+    with speech.feed(num_batches=EPOCH + 1) as feed:
+        batches = read(feed)
+    expected = jobs(speech, EPOCH + 1)
+    assert len(batches) == len(expected)
+    for batch, job in zip(batches, expected, strict=True):
+        check_inputs(speech, batch, job)
+        assert batch.after == job.plan.after
+        assert batch.tensors["weights"].tolist() == job.plan.weights.tolist()
+        assert batch.tensors["totals"].tolist() == job.totals.tolist()
+    codes = torch.cat([batch.tensors["codes"].flatten() for batch in batches])
+    assert len(codes.unique()) > 10  # this network tells sounds apart
+    assert batches[0].after == Cursor(0, 1)
+    assert batches[-1].after == Cursor(1, 1)
+
+
+def test_mels_for_the_dvae_equal_every_clip_heard_alone(speech: Corpus) -> None:
+    with speech.feed(make_frontend=only_mel, num_batches=2) as feed:
+        batches = read(feed)
+    for batch, job in zip(batches, jobs(speech, 2), strict=True):
+        expected = torch.zeros_like(batch.tensors["mel"])
+        for slot, clip in enumerate(job.plan.clips.tolist()):
+            mel = LogMel(DVAE_MEL)(wave_alone(speech, clip), speech.model.mel_stats)[0]
+            expected[slot, :, : mel.shape[1]] = mel
+            assert batch.tensors["num_frames"][slot] == mel.shape[1]
+        torch.testing.assert_close(batch.tensors["mel"], expected, rtol=1e-4, atol=1e-4)
+        assert batch.tensors["totals"].tolist() == job.totals.tolist()
+
+
+def latents_alone(corpus: Corpus, clip: int, mel: Tensor) -> Tensor:
+    """The GPT's latents [codes, dim] of one clip in a row of its own."""
+    clips, gpt, codes = corpus.clips, corpus.model.gpt, codes_alone(corpus, clip)[None]
+    ids = torch.from_numpy(clips.ids[clips.ids_rows[clip]].copy())[None]
+    frames = pack_frames(mel, torch.tensor([len(mel)]), MAX_CROP_FRAMES)
+    numbers = torch.tensor([ids.shape[1]]), torch.tensor([codes.shape[1]])
+    packed = pack(gpt.dims, frames, ids, numbers[0], codes, numbers[1], budget=200)
+    return gpt.code_latents(packed)[0, : codes.shape[1]]
+
+
+def check_decoder(corpus: Corpus, batch: Read, job: Job) -> None:
+    """Latents, sound and voice against those of every clip alone."""
+    clips, num_samples = job.plan.clips, corpus.clips.num_samples[job.plan.clips]
+    pieces = crops.segments(SEED, 0, clips, num_codes_of(num_samples), SEGMENT_CODES)
+    starts = crops.crops(SEED, 0, clips, num_samples).starts
+    encoder = corpus.model.hifigan_decoder.speaker_encoder
+    for slot, mel in enumerate(crop_mels_alone(corpus, clips, 0)):
+        clip, piece = int(clips[slot]), int(pieces[slot])
+        latents = latents_alone(corpus, clip, mel)[piece : piece + SEGMENT_CODES]
+        found = batch.tensors["latents"][slot]
+        torch.testing.assert_close(found[: len(latents)], latents, rtol=1e-3, atol=1e-4)
+        assert not found[len(latents) :].any()
+        alone, sound = wave_alone(corpus, clip), batch.tensors["wave"][slot]
+        silence = torch.zeros(1, len(sound))
+        expected = resample(torch.cat([alone[:, piece * SAMPLES_PER_CODE :], silence], 1), 24000)[0, : len(sound)]
+        torch.testing.assert_close(sound[16:-16], expected[16:-16], rtol=1e-4, atol=1e-5)
+        heard = alone.repeat(1, 10)[:, starts[slot] : starts[slot] + 3 * SAMPLE_RATE]
+        voice = encoder(resample(heard, 16000), l2_norm=True)[0]
+        torch.testing.assert_close(batch.tensors["speaker"][slot], voice, rtol=1e-3, atol=1e-4)
+
+
+def test_what_the_decoder_learns_from_equals_every_clip_heard_alone(speech: Corpus) -> None:
+    with speech.feed(make_frontend=decoder, num_batches=EPOCH) as feed:
+        batches = read(feed)
+    assert num_codes_of(speech.clips.num_samples).min() < SEGMENT_CODES  # one clip is shorter than a piece
+    for batch, job in zip(batches, jobs(speech, EPOCH), strict=True):
+        check_decoder(speech, batch, job)
+
+
+@pytest.fixture(scope="module")
+def plain(short: Corpus) -> list[Read]:
+    """Two epochs and a bit, in the plainest way."""
+    with short.feed(depths=Depths(1, 1, 1), num_batches=2 * EPOCH + 2) as feed:
+        return read(feed)
+
+
+@pytest.mark.parametrize("mode", PLANS)
+@pytest.mark.parametrize("gatherers", [1, 3])
+def test_modes_and_threads_change_no_bit(short: Corpus, plain: list[Read], mode: str, gatherers: int) -> None:
+    with short.feed(PLANS[mode], depths=Depths(4, 3, gatherers), num_batches=len(plain)) as feed:
+        assert_same(read(feed), plain)
+
+
+def test_every_clip_of_an_epoch_arrives_once(short: Corpus) -> None:
+    with short.feed(make_frontend=only_stamps, num_batches=3 * EPOCH) as feed:
+        batches = read(feed)
+    for epoch in range(3):
+        part = [batch.tensors for batch in batches[epoch * EPOCH : (epoch + 1) * EPOCH]]
+        seen = [tensors["clips"][tensors["weights"] == 1].tolist() for tensors in part]
+        assert sorted(sum(seen, start=[])) == list(range(14))  # noqa: RUF017 - five short lists
+
+
+@pytest.mark.parametrize(("taken", "accumulate"), [(0, 1), (3, 1), (4, 1), (5, 1), (7, 1), (4, 2), (6, 3)])
+def test_a_feed_continues_where_another_was_left(short: Corpus, taken: int, accumulate: int) -> None:
+    options = {"make_frontend": only_stamps, "accumulate": accumulate}
+    with short.feed(**options) as feed:
+        whole = read(feed, 12)
+    with short.feed(**options) as feed:
+        first = read(feed, taken)
+        cursor = feed.cursor()
+    assert cursor == Cursor(*divmod(taken, EPOCH))
+    with short.feed(cursor=cursor, **options) as feed:
+        assert_same(first + read(feed, 12 - taken), whole)
+    totals = [batch.tensors["totals"].tolist() for batch in whole]
+    assert all(totals[at] == totals[at - at % accumulate] for at in range(12))
+
+
+def test_a_batch_that_was_not_trained_on_does_not_count(short: Corpus) -> None:
+    with short.feed(make_frontend=only_stamps) as feed:
+        read(feed, 2)
+        with pytest.raises(KeyboardInterrupt), feed.next():
+            raise KeyboardInterrupt
+        assert feed.cursor() == Cursor(0, 2)
+
+
+@pytest.mark.parametrize("mode", PLANS)
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_finite_feed_ends_with_none_again_and_again(short: Corpus, mode: str, ahead: bool) -> None:
+    data = replace(SHORT, prefetch_to_gpu=ahead)
+    for count in (0, 1, 7):
+        with short.feed(PLANS[mode], only_stamps, data=data, num_batches=count) as feed:
+            assert len(read(feed)) == count
+            for _ in range(2):
+                with feed.next() as batch:
+                    assert batch is None
+
+
+def test_replay_gives_one_batch_for_ever(short: Corpus, plain: list[Read]) -> None:
+    with short.feed(replay=True) as feed:
+        assert_same(read(feed, 25), [plain[0]] * 25)
+
+
+class CountedEncodes:
+    """How often the DVAE was asked for codes."""
+
+    def __init__(self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, original = 0, corpus.model.dvae.encode
+
+        def encode(*arguments: Tensor) -> Tensor:
+            self.count += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(corpus.model.dvae, "encode", encode)
+
+
+def test_codes_are_computed_once_and_then_read(
+    short: Corpus, plain: list[Read], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encodes, cache = CountedEncodes(short, monkeypatch), short.cache(tmp_path)
+    with short.feed(codes=cache, num_batches=EPOCH) as feed:
+        assert_same(read(feed), plain[:EPOCH])
+        assert encodes.count == EPOCH
+        wait_for(lambda: cache.complete)
+    cache.close()
+    cache = short.cache(tmp_path)  # as the next run opens it
+    with short.feed(PLANS["dual"], codes=cache, num_batches=len(plain)) as feed:
+        assert_same(read(feed), plain)
+    assert encodes.count == EPOCH
+    cache.close()
+    other = short.cache(tmp_path, dvae_key="another DVAE")
+    with short.feed(codes=other, num_batches=2) as feed:
+        assert_same(read(feed), plain[:2])
+    assert encodes.count == EPOCH + 2
+    other.close()
+
+
+def test_later_epochs_of_the_same_feed_need_no_dvae(
+    short: Corpus, plain: list[Read], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encodes, cache, depths = CountedEncodes(short, monkeypatch), short.cache(tmp_path), Depths(1, 1, 1)
+    with short.feed(codes=cache, depths=depths) as feed:
+        batches = read(feed, EPOCH)
+        wait_for(lambda: cache.complete)
+        most = encodes.count + 6  # gathered before the last codes were kept, or in the hands of a stage
+        batches += read(feed, len(plain) - EPOCH)
+        assert_same(batches, plain)
+        read(feed, 20)
+        assert encodes.count <= most
+    cache.close()
+
+
+def test_the_decoder_gets_the_same_from_loose_shapes(speech: Corpus) -> None:
+    batches = []
+    for fixed in (True, False):
+        data = replace(SPEECH, pad_to_fixed_length=fixed)
+        with speech.feed(make_frontend=decoder, data=data, num_batches=2) as feed:
+            batches.append(read(feed))
+    for static, loose in zip(*batches, strict=True):
+        assert loose.sizes != static.sizes
+        for name in ("latents", "wave", "speaker"):
+            torch.testing.assert_close(loose.tensors[name], static.tensors[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("make_frontend", [GptFrontend, only_mel])
+@pytest.mark.parametrize("mode", PLANS)
+def test_loose_shapes_follow_the_batch_and_hold_the_same(
+    short: Corpus, make_frontend: type[GptFrontend], mode: str
+) -> None:
+    loose = replace(SHORT, pad_to_fixed_length=False)
+    with short.feed(make_frontend=make_frontend, num_batches=2 * EPOCH) as feed:
+        static = read(feed)
+    with short.feed(PLANS[mode], make_frontend, data=loose, num_batches=2 * EPOCH) as feed:
+        following = read(feed)
+    assert len({batch.tensors["mel"].shape for batch in static}) == 1
+    assert len({batch.tensors["mel"].shape for batch in following}) > 1
+    for one, other in zip(static, following, strict=True):
+        for name, tensor in other.tensors.items():
+            full = one.tensors[name]
+            inside = full[tuple(slice(size) for size in tensor.shape)]
+            torch.testing.assert_close(tensor, inside, rtol=1e-5, atol=1e-5)
+            assert full.count_nonzero() == inside.count_nonzero()  # what was cut off held nothing

@@ -1,0 +1,307 @@
+"""A feed's life: it warms up, says what it does, fails with the error of the stage that failed, leaves nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from pipeline_fixtures import (
+    PLANS,
+    SHORT,
+    Corpus,
+    Stamps,
+    nothing_left_behind,
+    num_open_files,
+    only_stamps,
+    read,
+    wait_for,
+)
+
+from myxtts.data.batches import Batches, Cursor
+from myxtts.data.codes import CodesCache
+from myxtts.data.gather import Gatherer
+from myxtts.data.layout import Layout
+from myxtts.errors import DatasetError, PipelineError
+from myxtts.pipeline.buffers import Depths
+from myxtts.pipeline.feed import Feed
+from myxtts.pipeline.frontend import GptFrontend
+from myxtts.pipeline.ring import RingClosed
+from myxtts.pipeline.stage import Block, Stage
+
+MB = 2**20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus.make(tmp_path_factory.mktemp("clips"), SHORT)
+
+
+class Broken(Exception):
+    """What no stage knows how to handle."""
+
+
+class Fuse:
+    """Fails when it is called for the fourth time."""
+
+    def __init__(self) -> None:
+        self.blown_at, self._left = 0.0, 3
+
+    def burn(self, *_: object, **__: object) -> None:
+        self._left -= 1
+        if self._left < 0:
+            self.blown_at = time.perf_counter()
+            raise Broken("the fuse has blown")
+
+
+class FusedMemory:
+    """Memory of a slot that one day cannot be copied to."""
+
+    def __init__(self, memory: torch.Tensor, fuse: Fuse) -> None:
+        self._memory, self._fuse = memory, fuse
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool) -> None:
+        self._fuse.burn()
+        self._memory.copy_(source, non_blocking=non_blocking)
+
+
+def before(fuse: Fuse, call: Callable[..., object], *arguments: object, **named: object) -> object:
+    fuse.burn()
+    return call(*arguments, **named)
+
+
+def break_stage(name: str, fuse: Fuse, feed: Feed, cache: CodesCache, patch: pytest.MonkeyPatch) -> None:
+    if name == "gather":
+        patch.setattr(Gatherer, "fill", partial(before, fuse, feed._gatherer.fill))
+    elif name == "encode":
+        patch.setattr(GptFrontend, "encode", partial(before, fuse, feed._frontend.encode))
+    elif name == "keep":
+        patch.setattr(cache, "write", partial(before, fuse, cache.write))
+    else:
+        for slot in (feed.upload_ring if name == "upload" else feed.model_ring).slots:
+            slot.content.memory = FusedMemory(slot.content.memory, fuse)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("name", ["gather", "upload", "encode", "handoff", "keep"])
+def test_what_fails_in_a_stage_is_raised_to_the_reader(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ahead: bool
+) -> None:
+    fuse, cache = Fuse(), corpus.cache(tmp_path)
+    data = replace(SHORT, prefetch_to_gpu=ahead)
+    with nothing_left_behind():
+        feed = corpus.feed(PLANS["dual"], codes=cache, data=data)
+        break_stage(name, fuse, feed, cache, monkeypatch)
+        with pytest.raises(Broken) as caught, feed:
+            read(feed, 500)
+        assert time.perf_counter() - fuse.blown_at < 1
+    assert str(caught.value) == "the fuse has blown"
+    assert "burn" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    threads = {"upload", "encode", "handoff"} if ahead else set()
+    if name in threads | {"keep"}:
+        assert caught.value.__notes__ == [f"(in the {name} stage of the pipeline)"]
+    cache.close()
+
+
+def test_an_error_wakes_a_reader_that_is_waiting_for_a_batch_or_for_the_warm_up(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_slowly(*_: object) -> None:
+        time.sleep(0.2)
+        raise Broken("at last")
+
+    monkeypatch.setattr(Gatherer, "fill", fail_slowly)
+    for wait in (lambda feed: read(feed, 1), lambda feed: feed.wait_until_warm(60)):
+        with pytest.raises(Broken, match="at last"), corpus.feed() as feed:
+            wait(feed)
+
+
+def test_epochs_that_cannot_be_arranged_are_no_silent_end(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrange = Batches._everyone
+
+    def only_once(self: Batches, epoch: int) -> object:
+        if epoch > 0:
+            raise DatasetError("could not be arranged")
+        return arrange(self, epoch)
+
+    feed = corpus.feed(make_frontend=only_stamps, depths=Depths(3, 3, 4))
+    monkeypatch.setattr(Batches, "_everyone", only_once)
+    with pytest.raises(DatasetError, match="could not be arranged"), feed:
+        read(feed, 100)
+
+
+class Starved(Stamps):
+    def encode(self, *_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_running_out_of_memory_while_encoding_names_the_data_role(corpus: Corpus, ahead: bool) -> None:
+    data = replace(SHORT, prefetch_to_gpu=ahead)
+    feed = corpus.feed(make_frontend=lambda _model, data, _budget: Starved(data), data=data)
+    said = r"The data role ran out of memory.*while (running|encoding).*2\.00 GiB more"
+    with pytest.raises(PipelineError, match=said), feed:
+        read(feed, 1)
+
+
+@pytest.mark.parametrize(("ring", "role"), [("device", "data"), ("model", "model"), ("handoff", "data")])
+def test_buffers_that_do_not_fit_name_their_role(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, ring: str, role: str
+) -> None:
+    most = {"device": 1, "model": 2 + 1, "handoff": 2 + 3 + 1}[ring]
+    made: list[Block] = []
+
+    def make(layout: Layout, device: torch.device) -> Block:
+        if len(made) == most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 MiB.")
+        made.append(Block(layout, device))
+        return made[-1]
+
+    monkeypatch.setattr("myxtts.pipeline.feed.Block", make)
+    with pytest.raises(
+        PipelineError, match=f"The {role} role ran out of memory.*allocating its buffers.*6.00 MiB"
+    ):
+        corpus.feed(PLANS["dual"], only_stamps)
+
+
+def leave_with_a_lease(feed: Feed) -> None:
+    feed.start()
+    read(feed, 3)
+    lease = feed.next()
+    lease.__enter__()
+
+
+def leave_after_a_failure(feed: Feed) -> None:
+    feed.start()
+    feed.upload_ring.slots[1].content.memory = None
+    with pytest.raises(AttributeError):
+        read(feed, 100)
+
+
+def leave_when_full(feed: Feed) -> None:
+    feed.start()
+    feed.wait_until_warm(60)
+
+
+def leave_at_the_end(feed: Feed) -> None:
+    feed.start()
+    read(feed)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda _: None,
+        Feed.start,
+        lambda feed: feed.start() or read(feed, 7),
+        leave_with_a_lease,
+        leave_after_a_failure,
+        leave_when_full,
+        leave_at_the_end,
+    ],
+    ids=["before start", "right after start", "mid-stream", "with a lease", "failed", "full", "at the end"],
+)
+@pytest.mark.parametrize("ahead", [True, False])
+def test_close_returns_at_any_time_and_leaves_nothing(
+    corpus: Corpus, tmp_path: Path, use: Callable[[Feed], object], ahead: bool
+) -> None:
+    data = replace(SHORT, prefetch_to_gpu=ahead)
+    cache = corpus.cache(tmp_path)
+    for mode in PLANS:
+        with nothing_left_behind():
+            feed = corpus.feed(PLANS[mode], codes=cache, data=data, num_batches=40)
+            use(feed)
+            for _ in range(2):
+                started_at = time.perf_counter()
+                feed.close()
+                assert time.perf_counter() - started_at < 2
+    cache.close()
+
+
+def test_a_closed_feed_says_so(corpus: Corpus) -> None:
+    with corpus.feed(make_frontend=only_stamps) as feed:
+        read(feed, 1)
+    with pytest.raises(RingClosed, match="is closed"):
+        read(feed, 1)
+
+
+def test_a_start_that_fails_halfway_leaves_nothing(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    fuse, start = Fuse(), Stage.start
+    monkeypatch.setattr(Stage, "start", lambda stage: (fuse.burn(), start(stage)))  # three of five come to life
+    with nothing_left_behind(), pytest.raises(Broken), corpus.feed(make_frontend=only_stamps):
+        pytest.fail("it has started")
+
+
+# Warm-up.
+
+
+def test_warm_up_returns_when_the_buffers_are_full(corpus: Corpus) -> None:
+    with corpus.feed(PLANS["dual"], only_stamps, depths=Depths(4, 3, 2)) as feed:
+        assert feed.wait_until_warm(60) < 30
+        ready = feed.readiness()
+        assert ready["model"] == (3, 3)
+        assert ready["host"][0] >= 3  # one may be in the hands of the upload stage
+        wait_for(lambda: feed.num_ahead >= 3 + 3 + 1 + 2)  # with those between the two
+    with corpus.feed(make_frontend=only_stamps, num_batches=1) as feed:
+        assert feed.wait_until_warm(60) < 30  # there is nothing more to wait for
+
+
+def test_warm_up_ends_after_the_delay_when_a_stage_is_slow(corpus: Corpus) -> None:
+    class Slow(Stamps):
+        def encode(self, *arguments: object) -> None:
+            time.sleep(0.4)
+            super().encode(*arguments)
+
+    with corpus.feed(make_frontend=lambda _model, data, _budget: Slow(data)) as feed:
+        started_at = time.perf_counter()
+        waited_s = feed.wait_until_warm(0.1)
+        assert 0.1 <= waited_s < 0.4
+        assert time.perf_counter() - started_at >= 0.5  # the delay counts from the first batch
+        assert feed.readiness()["model"][0] == 1
+
+
+# Long runs.
+
+
+def run_long(corpus: Corpus, count: int) -> None:
+    """A step that does next to nothing; neither memory, threads nor files grow after a tenth of the run."""
+    with nothing_left_behind(), corpus.feed(PLANS["dual"], only_stamps, depths=Depths(4, 3, 3)) as feed:
+        total, start = torch.zeros((), dtype=torch.int64), None
+        for number in range(count):
+            with feed.next() as batch:
+                total += batch.tensors["clips"].sum()
+            if number == count // 10:
+                start = resident_mb(), threading.active_count(), num_open_files()
+        end = resident_mb(), threading.active_count(), num_open_files()
+        assert start
+        assert end[1:] == start[1:]
+        assert end[0] - start[0] < 16
+        assert feed.cursor() == Cursor(*divmod(count, 5))
+    assert total > 0
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / MB
+
+
+def test_five_hundred_batches_leave_no_trace(corpus: Corpus) -> None:
+    run_long(corpus, 500)
+
+
+@pytest.mark.soak
+def test_twenty_thousand_batches_leave_no_trace(corpus: Corpus) -> None:
+    run_long(corpus, 20_000)

@@ -1,0 +1,133 @@
+"""Settings of the pipeline, each seen at work: who runs where and when, and what the trace says about it."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pipeline_fixtures import DEPTHS, PLANS, SHORT, Corpus, assert_same, only_stamps, read, stage_threads
+
+from myxtts.host import HostMemory
+from myxtts.lanes import Lane
+from myxtts.observe.trace import Trace, now_us
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus.make(tmp_path_factory.mktemp("clips"), SHORT)
+
+
+def test_without_prefetch_batches_are_uploaded_when_they_are_asked_for(corpus: Corpus, tmp_path: Path) -> None:
+    plain, cache = replace(SHORT, prefetch_to_gpu=False), corpus.cache(tmp_path)
+    with corpus.feed(PLANS["dual"], codes=cache, num_batches=8) as feed:
+        assert stage_threads() == {"gather-0", "gather-1", "upload", "encode", "handoff", "keep"}
+        expected = read(feed)
+    trace, asked = Trace(), []
+    with corpus.feed(PLANS["dual"], codes=cache, data=plain, trace=trace, num_batches=8) as feed:
+        assert stage_threads() == {"gather-0", "gather-1", "keep"}
+        feed.wait_until_warm(60)
+        assert feed.readiness()["model"] == (0, 3)
+        found = []
+        for _ in range(8):
+            from_us = now_us()
+            found += read(feed, 1)
+            asked.append((from_us, now_us()))
+    assert_same(found, expected)
+    for span in trace.spans():
+        if span.name in ("upload", "encode", "handoff"):
+            from_us, to_us = asked[span.batch]
+            assert from_us <= span.start_us <= span.start_us + span.duration_us <= to_us
+    cache.close()
+
+
+class SeenLane(Lane):
+    """Knows which threads have worked in it."""
+
+    def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
+        super().__init__(device, urgent=urgent)
+        self.users: set[str] = set()
+        LANES.append(self)
+
+    def use(self) -> AbstractContextManager[object]:
+        self.users.add(threading.current_thread().name)
+        return super().use()
+
+
+LANES: list[SeenLane] = []
+
+
+@pytest.mark.parametrize(
+    ("overlap", "copy_lane", "mode", "expected"),
+    [
+        (True, True, "buffered", [{"reader"}, {"encode"}, {"upload"}]),
+        (False, True, "buffered", [{"reader", "encode"}, {"upload"}]),
+        (True, False, "buffered", [{"reader"}, {"encode", "upload"}]),
+        (False, False, "buffered", [{"reader", "encode", "upload"}]),
+        (True, True, "dual", [{"reader"}, {"encode"}, {"upload"}, {"handoff"}]),
+    ],
+)
+def test_who_works_in_which_lane(
+    corpus: Corpus,
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
+    copy_lane: bool,
+    mode: str,
+    expected: list[set[str]],
+) -> None:
+    LANES.clear()
+    monkeypatch.setattr("myxtts.pipeline.feed.Lane", SeenLane)
+    monkeypatch.setattr(threading.current_thread(), "name", "reader")
+    data = replace(SHORT, optimize_cpu_gpu_overlap=overlap, enhanced_gpu_prefetch=copy_lane)
+    with corpus.feed(PLANS[mode], only_stamps, data=data) as feed:
+        read(feed, 4)
+        assert feed.model_lane is LANES[0]
+    assert [lane.users for lane in LANES if lane.users] == expected
+
+
+def test_a_pipeline_on_the_cpu_asks_for_no_pinned_memory(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def plain(num_bytes: int, pinned: bool) -> HostMemory:
+        asked.append(pinned)
+        return np.zeros(num_bytes, np.uint8)
+
+    monkeypatch.setattr("myxtts.data.gather.host_memory", plain)
+    corpus.feed(make_frontend=only_stamps).close()
+    assert asked == [False] * DEPTHS.host
+
+
+def test_spans_of_every_stage_carry_their_batches_and_rings_are_counted(corpus: Corpus, tmp_path: Path) -> None:
+    trace, cache = Trace(), corpus.cache(tmp_path)
+    with corpus.feed(PLANS["dual"], codes=cache, num_batches=6, trace=trace) as feed:
+        read(feed)
+    batches: dict[str, list[int]] = defaultdict(list)
+    for span in trace.spans():
+        batches[span.name].append(span.batch)
+    for stage in ("gather", "upload", "encode", "handoff"):
+        assert sorted(batches[stage]) == list(range(6)), stage
+    assert batches["wait"] == list(range(7))  # the last one found the end
+    by_batch = {(span.name, span.batch): span for span in trace.spans()}
+    for number in range(6):
+        order = [by_batch[stage, number].start_us for stage in ("gather", "upload", "encode", "handoff")]
+        assert order == sorted(order)
+    tracks = {span.track for span in trace.spans() if span.name == "gather"}
+    assert tracks <= {"gather-0", "gather-1"}
+    rings = {"host ring", "device ring", "model ring", "handoff ring", "keep ring"}
+    assert {counter.name for counter in trace.counters()} == rings
+    assert all(0 <= counter.value <= 4 for counter in trace.counters())
+    cache.close()

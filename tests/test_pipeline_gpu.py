@@ -1,0 +1,286 @@
+"""The pipeline on real GPUs: the same batches as on the CPU, overlapped, pinned, torn by no delay, within caps.
+
+`gpu` tests put both roles on one card, in either mode; `two_gpus` tests give each role a card of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pipeline_fixtures import PLANS, SHORT, SPEECH, Corpus, Read, assert_same, only_stamps, read, wait_for
+
+from myxtts.config import DataSettings
+from myxtts.devices import Plan, apply_caps
+from myxtts.errors import PipelineError
+from myxtts.lanes import Lane
+from myxtts.model.xtts import XTTS
+from myxtts.observe.trace import Span, Trace
+from myxtts.pipeline.buffers import Depths
+from myxtts.pipeline.feed import Feed
+from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, Frontend, GptFrontend
+
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+MB = 2**20
+ONE_GPU = [pytest.param(Plan(FIRST, FIRST, mode), id=mode, marks=pytest.mark.gpu) for mode in ("buffered", "dual")]
+EVERY_PLAN = [*ONE_GPU, pytest.param(Plan(FIRST, SECOND, "dual"), id="two", marks=pytest.mark.two_gpus)]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+MakeFrontend = Callable[[XTTS, DataSettings, int], Frontend]
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus.make(tmp_path_factory.mktemp("speech"), SPEECH)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus.make(tmp_path_factory.mktemp("short"), SHORT)
+
+
+def gpt(model: XTTS, data: DataSettings, frame_budget: int) -> Frontend:
+    return GptFrontend(deepcopy(model), data, frame_budget).to(FIRST)
+
+
+def dvae(model: XTTS, data: DataSettings, _: int) -> Frontend:
+    return DvaeFrontend(deepcopy(model), data).to(FIRST)
+
+
+def decoder(model: XTTS, data: DataSettings, frame_budget: int) -> Frontend:
+    return DecoderFrontend(deepcopy(model), data, frame_budget, autocast=False).to(FIRST)
+
+
+def on_cpu(make_frontend: MakeFrontend) -> MakeFrontend:
+    return lambda model, data, frame_budget: make_frontend(model, data, frame_budget).to("cpu")
+
+
+def share_of_equal_codes(ours: list[Read], theirs: list[Read]) -> float:
+    equal = total = 0
+    for one, other in zip(ours, theirs, strict=True):
+        inside = torch.arange(one.tensors["codes"].shape[1]) < other.tensors["num_codes"][:, None]
+        equal += int((one.tensors["codes"] == other.tensors["codes"])[inside].sum())
+        total += int(inside.sum())
+    return equal / total
+
+
+def assert_close_to_cpu(found: list[Read], expected: list[Read]) -> None:
+    """Mels to rounding, codes but for near ties (convolutions run in TF32), everything else to the bit."""
+    assert [batch.after for batch in found] == [batch.after for batch in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.tensors.keys() == other.tensors.keys()
+        for name, tensor in one.tensors.items():
+            if name == "mel":
+                scale = float(other.tensors[name].abs().max())
+                torch.testing.assert_close(tensor, other.tensors[name], rtol=1e-4, atol=1e-4 * scale)
+            elif name != "codes":
+                assert torch.equal(tensor, other.tensors[name]), name
+    if "codes" in found[0].tensors:
+        assert share_of_equal_codes(found, expected) >= 0.995
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+@pytest.mark.parametrize("make_frontend", [gpt, dvae])
+def test_batches_equal_those_of_the_cpu(speech: Corpus, plan: Plan, make_frontend: MakeFrontend) -> None:
+    with speech.feed(make_frontend=on_cpu(make_frontend), num_batches=11) as feed:
+        expected = read(feed)
+    with speech.feed(plan, make_frontend, num_batches=11) as feed:
+        with feed.next() as batch:
+            assert {tensor.device for tensor in batch.tensors.values()} == {plan.model}
+        assert {slot.content.memory.device for slot in feed.upload_ring.slots} == {plan.data}
+        assert {slot.content.memory.device for slot in feed.encoded_ring.slots} == {plan.data}
+        assert_close_to_cpu(read(feed), expected[1:])
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_what_the_decoder_learns_from_is_that_of_the_cpu(speech: Corpus, plan: Plan) -> None:
+    with speech.feed(make_frontend=on_cpu(decoder), num_batches=3) as feed:
+        expected = read(feed)
+    with speech.feed(plan, decoder, num_batches=3) as feed:
+        found = read(feed)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.tensors["wave"], other.tensors["wave"], rtol=1e-3, atol=1e-4)
+        alike = (one.tensors["speaker"] * other.tensors["speaker"]).sum(dim=1)
+        assert alike.min() > 0.999
+        same_codes = (one.tensors["codes"] == other.tensors["codes"]).all(dim=1)
+        ours, theirs = one.tensors["latents"][same_codes], other.tensors["latents"][same_codes]
+        assert (ours - theirs).norm() <= 0.02 * theirs.norm()
+
+
+@pytest.mark.parametrize("plan", ONE_GPU)
+@pytest.mark.parametrize(
+    "changed",
+    ["pad_to_fixed_length", "prefetch_to_gpu", "enhanced_gpu_prefetch", "optimize_cpu_gpu_overlap"],
+)
+def test_no_setting_changes_what_a_batch_holds(short: Corpus, plan: Plan, changed: str) -> None:
+    data = replace(SHORT, **{changed: False})
+    with short.feed(make_frontend=on_cpu(gpt), data=data, num_batches=12) as feed:
+        expected = read(feed)
+    with short.feed(plan, gpt, data=data, num_batches=12) as feed:
+        assert_close_to_cpu(read(feed), expected)
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_codes_kept_from_one_feed_are_those_of_the_next(short: Corpus, tmp_path: Path, plan: Plan) -> None:
+    cache = short.cache(tmp_path)
+    with short.feed(plan, gpt, codes=cache, num_batches=5) as feed:
+        computed = read(feed)
+        wait_for(lambda: cache.complete)
+    with short.feed(plan, gpt, codes=cache, num_batches=5) as feed:
+        assert_same(read(feed), computed)
+    cache.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [True, False])
+def test_host_memory_is_pinned_if_it_shall_be(short: Corpus, tmp_path: Path, pinned: bool) -> None:
+    data, cache = replace(SHORT, enhanced_gpu_prefetch=pinned), short.cache(tmp_path)
+    with short.feed(Plan(FIRST, FIRST), gpt, data=data, codes=cache) as feed:
+        for slot in feed.host_ring.slots:
+            assert torch.from_numpy(slot.content.memory).is_pinned() == pinned
+        assert feed._keep_ring is not None
+        for slot in feed._keep_ring.slots:
+            assert slot.content.memory.is_pinned() == pinned
+        assert (feed._lanes.upload is feed._lanes.encode) == (not pinned)
+    cache.close()
+
+
+class Step:
+    """A training step in miniature: products of matrices that lie where they lie, in the feed's model lane."""
+
+    def __init__(self, feed: Feed, width: int, count: int) -> None:
+        self._lane, self._count = feed.model_lane, count
+        self._factor = torch.full((width, width), 1e-3, device=feed.plan.model, dtype=torch.bfloat16)
+        self._product = torch.empty_like(self._factor)
+        torch.cuda.synchronize(feed.plan.model)
+
+    def __call__(self) -> None:
+        with self._lane.use():
+            for _ in range(self._count):
+                torch.mm(self._factor, self._factor, out=self._product)
+
+
+def intersect(one: Span, other: Span) -> bool:
+    start_us = max(one.start_us, other.start_us)
+    return start_us < min(one.start_us + one.duration_us, other.start_us + other.duration_us)
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_copies_and_the_front_end_run_beside_training(speech: Corpus, plan: Plan) -> None:
+    trace = Trace()
+    with speech.feed(plan, gpt, trace=trace) as feed:
+        step = Step(feed, 4096, 40)
+        feed.wait_until_warm(20)
+        for number in range(40):
+            span = trace.device_span("train", "model lane", feed.model_lane.stream, number)
+            with feed.next(), span:
+                step()
+        trace.finish()
+    spans = [span for span in trace.spans() if span.device]
+    trained = [span for span in spans if span.name == "train"]
+    assert len(trained) == 40
+    for stage in ("upload", "encode", "handoff") if plan.mode == "dual" else ("upload", "encode"):
+        beside = [span for span in spans if span.name == stage and any(intersect(span, one) for one in trained)]
+        assert len(beside) >= 10, stage
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_nothing_is_allocated_after_the_warm_up(short: Corpus, plan: Plan) -> None:
+    def num_allocations() -> list[int]:
+        return [torch.cuda.memory_stats(at)["allocation.all.allocated"] for at in (plan.data, plan.model)]
+
+    with short.feed(plan, gpt, depths=Depths(6, 3, 2)) as feed:
+        step = Step(feed, 256, 2)
+        for number in range(550):
+            with feed.next():
+                step()
+            if number == 50:
+                before = num_allocations()
+        assert num_allocations() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("role", "spare_mb"), [("data", 8), ("model", 100)])
+def test_a_cap_below_what_is_needed_names_the_role(short: Corpus, role: str, spare_mb: int) -> None:
+    data = replace(SHORT, batch_size=64, max_mel_frames=800)  # 26 MB each: two uploaded, ten for the model
+    gc.collect()
+    torch.cuda.empty_cache()
+    cap = torch.cuda.memory_reserved(FIRST) // MB + spare_mb
+    plan = Plan(FIRST, FIRST, "buffered", cap, cap)
+    apply_caps(plan)
+    said = rf"The {role} role ran out of memory on cuda:0 .* The cap is {cap} MB"
+    try:
+        with pytest.raises(PipelineError, match=said):
+            short.feed(plan, only_stamps, data=data, depths=Depths(1, 10, 1))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, FIRST)
+
+
+class SlowLane(Lane):
+    """A lane in which the work of one thread is late: between waiting and working, and before it is done."""
+
+    slow = ""
+    dice = random.Random(1)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        is_slow = threading.current_thread().name == self.slow
+        with super().use():
+            if is_slow:
+                torch.cuda._sleep(self.dice.randrange(2_000_000))  # up to a millisecond
+            yield
+            if is_slow:
+                torch.cuda._sleep(self.dice.randrange(2_000_000))
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+@pytest.mark.parametrize("slow", ["upload", "encode", "handoff", "reader"])
+def test_no_delay_of_any_lane_tears_a_batch(
+    short: Corpus, monkeypatch: pytest.MonkeyPatch, plan: Plan, slow: str
+) -> None:
+    with short.feed(PLANS["buffered"], only_stamps, num_batches=60) as feed:
+        expected = read(feed)
+    monkeypatch.setattr("myxtts.pipeline.feed.Lane", SlowLane)
+    monkeypatch.setattr(threading.current_thread(), "name", "reader")
+    monkeypatch.setattr(SlowLane, "slow", slow)
+    copies = []
+    with short.feed(plan, only_stamps, depths=Depths(2, 2, 2)) as feed:
+        for _ in expected:
+            # The host does not wait: the slot is given back long before this copy is made.
+            with feed.next() as batch, feed.model_lane.use():
+                copies.append({name: tensor.clone() for name, tensor in batch.tensors.items()})
+        feed.model_lane.finish()
+    for copy, batch in zip(copies, expected, strict=True):
+        for name, tensor in copy.items():
+            assert torch.equal(tensor.cpu(), batch.tensors[name]), name
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """In every thread: the switch is the process's."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_no_thread_of_the_pipeline_waits_for_the_device(short: Corpus, plan: Plan) -> None:
+    with short.feed(plan, gpt) as feed:
+        step = Step(feed, 256, 2)
+        for _ in range(20):
+            with feed.next():
+                step()
+        with waiting_is_an_error():
+            for _ in range(60):
+                with feed.next():
+                    step()
