@@ -1,19 +1,24 @@
 """Tensors in files: read safely, compared with what is expected, written so that no half file is ever seen.
 
 Knows names, shapes and bytes, not what they mean; never imports a model. Nothing here executes what a file says:
-`.pth` files are read with `weights_only`, and foreign classes inside them become inert stand-ins.
+`.pth` files are read with `weights_only`, and foreign classes inside them become inert stand-ins. A sealed folder
+is a few files of tensors and `state.json`, which is written last and holds their checksums and its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
+import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -21,6 +26,8 @@ from myxtts.errors import DatasetError
 
 Tensors = dict[str, torch.Tensor]
 
+FOLDER_FORMAT = 1
+"""Raise it whenever a sealed folder changes its form: folders of another version are not read."""
 MISMATCHES_SHOWN = 5
 _KNOWN_FOREIGN = ("TTS.", "coqpit.", "trainer.", "collections.")
 """Packages whose classes stand beside the weights in published files: settings, never needed here."""
@@ -83,23 +90,30 @@ def _named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Ten
             yield from _named_tensors(value, f"{prefix}.{name}" if prefix else str(name))
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with a temporary path beside `path`, bring the file to the disk and move it into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        sync_path(temporary)
         temporary.replace(path)
     except OSError as error:
         raise DatasetError(f"Cannot write {path}: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_path(path.parent)
+
+
+def sync_path(path: Path) -> None:
+    """Bring a file or the entries of a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network drives cannot sync a folder
+            raise
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str] | None = None) -> None:
@@ -111,6 +125,81 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mappin
 def write_pth(path: Path, content: Mapping[str, Any]) -> None:
     """Write a PyTorch file of tensors, numbers and text, as other tools of the ecosystem read it."""
     write_atomically(path, lambda temporary: torch.save(dict(content), temporary))
+
+
+def write_sealed(folder: Path, tensors: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
+    """Make a folder of `NAME.safetensors` files and `state.json`, and bring it to the disk.
+
+    The tensors are contiguous, on the host and share no memory; `notes` is anything JSON can say.
+    """
+    folder.mkdir()
+    files = {}
+    for name, content in tensors.items():
+        path = folder / f"{name}.safetensors"
+        save_file(content, path)
+        with contextlib.suppress(PermissionError):  # file systems without modes
+            path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read its files
+        sync_path(path)
+        files[name] = {"bytes": path.stat().st_size, "xxh3": _file_hash(path)}
+    body = json.loads(json.dumps({"format": FOLDER_FORMAT, "files": files, "notes": notes}))
+    text = json.dumps({"hash": _body_hash(body), "body": body}, indent=1)
+    (folder / "state.json").write_text(text, encoding="utf-8")
+    sync_path(folder / "state.json")
+    sync_path(folder)
+
+
+def read_sealed(folder: Path, names: Collection[str]) -> dict[str, Tensors]:
+    """Some of the files of a sealed folder, if they are those that were written; memory-mapped."""
+    files = _sealed_body(folder)["files"]
+    found = {}
+    for name in names:
+        path = folder / f"{name}.safetensors"
+        if name not in files:
+            raise UnreadableWeights(f"{folder} was written without {path.name}")
+        with _reading(path):
+            num_bytes = path.stat().st_size
+            if num_bytes != files[name]["bytes"]:
+                raise UnreadableWeights(f"{path} has {num_bytes} bytes instead of {files[name]['bytes']}")
+            if _file_hash(path) != files[name]["xxh3"]:
+                raise UnreadableWeights(f"{path} does not match its checksum")
+        found[name] = _read_safetensors(path)
+    return found
+
+
+def read_notes(folder: Path) -> dict[str, Any]:
+    """The notes of a sealed folder."""
+    return dict(_sealed_body(folder)["notes"])
+
+
+def _sealed_body(folder: Path) -> dict[str, Any]:
+    path = folder / "state.json"
+    with _reading(path):
+        text = path.read_bytes()
+    try:
+        content = json.loads(text)
+        body = dict(content["body"])
+        if content["hash"] == _body_hash(body) and body["format"] == FOLDER_FORMAT:
+            return body
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UnreadableWeights(f"{path} is not what was written")
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UnreadableWeights(f"Cannot read {path}: {error.strerror or error}") from None
+
+
+def _body_hash(body: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def _file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def require_match(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], source: str) -> None:

@@ -33,6 +33,7 @@ CONDITIONING_TOKENS = 32
 MODEL_SIZES = ("tiny", "small", "normal", "big")
 STAGES = ("dvae", "gpt", "decoder")
 OPTIMIZATION_LEVELS = ("basic", "enhanced", "experimental")
+PRESETS = ("8gb", "12gb", "16gb", "24gb", "40gb")
 
 
 def setting(
@@ -72,6 +73,10 @@ class ModelSettings:
     lora_rank: int = setting(0, minimum=0, maximum=1024)
     """Rank of the LoRA adapters trained instead of the whole GPT; 0 trains every weight. 16 to 64 lets an 8
     to 12 GB card fine-tune `normal`."""
+
+    dropout: float = setting(0.0, minimum=0, maximum=0.9)
+    """Share of the GPT's embeddings and residuals dropped in training; XTTS-v2 was trained with 0.1. Off by
+    default, for it slows learning where data is plenty; 0.1 keeps small corpora from being learnt by heart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +213,12 @@ class TrainingSettings:
     max_steps: int | None = setting(None, minimum=1)
     """Optimiser steps after which training ends; `null` leaves it to `epochs`."""
 
+    dvae_steps: int | None = setting(None, minimum=1)
+    """Optimiser steps of the stage `dvae`, in place of `epochs` and `max_steps`; `null` keeps to those."""
+
+    decoder_steps: int | None = setting(None, minimum=1)
+    """Optimiser steps of the stage `decoder`, in place of `epochs` and `max_steps`; `null` keeps to those."""
+
     learning_rate: float | None = setting(None, flag="--lr", above=0, maximum=1)
     """Highest learning rate of the schedule. `null` takes each stage's own, which is lower when `init_from`
     is given."""
@@ -254,6 +265,10 @@ class TrainingSettings:
     optimization_level: str = setting("enhanced", choices=OPTIMIZATION_LEVELS)
     """Named bundle of settings, printed when applied; what you set yourself wins over it. `basic` is the
     plain and predictable one, `enhanced` the fast one, `experimental` tries what is not yet proven."""
+
+    preset: str | None = setting(None, choices=PRESETS)
+    """Named settings for a card with this much memory, printed when applied; what you set yourself wins over
+    them. `null` applies none."""
 
     enable_graph_mode: bool = setting(True)
     """Runs the training step as a compiled or captured graph; off runs it eagerly, which is slower and

@@ -2,9 +2,10 @@
 
 `table` derives the list of settings from `myxtts.config`; `yaml_file` and `flags` say what the user wrote,
 `values` what one value means, `nearest` what a misspelt name may have been, `loading` puts it all together;
-`pages` writes settings down.
+`presets` fills in named bundles and says what does not suit machine or corpus; `pages` writes settings down.
 """
 
+from myxtts.settings import presets
 from myxtts.settings.flags import add_flags, flags_of
 from myxtts.settings.loading import DEFAULT_CONFIG_FILE, Loaded, Origin, load
 from myxtts.settings.pages import render_docs, render_yaml_with_comments, to_yaml
@@ -16,6 +17,7 @@ __all__ = [
     "add_flags",
     "flags_of",
     "load",
+    "presets",
     "render_docs",
     "render_yaml_with_comments",
     "to_yaml",

@@ -18,7 +18,7 @@ from myxtts.settings.yaml_file import Entry, read_entries
 DEFAULT_CONFIG_FILE = Path("configs/config.yaml")
 """Read when no file is named, if it exists in the working folder."""
 
-Origin = Literal["default", "file", "flag"]
+Origin = Literal["default", "file", "flag", "preset"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Loaded:
     """Checked settings, and where each came from.
 
     A line of the file that repeats the default counts as "default": the file that ships lists every key, and
-    must not keep buffer sizes and bundles from following the machine. A flag always counts as set.
+    must not keep buffer sizes and bundles from following the machine. A flag always counts as set, and so does
+    what a preset or an optimisation level gave ("preset", see `presets.apply`).
     """
 
     settings: Settings
@@ -34,7 +35,7 @@ class Loaded:
     config_file: Path | None
 
     def is_set(self, key: str) -> bool:
-        """Whether the user chose this setting (`data.batch_size`) rather than leaving it at its default."""
+        """Whether the user chose this setting (`data.batch_size`), by itself or with a preset."""
         return self.origin[key] != "default"
 
 

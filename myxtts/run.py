@@ -1,0 +1,291 @@
+"""The folder of a training run: checkpoints that are whole or not there, which one to continue, and who may write.
+
+Every stage of a run has a folder of its own:
+
+    step-00001000/    weights.safetensors, optimizer.safetensors, state.json: sealed, see `checkpoint`
+    best              names the checkpoint with the best loss, which is never rotated away
+
+A checkpoint is written under a name `tmp-...`, synced and renamed into place; older ones go only after that.
+This module knows names, tensors and bytes. What they mean to a model, an optimiser or a schedule is its caller's
+business, and so are the other files of a run (settings, vocabulary, metrics).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from myxtts.checkpoint import (
+    Tensors,
+    UnreadableWeights,
+    read_notes,
+    read_sealed,
+    sync_path,
+    write_atomically,
+    write_sealed,
+)
+from myxtts.errors import ConfigError
+
+_CHECKPOINT_NAME = re.compile(r"(replaced-)?step-\d{8,}")
+
+_log = logging.getLogger(__name__)
+
+
+class Snapshot(NamedTuple):
+    """What a checkpoint holds. The tensors are the writer's alone until it is done with them: see `to_host`."""
+
+    weights: Tensors
+    optimizer: Tensors
+    state: dict[str, Any]
+    """Anything JSON can say: cursor, schedule, best loss, settings."""
+
+
+class Loaded(NamedTuple):
+    """A checkpoint read back. Its tensors map the files, and stay valid when a rotation deletes these."""
+
+    step: int
+    folder: Path
+    weights: Tensors
+    optimizer: Tensors
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one stage. Any process may read them; only the one that holds the `lock` may save.
+
+    Saving happens in a thread of its own, one checkpoint at a time. A save that fails is logged and counted in
+    `num_failed`: a full disk costs a checkpoint, not the training.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.num_failed = 0
+        self._writer = ThreadPoolExecutor(1, "checkpoint-writer")
+        self._pending: Future[Exception | None] | None = None
+
+    def save(self, step: int, snapshot: Snapshot, best: bool = False, background: bool = True) -> None:
+        """Write a checkpoint once the one before it is written; the tensors are in use until `wait` returns."""
+        self.wait()
+        state = json.loads(json.dumps(snapshot.state))  # now, for the caller goes on changing its own
+        self._pending = self._writer.submit(self._save, step, snapshot._replace(state=state), best)
+        if not background:
+            self.wait()
+
+    def wait(self) -> Exception | None:
+        """Block until the last save is over; returns what made it fail."""
+        return self._pending.result() if self._pending else None
+
+    def close(self) -> None:
+        """Finish the save in flight and end the thread."""
+        self._writer.shutdown()
+
+    def newest(self, optimizer: bool = True) -> Loaded | None:
+        """The checkpoint saved last among those that are whole; None if nothing was ever saved.
+
+        Without `optimizer`, here and below, that file is neither checked nor read.
+        """
+        found = self._newest_first()
+        found.sort(key=lambda folder: _serial(folder) > 0)  # whose age is unknown comes first, to be reported
+        for folder in found:
+            with _damage_logged():
+                return _load(folder, optimizer)
+        if found:
+            raise UnreadableWeights(
+                f"Every checkpoint in {self.folder} is damaged: {', '.join(folder.name for folder in found)}.\n"
+                "Bring one back from a copy, or start over with --reset-training."
+            )
+        return None
+
+    def load(self, step: int, optimizer: bool = True) -> Loaded:
+        """The checkpoint of one step."""
+        return _load(self.folder / _name(step), optimizer)
+
+    def best(self, optimizer: bool = True) -> Loaded | None:
+        """The checkpoint with the best loss; None if none was named or it is damaged."""
+        name = self._best_name()
+        if name:
+            with _damage_logged():
+                return _load(self.folder / name, optimizer)
+        return None
+
+    def _newest_first(self) -> list[Path]:
+        """By the order of saving: after a reset, the latest is not the one with the most steps."""
+        folders = [path for path in self.folder.glob("*step-*") if _CHECKPOINT_NAME.fullmatch(path.name)]
+        return sorted(folders, key=lambda folder: (_serial(folder), folder.name), reverse=True)
+
+    def _best_name(self) -> str:
+        try:
+            return (self.folder / "best").read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+    def _save(self, step: int, snapshot: Snapshot, best: bool) -> Exception | None:
+        """Save and rotate, or clean up and say why not. Runs in the writer's thread."""
+        final = self.folder / _name(step)
+        temporary = self.folder / f"tmp-{final.name}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            serial = 1 + max(map(_serial, self._newest_first()), default=0)
+            notes = {"step": step, "stage": self.folder.name, "serial": serial, "state": snapshot.state}
+            write_sealed(temporary, {"weights": snapshot.weights, "optimizer": snapshot.optimizer}, notes)
+            self._move_into_place(temporary, final)
+            if best:
+                write_atomically(self.folder / "best", lambda path: path.write_text(final.name, encoding="utf-8"))
+            self._rotate()
+        except Exception as error:  # whatever it is, it must not end the training
+            self.num_failed += 1
+            with contextlib.suppress(OSError):
+                self._remove_leftovers()
+            _log.error(
+                "Saving %s failed: %s (%.0f MB needed, %.0f MB free). Older checkpoints are kept.",
+                *(final, error, _num_mb(snapshot), _free_mb(self.folder)),
+            )
+            return error
+        return None
+
+    def _move_into_place(self, temporary: Path, final: Path) -> None:
+        if final.exists():  # renamed to a name that `newest` reads too: a kill may come before the next line
+            replaced = final.with_name(f"replaced-{final.name}")
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        temporary.rename(final)
+        sync_path(self.folder)
+
+    def _rotate(self) -> None:
+        found = self._newest_first()
+        kept = [folder.name for folder in found if folder.name.startswith("step-")][: self.keep]
+        for folder in found:
+            if folder.name not in (*kept, self._best_name()):
+                folder.rename(folder.with_name(f"tmp-{folder.name}"))  # what is half deleted is no checkpoint
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        """Remove what rotation, a failed save or a killed process left; done on saving, as readers must not."""
+        for folder in self.folder.glob("tmp-*step-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def to_host(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None, pin: bool = False) -> Tensors:
+    """Copies on the host, complete on return; `into` is the result of an earlier call, whose memory is used again.
+
+    Nobody may still be reading `into`: call `Checkpoints.wait` before. `pin` is for tensors on an accelerator.
+    """
+    host = {}
+    for name, tensor in tensors.items():
+        room = (into or {}).get(name)
+        if room is None or (room.shape, room.dtype) != (tensor.shape, tensor.dtype):
+            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        host[name] = room.copy_(tensor.detach())
+    return host
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()) -> list[str]:
+    """A line for every setting that differs; `ignore` names settings, or whole sections, by their dotted path."""
+    before, after = _by_dotted_name(saved), _by_dotted_name(now)
+    return [
+        f"{name}: the run has {before.get(name, 'nothing')}, now {after.get(name, 'nothing')}"
+        for name in {**before, **after}
+        if (name in before, before.get(name)) != (name in after, after.get(name))
+        and not any(f"{name}.".startswith(f"{ignored}.") for ignored in ignore)
+    ]
+
+
+def require_same(
+    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
+) -> None:
+    """Refuse to continue the run in `folder` under settings that its checkpoints were not made with."""
+    found = differences(saved, now, ignore)
+    if found:
+        raise ConfigError(
+            f"The run in {folder} was made with other settings:\n  " + "\n  ".join(found) + "\n"
+            "Use the settings of the run, keep the two apart with --checkpoint-dir DIR, "
+            "or start over with --reset-training."
+        )
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold the run directory, for a whole process group in its first process; one that dies lets go of it."""
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(open(folder / "lock", "a+", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        except BlockingIOError:
+            holder = (folder / "lock").read_text(encoding="utf-8") or "another process"
+            raise ConfigError(
+                f"The run in {folder} is in use by {holder}.\n"
+                "Wait until it ends, or keep the two apart with --checkpoint-dir DIR."
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot keep a run in {folder}: {error.strerror or error}.\n"
+                "Choose a folder you can write to with --checkpoint-dir DIR."
+            ) from error
+        yield
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _load(folder: Path, optimizer: bool) -> Loaded:
+    notes = read_notes(folder)
+    found = read_sealed(folder, ["weights", "optimizer"] if optimizer else ["weights"])
+    return Loaded(notes["step"], folder, found["weights"], found.get("optimizer", {}), notes["state"])
+
+
+def _serial(folder: Path) -> int:
+    """Counts the saves of a stage; an unreadable checkpoint counts as its oldest."""
+    try:
+        return int(read_notes(folder)["serial"])
+    except UnreadableWeights:
+        return 0
+
+
+@contextlib.contextmanager
+def _damage_logged() -> Iterator[None]:
+    try:
+        yield
+    except UnreadableWeights as error:
+        _log.warning("A damaged checkpoint is passed over: %s", error)
+
+
+def _num_mb(snapshot: Snapshot) -> float:
+    return sum(tensor.nbytes for tensor in [*snapshot.weights.values(), *snapshot.optimizer.values()]) / 1e6
+
+
+def _free_mb(folder: Path) -> float:
+    try:
+        return shutil.disk_usage(folder).free / 1e6
+    except OSError:  # not even the folder could be made
+        return 0.0
+
+
+def _by_dotted_name(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings as JSON gives them back, so that a path equals its text and a tuple equals a list."""
+    flat = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(_by_dotted_name(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = json.loads(json.dumps(value, default=str))
+    return flat

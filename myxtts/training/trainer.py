@@ -1,0 +1,282 @@
+"""The training loop of one stage, and nothing else.
+
+It is handed a feed, a step, checkpoints and someone to report to, and cannot tell one GPU from two. Values of the
+device come to the host only through `_Readings`: copied in the lane, looked at when they have arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from myxtts.config import TrainingSettings
+from myxtts.data.batches import Cursor
+from myxtts.data.layout import Batch
+from myxtts.errors import PipelineError
+from myxtts.lanes import Lane, Mark
+from myxtts.observe.metrics import StepReport, ValidationReport
+from myxtts.observe.steps import StepClock, Summary
+from myxtts.observe.trace import OFF, Trace
+from myxtts.run import Checkpoints, Snapshot, to_host
+from myxtts.training.step import Step
+
+MOST_SKIPPED = 20
+"""Steps in a row with non-finite gradients after which training ends: waiting longer has never helped anybody."""
+
+_log = logging.getLogger(__name__)
+
+
+class Feed(Protocol):
+    """Where batches come from."""
+
+    model_lane: Lane
+
+    def next(self) -> contextlib.AbstractContextManager[Batch | None]: ...
+    def cursor(self) -> Cursor: ...
+    def readiness(self) -> dict[str, tuple[int, int]]: ...
+    @property
+    def num_ahead(self) -> int: ...
+
+
+class Reporter(Protocol):
+    """Who is told how training goes; may show and keep it as it likes."""
+
+    def begin(self, stage: str, step: int, total_steps: int) -> None: ...
+    def tick(self, step: int) -> None: ...
+    def step(self, report: StepReport) -> None: ...
+    def validation(self, report: ValidationReport) -> None: ...
+    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
+
+
+@dataclass
+class State:
+    """How far a stage has come: what a checkpoint holds besides tensors."""
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    best_loss: float = math.inf
+    stale_validations: int = 0
+    done: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        best = None if math.isinf(self.best_loss) else self.best_loss
+        cursor = [self.cursor.epoch, self.cursor.batch]
+        return {
+            "cursor": cursor,
+            "best_loss": best,
+            "stale_validations": self.stale_validations,
+            "done": self.done,
+        }
+
+    @classmethod
+    def from_json(cls, step: int, values: Mapping[str, Any]) -> State:
+        best = math.inf if values["best_loss"] is None else float(values["best_loss"])
+        return cls(step, Cursor(*values["cursor"]), best, values["stale_validations"], values["done"])
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the loop uses but does not own."""
+
+    reporter: Reporter
+    checkpoints: Checkpoints
+    weights: Callable[[], Mapping[str, Tensor]]
+    """What a checkpoint keeps of the model, by the names of the XTTS-v2 ecosystem; live tensors."""
+    random_states: Callable[[], Mapping[str, Tensor]]
+    """Of all processes; called by all of them."""
+    validate: Callable[[], tuple[Mapping[str, float], Mapping[str, Tensor]]] | None = None
+    """Mean losses over the validation clips, the deciding one called "total", and pictures of one batch."""
+    notes: Mapping[str, Any] | None = None
+    """Kept with every checkpoint: the configuration it belongs to."""
+    stop_requested: Callable[[], bool] = lambda: False
+    stop_every: int = 1
+    """Steps between two questions whether to stop: among several processes each costs a round of messages."""
+    peak_memory_mb: Callable[[], Mapping[str, float]] = dict
+    is_writer: bool = True
+    trace: Trace = OFF
+
+
+class Trainer:
+    """Trains one stage from where `state` stands to `total_steps`."""
+
+    def __init__(
+        self,
+        stage: str,
+        step: Step,
+        feed: Feed,
+        training: TrainingSettings,
+        around: Surroundings,
+        *,
+        state: State,
+        total_steps: int,
+        clips_per_step: int,
+    ) -> None:
+        self.stage, self.state, self.total_steps = stage, state, total_steps
+        self._step, self._feed, self._training, self._around = step, feed, training, around
+        self._lane = feed.model_lane
+        self._clips_per_step = clips_per_step
+        self._clock = StepClock(self._lane.stream)
+        self._readings = _Readings(self._lane)
+        self._host_copies: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+        self._started_at, self._started_step = time.perf_counter(), state.step
+
+    def run(self) -> State:
+        """Train; returns early, with everything saved, when a stop was requested."""
+        self._around.reporter.begin(self.stage, self.state.step, self.total_steps)
+        with self._lane.use():
+            while self.state.step < self.total_steps and not self._stops_early():
+                self._one_step()
+                step = self.state.step
+                if step % self._training.log_step == 0 or step == self.total_steps:
+                    self._readings.ask(self._step, step)
+                self._report_arrived()
+                last = step == self.total_steps
+                is_best = self._validate() if step % self._training.val_step == 0 or last else False
+                if step % self._training.save_step == 0 or last or is_best:
+                    self.save(is_best, done=last)
+                if step % self._around.stop_every == 0 and self._around.stop_requested():
+                    break
+            self._lane.finish()
+            self._report_arrived()
+            if not self.state.done:
+                self.save(done=self.state.step >= self.total_steps or self._stops_early())
+        failure = self._around.checkpoints.wait()
+        if failure is not None:
+            raise PipelineError(
+                f"Step {self.state.step} of stage {self.stage} could not be saved: {failure}.\n"
+                "Make room or choose another --checkpoint-dir; the same command continues from the last good "
+                "checkpoint."
+            )
+        return self.state
+
+    def _one_step(self) -> None:
+        accumulate = self._training.gradient_accumulation_steps
+        trace, number = self._around.trace, self.state.step
+        for micro in range(accumulate):
+            with self._feed.next() as batch:
+                if batch is None:
+                    raise PipelineError("the feed ended before the training did")
+                if number == 0 and micro == 0:
+                    self._step.recipe.before_first_step(batch.tensors)
+                if micro == 0:
+                    self._clock.begin()
+                with trace.device_span("train", "model lane", self._lane.stream, number):
+                    self._step.micro(batch, last=micro == accumulate - 1)
+        with trace.device_span("update", "model lane", self._lane.stream, number):
+            self._step.update(number)
+        self._clock.end()
+        if trace.enabled:
+            trace.collect()
+        self.state.step += 1
+        self.state.done = False  # a finished stage may be prolonged
+        self._around.reporter.tick(self.state.step)
+        self.state.cursor = self._feed.cursor()
+
+    def save(self, is_best: bool = False, done: bool = False) -> None:
+        """Snapshot to the host, written in the background; training goes on when the copy is made."""
+        self.state.done = done
+        random_states = self._around.random_states()
+        if not self._around.is_writer:
+            return
+        self._around.checkpoints.wait()  # it reads the copies that are overwritten now
+        pin = self._lane.device.type == "cuda"
+        weights, optimizer = self._host_copies or ({}, {})
+        weights = to_host(self._around.weights(), weights or None, pin=pin)
+        optimizer = to_host(self._step.optimizer.state_dict(), optimizer or None, pin=pin)
+        self._host_copies = (weights, optimizer)
+        state = {**self.state.to_json(), "stage": self.stage, "notes": dict(self._around.notes or {})}
+        snapshot = Snapshot(weights, {**optimizer, **random_states}, state)
+        self._around.checkpoints.save(self.state.step, snapshot, best=is_best)
+        self._clock.pause()
+
+    def _validate(self) -> bool:
+        """Whether the validation was the best so far."""
+        if self._around.validate is None:
+            return False
+        with self._step.optimizer.swap_ema():
+            losses, pictures = self._around.validate()
+        for name, picture in pictures.items():
+            self._around.reporter.picture(f"{self.stage}/{name}", picture, self.state.step)
+        self._clock.pause()
+        is_best = losses["total"] < self.state.best_loss
+        self.state.best_loss = min(losses["total"], self.state.best_loss)
+        self.state.stale_validations = 0 if is_best else self.state.stale_validations + 1
+        self._around.reporter.validation(ValidationReport(self.stage, self.state.step, losses, is_best))
+        return is_best
+
+    def _stops_early(self) -> bool:
+        patience = self._training.early_stop
+        return 0 < patience <= self.state.stale_validations
+
+    def _report_arrived(self) -> None:
+        for step, values in self._readings.arrived():
+            if values["skipped_in_a_row"] >= MOST_SKIPPED:
+                raise PipelineError(
+                    f"Training stopped at step {step}: the gradients of the last {values['skipped_in_a_row']:.0f} "
+                    "steps were not finite, so nothing was learnt from them.\nLower --lr, raise warmup_steps, or "
+                    "look for the operation with training.enable_eager_debug. Earlier checkpoints are kept."
+                )
+            self._around.reporter.step(self._report(step, values))
+
+    def _report(self, step: int, values: Mapping[str, float]) -> StepReport:
+        times = Summary.of(self._clock.collect())
+        elapsed_s = time.perf_counter() - self._started_at
+        seconds_per_step = times.mean_ms / 1000 or elapsed_s / max(step - self._started_step, 1)
+        losses = {name.removeprefix("loss."): value for name, value in values.items() if name.startswith("loss.")}
+        losses["total"] *= self._training.gradient_accumulation_steps  # a micro-step's is its share of the step
+        norms = {name.removeprefix("norm."): value for name, value in values.items() if name.startswith("norm.")}
+        return StepReport(
+            stage=self.stage,
+            step=step,
+            total_steps=self.total_steps,
+            epoch=self.state.cursor.epoch,
+            losses=losses,
+            lr=self._step.optimizer.lr_at(step - 1),
+            grad_norm=norms,
+            clips_per_s=self._clips_per_step / seconds_per_step if seconds_per_step else 0.0,
+            step_ms=times.median_ms,
+            step_cv=times.cv,
+            idle_share=times.idle_share,
+            ahead=self._feed.num_ahead,
+            rings=self._feed.readiness(),
+            memory_mb=self._around.peak_memory_mb(),
+            skipped=int(values["skipped"]),
+            eta_s=(self.total_steps - step) * seconds_per_step,
+            elapsed_s=elapsed_s,
+        )
+
+
+class _Readings:
+    """Numbers on their way from the device: asked for at a step, there some steps later."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._pending: list[tuple[int, list[str], Tensor, Mark]] = []
+
+    def ask(self, step: Step, number: int) -> None:
+        """Copy losses, gradient norms and the count of skipped steps, behind the work of this step."""
+        names, sums = step.take_losses()
+        optimizer = step.optimizer
+        norms = optimizer.last_norm
+        counters = [optimizer.skipped.float(), optimizer.skipped_in_a_row.float()]
+        values = torch.cat([sums[:-1] / sums[-1], torch.stack([*norms.values(), *counters])])
+        labels = [f"loss.{name}" for name in names] + [f"norm.{name}" for name in norms]
+        on_host = torch.empty(len(values), pin_memory=self._lane.stream is not None)
+        on_host.copy_(values, non_blocking=True)
+        mark = Mark(self._lane.device)
+        self._lane.record(mark)
+        self._pending.append((number, [*labels, "skipped", "skipped_in_a_row"], on_host, mark))
+
+    def arrived(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """What has come since the last call, by name."""
+        while self._pending and self._pending[0][3].is_passed:
+            number, names, values, _ = self._pending.pop(0)
+            yield number, dict(zip(names, values.tolist(), strict=True))

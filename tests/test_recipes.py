@@ -1,0 +1,544 @@
+"""Recipes: they learn, micro-steps add up to one large batch, and clips that fill a batch up change nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from myxtts.config import NUM_STOPS
+from myxtts.data.layout import Sizes
+from myxtts.model.discriminators import Discriminators, Resolution
+from myxtts.model.dvae import DVAE
+from myxtts.model.gpt import GPT
+from myxtts.model.lora import add_adapters
+from myxtts.model.packing import GPTDims, packed_length
+from myxtts.model.speaker import SpeakerEncoder
+from myxtts.model.vocoder import HifiGanDecoder, num_samples
+from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
+
+Batch = dict[str, Tensor]
+DIMS = GPTDims(
+    layers=1, dim=32, heads=2, text_tokens=40, start_text=1, num_codes=24, max_text=20, max_codes=40,
+    encoder_layers=1, perceiver_depth=1, perceiver_heads=2, perceiver_head_dim=16,
+)  # fmt: skip
+SIZES = Sizes(tokens=320, ids=10, samples=16 * 1024, frames=128)
+LATENTS = 4
+NAMES = ("gpt", "dvae", "decoder")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Networks this small lose time to threads that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def with_totals(batches: list[Batch]) -> list[Batch]:
+    """The micro-batches of one optimiser step, each with the totals of all."""
+    totals = torch.zeros(5)
+    for batch in batches:
+        counts = torch.zeros(len(batch["weights"]), 5)
+        counts[:, 4] = 1
+        if "num_frames" in batch:
+            counts[:, 2] = batch.get("num_codes", -(-batch["num_frames"] // 4))
+            counts[:, 3] = batch["num_frames"]
+            counts[:, 1] = counts[:, 2] + NUM_STOPS
+        if "num_ids" in batch:
+            counts[:, 0] = batch["num_ids"] + 1
+        totals += (counts * batch["weights"][:, None]).sum(0)
+    return [batch | {"totals": totals} for batch in batches]
+
+
+def gpt_batch(seed: int = 0, num_clips: int = 4) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=random).int()
+
+    return {
+        "ids": draw(2, 40, num_clips, 12),
+        "num_ids": draw(3, 11, num_clips),
+        "codes": draw(0, 24, num_clips, 20),
+        "num_codes": draw(6, 17, num_clips),
+        "mel": torch.randn(140, 80, generator=random),
+        "num_frames": draw(5, 30, num_clips),
+        "weights": torch.ones(num_clips),
+    }
+
+
+def dvae_batch(seed: int = 0, num_clips: int = 4) -> Batch:
+    """A few spectra, each held for a while; rubbish behind every clip."""
+    random = torch.Generator().manual_seed(seed)
+    kinds = 2 * torch.randn(8, 80, generator=random)
+    which = torch.randint(8, (num_clips, 9), generator=random)
+    mel = kinds[which].repeat_interleave(8, 1).mT.contiguous()
+    num_frames = torch.randint(20, 65, (num_clips,), generator=random).int()
+    for clip, length in enumerate(num_frames.tolist()):
+        mel[clip, :, length:] = torch.nan
+    return {"mel": mel, "num_frames": num_frames, "weights": torch.ones(num_clips)}
+
+
+def decoder_batch(seed: int = 0, num_clips: int = 4) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+    phase = torch.arange(num_samples(LATENTS)) * (torch.rand(num_clips, 1, generator=random) + 1) / 25
+    buzz = torch.stack([torch.sin(harmonic * phase) / harmonic for harmonic in range(1, 40)]).sum(0)
+    return {
+        "latents": torch.randn(num_clips, LATENTS, 8, generator=random),
+        "wave": 0.2 * buzz + 0.01 * torch.randn(buzz.shape, generator=random),
+        "speaker": torch.randn(num_clips, 4, generator=random),
+        "weights": torch.ones(num_clips),
+    }
+
+
+def make(name: str, **options: object) -> Recipe:
+    torch.manual_seed(0)
+    recipe: Recipe
+    if name == "gpt":
+        recipe = GptRecipe(GPT(DIMS), max_frames=30, **options)
+    elif name == "dvae":
+        dvae = DVAE(num_tokens=16, codebook_dim=8, hidden_dim=16, num_resnet_blocks=1)
+        recipe = DvaeRecipe(dvae, **options)
+        recipe.before_first_step(dvae_batch())
+    else:
+        vocoder = HifiGanDecoder(decoder_input_dim=8, upsample_initial_channel=16, d_vector_dim=4)
+        vocoder.speaker_encoder = SpeakerEncoder(proj_dim=4, num_filters=(8, 8, 8, 8))
+        judges = Discriminators(
+            periods=(2, 3), period_widths=(4, 8), resolutions=(Resolution(256, 64, 256),), resolution_width=4
+        )
+        recipe = DecoderRecipe(vocoder, judges, **options)
+    return recipe
+
+
+BATCHES: dict[str, Callable[..., Batch]] = {"gpt": gpt_batch, "dvae": dvae_batch, "decoder": decoder_batch}
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """One batch of the clips of several."""
+    whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    if "ids" in whole:
+        used = [batch["mel"][: int(batch["num_frames"].sum())] for batch in batches]
+        whole["mel"] = torch.cat([*used, torch.full((20, 80), torch.nan)])
+    return whole
+
+
+def sizes_of(batch: Batch) -> Sizes:
+    if "ids" not in batch:
+        return SIZES
+    tokens = int(packed_length(batch["num_ids"], batch["num_codes"]).sum())
+    return Sizes(tokens=-(-tokens // 8) * 8, ids=10, samples=SIZES.samples, frames=len(batch["mel"]))
+
+
+def gradients(recipe: Recipe, batches: list[Batch]) -> dict[str, Tensor]:
+    """Of one optimiser step: of all micro-batches together."""
+    recipe.zero_grad()
+    for batch in with_totals(batches):
+        recipe(batch, sizes_of(batch))["total"].backward()
+    return {name: value.grad.clone() for name, value in recipe.named_parameters() if value.grad is not None}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal to 1e-5 all together, and to 1e-3 each: those of a weight norm are small differences of large sums."""
+    assert found.keys() == expected.keys()
+    errors = {name: float((found[name] - value).norm()) for name, value in expected.items()}
+    norms = {name: float(value.norm()) for name, value in expected.items()}
+    largest = max(norms.values())
+    assert largest > 1e-2
+    assert sum(errors.values()) <= 1e-5 * sum(norms.values())
+    for name, error in errors.items():
+        assert error <= 1e-3 * max(norms[name], 1e-5 * largest), (name, error, norms[name])
+
+
+def train(recipe: Recipe, batch: Batch, steps: int, lr: float) -> list[dict[str, float]]:
+    optimizer = torch.optim.AdamW(recipe.parameters(), lr=lr, betas=recipe.betas)
+    history = []
+    (batch,) = with_totals([batch])
+    for step in range(1, steps + 1):
+        losses = recipe(batch, sizes_of(batch))
+        optimizer.zero_grad()
+        losses["total"].backward()
+        optimizer.step()
+        recipe.after_step(step)
+        history.append({name: float(value.detach()) for name, value in losses.items()})
+    return history
+
+
+# What all recipes have in common
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_micro_steps_are_one_large_batch(name: str) -> None:
+    recipe, halves = make(name), [BATCHES[name](seed=1, num_clips=1), BATCHES[name](seed=2, num_clips=3)]
+    assert_same(gradients(recipe, halves), gradients(recipe, [joined(halves)]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clips_that_fill_up_change_nothing(name: str) -> None:
+    recipe, alone, fillers = make(name), BATCHES[name](seed=1, num_clips=2), BATCHES[name](seed=2, num_clips=2)
+    fillers["weights"] = torch.zeros(2)
+    if name == "gpt":
+        fillers["mel"] = 1e3 * fillers["mel"]
+    else:
+        for garbage in ("mel", "wave", "latents"):
+            if garbage in fillers:
+                fillers[garbage] = torch.full_like(fillers[garbage], torch.nan)
+    whole = joined([alone, fillers])
+    expected, again = copy.deepcopy(recipe), copy.deepcopy(recipe)
+    assert_same(gradients(recipe, [whole]), gradients(expected, [alone]))
+    assert_same(gradients(recipe, [alone, fillers | {"totals": torch.ones(5)}]), gradients(again, [alone]))
+
+    (batch,), (plain,) = with_totals([whole]), with_totals([alone])
+    found, wanted = recipe(batch, sizes_of(batch)), expected(plain, sizes_of(plain))
+    for loss in wanted:
+        torch.testing.assert_close(found[loss], wanted[loss], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(recipe.evaluate(batch, sizes_of(batch)), expected.evaluate(plain, sizes_of(plain)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_clip_of_weight_two_counts_as_two_clips(name: str) -> None:
+    heavy, one, other = (
+        BATCHES[name](seed=1, num_clips=1),
+        BATCHES[name](seed=1, num_clips=1),
+        BATCHES[name](seed=2),
+    )
+    heavy["weights"] = torch.full((1,), 2.0)
+    weighted, repeated = make(name), make(name)
+    found, expected = (
+        gradients(weighted, [joined([heavy, other])]),
+        gradients(repeated, [joined([one, one, other])]),
+    )
+    assert_same(found, expected)
+    if name == "dvae":
+        for recipe in (weighted, repeated):
+            recipe.after_step(1)
+        books = [recipe.dvae.codebook.state_dict() for recipe in (weighted, repeated)]
+        torch.testing.assert_close(*books, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_of_nothing_but_fillers_is_zero(name: str) -> None:
+    recipe, batch = make(name), BATCHES[name]()
+    batch["weights"] = torch.zeros(4)
+    (batch,) = with_totals([batch])
+    losses = recipe(batch, sizes_of(batch))
+    losses["total"].backward()
+    assert float(losses["total"].detach()) == 0
+    assert all(loss.isfinite() for loss in losses.values())
+    assert all(value.grad.abs().max() == 0 for value in recipe.parameters() if value.grad is not None)
+    assert float(recipe.evaluate(batch, sizes_of(batch))["count"]) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mean_over_processes_becomes_a_sum(name: str) -> None:
+    (batch,) = with_totals([BATCHES[name]()])
+    one, four = make(name)(batch, sizes_of(batch)), make(name, world_size=4)(batch, sizes_of(batch))
+    torch.testing.assert_close(four.pop("total"), 4 * one.pop("total"))
+    torch.testing.assert_close(four, one)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_scalars_and_only_the_total_has_a_gradient(name: str) -> None:
+    recipe = make(name)
+    (batch,) = with_totals([BATCHES[name]()])
+    losses = recipe(batch, sizes_of(batch))
+    assert all((loss.ndim, loss.dtype) == (0, torch.float32) for loss in losses.values())
+    assert [loss for loss in losses if losses[loss].requires_grad] == ["total"]
+    losses["total"].backward()
+    assert all(value.grad is not None for value in recipe.parameters()), "DDP waits for every parameter"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_adds_up_over_batches_and_changes_nothing(name: str) -> None:
+    recipe, halves = make(name), [BATCHES[name](seed=1, num_clips=1), BATCHES[name](seed=2, num_clips=3)]
+    recipe.train()
+    before = copy.deepcopy(dict(recipe.named_buffers()))
+    parts = [recipe.evaluate(half, sizes_of(half)) for half in halves]
+    whole = joined(halves)
+    expected = recipe.evaluate(whole, sizes_of(whole))
+    assert {"sum", "count"} <= expected.keys()
+    assert all(not value.requires_grad for value in expected.values())
+    for key, value in expected.items():
+        torch.testing.assert_close(parts[0][key] + parts[1][key], value, rtol=1e-4, atol=1e-5)
+    assert recipe.training
+    torch.testing.assert_close(dict(recipe.named_buffers()), before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fine_tuning_is_gentler_and_parts_hold_every_parameter_once(name: str) -> None:
+    recipe = make(name)
+    assert 0 < recipe.learning_rate(fine_tuning=True) < recipe.learning_rate(fine_tuning=False) < 1e-3
+    assert 0 < recipe.betas[0] < recipe.betas[1] < 1
+    held = [id(value) for part in recipe.parts().values() for value in part.parameters()]
+    assert sorted(held) == sorted(id(value) for value in recipe.parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt", "dvae"])  # the decoder's many layers take long: only on a GPU
+def test_compiles_to_one_graph(name: str) -> None:
+    recipe, plain = make(name), make(name)
+    (batch,) = with_totals([BATCHES[name]()])
+    compiled = torch.compile(recipe, fullgraph=True, dynamic=False, backend="eager")
+    losses, expected = compiled(batch, sizes_of(batch)), plain(batch, sizes_of(batch))
+    torch.testing.assert_close(losses, expected)
+    losses["total"].backward()
+    expected["total"].backward()
+    found, wanted = ({n: p.grad for n, p in r.named_parameters()} for r in (recipe, plain))
+    assert_same(found, wanted)
+    torch.testing.assert_close(dict(recipe.named_buffers()), dict(plain.named_buffers()))
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", NAMES)
+def test_can_be_wrapped_for_several_processes(name: str) -> None:
+    recipe = make(name)
+    (batch,) = with_totals([BATCHES[name]()])
+    expected = gradients(make(name), [batch])
+    wrapped = DistributedDataParallel(recipe)
+    wrapped(batch, sizes_of(batch))["total"].backward()
+    assert_same({name: value.grad for name, value in recipe.named_parameters()}, expected)
+    own = {name for name, _ in recipe.named_buffers(recurse=False)}
+    assert own <= wrapped.parameters_to_ignore, "what each process has seen is its own"
+
+
+# GPT
+
+
+def test_the_gpt_learns_its_clips() -> None:
+    recipe, batch = make("gpt"), gpt_batch()
+    history = train(recipe, batch, 60, lr=5e-3)
+    assert history[-1]["audio_loss"] < 0.3 * history[0]["audio_loss"]
+    sums = recipe.evaluate(batch, sizes_of(batch))
+    assert float(sums["sum"] / sums["count"]) < 0.3 * history[0]["audio_loss"]
+    assert float(sums["count"]) == float((batch["num_codes"] + NUM_STOPS).sum())
+
+
+def test_weights_of_text_and_audio() -> None:
+    (batch,) = with_totals([gpt_batch()])
+    losses = make("gpt", text_weight=0.5, audio_weight=2.0)(batch, sizes_of(batch))
+    torch.testing.assert_close(losses["total"].detach(), 0.5 * losses["text_loss"] + 2 * losses["audio_loss"])
+
+
+def test_label_smoothing_is_for_training_only() -> None:
+    (batch,) = with_totals([gpt_batch()])
+    plain, smoothed = make("gpt"), make("gpt", label_smoothing=0.1)
+    sizes = sizes_of(batch)
+    assert not torch.allclose(smoothed(batch, sizes)["audio_loss"], plain(batch, sizes)["audio_loss"])
+    torch.testing.assert_close(smoothed.evaluate(batch, sizes), plain.evaluate(batch, sizes))
+
+
+def test_only_what_sizes_say_is_read() -> None:
+    """Behind it stands what an earlier batch left there; with shapes of its own a batch is as long as it needs."""
+    recipe, batch = make("gpt"), gpt_batch()
+    sizes = sizes_of(batch)
+    used = int(batch["num_frames"].sum())
+    tight = Sizes(sizes.tokens, int(batch["num_ids"].max()), int(batch["num_codes"].max()) * 1024, used)
+    torch.testing.assert_close(recipe.evaluate(batch, tight), recipe.evaluate(batch, sizes), rtol=1e-4, atol=1e-4)
+    mel = dvae_batch(seed=3)
+    short = Sizes(0, 0, -(-int(mel["num_frames"].max()) // 4) * 1024, 0)
+    dvae = make("dvae")
+    torch.testing.assert_close(dvae.evaluate(mel, short), dvae.evaluate(mel, SIZES))
+    with pytest.raises(RuntimeError):
+        recipe.evaluate(batch, Sizes(sizes.tokens, sizes.ids, sizes.samples, used - 1))
+
+
+def test_adapters_learn_faster_than_a_whole_network_is_fine_tuned() -> None:
+    recipe = make("gpt")
+    whole = recipe.learning_rate(fine_tuning=True)
+    add_adapters(recipe.gpt, rank=2)
+    assert recipe.learning_rate(fine_tuning=True) > whole
+
+
+# DVAE
+
+
+def test_the_dvae_learns_its_clips() -> None:
+    recipe, batch = make("dvae"), dvae_batch()
+    history = train(recipe, batch, 70, lr=5e-3)
+    assert history[-1]["mel_loss"] < 0.5 * history[0]["mel_loss"]
+    assert history[-1]["codes_used"] > 4 and history[-1]["perplexity"] > 3
+
+
+def test_the_codebook_moves_once_a_step_by_all_its_micro_batches() -> None:
+    halves = [dvae_batch(seed=1, num_clips=1), dvae_batch(seed=2, num_clips=3)]
+    twice, once, direct = make("dvae"), make("dvae"), make("dvae")
+    before = twice.dvae.codebook.embed.clone()
+    for half in with_totals(halves):
+        twice(half, SIZES)
+    assert torch.equal(twice.dvae.codebook.embed, before)
+    (whole,) = with_totals([joined(halves)])
+    once(whole, SIZES)
+    out = direct.dvae(whole["mel"].nan_to_num(), whole["num_frames"])
+    direct.dvae.update_codebook(out.latents, out.codes, out.mask)
+    twice.after_step(1)
+    once.after_step(1)
+    assert not torch.allclose(twice.dvae.codebook.embed, before)
+    for recipe in (twice, once):
+        torch.testing.assert_close(
+            recipe.dvae.codebook.state_dict(), direct.dvae.codebook.state_dict(), rtol=1e-4, atol=1e-5
+        )
+    assert float(twice.counts_and_sums.abs().max()) == 0
+
+
+def test_fillers_and_what_is_not_finite_never_reach_the_codebook() -> None:
+    alone, fillers, broken = dvae_batch(seed=1), dvae_batch(seed=2), dvae_batch(seed=3)
+    fillers["weights"] = torch.zeros(4)
+    broken["mel"] = torch.full_like(broken["mel"], torch.inf)
+    recipe, expected = make("dvae"), make("dvae")
+    (plain,) = with_totals([alone])
+    expected(plain, SIZES)
+    for batch in with_totals([alone, fillers, broken]):
+        recipe(batch, SIZES)
+    for same in (recipe, expected):
+        same.after_step(1)
+        same.dvae.codebook.cluster_size[:8] = 0
+        same.after_step(50)
+    torch.testing.assert_close(recipe.dvae.codebook.state_dict(), expected.dvae.codebook.state_dict())
+    assert recipe.dvae.codebook.embed.isfinite().all()
+
+
+def test_dead_codes_are_revived_every_fifty_steps_and_alike_in_a_continued_run() -> None:
+    recipe = make("dvae", seed=7)
+    book = recipe.dvae.codebook
+    (batch,) = with_totals([dvae_batch()])
+    for _ in range(20):
+        recipe(batch, SIZES)
+        recipe.after_step(1)
+    book.embed[:, :3], book.embed_avg[:, :3], book.cluster_size[:3] = 1e3, 0, 0
+    recipe(batch, SIZES)
+    continued = copy.deepcopy(recipe)
+    recipe.after_step(49)
+    assert not (recipe.dvae.encode(batch["mel"].nan_to_num(), batch["num_frames"]) < 3).any()
+    for same in (recipe, continued):
+        same(batch, SIZES)
+        same.after_step(50)
+    latents = recipe.candidates[recipe.candidate_weights > 0]
+    for vector in book.embed.mT[:3]:
+        assert (latents == vector).all(1).any()
+    assert torch.equal(recipe.candidates, continued.candidates)
+
+
+def test_processes_share_one_codebook() -> None:
+    """Two in one: the second's sums are added to the first's, and the first's draw is the second's."""
+    halves = with_totals([dvae_batch(seed=1), dvae_batch(seed=2)])
+    (whole,) = with_totals([joined(halves)])
+    sums: list[Tensor] = []
+    drawn: list[Tensor] = []
+    second = make("dvae", all_reduce=lambda values: sums.append(values.clone()))
+    second(halves[1], SIZES)
+    second.after_step(1)
+    first = make("dvae", all_reduce=lambda values: values.add_(sums[0]))
+    first(halves[0], SIZES)
+    first.after_step(1)
+    one = make("dvae")
+    one(whole, SIZES)
+    one.after_step(1)
+    torch.testing.assert_close(
+        first.dvae.codebook.state_dict(), one.dvae.codebook.state_dict(), rtol=1e-4, atol=1e-5
+    )
+
+    speaker, listener = make("dvae"), make("dvae")
+    for recipe, half in zip((speaker, listener), halves, strict=True):
+        recipe.dvae.codebook.cluster_size.zero_()
+        recipe.broadcast = drawn.append if recipe is speaker else lambda values: values.copy_(drawn.pop(0))
+        recipe.before_first_step(half)
+    torch.testing.assert_close(listener.dvae.codebook.state_dict(), speaker.dvae.codebook.state_dict())
+
+
+def test_what_a_run_keeps_has_only_the_networks_own_names() -> None:
+    recipe = make("dvae")
+    assert {name.removeprefix("dvae.") for name in recipe.state_dict()} == set(recipe.dvae.state_dict())
+
+
+# Decoder
+
+
+def test_the_decoder_learns_its_clips() -> None:
+    recipe, batch = make("decoder"), decoder_batch(num_clips=1)
+    history = train(recipe, batch, 25, lr=1e-2)
+    assert history[-1]["mel_loss"] < 0.5 * history[0]["mel_loss"]
+    assert history[-1]["disc"] < 0.9 * history[0]["disc"]
+
+
+def test_generator_and_discriminators_get_only_their_own_gradients() -> None:
+    recipe = make("decoder")
+    (batch,) = with_totals([decoder_batch()])
+    recipe(batch, SIZES)["total"].backward()
+    found = {name: value.grad.clone() for name, value in recipe.named_parameters()}
+    assert all(value.requires_grad for value in recipe.parameters())
+
+    judges, real = recipe.discriminators, batch["wave"].unsqueeze(1)
+    recipe.zero_grad()
+    fake = recipe.generator(HifiGanDecoder.frames(batch["latents"]), batch["speaker"].unsqueeze(-1))
+    reals, fakes = judges(real, fake.detach())
+    pairs = list(zip(reals, fakes, strict=True))
+    sum((a.logits - 1).square().mean() + b.logits.square().mean() for a, b in pairs).backward()
+    judges.requires_grad_(False)
+    reals, fakes = judges(real, fake)
+    loss = 45 * (recipe.log_mel(fake) - recipe.log_mel(real)).abs().mean() / 2
+    for a, b in zip(reals, fakes, strict=True):
+        loss = loss + (b.logits - 1).square().mean()
+        loss = loss + 2 * sum((x - y).abs().mean() for x, y in zip(a.features, b.features, strict=True))
+    loss.backward()
+    expected = {name: value.grad for name, value in recipe.named_parameters()}
+    for part in ("generator.", "discriminators."):
+        ours, theirs = ({n: g for n, g in grads.items() if n.startswith(part)} for grads in (found, expected))
+        assert len(theirs) > 10
+        assert_same(ours, theirs)
+
+
+def test_the_speaker_encoder_is_not_trained() -> None:
+    recipe = make("decoder")
+    assert not any("speaker_encoder" in name for name, _ in recipe.named_parameters())
+    assert recipe.parts().keys() == {"generator", "discriminators"}
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_steps_never_wait_for_the_device_and_compile_once(name: str, compiled: bool) -> None:
+    plain, recipe = make(name), make(name).cuda()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    run = torch.compile(recipe, fullgraph=True, dynamic=False) if compiled else recipe
+    sizes = Sizes(tokens=400, ids=10, samples=SIZES.samples, frames=128)
+    batches = [with_totals([BATCHES[name](seed=seed)])[0] for seed in range(3)]
+    expected = float(plain(batches[0], sizes)["total"].detach())
+    batches = [{key: value.cuda() for key, value in batch.items()} for batch in batches]
+
+    def step(batch: Batch, number: int) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            total: Tensor = run(batch, sizes)["total"]
+            recipe.evaluate(batch, sizes)
+        total.backward()
+        recipe.after_step(number)
+        return total.detach()
+
+    recipe.before_first_step(batches[0])
+    first = step(batches[0], 50)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        recipe.before_first_step(batches[1])
+        for number, batch in enumerate(batches[1:], 49):
+            step(batch, number)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(first) == pytest.approx(expected, rel=0.1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compiled)
