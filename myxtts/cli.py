@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--verbose", action="store_true", help="show debugging messages")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    about = "train a model on a corpus (for now: prepare the corpus; the settings of other parts wait for them)"
+    about = "train a model on a corpus, or continue a training"
     train = commands.add_parser("train", help=about, description=about, allow_abbrev=False)
     add_flags(train)
     train.set_defaults(run=_train)
@@ -109,15 +109,30 @@ def _load(options: argparse.Namespace) -> Loaded:
 
 
 def _train(options: argparse.Namespace) -> int:
-    settings = _load(options).settings
-    data = settings.data
-    if data.tokenizer is None and settings.training.init_from is not None:
-        data = replace(data, tokenizer=settings.training.init_from)
-    _prepare_and_show(data)
-    print(
-        "The corpus is ready. This version prepares it and stops here: the GPU pipeline and training are not\n"
-        "part of it yet, and neither are the effects of their settings."
-    )
+    from myxtts.assembly.session import train
+    from myxtts.reports import TrainingReports
+    from myxtts.screens import ProgressLines, ProgressPrinter, show_corpus, show_lines
+    from myxtts.settings import presets
+
+    loaded, applied = presets.apply(_load(options))
+    if loaded.settings.data.train_data is None:
+        loaded, demo = presets.apply_demo(loaded)
+        applied += demo
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        show_lines(applied)
+    if not is_first:
+        logging.getLogger().setLevel(logging.WARNING)
+    with ProgressPrinter(0 if is_first else 1) as printer:
+        reports = TrainingReports(loaded.settings.training.checkpoint_dir, printer) if is_first else None
+        try:
+            states = train(loaded, reports, ProgressLines(), lambda line: show_lines([line]), show_corpus)
+        finally:
+            if reports is not None:
+                reports.close()
+    if is_first and all(state.done for state in states.values()):
+        folder = loaded.settings.training.checkpoint_dir
+        show_lines([f"Done. Everything is in {folder}: checkpoints, metrics.jsonl, tensorboard/"])
     return 0
 
 
@@ -126,7 +141,7 @@ def _prepare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare_and_show(data: DataSettings, verify: bool = False) -> None:
+def _prepare_and_show(data: DataSettings, verify: bool) -> None:
     from myxtts.data.prepare import prepare
     from myxtts.screens import ProgressLines, show_corpus
 

@@ -111,7 +111,7 @@ def test_the_example_of_the_readme_runs_as_a_script_without_a_guard(tmp_path: Pa
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     assert "__main__" not in code
-    (tmp_path / "example.py").write_text(code + "\nprint(batch.num_samples.min() > 0)\n", encoding="utf-8")
+    (tmp_path / "example.py").write_text(code + "\nprint(batch['num_samples'].min() > 0)\n", encoding="utf-8")
     script = ["example.py"] if through == "file" else ["-"]
     with open(tmp_path / "example.py", "rb") as source:
         result = subprocess.run(

@@ -1,0 +1,176 @@
+"""The weights of a run: where it started, what each stage has trained since, and the model they make together.
+
+    DIR/base.safetensors     initial weights of whatever no stage of the run trains in full
+    DIR/model.json           sizes of the network, and which stages train all of their part
+    DIR/vocab.json           the vocabulary, pinned: a corpus that grows later does not change it
+    DIR/<stage>/step-*/      checkpoints (see `run`): what that stage trains
+
+Trains nothing and needs no corpus: exporting and speaking read a run through here as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from myxtts.checkpoint import Tensors, UnreadableWeights, read_tensors, write_atomically, write_tensors
+from myxtts.config import STAGES, Settings
+from myxtts.errors import ConfigError
+from myxtts.model.lora import add_adapters, merge_adapters
+from myxtts.model.xtts import SIZES, XTTS, XTTSDims
+from myxtts.run import Checkpoints
+from myxtts.text.tokenizer import Tokenizer
+from myxtts.weights import load_folder, load_state
+
+BASE_FILE, DIMS_FILE, VOCABULARY_FILE = "base.safetensors", "model.json", "vocab.json"
+PREFIXES = {
+    "dvae": ("dvae.", "mel_stats"),
+    "gpt": ("gpt.",),
+    "decoder": ("hifigan_decoder.waveform_decoder.",),
+}
+"""What each stage trains, by the beginnings of its names."""
+DISCRIMINATORS = "discriminators."
+"""Kept in the decoder's checkpoints beside the weights of the model."""
+
+
+class RunFolder:
+    """One run on disk."""
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder = folder
+        self._keep = keep
+
+    @property
+    def exists(self) -> bool:
+        return (self.folder / DIMS_FILE).is_file()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something was trained: until then nothing binds another start in the same folder."""
+        return self.exists and any(self.has_checkpoint(stage) for stage in STAGES)
+
+    def has_checkpoint(self, stage: str) -> bool:
+        return any(path.name.startswith(("step-", "replaced-")) for path in (self.folder / stage).glob("*step-*"))
+
+    @property
+    def vocabulary_file(self) -> Path:
+        return self.folder / VOCABULARY_FILE
+
+    def checkpoints(self, stage: str) -> Checkpoints:
+        return Checkpoints(self.folder / stage, self._keep)
+
+    def start(self, model: XTTS, vocabulary: Tokenizer, trained_in_full: Collection[str]) -> None:
+        """Write what every later look at the run needs."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        dropped = tuple(prefix for stage in trained_in_full for prefix in PREFIXES[stage])
+        state = {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if not dropped or not name.startswith(dropped)
+        }
+        write_tensors(self.folder / BASE_FILE, state)
+        vocabulary.save(self.vocabulary_file)
+        text = json.dumps({"dims": model.dims.to_dict()}, indent=2)
+        write_atomically(self.folder / DIMS_FILE, lambda path: _write_text(path, text))
+
+    def reset(self) -> Path | None:
+        """Put everything of an earlier run aside; returns where it is now."""
+        files = (BASE_FILE, DIMS_FILE, VOCABULARY_FILE, "settings.yaml", "metrics.jsonl", "tensorboard")
+        present = [path for name in (*STAGES, *files) if (path := self.folder / name).exists()]
+        if not present:
+            return None
+        number = 1 + sum(1 for _ in self.folder.glob("before-reset-*"))
+        aside = self.folder / f"before-reset-{number}"
+        aside.mkdir(parents=True)
+        for path in present:
+            path.rename(aside / path.name)
+        return aside
+
+    def dims(self) -> XTTSDims:
+        path = self.folder / DIMS_FILE
+        try:
+            return XTTSDims.from_dict(json.loads(path.read_text(encoding="utf-8"))["dims"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UnreadableWeights(f"{self.folder} is no run of MyXTTS: {path.name}: {error}") from None
+
+    def vocabulary(self) -> Tokenizer:
+        return Tokenizer.load(self.vocabulary_file)
+
+    def load_model(self, fresh: XTTS | None = None, without: Collection[str] = ()) -> XTTS:
+        """The model as the run has it: its start, and over it the newest checkpoint of every stage.
+
+        Parts that were never saved, because training them has just begun, come from `fresh`. Stages `without` are
+        left as they started, for someone who loads them himself.
+        """
+        dims = self.dims()
+        state: Tensors = dict(read_tensors(self.folder / BASE_FILE))
+        adapters: dict[str, Tensor] = {}
+        rank = 0
+        for stage in STAGES:
+            loaded = None if stage in without else self.checkpoints(stage).newest(optimizer=True)
+            if loaded is None:
+                continue
+            averaged = {name.removeprefix("ema."): value for name, value in loaded.optimizer.items()}
+            weights = averaged_weights(stage, loaded.weights, averaged)
+            rank = int(loaded.state["notes"].get("lora_rank", 0)) if stage == "gpt" else rank
+            kept = {name: value for name, value in weights.items() if not name.startswith(DISCRIMINATORS)}
+            (adapters if stage == "gpt" and rank else state).update(kept)
+        with torch.device("meta"):
+            model = XTTS(dims)
+        if fresh is not None:
+            state = {**{name: value for name, value in fresh.state_dict().items() if name not in state}, **state}
+        load_state(model, state, str(self.folder))
+        if adapters:
+            add_adapters(model.gpt, rank)
+            model.load_state_dict(adapters, strict=False)
+            merge_adapters(model.gpt)
+        return model
+
+
+def averaged_weights(
+    stage: str, weights: Mapping[str, Tensor], averaged: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Weights with the running averages, where a run keeps them, in their place."""
+    names = {"decoder": {"generator.": PREFIXES["decoder"][0]}}.get(stage, {})
+    merged = dict(weights)
+    for name, value in averaged.items():
+        for ours, canonical in names.items():
+            name = name.replace(ours, canonical, 1) if name.startswith(ours) else name
+        if name in merged:
+            merged[name] = value
+    return merged
+
+
+def initial_model(settings: Settings, vocabulary: Tokenizer) -> XTTS:
+    """The network a new run starts with: the weights of `init_from`, or fresh ones drawn from the seed."""
+    torch.manual_seed(settings.training.seed)
+    source = settings.training.init_from
+    if source is not None:
+        is_run = RunFolder(source).exists
+        model = RunFolder(source).load_model() if is_run else load_folder(source, vocabulary).model
+        _check_size(settings, model)
+        if model.dims.gpt.text_tokens != vocabulary.num_tokens:
+            raise ConfigError(
+                f"The run in {source} knows {model.dims.gpt.text_tokens} text tokens, and the vocabulary given "
+                f"has {vocabulary.num_tokens}; leave out --tokenizer to use that of the run"
+            )
+        return model
+    dims = SIZES[settings.model.size]
+    return XTTS(dims.with_vocabulary(vocabulary.num_tokens, vocabulary.start_id, vocabulary.stop_id))
+
+
+def _check_size(settings: Settings, model: XTTS) -> None:
+    found = [name for name, dims in SIZES.items() if dims.gpt.dim == model.dims.gpt.dim]
+    if settings.model.size not in found:
+        raise ConfigError(
+            f"The weights in {settings.training.init_from} are of size {found[0] if found else 'unknown'}, and "
+            f"--model-size is {settings.model.size}; give --model-size {found[0] if found else 'normal'}"
+        )
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,237 @@
+"""A whole training run: corpus, plan, model, its stages one after the other; signals and other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from myxtts.assembly.folder import RunFolder, initial_model
+from myxtts.assembly.stage import StageTask, train_stage
+from myxtts.config import STAGES, Settings
+from myxtts.data.clips import Prepared
+from myxtts.data.fill import Progress
+from myxtts.data.prepare import prepare
+from myxtts.devices import Machine, Plan, announcements, apply_caps, make_plan
+from myxtts.host import usable_cores
+from myxtts.model.xtts import XTTS
+from myxtts.observe.trace import OFF, Trace
+from myxtts.run import lock
+from myxtts.settings import Loaded, presets, to_yaml
+from myxtts.training.trainer import Reporter, State
+
+_log = logging.getLogger(__name__)
+
+
+def train(
+    loaded: Loaded,
+    reporter: Reporter | None,
+    progress: Progress,
+    say: Callable[[str], None],
+    show_corpus: Callable[[Prepared], None] = lambda _: None,
+    trace: Trace = OFF,
+) -> dict[str, State]:
+    """Train every stage the settings ask for; returns where each stands. Only rank 0 has a reporter."""
+    settings = loaded.settings
+    plan = make_plan(settings.data)
+    speak = say if plan.rank == 0 else _silent
+    folder = RunFolder(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
+    with contextlib.ExitStack() as held:
+        if plan.rank == 0:
+            held.enter_context(lock(folder.folder))
+        held.enter_context(_process_group(plan))
+        apply_caps(plan)
+        if settings.training.reset_training:
+            _reset(folder, plan, speak)
+        prepared = _prepare(settings, folder, plan, progress)
+        if plan.rank == 0:
+            show_corpus(prepared)
+        for line in [*announcements(plan, settings.data.pipeline_buffer_size), *_hints(settings, prepared, plan)]:
+            speak(line)
+        stages = settings.training.stages or (STAGES if settings.training.init_from is None else ("gpt",))
+        fresh = _start(settings, folder, prepared, plan, stages)
+        stop = held.enter_context(_StopRequest(plan))  # before, there is no step to finish and nothing to save
+        asked = frozenset(key for key in loaded.origin if loaded.is_set(key))
+        states: dict[str, State] = {}
+        for stage in stages:
+            task = StageTask(
+                stage=stage,
+                settings=settings,
+                asked=asked,
+                prepared=prepared,
+                plan=plan,
+                folder=folder,
+                reporter=reporter or _NoReports(),
+                stop_requested=stop.requested,
+                say=speak,
+                identity=identity(settings, prepared, plan),
+                fine_tuning=settings.training.init_from is not None,
+                trace=trace,
+            )
+            speak(f"Stage {stage}")
+            states[stage] = train_stage(task, folder.load_model(fresh, without=(stage,)))
+            _barrier(plan)  # the next stage reads what rank 0 has saved of this one
+            if not states[stage].done:
+                speak(
+                    f"Stopped at step {states[stage].step} of stage {stage}: everything is saved; the same command"
+                )
+                speak("continues from there")
+                break
+        return states
+
+
+def identity(settings: Settings, prepared: Prepared, plan: Plan) -> dict[str, Any]:
+    """What a run cannot change on its way: the network, and the order in which it sees the clips."""
+    data, model, training = settings.data, settings.model, settings.training
+    return {
+        "model.size": model.size,
+        "model.lora_rank": model.lora_rank,
+        "data.batch_size": data.batch_size,
+        "data.max_text_length": data.max_text_length,
+        "data.max_mel_frames": data.max_mel_frames,
+        "data.use_phonemes": data.use_phonemes,
+        "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "training.seed": training.seed,
+        "training.ema_decay": training.ema_decay,
+        "training clips": len(prepared.train),
+        "seconds of training clips": round(float(prepared.train.num_samples.sum()) / 22050, 1),
+        "vocabulary": prepared.tokenizer.fingerprint,
+        "processes": plan.world_size,
+    }
+
+
+def _prepare(settings: Settings, folder: RunFolder, plan: Plan, progress: Progress) -> Prepared:
+    """The corpus with the vocabulary of the run, once it has one; rank 0 goes first and leaves a cache behind."""
+    data = settings.data
+    if folder.has_begun:
+        data = replace(data, tokenizer=folder.vocabulary_file)
+    elif data.tokenizer is None and settings.training.init_from is not None:
+        data = replace(data, tokenizer=settings.training.init_from)
+    prepared = prepare(data, progress) if plan.rank == 0 else None
+    _barrier(plan)
+    return prepared or prepare(data)
+
+
+def _start(
+    settings: Settings, folder: RunFolder, prepared: Prepared, plan: Plan, stages: tuple[str, ...]
+) -> XTTS | None:
+    """The initial model; a new run's folder is made from it. None once everything is on the disk."""
+    in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
+    saved = folder.exists and all(folder.has_checkpoint(stage) for stage in in_full)
+    _barrier(plan)
+    if saved:
+        return None
+    model = initial_model(settings, prepared.tokenizer)
+    if plan.rank == 0:
+        if not folder.has_begun:
+            folder.start(model, prepared.tokenizer, in_full)
+        (folder.folder / "settings.yaml").write_text(to_yaml(settings), encoding="utf-8")
+    _barrier(plan)
+    return model
+
+
+def _reset(folder: RunFolder, plan: Plan, speak: Callable[[str], None]) -> None:
+    if plan.rank == 0:
+        aside = folder.reset()
+        if aside is not None:
+            speak(f"Starting over; what the folder held is now in {aside}")
+    _barrier(plan)
+
+
+def _hints(settings: Settings, prepared: Prepared, plan: Plan) -> Iterator[str]:
+    gpus = Machine.look().gpus
+    memory = next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0)
+    hours = float(prepared.train.num_samples.sum()) / 22050 / 3600
+    found = presets.hints(
+        settings,
+        len(gpus),
+        memory,
+        len(prepared.train),
+        usable_cores(),
+        num_val_clips=len(prepared.val),
+        speech_hours=hours,
+    )
+    return (f"Hint: {hint}" for hint in found)
+
+
+class _NoReports:
+    """What ranks other than 0 report to."""
+
+    def begin(self, stage: str, step: int, total_steps: int) -> None: ...
+    def tick(self, step: int) -> None: ...
+    def step(self, report: object) -> None: ...
+    def validation(self, report: object) -> None: ...
+    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
+
+
+def _silent(_: str) -> None: ...
+
+
+class _StopRequest:
+    """SIGINT and SIGTERM let the step under way finish; the second one ends the process at once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._asked = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def requested(self) -> bool:
+        """Whether to stop now; all ranks get the same answer, and all must ask."""
+        if self._plan.world_size == 1:
+            return self._asked
+        flag = torch.tensor([float(self._asked)], device=_communication_device(self._plan))
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def __enter__(self) -> _StopRequest:
+        with contextlib.suppress(ValueError):  # not the main thread: nobody signals a thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if self._asked:
+            os._exit(128 + number)
+        self._asked = True
+        _log.info("Finishing this step and saving; the same signal again ends at once")
+
+
+@contextlib.contextmanager
+def _process_group(plan: Plan) -> Iterator[None]:
+    if plan.world_size == 1:
+        yield
+        return
+    on_gpu = plan.model.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=timedelta(hours=2),  # rank 0 may decode a large corpus meanwhile
+        device_id=plan.model if on_gpu else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _communication_device(plan: Plan) -> torch.device:
+    return plan.model if plan.model.type == "cuda" else torch.device("cpu")
+
+
+def _barrier(plan: Plan) -> None:
+    if plan.world_size > 1:
+        flag: Tensor = torch.zeros(1, device=_communication_device(plan))
+        dist.all_reduce(flag)
+        flag.item()

@@ -1,0 +1,267 @@
+"""The training of one stage: which modules go where, what is saved, how it is validated and continued."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from myxtts.assembly.feeds import FeedMaker, dvae_key
+from myxtts.assembly.folder import DISCRIMINATORS, PREFIXES, RunFolder
+from myxtts.config import HOP_SAMPLES, Settings
+from myxtts.data.clips import Prepared
+from myxtts.devices import Plan, explain_out_of_memory, peak_memory_mb, random_state, set_random_state
+from myxtts.model.discriminators import PERIOD_WIDTHS, RESOLUTION_WIDTH, Discriminators
+from myxtts.model.lora import adapter_state, add_adapters, store_frozen_in_bf16
+from myxtts.model.mel import DVAE_MEL, LogMel
+from myxtts.model.xtts import SIZES, XTTS
+from myxtts.observe.trace import OFF, Trace
+from myxtts.pipeline.feed import Lanes
+from myxtts.run import Loaded, require_same
+from myxtts.training.optim import Optimizer, Schedule
+from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
+from myxtts.training.step import Step, choose_mode
+from myxtts.training.trainer import Reporter, State, Surroundings, Trainer
+
+MEL_STATISTICS_CLIPS = 256
+
+
+@dataclass(frozen=True)
+class StageTask:
+    """What training a stage takes."""
+
+    stage: str
+    settings: Settings
+    asked: frozenset[str]
+    prepared: Prepared
+    plan: Plan
+    folder: RunFolder
+    reporter: Reporter
+    stop_requested: Callable[[], bool]
+    say: Callable[[str], None]
+    identity: Mapping[str, Any]
+    """What must not change between the parts of a run."""
+    fine_tuning: bool = False
+    trace: Trace = OFF
+
+
+def train_stage(task: StageTask, model: XTTS) -> State:
+    """Train one stage of a model to its end, or until a stop is requested."""
+    checkpoints = task.folder.checkpoints(task.stage)
+    try:
+        loaded = checkpoints.newest()
+        if loaded is not None:
+            require_same(task.folder.folder, loaded.state["notes"]["identity"], task.identity)
+        state = State() if loaded is None else State.from_json(loaded.step, loaded.state)
+        total = total_steps(task)
+        if state.done and state.step >= total:
+            task.say(f"Stage {task.stage}: finished at step {state.step}")
+            return state
+        return _train(task, model, loaded, state, total)
+    finally:
+        checkpoints.close()
+
+
+def total_steps(task: StageTask) -> int:
+    """Optimiser steps of the stage: the epochs asked for, unless a number of steps ends it before."""
+    training = task.settings.training
+    maker = _feed_maker(task, None)
+    batches = maker.batches(task.prepared.train).num_batches * training.epochs
+    steps = math.ceil(batches / training.gradient_accumulation_steps)
+    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(task.stage)
+    limit = own if own is not None else training.max_steps
+    return steps if limit is None else min(steps, limit)
+
+
+def _train(task: StageTask, model: XTTS, loaded: Loaded | None, state: State, total: int) -> State:
+    settings, plan = task.settings, task.plan
+    training = settings.training
+    if task.stage == "dvae" and loaded is None and not task.fine_tuning:
+        model.mel_stats.copy_(mel_statistics(task))
+    model.eval().requires_grad_(False)
+    torch.manual_seed(training.seed)  # the stage starts alike, whatever this process did before
+    recipe = make_recipe(task, model)
+    if loaded is not None:
+        _load_weights(task.stage, model, recipe, loaded.weights)
+    mode = choose_mode(
+        training,
+        mixed_precision=settings.data.mixed_precision,
+        static_shapes=settings.data.pad_to_fixed_length,
+        on_gpu=plan.model.type == "cuda",
+        world_size=plan.world_size,
+    )
+    if task.stage == "gpt" and settings.model.lora_rank and mode.autocast:
+        store_frozen_in_bf16(model.gpt)
+    recipe.to(plan.model).train()
+    optimizer = make_optimizer(task, recipe, total)
+    if loaded is None:
+        torch.manual_seed(training.seed + plan.rank)  # each rank drops out other activations
+    else:
+        own = optimizer.state_dict()
+        optimizer.load_state_dict({name: loaded.optimizer[name] for name in loaded.optimizer if name in own})
+        set_random_state(plan.model, loaded.optimizer[f"random.{plan.rank}"])
+    maker = _feed_maker(task, model)
+    checkpoints = task.folder.checkpoints(task.stage)
+    around = Surroundings(
+        reporter=task.reporter,
+        checkpoints=checkpoints,
+        weights=lambda: kept_weights(task, model, recipe),
+        random_states=lambda: _random_states(plan),
+        validate=(lambda: validate(maker, recipe, settings)) if len(task.prepared.val) else None,
+        notes={"identity": dict(task.identity), "lora_rank": settings.model.lora_rank},
+        stop_requested=task.stop_requested,
+        stop_every=training.log_step if plan.world_size > 1 else 1,
+        peak_memory_mb=lambda: peak_memory_mb(plan),
+        is_writer=plan.rank == 0,
+        trace=task.trace,
+    )
+    accumulate = training.gradient_accumulation_steps
+    try:
+        with maker.training(state.cursor, accumulate, task.trace) as feed:
+            task.say(f"Waiting up to {settings.data.model_start_delay:g}s for data pipeline to warm up")
+            waited = feed.wait_until_warm(settings.data.model_start_delay)
+            task.say(f"Model training starting now ({feed.num_ahead} batches ready after {waited:.1f} s)")
+            step = Step(recipe, optimizer, mode, feed.model_lane, plan.world_size)
+            clips = settings.data.batch_size * accumulate * plan.world_size
+            trainer = Trainer(
+                task.stage, step, feed, training, around, state=state, total_steps=total, clips_per_step=clips
+            )
+            return trainer.run()
+    except torch.OutOfMemoryError as error:
+        doing = f"training on batches of {settings.data.batch_size} clips"
+        raise explain_out_of_memory(plan, error, "model", doing) from error
+    finally:
+        checkpoints.close()
+
+
+def make_recipe(task: StageTask, model: XTTS) -> Recipe:
+    """What the stage trains, unfrozen; for LoRA with its adapters."""
+    settings, world_size = task.settings, task.plan.world_size
+    if task.stage == "dvae":
+        model.dvae.requires_grad_(True)
+        reduce, share = (
+            (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)) if world_size > 1 else (None, None)
+        )
+        return DvaeRecipe(model.dvae, world_size, seed=settings.training.seed, all_reduce=reduce, broadcast=share)
+    if task.stage == "gpt":
+        model.gpt.requires_grad_(True)
+        model.gpt.checkpointing = settings.model.gradient_checkpointing
+        model.gpt.set_dropout(settings.model.dropout)
+        if settings.model.lora_rank:
+            add_adapters(model.gpt, settings.model.lora_rank)
+        return GptRecipe(model.gpt, world_size, settings.training.label_smoothing)
+    model.hifigan_decoder.waveform_decoder.requires_grad_(True)
+    scale = min(model.dims.vocoder_channels / SIZES["normal"].vocoder_channels, 1.0)
+    judges = Discriminators(  # judges far stronger than the generator teach it nothing, and take all the time
+        period_widths=[max(int(scale * width), 4) for width in PERIOD_WIDTHS],
+        resolution_width=max(int(scale * RESOLUTION_WIDTH), 4),
+    )
+    return DecoderRecipe(model.hifigan_decoder, judges, world_size)
+
+
+def make_optimizer(task: StageTask, recipe: Recipe, total: int) -> Optimizer:
+    """AdamW for what the recipe trains, with a schedule that ends at the last step."""
+    training = task.settings.training
+    return Optimizer(
+        recipe.parts() if len(recipe.parts()) > 1 else recipe,
+        training.learning_rate or recipe.learning_rate(task.fine_tuning),
+        Schedule(training.warmup_steps, total),
+        weight_decay=training.weight_decay,
+        grad_clip=training.grad_clip,
+        betas=recipe.betas,
+        ema_decay=training.ema_decay,
+    )
+
+
+def kept_weights(task: StageTask, model: XTTS, recipe: Recipe) -> dict[str, Tensor]:
+    """What a checkpoint of the stage holds: its part of the model, or only the adapters; live tensors."""
+    if task.stage == "gpt" and task.settings.model.lora_rank:
+        return {f"gpt.{name}": value for name, value in adapter_state(model.gpt).items()}
+    state = {name: value for name, value in model.state_dict().items() if name.startswith(PREFIXES[task.stage])}
+    if isinstance(recipe, DecoderRecipe):
+        judges = recipe.discriminators.state_dict()
+        state |= {f"{DISCRIMINATORS}{name}": value for name, value in judges.items()}
+    return state
+
+
+def _load_weights(stage: str, model: XTTS, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
+    own = {name: value for name, value in weights.items() if not name.startswith(DISCRIMINATORS)}
+    missing = model.load_state_dict(own, strict=False).unexpected_keys
+    assert not missing, f"the checkpoint of stage {stage} holds {missing[:3]}"
+    if isinstance(recipe, DecoderRecipe):
+        judges = {
+            name.removeprefix(DISCRIMINATORS): value
+            for name, value in weights.items()
+            if name.startswith(DISCRIMINATORS)
+        }
+        recipe.discriminators.load_state_dict(judges)
+
+
+def validate(maker: FeedMaker, recipe: Recipe, settings: Settings) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Mean losses over all validation clips and ranks, "total" the one that decides; pictures of one batch."""
+    sums: dict[str, Tensor] = {}
+    pictures: dict[str, Tensor] = {}
+    with maker.validation() as feed, feed.model_lane.use():
+        autocast = settings.data.mixed_precision and maker.plan.model.type == "cuda"
+        while True:
+            with feed.next() as batch:
+                if batch is None:
+                    break
+                with torch.autocast(maker.plan.model.type, torch.bfloat16, enabled=autocast):
+                    found = recipe.evaluate(batch.tensors, batch.sizes)
+                    pictures = pictures or recipe.pictures(batch.tensors, batch.sizes)
+                for name, value in found.items():
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + value.float()
+        values = torch.stack(list(sums.values()))
+        if maker.plan.world_size > 1:
+            dist.all_reduce(values)
+        means = dict(zip(sums, values.tolist(), strict=True))
+        pictures = {name: picture.detach().float().cpu() for name, picture in pictures.items()}
+    losses = {"total": means["sum"] / max(means["count"], 1e-6)}
+    for name in means:
+        if name.endswith("_sum"):
+            part = name.removesuffix("_sum")
+            losses[part] = means[name] / max(means[f"{part}_count"], 1e-6)
+    return losses, pictures
+
+
+@torch.no_grad()
+def mel_statistics(task: StageTask) -> Tensor:
+    """What mels are divided by, [80]: the root mean square of each band over some training clips."""
+    clips = task.prepared.train
+    log_mel = LogMel(DVAE_MEL).to(task.plan.data)
+    chosen = range(0, len(clips), max(len(clips) // MEL_STATISTICS_CLIPS, 1))
+    total = torch.zeros(DVAE_MEL.num_mels, dtype=torch.float64, device=task.plan.data)
+    num_frames = 0
+    for clip in chosen:
+        pcm = torch.from_numpy(clips.audio[int(clips.audio_rows[clip])].copy()).to(task.plan.data)
+        mel = log_mel(pcm.float() / 32768)[:, : len(pcm) // HOP_SAMPLES + 1]
+        total += mel.double().square().sum(1)
+        num_frames += mel.shape[1]
+    return (total / max(num_frames, 1)).sqrt().float().cpu()
+
+
+def _feed_maker(task: StageTask, model: XTTS | None) -> FeedMaker:
+    settings = task.settings
+    key = dvae_key(model) if model is not None and task.stage != "dvae" else ""
+    shown: Any = model
+    lanes = Lanes.of(task.plan, settings.data) if model is not None else None
+    return FeedMaker(
+        task.stage, shown, task.prepared, settings.data, task.asked, task.plan, settings.training.seed, key, lanes
+    )
+
+
+def _random_states(plan: Plan) -> dict[str, Tensor]:
+    """Where the random numbers of every rank stand."""
+    own = random_state(plan.model)
+    if plan.world_size == 1:
+        return {"random.0": own}
+    device = plan.model if dist.get_backend() == "nccl" else torch.device("cpu")
+    states = [torch.empty_like(own, device=device) for _ in range(plan.world_size)]
+    dist.all_gather(states, own.to(device))
+    return {f"random.{rank}": state.cpu() for rank, state in enumerate(states)}
