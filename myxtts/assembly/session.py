@@ -70,7 +70,7 @@ def train(
                 prepared=prepared,
                 plan=plan,
                 folder=folder,
-                reporter=reporter or _NoReports(),
+                reporter=reporter or NoReports(),
                 stop_requested=stop.requested,
                 say=speak,
                 identity=identity(settings, prepared, plan),
@@ -163,7 +163,7 @@ def _hints(settings: Settings, prepared: Prepared, plan: Plan) -> Iterator[str]:
     return (f"Hint: {hint}" for hint in found)
 
 
-class _NoReports:
+class NoReports:
     """What ranks other than 0 report to."""
 
     def begin(self, stage: str, step: int, total_steps: int) -> None: ...

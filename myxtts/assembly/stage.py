@@ -70,7 +70,7 @@ def train_stage(task: StageTask, model: XTTS) -> State:
 def total_steps(task: StageTask) -> int:
     """Optimiser steps of the stage: the epochs asked for, unless a number of steps ends it before."""
     training = task.settings.training
-    maker = _feed_maker(task, None)
+    maker = feed_maker(task, None)
     batches = maker.batches(task.prepared.train).num_batches * training.epochs
     steps = math.ceil(batches / training.gradient_accumulation_steps)
     own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(task.stage)
@@ -105,7 +105,7 @@ def _train(task: StageTask, model: XTTS, loaded: Loaded | None, state: State, to
         own = optimizer.state_dict()
         optimizer.load_state_dict({name: loaded.optimizer[name] for name in loaded.optimizer if name in own})
         set_random_state(plan.model, loaded.optimizer[f"random.{plan.rank}"])
-    maker = _feed_maker(task, model)
+    maker = feed_maker(task, model)
     checkpoints = task.folder.checkpoints(task.stage)
     around = Surroundings(
         reporter=task.reporter,
@@ -246,7 +246,8 @@ def mel_statistics(task: StageTask) -> Tensor:
     return (total / max(num_frames, 1)).sqrt().float().cpu()
 
 
-def _feed_maker(task: StageTask, model: XTTS | None) -> FeedMaker:
+def feed_maker(task: StageTask, model: XTTS | None) -> FeedMaker:
+    """Feeds for the stage; without a model only its batches can be asked for."""
     settings = task.settings
     key = dvae_key(model) if model is not None and task.stage != "dvae" else ""
     shown: Any = model
