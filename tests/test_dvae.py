@@ -190,6 +190,24 @@ class TestTraining:
         distances = (model.codebook.vectors(out.codes) - out.latents).square().mean(-1)
         torch.testing.assert_close(out.commitment, distances * out.mask)
 
+    def test_clips_behind_each_other_are_encoded_as_if_alone(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+        model, mel = fitted
+        lengths = [97, 4, 61]
+        num_codes = [-(-length // 4) for length in lengths]
+        row = torch.full((4 * (sum(num_codes) + 3), 80), 100.0)
+        inside = [torch.zeros(len(row) // step, dtype=torch.bool) for step in (1, 2, 4)]
+        start = 0
+        for clip, length in enumerate(lengths):
+            row[start : start + length] = mel[clip, :, :length].t()
+            for step, mask in zip((1, 2, 4), inside, strict=True):
+                mask[start // step : start // step + -(-length // step)] = True
+            start += 4 * (num_codes[clip] + 1)
+        codes, start = model.encode_packed(row, inside), 0
+        for clip, length in enumerate(lengths):
+            alone = model.encode(mel[clip : clip + 1, :, :length])[0]
+            assert torch.equal(codes[start : start + num_codes[clip]], alone)
+            start += num_codes[clip] + 1
+
     def test_padding_does_not_move_the_codebook(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
         model, mel = fitted
         out = model(mel, torch.full((4,), 400))

@@ -30,7 +30,7 @@ from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings
 from myxtts.data import crops
 from myxtts.data.batches import Cursor
 from myxtts.data.crops import MAX_CROP_FRAMES
-from myxtts.data.gather import SEGMENT_CODES, Job, num_codes_of
+from myxtts.data.gather import SEGMENT_CODES, Gatherer, Job, num_codes_of
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.packing import pack
@@ -84,7 +84,12 @@ def check_inputs(corpus: Corpus, batch: Read, job: Job) -> None:
     torch.testing.assert_close(tensors["mel"], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_epoch_and_more_equals_every_clip_heard_alone(speech: Corpus) -> None:
+@pytest.mark.parametrize("code_budget", [None, 64], ids=["packed", "more codes than there is room for"])
+def test_an_epoch_and_more_equals_every_clip_heard_alone(
+    speech: Corpus, code_budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if code_budget is not None:
+        monkeypatch.setattr(Gatherer, "_find_code_budget", lambda _: code_budget)
     with speech.feed(num_batches=EPOCH + 1) as feed:
         batches = read(feed)
     expected = jobs(speech, EPOCH + 1)
@@ -219,13 +224,13 @@ class CountedEncodes:
     """How often the DVAE was asked for codes."""
 
     def __init__(self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, original = 0, corpus.model.dvae.encode
+        self.count, original = 0, corpus.model.dvae.encode_packed
 
         def encode(*arguments: Tensor) -> Tensor:
             self.count += 1
             return original(*arguments)
 
-        monkeypatch.setattr(corpus.model.dvae, "encode", encode)
+        monkeypatch.setattr(corpus.model.dvae, "encode_packed", encode)
 
 
 def test_codes_are_computed_once_and_then_read(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,8 @@ class Gatherer:
         self._num_codes = num_codes_of(self._num_samples)
         self.frame_budget = crops.frame_budget(batches, self._num_samples, seed)
         """Conditioning frames that every batch fits."""
+        self.code_budget = self._find_code_budget()
+        """Codes, with a gap behind each clip, that nearly every batch fits."""
 
     def jobs(self, cursor: Cursor, accumulate: int = 1, num_batches: int | None = None) -> Iterator[Job]:
         """Batches from the cursor on, which must stand between two optimiser steps of `accumulate` batches."""
@@ -161,11 +163,15 @@ class Gatherer:
     def static_sizes(self) -> Sizes:
         """Sizes that every batch fits, and that all have under static shapes."""
         samples = self._data.max_mel_frames * HOP_SAMPLES
-        return Sizes(self._batches.budget, self._data.max_text_length, samples, self.frame_budget)
+        return Sizes(
+            self._batches.budget, self._data.max_text_length, samples, self.frame_budget, self.code_budget
+        )
 
     def _sizes(self, clips: Rows, chosen: crops.Crops) -> Sizes:
+        num_codes = int((self._num_codes[clips] + 1).sum())
         if self._data.pad_to_fixed_length:
-            return self.static_sizes
+            sizes = self.static_sizes
+            return sizes if num_codes <= self.code_budget else replace(sizes, codes=0)
         num_ids, num_samples = self._num_ids[clips], self._num_samples[clips]
         tokens = int(packed_tokens(num_ids, num_samples).sum())
         return Sizes(
@@ -173,7 +179,13 @@ class Gatherer:
             ids=int(num_ids.max()),
             samples=_rounded(int(num_samples.max()) + 1, SAMPLES_PER_CODE),
             frames=_rounded(int(chosen.frames.sum()), crops.FRAME_MULTIPLE),
+            codes=_rounded(num_codes, TOKEN_MULTIPLE),
         )
+
+    def _find_code_budget(self) -> int:
+        """The most that the batches of two epochs need: batches are alike, so later ones seldom need more."""
+        totals = [(self._num_codes[self._batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
+        return _rounded(int(max(totals)), crops.FRAME_MULTIPLE)
 
     def _totals(self, plan: BatchPlan) -> npt.NDArray[np.float32]:
         clips = plan.clips if plan.peers is None else plan.peers.ravel()

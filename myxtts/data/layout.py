@@ -87,6 +87,8 @@ class Sizes:
     """Longest clip."""
     frames: int
     """Conditioning frames of all clips together."""
+    codes: int = 0
+    """Codes of all clips together, with one more for each as a gap; 0 if they have to be computed clip by clip."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ those of XTTS-v2's `dvae.pth`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -127,12 +128,30 @@ class DVAE(nn.Module):
         """How evenly the codes have been chosen lately."""
         return self.codebook.usage(dead_share)
 
+    def encode_packed(self, mel: Tensor, inside: Sequence[Tensor]) -> Tensor:
+        """Codes [T / 4] of clips behind each other, mel [T, channels]: the same as of each alone, without padding.
+
+        Clips begin at multiples of four frames and have at least one code of silence between them. `inside` says
+        what belongs to a clip: of the frames [T], of pairs of frames [T / 2] and of codes [T / 4].
+        """
+        with torch.no_grad():
+            return self.codebook.nearest(self._encode(mel[None], [mask[None, :, None] for mask in inside])[0])
+
     def _latents(self, mel: Tensor, num_frames: Tensor | None) -> Tensor:
-        x, length = mel.transpose(1, 2), num_frames
+        masks: list[Tensor | None] = [None, None, None]
+        if num_frames is not None:
+            width, lengths = mel.shape[-1], num_frames
+            for level in range(3):
+                masks[level] = _inside(width, lengths)
+                width, lengths = (width + 1) // 2, (lengths + 1) // 2
+        return self._encode(mel.transpose(1, 2), masks)
+
+    def _encode(self, x: Tensor, masks: Sequence[Tensor | None]) -> Tensor:
+        """Frames [B, T, channels] to latents; the masks are of all frames, of every second and of every fourth."""
+        level = 0
         for layer in self.encoder:
-            x = _run(layer, x, None if length is None else _inside(x.shape[1], length))
-            if length is not None and isinstance(layer, nn.Sequential):  # stride 2
-                length = (length + 1) // 2
+            x = _run(layer, x, masks[level])
+            level += isinstance(layer, nn.Sequential)  # stride 2
         # float32 also under autocast: what is compared with the codebook and averaged into it.
         return x.float()
 

@@ -80,22 +80,31 @@ class LogMel(nn.ModuleList):
         super().__init__([emphasis, _MelPower(front_end, persistent)])
         self.front_end = front_end
 
-    def forward(self, wave: Tensor, mel_norms: Tensor | None = None, num_samples: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        wave: Tensor,
+        mel_norms: Tensor | None = None,
+        num_samples: Tensor | None = None,
+        rows: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """Log-mels, divided per mel by `mel_norms` [mels] if given.
 
         Rows shorter than the batch need `num_samples` [..], or else their last frames see the samples behind the
         clip instead of its own reflection and depend on what it is batched with. Frames from
         `FrontEnd.num_frames` on are meaningless. In memory the mels of a frame lie together, so that
-        `.transpose(-1, -2)` is contiguous for those who want [.., frames, mels].
+        `.transpose(-1, -2)` is contiguous for those who want [.., frames, mels]. With `rows`, clips [R] and frames
+        [R], only these frames are computed, and the result is [R, mels].
         """
         floor = self.front_end.log_floor
         with torch.autocast(wave.device.type, enabled=False):
-            rows = wave.float().reshape(-1, wave.shape[-1])
+            waves = wave.float().reshape(-1, wave.shape[-1])
             lengths = None if num_samples is None else num_samples.reshape(-1)
-            power: Tensor = self[1](self[0](rows), lengths)
+            power: Tensor = self[1](self[0](waves), lengths, rows)
             mel = (power + floor if self.front_end.floor_is_added else power.clamp(min=floor)).log()
             if mel_norms is not None:
                 mel = mel / mel_norms.float()
+            if rows is not None:
+                return mel
             return mel.reshape(*wave.shape[:-1], *mel.shape[1:]).transpose(-1, -2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -119,20 +128,22 @@ class _PreEmphasis(nn.Module):
 
 
 class _MelPower(nn.Module):
-    """Waves [rows, samples] to mel power [rows, frames, mels]."""
+    """Waves [clips, samples] to mel power [clips, frames, mels], or of some frames [rows, mels]."""
 
     def __init__(self, front_end: FrontEnd, persistent: bool) -> None:
         super().__init__()
         self.spectrogram = _Spectrogram(front_end, persistent)
         self.mel_scale = _MelScale(front_end, persistent)
 
-    def forward(self, wave: Tensor, num_samples: Tensor | None) -> Tensor:
-        power: Tensor = self.mel_scale(self.spectrogram(wave, num_samples))
+    def forward(
+        self, wave: Tensor, num_samples: Tensor | None, rows: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        power: Tensor = self.mel_scale(self.spectrogram(wave, num_samples, rows))
         return power
 
 
 class _Spectrogram(nn.Module):
-    """Waves [rows, samples] to the power spectrum [rows, frames, bins] around every `hop`-th sample."""
+    """Waves [clips, samples] to the power spectrum [clips, frames, bins] around every `hop`-th sample."""
 
     window: Tensor
 
@@ -143,15 +154,19 @@ class _Spectrogram(nn.Module):
         self.register_buffer("window", window, persistent=persistent)
         self.fft_samples, self.hop_samples = front_end.fft_samples, front_end.hop_samples
 
-    def forward(self, wave: Tensor, num_samples: Tensor | None) -> Tensor:
+    def forward(
+        self, wave: Tensor, num_samples: Tensor | None, rows: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         # A short-time transform centres the window in `fft_samples`; where the zeros around it stand changes only
         # phases, and the power has none. So frames are as long as the window, and the transform pads behind them.
         reach = len(self.window) // 2
         wave = F.pad(wave.unsqueeze(1), (reach, reach), mode="reflect").squeeze(1)
         if num_samples is not None:
             wave = _reflect_ends(wave, num_samples, reach)
-        frames = wave.unfold(-1, len(self.window), self.hop_samples) * self.window
-        spectrum = torch.fft.rfft(frames, n=self.fft_samples)
+        frames = wave.unfold(-1, len(self.window), self.hop_samples)
+        if rows is not None:
+            frames = frames[rows]
+        spectrum = torch.fft.rfft(frames * self.window, n=self.fft_samples)
         power: Tensor = spectrum.real.square() + spectrum.imag.square()
         return power
 

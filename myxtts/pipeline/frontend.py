@@ -11,6 +11,7 @@ trainer's thread is hardly disturbed. Nothing here waits for the device or knows
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -80,30 +81,63 @@ class GptFrontend(nn.Module):
         if codes_known:
             out["codes"].copy_(batch["codes"])
         else:
-            codes = self._codes(wave, batch["num_samples"])
+            with torch.autocast(wave.device.type, torch.bfloat16, enabled=self.autocast):
+                codes = self._packed_codes(wave, batch, sizes.codes) if sizes.codes else self._codes(wave, batch)
             inside = torch.arange(codes.shape[1], device=codes.device) < batch["num_codes"][:, None]
             out["codes"][:, : codes.shape[1]].copy_(torch.where(inside, codes, 0))
         out["num_frames"].copy_(batch["crop_samples"] // HOP_SAMPLES + 1)
-        mel = self._crop_mel(wave, batch["crop_starts"], batch["crop_samples"])
-        out["mel"][: sizes.frames].copy_(_packed(mel, out["num_frames"], sizes.frames))
+        out["mel"][: sizes.frames].copy_(self._crop_mels(wave, batch, out["num_frames"], sizes.frames))
 
     def used(self, out: Tensors, sizes: Sizes) -> Tensors:
         codes = sizes.samples // SAMPLES_PER_CODE
         ids, codes_used, mel = out["ids"][:, : sizes.ids], out["codes"][:, :codes], out["mel"][: sizes.frames]
         return {**out, "ids": ids, "codes": codes_used, "mel": mel}
 
-    def _codes(self, wave: Tensor, lengths: Tensor) -> Tensor:
-        mel = self.dvae_mel(wave, self.mel_stats, lengths)[..., : wave.shape[1] // HOP_SAMPLES]
-        with torch.autocast(wave.device.type, torch.bfloat16, enabled=self.autocast):
-            return self.dvae.encode(mel, lengths // HOP_SAMPLES + 1)
+    def _packed_codes(self, wave: Tensor, batch: Tensors, budget: int) -> Tensor:
+        """Codes [clips, most codes] of clips laid behind each other, a code apart: no padding is encoded."""
+        num_codes, num_frames = batch["num_codes"].long(), batch["num_samples"].long() // HOP_SAMPLES + 1
+        offsets = offsets_of(num_codes + 1)
+        clip, place = _places(offsets, budget)
+        quarter = place < num_codes[clip]
 
-    def _crop_mel(self, wave: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
-        """Mels [clips, frames, channels] of a part of each clip."""
+        def inside(parts: int) -> Tensor:
+            """[parts * budget]: which pieces of a code's frames belong to the clip."""
+            pieces = parts * place[:, None] + torch.arange(parts, device=wave.device)
+            stride = FRAMES_PER_CODE // parts
+            return ((pieces * stride < num_frames[clip, None]) & quarter[:, None]).flatten()
+
+        frame = FRAMES_PER_CODE * place[:, None] + torch.arange(FRAMES_PER_CODE, device=wave.device)
+        frame = frame.flatten().clamp(0, wave.shape[1] // HOP_SAMPLES)
+        rows = (clip.repeat_interleave(FRAMES_PER_CODE), frame)
+        mel = self.dvae_mel(wave, self.mel_stats, batch["num_samples"], rows)
+        codes = self.dvae.encode_packed(mel, (inside(4), inside(2), quarter))
+        places = torch.arange(-(-wave.shape[1] // SAMPLES_PER_CODE), device=wave.device)
+        return codes[(offsets[:-1, None] + places).clamp(max=budget - 1)]
+
+    def _codes(self, wave: Tensor, batch: Tensors) -> Tensor:
+        """The same clip by clip, for the rare batch that has more codes than there is room for."""
+        lengths = batch["num_samples"]
+        mel = self.dvae_mel(wave, self.mel_stats, lengths)[..., : wave.shape[1] // HOP_SAMPLES]
+        return self.dvae.encode(mel, lengths // HOP_SAMPLES + 1)
+
+    def _crop_mels(self, wave: Tensor, batch: Tensors, num_frames: Tensor, budget: int) -> Tensor:
+        """Mels of a part of each clip, one behind the other, [budget, channels], zeros behind the last."""
+        starts, lengths = batch["crop_starts"], batch["crop_samples"]
         places = torch.arange(min(MAX_CROP_SAMPLES, wave.shape[1]), device=wave.device)
         crop = wave.gather(1, (starts[:, None] + places).clamp(max=wave.shape[1] - 1))
         crop = torch.where(places < lengths[:, None], crop, 0)
-        mel: Tensor = self.conditioning_mel(crop, self.mel_stats, lengths)
-        return mel.transpose(1, 2)
+        offsets = offsets_of(num_frames)
+        clip, frame = _places(offsets, budget)
+        rows = (clip, frame.clamp(0, len(places) // HOP_SAMPLES))
+        mel = self.conditioning_mel(crop, self.mel_stats, lengths, rows)
+        return torch.where((torch.arange(budget, device=wave.device) < offsets[-1])[:, None], mel, 0)
+
+
+def _places(offsets: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    """Of each row of a packed tensor the clip, and its place in the clip; rows behind the last clip count on."""
+    rows = torch.arange(budget, device=offsets.device)
+    clip = segment_of(rows, offsets).clamp(max=len(offsets) - 2)
+    return clip, rows - offsets[clip]
 
 
 class DvaeFrontend(nn.Module):
@@ -210,21 +244,15 @@ def _piece_24k(wave: Tensor, segments: Tensor, width: int) -> Tensor:
     return resample(piece, OUTPUT_SAMPLE_RATE)[:, first : first + width]
 
 
-def _packed(mel: Tensor, num_frames: Tensor, budget: int) -> Tensor:
-    """Clips [clips, frames, channels] one behind the other, [budget, channels], zeros behind the last."""
-    rows = torch.arange(budget, device=mel.device)
-    offsets = offsets_of(num_frames)
-    clip = segment_of(rows, offsets)
-    known = clip.clamp(max=len(mel) - 1)
-    frame = (rows - offsets[known]).clamp(0, mel.shape[1] - 1)
-    return torch.where((clip < len(mel))[:, None], mel[known, frame], 0)
+_WAYS = ((True, True), (False, True), (False, False))
+"""Codes known; computed for clips packed together; computed clip by clip."""
 
 
 class CapturedFrontend:
     """A front end whose work is a CUDA graph: inputs are copied in, outputs are copied out, one launch between.
 
-    There are two graphs, one for batches whose codes are known; they share their memory. Make it before any stage
-    runs: warming up and capturing allocate, replaying does not.
+    There is a graph for each way to come by the codes; they share their memory. Make it before any stage runs:
+    warming up and capturing allocate, replaying does not.
     """
 
     def __init__(self, frontend: Frontend, inputs: Layout, sizes: Sizes, lane: Lane) -> None:
@@ -235,14 +263,16 @@ class CapturedFrontend:
         batch, out = inputs.tensors(self._in), self.outputs.tensors(self._out)
         for name in ("num_samples", "num_ids", "num_codes", "crop_samples"):
             batch[name].fill_(1)  # the smallest batch there is: no length may be 0
-        self._graphs: dict[bool, Captured[None]] = {}
-        for codes_known in (True, False) if frontend.uses_codes else (False,):
-            pool = self._graphs[True].pool if self._graphs else None
-            work = partial(frontend.encode, batch, out, sizes, codes_known)
-            self._graphs[codes_known] = Captured(work, lane, pool)
+        self._graphs: dict[tuple[bool, bool], Captured[None]] = {}
+        pool = None
+        for codes_known, packed in _WAYS if frontend.uses_codes else _WAYS[:1]:
+            work = partial(frontend.encode, batch, out, sizes if packed else replace(sizes, codes=0), codes_known)
+            self._graphs[codes_known, packed] = Captured(work, lane, pool)
+            pool = self._graphs[codes_known, packed].pool
 
-    def encode_block(self, batch: Tensor, out: Tensor, codes_known: bool) -> None:
+    def encode_block(self, batch: Tensor, out: Tensor, sizes: Sizes, codes_known: bool) -> None:
         """The same from block to block, in the current lane."""
+        way = (codes_known, codes_known or sizes.codes > 0) if self.uses_codes else _WAYS[0]
         self._in.copy_(batch)
-        self._graphs[codes_known and self.uses_codes].replay()
+        self._graphs[way].replay()
         out.copy_(self._out)

@@ -123,7 +123,8 @@ class Encode:
         lane.wait(to.emptied)
         with self._trace.device_span("encode", "encode lane", lane.stream, slot.number), lane.use():
             if isinstance(self._frontend, CapturedFrontend):
-                self._frontend.encode_block(slot.content.memory, to.content.memory, gathered.codes_known)
+                memory = (slot.content.memory, to.content.memory)
+                self._frontend.encode_block(*memory, gathered.sizes, gathered.codes_known)
             else:
                 inputs, outputs = slot.content.tensors, to.content.tensors
                 self._frontend.encode(inputs, outputs, gathered.sizes, gathered.codes_known)
