@@ -16,27 +16,10 @@ from typing import TYPE_CHECKING
 from myxtts import __version__
 from myxtts.config import DataSettings
 from myxtts.errors import ConfigError, MyXTTSError
-from myxtts.settings import Loaded, add_flags, flags_of, load
+from myxtts.settings import PREPARE_KEYS, Loaded, add_flags, flags_of, load
 
 if TYPE_CHECKING:
     from myxtts.text.tokenizer import Tokenizer
-
-PREPARE_KEYS = (
-    "data.train_data",
-    "data.val_data",
-    "data.val_fraction",
-    "data.language",
-    "data.tokenizer",
-    "data.vocab_size",
-    "data.use_phonemes",
-    "data.cache_dir",
-    "data.min_clip_seconds",
-    "data.max_text_length",
-    "data.max_mel_frames",
-    "data.trim_silence_db",
-    "data.num_workers",
-)
-"""The settings that decide what a prepared corpus holds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,6 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help=about, description=about, allow_abbrev=False)
     add_flags(train)
     train.set_defaults(run=_train)
+
+    about = "check settings, corpus and machine before training; exit code 0 only when nothing fails"
+    check = commands.add_parser("check", help=about, description=about, allow_abbrev=False)
+    check.add_argument("--gpus", action="store_true", help="also try the GPUs: caps, copies, a short training")
+    check.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add_flags(check)
+    check.set_defaults(run=_check)
 
     about = "turn a folder of recordings into a packed, verified cache"
     prepare = commands.add_parser("prepare", help=about, description=about, allow_abbrev=False)
@@ -134,6 +124,26 @@ def _train(options: argparse.Namespace) -> int:
         folder = loaded.settings.training.checkpoint_dir
         show_lines([f"Done. Everything is in {folder}: checkpoints, metrics.jsonl, tensorboard/"])
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from myxtts.findings_screen import show_findings
+    from myxtts.screens import ProgressLines, show_lines
+    from myxtts.settings import presets
+    from myxtts.tools.check import check, passed, to_json
+    from myxtts.tools.check_gpus import check_gpus
+
+    loaded, applied = presets.apply(_load(options))
+    if loaded.settings.data.train_data is None:
+        loaded, demo = presets.apply_demo(loaded)
+        applied += demo
+    show_lines([] if options.json else applied)
+    findings = check_gpus(loaded, progress=ProgressLines(), say=logging.info) if options.gpus else check(loaded)
+    if options.json:
+        show_lines([to_json(findings)])
+    else:
+        show_findings(findings)
+    return 0 if passed(findings) else 1
 
 
 def _prepare(options: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ LAYERS = [
     {"pipeline", "training", "synthesis"},
     {"assembly"},
     {"tools"},
-    {"cli", "reports", "screens"},
+    {"cli", "reports", "screens", "findings_screen", "tool_screens"},
 ]
 """From the bottom up. A module imports from lower layers, and within its own package."""
 SAME_LAYER = {
@@ -29,6 +29,8 @@ SAME_LAYER = {
     ("cli", "screens"),
     ("cli", "reports"),
     ("reports", "screens"),
+    ("cli", "findings_screen"),
+    ("cli", "tool_screens"),
 }
 """Imports inside a layer that are meant: the machinery of settings reads their declaration."""
 ONLY_IMPORTS = {"model": {"config"}, "observe": {"config"}}

@@ -19,6 +19,7 @@ from myxtts.assembly.stage import StageTask, feed_maker, make_optimizer, make_re
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import Prepared
 from myxtts.devices import Plan, apply_caps, explain_out_of_memory, make_plan, peak_memory_mb
+from myxtts.model.lora import store_frozen_in_bf16
 from myxtts.observe.steps import StepClock, StepTime
 from myxtts.observe.trace import OFF, Counter, Span, Trace
 from myxtts.pipeline.feed import Feed
@@ -68,9 +69,7 @@ class Rehearsal:
             fine_tuning=settings.training.init_from is not None,
         )
         model = initial_model(settings, prepared.tokenizer).eval().requires_grad_(False)
-        recipe = make_recipe(self._task, model).to(self.plan.model).train()
-        self._maker = feed_maker(self._task, model)
-        optimizer = make_optimizer(self._task, recipe, total=10**6)
+        recipe = make_recipe(self._task, model)
         mode = choose_mode(
             settings.training,
             mixed_precision=settings.data.mixed_precision,
@@ -78,8 +77,13 @@ class Rehearsal:
             on_gpu=self.plan.model.type == "cuda",
             world_size=1,
         )
-        assert self._maker.lanes is not None
-        self.lane = self._maker.lanes.model
+        if stage == "gpt" and settings.model.lora_rank and mode.autocast:
+            store_frozen_in_bf16(model.gpt)
+        recipe.to(self.plan.model).train()
+        self.maker = feed_maker(self._task, model)
+        optimizer = make_optimizer(self._task, recipe, total=10**6)
+        assert self.maker.lanes is not None
+        self.lane = self.maker.lanes.model
         self.step = Step(recipe, optimizer, mode, self.lane)
 
     def measure(self, num_steps: int, *, replay: bool = False, traced: bool = False) -> Measured:
@@ -88,7 +92,7 @@ class Rehearsal:
         trace = Trace() if traced else OFF
         try:
             started_at = time.perf_counter()
-            with self._maker.training(Cursor(), accumulate, trace, replay) as feed, self.lane.use():
+            with self.maker.training(Cursor(), accumulate, trace, replay) as feed, self.lane.use():
                 feed.wait_until_warm(settings.data.model_start_delay)
                 clock = StepClock(self.lane.stream)
                 ready: dict[str, list[float]] = {}

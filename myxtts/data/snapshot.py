@@ -28,6 +28,7 @@ from myxtts.data.corpus import Corpus, last_change
 from myxtts.data.decoded import DecodedAudio, DecodeOptions
 from myxtts.data.metadata import METADATA_FILES, SetAside
 from myxtts.data.store import FORMAT_VERSION, Array, CacheDamaged, Store
+from myxtts.settings import PREPARE_KEYS
 from myxtts.text import language, normalize, phonemes, tokenizer
 
 SNAPSHOTS_KEPT = 4
@@ -48,8 +49,9 @@ def state_of(folders: Sequence[Path], data: DataSettings) -> str:
     versions = (__version__, DECODE_VERSION, LIBRARIES, FORMAT_VERSION)
     code_of_text = (normalize.fingerprint(), language.fingerprint(), tokenizer.code_fingerprint())
     sounds = phonemes.fingerprint() if data.use_phonemes else ""
+    decisive = [getattr(data, key.removeprefix("data.")) for key in PREPARE_KEYS[:-1]]
     places = [str(folder.absolute()) for folder in folders]
-    hasher = xxhash.xxh3_128(repr((versions, code_of_text, sounds, asdict(data), places)).encode())
+    hasher = xxhash.xxh3_128(repr((versions, code_of_text, sounds, decisive, places)).encode())
     for path in (*files, *code):
         try:
             content = path.read_bytes() if path.is_file() else None

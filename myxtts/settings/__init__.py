@@ -9,9 +9,11 @@ from myxtts.settings import presets
 from myxtts.settings.flags import add_flags, flags_of
 from myxtts.settings.loading import DEFAULT_CONFIG_FILE, Loaded, Origin, load
 from myxtts.settings.pages import render_docs, render_yaml_with_comments, to_yaml
+from myxtts.settings.table import PREPARE_KEYS
 
 __all__ = [
     "DEFAULT_CONFIG_FILE",
+    "PREPARE_KEYS",
     "Loaded",
     "Origin",
     "add_flags",

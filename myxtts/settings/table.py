@@ -15,6 +15,24 @@ from typing import Any, get_args, get_origin
 from myxtts import config
 from myxtts.config import Settings
 
+PREPARE_KEYS = (
+    "data.train_data",
+    "data.val_data",
+    "data.val_fraction",
+    "data.language",
+    "data.tokenizer",
+    "data.vocab_size",
+    "data.use_phonemes",
+    "data.cache_dir",
+    "data.min_clip_seconds",
+    "data.max_text_length",
+    "data.max_mel_frames",
+    "data.trim_silence_db",
+    "data.native_loading",
+    "data.num_workers",
+)
+"""The settings that preparing a corpus reads; all but the last decide what it holds."""
+
 
 @dataclass(frozen=True)
 class Spec:

@@ -1,0 +1,560 @@
+"""`myxtts check`: every question on machines that pass, warn and fail; the rehearsal; what is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from training_fixtures import Clips, clips, small  # noqa: F401 - fixtures
+
+from myxtts.cli import main
+from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
+from myxtts.devices import Gpu, Machine, Plan
+from myxtts.findings_screen import show_findings
+from myxtts.observe.findings import Finding
+from myxtts.pipeline.frontend import GptFrontend
+from myxtts.settings import Loaded, load
+from myxtts.settings.table import specs
+from myxtts.tools import case as cases
+from myxtts.tools import check as checks
+from myxtts.tools import check_gpus as tries
+from myxtts.tools import check_settings, witness
+from myxtts.tools.case import Case, Host
+from myxtts.tools.check import CODES, check, passed, to_json
+from myxtts.tools.witness import Seen
+from myxtts.training.step import StepMode
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU, OTHER_CPU = torch.device("cpu"), torch.device("cpu", 0)
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Away from the repository, whose configs/config.yaml would be read."""
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(**given: object) -> Loaded:
+    """Settings by names such as data__batch_size."""
+    return load(None, {name.replace("__", "."): value for name, value in given.items()})
+
+
+def machine(num_gpus: int = 1, *memory_mb: int, peers: bool = True) -> Machine:
+    memory = memory_mb or (24000,) * num_gpus
+    pairs = frozenset({(0, 1), (1, 0)}) if peers and num_gpus > 1 else frozenset()
+    return Machine([Gpu(index, f"Card {index}", memory[index]) for index in range(num_gpus)], pairs)
+
+
+def host(cores: int = 8, memory_gb: float = 64, free_gb: float = 500, driver: str = "550.54") -> Host:
+    return Host(cores, int(memory_gb * 2**30), driver, lambda _: int(free_gb * GB))
+
+
+def case(here: Machine | None = None, there: Host | None = None, **given: object) -> Case:
+    return Case(settings(**given), here or machine(), there or host())
+
+
+def found(question: Callable[[Case], Finding], *place: Any, **given: object) -> Finding:
+    return question(case(*place, **given))
+
+
+NO_GPU, TWO = machine(0), machine(2)
+FAST = {"data__train_data": str(EMBEDDED_CORPUS)}
+NO_DRIVER = host(driver="")
+DUAL = {"data__data_gpu": "0", "data__model_gpu": "1"}
+ISOLATED = {"data__enable_memory_isolation": True}
+WHOLE = {"model__size": "normal"}
+
+
+# Every question
+
+
+@pytest.mark.parametrize(
+    ("question", "place", "given", "level", "says"),
+    [
+        (check_settings.gpus, (machine(),), {}, "pass", "0: Card 0, 24000 MB"),
+        (check_settings.gpus, (NO_GPU, NO_DRIVER), {}, "warn", "CPU"),
+        (check_settings.gpus, (NO_GPU,), {}, "fail", "550.54"),
+        (check_settings.devices, (machine(),), {}, "pass", "Single-GPU"),
+        (check_settings.devices, (NO_GPU,), {}, "pass", "CPU"),
+        (check_settings.devices, (TWO,), DUAL, "pass", "Dual-GPU"),
+        (check_settings.devices, (machine(2, 24000, 12000),), DUAL, "warn", "--data-gpu 1 --model-gpu 0"),
+        (
+            check_settings.devices,
+            (machine(),),
+            DUAL,
+            "fail",
+            "Multi-GPU requires at least 2 GPUs. GPUs found: 0: C",
+        ),
+        (check_settings.devices, (TWO,), DUAL | {"data__model_gpu": "5"}, "fail", "no GPU 5"),
+        (check_settings.caps, (TWO,), DUAL | ISOLATED, "pass", "data 8192 MB, model 16384 MB"),
+        (check_settings.caps, (machine(),), {}, "pass", "No memory caps"),
+        (check_settings.caps, (machine(),), {"data__model_gpu_memory": "8192"}, "warn", "isolation is off"),
+        (check_settings.caps, (machine(),), ISOLATED | {"data__data_gpu_memory": "4096"}, "warn", "no effect"),
+        (check_settings.caps, (NO_GPU,), ISOLATED, "warn", "CPU"),
+        (check_settings.caps, (machine(1, 12000),), ISOLATED, "fail", "16384 is more than the memory of GPU 0"),
+        (checks.native_loading, (), {}, "pass", "packed cache"),
+        (checks.native_loading, (), {"data__native_loading": False}, "fail", "--native-loading"),
+        (checks.native_loading, (machine(), host(free_gb=0)), {"data__native_loading": False}, "warn", "no room"),
+        (check_settings.workers, (), {}, "pass", "8 worker"),
+        (check_settings.workers, (), {"data__num_workers": "2"}, "warn", "--num-workers 8"),
+        (
+            check_settings.workers,
+            (),
+            {"data__num_workers": "2", "data__native_loading": False},
+            "fail",
+            "2 of 8 usable cores",
+        ),
+        (check_settings.prefetch, (), {}, "pass", "as workers and memory suggest"),
+        (check_settings.prefetch, (), {"data__prefetch_buffer_size": "8"}, "pass", "8 batches"),
+        (check_settings.prefetch, (), {"data__prefetch_buffer_size": "2"}, "warn", "slow clip"),
+        (check_settings.prefetch, (), {"data__prefetch_buffer_size": "1"}, "fail", "--prefetch-buffer-size 16"),
+        (check_settings.prefetch, (NO_GPU,), {"data__prefetch_buffer_size": "1"}, "warn", "Only 1"),
+        (check_settings.upload, (), {}, "pass", "pinned"),
+        (check_settings.upload, (), {"data__optimize_cpu_gpu_overlap": False}, "warn", "trainer's stream"),
+        (check_settings.upload, (), {"data__enhanced_gpu_prefetch": False}, "warn", "pinned"),
+        (check_settings.upload, (), {"data__prefetch_to_gpu": False}, "fail", "--prefetch-to-gpu"),
+        (check_settings.upload, (NO_GPU,), {"data__prefetch_to_gpu": False}, "info", "No GPU"),
+        (check_settings.batch_size, (), {}, "pass", "16 clips"),
+        (check_settings.batch_size, (), {"data__batch_size": "4"}, "warn", "--batch-size 32"),
+        (check_settings.batch_size, (), {"data__batch_size": "2"}, "fail", "--batch-size 32"),
+        (check_settings.batch_size, (NO_GPU,), {"data__batch_size": "2"}, "pass", "2 clips"),
+        (check_settings.batch_size, (), WHOLE | {"data__batch_size": "128"}, "warn", "may not fit"),
+        (
+            check_settings.batch_size,
+            (machine(1, 80000),),
+            ISOLATED | {"data__model_gpu_memory": "8192", "data__batch_size": "1"},
+            "fail",
+            "--batch-size 8,",
+        ),
+        (check_settings.fixed_shapes, (), {}, "pass", "same shapes"),
+        (check_settings.fixed_shapes, (), {"data__pad_to_fixed_length": False}, "fail", "compiled again"),
+        (check_settings.fixed_shapes, (NO_GPU,), {"data__pad_to_fixed_length": False}, "warn", "Shapes vary"),
+        (check_settings.compilation, (), {}, "pass", "compiled"),
+        (check_settings.compilation, (), {"training__enable_xla_compilation": False}, "warn", "fused"),
+        (check_settings.compilation, (), {"training__enable_graph_mode": False}, "fail", "eagerly"),
+        (check_settings.compilation, (), WHOLE | {"training__enable_graph_mode": False}, "warn", "eagerly"),
+        (check_settings.compilation, (), {"training__enable_eager_debug": True}, "fail", "--disable-eager-debug"),
+        (check_settings.compilation, (NO_GPU,), {"training__enable_graph_mode": False}, "pass", "CPU"),
+        (check_settings.precision, (), {}, "pass", "bf16"),
+        (check_settings.precision, (), {"data__mixed_precision": False}, "fail", "--mixed-precision"),
+        (check_settings.precision, (NO_GPU,), {"data__mixed_precision": False}, "warn", "fp32"),
+        (check_settings.model_memory, (), WHOLE, "pass", "6729 MB"),
+        (check_settings.model_memory, (machine(1, 8000),), WHOLE, "warn", "--model-size small"),
+        (check_settings.model_memory, (machine(1, 4000),), WHOLE, "fail", "does not fit"),
+        (
+            check_settings.model_memory,
+            (machine(1, 4000),),
+            WHOLE | {"training__init_from": "w"},
+            "fail",
+            "lora_rank",
+        ),
+        (check_settings.model_memory, (machine(1, 8000),), WHOLE | {"model__lora_rank": "16"}, "pass", "gpt"),
+        (check_settings.model_memory, (NO_GPU, host(memory_gb=4)), WHOLE, "fail", "does not fit"),
+        (check_settings.buffers, (TWO,), DUAL, "pass", "on cuda:1"),
+        (check_settings.buffers, (), {"data__prefetch_buffer_size": "100000000"}, "fail", "--buffer-size"),
+        (check_settings.buffers, (NO_GPU,), DUAL, "info", "Not checked"),
+        (check_settings.preset, (), {"training__preset": "24gb"}, "pass", "24gb"),
+        (check_settings.preset, (machine(1, 11900),), {}, "info", "batch_size 8, gradient_accumulation_steps 2"),
+        (check_settings.preset, (), {"training__preset": "40gb"}, "warn", "larger card"),
+        (check_settings.preset, (), ISOLATED | {"training__preset": "24gb"}, "pass", "24gb"),
+        (check_settings.preset, (NO_GPU,), {}, "info", "No GPU"),
+        (checks.weights, (), {}, "pass", "from scratch"),
+        (checks.weights, (), {"training__init_from": "missing"}, "fail", "--init-from"),
+        (checks.corpus, (), {}, "info", "embedded"),
+        (checks.corpus, (), FAST, "pass", "clips in"),
+        (checks.corpus, (), {"data__train_data": "missing"}, "fail", "No such corpus folder"),
+        (checks.prepared, (), {}, "info", "not prepared yet"),
+        (checks.disk_cache, (), FAST, "pass", "500.0 GB free"),
+        (checks.disk_cache, (machine(), host(free_gb=0.015)), FAST, "warn", "--cache-dir"),
+        (checks.disk_cache, (machine(), host(free_gb=0.01)), FAST, "fail", "--cache-dir"),
+        (checks.disk_checkpoints, (), WHOLE, "pass", "30.7 GB"),
+        (checks.disk_checkpoints, (machine(), host(free_gb=40)), WHOLE, "warn", "--keep 1"),
+        (checks.disk_checkpoints, (machine(), host(free_gb=20)), WHOLE, "fail", "--checkpoint-dir"),
+    ],
+)
+def test_a_question_and_its_answer(
+    question: Callable[[Case], Finding], place: tuple[Any, ...], given: dict[str, object], level: str, says: str
+) -> None:
+    answer = found(question, *place, **given)
+    assert answer.level == level, answer
+    assert says in f"{answer.what} {answer.why} {answer.fix}", answer
+    assert answer.code in CODES
+    assert answer.fix or answer.level in ("pass", "info") or question is check_settings.caps
+    assert not answer.setting or answer.setting in specs()
+
+
+def test_every_question_is_asked_and_every_code_is_explained() -> None:
+    findings = check(settings(), machine(), host())
+    codes = [finding.code for finding in findings if finding.code != "hint"]
+    tried = ("driver", "peers", "caps-held", "transfer", "rehearsal", "placement", "optimisations", "not-checked")
+    assert sorted(codes) == sorted(CODES.keys() - {"hint", *tried})
+
+
+def test_a_good_configuration_on_a_good_machine_gives_no_alarm() -> None:
+    findings = check(settings(data__batch_size="32", training__preset="24gb", **FAST), machine(), host())
+    assert [finding for finding in findings if finding.level in ("warn", "fail")] == []
+
+
+def test_hints_join_the_findings_unless_a_question_has_said_the_same() -> None:
+    given = {"training__enable_eager_debug": True, "data__num_workers": "99", "training__warmup_steps": "10000000"}
+    findings = check(settings(**given), TWO, host())
+    hints = {finding.setting: finding for finding in findings if finding.code == "hint"}
+    assert {"data.num_workers", "training.warmup_steps", ""} <= hints.keys()
+    assert "training.enable_eager_debug" not in hints
+    assert hints["data.num_workers"].fix == "give --num-workers 8"
+    assert "torchrun" in hints[""].fix
+    assert all(hint.level == "warn" for hint in hints.values())
+
+
+def test_no_hint_is_about_what_a_bundle_has_set() -> None:
+    loaded = settings(training__max_steps="10", training__save_step="100", training__warmup_steps="50")
+    bundled = replace(loaded, origin=dict(loaded.origin) | {"training.save_step": "preset"})
+    for case_of, expected in ((loaded, {"save_step", "warmup_steps"}), (bundled, {"warmup_steps"})):
+        keys = {finding.setting for finding in check(case_of, machine(), host()) if finding.code == "hint"}
+        assert {key.split(".")[1] for key in keys} & {"save_step", "warmup_steps"} == expected
+
+
+def test_buffers_that_exceed_the_free_memory_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"data__prefetch_buffer_size": "64"}
+    assert found(check_settings.buffers, **given).level == "pass"
+    monkeypatch.setattr("myxtts.pipeline.buffers.available_bytes", lambda: 50 * 2**20)
+    assert found(check_settings.buffers, **given).level == "fail"
+
+
+def test_a_prepared_corpus_is_recognised_until_it_changes(corpus: Path) -> None:
+    given = {"data__train_data": str(corpus), "data__language": "en", "data__vocab_size": "256"}
+    assert found(checks.prepared, **given).what == "The corpus is not prepared yet"
+    time.sleep(0.05)  # a corpus that has just changed is not trusted to be at rest
+    prepare(settings(**given).settings.data)
+    assert found(checks.prepared, **given).level == "pass"
+    assert found(checks.disk_cache, machine(), host(free_gb=0), **given).level == "pass"
+    changed = found(checks.prepared, **(given | {"data__max_text_length": "50"}))
+    assert changed.level == "info" and "other settings" in changed.what
+
+
+def test_a_corpus_of_which_much_is_unusable_is_a_warning_with_reasons(corpus: Path) -> None:
+    with open(corpus / "metadata.csv", "a") as metadata:
+        metadata.write("absent|Nobody.\n")
+    answer = found(checks.corpus, data__train_data=str(corpus))
+    assert (answer.level, answer.why) == ("warn", "1 × missing file")
+    for path in (corpus / "wavs").iterdir():
+        path.unlink()
+    assert found(checks.corpus, data__train_data=str(corpus)).level == "fail"
+
+
+# The GPUs
+
+
+def attempt(plan: Plan, **given: object) -> tries.Attempt:
+    return tries.Attempt(case(NO_GPU, **given), plan, True, tries.NoProgress(), lambda _: None)
+
+
+def test_without_a_driver_the_question_about_gpus_fails() -> None:
+    assert found(tries.driver).level == "pass"
+    assert found(tries.driver, NO_GPU, NO_DRIVER).level == "fail"
+
+
+def test_the_version_of_the_driver_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "_DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(cases, "_DRIVER_DEVICES", (tmp_path / "device",))
+    assert Host.look().driver == ""
+    (tmp_path / "device").touch()
+    assert Host.look().driver == "unknown"
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\nGCC 12\n")
+    assert Host.look().driver == "550.54.15"
+
+
+def test_peer_access_matters_only_between_two_gpus() -> None:
+    assert [finding.level for finding in tries.peers(case(TWO, **DUAL))] == ["pass"]
+    assert [finding.level for finding in tries.peers(case(machine(2, peers=False), **DUAL))] == ["warn"]
+    assert list(tries.peers(case(TWO))) == list(tries.peers(case(NO_GPU, **DUAL))) == []
+
+
+def test_bytes_are_copied_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = tries._seconds
+    monkeypatch.setattr(tries, "COPY_BYTES", 5_000_000)
+    across = attempt(Plan(CPU, OTHER_CPU, "dual"))
+    for slowness, level in ((1e-4, "pass"), (1.0, "warn")):
+        monkeypatch.setattr(tries, "_seconds", lambda *copy, s=slowness: [seconds(*copy), s][1])
+        answer = tries.transfer(across)
+        assert answer.level == level and "pinned memory → cpu" in answer.what and "→ cpu:0" in answer.what
+    monkeypatch.setattr(tries, "_seconds", lambda *_: 1e-4)
+    assert tries.transfer(across).level == "fail"
+
+
+def test_a_cap_that_is_not_held_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    capped = attempt(Plan(CPU, CPU, data_cap_mb=1, model_cap_mb=1))
+    assert [finding.level for finding in tries.caps_held(capped)] == ["fail"]
+    assert list(tries.caps_held(attempt(Plan(CPU, CPU)))) == []
+
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert [finding.level for finding in tries.caps_held(capped)] == ["pass"]
+
+
+def seen(**changes: Any) -> Seen:
+    mode = StepMode(autocast=True, compiled=True, captured=True)
+    good = Seen(
+        "gpt",
+        Plan(CPU, OTHER_CPU, "dual"),
+        mode,
+        losses=[5.0, 4.0],
+        spans={"gather", "upload", "encode", "handoff", "wait"},
+        sizes={None},  # type: ignore[arg-type]
+        model_devices={OTHER_CPU},
+        batch_devices={OTHER_CPU},
+        frozen_devices={CPU},
+        is_pinned=True,
+        is_ahead=True,
+        has_learnt=True,
+    )
+    return replace(good, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, ""),
+        ({"spans": {"gather", "upload", "encode"}}, "handoff"),
+        ({"changed_tensors": {"ids"}}, "arrived changed: ids"),
+        ({"losses": [5.0, float("nan")]}, "not finite"),
+        ({"has_learnt": False}, "no weight"),
+    ],
+)
+def test_what_makes_a_rehearsal_fail(changes: dict[str, Any], says: str) -> None:
+    answer = tries._judge_pipeline(seen(**changes), settings().settings, 1.0)
+    assert answer.level == ("fail" if says else "pass") and says in answer.why
+
+
+@pytest.mark.parametrize("part", ["model_devices", "batch_devices", "frozen_devices"])
+def test_a_part_on_the_wrong_device_fails(part: str) -> None:
+    assert tries._judge_placement(seen()).level == "pass"
+    wrong = tries._judge_placement(seen(**{part: {CPU, OTHER_CPU}}))
+    assert wrong.level == "fail" and "cpu and cpu:0" in wrong.why
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "level", "says"),
+    [
+        ({}, {}, "pass", "captured step"),
+        ({"is_pinned": False}, {}, "fail", "pinned memory"),
+        ({"is_pinned": False}, {"data__enhanced_gpu_prefetch": False}, "warn", "pinned memory"),
+        ({"is_ahead": False}, {}, "fail", "uploaded ahead"),
+        ({"sizes": {None, 1}}, {}, "fail", "fixed shapes"),
+        ({"mode": StepMode(autocast=True)}, {"training__enable_graph_mode": False}, "fail", "compiled step"),
+        ({"grew_mb": 40.0}, {}, "fail", "no allocation"),
+        ({"num_recompiled": 1}, {}, "fail", "no recompilation"),
+    ],
+)
+def test_optimisations_are_judged_by_what_was_seen(
+    changes: dict[str, Any], given: dict[str, object], level: str, says: str
+) -> None:
+    answer = tries._judge_optimisations(seen(**changes), settings(**given).settings)
+    assert answer.level == level and says in answer.what
+
+
+@pytest.fixture
+def rehearsed_corpus(small: None, clips: Clips) -> dict[str, object]:  # noqa: F811, ARG001
+    """Settings of a prepared corpus."""
+    given = {
+        "data__train_data": str(clips(4)),
+        "data__language": "en",
+        "data__vocab_size": "256",
+        "data__max_mel_frames": "128",
+        "data__max_text_length": "40",
+        "data__val_fraction": "0",
+        "data__num_workers": "1",
+    }
+    time.sleep(0.05)
+    prepare(settings(**given).settings.data)
+    return given
+
+
+@pytest.mark.parametrize("dual", [False, True])
+def test_the_pipeline_is_rehearsed_on_the_cpu_and_leaves_nothing(
+    rehearsed_corpus: dict[str, object], tmp_path: Path, dual: bool
+) -> None:
+    said: list[str] = []
+    given = rehearsed_corpus | (DUAL if dual else {})
+    findings = tries.check_gpus(settings(**given), NO_GPU, NO_DRIVER, say=said.append)
+    by_code = {finding.code: finding for finding in findings}
+    assert by_code["rehearsal"].level == "pass", by_code["rehearsal"]
+    assert ("handoff" in by_code["rehearsal"].what) == dual
+    assert by_code["placement"].level == "pass"
+    assert "copies between GPUs" in by_code["not-checked"].what
+    assert by_code["driver"].level == "fail"
+    assert by_code["devices"].level == ("fail" if dual else "pass")
+    assert by_code.keys() >= {"native-loading", "corpus", "disk-checkpoints"}, "the other findings follow"
+    codes = [finding.code for finding in findings if finding.code != "hint"]
+    assert len(codes) == len(set(codes)), "nothing is said twice"
+    assert not any("embedded" in line for line in said)
+    assert not any(case(**given).cache_folder.glob("codes-*"))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_the_corpus_of_the_rehearsal_is_the_users_if_it_was_ever_prepared(
+    rehearsed_corpus: dict[str, object], corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    asked: list[Path | None] = []
+    monkeypatch.setattr(tries, "prepare", lambda data, _: asked.append(data.train_data))
+
+    def attempted(**given: object) -> object:
+        return tries._prepared(tries.Attempt(case(**given), Plan(CPU, CPU), True, tries.NoProgress(), said.append))
+
+    assert attempted(**rehearsed_corpus) is not None and asked == []
+    attempted(**(rehearsed_corpus | {"data__batch_size": "7"}))
+    assert asked == [], "the batch size does not decide what a corpus is prepared to"
+    attempted(**(rehearsed_corpus | {"data__trim_silence_db": "50"}))
+    assert asked == [Path(str(rehearsed_corpus["data__train_data"]))] and said == []
+    attempted(data__train_data=str(corpus))
+    assert asked[1:] == [None] and "embedded" in said[0]
+
+
+def test_a_batch_that_arrives_changed_fails_the_rehearsal(
+    rehearsed_corpus: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = GptFrontend.encode
+
+    def encode_and_spoil(self: GptFrontend, batch: Any, out: Any, *rest: Any) -> None:
+        encode(self, batch, out, *rest)
+        out["ids"][0, 0] += 1
+
+    monkeypatch.setattr(GptFrontend, "encode", encode_and_spoil)
+    answer = next(tries.rehearsal(attempt(Plan(CPU, CPU), **rehearsed_corpus)))
+    assert answer.level == "fail" and "arrived changed: ids" in answer.why
+
+
+def test_an_error_in_the_rehearsal_is_a_finding(
+    rehearsed_corpus: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Iterator[None]:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(witness, "Rehearsal", fail)
+    (answer,) = tries.rehearsal(attempt(Plan(CPU, CPU), **rehearsed_corpus))
+    assert (answer.level, answer.why) == ("fail", "no compiler")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_real_gpu_passes(rehearsed_corpus: dict[str, object]) -> None:
+    caps = ISOLATED | {"data__model_gpu_memory": "6000", "data__batch_size": "4"}
+    try:
+        findings = {finding.code: finding for finding in tries.check_gpus(settings(**(rehearsed_corpus | caps)))}
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    for code in ("driver", "gpus", "caps-held", "transfer", "rehearsal", "placement", "optimisations"):
+        assert findings[code].level == "pass", findings[code]
+    assert "not-checked" not in findings
+
+
+# What is shown
+
+
+GOOD = [Finding("gpus", "pass", "1 GPU [red]"), Finding("workers", "warn", "2 of 8", "because", "give more")]
+BAD = [*GOOD, Finding("devices", "fail", "Multi-GPU requires at least 2 GPUs", fix="drop it", gain=2.0)]
+
+
+def shown(findings: list[Finding]) -> list[str]:
+    console = Console(file=io.StringIO(), width=60)
+    show_findings(findings, console)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_the_last_line_says_whether_nothing_fails() -> None:
+    assert shown(GOOD)[-2:] == ["All validation checks passed: 1 passed, 1 warning", "ALL CHECKS PASSED"]
+    assert shown(BAD)[-1] == "CHECKS FAILED: devices"
+    assert not any("PASSED" in line for line in shown(BAD))
+
+
+def test_the_table_shows_reasons_and_fixes_as_they_are() -> None:
+    text = "\n".join(shown(BAD))
+    for part in (
+        "PASS",
+        "1 GPU [red]",
+        "WARN",
+        "because",
+        "→ give more",
+        "FAIL",
+        "→ drop it (about 2 times as fast)",
+    ):
+        assert part in text
+
+
+def test_json_holds_everything() -> None:
+    content = json.loads(to_json(BAD))
+    assert content["passed"] is False and passed(GOOD) and not passed(BAD)
+    assert content["counts"] == {"pass": 1, "warn": 1, "fail": 1}
+    assert [Finding(**item) for item in content["findings"]] == BAD
+    json.loads(to_json(check(settings(**WHOLE), machine(1, 4000), host())))
+
+
+# The command
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_passes_on_a_plain_configuration(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *(["--json"] if as_json else [])]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out)["passed"] if as_json else out.splitlines()[-1] == "ALL CHECKS PASSED"
+
+
+def test_the_command_fails_when_something_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--train-data", "missing"]) == 1
+    assert "CHECKS FAILED: corpus" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has two GPUs")
+def test_two_gpus_that_are_not_there_are_named_in_one_piece(
+    rehearsed_corpus: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = ["--train-data", str(rehearsed_corpus["data__train_data"]), "--language", "en"]
+    assert main(["check", "--data-gpu", "0", "--model-gpu", "1", *corpus]) == 1
+    assert "Multi-GPU requires at least 2 GPUs. GPUs found: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        ("validate_dual_gpu_pipeline.py", ["check", "--gpus"]),
+        ("test_gpu_optimization.py", ["check", "--gpus"]),
+        ("utilities/validate_gpu_optimization.py", ["check"]),
+    ],
+)
+def test_scripts_are_thin(script: str, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr("myxtts.cli.main", lambda arguments: called.append(arguments) or 7)
+    monkeypatch.setattr(sys, "argv", [script, "--model-gpu", "1"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    runpy.run_path(str(ROOT / script))
+    assert called == []
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert (left.value.code, called) == (7, [[*command, "--model-gpu", "1"]])
+    assert len((ROOT / script).read_text().splitlines()) <= 20
+
+
+def test_scripts_find_the_package_from_anywhere(tmp_path: Path) -> None:
+    """Without `site` the installed link to this folder has no effect; the other packages are still found."""
+    environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
+    script = ROOT / "utilities/validate_gpu_optimization.py"
+    command = [sys.executable, "-S", str(script), "--help"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and "--gpus" in result.stdout, result.stderr
