@@ -6,12 +6,14 @@ Everything heavy is imported by the command that needs it, so that `--help` is i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from myxtts import __version__
 from myxtts.config import DataSettings
@@ -20,6 +22,10 @@ from myxtts.settings import PREPARE_KEYS, Loaded, add_flags, flags_of, load
 
 if TYPE_CHECKING:
     from myxtts.text.tokenizer import Tokenizer
+
+
+MOST_GPUS = 16
+"""GPUs that a live view looks for; those that are not there are not shown."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "train a model on a corpus, or continue a training"
     train = commands.add_parser("train", help=about, description=about, allow_abbrev=False)
     add_flags(train)
+    train.add_argument("--dashboard", action="store_true", help="a live view instead of progress lines")
     train.set_defaults(run=_train)
 
     about = "check settings, corpus and machine before training; exit code 0 only when nothing fails"
@@ -62,6 +69,17 @@ def _parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser("prepare", help=about, description=about, allow_abbrev=False)
     add_flags(prepare, only=PREPARE_KEYS)
     prepare.set_defaults(run=_prepare)
+
+    about = "watch a run: rings, losses, throughput and GPUs, live"
+    watch = commands.add_parser("watch", help=about, description=about, allow_abbrev=False)
+    watch.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
+    watch.set_defaults(run=_watch)
+
+    about = "write one HTML page about a run"
+    report = commands.add_parser("report", help=about, description=about, allow_abbrev=False)
+    report.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
+    report.add_argument("--out", type=Path, metavar="FILE", help="the page to write [default: RUN/report.html]")
+    report.set_defaults(run=_report)
 
     about = "train a text vocabulary on a corpus, or extend one with a language"
     actions = commands.add_parser("vocabulary", help=about, description=about).add_subparsers(
@@ -113,16 +131,62 @@ def _train(options: argparse.Namespace) -> int:
         show_lines(applied)
     if not is_first:
         logging.getLogger().setLevel(logging.WARNING)
-    with ProgressPrinter(0 if is_first else 1) as printer:
-        reports = TrainingReports(loaded.settings.training.checkpoint_dir, printer) if is_first else None
+    folder = loaded.settings.training.checkpoint_dir
+    is_shown = is_first and not options.dashboard
+    with ProgressPrinter(0 if is_shown else 1) as printer, _dashboard(folder, is_first and options.dashboard):
+        reports = TrainingReports(folder, printer) if is_first else None
         try:
             states = train(loaded, reports, ProgressLines(), lambda line: show_lines([line]), show_corpus)
         finally:
             if reports is not None:
                 reports.close()
     if is_first and all(state.done for state in states.values()):
-        folder = loaded.settings.training.checkpoint_dir
-        show_lines([f"Done. Everything is in {folder}: checkpoints, metrics.jsonl, tensorboard/"])
+        show_lines([f"Done. Everything is in {folder}: checkpoints, report.html, metrics.jsonl, tensorboard/"])
+    return 0
+
+
+@contextlib.contextmanager
+def _dashboard(folder: Path, is_wanted: bool) -> Iterator[None]:
+    """The live view of a run on a thread of its own."""
+    if not is_wanted:
+        yield
+        return
+    from myxtts.observe.dashboard import watch
+
+    stop = threading.Event()
+    thread = threading.Thread(target=watch, args=(folder, stop, _gpu_readings()), name="dashboard", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _gpu_readings() -> Callable[[], list[dict[str, Any]]]:
+    """What the GPUs say of themselves at the time of the call; nothing without a driver."""
+    from myxtts.observe.nvml import Sampler
+
+    sampler = Sampler(range(MOST_GPUS))
+    return lambda: [reading.to_json() for reading in sampler.read()]
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from myxtts.observe.dashboard import watch
+
+    if not options.run_folder.is_dir():
+        raise ConfigError(f"There is no run in {options.run_folder}; name the --checkpoint-dir of a training")
+    watch(options.run_folder, threading.Event(), _gpu_readings())
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from myxtts.observe.report import write_report
+
+    try:
+        print(write_report(options.run_folder, options.out))
+    except OSError as error:
+        raise ConfigError(f"No report of {options.run_folder}: {error.strerror or error}") from error
     return 0
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from torch import Tensor
 
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
+from myxtts.observe.report import write_report
 from myxtts.observe.watch import Watch
 from myxtts.screens import ProgressPrinter
+
+_log = logging.getLogger(__name__)
 
 
 class TrainingReports:
     """Shows and keeps what the training loop reports; warns when the pipeline is not what it should be."""
 
     def __init__(self, folder: Path, printer: ProgressPrinter) -> None:
+        self._folder = folder
         self._log = MetricsLog(folder)
         self._printer = printer
         self._watch = Watch()
@@ -43,5 +48,10 @@ class TrainingReports:
             self._log.image(name, picture.flip(0).numpy(), step)
 
     def close(self) -> None:
+        """Leave a page about the run behind."""
         self._printer.end()
         self._log.close()
+        try:
+            write_report(self._folder)
+        except OSError as error:
+            _log.warning("No report.html was written: %s", error)

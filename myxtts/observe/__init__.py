@@ -1,1 +1,1 @@
-"""What the program did and when, measured without disturbing it; nothing here draws a screen."""
+"""What the program did and when, measured without disturbing it; what follows from it; pages and views of it."""

@@ -1,0 +1,240 @@
+"""Where the time of the model lane goes: computing, waiting for which stage, copying, the host, anything else.
+
+A gap before a step is followed back to the batch of that step. While it was not ready, the model waited for the
+last stage before which the batch had queued: what came behind only took its time. Pure arithmetic over spans.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from myxtts.observe.evidence import (
+    DATA_STAGES,
+    MODEL_STAGES,
+    Evidence,
+    Interval,
+    end_us,
+    length_us,
+    merged,
+    step_times,
+)
+from myxtts.observe.steps import Summary
+from myxtts.observe.trace import Span
+
+SHARES = ("compute", "wait", "copy", "host", "other")
+COPIES = ("upload", "handoff")
+LEAST_QUEUE = 0.25
+"""Of the time between two batches: what waits less before a stage was passed on at once."""
+UNKNOWN_STAGE = "feed"
+"""What a batch waited for of which no stage left a span."""
+PAUSES = {"save": "save_step", "validate": "val_step"}
+"""What a trainer does between steps on purpose, as spans call it, and the setting that says how often."""
+
+
+@dataclass
+class Division:
+    """The time of the steps that count; the shares add to 1."""
+
+    window: Interval = (0, 0)
+    num_batches: int = 0
+    shares: dict[str, float] = field(default_factory=dict)
+    """compute; wait: for a batch; copy: for its way between memories; host: for the program; other: pauses."""
+    waits: dict[str, float] = field(default_factory=dict)
+    """Share of the time in which the model waited for each stage; they add to `wait` and `copy`."""
+    at_work: dict[str, float] = field(default_factory=dict)
+    """While the model waited for a stage: the share in which that stage was at work at all, on any batch."""
+    pauses_ms: dict[str, float] = field(default_factory=dict)
+    """Mean length of a pause, by what it was for."""
+    waited_for: dict[int, str] = field(default_factory=dict)
+    """Of the steps that waited: the stage that they waited for longest."""
+
+    @property
+    def fed(self) -> float:
+        """Share of the time that a perfect feed would save."""
+        return self.shares.get("wait", 0.0) + self.shares.get("copy", 0.0)
+
+
+def divide(evidence: Evidence) -> Division:
+    """The division of the steps that count; from step times alone when there are no spans of the model lane."""
+    lane = _ModelLane(evidence)
+    if len(lane.work) < 2:
+        summary = Summary.of(step_times(evidence))
+        if not summary.count:
+            return Division()
+        idle = summary.idle_share
+        return Division(shares={**dict.fromkeys(SHARES, 0.0), "compute": 1 - idle, "other": idle})
+    lane.follow()
+    return lane.division()
+
+
+class _ModelLane:
+    """The spans of the model lane, and what is found in the gaps between them."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        work = sorted(
+            (span for span in evidence.spans if span.name in MODEL_STAGES), key=lambda span: span.start_us
+        )
+        numbers = list(dict.fromkeys(span.batch for span in work))
+        first = numbers[evidence.warmup_steps] if len(numbers) >= evidence.warmup_steps + 2 else None
+        skipped = next((place for place, span in enumerate(work) if span.batch == first), 0)
+        self.work = work[skipped:]
+        if not self.work:
+            return
+        self._start_us = max(map(end_us, work[:skipped]), default=self.work[0].start_us)
+        self._busy_us = 0
+        self._blamed: defaultdict[str, list[Interval]] = defaultdict(list)
+        self._idle: defaultdict[str, list[Interval]] = defaultdict(list)
+        """Gaps that no batch explains: `host`, or a pause."""
+        self._waited: dict[int, dict[str, int]] = {}
+        self._waits = _waits_of(work, [span for span in evidence.spans if span.name == "wait"])
+        self._stages: defaultdict[int, dict[str, Span]] = defaultdict(dict)
+        for span in evidence.spans:
+            if span.name in DATA_STAGES:
+                self._stages[span.batch][span.name] = span
+        self._at_work = {name: self._union(name) for name in DATA_STAGES}
+        self._pauses = {name: self._union(name) for name in PAUSES}
+        self._num_batches = sum(span.name == "train" for span in self.work)
+        self._period_us = (self.work[-1].start_us - self._start_us) / max(self._num_batches, 1)
+        self._in_the_way = self._spans_in_the_lane()
+
+    def follow(self) -> None:
+        """Walk along the lane."""
+        at_us = self._start_us
+        for span in self.work:
+            if span.start_us > at_us:
+                self._look_into((at_us, span.start_us), span)
+            start, end = max(span.start_us, at_us), max(end_us(span), at_us)
+            self._busy_us += end - start
+            at_us = end
+        self._end_us = at_us
+
+    def division(self) -> Division:
+        """What was found, as shares."""
+        total_us = max(self._end_us - self._start_us, 1)
+        kernel_share = self._evidence.kernel_share if self._evidence.kernel_share is not None else 1.0
+        self._settle_unknown()
+        waits = {stage: length_us(found) / total_us for stage, found in self._blamed.items()}
+        compute = kernel_share * self._busy_us / total_us
+        copy = sum(share for stage, share in waits.items() if stage in COPIES)
+        host = length_us(self._idle["host"]) / total_us + (1 - kernel_share) * self._busy_us / total_us
+        shares = {"compute": compute, "wait": sum(waits.values()) - copy, "copy": copy, "host": host}
+        shares["other"] = max(1 - sum(shares.values()), 0.0)
+        pauses = {name: merged(self._idle[name]) for name in PAUSES if self._idle[name]}
+        return Division(
+            window=(self._start_us, self._end_us),
+            num_batches=self._num_batches,
+            shares=shares,
+            waits=waits,
+            at_work={stage: self._share_at_work(stage, found) for stage, found in self._blamed.items()},
+            pauses_ms={name: length_us(found) / 1000 / len(found) for name, found in pauses.items()},
+            waited_for={step: max(found, key=lambda stage: found[stage]) for step, found in self._waited.items()},
+        )
+
+    def _look_into(self, gap: Interval, span: Span) -> None:
+        """Say what a gap before a span of the lane was for."""
+        wait = self._waits.get(span)
+        stages = self._stages.get(wait.batch, {}) if wait is not None else {}
+        late = [(wait.start_us, end_us(wait))] if wait is not None else []
+        late += [(gap[0], max(map(end_us, stages.values())))] if stages else []
+        late = _inside(merged(late), gap)
+        if late:
+            culprit = self._culprit(stages, gap)
+            self._blamed[culprit] += late
+            waited = self._waited.setdefault(span.batch, {})
+            waited[culprit] = waited.get(culprit, 0) + length_us(late)
+        rest = _without(gap, late)
+        for stage, blocking in self._in_the_way.items():
+            for interval in [part for free in rest for part in _inside(blocking, free)]:
+                self._blamed[stage].append(interval)
+            rest = [part for free in rest for part in _without(free, _inside(blocking, free))]
+        for name, pauses in self._pauses.items():
+            self._idle[name] += [part for free in rest for part in _inside(pauses, free)]
+            rest = [part for free in rest for part in _without(free, _inside(pauses, free))]
+        self._idle[self._reason(span)] += rest
+
+    def _culprit(self, stages: dict[str, Span], gap: Interval) -> str:
+        """The stage that made a batch late: the last one that did not start as soon as the batch arrived.
+
+        A batch queues because the stage works on earlier ones, or because the stage itself comes late to its work.
+        """
+        present = [name for name in DATA_STAGES if name in stages]
+        for before, name in reversed(list(pairwise(present))):
+            queue = (end_us(stages[before]), stages[name].start_us)
+            if queue[1] - queue[0] > LEAST_QUEUE * self._period_us:
+                behind_others = length_us(_inside(self._at_work[name], queue)) > (queue[1] - queue[0]) / 2
+                through_the_gap = length_us(_inside([queue], gap)) > (gap[1] - gap[0]) / 2
+                if queue[0] <= gap[0] or behind_others or through_the_gap:
+                    return name
+        recorded = [name for name in DATA_STAGES if self._at_work[name]]
+        return present[0] if present and present[0] == recorded[0] else UNKNOWN_STAGE
+
+    def _settle_unknown(self) -> None:
+        """Batches whose first spans are older than the trace waited for what the others waited for."""
+        known = {stage: length_us(found) for stage, found in self._blamed.items() if stage != UNKNOWN_STAGE}
+        if known and UNKNOWN_STAGE in self._blamed:
+            most = max(known, key=lambda stage: known[stage])
+            self._blamed[most] += self._blamed.pop(UNKNOWN_STAGE)
+            for waited in self._waited.values():
+                if UNKNOWN_STAGE in waited:
+                    waited[most] = waited.pop(UNKNOWN_STAGE)
+
+    def _reason(self, span: Span) -> str:
+        """What is likely to have filled a gap in which the batch was ready."""
+        if span.name != "train" or span.batch <= 0 or any(self._pauses.values()):
+            return "host"
+        training = self._evidence.settings.training
+        due = [name for name, setting in PAUSES.items() if span.batch % getattr(training, setting) == 0]
+        return due[0] if due else "host"
+
+    def _spans_in_the_lane(self) -> dict[str, list[Interval]]:
+        """Work of the data role that runs in the model lane itself, because it was told not to overlap."""
+        data = self._evidence.settings.data
+        if self._evidence.model_gpu is None or self._evidence.is_dual or data.optimize_cpu_gpu_overlap:
+            return {}
+        names = ["encode"] if data.enhanced_gpu_prefetch else ["encode", "upload"]
+        return {name: self._at_work[name] for name in names}
+
+    def _union(self, name: str) -> list[Interval]:
+        """When anything of this name was done."""
+        return merged((span.start_us, end_us(span)) for span in self._evidence.spans if span.name == name)
+
+    def _share_at_work(self, stage: str, blamed: Sequence[Interval]) -> float:
+        at_work_us = sum(length_us(_inside(self._at_work.get(stage, []), interval)) for interval in blamed)
+        return at_work_us / max(length_us(blamed), 1)
+
+
+def _waits_of(work: Sequence[Span], waits: Sequence[Span]) -> dict[Span, Span]:
+    """The host's wait for the batch of each training span: both follow in the same order.
+
+    A trace still being written ends in waits ahead of the device; one that overflowed lost its first waits.
+    """
+    trained = [span for span in work if span.name == "train"]
+    waits = sorted(waits, key=lambda wait: wait.start_us)
+    if len(waits) > len(trained):
+        return dict(zip(trained, waits, strict=False))
+    return dict(zip(reversed(trained), reversed(waits), strict=False))
+
+
+def _inside(intervals: Sequence[Interval], bounds: Interval) -> list[Interval]:
+    """The parts of sorted, separate intervals that lie inside of bounds."""
+    return list(_clipped(intervals, bounds))
+
+
+def _clipped(intervals: Sequence[Interval], bounds: Interval) -> Iterator[Interval]:
+    for place in range(max(bisect_right(intervals, bounds) - 1, 0), len(intervals)):
+        start, end = intervals[place]
+        if start >= bounds[1]:
+            return
+        if end > bounds[0]:
+            yield max(start, bounds[0]), min(end, bounds[1])
+
+
+def _without(bounds: Interval, taken: Sequence[Interval]) -> list[Interval]:
+    """What is left of bounds outside of sorted intervals that lie inside of them."""
+    edges = [bounds[0], *(edge for interval in taken for edge in interval), bounds[1]]
+    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]

@@ -1,0 +1,224 @@
+"""What the driver says of each GPU: utilisation, memory, power, clocks, PCIe traffic, temperature, throttling.
+
+A background thread asks NVML and keeps the latest readings. What a card or driver does not tell is absent, never
+zero; without a driver there are no readings and the sampler says why. GPUs go by PyTorch's numbers, which
+CUDA_VISIBLE_DEVICES and CUDA's own order may make differ from the driver's. Knows neither roles nor conclusions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from myxtts.observe.trace import now_us
+
+PCIE_EVERY = 10
+"""Readings between two of PCIe traffic: the driver counts it for 20 ms and lets the caller wait, twice per GPU."""
+THROTTLES = {
+    0x02: "clocks set by the user",
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+"""Why clocks are lower than they could be; idleness is no reason to worry and left out."""
+
+
+class Reading(NamedTuple):
+    """One GPU at one moment; None is what nobody told."""
+
+    at_us: int
+    """On the clock of the spans."""
+    gpu: int
+    """PyTorch's number."""
+    utilisation: float | None = None
+    """Share of the driver's last sample period (up to a second) in which any kernel ran, however small."""
+    memory_used_mb: float | None = None
+    """By all processes."""
+    memory_total_mb: float | None = None
+    power_w: float | None = None
+    sm_clock_mhz: float | None = None
+    temperature_c: float | None = None
+    pcie_rx_mb_s: float | None = None
+    pcie_tx_mb_s: float | None = None
+    throttled_by: tuple[str, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+class Sampler:
+    """Takes readings of some GPUs until it is stopped, at most the latest `limit`. A context manager.
+
+    `nvml` is the module to ask in place of pynvml; `uuids` names PyTorch's GPUs in their order. To look at a GPU
+    creates no CUDA context on it: a process that only watches takes no memory there.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        period_s: float = 0.1,
+        *,
+        limit: int = 40_000,
+        nvml: Any = None,
+        environment: Mapping[str, str] | None = None,
+        uuids: Sequence[str] | None = None,
+    ) -> None:
+        self.reason = ""
+        """Why GPUs are missing among the readings."""
+        self._period_s = period_s
+        self._samples: deque[Reading] = deque(maxlen=limit)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._handles: dict[int, Any] = {}
+        self._nvml = self._open(nvml)
+        if self._nvml is not None:
+            visible = _visible(self._nvml, os.environ if environment is None else environment, uuids)
+            self._handles = {index: visible[index] for index in indices if visible.get(index) is not None}
+            absent = [str(index) for index in indices if index not in self._handles]
+            if absent:
+                self.reason = f"the driver shows no GPU {', '.join(absent)} to this process"
+
+    @property
+    def available(self) -> bool:
+        """Whether there is a GPU to read; `reason` says why not."""
+        return bool(self._handles)
+
+    def start(self) -> None:
+        """Begin, or go on after `stop`; does nothing where there is nothing to read."""
+        if self._thread is None and self.available:
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; the readings stay."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+
+    def close(self) -> None:
+        """Stop and let go of the driver; may be called again."""
+        self.stop()
+        if self._nvml is not None:
+            _ask(self._nvml, self._nvml.nvmlShutdown)
+        self._nvml, self._handles = None, {}
+
+    def read(self, *, pcie: bool = True) -> list[Reading]:
+        """A reading of each GPU, now, on the calling thread; they are not kept."""
+        return [_read(self._nvml, handle, index, pcie) for index, handle in self._handles.items()]
+
+    def samples(self) -> list[Reading]:
+        """The readings kept so far, oldest first."""
+        with self._lock:
+            return list(self._samples)
+
+    def __enter__(self) -> Sampler:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, nvml: Any) -> Any:
+        if nvml is None:
+            try:
+                nvml = importlib.import_module("pynvml")
+            except ImportError:
+                self.reason = "nvidia-ml-py is not installed: pip install nvidia-ml-py"
+                return None
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            self.reason = f"no NVIDIA driver answers ({error})"
+            return None
+        return nvml
+
+    def _run(self) -> None:
+        count = 0
+        while True:
+            readings = self.read(pcie=count % PCIE_EVERY == 0)
+            with self._lock:
+                self._samples.extend(readings)
+            count += 1
+            if self._ended.wait(self._period_s):
+                return
+
+
+def _ask(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
+    """The driver's answer, or None if it gives none."""
+    try:
+        return question(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+def _read(nvml: Any, handle: Any, index: int, pcie: bool) -> Reading:
+    rates = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    power_mw = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
+    # Newer drivers call it event reasons; all of them still answer to this name.
+    reasons = _ask(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+    counters = (nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES)
+    traffic = [
+        _ask(nvml, nvml.nvmlDeviceGetPcieThroughput, handle, counter) if pcie else None for counter in counters
+    ]
+    return Reading(
+        at_us=now_us(),
+        gpu=index,
+        utilisation=None if rates is None else rates.gpu / 100,
+        memory_used_mb=None if memory is None else memory.used / 2**20,
+        memory_total_mb=None if memory is None else memory.total / 2**20,
+        power_w=None if power_mw is None else power_mw / 1000,
+        sm_clock_mhz=_ask(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        temperature_c=_ask(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        pcie_rx_mb_s=None if traffic[0] is None else traffic[0] / 1024,
+        pcie_tx_mb_s=None if traffic[1] is None else traffic[1] / 1024,
+        throttled_by=None if reasons is None else tuple(name for bit, name in THROTTLES.items() if reasons & bit),
+    )
+
+
+def _visible(nvml: Any, environment: Mapping[str, str], uuids: Sequence[str] | None) -> dict[int, Any]:
+    """The driver's handles by PyTorch's numbers: by UUID if PyTorch has looked already, else as CUDA counts."""
+    count = _ask(nvml, nvml.nvmlDeviceGetCount) or 0
+    handles = [_ask(nvml, nvml.nvmlDeviceGetHandleByIndex, number) for number in range(count)]
+    names = [_bare(_ask(nvml, nvml.nvmlDeviceGetUUID, handle) if handle is not None else "") for handle in handles]
+    uuids = _torch_uuids() if uuids is None else uuids
+    if uuids:
+        by_name = dict(zip(names, handles, strict=True))
+        return {index: by_name.get(_bare(uuid)) for index, uuid in enumerate(uuids)}
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return dict(enumerate(handles))
+    visible: dict[int, Any] = {}
+    for entry in (entry.strip() for entry in listed.split(",")):
+        if entry.isdecimal():
+            numbers = [int(entry)] if int(entry) < count else []
+        else:
+            numbers = [number for number, name in enumerate(names) if entry and name.startswith(_bare(entry))]
+        if len(numbers) != 1 or entry.startswith("MIG-"):
+            break  # CUDA ignores an entry that it does not know, and all that follow
+        visible[len(visible)] = handles[numbers[0]]
+    return visible
+
+
+def _bare(uuid: str | None) -> str:
+    """The driver writes GPU- in front, PyTorch does not."""
+    return (uuid or "").removeprefix("GPU-").lower()
+
+
+def _torch_uuids() -> list[str]:
+    """Of the GPUs that PyTorch sees, if it has begun to use them; asking earlier would begin it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return []
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

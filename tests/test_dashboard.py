@@ -1,0 +1,217 @@
+"""The live view: what it draws from reports and readings, how it follows a file, and what it does unwatched."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from myxtts.observe import dashboard
+from myxtts.observe.dashboard import MetricsTail, render, sparkline, watch
+from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, read_metrics
+
+REPORT = StepReport(
+    stage="gpt",
+    step=250,
+    total_steps=1000,
+    epoch=3,
+    losses={"total": 3.412, "text_loss": 4.1},
+    lr=1.2e-4,
+    grad_norm={"model": 0.8},
+    clips_per_s=512.3,
+    step_ms=107.24,
+    step_cv=0.02,
+    idle_share=0.003,
+    ahead=34,
+    rings={"host": (8, 16), "device": (0, 2), "model": (3, 3)},
+    memory_mb={"data": 2048.0, "model": 12288.0},
+    skipped=0,
+    eta_s=754.0,
+    elapsed_s=60.0,
+)
+READING = {
+    "gpu": 0,
+    "utilisation": 0.5,
+    "memory_used_mb": 10240.0,
+    "memory_total_mb": 81920.0,
+    "power_w": 412.0,
+    "temperature_c": 61,
+    "throttled_by": [],
+}
+
+
+def record(report: StepReport = REPORT, **values: Any) -> dict[str, Any]:
+    return {"kind": "step", **vars(replace(report, **values)), "written_at": 1000.0}
+
+
+def validation(step: int, loss: float) -> dict[str, Any]:
+    return {"kind": "validation", "stage": "gpt", "step": step, "losses": {"total": loss}, "is_best": True}
+
+
+def drawn(*reports: dict[str, Any], readings: Any = (), width: int = 100, **options: Any) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width, highlight=False).print(render(reports, readings, width, **options))
+    return file.getvalue()
+
+
+def line_of(text: str, label: str) -> str:
+    return next(line for line in text.splitlines() if line.lstrip("│ ").startswith(label))
+
+
+def test_the_state_of_a_training_is_seen_at_a_glance() -> None:
+    before = [record(stage="dvae", step=300, total_steps=300), record(step=240, losses={"total": 5.0})]
+    text = drawn(*before, validation(200, 3.3), validation(240, 3.6), record(), title="my-voice")
+    assert "my-voice" in text
+    assert "dvae 300/300  gpt 250/1,000" in line_of(text, "stages")
+    for part in ("██████░░░", "25 %", "epoch 3", "ETA 12 min"):
+        assert part in line_of(text, "progress")
+    assert "█▁" in line_of(text, "loss") and "3.41  text_loss 4.1" in line_of(text, "loss")
+    assert "3.6 at step 240, best 3.3 at step 200" in line_of(text, "validation")
+    assert "512" in line_of(text, "clips/s")
+    assert "107 ms  varies 2.0 %  model waits 0.3 %" in line_of(text, "step time")
+    assert "data 2 GB  model 12 GB" in line_of(text, "memory")
+
+
+def test_rings_are_bars_as_full_as_they_are() -> None:
+    text = drawn(record(rings={"host": (8, 16), "device": (0, 2), "model": (3, 3), "keep": (1, 4)}))
+    fills = [line_of(text, f"ring {name}").count("█") for name in ("host", "device", "model")]
+    assert fills[0] * 2 == pytest.approx(fills[2], abs=1) and fills[1] == 0 and fills[2] > 8
+    assert "8/16 ready" in text and "1/4 to be kept" in text
+
+
+def test_each_gpu_has_a_line_and_what_is_not_told_is_not_shown() -> None:
+    other = {"gpu": 1, "utilisation": None, "memory_used_mb": None, "throttled_by": ["power cap"]}
+    earlier = {**READING, "utilisation": 0.1, "pcie_rx_mb_s": 900.0}
+    text = drawn(record(), readings=[earlier, other, READING], width=140)
+    for part in ("50.0 %", "10/80 GB", "412 W", "61 °C", "PCIe in 900 MB/s"):
+        assert part in line_of(text, "GPU 0")
+    second = line_of(text, "GPU 1")
+    assert "throttled: power cap" in second and "– " in second
+    assert not any(part in second for part in ("GB", " W", "°C", "PCIe", "0.0 %"))
+    assert "GPU" not in drawn(record())
+
+
+def test_gpus_are_shown_before_the_first_report() -> None:
+    text = drawn(readings=[READING])
+    assert "Waiting for the first report." in text and "412 W" in text
+
+
+def test_warnings_stand_below_with_what_to_do() -> None:
+    empty = {"host": (0, 16), "device": (0, 2), "model": (0, 3)}
+    starved = drawn(*(record(step=step, rings=empty, idle_share=0.3) for step in range(20)))
+    assert "WARNING" in starved and "--num-workers" in starved
+    assert "WARNING" not in drawn(*(record(step=step) for step in range(20)))
+
+
+@pytest.mark.parametrize("width", [40, 72, 160])
+def test_nothing_is_wider_than_the_terminal(width: int) -> None:
+    text = drawn(record(), validation(200, 3.3), readings=[READING], width=width)
+    assert {len(line) for line in text.splitlines()} == {width}
+
+
+def test_numbers_that_are_missing_are_dashes() -> None:
+    text = drawn(
+        record(losses={"total": math.nan}, clips_per_s=math.nan, step_ms=None, eta_s=None, total_steps=None)
+    )
+    assert "–" in line_of(text, "loss") and "–" in line_of(text, "clips/s") and "ETA" not in text
+    assert "step 250" in line_of(text, "progress") and "nan" not in text
+
+
+def test_names_from_files_are_no_markup() -> None:
+    rings = {"[red]x[/red]": (1, 2)}
+    text = drawn(record(stage="[b]gpt", rings=rings, memory_mb={"[i]": 1.0}), title="[/b]run")
+    for part in ("[b]gpt", "ring [red]x[/red]", "[i] ", "[/b]run"):
+        assert part in text
+
+
+def test_a_long_silence_is_mentioned_until_the_training_is_done() -> None:
+    assert "Nothing was reported for 5 min" in drawn(record(), now=1300.0)
+    assert "Nothing was reported" not in drawn(record(), now=1030.0)
+    assert "Nothing was reported" not in drawn(record(step=1000), now=1300.0)
+
+
+def test_a_sparkline_shows_the_course_and_leaves_out_what_is_unknown() -> None:
+    assert sparkline(np.array([1.0, 2.0, math.nan, 8.0]), 10) == "▁▂ █"
+    assert sparkline(np.arange(800.0), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline(np.array([math.nan]), 10) == "" == sparkline(np.array([]), 10)
+    assert sparkline(np.array([3.0, 3.0]), 10) == "▁▁"
+
+
+def test_the_tail_of_a_file_says_what_reading_all_of_it_says(tmp_path: Path) -> None:
+    log, tail = MetricsLog(tmp_path), MetricsTail(tmp_path / "metrics.jsonl")
+    assert tail.read() == []
+    for step in (100, 200, 300):
+        log.step(replace(REPORT, step=step))
+        assert tail.read() == read_metrics(log.path)
+    log.validation(ValidationReport("gpt", 300, {"total": 3.0}, is_best=True))
+    log.begin("gpt", 150)  # continued from an older checkpoint: what came later holds no longer
+    log.step(replace(REPORT, step=200, losses={"total": 1.0}))
+    log.close()
+    assert [kept["step"] for kept in tail.read()] == [100, 200]
+    assert tail.read() == read_metrics(log.path)
+
+
+def test_a_line_counts_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = json.dumps(record(step=7)).encode()
+    tail = MetricsTail(path)
+    for end, found in ((20, 0), (len(line), 0), (len(line) + 1, 1)):
+        path.write_bytes((line + b"\n")[:end])
+        assert len(tail.read()) == found
+    path.write_bytes(b"garbage\n" + line + b"\n" + line.replace(b"7", b"8") + b"\n")
+    assert len(MetricsTail(path).read()) == 2
+    path.write_bytes(line[:9])
+    assert tail.read() == [], "another run began in the same place"
+
+
+def test_a_long_run_is_followed_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "MOST_KEPT", 10)
+    lines = [validation(1, 2.0), *({"kind": "step", "stage": "gpt", "step": step} for step in range(50))]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    kept = MetricsTail(tmp_path / "metrics.jsonl").read()
+    assert kept[0]["kind"] == "validation" and [line["step"] for line in kept[1:]] == list(range(40, 50))
+
+
+def test_without_a_terminal_the_state_is_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(record())}\n")
+    file = io.StringIO()
+    watch(tmp_path, threading.Event(), console=Console(file=file, width=100))
+    assert file.getvalue().count("512") == 1 and tmp_path.name in file.getvalue()
+
+
+def test_on_a_terminal_the_view_follows_the_run_until_it_is_told_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "PERIOD_S", 0.01)
+    path, stop, file = tmp_path / "metrics.jsonl", threading.Event(), io.StringIO()
+    calls = []
+
+    def readings() -> list[dict[str, Any]]:
+        calls.append(1)
+        if len(calls) == 3:
+            path.write_text(f"{json.dumps(record(clips_per_s=777.0))}\n")
+        if len(calls) == 6:
+            stop.set()
+        return [READING]
+
+    watch(tmp_path, stop, readings, Console(file=file, width=100, force_terminal=True))
+    shown = file.getvalue()
+    assert shown.index("Waiting for the first report.") < shown.index("777")
+    assert "412 W" in shown and len(calls) >= 6
+
+
+def test_an_interrupt_ends_the_view_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: float) -> bool:
+        raise KeyboardInterrupt
+
+    stop = threading.Event()
+    monkeypatch.setattr(stop, "wait", interrupted)
+    watch(tmp_path, stop, console=Console(file=io.StringIO(), width=100, force_terminal=True))
