@@ -19,6 +19,7 @@ from myxtts import __version__
 from myxtts.config import DataSettings
 from myxtts.errors import ConfigError, MyXTTSError
 from myxtts.settings import PREPARE_KEYS, Loaded, add_flags, flags_of, load
+from myxtts.speak_command import add_speak
 
 if TYPE_CHECKING:
     from myxtts.text.tokenizer import Tokenizer
@@ -94,9 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_vocabulary_action(extend)
 
+    add_speak(commands)
+
     about = "write a folder that coqui-tts and the tools built on it load"
     export = commands.add_parser("export", help=about, description=about, allow_abbrev=False)
-    export.add_argument("source", type=Path, metavar="FOLDER", help="a folder of XTTS weights")
+    export.add_argument("source", type=Path, metavar="FOLDER", help="a run, or a folder of XTTS weights")
     export.add_argument("--to", choices=["coqui"], default="coqui", help="the form to write [default: coqui]")
     export.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
     export.add_argument(
@@ -252,6 +255,7 @@ def _vocabulary(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    from myxtts.assembly.folder import RunFolder
     from myxtts.text.tokenizer import Tokenizer
     from myxtts.weights import load_folder, save_folder
 
@@ -260,6 +264,13 @@ def _export(options: argparse.Namespace) -> int:
     if options.out.resolve() == options.source.resolve():
         raise ConfigError(f"--out {options.out} is the folder that is read; name another one")
     larger = Tokenizer.load(options.tokenizer) if options.tokenizer else None
+    run = RunFolder(options.source)
+    if run.exists:
+        if larger is not None:
+            raise ConfigError("--tokenizer grows a folder of weights; the vocabulary of a run is its own")
+        save_folder(options.out, run.load_model(), run.vocabulary())
+        print(f"{options.out}: {run.dims().gpt.text_tokens} text tokens")
+        return 0
     loaded = load_folder(options.source, larger)
     save_folder(options.out, loaded.model, loaded.vocabulary)
     fresh = f", fresh weights for {', '.join(loaded.fresh_parts)}" if loaded.fresh_parts else ""

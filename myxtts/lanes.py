@@ -71,19 +71,17 @@ class Captured(Generic[Result]):
     """
 
     def __init__(self, work: Callable[[], Result], lane: Lane, pool: Any = None) -> None:
-        assert lane.stream is not None
         random_state = torch.cuda.get_rng_state(lane.device)
+        # A stream of its own: what other threads put into the lane meanwhile must not become part of the graph.
+        private = torch.cuda.Stream(lane.device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(lane.device):
             torch.cuda.synchronize()
-            with lane.use():
+            with torch.cuda.stream(private):
                 for _ in range(WARM_UPS):
                     work()
             torch.cuda.synchronize()
             self._graph = torch.cuda.CUDAGraph()
-            capture = torch.cuda.graph(
-                self._graph, pool=pool, stream=lane.stream, capture_error_mode="thread_local"
-            )
-            with capture:
+            with torch.cuda.graph(self._graph, pool=pool, stream=private, capture_error_mode="thread_local"):
                 self.result = work()
         torch.cuda.set_rng_state(random_state, lane.device)
 

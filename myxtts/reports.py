@@ -45,7 +45,7 @@ class TrainingReports:
         if picture.dim() == 1:
             self._log.code_usage(picture.numpy(), step)
         else:
-            self._log.image(name, picture.flip(0).numpy(), step)
+            self._log.image(name, picture.numpy(), step)
 
     def close(self) -> None:
         """Leave a page about the run behind."""

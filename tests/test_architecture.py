@@ -19,7 +19,7 @@ LAYERS = [
     {"pipeline", "training", "synthesis"},
     {"assembly"},
     {"tools"},
-    {"cli", "reports", "screens", "findings_screen", "tool_screens"},
+    {"cli", "reports", "screens", "findings_screen", "tool_screens", "tool_commands", "speak_command"},
 ]
 """From the bottom up. A module imports from lower layers, and within its own package."""
 SAME_LAYER = {
@@ -30,7 +30,11 @@ SAME_LAYER = {
     ("cli", "reports"),
     ("reports", "screens"),
     ("cli", "findings_screen"),
-    ("cli", "tool_screens"),
+    ("cli", "tool_commands"),
+    ("cli", "speak_command"),
+    ("tool_commands", "tool_screens"),
+    ("tool_commands", "screens"),
+    ("speak_command", "screens"),
 }
 """Imports inside a layer that are meant: the machinery of settings reads their declaration."""
 ONLY_IMPORTS = {"model": {"config"}, "observe": {"config"}}

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from myxtts.data import codes as codes_module
-from myxtts.data.cache import STORES_KEPT
-from myxtts.data.codes import CodesCache
+from myxtts.data.codes import FOLDERS_KEPT, CodesCache
 
 LENGTHS = (5, 140, 0, 33, 1)
 WIDTH = 150
@@ -280,7 +279,7 @@ def test_folders_used_last_and_those_in_use_are_kept(tmp_path: Path) -> None:
         return made
 
     caches: list[CodesCache] = []
-    in_use, *unused = [folder_of(number) for number in range(STORES_KEPT)]
+    in_use, *unused = [folder_of(number) for number in range(FOLDERS_KEPT)]
     for cache in caches[1:]:
         cache.close()
     newest = folder_of(90), folder_of(91)
@@ -296,7 +295,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from myxtts.data.codes import CodesCache
+from myxtts.data.codes import FOLDERS_KEPT, CodesCache
 
 root, rank, clips = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 lengths = np.arange(clips) % 90 + 1
@@ -480,7 +479,7 @@ FILL_DISK = """
 import sys
 from pathlib import Path
 import numpy as np
-from myxtts.data.codes import CodesCache
+from myxtts.data.codes import FOLDERS_KEPT, CodesCache
 
 lengths = np.full(64, 20_000)
 cache = CodesCache.open(Path(sys.argv[1]), np.arange(64, dtype=np.uint64) + 1, lengths, "weights")

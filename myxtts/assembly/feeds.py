@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
 import xxhash
 from torch import nn
 
@@ -13,7 +14,7 @@ from myxtts.data.batches import Batches, Cursor, packed_tokens
 from myxtts.data.clips import ClipSet, Prepared
 from myxtts.data.codes import CodesCache
 from myxtts.data.gather import Gatherer, num_codes_of
-from myxtts.devices import Plan
+from myxtts.devices import Plan, explain_out_of_memory
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import OFF, Trace
 from myxtts.pipeline.buffers import Depths, choose_depths
@@ -21,6 +22,8 @@ from myxtts.pipeline.feed import Feed, Lanes
 from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, GptFrontend
 
 VALIDATION_DEPTHS = Depths(host=2, model=3, gatherers=1)
+ENCODE_VERSION = 2
+"""Raise it whenever mels or codes of the same clip change: codes made before are then not read."""
 _Frontend = GptFrontend | DvaeFrontend | DecoderFrontend
 
 
@@ -91,12 +94,15 @@ class FeedMaker:
             frontend = GptFrontend(self.model, self.data, gatherer.frame_budget, autocast)
         else:
             frontend = DecoderFrontend(self.model, self.data, gatherer.frame_budget, autocast)
-        return frontend.to(self.plan.data).eval()
+        try:
+            return frontend.to(self.plan.data).eval()
+        except torch.OutOfMemoryError as error:
+            raise explain_out_of_memory(self.plan, error, "data", "loading the frozen networks") from error
 
 
-def dvae_key(model: XTTS) -> str:
+def dvae_key(model: XTTS, autocast: bool = False) -> str:
     """Names the codes that this DVAE makes: a hash of everything they depend on."""
-    hasher = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128(f"{ENCODE_VERSION} {'bf16' if autocast else 'fp32'}".encode())
     for module in (model.dvae.encoder, model.dvae.codebook):
         _add(hasher, module)
     hasher.update(model.mel_stats.detach().cpu().numpy().tobytes())

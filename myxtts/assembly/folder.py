@@ -1,7 +1,7 @@
 """The weights of a run: where it started, what each stage has trained since, and the model they make together.
 
     DIR/base.safetensors     initial weights of whatever no stage of the run trains in full
-    DIR/model.json           sizes of the network, and which stages train all of their part
+    DIR/model.json           sizes of the network, and what the run was started with
     DIR/vocab.json           the vocabulary, pinned: a corpus that grows later does not change it
     DIR/<stage>/step-*/      checkpoints (see `run`): what that stage trains
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,8 +64,10 @@ class RunFolder:
     def checkpoints(self, stage: str) -> Checkpoints:
         return Checkpoints(self.folder / stage, self._keep)
 
-    def start(self, model: XTTS, vocabulary: Tokenizer, trained_in_full: Collection[str]) -> None:
-        """Write what every later look at the run needs."""
+    def start(
+        self, model: XTTS, vocabulary: Tokenizer, trained_in_full: Collection[str], facts: Mapping[str, Any]
+    ) -> None:
+        """Write what every later look at the run needs; `facts` are what it was started with."""
         self.folder.mkdir(parents=True, exist_ok=True)
         dropped = tuple(prefix for stage in trained_in_full for prefix in PREFIXES[stage])
         state = {
@@ -74,7 +77,7 @@ class RunFolder:
         }
         write_tensors(self.folder / BASE_FILE, state)
         vocabulary.save(self.vocabulary_file)
-        text = json.dumps({"dims": model.dims.to_dict()}, indent=2)
+        text = json.dumps({"dims": model.dims.to_dict(), "started_with": dict(facts)}, indent=2)
         write_atomically(self.folder / DIMS_FILE, lambda path: _write_text(path, text))
 
     def reset(self) -> Path | None:
@@ -83,7 +86,8 @@ class RunFolder:
         present = [path for name in (*STAGES, *files) if (path := self.folder / name).exists()]
         if not present:
             return None
-        number = 1 + sum(1 for _ in self.folder.glob("before-reset-*"))
+        numbers = [path.name.removeprefix("before-reset-") for path in self.folder.glob("before-reset-*")]
+        number = 1 + max((int(number) for number in numbers if number.isdigit()), default=0)
         aside = self.folder / f"before-reset-{number}"
         aside.mkdir(parents=True)
         for path in present:
@@ -91,10 +95,20 @@ class RunFolder:
         return aside
 
     def dims(self) -> XTTSDims:
+        try:
+            return XTTSDims.from_dict(self._description()["dims"])
+        except (KeyError, TypeError) as error:
+            raise UnreadableWeights(f"{self.folder} is no run of MyXTTS: {DIMS_FILE}: {error}") from None
+
+    def started_with(self) -> dict[str, Any]:
+        """What `start` was told."""
+        return dict(self._description().get("started_with", {}))
+
+    def _description(self) -> dict[str, Any]:
         path = self.folder / DIMS_FILE
         try:
-            return XTTSDims.from_dict(json.loads(path.read_text(encoding="utf-8"))["dims"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
             raise UnreadableWeights(f"{self.folder} is no run of MyXTTS: {path.name}: {error}") from None
 
     def vocabulary(self) -> Tokenizer:
@@ -111,9 +125,11 @@ class RunFolder:
         adapters: dict[str, Tensor] = {}
         rank = 0
         for stage in STAGES:
-            loaded = None if stage in without else self.checkpoints(stage).newest(optimizer=True)
+            loaded = None if stage in without else self.checkpoints(stage).newest(optimizer=False)
             if loaded is None:
                 continue
+            if loaded.state["notes"]["identity"].get("training.ema_decay"):
+                loaded = self.checkpoints(stage).load(loaded.step)
             averaged = {name.removeprefix("ema."): value for name, value in loaded.optimizer.items()}
             weights = averaged_weights(stage, loaded.weights, averaged)
             rank = int(loaded.state["notes"].get("lora_rank", 0)) if stage == "gpt" else rank
@@ -123,7 +139,17 @@ class RunFolder:
             model = XTTS(dims)
         if fresh is not None:
             state = {**{name: value for name, value in fresh.state_dict().items() if name not in state}, **state}
-        load_state(model, state, str(self.folder))
+        absent = set(load_state(model, state, str(self.folder))) - {"mel_stats"}
+        missing = [
+            stage
+            for stage in STAGES
+            if stage not in without and any(part.startswith(tuple(PREFIXES[stage])) for part in _dotted(absent))
+        ]
+        if missing:
+            raise UnreadableWeights(
+                f"The run in {self.folder} has not trained {', '.join(missing)} yet: there are no weights of it.\n"
+                f"Train it first: --stages {','.join(missing)}"
+            )
         if adapters:
             add_adapters(model.gpt, rank)
             model.load_state_dict(adapters, strict=False)
@@ -170,6 +196,10 @@ def _check_size(settings: Settings, model: XTTS) -> None:
             f"The weights in {settings.training.init_from} are of size {found[0] if found else 'unknown'}, and "
             f"--model-size is {settings.model.size}; give --model-size {found[0] if found else 'normal'}"
         )
+
+
+def _dotted(parts: Collection[str]) -> list[str]:
+    return [f"{part}." for part in parts]
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -1,7 +1,7 @@
 """The user's own configuration trained for a few steps in memory: what profiling and tuning measure.
 
-The same corpus, feed, recipe and step that training uses, with fresh weights (or those of `init_from`) and nothing
-saved. One rehearsal may be measured several times: with the real feed, and with one batch replayed, which is what
+The same corpus, feed, recipe and step that training uses, with fresh weights (or those of `init_from`); nothing is
+saved but codes. One rehearsal may be measured several times: with the real feed, and with one batch replayed: what
 a perfect feed would give.
 """
 
@@ -15,16 +15,15 @@ import torch
 
 from myxtts.assembly.folder import RunFolder, initial_model
 from myxtts.assembly.session import NoReports
-from myxtts.assembly.stage import StageTask, feed_maker, make_optimizer, make_recipe
+from myxtts.assembly.stage import StageTask, feed_maker, set_up
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import Prepared
 from myxtts.devices import Plan, apply_caps, explain_out_of_memory, make_plan, peak_memory_mb
-from myxtts.model.lora import store_frozen_in_bf16
 from myxtts.observe.steps import StepClock, StepTime
 from myxtts.observe.trace import OFF, Counter, Span, Trace
 from myxtts.pipeline.feed import Feed
 from myxtts.settings import Loaded
-from myxtts.training.step import Step, choose_mode
+from myxtts.training.step import Step
 
 WARM_UP_STEPS = 5
 """Steps before the measured ones: compiling, capturing, filling the buffers."""
@@ -68,20 +67,10 @@ class Rehearsal:
             identity={},
             fine_tuning=settings.training.init_from is not None,
         )
-        model = initial_model(settings, prepared.tokenizer).eval().requires_grad_(False)
-        recipe = make_recipe(self._task, model)
-        mode = choose_mode(
-            settings.training,
-            mixed_precision=settings.data.mixed_precision,
-            static_shapes=settings.data.pad_to_fixed_length,
-            on_gpu=self.plan.model.type == "cuda",
-            world_size=1,
-        )
-        if stage == "gpt" and settings.model.lora_rank and mode.autocast:
-            store_frozen_in_bf16(model.gpt)
-        recipe.to(self.plan.model).train()
+        torch._dynamo.reset()  # another rehearsal may have compiled the same code for other shapes
+        model = initial_model(settings, prepared.tokenizer)
+        recipe, optimizer, mode = set_up(self._task, model, None, total=10**6)
         self.maker = feed_maker(self._task, model)
-        optimizer = make_optimizer(self._task, recipe, total=10**6)
         assert self.maker.lanes is not None
         self.lane = self.maker.lanes.model
         self.step = Step(recipe, optimizer, mode, self.lane)

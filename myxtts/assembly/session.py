@@ -6,9 +6,11 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,16 +19,19 @@ from torch import Tensor
 
 from myxtts.assembly.folder import RunFolder, initial_model
 from myxtts.assembly.stage import StageTask, train_stage
-from myxtts.config import STAGES, Settings
+from myxtts.checkpoint import write_atomically
+from myxtts.config import SAMPLE_RATE, STAGES, Settings
 from myxtts.data.clips import Prepared
 from myxtts.data.fill import Progress
 from myxtts.data.prepare import prepare
 from myxtts.devices import Machine, Plan, announcements, apply_caps, make_plan
+from myxtts.errors import MyXTTSError
 from myxtts.host import usable_cores
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import OFF, Trace
-from myxtts.run import lock
+from myxtts.run import lock, require_same
 from myxtts.settings import Loaded, presets, to_yaml
+from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.trainer import Reporter, State
 
 _log = logging.getLogger(__name__)
@@ -50,15 +55,16 @@ def train(
             held.enter_context(lock(folder.folder))
         held.enter_context(_process_group(plan))
         apply_caps(plan)
-        if settings.training.reset_training:
-            _reset(folder, plan, speak)
-        prepared = _prepare(settings, folder, plan, progress)
+        has_begun = folder.has_begun and not settings.training.reset_training
+        if has_begun:
+            settings = _as_started(settings, folder)
+        prepared = _prepare(settings, folder if has_begun else None, plan, progress)
         if plan.rank == 0:
             show_corpus(prepared)
         for line in [*announcements(plan, settings.data.pipeline_buffer_size), *_hints(settings, prepared, plan)]:
             speak(line)
         stages = settings.training.stages or (STAGES if settings.training.init_from is None else ("gpt",))
-        fresh = _start(settings, folder, prepared, plan, stages)
+        fresh = _start(settings, folder, prepared, plan, stages, has_begun, speak)
         stop = held.enter_context(_StopRequest(plan))  # before, there is no step to finish and nothing to save
         asked = frozenset(key for key in loaded.origin if loaded.is_set(key))
         states: dict[str, State] = {}
@@ -75,6 +81,7 @@ def train(
                 say=speak,
                 identity=identity(settings, prepared, plan),
                 fine_tuning=settings.training.init_from is not None,
+                has_grown_vocabulary=bool(folder.started_with().get("has_grown_vocabulary")),
                 trace=trace,
             )
             speak(f"Stage {stage}")
@@ -103,17 +110,30 @@ def identity(settings: Settings, prepared: Prepared, plan: Plan) -> dict[str, An
         "training.seed": training.seed,
         "training.ema_decay": training.ema_decay,
         "training clips": len(prepared.train),
-        "seconds of training clips": round(float(prepared.train.num_samples.sum()) / 22050, 1),
+        "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
         "vocabulary": prepared.tokenizer.fingerprint,
         "processes": plan.world_size,
     }
 
 
-def _prepare(settings: Settings, folder: RunFolder, plan: Plan, progress: Progress) -> Prepared:
+def _as_started(settings: Settings, folder: RunFolder) -> Settings:
+    """Settings of a run that is continued: where it came from is not asked again, and may not be changed."""
+    facts, training = folder.started_with(), settings.training
+    source = facts.get("training.init_from")
+    given = source if training.init_from is None else str(training.init_from)
+    now = {"training.init_from": given, "model.size": settings.model.size}
+    require_same(folder.folder, {name: facts.get(name) for name in now}, now)
+    if settings.data.tokenizer is not None:
+        named, pinned = Tokenizer.load(settings.data.tokenizer), folder.vocabulary()
+        require_same(folder.folder, {"vocabulary": pinned.fingerprint}, {"vocabulary": named.fingerprint})
+    return replace(settings, training=replace(training, init_from=Path(source) if source else None))
+
+
+def _prepare(settings: Settings, begun: RunFolder | None, plan: Plan, progress: Progress) -> Prepared:
     """The corpus with the vocabulary of the run, once it has one; rank 0 goes first and leaves a cache behind."""
     data = settings.data
-    if folder.has_begun:
-        data = replace(data, tokenizer=folder.vocabulary_file)
+    if begun is not None:
+        data = replace(data, tokenizer=begun.vocabulary_file)
     elif data.tokenizer is None and settings.training.init_from is not None:
         data = replace(data, tokenizer=settings.training.init_from)
     prepared = prepare(data, progress) if plan.rank == 0 else None
@@ -122,40 +142,63 @@ def _prepare(settings: Settings, folder: RunFolder, plan: Plan, progress: Progre
 
 
 def _start(
-    settings: Settings, folder: RunFolder, prepared: Prepared, plan: Plan, stages: tuple[str, ...]
+    settings: Settings,
+    folder: RunFolder,
+    prepared: Prepared,
+    plan: Plan,
+    stages: tuple[str, ...],
+    has_begun: bool,
+    speak: Callable[[str], None],
 ) -> XTTS | None:
-    """The initial model; a new run's folder is made from it. None once everything is on the disk."""
+    """The initial model; a new run's folder is made from it, and only then an old one put aside.
+
+    None once everything is on the disk.
+    """
+    training = settings.training
     in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
-    saved = folder.exists and all(folder.has_checkpoint(stage) for stage in in_full)
+    saved = has_begun and all(folder.has_checkpoint(stage) for stage in in_full)
     _barrier(plan)
-    if saved:
-        return None
-    model = initial_model(settings, prepared.tokenizer)
+    model = None if saved else initial_model(settings, prepared.tokenizer)
     if plan.rank == 0:
-        if not folder.has_begun:
-            folder.start(model, prepared.tokenizer, in_full)
-        (folder.folder / "settings.yaml").write_text(to_yaml(settings), encoding="utf-8")
+        if training.reset_training and (aside := folder.reset()) is not None:
+            speak(f"Starting over; what the folder held is now in {aside}")
+        if model is not None and not has_begun:
+            source = training.init_from
+            facts = {
+                "training.init_from": None if source is None else str(source),
+                "model.size": settings.model.size,
+                "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
+            }
+            folder.start(model, prepared.tokenizer, in_full, facts)
+        if "gpt" in stages and "dvae" not in stages and training.init_from is None and not has_begun:
+            speak("Hint: stage gpt without a trained DVAE learns the codes of a random one; train dvae before it")
+        again = replace(settings, training=replace(training, reset_training=False))
+        text = to_yaml(again)
+        write_atomically(folder.folder / "settings.yaml", lambda path: _write(path, text))
     _barrier(plan)
     return model
 
 
-def _reset(folder: RunFolder, plan: Plan, speak: Callable[[str], None]) -> None:
-    if plan.rank == 0:
-        aside = folder.reset()
-        if aside is not None:
-            speak(f"Starting over; what the folder held is now in {aside}")
-    _barrier(plan)
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _num_tokens(source: Path) -> int:
+    try:
+        return int(Tokenizer.load(source).num_tokens)
+    except MyXTTSError:  # weights without a vocabulary of their own: the one named is theirs
+        return sys.maxsize
 
 
 def _hints(settings: Settings, prepared: Prepared, plan: Plan) -> Iterator[str]:
     gpus = Machine.look().gpus
     memory = next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0)
-    hours = float(prepared.train.num_samples.sum()) / 22050 / 3600
+    hours = float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600
     found = presets.hints(
         settings,
-        len(gpus),
+        len(gpus) if plan.world_size == 1 else 1,
         memory,
-        len(prepared.train),
+        len(prepared.train) // plan.world_size,
         usable_cores(),
         num_val_clips=len(prepared.val),
         speech_hours=hours,
@@ -220,10 +263,8 @@ def _process_group(plan: Plan) -> Iterator[None]:
         timeout=timedelta(hours=2),  # rank 0 may decode a large corpus meanwhile
         device_id=plan.model if on_gpu else None,
     )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()  # not after an error: other processes may wait in a collective, and so would this
 
 
 def _communication_device(plan: Plan) -> torch.device:

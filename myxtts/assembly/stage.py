@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,22 +13,21 @@ from torch import Tensor
 
 from myxtts.assembly.feeds import FeedMaker, dvae_key
 from myxtts.assembly.folder import DISCRIMINATORS, PREFIXES, RunFolder
-from myxtts.config import HOP_SAMPLES, Settings
+from myxtts.assembly.validation import mel_statistics, validate
+from myxtts.checkpoint import UnreadableWeights
+from myxtts.config import STAGES, Settings
 from myxtts.data.clips import Prepared
 from myxtts.devices import Plan, explain_out_of_memory, peak_memory_mb, random_state, set_random_state
 from myxtts.model.discriminators import PERIOD_WIDTHS, RESOLUTION_WIDTH, Discriminators
 from myxtts.model.lora import adapter_state, add_adapters, store_frozen_in_bf16
-from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.trace import OFF, Trace
 from myxtts.pipeline.feed import Lanes
 from myxtts.run import Loaded, require_same
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
-from myxtts.training.step import Step, choose_mode
+from myxtts.training.step import Step, StepMode, choose_mode
 from myxtts.training.trainer import Reporter, State, Surroundings, Trainer
-
-MEL_STATISTICS_CLIPS = 256
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class StageTask:
     identity: Mapping[str, Any]
     """What must not change between the parts of a run."""
     fine_tuning: bool = False
+    has_grown_vocabulary: bool = False
     trace: Trace = OFF
 
 
@@ -59,12 +59,20 @@ def train_stage(task: StageTask, model: XTTS) -> State:
             require_same(task.folder.folder, loaded.state["notes"]["identity"], task.identity)
         state = State() if loaded is None else State.from_json(loaded.step, loaded.state)
         total = total_steps(task)
-        if state.done and state.step >= total:
+        patience = task.settings.training.early_stop
+        if state.done and (state.step >= total or 0 < patience <= state.stale_validations or _is_built_upon(task)):
             task.say(f"Stage {task.stage}: finished at step {state.step}")
             return state
         return _train(task, model, loaded, state, total)
     finally:
         checkpoints.close()
+
+
+def _is_built_upon(task: StageTask) -> bool:
+    """Whether a later stage has learnt from this one, and the user did not ask for more of it by name."""
+    later = STAGES[STAGES.index(task.stage) + 1 :]
+    named = {"training.stages", f"training.{task.stage}_steps"} & task.asked
+    return not named and any(task.folder.has_checkpoint(stage) for stage in later)
 
 
 def total_steps(task: StageTask) -> int:
@@ -78,33 +86,51 @@ def total_steps(task: StageTask) -> int:
     return steps if limit is None else min(steps, limit)
 
 
-def _train(task: StageTask, model: XTTS, loaded: Loaded | None, state: State, total: int) -> State:
+class Trained(NamedTuple):
+    """What a stage trains, on the model role's device, and how its step is run."""
+
+    recipe: Recipe
+    optimizer: Optimizer
+    mode: StepMode
+
+
+def set_up(task: StageTask, model: XTTS, loaded: Loaded | None, total: int) -> Trained:
+    """Freeze the model but for what the stage trains, and bring that to where a checkpoint left it."""
     settings, plan = task.settings, task.plan
-    training = settings.training
-    if task.stage == "dvae" and loaded is None and not task.fine_tuning:
-        model.mel_stats.copy_(mel_statistics(task))
-    model.eval().requires_grad_(False)
-    torch.manual_seed(training.seed)  # the stage starts alike, whatever this process did before
-    recipe = make_recipe(task, model)
-    if loaded is not None:
-        _load_weights(task.stage, model, recipe, loaded.weights)
     mode = choose_mode(
-        training,
+        settings.training,
         mixed_precision=settings.data.mixed_precision,
         static_shapes=settings.data.pad_to_fixed_length,
         on_gpu=plan.model.type == "cuda",
         world_size=plan.world_size,
     )
-    if task.stage == "gpt" and settings.model.lora_rank and mode.autocast:
-        store_frozen_in_bf16(model.gpt)
-    recipe.to(plan.model).train()
-    optimizer = make_optimizer(task, recipe, total)
+    model.eval().requires_grad_(False)
+    torch.manual_seed(settings.training.seed)  # the stage starts alike, whatever this process did before
+    try:
+        recipe = make_recipe(task, model)
+        if loaded is not None:
+            _load_weights(task.stage, model, recipe, loaded.weights)
+        if task.stage == "gpt" and settings.model.lora_rank and mode.autocast:
+            store_frozen_in_bf16(model.gpt)
+        recipe.to(plan.model).train()
+        optimizer = make_optimizer(task, recipe, total)
+    except torch.OutOfMemoryError as error:
+        raise explain_out_of_memory(plan, error, "model", "loading weights and optimiser") from error
     if loaded is None:
-        torch.manual_seed(training.seed + plan.rank)  # each rank drops out other activations
+        torch.manual_seed(settings.training.seed + plan.rank)  # each rank drops out other activations
     else:
         own = optimizer.state_dict()
         optimizer.load_state_dict({name: loaded.optimizer[name] for name in loaded.optimizer if name in own})
-        set_random_state(plan.model, loaded.optimizer[f"random.{plan.rank}"])
+        _continue_random(task, loaded)
+    return Trained(recipe, optimizer, mode)
+
+
+def _train(task: StageTask, model: XTTS, loaded: Loaded | None, state: State, total: int) -> State:
+    settings, plan = task.settings, task.plan
+    training = settings.training
+    if task.stage == "dvae" and loaded is None and not task.fine_tuning:
+        model.mel_stats.copy_(mel_statistics(task.prepared.train, plan.data))
+    recipe, optimizer, mode = set_up(task, model, loaded, total)
     maker = feed_maker(task, model)
     checkpoints = task.folder.checkpoints(task.stage)
     around = Surroundings(
@@ -115,7 +141,7 @@ def _train(task: StageTask, model: XTTS, loaded: Loaded | None, state: State, to
         validate=(lambda: validate(maker, recipe, settings)) if len(task.prepared.val) else None,
         notes={"identity": dict(task.identity), "lora_rank": settings.model.lora_rank},
         stop_requested=task.stop_requested,
-        stop_every=training.log_step if plan.world_size > 1 else 1,
+        stop_every=min(training.log_step, 10) if plan.world_size > 1 else 1,
         peak_memory_mb=lambda: peak_memory_mb(plan),
         is_writer=plan.rank == 0,
         trace=task.trace,
@@ -123,6 +149,10 @@ def _train(task: StageTask, model: XTTS, loaded: Loaded | None, state: State, to
     accumulate = training.gradient_accumulation_steps
     try:
         with maker.training(state.cursor, accumulate, task.trace) as feed:
+            task.say(
+                f"Buffers: {feed.host_ring.depth} batches on the host, {feed.model_ring.depth} on {plan.model}"
+            )
+            task.say(f"Training step: {mode}")
             task.say(f"Waiting up to {settings.data.model_start_delay:g}s for data pipeline to warm up")
             waited = feed.wait_until_warm(settings.data.model_start_delay)
             task.say(f"Model training starting now ({feed.num_ahead} batches ready after {waited:.1f} s)")
@@ -153,7 +183,9 @@ def make_recipe(task: StageTask, model: XTTS) -> Recipe:
         model.gpt.checkpointing = settings.model.gradient_checkpointing
         model.gpt.set_dropout(settings.model.dropout)
         if settings.model.lora_rank:
-            add_adapters(model.gpt, settings.model.lora_rank)
+            # Adapters cannot teach the model what a new token is.
+            new_tokens = ("text_embedding", "text_head") if task.has_grown_vocabulary else ()
+            add_adapters(model.gpt, settings.model.lora_rank, train_also=new_tokens)
         return GptRecipe(model.gpt, world_size, settings.training.label_smoothing)
     model.hifigan_decoder.waveform_decoder.requires_grad_(True)
     scale = min(model.dims.vocoder_channels / SIZES["normal"].vocoder_channels, 1.0)
@@ -191,8 +223,9 @@ def kept_weights(task: StageTask, model: XTTS, recipe: Recipe) -> dict[str, Tens
 
 def _load_weights(stage: str, model: XTTS, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
     own = {name: value for name, value in weights.items() if not name.startswith(DISCRIMINATORS)}
-    missing = model.load_state_dict(own, strict=False).unexpected_keys
-    assert not missing, f"the checkpoint of stage {stage} holds {missing[:3]}"
+    unknown = model.load_state_dict(own, strict=False).unexpected_keys
+    if unknown:
+        raise UnreadableWeights(f"The checkpoint of stage {stage} does not fit this model: it holds {unknown[:3]}")
     if isinstance(recipe, DecoderRecipe):
         judges = {
             name.removeprefix(DISCRIMINATORS): value
@@ -202,59 +235,25 @@ def _load_weights(stage: str, model: XTTS, recipe: Recipe, weights: Mapping[str,
         recipe.discriminators.load_state_dict(judges)
 
 
-def validate(maker: FeedMaker, recipe: Recipe, settings: Settings) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Mean losses over all validation clips and ranks, "total" the one that decides; pictures of one batch."""
-    sums: dict[str, Tensor] = {}
-    pictures: dict[str, Tensor] = {}
-    with maker.validation() as feed, feed.model_lane.use():
-        autocast = settings.data.mixed_precision and maker.plan.model.type == "cuda"
-        while True:
-            with feed.next() as batch:
-                if batch is None:
-                    break
-                with torch.autocast(maker.plan.model.type, torch.bfloat16, enabled=autocast):
-                    found = recipe.evaluate(batch.tensors, batch.sizes)
-                    pictures = pictures or recipe.pictures(batch.tensors, batch.sizes)
-                for name, value in found.items():
-                    sums[name] = sums.get(name, torch.zeros_like(value)) + value.float()
-        values = torch.stack(list(sums.values()))
-        if maker.plan.world_size > 1:
-            dist.all_reduce(values)
-        means = dict(zip(sums, values.tolist(), strict=True))
-        pictures = {name: picture.detach().float().cpu() for name, picture in pictures.items()}
-    losses = {"total": means["sum"] / max(means["count"], 1e-6)}
-    for name in means:
-        if name.endswith("_sum"):
-            part = name.removesuffix("_sum")
-            losses[part] = means[name] / max(means[f"{part}_count"], 1e-6)
-    return losses, pictures
-
-
-@torch.no_grad()
-def mel_statistics(task: StageTask) -> Tensor:
-    """What mels are divided by, [80]: the root mean square of each band over some training clips."""
-    clips = task.prepared.train
-    log_mel = LogMel(DVAE_MEL).to(task.plan.data)
-    chosen = range(0, len(clips), max(len(clips) // MEL_STATISTICS_CLIPS, 1))
-    total = torch.zeros(DVAE_MEL.num_mels, dtype=torch.float64, device=task.plan.data)
-    num_frames = 0
-    for clip in chosen:
-        pcm = torch.from_numpy(clips.audio[int(clips.audio_rows[clip])].copy()).to(task.plan.data)
-        mel = log_mel(pcm.float() / 32768)[:, : len(pcm) // HOP_SAMPLES + 1]
-        total += mel.double().square().sum(1)
-        num_frames += mel.shape[1]
-    return (total / max(num_frames, 1)).sqrt().float().cpu()
-
-
 def feed_maker(task: StageTask, model: XTTS | None) -> FeedMaker:
     """Feeds for the stage; without a model only its batches can be asked for."""
     settings = task.settings
-    key = dvae_key(model) if model is not None and task.stage != "dvae" else ""
+    autocast = settings.data.mixed_precision and task.plan.data.type == "cuda"
+    key = dvae_key(model, autocast) if model is not None and task.stage != "dvae" else ""
     shown: Any = model
     lanes = Lanes.of(task.plan, settings.data) if model is not None else None
     return FeedMaker(
         task.stage, shown, task.prepared, settings.data, task.asked, task.plan, settings.training.seed, key, lanes
     )
+
+
+def _continue_random(task: StageTask, loaded: Loaded) -> None:
+    plan, saved = task.plan, loaded.optimizer[f"random.{task.plan.rank}"]
+    if saved.shape == random_state(plan.model).shape:
+        set_random_state(plan.model, saved)
+    else:
+        torch.manual_seed(task.settings.training.seed + plan.rank + loaded.step)
+        task.say("The run was saved on another kind of device: it continues with other random numbers")
 
 
 def _random_states(plan: Plan) -> dict[str, Tensor]:

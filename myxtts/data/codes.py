@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from myxtts.data.cache import STORES_KEPT, identity
+from myxtts.data.cache import identity
 from myxtts.data.store import Array, Rows, Sources, write_at
 
 CODES_VERSION = 1
@@ -40,6 +40,9 @@ Flags = npt.NDArray[np.bool_]
 
 _INDEX = np.dtype([("audio", "<u8"), ("length", "<u4")])
 _log = logging.getLogger(__name__)
+
+FOLDERS_KEPT = 8
+"""Codes of this many DVAEs and sets of clips stay; a run has two, for training and for validation."""
 
 
 class _Files(NamedTuple):
@@ -282,7 +285,7 @@ def _by_last_use(root: Path, beginning: str) -> Iterator[Path]:
 
 def _remove_old_folders(root: Path) -> None:
     """Keep the folders used last, and those that a process has open."""
-    for folder in list(_by_last_use(root, "codes"))[STORES_KEPT:]:
+    for folder in list(_by_last_use(root, "codes"))[FOLDERS_KEPT:]:
         with contextlib.suppress(OSError), open(folder / "checksums.bin", "ab") as checksums:
             fcntl.flock(checksums, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder)

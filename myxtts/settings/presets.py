@@ -67,7 +67,8 @@ def apply(loaded: Loaded) -> tuple[Loaded, list[str]]:
     lines: list[str] = []
     level, name = loaded.settings.training.optimization_level, loaded.settings.training.preset
     if not bundle(level) and loaded.is_set("training.optimization_level"):
-        lines.append(f"optimization level {level}: no setting is changed")
+        kernels = "; the compiler also tries many kernels" if level == "experimental" else ""
+        lines.append(f"optimization level {level}: no setting is changed{kernels}")
     loaded = _filled(loaded, f"optimization level {level}", bundle(level), lines)
     if name is not None:
         loaded = _filled(loaded, f"preset {name}", preset(name), lines)
@@ -252,8 +253,8 @@ def _mode_hints(settings: Settings, *, on_gpu: bool) -> Iterator[str]:
     is_compiled = on_gpu and training.enable_xla_compilation and not is_eager
     if is_compiled and not data.pad_to_fixed_length:
         yield (
-            "data.pad_to_fixed_length = false: the step is compiled again for every new shape; "
-            "give --enable-static-shapes, or --disable-xla-compilation"
+            "data.pad_to_fixed_length = false: shapes change with every batch, so the step is neither compiled nor "
+            "captured; give --enable-static-shapes for speed"
         )
     if training.enable_eager_debug:
         yield (

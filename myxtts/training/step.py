@@ -38,6 +38,17 @@ class StepMode:
     debug: bool = False
     """Names the operation that made a NaN, and waits for the device after every micro-step."""
 
+    def __str__(self) -> str:
+        compiled = "compiled with many kernels tried" if self.tuned else "compiled"
+        parts = [
+            "eager, with anomaly checks: slow on purpose" if self.debug else "",
+            compiled if self.compiled else "",
+            "captured as a CUDA graph" if self.captured else "",
+            "" if self.debug or self.compiled or self.captured else "eager",
+            "bf16" if self.autocast else "fp32",
+        ]
+        return ", ".join(part for part in parts if part)
+
 
 def choose_mode(
     training: TrainingSettings, *, mixed_precision: bool, static_shapes: bool, on_gpu: bool, world_size: int
@@ -45,12 +56,12 @@ def choose_mode(
     """What the settings ask for, as far as the machine can do it."""
     if training.enable_eager_debug:
         return StepMode(autocast=mixed_precision and on_gpu, debug=True)
-    graph = training.enable_graph_mode and on_gpu
+    graph = training.enable_graph_mode and on_gpu and static_shapes  # every other shape would be compiled anew
     compiled = graph and training.enable_xla_compilation
     return StepMode(
         autocast=mixed_precision and on_gpu,
         compiled=compiled,
-        captured=graph and static_shapes and world_size == 1,
+        captured=graph and world_size == 1,
         tuned=compiled and training.optimization_level == "experimental",
     )
 

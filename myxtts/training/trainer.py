@@ -207,7 +207,7 @@ class Trainer:
             self._around.reporter.picture(f"{self.stage}/{name}", picture, self.state.step)
         self._clock.pause()
         is_best = losses["total"] < self.state.best_loss
-        self.state.best_loss = min(losses["total"], self.state.best_loss)
+        self.state.best_loss = losses["total"] if is_best else self.state.best_loss
         self.state.stale_validations = 0 if is_best else self.state.stale_validations + 1
         self._around.reporter.validation(ValidationReport(self.stage, self.state.step, losses, is_best))
         return is_best

@@ -54,7 +54,7 @@ class DvaeRecipe(Recipe):
         self.register_buffer("counts_and_sums", F.pad(torch.zeros_like(vectors), (0, 0, 1, 0)), persistent=False)
         self.register_buffer("candidates", torch.zeros_like(vectors.t()), persistent=False)
         self.register_buffer("candidate_weights", torch.zeros_like(vectors[0]), persistent=False)
-        # DDP would overwrite them with the first process's before each micro-step.
+        # What each process has seen is its own; DDP would share that of the first.
         self._ddp_params_and_buffers_to_ignore = ["counts_and_sums", "candidates", "candidate_weights"]
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:

@@ -1,0 +1,100 @@
+"""`myxtts speak`: a sentence or a file of them, in the voice of a recording, to a sound file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from myxtts.config import LANGUAGES
+from myxtts.errors import ConfigError
+
+ABOUT = "speak a text in the voice of a recording"
+
+
+def add_speak(commands: Any) -> None:
+    """Add the command to the command line."""
+    speak = commands.add_parser("speak", help=ABOUT, description=ABOUT, allow_abbrev=False)
+    speak.add_argument("text", nargs="?", help="what to say")
+    speak.add_argument(
+        "--from-file", type=Path, metavar="FILE", help="a text file to read instead; - for the input"
+    )
+    speak.add_argument(
+        "--model", type=Path, default=Path("checkpoints"), metavar="DIR", help="a run or an XTTS-v2 folder"
+    )
+    speak.add_argument(
+        "--speaker", type=Path, action="append", metavar="FILE", help="a recording of the voice; may be repeated"
+    )
+    speak.add_argument("--voice", metavar="NAME", help="a voice kept under this name; with --speaker: keep it so")
+    speak.add_argument("--language", choices=LANGUAGES, required=True, help="language of the text")
+    speak.add_argument("--out", type=Path, default=Path("speech.wav"), metavar="FILE", help="wav or flac to write")
+    speak.add_argument("--stream", action="store_true", help="write the sound while it is made")
+    speak.add_argument("--speed", type=float, default=1.0, help="2 is twice as fast [default: 1]")
+    speak.add_argument("--seed", type=int, help="the same seed says it the same way")
+    speak.add_argument("--temperature", type=float, help="how adventurous [default: 0.75]")
+    speak.add_argument("--vocoder", choices=["hifigan", "griffin-lim"], help="what makes the sound")
+    speak.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load the model, find the voice, speak and write."""
+    from dataclasses import replace
+
+    from myxtts.assembly.voice import load_synthesizer
+    from myxtts.screens import show_lines
+    from myxtts.synthesis.speech import PUBLISHED_SAMPLING, check_output
+    from myxtts.synthesis.voices import VoiceFolder
+
+    if options.unknown:
+        raise ConfigError(f"speak: unknown arguments {' '.join(options.unknown)}; see myxtts speak --help")
+    text = _text(options)
+    if not options.speaker and not options.voice:
+        raise ConfigError(
+            "speak: name a recording of the voice with --speaker FILE, or a kept one with --voice NAME"
+        )
+    check_output(options.out)
+    synthesizer = load_synthesizer(options.model, vocoder=options.vocoder)
+    voices = VoiceFolder(options.model / "voices")
+    if options.speaker:
+        voice = synthesizer.voice(options.speaker, options.voice)
+        if options.voice:
+            voices.save(voice)
+    else:
+        voice = voices.load(options.voice, synthesizer.fingerprint)
+    sampling = PUBLISHED_SAMPLING
+    if options.temperature is not None:
+        sampling = replace(sampling, temperature=options.temperature)
+    manner = {"sampling": sampling, "speed": options.speed, "seed": options.seed}
+    if options.stream:
+        report = _write_stream(options.out, synthesizer.stream(text, voice, options.language, **manner))
+    else:
+        speech = synthesizer.speak(text, voice, options.language, **manner)
+        speech.save(options.out)
+        report = speech.report
+    show_lines([*report.notes(), str(options.out)])
+    return 0
+
+
+def _text(options: argparse.Namespace) -> str:
+    if (options.text is None) == (options.from_file is None):
+        raise ConfigError('speak: give either a text, as in myxtts speak "Hello.", or --from-file FILE')
+    if options.text is not None:
+        return str(options.text)
+    try:
+        path = Path("/dev/stdin") if str(options.from_file) == "-" else options.from_file
+        return str(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"speak: cannot read {options.from_file}: {error}") from None
+
+
+def _write_stream(path: Path, stream: Any) -> Any:
+    """Write every piece as soon as it is there."""
+    import soundfile
+
+    from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
+
+    with soundfile.SoundFile(path, "w", OUTPUT_SAMPLE_RATE, 1, "PCM_16") as file:
+        for piece in stream:
+            file.write(piece)
+            file.flush()
+    return stream.report

@@ -1,0 +1,1 @@
+"""Speaking: text, a reference recording and a language to a wave. Trains nothing; the door is `synthesizer`."""

@@ -1,0 +1,157 @@
+"""The trained vocoder at work: latents of sentences to waves, all at once or piece by piece as they are written.
+
+    latents ─ time / speed ─► ─ ×4 ─► ─ ×160/147 ─► frames ─ generator ×256 ─► wave of 24 kHz
+
+All three interpolations can be fed in parts, and the generator looks only some frames to either side: a piece is
+computed from its own frames and that context, once, and equals the same stretch of the whole sentence. So the cost
+of a stream grows with its length and no faster. Pieces still overlap a little and are faded into each other, which
+hides what different kernels round differently. The last latent is continued behind the end of a sentence: what
+follows it in a batch is then out of the generator's sight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
+from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, SAMPLES_PER_FRAME, HifiGanDecoder, num_frames
+from myxtts.synthesis.writer import Written
+
+REACH_FRAMES = 16
+"""How far the generator looks to either side: 13.3 frames by the widths of its convolutions."""
+FADE_FRAMES = 1
+_TAIL_LATENTS = 4
+"""Behind the end of a sentence: more than REACH_FRAMES."""
+
+
+class Stretch:
+    """Linear interpolation in time of a sequence that arrives in parts: `F.interpolate` of the whole of it."""
+
+    def __init__(self, factor: Fraction) -> None:
+        self._factor = factor
+        self._kept: Tensor | None = None
+        self._num_dropped = 0
+        self._num_made = 0
+
+    def push(self, rows: Tensor, last: bool) -> Tensor:
+        """What can be said for certain after some more rows [n, channels], possibly none."""
+        if self._factor == 1:
+            return rows
+        kept = rows if self._kept is None else torch.cat([self._kept, rows])
+        received = self._num_dropped + len(kept)
+        # Row i lies at (i + 1/2) / factor - 1/2 of the input and needs the two rows around that place.
+        if last:
+            end = max(math.floor(received * self._factor), min(received, 1))
+        else:
+            end = max(self._num_made, math.ceil((received - Fraction(1, 2)) * self._factor - Fraction(1, 2)))
+        numbers = torch.arange(self._num_made, end, device=rows.device, dtype=torch.float64)
+        places = ((numbers + 0.5) / float(self._factor) - 0.5).clamp(0, max(received - 1, 0))
+        before = places.long()
+        after = (before + 1).clamp(max=max(received - 1, 0))
+        share = (places - before).to(rows.dtype)[:, None]
+        made = kept[before - self._num_dropped].lerp(kept[after - self._num_dropped], share)
+        next_place = max(0, math.floor((end + Fraction(1, 2)) / self._factor - Fraction(1, 2)))
+        num_done = min(max(0, next_place - self._num_dropped), len(kept))
+        self._kept, self._num_dropped, self._num_made = kept[num_done:], self._num_dropped + num_done, end
+        return made
+
+
+class Frames:
+    """Latents of a sentence, arriving in parts, to the generator's frames; at the end some more for context."""
+
+    def __init__(self, speed: float) -> None:
+        self._speed = Stretch(1 / Fraction(speed).limit_denominator(1000))
+        self._to_mel = Stretch(Fraction(SAMPLES_PER_CODE, HOP_SAMPLES))
+        self._to_output = Stretch(Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE))
+        self._num_latents = 0
+        self._latest: Tensor | None = None
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of the latents so far, were these all."""
+        return num_frames(self._num_latents)
+
+    def push(self, latents: Tensor, last: bool) -> Tensor:
+        """Frames [m, channels] for latents [n, channels]."""
+        latents = self._speed.push(latents, last)
+        self._num_latents += len(latents)
+        self._latest = latents[-1:] if len(latents) else self._latest
+        if last and self._latest is not None:
+            latents = torch.cat([latents, self._latest.expand(_TAIL_LATENTS, -1)])
+        return self._to_output.push(self._to_mel.push(latents, last), last)
+
+
+class HifiGan:
+    """Waves by the trained decoder."""
+
+    name = "hifigan"
+
+    def __init__(self, decoder: HifiGanDecoder, batch_size: int) -> None:
+        self._generator = decoder.waveform_decoder
+        self._batch_size = batch_size
+
+    @torch.no_grad()
+    def waves(self, sentences: Sequence[Written], speakers: Sequence[Tensor], speed: float) -> list[Tensor]:
+        """Waves [samples] on the host; `speakers` [speaker_dim] each."""
+        waves: dict[int, Tensor] = {}
+        by_length = sorted(range(len(sentences)), key=lambda index: len(sentences[index].codes))
+        for first in range(0, len(by_length), self._batch_size):
+            batch = by_length[first : first + self._batch_size]
+            makers = [Frames(speed) for _ in batch]
+            rows = [maker.push(sentences[i].latents, last=True) for maker, i in zip(makers, batch, strict=True)]
+            frames = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            speaker = torch.stack([speakers[index] for index in batch]).to(frames)
+            made = self._generate(frames, speaker) if frames.shape[1] else frames.new_zeros(len(batch), 0)
+            for maker, index, wave in zip(makers, batch, made.cpu(), strict=True):
+                waves[index] = wave[: maker.num_frames * SAMPLES_PER_FRAME]
+        return [waves[index] for index in range(len(sentences))]
+
+    def begin(self, speaker: Tensor, speed: float) -> HifiGanStream:
+        """A sentence whose wave is wanted while it is being written."""
+        return HifiGanStream(self, speaker, speed)
+
+    def _generate(self, frames: Tensor, speaker: Tensor) -> Tensor:
+        """[sentences, frames, channels] to [sentences, samples]."""
+        wave: Tensor = self._generator(frames.transpose(1, 2), speaker[:, :, None])
+        return wave.squeeze(1).float()
+
+
+class HifiGanStream:
+    """The wave of one sentence, piece by piece."""
+
+    def __init__(self, vocoder: HifiGan, speaker: Tensor, speed: float) -> None:
+        self._vocoder, self._speaker = vocoder, speaker
+        self._frames = Frames(speed)
+        self._kept: Tensor | None = None
+        self._num_dropped = 0
+        self._num_done = 0
+        self._overlap: Tensor | None = None
+
+    @torch.no_grad()
+    def push(self, written: Written, last: bool) -> Tensor:
+        """The next samples, on the host; none while the context of the next frame is missing."""
+        more = self._frames.push(written.latents, last)
+        kept = more if self._kept is None else torch.cat([self._kept, more])
+        received = self._num_dropped + len(kept)
+        ready = self._frames.num_frames if last else received - REACH_FRAMES
+        if ready <= self._num_done + FADE_FRAMES and not (last and ready > self._num_done):
+            self._kept = kept
+            return torch.zeros(0)
+        speaker = self._speaker.to(kept)[None]
+        whole = self._vocoder._generate(kept[None], speaker)[0]
+        first = self._num_done - self._num_dropped
+        wave = whole[first * SAMPLES_PER_FRAME : (ready - self._num_dropped) * SAMPLES_PER_FRAME]
+        if self._overlap is not None:
+            rise = torch.linspace(0, 1, len(self._overlap), device=wave.device)
+            wave[: len(rise)] = self._overlap.lerp(wave[: len(rise)], rise)
+        if not last:
+            wave, self._overlap = wave.tensor_split([-FADE_FRAMES * SAMPLES_PER_FRAME])
+            self._num_done = ready - FADE_FRAMES
+        num_passed = max(0, self._num_done - REACH_FRAMES - self._num_dropped)
+        self._kept, self._num_dropped = kept[num_passed:], self._num_dropped + num_passed
+        return wave.cpu()

@@ -1,0 +1,233 @@
+"""Codes of a batch of sentences, written step by step into memory of fixed shape.
+
+Every sentence has its own random numbers, drawn on the host before it begins, and its own limit: what it says
+depends neither on the sentences beside it nor on the device, save for the rounding of the arithmetic. A step reads
+and writes the same memory each time and asks nothing of the host, so on a GPU it is captured once for each shape
+and started with one launch. Knows neither text nor sound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from myxtts.lanes import Captured, Lane
+from myxtts.model.generation import Decoding, Sampling
+from myxtts.model.gpt import GPT
+
+KEPT_WRITERS = 4
+"""Shapes whose memory and graph stay on the GPU."""
+SHAPE_STEP = 64
+"""Ids and steps of a captured shape come in multiples of this."""
+_STEPS_BETWEEN_LOOKS = 8
+"""On a GPU: asking whether all sentences have ended waits for the device."""
+_PROMPT_CODE = 1
+"""What the reference writes for every position of the prompt where it counts repetitions."""
+
+
+class Draft(NamedTuple):
+    """A sentence to be written."""
+
+    ids: Sequence[int]
+    voice: Tensor
+    """[1, 32, dim]"""
+    most: int
+    """It ends after so many codes, whatever the model says."""
+    draws: Tensor
+    """float32 [most], each in [0, 1): one random number for each code."""
+
+
+class Shape(NamedTuple):
+    sentences: int
+    ids: int
+    steps: int
+
+
+class Written(NamedTuple):
+    """What a sentence has so far, or a part of it."""
+
+    codes: Tensor
+    """[codes], on the host"""
+    latents: Tensor
+    """float32 [codes, dim], on the device"""
+
+
+def draws(seed: int, sentence: int, attempt: int, num_codes: int) -> Tensor:
+    """Random numbers of one attempt at one sentence of a text."""
+    name = f"{seed} {sentence} {attempt}".encode()
+    number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+    return torch.rand(num_codes, generator=torch.Generator().manual_seed(number))
+
+
+def choose(logits: Tensor, spoken: Tensor, sampling: Sampling, drawn: Tensor) -> Tensor:
+    """One code for each row of logits [sentences, codes], by the random numbers `drawn` [sentences].
+
+    The same distribution as `generation.choose`, whose draw depends on the whole batch.
+    """
+    if sampling.repetition_penalty != 1:
+        penalty = sampling.repetition_penalty
+        logits = torch.where(spoken, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    if sampling.greedy:
+        return logits.argmax(-1)
+    logits, order = (logits / sampling.temperature).sort(stable=True, dim=-1, descending=True)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits[:, sampling.top_k :] = -torch.inf
+    probabilities = logits.softmax(-1)
+    reached = probabilities.cumsum(-1)
+    inside = reached - probabilities < sampling.top_p
+    inside[:, 0] = True
+    total = torch.where(inside, probabilities, 0).sum(-1)
+    # Below the total even when rounded, so that the code found is one of those inside.
+    passed = (reached <= (drawn * total * (1 - 1e-6))[:, None]) & inside
+    place = torch.minimum(passed.sum(-1), inside.sum(-1) - 1)
+    return order.gather(-1, place[:, None]).squeeze(-1)
+
+
+class Writer:
+    """The state of one batch. With a lane, a step is captured and the memory is used for batch after batch."""
+
+    def __init__(
+        self, gpt: GPT, shape: Shape, sampling: Sampling, device: torch.device, lane: Lane | None = None
+    ) -> None:
+        self.shape = shape
+        self._gpt, self._sampling, self._lane = gpt, sampling, lane
+        rows, steps = shape.sentences, shape.steps
+        self._stop = gpt.dims.stop_code
+        self._codes = torch.zeros(rows, dtype=torch.long, device=device)
+        self._place = torch.zeros(1, dtype=torch.long, device=device)
+        self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._most = torch.zeros(rows, dtype=torch.long, device=device)
+        self._spoken = torch.zeros(rows, gpt.dims.audio_tokens, dtype=torch.bool, device=device)
+        self._draws = torch.zeros(rows, steps, device=device)
+        self._written = torch.zeros(rows, steps, dtype=torch.long, device=device)
+        self._latents = torch.zeros(rows, steps, gpt.dims.dim, device=device)
+        self._decoding: Decoding | None = None
+        self._graph: Captured[None] | None = None
+        self._num_steps = 0
+
+    @torch.no_grad()
+    def begin(self, drafts: Sequence[Draft]) -> None:
+        """Read the voices and texts of a batch; rows that it does not use count as ended."""
+        device = self._codes.device
+        ids = torch.zeros(self.shape.sentences, self.shape.ids, dtype=torch.long)
+        num_ids = torch.zeros(self.shape.sentences, dtype=torch.long)
+        for row, draft in enumerate(drafts):
+            ids[row, : len(draft.ids)] = torch.tensor(draft.ids)
+            num_ids[row] = len(draft.ids)
+        voices = [draft.voice for draft in drafts]
+        voices += voices[:1] * (self.shape.sentences - len(drafts))
+        voice = torch.cat(voices).to(device)
+        decoding = Decoding(self._gpt, voice, ids.to(device), num_ids.to(device), self.shape.steps)
+        if self._graph is None:
+            self._decoding = decoding
+        else:
+            self._take_over(decoding)
+        self._reset(drafts)
+        if self._lane is not None and self._graph is None:
+            self._graph = Captured(self._step, self._lane)
+            self._reset(drafts)  # the warm-ups have written
+
+    @torch.no_grad()
+    def advance(self, num_steps: int) -> bool:
+        """So many more steps, or fewer when that is all there is room for; whether all sentences have ended."""
+        for _ in range(min(num_steps, self.shape.steps - self._num_steps)):
+            if self._graph is None:
+                self._step()
+            else:
+                self._graph.replay()
+            self._num_steps += 1
+        return self._num_steps == self.shape.steps or bool(self._ended.all())
+
+    def finish(self) -> None:
+        """All steps there are to make."""
+        while not self.advance(1 if self._graph is None else _STEPS_BETWEEN_LOOKS):
+            pass
+
+    def written(self, row: int, start: int = 0) -> Written:
+        """The codes of a sentence from `start` on, as far as they have been written."""
+        codes = self._written[row, start : self._num_steps].cpu()
+        codes = codes[codes != self._stop]
+        return Written(codes, self._latents[row, start : start + len(codes)].clone())
+
+    def _step(self) -> None:
+        """The next code of every sentence; touches only memory that stays."""
+        assert self._decoding is not None
+        logits, latents = self._decoding.step(self._codes, self._place)
+        logits[:, self._gpt.dims.start_code] = -torch.inf  # never a target, but little trained models try it
+        drawn = self._draws.index_select(1, self._place).squeeze(1)
+        chosen = choose(logits, self._spoken, self._sampling, drawn)
+        self._codes.copy_(torch.where(self._ended, self._stop, chosen))
+        self._spoken.scatter_(1, self._codes[:, None], True)
+        self._written.index_copy_(1, self._place, self._codes[:, None])
+        self._latents.index_copy_(1, self._place, latents[:, None].float())
+        self._place += 1
+        self._ended |= (self._codes == self._stop) | (self._place >= self._most)
+
+    def _take_over(self, decoding: Decoding) -> None:
+        """Copy a freshly read batch to where the graph looks for it."""
+        assert self._decoding is not None
+        self._decoding.is_prefix.copy_(decoding.is_prefix)
+        for ours, theirs in ((self._decoding.keys, decoding.keys), (self._decoding.values, decoding.values)):
+            for kept, read in zip(ours, theirs, strict=True):
+                kept.copy_(read)
+
+    def _reset(self, drafts: Sequence[Draft]) -> None:
+        rows, steps = self.shape.sentences, self.shape.steps
+        most, drawn = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, steps)
+        for row, draft in enumerate(drafts):
+            most[row] = draft.most
+            drawn[row, : draft.most] = draft.draws
+        self._most.copy_(most)
+        self._draws.copy_(drawn)
+        self._codes.fill_(self._gpt.dims.start_code)
+        self._place.zero_()
+        self._ended.copy_(most == 0)
+        self._spoken.zero_()
+        if self._sampling.penalise_prompt:
+            self._spoken[:, [_PROMPT_CODE, self._gpt.dims.start_code]] = True
+        self._written.fill_(self._stop)
+        self._num_steps = 0
+
+
+class Writers:
+    """Writers for whatever batches come; on a GPU those of the latest shapes are kept with their graphs."""
+
+    def __init__(self, gpt: GPT, device: torch.device, *, capture: bool = True) -> None:
+        self._gpt, self._device = gpt, device
+        self._lane = Lane(device) if capture and device.type == "cuda" else None
+        self._kept: OrderedDict[tuple[Shape, Sampling], Writer] = OrderedDict()
+
+    def begin(self, drafts: Sequence[Draft], sampling: Sampling) -> Writer:
+        """A writer that has read the drafts. It is the caller's until the next call."""
+        shape = self._shape(drafts)
+        writer = self._kept.pop((shape, sampling), None)
+        if writer is None:
+            while len(self._kept) >= KEPT_WRITERS:
+                self._kept.popitem(last=False)
+            writer = Writer(self._gpt, shape, sampling, self._device, self._lane)
+        if self._lane is not None:
+            self._kept[shape, sampling] = writer
+        writer.begin(drafts)
+        return writer
+
+    def _shape(self, drafts: Sequence[Draft]) -> Shape:
+        """The smallest that fits; where shapes are captured, one of few."""
+        rows = len(drafts)
+        num_ids, steps = max(len(draft.ids) for draft in drafts), max(draft.most for draft in drafts)
+        if self._lane is None:
+            return Shape(rows, num_ids, steps)
+        dims = self._gpt.dims
+        return Shape(
+            1 << (rows - 1).bit_length(),
+            min(_round_up(num_ids + 2) - 2, dims.max_text),  # with START and STOP: attention likes round numbers
+            min(_round_up(steps), dims.max_codes),
+        )
+
+
+def _round_up(number: int) -> int:
+    return -(-number // SHAPE_STEP) * SHAPE_STEP
