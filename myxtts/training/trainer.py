@@ -139,7 +139,9 @@ class Trainer:
                     self._readings.ask(self._step, step)
                 self._report_arrived()
                 last = step == self.total_steps
-                is_best = self._validate() if step % self._training.val_step == 0 or last else False
+                # On a GPU once at the start: if there is no memory for it, better to know before hours of work.
+                first = step == 1 and self._lane.stream is not None
+                is_best = self._validate() if step % self._training.val_step == 0 or last or first else False
                 if step % self._training.save_step == 0 or last or is_best:
                     self.save(is_best, done=last)
                 if step % self._around.stop_every == 0 and self._around.stop_requested():
@@ -201,7 +203,7 @@ class Trainer:
         """Whether the validation was the best so far."""
         if self._around.validate is None:
             return False
-        with self._step.optimizer.swap_ema():
+        with self._step.optimizer.swap_ema(), self._around.trace.span("validate"):
             losses, pictures = self._around.validate()
         for name, picture in pictures.items():
             self._around.reporter.picture(f"{self.stage}/{name}", picture, self.state.step)
