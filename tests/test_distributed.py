@@ -1,0 +1,121 @@
+"""Two processes that train together: the same as one process with the whole batch, one voice to the outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from training_fixtures import (
+    Clips,
+    arguments,
+    assert_equal_tensors,
+    assert_same_run,
+    clips,
+    losses,
+    newest,
+    small,
+    steps,
+    train,
+)
+from training_processes import Run, Server, server
+
+__all__ = ["clips", "server", "small"]
+
+pytestmark = pytest.mark.usefixtures("small")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def ended(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.wait() == 0, run.output
+
+
+def kept(folder: Path, stage: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights that each of two ranks had in the end."""
+    return tuple(load_file(folder / f"{stage}-{rank}.safetensors") for rank in range(2))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("flags", ["--batch-size 2", "--batch-size 1 --grad-accum 2"])
+def test_two_ranks_with_half_the_batch_each_equal_one_process(
+    flags: str, clips: Clips, tmp_path: Path, server: Server
+) -> None:
+    """All four clips are in every step, so that all runs see the same."""
+    run, shared = tmp_path / "two", "--stages gpt --max-steps 3"
+    command = arguments(run, clips(4), f"{shared} {flags} --val-data {clips(3)}")
+    runs = server.start_ranks(command, hook="watch_ranks", KEPT=str(tmp_path))
+    assert train(tmp_path / "one", clips(4), f"{shared} --batch-size 4 --val-data {clips(3)}") == 0
+    ended(runs)
+    ours, others = kept(tmp_path, "gpt")
+    assert_equal_tensors(others, ours)
+    expected = newest(tmp_path / "one")
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-5, msg=name)
+    shares = [json.loads((tmp_path / f"gpt-{rank}.json").read_text()) for rank in range(2)]
+    assert [sum(pair) / 2 for pair in zip(*shares, strict=True)] == pytest.approx(
+        losses(tmp_path / "one"), rel=1e-5
+    )
+    (alone,), (together,) = (steps(tmp_path / name, "validation") for name in ("one", "two"))
+    assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+def test_ranks_hold_the_same_model_and_only_the_first_writes_and_speaks(
+    clips: Clips, tmp_path: Path, server: Server
+) -> None:
+    """A rank must not read a stage's checkpoint before it is written, nor miss a signal that another one got."""
+    flags = f"--stages dvae,gpt --dropout 0.2 --max-steps 4 --val-data {clips(3)} --val-step 2"
+    command = arguments(tmp_path / "run", clips(5), flags)
+    first, second = server.start_ranks(command, hook="watch_ranks", KEPT=str(tmp_path))
+    ended([first, second])
+    for stage in ("dvae", "gpt"):
+        ours, others = kept(tmp_path, stage)
+        assert_equal_tensors(others, ours)
+        assert_equal_tensors(newest(tmp_path / "run", stage).weights, ours)
+    assert "dvae.codebook.embed" in kept(tmp_path, "dvae")[0]
+    assert (tmp_path / "key-0").read_text() == (tmp_path / "key-1").read_text(), "another DVAE makes other codes"
+    assert "Rank 0 of 2" in first.output
+    assert second.output == ""
+    states = newest(tmp_path / "run").optimizer
+    assert not torch.equal(states["random.0"], states["random.1"]), "ranks drop out different activations"
+
+
+def test_a_signal_to_one_rank_stops_both_and_they_go_on_as_if_nothing_had_been(
+    clips: Clips, tmp_path: Path, server: Server
+) -> None:
+    flags = "--stages gpt --dropout 0.2 --max-steps 6 --batch-size 1"
+    whole, parts = (arguments(tmp_path / name, clips(3), flags) for name in ("whole", "parts"))
+    stopped = server.start_ranks(parts, hook="second_step_is_slow")
+    stopped[0].wait_for("step 1/")
+    stopped[1].signal(signal.SIGTERM)
+    ended(stopped)
+    assert re.search(r"Stopped at step [12] of stage gpt", stopped[0].output)
+    ended(server.start_ranks(parts))
+    ended(server.start_ranks(whole))
+    assert_same_run(tmp_path / "parts", tmp_path / "whole", "gpt")
+
+
+def test_torchrun_starts_the_script_of_the_old_door_plate(clips: Clips, tmp_path: Path) -> None:
+    """With the real `tiny`, as a user would start it."""
+    flags = arguments(tmp_path / "run", clips(4), "--stages dvae --max-steps 2")[1:]
+    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [*starter, str(ROOT / "train_main.py"), *flags],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Model training starting now") == 1
+    assert result.stdout.count("Done. Everything is in") == 1
+    assert len(re.findall(r"^step \d/2", result.stdout, re.MULTILINE)) == 2
+    last = newest(tmp_path / "run", "dvae")
+    assert last.step == 2
+    assert {"random.0", "random.1"} <= last.optimizer.keys()

@@ -1,0 +1,111 @@
+"""What a run remembers of its start, and what another start may and may not change; speaking from what it left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import soundfile
+from conftest import make_voice
+from training_fixtures import Clips, clips, newest, small, train
+
+from myxtts.assembly.folder import RunFolder
+from myxtts.checkpoint import UnreadableWeights
+from myxtts.cli import main
+from myxtts.config import SAMPLE_RATE
+from myxtts.text.tokenizer import Tokenizer, extend
+from myxtts.weights import save_folder
+
+__all__ = ["clips", "small"]
+pytestmark = pytest.mark.usefixtures("small")
+
+
+@pytest.fixture
+def base(clips: Clips, tmp_path: Path) -> Path:
+    """A folder in XTTS-v2's form, exported from a run."""
+    assert train(tmp_path / "first", clips(), "--stages gpt --max-steps 1") == 0
+    run = RunFolder(tmp_path / "first")
+    save_folder(tmp_path / "base", run.load_model(), run.vocabulary())
+    return tmp_path / "base"
+
+
+def test_a_continued_run_remembers_where_it_came_from(
+    base: Path, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "tuned"
+    assert train(run, clips(), f"--init-from {base} --max-steps 1") == 0
+    assert train(run, clips(), "--max-steps 2") == 0, "without --init-from: still only the GPT is trained"
+    assert newest(run).step == 2
+    assert not RunFolder(run).has_checkpoint("dvae")
+    capsys.readouterr()
+    assert train(run, clips(), f"--init-from {tmp_path / 'first'} --max-steps 3") == 2
+    assert "training.init_from: the run has" in capsys.readouterr().err
+
+
+def test_adapters_are_not_put_on_the_weights_of_an_earlier_start(base: Path, clips: Clips, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(run, clips(), f"--init-from {base} --lora-rank 2 --stages gpt --max-steps 1 --lr 1e-9") == 0
+    for path in (run / "gpt").glob("step-*"):  # as if it had died before anything was saved
+        path.rename(run / path.name.replace("step", "lost"))
+    assert train(run, clips(), f"--init-from {tmp_path / 'first'} --lora-rank 2 --stages gpt --max-steps 1") == 0
+    assert RunFolder(run).started_with()["training.init_from"] == str(tmp_path / "first")
+
+
+def test_new_tokens_are_trained_beside_adapters(base: Path, clips: Clips, tmp_path: Path) -> None:
+    larger = extend(Tokenizer.load(base), ["zwölf boxkämpfer jagen viktor quer"] * 3, "de", 5)
+    larger.save(tmp_path / "larger.json")
+    flags = f"--init-from {base} --tokenizer {tmp_path / 'larger.json'} --lora-rank 2 --max-steps 1"
+    assert train(tmp_path / "run", clips(), flags) == 0
+    kept = newest(tmp_path / "run").weights
+    assert "gpt.text_embedding.weight" in kept and "gpt.text_head.weight" in kept
+    assert len(kept["gpt.text_embedding.weight"]) == larger.num_tokens
+    RunFolder(tmp_path / "run").load_model()
+
+
+def test_a_stage_that_another_is_built_upon_is_not_prolonged_by_the_way(clips: Clips, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(run, clips(), "--max-steps 1 --decoder-steps 1") == 0
+    assert train(run, clips(), "--max-steps 3 --decoder-steps 2") == 0
+    assert [newest(run, stage).step for stage in ("dvae", "gpt", "decoder")] == [1, 1, 2]
+    assert train(run, clips(), "--max-steps 3 --decoder-steps 2 --stages gpt") == 0, "asked for by name it is"
+    assert newest(run, "gpt").step == 3
+
+
+def test_weights_that_were_never_trained_are_not_made_up(clips: Clips, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(run, clips(), "--max-steps 1 --stages dvae,gpt") == 0
+    for path in (run / "gpt").glob("step-*"):
+        path.rename(run / path.name.replace("step", "lost"))
+    with pytest.raises(UnreadableWeights, match="has not trained gpt yet"):
+        RunFolder(run).load_model()
+
+
+def test_a_reset_that_cannot_start_leaves_the_old_run_alone(clips: Clips, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(run, clips(), "--stages gpt --max-steps 1") == 0
+    assert train(run, clips(), f"--stages gpt --max-steps 1 --reset-training --init-from {tmp_path / 'none'}") != 0
+    assert newest(run).step == 1
+    for number in (1, 2, 3):
+        assert train(run, clips(), "--stages gpt --max-steps 1 --reset-training") == 0
+        assert (run / f"before-reset-{number}").is_dir()
+        if number == 2:
+            (run / "before-reset-1").rename(tmp_path / "elsewhere")
+    assert "reset_training: false" in (run / "settings.yaml").read_text()
+
+
+def test_a_run_speaks_and_is_exported(clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, reference = tmp_path / "run", tmp_path / "reference.wav"
+    soundfile.write(reference, make_voice(6.5, seed=1), SAMPLE_RATE)
+    assert train(run, clips(), "--stages dvae,gpt --max-steps 1") == 0
+    arguments = ["speak", "Hello.", "--model", str(run), "--speaker", str(reference), "--language", "en"]
+    capsys.readouterr()
+    assert main([*arguments, "--seed", "1", "--out", str(tmp_path / "one.wav"), "--voice", "anna"]) == 0
+    assert "griffin" in capsys.readouterr().out.lower(), "no decoder was trained, and that is said"
+    wave, rate = soundfile.read(tmp_path / "one.wav")
+    assert rate == 24000 and len(wave) > 0
+    kept = ["speak", "Hello.", "--model", str(run), "--voice", "anna", "--language", "en", "--seed", "1"]
+    assert main([*kept, "--out", str(tmp_path / "two.wav")]) == 0
+    assert (tmp_path / "one.wav").read_bytes() == (tmp_path / "two.wav").read_bytes()
+    assert main(["speak", "Hello.", "--model", str(run), "--language", "en"]) == 2
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.pth").is_file()

@@ -1,0 +1,280 @@
+"""Every setting of `train` does something: those that show in a short run are tried here, the others are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from training_fixtures import (
+    Clips,
+    Observe,
+    arguments,
+    assert_equal_tensors,
+    clips,
+    losses,
+    newest,
+    run,
+    small,
+    steps,
+)
+
+from myxtts.assembly.folder import RunFolder
+from myxtts.cli import main
+from myxtts.config import STAGES
+from myxtts.settings.table import specs
+
+__all__ = ["clips", "run", "small"]
+
+pytestmark = pytest.mark.usefixtures("small")
+
+ELSEWHERE = {
+    "model.gradient_checkpointing": "test_assembly.py::test_gradient_checkpointing_changes_memory_and_no_loss",
+    "model.lora_rank": "test_assembly.py::test_adapters_alone_are_kept_and_merge_into_the_weights_they_adapt",
+    "data.val_fraction": "test_prepare.py::test_no_validation_when_none_is_wanted",
+    "data.vocab_size": "test_cache.py::test_settings_redo_only_what_they_decide",
+    "data.use_phonemes": "test_prepare.py::test_phonemes_change_the_ids",
+    "data.cache_dir": "test_cache.py::test_cache_dir",
+    "data.min_clip_seconds": "test_cli.py::test_settings_change_what_is_set_aside",
+    "data.max_text_length": "test_cli.py::test_settings_change_what_is_set_aside",
+    "data.max_mel_frames": "test_cli.py::test_settings_change_what_is_set_aside",
+    "data.trim_silence_db": "test_cache.py::test_settings_redo_only_what_they_decide",
+    "data.data_gpu_memory": "test_devices.py::test_caps_reach_the_allocator_of_each_gpu",
+    "data.model_gpu_memory": "test_devices.py::test_caps_reach_the_allocator_of_each_gpu",
+    "data.mixed_precision": "test_assembly.py::test_how_a_step_is_run",
+    "data.prefetch_to_gpu": (
+        "test_feed_settings.py::test_without_prefetch_batches_are_uploaded_when_they_are_asked_for"
+    ),
+    "data.enhanced_gpu_prefetch": "test_feed_settings.py::test_who_works_in_which_lane",
+    "data.optimize_cpu_gpu_overlap": "test_feed_settings.py::test_who_works_in_which_lane",
+    "training.init_from": "test_assembly.py::test_every_stage_starts_from_the_weights_that_were_named",
+    "training.reset_training": "test_resume.py::test_a_reset_puts_the_old_run_aside_and_starts_over",
+    "training.warmup_steps": "test_trainer.py::test_the_learning_rate_rises_and_falls_along_a_cosine",
+    "training.ema_decay": "test_trainer.py::test_the_validation_loss_is_that_of_the_averaged_weights_per_token",
+    "training.early_stop": "test_trainer.py::test_training_ends_early_when_validations_no_longer_improve",
+    "training.log_step": "test_trainer.py::test_reports_validations_and_checkpoints_come_when_they_are_due",
+    "training.val_step": "test_trainer.py::test_reports_validations_and_checkpoints_come_when_they_are_due",
+    "training.save_step": "test_trainer.py::test_reports_validations_and_checkpoints_come_when_they_are_due",
+    "training.keep_checkpoints": "test_trainer.py::test_the_newest_and_the_best_checkpoints_are_kept",
+    "training.enable_graph_mode": "test_assembly.py::test_how_a_step_is_run",
+    "training.enable_xla_compilation": "test_assembly.py::test_how_a_step_is_run",
+    "training.enable_eager_debug": (
+        "test_trainer.py::test_eager_debugging_names_the_operation_and_says_that_it_is_slow"
+    ),
+}
+"""Settings whose effect another test observes."""
+
+
+def see_train_data(run: Observe) -> None:
+    assert "training clips    5" in run(num_clips=5).out
+
+
+def see_val_data(run: Observe) -> None:
+    seen = run(f"--val-data {run(num_clips=3).corpus}")
+    assert "validation clips  3" in seen.out
+    assert [report["step"] for report in steps(seen.folder, "validation")] == [2]
+
+
+def see_language(run: Observe) -> None:
+    assert "German 4" in run("--language de").out
+
+
+def see_tokenizer(run: Observe) -> None:
+    vocabulary = run(num_clips=7).folder / "vocab.json"
+    assert run(f"--tokenizer {vocabulary}").folder.joinpath("vocab.json").read_text() == vocabulary.read_text()
+    assert run().folder.joinpath("vocab.json").read_text() != vocabulary.read_text()
+
+
+def see_model_size(run: Observe) -> None:
+    assert RunFolder(run("--model-size small").folder).dims().dvae_hidden == 32
+
+
+def see_batch_size(run: Observe) -> None:
+    assert {shape[0] for shape in run("--batch-size 3").shapes} == {3}
+
+
+def see_accumulation(run: Observe) -> None:
+    assert len(run("--grad-accum 3").shapes) == 3 * 2
+
+
+def see_epochs(run: Observe) -> None:
+    """Two batches each."""
+    assert run("--epochs 3 --max-steps 100").last_step == 6
+
+
+def see_max_steps(run: Observe) -> None:
+    assert run("--max-steps 3").last_step == 3
+
+
+def see_own_steps(run: Observe) -> None:
+    seen = run("--stages dvae,decoder --max-steps 100 --dvae-steps 3 --decoder-steps 1")
+    assert (seen.last_step, newest(seen.folder, "decoder").step) == (3, 1)
+
+
+def see_workers(run: Observe) -> None:
+    assert [run(f"--num-workers {count}").depths[0].gatherers for count in (1, 3)] == [1, 3]
+
+
+def see_prefetch(run: Observe) -> None:
+    seen = run("--prefetch-buffer-size 9")
+    assert seen.depths[0].host >= 9
+    assert steps(seen.folder)[0]["rings"]["host"][1] == seen.depths[0].host
+    assert run().depths[0].host < 9
+
+
+def see_buffer(run: Observe) -> None:
+    seen = run("--buffer-size 13")
+    assert seen.depths[0].host + seen.depths[0].model == 13
+    assert "Buffer size: 13 batches" in seen.out
+
+
+def see_gpus(run: Observe) -> None:
+    alone = run("--data-gpu 0")
+    assert (alone.code, "data.data_gpu is given without data.model_gpu" in alone.err) == (2, True)
+    both = run("--data-gpu 0 --model-gpu 1")
+    assert both.code == 2
+    assert "Multi-GPU requires at least 2 GPUs. GPUs found: none; drop --data-gpu and --model-gpu" in both.err
+    assert not both.folder.joinpath("dvae").exists()
+
+
+def see_start_delay(run: Observe) -> None:
+    seen = run("--model-start-delay 7")
+    assert "Waiting up to 7s for data pipeline to warm up" in seen.out
+    assert "Model training starting now" in seen.out
+
+
+def see_memory_isolation(run: Observe) -> None:
+    assert "Memory isolation has no effect on the CPU" in run("--enable-memory-isolation").out
+
+
+def see_static_shapes(run: Observe) -> None:
+    for flag in ("--enable-static-shapes", "--pad-to-fixed-length"):
+        assert set(run(f"{flag} --batch-size 1 --max-steps 4").shapes) == {(1, 80, 128)}
+    assert len(set(run("--disable-static-shapes --batch-size 1 --max-steps 4").shapes)) > 1
+
+
+def see_native_loading(run: Observe) -> None:
+    """Files decoded for every batch give the same weights, and no audio is kept."""
+    seen = run("--no-native-loading --cache-dir loose")
+    assert_equal_tensors(seen.weights, run().weights)
+    assert not list(Path("loose").rglob("audio-*"))
+
+
+def see_stages(run: Observe) -> None:
+    seen = run("--stages dvae,decoder --max-steps 1")
+    assert [stage for stage in STAGES if (seen.folder / stage).exists()] == ["dvae", "decoder"]
+
+
+def see_learning_rate(run: Observe) -> None:
+    assert steps(run("--lr 0.25").folder)[0]["lr"] == 0.25
+
+
+def see_seed(run: Observe) -> None:
+    first, second = run("--seed 5"), run("--seed 5")
+    assert_equal_tensors(first.weights, second.weights)
+    assert not torch.equal(run("--seed 6").weights["dvae.codebook.embed"], first.weights["dvae.codebook.embed"])
+
+
+def see_weight_decay(run: Observe) -> None:
+    name = "dvae.decoder.0.weight"
+    plain, decayed = (run(f"--lr 0.1 --weight-decay {decay}").weights[name].norm() for decay in (0, 1))
+    assert decayed < 0.97 * plain
+
+
+def see_grad_clip(run: Observe) -> None:
+    kept = newest(run("--grad-clip 1e-6 --max-steps 1").folder, "dvae").optimizer
+    moments = torch.cat([value.flatten() for name, value in kept.items() if name.startswith("exp_avg.")])
+    assert float(moments.norm()) == pytest.approx(1e-7, rel=1e-2)
+
+
+def see_optimization_level(run: Observe) -> None:
+    seen = run("--optimization-level basic")
+    assert "optimization level basic: training.enable_graph_mode = false (default true)" in seen.out
+    assert seen.settings["training"]["enable_graph_mode"] is False
+
+
+def see_preset(run: Observe) -> None:
+    seen = run("--preset 12gb")
+    assert "preset 12gb: data.batch_size stays 2 (flag --batch-size)" in seen.out
+    assert "preset 12gb: training.gradient_accumulation_steps = 2 (default 1)" in seen.out
+    assert len(seen.shapes) == 2 * 2
+
+
+def see_dropout_and_smoothing(run: Observe) -> None:
+    first_losses = {
+        flags: losses(run(f"--stages gpt --max-steps 1 {flags}").folder)[0]
+        for flags in ("", "--dropout 0.5", "--label-smoothing 0.3")
+    }
+    assert len(set(first_losses.values())) == 3
+
+
+OBSERVED: dict[str, Callable[[Observe], None]] = {
+    "model.size": see_model_size,
+    "model.dropout": see_dropout_and_smoothing,
+    "training.label_smoothing": see_dropout_and_smoothing,
+    "data.train_data": see_train_data,
+    "data.val_data": see_val_data,
+    "data.language": see_language,
+    "data.tokenizer": see_tokenizer,
+    "data.batch_size": see_batch_size,
+    "data.pad_to_fixed_length": see_static_shapes,
+    "data.num_workers": see_workers,
+    "data.prefetch_buffer_size": see_prefetch,
+    "data.pipeline_buffer_size": see_buffer,
+    "data.model_start_delay": see_start_delay,
+    "data.data_gpu": see_gpus,
+    "data.model_gpu": see_gpus,
+    "data.enable_memory_isolation": see_memory_isolation,
+    "data.native_loading": see_native_loading,
+    "training.stages": see_stages,
+    "training.epochs": see_epochs,
+    "training.max_steps": see_max_steps,
+    "training.dvae_steps": see_own_steps,
+    "training.decoder_steps": see_own_steps,
+    "training.learning_rate": see_learning_rate,
+    "training.gradient_accumulation_steps": see_accumulation,
+    "training.weight_decay": see_weight_decay,
+    "training.grad_clip": see_grad_clip,
+    "training.seed": see_seed,
+    "training.optimization_level": see_optimization_level,
+    "training.preset": see_preset,
+}
+OWN_TESTS = {"training.checkpoint_dir"}
+
+
+@pytest.mark.parametrize(
+    "see", dict.fromkeys(OBSERVED.values()), ids=lambda see: see.__name__.removeprefix("see_")
+)
+def test_a_setting_shows_in_the_run(see: Callable[[Observe], None], run: Observe) -> None:
+    see(run)
+
+
+def test_every_setting_is_observed_somewhere() -> None:
+    assert OBSERVED.keys() | ELSEWHERE.keys() | OWN_TESTS == specs().keys()
+    for place in ELSEWHERE.values():
+        file, name = place.split("::")
+        assert f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8"), place
+
+
+def test_a_configuration_file_is_read_and_flags_win_over_it(clips: Clips, tmp_path: Path, run: Observe) -> None:
+    del run  # only what it patches is needed
+    path = tmp_path / "mine.yaml"
+    path.write_text("data: {batch_size: 3}\ntraining: {seed: 8, max_steps: 1, stages: [dvae]}\n")
+    command = arguments(tmp_path / "run", clips(4))
+    given = command.index("--batch-size")
+    del command[given : given + 2]
+    assert main([*command, "--max-steps", "2", "--config", str(path)]) == 0
+    last = newest(tmp_path / "run", "dvae")
+    identity = last.state["notes"]["identity"]
+    assert (last.step, identity["data.batch_size"], identity["training.seed"]) == (2, 3, 8)
+
+
+def test_a_run_is_kept_in_its_own_folder_or_in_checkpoints(clips: Clips, tmp_path: Path) -> None:
+    command = arguments(tmp_path / "own", clips(4), "--stages dvae --max-steps 1")
+    assert main(command) == 0
+    at = command.index("--checkpoint-dir")
+    del command[at : at + 2]
+    assert main(command) == 0
+    own, default = (newest(folder, "dvae").folder for folder in (tmp_path / "own", Path("checkpoints")))
+    assert (own.parent.parent, default.parent.parent) == (tmp_path / "own", Path("checkpoints"))

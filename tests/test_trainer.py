@@ -1,0 +1,232 @@
+"""The loop, through the whole pipeline: it learns, adds up, skips what is not finite, validates and keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline_fixtures import SEED, Corpus, codes_alone, crop_mels_alone, num_open_files
+from torch import Tensor
+from training_fixtures import Clips, assert_equal_tensors, clips, losses, measured, newest, small, steps, train
+
+from myxtts.assembly.folder import RunFolder
+from myxtts.config import DataSettings
+from myxtts.data.prepare import prepare
+from myxtts.model.conditioning import pack_frames
+from myxtts.model.packing import pack, packed_length
+from myxtts.model.xtts import XTTS
+from myxtts.training.recipes import GptRecipe
+from myxtts.training.trainer import MOST_SKIPPED
+
+__all__ = ["clips", "small"]
+
+pytestmark = pytest.mark.usefixtures("small")
+
+
+def saved_steps(folder: Path, stage: str = "gpt") -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / stage).glob("step-*"))
+
+
+def test_every_stage_learns_its_clips(clips: Clips, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = "--batch-size 3 --dvae-steps 45 --max-steps 12 --decoder-steps 12 --lr 3e-3"
+    assert train(run, clips(3), flags) == 0
+    for stage, name in (("dvae", "mel_loss"), ("gpt", "audio_loss"), ("decoder", "mel_loss")):
+        history = losses(run, stage, name)
+        assert history[-1] < 0.5 * history[0], (stage, history)
+
+
+@pytest.mark.parametrize("count", [4, 3], ids=["full batches", "with a filling clip"])
+def test_micro_steps_give_the_weights_of_one_large_batch(count: int, clips: Clips, tmp_path: Path) -> None:
+    """All clips are in every step, so that both runs see the same: 2 + 2 of them, or all at once."""
+    assert train(tmp_path / "large", clips(count), "--stages gpt --batch-size 4 --max-steps 2") == 0
+    assert train(tmp_path / "small", clips(count), "--stages gpt --grad-accum 2 --max-steps 2") == 0
+    large, added = newest(tmp_path / "large"), newest(tmp_path / "small")
+    for name, weight in large.weights.items():
+        torch.testing.assert_close(added.weights[name], weight, rtol=0, atol=1e-5, msg=name)
+    for name, value in large.optimizer.items():
+        if name.startswith("exp_avg."):
+            torch.testing.assert_close(added.optimizer[name], value, rtol=0, atol=1e-6, msg=name)
+    assert losses(tmp_path / "small") == pytest.approx(losses(tmp_path / "large"), rel=1e-5)
+
+
+# What is not finite
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[int], bool]) -> None:
+    """Make the loss of some micro-steps NaN; they count from 0."""
+    forward, num_calls = GptRecipe.forward, 0
+
+    def spoilt(self: GptRecipe, *arguments: Any) -> dict[str, Tensor]:
+        nonlocal num_calls
+        found = forward(self, *arguments)
+        if is_bad(num_calls):
+            found["total"] = found["total"] * math.nan
+        num_calls += 1
+        return found
+
+    monkeypatch.setattr(GptRecipe, "forward", spoilt)
+
+
+def test_a_step_with_a_loss_that_is_not_finite_is_skipped_and_counted(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(monkeypatch, lambda call: call == 4)  # the first of the two micro-steps of step 3
+    run = tmp_path / "run"
+    assert train(run, clips(5), "--stages gpt --grad-accum 2 --save-step 1 --keep 9 --max-steps 4") == 0
+    before, skipped, after = (RunFolder(run).checkpoints("gpt").load(step) for step in (2, 3, 4))
+    assert_equal_tensors(skipped.weights, before.weights)
+    assert any(not torch.equal(after.weights[name], value) for name, value in skipped.weights.items())
+    assert all(value.isfinite().all() for value in after.weights.values())
+    assert [report["skipped"] for report in steps(run)] == [0, 0, 1, 1]
+    assert [report["losses"]["total"] is None for report in steps(run)] == [False, False, True, False]
+    assert "skipped 1" in capsys.readouterr().out
+
+
+def test_many_skipped_steps_in_a_row_end_the_run_and_leave_its_checkpoints(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(monkeypatch, lambda call: call >= 2)
+    flags = "--stages gpt --batch-size 1 --save-step 2 --max-steps 50 --keep 30"
+    assert train(tmp_path / "run", clips(3), flags) == 1
+    shown = capsys.readouterr().err
+    assert f"the gradients of the last {MOST_SKIPPED} steps were not finite" in shown
+    assert "training.enable_eager_debug" in shown
+    assert "Traceback" not in shown
+    assert saved_steps(tmp_path / "run") == list(range(2, 2 + MOST_SKIPPED, 2))
+    good = RunFolder(tmp_path / "run").checkpoints("gpt").load(2)
+    assert_equal_tensors(newest(tmp_path / "run").weights, good.weights)
+
+
+# Schedules and what is kept
+
+
+def test_the_learning_rate_rises_and_falls_along_a_cosine(clips: Clips, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", clips(4), "--stages dvae --warmup-steps 3 --max-steps 8 --lr 0.01") == 0
+    found = [report["lr"] for report in steps(tmp_path / "run")]
+    cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 5)) for step in range(5)]
+    assert found == pytest.approx([0.01 * factor for factor in [0.25, 0.5, 0.75, *cosine]])
+    assert newest(tmp_path / "run", "dvae").optimizer["step.dvae.encoder.0.0.weight"] == 8
+
+
+def test_reports_validations_and_checkpoints_come_when_they_are_due(clips: Clips, tmp_path: Path) -> None:
+    flags = f"--stages dvae --max-steps 11 --log-step 4 --val-step 3 --save-step 5 --val-data {clips(3)}"
+    run = tmp_path / "run"
+    assert train(run, clips(4), f"{flags} --keep 9 --lr 1e-9") == 0
+    assert [report["step"] for report in steps(run)] == [4, 8, 11]
+    validations = steps(run, "validation")
+    assert [report["step"] for report in validations] == [3, 6, 9, 11]
+    best = {report["step"] for report in validations if report["is_best"]}
+    assert set(saved_steps(run, "dvae")) == {5, 10, 11} | best
+
+
+def test_the_newest_and_the_best_checkpoints_are_kept(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([3.0, 1.0, 2.0, 2.5, 1.5, 4.0])
+    monkeypatch.setattr("myxtts.assembly.stage.validate", lambda *_: ({"total": next(found)}, {}))
+    flags = f"--stages dvae --max-steps 6 --val-step 1 --save-step 1 --keep 2 --val-data {clips(3)}"
+    assert train(tmp_path / "run", clips(4), flags) == 0
+    assert saved_steps(tmp_path / "run", "dvae") == [2, 5, 6]
+    best = RunFolder(tmp_path / "run").checkpoints("dvae").best()
+    assert best is not None
+    assert (best.step, best.state["best_loss"]) == (2, 1.0)
+
+
+def test_training_ends_early_when_validations_no_longer_improve(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = iter([3.0, 1.0, 2.0, 2.5, 0.5])
+    monkeypatch.setattr("myxtts.assembly.stage.validate", lambda *_: ({"total": next(found)}, {}))
+    flags = f"--stages dvae --max-steps 50 --val-step 2 --early-stop 2 --val-data {clips(3)}"
+    assert train(tmp_path / "run", clips(4), flags) == 0
+    last = newest(tmp_path / "run", "dvae")
+    assert (last.step, last.state["done"]) == (8, True)
+    assert "Done" in capsys.readouterr().out
+    assert train(tmp_path / "run", clips(4), flags) == 0
+    assert newest(tmp_path / "run", "dvae").step == 8
+
+
+# Validation
+
+
+def loss_heard_alone(model: XTTS, corpora: tuple[Path, Path]) -> float:
+    """Cross-entropy per code or STOP of the validation clips, one by one and without any pipeline."""
+    data = DataSettings(
+        train_data=corpora[0], val_data=corpora[1], val_fraction=0, language="en", vocab_size=256,
+        max_mel_frames=128, max_text_length=40, num_workers=1,
+    )  # fmt: skip
+    heard = Corpus(data, prepare(data).val, model.eval())
+    total = count = 0.0
+    for clip in range(len(heard.clips)):
+        (mel,) = crop_mels_alone(heard, torch.tensor([clip]).numpy(), epoch=0)
+        codes = codes_alone(heard, clip)
+        ids = torch.from_numpy(heard.clips.ids[heard.clips.ids_rows[clip]].copy())
+        lengths = (torch.tensor([len(ids)]), torch.tensor([len(codes)]))
+        frames = pack_frames(mel, torch.tensor([len(mel)]), len(mel))
+        tokens = (ids[None], lengths[0], codes[None], lengths[1])
+        with torch.no_grad():
+            found = model.gpt(pack(model.dims.gpt, frames, *tokens, budget=int(packed_length(*lengths))))
+        total, count = total + float(found.audio_sum), count + float(found.audio_count)
+    return total / count
+
+
+def test_the_validation_loss_is_that_of_the_averaged_weights_per_token(clips: Clips, tmp_path: Path) -> None:
+    flags = f"--stages gpt --seed {SEED} --ema-decay 0.5 --max-steps 3 --val-data {clips(3)}"
+    run = tmp_path / "run"
+    assert train(run, clips(4), flags) == 0
+    (report,) = steps(run, "validation")
+    corpora = (clips(4), clips(3))
+    averaged = RunFolder(run).load_model()
+    assert report["losses"]["total"] == pytest.approx(loss_heard_alone(averaged, corpora), rel=1e-5)
+    assert 3 < report["losses"]["text"] < 5
+
+    plain = RunFolder(run).load_model()
+    plain.load_state_dict(newest(run).weights, strict=False)
+    assert abs(loss_heard_alone(plain, corpora) - report["losses"]["total"]) > 1e-3
+    assert_equal_tensors(
+        {name: value for name, value in averaged.state_dict().items() if f"ema.{name}" in newest(run).optimizer},
+        {
+            name.removeprefix("ema."): value
+            for name, value in newest(run).optimizer.items()
+            if name.startswith("ema.")
+        },
+    )
+
+
+@pytest.mark.parametrize("stage", ["dvae", "gpt"])
+def test_validation_does_not_disturb_the_training(stage: str, clips: Clips, tmp_path: Path) -> None:
+    flags = f"--stages {stage} --dropout 0.2 --ema-decay 0.9 --max-steps 6 --val-data {clips(3)}"
+    assert train(tmp_path / "often", clips(4), f"{flags} --val-step 1") == 0
+    files = num_open_files()
+    assert train(tmp_path / "once", clips(4), flags) == 0
+    assert num_open_files() <= files + 2, "feeds of validations leave no file open"
+    often, once = newest(tmp_path / "often", stage), newest(tmp_path / "once", stage)
+    assert_equal_tensors(often.weights, once.weights)
+    assert_equal_tensors(often.optimizer, once.optimizer)
+    ours, theirs = (
+        [report for report in measured(tmp_path / name) if report["kind"] == "step"] for name in ("often", "once")
+    )
+    assert ours == theirs
+    assert [len(steps(tmp_path / name, "validation")) for name in ("often", "once")] == [6, 1]
+
+
+# Looking for an error
+
+
+def test_eager_debugging_names_the_operation_and_says_that_it_is_slow(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(monkeypatch, lambda call: call == 1)
+    flags = "--stages gpt --max-steps 3 --enable-eager-debug"
+    with (
+        pytest.raises(RuntimeError, match=r"MulBackward0.* returned nan"),
+        pytest.warns(match="Error detected in"),
+    ):
+        train(tmp_path / "run", clips(4), flags)
+    assert "training.enable_eager_debug = true: slow on purpose" in capsys.readouterr().out
+    assert not torch.is_anomaly_enabled()
