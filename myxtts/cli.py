@@ -6,27 +6,22 @@ Everything heavy is imported by the command that needs it, so that `--help` is i
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from myxtts import __version__
 from myxtts.config import DataSettings
 from myxtts.errors import ConfigError, MyXTTSError
 from myxtts.settings import PREPARE_KEYS, Loaded, add_flags, flags_of, load
 from myxtts.speak_command import add_speak
+from myxtts.tool_commands import add_tool_commands, dashboard
 
 if TYPE_CHECKING:
     from myxtts.text.tokenizer import Tokenizer
-
-
-MOST_GPUS = 16
-"""GPUs that a live view looks for; those that are not there are not shown."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,28 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dashboard", action="store_true", help="a live view instead of progress lines")
     train.set_defaults(run=_train)
 
-    about = "check settings, corpus and machine before training; exit code 0 only when nothing fails"
-    check = commands.add_parser("check", help=about, description=about, allow_abbrev=False)
-    check.add_argument("--gpus", action="store_true", help="also try the GPUs: caps, copies, a short training")
-    check.add_argument("--json", action="store_true", help="print the findings as JSON")
-    add_flags(check)
-    check.set_defaults(run=_check)
-
     about = "turn a folder of recordings into a packed, verified cache"
     prepare = commands.add_parser("prepare", help=about, description=about, allow_abbrev=False)
     add_flags(prepare, only=PREPARE_KEYS)
     prepare.set_defaults(run=_prepare)
-
-    about = "watch a run: rings, losses, throughput and GPUs, live"
-    watch = commands.add_parser("watch", help=about, description=about, allow_abbrev=False)
-    watch.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
-    watch.set_defaults(run=_watch)
-
-    about = "write one HTML page about a run"
-    report = commands.add_parser("report", help=about, description=about, allow_abbrev=False)
-    report.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
-    report.add_argument("--out", type=Path, metavar="FILE", help="the page to write [default: RUN/report.html]")
-    report.set_defaults(run=_report)
 
     about = "train a text vocabulary on a corpus, or extend one with a language"
     actions = commands.add_parser("vocabulary", help=about, description=about).add_subparsers(
@@ -95,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_vocabulary_action(extend)
 
+    add_tool_commands(commands)
     add_speak(commands)
 
     about = "write a folder that coqui-tts and the tools built on it load"
@@ -136,7 +114,7 @@ def _train(options: argparse.Namespace) -> int:
         logging.getLogger().setLevel(logging.WARNING)
     folder = loaded.settings.training.checkpoint_dir
     is_shown = is_first and not options.dashboard
-    with ProgressPrinter(0 if is_shown else 1) as printer, _dashboard(folder, is_first and options.dashboard):
+    with ProgressPrinter(0 if is_shown else 1) as printer, dashboard(folder, is_first and options.dashboard):
         reports = TrainingReports(folder, printer) if is_first else None
         try:
             states = train(loaded, reports, ProgressLines(), lambda line: show_lines([line]), show_corpus)
@@ -146,71 +124,6 @@ def _train(options: argparse.Namespace) -> int:
     if is_first and all(state.done for state in states.values()):
         show_lines([f"Done. Everything is in {folder}: checkpoints, report.html, metrics.jsonl, tensorboard/"])
     return 0
-
-
-@contextlib.contextmanager
-def _dashboard(folder: Path, is_wanted: bool) -> Iterator[None]:
-    """The live view of a run on a thread of its own."""
-    if not is_wanted:
-        yield
-        return
-    from myxtts.observe.dashboard import watch
-
-    stop = threading.Event()
-    thread = threading.Thread(target=watch, args=(folder, stop, _gpu_readings()), name="dashboard", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _gpu_readings() -> Callable[[], list[dict[str, Any]]]:
-    """What the GPUs say of themselves at the time of the call; nothing without a driver."""
-    from myxtts.observe.nvml import Sampler
-
-    sampler = Sampler(range(MOST_GPUS))
-    return lambda: [reading.to_json() for reading in sampler.read()]
-
-
-def _watch(options: argparse.Namespace) -> int:
-    from myxtts.observe.dashboard import watch
-
-    if not options.run_folder.is_dir():
-        raise ConfigError(f"There is no run in {options.run_folder}; name the --checkpoint-dir of a training")
-    watch(options.run_folder, threading.Event(), _gpu_readings())
-    return 0
-
-
-def _report(options: argparse.Namespace) -> int:
-    from myxtts.observe.report import write_report
-
-    try:
-        print(write_report(options.run_folder, options.out))
-    except OSError as error:
-        raise ConfigError(f"No report of {options.run_folder}: {error.strerror or error}") from error
-    return 0
-
-
-def _check(options: argparse.Namespace) -> int:
-    from myxtts.findings_screen import show_findings
-    from myxtts.screens import ProgressLines, show_lines
-    from myxtts.settings import presets
-    from myxtts.tools.check import check, passed, to_json
-    from myxtts.tools.check_gpus import check_gpus
-
-    loaded, applied = presets.apply(_load(options))
-    if loaded.settings.data.train_data is None:
-        loaded, demo = presets.apply_demo(loaded)
-        applied += demo
-    show_lines([] if options.json else applied)
-    findings = check_gpus(loaded, progress=ProgressLines(), say=logging.info) if options.gpus else check(loaded)
-    if options.json:
-        show_lines([to_json(findings)])
-    else:
-        show_findings(findings)
-    return 0 if passed(findings) else 1
 
 
 def _prepare(options: argparse.Namespace) -> int:

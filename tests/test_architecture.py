@@ -29,7 +29,7 @@ SAME_LAYER = {
     ("cli", "screens"),
     ("cli", "reports"),
     ("reports", "screens"),
-    ("cli", "findings_screen"),
+    ("tool_commands", "findings_screen"),
     ("cli", "tool_commands"),
     ("cli", "speak_command"),
     ("tool_commands", "tool_screens"),

@@ -27,8 +27,6 @@ from myxtts.observe.trace import Span
 
 SHARES = ("compute", "wait", "copy", "host", "other")
 COPIES = ("upload", "handoff")
-LEAST_QUEUE = 0.25
-"""Of the time between two batches: what waits less before a stage was passed on at once."""
 UNKNOWN_STAGE = "feed"
 """What a batch waited for of which no stage left a span."""
 PAUSES = {"save": "save_step", "validate": "val_step"}
@@ -66,7 +64,8 @@ def divide(evidence: Evidence) -> Division:
         if not summary.count:
             return Division()
         idle = summary.idle_share
-        return Division(shares={**dict.fromkeys(SHARES, 0.0), "compute": 1 - idle, "other": idle})
+        shares = dict.fromkeys(SHARES, 0.0) | {"compute": 1 - idle, "wait": idle}
+        return Division(shares=shares, waits={UNKNOWN_STAGE: idle})
     lane.follow()
     return lane.division()
 
@@ -99,7 +98,6 @@ class _ModelLane:
         self._at_work = {name: self._union(name) for name in DATA_STAGES}
         self._pauses = {name: self._union(name) for name in PAUSES}
         self._num_batches = sum(span.name == "train" for span in self.work)
-        self._period_us = (self.work[-1].start_us - self._start_us) / max(self._num_batches, 1)
         self._in_the_way = self._spans_in_the_lane()
 
     def follow(self) -> None:
@@ -116,7 +114,8 @@ class _ModelLane:
     def division(self) -> Division:
         """What was found, as shares."""
         total_us = max(self._end_us - self._start_us, 1)
-        kernel_share = self._evidence.kernel_share if self._evidence.kernel_share is not None else 1.0
+        told = self._evidence.kernel_share
+        kernel_share = 1.0 if told is None else min(told, 1.0)
         self._settle_unknown()
         waits = {stage: length_us(found) / total_us for stage, found in self._blamed.items()}
         compute = kernel_share * self._busy_us / total_us
@@ -142,8 +141,8 @@ class _ModelLane:
         late = [(wait.start_us, end_us(wait))] if wait is not None else []
         late += [(gap[0], max(map(end_us, stages.values())))] if stages else []
         late = _inside(merged(late), gap)
-        if late:
-            culprit = self._culprit(stages, gap)
+        if wait is not None and late:
+            culprit = self._culprit(wait.batch)
             self._blamed[culprit] += late
             waited = self._waited.setdefault(span.batch, {})
             waited[culprit] = waited.get(culprit, 0) + length_us(late)
@@ -157,19 +156,13 @@ class _ModelLane:
             rest = [part for free in rest for part in _without(free, _inside(pauses, free))]
         self._idle[self._reason(span)] += rest
 
-    def _culprit(self, stages: dict[str, Span], gap: Interval) -> str:
-        """The stage that made a batch late: the last one that did not start as soon as the batch arrived.
-
-        A batch queues because the stage works on earlier ones, or because the stage itself comes late to its work.
-        """
+    def _culprit(self, batch: int) -> str:
+        """The stage that made a batch late: the last one that still had the batch before when this one arrived."""
+        stages, before = self._stages.get(batch, {}), self._stages.get(batch - 1, {})
         present = [name for name in DATA_STAGES if name in stages]
-        for before, name in reversed(list(pairwise(present))):
-            queue = (end_us(stages[before]), stages[name].start_us)
-            if queue[1] - queue[0] > LEAST_QUEUE * self._period_us:
-                behind_others = length_us(_inside(self._at_work[name], queue)) > (queue[1] - queue[0]) / 2
-                through_the_gap = length_us(_inside([queue], gap)) > (gap[1] - gap[0]) / 2
-                if queue[0] <= gap[0] or behind_others or through_the_gap:
-                    return name
+        for previous, name in reversed(list(pairwise(present))):
+            if name in before and end_us(stages[previous]) < end_us(before[name]):
+                return name
         recorded = [name for name in DATA_STAGES if self._at_work[name]]
         return present[0] if present and present[0] == recorded[0] else UNKNOWN_STAGE
 

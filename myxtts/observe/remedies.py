@@ -51,7 +51,11 @@ def feed_finding(facts: Facts, stage: str, share: float) -> Finding:
     whom = "the feed" if time is None else stage
     what = f"The model waits for {whom} {percent(share)} of the time."
     if time is None:
-        code, why, remedy = "starving", "No stage left a span of the batches that came late.", _buffer(facts, None)
+        code, why, remedy = (
+            "starving",
+            "No stage left a span: a trace tells which one it is, or whether it is the program.",
+            _buffer(facts, None),
+        )
     elif stage in ("upload", "encode") and not data.prefetch_to_gpu:
         gain = 1 / max(1 - share, 0.01)
         remedy = Remedy("Upload batches before the model asks for them.", "data.prefetch_to_gpu", True, gain)

@@ -253,7 +253,7 @@ def _mode_hints(settings: Settings, *, on_gpu: bool) -> Iterator[str]:
     is_compiled = on_gpu and training.enable_xla_compilation and not is_eager
     if is_compiled and not data.pad_to_fixed_length:
         yield (
-            "data.pad_to_fixed_length = false: shapes change with every batch, so the step is neither compiled nor "
+            "data.pad_to_fixed_length = false: every batch has other shapes, so the step is neither compiled nor "
             "captured; give --enable-static-shapes for speed"
         )
     if training.enable_eager_debug:

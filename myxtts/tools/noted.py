@@ -1,0 +1,140 @@
+"""A rehearsal for the tools: notes what a verdict needs, and can do the data side alone.
+
+Makes sure that a slow feed shows: what buffers held before the first step must not carry the measured ones. Knows
+how the rehearsal is put together inside, so that no other tool has to.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from myxtts.assembly.rehearsal import WARM_UP_STEPS, Measured, Rehearsal
+from myxtts.data.batches import Cursor
+from myxtts.data.clips import Prepared
+from myxtts.data.codes import CodesCache
+from myxtts.data.gather import num_codes_of
+from myxtts.devices import peak_memory_mb
+from myxtts.observe.evidence import ALLOCATED_COUNTER, RING_COUNTER, StageTime, end_us, stage_times
+from myxtts.observe.steps import StepClock
+from myxtts.observe.trace import OFF, Counter, Trace, now_us
+from myxtts.pipeline.feed import Feed
+from myxtts.settings import Loaded
+
+DRAINING = 0.03
+"""Share of the batches that may come out of buffers filled beforehand without hiding a slow feed."""
+MOST_STEPS = 2000
+ROWS_PER_WRITE = 1024
+
+
+class Drained(NamedTuple):
+    """A feed from which batches were taken as fast as they came."""
+
+    seconds: list[float]
+    """Between two batches."""
+    stages: dict[str, StageTime]
+
+
+class NotedRehearsal(Rehearsal):
+    """A stage set up once and measured as often as needed."""
+
+    def __init__(self, loaded: Loaded, prepared: Prepared, stage: str) -> None:
+        super().__init__(loaded, prepared, stage)
+        self._prepared = prepared
+        self.depths: dict[str, int] = {}
+        """Of the rings, by name."""
+        self.trace: Trace = OFF
+        """Of the last traced measurement."""
+
+    @property
+    def accumulate(self) -> int:
+        """Batches of a step."""
+        return self.settings.training.gradient_accumulation_steps
+
+    def fill_codes(self) -> None:
+        """Give every clip codes, of no meaning, as if an epoch had passed: the time of a step does not change."""
+        if self.stage == "dvae":
+            return
+        clips, root = self._prepared.train, self._prepared.root
+        num_codes = num_codes_of(clips.num_samples)
+        hashes = clips.audio.hashes[clips.audio_rows]
+        cache = CodesCache.open(root, hashes, num_codes, self.maker.dvae_key)
+        nothing = np.zeros((ROWS_PER_WRITE, int(num_codes.max())), np.uint16)
+        for start in range(0, len(clips), ROWS_PER_WRITE):
+            rows = np.arange(start, min(start + ROWS_PER_WRITE, len(clips)))
+            cache.write(rows, nothing[: len(rows)])
+        cache.close()
+
+    def drain(self, num_batches: int) -> Drained:
+        """Take batches and do nothing with them."""
+        trace, taken_at, start_us = Trace(), [], now_us()
+        with self.maker.training(Cursor(), 1, trace) as feed, feed.model_lane.use():
+            for _ in range(num_batches + 1):
+                with feed.next():
+                    feed.model_lane.finish()
+                taken_at.append(time.perf_counter())
+        trace.finish()
+        return Drained(np.diff(taken_at).tolist(), stage_times(trace.spans(), (start_us, now_us())))
+
+    def steady(self, num_steps: int) -> Measured:
+        """The last steps of as many as it takes until buffers no longer hide how fast batches are made; traced."""
+        measured = self.measure(num_steps, traced=True)
+        num_batches = num_steps * self.accumulate
+        drained = drained_batches(measured.counters, num_batches)
+        if drained <= DRAINING * num_batches:
+            return measured
+        held = sum(depth for name, depth in self.depths.items() if name != "keep")
+        total = min(num_steps + math.ceil(held * num_steps / drained), MOST_STEPS)
+        return self._last(self.measure(total, traced=True), num_steps)
+
+    def long_run_clips_per_s(self, measured: Measured) -> float:
+        """Speed without the help of buffers: batches that were made in the time, not batches that were taken."""
+        num_batches = len(measured.times) * self.accumulate
+        made = num_batches - drained_batches(measured.counters, num_batches)
+        return measured.clips_per_s * max(made, 0.0) / num_batches
+
+    def _last(self, measured: Measured, num_steps: int) -> Measured:
+        """The last so many steps of a measurement."""
+        first = WARM_UP_STEPS + len(measured.times) - num_steps
+        before = [end_us(span) for span in measured.spans if span.name == "update" and span.batch == first - 1]
+        start_us, times = max(before, default=0), measured.times[-num_steps:]
+        seconds = sum(step.step_ms for step in times) / 1000
+        return replace(
+            measured,
+            times=times,
+            seconds=seconds,
+            clips_per_s=num_steps * self.accumulate * self.settings.data.batch_size / seconds,
+            spans=[span for span in measured.spans if span.start_us >= start_us],
+            counters=[sample for sample in measured.counters if sample.at_us >= start_us],
+        )
+
+    def _one_step(self, feed: Feed, clock: StepClock, trace: Trace, number: int, accumulate: int) -> None:
+        if number == 0:
+            self.depths = {name: depth for name, (_, depth) in feed.readiness().items()}
+            self.trace = trace if trace.enabled else self.trace
+        super()._one_step(feed, clock, trace, number, accumulate)
+        for role, used_mb in peak_memory_mb(self.plan).items() if trace.enabled else ():
+            trace.count(f"{role}{ALLOCATED_COUNTER}", used_mb)
+
+
+def drained_batches(counters: Sequence[Counter], num_batches: int) -> float:
+    """How many batches the rings lost in all over the last `num_batches` that were taken; 0 if they gained."""
+    ready: defaultdict[str, list[float]] = defaultdict(list)
+    for name, _, value in counters:
+        if name.endswith(RING_COUNTER) and not name.startswith("keep"):
+            ready[name].append(value)
+    return max(sum(values[-num_batches:][0] - values[-1] for values in ready.values()), 0.0)
+
+
+def mean_stage_ms(measured: Measured) -> dict[str, float]:
+    """Mean length of the spans by name."""
+    lengths: defaultdict[str, list[int]] = defaultdict(list)
+    for span in measured.spans:
+        lengths[span.name].append(span.duration_us)
+    return {name: float(np.mean(values)) / 1000 for name, values in lengths.items()}

@@ -1,0 +1,251 @@
+"""Better settings for this machine, found by measuring: every change has been trained with before it is proposed.
+
+What is tried, in this order: a batch that fits at all, the switches that are off, workers and buffers, larger
+batches, gradient checkpointing, one or two GPUs. Measures nothing itself (`trial`), and writes nothing
+(`config_patch`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from myxtts.assembly.folder import RunFolder
+from myxtts.data.clips import Prepared
+from myxtts.devices import Machine
+from myxtts.errors import PipelineError
+from myxtts.host import usable_cores
+from myxtts.observe.findings import Finding
+from myxtts.pipeline.buffers import MOST_GATHERERS
+from myxtts.settings import Loaded, presets
+from myxtts.settings.table import specs
+from myxtts.tools.experiment import Experiment, OutOfTime, Tuning
+from myxtts.tools.trial import Measure, Trial, try_out_apart
+
+GPU_STEPS, CPU_STEPS = 40, 4
+"""Steps of a trial behind its warm-up."""
+MAX_BATCH_GPU, MAX_BATCH_CPU = 512, 32
+DDP_EFFICIENCY = 0.95
+"""Of its speed alone that each of several GPUs reaches: the rest goes into exchanging gradients."""
+BATCH, ACCUMULATE = "data.batch_size", "training.gradient_accumulation_steps"
+WORKERS, CHECKPOINTING = "data.num_workers", "model.gradient_checkpointing"
+DATA_GPU, MODEL_GPU = "data.data_gpu", "data.model_gpu"
+BUFFERS = ("data.prefetch_buffer_size", "data.pipeline_buffer_size")
+LEVEL = "training.optimization_level"
+SWITCHES: Mapping[str, tuple[bool, bool, str]] = {
+    "training.enable_eager_debug": (False, False, "checking every operation is slow on purpose"),
+    "data.native_loading": (True, False, "batches come from the packed cache instead of being decoded each time"),
+    "data.mixed_precision": (True, True, "bf16 uses the GPU's tensor cores"),
+    "data.pad_to_fixed_length": (True, False, "equal shapes are compiled once and launched as one graph"),
+    "training.enable_graph_mode": (True, True, "the step is launched as one graph"),
+    "training.enable_xla_compilation": (True, True, "compiled kernels read and write memory less often"),
+    "data.prefetch_to_gpu": (True, False, "batches are prepared while the model trains"),
+    "data.enhanced_gpu_prefetch": (True, True, "copies from pinned memory run beside computation"),
+    "data.optimize_cpu_gpu_overlap": (True, True, "the data role works beside the training step"),
+}
+"""What a switch should be, whether only a GPU makes it matter, and why it helps."""
+CODES = {
+    "tune-several-gpus": "More GPUs than are used: what training on all of them with torchrun would bring.",
+    "tune-second-gpu": "What a second GPU would bring, reckoned from the measured times of the stages.",
+    "tune-feed-bound": "Batches still come too slowly when everything that can be set has been tried.",
+}
+"""What each advice means."""
+
+
+def tune(
+    loaded: Loaded,
+    prepared: Prepared,
+    *,
+    stage: str = "gpt",
+    minutes: float = 10.0,
+    max_batch: int | None = None,
+    machine: Machine | None = None,
+    measure: Measure | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Tuning:
+    """Search for at most so many minutes, from settings with their presets applied; `say` hears of each trial."""
+    machine = Machine.look() if machine is None else machine
+    started_at = time.monotonic()
+    ends_at = started_at + 60 * minutes
+    if measure is None:
+        buffered = loaded.settings.data.pipeline_buffer_size
+        measure = partial(_measure_until, ends_at, stage, GPU_STEPS + buffered if machine.gpus else CPU_STEPS)
+    most = max_batch or (MAX_BATCH_GPU if machine.gpus else MAX_BATCH_CPU)
+    experiment = Experiment(loaded, measure, machine, ends_at, say)
+    _search(experiment, _BatchSearch(experiment, min(most, len(prepared.train))))
+    experiment.found.minutes = (time.monotonic() - started_at) / 60
+    return experiment.found
+
+
+def _measure_until(ends_at: float, stage: str, num_steps: int, loaded: Loaded) -> Trial:
+    return try_out_apart(loaded, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
+
+
+def _search(experiment: Experiment, batch: _BatchSearch) -> None:
+    single = None
+    try:
+        if not experiment.begin():
+            batch.shrink()
+        _try_switches(experiment)
+        _try_feed(experiment)
+        if batch.grow():
+            _try_feed(experiment)
+        if experiment.value(CHECKPOINTING):
+            experiment.keep_if_faster({CHECKPOINTING: False}, "the batch fits without recomputing activations")
+        single = _try_roles(experiment)
+    except OutOfTime:
+        if experiment.found.after is None:
+            raise PipelineError("The time was over before anything was measured; give more --minutes") from None
+        experiment.note("The time was over before everything was tried: give more --minutes")
+    _advise(experiment, single or experiment.best)
+
+
+def _try_switches(experiment: Experiment) -> None:
+    on_gpu = bool(experiment.machine.gpus)
+    level = experiment.value(LEVEL)
+    if level == "basic" and on_gpu:
+        values = {LEVEL: "enhanced"} | {key: specs()[key].default for key in presets.bundle(level)}
+        experiment.keep_if_faster(values, "the step is compiled and launched as one graph")
+    for key, (value, needs_gpu, why) in SWITCHES.items():
+        if experiment.value(key) != value and (on_gpu or not needs_gpu):
+            experiment.keep_if_faster({key: value}, why)
+
+
+def _try_feed(experiment: Experiment) -> None:
+    """Workers and buffers, if batches come too late."""
+    if experiment.best.headspace < experiment.least_gain:
+        return
+    most = usable_cores()
+    if experiment.value("data.native_loading"):
+        most = min(most, MOST_GATHERERS)
+    workers = experiment.value(WORKERS)
+    for count in sorted({min(2 * workers, most), most}):
+        if count > experiment.value(WORKERS):
+            experiment.keep_if_faster({WORKERS: count}, "more threads gather batches")
+    chosen = {key: specs()[key].default for key in BUFFERS if experiment.loaded.is_set(key)}
+    if chosen and experiment.best.headspace >= experiment.least_gain:
+        experiment.keep_if_faster(chosen, "left at their defaults, buffers follow the workers and the free memory")
+
+
+def _try_roles(experiment: Experiment) -> Trial | None:
+    """Two GPUs for the two roles, or one; what one GPU alone does, if that was measured."""
+    gpus = [gpu.index for gpu in experiment.machine.gpus]
+    if len(gpus) < 2:
+        return experiment.best
+    if experiment.value(DATA_GPU) is None:
+        alone = experiment.best
+        values = {DATA_GPU: gpus[0], MODEL_GPU: gpus[1]}
+        experiment.keep_if_faster(values, "the data role no longer shares the GPU with the model")
+        return alone
+    return experiment.keep_if_faster(
+        {DATA_GPU: None, MODEL_GPU: None}, "one GPU does the work of both roles faster"
+    )
+
+
+class _BatchSearch:
+    """The batch; accumulation follows, so that the effective batch stays as near as can be."""
+
+    def __init__(self, experiment: Experiment, largest: int) -> None:
+        self._experiment, self._largest = experiment, largest
+        training = experiment.loaded.settings.training
+        self._effective = experiment.value(BATCH) * experiment.value(ACCUMULATE)
+        self._largest_under: Loaded | None = None
+        """The settings of which the largest batch is known already."""
+        self._is_free = training.reset_training or not RunFolder(training.checkpoint_dir).has_begun
+        if not self._is_free:
+            experiment.note(
+                f"The batch was left alone, for the run in {training.checkpoint_dir} has begun with it: give "
+                "another --checkpoint-dir, or --reset-training, to tune it for a new run"
+            )
+
+    def shrink(self) -> None:
+        """Find the largest batch that fits, because the present one does not."""
+        experiment, refusal = self._experiment, self._experiment.refusal
+        assert refusal is not None
+        if not refusal.out_of_memory or not self._is_free:
+            raise refusal
+        asked = too_large = experiment.value(BATCH)
+        trial = None
+        while too_large > 1 and trial is None:
+            size = too_large // 2
+            trial = experiment.attempt(self._values(size))
+            too_large = size if trial is None else too_large
+        if trial is None:
+            fix = "Give --gradient-checkpointing, for fine-tuning --lora-rank 16, or a smaller --model-size."
+            raise PipelineError(f"Not even one clip fits. {fix}\n{refusal}")
+        size, trial = self._bisect(size, too_large, trial)
+        experiment.keep(self._values(size), trial, f"{asked} clips do not fit: {str(refusal).splitlines()[0]}")
+        self._largest_under = experiment.loaded
+
+    def grow(self) -> bool:
+        """Double the batch while that helps; when one does not fit, find the largest that does."""
+        experiment = self._experiment
+        if not self._is_free or experiment.loaded is self._largest_under:
+            return False
+        start = size = experiment.value(BATCH)
+        tried = {size: experiment.best}
+        while size < self._largest:
+            doubled = min(2 * size, self._largest)
+            trial = experiment.attempt(self._values(doubled))
+            if trial is None:
+                size, tried[size] = self._bisect(size, doubled, tried[size])
+                break
+            tried[doubled] = trial
+            if trial.clips_per_s < experiment.least_gain * tried[size].clips_per_s:
+                break
+            size = doubled
+        size = max(tried, key=lambda size: tried[size].clips_per_s)
+        if tried[size].clips_per_s < experiment.least_gain * tried[start].clips_per_s:
+            experiment.note(f"The batch stays {start}: no other that was tried is faster")
+            return False
+        now = size * self._values(size)[ACCUMULATE]
+        effect = f"stays {now}" if now == self._effective else f"becomes {now}, it was {self._effective}"
+        taken = ", ".join(f"{used / 1024:.1f} GB of {role}" for role, used in tried[size].memory_mb.items())
+        why = f"more clips at once use the machine better; the effective batch {effect}"
+        experiment.keep(self._values(size), tried[size], why + (f"; takes {taken}" if taken else ""))
+        return True
+
+    def _bisect(self, fits: int, too_large: int, trial: Trial) -> tuple[int, Trial]:
+        """The largest batch between one that fits and one that does not, to an eighth, and its trial."""
+        while too_large - fits > max(1, fits // 8):
+            middle = (fits + too_large) // 2
+            middle -= middle % 8 if middle - middle % 8 > fits else 0
+            found = self._experiment.attempt(self._values(middle))
+            if found is None:
+                too_large = middle
+            else:
+                fits, trial = middle, found
+        self._experiment.found.largest_batch = fits
+        return fits, trial
+
+    def _values(self, size: int) -> dict[str, Any]:
+        return {BATCH: size, ACCUMULATE: max(1, round(self._effective / size))}
+
+
+def _advise(experiment: Experiment, single: Trial) -> None:
+    """What follows from the measured times, but is no setting or cannot be measured by one process."""
+    num_gpus, best, advice = len(experiment.machine.gpus), experiment.best, experiment.found.advice
+    encode, train = best.stage_ms.get("encode", 0.0), best.stage_ms.get("train", 0.0)
+    if num_gpus > 1:
+        gain = DDP_EFFICIENCY * num_gpus * single.clips_per_s / best.clips_per_s
+        what = f"Training on all {num_gpus} GPUs would be about {gain:.1f}× as fast as what was found."
+        why = f"One GPU alone trains {single.clips_per_s:.1f} clips/s, and each can have batches of its own."
+        drop = " and without --data-gpu and --model-gpu" if experiment.value(DATA_GPU) is not None else ""
+        fix = f"Start with torchrun --nproc-per-node {num_gpus} train_main.py{drop}."
+        if gain >= experiment.least_gain:
+            advice.append(Finding("tune-several-gpus", "info", what, why, fix, gain=gain))
+    elif num_gpus == 1 and train:
+        gain = (train + encode) / max(train, encode)
+        both = f"about {2 * DDP_EFFICIENCY:.1f}× if it trains as well"
+        what = f"A second GPU would bring at most {gain:.2f}× as data GPU, {both}."
+        why = f"The data role takes {encode:.1f} ms for a batch, training on it {train:.1f} ms."
+        advice.append(Finding("tune-second-gpu", "info", what, why))
+    if best.headspace >= experiment.least_gain:
+        feed_ms = {name: best.stage_ms.get(name, 0.0) for name in ("gather", "upload", "encode", "handoff")}
+        slowest = max(feed_ms, key=lambda name: feed_ms[name])
+        what = f"A perfect feed would still be {best.headspace:.2f}× as fast."
+        why = f"Of the feed's stages {slowest} takes longest: {feed_ms[slowest]:.1f} ms for a batch."
+        fix = "See myxtts profile: it says which stage bounds, and why."
+        advice.append(Finding("tune-feed-bound", "warn", what, why, fix, gain=best.headspace))

@@ -1,0 +1,359 @@
+"""Profiling: planted bottlenecks are found in the real pipeline, the data side is analysed, scripts lead there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from training_fixtures import Clips, clips, small
+
+import myxtts.cli
+import myxtts.tools.profile
+from myxtts.assembly import rehearsal
+from myxtts.data.gather import Gathered, Gatherer, HostBatch, Job
+from myxtts.devices import Machine
+from myxtts.errors import ConfigError
+from myxtts.observe.findings import Finding
+from myxtts.pipeline.frontend import DvaeFrontend
+from myxtts.settings import Loaded, load
+from myxtts.tool_commands import add_tool_commands
+from myxtts.tool_screens import show_profile
+from myxtts.tools import anatomy, noted
+from myxtts.tools.data_analysis import CODES, findings_of
+from myxtts.tools.data_timing import AudioAnalysis, FeedAnalysis, TextAnalysis, Timing, time_host
+from myxtts.tools.profile import Profile, profile
+from myxtts.tools.trial import prepare_corpus
+
+__all__ = ["clips", "small"]
+
+ROOT = Path(__file__).parent.parent
+SLOW_S = 0.05
+"""What a planted bottleneck takes for each batch: several times a step of the small network."""
+pytestmark = pytest.mark.usefixtures("small")
+
+
+def loaded_with(corpus: Path, **flags: str) -> Loaded:
+    given = {
+        "data.train_data": str(corpus), "data.language": "en", "data.vocab_size": "256", "data.batch_size": "2",
+        "data.max_mel_frames": "128", "data.max_text_length": "40", "data.num_workers": "1",
+        "data.model_start_delay": "0", "data.val_fraction": "0",
+    }  # fmt: skip
+    return load(None, given | {key.replace("__", "."): value for key, value in flags.items()})
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm up for one step: there is nothing to compile."""
+    for module in (rehearsal, anatomy, noted, myxtts.tools.profile):
+        monkeypatch.setattr(module, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(anatomy, "SPLIT_STEPS", 1)
+    monkeypatch.setattr(anatomy, "KERNEL_STEPS", 1)
+
+
+@pytest.fixture
+def run(clips: Clips) -> Callable[..., Profile]:
+    """A profile of the quickest stage: `run(data__num_workers="2")`, or with `options` of `profile`."""
+
+    def start(options: Mapping[str, Any] | None = None, **flags: str) -> Profile:
+        loaded = loaded_with(clips(4), **flags)
+        prepared = prepare_corpus(loaded.settings)
+        return profile(loaded, prepared, **{"num_steps": 6, "stage": "dvae"} | dict(options or {}))
+
+    return start
+
+
+def plant_slow_gathering(monkeypatch: pytest.MonkeyPatch, seconds: float = SLOW_S) -> None:
+    fill = Gatherer.fill
+
+    def slow_fill(self: Gatherer, batch: HostBatch, job: Job) -> Gathered:
+        time.sleep(seconds)
+        return fill(self, batch, job)
+
+    monkeypatch.setattr(Gatherer, "fill", slow_fill)
+
+
+def plant_slow_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = DvaeFrontend.encode
+
+    def slow_encode(self: DvaeFrontend, *arguments: Any) -> None:
+        time.sleep(SLOW_S)
+        encode(self, *arguments)
+
+    monkeypatch.setattr(DvaeFrontend, "encode", slow_encode)
+
+
+def rows(found: Profile) -> dict[str, Any]:
+    return {row.stage.strip(): row for row in found.rows}
+
+
+# Planted bottlenecks
+
+
+def test_slow_gathering_is_named_with_its_cost_and_what_to_do(
+    run: Callable[..., Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_slow_gathering(monkeypatch)
+    found = run()
+    assert found.verdict is not None
+    assert found.verdict.bound == "gather"
+    assert found.findings[0].code == "gather-slow"  # much longer than copying takes: the disk
+    assert found.findings[0].gain is not None and found.findings[0].gain > 1.5
+    assert rows(found)["gather"].mean_ms >= 1000 * SLOW_S
+    assert rows(found)["gather"].share > 0.8
+    assert found.verdict.headspace is not None and found.verdict.headspace > 1.5
+
+
+def test_decoding_files_for_every_batch_is_named_with_the_setting(
+    run: Callable[..., Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("myxtts.tools.profile.usable_cores", lambda: 1)
+    plant_slow_gathering(monkeypatch)
+    found = run(data__native_loading="false").findings[0]
+    assert (found.code, found.setting, found.value) == ("native-loading-off", "data.native_loading", True)
+
+
+def test_slow_encoding_is_named(run: Callable[..., Profile], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_slow_encoding(monkeypatch)
+    found = run()
+    assert found.verdict is not None
+    assert found.verdict.bound == "encode"
+    assert found.findings[0].code == "encode-slow"
+    assert rows(found)["encode"].p95_ms >= rows(found)["encode"].mean_ms >= 1000 * SLOW_S
+
+
+def test_full_buffers_do_not_hide_a_slow_feed(
+    run: Callable[..., Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits in buffers would carry all measured steps, and nothing a whole training."""
+    plant_slow_gathering(monkeypatch)
+    flags = {"data__prefetch_buffer_size": "5", "data__pipeline_buffer_size": "8"}
+    found = run(data__model_start_delay="5", **flags)
+    assert found.verdict is not None
+    assert found.verdict.bound == "gather"
+    assert found.clips_per_s == pytest.approx(2 / SLOW_S, rel=0.3)
+
+
+def test_without_a_bottleneck_no_data_stage_is_blamed(run: Callable[..., Profile]) -> None:
+    found = run({"stage": "gpt", "num_steps": 3})
+    assert found.verdict is not None
+    assert found.verdict.bound in ("train", "host")
+    assert not [finding for finding in found.findings if finding.level == "warn" and finding.setting]
+
+
+# What a profile holds
+
+
+def test_a_profile_says_everything_on_the_screen_and_as_json(run: Callable[..., Profile], tmp_path: Path) -> None:
+    found = run({"stage": "gpt", "num_steps": 2, "kernels": True})
+    assert {"load and decode", "gather", "upload", "encode (first)", "encode", "wait", "train"} <= rows(
+        found
+    ).keys()
+    assert rows(found)["forward"].mean_ms + rows(found)["backward"].mean_ms == pytest.approx(
+        rows(found)["train"].mean_ms
+    )
+    assert found.kernels is not None and sum(kernel.share for kernel in found.kernels.kernels) <= 1.001
+    assert found.kernels.kernels[0].ms_per_step >= found.kernels.kernels[-1].ms_per_step > 0
+    record = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert record["verdict"]["sentence"] == found.verdict.sentence if found.verdict else False
+    assert sum(record["verdict"]["shares"].values()) == pytest.approx(1)
+    assert record["first_epoch_clips_per_s"] > 0
+
+    screen = StringIO()
+    show_profile(found, Console(file=screen, width=160))
+    shown = screen.getvalue()
+    assert shown.startswith(record["verdict"]["sentence"][:60])
+    assert all(stage in shown for stage in ("gather", "backward", "update", "aten::", "Ring host"))
+
+    assert found.trace is not None
+    found.trace.write_chrome(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"gather", "encode", "train", "update"} <= {event["name"] for event in events}
+
+
+def test_measuring_leaves_no_codes_in_the_users_cache(clips: Clips) -> None:
+    loaded = loaded_with(clips(4))
+    prepared = prepare_corpus(loaded.settings)
+    profile(loaded, prepared, num_steps=1, stage="gpt", data_only=True)
+    assert not list(prepared.root.glob("codes-*"))
+
+
+def test_two_gpus_that_are_not_there_are_an_error_that_says_so(run: Callable[..., Profile]) -> None:
+    if len(Machine.look().gpus) < 2:
+        with pytest.raises(ConfigError, match="Multi-GPU requires at least 2 GPUs"):
+            run(data__data_gpu="0", data__model_gpu="1")
+
+
+def kernel(start_us: float, end_us: float, stream: int, name: str = "kernel", place: str = "CUDA") -> Any:
+    times = SimpleNamespace(start=start_us, end=end_us)
+    return SimpleNamespace(
+        name=name, time_range=times, device_resource_id=stream, device_type=SimpleNamespace(name=place)
+    )
+
+
+def test_kernels_of_the_training_stream_show_launch_gaps_and_waits_of_the_host() -> None:
+    warming = [kernel(0, 5, stream=7)]  # the front end, long before training
+    training = [kernel(1000 + 100 * number, 1060 + 100 * number, stream=8) for number in range(10)]
+    syncs = [
+        kernel(at, at + 1, 0, "cudaStreamSynchronize", "CPU") for at in (3, 1010, 1110, 1210, 1310, 1410, 9999)
+    ]
+    share, waits = anatomy._rhythm([*warming, *training, *syncs], num_steps=3)
+    assert share == pytest.approx(600 / 960)
+    assert waits == pytest.approx(1.0)  # five inside, two of which are the measurement's own
+    assert anatomy._rhythm([], 3) == (None, None)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kernels_work_and_grade_are_there(run: Callable[..., Profile]) -> None:
+    found = run({"stage": "gpt", "num_steps": 20, "kernels": True})
+    assert found.verdict is not None and found.kernels is not None
+    assert found.verdict.grade
+    assert found.kernels.kernel_share is not None and 0 < found.kernels.kernel_share <= 1
+    assert found.verdict.flops_share is not None and 0 < found.verdict.flops_share < 1
+    assert not any(kernel.name.startswith("aten::") for kernel in found.kernels.kernels)
+    assert {"forward", "backward", "upload", "encode"} <= rows(found).keys()
+
+
+# The data side
+
+
+def test_the_data_side_alone_gives_three_analyses(run: Callable[..., Profile]) -> None:
+    found = run({"data_only": True, "num_steps": 4})
+    assert found.verdict is None and found.data is not None
+    text, audio, feed = found.data.text, found.data.audio, found.data.feed
+    assert text.normalize.count == text.tokenize.count == text.num_sentences == 4
+    assert text.detect_ms is None
+    assert 0 < text.sample_ms < 100
+    assert audio.decode.count == 4 and audio.decode.mean_ms > 0 and audio.decode.std_ms >= 0
+    assert audio.gather.count == 4 and audio.slowest.startswith("wavs/")
+    assert feed.host.count == feed.feed.count == 4
+    assert feed.step_ms > 0 and not feed.step_is_given
+    record = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert record["data"]["feed"]["idle_share"] == pytest.approx(feed.idle_share)
+
+    screen = StringIO()
+    show_profile(found, Console(file=screen, width=120))
+    for heading in ("Text preprocessing", "Audio loading", "Pipeline efficiency", "Estimated GPU idle", "CV"):
+        assert heading in screen.getvalue()
+
+
+def test_a_slow_host_is_set_against_the_step_of_the_users_gpu(
+    run: Callable[..., Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_slow_gathering(monkeypatch)
+    monkeypatch.setattr("myxtts.tools.data_analysis.usable_cores", lambda: 4)
+    found = run({"data_only": True, "num_steps": 4, "step_ms": 1000 * SLOW_S / 4})
+    assert found.data is not None
+    assert found.data.feed.idle_share == pytest.approx(0.75, abs=0.1)
+    first = found.findings[0]
+    assert (first.code, first.level, first.setting, first.value) == (
+        "data-feed-slow",
+        "warn",
+        "data.num_workers",
+        4,
+    )
+    assert first.gain == pytest.approx(4, rel=0.3)
+
+
+def test_more_threads_gather_more(clips: Clips, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_slow_gathering(monkeypatch)
+    monkeypatch.setattr("myxtts.tools.data_timing.usable_cores", lambda: 4)
+    prepared = prepare_corpus(loaded_with(clips(4)).settings)
+    one, four = (
+        time_host(prepared.train, loaded_with(clips(4), data__num_workers=count).settings.data, 8)
+        for count in ("1", "4")
+    )
+    assert one.mean_ms > 2 * four.mean_ms
+
+
+TEXT = TextAnalysis(Timing(9, 0.1, 0, 0.1), Timing(9, 0.1, 0, 0.1), None, 1000)
+AUDIO = AudioAnalysis(Timing(9, 2.0, 1.0, 4.0), Timing(9, 0.5, 0.1, 0.6), 16, "wavs/a.wav")
+
+
+def feed_of(supply_ms: float, step_ms: float, **changes: Any) -> FeedAnalysis:
+    supply = Timing(9, supply_ms, 0.0, supply_ms)
+    parts = {"host": supply, "first_epoch": supply, "feed": supply, "stages": {}, "step_ms": step_ms}
+    return FeedAnalysis(**parts | {"step_is_given": False, "on_gpu": True} | changes)
+
+
+def found_in(corpus: Path, feed: FeedAnalysis, **flags: str) -> dict[str, Finding]:
+    data = loaded_with(corpus, **flags).settings.data
+    return {finding.code: finding for finding in findings_of(TEXT, AUDIO, feed, data)}
+
+
+def test_findings_of_the_data_side_follow_its_figures(clips: Clips) -> None:
+    quick = found_in(clips(4), feed_of(5.0, 50.0))
+    assert quick.keys() == {"data-feed-fast", "data-audio-packed", "data-text-once"}
+    assert "10.0 times as fast" in quick["data-feed-fast"].what
+    assert "64.0 times as fast" in quick["data-audio-packed"].what
+    slow = found_in(clips(4), feed_of(100.0, 50.0), data__prefetch_to_gpu="false", data__native_loading="false")
+    assert slow["data-feed-slow"].setting == "data.prefetch_to_gpu"
+    assert slow["data-feed-slow"].gain == pytest.approx(2.0)
+    assert slow["data-audio-decoded"].value is True
+    first = found_in(clips(4), feed_of(5.0, 50.0, first_epoch=Timing(9, 100.0, 0, 100.0)))
+    assert "2.0 times as slow" in first["data-first-epoch"].what
+    assert {*quick, *slow, *first} <= set(CODES)
+
+
+# The old names
+
+
+@pytest.mark.parametrize(
+    ("script", "leads_to"),
+    [
+        ("quick_gpu_fix.py", "tune"),
+        ("utilities/dual_gpu_bottleneck_profiler.py", "profile"),
+        ("utilities/analyze_data_pipeline_bottleneck.py", "profile --data-only"),
+        ("utilities/diagnose_gpu_bottleneck.py", "profile"),
+        ("utilities/gpu_profiler.py", "profile --kernels"),
+    ],
+)
+def test_a_script_is_a_door_to_its_command(script: str, leads_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(myxtts.cli, "main", lambda arguments: called.append(arguments) or 7)
+    monkeypatch.setattr(sys, "argv", [script, "--batch-size", "16"])
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert ended.value.code == 7
+    assert called == [[*shlex.split(leads_to), "--batch-size", "16"]]
+    assert len((ROOT / script).read_text().splitlines()) <= 20
+
+
+def command(line: str) -> Any:
+    parser = argparse.ArgumentParser()
+    add_tool_commands(parser.add_subparsers())
+    options, options_left = parser.parse_known_args(shlex.split(line))
+    options.unknown = options_left
+    return options
+
+
+def test_the_commands_run_and_answer_in_json(
+    clips: Clips, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = (
+        f"--train-data {clips(4)} --language en --vocab-size 256 --max-mel-frames 128 --max-text-length 40 "
+        "--num-workers 1 --model-start-delay 0 --val-fraction 0 --stage dvae --json"
+    )
+    options = command(f"profile --batch-size 2 --num-batches 2 {shared} --trace {tmp_path / 'trace.json'}")
+    assert options.run(options) == 0
+    assert json.loads(capsys.readouterr().out)["num_steps"] == 2
+    assert (tmp_path / "trace.json").exists()
+
+    from test_tune import Pretended
+
+    monkeypatch.setattr("myxtts.tools.tune.try_out_apart", lambda loaded, *_: Pretended(mb_per_clip=0)(loaded))
+    options = command(f"tune --batch-size 2 --max-batch 4 --minutes 1 --apply {shared}")
+    assert options.run(options) == 0
+    assert json.loads(capsys.readouterr().out)["values"] == {"data.batch_size": 4}
+    assert (tmp_path / "configs" / "config.yaml").read_text() == "data:\n  batch_size: 4\n"
