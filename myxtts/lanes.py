@@ -40,8 +40,15 @@ class Lane:
     def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
         self.device = device
         self.stream: torch.cuda.Stream | None = None
+        self._capture_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
+
+    def capture_stream(self) -> torch.cuda.Stream:
+        """Where work for this lane is captured: what other threads put into the lane meanwhile stays out of it."""
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._capture_stream
 
     def use(self) -> contextlib.AbstractContextManager[object]:
         """What the calling thread starts inside runs in this lane."""
@@ -72,8 +79,7 @@ class Captured(Generic[Result]):
 
     def __init__(self, work: Callable[[], Result], lane: Lane, pool: Any = None) -> None:
         random_state = torch.cuda.get_rng_state(lane.device)
-        # A stream of its own: what other threads put into the lane meanwhile must not become part of the graph.
-        private = torch.cuda.Stream(lane.device)  # type: ignore[no-untyped-call]
+        private = lane.capture_stream()
         with torch.cuda.device(lane.device):
             torch.cuda.synchronize()
             with torch.cuda.stream(private):
