@@ -189,6 +189,7 @@ def curve(options: argparse.Namespace) -> None:
             training__learning_rate=options.lr,
             training__warmup_steps=0,
             training__log_step=1,
+            training__enable_xla_compilation=not options.no_compile,
         )
     losses = [[report.losses["text_loss"], report.losses["audio_loss"]] for report in reports]
     rate = statistics.median(report.clips_per_s for report in reports[len(reports) // 4 :])
@@ -253,6 +254,7 @@ def main() -> None:
         command.add_argument("--steps", type=int, default=200)
         command.add_argument("--max-mel-frames", type=int, default=880)
         command.add_argument("--lr", type=float, default=1e-4)
+        command.add_argument("--no-compile", action="store_true", help="spare the minute that compiling takes")
         command.set_defaults(call=call)
     compare_command = commands.add_parser("compare")
     compare_command.add_argument("results", type=Path, nargs="+")
