@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(arguments)
     options.unknown = unknown
     logging.basicConfig(format="%(message)s", level=logging.DEBUG if options.verbose else logging.INFO)
+    logging.getLogger("torch").setLevel(logging.WARNING)  # it has statistics to tell when a process ends
     try:
         return int(options.run(options))
     except MyXTTSError as error:

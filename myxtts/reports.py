@@ -31,9 +31,11 @@ class TrainingReports:
         self._log = MetricsLog(folder)
         self._printer = printer
         self._watch = Watch()
+        self._has_begun = False
         self._gpus = Sampler([gpu.index for gpu in Machine.look().gpus])
 
     def begin(self, stage: str, step: int, total_steps: int) -> None:
+        self._has_begun = True
         self._log.begin(stage, step)
         self._printer.begin(stage, step, total_steps)
         self._watch = Watch()
@@ -66,6 +68,8 @@ class TrainingReports:
         self._printer.end()
         self._log.close()
         self._gpus.close()
+        if not self._has_begun:
+            return
         try:
             write_report(self._folder)
         except OSError as error:

@@ -145,7 +145,7 @@ def batch_size(case: Case) -> Finding:
     """Whether a batch keeps the card busy, and has a chance to fit it."""
     size, key = case.data.batch_size, "data.batch_size"
     if case.model_gpu is None:
-        return Finding("batch-size", "pass", f"{size} clips a batch; on the CPU any size is as fast")
+        return Finding("batch-size", "pass", f"{size} clips a batch")
     suggested = int(presets.preset(_suited_preset(case, case.model_gpu.memory_mb))[key])
     if size < max(suggested // 4, LEAST_BATCH):
         level: Level = "fail" if size < LEAST_BATCH else "warn"
