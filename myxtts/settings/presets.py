@@ -78,7 +78,7 @@ def apply(loaded: Loaded) -> tuple[Loaded, list[str]]:
 DEMO = {
     "training.dvae_steps": 60,
     "training.max_steps": 60,
-    "training.decoder_steps": 4,
+    "training.decoder_steps": 2,
     "training.save_step": 30,
     "training.warmup_steps": 10,
     "training.val_step": 30,
