@@ -67,12 +67,12 @@ class ModelSettings:
     trying things out and for small cards, `big` for large corpora trained from scratch."""
 
     gradient_checkpointing: bool = setting(False)
-    """Recomputes activations layer by layer in the backward pass: much less GPU memory for about a third
-    more time. Turn it on when a batch does not fit the card."""
+    """Recomputes activations layer by layer in the backward pass: less GPU memory for more time. Turn it on
+    when a batch does not fit the card."""
 
     lora_rank: int = setting(0, minimum=0, maximum=1024)
-    """Rank of the LoRA adapters trained instead of the whole GPT; 0 trains every weight. 16 to 64 lets an 8
-    to 12 GB card fine-tune `normal`."""
+    """Rank of the LoRA adapters trained instead of the whole GPT; 0 trains every weight. 16 to 64 is usual for
+    fine-tuning `normal` on small cards."""
 
     dropout: float = setting(0.0, minimum=0, maximum=0.9)
     """Share of the GPT's embeddings and residuals dropped in training; XTTS-v2 was trained with 0.1. Off by
