@@ -26,8 +26,11 @@ from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import GPT, Losses
 from myxtts.model.packing import GPTDims, pack, packed_length
 from myxtts.model.xtts import SIZES
+from myxtts.training.recipes import GptRecipe
 
 MAX_IDS, MAX_CODES, MAX_FRAMES = 200, 218, 517
+MODES = ("regions", "compiled", "eager")
+"""Each kind of layer compiled once, as training does; everything compiled as one graph; not compiled."""
 NUM_BATCHES = 4
 """Different batches in turn: a step that recompiles for new lengths would show."""
 console = Console(width=120, highlight=False)
@@ -115,7 +118,7 @@ def step_of(model: GPT, budget: int) -> Callable[..., Tensor]:
     return loss
 
 
-def measure(size: str, batch_size: int, compiled: bool, steps: int = 24) -> Result:
+def measure(size: str, batch_size: int, mode: str, steps: int = 24) -> Result:
     dims = SIZES[size].gpt
     torch._dynamo.reset()
     torch.cuda.empty_cache()
@@ -124,8 +127,11 @@ def measure(size: str, batch_size: int, compiled: bool, steps: int = 24) -> Resu
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     batches, budget, flops = make_batches(dims, batch_size)
     loss_of = step_of(model, budget)
-    if compiled:
+    if mode == "compiled":
         loss_of = torch.compile(loss_of, fullgraph=True, dynamic=False)
+    elif mode == "regions":
+        for region in GptRecipe(model).regions():
+            region.compile(fullgraph=True, dynamic=False)
 
     def step(number: int) -> None:
         with torch.autocast("cuda", torch.bfloat16):
@@ -223,17 +229,19 @@ def main() -> None:
         "recompiled",
     ):
         table.add_column(column, justify="right" if column else "left")
-    cases = [("normal", 64, True)]
+    cases = [("normal", 64, mode) for mode in MODES]
     if options.case:
         named = [case.split(":") for case in options.case]
-        cases = [(size, int(count), mode == "compiled") for size, count, mode in named]
+        cases = [(size, int(count), mode) for size, count, mode in named]
     elif not options.quick:
-        cases += [("normal", count, True) for count in (16, 32, 128)] + [("normal", 64, False)]
-        cases += [(size, 64, compiled) for size in ("tiny", "small", "big") for compiled in (True, False)]
-    for size, batch_size, compiled in cases:
-        r = measure(size, batch_size, compiled)
+        cases += [("normal", count, mode) for count in (16, 32, 128) for mode in ("regions", "eager")]
+        others = ("tiny", "small", "big")
+        cases += [
+            (size, count, mode) for size in others for count in (16, 64, 128) for mode in ("regions", "eager")
+        ]
+    for size, batch_size, mode in cases:
+        r = measure(size, batch_size, mode)
         share = f"{r.teraflops / ceiling:.1%}"
-        mode = "compiled" if compiled else "eager"
         row = (f"{r.clips_per_s:,.0f}", f"{r.step_ms:.1f}", f"{r.variation:.1%}", f"{r.teraflops:.0f}", share)
         table.add_row(
             size, str(batch_size), mode, *row, f"{r.memory_gib:.1f}", f"{r.compile_s:.0f}", str(r.recompilations)

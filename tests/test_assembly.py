@@ -212,6 +212,7 @@ ON_GPU = {"mixed_precision": True, "static_shapes": True, "on_gpu": True, "world
         ({}, {"static_shapes": False}, StepMode(autocast=True)),
         ({}, {"world_size": 2}, StepMode(autocast=True, compiled=True)),
         ({}, {"on_gpu": False}, StepMode()),
+        ({}, {"redraws": True}, StepMode(autocast=True, compiled=True)),
         ({"enable_xla_compilation": False}, {}, StepMode(autocast=True, captured=True)),
         ({"enable_graph_mode": False}, {}, StepMode(autocast=True)),
         ({"optimization_level": "experimental"}, {}, StepMode(True, True, True, tuned=True)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from myxtts.model.packing import GPTDims, packed_length
 from myxtts.model.speaker import SpeakerEncoder
 from myxtts.model.vocoder import HifiGanDecoder, num_samples
 from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
+from myxtts.training.recipes.gpt import MANY_LAYERS
+from myxtts.training.step import forget_compiled
 
 Batch = dict[str, Tensor]
 DIMS = GPTDims(
@@ -542,3 +545,32 @@ def test_steps_never_wait_for_the_device_and_compile_once(name: str, compiled: b
         torch.cuda.set_sync_debug_mode("default")
     assert float(first) == pytest.approx(expected, rel=0.1)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compiled)
+
+
+# Compiling
+
+
+def test_equal_layers_are_compiled_once_and_validation_not_at_all() -> None:
+    gpt = GPT(replace(DIMS, layers=MANY_LAYERS, encoder_layers=2)).train()
+    recipe = GptRecipe(gpt)
+    batches = [with_totals([gpt_batch(seed)])[0] for seed in range(3)]
+    expected = [recipe(batch, SIZES)["total"].item() for batch in batches]
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        compiled: Callable[..., object] = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        return compiled
+
+    torch._dynamo.reset()
+    for region in recipe.regions():
+        region.compile(backend=backend, fullgraph=True, dynamic=False)
+    for batch, value in zip(batches, expected, strict=True):
+        total = recipe(batch, SIZES)["total"]
+        total.backward()
+        assert total.item() == pytest.approx(value, rel=1e-5)
+    assert len(graphs) == 3  # a block, a block of the conditioning encoder, the resampler
+    recipe.evaluate(gpt_batch(7, num_clips=2), SIZES)
+    forget_compiled(recipe)
+    recipe(batches[0] | {"mel": batches[0]["mel"][:130]}, SIZES)
+    assert len(graphs) == 3

@@ -55,11 +55,12 @@ MEASURED = ("losses", "lr", "grad_norm", "epoch", "skipped", "total_steps")
 """What a report says of the training; the rest is about time."""
 
 
-def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `tiny` be a network of a few thousand weights, with small judges and short pieces of speech; no GPU."""
+def shrink(monkeypatch: pytest.MonkeyPatch, *, with_gpus: bool = False) -> None:
+    """Let `tiny` be a network of a few thousand weights, with small judges and short pieces of speech."""
     judges = partial(Discriminators, periods=(2,), resolutions=(Resolution(256, 64, 256),))
     monkeypatch.setitem(SIZES, "tiny", SMALL)
-    monkeypatch.setattr(Machine, "look", classmethod(lambda cls: cls()))
+    if not with_gpus:
+        monkeypatch.setattr(Machine, "look", classmethod(lambda cls: cls()))
     monkeypatch.setattr(myxtts.assembly.stage, "Discriminators", judges)
     monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_KERNELS", (3,))
     monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_DILATIONS", (1,))
@@ -68,9 +69,12 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Small networks in one thread, away from the repository, whose configs/config.yaml would be read."""
-    shrink(monkeypatch)
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Small networks in one thread, away from the repository, whose configs/config.yaml would be read.
+
+    Only tests marked `gpu` see the machine's GPUs.
+    """
+    shrink(monkeypatch, with_gpus=request.node.get_closest_marker("gpu") is not None)
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -76,7 +76,16 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(dim)
         self.mlp = FeedForward(dim)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, attend: Attend, recompute: bool = False) -> Tensor:
+        """`recompute` keeps nothing but x for the backward pass."""
+        if not recompute:
+            return self._apply_both(x, attend)
+        out: Tensor = checkpoint(
+            self._apply_both, x, attend, use_reentrant=False, preserve_rng_state=self.dropout > 0
+        )
+        return out
+
+    def _apply_both(self, x: Tensor, attend: Attend) -> Tensor:
         x = x + F.dropout(self.attn(self.ln_1(x), attend), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
 
@@ -181,8 +190,7 @@ class GPT(nn.Module):
 
         x = F.dropout(self.embed(batch), self.dropout, self.training)
         for block in self.gpt.h:
-            recompute = self.checkpointing and torch.is_grad_enabled()
-            x = checkpoint(block, x, attend, use_reentrant=False) if recompute else block(x, attend)
+            x = block(x, attend, recompute=self.checkpointing and torch.is_grad_enabled())
         return x
 
     def embed(self, batch: PackedBatch) -> Tensor:

@@ -34,7 +34,7 @@ class StepMode:
     captured: bool = False
     """Started with a few launches; needs a GPU, static shapes and a process of its own."""
     tuned: bool = False
-    """Lets the compiler try many kernels, which takes minutes."""
+    """Compiles everything as one graph and tries many kernels, which takes minutes."""
     debug: bool = False
     """Names the operation that made a NaN, and waits for the device after every micro-step."""
 
@@ -51,9 +51,19 @@ class StepMode:
 
 
 def choose_mode(
-    training: TrainingSettings, *, mixed_precision: bool, static_shapes: bool, on_gpu: bool, world_size: int
+    training: TrainingSettings,
+    *,
+    mixed_precision: bool,
+    static_shapes: bool,
+    on_gpu: bool,
+    world_size: int,
+    redraws: bool = False,
 ) -> StepMode:
-    """What the settings ask for, as far as the machine can do it."""
+    """What the settings ask for, as far as the machine can do it.
+
+    `redraws` says that the backward pass draws the random numbers of the forward pass again, which a CUDA graph
+    cannot do.
+    """
     if training.enable_eager_debug:
         return StepMode(autocast=mixed_precision and on_gpu, debug=True)
     graph = training.enable_graph_mode and on_gpu and static_shapes  # every other shape would be compiled anew
@@ -61,9 +71,15 @@ def choose_mode(
     return StepMode(
         autocast=mixed_precision and on_gpu,
         compiled=compiled,
-        captured=graph and world_size == 1,
+        captured=graph and world_size == 1 and not redraws,
         tuned=compiled and training.optimization_level == "experimental",
     )
+
+
+def forget_compiled(model: nn.Module) -> None:
+    """Undo what a step compiled: another stage uses the same modules with other shapes."""
+    for module in model.modules():
+        module._compiled_call_impl = None
 
 
 class Step:
@@ -79,7 +95,8 @@ class Step:
         forward: nn.Module = recipe
         if mode.compiled:
             options = "max-autotune-no-cudagraphs" if mode.tuned else None
-            forward = torch.compile(recipe, fullgraph=True, dynamic=False, mode=options)  # type: ignore[assignment]
+            for region in [recipe] if mode.tuned else recipe.regions():
+                region.compile(fullgraph=True, dynamic=False, mode=options)
         self._distributed: DistributedDataParallel | None = None
         if world_size > 1:
             # Weights of width 1 have several layouts that are one and the same.

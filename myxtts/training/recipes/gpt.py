@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from myxtts.config import SAMPLES_PER_CODE
 from myxtts.data.crops import MAX_CROP_FRAMES
@@ -17,6 +17,7 @@ from myxtts.training.losses import Totals, mean_of
 from myxtts.training.recipes.recipe import Recipe, Tensors
 
 FROM_SCRATCH_LR, WIDE_FROM_SCRATCH_LR, FINE_TUNING_LR, ADAPTER_LR = 2e-4, 1e-4, 5e-6, 1e-4
+MANY_LAYERS = 8
 WIDE_DIM = 1024
 """XTTS-v2's width, from which on a GPT starts more gently."""
 
@@ -73,6 +74,15 @@ class GptRecipe(Recipe):
         inside = torch.arange(codes.shape[1], device=codes.device) < tensors["num_codes"][:, None]
         counts = torch.bincount(codes[inside].long(), minlength=self.gpt.dims.num_codes)
         return {"reference_voice": tensors["mel"][: int(tensors["num_frames"][0])].t(), "code_usage": counts}
+
+    def regions(self) -> list[nn.Module]:
+        """Nearly all the arithmetic, in three kinds of modules: a graph of 30 layers takes two minutes to compile.
+
+        With few layers that is no matter, but what lies between them then is.
+        """
+        if self.gpt.dims.layers < MANY_LAYERS:
+            return [self]
+        return [*self.gpt.gpt.h, *self.gpt.conditioning_encoder.attn, self.gpt.conditioning_perceiver]
 
     def learning_rate(self, fine_tuning: bool) -> float:
         if not all(parameter.requires_grad for parameter in self.gpt.parameters()):

@@ -53,7 +53,8 @@ class Recipe(nn.Module, ABC):
         was_training = self.training
         self.eval()
         try:
-            with torch.no_grad():
+            # What is compiled is compiled for training; other shapes now and then are not worth the waiting.
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 return self.sums(tensors, sizes)
         finally:
             self.train(was_training)
@@ -62,6 +63,10 @@ class Recipe(nn.Module, ABC):
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - not every recipe has any
         """What a validation shows of a batch: images [height, width], low frequencies first, or counts [codes]."""
         return {}
+
+    def regions(self) -> list[nn.Module]:
+        """Modules to compile one by one: equal ones are compiled once, however many there are."""
+        return [self]
 
     def parts(self) -> dict[str, nn.Module]:
         """Modules whose gradients are clipped separately, by name."""
