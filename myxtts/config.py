@@ -95,6 +95,11 @@ class DataSettings:
     """Share of the training clips kept for validation when no validation corpus is named. Which clips these
     are depends only on the clips, so a run that is started again validates on the same ones."""
 
+    reference_clip: str = setting("other", choices=("other", "same"))
+    """Where the reference voice of a training clip is cut from. `other` takes another clip of the same speaker in
+    the batch, as in synthesis, so that no word can be overheard there; `same` the clip itself, as XTTS-v2's own
+    training does. A clip whose speaker nobody names is always its own reference."""
+
     language: str | None = setting(None, choices=LANGUAGES)
     """Language of the clips whose metadata names none; `null` detects it from their text. Name it when all
     clips share one language: that is quicker and never wrong."""

@@ -127,6 +127,7 @@ class Corpus:
     data: DataSettings
     clips: ClipSet
     model: XTTS
+    voices: Rows | None = None
 
     @classmethod
     def make(cls, folder: Path, data: DataSettings = SPEECH, num_clips: int = 14) -> Corpus:
@@ -141,7 +142,7 @@ class Corpus:
         return CodesCache.open(folder, hashes, num_codes_of(self.clips.num_samples), dvae_key)
 
     def gatherer(self, codes: CodesCache | None = None, data: DataSettings | None = None) -> Gatherer:
-        return Gatherer(self.clips, self.batches, data or self.data, SEED, codes)
+        return Gatherer(self.clips, self.batches, data or self.data, SEED, codes, self.voices)
 
     def feed(
         self,
@@ -211,12 +212,17 @@ def codes_alone(corpus: Corpus, clip: int) -> Tensor:
     return corpus.model.dvae.encode(mel)[0]
 
 
+def references(corpus: Corpus, clips: Rows, epoch: int) -> crops.Crops:
+    """What the clips of a batch are conditioned on."""
+    voices = None if corpus.voices is None else corpus.voices[clips]
+    return crops.crops(SEED, epoch, clips, corpus.clips.num_samples[clips], voices)
+
+
 def crop_mels_alone(corpus: Corpus, clips: Rows, epoch: int) -> list[Tensor]:
     """The conditioning mel [frames, channels] of each reference voice, heard alone."""
-    chosen = crops.crops(SEED, epoch, clips, corpus.clips.num_samples[clips])
-    chosen = crops.fit(chosen, corpus.gatherer().frame_budget)
+    chosen = crops.fit(references(corpus, clips, epoch), corpus.gatherer().frame_budget)
     mels = []
-    for clip, start, samples in zip(clips.tolist(), chosen.starts, chosen.samples, strict=True):
+    for clip, start, samples in zip(clips[chosen.slots].tolist(), chosen.starts, chosen.samples, strict=True):
         wave = wave_alone(corpus, clip)[:, start : start + samples]
         mels.append(LogMel(CONDITIONING_MEL)(wave, corpus.model.mel_stats)[0].t())
     return mels

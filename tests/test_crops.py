@@ -18,6 +18,23 @@ def lengths(num_clips: int, seed: int = 0, least_s: float = 0.5, most_s: float =
     return (seconds * SAMPLE_RATE).astype(np.int64)
 
 
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 5))
+def test_the_reference_is_the_next_clip_of_the_same_voice(voices: list[int], epoch: int) -> None:
+    size = len(voices)
+    num_samples = lengths(2 * size, seed=size).reshape(2, size)
+    rows = np.array([voices, voices[::-1]])
+    found = crops(1, epoch, np.arange(2 * size).reshape(2, size), num_samples, rows)
+    for row, of_batch in enumerate(rows.tolist()):
+        for slot, voice in enumerate(of_batch):
+            others = [(slot + step) % size for step in range(1, size) if of_batch[(slot + step) % size] == voice]
+            source = found.slots[row, slot]
+            assert source == (others[0] if others else slot)
+            end = found.starts[row, slot] + found.samples[row, slot]
+            assert 0 <= found.starts[row, slot] < end <= num_samples[row, source]
+            if others and num_samples[row, source] < 3 * SAMPLE_RATE:
+                assert found.samples[row, slot] == num_samples[row, source], "all of it may be heard"
+
+
 def test_the_cut_of_a_clip_depends_on_nothing_but_seed_epoch_and_clip() -> None:
     num_samples, clips = lengths(200), np.arange(200)
     whole = crops(1, 7, clips, num_samples)

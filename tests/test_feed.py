@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pipeline_fixtures import (
@@ -21,6 +22,7 @@ from pipeline_fixtures import (
     jobs,
     only_stamps,
     read,
+    references,
     wait_for,
     wave_alone,
 )
@@ -105,6 +107,19 @@ def test_an_epoch_and_more_equals_every_clip_heard_alone(
     assert batches[-1].after == Cursor(1, 1)
 
 
+def test_clips_of_one_voice_are_references_for_each_other(speech: Corpus) -> None:
+    shared = replace(speech, voices=np.arange(len(speech.clips)) % 2)
+    with shared.feed(num_batches=EPOCH) as feed:
+        batches = read(feed)
+    num_others = 0
+    for batch, job in zip(batches, jobs(shared, EPOCH), strict=True):
+        check_inputs(shared, batch, job)
+        num_others += int((references(shared, job.plan.clips, 0).slots != np.arange(len(job.plan.clips))).sum())
+    assert num_others > len(speech.clips) / 2
+    with shared.feed(make_frontend=decoder, num_batches=1) as feed:
+        check_decoder(shared, read(feed)[0], jobs(shared, 1)[0])
+
+
 def test_mels_for_the_dvae_equal_every_clip_heard_alone(speech: Corpus) -> None:
     with speech.feed(make_frontend=only_mel, num_batches=2) as feed:
         batches = read(feed)
@@ -132,7 +147,7 @@ def check_decoder(corpus: Corpus, batch: Read, job: Job) -> None:
     """Latents, sound and voice against those of every clip alone."""
     clips, num_samples = job.plan.clips, corpus.clips.num_samples[job.plan.clips]
     pieces = crops.segments(SEED, 0, clips, num_codes_of(num_samples), SEGMENT_CODES)
-    starts = crops.crops(SEED, 0, clips, num_samples).starts
+    chosen = references(corpus, clips, 0)
     encoder = corpus.model.hifigan_decoder.speaker_encoder
     for slot, mel in enumerate(crop_mels_alone(corpus, clips, 0)):
         clip, piece = int(clips[slot]), int(pieces[slot])
@@ -144,7 +159,8 @@ def check_decoder(corpus: Corpus, batch: Read, job: Job) -> None:
         silence = torch.zeros(1, len(sound))
         expected = resample(torch.cat([alone[:, piece * SAMPLES_PER_CODE :], silence], 1), 24000)[0, : len(sound)]
         torch.testing.assert_close(sound[16:-16], expected[16:-16], rtol=1e-4, atol=1e-5)
-        heard = alone.repeat(1, 10)[:, starts[slot] : starts[slot] + 3 * SAMPLE_RATE]
+        reference = wave_alone(corpus, int(clips[chosen.slots[slot]]))
+        heard = reference.repeat(1, 10)[:, chosen.starts[slot] :][:, : 3 * SAMPLE_RATE]
         voice = encoder(resample(heard, 16000), l2_norm=True)[0]
         torch.testing.assert_close(batch.tensors["speaker"][slot], voice, rtol=1e-3, atol=1e-4)
 

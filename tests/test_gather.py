@@ -41,10 +41,10 @@ def check_gathered(batch: HostBatch, clips: ClipSet, job: Job, frame_budget: int
         assert batch["num_ids"][slot] == len(ids)
         assert batch["ids"][slot].tolist() == ids.tolist() + [0] * (DATA.max_text_length - len(ids))
         assert batch["num_codes"][slot] == -(-(len(pcm) // HOP_SAMPLES + 1) // 4)
-        found = batch["speakers"][slot], batch["languages"][slot], batch["clips"][slot], batch["weights"][slot]
-        assert found == (clips.speakers[clip], clips.languages[clip], clip, plan.weights[slot])
+        assert (batch["clips"][slot], batch["weights"][slot]) == (clip, plan.weights[slot])
     num_samples = clips.num_samples[plan.clips]
     chosen = crops.fit(crops.crops(SEED, plan.epoch, plan.clips, num_samples), frame_budget)
+    assert np.array_equal(batch["crop_slots"], np.arange(len(plan.clips)))
     assert np.array_equal(batch["crop_starts"], chosen.starts)
     assert np.array_equal(batch["crop_samples"], chosen.samples)
     starts = crops.segments(SEED, plan.epoch, plan.clips, num_codes_of(num_samples), SEGMENT_CODES)

@@ -83,7 +83,8 @@ class FeedMaker:
         if self.stage != "dvae":
             hashes = clips.audio.hashes[clips.audio_rows]
             cache = CodesCache.open(self.prepared.root, hashes, num_codes_of(clips.num_samples), self.dvae_key)
-        return Gatherer(clips, self.batches(clips), self.data, self.seed, cache)
+        voices = self.prepared.voices(clips) if self.data.reference_clip == "other" else None
+        return Gatherer(clips, self.batches(clips), self.data, self.seed, cache, voices)
 
     def _frontend(self, gatherer: Gatherer) -> _Frontend:
         frontend: _Frontend

@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from myxtts.data.cache import cannot_write
 from myxtts.data.metadata import SetAside
 from myxtts.data.store import Array, Rows, Sources, Store
@@ -79,6 +81,11 @@ class Prepared:
     vocabulary: str
     """The tokenizer as the text of its file; few who open a corpus need it as an object."""
     root: Path
+
+    def voices(self, clips: ClipSet) -> Rows:
+        """A number for the voice of each clip: that of its speaker, or one of its own where nobody names him."""
+        is_named = np.array([bool(name) for name in self.speaker_names])[clips.speakers]
+        return np.where(is_named, clips.speakers, -1 - np.arange(len(clips)))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -1,6 +1,6 @@
-"""Which part of a clip is the reference voice, and which part the decoder trains on, by (seed, epoch, clip).
+"""Which part of which clip is the reference voice, and which part the decoder trains on, by (seed, epoch, batch).
 
-No state and no order: a resumed run or another number of workers cuts the same clip the same way.
+No state and no order: a resumed run or another number of workers cuts the same batch the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from myxtts.data.batches import Batches
 from myxtts.data.store import Rows
 
 MIN_CROP_SAMPLES, MAX_CROP_SAMPLES = 3 * SAMPLE_RATE, 6 * SAMPLE_RATE
-"""Reference voices are this long, as in XTTS-v2's training; half the clip where the clip is too short for it."""
+"""Reference voices are this long, as in XTTS-v2's training. Of a shorter clip it is the whole, or half of it where
+the clip is its own reference: the rest must be spoken without having been heard."""
 MAX_CROP_FRAMES = MAX_CROP_SAMPLES // HOP_SAMPLES + 1
 FRAME_MULTIPLE = 64
 """Frames of a batch come in multiples of this: the conditioning encoder works in as many parts."""
@@ -26,8 +27,10 @@ Draws = npt.NDArray[np.float64]
 
 
 class Crops(NamedTuple):
-    """Reference voices of some clips, in samples."""
+    """Reference voices of the clips of a batch, in samples."""
 
+    slots: Rows
+    """Which clip of the batch each is cut from."""
     starts: Rows
     samples: Rows
 
@@ -36,13 +39,36 @@ class Crops(NamedTuple):
         return self.samples // HOP_SAMPLES + 1
 
 
-def crops(seed: int, epoch: int, clips: Rows, num_samples: Rows) -> Crops:
-    """A crop of each clip, its length between 3 and 6 seconds."""
+def crops(seed: int, epoch: int, clips: Rows, num_samples: Rows, voices: Rows | None = None) -> Crops:
+    """A reference for each clip of a batch, or of each row of several batches, 3 to 6 seconds long.
+
+    Cut from the next clip of the batch with the same number in `voices`; from the clip itself if there is none,
+    or no `voices`.
+    """
+    slots = np.broadcast_to(np.arange(clips.shape[-1]), clips.shape) if voices is None else _next_alike(voices)
+    is_own = np.take_along_axis(clips, slots, -1) == clips  # a clip that fills a batch up may be there twice
+    heard = np.take_along_axis(num_samples, slots, -1)
     span = MAX_CROP_SAMPLES - MIN_CROP_SAMPLES + 1
     samples = MIN_CROP_SAMPLES + (_uniform(seed, epoch, clips, _LENGTH) * span).astype(np.int64)
-    samples = np.where(samples > num_samples, np.maximum(num_samples // 2, 1), samples)
-    room = num_samples - samples + 1
-    return Crops((_uniform(seed, epoch, clips, _START) * room).astype(np.int64), samples)
+    all_there_is = np.where(is_own, np.maximum(heard // 2, 1), heard)
+    samples = np.where(samples > heard, all_there_is, samples)
+    room = heard - samples + 1
+    return Crops(slots, (_uniform(seed, epoch, clips, _START) * room).astype(np.int64), samples)
+
+
+def _next_alike(values: Rows) -> Rows:
+    """Of each place of a row the next place with the same value, going round; itself where it is the only one."""
+    order = np.argsort(values, axis=-1, kind="stable")
+    ordered = np.take_along_axis(values, order, -1)
+    places = np.broadcast_to(np.arange(values.shape[-1]), values.shape)
+    begins = np.ones(values.shape, bool)
+    begins[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    first = np.maximum.accumulate(np.where(begins, places, 0), axis=-1)
+    is_last = np.roll(begins, -1, axis=-1)
+    follower = np.where(is_last, first, np.minimum(places + 1, values.shape[-1] - 1))
+    found = np.empty_like(order)
+    np.put_along_axis(found, order, np.take_along_axis(order, follower, -1), -1)
+    return found
 
 
 def fit(chosen: Crops, budget: int) -> Crops:
@@ -51,16 +77,16 @@ def fit(chosen: Crops, budget: int) -> Crops:
     while (excess := int((samples // HOP_SAMPLES + 1).sum()) - budget) > 0:
         shorter = samples - HOP_SAMPLES * math.ceil(excess / len(samples))
         samples = np.maximum(shorter, np.minimum(samples, HOP_SAMPLES))
-    return Crops(chosen.starts, samples)
+    return Crops(chosen.slots, chosen.starts, samples)
 
 
-def frame_budget(batches: Batches, num_samples: Rows, seed: int) -> int:
+def frame_budget(batches: Batches, num_samples: Rows, seed: int, voices: Rows | None = None) -> int:
     """Frames that (nearly) every batch fits: the most that batches of two epochs need."""
     most = 0
     for epoch in range(2):
         clips, _ = batches.epoch(epoch)
-        frames = crops(seed, epoch, clips.ravel(), num_samples[clips.ravel()]).frames
-        most = max(most, int(frames.reshape(clips.shape).sum(axis=1).max()))
+        alike = None if voices is None else voices[clips]
+        most = max(most, int(crops(seed, epoch, clips, num_samples[clips], alike).frames.sum(axis=1).max()))
     return math.ceil(most / FRAME_MULTIPLE) * FRAME_MULTIPLE
 
 

@@ -53,11 +53,10 @@ def host_layout(data: DataSettings) -> Layout:
             "num_samples": numbers,
             "num_ids": numbers,
             "num_codes": numbers,
+            "crop_slots": numbers,
             "crop_starts": numbers,
             "crop_samples": numbers,
             "segments": numbers,
-            "speakers": numbers,
-            "languages": numbers,
             "clips": numbers,
             "weights": Field((size,), "float32"),
             "totals": Field((len(TOTALS),), "float32"),
@@ -115,12 +114,14 @@ class Gatherer:
         data: DataSettings,
         seed: int,
         codes: CodesCache | None = None,
+        voices: Rows | None = None,
     ) -> None:
+        """Clips with the same number in `voices` are references for each other; without it each is its own."""
         self._source, self._batches, self._data, self._seed = source, batches, data, seed
-        self.codes = codes
+        self.codes, self._voices = codes, voices
         self._num_samples, self._num_ids = source.num_samples, source.num_ids
         self._num_codes = num_codes_of(self._num_samples)
-        self.frame_budget = crops.frame_budget(batches, self._num_samples, seed)
+        self.frame_budget = crops.frame_budget(batches, self._num_samples, seed, voices)
         """Conditioning frames that every batch fits."""
         self.code_budget = self._find_code_budget()
         """Codes, with a gap behind each clip, that nearly every batch fits."""
@@ -141,17 +142,18 @@ class Gatherer:
             known = self.codes.read(clips, batch["codes"])
         source.audio.gather(source.audio_rows[clips], batch["pcm"])
         source.ids.gather_padded(source.ids_rows[clips], batch["ids"])
-        chosen = crops.fit(crops.crops(self._seed, plan.epoch, clips, num_samples), self.frame_budget)
+        voices = None if self._voices is None else self._voices[clips]
+        chosen = crops.crops(self._seed, plan.epoch, clips, num_samples, voices)
+        chosen = crops.fit(chosen, self.frame_budget)
         num_codes = self._num_codes[clips]
         for name, values in (
             ("num_samples", num_samples),
             ("num_ids", self._num_ids[clips]),
             ("num_codes", num_codes),
+            ("crop_slots", chosen.slots),
             ("crop_starts", chosen.starts),
             ("crop_samples", chosen.samples),
             ("segments", crops.segments(self._seed, plan.epoch, clips, num_codes, SEGMENT_CODES)),
-            ("speakers", source.speakers[clips]),
-            ("languages", source.languages[clips]),
             ("clips", clips),
             ("weights", plan.weights),
             ("totals", job.totals),

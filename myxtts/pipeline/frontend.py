@@ -121,10 +121,11 @@ class GptFrontend(nn.Module):
         return self.dvae.encode(mel, lengths // HOP_SAMPLES + 1)
 
     def _crop_mels(self, wave: Tensor, batch: Tensors, num_frames: Tensor, budget: int) -> Tensor:
-        """Mels of a part of each clip, one behind the other, [budget, channels], zeros behind the last."""
+        """Mels of the reference voices, one behind the other, [budget, channels], zeros behind the last."""
         starts, lengths = batch["crop_starts"], batch["crop_samples"]
         places = torch.arange(min(MAX_CROP_SAMPLES, wave.shape[1]), device=wave.device)
-        crop = wave.gather(1, (starts[:, None] + places).clamp(max=wave.shape[1] - 1))
+        slots = batch["crop_slots"][:, None].long()
+        crop = wave[slots, (starts[:, None] + places).clamp(max=wave.shape[1] - 1)]
         crop = torch.where(places < lengths[:, None], crop, 0)
         offsets = offsets_of(num_frames)
         clip, frame = _places(offsets, budget)
@@ -227,8 +228,9 @@ class DecoderFrontend(nn.Module):
 
     def _speaker(self, wave: Tensor, batch: Tensors) -> Tensor:
         """Embeddings of three seconds from the start of the reference voice, the clip repeated where it ends."""
+        slots = batch["crop_slots"][:, None].long()
         places = batch["crop_starts"][:, None].long() + torch.arange(MIN_CROP_SAMPLES, device=wave.device)
-        heard = wave.gather(1, places % batch["num_samples"][:, None].long())
+        heard = wave[slots, places % batch["num_samples"].long()[slots]]
         embedding: Tensor = self.speaker_encoder(resample(heard, SPEAKER_SAMPLE_RATE), l2_norm=True)
         return embedding
 
