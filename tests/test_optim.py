@@ -255,13 +255,13 @@ def test_a_state_of_other_settings_is_refused_before_anything_is_loaded() -> Non
 
 def test_averaged_weights_follow_the_weights_and_can_take_their_place() -> None:
     model = small_model()
-    optimizer = Optimizer(model, 0.1, CONSTANT, ema_decay=0.75)
+    optimizer = Optimizer(model, 0.1, CONSTANT, ema_decay=0.25)
     expected = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    for step in range(4):
+    for step, decay in enumerate((1 / 10, 2 / 11, 3 / 12, 0.25, 0.25)):  # short while there is little to average
         give(model, draw_gradients(model, step))
         optimizer.step(step)
         for name, weight in model.named_parameters():
-            expected[name] = 0.75 * expected[name] + 0.25 * weight.detach()
+            expected[name] = decay * expected[name] + (1 - decay) * weight.detach()
     torch.testing.assert_close(optimizer.ema_weights(), expected, rtol=0, atol=1e-6)
 
     trained = everything(model, optimizer)

@@ -384,7 +384,7 @@ def test_the_codebook_moves_once_a_step_by_all_its_micro_batches() -> None:
     (whole,) = with_totals([joined(halves)])
     once(whole, SIZES)
     out = direct.dvae(whole["mel"].nan_to_num(), whole["num_frames"])
-    direct.dvae.update_codebook(out.latents, out.codes, out.mask)
+    direct.dvae.update_codebook(out.latents, out.codes, out.mask, decay=2 / 11)
     twice.after_step(1)
     once.after_step(1)
     assert not torch.allclose(twice.dvae.codebook.embed, before)
@@ -412,7 +412,7 @@ def test_fillers_and_what_is_not_finite_never_reach_the_codebook() -> None:
     assert recipe.dvae.codebook.embed.isfinite().all()
 
 
-def test_dead_codes_are_revived_every_fifty_steps_and_alike_in_a_continued_run() -> None:
+def test_dead_codes_are_revived_every_ten_steps_and_alike_in_a_continued_run() -> None:
     recipe = make("dvae", seed=7)
     book = recipe.dvae.codebook
     (batch,) = with_totals([dvae_batch()])
@@ -431,6 +431,19 @@ def test_dead_codes_are_revived_every_fifty_steps_and_alike_in_a_continued_run()
     for vector in book.embed.mT[:3]:
         assert (latents == vector).all(1).any()
     assert torch.equal(recipe.candidates, continued.candidates)
+
+
+def test_a_fresh_codebook_follows_fast_and_a_trained_one_slowly() -> None:
+    (batch,) = with_totals([dvae_batch()])
+    moved = {}
+    for fine_tuning in (False, True):
+        recipe = make("dvae", fine_tuning=fine_tuning)
+        before = recipe.dvae.codebook.embed.clone()
+        recipe(batch, SIZES)
+        chosen = recipe.counts_and_sums[0] > 0
+        recipe.after_step(1)
+        moved[fine_tuning] = (recipe.dvae.codebook.embed - before)[:, chosen].norm()
+    assert moved[False] > 2 * moved[True] > 0
 
 
 def test_processes_share_one_codebook() -> None:

@@ -179,7 +179,14 @@ def make_recipe(task: StageTask, model: XTTS) -> Recipe:
         reduce, share = (
             (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)) if world_size > 1 else (None, None)
         )
-        return DvaeRecipe(model.dvae, world_size, seed=settings.training.seed, all_reduce=reduce, broadcast=share)
+        return DvaeRecipe(
+            model.dvae,
+            world_size,
+            seed=settings.training.seed,
+            all_reduce=reduce,
+            broadcast=share,
+            fine_tuning=task.fine_tuning,
+        )
     if task.stage == "gpt":
         model.gpt.requires_grad_(True)
         model.gpt.checkpointing = settings.model.gradient_checkpointing

@@ -66,21 +66,28 @@ class Codebook(nn.Module):
 
     @torch.no_grad()
     def update(
-        self, latents: Tensor, codes: Tensor, mask: Tensor | None = None, all_reduce: InPlace | None = None
+        self,
+        latents: Tensor,
+        codes: Tensor,
+        mask: Tensor | None = None,
+        all_reduce: InPlace | None = None,
+        decay: float | None = None,
     ) -> None:
         """Moves every vector towards the mean of the latents that chose it.
 
         latents [..., dim], codes [...], mask [...] with 0 for what does not count. `all_reduce` adds its argument
-        up over the processes; it is called once, so that all of them make the same step.
+        up over the processes; it is called once, so that all of them make the same step. A `decay` lower than the
+        codebook's own follows latents that still move fast.
         """
+        decay = self.decay if decay is None else decay
         with torch.autocast(latents.device.type, enabled=False):
             points, one_hot = latents.flatten(0, -2).float(), self._one_hot(codes, mask)
             # A matrix product, not index_add_: its order of summation is fixed, so a resumed run is identical.
             counts_and_sums = torch.cat([one_hot.sum(0, keepdim=True), points.t() @ one_hot])
         if all_reduce is not None:
             all_reduce(counts_and_sums)
-        self.cluster_size.lerp_(counts_and_sums[0], 1 - self.decay)
-        self.embed_avg.lerp_(counts_and_sums[1:], 1 - self.decay)
+        self.cluster_size.lerp_(counts_and_sums[0], 1 - decay)
+        self.embed_avg.lerp_(counts_and_sums[1:], 1 - decay)
         # Laplace smoothing: as if each code had been chosen `eps` times more, with the total unchanged.
         total = self.cluster_size.sum()
         smoothed = (self.cluster_size + self.eps) / (total + self.eps * len(self.cluster_size)) * total

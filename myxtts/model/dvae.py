@@ -108,10 +108,15 @@ class DVAE(nn.Module):
         return Reconstruction(reconstruction, mse, commitment, latents.detach(), codes, mask)
 
     def update_codebook(
-        self, latents: Tensor, codes: Tensor, mask: Tensor | None = None, all_reduce: InPlace | None = None
+        self,
+        latents: Tensor,
+        codes: Tensor,
+        mask: Tensor | None = None,
+        all_reduce: InPlace | None = None,
+        decay: float | None = None,
     ) -> None:
         """One step of the codebook's running means with what a forward pass returned; see `Codebook.update`."""
-        self.codebook.update(latents, codes, mask, all_reduce)
+        self.codebook.update(latents, codes, mask, all_reduce, decay)
 
     def revive(
         self,

@@ -139,7 +139,7 @@ class Optimizer:
             raise ValueError("Nothing to optimise: every parameter is frozen.")
         self._ema = {name: trained.weight.detach().clone() for name, trained in self._trained.items() if ema_decay}
         device = next(iter(self._trained.values())).weight.device
-        self.lr = torch.zeros((), device=device)
+        self.lr, self._ema_rate = torch.zeros((), device=device), torch.zeros((), device=device)
         self._found_inf = torch.zeros((), device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros_like(self.skipped)
@@ -160,8 +160,12 @@ class Optimizer:
         return self._highest_lr * self._schedule.factor(step)
 
     def set_lr(self, step: int) -> None:
-        """Choose the learning rate of the next `update`; the host's part of a step, never captured in a graph."""
+        """Choose the rates of the next `update`; the host's part of a step, never captured in a graph.
+
+        The average is short at first: otherwise random weights would be in it for thousands of steps.
+        """
         self.lr.fill_(self.lr_at(step))
+        self._ema_rate.fill_(1 - min(self._ema_decay, (1 + step) / (10 + step)))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -201,7 +205,7 @@ class Optimizer:
         )
 
     def _update_ema(self) -> None:
-        # average -= (1 - decay) * (average - weight), as the fused kernel of SGD: like AdamW's it heeds found_inf.
+        # average -= rate * (average - weight), as the fused kernel of SGD: like AdamW's it heeds found_inf.
         weights: list[Tensor] = [trained.weight for trained in self._trained.values()]
         sgd(
             list(self._ema.values()),
@@ -211,7 +215,7 @@ class Optimizer:
             found_inf=self._found_inf,
             weight_decay=1.0,
             momentum=0.0,
-            lr=1 - self._ema_decay,
+            lr=self._ema_rate,  # type: ignore[arg-type] # the kernel reads it from the device
             dampening=0.0,
             nesterov=False,
             maximize=True,

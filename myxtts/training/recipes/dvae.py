@@ -17,7 +17,7 @@ from myxtts.training.recipes.recipe import Recipe, Tensors
 
 FROM_SCRATCH_LR, FINE_TUNING_LR = 3e-4, 3e-5
 COMMITMENT_WEIGHT = 0.25
-REVIVE_STEPS = 50
+REVIVE_STEPS = 10
 """Optimiser steps between two looks for dead codes."""
 
 
@@ -45,9 +45,10 @@ class DvaeRecipe(Recipe):
         seed: int = 0,
         all_reduce: InPlace | None = None,
         broadcast: InPlace | None = None,
+        fine_tuning: bool = False,
     ) -> None:
         super().__init__(world_size)
-        self.dvae = dvae
+        self.dvae, self.fine_tuning = dvae, fine_tuning
         self.commitment_weight, self.seed = commitment_weight, seed
         self.all_reduce, self.broadcast = all_reduce, broadcast
         vectors = dvae.codebook.embed
@@ -94,10 +95,16 @@ class DvaeRecipe(Recipe):
         counts, sums = self.counts_and_sums[0], self.counts_and_sums[1:]
         codes = torch.arange(len(counts), device=counts.device)
         # Each code's mean latent, counted as often as it was chosen, is as good as the latents themselves.
-        self.dvae.update_codebook((sums / counts.clamp_min(LEAST)).t(), codes, counts, self.all_reduce)
+        means = (sums / counts.clamp_min(LEAST)).t()
+        self.dvae.update_codebook(means, codes, counts, self.all_reduce, self._decay(step))
         self.counts_and_sums.zero_()
         if step % REVIVE_STEPS == 0:
             self._revive(self.candidates, self.candidate_weights, step)
+
+    def _decay(self, step: int) -> float:
+        """Short means at first: codes that follow slowly lose the latents of a fresh encoder, and die."""
+        own = self.dvae.codebook.decay
+        return own if self.fine_tuning else min(own, (1 + step) / (10 + step))
 
     def _reconstruct(
         self, tensors: Tensors, max_samples: int | None = None
