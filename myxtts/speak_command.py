@@ -32,6 +32,9 @@ def add_speak(commands: Any) -> None:
     speak.add_argument("--speed", type=float, default=1.0, help="2 is twice as fast [default: 1]")
     speak.add_argument("--seed", type=int, help="the same seed says it the same way")
     speak.add_argument("--temperature", type=float, help="how adventurous [default: 0.75]")
+    speak.add_argument(
+        "--repetition-penalty", type=float, help="against repeated codes [default: 5; 1 for a run from scratch]"
+    )
     speak.add_argument("--vocoder", choices=["hifigan", "griffin-lim"], help="what makes the sound")
     speak.set_defaults(run=run)
 
@@ -42,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
     from myxtts.assembly.voice import load_synthesizer
     from myxtts.screens import show_lines
-    from myxtts.synthesis.speech import PUBLISHED_SAMPLING, check_output
+    from myxtts.synthesis.speech import check_output
     from myxtts.synthesis.voices import VoiceFolder
 
     if options.unknown:
@@ -61,9 +64,8 @@ def run(options: argparse.Namespace) -> int:
             voices.save(voice)
     else:
         voice = voices.load(options.voice, synthesizer.fingerprint)
-    sampling = PUBLISHED_SAMPLING
-    if options.temperature is not None:
-        sampling = replace(sampling, temperature=options.temperature)
+    named = {name: getattr(options, name) for name in ("temperature", "repetition_penalty")}
+    sampling = replace(synthesizer.sampling, **{name: value for name, value in named.items() if value is not None})
     manner = {"sampling": sampling, "speed": options.speed, "seed": options.seed}
     if options.stream:
         report = _write_stream(options.out, synthesizer.stream(text, voice, options.language, **manner))

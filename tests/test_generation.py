@@ -126,6 +126,21 @@ def test_a_step_is_one_graph_for_all_places(model: GPT, sentences: Any) -> None:
             codes = expected.argmax(-1)
 
 
+def test_memory_that_served_before_changes_nothing(model: GPT, sentences: Any) -> None:
+    voices, ids, num_ids = sentences
+    codes, place = torch.tensor([DIMS.start_code] * 3), torch.tensor([0])
+    with torch.no_grad():
+        used = Decoding(model, voices.flip(0), ids.flip(0), num_ids.flip(0), 8)
+        used.step(codes, torch.tensor([3]))
+        memory = [cache.data_ptr() for cache in (*used.keys, *used.values, used.is_prefix)]
+        for cache in (*used.keys, *used.values):
+            cache[:, :, used.prefix :] = torch.nan  # a voice that was none
+        used.read(voices, ids, num_ids)
+        fresh = Decoding(model, voices, ids, num_ids, 8)
+        torch.testing.assert_close(used.step(codes, place), fresh.step(codes, place))
+    assert memory == [cache.data_ptr() for cache in (*used.keys, *used.values, used.is_prefix)]
+
+
 # Choosing a code
 
 LOGITS = torch.tensor([[0.5, 0.4, 0.3, 0.2, -1.0, -2.0]]).log_softmax(-1)

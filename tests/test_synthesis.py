@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from myxtts.audio import Wave
 from myxtts.checkpoint import UnreadableWeights, write_pth
 from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.lanes import Lane
 from myxtts.model import generation
 from myxtts.model.generation import Sampling
 from myxtts.model.mel import DVAE_MEL, LogMel
@@ -28,7 +30,7 @@ from myxtts.synthesis.guards import Bounds, bounds, trouble
 from myxtts.synthesis.reading import Limits, Reader, UnspeakableText
 from myxtts.synthesis.speech import PUBLISHED_SAMPLING, Speech
 from myxtts.synthesis.synthesizer import Synthesizer, usable_vocoder
-from myxtts.synthesis.vocoding import REACH_FRAMES, HifiGan, Stretch
+from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, REACH_FRAMES, HifiGan, Stretch
 from myxtts.synthesis.voices import UnusableReference, Voice, VoiceFolder, _chunks, published_voices
 from myxtts.synthesis.writer import Draft, Shape, Writer, Writers, Written, choose, draws
 from myxtts.text.tokenizer import Tokenizer, train
@@ -263,6 +265,19 @@ def test_a_step_can_be_captured(vocabulary: Tokenizer) -> None:
     assert torch.equal(plain.written(0).codes, traced.written(0).codes)
 
 
+def test_few_shapes_are_captured_for_all_sentences(vocabulary: Tokenizer) -> None:
+    """Each is captured while somebody waits."""
+    gpt = make_model(vocabulary).gpt
+    writers = Writers(gpt, CPU)
+    writers._lane = Lane(CPU)
+    shapes = set()
+    for num_ids, most in product(range(1, 403, 20), range(2, 603, 20)):
+        shape = writers._shape([Draft([3] * num_ids, torch.zeros(1, 32, 64), most, torch.zeros(most))])
+        assert num_ids <= shape.ids <= gpt.dims.max_text and most <= shape.steps <= gpt.dims.max_codes
+        shapes.add(shape)
+    assert len(shapes) <= 3
+
+
 # Sound
 
 
@@ -299,6 +314,27 @@ def test_the_generator_sees_no_farther_than_its_reach(vocabulary: Tokenizer) -> 
         differs = (generator(frames, speaker) != generator(changed, speaker)).flatten().nonzero()
     first, last = int(differs.min()) // 256, int(differs.max()) // 256
     assert 30 - REACH_FRAMES <= first < 20 and 40 < last <= 30 + REACH_FRAMES
+
+
+def test_on_a_gpu_the_generator_meets_few_lengths(
+    synthesizer: Synthesizer, anna: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every length it has not met costs time; what it is padded with cannot be heard."""
+    vocoder = synthesizer._vocoder
+    assert isinstance(vocoder, HifiGan)
+    speech, pieces = (
+        synthesizer.speak(LONG_TEXT, anna, "en", seed=4).wave,
+        list(synthesizer.stream(LONG_TEXT, anna, "en", seed=4)),
+    )
+    met: list[int] = []
+    hook = vocoder._generator.register_forward_pre_hook(lambda _, given: met.append(given[0].shape[2]))
+    monkeypatch.setattr(vocoder, "_frames_step", GPU_FRAMES_STEP)
+    padded = list(synthesizer.stream(LONG_TEXT, anna, "en", seed=4))
+    assert len(met) > 3 and set(met) == {128}
+    np.testing.assert_allclose(np.concatenate(padded), np.concatenate(pieces), atol=1e-4)
+    np.testing.assert_allclose(synthesizer.speak(LONG_TEXT, anna, "en", seed=4).wave, speech, atol=1e-4)
+    hook.remove()
+    assert met[-1] % 128 == 0
 
 
 @pytest.mark.parametrize(("chunk_codes", "speed"), [(3, 1.0), (20, 1.0), (20, 1.3), (1000, 0.7)])

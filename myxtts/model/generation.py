@@ -26,6 +26,8 @@ MAX_NEW_CODES = 602
 """As many as the reference generates."""
 _PROMPT_CODE = 1
 """What the reference writes for every position of the prompt where it counts repetitions."""
+_SLOTS_STEP = 8
+"""Slots of a cache come in multiples of this: every layer would copy a mask that is not aligned."""
 _STEPS_BETWEEN_LOOKS = 8
 """The host asks only now and then whether all sentences have ended: asking waits for the device."""
 
@@ -67,10 +69,10 @@ class Speech(NamedTuple):
 
 
 class Decoding:
-    """The state of one generation: cache and mask."""
+    """The state of one generation: cache and mask. Its memory serves generation after generation of one shape."""
 
     def __init__(self, model: GPT, voice: Tensor, ids: Tensor, num_ids: Tensor, num_steps: int) -> None:
-        """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths."""
+        """Make room for `num_steps` codes behind prefixes of that shape, and read these: see `read`."""
         dims = model.dims
         if model.training:
             raise ValueError("generation needs model.eval(): dropout would be heard")
@@ -80,49 +82,60 @@ class Decoding:
             )
         self.model = model
         self.prefix = CONDITIONING_TOKENS + ids.shape[1] + 2
-        self.num_slots = self.prefix + num_steps
-        self.slots = torch.arange(self.num_slots, device=ids.device)
-        self.is_prefix = self.slots < (CONDITIONING_TOKENS + 2 + num_ids)[:, None]
+        num_slots = -(-(self.prefix + num_steps) // _SLOTS_STEP) * _SLOTS_STEP
+        self.slots = torch.arange(num_slots, device=ids.device)
+        self.is_prefix = torch.zeros(len(ids), num_slots, dtype=torch.bool, device=ids.device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.read(voice, ids, num_ids)
+
+    def read(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> None:
+        """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths."""
+        model, dims = self.model, self.model.dims
+        self.is_prefix.copy_(self.slots < (CONDITIONING_TOKENS + 2 + num_ids)[:, None])
         places = torch.arange(ids.shape[1] + 2, device=ids.device)
         sentences = torch.arange(len(ids), device=ids.device)
         token = Stream(ids, num_ids, dims.start_text, dims.stop_text, 1).token(sentences[:, None], places - 1)
         text = model.text_embedding(token) + model.text_pos_embedding.emb(places)
         x = torch.cat([voice.expand(len(ids), -1, -1).to(text.dtype), text], dim=1)
-        for block in model.gpt.h:
-            x = block(x, self._fill)
+        room = (0, 0, 0, len(self.slots) - self.prefix)
+        for layer, block in enumerate(model.gpt.h):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
+                k, v = k.transpose(1, 2), v.transpose(1, 2)
+                for cache, read in ((self.keys, k), (self.values, v)):
+                    if layer == len(cache):
+                        cache.append(F.pad(read, room))
+                    else:
+                        cache[layer].copy_(F.pad(read, room))
+                return _attend(q, k, v, None)
+
+            x = block(x, attend)
 
     def step(self, codes: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the next code and their latents; `codes` [sentences] stand at `place` [1], counted from 0."""
         model = self.model
         slot = self.prefix + place
-        seen = (self.is_prefix | ((self.slots >= self.prefix) & (self.slots <= slot)))[:, None, None, :]
+        seen = self.is_prefix | ((self.slots >= self.prefix) & (self.slots <= slot))
         x = (model.mel_embedding(codes) + model.mel_pos_embedding.emb(place))[:, None]
+        # What attention kernels add: given booleans, every layer would make it anew.
+        mask = torch.zeros_like(seen, dtype=self.keys[0].dtype).masked_fill(~seen, -torch.inf)[:, None, None, :]
         for layer, block in enumerate(model.gpt.h):
             keys, values = self.keys[layer], self.values[layer]
 
             def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
                 keys.index_copy_(2, slot, k.transpose(1, 2))
                 values.index_copy_(2, slot, v.transpose(1, 2))
-                return _attend(q, keys, values, seen)
+                return _attend(q, keys, values, mask)
 
             x = block(x, attend)
         latents = model.norms(x)[:, 0]
         return model.mel_head(latents).float(), latents
 
-    def _fill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of a prefix, whose keys and values start a layer's cache."""
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        room = (0, 0, 0, self.num_slots - self.prefix)
-        self.keys.append(F.pad(k, room))
-        self.values.append(F.pad(v, room))
-        return _attend(q, k, v, None)
 
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """q [sentences, places, heads, head_dim], k and v [sentences, heads, slots, head_dim]; causal without mask."""
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=seen, is_causal=seen is None)
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None)
     return out.transpose(1, 2)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from myxtts.synthesis.takes import Take
 
 PUBLISHED_SAMPLING = Sampling(temperature=0.75, top_k=50, top_p=0.85, repetition_penalty=5.0)
 """As XTTS-v2's `config.json` has it; its length penalty of 1 counts only for a beam search, and there is none."""
+OWN_SAMPLING = replace(PUBLISHED_SAMPLING, repetition_penalty=1.0, penalise_prompt=False)
+"""For a model trained from scratch: speech repeats codes, and a model of a small corpus knows well which. With the
+published penalty one that had learnt eight sentences by heart said none of them."""
 SLOWEST_SPEED, FASTEST_SPEED = 0.5, 2.0
 PAUSE_SECONDS = 0.1
 """Silence between two sentences, beside what the model puts at their ends."""

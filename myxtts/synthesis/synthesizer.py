@@ -36,7 +36,7 @@ from myxtts.synthesis.speech import (
 )
 from myxtts.synthesis.stream import SpeechStream
 from myxtts.synthesis.takes import Manner, Part, Take, take_all
-from myxtts.synthesis.vocoding import HifiGan
+from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, HifiGan
 from myxtts.synthesis.voices import Listener, Voice
 from myxtts.synthesis.writer import Writers
 from myxtts.text.tokenizer import Tokenizer
@@ -72,8 +72,8 @@ class Synthesizer:
 
     Takes the model over: moves it to the device, folds the vocoder's weight norm and, on a GPU, rounds the GPT's
     stack to bfloat16 unless `dtype` says otherwise. `limits` are those of what the model was trained on, if it was
-    shown less than it has positions for. On a GPU the first speech of a new shape takes some tenths of a second
-    longer, in which its step is captured.
+    shown less than it has positions for; `sampling` is what suits it. On a GPU the first speech of a new shape
+    takes some tenths of a second longer, in which its step is captured.
     """
 
     def __init__(
@@ -85,20 +85,21 @@ class Synthesizer:
         vocoder: VocoderName = "hifigan",
         limits: Limits | None = None,
         use_phonemes: bool = False,
+        sampling: Sampling = PUBLISHED_SAMPLING,
         dtype: torch.dtype | None = None,
         batch_size: int = BATCH_SIZE,
         capture: bool = True,
     ) -> None:
         model = model.to(device).eval().requires_grad_(False)
         model.hifigan_decoder.remove_weight_norm()
-        self._batch_size = batch_size
+        self._batch_size, self.sampling = batch_size, sampling
         self._listener = Listener(model, device)
         self._reader = Reader(vocabulary, limits or Limits.of(model.dims.gpt), use_phonemes=use_phonemes)
         _round_stack(model.gpt, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32))
         self._writers = Writers(model.gpt, device, capture=capture)
         self._dims = model.dims
         self._vocoder: HifiGan | GriffinLim = (
-            HifiGan(model.hifigan_decoder, batch_size)
+            HifiGan(model.hifigan_decoder, batch_size, GPU_FRAMES_STEP if device.type == "cuda" else 1)
             if vocoder == "hifigan"
             else GriffinLim(model.dvae, model.mel_stats)
         )
@@ -125,7 +126,7 @@ class Synthesizer:
         voice: Voice,
         language: str,
         *,
-        sampling: Sampling = PUBLISHED_SAMPLING,
+        sampling: Sampling | None = None,
         speed: float = 1.0,
         seed: int | None = None,
         num_attempts: int = NUM_ATTEMPTS,
@@ -143,7 +144,7 @@ class Synthesizer:
         voice: Voice | Sequence[Voice],
         language: str | Sequence[str],
         *,
-        sampling: Sampling = PUBLISHED_SAMPLING,
+        sampling: Sampling | None = None,
         speed: float = 1.0,
         seed: int | None = None,
         num_attempts: int = NUM_ATTEMPTS,
@@ -192,7 +193,7 @@ class Synthesizer:
         voice: Voice,
         language: str,
         *,
-        sampling: Sampling = PUBLISHED_SAMPLING,
+        sampling: Sampling | None = None,
         speed: float = 1.0,
         seed: int | None = None,
         num_attempts: int = NUM_ATTEMPTS,
@@ -217,7 +218,8 @@ class Synthesizer:
             self._writers, parts, manner, lambda: self._vocoder.begin(voice.speaker, speed), report, chunk_codes
         )
 
-    def _manner(self, sampling: Sampling, speed: float, seed: int | None, num_attempts: int) -> Manner:
+    def _manner(self, sampling: Sampling | None, speed: float, seed: int | None, num_attempts: int) -> Manner:
+        sampling = sampling or self.sampling
         check_manner(sampling, speed, num_attempts, seed)
         return Manner(sampling, secrets.randbits(31) if seed is None else seed, num_attempts, self._batch_size)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
@@ -25,6 +26,9 @@ from myxtts.synthesis.writer import Written
 REACH_FRAMES = 16
 """How far the generator looks to either side: 13.3 frames by the widths of its convolutions."""
 FADE_FRAMES = 1
+GPU_FRAMES_STEP = 128
+"""A GPU plans each of the generator's convolutions anew for every length it has not seen. One piece of a stream
+with its context fits in so many frames."""
 _TAIL_LATENTS = 4
 """Behind the end of a sentence: more than REACH_FRAMES."""
 
@@ -91,9 +95,11 @@ class HifiGan:
 
     name = "hifigan"
 
-    def __init__(self, decoder: HifiGanDecoder, batch_size: int) -> None:
+    def __init__(self, decoder: HifiGanDecoder, batch_size: int, frames_step: int = 1) -> None:
+        """Frames are padded to multiples of `frames_step`, where no sample that is kept can see it."""
         self._generator = decoder.waveform_decoder
         self._batch_size = batch_size
+        self._frames_step = frames_step
 
     @torch.no_grad()
     def waves(self, sentences: Sequence[Written], speakers: Sequence[Tensor], speed: float) -> list[Tensor]:
@@ -116,8 +122,9 @@ class HifiGan:
         return HifiGanStream(self, speaker, speed)
 
     def _generate(self, frames: Tensor, speaker: Tensor) -> Tensor:
-        """[sentences, frames, channels] to [sentences, samples]."""
-        wave: Tensor = self._generator(frames.transpose(1, 2), speaker[:, :, None])
+        """[sentences, frames, channels] to [sentences, samples], and some samples behind them to be dropped."""
+        padded = F.pad(frames.transpose(1, 2), (0, -frames.shape[1] % self._frames_step))
+        wave: Tensor = self._generator(padded, speaker[:, :, None])
         return wave.squeeze(1).float()
 
 

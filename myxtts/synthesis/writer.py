@@ -20,10 +20,12 @@ from myxtts.lanes import Captured, Lane
 from myxtts.model.generation import Decoding, Sampling
 from myxtts.model.gpt import GPT
 
-KEPT_WRITERS = 4
+KEPT_WRITERS = 6
 """Shapes whose memory and graph stay on the GPU."""
-SHAPE_STEP = 64
-"""Ids and steps of a captured shape come in multiples of this."""
+SHORTER_SHAPES = ((62, 192), (126, 448))
+"""Ids and steps of captured shapes, for about 40 and 115 characters; the third is all that the GPT has positions
+for. Attention takes time for every slot, used or not, but every further shape would be captured while a listener
+waits. With START and STOP the ids are round numbers, which attention likes."""
 _STEPS_BETWEEN_LOOKS = 8
 """On a GPU: asking whether all sentences have ended waits for the device."""
 _PROMPT_CODE = 1
@@ -121,12 +123,11 @@ class Writer:
             num_ids[row] = len(draft.ids)
         voices = [draft.voice for draft in drafts]
         voices += voices[:1] * (self.shape.sentences - len(drafts))
-        voice = torch.cat(voices).to(device)
-        decoding = Decoding(self._gpt, voice, ids.to(device), num_ids.to(device), self.shape.steps)
-        if self._graph is None:
-            self._decoding = decoding
+        prefixes = torch.cat(voices).to(device), ids.to(device), num_ids.to(device)
+        if self._decoding is None:
+            self._decoding = Decoding(self._gpt, *prefixes, self.shape.steps)
         else:
-            self._take_over(decoding)
+            self._decoding.read(*prefixes)
         self._reset(drafts)
         if self._lane is not None and self._graph is None:
             self._graph = Captured(self._step, self._lane)
@@ -167,14 +168,6 @@ class Writer:
         self._latents.index_copy_(1, self._place, latents[:, None].float())
         self._place += 1
         self._ended |= (self._codes == self._stop) | (self._place >= self._most)
-
-    def _take_over(self, decoding: Decoding) -> None:
-        """Copy a freshly read batch to where the graph looks for it."""
-        assert self._decoding is not None
-        self._decoding.is_prefix.copy_(decoding.is_prefix)
-        for ours, theirs in ((self._decoding.keys, decoding.keys), (self._decoding.values, decoding.values)):
-            for kept, read in zip(ours, theirs, strict=True):
-                kept.copy_(read)
 
     def _reset(self, drafts: Sequence[Draft]) -> None:
         rows, steps = self.shape.sentences, self.shape.steps
@@ -222,12 +215,6 @@ class Writers:
         if self._lane is None:
             return Shape(rows, num_ids, steps)
         dims = self._gpt.dims
-        return Shape(
-            1 << (rows - 1).bit_length(),
-            min(_round_up(num_ids + 2) - 2, dims.max_text),  # with START and STOP: attention likes round numbers
-            min(_round_up(steps), dims.max_codes),
-        )
-
-
-def _round_up(number: int) -> int:
-    return -(-number // SHAPE_STEP) * SHAPE_STEP
+        shapes = (*SHORTER_SHAPES, (dims.max_text, dims.max_codes))
+        ids, most = next(shape for shape in shapes if num_ids <= shape[0] and steps <= shape[1])
+        return Shape(1 << (rows - 1).bit_length(), min(ids, dims.max_text), min(most, dims.max_codes))

@@ -1,0 +1,300 @@
+"""The speed of speaking: ours, and coqui-tts' beside it on the same weights, by the same clock.
+
+    python benchmarks/speak.py weights --out DIR [--size normal]
+    python benchmarks/speak.py ours --weights DIR --out ours.json
+    python benchmarks/speak.py rival --weights DIR --out rival.json         with coqui-tts: see rival.py
+    python benchmarks/speak.py compare ours.json rival.json
+
+Fresh weights would never end a sentence. In these one position embedding is so large that STOP is certain there:
+both sides write as many codes as `set_length` says, with the settings and guards that a user has. All sentences of
+a batch are then equally long, which real ones are not. Waves count once they are on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import soundfile
+import torch
+from rich.console import Console
+from rich.table import Table
+from rival import DEVICE, DEVICE_NAME, import_rival, versions
+
+from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE
+from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
+from myxtts.model.xtts import SIZES, XTTS
+from myxtts.synthesis.synthesizer import Synthesizer
+from myxtts.text.normalize import normalize
+from myxtts.text.tokenizer import train
+from myxtts.weights import save_folder
+
+OPENINGS = (
+    "The harbour was quiet that morning and only two boats had gone out",
+    "She opened the old window and listened to the bells of the valley",
+    "My brother wrote every letter twice and kept the second one himself",
+    "They carried the piano up four flights of stairs without a word",
+)
+ENDINGS = ("long before the rain began", "when the others came back", "though nobody saw it", "and so it remained")
+SENTENCES = tuple(f"{opening}, {ending}." for opening in OPENINGS for ending in ENDINGS)
+LONG_SENTENCE = (
+    "The keeper of the lighthouse had seen a great many ships in his time, large ones and small ones, some of "
+    "them proud and some of them barely afloat, but he had never seen one that came in with all its lamps out."
+)
+CODES, LONG_CODES = 130, (150, 300, 600)
+"""About six seconds; and of one long sentence, whose pieces should not cost more the longer it gets."""
+MARK = 1e4
+STREAMS, VOICES, BATCHES, HEARD_PIECES = 5, 3, 3, 4
+RTF, FIRST_CHUNK, GAIN = "real-time factor of one sentence", "first chunk (ms)", "gain of the batch (times)"
+LINEAR = f"cost of a code in {LONG_CODES[-1]} / in {LONG_CODES[0]}"
+AIMS = {RTF: "≤ 0.1", FIRST_CHUNK: "≤ 200", GAIN: "≥ 6", LINEAR: "≤ 1.1"}
+console = Console(width=120, highlight=False)
+Result = TypeVar("Result")
+
+
+class Ours:
+    """Like `Rival` it returns numbers of samples, all of which are on the host."""
+
+    name = "MyXTTS"
+
+    def __init__(self, weights: Path, _: str) -> None:
+        self._synthesizer = Synthesizer.load(weights, torch.empty(0, device=DEVICE).device)
+        self.gpt = self._synthesizer._writers._gpt
+
+    def hear(self, reference: Path) -> None:
+        self._voice = self._synthesizer.voice([reference])
+
+    def speak(self, text: str) -> int:
+        return self.speak_all((text,))
+
+    def speak_all(self, texts: tuple[str, ...]) -> int:
+        speeches = self._synthesizer.speak_many(texts, self._voice, "en")
+        for speech in speeches:
+            if [sentence.num_attempts for sentence in speech.report.sentences] != [1]:
+                raise RuntimeError(f"this was not one sentence said once: {speech.report}")
+        return sum(len(speech.wave) for speech in speeches)
+
+    def stream(self, text: str) -> Iterator[int]:
+        return map(len, self._synthesizer.stream(text, self._voice, "en"))
+
+
+class Rival:
+    """coqui-tts as its documentation uses it, with the settings of the folder's config.json."""
+
+    def __init__(self, weights: Path, precision: str) -> None:
+        import_rival()
+        self.name = f"coqui-tts {versions()['coqui-tts']} {precision}"
+        config = importlib.import_module("TTS.tts.configs.xtts_config").XttsConfig()
+        config.load_json(str(weights / "config.json"))
+        self._model = importlib.import_module("TTS.tts.models.xtts").Xtts.init_from_config(config)
+        self._model.load_checkpoint(config, checkpoint_dir=str(weights), eval=True)
+        self._model.to(DEVICE)
+        self.gpt = self._model.gpt
+        names = ("temperature", "top_k", "top_p", "repetition_penalty", "length_penalty")
+        self._settings = {name: getattr(config, name) for name in names}
+        self._heard = {"gpt_cond_len": config.gpt_cond_len, "gpt_cond_chunk_len": config.gpt_cond_chunk_len}
+
+    def hear(self, reference: Path) -> None:
+        self._voice = self._model.get_conditioning_latents([str(reference)], max_ref_length=30, **self._heard)
+
+    def speak(self, text: str) -> int:
+        return len(self._model.inference(text, "en", *self._voice, **self._settings)["wav"])
+
+    def stream(self, text: str) -> Iterator[int]:
+        pieces = self._model.inference_stream(text, "en", *self._voice, **self._settings)
+        return (len(piece.cpu()) for piece in pieces)
+
+
+Speaker = Ours | Rival
+
+
+@torch.no_grad()
+def set_length(gpt: Any, num_codes: int) -> None:
+    """Have a GPT of `weights` end every sentence after so many codes."""
+    rows = gpt.mel_pos_embedding.emb.weight
+    rows[rows[:, 0] > MARK / 2] = rows[0].clone()
+    rows[num_codes] = 0
+    rows[num_codes, 0] = MARK
+
+
+def weights(options: argparse.Namespace) -> None:
+    """Fresh weights in whose GPT the first channel of the last norm decides about STOP."""
+    texts = [normalize(text, "en") for text in (*SENTENCES, LONG_SENTENCE)]
+    vocabulary = train(texts, ["en"] * len(texts), 1000)
+    torch.manual_seed(0)
+    dims = SIZES[options.size].with_vocabulary(vocabulary.num_tokens, vocabulary.start_id, vocabulary.stop_id)
+    model = XTTS(dims)
+    head, stop = model.gpt.mel_head.requires_grad_(False), dims.gpt.stop_code
+    head.weight[stop], head.weight[stop, 0], head.bias[stop] = 0, 10, -100
+    set_length(model.gpt, CODES)
+    save_folder(options.out, model, vocabulary)
+
+
+def now() -> float:
+    """The time when the GPU has done what it was given."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(work: Callable[..., Result], *arguments: Any) -> tuple[float, Result]:
+    """Seconds, and what came of it."""
+    started_at = now()
+    result = work(*arguments)
+    return now() - started_at, result
+
+
+def require_length(num_samples: int, num_codes: int) -> None:
+    """The rival says the STOP code too, and pieces end in pauses; more would be another work than ours."""
+    spoken = num_samples / OUTPUT_SAMPLE_RATE * SAMPLE_RATE / SAMPLES_PER_CODE
+    if abs(spoken - num_codes) > 2:
+        raise RuntimeError(f"{spoken:.1f} codes were spoken instead of {num_codes}")
+
+
+def pieces_of(speaker: Speaker, text: str, num_codes: int, most: int | None = None) -> list[float]:
+    """Seconds from the call, or the piece before, to each piece of a stream; `most` pieces if it is not None."""
+    set_length(speaker.gpt, num_codes)
+    moments, num_samples = [now()], 0
+    for piece in speaker.stream(text):
+        moments.append(time.perf_counter())
+        num_samples += piece
+        if len(moments) - 1 == most:
+            break
+    else:
+        require_length(num_samples, num_codes)
+    return [after - before for before, after in pairwise(moments)]
+
+
+def measure(speaker: Speaker, num_sentences: int) -> Iterator[tuple[str, float | None]]:
+    """Everything that is measured, each under its name as soon as it is known."""
+    with tempfile.TemporaryDirectory() as folder:
+        reference = Path(folder) / "reference.wav"
+        noise = np.random.default_rng(0).normal(0, 0.1, 10 * SAMPLE_RATE)
+        soundfile.write(reference, noise.clip(-1, 1), SAMPLE_RATE)
+        yield "voice of 10 s, first (ms)", 1000 * timed(speaker.hear, reference)[0]
+        again = [timed(speaker.hear, reference)[0] for _ in range(VOICES)]
+        yield "voice of 10 s (ms)", 1000 * statistics.median(again)
+    yield from measure_sentences(speaker, num_sentences)
+    yield from measure_streams(speaker)
+
+
+def measure_sentences(speaker: Speaker, num_sentences: int) -> Iterator[tuple[str, float | None]]:
+    """One by one, each with its own length, and all together."""
+    set_length(speaker.gpt, CODES)
+    yield "first sentence (s)", timed(speaker.speak, SENTENCES[0])[0]
+    times, factors = [], []
+    for num_codes, text in enumerate(SENTENCES[:num_sentences], CODES - len(SENTENCES) // 2):
+        set_length(speaker.gpt, num_codes)
+        seconds, num_samples = timed(speaker.speak, text)
+        require_length(num_samples, num_codes)
+        times.append(seconds)
+        factors.append(seconds * OUTPUT_SAMPLE_RATE / num_samples)
+    yield f"sentence of about {CODES} codes (ms)", 1000 * statistics.median(times)
+    yield RTF, statistics.median(factors)
+    yield "memory at its peak (GiB)", peak_memory()
+    one_by_one = len(SENTENCES) * statistics.mean(times)
+    yield f"{len(SENTENCES)} sentences one by one (s)", one_by_one
+    set_length(speaker.gpt, CODES)
+    if isinstance(speaker, Ours):  # the rival has no batches
+        first, num_samples = timed(speaker.speak_all, SENTENCES)
+        require_length(num_samples // len(SENTENCES), CODES)
+        batch = statistics.median(timed(speaker.speak_all, SENTENCES)[0] for _ in range(BATCHES))
+        yield f"{len(SENTENCES)} sentences together, first (s)", first
+        yield f"{len(SENTENCES)} sentences together (s)", batch
+        yield GAIN, one_by_one / batch
+        yield "memory at its peak, together (GiB)", peak_memory()
+
+
+def measure_streams(speaker: Speaker) -> Iterator[tuple[str, float | None]]:
+    """Of usual sentences and of one that gets longer and longer."""
+    first = pieces_of(speaker, SENTENCES[0], CODES, HEARD_PIECES)[0]
+    yield "first chunk of the first stream (ms)", 1000 * first
+    streams = [pieces_of(speaker, text, CODES, HEARD_PIECES) for text in SENTENCES[:STREAMS]]
+    yield FIRST_CHUNK, 1000 * statistics.median(times[0] for times in streams)
+    yield "first chunk, slowest (ms)", 1000 * max(times[0] for times in streams)
+    yield "later chunks (ms)", 1000 * statistics.median(time for times in streams for time in times[1:])
+    first = pieces_of(speaker, LONG_SENTENCE, LONG_CODES[0], 1)[0]
+    yield "first chunk of the first long sentence (ms)", 1000 * first
+    costs = []
+    for num_codes in LONG_CODES:
+        times = pieces_of(speaker, LONG_SENTENCE, num_codes)
+        costs.append(sum(times) / num_codes)
+        yield f"stream of {num_codes} codes (s)", sum(times)
+        yield f"its second-last chunk, of {num_codes} codes (ms)", 1000 * times[-2]
+    yield LINEAR, costs[-1] / costs[0]
+
+
+def peak_memory() -> float | None:
+    return torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else None
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure one side, say what was found on the way, and keep it."""
+    half = options.precision == "fp16"
+    torch.backends.cuda.matmul.allow_tf32 = half
+    load_s, speaker = timed(options.side, options.weights, options.precision)
+    found: dict[str, float | None] = {"load (s)": load_s}
+    with torch.autocast(DEVICE.type, torch.float16, enabled=half):
+        for name, value in measure(speaker, options.sentences):
+            found[name] = value
+            console.print(f"{speaker.name}: {name} {shown(value)}")
+    machine = f"{DEVICE_NAME}, PyTorch {torch.__version__}"
+    result = {"name": speaker.name, "machine": machine, "versions": versions(), "found": found}
+    options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    options.results = [options.out]
+    compare(options)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """A column for each result; beside more than one, how many times the first the last is."""
+    results: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in options.results]
+    machines = " / ".join(dict.fromkeys(result["machine"] for result in results))
+    table = Table(title=f"Speaking, {machines}", title_justify="left")
+    for column in ("", *(result["name"] for result in results), *["times"] * (len(results) > 1), "aim"):
+        table.add_column(column, justify="right" if column else "left")
+    for name in dict.fromkeys(name for result in results for name in result["found"]):
+        values = [result["found"].get(name) for result in results]
+        cells = [shown(value) for value in values]
+        if len(results) > 1:
+            cells.append(shown(values[-1] / values[0]) if values[0] and values[-1] else "")
+        table.add_row(name, *cells, AIMS.get(name, ""))
+    console.print(table)
+
+
+def shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    weights_command = commands.add_parser("weights")
+    weights_command.add_argument("--out", type=Path, required=True)
+    weights_command.add_argument("--size", default="normal", choices=list(SIZES))
+    weights_command.set_defaults(call=weights)
+    for name, side, sentences in (("ours", Ours, len(SENTENCES)), ("rival", Rival, 3)):
+        command = commands.add_parser(name)
+        command.add_argument("--weights", type=Path, required=True)
+        command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--sentences", type=int, default=sentences, help="said one by one")
+        choices = ("fp32", "fp16") if side is Rival else ("default",)
+        command.add_argument("--precision", choices=choices, default=choices[0])
+        command.set_defaults(call=run, side=side)
+    compare_command = commands.add_parser("compare")
+    compare_command.add_argument("results", type=Path, nargs="+")
+    compare_command.set_defaults(call=compare)
+    options = parser.parse_args()
+    options.call(options)
+
+
+if __name__ == "__main__":
+    main()
