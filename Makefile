@@ -1,11 +1,12 @@
 # Every target installs what it needs into .venv first; Python 3.11 or newer and make are all that is assumed.
 PYTHON ?= python3
 VENV := .venv
+JUDGE := .judge
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 DATA ?=
 
-.PHONY: train test lint bench gpu-test soak docs clean
+.PHONY: train test lint bench gpu-test soak docs judge clean
 
 train: $(VENV)/installed
 	$(BIN)/python train_main.py $(if $(DATA),--train-data "$(DATA)")
@@ -30,8 +31,11 @@ soak: $(VENV)/installed-dev
 docs: $(VENV)/installed
 	$(BIN)/python -m myxtts.settings
 
+# The judges of `myxtts evaluate`, their weights included, in a venv of their own (about 2 GB); ends with a self-test.
+judge: $(JUDGE)/installed
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(JUDGE) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch is named with its version so that pip takes exactly the pinned build for this machine.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -47,4 +51,8 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 $(VENV)/installed-bench: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
+$(JUDGE)/installed: myxtts/tools/judge.py
+	$(PYTHON) -I myxtts/tools/judge.py --install $(JUDGE)
 	touch $@

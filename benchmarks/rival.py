@@ -4,7 +4,8 @@
 
 `--weights` is a folder that `myxtts.weights.save_folder` wrote, `--corpus` an LJSpeech-style one. Dataset, loader,
 front ends, network, loss and optimizer are the rival's, with the settings of its LJSpeech recipe; only files are
-decoded by soundfile, and losses are fetched after the last step: both flatter it. Knows nothing of our training.
+decoded by soundfile, and losses are fetched after the last step: both flatter it. The learning rate falls as ours
+does, so that curves can be compared.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+from myxtts.training.optim import Schedule
 
 FALLBACK = Path(__file__).resolve().parent.parent / "vendor-coqui" / "fallback"
 """What coqui-tts needs and a machine without registries may lack; what is installed there comes first."""
@@ -139,6 +142,8 @@ def make_loader(model: Any, samples: list[dict[str, str]]) -> Any:
 def train(model: Any, to_device: Callable[[Any], Any], loader: Any, options: argparse.Namespace) -> Run:
     """The loop of its trainer without logging, evaluation and checkpoints."""
     optimizer, batches = model.get_optimizer(), endless(loader)
+    factor = Schedule(0, options.warm_up + options.steps).factor  # its own schedule never steps
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     model.on_train_epoch_start(SimpleNamespace(model=model))
     waits, ends, clips, losses = [], [], [], []
     for _ in range(options.warm_up + options.steps):
@@ -152,6 +157,7 @@ def train(model: Any, to_device: Callable[[Any], Any], loader: Any, options: arg
             _, loss = model.train_step(batch, None)
         loss["loss"].backward()
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(torch.stack([loss["loss_text_ce"].detach(), loss["loss_mel_ce"].detach()]))
         if DEVICE.type == "cuda":

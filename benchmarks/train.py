@@ -175,7 +175,7 @@ def memory(options: argparse.Namespace) -> None:
 
 
 def curve(options: argparse.Namespace) -> None:
-    """Train from given weights on given speech, and keep the losses of every step."""
+    """Train from given weights on given speech as the rival does, and keep the losses of every step."""
     with tempfile.TemporaryDirectory() as folder:
         reports = run(
             Path(folder),
@@ -188,7 +188,9 @@ def curve(options: argparse.Namespace) -> None:
             training__max_steps=options.steps,
             training__learning_rate=options.lr,
             training__warmup_steps=0,
-            training__log_step=1,
+            training__grad_clip=0,
+            model__dropout=0.1,
+            training__log_step=options.log_step,
             training__enable_xla_compilation=not options.no_compile,
         )
     losses = [[report.losses["text_loss"], report.losses["audio_loss"]] for report in reports]
@@ -254,6 +256,7 @@ def main() -> None:
         command.add_argument("--steps", type=int, default=200)
         command.add_argument("--max-mel-frames", type=int, default=880)
         command.add_argument("--lr", type=float, default=1e-4)
+        command.add_argument("--log-step", type=int, default=1, help="curves need 1; speed is better read with 20")
         command.add_argument("--no-compile", action="store_true", help="spare the minute that compiling takes")
         command.set_defaults(call=call)
     compare_command = commands.add_parser("compare")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from myxtts import __version__
 from myxtts.config import DataSettings
 from myxtts.errors import ConfigError, MyXTTSError
+from myxtts.evaluate_command import add_evaluate
 from myxtts.settings import PREPARE_KEYS, Loaded, add_flags, flags_of, load
 from myxtts.speak_command import add_speak
 from myxtts.tool_commands import add_tool_commands, dashboard
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_tool_commands(commands)
     add_speak(commands)
+    add_evaluate(commands)
 
     about = "write a folder that coqui-tts and the tools built on it load"
     export = commands.add_parser("export", help=about, description=about, allow_abbrev=False)
@@ -100,13 +102,15 @@ def _load(options: argparse.Namespace) -> Loaded:
 
 def _train(options: argparse.Namespace) -> int:
     from myxtts.assembly.session import train
-    from myxtts.reports import TrainingReports
+    from myxtts.data.clips import Prepared
+    from myxtts.devices import Machine
+    from myxtts.reports import TrainingReports, closing
     from myxtts.screens import ProgressLines, ProgressPrinter, show_corpus, show_lines
     from myxtts.settings import presets
 
     loaded, applied = presets.apply(_load(options))
     if loaded.settings.data.train_data is None:
-        loaded, demo = presets.apply_demo(loaded)
+        loaded, demo = presets.apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
         applied += demo
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
@@ -114,16 +118,22 @@ def _train(options: argparse.Namespace) -> int:
     if not is_first:
         logging.getLogger().setLevel(logging.WARNING)
     folder = loaded.settings.training.checkpoint_dir
+    corpora: list[Prepared] = []
+
+    def show(prepared: Prepared) -> None:
+        corpora.append(prepared)
+        show_corpus(prepared)
+
     is_shown = is_first and not options.dashboard
     with ProgressPrinter(0 if is_shown else 1) as printer, dashboard(folder, is_first and options.dashboard):
         reports = TrainingReports(folder, printer) if is_first else None
         try:
-            states = train(loaded, reports, ProgressLines(), lambda line: show_lines([line]), show_corpus)
+            states = train(loaded, reports, ProgressLines(), lambda line: show_lines([line]), show)
         finally:
             if reports is not None:
                 reports.close()
-    if is_first and all(state.done for state in states.values()):
-        show_lines([f"Done. Everything is in {folder}: checkpoints, report.html, metrics.jsonl, tensorboard/"])
+    if reports is not None and all(state.done for state in states.values()):
+        show_lines(closing(loaded.settings, corpora[0], reports.has_trained))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a training run leaves for its user: lines on the terminal; metrics, pictures and a page in its folder."""
+"""What a training run leaves for its user: lines on the terminal; metrics, pictures, a page, a spoken sample."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import contextlib
 import json
 import logging
 import platform
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from myxtts import __version__
-from myxtts.devices import Machine
+from myxtts.assembly.voice import SAMPLE_FILE, Example, example, speak_sample
+from myxtts.config import STAGES, Settings
+from myxtts.data.clips import Prepared
+from myxtts.devices import Machine, make_plan
+from myxtts.errors import MyXTTSError
 from myxtts.host import usable_cores
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
 from myxtts.observe.nvml import Sampler
@@ -31,11 +39,11 @@ class TrainingReports:
         self._log = MetricsLog(folder)
         self._printer = printer
         self._watch = Watch()
-        self._has_begun = False
+        self.has_trained = False
         self._gpus = Sampler([gpu.index for gpu in Machine.look().gpus])
 
     def begin(self, stage: str, step: int, total_steps: int) -> None:
-        self._has_begun = True
+        self.has_trained = True
         self._log.begin(stage, step)
         self._printer.begin(stage, step, total_steps)
         self._watch = Watch()
@@ -68,7 +76,7 @@ class TrainingReports:
         self._printer.end()
         self._log.close()
         self._gpus.close()
-        if not self._has_begun:
+        if not self.has_trained:
             return
         try:
             write_report(self._folder)
@@ -87,3 +95,60 @@ def machine() -> dict[str, str]:
         "PyTorch": torch.__version__,
         "MyXTTS": __version__,
     }
+
+
+def closing(settings: Settings, prepared: Prepared, has_trained: bool) -> Iterator[str]:
+    """Let a finished run speak, and tell its user where everything is, what to expect and what to type next.
+
+    Lines come one by one, for speaking takes seconds. A run that was finished before has its sample already.
+    """
+    folder = settings.training.checkpoint_dir
+    said = example(settings.data, prepared.train)
+    has_spoken = (folder / SAMPLE_FILE).is_file()
+    if said is not None and (has_trained or not has_spoken):
+        yield "Speaking a sentence of the corpus"
+        outcome, has_spoken = _sample(settings, said)
+        yield from outcome
+    stages = [stage for stage in STAGES if (folder / stage).is_dir()]
+    yield f"Done. Everything is in {folder}: checkpoints, report.html, metrics.jsonl, tensorboard/"
+    if has_spoken:
+        yield f"  sample       {folder / SAMPLE_FILE}"
+    if (folder / "report.html").is_file():
+        yield f"  report       {folder / 'report.html'}"
+    yield f"  checkpoints  {', '.join(str(folder / stage) for stage in stages)}"
+    if settings.data.train_data is None:
+        yield _EXPECTATION
+    yield "Next:"
+    if settings.data.train_data is None:
+        yield f"  {_command('train', '--train-data', 'DIR')}    # your recordings: DIR/metadata.csv, DIR/wavs/"
+    if said is not None and has_spoken:
+        voice = ("--speaker", str(said.recording), "--language", said.language)
+        yield f"  {_command('speak', said.text, '--model', str(folder), *voice, '--out', 'speech.wav')}"
+    yield f"  {_command('report', str(folder))}"
+
+
+_EXPECTATION = (
+    "What to expect: this shows that everything works; it makes no voice. Minutes of the smallest network on four "
+    "minutes of speech give babble, or on a GPU the sentences of the corpus learnt by heart. A voice takes hours "
+    "of recordings and of a GPU, or minutes of both with --init-from XTTS-v2 --model-size normal."
+)
+
+
+def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
+    """Lines about a sample, and whether there is one: no mishap of speaking spoils a training that has ended."""
+    folder = settings.training.checkpoint_dir
+    (folder / SAMPLE_FILE).unlink(missing_ok=True)  # one of an older state of the run would mislead
+    try:
+        report = speak_sample(folder, said, make_plan(settings.data).model)
+    except (MyXTTSError, OSError, torch.OutOfMemoryError) as error:
+        return [f"No sample was spoken: {error}"], False
+    means = "the trained decoder" if report.vocoder == "hifigan" else "Griffin-Lim"
+    spoken = f"{folder / SAMPLE_FILE}: {said.text!r} in the voice of {said.recording}, by {means}"
+    return [spoken, *(f"  {note}" for note in report.notes())], True
+
+
+def _command(*words: str) -> str:
+    """A command of ours as it can be typed here, wherever it is installed."""
+    program = Path(sys.executable).with_name("myxtts")
+    known = ["myxtts"] if shutil.which("myxtts") else [str(program)] if program.is_file() else []
+    return shlex.join([*(known or [sys.executable, "-m", "myxtts.cli"]), *words])

@@ -73,6 +73,7 @@ def _add_shared(command: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    from myxtts.devices import Machine
     from myxtts.findings_screen import show_findings
     from myxtts.screens import ProgressLines, show_lines
     from myxtts.tools.check import check, passed, to_json
@@ -80,7 +81,7 @@ def _check(options: argparse.Namespace) -> int:
 
     loaded, applied = presets.apply(load(options.config, flags_of(options), options.unknown))
     if loaded.settings.data.train_data is None:
-        loaded, demo = presets.apply_demo(loaded)
+        loaded, demo = presets.apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
         applied += demo
     show_lines([] if options.json else applied)
     findings = check_gpus(loaded, progress=ProgressLines(), say=logging.info) if options.gpus else check(loaded)

@@ -19,7 +19,16 @@ LAYERS = [
     {"pipeline", "training", "synthesis"},
     {"assembly"},
     {"tools"},
-    {"cli", "reports", "screens", "findings_screen", "tool_screens", "tool_commands", "speak_command"},
+    {
+        "cli",
+        "reports",
+        "screens",
+        "findings_screen",
+        "tool_screens",
+        "tool_commands",
+        "speak_command",
+        "evaluate_command",
+    },
 ]
 """From the bottom up. A module imports from lower layers, and within its own package."""
 SAME_LAYER = {
@@ -32,9 +41,11 @@ SAME_LAYER = {
     ("tool_commands", "findings_screen"),
     ("cli", "tool_commands"),
     ("cli", "speak_command"),
+    ("cli", "evaluate_command"),
     ("tool_commands", "tool_screens"),
     ("tool_commands", "screens"),
     ("speak_command", "screens"),
+    ("evaluate_command", "screens"),
 }
 """Imports inside a layer that are meant: the machinery of settings reads their declaration."""
 ONLY_IMPORTS = {"model": {"config"}, "observe": {"config"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from dataclasses import fields
 from pathlib import Path
@@ -201,6 +202,21 @@ def test_gradient_checkpointing_changes_memory_and_no_loss(
     assert losses(tmp_path / "sparing") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
 
 
+def test_named_speakers_lend_each_other_reference_voices(clips: Clips, tmp_path: Path) -> None:
+    corpus = tmp_path / "named"
+    shutil.copytree(clips(4), corpus, ignore=shutil.ignore_patterns(".myxtts"))
+    seen = {}
+    for speakers in ("ann", ""):
+        rows = "".join(f"clip{number:03}|{speakers}\n" for number in range(4))
+        (corpus / "speakers.csv").write_text(f"id|speaker\n{rows}")
+        for way in ("other", "same"):
+            run = tmp_path / f"{speakers or 'nobody'}-{way}"
+            assert train(run, corpus, f"--stages gpt --max-steps 2 --reference-clip {way}") == 0
+            seen[speakers, way] = losses(run)
+    assert seen["ann", "other"] != seen["ann", "same"]
+    assert seen["", "other"] == seen["", "same"] == seen["ann", "same"]
+
+
 ON_GPU = {"mixed_precision": True, "static_shapes": True, "on_gpu": True, "world_size": 1}
 
 
@@ -245,7 +261,7 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(
         r"training clips +4 [\s\S]*"
         r"Intelligent GPU Pipeline: Single-GPU Buffered Mode.*\n[\s\S]*"
         r"Buffer size: 50 batches\nModel placed on .*\n"
-        rf"(Hint: .*\n)*{''.join(stages)}Done\. Everything is in {re.escape(str(run))}"
+        rf"(Hint: .*\n)*{''.join(stages)}Speaking a sentence of the corpus\n(.*\n)+Done\. Everything is in {re.escape(str(run))}"
     )
     assert re.search(expected, shown), shown
     reports = steps(run)

@@ -151,6 +151,41 @@ def test_without_a_bottleneck_no_data_stage_is_blamed(run: Callable[..., Profile
     assert not [finding for finding in found.findings if finding.level == "warn" and finding.setting]
 
 
+def test_a_batch_that_was_begun_before_the_first_measured_step_is_followed_to_its_stage(
+    clips: Clips, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_slow_gathering(monkeypatch)
+    loaded = loaded_with(clips(4))
+    measured = noted.NotedRehearsal(loaded, prepare_corpus(loaded.settings), "dvae").measure(3, traced=True)
+    gathered = {span.batch for span in measured.spans if span.name == "gather"}
+    waited = [span.batch for span in measured.spans if span.name == "wait" and span.duration_us > 5000]
+    assert waited and set(waited) <= gathered
+
+
+def test_codes_are_all_there_when_the_long_run_is_measured(
+    run: Callable[..., Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    for name in ("fill_codes", "steady"):
+        kept = getattr(noted.NotedRehearsal, name)
+        monkeypatch.setattr(
+            noted.NotedRehearsal,
+            name,
+            lambda self, *given, name=name, kept=kept: order.append(name) or kept(self, *given),
+        )
+    run({"stage": "gpt", "num_steps": 1})
+    assert order == ["fill_codes", "steady"]
+
+
+def test_memory_that_grows_below_an_earlier_peak_is_a_leak(
+    run: Callable[..., Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = iter(range(1000, 10_000, 5))
+    monkeypatch.setattr(noted, "allocated_mb", lambda _: float(next(held)))
+    monkeypatch.setattr(noted.NotedRehearsal, "_gpus", lambda _: {"gpu": 0})
+    assert run({"num_steps": 20}).findings[0].code == "memory-growth"
+
+
 # What a profile holds
 
 
@@ -214,6 +249,14 @@ def test_kernels_of_the_training_stream_show_launch_gaps_and_waits_of_the_host()
     assert anatomy._rhythm([], 3) == (None, None)
 
 
+def test_kernels_before_the_first_step_are_no_launch_gaps() -> None:
+    """Where the front end shares the stream of the step, it fills the buffers there beforehand."""
+    filling = [kernel(100 * number, 100 * number + 5, stream=8) for number in range(10)]
+    training = [kernel(9000 + 100 * number, 9100 + 100 * number, stream=8) for number in range(10)]
+    steps = [kernel(8990 + 500 * number, 9000 + 500 * number, 0, noted.STEP_RANGE, "CPU") for number in range(2)]
+    assert anatomy._rhythm([*filling, *steps, *training], num_steps=2)[0] == pytest.approx(1.0)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_work_and_grade_are_there(run: Callable[..., Profile]) -> None:
     found = run({"stage": "gpt", "num_steps": 20, "kernels": True})
@@ -222,7 +265,7 @@ def test_on_a_gpu_kernels_work_and_grade_are_there(run: Callable[..., Profile]) 
     assert found.kernels.kernel_share is not None and 0 < found.kernels.kernel_share <= 1
     assert found.verdict.flops_share is not None and 0 < found.verdict.flops_share < 1
     assert not any(kernel.name.startswith("aten::") for kernel in found.kernels.kernels)
-    assert {"forward", "backward", "upload", "encode"} <= rows(found).keys()
+    assert {"upload", "encode", "train", "update"} <= rows(found).keys()
 
 
 # The data side

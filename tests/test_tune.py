@@ -18,7 +18,7 @@ from myxtts.config import Settings
 from myxtts.data.clips import Prepared
 from myxtts.devices import Gpu, Machine
 from myxtts.errors import ConfigError, PipelineError
-from myxtts.observe.trace import Counter
+from myxtts.observe.trace import Span
 from myxtts.settings import Loaded, load, presets, render_yaml_with_comments
 from myxtts.tool_screens import show_tuning
 from myxtts.tools.config_patch import apply_patch, patched, value_of, with_values
@@ -185,6 +185,19 @@ def test_switches_that_cost_speed_are_turned_on_and_others_left(corpus: Prepared
     assert any(note.startswith("data.optimize_cpu_gpu_overlap true would be 1.01×") for note in found.notes)
 
 
+def test_precision_is_tried_when_launching_no_longer_hides_what_it_brings(corpus: Prepared) -> None:
+    class LaunchBound(Pretended):
+        def __call__(self, loaded: Loaded) -> Trial:
+            trial = super().__call__(loaded)
+            settings = loaded.settings
+            factor = 1.0 if not settings.training.enable_graph_mode else 3 + 3 * settings.data.mixed_precision
+            return replace(trial, clips_per_s=factor * trial.clips_per_s)
+
+    given = loaded_with(data__mixed_precision="false", training__enable_graph_mode="false")
+    found = tune(given, corpus, machine=CARD, measure=LaunchBound(mb_per_clip=1.0), max_batch=16)
+    assert {"data.mixed_precision", "training.enable_graph_mode"} <= changes(found).keys()
+
+
 def test_without_a_gpu_nothing_is_tried_that_only_a_gpu_has(corpus: Prepared) -> None:
     machine = Pretended(half_speed_batch=0)
     loaded = loaded_with(data__mixed_precision="false", training__optimization_level="basic")
@@ -282,14 +295,25 @@ def test_a_tuning_is_shown_as_a_table_and_as_a_patch_and_is_valid_json(corpus: P
 # What a trial measures
 
 
-def test_what_buffers_held_before_does_not_count_as_speed() -> None:
-    counters = [
-        Counter(f"{ring} ring", step, value)
-        for step, ready in enumerate([9.0, 10.0, 8.0, 6.0, 4.0])
-        for ring, value in (("host", ready), ("model", 3.0), ("keep", 4.0 - step))
+def feed_and_training(period_us: int, gathered_first: int) -> list[Span]:
+    """Ten batches, trained on every 100 microseconds; `gathered_first` of them were ready long before."""
+    trained = [Span("train", "model lane", 100 * number, 90, number) for number in range(10)]
+    made = [
+        Span(name, name, period_us * place - 5, 10, gathered_first + place)
+        for place in range(20)
+        for name in ("gather", "upload", "encode")
     ]
-    assert drained_batches(counters, 4) == 6.0
-    assert drained_batches(counters[::-1], 4) == 0.0
+    return [*trained, *made]
+
+
+def test_what_buffers_held_before_does_not_count_as_speed() -> None:
+    """Whatever rings say: on a GPU they call a batch ready when its work is ordered, not when it is done."""
+    assert drained_batches(feed_and_training(period_us=100, gathered_first=3)) == 0
+    assert drained_batches(feed_and_training(period_us=300, gathered_first=8)) == 6
+    quick, slow = feed_and_training(100, 3), feed_and_training(300, 8)
+    mixed = [span for span in quick if span.name != "encode"] + [span for span in slow if span.name == "encode"]
+    assert drained_batches(mixed) == 6
+    assert drained_batches([]) == 0
 
 
 def tiny(corpus: Path, **flags: str) -> Loaded:
@@ -306,7 +330,7 @@ def test_a_trial_trains_and_leaves_nothing_in_the_cache(clips: Clips) -> None:
     loaded = tiny(clips(4))
     prepared = prepare_corpus(loaded.settings)
     before = set(prepared.root.iterdir())
-    trial = try_out(loaded, prepared, "gpt", 1)
+    trial = try_out(loaded, prepared, "gpt", 4)
     assert trial.clips_per_s > 0
     assert {"gather", "encode", "train", "update"} <= trial.stage_ms.keys()
     assert set(prepared.root.iterdir()) == before

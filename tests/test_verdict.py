@@ -327,6 +327,26 @@ def test_a_front_end_in_the_stream_of_the_training_step_is_in_its_way() -> None:
     assert verdict.shares["wait"] == pytest.approx(1 / 3, abs=0.02)
 
 
+def test_a_front_end_behind_slow_copies_in_its_own_stream_is_not_what_is_slow() -> None:
+    spans: list[Span] = []
+    for number in range(60):  # a batch is encoded only when the copy of the next one is through
+        at = 30.0 * number
+        spans += [span("gather", "gather-0", at - 200, 3, number)]
+        spans += [span("upload", "upload lane", at, 28, number, True)]
+        spans += [span("encode", "encode lane", at + 27 + 30, 3, number, True)]
+        spans += [
+            span("wait", "trainer", at + 36, 20, number),
+            span("train", "model lane", at + 60, 6, number, True),
+        ]
+    unpinned = settings(enhanced_gpu_prefetch=False)
+    verdict = judge(Evidence(spans=spans, data_gpu=0, model_gpu=0, settings=unpinned))
+    assert verdict.bound == "upload" and verdict.findings[0].code == "upload-unpinned"
+    busy = [part._replace(start_us=part.start_us - us(24), duration_us=us(27)) if part.name == "encode" else part
+            for part in spans]  # fmt: skip
+    busy = [part._replace(duration_us=us(2)) if part.name == "upload" else part for part in busy]
+    assert judge(Evidence(spans=busy, data_gpu=0, model_gpu=0, settings=unpinned)).bound == "encode"
+
+
 def test_roles_that_share_a_gpu_slow_each_other_down_without_any_gap() -> None:
     replayed = [StepTime(number, 16.0, 0.0) for number in range(60)]
     verdict = judge(Line().evidence(replayed=replayed, num_gpus=2))

@@ -1,20 +1,32 @@
-"""A synthesizer from whatever holds a model: the folder of a run, or an XTTS-v2 folder."""
+"""A synthesizer from whatever holds a model: the folder of a run, or an XTTS-v2 folder; a run's first words."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
 from myxtts.assembly.folder import RunFolder
+from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
+from myxtts.data.clips import ClipSet
+from myxtts.data.corpus import read_corpus
+from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError
 from myxtts.synthesis.reading import Limits
+from myxtts.synthesis.speech import OWN_SAMPLING, PUBLISHED_SAMPLING, Report
 from myxtts.synthesis.synthesizer import Synthesizer, VocoderName, usable_vocoder
 
 DECODER_PART = "hifigan_decoder.waveform_decoder"
+_PARTS = {"dvae": "dvae", "gpt": "gpt", "decoder": DECODER_PART}
+SAMPLE_FILE = "sample.wav"
+SAMPLE_SEED = 0
+_ENOUGH_SECONDS = 3.0
+"""Of a recording for its voice to be caught."""
 
 
 def load_synthesizer(
@@ -29,8 +41,9 @@ def load_synthesizer(
             raise ConfigError(f"There is no model in {folder}; name a run (--checkpoint-dir) or an XTTS-v2 folder")
         return Synthesizer.load(folder, device, vocoder=vocoder)
     imported = run.started_with().get("training.init_from") is not None
-    speaks = imported or run.has_checkpoint("decoder")
-    model = run.load_model(without=() if speaks else ("decoder",))
+    untrained = [stage for stage in _PARTS if not imported and not run.has_checkpoint(stage)]
+    vocoder = usable_vocoder([_PARTS[stage] for stage in untrained], vocoder)
+    model = run.load_model(without=untrained)
     data = _data_settings(folder)
     limits = None
     if not imported:  # what it never heard in training it cannot say
@@ -39,10 +52,42 @@ def load_synthesizer(
         model,
         run.vocabulary(),
         device,
-        vocoder=usable_vocoder([] if speaks else [DECODER_PART], vocoder),
+        vocoder=vocoder,
         limits=limits,
         use_phonemes=bool(data.get("use_phonemes", False)),
+        sampling=PUBLISHED_SAMPLING if imported else OWN_SAMPLING,
     )
+
+
+@dataclass(frozen=True)
+class Example:
+    """A clip of a corpus, for a run to be tried with: its voice, its words."""
+
+    recording: Path
+    text: str
+    language: str
+
+
+def example(data: DataSettings, clips: ClipSet) -> Example | None:
+    """The first clip in the corpus's main language that is long enough for a voice, or the longest.
+
+    None if the clip is no longer where the corpus says.
+    """
+    main_language = np.bincount(clips.languages).argmax()
+    seconds = np.where(clips.languages == main_language, clips.num_samples / SAMPLE_RATE, 0.0)
+    chosen = int(np.argmax(np.minimum(seconds, _ENOUGH_SECONDS)))
+    folder = data.train_data or EMBEDDED_CORPUS
+    found = [clip for clip in read_corpus(folder).clips if clip.id == clips.names[chosen]]
+    return Example(folder / found[0].path, found[0].text, LANGUAGES[main_language]) if found else None
+
+
+def speak_sample(folder: Path, said: Example, device: torch.device | None = None) -> Report:
+    """Let a run say a sentence in a voice of its corpus, the same way each time; writes `SAMPLE_FILE` there."""
+    synthesizer = load_synthesizer(folder, device=device)
+    voice = synthesizer.voice([said.recording])
+    speech = synthesizer.speak(said.text, voice, said.language, seed=SAMPLE_SEED)
+    speech.save(folder / SAMPLE_FILE)
+    return speech.report
 
 
 def _data_settings(folder: Path) -> dict[str, Any]:

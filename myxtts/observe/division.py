@@ -99,6 +99,7 @@ class _ModelLane:
         self._pauses = {name: self._union(name) for name in PAUSES}
         self._num_batches = sum(span.name == "train" for span in self.work)
         self._in_the_way = self._spans_in_the_lane()
+        self._copies_hold_up_encoding = self._has_slow_copies_in_the_lane()
 
     def follow(self) -> None:
         """Walk along the lane."""
@@ -161,7 +162,8 @@ class _ModelLane:
         stages, before = self._stages.get(batch, {}), self._stages.get(batch - 1, {})
         present = [name for name in DATA_STAGES if name in stages]
         for previous, name in reversed(list(pairwise(present))):
-            if name in before and end_us(stages[previous]) < end_us(before[name]):
+            held_up = name == "encode" and self._copies_hold_up_encoding
+            if name in before and end_us(stages[previous]) < end_us(before[name]) and not held_up:
                 return name
         recorded = [name for name in DATA_STAGES if self._at_work[name]]
         return present[0] if present and present[0] == recorded[0] else UNKNOWN_STAGE
@@ -191,6 +193,14 @@ class _ModelLane:
             return {}
         names = ["encode"] if data.enhanced_gpu_prefetch else ["encode", "upload"]
         return {name: self._at_work[name] for name in names}
+
+    def _has_slow_copies_in_the_lane(self) -> bool:
+        """Whether uploads share the front end's lane and take more of it: then batches queue there for a copy."""
+        if self._evidence.model_gpu is None or self._evidence.settings.data.enhanced_gpu_prefetch:
+            return False
+        uploads = self._at_work["upload"]
+        encoding_us = sum(length_us(_without(span, _inside(uploads, span))) for span in self._at_work["encode"])
+        return length_us(uploads) > encoding_us
 
     def _union(self, name: str) -> list[Interval]:
         """When anything of this name was done."""

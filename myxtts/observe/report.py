@@ -6,6 +6,7 @@ and what is damaged is left out. Knows how findings look, not how they came abou
     RUN/metrics.jsonl     the reports of the training       RUN/settings.yaml     its configuration
     RUN/trace.jsonl       spans of some steps               RUN/machine.json      where it ran: names and values
     RUN/readings.jsonl    readings of the GPUs              RUN/verdict.json      what `myxtts profile` concluded
+    RUN/evaluation/scores.json    what the judges of `myxtts evaluate` said
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from myxtts.observe.charts import Bar, stacked_bar
+from myxtts.observe.evaluation import evaluation
 from myxtts.observe.findings import Finding
 from myxtts.observe.history import StageHistory, duration, number, percent, settled, short, stages_of
 from myxtts.observe.metrics import read_metrics
@@ -53,6 +55,7 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
         readings=json_lines(run_folder / "readings.jsonl"),
         settings=text_of(run_folder / "settings.yaml"),
         machine=json_object(run_folder / "machine.json"),
+        scores=json_object(run_folder / "evaluation" / "scores.json"),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.tmp")
@@ -71,11 +74,13 @@ def render_report(
     readings: Sequence[Record] = (),
     settings: str = "",
     machine: Record | str = "",
+    scores: Record | None = None,
     written_at: float | None = None,
 ) -> str:
     """The page. `records` are those of `read_metrics`; `verdict` has sentence, grade, shares and findings."""
     stages = stages_of(records)
     verdict = verdict or {}
+    judged = evaluation(scores or {})
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written_at))
     trained = ", ".join(f"{stage.name} {stage.steps[-1].step:,} steps" for stage in stages if stage.steps)
     sections = [
@@ -85,6 +90,7 @@ def render_report(
         _section("timeline", "Where the time of a step goes", _timeline(verdict, spans)),
         _section("rings", "Are batches ready when they are needed?", rings(stages, counters)),
         _section("training", "Loss and throughput", training(stages)),
+        _section("evaluation", "How well it speaks", judged) if judged else "",
         _section("machine", "Machine", _machine(machine, readings)),
         _section("settings", "Settings", _settings(settings)),
     ]

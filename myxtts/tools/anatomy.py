@@ -24,7 +24,7 @@ from myxtts.devices import Plan
 from myxtts.errors import PipelineError
 from myxtts.lanes import Lane
 from myxtts.observe.evidence import length_us, merged
-from myxtts.tools.noted import mean_stage_ms
+from myxtts.tools.noted import STEP_RANGE, mean_stage_ms
 from myxtts.training.step import Step
 
 SPLIT_STEPS, KERNEL_STEPS = 3, 3
@@ -121,11 +121,14 @@ def kernel_view(rehearsal: Rehearsal) -> KernelView:
 def _rhythm(events: Sequence[Any], num_steps: int) -> tuple[float | None, float | None]:
     """How closely the kernels of the training stream follow each other, and how often the host waits meanwhile.
 
-    The training stream is the one with the most work; others have stood still when the feed was warm.
+    The training stream is the one with the most work; others have stood still when the feed was warm. What it did
+    before the first step, such as filling the buffers where the front end shares it, does not count.
     """
+    begins_us = min((event.time_range.start for event in events if event.name == STEP_RANGE), default=0)
     streams: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for event in events:
-        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False):
+        is_kernel = event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+        if is_kernel and event.time_range.start >= begins_us:
             ns = (int(1000 * event.time_range.start), int(1000 * event.time_range.end))
             streams[getattr(event, "device_resource_id", 0)].append(ns)
     if not streams:

@@ -14,16 +14,23 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from myxtts.assembly.rehearsal import WARM_UP_STEPS, Measured, Rehearsal
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import Prepared
 from myxtts.data.codes import CodesCache
 from myxtts.data.gather import num_codes_of
-from myxtts.devices import peak_memory_mb
-from myxtts.observe.evidence import ALLOCATED_COUNTER, RING_COUNTER, StageTime, end_us, stage_times
+from myxtts.observe.evidence import (
+    ALLOCATED_COUNTER,
+    DATA_STAGES,
+    StageTime,
+    end_us,
+    stage_times,
+)
+from myxtts.observe.memory import allocated_mb
 from myxtts.observe.steps import StepClock
-from myxtts.observe.trace import OFF, Counter, Trace, now_us
+from myxtts.observe.trace import OFF, Span, Trace, now_us
 from myxtts.pipeline.feed import Feed
 from myxtts.settings import Loaded
 
@@ -31,6 +38,10 @@ DRAINING = 0.03
 """Share of the batches that may come out of buffers filled beforehand without hiding a slow feed."""
 MOST_STEPS = 2000
 ROWS_PER_WRITE = 1024
+ALWAYS_THERE = ("gather", "upload", "encode")
+"""Stages that every batch passes."""
+STEP_RANGE = "myxtts step"
+"""How PyTorch's profiler calls a step, warm-up or not."""
 
 
 class Drained(NamedTuple):
@@ -82,11 +93,21 @@ class NotedRehearsal(Rehearsal):
         trace.finish()
         return Drained(np.diff(taken_at).tolist(), stage_times(trace.spans(), (start_us, now_us())))
 
+    def measure(self, num_steps: int, *, replay: bool = False, traced: bool = False) -> Measured:
+        """As in any rehearsal; what the data side had begun before the first measured step belongs to it."""
+        measured = super().measure(num_steps, replay=replay, traced=traced)
+        if not measured.spans:
+            return measured
+        start_us = min(span.start_us for span in measured.spans)
+        earlier = [span for span in self.trace.spans() if span.start_us < start_us]
+        under_way = [span for span in earlier if _lasts_into(span, start_us)]
+        return replace(measured, spans=[*under_way, *measured.spans])
+
     def steady(self, num_steps: int) -> Measured:
         """The last steps of as many as it takes until buffers no longer hide how fast batches are made; traced."""
         measured = self.measure(num_steps, traced=True)
         num_batches = num_steps * self.accumulate
-        drained = drained_batches(measured.counters, num_batches)
+        drained = drained_batches(measured.spans)
         if drained <= DRAINING * num_batches:
             return measured
         held = sum(depth for name, depth in self.depths.items() if name != "keep")
@@ -96,8 +117,8 @@ class NotedRehearsal(Rehearsal):
     def long_run_clips_per_s(self, measured: Measured) -> float:
         """Speed without the help of buffers: batches that were made in the time, not batches that were taken."""
         num_batches = len(measured.times) * self.accumulate
-        made = num_batches - drained_batches(measured.counters, num_batches)
-        return measured.clips_per_s * max(made, 0.0) / num_batches
+        made = num_batches - drained_batches(measured.spans)
+        return measured.clips_per_s * made / num_batches
 
     def _last(self, measured: Measured, num_steps: int) -> Measured:
         """The last so many steps of a measurement."""
@@ -110,7 +131,7 @@ class NotedRehearsal(Rehearsal):
             times=times,
             seconds=seconds,
             clips_per_s=num_steps * self.accumulate * self.settings.data.batch_size / seconds,
-            spans=[span for span in measured.spans if span.start_us >= start_us],
+            spans=[span for span in measured.spans if span.start_us >= start_us or _lasts_into(span, start_us)],
             counters=[sample for sample in measured.counters if sample.at_us >= start_us],
         )
 
@@ -118,18 +139,37 @@ class NotedRehearsal(Rehearsal):
         if number == 0:
             self.depths = {name: depth for name, (_, depth) in feed.readiness().items()}
             self.trace = trace if trace.enabled else self.trace
-        super()._one_step(feed, clock, trace, number, accumulate)
-        for role, used_mb in peak_memory_mb(self.plan).items() if trace.enabled else ():
-            trace.count(f"{role}{ALLOCATED_COUNTER}", used_mb)
+        with torch.profiler.record_function(STEP_RANGE):
+            super()._one_step(feed, clock, trace, number, accumulate)
+        for role, gpu in self._gpus().items() if trace.enabled else ():
+            trace.count(f"{role}{ALLOCATED_COUNTER}", allocated_mb(gpu))
+
+    def _gpus(self) -> dict[str, int]:
+        """The GPUs by what they do."""
+        data, model = self.plan.data.index, self.plan.model.index
+        if data is None or model is None:
+            return {}
+        return {"gpu": model} if data == model else {"data": data, "model": model}
 
 
-def drained_batches(counters: Sequence[Counter], num_batches: int) -> float:
-    """How many batches the rings lost in all over the last `num_batches` that were taken; 0 if they gained."""
-    ready: defaultdict[str, list[float]] = defaultdict(list)
-    for name, _, value in counters:
-        if name.endswith(RING_COUNTER) and not name.startswith("keep"):
-            ready[name].append(value)
-    return max(sum(values[-num_batches:][0] - values[-1] for values in ready.values()), 0.0)
+def _lasts_into(span: Span, start_us: int) -> bool:
+    """Whether a batch was being made at that time; the longest waits are for such batches."""
+    return span.name in DATA_STAGES and end_us(span) > start_us
+
+
+def drained_batches(spans: Sequence[Span]) -> int:
+    """How many batches more were trained on than the slowest stage has made meanwhile; 0 if it kept up.
+
+    Not what the rings say: on a GPU a batch is ready there as soon as its work is ordered, long before it is done.
+    """
+    begun_us = sorted(span.start_us for span in spans if span.name == "train")
+    if len(begun_us) < 2:
+        return 0
+    made = dict.fromkeys(ALWAYS_THERE, 0)
+    for span in spans:
+        if span.name in made and begun_us[0] < end_us(span) <= begun_us[-1]:
+            made[span.name] += 1
+    return max(len(begun_us) - 1 - min(made.values()), 0)
 
 
 def mean_stage_ms(measured: Measured) -> dict[str, float]:

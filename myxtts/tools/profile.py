@@ -152,6 +152,7 @@ def _profile(
     if not on_gpu and affordable < num_steps:
         notes.append(f"{affordable} of {num_steps} steps were measured, for one takes {step_s:.1f} s on this CPU")
         num_steps = affordable
+    rehearsal.fill_codes()  # the first pass computed those of a few batches only
     indices = sorted({device.index for device in (plan.data, plan.model) if device.index is not None})
     with Sampler(indices) as sampler:
         measured = rehearsal.steady(num_steps)

@@ -37,15 +37,16 @@ LEVEL = "training.optimization_level"
 SWITCHES: Mapping[str, tuple[bool, bool, str]] = {
     "training.enable_eager_debug": (False, False, "checking every operation is slow on purpose"),
     "data.native_loading": (True, False, "batches come from the packed cache instead of being decoded each time"),
-    "data.mixed_precision": (True, True, "bf16 uses the GPU's tensor cores"),
     "data.pad_to_fixed_length": (True, False, "equal shapes are compiled once and launched as one graph"),
     "training.enable_graph_mode": (True, True, "the step is launched as one graph"),
     "training.enable_xla_compilation": (True, True, "compiled kernels read and write memory less often"),
+    "data.mixed_precision": (True, True, "bf16 uses the GPU's tensor cores"),
     "data.prefetch_to_gpu": (True, False, "batches are prepared while the model trains"),
     "data.enhanced_gpu_prefetch": (True, True, "copies from pinned memory run beside computation"),
     "data.optimize_cpu_gpu_overlap": (True, True, "the data role works beside the training step"),
 }
-"""What a switch should be, whether only a GPU makes it matter, and why it helps."""
+"""What a switch should be, whether only a GPU makes it matter, and why it helps; in this order, for what products
+cost does not show while the host is still busy launching them."""
 CODES = {
     "tune-several-gpus": "More GPUs than are used: what training on all of them with torchrun would bring.",
     "tune-second-gpu": "What a second GPU would bring, reckoned from the measured times of the stages.",

@@ -1,0 +1,144 @@
+"""The trainings of the learning experiment: settings for a few hours of speech, stages that end in time and go on.
+
+Every training is one call of what `myxtts train` calls. Chooses no clips and judges nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from learn_corpus import single_letters
+from rich.console import Console
+from torch import Tensor
+
+from myxtts.assembly.session import train
+from myxtts.data.fill import NoProgress
+from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
+from myxtts.settings import load
+
+MOMENTS = 8
+"""Checkpoints and validations of a stage, evenly over its steps."""
+MAX_MEL_FRAMES, MAX_IDS = 1460, 320
+"""The longest clip has 16.9 seconds, 259 letters and about as many phonemes: none is too long."""
+TRIM_DB = 35
+"""The speakers' clips then begin and end alike: of cmu_slt's it takes 8 %, of others' one or two."""
+WARM_UP_STEPS = 200
+STAGE_SETTINGS: Mapping[str, Mapping[str, object]] = {
+    "dvae": {"training.learning_rate": 5e-4},
+    # Every text is seen a hundred times: dropout and decay against learning it by heart.
+    "gpt": {
+        "training.learning_rate": 4e-4,
+        "training.weight_decay": 0.05,
+        "training.label_smoothing": 0.05,
+        "model.dropout": 0.15,
+    },
+    "decoder": {"training.learning_rate": 2e-4},
+}
+AVERAGES = 40
+"""The GPT's average reaches over a fortieth of its steps: it starts from random weights, which must be forgotten
+at the first moment already."""
+console = Console(width=140, highlight=False)
+
+
+class Told:
+    """Prints every report, and logs it as a run does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = MetricsLog(folder)
+
+    def begin(self, stage: str, step: int, total_steps: int) -> None:
+        console.print(f"{stage}: from step {step} to {total_steps}")
+        self._log.begin(stage, step)
+
+    def tick(self, step: int) -> None: ...
+
+    def step(self, report: StepReport) -> None:
+        self._log.step(report)
+        losses = "  ".join(f"{name} {value:.3f}" for name, value in report.losses.items() if name != "total")
+        memory = max(report.memory_mb.values(), default=0) / 1024
+        speed = f"{report.clips_per_s:,.0f} clips/s  {report.step_ms:.1f} ms  idle {report.idle_share:.1%}"
+        console.print(f"{report.stage} {report.step:6d}  {losses}  {speed}  {memory:.1f} GiB")
+
+    def validation(self, report: ValidationReport) -> None:
+        self._log.validation(report)
+        losses = "  ".join(f"{name} {value:.3f}" for name, value in report.losses.items())
+        console.print(f"{report.stage} {report.step:6d}  held out: {losses}{'  best' * report.is_best}")
+
+    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
+
+
+class Deadline:
+    """When this process has to be done; None never."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._at = None if seconds is None else time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self._at is None else max(self._at - time.monotonic(), 0.0)
+
+    @property
+    def is_over(self) -> bool:
+        return self.left_s == 0
+
+    @contextlib.contextmanager
+    def stops_training(self) -> Iterator[None]:
+        """A training in here gets the signal that lets it save and end, as if somebody had pressed ^C."""
+        over = threading.Event()
+
+        def stop() -> None:
+            if over.wait(self.left_s):
+                return
+            while not over.wait(0.2):  # until the training listens, the signal would end the process
+                if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+
+        thread = threading.Thread(target=stop, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def train_stage(options: argparse.Namespace, stage: str, deadline: Deadline) -> bool:
+    """Train a stage to its end, from wherever an earlier call left it; whether it got there."""
+    if deadline.is_over:
+        return False
+    steps = {"dvae": options.dvae_steps, "gpt": options.gpt_steps, "decoder": options.decoder_steps}[stage]
+    every = max(steps // MOMENTS, 1)
+    flags: dict[str, object] = {
+        "data.train_data": str(options.corpus),
+        "data.language": "en",
+        "data.tokenizer": str(single_letters(options.corpus, options.phonemes)),
+        "data.use_phonemes": options.phonemes,
+        "data.max_mel_frames": MAX_MEL_FRAMES,
+        "data.max_text_length": MAX_IDS,
+        "data.trim_silence_db": TRIM_DB,
+        "data.batch_size": options.decoder_batch if stage == "decoder" else options.batch,
+        "model.size": options.size,
+        "training.checkpoint_dir": str(options.run),
+        "training.stages": stage,
+        "training.epochs": 10**6,
+        "training.warmup_steps": min(WARM_UP_STEPS, steps // 10),
+        "training.max_steps": steps,
+        "training.ema_decay": max(1 - AVERAGES / steps, 0) if stage == "gpt" else 0,
+        "training.log_step": max(steps // 40, 1),
+        "training.val_step": every,
+        "training.save_step": every,
+        "training.keep_checkpoints": MOMENTS + 2 if stage == "gpt" else 1,
+        "training.enable_xla_compilation": stage == "gpt",  # the others have few layers that are alike
+        **STAGE_SETTINGS[stage],
+    }
+    with deadline.stops_training():
+        states = train(load(None, flags), Told(options.run), NoProgress(), console.print)
+    return states[stage].done

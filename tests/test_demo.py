@@ -1,0 +1,120 @@
+"""How a training ends: a spoken sample, where everything is, and what to type next; and the demonstration."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import soundfile
+from training_fixtures import Clips, clips, newest, small, stop_at, train
+
+from myxtts import reports
+from myxtts.assembly.folder import RunFolder
+from myxtts.cli import main
+from myxtts.config import STAGES
+from myxtts.data.prepare import EMBEDDED_CORPUS
+from myxtts.errors import PipelineError
+from myxtts.settings import load, presets
+
+__all__ = ["clips", "small"]
+pytestmark = pytest.mark.usefixtures("small")
+
+Screen = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def short_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demonstration in two steps a stage."""
+    steps = {"training.dvae_steps": 2, "training.max_steps": 2, "training.warmup_steps": 0}
+    monkeypatch.setattr(presets, "DEMO", presets.DEMO | steps)
+
+
+def next_commands(shown: str) -> dict[str, list[str]]:
+    """What the screen offers to type, by the name of the command."""
+    typed = [shlex.split(line, comments=True) for line in shown.partition("\nNext:\n")[2].splitlines()]
+    assert all(Path(words[0]).name == "myxtts" for words in typed)
+    return {words[1]: words[1:] for words in typed}
+
+
+@pytest.mark.usefixtures("short_demo")
+def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(tmp_path: Path, capsys: Screen) -> None:
+    run = tmp_path / "run"
+    assert main(["train", "--checkpoint-dir", str(run)]) == 0
+    shown = capsys.readouterr().out
+    wave, rate = soundfile.read(run / "sample.wav")
+    assert rate == 24000 and abs(wave).max() > 0
+    assert (run / "report.html").is_file()
+    assert not RunFolder(run).has_checkpoint("decoder")
+    assert "demonstration: training.stages = dvae,gpt (default null)" in shown
+    assert f"in the voice of {EMBEDDED_CORPUS}" in shown and "by Griffin-Lim" in shown
+    for place in ("sample.wav", "report.html", "gpt"):
+        assert str(run / place) in shown.partition("Done.")[2]
+    assert "babble" in shown
+    offered = next_commands(shown)
+    assert offered.keys() == {"train", "speak", "report"}
+    assert main(offered["speak"]) == 0 and Path("speech.wav").is_file()
+    assert main(offered["report"]) == 0
+
+    spoken_at = (run / "sample.wav").stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(["train", "--checkpoint-dir", str(run)]) == 0
+    assert (run / "sample.wav").stat().st_mtime_ns == spoken_at, "what was finished before is not spoken again"
+    assert str(run / "sample.wav") in capsys.readouterr().out
+
+
+def test_the_demonstration_trains_longer_on_a_gpu_and_leaves_wishes_alone() -> None:
+    def applied(on_gpu: bool, **flags: object) -> tuple[int, int | None]:
+        settings = presets.apply_demo(load(None, flags), on_gpu=on_gpu)[0].settings
+        return settings.data.batch_size, settings.training.max_steps
+
+    assert applied(True)[1] > 2 * applied(False)[1]
+    assert applied(False, **{"data.batch_size": 5})[0] == 5
+    assert applied(True, **{"training.max_steps": 7}) == (16, 7)
+
+
+def test_own_data_get_all_stages_and_a_sample_of_their_own(clips: Clips, tmp_path: Path, capsys: Screen) -> None:
+    run = tmp_path / "run"
+    long_enough = "--max-steps 1 --decoder-steps 1"
+    corpus = clips(6)
+    assert train(run, corpus, long_enough) == 0
+    shown = capsys.readouterr().out
+    assert all(RunFolder(run).has_checkpoint(stage) for stage in STAGES)
+    assert f"in the voice of {corpus}" in shown and "by the trained decoder" in shown
+    assert "babble" not in shown
+    assert next_commands(shown).keys() == {"speak", "report"}
+
+
+def test_a_sample_that_fails_spoils_nothing(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
+) -> None:
+    def fail(*_: object) -> None:
+        raise PipelineError("The model said nothing in 3 attempts")
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "sample.wav").write_bytes(b"of an older training")
+    monkeypatch.setattr(reports, "speak_sample", fail)
+    assert train(run, clips(), "--stages dvae,gpt --max-steps 1") == 0
+    shown = capsys.readouterr().out
+    assert "No sample was spoken: The model said nothing in 3 attempts" in shown
+    assert "Done." in shown and "speak" not in next_commands(shown)
+    assert not (run / "sample.wav").exists()
+
+
+def test_a_run_that_cannot_speak_yet_says_so(clips: Clips, tmp_path: Path, capsys: Screen) -> None:
+    run = tmp_path / "run"
+    assert train(run, clips(), "--stages dvae --max-steps 1") == 0
+    assert "No sample was spoken: The model has no gpt" in capsys.readouterr().out
+    assert not (run / "sample.wav").exists()
+
+
+def test_an_interrupted_training_speaks_nothing(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
+) -> None:
+    run = tmp_path / "run"
+    stop_at(monkeypatch, 1)
+    assert train(run, clips(), "--stages gpt --max-steps 3") == 0
+    shown = capsys.readouterr().out
+    assert newest(run).step == 1
+    assert "the same command" in shown and "Done." not in shown and "sample" not in shown

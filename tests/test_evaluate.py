@@ -1,0 +1,408 @@
+"""Evaluations: what is held out and whose voice says it, what the judges are asked, what users are told of it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile as sf
+import torch
+import yaml
+from conftest import SENTENCES, make_voice
+from training_fixtures import SMALL, small, train
+
+from myxtts.cli import main
+from myxtts.config import DataSettings
+from myxtts.data.clips import Prepared
+from myxtts.data.prepare import prepare
+from myxtts.errors import ConfigError, DatasetError
+from myxtts.model.generation import Sampling, generate
+from myxtts.model.xtts import XTTS
+from myxtts.observe.report import render_report, write_report
+from myxtts.settings import load
+from myxtts.synthesis.voices import Voice
+from myxtts.tools.evaluate import code_latents
+from myxtts.tools.held_out import held_out
+from myxtts.tools.judge import mistakes, num_edits, plain
+from myxtts.tools.judging import JUDGE_SCRIPT, find_judges, reading, summarise
+
+__all__ = ["small"]
+
+SPEAKERS = ("anna", "ben")
+FAKE_JUDGE = """#!{python} -S
+import json, pathlib, sys
+items = pathlib.Path(sys.argv[-1])
+print(json.dumps({{"judges": ["Fake"]}}))
+for item in json.loads(items.read_text(encoding="utf-8")):
+    assert (items.parent / item["file"]).is_file() and (items.parent / item["reference"]).is_file()
+    same = pathlib.Path(item["reference"]).name.startswith(item["speaker"])
+    item["similarity"] = (0.7 if item["set"] == "recording" else 0.5) if same else 0.1
+    if "text" in item:
+        words, letters = len(item["text"].split()), len(item["text"])
+        wrong = item["set"] == "synthesised"
+        item |= {{"words": words, "letters": letters}}
+        item |= {{"word_edits": words * wrong, "letter_edits": letters * wrong}}
+        item |= {{"wer": float(wrong), "cer": float(wrong), "mos": 1.5 if wrong else 4.0, "heard": "murmur"}}
+    print(json.dumps(item), flush=True)
+"""
+BROKEN_JUDGE = "#!{python} -S\nimport sys\nprint('{{}}')\nsys.exit('the weights are gone')\n"
+
+
+def write_speakers(folder: Path, speakers: dict[str, list[str]]) -> Path:
+    """A corpus whose clips are named after who says them."""
+    (folder / "wavs").mkdir(parents=True)
+    lines = ["audio_file|text|speaker_name|language"]
+    for seed, (speaker, texts) in enumerate(speakers.items()):
+        for number, text in enumerate(texts):
+            name = f"{speaker}_{number}"
+            sf.write(folder / "wavs" / f"{name}.wav", make_voice(1.35 + 0.01 * number, seed=seed), 22050)
+            lines.append(f"{name}|{text}|{speaker}|en")
+    (folder / "metadata.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """A run of all three stages, made when it is first asked for."""
+    folder = tmp_path_factory.mktemp("evaluated")
+
+    def make() -> Path:
+        if not (folder / "run").exists():
+            texts = [text[:20].strip() for text in SENTENCES[:7]]
+            corpus = write_speakers(folder / "corpus", dict.fromkeys(SPEAKERS, texts))
+            assert train(folder / "run", corpus, "--max-steps 1 --val-fraction 0.5 --stages dvae,gpt,decoder") == 0
+        return folder / "run"
+
+    return make
+
+
+@pytest.fixture
+def run(trained: Callable[[], Path], small: None, tmp_path: Path) -> Path:  # noqa: ARG001
+    """A copy of it for one test."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained(), folder)
+    return folder
+
+
+@pytest.fixture
+def judges(tmp_path: Path) -> Path:
+    return install(tmp_path / "judges", FAKE_JUDGE)
+
+
+def install(folder: Path, script: str) -> Path:
+    """A folder that looks like one with judges in it."""
+    python = folder / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(script.format(python=sys.executable), encoding="utf-8")
+    python.chmod(0o755)
+    return folder
+
+
+def evaluate(run: Path, *flags: object) -> int:
+    return main(["evaluate", str(run), *map(str, flags)])
+
+
+def items_of(run: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((run / "evaluation" / "items.json").read_text(encoding="utf-8"))
+    return found
+
+
+def metadata_texts(run: Path) -> dict[str, str]:
+    settings = yaml.safe_load((run / "settings.yaml").read_text())
+    lines = (Path(settings["data"]["train_data"]) / "metadata.csv").read_text().splitlines()[1:]
+    return {line.split("|")[0]: line.split("|")[1] for line in lines}
+
+
+def assert_reconstructed(run: Path, vocoder: str) -> None:
+    """By that vocoder, as long as the recordings, and no silence."""
+    folder = run / "evaluation"
+    assert json.loads((folder / "about.json").read_text())["vocoder"] == vocoder
+    files = [item["file"] for item in items_of(run) if item["set"] == "reconstructed"]
+    for file in files:
+        real, real_rate = sf.read(folder / file.replace("reconstructed", "recording"))
+        made, rate = sf.read(folder / file)
+        assert len(made) / rate == pytest.approx(len(real) / real_rate, abs=0.06)
+        assert np.isfinite(made).all() and abs(made).max() > 0
+    assert files
+
+
+# What is synthesised
+
+
+def test_held_out_sentences_are_said_in_the_voice_of_a_training_clip_and_judged(
+    run: Path, judges: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(run, "--judge", judges, "--sentences", 4) == 0
+    items = items_of(run)
+    sets = [item["set"] for item in items]
+    assert {name: sets.count(name) for name in sets} == dict.fromkeys(
+        ("recording", "reconstructed", "synthesised", "other speaker"), 4
+    )
+    texts, held = metadata_texts(run), {item["clip"] for item in items}
+    data = replace(load(run / "settings.yaml", {}).settings.data, tokenizer=run / "vocab.json")
+    corpus = prepare(data)
+    assert held <= set(corpus.val.names) and not held & set(corpus.train.names)
+    said = {texts[name] for name in held}
+    for item in items:
+        other = SPEAKERS[item["speaker"] == SPEAKERS[0]]
+        whose = other if item["set"] == "other speaker" else item["speaker"]
+        reference = Path(item["reference"])
+        assert reference.parts[0] == "reference" and reference.name.startswith(whose)
+        assert item["clip"].startswith(item["speaker"]) and item["language"] == "en"
+        source = reference.name.split("-")[0]
+        assert source in corpus.train.names and texts[source] not in said
+        assert item.get("text") == (None if item["set"] == "other speaker" else texts[item["clip"]])
+    assert {item["speaker"] for item in items} == set(SPEAKERS)
+    scores = json.loads((run / "evaluation" / "scores.json").read_text())
+    assert scores["summary"]["synthesised"] == {
+        "clips": 4, "wer": 1.0, "cer": 1.0, "similarity": 0.5, "same_speaker_share": 1.0, "mos": 1.5
+    }  # fmt: skip
+    assert scores["summary"]["other speaker"]["similarity"] == pytest.approx(0.1)
+    assert scores["about"]["steps"] == {"dvae": 1, "gpt": 1, "decoder": 1}
+    assert all(clip["heard"] == "murmur" for clip in scores["clips"] if "text" in clip)
+    shown = capsys.readouterr().out
+    assert "WER 1.00 against 0.00 of the recordings: not intelligible yet" in shown
+    shares = [line.split()[0] for line in shown.splitlines() if "100 %" in line]
+    assert shares == ["recording", "reconstructed", "synthesised"]
+    assert "id='evaluation'" in (run / "report.html").read_text()
+    assert_reconstructed(run, "hifigan")
+
+
+def test_told_its_own_codes_the_gpt_has_the_latents_it_spoke_them_with() -> None:
+    torch.manual_seed(0)
+    model = XTTS(SMALL.with_vocabulary(30, 1, 0)).eval()
+    voices = [Voice(str(number), torch.randn(1, 32, 64), torch.zeros(16)) for number in range(2)]
+    ids = [torch.tensor([5, 6, 7]), torch.tensor([8, 9])]
+    for voice, one in zip(voices, ids, strict=True):
+        spoken = generate(
+            model.gpt, voice.latents, one[None], torch.tensor([len(one)]), Sampling(greedy=True), max_codes=9
+        )
+        others = [voices[0], voice], [ids[0], one], [torch.tensor([3, 1, 4, 1, 5]), spoken.codes[0]]
+        (_, latents) = code_latents(model, *others)
+        torch.testing.assert_close(latents, spoken.latents[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_seed_says_the_same_and_another_does_not(run: Path) -> None:
+    sounds = []
+    for seed in (1, 1, 2):
+        assert evaluate(run, "--only", "synthesise", "--sentences", 2, "--seed", seed) == 0
+        files = sorted((run / "evaluation" / "synthesised").iterdir())
+        sounds.append([file.read_bytes() for file in files])
+    assert sounds[0] == sounds[1] != sounds[2]
+
+
+# Judged elsewhere, not at all, or badly
+
+
+def test_what_was_synthesised_here_can_be_judged_where_only_that_folder_is(
+    run: Path, judges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere, broken = tmp_path / "elsewhere", install(tmp_path / "broken", BROKEN_JUDGE)
+    assert evaluate(run, "--only", "judge", "--judge", broken) == 2
+    assert "Nothing to judge" in capsys.readouterr().err
+    assert evaluate(run, "--only", "synthesise", "--sentences", 2, "--vocoder", "griffin-lim") == 0
+    assert_reconstructed(run, "griffin-lim")
+    shutil.copytree(run / "evaluation", elsewhere / "evaluation")
+    shutil.rmtree(run)
+    assert evaluate(elsewhere, "--only", "judge", "--judge", broken) == 1
+    assert "the weights are gone" in capsys.readouterr().err
+    assert not (elsewhere / "evaluation" / "scores.json").exists()
+    assert evaluate(elsewhere, "--only", "judge", "--judge", judges) == 0
+    assert "murmur" in (elsewhere / "report.html").read_text()
+
+
+def test_without_judges_users_learn_how_to_install_them_and_lose_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "evaluation" / "items.json"
+    kept.parent.mkdir()
+    kept.write_text("[]")
+    assert evaluate(tmp_path, "--judge", "nowhere") == 2
+    told = capsys.readouterr().err
+    assert "make judge" in told and "--install nowhere" in told and "--only synthesise" in told
+    assert kept.read_text() == "[]"
+
+
+def test_judges_are_found_here_or_beside_the_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, here = tmp_path / "project", tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "prefix", str(project / ".venv"))
+    beside = install(project / ".judge", FAKE_JUDGE)
+    assert find_judges().home == beside
+    nearest = install(here / ".judge", FAKE_JUDGE)
+    assert find_judges().python == nearest / "bin" / "python"
+    with pytest.raises(ConfigError, match="No judges"):
+        find_judges(tmp_path / "elsewhere")
+
+
+def test_what_cannot_be_evaluated_is_an_error_that_says_why(
+    run: Path, trained: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*flags: object) -> tuple[int, str]:
+        return evaluate(*flags, "--only", "synthesise"), capsys.readouterr().err  # type: ignore[arg-type]
+
+    (tmp_path / "empty").mkdir()
+    for folder in ("nowhere", "empty"):
+        code, text = told(tmp_path / folder)
+        assert code == 2 and "There is no run in" in text
+    code, text = told(run, "--language", "de")
+    assert code == 2 and "No held-out sentence is in 'de'; there are some in en" in text
+    shutil.rmtree(run / "gpt")
+    code, text = told(run)
+    assert code == 2 and "has not trained gpt yet" in text and "--stages gpt" in text
+    shutil.copytree(trained() / "gpt", run / "gpt")
+    settings = yaml.safe_load((run / "settings.yaml").read_text())
+    settings["data"]["val_fraction"] = 0.0
+    (run / "settings.yaml").write_text(yaml.safe_dump(settings))
+    code, text = told(run)
+    assert code == 2 and "The run holds no clips out" in text and "--val-data" in text
+    assert not (run / "evaluation").exists()
+
+
+# What is held out
+
+Prepare = Callable[..., Prepared]
+
+
+def test_a_speaker_never_trained_on_is_heard_from_another_held_out_clip(
+    tmp_path: Path, run_prepare: Prepare
+) -> None:
+    known = write_speakers(tmp_path / "train", {"anna": list(SENTENCES[:3])})
+    data = DataSettings(train_data=known, val_data=write_speakers(tmp_path / "val", {"zoe": list(SENTENCES[3:5])}))
+    chosen = held_out(run_prepare(known, val_data=data.val_data), data, 10)
+    assert {(one.clip.name, one.reference.name) for one in chosen} == {("zoe_0", "zoe_1"), ("zoe_1", "zoe_0")}
+    assert all(one.other is not None and one.other.name.startswith("anna") for one in chosen)
+
+
+def test_a_held_out_clip_without_a_reference_is_of_no_use(tmp_path: Path, run_prepare: Prepare) -> None:
+    known = write_speakers(tmp_path / "train", {"anna": list(SENTENCES[:3])})
+    data = DataSettings(train_data=known, val_data=write_speakers(tmp_path / "val", {"zoe": [SENTENCES[3]]}))
+    with pytest.raises(DatasetError, match="another clip of the same speaker"):
+        held_out(run_prepare(known, val_data=data.val_data), data, 10)
+
+
+def test_sentences_that_training_clips_say_too_are_not_held_out(tmp_path: Path, run_prepare: Prepare) -> None:
+    known = write_speakers(tmp_path / "train", {"anna": list(SENTENCES[:3])})
+    data = DataSettings(
+        train_data=known, val_data=write_speakers(tmp_path / "val", {"anna": list(SENTENCES[2:4])})
+    )
+    chosen = held_out(run_prepare(known, val_data=data.val_data), data, 10)
+    assert [one.text for one in chosen] == [SENTENCES[3]]
+    again = DataSettings(train_data=known, val_data=write_speakers(tmp_path / "same", {"anna": [SENTENCES[0]]}))
+    with pytest.raises(DatasetError, match="learnt by heart"):
+        held_out(run_prepare(known, val_data=again.val_data), again, 10)
+
+
+# What scores mean
+
+
+def a_score(name: str, **values: Any) -> dict[str, Any]:
+    counts = {"words": 4, "word_edits": 0, "letters": 10, "letter_edits": 0, "wer": 0.0, "cer": 0.0, "mos": 4.0}
+    return {"set": name, "clip": "a", "text": "t", "heard": "h", **counts, "similarity": 0.6, **values}
+
+
+def test_mistakes_are_counted_over_all_words_not_averaged_over_clips() -> None:
+    clips = [a_score("synthesised", words=9), a_score("synthesised", words=1, word_edits=1, similarity=0.2)]
+    found = summarise([*clips, {"set": "other speaker", "similarity": 0.1}])
+    assert found["synthesised"]["wer"] == pytest.approx(0.1)
+    assert found["synthesised"]["same_speaker_share"] == 0.5
+    assert found["other speaker"] == {
+        "clips": 1, "wer": None, "cer": None, "similarity": 0.1, "same_speaker_share": 0.0, "mos": None
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("real", "codes", "ours", "said"),
+    [
+        (0.05, 0.06, 0.1, "as intelligible as they are"),
+        (0.05, 0.06, 0.25, "intelligible with mistakes (codes and vocoder keep the words, the GPT errs"),
+        (0.05, 0.7, 0.9, "not intelligible yet (codes and vocoder lose the words: WER 0.70 reconstructed)"),
+        (0.8, 0.8, 0.9, "the judge does not understand the recordings either"),
+    ],
+)
+def test_the_reading_says_what_is_lost_and_where(real: float, codes: float, ours: float, said: str) -> None:
+    names = {"recording": real, "reconstructed": codes, "synthesised": ours}
+    summary = {name: {"wer": wer, "cer": 0.0, "similarity": None, "mos": None} for name, wer in names.items()}
+    assert f"WER {ours:.2f} against {real:.2f} of the recordings: {said}" in reading(summary, {"en"})
+    assert "CER 0.00 against 0.00" in reading(summary, {"ja"}), "Japanese has no words to count"
+
+
+# The page
+
+
+def test_the_page_shows_the_evaluation_and_escapes_what_was_said_and_heard(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script> & \"quotes\" 'here'"
+    worst = [
+        a_score("synthesised", wer=wer, text=f"{evil} {wer}", heard=evil, trouble=evil, file=evil)
+        for wer in (0.1, 0.9, 0.5, 0.7, 0.0)
+    ]
+    keys = ("clips", "wer", "cer", "similarity", "same_speaker_share", "mos")
+    summary: dict[str, Any] = {
+        "recording": dict(zip(keys, (5, 0.05, 0.02, 0.7, 1.0, 4.2), strict=True)),
+        "synthesised": dict(zip(keys, (5, 0.62, 0.4, 0.4, 0.6, 2.5), strict=True)),
+        evil: {"clips": 1, "wer": None},
+    }
+    scores = {
+        "reading": f"not intelligible yet {evil}",
+        "judges": [evil],
+        "same_speaker_from": 0.345,
+        "summary": summary,
+        "clips": worst,
+        "about": {"seed": evil, "steps": {evil: evil}},
+    }
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation" / "scores.json").write_text(json.dumps(scores))
+    page = write_report(tmp_path).read_text()
+    section = page.split("id='evaluation'")[1].split("</section>")[0]
+    assert "<script" not in section and "&lt;script&gt;" in section
+    assert "<td>0.62</td>" in section and "<td>60.0 %</td>" in section and "not intelligible yet" in section
+    assert "width:62.0%" in section and "left:5.0%" in section, "the bar, and the mark of the recordings"
+    assert section.count("left:60.0%") == len(worst), "a mark for the similarity of each clip"
+    assert [f"here&#x27; {wer}</b>" in section for wer in (0.9, 0.7, 0.5, 0.1)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{}, {"summary": []}, {"summary": {"a": 3}}, {"summary": {"a": {"wer": "x"}}, "clips": [3, {}], "about": 1}],
+)
+def test_odd_scores_do_not_break_the_page(odd: dict[str, Any]) -> None:
+    page = render_report("run", [], scores=odd)
+    assert page.endswith("</html>\n")
+    assert ("id='evaluation'" in page) == ("clips" in odd)
+
+
+# The judge's own script
+
+
+def test_texts_are_compared_by_what_is_said() -> None:
+    assert plain("  “Don’t”, he SAID — twice!") == "don't he said twice"
+    assert plain("كتاب‌ها يِک") == "کتاب ها یک"
+    assert plain("हिन्दी।") == "हिन्दी"
+    assert num_edits("kitten", "sitting") == 3 and num_edits([], ["a", "b"]) == 2 and num_edits("ab", "") == 2
+    found = mistakes("The cat sat.", "the cats sat down")
+    assert (found["words"], found["word_edits"], found["wer"]) == (3, 2, pytest.approx(2 / 3))
+    assert (found["letters"], found["letter_edits"], found["heard"]) == (9, 5, "the cats sat down")
+
+
+def test_the_judge_imports_nothing_of_the_project_and_says_what_is_missing(tmp_path: Path) -> None:
+    for node in ast.walk(ast.parse(JUDGE_SCRIPT.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not any(name.startswith("myxtts") for name in names)
+    if find_spec("faster_whisper") or find_spec("distillmos") or find_spec("speechbrain"):
+        pytest.skip("judges are installed here")
+    (tmp_path / "items.json").write_text("[]")
+    command = [sys.executable, "-I", str(JUDGE_SCRIPT), "--home", str(tmp_path), str(tmp_path / "items.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "No judge is installed" in done.stderr and not done.stdout

@@ -1,0 +1,79 @@
+"""Which sentences the learning experiment holds out."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from learn_corpus import Spoken, plain, read_speech, single_letters, split, write_corpus
+
+from myxtts.data.corpus import read_corpus
+from myxtts.errors import DatasetError
+from myxtts.text.tokenizer import Tokenizer
+
+WANTED = {"ada": 3, "ben": 2}
+
+
+def spoken(speaker: str, text: str) -> Spoken:
+    return Spoken(f"/speech/{speaker}-{text[:9]}.ogg", speaker, "en", text, 3.0)
+
+
+@pytest.fixture
+def clips() -> list[Spoken]:
+    """Two speakers of the same twenty sentences, punctuated differently, and one with other sentences."""
+    texts = [f"The number of this sentence is {word}" for word in "abcdefghijklmnopqrst"]
+    shared = [spoken("ada", f"{text}.") for text in texts] + [spoken("ben", text.lower()) for text in texts]
+    return shared + [spoken("eve", f"Something else was said {number} times.") for number in range(5)]
+
+
+def test_a_sentence_is_held_out_for_every_speaker_who_reads_it(clips: list[Spoken]) -> None:
+    parts = split(clips, WANTED)
+    held_out = {plain(clip.text) for clip in parts.held_out}
+    assert len(held_out) == 5
+    assert not held_out & {plain(clip.text) for clip in parts.train}
+    assert {plain(clip.text) for clip in parts.unused} == held_out
+    assert sorted([*parts.train, *parts.held_out, *parts.unused]) == sorted(clips)
+
+
+def test_each_speaker_says_as_many_sentences_as_wanted(clips: list[Spoken]) -> None:
+    assert Counter(clip.speaker for clip in split(clips, WANTED).held_out) == WANTED
+
+
+def test_the_order_of_the_clips_does_not_matter(clips: list[Spoken]) -> None:
+    shuffled = random.Random(1).sample(clips, len(clips))
+    assert set(split(shuffled, WANTED).held_out) == set(split(clips, WANTED).held_out)
+
+
+def test_a_speaker_left_out_is_judged_but_never_trained_on(clips: list[Spoken]) -> None:
+    parts = split(clips, WANTED, without=["ada"])
+    assert "ada" not in {clip.speaker for clip in parts.train}
+    assert Counter(clip.speaker for clip in parts.held_out) == WANTED
+
+
+def test_too_few_sentences_are_an_error_that_names_the_speaker(clips: list[Spoken]) -> None:
+    with pytest.raises(DatasetError, match="ben"):
+        split(clips, {"ben": 21})
+
+
+def test_the_corpus_folder_is_one_that_training_reads(tmp_path: Path, clips: list[Spoken]) -> None:
+    speech = tmp_path / "speech"
+    speech.mkdir()
+    lines = ["path|speaker|language|text|seconds|sample_rate"]
+    for number, clip in enumerate(clips):
+        (speech / f"{number}.ogg").touch()
+        lines.append(f"{number}.ogg|{clip.speaker}|en|{clip.text}|3.0|16000")
+    (speech / "metadata.csv").write_text("\n".join(lines), encoding="utf-8")
+    write_corpus(split(read_speech(speech), WANTED), tmp_path / "corpus")
+    found = read_corpus(tmp_path / "corpus")
+    assert not found.set_aside
+    assert Counter(clip.speaker for clip in found.clips if clip.held_out) == WANTED
+    assert len([clip for clip in found.clips if not clip.held_out]) == 35
+
+    vocabulary = Tokenizer.load(single_letters(tmp_path / "corpus", use_phonemes=False))
+    (ids,) = vocabulary.encode_batch(["the number"], ["en"])
+    assert len(ids) == len("[en]the number") - 3
