@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from training_fixtures import Clips, clips, small
 
@@ -189,7 +190,21 @@ def test_memory_that_grows_below_an_earlier_peak_is_a_leak(
 # What a profile holds
 
 
-def test_a_profile_says_everything_on_the_screen_and_as_json(run: Callable[..., Profile], tmp_path: Path) -> None:
+def plant_slow_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So slow that on a busy machine too it is told from the forward pass."""
+    backward = torch.Tensor.backward
+
+    def slow_backward(self: torch.Tensor, *arguments: Any) -> None:
+        time.sleep(2 * SLOW_S)
+        backward(self, *arguments)
+
+    monkeypatch.setattr(torch.Tensor, "backward", slow_backward)
+
+
+def test_a_profile_says_everything_on_the_screen_and_as_json(
+    run: Callable[..., Profile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_slow_backward(monkeypatch)
     found = run({"stage": "gpt", "num_steps": 2, "kernels": True})
     assert {"load and decode", "gather", "upload", "encode (first)", "encode", "wait", "train"} <= rows(
         found
@@ -317,7 +332,7 @@ def test_more_threads_gather_more(clips: Clips, monkeypatch: pytest.MonkeyPatch)
         time_host(prepared.train, loaded_with(clips(4), data__num_workers=count).settings.data, 8)
         for count in ("1", "4")
     )
-    assert one.mean_ms > 2 * four.mean_ms
+    assert one.mean_ms > 1.5 * four.mean_ms
 
 
 TEXT = TextAnalysis(Timing(9, 0.1, 0, 0.1), Timing(9, 0.1, 0, 0.1), None, 1000)

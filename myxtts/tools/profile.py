@@ -159,7 +159,7 @@ def _profile(
         readings, no_readings = sampler.samples(), sampler.reason if on_gpu else "This machine has no GPU"
     trace = rehearsal.trace
     replayed = rehearsal.measure(num_steps, replay=True, traced=True)
-    view = kernel_view(rehearsal) if kernels else None
+    view = kernel_view(rehearsal) if kernels or on_gpu else None  # only kernels show that the host waits
     evidence = _evidence(rehearsal, loaded, prepared, measured, replayed)
     evidence = replace(evidence, readings=readings, no_readings=no_readings, num_gpus=len(machine.gpus))
     if view is not None:
@@ -179,7 +179,7 @@ def _profile(
         verdict=judge(evidence),
         gpus=_uses(readings, plan),
         memory_mb=measured.memory_mb,
-        kernels=view,
+        kernels=view if kernels else None,
         trace=trace,
     )
 
