@@ -232,7 +232,9 @@ def main() -> None:
     cases = [("normal", 64, mode) for mode in MODES]
     if options.case:
         named = [case.split(":") for case in options.case]
-        cases = [(size, int(count), mode) for size, count, mode in named]
+        cases = [(size, int(count), mode) for size, count, mode in named if mode in MODES]
+        if len(cases) < len(named):
+            parser.error(f"MODE is one of {', '.join(MODES)}")
     elif not options.quick:
         cases += [("normal", count, mode) for count in (16, 32, 128) for mode in ("regions", "eager")]
         others = ("tiny", "small", "big")

@@ -119,8 +119,8 @@ def host_syncs(_: Ground) -> AbstractContextManager[object]:
     """A look at a value of the device in every layer of the network."""
     forward = Block.forward
 
-    def looking_forward(self: Block, x: Any, *rest: Any) -> Any:
-        out = forward(self, x, *rest)
+    def looking_forward(self: Block, *arguments: Any, **named: Any) -> Any:
+        out = forward(self, *arguments, **named)
         out.sum().item()
         return out
 

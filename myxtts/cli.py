@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--tokenizer", type=Path, metavar="FILE", help="a larger vocab.json to grow the network for"
     )
+    export.add_argument("--best", action="store_true", help="of a run the GPT that validated best, not the newest")
     export.set_defaults(run=_export)
     return parser
 
@@ -192,9 +193,11 @@ def _export(options: argparse.Namespace) -> int:
     if run.exists:
         if larger is not None:
             raise ConfigError("--tokenizer grows a folder of weights; the vocabulary of a run is its own")
-        save_folder(options.out, run.load_model(), run.vocabulary())
+        save_folder(options.out, run.load_model(best_gpt=options.best), run.vocabulary())
         print(f"{options.out}: {run.dims().gpt.text_tokens} text tokens")
         return 0
+    if options.best:
+        raise ConfigError(f"--best chooses among the checkpoints of a run; {options.source} has only weights")
     loaded = load_folder(options.source, larger)
     save_folder(options.out, loaded.model, loaded.vocabulary)
     fresh = f", fresh weights for {', '.join(loaded.fresh_parts)}" if loaded.fresh_parts else ""

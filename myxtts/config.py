@@ -98,7 +98,7 @@ class DataSettings:
     reference_clip: str = setting("other", choices=("other", "same"))
     """Where the reference voice of a training clip is cut from. `other` takes another clip of the same speaker in
     the batch, as in synthesis, so that no word can be overheard there; `same` the clip itself, as XTTS-v2's own
-    training does. A clip whose speaker nobody names is always its own reference."""
+    training does. A clip whose speaker nobody names, or who has no other in the batch, is its own."""
 
     language: str | None = setting(None, choices=LANGUAGES)
     """Language of the clips whose metadata names none; `null` detects it from their text. Name it when all

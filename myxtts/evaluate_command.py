@@ -28,6 +28,7 @@ def add_evaluate(commands: Any) -> None:
     evaluate.add_argument("--out", type=Path, metavar="DIR", help=out)
     parts = ["synthesise", "judge"]
     evaluate.add_argument("--only", choices=parts, help="one half; the other can follow on another machine")
+    evaluate.add_argument("--best", action="store_true", help="the GPT that validated best, not the newest")
     evaluate.add_argument("--vocoder", choices=["hifigan", "griffin-lim"], help="what makes the sound")
     evaluate.add_argument("--seed", type=int, default=1, help="the same seed says it the same way [default: 1]")
     evaluate.add_argument("--temperature", type=float, help="how adventurous [default: 0.75]")
@@ -78,7 +79,9 @@ def _synthesise(options: argparse.Namespace, out: Path) -> None:
     from myxtts.screens import ProgressLines
     from myxtts.tools.evaluate import Asked, synthesise
 
-    asked = Asked(options.sentences, options.language, options.vocoder, options.seed, options.temperature)
+    asked = Asked(
+        options.sentences, options.language, options.vocoder, options.seed, options.temperature, options.best
+    )
     synthesise(options.run_folder, out, asked, ProgressLines())
 
 

@@ -104,8 +104,10 @@ def closing(settings: Settings, prepared: Prepared, has_trained: bool) -> Iterat
     """
     folder = settings.training.checkpoint_dir
     said = example(settings.data, prepared.train)
+    if has_trained:
+        (folder / SAMPLE_FILE).unlink(missing_ok=True)  # one of an older state of the run would mislead
     has_spoken = (folder / SAMPLE_FILE).is_file()
-    if said is not None and (has_trained or not has_spoken):
+    if said is not None and not has_spoken:
         yield "Speaking a sentence of the corpus"
         outcome, has_spoken = _sample(settings, said)
         yield from outcome
@@ -137,7 +139,6 @@ _EXPECTATION = (
 def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
     """Lines about a sample, and whether there is one: no mishap of speaking spoils a training that has ended."""
     folder = settings.training.checkpoint_dir
-    (folder / SAMPLE_FILE).unlink(missing_ok=True)  # one of an older state of the run would mislead
     try:
         report = speak_sample(folder, said, make_plan(settings.data).model)
     except (MyXTTSError, OSError, torch.OutOfMemoryError) as error:

@@ -35,6 +35,7 @@ def add_speak(commands: Any) -> None:
     speak.add_argument(
         "--repetition-penalty", type=float, help="against repeated codes [default: 5; 1 for a run from scratch]"
     )
+    speak.add_argument("--best", action="store_true", help="the GPT that validated best, not the newest")
     speak.add_argument("--vocoder", choices=["hifigan", "griffin-lim"], help="what makes the sound")
     speak.set_defaults(run=run)
 
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
             "speak: name a recording of the voice with --speaker FILE, or a kept one with --voice NAME"
         )
     check_output(options.out)
-    synthesizer = load_synthesizer(options.model, vocoder=options.vocoder)
+    synthesizer = load_synthesizer(options.model, vocoder=options.vocoder, best_gpt=options.best)
     voices = VoiceFolder(options.model / "voices")
     if options.speaker:
         voice = synthesizer.voice(options.speaker, options.voice)

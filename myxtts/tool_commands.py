@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from myxtts.config import STAGES
+from myxtts.config import STAGES, Settings
 from myxtts.errors import ConfigError
 from myxtts.settings import Loaded, add_flags, flags_of, load, presets
 
 if TYPE_CHECKING:
     from myxtts.data.clips import Prepared
+    from myxtts.tools.profile import Profile
 
 MOST_GPUS = 16
 """GPUs that a live view looks for; those that are not there are not shown."""
@@ -116,7 +117,28 @@ def _profile(options: argparse.Namespace) -> int:
         show_lines([_as_json(found.to_json())])
     else:
         show_profile(found)
+        show_lines(_onto_page(found, loaded.settings))
     return 0
+
+
+def _onto_page(found: Profile, settings: Settings) -> list[str]:
+    """Put what was found on the page of the run of this corpus and network, if there is one."""
+    from myxtts.observe.report import write_report
+    from myxtts.tools.profile import keep
+
+    run_folder = settings.training.checkpoint_dir
+    try:
+        own = load(run_folder / "settings.yaml", {}).settings
+    except ConfigError:
+        return []
+    if found.verdict is None or (own.data.train_data, own.model) != (settings.data.train_data, settings.model):
+        return []
+    try:
+        keep(found, run_folder)
+        return [f"On the page of the run: {write_report(run_folder)}"]
+    except OSError as error:
+        logging.warning("The page of the run in %s was not written: %s", run_folder, error)
+        return []
 
 
 def _tune(options: argparse.Namespace) -> int:

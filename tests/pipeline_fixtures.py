@@ -17,7 +17,7 @@ from torch import Tensor
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings
 from myxtts.data import crops
-from myxtts.data.batches import Batches, Cursor, packed_tokens
+from myxtts.data.batches import Batches, Cursor, Weights, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
 from myxtts.data.gather import TOTALS, Gatherer, Job, num_codes_of
@@ -212,15 +212,16 @@ def codes_alone(corpus: Corpus, clip: int) -> Tensor:
     return corpus.model.dvae.encode(mel)[0]
 
 
-def references(corpus: Corpus, clips: Rows, epoch: int) -> crops.Crops:
+def references(corpus: Corpus, clips: Rows, epoch: int, weights: Weights | None = None) -> crops.Crops:
     """What the clips of a batch are conditioned on."""
-    voices = None if corpus.voices is None else corpus.voices[clips]
+    weights = np.ones(len(clips), np.float32) if weights is None else weights
+    voices = crops.voices_of(clips, weights, corpus.voices)
     return crops.crops(SEED, epoch, clips, corpus.clips.num_samples[clips], voices)
 
 
-def crop_mels_alone(corpus: Corpus, clips: Rows, epoch: int) -> list[Tensor]:
+def crop_mels_alone(corpus: Corpus, clips: Rows, epoch: int, weights: Weights | None = None) -> list[Tensor]:
     """The conditioning mel [frames, channels] of each reference voice, heard alone."""
-    chosen = crops.fit(references(corpus, clips, epoch), corpus.gatherer().frame_budget)
+    chosen = crops.fit(references(corpus, clips, epoch, weights), corpus.gatherer().frame_budget)
     mels = []
     for clip, start, samples in zip(clips[chosen.slots].tolist(), chosen.starts, chosen.samples, strict=True):
         wave = wave_alone(corpus, clip)[:, start : start + samples]

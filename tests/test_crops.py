@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE
 from myxtts.data.batches import Batches, packed_tokens
-from myxtts.data.crops import FRAME_MULTIPLE, MAX_CROP_FRAMES, crops, fit, frame_budget, segments
+from myxtts.data.crops import FRAME_MULTIPLE, MAX_CROP_FRAMES, crops, fit, frame_budget, segments, voices_of
 from myxtts.data.store import Rows
 
 
@@ -33,6 +33,17 @@ def test_the_reference_is_the_next_clip_of_the_same_voice(voices: list[int], epo
             assert 0 <= found.starts[row, slot] < end <= num_samples[row, source]
             if others and num_samples[row, source] < 3 * SAMPLE_RATE:
                 assert found.samples[row, slot] == num_samples[row, source], "all of it may be heard"
+
+
+def test_a_clip_that_only_fills_a_batch_up_is_nobodys_reference() -> None:
+    num_samples = lengths(20, seed=3)
+    clips, weights = Batches(packed_tokens(np.full(20, 30), num_samples), batch_size=32, seed=1).epoch(0)
+    assert (weights == 0).sum() == 12
+    alike = voices_of(clips, weights, np.zeros(20, np.int64))
+    slots = crops(1, 0, clips, num_samples[clips], alike).slots
+    heard = np.take_along_axis(clips, slots, -1)[weights > 0]
+    assert sorted(heard) == list(range(20)), "each lends its voice once"
+    assert (heard != clips[weights > 0]).all(), "nobody hears himself"
 
 
 def test_the_cut_of_a_clip_depends_on_nothing_but_seed_epoch_and_clip() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from myxtts.cli import main
 from myxtts.config import STAGES
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.errors import PipelineError
+from myxtts.reports import TrainingReports
 from myxtts.settings import load, presets
 
 __all__ = ["clips", "small"]
@@ -99,6 +101,25 @@ def test_a_sample_that_fails_spoils_nothing(
     shown = capsys.readouterr().out
     assert "No sample was spoken: The model said nothing in 3 attempts" in shown
     assert "Done." in shown and "speak" not in next_commands(shown)
+    assert not (run / "sample.wav").exists()
+
+
+def test_a_corpus_that_is_gone_when_the_training_ends_spoils_nothing(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
+) -> None:
+    run, corpus = tmp_path / "run", tmp_path / "corpus"
+    shutil.copytree(clips(), corpus)
+    run.mkdir()
+    (run / "sample.wav").write_bytes(b"of an older training")
+    write_page = TrainingReports.close
+
+    def close(reports: TrainingReports) -> None:
+        write_page(reports)
+        shutil.rmtree(corpus)
+
+    monkeypatch.setattr(TrainingReports, "close", close)
+    assert train(run, corpus, "--stages dvae,gpt --max-steps 1") == 0
+    assert next_commands(capsys.readouterr().out).keys() == {"report"}
     assert not (run / "sample.wav").exists()
 
 

@@ -258,6 +258,9 @@ def test_what_cannot_be_evaluated_is_an_error_that_says_why(
         assert code == 2 and "There is no run in" in text
     code, text = told(run, "--language", "de")
     assert code == 2 and "No held-out sentence is in 'de'; there are some in en" in text
+    (tmp_path / "file").touch()
+    code, text = told(run, "--out", tmp_path / "file")
+    assert code == 2 and f"{tmp_path / 'file'} cannot be written" in text
     shutil.rmtree(run / "gpt")
     code, text = told(run)
     assert code == 2 and "has not trained gpt yet" in text and "--stages gpt" in text
@@ -369,6 +372,8 @@ def test_the_page_shows_the_evaluation_and_escapes_what_was_said_and_heard(tmp_p
     assert "<td>0.62</td>" in section and "<td>60.0 %</td>" in section and "not intelligible yet" in section
     assert "width:62.0%" in section and "left:5.0%" in section, "the bar, and the mark of the recordings"
     assert section.count("left:60.0%") == len(worst), "a mark for the similarity of each clip"
+    assert "width:37.5%" in section and "left:80.0%" in section, "MOS 2.5 of 1 to 5, and where the recordings are"
+    assert "WER 0.90" in section and "<td>2.50</td>" in section, "scores of one length, that line up"
     assert [f"here&#x27; {wer}</b>" in section for wer in (0.9, 0.7, 0.5, 0.1)] == [True, True, True, False]
 
 

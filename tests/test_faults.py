@@ -106,10 +106,10 @@ def test_two_chunks_are_worked_on_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("through", ["file", "stdin"])
-def test_the_example_of_the_readme_runs_as_a_script_without_a_guard(tmp_path: Path, through: str) -> None:
+def test_the_example_of_batches_runs_as_a_script_without_a_guard(tmp_path: Path, through: str) -> None:
     """Workers must not import the script that started them: it would prepare the corpus once more."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    page = (Path(__file__).parent.parent / "docs" / "recordings.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert "__main__" not in code
     (tmp_path / "example.py").write_text(code + "\nprint(batch['num_samples'].min() > 0)\n", encoding="utf-8")
     script = ["example.py"] if through == "file" else ["-"]

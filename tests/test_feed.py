@@ -79,7 +79,7 @@ def check_inputs(corpus: Corpus, batch: Read, job: Job) -> None:
         assert tensors["ids"][slot].tolist() == ids + [0] * (tensors["ids"].shape[1] - len(ids))
         assert tensors["num_codes"][slot] == len(codes)
         assert tensors["codes"][slot].tolist() == codes + [0] * (tensors["codes"].shape[1] - len(codes))
-    mels = crop_mels_alone(corpus, job.plan.clips, job.plan.epoch)
+    mels = crop_mels_alone(corpus, job.plan.clips, job.plan.epoch, job.plan.weights)
     assert tensors["num_frames"].tolist() == [len(mel) for mel in mels]
     expected = torch.zeros_like(tensors["mel"])
     expected[: sum(map(len, mels))] = torch.cat(mels)
@@ -114,7 +114,9 @@ def test_clips_of_one_voice_are_references_for_each_other(speech: Corpus) -> Non
     num_others = 0
     for batch, job in zip(batches, jobs(shared, EPOCH), strict=True):
         check_inputs(shared, batch, job)
-        num_others += int((references(shared, job.plan.clips, 0).slots != np.arange(len(job.plan.clips))).sum())
+        chosen = references(shared, job.plan.clips, 0, job.plan.weights)
+        num_others += int((chosen.slots != np.arange(len(job.plan.clips))).sum())
+        assert (job.plan.weights[chosen.slots] >= job.plan.weights).all(), "a filling clip is nobody's reference"
     assert num_others > len(speech.clips) / 2
     with shared.feed(make_frontend=decoder, num_batches=1) as feed:
         check_decoder(shared, read(feed)[0], jobs(shared, 1)[0])
@@ -147,9 +149,9 @@ def check_decoder(corpus: Corpus, batch: Read, job: Job) -> None:
     """Latents, sound and voice against those of every clip alone."""
     clips, num_samples = job.plan.clips, corpus.clips.num_samples[job.plan.clips]
     pieces = crops.segments(SEED, 0, clips, num_codes_of(num_samples), SEGMENT_CODES)
-    chosen = references(corpus, clips, 0)
+    chosen = references(corpus, clips, 0, job.plan.weights)
     encoder = corpus.model.hifigan_decoder.speaker_encoder
-    for slot, mel in enumerate(crop_mels_alone(corpus, clips, 0)):
+    for slot, mel in enumerate(crop_mels_alone(corpus, clips, 0, job.plan.weights)):
         clip, piece = int(clips[slot]), int(pieces[slot])
         latents = latents_alone(corpus, clip, mel)[piece : piece + SEGMENT_CODES]
         found = batch.tensors["latents"][slot]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import runpy
 import shlex
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from training_fixtures import Clips, clips, small
+from training_fixtures import Clips, clips, small, train
 
 import myxtts.cli
 import myxtts.tools.profile
@@ -229,6 +230,22 @@ def test_a_profile_says_everything_on_the_screen_and_as_json(
     found.trace.write_chrome(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"gather", "encode", "train", "update"} <= {event["name"] for event in events}
+
+
+def test_the_verdict_is_put_on_the_page_of_the_run_it_is_about(
+    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert train(run, clips(4), "--stages dvae --max-steps 2") == 0
+    flags = ["--checkpoint-dir", str(run), "--stage", "dvae", "--num-steps", "2", "--vocab-size", "256"]
+    flags += ["--language", "en", "--max-mel-frames", "128", "--max-text-length", "40", "--batch-size", "2"]
+    for corpus, is_its_own in ((clips(3), False), (clips(4), True)):
+        capsys.readouterr()
+        assert myxtts.cli.main(["profile", "--train-data", str(corpus), *flags]) == 0
+        assert ("On the page of the run" in capsys.readouterr().out) == is_its_own
+        assert (run / "verdict.json").exists() == (run / "trace.jsonl").exists() == is_its_own
+    sentence = json.loads((run / "verdict.json").read_text())["sentence"]
+    assert html.escape(sentence) in (run / "report.html").read_text()
 
 
 def test_measuring_leaves_no_codes_in_the_users_cache(clips: Clips) -> None:

@@ -346,6 +346,15 @@ def test_without_a_profile_the_warnings_of_the_training_are_the_findings() -> No
     assert "Nothing to change was found." in Page(render_report("run", a_run())).sections["findings"]
 
 
+@pytest.mark.parametrize(
+    ("idle_share", "reading"),
+    [(0.003, "the data keeps up"), (0.3, "profile tells why"), (None, "profile tells why")],
+)
+def test_without_a_profile_the_sentence_says_whether_the_data_keeps_up(idle_share: object, reading: str) -> None:
+    page = render_report("run", [on_step(step, idle_share=idle_share) for step in range(20)])
+    assert reading in page.partition("class=sentence>")[2].partition("</p>")[0]
+
+
 def test_odd_verdicts_do_not_break_the_page() -> None:
     verdict = {
         "sentence": None,

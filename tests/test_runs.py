@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 import soundfile
+import torch
 from conftest import make_voice
 from training_fixtures import Clips, clips, newest, small, train
 
 from myxtts.assembly.folder import RunFolder
+from myxtts.assembly.voice import load_synthesizer
 from myxtts.checkpoint import UnreadableWeights
 from myxtts.cli import main
 from myxtts.config import SAMPLE_RATE
+from myxtts.synthesis.griffin_lim import GriffinLim
+from myxtts.synthesis.speech import OWN_SAMPLING
 from myxtts.text.tokenizer import Tokenizer, extend
-from myxtts.weights import save_folder
+from myxtts.weights import load_folder, save_folder
 
 __all__ = ["clips", "small"]
 pytestmark = pytest.mark.usefixtures("small")
@@ -86,11 +90,26 @@ def test_a_reset_that_cannot_start_leaves_the_old_run_alone(clips: Clips, tmp_pa
     assert train(run, clips(), f"--stages gpt --max-steps 1 --reset-training --init-from {tmp_path / 'none'}") != 0
     assert newest(run).step == 1
     for number in (1, 2, 3):
+        (run / "evaluation").mkdir()
+        (run / "sample.wav").touch()
         assert train(run, clips(), "--stages gpt --max-steps 1 --reset-training") == 0
         assert (run / f"before-reset-{number}").is_dir()
+        assert not (run / "evaluation").exists() and not (run / "sample.wav").exists(), "these are not of this run"
         if number == 2:
             (run / "before-reset-1").rename(tmp_path / "elsewhere")
     assert "reset_training: false" in (run / "settings.yaml").read_text()
+
+
+def test_a_run_started_from_an_unfinished_one_speaks_as_that_does(clips: Clips, tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    assert train(first, clips(), "--stages dvae,gpt --max-steps 1") == 0
+    for run, source in ((second, first), (third, second)):
+        assert train(run, clips(), f"--init-from {source} --max-steps 1") == 0
+        synthesizer = load_synthesizer(run, device=torch.device("cpu"))
+        assert synthesizer.sampling == OWN_SAMPLING
+        assert isinstance(synthesizer._vocoder, GriffinLim), "nobody ever trained the decoder"
+    with pytest.raises(UnreadableWeights, match=r"no hifigan_decoder\.waveform_decoder"):
+        load_synthesizer(third, vocoder="hifigan", device=torch.device("cpu"))
 
 
 def test_a_run_speaks_and_is_exported(clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,3 +128,23 @@ def test_a_run_speaks_and_is_exported(clips: Clips, tmp_path: Path, capsys: pyte
     assert main(["speak", "Hello.", "--model", str(run), "--language", "en"]) == 2
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "model.pth").is_file()
+
+
+def test_the_best_gpt_can_be_had_instead_of_the_newest(
+    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    flags = f"--max-steps 3 --decoder-steps 1 --dvae-steps 1 --save-step 1 --keep 9 --val-data {clips(3)}"
+    assert train(run, clips(4), flags) == 0
+    (run / "gpt" / "best").write_text("step-00000001")
+    kept = RunFolder(run).checkpoints("gpt")
+    for best, step in ((True, 1), (False, 3)):
+        model = RunFolder(run).load_model(best_gpt=best)
+        assert torch.equal(model.gpt.mel_head.weight, kept.load(step).weights["gpt.mel_head.weight"])
+    assert main(["export", str(run), "--out", str(tmp_path / "best"), "--best"]) == 0
+    exported = load_folder(tmp_path / "best").model.gpt.mel_head.weight
+    assert torch.equal(exported, kept.load(1).weights["gpt.mel_head.weight"])
+    (run / "gpt" / "best").unlink()
+    assert main(["export", str(run), "--out", str(tmp_path / "none"), "--best"]) == 1
+    assert "Leave out --best to use the newest" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "best"), "--out", str(tmp_path / "none"), "--best"]) == 2

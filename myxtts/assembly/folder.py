@@ -23,7 +23,7 @@ from myxtts.config import STAGES, Settings
 from myxtts.errors import ConfigError
 from myxtts.model.lora import add_adapters, merge_adapters
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims
-from myxtts.run import Checkpoints
+from myxtts.run import Checkpoints, Loaded
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import load_folder, load_state
 
@@ -83,7 +83,8 @@ class RunFolder:
     def reset(self) -> Path | None:
         """Put everything of an earlier run aside; returns where it is now."""
         files = (BASE_FILE, DIMS_FILE, VOCABULARY_FILE, "settings.yaml", "metrics.jsonl", "tensorboard")
-        present = [path for name in (*STAGES, *files) if (path := self.folder / name).exists()]
+        told = ("readings.jsonl", "report.html", "sample.wav", "evaluation")
+        present = [path for name in (*STAGES, *files, *told) if (path := self.folder / name).exists()]
         if not present:
             return None
         numbers = [path.name.removeprefix("before-reset-") for path in self.folder.glob("before-reset-*")]
@@ -93,6 +94,15 @@ class RunFolder:
         for path in present:
             path.rename(aside / path.name)
         return aside
+
+    def _best(self, stage: str) -> Loaded:
+        loaded = self.checkpoints(stage).best(optimizer=False)
+        if loaded is None:
+            raise UnreadableWeights(
+                f"No checkpoint of {stage} in {self.folder} is known to be the best: none was validated, or it is "
+                "damaged. Leave out --best to use the newest."
+            )
+        return loaded
 
     def dims(self) -> XTTSDims:
         try:
@@ -104,6 +114,17 @@ class RunFolder:
         """What `start` was told."""
         return dict(self._description().get("started_with", {}))
 
+    @property
+    def from_scratch(self) -> bool:
+        """Whether no published weights are behind it, not even behind the run it was started from."""
+        facts = self.started_with()
+        return bool(facts.get("from_scratch", facts.get("training.init_from") is None))
+
+    def untrained(self) -> list[str]:
+        """Stages whose weights are random: trained neither here nor in what the run was started from."""
+        before = self.started_with().get("untrained", STAGES if self.from_scratch else ())
+        return [stage for stage in STAGES if stage in before and not self.has_checkpoint(stage)]
+
     def _description(self) -> dict[str, Any]:
         path = self.folder / DIMS_FILE
         try:
@@ -114,11 +135,11 @@ class RunFolder:
     def vocabulary(self) -> Tokenizer:
         return Tokenizer.load(self.vocabulary_file)
 
-    def load_model(self, fresh: XTTS | None = None, without: Collection[str] = ()) -> XTTS:
+    def load_model(self, fresh: XTTS | None = None, without: Collection[str] = (), best_gpt: bool = False) -> XTTS:
         """The model as the run has it: its start, and over it the newest checkpoint of every stage.
 
         Parts that were never saved, because training them has just begun, come from `fresh`. Stages `without` are
-        left as they started, for someone who loads them himself.
+        left as they started, for someone who loads them himself. `best_gpt` takes the GPT that validated best.
         """
         dims = self.dims()
         state: Tensors = dict(read_tensors(self.folder / BASE_FILE))
@@ -128,6 +149,8 @@ class RunFolder:
             loaded = None if stage in without else self.checkpoints(stage).newest(optimizer=False)
             if loaded is None:
                 continue
+            if stage == "gpt" and best_gpt:
+                loaded = self._best(stage)
             if loaded.state["notes"]["identity"].get("training.ema_decay"):
                 loaded = self.checkpoints(stage).load(loaded.step)
             averaged = {name.removeprefix("ema."): value for name, value in loaded.optimizer.items()}
@@ -187,6 +210,14 @@ def initial_model(settings: Settings, vocabulary: Tokenizer) -> XTTS:
         return model
     dims = SIZES[settings.model.size]
     return XTTS(dims.with_vocabulary(vocabulary.num_tokens, vocabulary.start_id, vocabulary.stop_id))
+
+
+def inherited(source: Path | None) -> dict[str, Any]:
+    """Facts for `RunFolder.start` about the weights of `init_from`, which may be an unfinished run."""
+    run = None if source is None else RunFolder(source)
+    if run is not None and run.exists:
+        return {"from_scratch": run.from_scratch, "untrained": run.untrained()}
+    return {"from_scratch": source is None, "untrained": list(STAGES) if source is None else []}
 
 
 def _check_size(settings: Settings, model: XTTS) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from myxtts.assembly.folder import RunFolder, initial_model
+from myxtts.assembly.folder import RunFolder, inherited, initial_model
 from myxtts.assembly.stage import StageTask, train_stage
 from myxtts.checkpoint import write_atomically
 from myxtts.config import SAMPLE_RATE, STAGES, Settings
@@ -167,6 +167,7 @@ def _start(
             facts = {
                 "training.init_from": None if source is None else str(source),
                 "model.size": settings.model.size,
+                **inherited(source),
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }
             folder.start(model, prepared.tokenizer, in_full, facts)

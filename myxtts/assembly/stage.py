@@ -26,7 +26,7 @@ from myxtts.pipeline.feed import Lanes
 from myxtts.run import Loaded, require_same
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
-from myxtts.training.step import Step, StepMode, choose_mode, forget_compiled
+from myxtts.training.step import Step, StepMode, choose_mode
 from myxtts.training.trainer import Reporter, State, Surroundings, Trainer
 
 
@@ -106,7 +106,6 @@ def set_up(task: StageTask, model: XTTS, loaded: Loaded | None, total: int) -> T
         redraws=task.stage == "gpt" and settings.model.gradient_checkpointing and settings.model.dropout > 0,
     )
     model.eval().requires_grad_(False)
-    forget_compiled(model)
     torch.manual_seed(settings.training.seed)  # the stage starts alike, whatever this process did before
     try:
         recipe = make_recipe(task, model)

@@ -16,7 +16,7 @@ from myxtts.data.clips import ClipSet
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.devices import Machine
-from myxtts.errors import ConfigError
+from myxtts.errors import ConfigError, DatasetError
 from myxtts.synthesis.reading import Limits
 from myxtts.synthesis.speech import OWN_SAMPLING, PUBLISHED_SAMPLING, Report
 from myxtts.synthesis.synthesizer import Synthesizer, VocoderName, usable_vocoder
@@ -30,23 +30,31 @@ _ENOUGH_SECONDS = 3.0
 
 
 def load_synthesizer(
-    folder: Path, *, vocoder: VocoderName | None = None, device: torch.device | None = None
+    folder: Path,
+    *,
+    vocoder: VocoderName | None = None,
+    device: torch.device | None = None,
+    best_gpt: bool = False,
 ) -> Synthesizer:
-    """The model of a folder, on the first GPU if there is one. A run without a decoder speaks by Griffin-Lim."""
+    """The model of a folder, on the first GPU if there is one. A run without a decoder speaks by Griffin-Lim.
+
+    `best_gpt` takes the GPT of a run that validated best instead of the newest.
+    """
     if device is None:
         device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
     run = RunFolder(folder)
     if not run.exists:
         if not folder.is_dir():
             raise ConfigError(f"There is no model in {folder}; name a run (--checkpoint-dir) or an XTTS-v2 folder")
+        if best_gpt:
+            raise ConfigError(f"--best chooses among the checkpoints of a run; {folder} is a folder of weights")
         return Synthesizer.load(folder, device, vocoder=vocoder)
-    imported = run.started_with().get("training.init_from") is not None
-    untrained = [stage for stage in _PARTS if not imported and not run.has_checkpoint(stage)]
+    untrained = run.untrained()
     vocoder = usable_vocoder([_PARTS[stage] for stage in untrained], vocoder)
-    model = run.load_model(without=untrained)
+    model = run.load_model(without=untrained, best_gpt=best_gpt)
     data = _data_settings(folder)
     limits = None
-    if not imported:  # what it never heard in training it cannot say
+    if run.from_scratch:  # what it never heard in training it cannot say
         limits = Limits(int(data.get("max_text_length", 200)), int(data.get("max_mel_frames", 800)) // 4)
     return Synthesizer(
         model,
@@ -55,7 +63,7 @@ def load_synthesizer(
         vocoder=vocoder,
         limits=limits,
         use_phonemes=bool(data.get("use_phonemes", False)),
-        sampling=PUBLISHED_SAMPLING if imported else OWN_SAMPLING,
+        sampling=OWN_SAMPLING if run.from_scratch else PUBLISHED_SAMPLING,
     )
 
 
@@ -71,13 +79,16 @@ class Example:
 def example(data: DataSettings, clips: ClipSet) -> Example | None:
     """The first clip in the corpus's main language that is long enough for a voice, or the longest.
 
-    None if the clip is no longer where the corpus says.
+    None if the corpus is no longer there, or no longer has the clip.
     """
     main_language = np.bincount(clips.languages).argmax()
     seconds = np.where(clips.languages == main_language, clips.num_samples / SAMPLE_RATE, 0.0)
     chosen = int(np.argmax(np.minimum(seconds, _ENOUGH_SECONDS)))
     folder = data.train_data or EMBEDDED_CORPUS
-    found = [clip for clip in read_corpus(folder).clips if clip.id == clips.names[chosen]]
+    try:
+        found = [clip for clip in read_corpus(folder).clips if clip.id == clips.names[chosen]]
+    except (DatasetError, OSError):
+        return None
     return Example(folder / found[0].path, found[0].text, LANGUAGES[main_language]) if found else None
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE
-from myxtts.data.batches import Batches
+from myxtts.data.batches import Batches, Weights
 from myxtts.data.store import Rows
 
 MIN_CROP_SAMPLES, MAX_CROP_SAMPLES = 3 * SAMPLE_RATE, 6 * SAMPLE_RATE
@@ -46,7 +46,7 @@ def crops(seed: int, epoch: int, clips: Rows, num_samples: Rows, voices: Rows | 
     or no `voices`.
     """
     slots = np.broadcast_to(np.arange(clips.shape[-1]), clips.shape) if voices is None else _next_alike(voices)
-    is_own = np.take_along_axis(clips, slots, -1) == clips  # a clip that fills a batch up may be there twice
+    is_own = slots == np.arange(clips.shape[-1])
     heard = np.take_along_axis(num_samples, slots, -1)
     span = MAX_CROP_SAMPLES - MIN_CROP_SAMPLES + 1
     samples = MIN_CROP_SAMPLES + (_uniform(seed, epoch, clips, _LENGTH) * span).astype(np.int64)
@@ -54,6 +54,17 @@ def crops(seed: int, epoch: int, clips: Rows, num_samples: Rows, voices: Rows | 
     samples = np.where(samples > heard, all_there_is, samples)
     room = heard - samples + 1
     return Crops(slots, (_uniform(seed, epoch, clips, _START) * room).astype(np.int64), samples)
+
+
+def voices_of(clips: Rows, weights: Weights, voices: Rows | None) -> Rows | None:
+    """The numbers in `voices` of the clips of one batch or several, for `crops`.
+
+    A clip that only fills a batch up gets a number of its own: it is the shortest of all, many times over, and in
+    a batch that is far from full most others would hear it.
+    """
+    if voices is None:
+        return None
+    return np.where(weights > 0, voices[clips], voices.min() - 1 - np.arange(clips.shape[-1]))
 
 
 def _next_alike(values: Rows) -> Rows:
@@ -84,9 +95,9 @@ def frame_budget(batches: Batches, num_samples: Rows, seed: int, voices: Rows | 
     """Frames that (nearly) every batch fits: the most that batches of two epochs need."""
     most = 0
     for epoch in range(2):
-        clips, _ = batches.epoch(epoch)
-        alike = None if voices is None else voices[clips]
-        most = max(most, int(crops(seed, epoch, clips, num_samples[clips], alike).frames.sum(axis=1).max()))
+        clips, weights = batches.epoch(epoch)
+        chosen = crops(seed, epoch, clips, num_samples[clips], voices_of(clips, weights, voices))
+        most = max(most, int(chosen.frames.sum(axis=1).max()))
     return math.ceil(most / FRAME_MULTIPLE) * FRAME_MULTIPLE
 
 

@@ -142,7 +142,7 @@ class Gatherer:
             known = self.codes.read(clips, batch["codes"])
         source.audio.gather(source.audio_rows[clips], batch["pcm"])
         source.ids.gather_padded(source.ids_rows[clips], batch["ids"])
-        voices = None if self._voices is None else self._voices[clips]
+        voices = crops.voices_of(clips, plan.weights, self._voices)
         chosen = crops.crops(self._seed, plan.epoch, clips, num_samples, voices)
         chosen = crops.fit(chosen, self.frame_budget)
         num_codes = self._num_codes[clips]

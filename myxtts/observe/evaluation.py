@@ -16,6 +16,7 @@ Record = Mapping[str, Any]
 
 RECORDING, SYNTHESISED = "recording", "synthesised"
 NUM_WORST, NUM_COLOURS = 3, 4
+WORST_MOS, BEST_MOS = 1, 5
 _MARK_WIDTH = 0.006
 """Of a clip's mark, as a share of the axis."""
 
@@ -38,9 +39,10 @@ def evaluation(scores: Record) -> str:
     clips = [clip for clip in _sequence(scores.get("clips")) if isinstance(clip, Mapping)]
     same_from = number(scores.get("same_speaker_from"))
     charts = [
-        _errors("Words misheard", "WER, 1 is all of them", "wer", rows),
-        _errors("Letters misheard", "CER, 1 is all of them", "cer", rows),
+        _bars("Words misheard", "WER, 1 is all of them; grey: the recordings", "wer", rows, 0, 1),
+        _bars("Letters misheard", "CER, 1 is all of them; grey: the recordings", "cer", rows, 0, 1),
         _similarities(rows, clips, same_from),
+        _bars("Quality", "MOS, 5 is excellent; grey: the recordings", "mos", rows, WORST_MOS, BEST_MOS),
     ]
     return (
         f"<p class=sentence>{escape(str(scores.get('reading') or ''))}</p>{_table(rows, same_from)}"
@@ -50,29 +52,30 @@ def evaluation(scores: Record) -> str:
 
 def _table(rows: Mapping[str, Record], same_from: float) -> str:
     above = f"Above {short(same_from)}" if math.isfinite(same_from) else "Same speaker"
-    head = "".join(f"<th>{name}</th>" for name in ("", "Clips", "WER", "CER", "Similarity", above, "MOS"))
+    head = "".join(f"<th>{name}</th>" for name in ("", "Clips", "WER", "CER", "Similarity", "MOS", above))
     body = ""
     for name, row in rows.items():
-        numbers = [short(number(row.get(key))) for key in ("clips", "wer", "cer", "similarity")]
-        cells = [*numbers, percent(number(row.get("same_speaker_share"))), short(number(row.get("mos")))]
+        scores = [_score(number(row.get(key))) for key in ("wer", "cer", "similarity", "mos")]
+        share = percent(number(row.get("same_speaker_share")))
+        cells = [short(number(row.get("clips"))), *scores, share]
         body += f"<tr><th>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
     return f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>"
 
 
-def _errors(title: str, unit: str, key: str, rows: Mapping[str, Record]) -> str:
+def _bars(title: str, unit: str, key: str, rows: Mapping[str, Record], low: int, high: int) -> str:
     """A bar for each set, and on each a mark where the recordings are."""
-    shares = {name: number(row.get(key)) for name, row in rows.items()}
-    known = {name: share for name, share in shares.items() if math.isfinite(share)}
+    values = {name: number(row.get(key)) for name, row in rows.items()}
+    known = {name: value for name, value in values.items() if math.isfinite(value)}
     if not known:
         return ""
-    real = known.get(RECORDING, math.nan)
+    shares = {name: min(max((value - low) / (high - low), 0.0), 1.0) for name, value in known.items()}
     lanes = []
-    for place, (name, share) in enumerate(known.items()):
-        marks = [_Mark(0, min(max(share, 0.0), 1.0), f"c{place % NUM_COLOURS + 1}")]
-        if math.isfinite(real) and name != RECORDING:
-            marks.append(_Mark(min(real, 1.0), _MARK_WIDTH, "c6", "the recordings"))
-        lanes.append((f"{name} {short(share)}", marks))
-    return _lanes(title, unit, lanes)
+    for place, (name, value) in enumerate(known.items()):
+        marks = [_Mark(0, shares[name], f"c{place % NUM_COLOURS + 1}")]
+        if RECORDING in shares and name != RECORDING:
+            marks.append(_Mark(shares[RECORDING], _MARK_WIDTH, "c6", "the recordings"))
+        lanes.append((f"{name} {_score(value)}", marks))
+    return _lanes(title, unit, lanes, low, high)
 
 
 def _similarities(rows: Mapping[str, Record], clips: Sequence[Record], same_from: float) -> str:
@@ -86,12 +89,12 @@ def _similarities(rows: Mapping[str, Record], clips: Sequence[Record], same_from
             marks = [_Mark(min(max(value, 0.0), 1.0), _MARK_WIDTH, colour, f"{value:.2f}") for value in known]
             if math.isfinite(same_from):
                 marks.insert(0, _Mark(same_from, _MARK_WIDTH / 2, "c6", "taken for the same speaker from here on"))
-            lanes.append((f"{name} {short(sum(known) / len(known))}", marks))
+            lanes.append((f"{name} {_score(sum(known) / len(known))}", marks))
     unit = f"of each clip; grey: {short(same_from)}, from which on two voices are taken for one"
-    return _lanes("Similarity to the speaker", unit, lanes) if lanes else ""
+    return _lanes("Similarity to the speaker", unit, lanes, 0, 1) if lanes else ""
 
 
-def _lanes(title: str, unit: str, lanes: Sequence[tuple[str, Sequence[_Mark]]]) -> str:
+def _lanes(title: str, unit: str, lanes: Sequence[tuple[str, Sequence[_Mark]]], low: int, high: int) -> str:
     drawn = ""
     for name, marks in lanes:
         bars = "".join(
@@ -100,7 +103,11 @@ def _lanes(title: str, unit: str, lanes: Sequence[tuple[str, Sequence[_Mark]]]) 
             for mark in marks
         )
         drawn += f"<div class=lane><span class=who>{escape(name)}</span><div class=bars>{bars}</div></div>"
-    ticks = "".join(f"<span style='left:{20 * tick}%'>{tick / 5:g}</span>" for tick in range(6))
+    num_steps = 5 if high - low == 1 else high - low
+    values = [low + (high - low) * step / num_steps for step in range(num_steps + 1)]
+    ticks = "".join(
+        f"<span style='left:{100 * (value - low) / (high - low):g}%'>{value:g}</span>" for value in values
+    )
     axis = f"<div class=lane><span class=who></span><div class=xs>{ticks}</div></div>"
     head = f"<figcaption><b>{escape(title)}</b> <span class=unit>{escape(unit)}</span></figcaption>"
     return f"<figure>{head}<div class=lanes>{drawn}{axis}</div></figure>"
@@ -116,7 +123,7 @@ def _worst(clips: Sequence[Record]) -> str:
         articles += (
             f"<article><p><b dir=auto>{escape(str(clip.get('text') or ''))}</b></p>"
             f"<p>Heard: <span dir=auto>{escape(str(clip.get('heard') or 'nothing'))}</span></p>"
-            f"<p class=note>WER {short(number(clip['wer']))}{trouble} · "
+            f"<p class=note>WER {_score(number(clip['wer']))}{trouble} · "
             f"<code>{escape(str(clip.get('file') or ''))}</code></p></article>"
         )
     return f"<h3>Worst understood</h3>{articles}" if articles else ""
@@ -135,6 +142,10 @@ def _note(scores: Record) -> str:
     }
     told = " · ".join(f"{name} {escape(str(fact))}" for name, fact in facts.items() if fact not in (None, ""))
     return f"<p class=note>{told}</p>" if told else ""
+
+
+def _score(value: float) -> str:
+    return f"{value:.2f}".replace("-", "−") if math.isfinite(value) else "–"
 
 
 def _mapping(value: object) -> Record:

@@ -38,7 +38,7 @@ section { background: var(--card); border: 1px solid var(--rule); border-radius:
 .grid2 { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 20px 28px; }
 figure { margin: 0; min-width: 0; }
 figcaption { font-size: .95rem; }
-.legend { display: flex; flex-wrap: wrap; gap: 0 16px; margin: 2px 0 8px; font-size: .85rem; }
+.legend { display: flex; flex-wrap: wrap; gap: 0 16px; margin: 2px 0 12px; font-size: .85rem; }
 .bars + .legend, .lanes + .legend { margin: 8px 0 0; }
 .key::before { content: ""; display: inline-block; width: .7em; height: .7em; border-radius: 2px;
   margin-right: 5px; background: var(--c); }
@@ -66,7 +66,9 @@ path { fill: none; vector-effect: non-scaling-stroke; stroke-linecap: round; str
 .lane { display: grid; grid-template-columns: 11rem minmax(0, 1fr); gap: 0 10px; margin-bottom: 4px; }
 .lanes .who { font-size: .8rem; color: var(--soft); text-align: right; white-space: nowrap; overflow: hidden;
   text-overflow: ellipsis; }
-.lanes .xs { font-size: .75rem; color: var(--soft); margin-right: .8rem; }
+.lanes { padding-right: .8rem; }
+.lanes .xs { font-size: .75rem; color: var(--soft); }
+figcaption + .lanes { margin-top: 8px; }
 .meter { height: 10px; background: var(--rule); border-radius: 5px; overflow: hidden; min-width: 60px; }
 .meter i { display: block; height: 100%; background: var(--info); }
 .scroll { overflow-x: auto; }
@@ -74,6 +76,8 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-n
 th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 .facts td { width: 100%; white-space: normal; }
 .scroll + .scroll { margin-top: 16px; }
+.scroll + .grid2 { margin-top: 20px; }
+article + .note { margin-top: 14px; }
 .grid2 + .note, .scroll + .note { margin: 12px 0 0; }
 th { color: var(--soft); font-weight: 500; }
 tr:last-child > * { border-bottom: 0; }

@@ -35,6 +35,8 @@ from myxtts.observe.watch import FEWEST_REPORTS, WARMUP_REPORTS, warnings_of
 REPORT_FILE = "report.html"
 MOST_SETTINGS_CHARS = 100_000
 MOST_FINDINGS = 100
+KEEPS_UP = 0.01
+"""Up to this share of waiting there is nothing to look for."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 Record = Mapping[str, Any]
@@ -129,10 +131,10 @@ def _sentence(stages: Sequence[StageHistory]) -> str:
         return "This run has reported nothing yet."
     stage = trained[-1]
     speed, idle_share = settled(stage.column("clips_per_s")), settled(stage.column("idle_share"))
-    return (
-        f"Stage {stage.name} trains {short(speed)} clips/s, and its model waits {percent(idle_share)} of the "
-        "time. myxtts profile tells why."
-    )
+    trains = f"Stage {stage.name} trains {short(speed)} clips/s"
+    waits = f"its model waits {percent(idle_share)} of the time"
+    reading = ": the data keeps up." if idle_share <= KEEPS_UP else ". myxtts profile tells why."
+    return f"{trains}, and {waits}{reading}"
 
 
 def _figures(stages: Sequence[StageHistory]) -> dict[str, str]:

@@ -35,7 +35,7 @@ _CAUSES = {
 }
 _NOT_THE_DATA = (
     "the buffers hold batches, so it is not the data: the step is compiled again for other shapes (keep "
-    "--enable-static-shapes on) or other processes use the same GPU (nvidia-smi lists them)"
+    "--enable-static-shapes on) or other processes use the same device (nvidia-smi or top lists them)"
 )
 
 

@@ -63,6 +63,8 @@ class Asked:
     vocoder: VocoderName | None = None
     seed: int = 1
     temperature: float | None = None
+    best_gpt: bool = False
+    """The GPT that validated best instead of the newest."""
 
 
 def synthesise(folder: Path, out: Path, asked: Asked, progress: Progress) -> None:
@@ -70,16 +72,15 @@ def synthesise(folder: Path, out: Path, asked: Asked, progress: Progress) -> Non
     run = RunFolder(folder)
     if not run.exists:
         raise ConfigError(f"There is no run in {folder}; name the --checkpoint-dir of a training")
-    if run.started_with().get("training.init_from") is None and not run.has_checkpoint("gpt"):
+    if "gpt" in run.untrained():
         raise ConfigError(f"The run in {folder} has not trained gpt yet: it cannot speak. Train it: --stages gpt")
     settings_file = folder / "settings.yaml"
     if not settings_file.is_file():
         raise ConfigError(f"{settings_file} is missing: without it nobody knows what the run was trained on")
     data = replace(load(settings_file, {}).settings.data, tokenizer=run.vocabulary_file)
     sentences = held_out(prepare(data, progress), data, asked.num_sentences, asked.language)
-    synthesizer = load_synthesizer(folder, vocoder=asked.vocoder)
-    for stale in (ITEMS_FILE, SCORES_FILE):
-        (out / stale).unlink(missing_ok=True)
+    synthesizer = load_synthesizer(folder, vocoder=asked.vocoder, best_gpt=asked.best_gpt)
+    _make_room(out)
     _write_recordings(out, sentences)
     voices = _voices(synthesizer, out, sentences)
     sentences = [sentence for sentence in sentences if sentence.reference.file in voices]
@@ -87,10 +88,11 @@ def synthesise(folder: Path, out: Path, asked: Asked, progress: Progress) -> Non
     vocoder = next(iter(spoken.values())).report.vocoder
     sampling = synthesizer.sampling
     del synthesizer
-    _reconstruct(run, out, sentences, voices, vocoder, progress)
+    _reconstruct(run, out, sentences, voices, vocoder, asked.best_gpt, progress)
     about = {
         "run": folder.resolve().name,
         "steps": {stage: step for stage in STAGES if (step := _last_step(folder / stage)) is not None},
+        "best_gpt": asked.best_gpt,
         "vocoder": vocoder,
         "seed": asked.seed,
         "temperature": asked.temperature or sampling.temperature,
@@ -100,6 +102,16 @@ def synthesise(folder: Path, out: Path, asked: Asked, progress: Progress) -> Non
     items = [item for sentence in sentences for item in _items(sentence, spoken[sentence.clip.file])]
     _write_json(out / ABOUT_FILE, about)
     _write_json(out / ITEMS_FILE, items)  # last: it says that everything else is there
+
+
+def _make_room(out: Path) -> None:
+    """A folder in which nothing says any more that it is complete."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for stale in (ITEMS_FILE, SCORES_FILE):
+            (out / stale).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}") from error
 
 
 def _write_recordings(out: Path, sentences: Sequence[Sentence]) -> None:
@@ -164,12 +176,14 @@ def _reconstruct(
     sentences: Sequence[Sentence],
     voices: Mapping[str, Voice],
     vocoder: str,
+    best_gpt: bool,
     progress: Progress,
 ) -> None:
     """The true codes of every clip to sound, in the way the run speaks."""
     device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
     trained = vocoder == HifiGan.name
-    model = run.load_model(without=() if trained else ("decoder",)).to(device).eval().requires_grad_(False)
+    model = run.load_model(without=() if trained else ("decoder",), best_gpt=best_gpt)
+    model = model.to(device).eval().requires_grad_(False)
     model.hifigan_decoder.remove_weight_norm()
     sounding = HifiGan(model.hifigan_decoder, BATCH_SIZE) if trained else GriffinLim(model.dvae, model.mel_stats)
     log_mel = LogMel(DVAE_MEL).to(device)

@@ -6,14 +6,17 @@ and over, which is what a perfect feed would give. Judges nothing (`observe.verd
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from myxtts.assembly.rehearsal import WARM_UP_STEPS, Measured
+from myxtts.checkpoint import write_atomically
 from myxtts.config import DataSettings
 from myxtts.data.clips import Prepared
 from myxtts.data.corpus import read_corpus
@@ -116,6 +119,18 @@ class Profile:
             parts[name] = parts[name].to_json() if parts[name] is not None else None
         parts |= {"rows": [asdict(row) for row in self.rows], "gpus": [asdict(gpu) for gpu in self.gpus]}
         return parts | {"findings": [found.to_json() for found in self.findings]}
+
+
+def keep(found: Profile, run_folder: Path) -> None:
+    """Leave the verdict and its spans in a run, for its page."""
+    if found.verdict is not None and found.trace is not None:
+        verdict = json.dumps(found.verdict.to_json(), indent=1)
+        write_atomically(run_folder / "verdict.json", lambda path: _write(path, verdict))
+        write_atomically(run_folder / "trace.jsonl", found.trace.write_jsonl)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def profile(

@@ -76,12 +76,6 @@ def choose_mode(
     )
 
 
-def forget_compiled(model: nn.Module) -> None:
-    """Undo what a step compiled: another stage uses the same modules with other shapes."""
-    for module in model.modules():
-        module._compiled_call_impl = None
-
-
 class Step:
     """Micro-steps that add gradients, and the update that uses them.
 
