@@ -64,8 +64,8 @@ def find_judges(named: Path | None = None) -> JudgePlace:
         f"No judges of speech in {' or '.join(str(folder) for folder in folders)}. To install them (about 2 GB):\n"
         f"  make judge                                in the folder of MyXTTS, or anywhere else\n"
         f"  python3 -I {JUDGE_SCRIPT} --install {target}\n"
-        "To judge words only: pip install --editable '.[judge]' there. To judge elsewhere or later: --only\n"
-        "synthesise, then --only judge; what was synthesised is kept."
+        "To judge words only: pip install --editable '.[judge]' there.\n"
+        "To judge elsewhere or later: --only synthesise, then --only judge; what was synthesised is kept."
     )
 
 
