@@ -18,8 +18,11 @@ Pcm = npt.NDArray[np.int16]
 Wave = npt.NDArray[np.float32]
 
 EXTENSIONS = (".wav", ".flac", ".mp3", ".ogg", ".opus")
-DECODE_VERSION = 1
-"""Part of every audio cache key: raise it when the same file would decode to other samples."""
+DECODE_VERSION = 2
+"""Part of every audio cache key: raise it when the same file would decode to other samples, or become a clip
+where it was none or the other way round."""
+SILENCE = 100
+"""Loudest sample of a silent recording, of 32768."""
 
 LIBRARIES = f"libsndfile {sf.__libsndfile_version__}, soxr {soxr.__version__}"
 """What decodes and resamples: also part of every audio cache key."""
@@ -69,6 +72,11 @@ def decode(path: Path, sample_rate: int, max_seconds: float, trim_silence_db: fl
         raise UnusableAudio("no samples", "the file is valid but holds no audio")
     pcm = samples[:, 0] if already_right else _to_pcm(samples, rate, sample_rate)
     return trim_silence(pcm, sample_rate, trim_silence_db) if trim_silence_db > 0 else pcm
+
+
+def is_silent(pcm: Pcm) -> bool:
+    """Whether nobody would hear anything, wherever the middle of the samples lies."""
+    return len(pcm) == 0 or int(pcm.max()) - int(pcm.min()) < 2 * SILENCE
 
 
 def trim_silence(pcm: Pcm, sample_rate: int, below_db: float) -> Pcm:

@@ -12,6 +12,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import shutil
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -94,14 +96,43 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with a temporary path beside `path`, bring the file to the disk and move it into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write(temporary)
+        with _as_os_error():
+            write(temporary)
         sync_path(temporary)
         temporary.replace(path)
     except OSError as error:
-        raise DatasetError(f"Cannot write {path}: {error.strerror or error}") from error
+        raise DatasetError(_cannot_write(path, error)) from error
     finally:
         temporary.unlink(missing_ok=True)
     sync_path(path.parent)
+
+
+def _cannot_write(path: Path, error: OSError) -> str:
+    why = error.strerror or str(error)
+    if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        return f"Cannot write {path}: {why}"
+    free_mb = shutil.disk_usage(path.parent).free / 1e6
+    return (
+        f"No room for {path}: {why} ({free_mb:.0f} MB are free).\n"
+        "Nothing half-made was left behind. Free some space, or choose a folder on another disk "
+        "(--checkpoint-dir DIR for a run, --out DIR for an export)."
+    )
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """What the libraries that write tensors make of a full disk, as Python would have raised it."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from None
+    except RuntimeError as error:  # PyTorch's own, which came upon the real one
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def sync_path(path: Path) -> None:
@@ -124,7 +155,12 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mappin
 
 def write_pth(path: Path, content: Mapping[str, Any]) -> None:
     """Write a PyTorch file of tensors, numbers and text, as other tools of the ecosystem read it."""
-    write_atomically(path, lambda temporary: torch.save(dict(content), temporary))
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as file:  # given a name, PyTorch does not say what is wrong
+            torch.save(dict(content), file)
+
+    write_atomically(path, write)
 
 
 def write_sealed(folder: Path, tensors: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
@@ -136,7 +172,8 @@ def write_sealed(folder: Path, tensors: Mapping[str, Tensors], notes: Mapping[st
     files = {}
     for name, content in tensors.items():
         path = folder / f"{name}.safetensors"
-        save_file(content, path)
+        with _as_os_error():
+            save_file(content, path)
         with contextlib.suppress(PermissionError):  # file systems without modes
             path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read its files
         sync_path(path)

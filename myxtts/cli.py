@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from myxtts import __version__
 from myxtts.config import DataSettings
-from myxtts.errors import ConfigError, MyXTTSError
+from myxtts.errors import ConfigError, DatasetError, MyXTTSError
 from myxtts.evaluate_command import add_evaluate
-from myxtts.settings import PREPARE_KEYS, Loaded, add_flags, flags_of, load
+from myxtts.settings import PREPARE_KEYS, Loaded, Parser, add_flags, flags_of, load
 from myxtts.speak_command import add_speak
 from myxtts.tool_commands import add_tool_commands, dashboard
 
@@ -43,9 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="myxtts", description="The XTTS trainer that never lets a GPU wait.", allow_abbrev=False
-    )
+    parser = Parser(prog="myxtts", description="The XTTS trainer that never lets a GPU wait.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"myxtts {__version__}")
     parser.add_argument("--verbose", action="store_true", help="show debugging messages")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -98,14 +96,22 @@ def _add_vocabulary_action(command: argparse.ArgumentParser) -> None:
 
 
 def _load(options: argparse.Namespace) -> Loaded:
-    return load(options.config, flags_of(options), options.unknown)
+    loaded = load(options.config, flags_of(options), options.unknown)
+    _require_file("--tokenizer", loaded.settings.data.tokenizer)
+    return loaded
+
+
+def _require_file(flag: str, path: Path | None) -> None:
+    """A vocabulary is a file, or the folder that holds it."""
+    if path is not None and not path.exists():
+        raise DatasetError(f"{flag} {path}: there is no such file; name a vocab.json, or the folder that holds it")
 
 
 def _train(options: argparse.Namespace) -> int:
     from myxtts.assembly.session import train
     from myxtts.data.clips import Prepared
     from myxtts.devices import Machine
-    from myxtts.reports import TrainingReports, closing
+    from myxtts.reports import TrainingReports, closing, stopped
     from myxtts.screens import ProgressLines, ProgressPrinter, show_corpus, show_lines
     from myxtts.settings import presets
 
@@ -133,8 +139,11 @@ def _train(options: argparse.Namespace) -> int:
         finally:
             if reports is not None:
                 reports.close()
-    if reports is not None and all(state.done for state in states.values()):
-        show_lines(closing(loaded.settings, corpora[0], reports.has_trained))
+    if reports is None:
+        return 0
+    is_done = all(state.done for state in states.values())
+    settings = loaded.settings
+    show_lines(closing(settings, corpora[0], reports.has_trained) if is_done else [stopped(settings, states)])
     return 0
 
 
@@ -162,6 +171,7 @@ def _vocabulary(options: argparse.Namespace) -> int:
     base: Path | None = getattr(options, "base", None)
     if base is not None and data.language is None:
         raise ConfigError("vocabulary extend: --language is missing; give the language to add, such as fa")
+    _require_file("--base", base)
     old = tokenizer.Tokenizer.load(base) if base is not None else None
     texts, languages = spoken_corpus(data, ProgressLines())
     vocabulary: Tokenizer
@@ -181,6 +191,7 @@ def _vocabulary(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     from myxtts.assembly.folder import RunFolder
+    from myxtts.assembly.voice import provenance
     from myxtts.text.tokenizer import Tokenizer
     from myxtts.weights import load_folder, save_folder
 
@@ -188,21 +199,47 @@ def _export(options: argparse.Namespace) -> int:
         raise ConfigError(f"export: unknown arguments {' '.join(options.unknown)}; see myxtts export --help")
     if options.out.resolve() == options.source.resolve():
         raise ConfigError(f"--out {options.out} is the folder that is read; name another one")
+    replaced = _export_replaced(options.out)
+    _require_file("--tokenizer", options.tokenizer)
     larger = Tokenizer.load(options.tokenizer) if options.tokenizer else None
     run = RunFolder(options.source)
     if run.exists:
         if larger is not None:
             raise ConfigError("--tokenizer grows a folder of weights; the vocabulary of a run is its own")
-        save_folder(options.out, run.load_model(best_gpt=options.best), run.vocabulary())
-        print(f"{options.out}: {run.dims().gpt.text_tokens} text tokens")
+        known = provenance(run)
+        save_folder(options.out, run.load_model(best_gpt=options.best), run.vocabulary(), known)
+        print(f"{options.out}: {run.dims().gpt.text_tokens} text tokens{replaced}")
+        _warn_untrained(known.untrained)
         return 0
     if options.best:
         raise ConfigError(f"--best chooses among the checkpoints of a run; {options.source} has only weights")
     loaded = load_folder(options.source, larger)
-    save_folder(options.out, loaded.model, loaded.vocabulary)
+    save_folder(options.out, loaded.model, loaded.vocabulary, loaded.provenance)
     fresh = f", fresh weights for {', '.join(loaded.fresh_parts)}" if loaded.fresh_parts else ""
-    print(f"{options.out}: {loaded.model.dims.gpt.text_tokens} text tokens{fresh}")
+    print(f"{options.out}: {loaded.model.dims.gpt.text_tokens} text tokens{fresh}{replaced}")
+    _warn_untrained(loaded.provenance.untrained)
     return 0
+
+
+def _export_replaced(out: Path) -> str:
+    """Words for an export that is written over; anything else that is in the way is an error."""
+    from myxtts.weights import MODEL_FILES
+
+    if out.is_file():
+        raise ConfigError(f"--out {out} is a file; name a folder for the export")
+    found = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if found and not any(name in found for name in MODEL_FILES):
+        raise ConfigError(
+            f"--out {out} holds other files ({', '.join(found[:4])}{', …' if len(found) > 4 else ''}); an export "
+            "would write among them. Name a new or empty folder, or one of an earlier export."
+        )
+    return ", in place of the weights that were there" if found else ""
+
+
+def _warn_untrained(stages: Sequence[str]) -> None:
+    if stages:
+        hum = "; coqui-tts makes a hum of it, myxtts speak uses Griffin-Lim instead" if "decoder" in stages else ""
+        print(f"WARNING: {' and '.join(stages)}: never trained, these weights are random{hum}")
 
 
 def _count(text: str) -> int:

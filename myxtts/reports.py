@@ -9,14 +9,17 @@ import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from myxtts import __version__
+from myxtts.assembly.folder import RunFolder
 from myxtts.assembly.voice import SAMPLE_FILE, Example, example, speak_sample
+from myxtts.audio import Wave
 from myxtts.config import STAGES, Settings
 from myxtts.data.clips import Prepared
 from myxtts.devices import Machine, make_plan
@@ -27,6 +30,7 @@ from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
 from myxtts.observe.watch import Watch
 from myxtts.screens import ProgressPrinter
+from myxtts.training.trainer import State
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +50,6 @@ class TrainingReports:
         self.has_trained = True
         self._log.begin(stage, step)
         self._printer.begin(stage, step, total_steps)
-        self._watch = Watch()
         with contextlib.suppress(OSError):  # a page without the machine is better than no training
             (self._folder / "machine.json").write_text(json.dumps(machine(), indent=2), encoding="utf-8")
 
@@ -118,8 +121,7 @@ def closing(settings: Settings, prepared: Prepared, has_trained: bool) -> Iterat
     if (folder / "report.html").is_file():
         yield f"  report       {folder / 'report.html'}"
     yield f"  checkpoints  {', '.join(str(folder / stage) for stage in stages)}"
-    if settings.data.train_data is None:
-        yield _EXPECTATION
+    yield from _expectation(settings)
     yield "Next:"
     if settings.data.train_data is None:
         yield f"  {_command('train', '--train-data', 'DIR')}    # your recordings: DIR/metadata.csv, DIR/wavs/"
@@ -129,7 +131,29 @@ def closing(settings: Settings, prepared: Prepared, has_trained: bool) -> Iterat
     yield f"  {_command('report', str(folder))}"
 
 
-_EXPECTATION = (
+def stopped(settings: Settings, states: Mapping[str, State]) -> str:
+    """Where an interrupted training stands, and how it goes on."""
+    stage, state = next((stage, state) for stage, state in states.items() if not state.done)
+    again = "the same command" + (" without --reset-training" if settings.training.reset_training else "")
+    place = f"everything is saved in {settings.training.checkpoint_dir}"
+    return f"Stopped at step {state.step} of stage {stage}: {place}; {again} continues from there"
+
+
+def _expectation(settings: Settings) -> Iterator[str]:
+    run = RunFolder(settings.training.checkpoint_dir)
+    if settings.data.train_data is None:
+        yield _OF_THE_DEMONSTRATION
+    elif run.from_scratch and 0 < (steps := run.num_steps("gpt")) < FEW_STEPS:
+        yield (
+            f"What to expect: after {_steps(steps)} of gpt from scratch a model babbles or hums. A voice takes "
+            "many thousands, and hours of recordings: the same command with a larger --max-steps or --epochs goes "
+            "on from here. With --init-from XTTS-v2 --model-size normal minutes of both are enough."
+        )
+
+
+FEW_STEPS = 1000
+"""Of the GPT from scratch: below, nobody should expect words."""
+_OF_THE_DEMONSTRATION = (
     "What to expect: this shows that everything works; it makes no voice. Minutes of the smallest network on four "
     "minutes of speech give babble, or on a GPU the sentences of the corpus learnt by heart. A voice takes hours "
     "of recordings and of a GPU, or minutes of both with --init-from XTTS-v2 --model-size normal."
@@ -140,12 +164,34 @@ def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
     """Lines about a sample, and whether there is one: no mishap of speaking spoils a training that has ended."""
     folder = settings.training.checkpoint_dir
     try:
-        report = speak_sample(folder, said, make_plan(settings.data).model)
+        speech = speak_sample(folder, said, make_plan(settings.data).model)
     except (MyXTTSError, OSError, torch.OutOfMemoryError) as error:
         return [f"No sample was spoken: {error}"], False
-    means = "the trained decoder" if report.vocoder == "hifigan" else "Griffin-Lim"
-    spoken = f"{folder / SAMPLE_FILE}: {said.text!r} in the voice of {said.recording}, by {means}"
-    return [spoken, *(f"  {note}" for note in report.notes())], True
+    run, means = RunFolder(folder), "Griffin-Lim"
+    if speech.report.vocoder == "hifigan":
+        steps = run.num_steps("decoder")
+        means = "the trained decoder" + (f", {_steps(steps)}" if steps else "")
+    written = f" (gpt: {_steps(steps)})" if (steps := run.num_steps("gpt")) else ""
+    spoken = f"{folder / SAMPLE_FILE}: {said.text!r} in the voice of {said.recording}, by {means}{written}"
+    notes = speech.report.notes()
+    if is_faint(speech.wave):
+        notes.append("hardly anything can be heard in it: the model has not learnt to make sound yet")
+    return [spoken, *(f"  {note}" for note in notes)], True
+
+
+def is_faint(wave: Wave) -> bool:
+    """Whether a wave is silent but for a constant and some clicks."""
+    blocks = wave[: len(wave) // _BLOCK_SAMPLES * _BLOCK_SAMPLES].reshape(-1, _BLOCK_SAMPLES)
+    return not len(blocks) or bool(np.percentile(blocks.std(axis=1), 90) < FAINT)
+
+
+FAINT = 3e-3
+"""Loudness below which a block of a sample is as good as silent: -50 dB, where speech has -20."""
+_BLOCK_SAMPLES = 480
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'' if number == 1 else 's'}"
 
 
 def _command(*words: str) -> str:

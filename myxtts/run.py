@@ -37,7 +37,7 @@ from myxtts.checkpoint import (
     write_atomically,
     write_sealed,
 )
-from myxtts.errors import ConfigError
+from myxtts.errors import ConfigError, DatasetError
 
 _CHECKPOINT_NAME = re.compile(r"(replaced-)?step-\d{8,}")
 
@@ -151,6 +151,8 @@ class Checkpoints:
             self.num_failed += 1
             with contextlib.suppress(OSError):
                 self._remove_leftovers()
+            if isinstance(error, OSError) and error.strerror:
+                error = DatasetError(error.strerror)
             _log.error(
                 "Saving %s failed: %s (%.0f MB needed, %.0f MB free). Older checkpoints are kept.",
                 *(final, error, _num_mb(snapshot), _free_mb(self.folder)),

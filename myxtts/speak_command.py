@@ -87,7 +87,8 @@ def _text(options: argparse.Namespace) -> str:
         path = Path("/dev/stdin") if str(options.from_file) == "-" else options.from_file
         return str(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"speak: cannot read {options.from_file}: {error}") from None
+        why = "it is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
+        raise ConfigError(f"speak: --from-file {options.from_file} cannot be read: {why}") from None
 
 
 def _write_stream(path: Path, stream: Any) -> Any:

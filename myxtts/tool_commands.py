@@ -236,5 +236,7 @@ def _report(options: argparse.Namespace) -> int:
     try:
         show_lines([str(write_report(options.run_folder, options.out))])
     except OSError as error:
-        raise ConfigError(f"No report of {options.run_folder}: {error.strerror or error}") from error
+        no_run = isinstance(error, FileNotFoundError) and error.filename is None
+        problem = f"No report of {options.run_folder}: {error.strerror or error}"
+        raise ConfigError(str(error) if no_run else problem) from error
     return 0

@@ -67,7 +67,8 @@ def show_tuning(tuning: Tuning, console: Console | None = None) -> None:
     if tuning.after is not None:
         before = f"{tuning.before.clips_per_s:.1f}" if tuning.before else "none (it could not be trained)"
         gain = f", {tuning.gain:.2f}×" if tuning.gain is not None else ""
-        spent = f"{tuning.num_trials} trials, {tuning.minutes:.1f} minutes"
+        trials = f"{tuning.num_trials} trial{'' if tuning.num_trials == 1 else 's'}"
+        spent = f"{trials}, {tuning.minutes:.1f} minutes"
         console.print(Text(f"Clips per second: {before} → {tuning.after.clips_per_s:.1f}{gain} ({spent})"))
     if tuning.largest_batch is not None:
         console.print(Text(f"The largest batch that fits: {tuning.largest_batch} clips"))

@@ -3,6 +3,7 @@
     model.pth       GPT, vocoder and speaker encoder (a trainer's checkpoint holds the DVAE too)
     dvae.pth        the DVAE;  mel_stats.pth  the 80 numbers that mels are divided by
     vocab.json      the tokenizer;  config.json  the sizes and how to speak
+    myxtts.json     what became of the weights so far: only in folders written here, and of no concern to others
 
 Joins files (`checkpoint`), names (`model.xtts`) and the vocabulary (`text.tokenizer`); trains and speaks nothing.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from myxtts.checkpoint import Tensors, UnreadableWeights, read_tensors, require_match, write_atomically, write_pth
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, STAGES, DataSettings
 from myxtts.model.gpt import grow_text_vocabulary
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS, XTTSDims, canonical_names, dims_of
@@ -28,15 +30,50 @@ from myxtts.text.tokenizer import Tokenizer
 MODEL_FILES = ("model.pth", "best_model.pth")
 """What the weights of a folder may be called; the first found counts."""
 PARTS = ("gpt", "hifigan_decoder.waveform_decoder", "hifigan_decoder.speaker_encoder", "dvae", "mel_stats")
+STAGE_PARTS = dict(zip(STAGES, ("dvae", "gpt", "hifigan_decoder.waveform_decoder"), strict=True))
+"""What each stage of a training trains, by its name in `PARTS`."""
 _DVAE_FILE, _STATS_FILE, _CONFIG_FILE = "dvae.pth", "mel_stats.pth", "config.json"
+_PROVENANCE_FILE = "myxtts.json"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where weights come from, as far as it matters for speaking with them; the defaults are XTTS-v2's."""
+
+    untrained: tuple[str, ...] = ()
+    """Stages that nobody ever trained: their weights are random."""
+    from_scratch: bool = False
+    """No published weights are behind it: what it was not shown in training it cannot say."""
+    max_text_length: int = DataSettings.max_text_length
+    max_mel_frames: int = DataSettings.max_mel_frames
+    use_phonemes: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> Provenance:
+        """Of a folder of weights; one that says nothing of itself was published."""
+        path = folder / _PROVENANCE_FILE
+        if not path.is_file():
+            return PUBLISHED
+        try:
+            found = dict(json.loads(path.read_text(encoding="utf-8")))
+            untrained = tuple(stage for stage in STAGES if stage in found["untrained"])
+            return cls(**{**found, "untrained": untrained})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UnreadableWeights(
+                f"{path} is not what an export wrote ({error}); export the run again"
+            ) from None
+
+
+PUBLISHED = Provenance()
 
 
 class LoadedFolder(NamedTuple):
-    """A network from a folder, its vocabulary, and the parts the folder lacked, which have fresh weights."""
+    """A network from a folder, its vocabulary, and the parts with fresh weights: lacking or never trained."""
 
     model: XTTS
     vocabulary: Tokenizer
     fresh_parts: list[str]
+    provenance: Provenance = PUBLISHED
 
 
 def load_folder(folder: Path, vocabulary: Tokenizer | None = None) -> LoadedFolder:
@@ -56,7 +93,9 @@ def load_folder(folder: Path, vocabulary: Tokenizer | None = None) -> LoadedFold
     dims = dims_of(state).with_vocabulary(used.num_tokens, used.start_id, used.stop_id)
     with torch.device("meta"):  # no time and memory for weights that are replaced at once
         model = XTTS(dims)
-    return LoadedFolder(model, used, load_state(model, state, str(folder)))
+    absent, provenance = load_state(model, state, str(folder)), Provenance.read(folder)
+    untrained = [part for stage in provenance.untrained if (part := STAGE_PARTS[stage]) not in absent]
+    return LoadedFolder(model, used, absent + untrained, provenance)
 
 
 def read_folder(folder: Path) -> Tensors:
@@ -94,9 +133,11 @@ def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[st
     return absent
 
 
-def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer) -> None:
+def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Provenance = PUBLISHED) -> None:
     """Write a folder that coqui-tts and everything built on it loads."""
     folder.mkdir(parents=True, exist_ok=True)
+    known = json.dumps(asdict(provenance), indent=2)
+    write_atomically(folder / _PROVENANCE_FILE, lambda path: _write_text(path, known))
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     dvae = {name.removeprefix("dvae."): tensor for name, tensor in state.items() if name.startswith("dvae.")}
     main = {name: tensor for name, tensor in state.items() if not name.startswith("dvae.")}

@@ -70,6 +70,25 @@ def test_incomplete_commands(arguments: list[str], capsys: pytest.CaptureFixture
     assert "usage: myxtts" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("speek Hello.", "did you mean speak?"),
+        ("vocabulary extnd", "did you mean extend?"),
+        ("speak Hello. --langauge en", "unknown flag --langauge; did you mean --language?"),
+        ("speak Hello. --language persian", "did you mean fa?"),
+        ("speak Hello. --speeker=a.wav", "unknown flag --speeker; did you mean --speaker?"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_what_was_meant(
+    line: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(line.split())
+    assert left.value.code == 2
+    assert advice in capsys.readouterr().err
+
+
 def test_prepare_shows_progress_messages_and_a_table(corpus: Path) -> None:
     (corpus / "speakers.csv").write_text("id|speaker|language\nclip000|Ann [bold]|en\nclip001|Bob|de\n")
     (corpus / "wavs" / "clip005.wav").write_bytes(b"")
@@ -183,6 +202,28 @@ def test_what_cannot_be_used_is_an_error_without_a_traceback(
     assert expected in shown.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train", "--tokenizer", "absent.json"], "--tokenizer absent.json: there is no such file"),
+        (
+            ["vocabulary", "extend", "--base", "absent.json", "--language", "fa", "--out", "v.json"],
+            "--base absent.json: there is no such file",
+        ),
+        (
+            ["speak", "--from-file", "absent.txt", "--language", "en", "--speaker", "s.wav"],
+            "--from-file absent.txt cannot be read: No such file or directory",
+        ),
+    ],
+)
+def test_files_that_are_not_there_are_named_in_plain_words(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) in (1, 2)
+    shown = capsys.readouterr().err
+    assert expected in shown and "Errno" not in shown
+
+
 def test_nothing_usable_exits_with_one(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (corpus / "wavs").iterdir():
         path.write_text("no audio")
@@ -205,7 +246,7 @@ def test_prepare_repairs_damage(corpus: Path, capsys: pytest.CaptureFixture[str]
 
 def test_settings_change_what_is_set_aside(make_corpus: Callable[..., Path], capsys) -> None:
     folder = make_corpus(seconds=1.0)
-    sf.write(folder / "wavs" / "clip000.wav", [0.1] * 2 * 22050, 22050)
+    sf.write(folder / "wavs" / "clip000.wav", [0.1, -0.1] * 22050, 22050)
     flags = ["prepare", "--train-data", str(folder), "--language", "en"]
     assert main([*flags, "--max-mel-frames", "100"]) == 0
     assert "too long" in capsys.readouterr().out

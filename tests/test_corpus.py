@@ -55,6 +55,32 @@ def test_two_and_three_columns(read: Read) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("header", "missing"),
+    [
+        ("audio_file|speaker_name", "no column for the text; expected one of normalized_text, .*sentence"),
+        ("id|words", "no column for the text"),
+        ("text|speaker", "no column for the recordings; expected one of audio_file"),
+    ],
+)
+def test_a_header_that_lacks_a_column_is_told_from_a_clip(read: Read, header: str, missing: str) -> None:
+    with pytest.raises(DatasetError, match=missing):
+        read(f"{header}\na|x\nb|x\n")
+
+
+def test_a_first_clip_is_not_taken_for_a_header(read: Read) -> None:
+    assert texts(read("a|text\nb|file\n")) == {"a": "text", "b": "file"}
+    assert texts(read("file|Where is it?\n", "wavs/file.wav")) == {"file": "Where is it?"}
+
+
+def test_a_missing_file_is_named_as_the_metadata_names_it(read: Read) -> None:
+    corpus = read("audio_file|text\nclips/x.ogg|Hello.\ny|Hi.\n")
+    assert [item.detail.partition(" in ")[0] for item in corpus.set_aside] == [
+        "no file clips/x.ogg",
+        "no y.wav|.flac|.mp3|.ogg|.opus",
+    ]
+
+
 def test_train_and_eval_files(read: Read, tmp_path: Path) -> None:
     corpus = read(
         "a|ignored where metadata_train.csv exists\n", metadata_train="a|One.\n", metadata_eval="b|Two.\n"

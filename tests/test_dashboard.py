@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import socket
+import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +141,30 @@ def test_a_long_silence_is_mentioned_until_the_training_is_done() -> None:
     assert "Nothing was reported" not in drawn(record(step=1000), now=1300.0)
 
 
+def test_a_run_whose_process_is_gone_has_ended_at_its_last_step(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(record())}\n")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+
+    def shown(holder: str) -> str:
+        (tmp_path / "lock").write_text(holder)
+        file = io.StringIO()
+        watch(tmp_path, threading.Event(), console=Console(file=file, width=120))
+        return file.getvalue()
+
+    text = shown(f"process {gone.pid} on {socket.gethostname()}")
+    assert "ended: its last report is of step 250 of 1,000" in text
+    assert "running" not in text and "ETA" not in text and "paused" not in text
+    for holder in (f"process {os.getpid()} on {socket.gethostname()}", f"process {gone.pid} on elsewhere", "?"):
+        assert "ended:" not in shown(holder) and "running" in shown(holder)
+
+
+def test_a_folder_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
+    file = io.StringIO()
+    watch(tmp_path, threading.Event(), console=Console(file=file, width=100))
+    assert "Nothing is training here yet." in file.getvalue() and "Waiting" not in file.getvalue()
+
+
 def test_a_sparkline_shows_the_course_and_leaves_out_what_is_unknown() -> None:
     assert sparkline(np.array([1.0, 2.0, math.nan, 8.0]), 10) == "▁▂ █"
     assert sparkline(np.arange(800.0), 8) == "▁▂▃▄▅▆▇█"
@@ -192,6 +219,7 @@ def test_on_a_terminal_the_view_follows_the_run_until_it_is_told_to_stop(
 ) -> None:
     monkeypatch.setattr(dashboard, "PERIOD_S", 0.01)
     path, stop, file = tmp_path / "metrics.jsonl", threading.Event(), io.StringIO()
+    (tmp_path / "settings.yaml").touch()
     calls = []
 
     def readings() -> list[dict[str, Any]]:

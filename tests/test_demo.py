@@ -6,9 +6,10 @@ import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import soundfile
-from training_fixtures import Clips, clips, newest, small, stop_at, train
+from training_fixtures import FLAGS, Clips, clips, newest, small, stop_at, train
 
 from myxtts import reports
 from myxtts.assembly.folder import RunFolder
@@ -16,7 +17,7 @@ from myxtts.cli import main
 from myxtts.config import STAGES
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.errors import PipelineError
-from myxtts.reports import TrainingReports
+from myxtts.reports import TrainingReports, is_faint
 from myxtts.settings import load, presets
 
 __all__ = ["clips", "small"]
@@ -40,16 +41,18 @@ def next_commands(shown: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.usefixtures("short_demo")
-def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(tmp_path: Path, capsys: Screen) -> None:
-    run = tmp_path / "run"
-    assert main(["train", "--checkpoint-dir", str(run)]) == 0
+def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(clips: Clips, capsys: Screen) -> None:
+    run = Path("demo")
+    assert main(["train"]) == 0
     shown = capsys.readouterr().out
     wave, rate = soundfile.read(run / "sample.wav")
     assert rate == 24000 and abs(wave).max() > 0
     assert (run / "report.html").is_file()
     assert not RunFolder(run).has_checkpoint("decoder")
     assert "demonstration: training.stages = dvae,gpt (default null)" in shown
-    assert f"in the voice of {EMBEDDED_CORPUS}" in shown and "by Griffin-Lim" in shown
+    assert "embedded corpus: training.checkpoint_dir = demo (default checkpoints)" in shown
+    assert "decoder_steps" not in shown, "no decoder is trained"
+    assert f"in the voice of {EMBEDDED_CORPUS}" in shown and "by Griffin-Lim (gpt: 2 steps)" in shown
     for place in ("sample.wav", "report.html", "gpt"):
         assert str(run / place) in shown.partition("Done.")[2]
     assert "babble" in shown
@@ -60,9 +63,13 @@ def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(tmp_path: Path,
 
     spoken_at = (run / "sample.wav").stat().st_mtime_ns
     capsys.readouterr()
-    assert main(["train", "--checkpoint-dir", str(run)]) == 0
+    assert main(["train"]) == 0
     assert (run / "sample.wav").stat().st_mtime_ns == spoken_at, "what was finished before is not spoken again"
     assert str(run / "sample.wav") in capsys.readouterr().out
+
+    own = [str(clips()) if word == "DIR" else word for word in offered["train"]]
+    assert main([*own, *shlex.split(FLAGS), "--stages", "dvae", "--max-steps", "1"]) == 0, "with other settings"
+    assert RunFolder(Path("checkpoints")).has_begun
 
 
 def test_the_demonstration_trains_longer_on_a_gpu_and_leaves_wishes_alone() -> None:
@@ -82,9 +89,27 @@ def test_own_data_get_all_stages_and_a_sample_of_their_own(clips: Clips, tmp_pat
     assert train(run, corpus, long_enough) == 0
     shown = capsys.readouterr().out
     assert all(RunFolder(run).has_checkpoint(stage) for stage in STAGES)
-    assert f"in the voice of {corpus}" in shown and "by the trained decoder" in shown
-    assert "babble" not in shown
+    assert f"in the voice of {corpus}" in shown and "by the trained decoder, 1 step (gpt: 1 step)" in shown
+    assert "What to expect: after 1 step of gpt from scratch" in shown
     assert next_commands(shown).keys() == {"speak", "report"}
+
+
+def test_enough_steps_need_no_excuse(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
+) -> None:
+    monkeypatch.setattr(reports, "FEW_STEPS", 1)
+    monkeypatch.setattr(reports, "is_faint", lambda _: True)
+    assert train(tmp_path / "run", clips(), "--stages dvae,gpt --max-steps 1") == 0
+    shown = capsys.readouterr().out
+    assert "What to expect" not in shown
+    assert "hardly anything can be heard" in shown
+
+
+def test_a_constant_is_no_sound() -> None:
+    wave = np.full(24000, 0.4, np.float32)
+    wave[:96] = np.linspace(0, 0.4, 96)
+    assert is_faint(wave) and is_faint(np.zeros(24000, np.float32)) and is_faint(wave[:100])
+    assert not is_faint(wave + 0.05 * np.sin(np.arange(24000) / 20).astype(np.float32))
 
 
 def test_a_sample_that_fails_spoils_nothing(

@@ -295,13 +295,17 @@ def test_a_held_out_clip_without_a_reference_is_of_no_use(tmp_path: Path, run_pr
         held_out(run_prepare(known, val_data=data.val_data), data, 10)
 
 
-def test_sentences_that_training_clips_say_too_are_not_held_out(tmp_path: Path, run_prepare: Prepare) -> None:
+def test_sentences_that_training_clips_say_too_are_not_held_out(
+    tmp_path: Path, run_prepare: Prepare, caplog: pytest.LogCaptureFixture
+) -> None:
     known = write_speakers(tmp_path / "train", {"anna": list(SENTENCES[:3])})
     data = DataSettings(
         train_data=known, val_data=write_speakers(tmp_path / "val", {"anna": list(SENTENCES[2:4])})
     )
     chosen = held_out(run_prepare(known, val_data=data.val_data), data, 10)
     assert [one.text for one in chosen] == [SENTENCES[3]]
+    told = "1 of the 10 sentences asked for: the run holds out 2 clips, 1 said by a training clip too"
+    assert told in caplog.text
     again = DataSettings(train_data=known, val_data=write_speakers(tmp_path / "same", {"anna": [SENTENCES[0]]}))
     with pytest.raises(DatasetError, match="learnt by heart"):
         held_out(run_prepare(known, val_data=again.val_data), again, 10)

@@ -19,7 +19,15 @@ import pytest
 from rich.console import Console
 
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, colours, read_metrics, usage_bars
-from myxtts.observe.watch import CLEAR_REPORTS, WARMUP_REPORTS, WINDOW_REPORTS, Warning, Watch, warnings_of
+from myxtts.observe.watch import (
+    CLEAR_REPORTS,
+    CPU_CLEAR_REPORTS,
+    WARMUP_REPORTS,
+    WINDOW_REPORTS,
+    Warning,
+    Watch,
+    warnings_of,
+)
 from myxtts.screens import ProgressPrinter, progress_line, show_lines, validation_line
 
 REPORT = StepReport(
@@ -317,6 +325,25 @@ def test_a_warning_is_given_once_until_it_clears() -> None:
     assert given(0.1, CLEAR_REPORTS) == []
     assert given(0.5, 20) == ["variation"]
     assert given(0.5, 20, "decoder") == ["variation"], "another stage is another matter"
+
+
+def test_on_a_cpu_varying_steps_are_put_down_to_what_uses_its_cores_and_seldom_told() -> None:
+    (warning,) = warnings_of(history(step_cv=0.42, memory_mb={}))
+    assert "42 %" in warning.text and "cores" in warning.text
+    empty = {"host": (16, 16), "device": (0, 2), "model": (0, 3)}
+    (slow,) = warnings_of(history(step_cv=0.42, memory_mb={}, rings=empty))
+    for text in (warning.text, slow.text):
+        assert not any(word in text for word in ("GPU", "gpu", "nvidia", "compiled"))
+    watch = Watch()
+
+    def given(step_cv: float, count: int, stage: str = "gpt") -> int:
+        reports = history(count, step_cv=step_cv, stage=stage, memory_mb={})
+        return sum(len(watch.add(report)) for report in reports)
+
+    assert given(0.5, 20) == 1
+    assert sum(given(cv, 10, stage) for stage in ("gpt", "decoder") for cv in (0.1, 0.5) * 4) == 0
+    assert given(0.1, CPU_CLEAR_REPORTS) == 0
+    assert given(0.5, 20) == 1, "long after the last time it is news again"
 
 
 def test_the_progress_line_says_everything_in_one_line() -> None:

@@ -21,6 +21,7 @@ from myxtts.data.clips import Prepared, set_aside_list
 from myxtts.data.corpus import read_corpus
 from myxtts.data.decoded import DecodeOptions
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare, spoken_corpus
+from myxtts.data.scripts import warn_of_other_script
 from myxtts.errors import DatasetError
 from myxtts.screens import ProgressLines
 from myxtts.text import tokenizer
@@ -46,6 +47,8 @@ def write_broken_corpus(folder: Path, voice: Callable[..., np.ndarray]) -> dict[
     (wavs / "noise.opus").write_bytes(random.Random(1).randbytes(4000))
     sf.write(wavs / "nothing.wav", np.zeros(0), SAMPLE_RATE)
     sf.write(wavs / "nan.wav", np.full(SAMPLE_RATE, np.nan, np.float32), SAMPLE_RATE, subtype="FLOAT")
+    sf.write(wavs / "silent.wav", np.zeros(SAMPLE_RATE), SAMPLE_RATE)
+    sf.write(wavs / "hum.flac", 0.3 + 0.001 * voice(1.0), SAMPLE_RATE)
     sf.write(wavs / "short.wav", voice(0.3), SAMPLE_RATE)
     sf.write(wavs / "long.wav", voice(11.0, 8000), 8000)
     expected = {
@@ -58,6 +61,8 @@ def write_broken_corpus(folder: Path, voice: Callable[..., np.ndarray]) -> dict[
         "noise": "not audio",
         "nothing": "no samples",
         "nan": "not audio",
+        "silent": "silent",
+        "hum": "silent",
         "short": "too short",
         "long": "too long",
         "absent": "missing file",
@@ -120,10 +125,39 @@ def test_nothing_usable_is_an_error_that_says_why(make_corpus, run_prepare: Prep
     (folder / "metadata.csv").write_text("clip001|\nclip002\n")
     with pytest.raises(DatasetError, match=r"(?s)1 × empty text.*1 × malformed line"):
         run_prepare(folder)
-    sf.write(folder / "wavs" / "clip001.wav", np.zeros(SAMPLE_RATE), SAMPLE_RATE)
+    sf.write(folder / "wavs" / "clip001.wav", np.sin(np.arange(SAMPLE_RATE) / 9), SAMPLE_RATE)
     (folder / "metadata.csv").write_text(f"clip001|{'word ' * 2000}\n")
     with pytest.raises(DatasetError, match="text too long"):
         run_prepare(folder)
+
+
+@pytest.mark.parametrize(
+    ("language", "texts", "is_warned"),
+    [
+        ("fa", ["Plain letters.", "And more of them."], True),
+        ("zh", ["Plain letters.", "And more of them."], True),
+        ("en", ["\u0633\u0644\u0627\u0645 \u062f\u0646\u06cc\u0627", "\u062e\u0648\u0628\u0645"], True),
+        ("fa", ["\u0633\u0644\u0627\u0645 \u062f\u0646\u06cc\u0627", "\u062e\u0648\u0628\u0645", "1984"], False),
+        ("de", ["Plain letters.", "Gr\u00fc\u00dfe!"], False),
+        ("fa", ["\u0633\u0644\u0627\u0645 \u062f\u0646\u06cc\u0627", "A Latin line."], False),
+        ("ja", ["\u4eca\u65e5\u306f", "\u30c6\u30b9\u30c8\u3067\u3059"], False),
+        ("ru", ["1984", "..."], False),
+    ],
+)
+def test_a_named_language_that_writes_other_letters_is_doubted_once(
+    language: str, texts: list[str], is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_other_script(language, texts)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == is_warned
+    assert not is_warned or (f"--language {language}" in warnings[0] and texts[0] in warnings[0])
+
+
+def test_preparing_doubts_the_named_language_but_not_that_of_the_metadata(
+    make_corpus, run_prepare: Prepare, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_prepare(make_corpus(), language="fa")
+    assert caplog.text.count("--language fa means Persian") == 1
 
 
 def test_unknown_characters_are_named_per_clip(make_corpus, run_prepare: Prepare, tmp_path: Path) -> None:

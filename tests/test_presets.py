@@ -57,7 +57,16 @@ def loaded(command: str = "", text: str | None = None) -> Loaded:
     if text is not None:
         file = Path("file.yaml")
         file.write_text(text, encoding="utf-8")
-    return load(file, flags_of(parser.parse_args(command.split())))
+    return load(file, flags_of(parser.parse_args(["--train-data", "DIR", *command.split()])))
+
+
+def test_a_run_on_the_embedded_corpus_has_a_folder_of_its_own_unless_one_is_named() -> None:
+    after, lines = presets.apply(load(None, {}))
+    assert after.settings.training.checkpoint_dir == Path("demo")
+    assert lines == ["embedded corpus: training.checkpoint_dir = demo (default checkpoints)"]
+    for given in ({"training.checkpoint_dir": "here"}, {"data.train_data": "DIR"}):
+        before = load(None, given)
+        assert presets.apply(before) == (before, [])
 
 
 def value_at(settings: Settings, key: str) -> Any:

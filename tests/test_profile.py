@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import logging
 import runpy
 import shlex
 import sys
@@ -203,10 +204,16 @@ def plant_slow_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_profile_says_everything_on_the_screen_and_as_json(
-    run: Callable[..., Profile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Profile],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     plant_slow_backward(monkeypatch)
-    found = run({"stage": "gpt", "num_steps": 2, "kernels": True})
+    with caplog.at_level(logging.INFO):
+        found = run({"stage": "gpt", "num_steps": 2, "kernels": True})
+    for phase in ("Setting up the stage gpt", "in the first epoch", "every later epoch", "one batch"):
+        assert phase in caplog.text
     assert {"load and decode", "gather", "upload", "encode (first)", "encode", "wait", "train"} <= rows(
         found
     ).keys()

@@ -268,12 +268,20 @@ def test_files_that_were_cut_off_are_shown_as_far_as_they_go(tmp_path: Path) -> 
 
 
 def test_the_page_is_written_beside_the_run_or_where_it_is_wanted(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").touch()
     assert write_report(tmp_path) == tmp_path / "report.html"
     elsewhere = tmp_path / "pages" / "mine.html"
     assert write_report(tmp_path, elsewhere) == elsewhere and elsewhere.stat().st_size > 1000
     assert [path.name for path in elsewhere.parent.iterdir()] == ["mine.html"]
     with pytest.raises(FileNotFoundError, match="nowhere"):
         write_report(tmp_path / "nowhere")
+
+
+def test_a_folder_that_is_no_run_gets_no_page(tmp_path: Path) -> None:
+    (tmp_path / "training.md").write_text("# Training")
+    with pytest.raises(FileNotFoundError, match="no file of one"):
+        write_report(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["training.md"]
 
 
 def test_numbers_that_are_not_finite_leave_gaps() -> None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 from training_fixtures import (
     Clips,
     arguments,
@@ -52,15 +53,21 @@ def test_a_run_stopped_twice_equals_one_that_never_was(
     assert_same_run(tmp_path / "parts", tmp_path / "whole", stage)
 
 
+@pytest.mark.parametrize("flag", ["", "--dashboard", "--reset-training"])
 def test_a_stop_ends_the_run_and_says_how_to_go_on(
-    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flag: str, clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop_at(monkeypatch, 2)
-    assert train(tmp_path / "run", clips(4), "--stages dvae,gpt") == 0
+    assert train(tmp_path / "run", clips(4), f"--stages dvae,gpt {flag}") == 0
     shown = capsys.readouterr().out
-    assert "Stopped at step 2 of stage dvae: everything is saved" in shown
+    again = "the same command without --reset-training" if "reset" in flag else "the same command"
+    stopped = f"Stopped at step 2 of stage dvae: everything is saved in {tmp_path / 'run'}"
+    assert shown.splitlines()[-1] == f"{stopped}; {again} continues from there"
     assert "Stage gpt" not in shown
     assert "Done" not in shown
+    assert "continuing" not in shown
+    assert train(tmp_path / "run", clips(4), "--stages dvae,gpt") == 0
+    assert "Stage dvae: continuing at step 2 of 4" in capsys.readouterr().out
 
 
 def test_a_finished_run_is_left_alone(clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +197,19 @@ def test_a_full_disk_costs_a_checkpoint_and_the_training_goes_on(
     assert re.search(r"Saving .*step-00000004 failed: .*No space left .*Older checkpoints are kept", caplog.text)
     names = sorted(path.name for path in (tmp_path / "run" / "dvae").iterdir())
     assert names == ["step-00000002", "step-00000006"]
+
+
+def test_a_full_disk_at_the_start_is_told_in_words(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(myxtts.checkpoint, "save_file", refuse)
+    assert train(tmp_path / "run", clips(4), "--stages dvae") == 1
+    shown = capsys.readouterr().err
+    assert f"error: No room for {tmp_path / 'run' / 'base.safetensors'}: No space left on device (" in shown
+    assert "Free some space" in shown and "serializing" not in shown
 
 
 def test_a_run_whose_end_could_not_be_saved_does_not_call_itself_done(

@@ -15,9 +15,12 @@ from myxtts.assembly.voice import load_synthesizer
 from myxtts.checkpoint import UnreadableWeights
 from myxtts.cli import main
 from myxtts.config import SAMPLE_RATE
+from myxtts.observe.findings import Finding
+from myxtts.settings import load
 from myxtts.synthesis.griffin_lim import GriffinLim
 from myxtts.synthesis.speech import OWN_SAMPLING
 from myxtts.text.tokenizer import Tokenizer, extend
+from myxtts.tools.check import check
 from myxtts.weights import load_folder, save_folder
 
 __all__ = ["clips", "small"]
@@ -108,7 +111,7 @@ def test_a_run_started_from_an_unfinished_one_speaks_as_that_does(clips: Clips, 
         synthesizer = load_synthesizer(run, device=torch.device("cpu"))
         assert synthesizer.sampling == OWN_SAMPLING
         assert isinstance(synthesizer._vocoder, GriffinLim), "nobody ever trained the decoder"
-    with pytest.raises(UnreadableWeights, match=r"no hifigan_decoder\.waveform_decoder"):
+    with pytest.raises(UnreadableWeights, match="decoder of this model is not trained"):
         load_synthesizer(third, vocoder="hifigan", device=torch.device("cpu"))
 
 
@@ -126,8 +129,60 @@ def test_a_run_speaks_and_is_exported(clips: Clips, tmp_path: Path, capsys: pyte
     assert main([*kept, "--out", str(tmp_path / "two.wav")]) == 0
     assert (tmp_path / "one.wav").read_bytes() == (tmp_path / "two.wav").read_bytes()
     assert main(["speak", "Hello.", "--model", str(run), "--language", "en"]) == 2
-    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "model.pth").is_file()
+    capsys.readouterr()
+    out = tmp_path / "out"
+    assert main(["export", str(run), "--out", str(out)]) == 0
+    assert "WARNING: decoder: never trained, these weights are random" in capsys.readouterr().out
+    exported, own = (load_synthesizer(folder, device=torch.device("cpu")) for folder in (out, run))
+    assert isinstance(exported._vocoder, GriffinLim), "a random decoder would only hum"
+    assert exported.sampling == own.sampling == OWN_SAMPLING
+    assert exported._reader._limits == own._reader._limits
+    assert train(tmp_path / "tuned", clips(), f"--init-from {out} --max-steps 1") == 0
+    assert RunFolder(tmp_path / "tuned").untrained() == ["decoder"]
+    assert main(["export", str(run), "--out", str(tmp_path / "tuned")]) == 2, "a run is not written over"
+
+
+def test_weights_that_are_not_there_are_named_before_anything_else(
+    base: Path, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (base / "vocab.json").unlink()
+    found = {
+        tmp_path / "XTTS-v2": "there is no such folder",
+        tmp_path / "empty": "holds neither XTTS weights (model.pth or best_model.pth) nor a run",
+        base: "has weights, but no vocab.json",
+        base / "model.pth": "that is a file",
+    }
+    for folder, why in found.items():
+        capsys.readouterr()
+        assert train(tmp_path / "first", clips(), f"--init-from {folder} --model-size small") == 2
+        shown = capsys.readouterr().err
+        assert f"--init-from {folder}: " in shown and why in shown and "Errno" not in shown
+
+
+def test_a_run_goes_on_without_the_weights_it_was_started_from(base: Path, clips: Clips, tmp_path: Path) -> None:
+    assert train(tmp_path / "tuned", clips(), f"--init-from {base} --max-steps 1") == 0
+    base.rename(tmp_path / "elsewhere")
+    assert train(tmp_path / "tuned", clips(), f"--init-from {base} --max-steps 2") == 0
+    assert newest(tmp_path / "tuned").step == 2
+
+
+def test_a_check_says_what_training_would_refuse(clips: Clips, tmp_path: Path) -> None:
+    def finding(**given: object) -> Finding:
+        named = {"data.train_data": str(clips()), "training.checkpoint_dir": str(tmp_path / "run")}
+        flags = named | {name.replace("__", "."): value for name, value in given.items()}
+        return next(found for found in check(load(None, flags)) if found.code == "run")
+
+    small = {"data__batch_size": "2", "data__max_mel_frames": "128", "data__max_text_length": "40"}
+    assert finding().level == "pass"
+    assert train(tmp_path / "run", clips(), "--stages dvae --max-steps 1") == 0
+    same = finding(**small)
+    assert (same.level, same.what) == ("pass", f"Continues the run in {tmp_path / 'run'}")
+    other = finding(**small | {"data__batch_size": "3", "training__seed": "7"})
+    assert other.level == "fail" and "--reset-training" in other.fix
+    assert "data.batch_size: the run has 2, now 3; training.seed: the run has 1234, now 7" in other.why
+    assert finding(training__init_from="elsewhere").level == "fail"
+    assert finding(training__reset_training=True).level == "pass"
 
 
 def test_the_best_gpt_can_be_had_instead_of_the_newest(

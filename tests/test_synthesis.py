@@ -571,6 +571,8 @@ def test_bad_references_are_all_named(
     bad = {name: tmp_path / f"{name}.wav" for name in ("silent", "short", "text", "absent", "quiet")}
     sf.write(bad["silent"], np.zeros(66150, np.float32), 22050)
     sf.write(bad["short"], np.concatenate([voice(0.4), np.zeros(66150, np.float32)]), 22050)
+    bad["folder"] = tmp_path / "folder"
+    bad["folder"].mkdir()
     bad["text"].write_text("no audio at all, whatever the name says")
     sf.write(bad["quiet"], 0.3 + 0.001 * voice(3.0), 22050)
     with pytest.raises(UnusableReference) as caught:
@@ -578,7 +580,8 @@ def test_bad_references_are_all_named(
     message = str(caught.value)
     assert "silent.wav: silent" in message and "quiet.wav: silent" in message
     assert "short.wav: too short" in message
-    assert "text.wav: not audio" in message and "absent.wav: missing file" in message
+    assert "text.wav: not audio" in message and "absent.wav: there is no such file" in message
+    assert "folder: is a folder" in message
     assert "anna.wav" not in message
     with pytest.raises(UnusableReference, match="at least one"):
         synthesizer.voice([])
@@ -683,10 +686,12 @@ def test_missing_parts_decide_the_vocoder() -> None:
     decoder, dvae = "hifigan_decoder.waveform_decoder", "dvae"
     assert usable_vocoder([]) == usable_vocoder([dvae]) == "hifigan"
     assert usable_vocoder([decoder]) == usable_vocoder([], "griffin-lim") == "griffin-lim"
-    with pytest.raises(UnreadableWeights, match="waveform_decoder, dvae"):
+    with pytest.raises(UnreadableWeights, match=r"decoder and the dvae .*--stages decoder or --stages dvae\)\.$"):
         usable_vocoder([decoder, dvae])
-    with pytest.raises(UnreadableWeights, match="waveform_decoder: nothing"):
+    with pytest.raises(UnreadableWeights, match=r"decoder .* not trained.*--stages decoder.*griffin-lim"):
         usable_vocoder([decoder], "hifigan")
+    with pytest.raises(UnreadableWeights, match=r"dvae of this model is not trained.*--stages dvae\)\.$"):
+        usable_vocoder([dvae], "griffin-lim")
     with pytest.raises(UnreadableWeights, match="mel_stats"):
         usable_vocoder(["mel_stats"])
 

@@ -353,6 +353,11 @@ def test_roles_that_share_a_gpu_slow_each_other_down_without_any_gap() -> None:
     assert verdict.findings[0].code == "roles-compete"
     assert verdict.findings[0].setting == "data.data_gpu" and verdict.findings[0].value == 1
     assert verdict.findings[0].gain == pytest.approx(20 / 16, rel=0.03)
+    assert verdict.sentence.startswith("Training is slower beside the pipeline than alone")
+    assert "same GPU" in verdict.sentence and "1.3× as fast; set data.data_gpu to 1." in verdict.sentence
+    assert "perfect feed" not in verdict.sentence and "itself" not in verdict.sentence
+    fed_on_cpu = judge(Line(on_gpu=False).evidence(replayed=replayed))
+    assert "same processor" in fed_on_cpu.sentence and "perfect feed" not in fed_on_cpu.sentence
     on_cpu = judge(Line(on_gpu=False, gather=46).evidence(replayed=replayed))
     assert [found.level for found in on_cpu.findings[:2]] == ["warn", "info"]
     assert on_cpu.findings[1].code == "roles-compete" and "processor" in on_cpu.findings[1].why

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from myxtts.assembly.folder import inherited
 from myxtts.checkpoint import UnreadableWeights, read_tensors, require_match, write_pth, write_tensors
 from myxtts.errors import DatasetError
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims, canonical_names, dims_of
 from myxtts.text.tokenizer import Tokenizer, extend, train
-from myxtts.weights import load_folder, read_folder, save_folder
+from myxtts.weights import Provenance, load_folder, read_folder, save_folder
 
 FIXTURES = Path(__file__).parent / "fixtures"
 ENGLISH = ["the quick brown fox", "the lazy dog", "nothing but the truth"] * 2
@@ -193,9 +197,65 @@ def test_export_from_the_command_line(
     out = ["--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "larger.json")]
     assert main(["export", str(tmp_path / "in"), "--to", "coqui", *out]) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "model.pth", "dvae.pth", "mel_stats.pth", "vocab.json", "config.json"
+        "model.pth", "dvae.pth", "mel_stats.pth", "vocab.json", "config.json", "myxtts.json"
     }  # fmt: skip
-    assert "text tokens" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "text tokens" in shown and "WARNING" not in shown and "in place of" not in shown
+    assert main(["export", str(tmp_path / "in"), "--to", "coqui", *out]) == 0
+    assert "in place of the weights that were there" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "in")]) == 2
     assert main(["export", str(tmp_path / "absent"), "--out", str(tmp_path / "out")]) == 1
     assert "no folder" in capsys.readouterr().err
+
+
+def test_an_export_is_not_written_among_other_files(
+    model: XTTS, vocabulary: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from myxtts.cli import main
+
+    save_folder(tmp_path / "in", model, vocabulary)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "vocab.json").write_text("mine")
+    for out, why in (("own", "holds other files (vocab.json)"), ("own/vocab.json", "is a file")):
+        assert main(["export", str(tmp_path / "in"), "--out", str(tmp_path / out)]) == 2
+        assert why in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["vocab.json"]
+    assert (tmp_path / "own" / "vocab.json").read_text() == "mine"
+
+
+def test_what_an_export_says_of_itself_is_honoured_and_carried_on(
+    model: XTTS, vocabulary: Tokenizer, tmp_path: Path
+) -> None:
+    known = Provenance(untrained=("decoder",), from_scratch=True, max_text_length=40, max_mel_frames=128)
+    save_folder(tmp_path, model, vocabulary, known)
+    loaded = load_folder(tmp_path)
+    assert loaded.provenance == known
+    assert loaded.fresh_parts == ["hifigan_decoder.waveform_decoder"]
+    assert inherited(tmp_path) == {"from_scratch": True, "untrained": ["decoder"]}
+    (tmp_path / "myxtts.json").write_text("[1]")
+    with pytest.raises(UnreadableWeights, match=r"myxtts\.json is not what an export wrote"):
+        load_folder(tmp_path)
+    (tmp_path / "myxtts.json").unlink()
+    assert load_folder(tmp_path).provenance == Provenance(), "a published folder"
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may become larger than this: to a program the same as a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("small_disk")
+@pytest.mark.parametrize(("write", "name"), [(write_tensors, "w.safetensors"), (write_pth, "w.pth")])
+def test_a_disk_without_room_is_told_in_words(
+    write: Callable[[Path, dict[str, Tensor]], None], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DatasetError) as told:
+        write(tmp_path / name, {"w": torch.zeros(100_000)})
+    text = str(told.value)
+    assert text.startswith(f"No room for {tmp_path / name}: File too large (")
+    assert "--checkpoint-dir" in text and "serializing" not in text
+    assert not list(tmp_path.iterdir())

@@ -25,7 +25,7 @@ from myxtts.model.lora import add_adapters, merge_adapters
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims
 from myxtts.run import Checkpoints, Loaded
 from myxtts.text.tokenizer import Tokenizer
-from myxtts.weights import load_folder, load_state
+from myxtts.weights import Provenance, load_folder, load_state
 
 BASE_FILE, DIMS_FILE, VOCABULARY_FILE = "base.safetensors", "model.json", "vocab.json"
 PREFIXES = {
@@ -56,6 +56,11 @@ class RunFolder:
 
     def has_checkpoint(self, stage: str) -> bool:
         return any(path.name.startswith(("step-", "replaced-")) for path in (self.folder / stage).glob("*step-*"))
+
+    def num_steps(self, stage: str) -> int:
+        """Steps that the stage was trained for in this run, as far as they were saved."""
+        saved = (path.name.removeprefix("step-") for path in (self.folder / stage).glob("step-*"))
+        return max((int(number) for number in saved if number.isdigit()), default=0)
 
     @property
     def vocabulary_file(self) -> Path:
@@ -214,10 +219,13 @@ def initial_model(settings: Settings, vocabulary: Tokenizer) -> XTTS:
 
 def inherited(source: Path | None) -> dict[str, Any]:
     """Facts for `RunFolder.start` about the weights of `init_from`, which may be an unfinished run."""
-    run = None if source is None else RunFolder(source)
-    if run is not None and run.exists:
+    if source is None:
+        return {"from_scratch": True, "untrained": list(STAGES)}
+    run = RunFolder(source)
+    if run.exists:
         return {"from_scratch": run.from_scratch, "untrained": run.untrained()}
-    return {"from_scratch": source is None, "untrained": list(STAGES) if source is None else []}
+    known = Provenance.read(source)
+    return {"from_scratch": known.from_scratch, "untrained": list(known.untrained)}
 
 
 def _check_size(settings: Settings, model: XTTS) -> None:

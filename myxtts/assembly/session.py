@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from myxtts.assembly.folder import RunFolder, inherited, initial_model
+from myxtts.assembly.identity import as_started, identity, require_source, stages_of
 from myxtts.assembly.stage import StageTask, train_stage
 from myxtts.checkpoint import write_atomically
-from myxtts.config import SAMPLE_RATE, STAGES, Settings
+from myxtts.config import SAMPLE_RATE, Settings
 from myxtts.data.clips import Prepared
 from myxtts.data.fill import Progress
 from myxtts.data.prepare import prepare
@@ -29,7 +30,7 @@ from myxtts.errors import MyXTTSError
 from myxtts.host import usable_cores
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import OFF, Trace
-from myxtts.run import lock, require_same
+from myxtts.run import lock
 from myxtts.settings import Loaded, presets, to_yaml
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.trainer import Reporter, State
@@ -50,6 +51,8 @@ def train(
     plan = make_plan(settings.data)
     speak = say if plan.rank == 0 else _silent
     folder = RunFolder(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
+    has_begun = folder.has_begun and not settings.training.reset_training
+    require_source(settings, folder if has_begun else None)
     with contextlib.ExitStack() as held:
         if plan.rank == 0:
             held.enter_context(lock(folder.folder))
@@ -57,13 +60,13 @@ def train(
         apply_caps(plan)
         has_begun = folder.has_begun and not settings.training.reset_training
         if has_begun:
-            settings = _as_started(settings, folder)
+            settings = as_started(settings, folder)
         prepared = _prepare(settings, folder if has_begun else None, plan, progress)
         if plan.rank == 0:
             show_corpus(prepared)
         for line in [*announcements(plan, settings.data.pipeline_buffer_size), *_hints(settings, prepared, plan)]:
             speak(line)
-        stages = settings.training.stages or (STAGES if settings.training.init_from is None else ("gpt",))
+        stages = stages_of(settings)
         fresh = _start(settings, folder, prepared, plan, stages, has_begun, speak)
         stop = held.enter_context(_StopRequest(plan))  # before, there is no step to finish and nothing to save
         asked = frozenset(key for key in loaded.origin if loaded.is_set(key))
@@ -88,45 +91,8 @@ def train(
             states[stage] = train_stage(task, folder.load_model(fresh, without=(stage,)))
             _barrier(plan)  # the next stage reads what rank 0 has saved of this one
             if not states[stage].done:
-                speak(
-                    f"Stopped at step {states[stage].step} of stage {stage}: everything is saved; the same command"
-                )
-                speak("continues from there")
                 break
         return states
-
-
-def identity(settings: Settings, prepared: Prepared, plan: Plan) -> dict[str, Any]:
-    """What a run cannot change on its way: the network, and the order in which it sees the clips."""
-    data, model, training = settings.data, settings.model, settings.training
-    return {
-        "model.size": model.size,
-        "model.lora_rank": model.lora_rank,
-        "data.batch_size": data.batch_size,
-        "data.max_text_length": data.max_text_length,
-        "data.max_mel_frames": data.max_mel_frames,
-        "data.use_phonemes": data.use_phonemes,
-        "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
-        "training.seed": training.seed,
-        "training.ema_decay": training.ema_decay,
-        "training clips": len(prepared.train),
-        "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
-        "vocabulary": prepared.tokenizer.fingerprint,
-        "processes": plan.world_size,
-    }
-
-
-def _as_started(settings: Settings, folder: RunFolder) -> Settings:
-    """Settings of a run that is continued: where it came from is not asked again, and may not be changed."""
-    facts, training = folder.started_with(), settings.training
-    source = facts.get("training.init_from")
-    given = source if training.init_from is None else str(training.init_from)
-    now = {"training.init_from": given, "model.size": settings.model.size}
-    require_same(folder.folder, {name: facts.get(name) for name in now}, now)
-    if settings.data.tokenizer is not None:
-        named, pinned = Tokenizer.load(settings.data.tokenizer), folder.vocabulary()
-        require_same(folder.folder, {"vocabulary": pinned.fingerprint}, {"vocabulary": named.fingerprint})
-    return replace(settings, training=replace(training, init_from=Path(source) if source else None))
 
 
 def _prepare(settings: Settings, begun: RunFolder | None, plan: Plan, progress: Progress) -> Prepared:

@@ -63,6 +63,8 @@ def train_stage(task: StageTask, model: XTTS) -> State:
         if state.done and (state.step >= total or 0 < patience <= state.stale_validations or _is_built_upon(task)):
             task.say(f"Stage {task.stage}: finished at step {state.step}")
             return state
+        if loaded is not None:
+            task.say(f"Stage {task.stage}: continuing at step {state.step} of {total}")
         return _train(task, model, loaded, state, total)
     finally:
         checkpoints.close()

@@ -17,12 +17,10 @@ from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError, DatasetError
-from myxtts.synthesis.reading import Limits
-from myxtts.synthesis.speech import OWN_SAMPLING, PUBLISHED_SAMPLING, Report
+from myxtts.synthesis.speech import Speech
 from myxtts.synthesis.synthesizer import Synthesizer, VocoderName, usable_vocoder
+from myxtts.weights import STAGE_PARTS, Provenance
 
-DECODER_PART = "hifigan_decoder.waveform_decoder"
-_PARTS = {"dvae": "dvae", "gpt": "gpt", "decoder": DECODER_PART}
 SAMPLE_FILE = "sample.wav"
 SAMPLE_SEED = 0
 _ENOUGH_SECONDS = 3.0
@@ -49,22 +47,18 @@ def load_synthesizer(
         if best_gpt:
             raise ConfigError(f"--best chooses among the checkpoints of a run; {folder} is a folder of weights")
         return Synthesizer.load(folder, device, vocoder=vocoder)
-    untrained = run.untrained()
-    vocoder = usable_vocoder([_PARTS[stage] for stage in untrained], vocoder)
-    model = run.load_model(without=untrained, best_gpt=best_gpt)
-    data = _data_settings(folder)
-    limits = None
-    if run.from_scratch:  # what it never heard in training it cannot say
-        limits = Limits(int(data.get("max_text_length", 200)), int(data.get("max_mel_frames", 800)) // 4)
-    return Synthesizer(
-        model,
-        run.vocabulary(),
-        device,
-        vocoder=vocoder,
-        limits=limits,
-        use_phonemes=bool(data.get("use_phonemes", False)),
-        sampling=OWN_SAMPLING if run.from_scratch else PUBLISHED_SAMPLING,
-    )
+    known = provenance(run)
+    vocoder = usable_vocoder([STAGE_PARTS[stage] for stage in known.untrained], vocoder)
+    model = run.load_model(without=known.untrained, best_gpt=best_gpt)
+    return Synthesizer.suited(model, run.vocabulary(), device, known, vocoder)
+
+
+def provenance(run: RunFolder) -> Provenance:
+    """What speaking with the weights of a run takes into account."""
+    data = _data_settings(run.folder)
+    lengths = {name: int(data[name]) for name in ("max_text_length", "max_mel_frames") if name in data}
+    phonemes = bool(data.get("use_phonemes", False))
+    return Provenance(tuple(run.untrained()), run.from_scratch, use_phonemes=phonemes, **lengths)
 
 
 @dataclass(frozen=True)
@@ -92,13 +86,13 @@ def example(data: DataSettings, clips: ClipSet) -> Example | None:
     return Example(folder / found[0].path, found[0].text, LANGUAGES[main_language]) if found else None
 
 
-def speak_sample(folder: Path, said: Example, device: torch.device | None = None) -> Report:
+def speak_sample(folder: Path, said: Example, device: torch.device | None = None) -> Speech:
     """Let a run say a sentence in a voice of its corpus, the same way each time; writes `SAMPLE_FILE` there."""
     synthesizer = load_synthesizer(folder, device=device)
     voice = synthesizer.voice([said.recording])
     speech = synthesizer.speak(said.text, voice, said.language, seed=SAMPLE_SEED)
     speech.save(folder / SAMPLE_FILE)
-    return speech.report
+    return speech
 
 
 def _data_settings(folder: Path) -> dict[str, Any]:

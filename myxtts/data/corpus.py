@@ -85,7 +85,9 @@ def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Cl
         return SetAside(row.audio, "unknown language", detail, row.where)
     found = files.find(row.audio)
     if found is None:
-        detail = f"no {row.audio}{'|'.join(EXTENSIONS)} in {files.folder / 'wavs'} or {files.folder}"
+        is_whole = row.audio.lower().endswith(EXTENSIONS)
+        name = f"file {row.audio}" if is_whole else f"{row.audio}{'|'.join(EXTENSIONS)}"
+        detail = f"no {name} in {files.folder / 'wavs'} or {files.folder}"
         return SetAside(row.audio, "missing file", detail, row.where)
     path, stat = found
     return Clip(

@@ -129,6 +129,8 @@ def _decode_clip(folder: Path, options: DecodeOptions, clip: Clip) -> audio.Pcm:
     listed = (clip.size_bytes, clip.modified_ns, clip.changed_ns)
     if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != listed:
         raise audio.UnusableAudio("changed while read", "the file was written to during preparation")
+    if audio.is_silent(pcm):
+        raise audio.UnusableAudio("silent", f"its samples stay within {audio.SILENCE} of 32768")
     return pcm
 
 

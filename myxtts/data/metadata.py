@@ -88,6 +88,7 @@ def read_rows(path: Path) -> Iterator[Row | SetAside]:
         for where, line in lines[1:]:
             yield _row(where, _fields(line), fewest, num_columns, columns)
     else:
+        _refuse_unfinished_header(path, lines[0][1])
         _refuse_speaker_column(path, [line for _, line in lines])
         for where, line in lines:
             yield _row(where, _fields(line), 2, 3, {})
@@ -149,6 +150,20 @@ def _header(line: str) -> tuple[dict[str, int], int]:
         if present:
             columns[meaning] = names.index(present[0])
     return (columns, len(names)) if {"audio", "text"} <= columns.keys() else ({}, len(names))
+
+
+def _refuse_unfinished_header(path: Path, line: str) -> None:
+    """A first line of column names that lacks the recording or the text would be read as a clip of that name."""
+    names = [name.lower() for name in _fields(line)]
+    known = {name: meaning for meaning, names in COLUMN_NAMES.items() for name in names}
+    meanings = {known[name] for name in names if name in known}
+    if (names[0] in known and all(map(str.isidentifier, names))) or len(meanings) > 1:
+        missing = [meaning for meaning in ("audio", "text") if meaning not in meanings]
+        lacks = " and ".join({"audio": "the recordings", "text": "the text"}[meaning] for meaning in missing)
+        expected = " and ".join(f"one of {', '.join(COLUMN_NAMES[meaning])}" for meaning in missing)
+        raise DatasetError(
+            f"{path}: the header {'|'.join(names)[:80]} has no column for {lacks}; expected {expected}."
+        )
 
 
 def _unquoted(value: str) -> str:

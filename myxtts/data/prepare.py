@@ -33,6 +33,7 @@ from myxtts.data.fill import (
     spoken_texts,
 )
 from myxtts.data.metadata import SetAside
+from myxtts.data.scripts import warn_of_other_script
 from myxtts.data.store import Sources, Store, StoreWriter
 from myxtts.data.workers import Workers
 from myxtts.errors import DatasetError
@@ -176,6 +177,8 @@ class _Part:
         clips = self.corpus.clips
         named = [clip.language or self.data.language or "" for clip in clips]
         unknown = [clip for clip, language in zip(clips, named, strict=True) if not language]
+        if self.data.language:
+            warn_of_other_script(self.data.language, [clip.text for clip in clips if not clip.language])
         if not unknown:
             return named
 

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from myxtts.observe.history import Numbers, StageHistory, duration, number, numbers, percent, short, stages_of
 from myxtts.observe.metrics import StepReport
+from myxtts.observe.recorded import has_ended, is_run
 from myxtts.observe.watch import WARMUP_REPORTS, warnings_of
 
 PERIOD_S = 1.0
@@ -31,6 +32,9 @@ SILENCE_S = 60.0
 """After this long, and several times as long as reports usually take, a missing report is mentioned."""
 MOST_KEPT = 4000
 """Step reports that are remembered; the drawing needs no more."""
+_NO_REPORT = "Waiting for the first report."
+_NO_RUN = "Nothing is training here yet."
+_WAITS = " Waiting for it; Ctrl-C ends the view."
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 Record = Mapping[str, Any]
@@ -43,10 +47,13 @@ def render(
     *,
     title: str = "",
     now: float = 0.0,
+    nothing: str = _NO_REPORT,
+    ended: bool = False,
 ) -> RenderableType:
     """The state of a run from the records of its metrics and readings of its GPUs, oldest first.
 
-    `now` is the time of day, to tell how long nothing was reported; 0 leaves that out.
+    `now` is the time of day, to tell how long nothing was reported; 0 leaves that out. `nothing` is shown while
+    there is no report; `ended` is whether none can come any more.
     """
     stages = stages_of(reports)
     bar_width = min(max(width // 4, 8), 32)
@@ -56,11 +63,13 @@ def render(
     running = next((stage for stage in reversed(stages) if stage.steps), None)
     notes: list[Text] = []
     if running is None:
-        rows.add_row("Waiting for the first report.")
+        rows.add_row(nothing)
     else:
-        _add_training(rows, stages, running, bar_width)
+        _add_training(rows, stages, running, bar_width, ended)
         notes = [Text(f"WARNING: {warning.text}", style="yellow") for warning in warnings_of(running.steps)]
-        if silence := _silence(reports, now):
+        if ended:
+            notes.append(Text(_end(running.steps[-1]), style="bold"))
+        elif silence := _silence(reports, now):
             notes.append(Text(silence, style="red"))
     for gpu, line in _gpu_lines(readings, bar_width):
         rows.add_row(Text(gpu), line)
@@ -81,8 +90,17 @@ def watch(
     tail = MetricsTail(folder / "metrics.jsonl")
 
     def drawn() -> RenderableType:
-        width = console.width
-        return render(tail.read(), readings(), width, title=folder.resolve().name, now=time.time())
+        ended = has_ended(folder)  # before the reports are read: the last one may come in between
+        no_run = _NO_RUN + (_WAITS if console.is_terminal else "")
+        return render(
+            tail.read(),
+            readings(),
+            console.width,
+            title=folder.resolve().name,
+            now=time.time(),
+            nothing=_NO_REPORT if is_run(folder) else no_run,
+            ended=ended,
+        )
 
     if not console.is_terminal:
         console.print(drawn())
@@ -132,14 +150,17 @@ class MetricsTail:
             self._records.append(record)
 
 
-def _add_training(rows: Table, stages: Sequence[StageHistory], running: StageHistory, bar_width: int) -> None:
+def _add_training(
+    rows: Table, stages: Sequence[StageHistory], running: StageHistory, bar_width: int, ended: bool
+) -> None:
     last = running.steps[-1]
+    progress = _progress(last, ended)
     rows.add_row("stages", _stages(stages, running))
     if last.total_steps:
         done = last.step / last.total_steps
-        rows.add_row("progress", Text.assemble(_bar(done, bar_width), f" {100 * done:.0f} %  ", _progress(last)))
+        rows.add_row("progress", Text.assemble(_bar(done, bar_width), f" {100 * done:.0f} %  {progress}"))
     else:
-        rows.add_row("progress", Text(f"step {last.step:,}  {_progress(last)}"))
+        rows.add_row("progress", Text(f"step {last.step:,}  {progress}"))
     rows.add_row("loss", _curve(running.column("losses.total"), bar_width, _losses(last), "cyan"))
     if running.validations:
         (at, loss), best = running.validations[-1], running.best_validation
@@ -168,7 +189,9 @@ def _stages(stages: Sequence[StageHistory], running: StageHistory) -> Text:
     return Text("  ").join(Text(text, style=style) for text, style in parts)
 
 
-def _progress(report: StepReport) -> str:
+def _progress(report: StepReport, ended: bool) -> str:
+    if ended:
+        return f"epoch {report.epoch}  ended after {duration(report.elapsed_s)}"
     left = f"  ETA {duration(report.eta_s)}" if report.eta_s is not None else ""
     return f"epoch {report.epoch}  running {duration(report.elapsed_s)}{left}"
 
@@ -198,6 +221,11 @@ def _gpu_lines(readings: Sequence[Record], bar_width: int) -> list[tuple[str, Te
             line.append(f"  throttled: {', '.join(map(str, reasons))}", style="yellow")
         lines.append((f"GPU {gpu}", line))
     return lines
+
+
+def _end(last: StepReport) -> str:
+    of_total = f" of {last.total_steps:,}" if last.total_steps else ""
+    return f"The training has ended: its last report is of step {last.step:,}{of_total} of the stage {last.stage}."
 
 
 def _silence(reports: Sequence[Record], now: float) -> str:

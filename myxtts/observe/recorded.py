@@ -1,6 +1,7 @@
 """The files that a run or a profile left, read as far as they are whole: a kill may have cut any of them off.
 
-What is damaged is left out, with a warning where more than a line is lost. Knows nothing of what the files say.
+What is damaged is left out, with a warning where more than a line is lost. Knows which files a run has and what
+its lock says, nothing of what the others say.
 """
 
 from __future__ import annotations
@@ -8,12 +9,46 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import re
+import socket
 from pathlib import Path
 from typing import Any
 
 from myxtts.observe.trace import Counter, Span
 
+PARTS = (
+    "metrics.jsonl",
+    "settings.yaml",
+    "machine.json",
+    "trace.jsonl",
+    "readings.jsonl",
+    "verdict.json",
+    "evaluation/scores.json",
+)
+"""Files of a run that say something about it: a folder without any of them is no run."""
+
+_HOLDER = re.compile(r"process (\d+) on (.+)")
 _log = logging.getLogger(__name__)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a training or a profile left anything in a folder."""
+    return any((folder / part).is_file() for part in PARTS)
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the process that trained here last is gone; False where nobody can tell, as on another machine."""
+    try:
+        holder = _HOLDER.fullmatch((folder / "lock").read_text(encoding="utf-8").strip())
+        if holder is None or holder[2] != socket.gethostname():
+            return False
+        os.kill(int(holder[1]), 0)  # sends nothing, and fails if there is no such process
+    except (ProcessLookupError, OverflowError):
+        return True
+    except (OSError, UnicodeDecodeError):  # no lock, or somebody else's process
+        return False
+    return False
 
 
 def text_of(path: Path) -> str:

@@ -27,7 +27,7 @@ from myxtts.observe.history import StageHistory, duration, number, percent, sett
 from myxtts.observe.metrics import read_metrics
 from myxtts.observe.page_style import STYLE
 from myxtts.observe.panels import gpu_table, over_time, rings, stage_table, training
-from myxtts.observe.recorded import json_lines, json_object, text_of, trace_of
+from myxtts.observe.recorded import is_run, json_lines, json_object, text_of, trace_of
 from myxtts.observe.timeline import draw_timelines
 from myxtts.observe.trace import Counter, Span
 from myxtts.observe.watch import FEWEST_REPORTS, WARMUP_REPORTS, warnings_of
@@ -44,8 +44,11 @@ Record = Mapping[str, Any]
 
 def write_report(run_folder: Path, out: Path | None = None) -> Path:
     """Write the page of a run, beside its files unless told where; returns where it is."""
-    if not run_folder.is_dir():
-        raise FileNotFoundError(f"There is no run in {run_folder}: no such folder.")
+    if not is_run(run_folder):
+        found = "no file of one is there" if run_folder.is_dir() else "no such folder"
+        raise FileNotFoundError(
+            f"There is no run in {run_folder} ({found}); name the --checkpoint-dir of a training"
+        )
     out = out or run_folder / REPORT_FILE
     spans, counters = trace_of(run_folder / "trace.jsonl")
     page = render_report(

@@ -121,6 +121,9 @@ def _sentence(facts: Facts, findings: list[Finding]) -> str:
     if not facts.is_measured:
         return "Nothing was measured: no step was trained."
     shares, bound = facts.division.shares, facts.bound
+    headspace = facts.headspace if facts.headspace is not None else 1.0
+    if bound == "train" and headspace >= 1 + LEAST_LOSS:
+        return f"{_competing(facts, headspace)}{_first_change(findings)}."
     if bound == "train":
         text = f"Training itself is the limit: the model computes {percent(shares['compute'])} of the time"
     elif bound == "host":
@@ -132,14 +135,30 @@ def _sentence(facts: Facts, findings: list[Finding]) -> str:
         text = (
             f"Training is bound by {whom}: the model waits for batches {percent(facts.division.fed)} of the time"
         )
-    if (headspace := facts.headspace) is not None and headspace >= NO_HEADSPACE:
+    if headspace >= NO_HEADSPACE:
         text += f", and a perfect feed would be {headspace:.{1 if headspace >= 1.1 else 2}f}× faster"
     elif bound == "train":
         text += ", and a perfect feed would gain nothing"
+    return f"{text}{_first_change(findings)}."
+
+
+def _competing(facts: Facts, headspace: float) -> str:
+    """What to say of a model that does not wait, and is faster with nothing beside it."""
+    shared = "use the same GPU" if facts.evidence.model_gpu is not None else "use the same processor"
+    if facts.evidence.is_dual:
+        shared = "use the same host"
+    busy = percent(facts.division.shares["compute"])
+    return (
+        f"Training is slower beside the pipeline than alone: the model computes {busy} of the time and does not "
+        f"wait for batches, but both {shared}, and alone it would be {headspace:.1f}× as fast"
+    )
+
+
+def _first_change(findings: list[Finding]) -> str:
     first = next((found for found in findings if found.level == "warn"), None)
-    if first is not None and first.setting and first.value is not None:
-        text += f"; set {first.setting} to {json.dumps(first.value)}"
-    return f"{text}."
+    if first is None or not first.setting or first.value is None:
+        return ""
+    return f"; set {first.setting} to {json.dumps(first.value)}"
 
 
 def _grade(facts: Facts) -> tuple[str, list[str]]:

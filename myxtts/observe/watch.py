@@ -21,6 +21,8 @@ FEWEST_REPORTS = 4
 MOST_CV, MOST_IDLE, MOST_GROWTH = 0.3, 0.05, 0.05
 CLEAR_REPORTS = 5
 """Reports in a row without its reason that end a warning; it is given again only after that."""
+CPU_CLEAR_REPORTS = 100
+"""The same on a CPU, where other programs come and go."""
 
 _FLOW = ("host", "device", "handoff", "model")
 """The rings in the order in which a batch passes them: the first empty one lies behind the slow stage."""
@@ -37,6 +39,13 @@ _NOT_THE_DATA = (
     "the buffers hold batches, so it is not the data: the step is compiled again for other shapes (keep "
     "--enable-static-shapes on) or other processes use the same device (nvidia-smi or top lists them)"
 )
+_CPU_CAUSES = {
+    "host": _CAUSES["host"],
+    "later": "preparing batches takes the same cores as training on them (codes are kept, so the first epoch is "
+    "the slowest)",
+    "": "other programs probably use the same cores (top lists them); on a CPU this is common and does no harm",
+}
+"""A CPU has one device, which is neither uploaded to nor shared out: the cores are all there is."""
 
 
 class Warning(NamedTuple):
@@ -56,7 +65,7 @@ def warnings_of(history: Sequence[StepReport]) -> list[Warning]:
     cause = _cause(reports)
     if (cv := reports[-1].step_cv) > MOST_CV:
         limit = f"more than {100 * MOST_CV:.0f} %"
-        text = f"The time of a step varies by {100 * cv:.0f} % ({limit}): {cause or _NOT_THE_DATA}."
+        text = f"The time of a step varies by {100 * cv:.0f} % ({limit}): {cause or _not_the_data(reports)}."
         found.append(Warning("variation", text))
     idle_share = sum(report.idle_share for report in reports) / len(reports)
     if idle_share > MOST_IDLE and cause and _is_mostly_empty(reports, "model"):
@@ -76,26 +85,44 @@ class Watch:
 
     def add(self, report: StepReport) -> list[Warning]:
         """The warnings that this report gives rise to; another stage starts afresh."""
+        clear_reports = CPU_CLEAR_REPORTS if _is_on_cpu(report) else CLEAR_REPORTS
         if self._history and self._history[-1].stage != report.stage:
             self._history.clear()
-            self._given.clear()
+            if not _is_on_cpu(report):  # there the cause is another program, whatever is trained
+                self._given.clear()
         self._history.append(report)
         holding = warnings_of(list(self._history))
         fresh = [warning for warning in holding if warning.code not in self._given]
-        quiet = {code: reports + 1 for code, reports in self._given.items() if reports + 1 < CLEAR_REPORTS}
+        quiet = {code: reports + 1 for code, reports in self._given.items() if reports + 1 < clear_reports}
         self._given = quiet | {warning.code: 0 for warning in holding}
         return fresh
 
 
 def _cause(reports: Sequence[StepReport]) -> str:
-    """What keeps the first ring empty that is so most of the time; "" if none is or the trainer never waited."""
+    """What keeps the first ring empty that is so most of the time; "" if there is none."""
+    empty = _empty_ring(reports)
+    if _is_on_cpu(reports[-1]):
+        return _CPU_CAUSES["host" if empty == "host" else "later"] if empty else ""
+    if empty == "handoff" or (empty == "model" and "handoff" not in reports[-1].rings):
+        return _CAUSES["encode"]
+    return _CAUSES["handoff" if empty == "model" else empty] if empty else ""
+
+
+def _not_the_data(reports: Sequence[StepReport]) -> str:
+    return _CPU_CAUSES[""] if _is_on_cpu(reports[-1]) else _NOT_THE_DATA
+
+
+def _is_on_cpu(report: StepReport) -> bool:
+    """Only GPUs have memory to report."""
+    return not report.memory_mb
+
+
+def _empty_ring(reports: Sequence[StepReport]) -> str:
+    """The first ring that is empty most of the time; "" if none is or the trainer never waited."""
     rings = [name for name in _FLOW if name in reports[-1].rings]
     if all(report.rings.get("model", (0, 0))[0] > 0 for report in reports):
         return ""
-    empty = next((name for name in rings if _is_mostly_empty(reports, name)), "")
-    if empty == "handoff" or (empty == "model" and "handoff" not in rings):
-        return _CAUSES["encode"]
-    return _CAUSES["handoff" if empty == "model" else empty] if empty else ""
+    return next((name for name in rings if _is_mostly_empty(reports, name)), "")
 
 
 def _is_mostly_empty(reports: Sequence[StepReport], ring: str) -> bool:

@@ -6,7 +6,7 @@
 """
 
 from myxtts.settings import presets
-from myxtts.settings.flags import add_flags, flags_of
+from myxtts.settings.flags import Parser, add_flags, flags_of
 from myxtts.settings.loading import DEFAULT_CONFIG_FILE, Loaded, Origin, load
 from myxtts.settings.pages import render_docs, render_yaml_with_comments, to_yaml
 from myxtts.settings.table import PREPARE_KEYS
@@ -16,6 +16,7 @@ __all__ = [
     "PREPARE_KEYS",
     "Loaded",
     "Origin",
+    "Parser",
     "add_flags",
     "flags_of",
     "load",

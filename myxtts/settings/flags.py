@@ -1,18 +1,46 @@
-"""The command-line flags of the settings, generated from the table.
+"""The command-line flags of the settings, generated from the table, and a parser that names mistakes.
 
 Values stay text here and are converted in `load`, so that a bad flag is reported together with everything
 else that is wrong. Does not know which commands exist.
 """
 
 import argparse
+import difflib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from myxtts.settings.loading import DEFAULT_CONFIG_FILE
-from myxtts.settings.nearest import CONFIG_FLAG
+from myxtts.settings.nearest import CONFIG_FLAG, suggestion
 from myxtts.settings.table import Spec, descriptions, section_descriptions, specs
 from myxtts.settings.values import ContradictingFlags, plain
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what a misspelt command, choice or flag may have been."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self._given = args or ()
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """A flag that is missing may be there and misspelt, so those that nobody knows are named as well."""
+        known = self._option_string_actions
+        given = self._given if self._subparsers is None else ()  # else most of them are for a subparser to know
+        flags = dict.fromkeys(word.partition("=")[0] for word in given if word.startswith("--"))
+        near = {flag: difflib.get_close_matches(flag, known, n=1) for flag in flags if flag not in known}
+        hints = [f"\nunknown flag {flag}; did you mean {found[0]}?" for flag, found in near.items() if found]
+        super().error(message + "".join(hints))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if advice := suggestion(str(value), [str(choice) for choice in action.choices or ()]):
+                error.message += f"; {advice}"
+            raise
 
 
 class _Record(argparse.Action):

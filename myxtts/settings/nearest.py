@@ -1,12 +1,36 @@
-"""What to say about a key, section or flag that does not exist: the nearest one that does."""
+"""What to say about a key, section, flag or choice that does not exist: the nearest one that does."""
 
 import difflib
+import re
 from collections.abc import Collection, Sequence
 
+from myxtts.config import LANGUAGE_NAMES
 from myxtts.settings.table import canonical, specs
 
 CONFIG_FLAG = "--config"
 """The flag that names the YAML file: the only one that is not a setting."""
+_SYNONYMS = {name.lower(): code for code, name in LANGUAGE_NAMES.items()}
+_SYNONYMS |= {"farsi": "fa", "mandarin": "zh", "large": "big", "medium": "normal", "base": "normal"}
+"""Words for choices that are spelt otherwise."""
+_GIGABYTES = re.compile(r"(\d{1,6})\s*g(i?b)?")
+
+
+def suggestion(word: str, choices: Sequence[str]) -> str:
+    """What to take instead of a word that is no choice, as advice; "" if nobody can tell.
+
+    `zh-cn` and `en_US` mean their language. Of cards the next smaller one fits; the most similar would not.
+    """
+    word = word[:60].lower().strip()
+    if (asked := _GIGABYTES.fullmatch(word)) and all(map(_GIGABYTES.fullmatch, choices)):
+        sizes = {int(choice.rstrip("gib")): choice for choice in choices}
+        if int(asked[1]) in sizes:
+            return f"did you mean {sizes[int(asked[1])]}?"
+        fitting = max((size for size in sizes if size < int(asked[1])), default=None)
+        return f"take {sizes[fitting]}, the next smaller" if fitting else ""
+    words = {choice: choice for choice in choices} | {w: c for w, c in _SYNONYMS.items() if c in choices}
+    base = word.replace("_", "-").partition("-")[0]
+    near = [base] if base in words else difflib.get_close_matches(word, words, n=1)
+    return f"did you mean {words[near[0]]}?" if near else ""
 
 
 def _nearest(word: str, known: Collection[str]) -> str:

@@ -7,6 +7,7 @@ Does not look at the machine or the corpus: what `hints` needs to know of them i
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, STAGES, Settings
@@ -72,7 +73,13 @@ def apply(loaded: Loaded) -> tuple[Loaded, list[str]]:
     loaded = _filled(loaded, f"optimization level {level}", bundle(level), lines)
     if name is not None:
         loaded = _filled(loaded, f"preset {name}", preset(name), lines)
+    if loaded.settings.data.train_data is None and not loaded.is_set("training.checkpoint_dir"):
+        loaded = _filled(loaded, "embedded corpus", {"training.checkpoint_dir": DEMO_FOLDER}, lines)
     return loaded, lines
+
+
+DEMO_FOLDER = Path("demo")
+"""For runs on the embedded corpus: the user's first own training must not meet one in the default folder."""
 
 
 DEMO = {
@@ -104,7 +111,10 @@ def apply_demo(loaded: Loaded, *, on_gpu: bool = False) -> tuple[Loaded, list[st
     if any(loaded.is_set(f"training.{name}") for name in ("epochs", "max_steps", "dvae_steps", "decoder_steps")):
         return loaded, []
     lines = ["No --train-data given: a short demonstration on the embedded corpus"]
-    return _filled(loaded, "demonstration", DEMO_ON_GPU if on_gpu else DEMO, lines), lines
+    values = dict(DEMO_ON_GPU if on_gpu else DEMO)
+    if "decoder" not in (loaded.settings.training.stages or ()):
+        del values["training.decoder_steps"]
+    return _filled(loaded, "demonstration", values, lines), lines
 
 
 def _filled(loaded: Loaded, source: str, values: Mapping[str, Any], lines: list[str]) -> Loaded:
@@ -255,10 +265,7 @@ def _limits(settings: Settings, num_clips: int) -> dict[str, int]:
     of_epochs = max(num_batches // training.gradient_accumulation_steps, 1)
     is_step_bound = training.max_steps is not None and training.max_steps <= of_epochs
     shared = ("--max-steps", training.max_steps) if is_step_bound else ("--epochs", of_epochs)
-    own = {
-        "dvae": ("--dvae-steps", training.dvae_steps),
-        "decoder": ("--decoder-steps", training.decoder_steps),
-    }
+    own = {"dvae": ("--dvae-steps", training.dvae_steps), "decoder": ("--decoder-steps", training.decoder_steps)}
     stages = training.stages or (STAGES if training.init_from is None else ("gpt",))
     ends = [own[stage] if stage in own and own[stage][1] is not None else shared for stage in stages]
     return {flag: total for flag, total in ends if total is not None}

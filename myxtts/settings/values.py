@@ -3,13 +3,12 @@
 Knows a setting's row of the table; neither files nor flags, nor any other setting.
 """
 
-import difflib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from myxtts.settings.nearest import suggestion
 from myxtts.settings.table import Spec, expected
 
 _LARGEST_WHOLE_NUMBER = 10**15
@@ -50,7 +49,7 @@ def converted(spec: Spec, raw: Any, text_is_parsed: bool) -> Any:
         quoted = isinstance(raw, str) and not isinstance(_parsed(spec, raw), str)
         raise _unfit(spec, shown(raw), quoted=quoted)
     if spec.choices and raw not in spec.choices:
-        raise _unfit(spec, shown(raw), near=_close(raw, spec.choices))
+        raise _unfit(spec, shown(raw), advice=suggestion(raw, spec.choices))
     if spec.kind in (int, float) and not _within_limits(spec, raw):
         raise _unfit(spec, shown(raw))
     return raw
@@ -59,13 +58,6 @@ def converted(spec: Spec, raw: Any, text_is_parsed: bool) -> Any:
 def _is_of_kind(spec: Spec, raw: Any) -> bool:
     # To Python, and to nobody else, true is the whole number 1.
     return isinstance(raw, spec.kind) and (spec.kind is bool or not isinstance(raw, bool))
-
-
-def _close(word: str, choices: Sequence[str]) -> list[str]:
-    """The choice that was probably meant, if any; `zh-cn` and `en_US` mean their language."""
-    word = word[:60].lower()
-    base = word.replace("_", "-").partition("-")[0]
-    return [base] if base in choices else difflib.get_close_matches(word, choices, n=1)
 
 
 def _within_limits(spec: Spec, number: float) -> bool:
@@ -106,20 +98,18 @@ def _converted_list(spec: Spec, raw: Any) -> tuple[str, ...]:
         if not isinstance(item, str):
             raise _unfit(spec, f"{shown(item)} in the list")
         if item not in spec.choices:
-            raise _unfit(spec, f"{shown(item)} in the list", near=_close(item, spec.choices))
+            raise _unfit(spec, f"{shown(item)} in the list", advice=suggestion(item, spec.choices))
     if list(items) != [choice for choice in spec.choices if choice in items]:
         raise _unfit(spec, f"the list {', '.join(items)}")
     return tuple(items)
 
 
-def _unfit(spec: Spec, found: str, *, near: Sequence[str] = (), quoted: bool = False) -> Unfit:
-    if near:
-        advice = f"did you mean {near[0]}?"
-    elif quoted:
+def _unfit(spec: Spec, found: str, *, advice: str = "", quoted: bool = False) -> Unfit:
+    if quoted:
         advice = "write it without quotes"
-    elif spec.default is None:
+    elif not advice and spec.default is None:
         advice = "leave it out for the default"
-    else:
+    elif not advice:
         advice = f"the default is {shown(spec.default)}"
     return Unfit(f"found {found}, expected {expected(spec)}; {advice}")
 

@@ -109,7 +109,7 @@ class Speech:
 def check_output(path: Path) -> None:
     """Raise an error, before anything is computed, if speech cannot be written under that name."""
     if path.suffix.lower() not in _FORMATS:
-        raise ConfigError(f"{path} has no extension of a file speech is written to: {' or '.join(_FORMATS)}")
+        raise ConfigError(f"{path}: speech is written as WAV or FLAC; name a file that ends in .wav or .flac")
 
 
 def check_manner(sampling: Sampling, speed: float, num_attempts: int, seed: int | None) -> None:

@@ -25,6 +25,7 @@ from myxtts.model.xtts import XTTS
 from myxtts.synthesis.griffin_lim import GriffinLim
 from myxtts.synthesis.reading import Limits, Reader, Script
 from myxtts.synthesis.speech import (
+    OWN_SAMPLING,
     PUBLISHED_SAMPLING,
     Report,
     SentenceReport,
@@ -40,7 +41,7 @@ from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, HifiGan
 from myxtts.synthesis.voices import Listener, Voice
 from myxtts.synthesis.writer import Writers
 from myxtts.text.tokenizer import Tokenizer
-from myxtts.weights import load_folder
+from myxtts.weights import Provenance, load_folder
 
 VocoderName = Literal["hifigan", "griffin-lim"]
 NUM_ATTEMPTS = 3
@@ -61,9 +62,13 @@ def usable_vocoder(fresh_parts: Collection[str], wanted: VocoderName | None = No
     for name in names:
         if not set(needed[name]) & set(fresh_parts):
             return name
-    missing = ", ".join(part for name in names for part in needed[name] if part in fresh_parts)
+    words = {_DECODER: "decoder", _SPEAKER: "speaker encoder", _DVAE: "dvae"}
+    missing = [words[part] for name in names for part in needed[name] if part in fresh_parts]
+    stages = " or ".join(f"--stages {name}" for name in missing if name != words[_SPEAKER]) or "--stages decoder"
+    other = " or use --vocoder griffin-lim" if wanted == "hifigan" and _DVAE not in fresh_parts else ""
     raise UnreadableWeights(
-        f"The model has no {missing}: nothing turns its codes into sound ({' or '.join(names)})."
+        f"The {' and the '.join(missing)} of this model {'is' if len(missing) == 1 else 'are'} not trained, so "
+        f"nothing turns its codes into sound: train it ({stages}){other}."
     )
 
 
@@ -109,7 +114,28 @@ class Synthesizer:
         """The synthesizer of an XTTS-v2 folder; without a trained decoder there it speaks by Griffin-Lim."""
         loaded = load_folder(folder)
         name = usable_vocoder(loaded.fresh_parts, vocoder)
-        return cls(loaded.model, loaded.vocabulary, device, vocoder=name)
+        return cls.suited(loaded.model, loaded.vocabulary, device, loaded.provenance, name)
+
+    @classmethod
+    def suited(
+        cls,
+        model: XTTS,
+        vocabulary: Tokenizer,
+        device: torch.device,
+        provenance: Provenance,
+        vocoder: VocoderName,
+    ) -> Synthesizer:
+        """A synthesizer that asks no more of a model than it was trained for."""
+        own = provenance.from_scratch
+        return cls(
+            model,
+            vocabulary,
+            device,
+            vocoder=vocoder,
+            limits=Limits(provenance.max_text_length, provenance.max_mel_frames // 4) if own else None,
+            use_phonemes=provenance.use_phonemes,
+            sampling=OWN_SAMPLING if own else PUBLISHED_SAMPLING,
+        )
 
     @property
     def fingerprint(self) -> str:

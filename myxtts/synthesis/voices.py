@@ -15,13 +15,12 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 
-from myxtts.audio import Pcm, UnusableAudio, decode, trim_silence
+from myxtts.audio import SILENCE, Pcm, UnusableAudio, decode, is_silent, trim_silence
 from myxtts.checkpoint import read_tensors, write_tensors
 from myxtts.config import CONDITIONING_TOKENS, SAMPLE_RATE
 from myxtts.errors import ConfigError, DatasetError
@@ -33,8 +32,8 @@ CHUNK_SECONDS, LEAST_CHUNK_SECONDS, HEARD_SECONDS = 4, 0.33, 30
 LONGEST_SECONDS = 600
 """A longer file is no reference but a recording session."""
 SHORTEST_SECONDS, ENOUGH_SECONDS = 1.0, 3.0
-SILENCE, SILENCE_DB = 100, 40.0
-"""Loudest sample of a silent file, of 32768; and how far below its loudest part speech has ended."""
+SILENCE_DB = 40.0
+"""How far below its loudest part speech has ended."""
 PUBLISHED_FILE = "speakers_xtts.pth"
 _NAME = re.compile(r"[^\W_][\w .'-]*")
 _FINGERPRINTED = 65536
@@ -95,11 +94,10 @@ def read_references(files: Sequence[Path]) -> tuple[list[Pcm], list[str]]:
         try:
             pcm = decode(path, SAMPLE_RATE, LONGEST_SECONDS)
         except UnusableAudio as error:
-            problems.append(f"{path}: {error.reason} ({error.detail})")
+            problems.append(f"{path}: {_plainly(path, error)}")
             continue
-        centred = (pcm - np.rint(pcm.mean())).astype(np.int32)
         seconds = len(trim_silence(pcm, SAMPLE_RATE, SILENCE_DB)) / SAMPLE_RATE
-        if np.abs(centred).max(initial=0) < SILENCE:
+        if is_silent(pcm):
             problems.append(f"{path}: silent (no sample reaches {SILENCE} of 32768)")
         elif seconds < SHORTEST_SECONDS:
             problems.append(f"{path}: too short ({seconds:.2f} s of sound, at least {SHORTEST_SECONDS:.0f} s)")
@@ -117,6 +115,13 @@ def read_references(files: Sequence[Path]) -> tuple[list[Pcm], list[str]]:
             f"the reference holds only {speech_seconds:.1f} s of sound; 6 s or more catch a voice far better"
         )
     return recordings, notes
+
+
+def _plainly(path: Path, error: UnusableAudio) -> str:
+    """Why a file that a user named cannot be heard."""
+    if path.is_dir():
+        return "is a folder; name a recording in it"
+    return f"{error.reason} ({error.detail})" if path.exists() else "there is no such file"
 
 
 def _chunks(waves: Sequence[Tensor]) -> list[Tensor]:

@@ -77,7 +77,9 @@ class Tokenizer:
         file = path / FILE_NAME if path.is_dir() else path
         try:
             text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise DatasetError(f"The vocabulary {file} cannot be read: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
             raise DatasetError(f"The vocabulary {file} cannot be read: {error}") from error
         return cls(text, source=str(file))
 

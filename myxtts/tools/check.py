@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from myxtts.assembly.folder import RunFolder
+from myxtts.assembly.identity import require_same_run
 from myxtts.config import SAMPLE_RATE
 from myxtts.devices import Machine
-from myxtts.errors import DatasetError
+from myxtts.errors import DatasetError, MyXTTSError
 from myxtts.observe.findings import Finding, Level
 from myxtts.settings import Loaded, presets
 from myxtts.settings.table import specs
@@ -36,6 +38,7 @@ CODES = {
     "buffers": "batches that wait, against the memory",
     "preset": "settings known to be good on this card",
     "weights": "the weights and the vocabulary that training starts from",
+    "run": "the run in the folder can be continued with these settings",
     "corpus": "the corpus is there and readable",
     "prepared": "the corpus is in the cache already",
     "disk-cache": "room on the disk for the prepared corpus",
@@ -105,6 +108,22 @@ def weights(case: Case) -> Finding:
             return Finding("weights", "fail", f"{key} = {path}: there is no such file or folder", "", fix)
     source = case.training.init_from
     return Finding("weights", "pass", f"Starts from {source}" if source else "Starts from scratch")
+
+
+def run(case: Case) -> Finding:
+    """Whether training would continue what is in its folder, or refuse to."""
+    folder = RunFolder(case.training.checkpoint_dir)
+    if not folder.has_begun:
+        return Finding("run", "pass", f"A new run in {folder.folder}")
+    if case.training.reset_training:
+        return Finding("run", "pass", f"Starts over in {folder.folder}; the run there is put aside")
+    try:
+        require_same_run(case.loaded.settings, folder, case.prepared)
+    except MyXTTSError as error:
+        what, *why = str(error).splitlines()
+        fix = why.pop() if why else "keep the two apart with --checkpoint-dir DIR, or give --reset-training"
+        return Finding("run", "fail", what.rstrip(":"), "; ".join(line.strip() for line in why), fix)
+    return Finding("run", "pass", f"Continues the run in {folder.folder}")
 
 
 def corpus(case: Case) -> Finding:
@@ -220,6 +239,7 @@ QUESTIONS: Sequence[Callable[[Case], Finding]] = (
     check_settings.buffers,
     check_settings.preset,
     weights,
+    run,
     corpus,
     prepared,
     disk_cache,

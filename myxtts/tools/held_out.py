@@ -5,6 +5,7 @@ Chooses; neither speaks nor writes. Held out is what the training held out: the 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ RECORDING, REFERENCE = "recording", "reference"
 """Folders of held-out clips and of training clips."""
 REFERENCE_SECONDS, REFERENCES_A_SPEAKER = 6.0, 4
 """The length that references are chosen near to, and how many of a speaker take turns."""
+_log = logging.getLogger(__name__)
 _UNSAFE = re.compile(r"[^\w.-]+")
 
 
@@ -91,11 +93,18 @@ def held_out(
         raise ConfigError(f"No held-out sentence is in {language!r}; there are some in {found}")
     known = _references(prepared)
     turns: Counter[int] = Counter()
+    passed_over: Counter[str] = Counter()
     chosen: list[tuple[int, Sentence]] = []
     for at, name in enumerate(val.names):
         speaker = int(val.speakers[at])
         own = [clip for clip in known[speaker] if clip.clips is not val or clip.at != at]
-        if name not in texts or not own or language not in (None, spoken[at]):
+        obstacles = {
+            "in another language": language not in (None, spoken[at]),
+            "said by a training clip too": name not in texts,
+            "without another clip of its speaker": not own,
+        }
+        if obstacle := next((reason for reason, holds in obstacles.items() if holds), ""):
+            passed_over[obstacle] += 1
             continue
         turn = turns[speaker]
         turns[speaker] += 1
@@ -114,6 +123,10 @@ def held_out(
             f"None of the {len(val)} held-out clips can be used as it has no reference, which is another clip of "
             "the same speaker. Is the speaker column of the metadata right?"
         )
+    if len(chosen) < num_sentences:
+        reasons = "".join(f", {count} {reason}" for reason, count in passed_over.items())
+        asked = f"{len(chosen)} of the {num_sentences} sentences asked for"
+        _log.warning("%s: the run holds out %d clips%s", asked, len(val), reasons)
     chosen.sort(key=lambda one: one[0])
     return [sentence for _, sentence in chosen[:num_sentences]]
 
@@ -125,9 +138,11 @@ def _unseen_texts(prepared: Prepared, data: DataSettings) -> dict[str, str]:
     seen = {train[name] for name in prepared.train.names if name in train}
     unseen = {name: val[name] for name in prepared.val.names if name in val and val[name] not in seen}
     if not unseen:
+        count = len(prepared.val)
+        which = "The only held-out sentence" if count == 1 else f"Each of the {count} held-out sentences"
         raise DatasetError(
-            f"Each of the {len(prepared.val)} held-out sentences is said by a training clip too: an evaluation on "
-            "them would only show what was learnt by heart. Hold out others (--val-data, metadata_eval.csv)."
+            f"{which} is said by a training clip too: an evaluation "
+            "would only show what was learnt by heart. Hold out others (--val-data, metadata_eval.csv)."
         )
     return unseen
 

@@ -7,6 +7,7 @@ and over, which is what a perfect feed would give. Judges nothing (`observe.verd
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -55,6 +56,8 @@ MOST_CPU_S = 30.0
 SLOW_STEP_S = 2.0
 """A step beyond which its forward and backward passes are not told apart: that takes some steps more."""
 DECODED_FILES = 16
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -148,10 +151,12 @@ def profile(
     on_gpu = bool(machine.gpus)
     if data_only:
         num_batches = num_steps if on_gpu else min(num_steps, CPU_BATCHES)
+        _log.info("Looking at texts and recordings, then taking %d batches", num_batches)
         analysis = analyse(loaded, prepared, stage=stage, num_batches=num_batches, step_ms=step_ms)
         device = "GPU" if on_gpu else "CPU"
         return Profile(stage, device, num_batches, loaded.settings.data.batch_size, data=analysis)
     with set_apart(prepared) as apart:
+        _log.info("Setting up the stage %s as a training would", stage)
         rehearsal = NotedRehearsal(loaded, apart, stage)
         return _profile(rehearsal, loaded, apart, machine, num_steps, kernels)
 
@@ -161,20 +166,25 @@ def _profile(
 ) -> Profile:
     plan = rehearsal.plan
     on_gpu = plan.model.type == "cuda"
-    first = rehearsal.measure(min(num_steps, FIRST_STEPS_GPU if on_gpu else FIRST_STEPS_CPU), traced=True)
+    first_steps = min(num_steps, FIRST_STEPS_GPU if on_gpu else FIRST_STEPS_CPU)
+    _log.info("Training %d steps as in the first epoch", first_steps)
+    first = rehearsal.measure(first_steps, traced=True)
     step_s, notes = first.seconds / len(first.times), []
     affordable = max(int(MOST_CPU_S / step_s), FIRST_STEPS_CPU)
     if not on_gpu and affordable < num_steps:
         notes.append(f"{affordable} of {num_steps} steps were measured, for one takes {step_s:.1f} s on this CPU")
         num_steps = affordable
+    _log.info("Training at least %d steps as in every later epoch, about %.0f s", num_steps, num_steps * step_s)
     rehearsal.fill_codes()  # the first pass computed those of a few batches only
     indices = sorted({device.index for device in (plan.data, plan.model) if device.index is not None})
     with Sampler(indices) as sampler:
         measured = rehearsal.steady(num_steps)
         readings, no_readings = sampler.samples(), sampler.reason if on_gpu else "This machine has no GPU"
     trace = rehearsal.trace
+    _log.info("Training %d steps on one batch, as if the feed were perfect", num_steps)
     replayed = rehearsal.measure(num_steps, replay=True, traced=True)
     view = kernel_view(rehearsal) if kernels or on_gpu else None  # only kernels show that the host waits
+    _log.info("Drawing conclusions")
     evidence = _evidence(rehearsal, loaded, prepared, measured, replayed)
     evidence = replace(evidence, readings=readings, no_readings=no_readings, num_gpus=len(machine.gpus))
     if view is not None:

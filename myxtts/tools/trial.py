@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from myxtts.assembly.identity import require_source
 from myxtts.config import Settings
 from myxtts.data.clips import Prepared
 from myxtts.data.fill import Progress
@@ -68,6 +69,7 @@ Measure = Callable[[Loaded], Trial]
 
 def prepare_corpus(settings: Settings, progress: Progress | None = None) -> Prepared:
     """The corpus as a new run would train on it."""
+    require_source(settings, None)
     data, source = settings.data, settings.training.init_from
     if data.tokenizer is None and source is not None:
         data = replace(data, tokenizer=source)
