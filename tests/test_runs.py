@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from myxtts.synthesis.griffin_lim import GriffinLim
 from myxtts.synthesis.speech import OWN_SAMPLING
 from myxtts.text.tokenizer import Tokenizer, extend
 from myxtts.tools.check import check
+from myxtts.training.recipes import DvaeRecipe
 from myxtts.weights import load_folder, save_folder
 
 __all__ = ["clips", "small"]
@@ -203,3 +205,27 @@ def test_the_best_gpt_can_be_had_instead_of_the_newest(
     assert main(["export", str(run), "--out", str(tmp_path / "none"), "--best"]) == 1
     assert "Leave out --best to use the newest" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "best"), "--out", str(tmp_path / "none"), "--best"]) == 2
+
+
+def test_a_run_that_has_not_reached_a_stage_goes_on_without_it(clips: Clips, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = "--dvae-steps 4 --save-step 1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DvaeRecipe, "after_step", interrupt_at(2))
+        assert train(run, clips(4), f"--stages dvae,gpt {flags}") == 130
+    assert not RunFolder(run).has_checkpoint("gpt")
+    assert train(run, clips(4), f"--stages dvae {flags}") == 0
+    assert newest(run, "dvae").step == 4
+    assert train(run, clips(4), f"--stages dvae,gpt {flags}") == 0
+
+
+def interrupt_at(last: int) -> Callable[..., None]:
+    """As if the process had been ended in this step."""
+    after_step = DvaeRecipe.after_step
+
+    def ended(self: DvaeRecipe, step: int) -> None:
+        if step == last:
+            raise KeyboardInterrupt
+        after_step(self, step)
+
+    return ended

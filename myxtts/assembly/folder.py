@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from myxtts.checkpoint import Tensors, UnreadableWeights, read_tensors, write_atomically, write_tensors
@@ -124,6 +125,15 @@ class RunFolder:
         """Whether no published weights are behind it, not even behind the run it was started from."""
         facts = self.started_with()
         return bool(facts.get("from_scratch", facts.get("training.init_from") is None))
+
+    def is_whole(self) -> bool:
+        """Whether every part of the model is on the disk: as it was at the start, or in a checkpoint."""
+        with safe_open(self.folder / BASE_FILE, "pt") as file:
+            kept = tuple(file.keys())
+        return all(
+            self.has_checkpoint(stage) or any(name.startswith(PREFIXES[stage]) for name in kept)
+            for stage in STAGES
+        )
 
     def untrained(self) -> list[str]:
         """Stages whose weights are random: trained neither here nor in what the run was started from."""

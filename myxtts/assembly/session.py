@@ -122,7 +122,7 @@ def _start(
     """
     training = settings.training
     in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
-    saved = has_begun and all(folder.has_checkpoint(stage) for stage in in_full)
+    saved = has_begun and folder.is_whole()
     _barrier(plan)
     model = None if saved else initial_model(settings, prepared.tokenizer)
     if plan.rank == 0:
