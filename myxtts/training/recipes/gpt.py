@@ -76,7 +76,7 @@ class GptRecipe(Recipe):
         return {"reference_voice": tensors["mel"][: int(tensors["num_frames"][0])].t(), "code_usage": counts}
 
     def regions(self) -> list[nn.Module]:
-        """Nearly all the arithmetic, in three kinds of modules: a graph of 30 layers takes two minutes to compile.
+        """Nearly all the arithmetic, in three kinds of modules: a graph of 30 layers compiles for over a minute.
 
         With few layers that is no matter, but what lies between them then is.
         """
