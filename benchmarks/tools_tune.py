@@ -35,12 +35,11 @@ from myxtts.tools.trial import Trial, prepare_corpus, try_out
 from myxtts.tools.tune import tune
 
 WITHIN, OF_THE_BEST = 0.15, 0.95
-RUN_S, NORMAL_RUN_S = 6.0, 15.0
+RUN_S, NORMAL_RUN_S = 3.0, 7.0
 """Seconds of a training that are measured; the epoch before them computes codes and is left out."""
-TUNE_MINUTES = 0.8
+TUNE_MINUTES = 0.6
 COMPILATION = "training.enable_xla_compilation"
 EAGER = {"training.enable_graph_mode": "false", "data.mixed_precision": "false", "data.batch_size": "16"}
-SERIAL = {"data.prefetch_to_gpu": "false", "data.optimize_cpu_gpu_overlap": "false", "data.batch_size": "16"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ BAD: Mapping[str, Bad] = {
         {"data.batch_size": "4", "data.num_workers": "1", "data.native_loading": "false"}, "flac", max_batch=16
     ),
     "eager-fp32": Bad(EAGER, "clips", max_batch=16),
-    "serial": Bad(SERIAL, "clips", max_batch=16),
+    "few-clips": Bad({"data.batch_size": "2"}, "clips", max_batch=32),
 }
 """By name. `max_batch` ends the search for a batch where the others begin, so that three fit into some minutes."""
 console = Console(width=150, highlight=False)
@@ -104,16 +103,7 @@ def tuned(folder: Path, names: list[str], size: str, on_gpu: bool) -> bool:
 def _row(field: Field, name: str, folder: Path, on_gpu: bool) -> tuple[list[str], bool]:
     started_at, bad = time.perf_counter(), BAD[name]
     loaded = field.settings(bad.flags, bad.corpus)
-    prepared = prepare_corpus(loaded.settings)
-    num_steps = tune_module.GPU_STEPS if on_gpu else tune_module.CPU_STEPS
-
-    def measure(candidate: Loaded) -> Trial:
-        """In this process: starting another one for each trial would take most of the time."""
-        _forget(on_gpu)
-        return try_out(candidate, prepared, "gpt", num_steps + candidate.settings.data.pipeline_buffer_size)
-
-    minutes = TUNE_MINUTES if on_gpu else 5.0
-    found = tune(loaded, prepared, minutes=minutes, max_batch=bad.max_batch, measure=measure, say=_say)
+    found = _tune(loaded, TUNE_MINUTES if on_gpu else 5.0, bad.max_batch, on_gpu)
     after = with_values(loaded, found.values)
     assert found.before is not None and found.after is not None and found.gain is not None
     speeds = [
@@ -133,6 +123,18 @@ def _row(field: Field, name: str, folder: Path, on_gpu: bool) -> tuple[list[str]
         f"{speeds[0]:,.0f}, {speeds[1]:,.0f} (tune: {told})",
         f"{time.perf_counter() - started_at:.0f}",
     ], right
+
+
+def _tune(loaded: Loaded, minutes: float, max_batch: int, on_gpu: bool) -> Tuning:
+    """All trials in this process: starting another one for each would take most of the time."""
+    num_steps = tune_module.GPU_STEPS if on_gpu else tune_module.CPU_STEPS
+
+    def measure(candidate: Loaded) -> Trial:
+        _forget(on_gpu)
+        return try_out(candidate, prepare_corpus(candidate.settings), "gpt", num_steps)
+
+    prepared = prepare_corpus(loaded.settings)
+    return tune(loaded, prepared, minutes=minutes, max_batch=max_batch, measure=measure, say=_say)
 
 
 def clips_per_s(loaded: Loaded, folder: Path, seconds: float, expected: float, on_gpu: bool) -> float:
@@ -156,22 +158,19 @@ def clips_per_s(loaded: Loaded, folder: Path, seconds: float, expected: float, o
 
 
 def tuned_normal(folder: Path, minutes: float) -> bool:
-    """The tuned `normal` against the best of batches chosen by hand; on a GPU, compiled, each trial apart."""
+    """The tuned `normal` against the best of batches chosen by hand; on a GPU, compiled."""
     os.chdir(folder)
     field = Field(folder, "normal", on_gpu=True, compiled=True)
-    start = field.settings({"data.batch_size": "32", "data.model_start_delay": "2"}, "clips")
-    prepared = prepare_corpus(start.settings)
-    found = tune(start, prepared, minutes=minutes, max_batch=256, say=_say)
+    start = field.settings({"data.batch_size": "32", "data.pipeline_buffer_size": "12"}, "clips")
+    found = _tune(start, minutes, max_batch=256, on_gpu=True)
     table = Table(title="`normal`: tuned against chosen by hand", title_justify="left")
     for column in ("settings", "clips/s in a training"):
         table.add_column(column)
     assert found.after is not None
     speeds: dict[str, float] = {}
-    for name, values in (
-        (f"tuned: {_listed(found)}", found.values),
-        ("by hand: 64 clips", {"data.batch_size": 64}),
-        ("by hand: 128 clips", {"data.batch_size": 128}),
-    ):
+    by_hand = [{"data.batch_size": size} for size in (64, 128) if found.values != {"data.batch_size": size}]
+    for values in (found.values, *by_hand):
+        name = f"{'by hand' if speeds else 'tuned'}: {values or 'as they were'}"
         run = folder / f"run-{len(speeds)}"
         speeds[name] = clips_per_s(with_values(start, values), run, NORMAL_RUN_S, found.after.clips_per_s, True)
         table.add_row(name, f"{speeds[name]:,.0f}")

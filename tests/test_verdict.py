@@ -363,6 +363,37 @@ def test_roles_that_share_a_gpu_slow_each_other_down_without_any_gap() -> None:
     assert on_cpu.findings[1].code == "roles-compete" and "processor" in on_cpu.findings[1].why
 
 
+def test_a_copy_from_pageable_memory_that_keeps_the_program_from_launching_is_to_blame() -> None:
+    """As traced on a real GPU: between training and update nothing is launched until a later batch is copied."""
+    spans = [span("wait", "trainer", 0, 0, 0), span("train", "model lane", 0, 8, 0, True)]
+    for number in range(1, 60):
+        at = 34.0 * number
+        spans += [span("gather", f"gather-{number % 4}", at - 90, 4, number + 14)]
+        spans += [span("upload", "upload lane", at - 32, 31, number + 14, True)]
+        spans += [span("encode", "encode lane", at - 1, 3, number + 14, True)]
+        spans += [span("update", "model lane", at - 1, 2, number - 1, True)]
+        spans += [span("wait", "trainer", at + 1, 0, number), span("train", "model lane", at + 1, 8, number, True)]
+    replayed = [StepTime(number, 10.0, 0.0) for number in range(60)]
+    evidence = Evidence(spans=spans, data_gpu=0, model_gpu=0, replayed=replayed)
+    verdict = judge(replace(evidence, settings=settings(enhanced_gpu_prefetch=False)))
+    assert verdict.bound == "upload" and alarms(verdict)[0] == "upload-unpinned"
+    assert "roles-compete" not in alarms(verdict)
+    assert judge(evidence).bound == "host"
+
+
+def test_a_short_wait_behind_a_pause_does_not_explain_the_pause() -> None:
+    late = dict.fromkeys(range(20, 120, 20), 200.0)
+    replayed = [StepTime(number, 20.0, 0.0) for number in range(60)]
+    evidence = Line(late=late).evidence(settings=settings({"save_step": 20, "val_step": 1000}), replayed=replayed)
+    moved = [
+        part._replace(duration_us=us(3)) if part.name == "wait" and part.batch in late else part
+        for part in evidence.spans
+    ]
+    verdict = judge(replace(evidence, spans=moved))
+    assert {outlier.reason for outlier in verdict.outliers} == {"saving or validation"}
+    assert verdict.findings[0].code == "save-stall" and "roles-compete" not in alarms(verdict)
+
+
 def test_a_gpu_that_is_idle_beside_ready_batches_waits_for_the_host() -> None:
     verdict = judge(Line(late=dict.fromkeys(range(120), 8.0)).evidence())
     assert verdict.bound == "host" and verdict.findings[0].code == "host-late"

@@ -92,17 +92,26 @@ def _feed(facts: Facts) -> Weighed:
         if share >= WORTH_A_WORD:
             yield share, feed_finding(facts, stage, share)
     yield from _drained(facts)
-    if facts.evidence.replayed and facts.headspace is not None and not facts.evidence.is_dual:
-        slower = 1 - 1 / (facts.headspace * max(1 - facts.division.fed, 0.01))
-        if slower >= LEAST_LOSS:
-            gain, on_gpu = 1 / (1 - slower), facts.evidence.model_gpu is not None
-            where = "the GPU" if on_gpu else "the processor"
-            what = f"Training takes {percent(gain - 1)} longer beside the pipeline than alone."
-            remedy = Remedy("Codes are kept: the second epoch has less of this work.", gain=gain)
-            if facts.evidence.num_gpus > 1 and on_gpu:
-                remedy = second_gpu(facts, gain)
-            why = f"Data and model role share {where}, and their work takes turns."
-            yield slower, finding("roles-compete", "warn" if on_gpu else "info", what, why, remedy)
+    yield from _competition(facts)
+
+
+def _competition(facts: Facts) -> Weighed:
+    """Steps that take longer beside the pipeline than alone, waits and pauses left out."""
+    evidence, on_gpu = facts.evidence, facts.evidence.model_gpu is not None
+    if evidence.is_dual or not facts.work_alone_ms or not facts.work_ms:
+        return
+    slower = facts.division.busy * (1 - facts.work_alone_ms / facts.work_ms)
+    if slower < LEAST_LOSS:
+        return
+    gain, where = 1 / (1 - slower), "the GPU" if on_gpu else "the processor"
+    what = (
+        f"Training takes {percent(facts.work_ms / facts.work_alone_ms - 1)} longer beside the pipeline than alone."
+    )
+    remedy = Remedy("Codes are kept: the second epoch has less of this work.", gain=gain)
+    if evidence.num_gpus > 1 and on_gpu:
+        remedy = second_gpu(facts, gain)
+    why = f"Data and model role share {where}, and their work takes turns."
+    yield slower, finding("roles-compete", "warn" if on_gpu else "info", what, why, remedy)
 
 
 def _drained(facts: Facts) -> Weighed:

@@ -39,6 +39,8 @@ class Division:
 
     window: Interval = (0, 0)
     num_batches: int = 0
+    busy: float = 0.0
+    """Share of the time in which the model lane had work, whether or not a kernel ran."""
     shares: dict[str, float] = field(default_factory=dict)
     """compute; wait: for a batch; copy: for its way between memories; host: for the program; other: pauses."""
     waits: dict[str, float] = field(default_factory=dict)
@@ -47,8 +49,8 @@ class Division:
     """While the model waited for a stage: the share in which that stage was at work at all, on any batch."""
     pauses_ms: dict[str, float] = field(default_factory=dict)
     """Mean length of a pause, by what it was for."""
-    waited_for: dict[int, str] = field(default_factory=dict)
-    """Of the steps that waited: the stage that they waited for longest."""
+    waited_for: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Of the steps that waited: the stage that they waited for longest, and how many ms."""
 
     @property
     def fed(self) -> float:
@@ -65,7 +67,7 @@ def divide(evidence: Evidence) -> Division:
             return Division()
         idle = summary.idle_share
         shares = dict.fromkeys(SHARES, 0.0) | {"compute": 1 - idle, "wait": idle}
-        return Division(shares=shares, waits={UNKNOWN_STAGE: idle})
+        return Division(busy=1 - idle, shares=shares, waits={UNKNOWN_STAGE: idle})
     lane.follow()
     return lane.division()
 
@@ -98,7 +100,7 @@ class _ModelLane:
         self._at_work = {name: self._union(name) for name in DATA_STAGES}
         self._pauses = {name: self._union(name) for name in PAUSES}
         self._num_batches = sum(span.name == "train" for span in self.work)
-        self._in_the_way = self._spans_in_the_lane()
+        self._in_the_way = self._spans_in_the_way()
         self._copies_hold_up_encoding = self._has_slow_copies_in_the_lane()
 
     def follow(self) -> None:
@@ -119,20 +121,22 @@ class _ModelLane:
         kernel_share = 1.0 if told is None else min(told, 1.0)
         self._settle_unknown()
         waits = {stage: length_us(found) / total_us for stage, found in self._blamed.items()}
-        compute = kernel_share * self._busy_us / total_us
+        busy = self._busy_us / total_us
+        compute = kernel_share * busy
         copy = sum(share for stage, share in waits.items() if stage in COPIES)
-        host = length_us(self._idle["host"]) / total_us + (1 - kernel_share) * self._busy_us / total_us
+        host = length_us(self._idle["host"]) / total_us + (1 - kernel_share) * busy
         shares = {"compute": compute, "wait": sum(waits.values()) - copy, "copy": copy, "host": host}
         shares["other"] = max(1 - sum(shares.values()), 0.0)
         pauses = {name: merged(self._idle[name]) for name in PAUSES if self._idle[name]}
         return Division(
             window=(self._start_us, self._end_us),
             num_batches=self._num_batches,
+            busy=busy,
             shares=shares,
             waits=waits,
             at_work={stage: self._share_at_work(stage, found) for stage, found in self._blamed.items()},
             pauses_ms={name: length_us(found) / 1000 / len(found) for name, found in pauses.items()},
-            waited_for={step: max(found, key=lambda stage: found[stage]) for step, found in self._waited.items()},
+            waited_for={step: _longest_ms(found) for step, found in self._waited.items()},
         )
 
     def _look_into(self, gap: Interval, span: Span) -> None:
@@ -186,12 +190,16 @@ class _ModelLane:
         due = [name for name, setting in PAUSES.items() if span.batch % getattr(training, setting) == 0]
         return due[0] if due else "host"
 
-    def _spans_in_the_lane(self) -> dict[str, list[Interval]]:
-        """Work of the data role that runs in the model lane itself, because it was told not to overlap."""
+    def _spans_in_the_way(self) -> dict[str, list[Interval]]:
+        """Work of the data role that holds up the model lane, because it was told not to overlap.
+
+        The driver stages a copy from pageable memory in pieces, and no other thread launches kernels meanwhile.
+        """
         data = self._evidence.settings.data
-        if self._evidence.model_gpu is None or self._evidence.is_dual or data.optimize_cpu_gpu_overlap:
+        if self._evidence.model_gpu is None or self._evidence.is_dual:
             return {}
-        names = ["encode"] if data.enhanced_gpu_prefetch else ["encode", "upload"]
+        names = [] if data.optimize_cpu_gpu_overlap else ["encode"]
+        names += [] if data.enhanced_gpu_prefetch else ["upload"]
         return {name: self._at_work[name] for name in names}
 
     def _has_slow_copies_in_the_lane(self) -> bool:
@@ -209,6 +217,11 @@ class _ModelLane:
     def _share_at_work(self, stage: str, blamed: Sequence[Interval]) -> float:
         at_work_us = sum(length_us(_inside(self._at_work.get(stage, []), interval)) for interval in blamed)
         return at_work_us / max(length_us(blamed), 1)
+
+
+def _longest_ms(waited_us: dict[str, int]) -> tuple[str, float]:
+    stage = max(waited_us, key=lambda name: waited_us[name])
+    return stage, waited_us[stage] / 1000
 
 
 def _waits_of(work: Sequence[Span], waits: Sequence[Span]) -> dict[Span, Span]:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 from myxtts.observe.division import PAUSES, UNKNOWN_STAGE, Division, divide
 from myxtts.observe.evidence import (
@@ -80,6 +81,18 @@ class Facts:
         busy = self.division.shares["compute"] + self.division.shares["host"]
         return (end - start) / 1000 * busy / count if count else 0.0
 
+    @property
+    def work_ms(self) -> float:
+        """What the model lane does for a step, without any gap."""
+        start, end = self.division.window
+        steps_ms = (end - start) / 1000 or sum(step.step_ms for step in self.steps)
+        return self.division.busy * steps_ms / len(self.steps) if self.steps else 0.0
+
+    @property
+    def work_alone_ms(self) -> float:
+        """The same with one batch replayed; 0 when that was not measured."""
+        return median([step.step_ms - step.gap_ms for step in self.evidence.replayed] or [0.0])
+
     def gain_without(self, stage: str, period_ms: float = 0.0) -> float:
         """Speed if the model never waited for a stage, or one with such a period, as far as the others let it."""
         others = [time.period_ms for name, time in self.stages.items() if name not in (stage, *MODEL_STAGES)]
@@ -144,16 +157,17 @@ def _reasons(
     training = evidence.settings.training
 
     def reason_of(step: StepTime, median_ms: float) -> str:
-        waited = step.gap_ms > (step.step_ms - median_ms) / 2
+        most_ms = (step.step_ms - median_ms) / 2
+        stage, waited_ms = division.waited_for.get(step.step, ("", 0.0))
         if step.step in compiled_at:
             return "recompilation"
-        if waited and step.step in division.waited_for:
-            return f"{WAITED}{division.waited_for[step.step]}"
+        if waited_ms > most_ms:
+            return f"{WAITED}{stage}"
         if step.step > 0 and any(step.step % getattr(training, setting) == 0 for setting in PAUSES.values()):
             return "saving or validation"
         if recompilations and not compiled_at:
             return "recompilation"
-        return "the host was late" if waited else "unexplained"
+        return "the host was late" if step.gap_ms > most_ms else "unexplained"
 
     return reason_of
 

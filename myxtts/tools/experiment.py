@@ -139,6 +139,7 @@ class Experiment:
     def keep_if_faster(self, values: Mapping[str, Any], why: str) -> Trial | None:
         """Try values, and go on with them if they help; their trial, if they can be trained."""
         trial = self.attempt(values)
+        self.found.notes = [note for note in self.found.notes if not note.startswith(f"{_listed(values)} ")]
         if trial is not None and trial.clips_per_s >= self.least_gain * self.best.clips_per_s:
             self.keep(values, trial, why)
         elif trial is not None:

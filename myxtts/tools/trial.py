@@ -92,7 +92,7 @@ def try_out(loaded: Loaded, prepared: Prepared, stage: str, num_steps: int) -> T
             if num_steps > PROBE_STEPS:
                 step_s = (probe := rehearsal.measure(PROBE_STEPS)).seconds / len(probe.times)
                 num_steps = min(num_steps, max(int(MOST_S / step_s), PROBE_STEPS))
-            measured = rehearsal.measure(num_steps, traced=True)
+            measured = rehearsal.steady(num_steps)
     except torch.OutOfMemoryError as error:
         raise Refused(str(error).splitlines()[0], out_of_memory=True) from error
     except (PipelineError, ConfigError) as error:

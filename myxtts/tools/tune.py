@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from myxtts.assembly.folder import RunFolder
 from myxtts.data.clips import Prepared
@@ -34,19 +34,33 @@ WORKERS, CHECKPOINTING = "data.num_workers", "model.gradient_checkpointing"
 DATA_GPU, MODEL_GPU = "data.data_gpu", "data.model_gpu"
 BUFFERS = ("data.prefetch_buffer_size", "data.pipeline_buffer_size")
 LEVEL = "training.optimization_level"
-SWITCHES: Mapping[str, tuple[bool, bool, str]] = {
-    "training.enable_eager_debug": (False, False, "checking every operation is slow on purpose"),
-    "data.native_loading": (True, False, "batches come from the packed cache instead of being decoded each time"),
-    "data.pad_to_fixed_length": (True, False, "equal shapes are compiled once and launched as one graph"),
-    "training.enable_graph_mode": (True, True, "the step is launched as one graph"),
-    "training.enable_xla_compilation": (True, True, "compiled kernels read and write memory less often"),
-    "data.mixed_precision": (True, True, "bf16 uses the GPU's tensor cores"),
-    "data.prefetch_to_gpu": (True, False, "batches are prepared while the model trains"),
-    "data.enhanced_gpu_prefetch": (True, True, "copies from pinned memory run beside computation"),
-    "data.optimize_cpu_gpu_overlap": (True, True, "the data role works beside the training step"),
+
+
+class Switch(NamedTuple):
+    """A setting that is on or off."""
+
+    value: bool
+    """What it should be."""
+    needs_gpu: bool
+    """Whether only a GPU makes it matter."""
+    why: str
+    """It helps."""
+
+
+SWITCHES: Mapping[str, Switch] = {
+    "training.enable_eager_debug": Switch(False, False, "checking every operation is slow on purpose"),
+    "data.native_loading": Switch(
+        True, False, "batches come from the packed cache instead of being decoded each time"
+    ),
+    "data.pad_to_fixed_length": Switch(True, False, "equal shapes are compiled once and launched as one graph"),
+    "training.enable_graph_mode": Switch(True, True, "the step is launched as one graph"),
+    "training.enable_xla_compilation": Switch(True, True, "compiled kernels read and write memory less often"),
+    "data.mixed_precision": Switch(True, True, "bf16 uses the GPU's tensor cores"),
+    "data.prefetch_to_gpu": Switch(True, False, "batches are prepared while the model trains"),
+    "data.enhanced_gpu_prefetch": Switch(True, True, "copies from pinned memory run beside computation"),
+    "data.optimize_cpu_gpu_overlap": Switch(True, True, "the data role works beside the training step"),
 }
-"""What a switch should be, whether only a GPU makes it matter, and why it helps; in this order, for what products
-cost does not show while the host is still busy launching them."""
+"""In this order, for what products cost does not show while the host is still busy launching them."""
 CODES = {
     "tune-several-gpus": "More GPUs than are used: what training on all of them with torchrun would bring.",
     "tune-second-gpu": "What a second GPU would bring, reckoned from the measured times of the stages.",
@@ -71,8 +85,7 @@ def tune(
     started_at = time.monotonic()
     ends_at = started_at + 60 * minutes
     if measure is None:
-        buffered = loaded.settings.data.pipeline_buffer_size
-        measure = partial(_measure_until, ends_at, stage, GPU_STEPS + buffered if machine.gpus else CPU_STEPS)
+        measure = partial(_measure_until, ends_at, stage, GPU_STEPS if machine.gpus else CPU_STEPS)
     most = max_batch or (MAX_BATCH_GPU if machine.gpus else MAX_BATCH_CPU)
     experiment = Experiment(loaded, measure, machine, ends_at, say)
     _search(experiment, _BatchSearch(experiment, min(most, len(prepared.train))))
@@ -109,9 +122,20 @@ def _try_switches(experiment: Experiment) -> None:
     if level == "basic" and on_gpu:
         values = {LEVEL: "enhanced"} | {key: specs()[key].default for key in presets.bundle(level)}
         experiment.keep_if_faster(values, "the step is compiled and launched as one graph")
-    for key, (value, needs_gpu, why) in SWITCHES.items():
-        if experiment.value(key) != value and (on_gpu or not needs_gpu):
+    pending = [key for key, switch in SWITCHES.items() if on_gpu or not switch.needs_gpu]
+    while pending:
+        refused: list[str] = []
+        again: list[str] = []
+        for key in pending:
+            value, _, why = SWITCHES[key]
+            if experiment.value(key) == value:
+                continue
             experiment.keep_if_faster({key: value}, why)
+            if experiment.value(key) == value:  # what was no help before may be one now
+                again, refused = [*again, *refused], []
+            else:
+                refused.append(key)
+        pending = again
 
 
 def _try_feed(experiment: Experiment) -> None:
