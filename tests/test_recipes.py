@@ -18,7 +18,7 @@ from myxtts.model.discriminators import Discriminators, Resolution
 from myxtts.model.dvae import DVAE
 from myxtts.model.gpt import GPT
 from myxtts.model.lora import add_adapters
-from myxtts.model.packing import GPTDims, packed_length
+from myxtts.model.packing import AUDIO, GPTDims, PackedBatch, packed_length
 from myxtts.model.speaker import SpeakerEncoder
 from myxtts.model.vocoder import HifiGanDecoder, num_samples
 from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
@@ -339,6 +339,21 @@ def test_label_smoothing_is_for_training_only() -> None:
     sizes = sizes_of(batch)
     assert not torch.allclose(smoothed(batch, sizes)["audio_loss"], plain(batch, sizes)["audio_loss"])
     torch.testing.assert_close(smoothed.evaluate(batch, sizes), plain.evaluate(batch, sizes))
+
+
+def test_noise_replaces_codes_that_are_heard_in_training_and_no_others() -> None:
+    (batch,) = with_totals([gpt_batch()])
+    plain, noisy = make("gpt"), make("gpt", code_noise=0.5)
+    sizes, heard = sizes_of(batch), list[PackedBatch]()
+    noisy.gpt.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))
+    noisy(batch, sizes)
+    torch.testing.assert_close(noisy.evaluate(batch, sizes), plain.evaluate(batch, sizes))
+    trained, evaluated = heard
+    differs = trained.token != evaluated.token
+    codes = (evaluated.kind == AUDIO) & (evaluated.token < noisy.gpt.dims.num_codes)
+    assert 0.3 < float(differs[codes].float().mean()) < 0.7 and not differs[~codes].any()
+    assert (trained.token[codes] < noisy.gpt.dims.num_codes).all()
+    assert torch.equal(trained.targets, evaluated.targets)
 
 
 def test_only_what_sizes_say_is_read() -> None:

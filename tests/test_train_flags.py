@@ -202,18 +202,19 @@ def see_preset(run: Observe) -> None:
     assert len(seen.shapes) == 2 * 2
 
 
-def see_dropout_and_smoothing(run: Observe) -> None:
+def see_regularisation(run: Observe) -> None:
     first_losses = {
         flags: losses(run(f"--stages gpt --max-steps 1 {flags}").folder)[0]
-        for flags in ("", "--dropout 0.5", "--label-smoothing 0.3")
+        for flags in ("", "--dropout 0.5", "--label-smoothing 0.3", "--code-noise 0.5")
     }
-    assert len(set(first_losses.values())) == 3
+    assert len(set(first_losses.values())) == 4
 
 
 OBSERVED: dict[str, Callable[[Observe], None]] = {
     "model.size": see_model_size,
-    "model.dropout": see_dropout_and_smoothing,
-    "training.label_smoothing": see_dropout_and_smoothing,
+    "model.dropout": see_regularisation,
+    "training.label_smoothing": see_regularisation,
+    "training.code_noise": see_regularisation,
     "data.train_data": see_train_data,
     "data.val_data": see_val_data,
     "data.language": see_language,

@@ -196,7 +196,8 @@ def make_recipe(task: StageTask, model: XTTS) -> Recipe:
             # Adapters cannot teach the model what a new token is.
             new_tokens = ("text_embedding", "text_head") if task.has_grown_vocabulary else ()
             add_adapters(model.gpt, settings.model.lora_rank, train_also=new_tokens)
-        return GptRecipe(model.gpt, world_size, settings.training.label_smoothing)
+        training = settings.training
+        return GptRecipe(model.gpt, world_size, training.label_smoothing, code_noise=training.code_noise)
     model.hifigan_decoder.waveform_decoder.requires_grad_(True)
     scale = min(model.dims.vocoder_channels / SIZES["normal"].vocoder_channels, 1.0)
     judges = Discriminators(  # judges far stronger than the generator teach it nothing, and take all the time

@@ -12,7 +12,7 @@ from myxtts.data.crops import MAX_CROP_FRAMES
 from myxtts.data.layout import Sizes
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import GPT, Losses
-from myxtts.model.packing import pack
+from myxtts.model.packing import AUDIO, PackedBatch, pack
 from myxtts.training.losses import Totals, mean_of
 from myxtts.training.recipes.recipe import Recipe, Tensors
 
@@ -40,12 +40,13 @@ class GptRecipe(Recipe):
         text_weight: float = 0.01,
         audio_weight: float = 1.0,
         max_frames: int = MAX_CROP_FRAMES,
+        code_noise: float = 0.0,
     ) -> None:
         super().__init__(world_size)
         self.gpt = gpt
         self.label_smoothing = label_smoothing
         self.text_weight, self.audio_weight = text_weight, audio_weight
-        self.max_frames = max_frames
+        self.max_frames, self.code_noise = max_frames, code_noise
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         losses, totals = self._losses(tensors, sizes, self.label_smoothing), Totals.of(tensors)
@@ -97,5 +98,13 @@ class GptRecipe(Recipe):
         codes = tensors["codes"][:, : math.ceil(sizes.samples / SAMPLES_PER_CODE)]
         tokens = (ids, tensors["num_ids"], codes, tensors["num_codes"])
         packed = pack(self.gpt.dims, frames, *tokens, budget=sizes.tokens, weights=tensors["weights"])
+        if self.training and self.code_noise:
+            packed = packed._replace(token=self._noisy(packed))
         losses: Losses = self.gpt(packed, label_smoothing)
         return losses
+
+    def _noisy(self, packed: PackedBatch) -> Tensor:
+        """What the GPT hears, with other codes in some places; what it shall say stays."""
+        is_code = (packed.kind == AUDIO) & (packed.token < self.gpt.dims.num_codes)
+        is_other = is_code & (torch.rand(packed.token.shape, device=packed.token.device) < self.code_noise)
+        return torch.where(is_other, torch.randint_like(packed.token, self.gpt.dims.num_codes), packed.token)
