@@ -42,6 +42,7 @@ def main() -> int:
     command = commands.add_parser("commands")
     command.add_argument("--match", default="", help="only commands that hold this text")
     command.add_argument("--at-once", type=int, default=6, help="commands that run beside each other")
+    command.add_argument("--keep", type=Path, help="file for all that they print")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="myxtts-tools-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -56,7 +57,7 @@ def main() -> int:
             return int(not tuned(folder, names, options.size, options.device != "cpu"))
         if options.command == "overhead":
             return int(not overhead(folder, options.size, options.batch, options.seconds, not options.no_compile))
-        return int(not run_commands(folder, options.match, options.at_once))
+        return int(not run_commands(folder, options.match, options.at_once, options.keep))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Ended:
     output: str
 
 
-def run_commands(folder: Path, match: str, at_once: int) -> bool:
+def run_commands(folder: Path, match: str, at_once: int, keep: Path | None) -> bool:
     """Run them, some beside each other; whether all ended as they should."""
     chosen = [command for command in COMMANDS if match in command.line]
     num_gpus = torch.cuda.device_count()
@@ -116,6 +116,9 @@ def run_commands(folder: Path, match: str, at_once: int) -> bool:
             lines = [line for line in ended.output.splitlines() if line.strip()]
             for line in lines[:SHOWN_LINES] if right else lines[-3 * SHOWN_LINES :]:
                 console.print("   ", line[:140], markup=False)
+            if keep is not None:
+                with keep.open("a", encoding="utf-8") as file:
+                    file.write(f"$ python {command.line} {command.more}\n{ended.output}\n[exit {ended.code}]\n\n")
     console.print(table)
     console.print(f"{len(chosen)} commands in {time.perf_counter() - started_at:.0f} s")
     return all_right
