@@ -623,7 +623,7 @@ def test_every_code_stands_in_the_documentation_exactly_once() -> None:
     lines = PROFILING.read_text(encoding="utf-8").splitlines()
     cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
     assert sorted(re.findall("`([a-z-]+)`", " ".join(cells))) == sorted(known_codes())
-    assert len(lines) <= 120
+    assert len(lines) <= 200
 
 
 def test_no_finding_has_a_code_that_is_not_registered() -> None:
