@@ -15,14 +15,16 @@ from __future__ import annotations
 import argparse
 import zipfile
 from collections import Counter
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from learn_corpus import HELD_OUT, read_speech, split, unpacked, write_corpus
+from learn_corpus import HELD_OUT, Spoken, read_speech, split, unpacked, write_corpus
+from learn_more import at_other_speeds, synthetic
 from learn_speech import gpt_steps, judge_all, moments, pack, speak
-from learn_train import MAX_MEL_FRAMES, Deadline, console, train_stage
+from learn_train import Deadline, console, train_stage
 
-from myxtts.config import HOP_SAMPLES, MODEL_SIZES, SAMPLE_RATE, STAGES
+from myxtts.config import MODEL_SIZES, STAGES
 from myxtts.tools.judging import find_judges
 
 JUDGED_MOMENTS = (0.25, 0.5, 1.0)
@@ -30,16 +32,26 @@ JUDGED_MOMENTS = (0.25, 0.5, 1.0)
 
 
 def corpus(options: argparse.Namespace) -> None:
+    """What each stage trains on: recordings; the DVAE and the GPT also at other speeds; the GPT also espeak-ng."""
     clips = read_speech(unpacked(options.speech, options.corpus))
     wanted = {name: int(count) for name, _, count in (one.partition("=") for one in options.hold_out)}
     parts = split(clips, wanted or HELD_OUT, options.without)
-    write_corpus(parts, options.corpus)
-    longest_s = MAX_MEL_FRAMES * HOP_SAMPLES / SAMPLE_RATE
     for name, some in parts._asdict().items():
         speakers = ", ".join(f"{speaker} {count}" for speaker, count in Counter(c.speaker for c in some).items())
-        console.print(f"{name}: {len(some)} clips, {sum(c.seconds for c in some) / 3600:.2f} h ({speakers})")
-    too_long = [clip for clip in parts.train if clip.seconds > longest_s]
-    console.print(f"longer than {longest_s:.1f} s and therefore set aside in training: {len(too_long)}")
+        console.print(f"{name}: {len(some)} clips, {_hours(some)} ({speakers})")
+    write_corpus(parts, options.corpus / "decoder")
+    trained = [*parts.train, *at_other_speeds(parts.train, options.corpus / "speeds")]
+    write_corpus(parts._replace(train=trained), options.corpus / "dvae")
+    console.print(f"with other speeds: {len(trained)} clips, {_hours(trained)}")
+    if options.synthetic_hours:
+        said = synthetic(parts.train, options.corpus / "espeak", options.synthetic_hours)
+        console.print(f"of espeak-ng: {len(said)} clips, {_hours(said)}")
+        trained += said
+    write_corpus(parts._replace(train=trained), options.corpus / "gpt")
+
+
+def _hours(clips: Sequence[Spoken]) -> str:
+    return f"{sum(clip.seconds for clip in clips) / 3600:.2f} h"
 
 
 def train(options: argparse.Namespace) -> None:
@@ -71,7 +83,7 @@ def say(options: argparse.Namespace) -> None:
 def everything(options: argparse.Namespace) -> None:
     deadline = Deadline(options.seconds)
     options.corpus, options.run, options.out = (options.home / name for name in ("corpus", "run", "spoken"))
-    if not (options.corpus / "metadata_train.csv").is_file():
+    if not (options.corpus / "gpt" / "metadata_train.csv").is_file():
         corpus(options)
     options.at = []
     for stage in STAGES:
@@ -100,10 +112,10 @@ def judge(options: argparse.Namespace) -> None:
 def _training_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--size", default="small", choices=MODEL_SIZES)
     command.add_argument("--batch", type=int, default=64)
-    command.add_argument("--decoder-batch", type=int, default=32)
-    command.add_argument("--dvae-steps", type=int, default=3000)
+    command.add_argument("--decoder-batch", type=int, default=8)
+    command.add_argument("--dvae-steps", type=int, default=6000)
     command.add_argument("--gpt-steps", type=int, default=8000)
-    command.add_argument("--decoder-steps", type=int, default=1600)
+    command.add_argument("--decoder-steps", type=int, default=12000)
     command.add_argument("--seconds", type=float, help="stop and save after so long")
     phonemes = find_spec("espeakng_loader") is not None
     command.add_argument("--phonemes", action=argparse.BooleanOptionalAction, default=phonemes)
@@ -112,6 +124,7 @@ def _training_flags(command: argparse.ArgumentParser) -> None:
 def _corpus_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--speech", type=Path, required=True)
     command.add_argument("--hold-out", nargs="*", default=[], metavar="SPEAKER=SENTENCES")
+    command.add_argument("--synthetic-hours", type=float, default=4.0, help="of espeak-ng, for the GPT")
     command.add_argument("--without", nargs="*", default=[], metavar="SPEAKER", help="never trained on")
 
 

@@ -25,19 +25,21 @@ from myxtts.settings import load
 
 MOMENTS = 8
 """Checkpoints and validations of a stage, evenly over its steps."""
-MAX_MEL_FRAMES, MAX_IDS = 1460, 320
-"""The longest clip has 16.9 seconds, 259 letters and about as many phonemes: none is too long."""
+MAX_MEL_FRAMES, MAX_IDS = 1640, 320
+"""The longest clip has 16.9 seconds, 18.8 at the slower speed, and 259 letters: none is too long."""
+DVAE_MEL_FRAMES = 640
+"""Seven seconds: the DVAE trains on padded clips, of which few are longer."""
 TRIM_DB = 35
 """The speakers' clips then begin and end alike: of cmu_slt's it takes 8 %, of others' one or two."""
-WARM_UP_STEPS = 200
+WARM_UP_STEPS = 400
 STAGE_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "dvae": {"training.learning_rate": 5e-4},
-    # Every text is seen a hundred times: dropout and decay against learning it by heart.
+    # Every text is seen many times: noise, dropout and decay against learning it by heart.
     "gpt": {
-        "training.learning_rate": 4e-4,
+        "training.learning_rate": 2.5e-4,
         "training.weight_decay": 0.05,
-        "training.label_smoothing": 0.05,
-        "model.dropout": 0.15,
+        "training.code_noise": 0.3,
+        "model.dropout": 0.1,
     },
     "decoder": {"training.learning_rate": 2e-4},
 }
@@ -117,11 +119,11 @@ def train_stage(options: argparse.Namespace, stage: str, deadline: Deadline) -> 
     steps = {"dvae": options.dvae_steps, "gpt": options.gpt_steps, "decoder": options.decoder_steps}[stage]
     every = max(steps // MOMENTS, 1)
     flags: dict[str, object] = {
-        "data.train_data": str(options.corpus),
+        "data.train_data": str(options.corpus / stage),
         "data.language": "en",
-        "data.tokenizer": str(single_letters(options.corpus, options.phonemes)),
+        "data.tokenizer": str(single_letters(options.corpus / "gpt", options.phonemes)),
         "data.use_phonemes": options.phonemes,
-        "data.max_mel_frames": MAX_MEL_FRAMES,
+        "data.max_mel_frames": DVAE_MEL_FRAMES if stage == "dvae" else MAX_MEL_FRAMES,
         "data.max_text_length": MAX_IDS,
         "data.trim_silence_db": TRIM_DB,
         "data.batch_size": options.decoder_batch if stage == "decoder" else options.batch,

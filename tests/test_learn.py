@@ -1,4 +1,4 @@
-"""Which sentences the learning experiment holds out."""
+"""Which sentences the learning experiment holds out, and what it makes of the others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from learn_corpus import Spoken, plain, read_speech, single_letters, split, write_corpus
+from learn_more import ESPEAK_SAMPLE_RATE, SPEEDS, at_other_speeds, synthetic
 
 from myxtts.data.corpus import read_corpus
 from myxtts.errors import DatasetError
@@ -77,3 +80,24 @@ def test_the_corpus_folder_is_one_that_training_reads(tmp_path: Path, clips: lis
     vocabulary = Tokenizer.load(single_letters(tmp_path / "corpus", use_phonemes=False))
     (ids,) = vocabulary.encode_batch(["the number"], ["en"])
     assert len(ids) == len("[en]the number") - 3
+
+
+def test_a_clip_at_another_speed_is_another_speaker_who_says_the_same(tmp_path: Path) -> None:
+    tone = (8000 * np.sin(2 * np.pi * 200 * np.arange(16000) / 16000)).astype(np.int16)
+    soundfile.write(tmp_path / "a.wav", tone, 16000)
+    clip = Spoken(str(tmp_path / "a.wav"), "ada", "en", "One two three.", 1.0)
+    made = at_other_speeds([clip], tmp_path / "speeds")
+    assert [one.speaker for one in made] == [f"ada at {speed}" for speed in SPEEDS]
+    for one, speed in zip(made, SPEEDS, strict=True):
+        assert one.text == clip.text
+        assert soundfile.info(one.path).duration == pytest.approx(one.seconds) == pytest.approx(1 / speed)
+
+
+def test_espeak_says_words_of_the_clips_in_many_voices(tmp_path: Path, clips: list[Spoken]) -> None:
+    said = synthetic(clips, tmp_path, hours=0.01)
+    words = {word for clip in clips for word in plain(clip.text).split()}
+    assert sum(one.seconds for one in said) >= 36 and len({one.speaker for one in said}) > 20
+    assert {word for one in said for word in plain(one.text).split()} <= words
+    wave, rate = soundfile.read(said[0].path)
+    assert rate == ESPEAK_SAMPLE_RATE and len(wave) / rate == pytest.approx(said[0].seconds)
+    assert np.abs(wave).max() > 0.05
