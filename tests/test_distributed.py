@@ -103,6 +103,18 @@ def test_a_signal_to_one_rank_stops_both_and_they_go_on_as_if_nothing_had_been(
     assert_same_run(tmp_path / "parts", tmp_path / "whole", "gpt")
 
 
+def test_a_run_of_one_process_goes_on_with_two_that_share_its_batch(
+    clips: Clips, tmp_path: Path, server: Server
+) -> None:
+    assert train(tmp_path / "run", clips(5), "--stages gpt --max-steps 1 --batch-size 2") == 0
+    flags = "--stages gpt --dropout 0.2 --max-steps 3 --batch-size 1"
+    both = server.start_ranks(arguments(tmp_path / "run", clips(5), flags))
+    ended(both)
+    assert "epoch 0 starts over" in both[0].output
+    after = newest(tmp_path / "run")
+    assert after.step == 3 and {"random.0", "random.1"} <= after.optimizer.keys()
+
+
 def test_torchrun_starts_the_script_of_the_old_door_plate(clips: Clips, tmp_path: Path) -> None:
     """With the real `tiny`, as a user would start it."""
     flags = arguments(tmp_path / "run", clips(4), "--stages dvae --max-steps 2")[1:]

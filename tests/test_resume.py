@@ -231,7 +231,7 @@ def test_a_run_whose_end_could_not_be_saved_does_not_call_itself_done(
 @pytest.mark.parametrize(
     ("flags", "difference"),
     [
-        ("--batch-size 3", "data.batch_size: the run has 2, now 3"),
+        ("--batch-size 3", "clips of a step: the run has 2, now 3"),
         ("--seed 7", "training.seed: the run has 1234, now 7"),
         ("--model-size small", "model.size: the run has tiny, now small"),
         ("--grad-accum 2 --ema-decay 0.9", "training.ema_decay: the run has 0.0, now 0.9"),
@@ -249,8 +249,26 @@ def test_another_configuration_is_refused_with_its_differences(
     assert "--checkpoint-dir DIR" in shown
     assert "--reset-training" in shown
     if "--grad-accum" in flags:
-        assert "training.gradient_accumulation_steps: the run has 1, now 2" in shown
+        assert "clips of a step: the run has 2, now 4" in shown
     assert_equal_tensors(newest(tmp_path / "run", "dvae").weights, before)
+
+
+def test_the_clips_of_a_step_may_come_in_smaller_portions(
+    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after an error for want of memory; the epoch that was under way is seen whole again."""
+    corpus = clips(7)
+    assert train(tmp_path / "run", corpus, "--stages gpt --max-steps 2 --batch-size 2") == 0
+    assert newest(tmp_path / "run", "gpt").state["cursor"] == [0, 2]
+    capsys.readouterr()
+    flags = "--stages gpt --max-steps 4 --batch-size 1 --grad-accum 2"
+    assert train(tmp_path / "run", corpus, flags) == 0
+    assert "epoch 0 starts over" in capsys.readouterr().out
+    after = newest(tmp_path / "run", "gpt")
+    assert after.step == 4 and after.state["cursor"] == [0, 4]
+    assert after.state["notes"]["identity"]["data.batch_size"] == 1
+    assert train(tmp_path / "run", corpus, flags.replace("4", "5")) == 0
+    assert "starts over" not in capsys.readouterr().out
 
 
 def test_a_reset_puts_the_old_run_aside_and_starts_over(

@@ -5,6 +5,8 @@ Compares settings and corpus with what the run in a folder was made with; trains
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from myxtts.errors import ConfigError
 from myxtts.run import require_same
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import MODEL_FILES
+
+PORTIONS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
+"""What is multiplied to the clips of a step."""
 
 
 def identity(settings: Settings, prepared: Prepared, plan: Plan) -> dict[str, Any]:
@@ -32,7 +37,19 @@ def require_same_run(settings: Settings, folder: RunFolder, prepared: Prepared |
         loaded = folder.checkpoints(stage).newest(optimizer=False)
         if loaded is not None:
             saved = loaded.state["notes"]["identity"]
-            require_same(folder.folder, {name: saved[name] for name in now if name in saved}, now)
+            require_continuable(folder.folder, {name: saved[name] for name in now if name in saved}, now)
+
+
+def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Refuse to continue a run under settings that cannot change; whether its batches are still the same.
+
+    The clips of a step may come in other portions or from other processes, as long as they are as many.
+    """
+    before, after = (
+        {**parts, "clips of a step": math.prod(parts.get(name, 1) for name in PORTIONS)} for parts in (saved, now)
+    )
+    require_same(folder, before, after, ignore=PORTIONS)
+    return all(saved.get(name) == now.get(name) for name in PORTIONS)
 
 
 def stages_of(settings: Settings) -> tuple[str, ...]:

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from myxtts.assembly.feeds import FeedMaker, dvae_key
 from myxtts.assembly.folder import DISCRIMINATORS, PREFIXES, RunFolder
+from myxtts.assembly.identity import require_continuable
 from myxtts.assembly.validation import mel_statistics, validate
 from myxtts.checkpoint import UnreadableWeights
 from myxtts.config import STAGES, Settings
+from myxtts.data.batches import Cursor
 from myxtts.data.clips import Prepared
 from myxtts.devices import Plan, explain_out_of_memory, peak_memory_mb, random_state, set_random_state
 from myxtts.model.discriminators import PERIOD_WIDTHS, RESOLUTION_WIDTH, Discriminators
@@ -23,7 +25,7 @@ from myxtts.model.lora import adapter_state, add_adapters, store_frozen_in_bf16
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.trace import OFF, Trace
 from myxtts.pipeline.feed import Lanes
-from myxtts.run import Loaded, require_same
+from myxtts.run import Loaded
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
 from myxtts.training.step import Step, StepMode, choose_mode
@@ -55,9 +57,7 @@ def train_stage(task: StageTask, model: XTTS) -> State:
     checkpoints = task.folder.checkpoints(task.stage)
     try:
         loaded = checkpoints.newest()
-        if loaded is not None:
-            require_same(task.folder.folder, loaded.state["notes"]["identity"], task.identity)
-        state = State() if loaded is None else State.from_json(loaded.step, loaded.state)
+        state = State() if loaded is None else _continued(task, loaded)
         total = total_steps(task)
         patience = task.settings.training.early_stop
         if state.done and (state.step >= total or 0 < patience <= state.stale_validations or _is_built_upon(task)):
@@ -68,6 +68,16 @@ def train_stage(task: StageTask, model: XTTS) -> State:
         return _train(task, model, loaded, state, total)
     finally:
         checkpoints.close()
+
+
+def _continued(task: StageTask, loaded: Loaded) -> State:
+    """Where a checkpoint left off, if these settings may go on from there."""
+    state = State.from_json(loaded.step, loaded.state)
+    same_batches = require_continuable(task.folder.folder, loaded.state["notes"]["identity"], task.identity)
+    if not same_batches and state.cursor.batch:
+        task.say(f"The clips of a step come in other portions now: epoch {state.cursor.epoch} starts over")
+        state.cursor = Cursor(state.cursor.epoch)
+    return state
 
 
 def _is_built_upon(task: StageTask) -> bool:
@@ -259,12 +269,12 @@ def feed_maker(task: StageTask, model: XTTS | None) -> FeedMaker:
 
 
 def _continue_random(task: StageTask, loaded: Loaded) -> None:
-    plan, saved = task.plan, loaded.optimizer[f"random.{task.plan.rank}"]
-    if saved.shape == random_state(plan.model).shape:
+    plan, saved = task.plan, loaded.optimizer.get(f"random.{task.plan.rank}")
+    if saved is not None and saved.shape == random_state(plan.model).shape:
         set_random_state(plan.model, saved)
     else:
         torch.manual_seed(task.settings.training.seed + plan.rank + loaded.step)
-        task.say("The run was saved on another kind of device: it continues with other random numbers")
+        task.say("The run was saved on other devices: it continues with other random numbers")
 
 
 def _random_states(plan: Plan) -> dict[str, Tensor]:
