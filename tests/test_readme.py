@@ -38,6 +38,10 @@ def test_every_command_of_a_page_is_understood(page: Path) -> None:
         if words[0] == "make":
             assert words[1] in targets, words
             continue
+        if script := next((ROOT / word for word in words if word.startswith("benchmarks/")), None):
+            source = "".join(path.read_text(encoding="utf-8") for path in script.parent.glob(f"{script.stem}*.py"))
+            assert all(f'"{word}"' in source for word in words if word.startswith("--")), words
+            continue
         program = next(place for place, word in enumerate(words) if word.endswith(("/myxtts", "train_main.py")))
         given = words[program + 1 :] if words[program].endswith("/myxtts") else ["train", *words[program + 1 :]]
         _, unknown = _parser().parse_known_args(given)
