@@ -91,7 +91,7 @@ def speak(run: Path, out: Path, moment: Moment, temperature: float | None) -> No
     asked = evaluate.Asked(num_sentences=10**6, vocoder=moment.vocoder, temperature=temperature)
     with as_it_was(run, moment) as then:
         evaluate.synthesise(then, folder, asked, NoProgress())
-        losses = reference_losses(then, folder) if RECORDING in moment.sets else {}
+        losses = told_losses(then, folder) if moment.vocoder == "griffin-lim" else {}
     about = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
     about |= {"run": run.name, "gpt_step": moment.gpt_step, "gpt_seconds": gpt_seconds(run, moment.gpt_step)}
     (folder / ABOUT_FILE).write_text(json.dumps(about | losses, indent=1), encoding="utf-8")
@@ -99,10 +99,11 @@ def speak(run: Path, out: Path, moment: Moment, temperature: float | None) -> No
 
 
 @torch.no_grad()
-def reference_losses(run: Path, folder: Path) -> dict[str, float]:
-    """Loss of the held-out codes when the GPT hears the clip itself, as in training, or another one, as in use.
+def told_losses(run: Path, folder: Path) -> dict[str, float]:
+    """Loss of the held-out codes in nats: in a voice from another clip, from the clip itself, with a wrong text.
 
-    If the first is much lower, the GPT has learnt to take words from the reference instead of the text.
+    If the second is much lower than the first, the GPT takes words from the reference instead of the text; by as
+    much as the third is higher, it reads.
     """
     data = replace(load(run / "settings.yaml", {}).settings.data, tokenizer=run / "vocab.json")
     sentences = held_out(prepare(data), data, 10**6)
@@ -111,13 +112,20 @@ def reference_losses(run: Path, folder: Path) -> dict[str, float]:
     listener, log_mel = Listener(model, device), LogMel(DVAE_MEL).to(device)
     waves = [torch.from_numpy(sentence.clip.wave).to(device)[None] for sentence in sentences]
     codes = [model.dvae.encode(log_mel(wave, model.mel_stats))[0] for wave in waves]
+    own, clip = (
+        [listener.voice([folder / getattr(sentence, name).file]) for sentence in sentences]
+        for name in ("reference", "clip")
+    )
+    texts = [sentence.clip.ids for sentence in sentences]
+    told = {
+        "loss": (own, texts),
+        "loss_hearing_clip": (clip, texts),
+        "loss_wrong_text": (own, [*texts[1:], texts[0]]),
+    }
     losses = {}
-    for name in ("clip", "reference"):
-        voices = [listener.voice([folder / getattr(sentence, name).file]) for sentence in sentences]
-        latents = evaluate.code_latents(model, voices, [sentence.clip.ids for sentence in sentences], codes)
-        losses[f"loss_hearing_{name}"] = float(
-            F.cross_entropy(model.gpt.mel_head(torch.cat(latents)), torch.cat(codes))
-        )
+    for name, (voices, ids) in told.items():
+        latents = evaluate.code_latents(model, voices, ids, codes)
+        losses[name] = float(F.cross_entropy(model.gpt.mel_head(torch.cat(latents)), torch.cat(codes)))
     console.print("held-out codes: " + ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items()))
     return losses
 
@@ -187,7 +195,8 @@ def judge_all(out: Path, place: JudgePlace) -> None:
             console.print(f"judging {items.parent.name}")
             judge(items.parent, place, NoProgress())
         scores = json.loads(scores_file.read_text(encoding="utf-8"))
-        about = {name: scores["about"].get(name) for name in ("gpt_step", "gpt_seconds", "vocoder")}
+        told = ("gpt_step", "gpt_seconds", "vocoder", "loss", "loss_hearing_clip", "loss_wrong_text")
+        about = {name: scores["about"].get(name) for name in told}
         for name, summary in scores["summary"].items():
             rows.append({"moment": items.parent.name, "set": name, **about, **summary})
     (out / "learning.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
