@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     options.unknown = unknown
+    if unknown and "refuse" in options:
+        options.refuse(f"unknown arguments {' '.join(unknown)}")
     logging.basicConfig(format="%(message)s", level=logging.DEBUG if options.verbose else logging.INFO)
     logging.getLogger("torch").setLevel(logging.WARNING)  # it has statistics to tell when a process ends
     try:
@@ -85,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer", type=Path, metavar="FILE", help="a larger vocab.json to grow the network for"
     )
     export.add_argument("--best", action="store_true", help="of a run the GPT that validated best, not the newest")
-    export.set_defaults(run=_export)
+    export.set_defaults(run=_export, refuse=export.error)
     return parser
 
 
@@ -195,8 +197,6 @@ def _export(options: argparse.Namespace) -> int:
     from myxtts.text.tokenizer import Tokenizer
     from myxtts.weights import load_folder, save_folder
 
-    if options.unknown:
-        raise ConfigError(f"export: unknown arguments {' '.join(options.unknown)}; see myxtts export --help")
     if options.out.resolve() == options.source.resolve():
         raise ConfigError(f"--out {options.out} is the folder that is read; name another one")
     replaced = _export_replaced(options.out)

@@ -32,7 +32,7 @@ def add_evaluate(commands: Any) -> None:
     evaluate.add_argument("--vocoder", choices=["hifigan", "griffin-lim"], help="what makes the sound")
     evaluate.add_argument("--seed", type=int, default=1, help="the same seed says it the same way [default: 1]")
     evaluate.add_argument("--temperature", type=float, help="how adventurous [default: 0.75]")
-    evaluate.set_defaults(run=run)
+    evaluate.set_defaults(run=run, refuse=evaluate.error)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,8 +40,6 @@ def run(options: argparse.Namespace) -> int:
     from myxtts.screens import ProgressLines, show_lines
     from myxtts.tools.judging import find_judges, judge
 
-    if options.unknown:
-        raise ConfigError(f"evaluate: unknown arguments {' '.join(options.unknown)}; see myxtts evaluate --help")
     if not options.run_folder.is_dir():
         raise ConfigError(f"There is no run in {options.run_folder}; name the --checkpoint-dir of a training")
     out = options.out or options.run_folder / FOLDER

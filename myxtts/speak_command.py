@@ -37,7 +37,7 @@ def add_speak(commands: Any) -> None:
     )
     speak.add_argument("--best", action="store_true", help="the GPT that validated best, not the newest")
     speak.add_argument("--vocoder", choices=["hifigan", "griffin-lim"], help="what makes the sound")
-    speak.set_defaults(run=run)
+    speak.set_defaults(run=run, refuse=speak.error)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,8 +49,6 @@ def run(options: argparse.Namespace) -> int:
     from myxtts.synthesis.speech import check_output
     from myxtts.synthesis.voices import VoiceFolder
 
-    if options.unknown:
-        raise ConfigError(f"speak: unknown arguments {' '.join(options.unknown)}; see myxtts speak --help")
     text = _text(options)
     if not options.speaker and not options.voice:
         raise ConfigError(

@@ -38,13 +38,13 @@ def add_tool_commands(commands: Any) -> None:
     about = "watch a run: rings, losses, throughput and GPUs, live"
     watch = commands.add_parser("watch", help=about, description=about, allow_abbrev=False)
     watch.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
-    watch.set_defaults(run=_watch)
+    watch.set_defaults(run=_watch, refuse=watch.error)
 
     about = "write one HTML page about a run"
     report = commands.add_parser("report", help=about, description=about, allow_abbrev=False)
     report.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
     report.add_argument("--out", type=Path, metavar="FILE", help="the page to write [default: RUN/report.html]")
-    report.set_defaults(run=_report)
+    report.set_defaults(run=_report, refuse=report.error)
 
     about = "say where the time of a training goes, and what to change"
     profile = commands.add_parser("profile", help=about, description=about, allow_abbrev=False)

@@ -78,6 +78,9 @@ def test_incomplete_commands(arguments: list[str], capsys: pytest.CaptureFixture
         ("speak Hello. --langauge en", "unknown flag --langauge; did you mean --language?"),
         ("speak Hello. --language persian", "did you mean fa?"),
         ("speak Hello. --speeker=a.wav", "unknown flag --speeker; did you mean --speaker?"),
+        ("evaluate run --sentnces 3", "unknown flag --sentnces; did you mean --sentences?"),
+        ("report run --outt page.html", "unknown flag --outt; did you mean --out?"),
+        ("watch run elsewhere", "unknown arguments elsewhere"),
     ],
 )
 def test_a_misspelt_word_is_answered_with_what_was_meant(
