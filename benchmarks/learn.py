@@ -32,16 +32,16 @@ JUDGED_MOMENTS = (0.25, 0.5, 1.0)
 
 
 def corpus(options: argparse.Namespace) -> None:
-    """What each stage trains on: recordings; the DVAE and the GPT also at other speeds; the GPT also espeak-ng."""
+    """What each stage trains on: recordings; the GPT also on them at other speeds, and on espeak-ng."""
     clips = read_speech(unpacked(options.speech, options.corpus))
     wanted = {name: int(count) for name, _, count in (one.partition("=") for one in options.hold_out)}
     parts = split(clips, wanted or HELD_OUT, options.without)
     for name, some in parts._asdict().items():
         speakers = ", ".join(f"{speaker} {count}" for speaker, count in Counter(c.speaker for c in some).items())
         console.print(f"{name}: {len(some)} clips, {_hours(some)} ({speakers})")
-    write_corpus(parts, options.corpus / "decoder")
+    for stage in ("dvae", "decoder"):
+        write_corpus(parts, options.corpus / stage)
     trained = [*parts.train, *at_other_speeds(parts.train, options.corpus / "speeds")]
-    write_corpus(parts._replace(train=trained), options.corpus / "dvae")
     console.print(f"with other speeds: {len(trained)} clips, {_hours(trained)}")
     if options.synthetic_hours:
         said = synthetic(parts.train, options.corpus / "espeak", options.synthetic_hours)

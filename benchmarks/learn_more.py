@@ -25,7 +25,7 @@ from learn_corpus import Spoken
 
 from myxtts.text.phonemes import _library as espeak_library
 
-SPEEDS = (0.9, 1.1)
+SPEEDS = (0.88, 0.94, 1.06, 1.12)
 VARIANTS = ("", *(f"+f{n}" for n in range(1, 6)), *(f"+m{n}" for n in range(1, 9)), "+klatt", "+klatt2", "+klatt3")
 """Of espeak-ng's American voice."""
 VOICES_PER_VARIANT = 2

@@ -25,8 +25,8 @@ from myxtts.settings import load
 
 MOMENTS = 8
 """Checkpoints and validations of a stage, evenly over its steps."""
-MAX_MEL_FRAMES, MAX_IDS = 1640, 320
-"""The longest clip has 16.9 seconds, 18.8 at the slower speed, and 259 letters: none is too long."""
+MAX_MEL_FRAMES, MAX_IDS = 1680, 320
+"""The longest clip has 16.9 seconds, 19.3 at the slowest speed, and 259 letters: none is too long."""
 DVAE_MEL_FRAMES = 640
 """Seven seconds: the DVAE trains on padded clips, of which few are longer."""
 TRIM_DB = 35
