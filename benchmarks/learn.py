@@ -27,6 +27,7 @@ from learn_train import Deadline, console, train_stage
 from myxtts.config import MODEL_SIZES, STAGES
 from myxtts.tools.judging import find_judges
 
+HAS_ESPEAK = find_spec("espeakng_loader") is not None
 JUDGED_MOMENTS = (0.25, 0.5, 1.0)
 """Of the GPT's training, for `all`."""
 
@@ -117,14 +118,14 @@ def _training_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--gpt-steps", type=int, default=8000)
     command.add_argument("--decoder-steps", type=int, default=12000)
     command.add_argument("--seconds", type=float, help="stop and save after so long")
-    phonemes = find_spec("espeakng_loader") is not None
-    command.add_argument("--phonemes", action=argparse.BooleanOptionalAction, default=phonemes)
+    command.add_argument("--phonemes", action=argparse.BooleanOptionalAction, default=HAS_ESPEAK)
 
 
 def _corpus_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--speech", type=Path, required=True)
     command.add_argument("--hold-out", nargs="*", default=[], metavar="SPEAKER=SENTENCES")
-    command.add_argument("--synthetic-hours", type=float, default=4.0, help="of espeak-ng, for the GPT")
+    hours = 4.0 if HAS_ESPEAK else 0.0
+    command.add_argument("--synthetic-hours", type=float, default=hours, help="of espeak-ng, for the GPT")
     command.add_argument("--without", nargs="*", default=[], metavar="SPEAKER", help="never trained on")
 
 

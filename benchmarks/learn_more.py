@@ -23,7 +23,7 @@ import numpy.typing as npt
 import soundfile
 from learn_corpus import Spoken
 
-from myxtts.text.phonemes import _library as espeak_library
+from myxtts.text.phonemes import open_library
 
 SPEEDS = (0.88, 0.94, 1.06, 1.12)
 VARIANTS = ("", *(f"+f{n}" for n in range(1, 6)), *(f"+m{n}" for n in range(1, 9)), "+klatt", "+klatt2", "+klatt3")
@@ -116,7 +116,7 @@ def _say(sentence: _Sentence) -> Spoken:
 @cache
 def _speaker() -> tuple[ctypes.CDLL, list[npt.NDArray[np.int16]]]:
     """The library of this process, and where it puts what it says."""
-    library, pieces = espeak_library(), list[npt.NDArray[np.int16]]()
+    library, pieces = open_library(), list[npt.NDArray[np.int16]]()
 
     def take(samples: object, number: int, _: object) -> int:
         if number > 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import statistics
 import tempfile
 import zipfile
@@ -132,12 +133,19 @@ def told_losses(run: Path, folder: Path) -> dict[str, float]:
 
 @contextlib.contextmanager
 def as_it_was(run: Path, moment: Moment) -> Iterator[Path]:
-    """A folder that is the run, but for later checkpoints of the GPT; nothing is copied."""
+    """A folder that is the run, but for later checkpoints of the GPT; no weights are copied.
+
+    Its corpus is that of the decoder, the recordings alone: nobody is compared with himself at another speed.
+    """
     with tempfile.TemporaryDirectory() as name:
         then = Path(name)
         for path in run.resolve().iterdir():
             if path.is_file() or (path.name in STAGES and path.name != "gpt"):
                 (then / path.name).symlink_to(path)
+        settings = (then / "settings.yaml").read_text(encoding="utf-8")
+        (then / "settings.yaml").unlink()
+        settings = re.sub(r"^( *train_data: .*/)gpt$", r"\1decoder", settings, flags=re.MULTILINE)
+        (then / "settings.yaml").write_text(settings, encoding="utf-8")
         step = f"step-{moment.gpt_step:08d}"
         (then / "gpt").mkdir()
         (then / "gpt" / step).symlink_to(run.resolve() / "gpt" / step)

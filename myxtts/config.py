@@ -245,8 +245,8 @@ class TrainingSettings:
     """Label smoothing of the GPT's losses; 0, as in XTTS-v2, is off."""
 
     code_noise: float = setting(0.0, minimum=0, maximum=0.9)
-    """Share of the codes that the GPT hears replaced by others at random while it trains. With few hours of speech
-    it then reads the text instead of learning recordings by heart; 0, as in XTTS-v2, is off."""
+    """Share of the codes that the GPT hears replaced by others at random while it trains. It then leans more on
+    the text, which helps where there are only a few hours of speech; 0, as in XTTS-v2, is off."""
 
     ema_decay: float = setting(0.0, minimum=0, maximum=0.99999)
     """Keeps a running average of the weights with this decay beside them, and validates and exports that; 0

@@ -25,9 +25,9 @@ needs_espeak = pytest.mark.skipif(not installed, reason='needs espeak-ng: pip in
 @pytest.fixture
 def fresh_library() -> Iterator[None]:
     """Makes the next call open the library again, and the one after the test too."""
-    phonemes._library.cache_clear()
+    phonemes.open_library.cache_clear()
     yield
-    phonemes._library.cache_clear()
+    phonemes.open_library.cache_clear()
 
 
 @needs_espeak
@@ -108,11 +108,11 @@ def test_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("fresh_library")
 def test_system_library_is_used_without_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    library, _ = phonemes._open_library()
+    library, _ = phonemes._find_library()
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.1")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: opened.append(name) or library)
-    assert phonemes._open_library() == (library, None)
+    assert phonemes._find_library() == (library, None)
     assert opened == ["libespeak-ng.so.1"]
 
 
@@ -121,8 +121,8 @@ def test_unreadable_data_is_an_error_not_the_end_of_the_process() -> None:
     """In a process of its own: initialised twice, the library would lose its data for the other tests."""
     code = (
         "from myxtts.errors import ConfigError; from myxtts.text import phonemes\n"
-        "library, _ = phonemes._open_library()\n"
-        "phonemes._open_library = lambda: (library, '/nowhere/espeak-ng-data')\n"
+        "library, _ = phonemes._find_library()\n"
+        "phonemes._find_library = lambda: (library, '/nowhere/espeak-ng-data')\n"
         "try: phonemes.phonemize(['hello'], 'en')\n"
         "except ConfigError as error: print(error)"
     )

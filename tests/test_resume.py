@@ -231,7 +231,7 @@ def test_a_run_whose_end_could_not_be_saved_does_not_call_itself_done(
 @pytest.mark.parametrize(
     ("flags", "difference"),
     [
-        ("--batch-size 3", "clips of a step: the run has 2, now 3"),
+        ("--batch-size 3", "processes): the run has 2, now 3"),
         ("--seed 7", "training.seed: the run has 1234, now 7"),
         ("--model-size small", "model.size: the run has tiny, now small"),
         ("--grad-accum 2 --ema-decay 0.9", "training.ema_decay: the run has 0.0, now 0.9"),
@@ -249,7 +249,7 @@ def test_another_configuration_is_refused_with_its_differences(
     assert "--checkpoint-dir DIR" in shown
     assert "--reset-training" in shown
     if "--grad-accum" in flags:
-        assert "clips of a step: the run has 2, now 4" in shown
+        assert "processes): the run has 2, now 4" in shown
     assert_equal_tensors(newest(tmp_path / "run", "dvae").weights, before)
 
 
@@ -269,6 +269,19 @@ def test_the_clips_of_a_step_may_come_in_smaller_portions(
     assert after.state["notes"]["identity"]["data.batch_size"] == 1
     assert train(tmp_path / "run", corpus, flags.replace("4", "5")) == 0
     assert "starts over" not in capsys.readouterr().out
+
+
+def test_a_finished_stage_stays_finished_in_other_portions(
+    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two epochs of seven clips are seven steps of two halves, but eight of whole batches."""
+    corpus, run = clips(7), tmp_path / "run"
+    assert train(run, corpus, "--stages dvae --epochs 2 --max-steps 99 --batch-size 1 --grad-accum 2") == 0
+    assert newest(run, "dvae").step == 7
+    capsys.readouterr()
+    assert train(run, corpus, "--stages dvae --epochs 2 --max-steps 99 --batch-size 2") == 0
+    shown = capsys.readouterr().out
+    assert "Stage dvae: finished at step 7" in shown and "starts over" not in shown
 
 
 def test_a_reset_puts_the_old_run_aside_and_starts_over(

@@ -182,7 +182,11 @@ def test_a_check_says_what_training_would_refuse(clips: Clips, tmp_path: Path) -
     assert (same.level, same.what) == ("pass", f"Continues the run in {tmp_path / 'run'}")
     other = finding(**small | {"data__batch_size": "3", "training__seed": "7"})
     assert other.level == "fail" and "--reset-training" in other.fix
-    assert "training.seed: the run has 1234, now 7; clips of a step: the run has 2, now 3" in other.why
+    assert "training.seed: the run has 1234, now 7" in other.why
+    assert "clips of a step (--batch-size × --grad-accum × processes): the run has 2, now 3" in other.why
+    assert (
+        finding(**small | {"data__batch_size": "1", "training__gradient_accumulation_steps": "2"}).level == "pass"
+    )
     assert finding(training__init_from="elsewhere").level == "fail"
     assert finding(training__reset_training=True).level == "pass"
 

@@ -213,6 +213,23 @@ def test_a_switch_that_helps_only_beside_a_later_one_is_tried_again(corpus: Prep
     assert found.gain == pytest.approx(12) and not any("graph_mode" in note for note in found.notes)
 
 
+def test_switches_are_tried_until_none_helps_beside_what_was_found(corpus: Prepared) -> None:
+    class OneAfterAnother(Pretended):
+        def __call__(self, loaded: Loaded) -> Trial:
+            trial, settings = super().__call__(loaded), loaded.settings
+            speed = 2.0 if settings.data.mixed_precision else 1.0
+            speed *= 3.0 if settings.data.mixed_precision and settings.training.enable_graph_mode else 1.0
+            speed *= 1.5 if speed > 5 and settings.data.optimize_cpu_gpu_overlap else 1.0
+            return replace(trial, clips_per_s=speed * trial.clips_per_s)
+
+    off = ("data__mixed_precision", "training__enable_graph_mode", "data__optimize_cpu_gpu_overlap")
+    measure = OneAfterAnother(mb_per_clip=1.0, half_speed_batch=0)
+    given = loaded_with(**dict.fromkeys(off, "false"))
+    found = tune(given, corpus, machine=CARD, measure=measure, max_batch=16)
+    assert found.gain == pytest.approx(9) and len(measure.tried) < 12
+    assert not any("would be" in note for note in found.notes)
+
+
 def test_without_a_gpu_nothing_is_tried_that_only_a_gpu_has(corpus: Prepared) -> None:
     machine = Pretended(half_speed_batch=0)
     loaded = loaded_with(data__mixed_precision="false", training__optimization_level="basic")

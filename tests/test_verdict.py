@@ -381,6 +381,35 @@ def test_a_copy_from_pageable_memory_that_keeps_the_program_from_launching_is_to
     assert judge(evidence).bound == "host"
 
 
+def test_single_long_steps_are_no_competition_between_the_roles() -> None:
+    """A recompilation lies inside the span of its step, and is no work that the pipeline slows down."""
+    replayed = [StepTime(number, 20.0, 0.0) for number in range(60)]
+    spans, _, _ = Line().run()
+    later = 0
+    for place, part in enumerate(spans):
+        spans[place] = part = part._replace(start_us=part.start_us + later)
+        if part.name == "train" and part.batch % 15 == 14:
+            spans[place] = part._replace(duration_us=part.duration_us + us(600))
+            later += us(600)
+    found = judge(Evidence(spans=spans, data_gpu=0, model_gpu=0, replayed=replayed, recompilations=8))
+    assert "roles-compete" not in alarms(found)
+
+
+def test_a_validation_is_one_pause_though_batches_are_copied_meanwhile() -> None:
+    late = dict.fromkeys(range(20, 120, 20), 400.0)
+    line, chosen = Line(late=late, saved=True), {"save_step": 20, "val_step": 1000}
+    evidence = line.evidence(settings=settings(chosen, enhanced_gpu_prefetch=False))
+    pauses = [part for part in evidence.spans if part.name == "save"]
+    copies = [
+        span("upload", "upload lane", part.start_us / 1000 + 20 * number, 5.5, 200 + number, True)
+        for part in pauses
+        for number in range(1, 20)
+    ]
+    verdict = judge(replace(evidence, spans=[*evidence.spans, *copies]))
+    assert verdict.bound == "save" and verdict.findings[0].code == "save-stall"
+    assert "takes 4" in verdict.findings[0].what and "ms, 50 %" in verdict.findings[0].what
+
+
 def test_a_short_wait_behind_a_pause_does_not_explain_the_pause() -> None:
     late = dict.fromkeys(range(20, 120, 20), 200.0)
     replayed = [StepTime(number, 20.0, 0.0) for number in range(60)]

@@ -6,6 +6,7 @@ Compares settings and corpus with what the run in a folder was made with; trains
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import MODEL_FILES
 
 PORTIONS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
-"""What is multiplied to the clips of a step."""
+CLIPS_OF_A_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
 
 
 def identity(settings: Settings, prepared: Prepared, plan: Plan) -> dict[str, Any]:
@@ -33,6 +34,8 @@ def require_same_run(settings: Settings, folder: RunFolder, prepared: Prepared |
     """Raise the error with which `train` would refuse to continue a run, as far as it can be known before."""
     settings = as_started(settings, folder)
     now = {**_identity_of_settings(settings), **(_identity_of_corpus(prepared) if prepared else {})}
+    processes = os.environ.get("WORLD_SIZE", "")  # as `train` would be started from here
+    now["processes"] = int(processes) if processes.isdigit() else 1
     for stage in stages_of(settings):
         loaded = folder.checkpoints(stage).newest(optimizer=False)
         if loaded is not None:
@@ -46,7 +49,7 @@ def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str
     The clips of a step may come in other portions or from other processes, as long as they are as many.
     """
     before, after = (
-        {**parts, "clips of a step": math.prod(parts.get(name, 1) for name in PORTIONS)} for parts in (saved, now)
+        {**parts, CLIPS_OF_A_STEP: math.prod(parts.get(name, 1) for name in PORTIONS)} for parts in (saved, now)
     )
     require_same(folder, before, after, ignore=PORTIONS)
     return all(saved.get(name) == now.get(name) for name in PORTIONS)

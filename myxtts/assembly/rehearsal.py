@@ -88,7 +88,7 @@ class Rehearsal:
                 for number in range(WARM_UP_STEPS + num_steps):
                     if number == WARM_UP_STEPS:
                         self.lane.finish()
-                        clock, measured_at = StepClock(self.lane.stream), time.perf_counter()
+                        clock, measured_at = StepClock(self.lane.stream, limit=num_steps), time.perf_counter()
                         graphs, ready = _num_graphs(), {}
                     for name, (count, depth) in feed.readiness().items():
                         ready.setdefault(name, []).append(count / depth)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from myxtts.assembly.feeds import FeedMaker, dvae_key
 from myxtts.assembly.folder import DISCRIMINATORS, PREFIXES, RunFolder
-from myxtts.assembly.identity import require_continuable
+from myxtts.assembly.identity import PORTIONS, require_continuable
 from myxtts.assembly.validation import mel_statistics, validate
 from myxtts.checkpoint import UnreadableWeights
 from myxtts.config import STAGES, Settings
@@ -57,42 +57,39 @@ def train_stage(task: StageTask, model: XTTS) -> State:
     checkpoints = task.folder.checkpoints(task.stage)
     try:
         loaded = checkpoints.newest()
-        state = State() if loaded is None else _continued(task, loaded)
-        total = total_steps(task)
-        patience = task.settings.training.early_stop
-        if state.done and (state.step >= total or 0 < patience <= state.stale_validations or _is_built_upon(task)):
+        if loaded is None:
+            return _train(task, model, None, State(), total_steps(task, task.identity))
+        began_with = loaded.state["notes"]["identity"]
+        same_batches = require_continuable(task.folder.folder, began_with, task.identity)
+        state = State.from_json(loaded.step, loaded.state)
+        if state.done and (state.step >= total_steps(task, began_with) or _is_enough(task, state)):
             task.say(f"Stage {task.stage}: finished at step {state.step}")
             return state
-        if loaded is not None:
-            task.say(f"Stage {task.stage}: continuing at step {state.step} of {total}")
+        total = total_steps(task, task.identity)
+        task.say(f"Stage {task.stage}: continuing at step {state.step} of {total}")
+        if not same_batches and state.cursor.batch:
+            task.say(f"The clips of a step come in other portions now: epoch {state.cursor.epoch} starts over")
+            state.cursor = Cursor(state.cursor.epoch)
         return _train(task, model, loaded, state, total)
     finally:
         checkpoints.close()
 
 
-def _continued(task: StageTask, loaded: Loaded) -> State:
-    """Where a checkpoint left off, if these settings may go on from there."""
-    state = State.from_json(loaded.step, loaded.state)
-    same_batches = require_continuable(task.folder.folder, loaded.state["notes"]["identity"], task.identity)
-    if not same_batches and state.cursor.batch:
-        task.say(f"The clips of a step come in other portions now: epoch {state.cursor.epoch} starts over")
-        state.cursor = Cursor(state.cursor.epoch)
-    return state
-
-
-def _is_built_upon(task: StageTask) -> bool:
-    """Whether a later stage has learnt from this one, and the user did not ask for more of it by name."""
+def _is_enough(task: StageTask, state: State) -> bool:
+    """Whether a stage stopped early, or a later one has learnt from it and nobody asked for more of it by name."""
+    if 0 < task.settings.training.early_stop <= state.stale_validations:
+        return True
     later = STAGES[STAGES.index(task.stage) + 1 :]
     named = {"training.stages", f"training.{task.stage}_steps"} & task.asked
     return not named and any(task.folder.has_checkpoint(stage) for stage in later)
 
 
-def total_steps(task: StageTask) -> int:
+def total_steps(task: StageTask, portions: Mapping[str, Any]) -> int:
     """Optimiser steps of the stage: the epochs asked for, unless a number of steps ends it before."""
     training = task.settings.training
-    maker = feed_maker(task, None)
-    batches = maker.batches(task.prepared.train).num_batches * training.epochs
-    steps = math.ceil(batches / training.gradient_accumulation_steps)
+    batch_size, accumulate, processes = (int(portions[name]) for name in PORTIONS)
+    batches = math.ceil(len(task.prepared.train) / (batch_size * processes)) * training.epochs
+    steps = math.ceil(batches / accumulate)
     own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(task.stage)
     limit = own if own is not None else training.max_steps
     return steps if limit is None else min(steps, limit)

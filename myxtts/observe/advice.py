@@ -99,7 +99,7 @@ def _competition(facts: Facts) -> Weighed:
     """Steps that take longer beside the pipeline than alone, waits and pauses left out."""
     evidence, on_gpu = facts.evidence, facts.evidence.model_gpu is not None
     slower = facts.division.busy * (1 - facts.work_alone_ms / facts.work_ms) if facts.work_ms else 0.0
-    if evidence.is_dual or not evidence.replayed or slower < LEAST_LOSS:
+    if evidence.is_dual or not facts.work_alone_ms or slower < LEAST_LOSS:
         return
     gain, where = 1 / (1 - slower), "the GPU" if on_gpu else "the processor"
     what = (

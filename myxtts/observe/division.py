@@ -152,13 +152,15 @@ class _ModelLane:
             waited = self._waited.setdefault(span.batch, {})
             waited[culprit] = waited.get(culprit, 0) + length_us(late)
         rest = _without(gap, late)
-        for stage, blocking in self._in_the_way.items():
-            for interval in [part for free in rest for part in _inside(blocking, free)]:
-                self._blamed[stage].append(interval)
-            rest = [part for free in rest for part in _without(free, _inside(blocking, free))]
         for name, pauses in self._pauses.items():
             self._idle[name] += [part for free in rest for part in _inside(pauses, free)]
             rest = [part for free in rest for part in _without(free, _inside(pauses, free))]
+        for stage, blocking in self._in_the_way.items():
+            if held_up := [part for free in rest for part in _inside(blocking, free)]:
+                self._blamed[stage] += held_up
+                waited = self._waited.setdefault(span.batch, {})
+                waited[stage] = waited.get(stage, 0) + length_us(held_up)
+            rest = [part for free in rest for part in _without(free, _inside(blocking, free))]
         self._idle[self._reason(span)] += rest
 
     def _culprit(self, batch: int) -> str:

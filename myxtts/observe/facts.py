@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -83,15 +83,17 @@ class Facts:
 
     @property
     def work_ms(self) -> float:
-        """What the model lane does for a step, without any gap."""
-        start, end = self.division.window
-        steps_ms = (end - start) / 1000 or sum(step.step_ms for step in self.steps)
-        return self.division.busy * steps_ms / len(self.steps) if self.steps else 0.0
+        """What the model lane does for a step as a rule: without the gaps, and unmoved by single long steps."""
+        start, work_us = self.division.window[0], defaultdict[int, int](int)
+        for span in self.evidence.spans:
+            if span.name in MODEL_STAGES and span.start_us >= start:
+                work_us[span.batch] += span.duration_us
+        return _without_gaps_ms(self.steps) if not work_us else median(work_us.values()) / 1000
 
     @property
     def work_alone_ms(self) -> float:
         """The same with one batch replayed; 0 when that was not measured."""
-        return median([step.step_ms - step.gap_ms for step in self.evidence.replayed] or [0.0])
+        return _without_gaps_ms(self.evidence.replayed)
 
     def gain_without(self, stage: str, period_ms: float = 0.0) -> float:
         """Speed if the model never waited for a stage, or one with such a period, as far as the others let it."""
@@ -102,6 +104,10 @@ class Facts:
         if self.evidence.replayed and self.headspace is not None:
             gain = min(gain, self.headspace)
         return max(gain, 1.0)
+
+
+def _without_gaps_ms(steps: Sequence[StepTime]) -> float:
+    return median([step.step_ms - step.gap_ms for step in steps] or [0.0])
 
 
 def establish(evidence: Evidence) -> Facts:

@@ -45,7 +45,7 @@ def phonemize(texts: Sequence[str], language: str) -> list[str]:
     if voice is None:
         raise ConfigError(f"No espeak-ng voice for the language {language!r}; there are {', '.join(VOICES)}.")
     with _lock:
-        library = _library()
+        library = open_library()
         if getattr(library, "voice_in_use", None) != voice and library.espeak_SetVoiceByName(voice.encode()) != 0:
             raise ConfigError(
                 f"The installed espeak-ng has no voice {voice!r} for {language}. One that has it: "
@@ -58,7 +58,7 @@ def phonemize(texts: Sequence[str], language: str) -> list[str]:
 def fingerprint() -> str:
     """Changes when the phonemes could: the code of this module and the version of the library."""
     with _lock:
-        version = _library().espeak_Info(None).decode()
+        version = open_library().espeak_Info(None).decode()
     return f"espeak-ng {version} {fingerprint_of([Path(__file__)])}"
 
 
@@ -80,9 +80,9 @@ def _phonemes_of_piece(library: ctypes.CDLL, piece: str) -> str:
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    """The library of this process, initialised. Call it with the lock held."""
-    library, data = _open_library()
+def open_library() -> ctypes.CDLL:
+    """The library of this process, initialised. Only one thread at a time may use it."""
+    library, data = _find_library()
     library.espeak_Initialize.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
     library.espeak_SetVoiceByName.argtypes = [ctypes.c_char_p]
     library.espeak_TextToPhonemes.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_int]
@@ -97,7 +97,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _open_library() -> tuple[ctypes.CDLL, str | None]:
+def _find_library() -> tuple[ctypes.CDLL, str | None]:
     """The wheel's library and its data folder, or the system's, which knows where its data is."""
     try:
         import espeakng_loader

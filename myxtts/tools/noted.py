@@ -103,15 +103,18 @@ class NotedRehearsal(Rehearsal):
         under_way = [span for span in earlier if _lasts_into(span, start_us)]
         return replace(measured, spans=[*under_way, *measured.spans])
 
-    def steady(self, num_steps: int) -> Measured:
-        """The last steps of as many as it takes until buffers no longer hide how fast batches are made; traced."""
+    def steady(self, num_steps: int, most_steps: int = MOST_STEPS) -> Measured:
+        """The last steps of as many as it takes until buffers no longer hide how fast batches are made; traced.
+
+        If that would be more than `most_steps`, buffers still help a little.
+        """
         measured = self.measure(num_steps, traced=True)
         num_batches = num_steps * self.accumulate
         drained = drained_batches(measured.spans)
         if drained <= DRAINING * num_batches:
             return measured
         held = sum(depth for name, depth in self.depths.items() if name != "keep")
-        total = min(num_steps + math.ceil(held * num_steps / drained), MOST_STEPS)
+        total = min(num_steps + math.ceil(held * num_steps / drained), max(most_steps, num_steps))
         return self._last(self.measure(total, traced=True), num_steps)
 
     def long_run_clips_per_s(self, measured: Measured) -> float:

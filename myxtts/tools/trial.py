@@ -84,15 +84,17 @@ def set_apart(prepared: Prepared) -> Iterator[Prepared]:
 
 
 def try_out(loaded: Loaded, prepared: Prepared, stage: str, num_steps: int) -> Trial:
-    """Train at most so many steps in this process, fewer if they are slow; Refused if that is not possible."""
+    """Time at most so many steps in this process, fewer if they are slow; Refused if that is not possible."""
     try:
         with set_apart(prepared) as apart:
             rehearsal = NotedRehearsal(loaded, apart, stage)
             rehearsal.fill_codes()
+            most_steps = num_steps
             if num_steps > PROBE_STEPS:
                 step_s = (probe := rehearsal.measure(PROBE_STEPS)).seconds / len(probe.times)
-                num_steps = min(num_steps, max(int(MOST_S / step_s), PROBE_STEPS))
-            measured = rehearsal.steady(num_steps)
+                most_steps = max(int(MOST_S / step_s), PROBE_STEPS)
+            num_steps = min(num_steps, most_steps)
+            measured = rehearsal.steady(num_steps, most_steps)
     except torch.OutOfMemoryError as error:
         raise Refused(str(error).splitlines()[0], out_of_memory=True) from error
     except (PipelineError, ConfigError) as error:

@@ -122,20 +122,18 @@ def _try_switches(experiment: Experiment) -> None:
     if level == "basic" and on_gpu:
         values = {LEVEL: "enhanced"} | {key: specs()[key].default for key in presets.bundle(level)}
         experiment.keep_if_faster(values, "the step is compiled and launched as one graph")
-    pending = [key for key, switch in SWITCHES.items() if on_gpu or not switch.needs_gpu]
-    while pending:
-        refused: list[str] = []
-        again: list[str] = []
-        for key in pending:
-            value, _, why = SWITCHES[key]
-            if experiment.value(key) == value:
-                continue
-            experiment.keep_if_faster({key: value}, why)
-            if experiment.value(key) == value:  # what was no help before may be one now
-                again, refused = [*again, *refused], []
-            else:
-                refused.append(key)
-        pending = again
+    refused_beside: dict[str, Loaded] = {}
+    while off := [
+        key
+        for key, switch in SWITCHES.items()
+        if (on_gpu or not switch.needs_gpu)
+        and experiment.value(key) != switch.value
+        and refused_beside.get(key) is not experiment.loaded  # beside others it may help
+    ]:
+        for key in off:
+            if refused_beside.get(key) is not experiment.loaded:
+                experiment.keep_if_faster({key: SWITCHES[key].value}, SWITCHES[key].why)
+                refused_beside[key] = experiment.loaded
 
 
 def _try_feed(experiment: Experiment) -> None:
@@ -182,7 +180,8 @@ class _BatchSearch:
         if not self._is_free:
             experiment.note(
                 f"The batch was left alone, for the run in {training.checkpoint_dir} has begun with it: give "
-                "another --checkpoint-dir, or --reset-training, to tune it for a new run"
+                "another --checkpoint-dir, or --reset-training, to tune it for a new run; a smaller --batch-size "
+                "with as much more --grad-accum would go on with this one"
             )
 
     def shrink(self) -> None:
