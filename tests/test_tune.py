@@ -198,21 +198,6 @@ def test_precision_is_tried_when_launching_no_longer_hides_what_it_brings(corpus
     assert {"data.mixed_precision", "training.enable_graph_mode"} <= changes(found).keys()
 
 
-def test_a_switch_that_helps_only_beside_a_later_one_is_tried_again(corpus: Prepared) -> None:
-    class SlowProducts(Pretended):
-        def __call__(self, loaded: Loaded) -> Trial:
-            trial = super().__call__(loaded)
-            settings = loaded.settings
-            factor = 1.0 if not settings.data.mixed_precision else 2 + 10 * settings.training.enable_graph_mode
-            return replace(trial, clips_per_s=factor * trial.clips_per_s)
-
-    given = loaded_with(data__mixed_precision="false", training__enable_graph_mode="false")
-    measure = SlowProducts(mb_per_clip=1.0, half_speed_batch=0)
-    found = tune(given, corpus, machine=CARD, measure=measure, max_batch=16)
-    assert [change.setting for change in found.changes] == ["data.mixed_precision", "training.enable_graph_mode"]
-    assert found.gain == pytest.approx(12) and not any("graph_mode" in note for note in found.notes)
-
-
 def test_switches_are_tried_until_none_helps_beside_what_was_found(corpus: Prepared) -> None:
     class OneAfterAnother(Pretended):
         def __call__(self, loaded: Loaded) -> Trial:

@@ -38,8 +38,8 @@ class FeedMaker:
     asked: Collection[str]
     plan: Plan
     seed: int
-    dvae_key: str = ""
-    lanes: Lanes | None = None
+    dvae_key: str
+    lanes: Lanes
 
     def batches(self, clips: ClipSet) -> Batches:
         tokens = packed_tokens(clips.num_ids, clips.num_samples)

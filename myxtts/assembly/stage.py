@@ -253,15 +253,14 @@ def _load_weights(stage: str, model: XTTS, recipe: Recipe, weights: Mapping[str,
         recipe.discriminators.load_state_dict(judges)
 
 
-def feed_maker(task: StageTask, model: XTTS | None) -> FeedMaker:
-    """Feeds for the stage; without a model only its batches can be asked for."""
+def feed_maker(task: StageTask, model: XTTS) -> FeedMaker:
+    """Feeds for the stage."""
     settings = task.settings
     autocast = settings.data.mixed_precision and task.plan.data.type == "cuda"
-    key = dvae_key(model, autocast) if model is not None and task.stage != "dvae" else ""
-    shown: Any = model
-    lanes = Lanes.of(task.plan, settings.data) if model is not None else None
+    key = dvae_key(model, autocast) if task.stage != "dvae" else ""
+    lanes = Lanes.of(task.plan, settings.data)
     return FeedMaker(
-        task.stage, shown, task.prepared, settings.data, task.asked, task.plan, settings.training.seed, key, lanes
+        task.stage, model, task.prepared, settings.data, task.asked, task.plan, settings.training.seed, key, lanes
     )
 
 
