@@ -172,6 +172,7 @@ WHOLE = {"model__size": "normal"}
         (check_settings.preset, (), {"training__preset": "40gb"}, "warn", "larger card"),
         (check_settings.preset, (), ISOLATED | {"training__preset": "24gb"}, "pass", "24gb"),
         (check_settings.preset, (NO_GPU,), {}, "info", "No GPU"),
+        (check_settings.preset, (machine(),), DUAL | {"training__preset": "24gb"}, "pass", "24gb"),
         (checks.weights, (), {}, "pass", "from scratch"),
         (checks.weights, (), {"training__init_from": "missing"}, "fail", "--init-from"),
         (checks.corpus, (), {}, "info", "embedded"),

@@ -264,18 +264,35 @@ def test_a_run_that_has_begun_keeps_its_batch(corpus: Prepared, tmp_path: Path) 
     assert tune(again, corpus, machine=CARD, measure=machine).changes
 
 
-def test_when_the_time_is_over_what_was_found_counts(corpus: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def a_minute_each(machine: Pretended, monkeypatch: pytest.MonkeyPatch) -> Callable[[Loaded], Trial]:
+    """The machine on a clock of its own, on which a trial takes a minute."""
     now = [0.0]
-    machine = Pretended(mb_per_clip=1.0)
 
     def slowly(loaded: Loaded) -> Trial:
         now[0] += 60.0
         return machine(loaded)
 
     monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return slowly
+
+
+def test_when_the_time_is_over_what_was_found_counts(corpus: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Pretended(mb_per_clip=1.0)
+    slowly = a_minute_each(machine, monkeypatch)
     found = tune(loaded_with(data__mixed_precision="false"), corpus, machine=CARD, measure=slowly, minutes=2.5)
     assert len(machine.tried) == 2
     assert found.minutes == pytest.approx(2.0)
+    assert "time was over" in found.notes[-1]
+
+
+def test_a_faster_batch_is_kept_when_the_time_ends_before_the_fastest(
+    corpus: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Pretended(mb_per_clip=1.0)
+    slowly = a_minute_each(machine, monkeypatch)
+    found = tune(loaded_with(data__batch_size="8"), corpus, machine=CARD, measure=slowly, minutes=3.5)
+    assert [settings.data.batch_size for settings in machine.tried] == [8, 16, 32]
+    assert found.values == {"data.batch_size": 32}
     assert "time was over" in found.notes[-1]
 
 

@@ -104,9 +104,10 @@ class Case:
 
     @property
     def model_gpu(self) -> Gpu | None:
-        """The card that would train; None on the CPU or without a plan."""
-        index = self.plan.model.index if isinstance(self.plan, Plan) else None
-        return next((gpu for gpu in self.machine.gpus if gpu.index == index), None)
+        """The card that would train, without a plan the first one; None on the CPU."""
+        if not isinstance(self.plan, Plan):
+            return next(iter(self.machine.gpus), None)
+        return next((gpu for gpu in self.machine.gpus if gpu.index == self.plan.model.index), None)
 
     @property
     def model_memory_mb(self) -> int:

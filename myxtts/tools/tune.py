@@ -210,16 +210,25 @@ class _BatchSearch:
             return False
         start = size = experiment.value(BATCH)
         tried = {size: experiment.best}
-        while size < self._largest:
-            doubled = min(2 * size, self._largest)
-            trial = experiment.attempt(self._values(doubled))
-            if trial is None:
-                size, tried[size] = self._bisect(size, doubled, tried[size])
-                break
-            tried[doubled] = trial
-            if trial.clips_per_s < experiment.least_gain * tried[size].clips_per_s:
-                break
-            size = doubled
+        try:
+            while size < self._largest:
+                doubled = min(2 * size, self._largest)
+                trial = experiment.attempt(self._values(doubled))
+                if trial is None:
+                    size, tried[size] = self._bisect(size, doubled, tried[size])
+                    break
+                tried[doubled] = trial
+                if trial.clips_per_s < experiment.least_gain * tried[size].clips_per_s:
+                    break
+                size = doubled
+        except OutOfTime:
+            self._keep_fastest(start, tried)
+            raise
+        return self._keep_fastest(start, tried)
+
+    def _keep_fastest(self, start: int, tried: Mapping[int, Trial]) -> bool:
+        """The batch that trained most clips a second, if that is worth a change."""
+        experiment = self._experiment
         size = max(tried, key=lambda size: tried[size].clips_per_s)
         if tried[size].clips_per_s < experiment.least_gain * tried[start].clips_per_s:
             experiment.note(f"The batch stays {start}: no other that was tried is faster")
