@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from myxtts.data.prepare import prepare
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.packing import pack, packed_length
 from myxtts.model.xtts import XTTS
+from myxtts.observe.steps import StepClock
 from myxtts.training.recipes import GptRecipe
 from myxtts.training.trainer import MOST_SKIPPED
 
@@ -122,6 +124,22 @@ def test_reports_validations_and_checkpoints_come_when_they_are_due(clips: Clips
     assert [report["step"] for report in validations] == [3, 6, 9, 11]
     best = {report["step"] for report in validations if report["is_best"]}
     assert set(saved_steps(run, "dvae")) == {5, 10, 11} | best
+
+
+def test_what_the_first_step_takes_to_compile_is_not_expected_of_the_others(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, end = iter([1.0]), StepClock.end
+
+    def slowly(clock: StepClock) -> None:
+        time.sleep(next(compiling, 0.0))
+        end(clock)
+
+    monkeypatch.setattr(StepClock, "end", slowly)
+    assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 105 --log-step 5") == 0
+    first = steps(tmp_path / "run")[0]
+    assert first["elapsed_s"] > 1
+    assert first["eta_s"] < 10
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(
