@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from learn_corpus import HELD_OUT, Spoken, read_speech, split, unpacked, write_corpus
-from learn_more import at_other_speeds, synthetic
+from learn_corpus import HELD_OUT, RECORDINGS, Spoken, read_speech, split, unpacked, write_corpus
+from learn_espeak import synthetic
+from learn_more import at_other_speeds, spliced
 from learn_speech import gpt_steps, judge_all, moments, pack, speak
 from learn_train import Deadline, console, train_stage
 
@@ -33,21 +34,26 @@ JUDGED_MOMENTS = (0.25, 0.5, 1.0)
 
 
 def corpus(options: argparse.Namespace) -> None:
-    """What each stage trains on: recordings; the GPT also on them at other speeds, and on espeak-ng."""
+    """What each stage trains on: recordings at five speeds; the GPT also on pieces of them and on espeak-ng."""
     clips = read_speech(unpacked(options.speech, options.corpus))
     wanted = {name: int(count) for name, _, count in (one.partition("=") for one in options.hold_out)}
     parts = split(clips, wanted or HELD_OUT, options.without)
     for name, some in parts._asdict().items():
         speakers = ", ".join(f"{speaker} {count}" for speaker, count in Counter(c.speaker for c in some).items())
         console.print(f"{name}: {len(some)} clips, {_hours(some)} ({speakers})")
-    for stage in ("dvae", "decoder"):
-        write_corpus(parts, options.corpus / stage)
+    write_corpus(parts, options.corpus / RECORDINGS)
     trained = [*parts.train, *at_other_speeds(parts.train, options.corpus / "speeds")]
     console.print(f"with other speeds: {len(trained)} clips, {_hours(trained)}")
-    if options.synthetic_hours:
-        said = synthetic(parts.train, options.corpus / "espeak", options.synthetic_hours)
-        console.print(f"of espeak-ng: {len(said)} clips, {_hours(said)}")
-        trained += said
+    for stage in ("dvae", "decoder"):
+        write_corpus(parts._replace(train=trained), options.corpus / stage)
+    for name, make, hours in (
+        ("put together", spliced, options.spliced_hours),
+        ("of espeak-ng", synthetic, options.synthetic_hours),
+    ):
+        if hours:
+            made = make(parts.train, options.corpus / make.__name__, hours)
+            console.print(f"{name}: {len(made)} clips, {_hours(made)}")
+            trained += made
     write_corpus(parts._replace(train=trained), options.corpus / "gpt")
 
 
@@ -114,8 +120,8 @@ def _training_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--size", default="small", choices=MODEL_SIZES)
     command.add_argument("--batch", type=int, default=64)
     command.add_argument("--decoder-batch", type=int, default=8)
-    command.add_argument("--dvae-steps", type=int, default=6000)
-    command.add_argument("--gpt-steps", type=int, default=8000)
+    command.add_argument("--dvae-steps", type=int, default=10000)
+    command.add_argument("--gpt-steps", type=int, default=12000)
     command.add_argument("--decoder-steps", type=int, default=12000)
     command.add_argument("--seconds", type=float, help="stop and save after so long")
     command.add_argument("--phonemes", action=argparse.BooleanOptionalAction, default=HAS_ESPEAK)
@@ -124,8 +130,9 @@ def _training_flags(command: argparse.ArgumentParser) -> None:
 def _corpus_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--speech", type=Path, required=True)
     command.add_argument("--hold-out", nargs="*", default=[], metavar="SPEAKER=SENTENCES")
-    hours = 4.0 if HAS_ESPEAK else 0.0
-    command.add_argument("--synthetic-hours", type=float, default=hours, help="of espeak-ng, for the GPT")
+    for name, hours, what in (("spliced", 16.0, "put together from pieces"), ("synthetic", 2.0, "of espeak-ng")):
+        default = hours if HAS_ESPEAK else 0.0
+        command.add_argument(f"--{name}-hours", type=float, default=default, help=f"{what}, for the GPT")
     command.add_argument("--without", nargs="*", default=[], metavar="SPEAKER", help="never trained on")
 
 

@@ -24,6 +24,8 @@ HELD_OUT = {"kathleen": 20, "cmu_slt": 10, "cmu_bdl": 10}
 """Sentences to be judged, by who says them; all three read the same ones."""
 FEWEST_WORDS, MOST_WORDS = 5, 14
 """Of a sentence that is judged: of shorter ones a single word decides too much."""
+RECORDINGS = "recordings"
+"""The corpus of the clips as they were recorded, from which voices and comparisons are taken."""
 HEADER = "audio_file|text|speaker_name|language\n"
 
 

@@ -25,6 +25,7 @@ import soundfile
 import soxr
 import torch
 import torch.nn.functional as F
+from learn_corpus import RECORDINGS
 from rich.console import Console
 from rich.table import Table
 
@@ -135,7 +136,7 @@ def told_losses(run: Path, folder: Path) -> dict[str, float]:
 def as_it_was(run: Path, moment: Moment) -> Iterator[Path]:
     """A folder that is the run, but for later checkpoints of the GPT; no weights are copied.
 
-    Its corpus is that of the decoder, the recordings alone: nobody is compared with himself at another speed.
+    Its corpus is the recordings alone: nobody is compared with himself at another speed.
     """
     with tempfile.TemporaryDirectory() as name:
         then = Path(name)
@@ -144,7 +145,7 @@ def as_it_was(run: Path, moment: Moment) -> Iterator[Path]:
                 (then / path.name).symlink_to(path)
         settings = (then / "settings.yaml").read_text(encoding="utf-8")
         (then / "settings.yaml").unlink()
-        settings = re.sub(r"^( *train_data: .*/)gpt$", r"\1decoder", settings, flags=re.MULTILINE)
+        settings = re.sub(r"^( *train_data: .*/)\w+$", rf"\1{RECORDINGS}", settings, flags=re.MULTILINE)
         (then / "settings.yaml").write_text(settings, encoding="utf-8")
         step = f"step-{moment.gpt_step:08d}"
         (then / "gpt").mkdir()

@@ -12,8 +12,10 @@ import pytest
 import soundfile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from learn_align import cut
 from learn_corpus import Spoken, plain, read_speech, single_letters, split, write_corpus
-from learn_more import ESPEAK_SAMPLE_RATE, SPEEDS, at_other_speeds, synthetic
+from learn_espeak import ESPEAK_SAMPLE_RATE, said_words, synthetic
+from learn_more import SPEEDS, at_other_speeds, spliced
 
 from myxtts.data.corpus import read_corpus
 from myxtts.errors import DatasetError
@@ -101,3 +103,36 @@ def test_espeak_says_words_of_the_clips_in_many_voices(tmp_path: Path, clips: li
     wave, rate = soundfile.read(said[0].path)
     assert rate == ESPEAK_SAMPLE_RATE and len(wave) / rate == pytest.approx(said[0].seconds)
     assert np.abs(wave).max() > 0.05
+
+
+@pytest.fixture
+def said(tmp_path: Path) -> list[Spoken]:
+    """Recordings of which the beginnings of the words are known, faster than those they are compared with."""
+    texts = ["Peter took a copper kettle and took it back.", "Ten quiet cats too tired to cook kept to the attic."]
+    clips = []
+    for number, text in enumerate(texts):
+        wave, _ = said_words(text, words_per_minute=200)
+        soundfile.write(tmp_path / f"{number}.wav", 0.9 * wave / np.abs(wave).max(), ESPEAK_SAMPLE_RATE)
+        clips.append(Spoken(str(tmp_path / f"{number}.wav"), "ada", "en", text, len(wave) / ESPEAK_SAMPLE_RATE))
+    return clips
+
+
+def test_a_recording_is_cut_where_its_words_begin(said: list[Spoken]) -> None:
+    for clip in said:
+        _, begins = said_words(clip.text, words_per_minute=200)
+        words, wave, places = cut(clip)
+        assert " ".join(words) == plain(clip.text)
+        assert places[0] == (0, 0) and places[-1] == (len(words), len(wave))
+        assert len(places) > 4
+        later = [begins[word] - sample for word, sample in places[1:-1]]  # by the silence that was cut off
+        assert max(later) - min(later) < 0.06 * ESPEAK_SAMPLE_RATE
+
+
+def test_pieces_of_clips_make_sentences_in_their_speakers_voice(tmp_path: Path, said: list[Spoken]) -> None:
+    made = spliced(said, tmp_path / "made", hours=0.01)
+    assert sum(one.seconds for one in made) >= 36
+    assert {one.speaker for one in made} <= {"ada", *(f"ada at {speed}" for speed in SPEEDS)}
+    for one in made:
+        assert soundfile.info(one.path).duration == pytest.approx(one.seconds)
+        assert set(plain(one.text).split()) <= {word for clip in said for word in plain(clip.text).split()}
+    assert len({plain(one.text) for one in made}) > len(made) / 2
