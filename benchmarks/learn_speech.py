@@ -229,15 +229,20 @@ def _draw(rows: list[dict[str, Any]], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    said = [row for row in rows if row["set"] == SYNTHESISED and row["vocoder"] == "griffin-lim"]
+    names = {"griffin-lim": "Griffin-Lim", "hifigan": "decoder"}
     figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.5))
     for panel, name in zip(panels, ("wer", "similarity", "mos"), strict=True):
-        panel.plot([row["gpt_step"] for row in said], [row[name] for row in said], "o-", label=SYNTHESISED)
+        for vocoder, shown in names.items():
+            said = [row for row in rows if row["set"] == SYNTHESISED and row["vocoder"] == vocoder]
+            steps, values = [row["gpt_step"] for row in said], [row[name] for row in said]
+            panel.plot(steps, values, "o-", label=f"synthesised, {shown}")
         for row in rows:
-            if row["set"] in (RECORDING, RECONSTRUCTED) and row[name] is not None:
-                style = ":" if row["set"] == RECORDING else "--" if row["vocoder"] == "griffin-lim" else "-."
-                panel.axhline(row[name], linestyle=style, color="grey", label=f"{row['set']}, {row['vocoder']}")
-        panel.set(title=MEASURES[name], xlabel="steps of the GPT")
+            if row["set"] == RECORDING:
+                panel.axhline(row[name], linestyle=":", color="grey", label="recordings")
+            elif row["set"] == RECONSTRUCTED:
+                style, shown = "--" if row["vocoder"] == "griffin-lim" else "-.", names[row["vocoder"]]
+                panel.axhline(row[name], linestyle=style, color="grey", label=f"their codes, {shown}")
+        panel.set(title=MEASURES[name], xlabel="steps of the GPT", xlim=(0, None))
     panels[0].legend(fontsize="x-small")
     figure.tight_layout()
     figure.savefig(file)
