@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -55,16 +55,24 @@ def spliced(clips: Sequence[Spoken], folder: Path, hours: float) -> list[Spoken]
     for clip, one in zip(clips, cuts, strict=True):
         by_speaker.setdefault(clip.speaker, []).append(one)
     made: list[Spoken] = []
+    written: list[Future[None]] = []
     seconds, draw = 0.0, random.Random(0)
-    while seconds < 3600 * hours:
-        speaker = draw.choice(clips).speaker
-        speed = draw.choice((1.0, *SPEEDS))
-        made.append(_joined(speaker, by_speaker[speaker], speed, folder / f"{len(made)}.wav", draw))
-        seconds += made[-1].seconds
+    with ThreadPoolExecutor() as pool:
+        while seconds < 3600 * hours:
+            speaker, speed = draw.choice(clips).speaker, draw.choice((1.0, *SPEEDS))
+            text, wave = _joined(by_speaker[speaker], draw)
+            file, rate = folder / f"{len(made)}.wav", round(speed * RATE)
+            name = speaker if speed == 1 else f"{speaker} at {speed}"
+            made.append(Spoken(str(file.resolve()), name, "en", text, len(wave) / rate))
+            seconds += made[-1].seconds
+            written.append(pool.submit(soundfile.write, file, wave, rate))
+    for one in written:
+        one.result()
     return made
 
 
-def _joined(speaker: str, cuts: Sequence[Cut], speed: float, file: Path, draw: random.Random) -> Spoken:
+def _joined(cuts: Sequence[Cut], draw: random.Random) -> tuple[str, npt.NDArray[np.int16]]:
+    """A sentence of words of several clips."""
     wanted, text, wave = draw.uniform(*SECONDS) * RATE, list[str](), np.zeros(FADE, np.float32)
     rise = np.linspace(0, 1, FADE, dtype=np.float32)
     while len(wave) < wanted:
@@ -72,10 +80,7 @@ def _joined(speaker: str, cuts: Sequence[Cut], speed: float, file: Path, draw: r
         text += words
         over = wave[-FADE:] * (1 - rise) + piece[:FADE] * rise
         wave = np.concatenate([wave[:-FADE], over, piece[FADE:]])
-    rate = round(speed * RATE)
-    soundfile.write(file, wave.astype(np.int16), rate)
-    name = speaker if speed == 1 else f"{speaker} at {speed}"
-    return Spoken(str(file.resolve()), name, "en", f"{' '.join(text).capitalize()}.", len(wave) / rate)
+    return f"{' '.join(text).capitalize()}.", wave.astype(np.int16)
 
 
 def _some_words(clip: Cut, draw: random.Random) -> tuple[list[str], npt.NDArray[np.int16]]:
