@@ -173,6 +173,7 @@ WHOLE = {"model__size": "normal"}
         (check_settings.preset, (), ISOLATED | {"training__preset": "24gb"}, "pass", "24gb"),
         (check_settings.preset, (NO_GPU,), {}, "info", "No GPU"),
         (check_settings.preset, (machine(),), DUAL | {"training__preset": "24gb"}, "pass", "24gb"),
+        (check_settings.preset, (machine(2, 8000, 40000),), DUAL | {"data__data_gpu": "5"}, "info", "40gb"),
         (checks.weights, (), {}, "pass", "from scratch"),
         (checks.weights, (), {"training__init_from": "missing"}, "fail", "--init-from"),
         (checks.corpus, (), {}, "info", "embedded"),

@@ -136,10 +136,15 @@ def test_what_the_first_step_takes_to_compile_is_not_expected_of_the_others(
         end(clock)
 
     monkeypatch.setattr(StepClock, "end", slowly)
-    assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 105 --log-step 5") == 0
+    assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 108 --log-step 8") == 0
     first = steps(tmp_path / "run")[0]
     assert first["elapsed_s"] > 1
-    assert first["eta_s"] < 10
+    assert 0 < first["eta_s"] < 10
+
+
+def test_nothing_is_expected_while_only_steps_that_compile_were_seen(clips: Clips, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 4 --log-step 2") == 0
+    assert [report["eta_s"] for report in steps(tmp_path / "run")] == [None, 0]
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(

@@ -296,6 +296,34 @@ def test_a_faster_batch_is_kept_when_the_time_ends_before_the_fastest(
     assert "time was over" in found.notes[-1]
 
 
+@pytest.mark.parametrize(("given", "tried"), [("16", [16, 32, 64, 128, 96, 112]), ("128", [128, 64, 96, 112])])
+def test_the_largest_batch_so_far_is_kept_when_the_time_ends_between_two(
+    corpus: Prepared, monkeypatch: pytest.MonkeyPatch, given: str, tried: list[int]
+) -> None:
+    machine = Pretended(mb_per_clip=200.0)
+    slowly = a_minute_each(machine, monkeypatch)
+    minutes = len(tried) + 0.5
+    found = tune(loaded_with(data__batch_size=given), corpus, machine=CARD, measure=slowly, minutes=minutes)
+    assert [settings.data.batch_size for settings in machine.tried] == tried
+    assert (found.values["data.batch_size"], found.largest_batch) == (96, 96)
+    assert "time was over" in found.notes[-1]
+
+
+def test_nothing_is_said_of_batches_that_were_not_tried(corpus: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    slowly = a_minute_each(Pretended(), monkeypatch)
+    found = tune(loaded_with(), corpus, machine=CARD, measure=slowly, minutes=1.5)
+    assert len(found.notes) == 1 and "time was over" in found.notes[0]
+
+
+def test_one_gpu_alone_is_not_reckoned_with_when_only_two_were_measured(
+    corpus: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = loaded_with(data__data_gpu="0", data__model_gpu="1")
+    slowly = a_minute_each(Pretended(), monkeypatch)
+    found = tune(loaded, corpus, machine=TWO_CARDS, measure=slowly, minutes=1.5)
+    assert "tune-several-gpus" not in {advice.code for advice in found.advice}
+
+
 def test_too_little_time_for_anything_is_an_error(corpus: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 

@@ -104,10 +104,11 @@ class Case:
 
     @property
     def model_gpu(self) -> Gpu | None:
-        """The card that would train, without a plan the first one; None on the CPU."""
-        if not isinstance(self.plan, Plan):
-            return next(iter(self.machine.gpus), None)
-        return next((gpu for gpu in self.machine.gpus if gpu.index == self.plan.model.index), None)
+        """The card that would train; without a plan the one asked for, else the first; None on the CPU."""
+        by_index: dict[int | None, Gpu] = {gpu.index: gpu for gpu in self.machine.gpus}
+        if isinstance(self.plan, Plan):
+            return by_index.get(self.plan.model.index)
+        return by_index.get(self.data.model_gpu) or next(iter(self.machine.gpus), None)
 
     @property
     def model_memory_mb(self) -> int:

@@ -113,7 +113,9 @@ def _search(experiment: Experiment, batch: _BatchSearch) -> None:
         if experiment.found.after is None:
             raise PipelineError("The time was over before anything was measured; give more --minutes") from None
         experiment.note("The time was over before everything was tried: give more --minutes")
-    _advise(experiment, single or experiment.best)
+    if single is None and experiment.value(DATA_GPU) is None:
+        single = experiment.best
+    _advise(experiment, single)
 
 
 def _try_switches(experiment: Experiment) -> None:
@@ -191,17 +193,23 @@ class _BatchSearch:
         if not refusal.out_of_memory or not self._is_free:
             raise refusal
         asked = too_large = experiment.value(BATCH)
-        trial = None
-        while too_large > 1 and trial is None:
-            size = too_large // 2
-            trial = experiment.attempt(self._values(size))
-            too_large = size if trial is None else too_large
-        if trial is None:
+        fitting: dict[int, Trial] = {}
+        while too_large > 1 and not fitting:
+            trial = experiment.attempt(self._values(too_large // 2))
+            if trial is None:
+                too_large //= 2
+            else:
+                fitting[too_large // 2] = trial
+        if not fitting:
             fix = "Give --gradient-checkpointing, for fine-tuning --lora-rank 16, or a smaller --model-size."
             raise PipelineError(f"Not even one clip fits. {fix}\n{refusal}")
-        size, trial = self._bisect(size, too_large, trial)
-        experiment.keep(self._values(size), trial, f"{asked} clips do not fit: {str(refusal).splitlines()[0]}")
-        self._largest_under = experiment.loaded
+        try:
+            self._bisect(fitting, too_large)
+        finally:
+            size = max(fitting)
+            why = f"{asked} clips do not fit: {str(refusal).splitlines()[0]}"
+            experiment.keep(self._values(size), fitting[size], why)
+            self._largest_under = experiment.loaded
 
     def grow(self) -> bool:
         """Double the batch while that helps; when one does not fit, find the largest that does."""
@@ -215,7 +223,7 @@ class _BatchSearch:
                 doubled = min(2 * size, self._largest)
                 trial = experiment.attempt(self._values(doubled))
                 if trial is None:
-                    size, tried[size] = self._bisect(size, doubled, tried[size])
+                    self._bisect(tried, doubled)
                     break
                 tried[doubled] = trial
                 if trial.clips_per_s < experiment.least_gain * tried[size].clips_per_s:
@@ -231,7 +239,8 @@ class _BatchSearch:
         experiment = self._experiment
         size = max(tried, key=lambda size: tried[size].clips_per_s)
         if tried[size].clips_per_s < experiment.least_gain * tried[start].clips_per_s:
-            experiment.note(f"The batch stays {start}: no other that was tried is faster")
+            if len(tried) > 1:
+                experiment.note(f"The batch stays {start}: no other that was tried is faster")
             return False
         now = size * self._values(size)[ACCUMULATE]
         effect = f"stays {now}" if now == self._effective else f"becomes {now}, it was {self._effective}"
@@ -240,28 +249,32 @@ class _BatchSearch:
         experiment.keep(self._values(size), tried[size], why + (f"; takes {taken}" if taken else ""))
         return True
 
-    def _bisect(self, fits: int, too_large: int, trial: Trial) -> tuple[int, Trial]:
-        """The largest batch between one that fits and one that does not, to an eighth, and its trial."""
-        while too_large - fits > max(1, fits // 8):
-            middle = (fits + too_large) // 2
-            middle -= middle % 8 if middle - middle % 8 > fits else 0
-            found = self._experiment.attempt(self._values(middle))
-            if found is None:
-                too_large = middle
-            else:
-                fits, trial = middle, found
-        self._experiment.found.largest_batch = fits
-        return fits, trial
+    def _bisect(self, fitting: dict[int, Trial], too_large: int) -> None:
+        """Find the largest batch under one that does not fit, to an eighth; each that fits is added to the others."""
+        try:
+            while too_large - (fits := max(fitting)) > max(1, fits // 8):
+                middle = (fits + too_large) // 2
+                middle -= middle % 8 if middle - middle % 8 > fits else 0
+                trial = self._experiment.attempt(self._values(middle))
+                if trial is None:
+                    too_large = middle
+                else:
+                    fitting[middle] = trial
+        finally:
+            self._experiment.found.largest_batch = max(fitting)
 
     def _values(self, size: int) -> dict[str, Any]:
         return {BATCH: size, ACCUMULATE: max(1, round(self._effective / size))}
 
 
-def _advise(experiment: Experiment, single: Trial) -> None:
-    """What follows from the measured times, but is no setting or cannot be measured by one process."""
+def _advise(experiment: Experiment, single: Trial | None) -> None:
+    """What follows from the measured times, but is no setting or cannot be measured by one process.
+
+    `single`: what one GPU alone does, if that was measured.
+    """
     num_gpus, best, advice = len(experiment.machine.gpus), experiment.best, experiment.found.advice
     encode, train = best.stage_ms.get("encode", 0.0), best.stage_ms.get("train", 0.0)
-    if num_gpus > 1:
+    if num_gpus > 1 and single is not None:
         gain = DDP_EFFICIENCY * num_gpus * single.clips_per_s / best.clips_per_s
         what = f"Training on all {num_gpus} GPUs would be about {gain:.1f}× as fast as what was found."
         why = f"One GPU alone trains {single.clips_per_s:.1f} clips/s, and each can have batches of its own."

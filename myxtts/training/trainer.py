@@ -232,8 +232,10 @@ class Trainer:
         times = Summary.of(self._clock.collect())
         elapsed_s = time.perf_counter() - self._started_at
         seconds_per_step = times.mean_ms / 1000 or elapsed_s / max(step - self._started_step, 1)
-        # The first steps compile: what they took says nothing of those to come.
-        usual_s = times.median_ms / 1000 if step <= self._started_step + self._training.log_step else 0.0
+        if step > self._started_step + self._training.log_step:
+            expected_s = seconds_per_step
+        else:  # the first steps compile: what they took says nothing of those to come
+            expected_s = self._clock.summary().median_ms / 1000
         losses = {name.removeprefix("loss."): value for name, value in values.items() if name.startswith("loss.")}
         losses["total"] *= self._training.gradient_accumulation_steps  # a micro-step's is its share of the step
         norms = {name.removeprefix("norm."): value for name, value in values.items() if name.startswith("norm.")}
@@ -253,7 +255,7 @@ class Trainer:
             rings=self._feed.readiness(),
             memory_mb=self._around.peak_memory_mb(),
             skipped=int(values["skipped"]),
-            eta_s=(self.total_steps - step) * (usual_s or seconds_per_step),
+            eta_s=(self.total_steps - step) * expected_s if expected_s else None,
             elapsed_s=elapsed_s,
         )
 
