@@ -1,6 +1,6 @@
 """The learning experiment: DVAE, GPT and decoder from scratch on a few hours of real speech, heard by judges.
 
-    python benchmarks/learn.py all --speech en7.zip --home DIR       what follows, but for `judge`, in ten minutes
+    python benchmarks/learn.py all --speech en7.zip --home DIR       what follows, but for `judge`
     python benchmarks/learn.py corpus --speech DIR --corpus DIR      held-out sentences, for every speaker alike
     python benchmarks/learn.py train --corpus DIR --run DIR          the stages, or one; called again it goes on
     python benchmarks/learn.py speak --run DIR --out DIR             the held-out sentences at every moment kept
@@ -130,7 +130,7 @@ def _training_flags(command: argparse.ArgumentParser) -> None:
 def _corpus_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--speech", type=Path, required=True)
     command.add_argument("--hold-out", nargs="*", default=[], metavar="SPEAKER=SENTENCES")
-    for name, hours, what in (("spliced", 16.0, "put together from pieces"), ("synthetic", 2.0, "of espeak-ng")):
+    for name, hours, what in (("spliced", 12.0, "put together from pieces"), ("synthetic", 2.0, "of espeak-ng")):
         default = hours if HAS_ESPEAK else 0.0
         command.add_argument(f"--{name}-hours", type=float, default=default, help=f"{what}, for the GPT")
     command.add_argument("--without", nargs="*", default=[], metavar="SPEAKER", help="never trained on")

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
-from itertools import accumulate, count
+from itertools import accumulate, count, takewhile
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,8 @@ VARIANTS = ("", *(f"+f{n}" for n in range(1, 6)), *(f"+m{n}" for n in range(1, 9
 """Of espeak-ng's American voice."""
 VOICES_PER_VARIANT = 2
 FEWEST_WORDS, MOST_WORDS = 3, 11
-PITCHES, WORDS_PER_MINUTE = (30, 70), (140, 200)
+PITCHES, PLAIN_PITCH, PACES = (30, 70), 50, (140, 200)
+"""Of espeak-ng's hundred; words per minute."""
 ROUND = 256
 """Sentences that are said before their length is looked at."""
 ESPEAK_SAMPLE_RATE = 22050
@@ -93,66 +94,64 @@ def _sentence(
         f"espeak {number}",
         variant,
         pitch,
-        draw.randint(*WORDS_PER_MINUTE),
+        draw.randint(*PACES),
     )
 
 
 def _say(sentence: _Sentence) -> Spoken:
-    library, heard = _speaker()
-    if library.espeak_SetVoiceByName(f"en-us{sentence.variant}".encode()) != 0:
-        raise RuntimeError(f"espeak-ng has no voice en-us{sentence.variant}")
-    library.espeak_SetParameter(_PITCH, sentence.pitch, 0)
-    wave = heard.say(library, sentence.text, sentence.words_per_minute)
+    wave = _espeak().say(sentence.text, sentence.words_per_minute, sentence.variant, sentence.pitch)
     soundfile.write(sentence.file, wave, ESPEAK_SAMPLE_RATE)
     return Spoken(str(sentence.file), sentence.speaker, "en", sentence.text, len(wave) / ESPEAK_SAMPLE_RATE)
 
 
 def said_words(text: str, words_per_minute: int) -> tuple[npt.NDArray[np.float32], dict[int, int]]:
-    """A text in the plain voice, and at which sample its words begin, by their number.
+    """A text without punctuation in the plain voice, and at which sample its words begin, by their number.
 
     A word that is run into the one before has no beginning of its own.
     """
-    library, heard = _speaker()
-    library.espeak_SetVoiceByName(b"en-us")
-    wave = heard.say(library, text, words_per_minute)
+    espeak = _espeak()
+    wave = espeak.say(text, words_per_minute)
     first_letters = list(accumulate((len(word) + 1 for word in text.split(" ")), initial=0))
     begins: dict[int, int] = {}
-    for letter, sample in heard.words:
+    for letter, sample in espeak.words:
         begins.setdefault(bisect_right(first_letters, letter) - 1, sample)
     return (wave / 32768).astype(np.float32), begins
 
 
-class _Heard:
-    """What the library says, in pieces, and where its words begin."""
+class _Espeak:
+    """The library of this process."""
 
     def __init__(self) -> None:
-        self.pieces: list[npt.NDArray[np.int16]] = []
+        self._library = open_library()
+        self._taking = _Callback(self._take)  # kept, for the library calls it later
+        self._library.espeak_SetSynthCallback(self._taking)
+        self._pieces: list[npt.NDArray[np.int16]] = []
         self.words: list[tuple[int, int]] = []
-        """The number of its first letter in the text, and the sample."""
+        """Of what was said last: the number of a word's first letter in the text, and the sample."""
 
-    def say(self, library: ctypes.CDLL, text: str, words_per_minute: int) -> npt.NDArray[np.int16]:
-        self.pieces.clear()
+    def say(
+        self, text: str, words_per_minute: int, variant: str = "", pitch: int = PLAIN_PITCH
+    ) -> npt.NDArray[np.int16]:
+        self._pieces.clear()
         self.words.clear()
-        library.espeak_SetParameter(_RATE, words_per_minute, 0)
+        self._library.voice_in_use = None  # type: ignore[attr-defined] # `phonemize` shall choose its own again
+        if self._library.espeak_SetVoiceByName(f"en-us{variant}".encode()) != 0:
+            raise RuntimeError(f"espeak-ng has no voice en-us{variant}")
+        self._library.espeak_SetParameter(_RATE, words_per_minute, 0)
+        self._library.espeak_SetParameter(_PITCH, pitch, 0)
         content = text.encode() + b"\0"
-        library.espeak_Synth(content, len(content), 0, 0, 0, _UTF8, None, None)
-        return np.concatenate(self.pieces)
+        self._library.espeak_Synth(content, len(content), 0, 0, 0, _UTF8, None, None)
+        return np.concatenate(self._pieces)
 
-    def take(self, samples: object, number: int, events: Any) -> int:
+    def _take(self, samples: object, number: int, events: Any) -> int:
         if number > 0:
-            self.pieces.append(np.ctypeslib.as_array(samples, (number,)).copy())  # type: ignore[arg-type]
-        while events and events.contents.type != _END_OF_EVENTS:
-            event = events.contents
+            self._pieces.append(np.ctypeslib.as_array(samples, (number,)).copy())  # type: ignore[arg-type]
+        for event in takewhile(lambda event: event.type != _END_OF_EVENTS, (events[i] for i in count())):
             if event.type == _WORD:
                 self.words.append((event.text_position - 1, event.audio_position * ESPEAK_SAMPLE_RATE // 1000))
-            events = ctypes.pointer(_Event.from_address(ctypes.addressof(event) + ctypes.sizeof(_Event)))
         return 0
 
 
 @cache
-def _speaker() -> tuple[ctypes.CDLL, _Heard]:
-    """The library of this process, and who hears it."""
-    library, heard = open_library(), _Heard()
-    library.taking = _Callback(heard.take)  # type: ignore[attr-defined] # kept, for the library calls it later
-    library.espeak_SetSynthCallback(library.taking)
-    return library, heard
+def _espeak() -> _Espeak:
+    return _Espeak()

@@ -8,21 +8,25 @@ number of sentences that nobody has said, in voices of people. Does not know wha
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import soundfile
+import torch
 from learn_align import RATE, Cut, cut
 from learn_corpus import Spoken
 
 SPEEDS = (0.88, 0.94, 1.06, 1.12)
 WORDS = (2, 4)
-"""Of one clip in a row."""
+"""Wanted of one clip in a row; more where it cannot be cut between them."""
+ROUND = 256
+"""Sentences that are made before their length is looked at."""
 SECONDS = (1.5, 6.0)
 FADE = 110
 """Samples over which two pieces overlap: 5 ms."""
@@ -49,42 +53,62 @@ def _at_speed(folder: Path, job: tuple[int, Spoken, float]) -> Spoken:
 def spliced(clips: Sequence[Spoken], folder: Path, hours: float) -> list[Spoken]:
     """So much speech of the clips' speakers, made from some words of several clips each, at any of the speeds."""
     folder.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        cuts = list(pool.map(cut, clips, chunksize=16))
+    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_use_one_core) as processes:
+        cuts = list(processes.map(cut, clips, chunksize=16))
     by_speaker: dict[str, list[Cut]] = {}
     for clip, one in zip(clips, cuts, strict=True):
-        by_speaker.setdefault(clip.speaker, []).append(one)
+        if one is not None:
+            by_speaker.setdefault(clip.speaker, []).append(one)
     made: list[Spoken] = []
-    written: list[Future[None]] = []
     seconds, draw = 0.0, random.Random(0)
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as threads:
         while seconds < 3600 * hours:
-            speaker, speed = draw.choice(clips).speaker, draw.choice((1.0, *SPEEDS))
-            text, wave = _joined(by_speaker[speaker], draw)
-            file, rate = folder / f"{len(made)}.wav", round(speed * RATE)
-            name = speaker if speed == 1 else f"{speaker} at {speed}"
-            made.append(Spoken(str(file.resolve()), name, "en", text, len(wave) / rate))
-            seconds += made[-1].seconds
-            written.append(pool.submit(soundfile.write, file, wave, rate))
-    for one in written:
-        one.result()
+            jobs = [_sentence(folder / f"{len(made) + n}.wav", by_speaker, draw) for n in range(ROUND)]
+            made += threads.map(_write, jobs)
+            seconds = sum(clip.seconds for clip in made)
     return made
 
 
+def _use_one_core() -> None:
+    torch.set_num_threads(1)
+
+
+class _Sentence(NamedTuple):
+    """A sentence put together."""
+
+    clip: Spoken
+    wave: npt.NDArray[np.int16]
+    sample_rate: int
+
+
+def _sentence(file: Path, by_speaker: Mapping[str, Sequence[Cut]], draw: random.Random) -> _Sentence:
+    speakers = list(by_speaker)
+    (speaker,) = draw.choices(speakers, [len(by_speaker[name]) for name in speakers])
+    text, wave = _joined(by_speaker[speaker], draw)
+    speed = draw.choice((1.0, *SPEEDS))
+    name, rate = speaker if speed == 1 else f"{speaker} at {speed}", round(speed * RATE)
+    return _Sentence(Spoken(str(file.resolve()), name, "en", text, len(wave) / rate), wave, rate)
+
+
+def _write(sentence: _Sentence) -> Spoken:
+    soundfile.write(sentence.clip.path, sentence.wave, sentence.sample_rate)
+    return sentence.clip
+
+
 def _joined(cuts: Sequence[Cut], draw: random.Random) -> tuple[str, npt.NDArray[np.int16]]:
-    """A sentence of words of several clips."""
+    """Words of several clips, and how they sound."""
     wanted, text, wave = draw.uniform(*SECONDS) * RATE, list[str](), np.zeros(FADE, np.float32)
     rise = np.linspace(0, 1, FADE, dtype=np.float32)
     while len(wave) < wanted:
-        words, piece = _some_words(draw.choice(cuts), draw)
+        words, piece = some_words(draw.choice(cuts), draw)
         text += words
         over = wave[-FADE:] * (1 - rise) + piece[:FADE] * rise
         wave = np.concatenate([wave[:-FADE], over, piece[FADE:]])
     return f"{' '.join(text).capitalize()}.", wave.astype(np.int16)
 
 
-def _some_words(clip: Cut, draw: random.Random) -> tuple[list[str], npt.NDArray[np.int16]]:
-    """From one place to another, with some words between them if there are so many."""
+def some_words(clip: Cut, draw: random.Random) -> tuple[list[str], npt.NDArray[np.int16]]:
+    """From one place to another, with so many words between them as wanted, or to the end of the clip."""
     begin = draw.randrange(len(clip.places) - 1)
     end = begin + 1
     wanted = draw.randint(*WORDS)

@@ -34,6 +34,7 @@ from myxtts.config import STAGES
 from myxtts.data.fill import NoProgress
 from myxtts.data.prepare import prepare
 from myxtts.devices import Machine
+from myxtts.errors import ConfigError
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.settings import load
@@ -145,7 +146,9 @@ def as_it_was(run: Path, moment: Moment) -> Iterator[Path]:
                 (then / path.name).symlink_to(path)
         settings = (then / "settings.yaml").read_text(encoding="utf-8")
         (then / "settings.yaml").unlink()
-        settings = re.sub(r"^( *train_data: .*/)\w+$", rf"\1{RECORDINGS}", settings, flags=re.MULTILINE)
+        settings, found = re.subn(r"^( *train_data: .*/)\w+$", rf"\1{RECORDINGS}", settings, flags=re.MULTILINE)
+        if found != 1:
+            raise ConfigError(f"{run}/settings.yaml does not name the corpus of a stage as train_data")
         (then / "settings.yaml").write_text(settings, encoding="utf-8")
         step = f"step-{moment.gpt_step:08d}"
         (then / "gpt").mkdir()
@@ -232,11 +235,13 @@ def _draw(rows: list[dict[str, Any]], file: Path) -> None:
     names = {"griffin-lim": "Griffin-Lim", "hifigan": "decoder"}
     figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.5))
     for panel, name in zip(panels, ("wer", "similarity", "mos"), strict=True):
+        judged = [row for row in rows if row[name] is not None]
         for vocoder, shown in names.items():
-            said = [row for row in rows if row["set"] == SYNTHESISED and row["vocoder"] == vocoder]
-            steps, values = [row["gpt_step"] for row in said], [row[name] for row in said]
-            panel.plot(steps, values, "o-", label=f"synthesised, {shown}")
-        for row in rows:
+            said = [row for row in judged if row["set"] == SYNTHESISED and row["vocoder"] == vocoder]
+            if said:
+                steps, values = [row["gpt_step"] for row in said], [row[name] for row in said]
+                panel.plot(steps, values, "o-", label=f"synthesised, {shown}")
+        for row in judged:
             if row["set"] == RECORDING:
                 panel.axhline(row[name], linestyle=":", color="grey", label="recordings")
             elif row["set"] == RECONSTRUCTED:

@@ -28,7 +28,8 @@ MOMENTS = 8
 MAX_MEL_FRAMES, MAX_IDS = 1680, 320
 """The longest clip has 16.9 seconds, 19.3 at the slowest speed, and 259 letters: none is too long."""
 DVAE_MEL_FRAMES = 640
-"""Seven seconds: the DVAE trains on padded clips, of which few are longer."""
+"""Seven seconds: the DVAE trains on padded clips. None of the judged speakers' clips is longer, but most of the
+LibriVox reader's are, and are set aside."""
 TRIM_DB = 35
 """The speakers' clips then begin and end alike: of cmu_slt's it takes 8 %, of others' one or two."""
 WARM_UP_STEPS = 400

@@ -168,7 +168,7 @@ def tuned_normal(folder: Path, minutes: float) -> bool:
         table.add_column(column)
     assert found.after is not None
     speeds: dict[str, float] = {}
-    by_hand = [{"data.batch_size": size} for size in (128, 256) if found.values != {"data.batch_size": size}]
+    by_hand = [{"data.batch_size": size} for size in (64, 128, 256) if found.values != {"data.batch_size": size}]
     for values in (found.values, *by_hand):
         name = f"{'by hand' if speeds else 'tuned'}: {values or 'as they were'}"
         run = folder / f"run-{len(speeds)}"
