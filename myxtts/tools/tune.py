@@ -250,7 +250,7 @@ class _BatchSearch:
         return True
 
     def _bisect(self, fitting: dict[int, Trial], too_large: int) -> None:
-        """Find the largest batch under one that does not fit, to an eighth; each that fits is added to the others."""
+        """Find the largest batch under one that does not fit, to an eighth; each that fits joins the others."""
         try:
             while too_large - (fits := max(fitting)) > max(1, fits // 8):
                 middle = (fits + too_large) // 2
