@@ -26,6 +26,7 @@ from learn_speech import gpt_steps, judge_all, moments, pack, speak
 from learn_train import Deadline, console, train_stage
 
 from myxtts.config import MODEL_SIZES, STAGES
+from myxtts.errors import MyXTTSError
 from myxtts.tools.judging import find_judges
 
 HAS_ESPEAK = find_spec("espeakng_loader") is not None
@@ -166,7 +167,15 @@ def main() -> None:
     made["speak"].add_argument("--at", nargs="*", default=[], metavar="STEP", help="a step, best, last or decoder")
     made["judge"].add_argument("--judge", type=Path, help="folder of the judges")
     options = parser.parse_args()
-    options.call(options)
+    if options.call in (everything, corpus) and not HAS_ESPEAK:
+        console.print(
+            "espeak-ng is not installed (pip install -e '.[phonemes]'): letters instead of phonemes, no sentences "
+            "put together and none of espeak-ng's"
+        )
+    try:
+        options.call(options)
+    except MyXTTSError as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

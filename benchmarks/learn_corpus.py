@@ -24,6 +24,7 @@ HELD_OUT = {"kathleen": 20, "cmu_slt": 10, "cmu_bdl": 10}
 """Sentences to be judged, by who says them; all three read the same ones."""
 FEWEST_WORDS, MOST_WORDS = 5, 14
 """Of a sentence that is judged: of shorter ones a single word decides too much."""
+COLUMNS = ("path", "speaker", "language", "text", "seconds", "sample_rate")
 RECORDINGS = "recordings"
 """The corpus of the clips as they were recorded, from which voices and comparisons are taken."""
 HEADER = "audio_file|text|speaker_name|language\n"
@@ -47,9 +48,18 @@ class Split(NamedTuple):
 
 
 def read_speech(folder: Path) -> list[Spoken]:
-    """The clips of a folder with path|speaker|language|text|seconds|sample_rate in its metadata.csv."""
-    lines = (folder / "metadata.csv").read_text(encoding="utf-8").splitlines()
-    rows = [line.split("|") for line in lines[1:] if line]
+    """The clips of a folder with lines of `COLUMNS` in its metadata.csv."""
+    file = folder / "metadata.csv"
+    if not file.is_file():
+        raise DatasetError(
+            f"{file} is missing; name a folder with recordings and lines of {'|'.join(COLUMNS)} there"
+        )
+    header, *lines = file.read_text(encoding="utf-8").splitlines() or [""]
+    if tuple(header.split("|")) != COLUMNS:
+        raise DatasetError(f"{file} begins with {header[:60]!r}, expected the header {'|'.join(COLUMNS)}")
+    rows = [line.split("|") for line in lines if line]
+    if wrong := [row for row in rows if len(row) != len(COLUMNS)]:
+        raise DatasetError(f"{file}: {len(wrong)} lines do not have {len(COLUMNS)} columns, the first: {wrong[0]}")
     return [Spoken(str(folder.resolve() / row[0]), row[1], row[2], row[3], float(row[4])) for row in rows]
 
 

@@ -68,23 +68,19 @@ def add_tool_commands(commands: Any) -> None:
 
 
 def _add_shared(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--stage", choices=STAGES, default="gpt", help="stage to measure [default: gpt]")
+    about = "stage to measure [default: gpt, or the first of --stages]"
+    command.add_argument("--stage", choices=STAGES, help=about)
     command.add_argument("--json", action="store_true", help="print everything as JSON")
     add_flags(command)
 
 
 def _check(options: argparse.Namespace) -> int:
-    from myxtts.devices import Machine
     from myxtts.findings_screen import show_findings
     from myxtts.screens import ProgressLines, show_lines
     from myxtts.tools.check import check, passed, to_json
     from myxtts.tools.check_gpus import check_gpus
 
-    loaded, applied = presets.apply(load(options.config, flags_of(options), options.unknown))
-    if loaded.settings.data.train_data is None:
-        loaded, demo = presets.apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
-        applied += demo
-    show_lines([] if options.json else applied)
+    loaded = _load(options)
     findings = check_gpus(loaded, progress=ProgressLines(), say=logging.info) if options.gpus else check(loaded)
     if options.json:
         show_lines([to_json(findings)])
@@ -103,7 +99,7 @@ def _profile(options: argparse.Namespace) -> int:
         loaded,
         _prepare(loaded),
         num_steps=options.num_steps,
-        stage=options.stage,
+        stage=_stage(options, loaded),
         data_only=options.data_only,
         kernels=options.kernels,
         step_ms=options.step_ms,
@@ -149,7 +145,7 @@ def _tune(options: argparse.Namespace) -> int:
 
     loaded = _load(options)
     limits = {"minutes": options.minutes, "max_batch": options.max_batch}
-    found = tune(loaded, _prepare(loaded), stage=options.stage, say=logging.info, **limits)
+    found = tune(loaded, _prepare(loaded), stage=_stage(options, loaded), say=logging.info, **limits)
     if options.json:
         show_lines([_as_json(found.to_json())])
     else:
@@ -161,10 +157,22 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _load(options: argparse.Namespace) -> Loaded:
+    """The settings with which `train` would train."""
+    from myxtts.devices import Machine
+    from myxtts.screens import show_lines
+
     loaded, lines = presets.apply(load(options.config, flags_of(options), options.unknown))
-    for line in lines:
-        logging.info("%s", line)
+    if loaded.settings.data.train_data is None:
+        loaded, demo = presets.apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
+        lines += demo
+    show_lines([] if options.json else lines)
     return loaded
+
+
+def _stage(options: argparse.Namespace, loaded: Loaded) -> str:
+    """The stage to measure: the one named, else of those that would be trained."""
+    stages = loaded.settings.training.stages or STAGES
+    return str(options.stage or ("gpt" if "gpt" in stages else stages[0]))
 
 
 def _prepare(loaded: Loaded) -> Prepared:

@@ -57,7 +57,8 @@ def show_tuning(tuning: Tuning, console: Console | None = None) -> None:
     """The settings to change with what each was measured to bring, as a patch of the YAML file."""
     console = console or _console()
     if not tuning.changes:
-        console.print(Text("Nothing to change: no setting that was tried is faster.", style="bold"))
+        tried = "no setting that was tried is faster" if tuning.num_trials > 1 else "nothing else was tried"
+        console.print(Text(f"Nothing to change: {tried}.", style="bold"))
     else:
         table = _table("setting", "now", "better", "gain", "why")
         for change in tuning.changes:

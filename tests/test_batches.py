@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from myxtts.config import CONDITIONING_TOKENS, NUM_STOPS, SAMPLE_RATE
-from myxtts.data.batches import Batches, Cursor, packed_tokens
+from myxtts.data.batches import Batches, Cursor, mean_clips, packed_tokens
 from myxtts.data.store import Rows
 from myxtts.errors import DatasetError
 
@@ -143,6 +143,10 @@ def test_a_cursor_continues_exactly(num_clips: int, batch_size: int, world_size:
         assert np.array_equal(old.clips, new.clips)
         assert np.array_equal(old.weights, new.weights)
         assert old.after == new.after
+
+
+def test_clips_of_a_batch_on_average_are_those_that_count() -> None:
+    assert [mean_clips(number, 4) for number in (4, 8, 5, 3)] == [4, 4, 2.5, 3]
 
 
 def test_cursors_count_batches_and_epochs() -> None:

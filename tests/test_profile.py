@@ -244,12 +244,14 @@ def test_the_verdict_is_put_on_the_page_of_the_run_it_is_about(
 ) -> None:
     run = tmp_path / "run"
     assert train(run, clips(4), "--stages dvae --max-steps 2") == 0
-    flags = ["--checkpoint-dir", str(run), "--stage", "dvae", "--num-steps", "2", "--vocab-size", "256"]
+    flags = ["--checkpoint-dir", str(run), "--stages", "dvae", "--num-steps", "2", "--vocab-size", "256"]
     flags += ["--language", "en", "--max-mel-frames", "128", "--max-text-length", "40", "--batch-size", "2"]
     for corpus, is_its_own in ((clips(3), False), (clips(4), True)):
         capsys.readouterr()
         assert myxtts.cli.main(["profile", "--train-data", str(corpus), *flags]) == 0
-        assert ("On the page of the run" in capsys.readouterr().out) == is_its_own
+        shown = capsys.readouterr().out
+        assert ("On the page of the run" in shown) == is_its_own
+        assert "Stage dvae" in shown
         assert (run / "verdict.json").exists() == (run / "trace.jsonl").exists() == is_its_own
     sentence = json.loads((run / "verdict.json").read_text())["sentence"]
     assert html.escape(sentence) in (run / "report.html").read_text()

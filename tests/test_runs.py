@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,6 +190,22 @@ def test_a_check_says_what_training_would_refuse(clips: Clips, tmp_path: Path) -
     )
     assert finding(training__init_from="elsewhere").level == "fail"
     assert finding(training__reset_training=True).level == "pass"
+    elsewhere = finding(**small | {"data__train_data": str(clips(3))})
+    assert elsewhere.level == "warn" and str(clips()) in elsewhere.what and "--checkpoint-dir" in elsewhere.fix
+
+
+def test_texts_that_the_vocabulary_of_the_run_cannot_write_are_explained(
+    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 1") == 0
+    persian = tmp_path / "persian"
+    shutil.copytree(clips(4), persian)
+    names = [line.split("|")[0] for line in (persian / "metadata.csv").read_text().splitlines()]
+    lines = "".join(f"{name}|سلام.\n" for name in names)
+    (persian / "metadata.csv").write_text(lines, encoding="utf-8")
+    assert train(tmp_path / "run", persian, "--stages dvae --max-steps 2 --language fa") != 0
+    shown = capsys.readouterr().err
+    assert f"the vocabulary of the run in {tmp_path / 'run'}" in shown and "another --checkpoint-dir" in shown
 
 
 def test_the_best_gpt_can_be_had_instead_of_the_newest(

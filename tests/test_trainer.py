@@ -126,6 +126,15 @@ def test_reports_validations_and_checkpoints_come_when_they_are_due(clips: Clips
     assert set(saved_steps(run, "dvae")) == {5, 10, 11} | best
 
 
+def test_clips_that_only_fill_up_a_batch_are_not_counted(clips: Clips, tmp_path: Path) -> None:
+    flags = "--stages dvae --val-fraction 0 --max-steps 12 --log-step 12"
+    assert train(tmp_path / "run", clips(4), f"{flags} --batch-size 3") == 0
+    (report,) = steps(tmp_path / "run")
+    assert (
+        report["clips_per_s"] <= 1.2 * 2 * 12 / report["elapsed_s"]
+    )  # four clips in two batches, of which two fill
+
+
 def test_what_the_first_step_takes_to_compile_is_not_expected_of_the_others(
     clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 from myxtts.assembly.folder import RunFolder, initial_model
 from myxtts.assembly.session import NoReports
 from myxtts.assembly.stage import StageTask, feed_maker, set_up
-from myxtts.data.batches import Cursor
+from myxtts.data.batches import Cursor, mean_clips
 from myxtts.data.clips import Prepared
 from myxtts.devices import Plan, apply_caps, explain_out_of_memory, make_plan, peak_memory_mb
 from myxtts.observe.steps import StepClock, StepTime
@@ -75,6 +75,12 @@ class Rehearsal:
         self.lane = self.maker.lanes.model
         self.step = Step(recipe, optimizer, mode, self.lane)
 
+    @property
+    def clips_per_step(self) -> float:
+        """Those that count, on average."""
+        batch = mean_clips(len(self._task.prepared.train), self.settings.data.batch_size)
+        return self.settings.training.gradient_accumulation_steps * batch
+
     def measure(self, num_steps: int, *, replay: bool = False, traced: bool = False) -> Measured:
         """Train `num_steps` steps, or the same batch so many times."""
         settings, accumulate = self.settings, self.settings.training.gradient_accumulation_steps
@@ -103,7 +109,7 @@ class Rehearsal:
         return Measured(
             times=times,
             seconds=seconds,
-            clips_per_s=num_steps * accumulate * settings.data.batch_size / seconds,
+            clips_per_s=num_steps * self.clips_per_step / seconds,
             warm_up_s=measured_at - started_at,
             memory_mb=peak_memory_mb(self.plan),
             ready={name: sum(shares) / len(shares) for name, shares in ready.items()},

@@ -26,7 +26,7 @@ from myxtts.data.clips import Prepared
 from myxtts.data.fill import Progress
 from myxtts.data.prepare import prepare
 from myxtts.devices import Machine, Plan, announcements, apply_caps, make_plan
-from myxtts.errors import MyXTTSError
+from myxtts.errors import DatasetError, MyXTTSError
 from myxtts.host import usable_cores
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import OFF, Trace
@@ -102,7 +102,15 @@ def _prepare(settings: Settings, begun: RunFolder | None, plan: Plan, progress: 
         data = replace(data, tokenizer=begun.vocabulary_file)
     elif data.tokenizer is None and settings.training.init_from is not None:
         data = replace(data, tokenizer=settings.training.init_from)
-    prepared = prepare(data, progress) if plan.rank == 0 else None
+    try:
+        prepared = prepare(data, progress) if plan.rank == 0 else None
+    except DatasetError as error:
+        if begun is None:
+            raise
+        raise DatasetError(
+            f"{error}\nTexts were read with the vocabulary of the run in {begun.folder}, which this would "
+            "continue. For another corpus give another --checkpoint-dir, or --reset-training."
+        ) from error
     _barrier(plan)
     return prepared or prepare(data)
 

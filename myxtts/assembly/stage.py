@@ -17,7 +17,7 @@ from myxtts.assembly.identity import PORTIONS, require_continuable
 from myxtts.assembly.validation import mel_statistics, validate
 from myxtts.checkpoint import UnreadableWeights
 from myxtts.config import STAGES, Settings
-from myxtts.data.batches import Cursor
+from myxtts.data.batches import Cursor, mean_clips
 from myxtts.data.clips import Prepared
 from myxtts.devices import Plan, explain_out_of_memory, peak_memory_mb, random_state, set_random_state
 from myxtts.model.discriminators import PERIOD_WIDTHS, RESOLUTION_WIDTH, Discriminators
@@ -167,7 +167,7 @@ def _train(task: StageTask, model: XTTS, loaded: Loaded | None, state: State, to
             waited = feed.wait_until_warm(settings.data.model_start_delay)
             task.say(f"Model training starting now ({feed.num_ahead} batches ready after {waited:.1f} s)")
             step = Step(recipe, optimizer, mode, feed.model_lane, plan.world_size)
-            clips = settings.data.batch_size * accumulate * plan.world_size
+            clips = accumulate * mean_clips(len(task.prepared.train), settings.data.batch_size * plan.world_size)
             trainer = Trainer(
                 task.stage, step, feed, training, around, state=state, total_steps=total, clips_per_step=clips
             )

@@ -58,6 +58,11 @@ class BatchPlan:
     peer_weights: Weights | None = None
 
 
+def mean_clips(num_clips: int, batch_size: int) -> float:
+    """Clips of a batch that count, on average over an epoch: its last batch is filled up with some that do not."""
+    return num_clips / math.ceil(num_clips / batch_size)
+
+
 class Batches:
     """The batches of one rank, epoch after epoch."""
 

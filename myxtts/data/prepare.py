@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from myxtts.audio import DECODE_VERSION, LIBRARIES
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
@@ -79,6 +80,22 @@ def prepare(data: DataSettings, progress: Progress | None = None, verify: bool =
     if snapshot.state_of(folders, data) == found:  # else the metadata changed between two looks at it
         snapshot.save(prepared, found, [part.corpus for part in parts])
     return prepared
+
+
+def held_out(clips: Sequence[Clip], data: DataSettings) -> npt.NDArray[np.bool_]:
+    """Which of the clips are validated on: as the corpus says, else by a hash of the text.
+
+    The hash makes the choice the same on every machine and unmoved by other clips, and keeps a sentence that
+    several speakers read on one side.
+    """
+    chosen = np.array([clip.held_out for clip in clips], bool)
+    if chosen.any() or data.val_data or data.val_fraction == 0 or not len(clips):
+        return chosen
+    draw = np.array([identity("held out", clip.text) for clip in clips], np.uint64) / 2.0**64
+    chosen = np.asarray(draw < max(data.val_fraction, np.nextafter(draw.min(), 1)))
+    if chosen.all():  # few sentences: the last one is trained on
+        chosen = np.asarray(draw < draw.max())
+    return chosen
 
 
 def spoken_corpus(data: DataSettings, progress: Progress) -> tuple[list[str], list[str]]:
@@ -154,20 +171,11 @@ class _Part:
         return problems | self.audio.set_aside
 
     def split(self, clips: ClipSet) -> tuple[ClipSet, ClipSet]:
-        """Training and validation clips: as the corpus says, else by a hash of the text.
-
-        The hash makes the choice the same on every machine and unmoved by other clips, and keeps a sentence that
-        several speakers read on one side.
-        """
-        held_out = np.array([clip.held_out for clip in self.usable])
-        if held_out.all():
+        """Training and validation clips."""
+        if all(clip.held_out for clip in self.usable):
             raise DatasetError(f"No usable clip in {self.corpus.folder} but those of metadata_eval.csv")
-        if not held_out.any() and not self.data.val_data and self.data.val_fraction > 0:
-            draw = np.array([identity("held out", clip.text) for clip in self.usable], np.uint64) / 2.0**64
-            held_out = draw < max(self.data.val_fraction, np.nextafter(draw.min(), 1))
-            if held_out.all():  # few sentences: the last one is trained on
-                held_out = draw < draw.max()
-        return clips.select(np.flatnonzero(~held_out)), clips.select(np.flatnonzero(held_out))
+        chosen = held_out(self.usable, self.data)
+        return clips.select(np.flatnonzero(~chosen)), clips.select(np.flatnonzero(chosen))
 
     def _languages(self) -> list[str]:
         """The language of every clip: what the metadata says, else the setting, else what is detected.

@@ -14,10 +14,11 @@ from pathlib import Path
 from myxtts.assembly.folder import RunFolder
 from myxtts.assembly.identity import require_same_run
 from myxtts.config import SAMPLE_RATE
+from myxtts.data.prepare import held_out
 from myxtts.devices import Machine
-from myxtts.errors import DatasetError, MyXTTSError
+from myxtts.errors import ConfigError, DatasetError, MyXTTSError
 from myxtts.observe.findings import Finding, Level
-from myxtts.settings import Loaded, presets
+from myxtts.settings import Loaded, load, presets
 from myxtts.settings.table import specs
 from myxtts.tools import check_settings
 from myxtts.tools.case import Case, Host, change
@@ -55,6 +56,7 @@ CODES = {
 }
 """Every code that a check can give, and what it is about."""
 
+KEEP_APART = "keep the two apart with --checkpoint-dir DIR, or give --reset-training"
 SET_ASIDE_SHARE = 0.05
 """Of a corpus that may be unusable before it is worth a warning."""
 SAVED_BYTES_PER_WEIGHT = 12
@@ -121,15 +123,29 @@ def run(case: Case) -> Finding:
         require_same_run(case.loaded.settings, folder, case.prepared)
     except MyXTTSError as error:
         what, *why = str(error).splitlines()
-        fix = why.pop() if why else "keep the two apart with --checkpoint-dir DIR, or give --reset-training"
+        fix = why.pop() if why else KEEP_APART
         return Finding("run", "fail", what.rstrip(":"), "; ".join(line.strip() for line in why), fix)
+    if case.prepared is None and (other := _other_corpus(case, folder)):
+        what = f"The run in {folder.folder} was made with another corpus: {other}"
+        only_if = "training continues it only if clips and vocabulary are the same"
+        return Finding("run", "warn", what, only_if, KEEP_APART)
     return Finding("run", "pass", f"Continues the run in {folder.folder}")
+
+
+def _other_corpus(case: Case, folder: RunFolder) -> str:
+    """The corpus of the run, if it is another one and that is known."""
+    try:
+        own = load(folder.folder / "settings.yaml", {}).settings.data.train_data
+    except ConfigError:
+        return ""
+    then, now = (path and path.resolve() for path in (own, case.data.train_data))
+    return "" if then == now else str(own or "the embedded one")
 
 
 def corpus(case: Case) -> Finding:
     """Whether there is a corpus, and most of it can be used."""
     if isinstance(case.corpora, DatasetError):
-        fix = "correct --train-data and --val-data; docs/training.md shows the forms of a corpus"
+        fix = "correct --train-data and --val-data; docs/recordings.md shows the forms of a corpus"
         return Finding("corpus", "fail", "The corpus cannot be read", str(case.corpora), fix)
     num_clips = sum(len(part.clips) for part in case.corpora)
     aside = [item for part in case.corpora for item in part.set_aside]
@@ -163,6 +179,8 @@ def prepared(case: Case) -> Finding:
         why = "training looks through it when it starts, and redoes what has changed"
     else:
         what, why = "The corpus is not prepared yet", "training prepares it when it starts"
+    if RunFolder(case.training.checkpoint_dir).has_begun and not case.training.reset_training:
+        return Finding("prepared", "info", what, why)  # with the vocabulary of the run, which only training knows
     return Finding("prepared", "info", what, why, f"run myxtts prepare{folder} to have it done before")
 
 
@@ -189,13 +207,12 @@ def hints(case: Case) -> Iterator[Finding]:
     if isinstance(case.corpora, DatasetError):
         return
     card = case.model_gpu
-    num_clips = sum(not clip.held_out for clip in case.corpora[0].clips)
-    num_val_clips, hours = None, None
+    clips, hours = case.corpora[0].clips, None
+    num_clips = int((~held_out(clips, case.data)).sum())
+    num_val_clips = len(clips) - num_clips or None
     if case.prepared is not None:
         num_clips, num_val_clips = len(case.prepared.train), len(case.prepared.val)
         hours = float(case.prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600
-    elif len(case.corpora[0].clips) > num_clips:
-        num_val_clips = len(case.corpora[0].clips) - num_clips
     for text in presets.hints(
         case.loaded.settings,
         len(case.machine.gpus),

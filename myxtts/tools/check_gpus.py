@@ -81,7 +81,7 @@ def driver(case: Case) -> Finding:
     if case.host.driver or case.on_gpu:
         version = case.host.driver or "of unknown version"
         return Finding("driver", "pass", f"NVIDIA driver {version}, PyTorch {torch.__version__}")
-    fix = "install the driver, or start the container with --gpus all; to train on the CPU leave out --gpus"
+    fix = "install the driver, or start the container with its GPUs (--gpus all); the CPU trains without"
     return Finding("driver", "fail", "No NVIDIA driver was found", "", fix)
 
 

@@ -133,7 +133,7 @@ class NotedRehearsal(Rehearsal):
             measured,
             times=times,
             seconds=seconds,
-            clips_per_s=num_steps * self.accumulate * self.settings.data.batch_size / seconds,
+            clips_per_s=num_steps * self.clips_per_step / seconds,
             spans=[span for span in measured.spans if span.start_us >= start_us or _lasts_into(span, start_us)],
             counters=[sample for sample in measured.counters if sample.at_us >= start_us],
         )

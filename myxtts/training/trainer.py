@@ -117,7 +117,7 @@ class Trainer:
         *,
         state: State,
         total_steps: int,
-        clips_per_step: int,
+        clips_per_step: float,
     ) -> None:
         self.stage, self.state, self.total_steps = stage, state, total_steps
         self._step, self._feed, self._training, self._around = step, feed, training, around
