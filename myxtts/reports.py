@@ -12,14 +12,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from myxtts import __version__
 from myxtts.assembly.folder import RunFolder
 from myxtts.assembly.voice import SAMPLE_FILE, Example, example, speak_sample
-from myxtts.audio import Wave
 from myxtts.config import STAGES, Settings
 from myxtts.data.clips import Prepared
 from myxtts.devices import Machine, make_plan
@@ -30,6 +28,7 @@ from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
 from myxtts.observe.watch import Watch
 from myxtts.screens import ProgressPrinter
+from myxtts.synthesis.loudness import FAINT_NOTE, is_faint
 from myxtts.training.trainer import State
 
 _log = logging.getLogger(__name__)
@@ -175,19 +174,8 @@ def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
     spoken = f"{folder / SAMPLE_FILE}: {said.text!r} in the voice of {said.recording}, by {means}{written}"
     notes = speech.report.notes()
     if is_faint(speech.wave):
-        notes.append("hardly anything can be heard in it: the model has not learnt to make sound yet")
+        notes.append(FAINT_NOTE)
     return [spoken, *(f"  {note}" for note in notes)], True
-
-
-def is_faint(wave: Wave) -> bool:
-    """Whether a wave is silent but for a constant and some clicks."""
-    blocks = wave[: len(wave) // _BLOCK_SAMPLES * _BLOCK_SAMPLES].reshape(-1, _BLOCK_SAMPLES)
-    return not len(blocks) or bool(np.percentile(blocks.std(axis=1), 90) < FAINT)
-
-
-FAINT = 3e-3
-"""Loudness below which a block of a sample is as good as silent: -50 dB, where speech has -20."""
-_BLOCK_SAMPLES = 480
 
 
 def _steps(number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def run(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from myxtts.assembly.voice import load_synthesizer
-    from myxtts.screens import show_lines
+    from myxtts.data.fill import NoProgress
+    from myxtts.screens import ProgressLines, show_lines
+    from myxtts.synthesis.loudness import FAINT_NOTE, is_faint
     from myxtts.synthesis.speech import check_output
     from myxtts.synthesis.voices import VoiceFolder
 
@@ -66,13 +69,16 @@ def run(options: argparse.Namespace) -> int:
     named = {name: getattr(options, name) for name in ("temperature", "repetition_penalty")}
     sampling = replace(synthesizer.sampling, **{name: value for name, value in named.items() if value is not None})
     manner = {"sampling": sampling, "speed": options.speed, "seed": options.seed}
+    manner["progress"] = ProgressLines() if sys.stderr.isatty() else NoProgress()
     if options.stream:
-        report = _write_stream(options.out, synthesizer.stream(text, voice, options.language, **manner))
+        stream = synthesizer.stream(text, voice, options.language, **manner)
+        faint = _write_stream(options.out, stream)
+        report = stream.report
     else:
         speech = synthesizer.speak(text, voice, options.language, **manner)
         speech.save(options.out)
-        report = speech.report
-    show_lines([*report.notes(), str(options.out)])
+        faint, report = is_faint(speech.wave), speech.report
+    show_lines([*report.notes(), *([FAINT_NOTE] if faint else []), str(options.out)])
     return 0
 
 
@@ -89,14 +95,19 @@ def _text(options: argparse.Namespace) -> str:
         raise ConfigError(f"speak: --from-file {options.from_file} cannot be read: {why}") from None
 
 
-def _write_stream(path: Path, stream: Any) -> Any:
-    """Write every piece as soon as it is there."""
+def _write_stream(path: Path, stream: Any) -> bool:
+    """Write every piece as soon as it is there; whether hardly anything can be heard in all of them."""
+    from contextlib import closing
+
     import soundfile
 
     from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
+    from myxtts.synthesis.loudness import Loudness
 
-    with soundfile.SoundFile(path, "w", OUTPUT_SAMPLE_RATE, 1, "PCM_16") as file:
+    loudness = Loudness()
+    with closing(stream), soundfile.SoundFile(path, "w", OUTPUT_SAMPLE_RATE, 1, "PCM_16") as file:
         for piece in stream:
             file.write(piece)
             file.flush()
-    return stream.report
+            loudness.add(piece)
+    return loudness.is_faint

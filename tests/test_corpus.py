@@ -177,8 +177,25 @@ def test_damaged_utf16_costs_one_line(read: Read) -> None:
 
 
 def test_only_undecodable_lines(read: Read) -> None:
-    with pytest.raises(DatasetError, match="no usable line"):
-        read("a|caf\xe9\n".encode("latin-1"))
+    cause = r"no usable line\. metadata\.csv:1: byte 0xe9 is not UTF-8; save the file as UTF-8\.$"
+    with pytest.raises(DatasetError, match=cause):
+        read("a|caf\xe9\nb|na\xefve\n".encode("latin-1"))
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (b"id|text\na|caf\xe9\n", "byte 0xe9 is not UTF-8"),
+        (b"a;some text\n", "separated by ';'"),
+        (b"a|b|c|d\n", "4 fields"),
+        (b"a|\n", "the text column is empty"),
+        (b"|text\n", "the id is empty"),
+        (b"absent|text\n", "no absent.wav"),
+    ],
+)
+def test_a_single_line_that_cannot_be_used_has_its_cause(read: Read, line: bytes, cause: str) -> None:
+    corpus = read(line)
+    assert corpus.clips == [] and len(corpus.set_aside) == 1 and cause in corpus.set_aside[0].detail
 
 
 def test_quotes(read: Read) -> None:

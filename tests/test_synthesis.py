@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from myxtts.audio import Wave
 from myxtts.checkpoint import UnreadableWeights, write_pth
+from myxtts.cli import main
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.lanes import Lane
 from myxtts.model import generation
@@ -27,8 +28,9 @@ from myxtts.model.xtts import SIZES, XTTS
 from myxtts.synthesis import guards, voices
 from myxtts.synthesis.griffin_lim import GriffinLim
 from myxtts.synthesis.guards import Bounds, bounds, trouble
+from myxtts.synthesis.loudness import FAINT_NOTE, Loudness, is_faint
 from myxtts.synthesis.reading import Limits, Reader, UnspeakableText
-from myxtts.synthesis.speech import PUBLISHED_SAMPLING, Speech
+from myxtts.synthesis.speech import PUBLISHED_SAMPLING, SILENT, Speech
 from myxtts.synthesis.synthesizer import Synthesizer, usable_vocoder
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, REACH_FRAMES, HifiGan, Stretch
 from myxtts.synthesis.voices import UnusableReference, Voice, VoiceFolder, _chunks, published_voices
@@ -663,6 +665,160 @@ def test_a_voice_of_other_weights_is_refused(
         other.speak(TEXTS[0], anna, "en")
     with pytest.raises(DatasetError, match="another model"):
         synthesizer.speak(TEXTS[0], replace(anna, latents=torch.zeros(1, 32, 128)), "en")
+
+
+# How far it is
+
+
+class Bars:
+    """What a screen is told: title, sentences of all, and what was done of them after every advance."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[str, int, list[int]]] = []
+        self.is_open = False
+
+    def begin(self, title: str, total: int) -> None:
+        assert not self.is_open
+        self.is_open = True
+        self.shown.append((title, total, [0]))
+
+    def advance(self, count: int) -> None:
+        assert self.is_open
+        done = self.shown[-1][2]
+        done.append(done[-1] + count)
+
+    def end(self) -> None:
+        self.is_open = False
+
+
+@pytest.mark.parametrize("vocoder", ["hifigan", "griffin-lim"])
+def test_sentences_are_counted_while_they_are_spoken(speaking: Speaking, reference: Path, vocoder: str) -> None:
+    synthesizer = speaking(vocoder=vocoder, batch_size=2)
+    bars = Bars()
+    synthesizer.speak(LONG_TEXT, synthesizer.voice([reference]), "en", seed=4, num_attempts=1, progress=bars)
+    assert [title for title, _, _ in bars.shown] == ["Speaking", "Making the sound"]
+    for _, total, done in bars.shown:
+        assert total == done[-1] == 3 and len(set(done)) > 2
+    assert not bars.is_open
+
+
+def test_every_bar_counts_all_sentences(
+    synthesizer: Synthesizer, anna: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synthesizer, "_batch_size", 2)
+    monkeypatch.setattr("myxtts.synthesis.synthesizer.BATCHES_AT_ONCE", 1)
+    bars = Bars()
+    synthesizer.speak_many(TEXTS, anna, "en", seed=4, num_attempts=1, progress=bars)
+    assert [(total, done[1], done[-1]) for _, total, done in bars.shown] == [
+        (3, 0, 2),
+        (3, 0, 2),
+        (3, 2, 3),
+        (3, 2, 3),
+    ]
+
+
+def test_attempts_have_bars_of_their_own(speaking: Speaking, reference: Path) -> None:
+    synthesizer = speaking(stop_bias=-100.0)
+    bars = Bars()
+    speech = synthesizer.speak(
+        LONG_TEXT, synthesizer.voice([reference]), "en", seed=0, num_attempts=2, progress=bars
+    )
+    assert all(sentence.trouble for sentence in speech.report.sentences)
+    assert [title[:14] for title, _, _ in bars.shown] == ["Speaking", "Speaking again", "Making the sou"]
+    assert [done[-1] for _, _, done in bars.shown] == [3, 3, 3]
+
+
+def test_a_stream_counts_its_sentences(synthesizer: Synthesizer, anna: Voice) -> None:
+    bars = Bars()
+    stream = synthesizer.stream(LONG_TEXT, anna, "en", seed=4, progress=bars)
+    assert not bars.shown
+    next(stream)
+    assert bars.is_open
+    list(stream)
+    assert bars.shown == [("Speaking", 3, [0, 0, 1, 2, 3])] and not bars.is_open
+    cut_short = synthesizer.stream(LONG_TEXT, anna, "en", seed=4, progress=bars)
+    next(cut_short)
+    cut_short.close()
+    assert not bars.is_open
+
+
+def test_a_bar_ends_with_an_error(vocabulary: Tokenizer, reference: Path) -> None:
+    model = make_model(vocabulary)
+    bars = Bars()
+    synthesizer = Synthesizer(model, vocabulary, CPU)
+    voice = synthesizer.voice([reference])
+    with torch.no_grad():
+        model.gpt.final_norm.weight.fill_(torch.nan)
+    with pytest.raises(PipelineError, match="NaN"):
+        synthesizer.speak(TEXTS[0], voice, "en", seed=4, progress=bars)
+    assert bars.shown and not bars.is_open
+
+
+# At the command line
+
+
+@pytest.fixture(scope="module")
+def folders(vocabulary: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model that can be heard, and one that has hardly learnt to make sound."""
+    made = {}
+    for name, loudness in (("loud", 100.0), ("faint", 0.2)):
+        model = make_model(vocabulary)
+        with torch.no_grad():
+            model.hifigan_decoder.waveform_decoder.conv_post.weight.mul_(loudness)
+        made[name] = tmp_path_factory.mktemp(name)
+        save_folder(made[name], model, vocabulary)
+    return made
+
+
+@pytest.mark.parametrize("way", ["text", "--from-file", "--stream"])
+def test_a_file_that_cannot_be_heard_is_told(
+    folders: dict[str, Path], reference: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], way: str
+) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "out.wav"
+    text.write_text(LONG_TEXT)
+    said = (
+        ["--from-file", str(text)] if way == "--from-file" else [LONG_TEXT, *([way] if way == "--stream" else [])]
+    )
+    for name, times in (("loud", 0), ("faint", 1)):
+        given = ["--speaker", str(reference), "--language", "en", "--seed", "4", "--out", str(out)]
+        assert main(["speak", *said, "--model", str(folders[name]), *given]) == 0
+        shown = capfd.readouterr()
+        wave, _ = sf.read(out)
+        loudest = abs(wave).max()
+        assert (loudest > 0.05) if name == "loud" else (SILENT < loudest < 0.01)
+        assert shown.out.splitlines().count(FAINT_NOTE) == times and shown.out.splitlines()[-1] == str(out)
+        assert "Speaking" not in shown.err and "Making" not in shown.err, "nobody watches"
+
+
+def test_who_watches_sees_how_far_it_is(
+    folders: dict[str, Path], reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars = Bars()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("myxtts.screens.ProgressLines", lambda: bars)
+    given = ["--speaker", str(reference), "--language", "en", "--seed", "4", "--out", str(tmp_path / "out.wav")]
+    assert main(["speak", LONG_TEXT, "--model", str(folders["loud"]), *given]) == 0
+    assert bars.shown[-1][0] == "Making the sound" and bars.shown[-1][2][-1] == 3
+
+
+def test_pieces_are_as_loud_as_the_whole() -> None:
+    rng = np.random.default_rng(0)
+    for scale, faint in ((0.1, False), (1e-3, True)):
+        wave = (scale * rng.standard_normal(24001)).astype(np.float32)
+        loudness = Loudness()
+        for piece in np.array_split(wave, 37):
+            loudness.add(piece)
+        assert loudness.is_faint == is_faint(wave) == faint
+    assert Loudness().is_faint
+
+
+def test_without_a_model_the_flag_of_speak_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["speak", "Hello.", "--speaker", "x.wav", "--language", "en"]) != 0
+    shown = capsys.readouterr().err
+    assert "no model in checkpoints" in shown and "--model" in shown and "--checkpoint-dir" not in shown
 
 
 # Folders

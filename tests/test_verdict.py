@@ -363,6 +363,82 @@ def test_roles_that_share_a_gpu_slow_each_other_down_without_any_gap() -> None:
     assert on_cpu.findings[1].code == "roles-compete" and "processor" in on_cpu.findings[1].why
 
 
+TINY = Line(gather=1, upload=0.1, encode=1.5, train=5.8, launch=0.2)
+"""As measured on a real GPU: a front end that is busy for a quarter of the time, and steps of 5 ms when alone."""
+
+
+def test_competition_is_found_where_the_pipeline_works_long_enough_to_explain_it() -> None:
+    verdict = judge(TINY.evidence(replayed=[StepTime(number, 5.0, 0.0) for number in range(100)], num_gpus=2))
+    assert verdict.findings[0].code == "roles-compete" and "16 % longer" in verdict.findings[0].what
+    assert verdict.findings[0].gain == pytest.approx(5.8 / 5, rel=0.03)
+    large = Line(upload=0.3, encode=0.8, train=112, batches=40)
+    for alone in (110.0, 70.0):  # too little to matter; more than a front end of 1 ms can take
+        verdict = judge(large.evidence(replayed=[StepTime(number, alone, 0.0) for number in range(40)]))
+        assert "roles-compete" not in alarms(verdict)
+        assert verdict.sentence.startswith("Training itself is the limit")
+        assert verdict.headspace == pytest.approx(112 / alone, rel=0.01)
+
+
+def test_a_noisy_processor_is_no_competition() -> None:
+    """The first steps of a user: 48 % slower, with a front end that is busy for a twentieth of the time."""
+    line = Line(gather=0.2, upload=0.1, encode=0.9, launch=0.2, on_gpu=False)
+    verdict = judge(line.evidence(replayed=[StepTime(number, 13.5, 0.0) for number in range(60)]))
+    assert "roles-compete" not in [found.code for found in verdict.findings]
+    assert verdict.headspace is not None and verdict.headspace < 1.05
+    assert verdict.sentence.startswith("Training itself is the limit") and "alone" not in verdict.sentence
+
+
+@pytest.mark.parametrize("beside", [120, 8], ids=["many beside", "few beside"])
+@pytest.mark.parametrize("alone", [60, 4], ids=["many alone", "few alone"])
+def test_competition_takes_enough_steps_on_either_side(beside: int, alone: int) -> None:
+    replayed = [StepTime(number, 16.0, 0.0) for number in range(alone)]
+    verdict = judge(Line(batches=beside).evidence(replayed=replayed, warmup_steps=0))
+    assert ("roles-compete" in alarms(verdict)) == ("slower beside" in verdict.sentence)
+    assert ("roles-compete" in alarms(verdict)) == (beside == 120 and alone == 60)
+
+
+def test_competition_is_not_found_within_the_spread_of_the_steps() -> None:
+    restless = [StepTime(number, 16.0 if number % 5 < 3 else 24.0, 0.0) for number in range(60)]
+    verdict = judge(Line().evidence(replayed=restless))
+    assert "roles-compete" not in alarms(verdict) and "slower beside" not in verdict.sentence
+    found = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        spans, at = [], 0.0
+        for number in range(12):
+            length = 20 * rng.lognormvariate(0, 0.3)
+            spans += [span("encode", "encode lane", at, 8, number + 3), span("wait", "trainer", at, 0, number)]
+            spans += [span("train", "model lane", at, length, number)]
+            at += length
+        replayed = [StepTime(number, 20 * rng.lognormvariate(0, 0.3), 0.0) for number in range(12)]
+        verdict = judge(Evidence(spans=spans, replayed=replayed, warmup_steps=0))
+        found += "roles-compete" in [one.code for one in verdict.findings]
+    assert found <= 3
+
+
+def test_the_second_epoch_is_promised_only_to_the_first() -> None:
+    replayed = [StepTime(number, 5.0, 0.0) for number in range(100)]
+    for line in (TINY, replace(TINY, on_gpu=False)):
+        for first in (True, False):
+            verdict = judge(line.evidence(replayed=replayed, first_epoch=first))
+            found = next(one for one in verdict.findings if one.code == "roles-compete")
+            assert ("second epoch" in found.fix) == first == (found.gain is not None)
+            slow = judge(replace(line, encode=12).evidence(first_epoch=first)).findings[0]
+            assert slow.code == "encode-slow" and ("second epoch" in slow.fix) == first and slow.fix
+
+
+@pytest.mark.parametrize(("gpu", "place"), [(0, "this GPU"), (None, "this machine")], ids=["gpu", "cpu"])
+def test_other_processes_are_looked_for_where_training_runs(gpu: int | None, place: str) -> None:
+    spans, at = [], 0.0
+    for number in range(60):
+        length = 20.0 if number % 2 else 35.0
+        spans += [span("wait", "trainer", at, 0, number), span("train", "model lane", at, length, number)]
+        at += length
+    verdict = judge(Evidence(spans=spans, data_gpu=gpu, model_gpu=gpu))
+    assert alarms(verdict) == ["uneven-steps"]
+    assert verdict.findings[0].why.endswith(f"look for other processes on {place}.")
+
+
 def test_a_copy_from_pageable_memory_that_keeps_the_program_from_launching_is_to_blame() -> None:
     """As traced on a real GPU: between training and update nothing is launched until a later batch is copied."""
     spans = [span("wait", "trainer", 0, 0, 0), span("train", "model lane", 0, 8, 0, True)]

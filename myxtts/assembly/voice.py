@@ -43,7 +43,10 @@ def load_synthesizer(
     run = RunFolder(folder)
     if not run.exists:
         if not folder.is_dir():
-            raise ConfigError(f"There is no model in {folder}; name a run (--checkpoint-dir) or an XTTS-v2 folder")
+            raise ConfigError(
+                f"There is no model in {folder}, for there is no such folder. Name that of a training run or of "
+                "XTTS-v2 (myxtts speak: --model DIR)"
+            )
         if best_gpt:
             raise ConfigError(f"--best chooses among the checkpoints of a run; {folder} is a folder of weights")
         return Synthesizer.load(folder, device, vocoder=vocoder)

@@ -77,6 +77,9 @@ def read_rows(path: Path) -> Iterator[Row | SetAside]:
     """The lines of a metadata file in either form."""
     lines, undecodable = _lines(path)
     if not lines:
+        if undecodable:
+            first = undecodable[0]
+            raise DatasetError(f"{path} holds no usable line. {first.where}: {first.detail}.")
         raise DatasetError(f"{path} holds no usable line. Expected one of these forms:\n{FORMS}")
     yield from undecodable
     columns, num_columns = _header(lines[0][1])

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from myxtts.audio import DECODE_VERSION, LIBRARIES
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
@@ -35,6 +34,7 @@ from myxtts.data.fill import (
 )
 from myxtts.data.metadata import SetAside
 from myxtts.data.scripts import warn_of_other_script
+from myxtts.data.split import held_out
 from myxtts.data.store import Sources, Store, StoreWriter
 from myxtts.data.workers import Workers
 from myxtts.errors import DatasetError
@@ -80,22 +80,6 @@ def prepare(data: DataSettings, progress: Progress | None = None, verify: bool =
     if snapshot.state_of(folders, data) == found:  # else the metadata changed between two looks at it
         snapshot.save(prepared, found, [part.corpus for part in parts])
     return prepared
-
-
-def held_out(clips: Sequence[Clip], data: DataSettings) -> npt.NDArray[np.bool_]:
-    """Which of the clips are validated on: as the corpus says, else by a hash of the text.
-
-    The hash makes the choice the same on every machine and unmoved by other clips, and keeps a sentence that
-    several speakers read on one side.
-    """
-    chosen = np.array([clip.held_out for clip in clips], bool)
-    if chosen.any() or data.val_data or data.val_fraction == 0 or not len(clips):
-        return chosen
-    draw = np.array([identity("held out", clip.text) for clip in clips], np.uint64) / 2.0**64
-    chosen = np.asarray(draw < max(data.val_fraction, np.nextafter(draw.min(), 1)))
-    if chosen.all():  # few sentences: the last one is trained on
-        chosen = np.asarray(draw < draw.max())
-    return chosen
 
 
 def spoken_corpus(data: DataSettings, progress: Progress) -> tuple[list[str], list[str]]:

@@ -98,18 +98,18 @@ def _feed(facts: Facts) -> Weighed:
 def _competition(facts: Facts) -> Weighed:
     """Steps that take longer beside the pipeline than alone, waits and pauses left out."""
     evidence, on_gpu = facts.evidence, facts.evidence.model_gpu is not None
-    slower = facts.division.busy * (1 - facts.work_alone_ms / facts.work_ms) if facts.work_ms else 0.0
-    if evidence.is_dual or not facts.work_alone_ms or slower < LEAST_LOSS:
+    if facts.competition is None:
         return
-    gain, where = 1 / (1 - slower), "the GPU" if on_gpu else "the processor"
-    what = (
-        f"Training takes {percent(facts.work_ms / facts.work_alone_ms - 1)} longer beside the pipeline than alone."
-    )
-    remedy = Remedy("Codes are kept: the second epoch has less of this work.", gain=gain)
+    longer, cost = facts.competition
+    gain, where = 1 / (1 - cost), "the GPU" if on_gpu else "the processor"
+    what = f"Training takes {percent(longer)} longer beside the pipeline than alone."
+    remedy = Remedy()
     if evidence.num_gpus > 1 and on_gpu:
         remedy = second_gpu(facts, gain)
+    elif evidence.first_epoch:
+        remedy = Remedy("Codes are kept: the second epoch has less of this work.", gain=gain)
     why = f"Data and model role share {where}, and their work takes turns."
-    yield slower, finding("roles-compete", "warn" if on_gpu else "info", what, why, remedy)
+    yield cost, finding("roles-compete", "warn" if on_gpu else "info", what, why, remedy)
 
 
 def _drained(facts: Facts) -> Weighed:
@@ -258,13 +258,14 @@ def _throttling(facts: Facts) -> Weighed:
 def _symptoms(facts: Facts, causes: list[Finding]) -> Iterator[Finding]:
     """What users see; it goes away with the first cause."""
     cause = next((found for found in causes if found.level == "warn"), None)
-    why = f"See {cause.code}." if cause else "No cause shows in the trace; look for other processes on this GPU."
+    where, whom = ("machine", "model") if facts.evidence.model_gpu is None else ("GPU", "GPU")
+    unknown = f"No cause shows in the trace; look for other processes on this {where}."
+    why = f"See {cause.code}." if cause else unknown
     remedy = Remedy(cause.fix, cause.setting, cause.value) if cause else Remedy()
     if facts.oscillation is not None:
         cycle = facts.oscillation
-        what = (
-            f"Every {cycle.period_s:.1f} s the GPU goes from busy to idle and back ({percent(cycle.depth)} deep)."
-        )
+        turns = f"the {whom} goes from busy to idle and back ({percent(cycle.depth)} deep)"
+        what = f"Every {cycle.period_s:.1f} s {turns}."
         yield finding("oscillating", "warn", what, why, remedy)
     if facts.variation.cv > MOST_CV:
         reasons = [outlier.reason for outlier in facts.variation.outliers]

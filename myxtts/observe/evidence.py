@@ -6,7 +6,7 @@ Only spans or step times are needed; what else is missing makes a verdict shorte
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from myxtts.observe.trace import Counter, Span
 
 DATA_STAGES = ("gather", "upload", "encode", "handoff")
 """In the order in which a batch passes them."""
+GPU_STAGES = DATA_STAGES[1:]
+"""Those that work on the data GPU, where there is one; on the CPU all of them use the processor."""
 MODEL_STAGES = ("train", "update")
 """What the model lane does; the number of such a span is that of its step, not of its batch."""
 RING_COUNTER = " ring"
@@ -70,6 +72,8 @@ class Evidence:
     baseline: float | None = None
     """Speed as a multiple of the run on one GPU without any of this, if that was measured."""
     ran_out_of_memory: bool = False
+    first_epoch: bool = False
+    """Whether codes were computed that later epochs find."""
 
     @property
     def is_dual(self) -> bool:
@@ -131,6 +135,16 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 def length_us(intervals: Iterable[Interval]) -> int:
     """The sum of lengths."""
     return sum(end - start for start, end in intervals)
+
+
+def busy_share(spans: Iterable[Span], names: Collection[str], window: Interval) -> float:
+    """Share of the window in which anything of these names was at work."""
+    at_work = [
+        (max(span.start_us, window[0]), min(end_us(span), window[1]))
+        for span in spans
+        if span.name in names and span.start_us < window[1] and end_us(span) > window[0]
+    ]
+    return length_us(merged(at_work)) / max(window[1] - window[0], 1)
 
 
 def stage_times(spans: Iterable[Span], window: Interval) -> dict[str, StageTime]:

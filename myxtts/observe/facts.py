@@ -8,15 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
+
+import numpy as np
 
 from myxtts.observe.division import PAUSES, UNKNOWN_STAGE, Division, divide
 from myxtts.observe.evidence import (
     ALLOCATED_COUNTER,
+    DATA_STAGES,
+    GPU_STAGES,
     MODEL_STAGES,
     RECOMPILED_COUNTER,
     Evidence,
     RingState,
     StageTime,
+    busy_share,
     end_us,
     ring_states,
     stage_times,
@@ -38,6 +44,20 @@ from myxtts.observe.steps import StepTime, Summary
 WAITED = "waited for "
 LEAST_LOSS = 0.05
 """Share of the time that must be lost to something before it, and not the training itself, is the limit."""
+FEWEST_STEPS = 10
+"""Steps on either side that tell whether training is slower beside the pipeline than alone."""
+MOST_TAKEN = 2.0
+"""A stage can hold up training while it works, and a little longer: caches, clocks. What is lost beyond this
+multiple of that time was taken by something else."""
+
+
+class Competition(NamedTuple):
+    """What the pipeline takes from the training step on a device that they share."""
+
+    longer: float
+    """By how much a step beside it exceeds one alone, as a share of the latter."""
+    cost: float
+    """Share of the time."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,8 @@ class Facts:
     """By GPU, as the driver tells it."""
     flops_share: float | None
     """Of what a large matrix product reaches on this GPU."""
+    competition: Competition | None
+    """None when there is none, or when it cannot be told from the noise of the machine."""
     headspace: float | None
     """Speed with a perfect feed as a multiple of the present one."""
     bound: str
@@ -81,20 +103,6 @@ class Facts:
         busy = self.division.shares["compute"] + self.division.shares["host"]
         return (end - start) / 1000 * busy / count if count else 0.0
 
-    @property
-    def work_ms(self) -> float:
-        """What the model lane does for a step as a rule: without the gaps, and unmoved by single long steps."""
-        start, work_us = self.division.window[0], defaultdict[int, int](int)
-        for span in self.evidence.spans:
-            if span.name in MODEL_STAGES and span.start_us >= start:
-                work_us[span.batch] += span.duration_us
-        return _without_gaps_ms(self.steps) if not work_us else median(work_us.values()) / 1000
-
-    @property
-    def work_alone_ms(self) -> float:
-        """The same with one batch replayed; 0 when that was not measured."""
-        return _without_gaps_ms(self.evidence.replayed)
-
     def gain_without(self, stage: str, period_ms: float = 0.0) -> float:
         """Speed if the model never waited for a stage, or one with such a period, as far as the others let it."""
         others = [time.period_ms for name, time in self.stages.items() if name not in (stage, *MODEL_STAGES)]
@@ -106,16 +114,13 @@ class Facts:
         return max(gain, 1.0)
 
 
-def _without_gaps_ms(steps: Sequence[StepTime]) -> float:
-    return median([step.step_ms - step.gap_ms for step in steps] or [0.0])
-
-
 def establish(evidence: Evidence) -> Facts:
     """All measures of this evidence."""
     division, steps = divide(evidence), step_times(evidence)
     recompilations, compiled_at = _recompiled(evidence, division)
     recompilations = recompilations if evidence.recompilations is None else evidence.recompilations
     varied = variation(steps, _reasons(evidence, division, compiled_at, recompilations))
+    competition = _competition(evidence, division, steps)
     return Facts(
         evidence=evidence,
         division=division,
@@ -128,7 +133,8 @@ def establish(evidence: Evidence) -> Facts:
         growth_mb=_growth(evidence, division),
         utilisation=utilisations(_inside(evidence, division)),
         flops_share=_flops_share(evidence, steps),
-        headspace=_headspace(evidence, division, steps, varied),
+        competition=competition,
+        headspace=_headspace(evidence, division, steps, varied, competition),
         bound=_bound(division),
     )
 
@@ -214,13 +220,61 @@ def _flops_share(evidence: Evidence, steps: list[StepTime]) -> float | None:
     return evidence.flops_per_step / (step_ms / 1000) / evidence.peak_flops
 
 
-def _headspace(evidence: Evidence, division: Division, steps: list[StepTime], varied: Variation) -> float | None:
-    """Measured by replaying, or else what the waits amount to; steps late for another reason are left out."""
+def _competition(evidence: Evidence, division: Division, steps: list[StepTime]) -> Competition | None:
+    """What the medians lose, gaps left out, if chance and the noise of the machine do not explain it.
+
+    All but the fastest quarter of the steps beside the pipeline must take longer than all but the slowest quarter
+    of those alone, and the loss must not exceed what the stages on their device can have taken.
+    """
+    beside = _work_ms(evidence, division, steps)
+    alone = _without_gaps_ms(warm(evidence.replayed, evidence.warmup_steps))
+    if evidence.is_dual or min(len(beside), len(alone)) < FEWEST_STEPS:
+        return None
+    if np.quantile(beside, 0.25) <= np.quantile(alone, 0.75):
+        return None
+    found = Competition(
+        longer=median(beside) / max(median(alone), 1e-9) - 1,
+        cost=division.busy * (1 - median(alone) / median(beside)),
+    )
+    names = GPU_STAGES if evidence.model_gpu is not None else DATA_STAGES
+    most = MOST_TAKEN * busy_share(evidence.spans, names, division.window)
+    return found if LEAST_LOSS <= found.cost <= most else None
+
+
+def _work_ms(evidence: Evidence, division: Division, steps: list[StepTime]) -> list[float]:
+    """What the model lane does for each step, without the gaps."""
+    work_us: defaultdict[int, int] = defaultdict(int)
+    for span in evidence.spans:
+        if span.name in MODEL_STAGES and span.start_us >= division.window[0]:
+            work_us[span.batch] += span.duration_us
+    return [length_us / 1000 for length_us in work_us.values()] or _without_gaps_ms(steps)
+
+
+def _without_gaps_ms(steps: Sequence[StepTime]) -> list[float]:
+    return [step.step_ms - step.gap_ms for step in steps]
+
+
+def _headspace(
+    evidence: Evidence,
+    division: Division,
+    steps: list[StepTime],
+    varied: Variation,
+    competition: Competition | None,
+) -> float | None:
+    """Measured by replaying, or else what the waits amount to; steps late for another reason are left out.
+
+    On a CPU, which other programs use too, steps that were faster alone for no reason that shows are noise.
+    """
     others = {found.step for found in varied.outliers if not found.reason.startswith(WAITED)}
     real = Summary.of(step for step in steps if step.step not in others)
     replayed = Summary.of(warm(evidence.replayed, evidence.warmup_steps))
     unusual = set(replayed.outliers)
     replayed = Summary.of(step for step in warm(evidence.replayed, evidence.warmup_steps) if step not in unusual)
-    if replayed.mean_ms:
+    if replayed.mean_ms and evidence.model_gpu is not None:
         return max(real.mean_ms / replayed.mean_ms, 1.0)
+    if replayed.mean_ms:
+        lost = division.fed + division.shares.get("host", 0.0) + (competition.cost if competition else 0.0)
+        worked = 1 - division.shares.get("other", 0.0)
+        most = 1 / max(1 - lost / max(worked, 0.01), 0.01)
+        return max(min(real.mean_ms / replayed.mean_ms, most), 1.0)
     return 1 / max(1 - division.fed, 0.01) if division.shares else None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from myxtts.observe.advice import CODES as CODES
 from myxtts.observe.advice import advise
-from myxtts.observe.evidence import DATA_STAGES, Evidence, RingState, StageTime, end_us, length_us, merged
+from myxtts.observe.evidence import DATA_STAGES, GPU_STAGES, Evidence, RingState, StageTime, busy_share
 from myxtts.observe.facts import LEAST_LOSS, Facts, establish
 from myxtts.observe.findings import Finding
 from myxtts.observe.regularity import Oscillation, Outlier
@@ -60,7 +60,7 @@ class Verdict:
     headspace: float | None
     """Speed with a perfect feed, as a multiple of the present one."""
     headspace_measured: bool
-    """By replaying a batch, not only reckoned from the waits."""
+    """By replaying a batch, on a CPU as far as it can be explained; else it is reckoned from the waits."""
     stages: Mapping[str, StageTime]
     rings: Mapping[str, RingState]
     step_cv: float
@@ -122,7 +122,7 @@ def _sentence(facts: Facts, findings: list[Finding]) -> str:
         return "Nothing was measured: no step was trained."
     shares, bound = facts.division.shares, facts.bound
     headspace = facts.headspace if facts.headspace is not None else 1.0
-    if bound == "train" and headspace >= 1 + LEAST_LOSS:
+    if bound == "train" and facts.competition is not None and headspace >= 1 + LEAST_LOSS:
         return f"{_competing(facts, headspace)}{_first_change(findings)}."
     if bound == "train":
         text = f"Training itself is the limit: the model computes {percent(shares['compute'])} of the time"
@@ -145,8 +145,6 @@ def _sentence(facts: Facts, findings: list[Finding]) -> str:
 def _competing(facts: Facts, headspace: float) -> str:
     """What to say of a model that does not wait, and is faster with nothing beside it."""
     shared = "use the same GPU" if facts.evidence.model_gpu is not None else "use the same processor"
-    if facts.evidence.is_dual:
-        shared = "use the same host"
     busy = percent(facts.division.shares["compute"])
     return (
         f"Training is slower beside the pipeline than alone: the model computes {busy} of the time and does not "
@@ -171,7 +169,7 @@ def _grade(facts: Facts) -> tuple[str, list[str]]:
     notes: list[str] = []
     data_busy: float | None = None
     if evidence.is_dual:
-        data_busy = _data_busy(facts)
+        data_busy = busy_share(evidence.spans, GPU_STAGES, facts.division.window)
         if data_busy <= _BARS[0].data_busy and facts.division.fed < LEAST_LOSS:
             busy = f"the recipe gives the data GPU little to do ({percent(data_busy)} busy)"
             notes.append(f"{busy}, and the model does not wait for it: this does not count")
@@ -204,15 +202,3 @@ def _lacks(facts: Facts, bar: _Bar, data_busy: float | None) -> list[str]:
     if facts.evidence.is_dual and speed is not None and speed < bar.speed:
         lacks.append(f"the run is {speed:.1f}× as fast as on one GPU, not {bar.speed:.0f}×")
     return lacks
-
-
-def _data_busy(facts: Facts) -> float:
-    """Share of the time in which the data role's device was at work."""
-    start, end = facts.division.window
-    stages = set(DATA_STAGES) - {"gather"}
-    at_work = [
-        (max(span.start_us, start), min(end_us(span), end))
-        for span in facts.evidence.spans
-        if span.name in stages and span.start_us < end and end_us(span) > start
-    ]
-    return length_us(merged(at_work)) / max(end - start, 1)

@@ -16,6 +16,7 @@ from myxtts.config import HOP_SAMPLES
 from myxtts.model.dvae import DVAE
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
+from myxtts.synthesis.progress import NO_PROGRESS, Advance
 from myxtts.synthesis.writer import Written
 
 SPECTRUM_ROUNDS, PHASE_ROUNDS = 30, 40
@@ -37,10 +38,20 @@ class GriffinLim:
         self._window: Tensor = front_end.spectrogram.window  # type: ignore[union-attr, assignment]
 
     @torch.no_grad()
-    def waves(self, sentences: Sequence[Written], speakers: Sequence[Tensor], speed: float) -> list[Tensor]:
+    def waves(
+        self,
+        sentences: Sequence[Written],
+        speakers: Sequence[Tensor],
+        speed: float,
+        advance: Advance = NO_PROGRESS.advance,
+    ) -> list[Tensor]:
         """Waves [samples] of 24 kHz on the host, one sentence after the other; the speakers cannot be heeded."""
         assert len(speakers) == len(sentences)
-        return [self._wave(sentence.codes, speed) for sentence in sentences]
+        waves = []
+        for sentence in sentences:
+            waves.append(self._wave(sentence.codes, speed))
+            advance(1)
+        return waves
 
     def begin(self, speaker: Tensor, speed: float) -> GriffinLimStream:  # noqa: ARG002 - as every vocoder
         """A sentence whose wave is wanted while it is being written."""

@@ -6,13 +6,14 @@ Knows writers and vocoders, not where texts and voices come from.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from myxtts.audio import Wave
 from myxtts.synthesis.guards import REPETITION, end_goes_in_circles
+from myxtts.synthesis.progress import Advance, Bars
 from myxtts.synthesis.speech import Report, SentenceReport, pause, sentence_report, softened
 from myxtts.synthesis.takes import Manner, Part, Take, judge, require_finite
 from myxtts.synthesis.writer import Writer, Writers, Written
@@ -29,7 +30,7 @@ class SentenceStream(Protocol):
 class SpeechStream:
     """An iterator over waves of 24 kHz; once it is exhausted, `report` says how the whole came about.
 
-    Nothing else may be spoken with the same synthesizer before it is exhausted or dropped.
+    Nothing else may be spoken with the same synthesizer before it is exhausted or closed.
     """
 
     def __init__(
@@ -40,13 +41,14 @@ class SpeechStream:
         begin: Callable[[], SentenceStream],
         report: Callable[[Sequence[SentenceReport], float], Report],
         chunk_codes: int,
+        bars: Bars,
     ) -> None:
         self._writers, self._manner, self._begin = writers, manner, begin
         self._make_report = report
         self._chunk_codes = max(1, chunk_codes)
         self._started_at = time.perf_counter()
         self._report: Report | None = None
-        self._waves = self._speak(parts)
+        self._waves = self._shown(parts, bars)
 
     def __iter__(self) -> Iterator[Wave]:
         return self
@@ -54,13 +56,21 @@ class SpeechStream:
     def __next__(self) -> Wave:
         return next(self._waves)
 
+    def close(self) -> None:
+        """Leave the rest unsaid."""
+        self._waves.close()
+
     @property
     def report(self) -> Report:
         if self._report is None:
             raise RuntimeError("the report of a stream is there when all of it has been heard")
         return self._report
 
-    def _speak(self, parts: Sequence[tuple[str, Part]]) -> Iterator[Wave]:
+    def _shown(self, parts: Sequence[tuple[str, Part]], bars: Bars) -> Generator[Wave]:
+        with bars.bar("Speaking") as advance:
+            yield from self._speak(parts, advance)
+
+    def _speak(self, parts: Sequence[tuple[str, Part]], advance: Advance) -> Iterator[Wave]:
         reports: list[SentenceReport] = []
         heard = False
         for text, part in parts:
@@ -74,6 +84,7 @@ class SpeechStream:
                 loudest = max(loudest, float(abs(wave).max()))
                 yield wave
             reports.append(sentence_report(text, sentence.take, num_samples, loudest))
+            advance(1)
         self._report = self._make_report(reports, time.perf_counter() - self._started_at)
 
 

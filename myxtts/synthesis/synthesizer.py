@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from myxtts.audio import Wave
 from myxtts.checkpoint import UnreadableWeights
+from myxtts.data.fill import Progress
 from myxtts.model.generation import Sampling
-from myxtts.model.gpt import GPT
 from myxtts.model.xtts import XTTS
 from myxtts.synthesis.griffin_lim import GriffinLim
+from myxtts.synthesis.progress import NO_PROGRESS, Bars
 from myxtts.synthesis.reading import Limits, Reader, Script
 from myxtts.synthesis.speech import (
     OWN_SAMPLING,
@@ -39,7 +41,7 @@ from myxtts.synthesis.stream import SpeechStream
 from myxtts.synthesis.takes import Manner, Part, Take, take_all
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, HifiGan
 from myxtts.synthesis.voices import Listener, Voice
-from myxtts.synthesis.writer import Writers
+from myxtts.synthesis.writer import Writers, round_stack
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, load_folder
 
@@ -100,7 +102,7 @@ class Synthesizer:
         self._batch_size, self.sampling = batch_size, sampling
         self._listener = Listener(model, device)
         self._reader = Reader(vocabulary, limits or Limits.of(model.dims.gpt), use_phonemes=use_phonemes)
-        _round_stack(model.gpt, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32))
+        round_stack(model.gpt, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32))
         self._writers = Writers(model.gpt, device, capture=capture)
         self._dims = model.dims
         self._vocoder: HifiGan | GriffinLim = (
@@ -156,10 +158,18 @@ class Synthesizer:
         speed: float = 1.0,
         seed: int | None = None,
         num_attempts: int = NUM_ATTEMPTS,
+        progress: Progress = NO_PROGRESS,
     ) -> Speech:
         """A text of any length in a voice. Without a seed one is drawn; the report names it."""
         (speech,) = self.speak_many(
-            [text], voice, language, sampling=sampling, speed=speed, seed=seed, num_attempts=num_attempts
+            [text],
+            voice,
+            language,
+            sampling=sampling,
+            speed=speed,
+            seed=seed,
+            num_attempts=num_attempts,
+            progress=progress,
         )
         require_sound(speech.report)
         return speech
@@ -174,6 +184,7 @@ class Synthesizer:
         speed: float = 1.0,
         seed: int | None = None,
         num_attempts: int = NUM_ATTEMPTS,
+        progress: Progress = NO_PROGRESS,
     ) -> list[Speech]:
         """Several texts at once, the sentences of all of them in batches; each as `speak` would say it.
 
@@ -190,7 +201,7 @@ class Synthesizer:
         scripts = [self._reader.read(text, code) for text, code in zip(texts, languages, strict=True)]
         parts = [part for script, one in zip(scripts, voices, strict=True) for part in _parts(script, one)]
         speakers = [one.speaker for script, one in zip(scripts, voices, strict=True) for _ in script.sentences]
-        spoken = self._spoken(parts, speakers, manner, speed)
+        spoken = self._spoken(parts, speakers, manner, speed, progress)
         speeches = []
         for script, one in zip(scripts, voices, strict=True):
             own, reports = [], []
@@ -204,13 +215,15 @@ class Synthesizer:
         return speeches
 
     def _spoken(
-        self, parts: Sequence[Part], speakers: Sequence[Tensor], manner: Manner, speed: float
+        self, parts: Sequence[Part], speakers: Sequence[Tensor], manner: Manner, speed: float, progress: Progress
     ) -> Iterator[tuple[Take, Wave]]:
         """Each part with its wave, in order; a few batches at a time, so that a book does not fill the GPU."""
         for first in range(0, len(parts), BATCHES_AT_ONCE * self._batch_size):
             some = slice(first, first + BATCHES_AT_ONCE * self._batch_size)
-            takes = take_all(self._writers, parts[some], manner)
-            waves = self._vocoder.waves([take.written for take in takes], speakers[some], speed)
+            bars = Bars(progress, len(parts), first)
+            takes = take_all(self._writers, parts[some], manner, bars)
+            with bars.bar("Making the sound") as advance:
+                waves = self._vocoder.waves([take.written for take in takes], speakers[some], speed, advance)
             yield from ((take, wave.numpy()) for take, wave in zip(takes, waves, strict=True))
 
     def stream(
@@ -224,6 +237,7 @@ class Synthesizer:
         seed: int | None = None,
         num_attempts: int = NUM_ATTEMPTS,
         chunk_codes: int = CHUNK_CODES,
+        progress: Progress = NO_PROGRESS,
     ) -> SpeechStream:
         """What `speak` says, in pieces as soon as they can be heard; the stream has the report when it is over.
 
@@ -240,9 +254,9 @@ class Synthesizer:
 
         texts = [sentence.text for sentence in script.sentences]
         parts = list(zip(texts, _parts(script, voice), strict=True))
-        return SpeechStream(
-            self._writers, parts, manner, lambda: self._vocoder.begin(voice.speaker, speed), report, chunk_codes
-        )
+        bars = Bars(progress, len(parts))
+        begin = partial(self._vocoder.begin, voice.speaker, speed)
+        return SpeechStream(self._writers, parts, manner, begin, report, chunk_codes, bars)
 
     def _manner(self, sampling: Sampling | None, speed: float, seed: int | None, num_attempts: int) -> Manner:
         sampling = sampling or self.sampling
@@ -282,11 +296,3 @@ class Synthesizer:
 def _parts(script: Script, voice: Voice) -> list[Part]:
     numbered = enumerate(script.sentences)
     return [Part(number, sentence.ids, voice.latents, sentence.bounds) for number, sentence in numbered]
-
-
-def _round_stack(gpt: GPT, dtype: torch.dtype) -> None:
-    """Everything that runs once for each code; what hears the reference keeps its precision."""
-    for module in (gpt.gpt, gpt.final_norm, gpt.mel_head, gpt.mel_embedding, gpt.text_embedding):
-        module.to(dtype)
-    for positions in (gpt.mel_pos_embedding, gpt.text_pos_embedding):
-        positions.to(dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from myxtts.errors import PipelineError
 from myxtts.model.generation import Sampling
 from myxtts.synthesis.guards import Bounds, severity, trouble
+from myxtts.synthesis.progress import Bars
 from myxtts.synthesis.writer import Draft, Writers, Written, draws
 
 
@@ -54,22 +55,26 @@ class Manner:
         return range(1 if self.sampling.greedy else self.num_attempts)
 
 
-def take_all(writers: Writers, parts: Sequence[Part], manner: Manner) -> list[Take]:
+def take_all(writers: Writers, parts: Sequence[Part], manner: Manner, bars: Bars) -> list[Take]:
     """A take of every part, in order; sentences of similar length are written together."""
     best: dict[int, Take] = {}
     waiting = sorted(range(len(parts)), key=lambda index: parts[index].bounds.most)
     for attempt in manner.attempts:
-        for first in range(0, len(waiting), manner.batch_size):
-            batch = waiting[first : first + manner.batch_size]
-            drafts = [manner.draft(parts[index], attempt) for index in batch]
-            writer = writers.begin(drafts, manner.sampling)
-            writer.finish()
-            for row, index in enumerate(batch):
-                found = judge(writer.written(row), parts[index].bounds, attempt)
-                best[index] = min(best.get(index, found), found, key=lambda take: severity(take.trouble))
+        title = f"Speaking again (attempt {attempt + 1})" if attempt else "Speaking"
+        with bars.bar(title, len(parts) - len(waiting)) as advance:
+            for first in range(0, len(waiting), manner.batch_size):
+                batch = waiting[first : first + manner.batch_size]
+                drafts = [manner.draft(parts[index], attempt) for index in batch]
+                writer = writers.begin(drafts, manner.sampling)
+                writer.finish(advance)
+                for row, index in enumerate(batch):
+                    found = judge(writer.written(row), parts[index].bounds, attempt)
+                    best[index] = min(best.get(index, found), found, key=lambda take: severity(take.trouble))
         waiting = [index for index in waiting if best[index].trouble]
         for index in waiting:
             best[index] = best[index]._replace(num_attempts=attempt + 1)
+        if not waiting:
+            break
     return [best[index] for index in range(len(parts))]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, SAMPLES_PER_FRAME, HifiGanDecoder, num_frames
+from myxtts.synthesis.progress import NO_PROGRESS, Advance
 from myxtts.synthesis.writer import Written
 
 REACH_FRAMES = 16
@@ -102,7 +103,13 @@ class HifiGan:
         self._frames_step = frames_step
 
     @torch.no_grad()
-    def waves(self, sentences: Sequence[Written], speakers: Sequence[Tensor], speed: float) -> list[Tensor]:
+    def waves(
+        self,
+        sentences: Sequence[Written],
+        speakers: Sequence[Tensor],
+        speed: float,
+        advance: Advance = NO_PROGRESS.advance,
+    ) -> list[Tensor]:
         """Waves [samples] on the host; `speakers` [speaker_dim] each."""
         waves: dict[int, Tensor] = {}
         by_length = sorted(range(len(sentences)), key=lambda index: len(sentences[index].codes))
@@ -115,6 +122,7 @@ class HifiGan:
             made = self._generate(frames, speaker) if frames.shape[1] else frames.new_zeros(len(batch), 0)
             for maker, index, wave in zip(makers, batch, made.cpu(), strict=True):
                 waves[index] = wave[: maker.num_frames * SAMPLES_PER_FRAME]
+            advance(len(batch))
         return [waves[index] for index in range(len(sentences))]
 
     def begin(self, speaker: Tensor, speed: float) -> HifiGanStream:

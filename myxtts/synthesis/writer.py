@@ -19,6 +19,7 @@ from torch import Tensor
 from myxtts.lanes import Captured, Lane
 from myxtts.model.generation import Decoding, Sampling
 from myxtts.model.gpt import GPT
+from myxtts.synthesis.progress import Advance
 
 KEPT_WRITERS = 6
 """Shapes whose memory and graph stay on the GPU."""
@@ -144,10 +145,20 @@ class Writer:
             self._num_steps += 1
         return self._num_steps == self.shape.steps or bool(self._ended.all())
 
-    def finish(self) -> None:
-        """All steps there are to make."""
-        while not self.advance(1 if self._graph is None else _STEPS_BETWEEN_LOOKS):
-            pass
+    def finish(self, sentences_ended: Advance | None = None) -> None:
+        """All steps there are to make; `sentences_ended` hears how many sentences end, as they do."""
+        ended = self.num_ended
+        has_ended = False
+        while not has_ended:
+            has_ended = self.advance(1 if self._graph is None else _STEPS_BETWEEN_LOOKS)
+            if sentences_ended is not None and (now := self.num_ended) > ended:
+                sentences_ended(now - ended)
+                ended = now
+
+    @property
+    def num_ended(self) -> int:
+        """Rows that have ended, those that are not used among them."""
+        return int(self._ended.sum())
 
     def written(self, row: int, start: int = 0) -> Written:
         """The codes of a sentence from `start` on, as far as they have been written."""
@@ -185,6 +196,14 @@ class Writer:
             self._spoken[:, [_PROMPT_CODE, self._gpt.dims.start_code]] = True
         self._written.fill_(self._stop)
         self._num_steps = 0
+
+
+def round_stack(gpt: GPT, dtype: torch.dtype) -> None:
+    """Round everything that runs once for each code; what hears the reference keeps its precision."""
+    for module in (gpt.gpt, gpt.final_norm, gpt.mel_head, gpt.mel_embedding, gpt.text_embedding):
+        module.to(dtype)
+    for positions in (gpt.mel_pos_embedding, gpt.text_pos_embedding):
+        positions.to(dtype)
 
 
 class Writers:

@@ -14,7 +14,7 @@ from pathlib import Path
 from myxtts.assembly.folder import RunFolder
 from myxtts.assembly.identity import require_same_run
 from myxtts.config import SAMPLE_RATE
-from myxtts.data.prepare import held_out
+from myxtts.data.split import held_out
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError, DatasetError, MyXTTSError
 from myxtts.observe.findings import Finding, Level
