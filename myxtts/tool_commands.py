@@ -118,7 +118,7 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _onto_page(found: Profile, settings: Settings) -> list[str]:
-    """Put what was found on the page of the run of this corpus and network, if there is one."""
+    """Put what was found on the page of the run of this corpus, network and batch, if there is one."""
     from myxtts.observe.report import write_report
     from myxtts.tools.profile import keep
 
@@ -127,7 +127,12 @@ def _onto_page(found: Profile, settings: Settings) -> list[str]:
         own = load(run_folder / "settings.yaml", {}).settings
     except ConfigError:
         return []
-    if found.verdict is None or (own.data.train_data, own.model) != (settings.data.train_data, settings.model):
+    is_the_same = (own.data.train_data, own.data.batch_size, own.model) == (
+        settings.data.train_data,
+        settings.data.batch_size,
+        settings.model,
+    )
+    if found.verdict is None or not is_the_same:
         return []
     try:
         keep(found, run_folder)

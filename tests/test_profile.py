@@ -245,10 +245,11 @@ def test_the_verdict_is_put_on_the_page_of_the_run_it_is_about(
     run = tmp_path / "run"
     assert train(run, clips(4), "--stages dvae --max-steps 2") == 0
     flags = ["--checkpoint-dir", str(run), "--stages", "dvae", "--num-steps", "2", "--vocab-size", "256"]
-    flags += ["--language", "en", "--max-mel-frames", "128", "--max-text-length", "40", "--batch-size", "2"]
-    for corpus, is_its_own in ((clips(3), False), (clips(4), True)):
+    flags += ["--language", "en", "--max-mel-frames", "128", "--max-text-length", "40"]
+    for corpus, size, is_its_own in ((clips(3), "2", False), (clips(4), "1", False), (clips(4), "2", True)):
         capsys.readouterr()
-        assert myxtts.cli.main(["profile", "--train-data", str(corpus), *flags]) == 0
+        given = ["--train-data", str(corpus), "--batch-size", size]
+        assert myxtts.cli.main(["profile", *given, *flags]) == 0
         shown = capsys.readouterr().out
         assert ("On the page of the run" in shown) == is_its_own
         assert "Stage dvae" in shown
