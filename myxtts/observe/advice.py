@@ -103,11 +103,7 @@ def _competition(facts: Facts) -> Weighed:
     longer, cost = facts.competition
     gain, where = 1 / (1 - cost), "the GPU" if on_gpu else "the processor"
     what = f"Training takes {percent(longer)} longer beside the pipeline than alone."
-    remedy = Remedy()
-    if evidence.num_gpus > 1 and on_gpu:
-        remedy = second_gpu(facts, gain)
-    elif evidence.first_epoch:
-        remedy = Remedy("Codes are kept: the second epoch has less of this work.", gain=gain)
+    remedy = second_gpu(facts, gain) if evidence.num_gpus > 1 and on_gpu else Remedy()
     why = f"Data and model role share {where}, and their work takes turns."
     yield cost, finding("roles-compete", "warn" if on_gpu else "info", what, why, remedy)
 

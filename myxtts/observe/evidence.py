@@ -72,8 +72,6 @@ class Evidence:
     baseline: float | None = None
     """Speed as a multiple of the run on one GPU without any of this, if that was measured."""
     ran_out_of_memory: bool = False
-    first_epoch: bool = False
-    """Whether codes were computed that later epochs find."""
 
     @property
     def is_dual(self) -> bool:

@@ -134,10 +134,7 @@ def _encode(facts: Facts, time: StageTime) -> tuple[str, str, Remedy]:
         return "encode-serial", why, Remedy(fix, "data.optimize_cpu_gpu_overlap", True, gain)
     why = f"Encoding a batch takes {time.mean_ms:.1f} ms and training on it {facts.train_ms:.1f} ms."
     more = "A GPU" if evidence.model_gpu is None else "A faster data GPU" if evidence.is_dual else "A second GPU"
-    fix = f"{more} would help; no setting makes it faster."
-    if evidence.first_epoch:
-        fix = "Codes are kept: the second epoch needs none of this work, as a rule."
-    remedy = Remedy(fix, gain=gain)
+    remedy = Remedy(f"{more} would help; no setting makes it faster.", gain=gain)
     if not data.pad_to_fixed_length:
         fix = "Give batches one shape, so that the front end is captured and started with one launch."
         remedy = Remedy(fix, "data.pad_to_fixed_length", True, gain)
