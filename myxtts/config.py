@@ -248,6 +248,10 @@ class TrainingSettings:
     """Share of the codes that the GPT hears replaced by others at random while it trains. It then leans more on
     the text, which helps where there are only a few hours of speech; 0, as in XTTS-v2, is off."""
 
+    text_dropout: float = setting(0.0, minimum=0, maximum=0.5)
+    """Share of the clips whose text the GPT does not get to read while it trains. It then knows how speech goes on
+    without a text, and `myxtts speak --guidance` can make the text count more; 0, as in XTTS-v2, is off."""
+
     ema_decay: float = setting(0.0, minimum=0, maximum=0.99999)
     """Keeps a running average of the weights with this decay beside them, and validates and exports that; 0
     is off. 0.999 is a usual value."""

@@ -32,6 +32,12 @@ def add_evaluate(commands: Any) -> None:
     evaluate.add_argument("--vocoder", choices=["hifigan", "griffin-lim"], help="what makes the sound")
     evaluate.add_argument("--seed", type=int, default=1, help="the same seed says it the same way [default: 1]")
     evaluate.add_argument("--temperature", type=float, help="how adventurous [default: 0.75]")
+    evaluate.add_argument(
+        "--guidance", type=float, help="above 1 the text counts more, for a run with --text-dropout [default: 1]"
+    )
+    evaluate.add_argument(
+        "--central", action="store_true", default=None, help="the middle of the likely codes: clearer, but flatter"
+    )
     evaluate.set_defaults(run=run, refuse=evaluate.error)
 
 
@@ -78,7 +84,14 @@ def _synthesise(options: argparse.Namespace, out: Path) -> None:
     from myxtts.tools.evaluate import Asked, synthesise
 
     asked = Asked(
-        options.sentences, options.language, options.vocoder, options.seed, options.temperature, options.best
+        options.sentences,
+        options.language,
+        options.vocoder,
+        options.seed,
+        options.temperature,
+        options.best,
+        options.guidance,
+        options.central,
     )
     synthesise(options.run_folder, out, asked, ProgressLines())
 

@@ -36,6 +36,12 @@ def add_speak(commands: Any) -> None:
     speak.add_argument(
         "--repetition-penalty", type=float, help="against repeated codes [default: 5; 1 for a run from scratch]"
     )
+    speak.add_argument(
+        "--guidance", type=float, help="above 1 the text counts more, for a run with --text-dropout [default: 1]"
+    )
+    speak.add_argument(
+        "--central", action="store_true", default=None, help="the middle of the likely codes: clearer, but flatter"
+    )
     speak.add_argument("--best", action="store_true", help="the GPT that validated best, not the newest")
     speak.add_argument("--vocoder", choices=["hifigan", "griffin-lim"], help="what makes the sound")
     speak.set_defaults(run=run, refuse=speak.error)
@@ -66,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
             voices.save(voice)
     else:
         voice = voices.load(options.voice, synthesizer.fingerprint)
-    named = {name: getattr(options, name) for name in ("temperature", "repetition_penalty")}
+    named = {name: getattr(options, name) for name in ("temperature", "repetition_penalty", "guidance", "central")}
     sampling = replace(synthesizer.sampling, **{name: value for name, value in named.items() if value is not None})
     manner = {"sampling": sampling, "speed": options.speed, "seed": options.seed}
     manner["progress"] = ProgressLines() if sys.stderr.isatty() else NoProgress()

@@ -303,6 +303,26 @@ def test_too_much_for_a_budget_is_an_error() -> None:
         packed(batch | {"codes": torch.zeros(3, 605, dtype=torch.long)}, 600)
 
 
+def test_before_training_codes_that_sound_alike_and_neighbouring_places_are_alike() -> None:
+    torch.manual_seed(0)
+    gpt = GPT(GPTDims(layers=1, dim=64, heads=1, num_codes=32, encoder_layers=1))
+    vectors = torch.randn(32, 48)
+    vectors[7] = vectors[3] + 0.01
+    start = gpt.mel_embedding.weight[32:].clone()
+    gpt.begin_with_codebook(vectors)
+    for weight in (gpt.mel_embedding.weight, gpt.mel_head.weight):
+        apart = torch.cdist(weight[:32], weight[:32])
+        assert apart[3, 7] < 0.1 * apart.median()
+        true = torch.cdist(vectors, vectors)
+        assert torch.corrcoef(torch.stack([apart.flatten(), true.flatten()]))[0, 1] > 0.8
+    assert torch.equal(gpt.mel_embedding.weight[32:], start), "START and STOP have no vectors"
+    assert float(gpt.mel_embedding.weight[:32].std()) == pytest.approx(0.02, rel=0.05)
+    for places in (gpt.mel_pos_embedding.emb.weight, gpt.text_pos_embedding.emb.weight):
+        steps = (places[1:] - places[:-1]).norm(dim=1)
+        torch.testing.assert_close(steps, steps[:1].expand_as(steps), rtol=1e-3, atol=1e-6)
+        assert steps[0] < (places[40:] - places[:-40]).norm(dim=1).min()
+
+
 def test_fewer_stops_take_fewer_positions(model: GPT) -> None:
     batch = random_batch(5, num_clips=3)
     row = packed(batch, 600, num_stops=1)

@@ -18,7 +18,7 @@ from myxtts.model.discriminators import Discriminators, Resolution
 from myxtts.model.dvae import DVAE
 from myxtts.model.gpt import GPT
 from myxtts.model.lora import add_adapters
-from myxtts.model.packing import AUDIO, GPTDims, PackedBatch, packed_length
+from myxtts.model.packing import AUDIO, TEXT, GPTDims, PackedBatch, packed_length
 from myxtts.model.speaker import SpeakerEncoder
 from myxtts.model.vocoder import HifiGanDecoder, num_samples
 from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
@@ -354,6 +354,18 @@ def test_noise_replaces_codes_that_are_heard_in_training_and_no_others() -> None
     assert 0.3 < float(differs[codes].float().mean()) < 0.7 and not differs[~codes].any()
     assert (trained.token[codes] < noisy.gpt.dims.num_codes).all()
     assert torch.equal(trained.targets, evaluated.targets)
+
+
+def test_some_clips_are_trained_without_their_text_and_none_is_validated_so() -> None:
+    (batch,) = with_totals([gpt_batch()])
+    plain, deaf = make("gpt"), make("gpt", text_dropout=0.9)
+    sizes, heard = sizes_of(batch), list[PackedBatch]()
+    deaf.gpt.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))
+    deaf(batch, sizes)
+    torch.testing.assert_close(deaf.evaluate(batch, sizes), plain.evaluate(batch, sizes))
+    trained, evaluated = ([int((packed.kind == kind).sum()) for kind in (TEXT, AUDIO)] for packed in heard)
+    assert 2 * len(batch["num_ids"]) <= trained[0] < evaluated[0], "START and STOP of a text stay"
+    assert trained[1] == evaluated[1]
 
 
 def test_only_what_sizes_say_is_read() -> None:

@@ -222,6 +222,54 @@ def test_greedy_codes_are_those_of_generation(vocabulary: Tokenizer) -> None:
         torch.testing.assert_close(written.latents, expected.latents[row, :num_codes])
 
 
+def test_guidance_weighs_what_the_text_is_worth(vocabulary: Tokenizer) -> None:
+    """Each step is as of two writers who hear the same codes, one of them without the text."""
+    gpt, guidance = make_model(vocabulary).gpt.eval(), 3.0
+    voice, ids = torch.randn(2, 32, 64), torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
+    read, unread = (
+        generation.Decoding(gpt, voice, ids, num_ids, 12)
+        for num_ids in (torch.tensor([4, 2]), torch.tensor([0, 0]))
+    )
+    sampling = Sampling(greedy=True, repetition_penalty=1, guidance=guidance)
+    drafts = [
+        Draft(ids[row, : 4 - 2 * row].tolist(), voice[row : row + 1], 12, torch.zeros(12)) for row in range(2)
+    ]
+    writer = Writers(gpt, CPU).begin(drafts, sampling)
+    writer.finish()
+    heard = torch.full((2,), gpt.dims.start_code)
+    with torch.no_grad():
+        for step in range(12):
+            place = read.slots[step : step + 1]
+            (logits, latents), (without, _) = read.step(heard, place), unread.step(heard, place)
+            worth = logits.log_softmax(-1) - without.log_softmax(-1)
+            scores = without.log_softmax(-1) + guidance * worth
+            scores[:, gpt.dims.start_code] = -torch.inf
+            heard = scores.argmax(-1)
+            for row, code in enumerate(heard.tolist()):
+                written = writer.written(row)
+                assert step >= len(written.codes) or written.codes[step] == code
+                if step < len(written.codes):
+                    torch.testing.assert_close(written.latents[step], latents[row])
+
+
+def test_the_central_code_stands_for_about_the_mean_of_the_likely_ones() -> None:
+    vectors = torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.2, 1.2], [9.0, 9.0]])
+    likely = torch.tensor([[0.3, 0.3, 0.3, 0.05, 0.0, 0.0, 0.05]]).log().expand(100, -1)
+    sampling = Sampling(temperature=1, top_k=0, top_p=1, repetition_penalty=1, central=True)
+    spoken = torch.zeros(likely.shape, dtype=torch.bool)
+    chosen = choose(likely, spoken, sampling, torch.linspace(0, 0.999, 100), vectors)
+    assert set(chosen.tolist()) == {3, 6}, "the middle of the first three, and STOP as often as it is drawn"
+    assert 3 <= int((chosen == 6).sum()) <= 7
+    assert torch.equal(choose(likely[:1], spoken[:1], sampling, torch.zeros(1)), torch.tensor([0]))
+
+
+def test_a_model_without_a_codebook_cannot_find_the_central_code(vocabulary: Tokenizer) -> None:
+    gpt = make_model(vocabulary).gpt.eval()
+    draft = Draft([5, 6], torch.randn(1, 32, 64), 4, torch.zeros(4))
+    with pytest.raises(ConfigError, match=r"its DVAE is missing.*without --central"):
+        Writers(gpt, CPU).begin([draft], Sampling(central=True))
+
+
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(), Sampling(temperature=1, top_k=0, top_p=1), Sampling(top_p=0.3), Sampling(top_k=2, top_p=1)],
@@ -563,8 +611,10 @@ def test_texts_far_over_the_limits_are_cut_to_what_the_model_has_learnt(vocabula
 
 
 def test_settings_that_make_no_sense_are_all_named(synthesizer: Synthesizer, anna: Voice) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)speed is 9.*temperature is 0.*top_p is 2.*seed is -1"):
-        synthesizer.speak(TEXTS[0], anna, "en", speed=9, sampling=Sampling(temperature=0, top_p=2), seed=-1)
+    wrong = Sampling(temperature=0, top_p=2, guidance=0.5)
+    told = r"(?s)speed is 9.*temperature is 0.*top_p is 2.*guidance is 0\.5.*seed is -1"
+    with pytest.raises(ConfigError, match=told):
+        synthesizer.speak(TEXTS[0], anna, "en", speed=9, sampling=wrong, seed=-1)
 
 
 def test_bad_references_are_all_named(

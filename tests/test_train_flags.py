@@ -205,9 +205,9 @@ def see_preset(run: Observe) -> None:
 def see_regularisation(run: Observe) -> None:
     first_losses = {
         flags: losses(run(f"--stages gpt --max-steps 1 {flags}").folder)[0]
-        for flags in ("", "--dropout 0.5", "--label-smoothing 0.3", "--code-noise 0.5")
+        for flags in ("", "--dropout 0.5", "--label-smoothing 0.3", "--code-noise 0.5", "--text-dropout 0.5")
     }
-    assert len(set(first_losses.values())) == 4
+    assert len(set(first_losses.values())) == 5
 
 
 OBSERVED: dict[str, Callable[[Observe], None]] = {
@@ -215,6 +215,7 @@ OBSERVED: dict[str, Callable[[Observe], None]] = {
     "model.dropout": see_regularisation,
     "training.label_smoothing": see_regularisation,
     "training.code_noise": see_regularisation,
+    "training.text_dropout": see_regularisation,
     "data.train_data": see_train_data,
     "data.val_data": see_val_data,
     "data.language": see_language,

@@ -140,6 +140,9 @@ def _train(task: StageTask, model: XTTS, loaded: Loaded | None, state: State, to
     training = settings.training
     if task.stage == "dvae" and loaded is None and not task.fine_tuning:
         model.mel_stats.copy_(mel_statistics(task.prepared.train, plan.data))
+    if task.stage == "gpt" and loaded is None and not task.fine_tuning:
+        torch.manual_seed(training.seed)
+        model.gpt.begin_with_codebook(model.dvae.codebook.embed.t())
     recipe, optimizer, mode = set_up(task, model, loaded, total)
     maker = feed_maker(task, model)
     checkpoints = task.folder.checkpoints(task.stage)
@@ -204,7 +207,13 @@ def make_recipe(task: StageTask, model: XTTS) -> Recipe:
             new_tokens = ("text_embedding", "text_head") if task.has_grown_vocabulary else ()
             add_adapters(model.gpt, settings.model.lora_rank, train_also=new_tokens)
         training = settings.training
-        return GptRecipe(model.gpt, world_size, training.label_smoothing, code_noise=training.code_noise)
+        return GptRecipe(
+            model.gpt,
+            world_size,
+            training.label_smoothing,
+            code_noise=training.code_noise,
+            text_dropout=training.text_dropout,
+        )
     model.hifigan_decoder.waveform_decoder.requires_grad_(True)
     scale = min(model.dims.vocoder_channels / SIZES["normal"].vocoder_channels, 1.0)
     judges = Discriminators(  # judges far stronger than the generator teach it nothing, and take all the time

@@ -50,6 +50,11 @@ class Codebook(nn.Module):
         self.register_buffer("cluster_size", torch.zeros(num_tokens))
         self.register_buffer("embed_avg", vectors.clone())
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether a latent ever chose a code: until then the vectors are chance."""
+        return bool(self.cluster_size.any())
+
     def nearest(self, latents: Tensor) -> Tensor:
         """Codes [...] of the vectors nearest to latents [..., dim]; of equally near ones the lowest code."""
         with torch.autocast(latents.device.type, enabled=False):

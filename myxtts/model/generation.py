@@ -45,6 +45,12 @@ class Sampling:
     """Only the likeliest codes that together reach this probability; 1 for all."""
     repetition_penalty: float = 10.0
     """Divides the logits, or multiplies negative ones, of codes that the sentence already has; 1 for none."""
+    guidance: float = 1.0
+    """How much more likely the text makes a code counts so many times; 1 as it is. Above it every step is made
+    without the text as well, which a model must have been trained for (`text_dropout`). `Writer` does so."""
+    central: bool = False
+    """Instead of the code drawn, unless it is STOP, takes the one in the middle of those it was drawn from: whose
+    vector is nearest to their mean. Clearer and flatter, for a model that is unsure. `Writer` does so."""
     penalise_prompt: bool = True
     """Counts codes 1 and START as already spoken. The reference does, because it stores the prompt as a row of
     ones: code 1 is then hardly ever chosen, and models are used to it."""

@@ -24,6 +24,11 @@ from myxtts.model.packing import AUDIO, CONDITIONING, IGNORE, GPTDims, PackedBat
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention of q, k and v, each [..., heads, head_dim]: over a packed row, or over a cache."""
 
+LONGEST_WAVE, WAVE_HEIGHT = 1000.0, 0.03
+"""Of positions before training: in positions over 2π; as high as other embeddings are."""
+LOGITS_AT_FIRST = 0.8
+"""How far apart the logits of codes are before training."""
+
 
 class Losses(NamedTuple):
     """Sums over the targets of a batch, so that micro-steps of different sizes can be weighted by their tokens."""
@@ -108,6 +113,14 @@ class PositionEmbedding(nn.Module):
         self.emb = nn.Embedding(num_positions, dim)
         nn.init.normal_(self.emb.weight, std=0.02)
 
+    @torch.no_grad()
+    def begin_with_waves(self) -> None:
+        """Sines and cosines of many lengths: neighbours are alike, and so is every step from one to the next."""
+        num_positions, dim = self.emb.weight.shape
+        lengths = LONGEST_WAVE ** torch.linspace(0, 1, dim // 2)
+        angles = torch.arange(num_positions)[:, None] / lengths
+        self.emb.weight.copy_(WAVE_HEIGHT * torch.cat([angles.sin(), angles.cos()], dim=1))
+
 
 class GPT(nn.Module):
     """Conditioning encoder and resampler, embeddings, stack and heads.
@@ -136,6 +149,21 @@ class GPT(nn.Module):
         )
         nn.init.normal_(self.text_embedding.weight, std=0.02)
         nn.init.normal_(self.mel_embedding.weight, std=0.02)
+
+    @torch.no_grad()
+    def begin_with_codebook(self, vectors: Tensor) -> None:
+        """What can be known before any training, given the vectors of the codes [codes, any size].
+
+        Codes that sound alike are heard alike and compete alike: in a few hours of speech each is too rare for
+        that to be learnt of every pair. Positions are waves.
+        """
+        self.mel_pos_embedding.begin_with_waves()
+        self.text_pos_embedding.begin_with_waves()
+        codes, dim = len(vectors), self.dims.dim
+        spread = (vectors - vectors.mean(0)) @ torch.randn(vectors.shape[1], dim, device=vectors.device)
+        spread = spread / spread.std().clamp_min(1e-6)
+        self.mel_embedding.weight[:codes].copy_(0.02 * spread)
+        self.mel_head.weight[:codes].copy_(LOGITS_AT_FIRST / dim**0.5 * spread)
 
     def set_dropout(self, dropout: float) -> None:
         """Another share of dropout from now on, for a model whose weights came from somewhere else."""

@@ -121,6 +121,7 @@ def check_manner(sampling: Sampling, speed: float, num_attempts: int, seed: int 
         f"top_k is {sampling.top_k}, expected 0 (all) or more": sampling.top_k >= 0,
         f"top_p is {sampling.top_p}, expected above 0 and up to 1": 0 < sampling.top_p <= 1,
         f"repetition penalty is {penalty}, expected 1 or more": penalty >= 1,
+        f"guidance is {sampling.guidance}, expected 1 or more": sampling.guidance >= 1,
         f"attempts are {num_attempts}, expected 1 or more": num_attempts >= 1,
         f"seed is {seed}, expected 0 or more": seed is None or seed >= 0,
     }

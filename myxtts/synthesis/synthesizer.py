@@ -103,7 +103,8 @@ class Synthesizer:
         self._listener = Listener(model, device)
         self._reader = Reader(vocabulary, limits or Limits.of(model.dims.gpt), use_phonemes=use_phonemes)
         round_stack(model.gpt, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32))
-        self._writers = Writers(model.gpt, device, capture=capture)
+        vectors = model.dvae.codebook.embed.t() if model.dvae.codebook.is_trained else None
+        self._writers = Writers(model.gpt, device, vectors, capture=capture)
         self._dims = model.dims
         self._vocoder: HifiGan | GriffinLim = (
             HifiGan(model.hifigan_decoder, batch_size, GPU_FRAMES_STEP if device.type == "cuda" else 1)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from myxtts.errors import ConfigError
 from myxtts.lanes import Captured, Lane
 from myxtts.model.generation import Decoding, Sampling
 from myxtts.model.gpt import GPT
@@ -67,10 +68,13 @@ def draws(seed: int, sentence: int, attempt: int, num_codes: int) -> Tensor:
     return torch.rand(num_codes, generator=torch.Generator().manual_seed(number))
 
 
-def choose(logits: Tensor, spoken: Tensor, sampling: Sampling, drawn: Tensor) -> Tensor:
+def choose(
+    logits: Tensor, spoken: Tensor, sampling: Sampling, drawn: Tensor, vectors: Tensor | None = None
+) -> Tensor:
     """One code for each row of logits [sentences, codes], by the random numbers `drawn` [sentences].
 
-    The same distribution as `generation.choose`, whose draw depends on the whole batch.
+    The same distribution as `generation.choose`, whose draw depends on the whole batch. `vectors` [codes, dim] are
+    what the codes stand for, to find the central one.
     """
     if sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
@@ -88,16 +92,36 @@ def choose(logits: Tensor, spoken: Tensor, sampling: Sampling, drawn: Tensor) ->
     # Below the total even when rounded, so that the code found is one of those inside.
     passed = (reached <= (drawn * total * (1 - 1e-6))[:, None]) & inside
     place = torch.minimum(passed.sum(-1), inside.sum(-1) - 1)
-    return order.gather(-1, place[:, None]).squeeze(-1)
+    chosen = order.gather(-1, place[:, None]).squeeze(-1)
+    if sampling.central and vectors is not None:
+        likely = torch.zeros_like(logits).scatter(-1, order, torch.where(inside, probabilities, 0))
+        likely = likely[:, : len(vectors)]
+        mean = (likely @ vectors) / likely.sum(-1, keepdim=True)
+        central = (vectors.square().sum(-1) - 2 * mean @ vectors.t()).argmin(-1)
+        chosen = torch.where(chosen < len(vectors), central, chosen)
+    return chosen
+
+
+def guided(logits: Tensor, guidance: float) -> Tensor:
+    """Logits [sentences, codes] that lean on the text; given those with it, and below them those without."""
+    with_text, without = logits.log_softmax(-1).chunk(2)
+    return without + guidance * (with_text - without)
 
 
 class Writer:
     """The state of one batch. With a lane, a step is captured and the memory is used for batch after batch."""
 
     def __init__(
-        self, gpt: GPT, shape: Shape, sampling: Sampling, device: torch.device, lane: Lane | None = None
+        self,
+        gpt: GPT,
+        shape: Shape,
+        sampling: Sampling,
+        device: torch.device,
+        lane: Lane | None = None,
+        vectors: Tensor | None = None,
     ) -> None:
         self.shape = shape
+        self._vectors = vectors
         self._gpt, self._sampling, self._lane = gpt, sampling, lane
         rows, steps = shape.sentences, shape.steps
         self._stop = gpt.dims.stop_code
@@ -113,6 +137,11 @@ class Writer:
         self._graph: Captured[None] | None = None
         self._num_steps = 0
 
+    @property
+    def _is_guided(self) -> bool:
+        """Every sentence is then decoded twice: with its text, and without."""
+        return self._sampling.guidance != 1
+
     @torch.no_grad()
     def begin(self, drafts: Sequence[Draft]) -> None:
         """Read the voices and texts of a batch; rows that it does not use count as ended."""
@@ -124,6 +153,8 @@ class Writer:
             num_ids[row] = len(draft.ids)
         voices = [draft.voice for draft in drafts]
         voices += voices[:1] * (self.shape.sentences - len(drafts))
+        if self._is_guided:
+            voices, ids, num_ids = voices * 2, ids.repeat(2, 1), torch.cat([num_ids, torch.zeros_like(num_ids)])
         prefixes = torch.cat(voices).to(device), ids.to(device), num_ids.to(device)
         if self._decoding is None:
             self._decoding = Decoding(self._gpt, *prefixes, self.shape.steps)
@@ -169,10 +200,12 @@ class Writer:
     def _step(self) -> None:
         """The next code of every sentence; touches only memory that stays."""
         assert self._decoding is not None
-        logits, latents = self._decoding.step(self._codes, self._place)
+        logits, latents = self._decoding.step(self._codes.repeat(1 + self._is_guided), self._place)
+        if self._is_guided:
+            logits, latents = guided(logits, self._sampling.guidance), latents.chunk(2)[0]
         logits[:, self._gpt.dims.start_code] = -torch.inf  # never a target, but little trained models try it
         drawn = self._draws.index_select(1, self._place).squeeze(1)
-        chosen = choose(logits, self._spoken, self._sampling, drawn)
+        chosen = choose(logits, self._spoken, self._sampling, drawn, self._vectors)
         self._codes.copy_(torch.where(self._ended, self._stop, chosen))
         self._spoken.scatter_(1, self._codes[:, None], True)
         self._written.index_copy_(1, self._place, self._codes[:, None])
@@ -209,19 +242,27 @@ def round_stack(gpt: GPT, dtype: torch.dtype) -> None:
 class Writers:
     """Writers for whatever batches come; on a GPU those of the latest shapes are kept with their graphs."""
 
-    def __init__(self, gpt: GPT, device: torch.device, *, capture: bool = True) -> None:
-        self._gpt, self._device = gpt, device
+    def __init__(
+        self, gpt: GPT, device: torch.device, vectors: Tensor | None = None, *, capture: bool = True
+    ) -> None:
+        """`vectors` [codes, dim] are what the codes stand for, for those who ask for central ones."""
+        self._gpt, self._device, self._vectors = gpt, device, vectors
         self._lane = Lane(device) if capture and device.type == "cuda" else None
         self._kept: OrderedDict[tuple[Shape, Sampling], Writer] = OrderedDict()
 
     def begin(self, drafts: Sequence[Draft], sampling: Sampling) -> Writer:
         """A writer that has read the drafts. It is the caller's until the next call."""
+        if sampling.central and self._vectors is None:
+            raise ConfigError(
+                "The central code is found by what codes stand for, which this model does not know: its DVAE is "
+                "missing. Speak without --central, or put dvae.pth beside the model."
+            )
         shape = self._shape(drafts)
         writer = self._kept.pop((shape, sampling), None)
         if writer is None:
             while len(self._kept) >= KEPT_WRITERS:
                 self._kept.popitem(last=False)
-            writer = Writer(self._gpt, shape, sampling, self._device, self._lane)
+            writer = Writer(self._gpt, shape, sampling, self._device, self._lane, self._vectors)
         if self._lane is not None:
             self._kept[shape, sampling] = writer
         writer.begin(drafts)

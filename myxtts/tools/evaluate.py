@@ -30,7 +30,7 @@ from myxtts.data.fill import Progress
 from myxtts.data.prepare import prepare
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError, DatasetError
-from myxtts.model.generation import Decoding
+from myxtts.model.generation import Decoding, Sampling
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
@@ -65,6 +65,17 @@ class Asked:
     temperature: float | None = None
     best_gpt: bool = False
     """The GPT that validated best instead of the newest."""
+    guidance: float | None = None
+    central: bool | None = None
+
+    def sampling(self, usual: Sampling) -> Sampling:
+        """What is asked for, and otherwise what suits the run."""
+        asked: dict[str, Any] = {
+            "temperature": self.temperature,
+            "guidance": self.guidance,
+            "central": self.central,
+        }
+        return replace(usual, **{name: value for name, value in asked.items() if value is not None})
 
 
 def synthesise(folder: Path, out: Path, asked: Asked, progress: Progress) -> None:
@@ -86,7 +97,7 @@ def synthesise(folder: Path, out: Path, asked: Asked, progress: Progress) -> Non
     sentences = [sentence for sentence in sentences if sentence.reference.file in voices]
     spoken = _speak(synthesizer, out, sentences, voices, asked, progress)
     vocoder = next(iter(spoken.values())).report.vocoder
-    sampling = synthesizer.sampling
+    sampling = asked.sampling(synthesizer.sampling)
     del synthesizer
     _reconstruct(run, out, sentences, voices, vocoder, asked.best_gpt, progress)
     about = {
@@ -95,8 +106,10 @@ def synthesise(folder: Path, out: Path, asked: Asked, progress: Progress) -> Non
         "best_gpt": asked.best_gpt,
         "vocoder": vocoder,
         "seed": asked.seed,
-        "temperature": asked.temperature or sampling.temperature,
+        "temperature": sampling.temperature,
         "repetition_penalty": sampling.repetition_penalty,
+        "guidance": sampling.guidance,
+        "central": sampling.central,
         "made_at": time.strftime("%Y-%m-%d %H:%M"),
     }
     items = [item for sentence in sentences for item in _items(sentence, spoken[sentence.clip.file])]
@@ -146,9 +159,7 @@ def _speak(
     progress: Progress,
 ) -> dict[str, Speech]:
     """Say all sentences, some at a time, and write each as soon as it is said."""
-    sampling = synthesizer.sampling
-    if asked.temperature is not None:
-        sampling = replace(sampling, temperature=asked.temperature)
+    sampling = asked.sampling(synthesizer.sampling)
     spoken: dict[str, Speech] = {}
     progress.begin("Synthesising", len(sentences))
     try:

@@ -41,12 +41,13 @@ class GptRecipe(Recipe):
         audio_weight: float = 1.0,
         max_frames: int = MAX_CROP_FRAMES,
         code_noise: float = 0.0,
+        text_dropout: float = 0.0,
     ) -> None:
         super().__init__(world_size)
         self.gpt = gpt
         self.label_smoothing = label_smoothing
         self.text_weight, self.audio_weight = text_weight, audio_weight
-        self.max_frames, self.code_noise = max_frames, code_noise
+        self.max_frames, self.code_noise, self.text_dropout = max_frames, code_noise, text_dropout
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         losses, totals = self._losses(tensors, sizes, self.label_smoothing), Totals.of(tensors)
@@ -94,9 +95,11 @@ class GptRecipe(Recipe):
 
     def _losses(self, tensors: Tensors, sizes: Sizes, label_smoothing: float) -> Losses:
         frames = pack_frames(tensors["mel"][: sizes.frames], tensors["num_frames"], self.max_frames)
-        ids = tensors["ids"][:, : sizes.ids]
+        ids, num_ids = tensors["ids"][:, : sizes.ids], tensors["num_ids"]
+        if self.training and self.text_dropout:
+            num_ids = torch.where(torch.rand(num_ids.shape, device=num_ids.device) < self.text_dropout, 0, num_ids)
         codes = tensors["codes"][:, : math.ceil(sizes.samples / SAMPLES_PER_CODE)]
-        tokens = (ids, tensors["num_ids"], codes, tensors["num_codes"])
+        tokens = (ids, num_ids, codes, tensors["num_codes"])
         packed = pack(self.gpt.dims, frames, *tokens, budget=sizes.tokens, weights=tensors["weights"])
         if self.training and self.code_noise:
             packed = packed._replace(token=self._noisy(packed))
