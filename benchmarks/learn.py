@@ -21,7 +21,7 @@ from pathlib import Path
 
 from learn_corpus import HELD_OUT, RECORDINGS, Spoken, read_speech, split, unpacked, write_corpus
 from learn_espeak import synthetic
-from learn_more import at_other_speeds, spliced
+from learn_more import SPEEDS, at_other_speeds, spliced
 from learn_speech import gpt_steps, judge_all, moments, pack, speak
 from learn_train import Deadline, console, train_stage
 
@@ -30,31 +30,48 @@ from myxtts.errors import MyXTTSError
 from myxtts.tools.judging import find_judges
 
 HAS_ESPEAK = find_spec("espeakng_loader") is not None
+HELD_OUT_OF_ONE = 40
+"""Sentences of the speaker that `--voice` names."""
+SAMPLING = ("temperature", "guidance", "central")
 JUDGED_MOMENTS = (0.25, 0.5, 1.0)
 """Of the GPT's training, for `all`."""
 
 
 def corpus(options: argparse.Namespace) -> None:
-    """What each stage trains on: recordings at five speeds; the GPT also on pieces of them and on espeak-ng."""
+    """What each stage trains on.
+
+    The decoder: recordings of the voice at several speeds. The DVAE: besides, sentences put together from pieces
+    of them. The GPT: besides, what others read, and espeak-ng.
+    """
     clips = read_speech(unpacked(options.speech, options.corpus))
     wanted = {name: int(count) for name, _, count in (one.partition("=") for one in options.hold_out)}
-    parts = split(clips, wanted or HELD_OUT, options.without)
+    parts = split(
+        clips, wanted or ({options.voice: HELD_OUT_OF_ONE} if options.voice else HELD_OUT), options.without
+    )
     for name, some in parts._asdict().items():
         speakers = ", ".join(f"{speaker} {count}" for speaker, count in Counter(c.speaker for c in some).items())
         console.print(f"{name}: {len(some)} clips, {_hours(some)} ({speakers})")
     write_corpus(parts, options.corpus / RECORDINGS)
-    trained = [*parts.train, *at_other_speeds(parts.train, options.corpus / "speeds")]
-    console.print(f"with other speeds: {len(trained)} clips, {_hours(trained)}")
-    for stage in ("dvae", "decoder"):
-        write_corpus(parts._replace(train=trained), options.corpus / stage)
-    for name, make, hours in (
-        ("put together", spliced, options.spliced_hours),
-        ("of espeak-ng", synthetic, options.synthetic_hours),
-    ):
-        if hours:
-            made = make(parts.train, options.corpus / make.__name__, hours)
-            console.print(f"{name}: {len(made)} clips, {_hours(made)}")
-            trained += made
+    own = [clip for clip in parts.train if options.voice in (None, clip.speaker)]
+    others = [clip for clip in parts.train if options.voice not in (None, clip.speaker)]
+
+    trained: list[Spoken] = []
+
+    def add(name: str, made: Sequence[Spoken]) -> None:
+        trained.extend(made)
+        console.print(f"{name}: {len(made)} clips, {_hours(made)}")
+
+    add("recordings", own)
+    add("at other speeds", at_other_speeds(own, options.corpus / "speeds", options.speeds))
+    write_corpus(parts._replace(train=trained), options.corpus / "decoder")
+    if options.spliced_hours:
+        pieces = spliced(own, options.corpus / "spliced", options.spliced_hours, options.speeds)
+        add("put together", pieces)
+    write_corpus(parts._replace(train=trained), options.corpus / "dvae")
+    add("of others", others)
+    add("of others at other speeds", at_other_speeds(others, options.corpus / "others", SPEEDS))
+    if options.synthetic_hours:
+        add("of espeak-ng", synthetic(parts.train, options.corpus / "synthetic", options.synthetic_hours))
     write_corpus(parts._replace(train=trained), options.corpus / "gpt")
 
 
@@ -84,7 +101,7 @@ def say(options: argparse.Namespace) -> None:
             if ("decoder" in options.at if moment.vocoder == "hifigan" else moment.gpt_step in wanted)
         ]
     for moment in chosen:
-        speak(options.run, options.out, moment, options.temperature)
+        speak(options.run, options.out, moment, {name: getattr(options, name) for name in SAMPLING})
     pack(options.out, options.out.with_suffix(".zip"))
 
 
@@ -134,11 +151,15 @@ def _corpus_flags(command: argparse.ArgumentParser) -> None:
     for name, hours, what in (("spliced", 12.0, "put together from pieces"), ("synthetic", 2.0, "of espeak-ng")):
         default = hours if HAS_ESPEAK else 0.0
         command.add_argument(f"--{name}-hours", type=float, default=default, help=f"{what}, for the GPT")
+    command.add_argument("--speeds", nargs="*", type=float, default=SPEEDS, help="besides 1")
+    command.add_argument("--voice", metavar="SPEAKER", help="the only one whom DVAE and decoder hear")
     command.add_argument("--without", nargs="*", default=[], metavar="SPEAKER", help="never trained on")
 
 
 def _speaking_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--temperature", type=float)
+    command.add_argument("--guidance", type=float)
+    command.add_argument("--central", action="store_true", default=None)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import re
 import statistics
 import tempfile
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,13 +85,13 @@ def moments(run: Path) -> list[Moment]:
     return spoken
 
 
-def speak(run: Path, out: Path, moment: Moment, temperature: float | None) -> None:
+def speak(run: Path, out: Path, moment: Moment, sampling: Mapping[str, Any]) -> None:
     """Say the held-out sentences as the run would have at that moment; what is there already stays."""
     folder = out / moment.label
     if (folder / ITEMS_FILE).is_file():
         return
     console.print(f"speaking at {moment.label} by {moment.vocoder}")
-    asked = evaluate.Asked(num_sentences=10**6, vocoder=moment.vocoder, temperature=temperature)
+    asked = evaluate.Asked(num_sentences=10**6, vocoder=moment.vocoder, **sampling)
     with as_it_was(run, moment) as then:
         evaluate.synthesise(then, folder, asked, NoProgress())
         losses = told_losses(then, folder) if moment.vocoder == "griffin-lim" else {}

@@ -40,6 +40,7 @@ STAGE_SETTINGS: Mapping[str, Mapping[str, object]] = {
         "training.learning_rate": 2.5e-4,
         "training.weight_decay": 0.05,
         "training.code_noise": 0.3,
+        "training.text_dropout": 0.1,
         "model.dropout": 0.1,
     },
     "decoder": {"training.learning_rate": 2e-4},
