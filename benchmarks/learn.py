@@ -20,8 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from learn_corpus import HELD_OUT, RECORDINGS, Spoken, read_speech, split, unpacked, write_corpus
-from learn_espeak import synthetic
-from learn_more import SPEEDS, at_other_speeds, spliced
+from learn_more import MORE_SPEEDS, SPEEDS, at_other_speeds, spliced
 from learn_speech import gpt_steps, judge_all, moments, pack, speak
 from learn_train import Deadline, console, train_stage
 
@@ -41,7 +40,7 @@ def corpus(options: argparse.Namespace) -> None:
     """What each stage trains on.
 
     The decoder: recordings of the voice at several speeds. The DVAE: besides, sentences put together from pieces
-    of them. The GPT: besides, what others read, and espeak-ng.
+    of them. The GPT: besides, what others read.
     """
     clips = read_speech(unpacked(options.speech, options.corpus))
     wanted = {name: int(count) for name, _, count in (one.partition("=") for one in options.hold_out)}
@@ -62,16 +61,14 @@ def corpus(options: argparse.Namespace) -> None:
         console.print(f"{name}: {len(made)} clips, {_hours(made)}")
 
     add("recordings", own)
-    add("at other speeds", at_other_speeds(own, options.corpus / "speeds", options.speeds))
+    add("at other speeds", at_other_speeds(own, options.corpus / "speeds", SPEEDS))
     write_corpus(parts._replace(train=trained), options.corpus / "decoder")
     if options.spliced_hours:
-        pieces = spliced(own, options.corpus / "spliced", options.spliced_hours, options.speeds)
+        pieces = spliced(own, options.corpus / "spliced", options.spliced_hours)
         add("put together", pieces)
     write_corpus(parts._replace(train=trained), options.corpus / "dvae")
     add("of others", others)
-    add("of others at other speeds", at_other_speeds(others, options.corpus / "others", SPEEDS))
-    if options.synthetic_hours:
-        add("of espeak-ng", synthetic(parts.train, options.corpus / "synthetic", options.synthetic_hours))
+    add("of others at other speeds", at_other_speeds(others, options.corpus / "others", MORE_SPEEDS))
     write_corpus(parts._replace(train=trained), options.corpus / "gpt")
 
 
@@ -138,9 +135,9 @@ def _training_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--size", default="small", choices=MODEL_SIZES)
     command.add_argument("--batch", type=int, default=64)
     command.add_argument("--decoder-batch", type=int, default=8)
-    command.add_argument("--dvae-steps", type=int, default=10000)
-    command.add_argument("--gpt-steps", type=int, default=12000)
-    command.add_argument("--decoder-steps", type=int, default=12000)
+    command.add_argument("--dvae-steps", type=int, default=5000)
+    command.add_argument("--gpt-steps", type=int, default=8000)
+    command.add_argument("--decoder-steps", type=int, default=2800)
     command.add_argument("--seconds", type=float, help="stop and save after so long")
     command.add_argument("--phonemes", action=argparse.BooleanOptionalAction, default=HAS_ESPEAK)
 
@@ -148,18 +145,15 @@ def _training_flags(command: argparse.ArgumentParser) -> None:
 def _corpus_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--speech", type=Path, required=True)
     command.add_argument("--hold-out", nargs="*", default=[], metavar="SPEAKER=SENTENCES")
-    for name, hours, what in (("spliced", 12.0, "put together from pieces"), ("synthetic", 2.0, "of espeak-ng")):
-        default = hours if HAS_ESPEAK else 0.0
-        command.add_argument(f"--{name}-hours", type=float, default=default, help=f"{what}, for the GPT")
-    command.add_argument("--speeds", nargs="*", type=float, default=SPEEDS, help="besides 1")
+    command.add_argument("--spliced-hours", type=float, default=12.0 if HAS_ESPEAK else 0.0, help="put together")
     command.add_argument("--voice", metavar="SPEAKER", help="the only one whom DVAE and decoder hear")
     command.add_argument("--without", nargs="*", default=[], metavar="SPEAKER", help="never trained on")
 
 
 def _speaking_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--temperature", type=float)
-    command.add_argument("--guidance", type=float)
-    command.add_argument("--central", action="store_true", default=None)
+    command.add_argument("--guidance", type=float, default=2.0)
+    command.add_argument("--central", action=argparse.BooleanOptionalAction, default=True)
 
 
 def main() -> None:
@@ -190,8 +184,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.call in (everything, corpus) and not HAS_ESPEAK:
         console.print(
-            "espeak-ng is not installed (pip install -e '.[phonemes]'): letters instead of phonemes, no sentences "
-            "put together and none of espeak-ng's"
+            "espeak-ng is not installed (pip install -e '.[phonemes]'): letters instead of phonemes, and no "
+            "sentences put together"
         )
     try:
         options.call(options)

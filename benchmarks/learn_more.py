@@ -22,7 +22,8 @@ import torch
 from learn_align import RATE, Cut, cut
 from learn_corpus import Spoken
 
-SPEEDS = (0.88, 0.94, 1.06, 1.12)
+SPEEDS, MORE_SPEEDS = (0.94, 1.06), (0.88, 0.94, 1.06, 1.12)
+"""Of the voice, which should stay one, and of others."""
 WORDS = (2, 4)
 """Wanted of one clip in a row; more where it cannot be cut between them."""
 ROUND = 256
@@ -32,7 +33,7 @@ FADE = 110
 """Samples over which two pieces overlap: 5 ms."""
 
 
-def at_other_speeds(clips: Sequence[Spoken], folder: Path, speeds: Sequence[float] = SPEEDS) -> list[Spoken]:
+def at_other_speeds(clips: Sequence[Spoken], folder: Path, speeds: Sequence[float]) -> list[Spoken]:
     """The clips faster and slower, each speed as a speaker of its own: samples at another rate."""
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [(number, clip, speed) for speed in speeds for number, clip in enumerate(clips)]
@@ -50,7 +51,7 @@ def _at_speed(folder: Path, job: tuple[int, Spoken, float]) -> Spoken:
     )
 
 
-def spliced(clips: Sequence[Spoken], folder: Path, hours: float, speeds: Sequence[float] = SPEEDS) -> list[Spoken]:
+def spliced(clips: Sequence[Spoken], folder: Path, hours: float) -> list[Spoken]:
     """So much speech of the clips' speakers, made from some words of several clips each, at any of the speeds."""
     folder.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_use_one_core) as processes:
@@ -63,9 +64,7 @@ def spliced(clips: Sequence[Spoken], folder: Path, hours: float, speeds: Sequenc
     seconds, draw = 0.0, random.Random(0)
     with ThreadPoolExecutor() as threads:
         while seconds < 3600 * hours:
-            jobs = [
-                _sentence(folder / f"{len(made) + n}.wav", by_speaker, (1.0, *speeds), draw) for n in range(ROUND)
-            ]
+            jobs = [_sentence(folder / f"{len(made) + n}.wav", by_speaker, draw) for n in range(ROUND)]
             made += threads.map(_write, jobs)
             seconds = sum(clip.seconds for clip in made)
     return made
@@ -83,13 +82,11 @@ class _Sentence(NamedTuple):
     sample_rate: int
 
 
-def _sentence(
-    file: Path, by_speaker: Mapping[str, Sequence[Cut]], speeds: Sequence[float], draw: random.Random
-) -> _Sentence:
+def _sentence(file: Path, by_speaker: Mapping[str, Sequence[Cut]], draw: random.Random) -> _Sentence:
     speakers = list(by_speaker)
     (speaker,) = draw.choices(speakers, [len(by_speaker[name]) for name in speakers])
     text, wave = _joined(by_speaker[speaker], draw)
-    speed = draw.choice(speeds)
+    speed = draw.choice((1.0, *SPEEDS))
     name, rate = speaker if speed == 1 else f"{speaker} at {speed}", round(speed * RATE)
     return _Sentence(Spoken(str(file.resolve()), name, "en", text, len(wave) / rate), wave, rate)
 

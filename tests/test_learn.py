@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 from collections import Counter
@@ -13,10 +14,11 @@ import pytest
 import soundfile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import learn
 import learn_align
 from learn_align import Cut, cut
-from learn_corpus import Spoken, plain, read_speech, single_letters, split, write_corpus
-from learn_espeak import ESPEAK_SAMPLE_RATE, said_words, synthetic
+from learn_corpus import COLUMNS, RECORDINGS, Spoken, plain, read_speech, single_letters, split, write_corpus
+from learn_espeak import ESPEAK_SAMPLE_RATE, said_words
 from learn_more import SPEEDS, at_other_speeds, some_words, spliced
 
 from myxtts.data.corpus import read_corpus
@@ -91,21 +93,33 @@ def test_a_clip_at_another_speed_is_another_speaker_who_says_the_same(tmp_path: 
     tone = (8000 * np.sin(2 * np.pi * 200 * np.arange(16000) / 16000)).astype(np.int16)
     soundfile.write(tmp_path / "a.wav", tone, 16000)
     clip = Spoken(str(tmp_path / "a.wav"), "ada", "en", "One two three.", 1.0)
-    made = at_other_speeds([clip], tmp_path / "speeds")
+    made = at_other_speeds([clip], tmp_path / "speeds", SPEEDS)
     assert [one.speaker for one in made] == [f"ada at {speed}" for speed in SPEEDS]
     for one, speed in zip(made, SPEEDS, strict=True):
         assert one.text == clip.text
         assert soundfile.info(one.path).duration == pytest.approx(one.seconds) == pytest.approx(1 / speed)
 
 
-def test_espeak_says_words_of_the_clips_in_many_voices(tmp_path: Path, clips: list[Spoken]) -> None:
-    said = synthetic(clips, tmp_path, hours=0.01)
-    words = {word for clip in clips for word in plain(clip.text).split()}
-    assert sum(one.seconds for one in said) >= 36 and len({one.speaker for one in said}) > 20
-    assert {word for one in said for word in plain(one.text).split()} <= words
-    wave, rate = soundfile.read(said[0].path)
-    assert rate == ESPEAK_SAMPLE_RATE and len(wave) / rate == pytest.approx(said[0].seconds)
-    assert np.abs(wave).max() > 0.05
+def test_the_voice_is_kept_apart_from_those_it_learns_to_read_from(tmp_path: Path, clips: list[Spoken]) -> None:
+    rows = []
+    for number, clip in enumerate(clips):
+        soundfile.write(tmp_path / f"{number}.wav", np.zeros(800, np.int16), 16000)
+        rows.append(f"{number}.wav|{clip.speaker}|en|{clip.text}|0.05|16000")
+    (tmp_path / "metadata.csv").write_text("\n".join(["|".join(COLUMNS), *rows]), encoding="utf-8")
+    voice = clips[0].speaker
+    options = argparse.Namespace(
+        speech=tmp_path, corpus=tmp_path / "c", voice=voice, hold_out=[f"{voice}=1"], without=[], spliced_hours=0
+    )
+    learn.corpus(options)
+    speakers = {
+        name: {line.split("|")[2] for line in (tmp_path / "c" / name).read_text().splitlines()[1:]}
+        for name in ("dvae/metadata_train.csv", "decoder/metadata_train.csv", "gpt/metadata_train.csv")
+    }
+    own = {voice, *(f"{voice} at {speed}" for speed in SPEEDS)}
+    assert speakers["dvae/metadata_train.csv"] == speakers["decoder/metadata_train.csv"] == own
+    assert own < speakers["gpt/metadata_train.csv"]
+    recorded = (tmp_path / "c" / RECORDINGS / "metadata_train.csv").read_text()
+    assert {line.split("|")[2] for line in recorded.splitlines()[1:]} == {clip.speaker for clip in clips}
 
 
 @pytest.fixture
