@@ -7,6 +7,7 @@
     python benchmarks/learn.py judge --judge DIR --out DIR           judges (`make judge`), a table and curves
 
 Speech is a folder or zip file with metadata.csv: path|speaker|language|text|seconds|sample_rate.
+`--voice SPEAKER` is whom DVAE and decoder hear; others only teach the GPT to read.
 `--seconds` ends a training in time, saved; the same command continues.
 """
 
@@ -25,7 +26,7 @@ from learn_speech import gpt_steps, judge_all, moments, pack, speak
 from learn_train import Deadline, console, train_stage
 
 from myxtts.config import MODEL_SIZES, STAGES
-from myxtts.errors import MyXTTSError
+from myxtts.errors import DatasetError, MyXTTSError
 from myxtts.tools.judging import find_judges
 
 HAS_ESPEAK = find_spec("espeakng_loader") is not None
@@ -47,13 +48,15 @@ def corpus(options: argparse.Namespace) -> None:
     parts = split(
         clips, wanted or ({options.voice: HELD_OUT_OF_ONE} if options.voice else HELD_OUT), options.without
     )
+    if options.voice and options.voice not in {clip.speaker for clip in parts.train}:
+        raise DatasetError(f"--voice {options.voice} is none of the speakers trained on; see metadata.csv")
     for name, some in parts._asdict().items():
         speakers = ", ".join(f"{speaker} {count}" for speaker, count in Counter(c.speaker for c in some).items())
         console.print(f"{name}: {len(some)} clips, {_hours(some)} ({speakers})")
     write_corpus(parts, options.corpus / RECORDINGS)
     own = [clip for clip in parts.train if options.voice in (None, clip.speaker)]
     others = [clip for clip in parts.train if options.voice not in (None, clip.speaker)]
-
+    speeds = SPEEDS if options.voice else MORE_SPEEDS
     trained: list[Spoken] = []
 
     def add(name: str, made: Sequence[Spoken]) -> None:
@@ -61,14 +64,14 @@ def corpus(options: argparse.Namespace) -> None:
         console.print(f"{name}: {len(made)} clips, {_hours(made)}")
 
     add("recordings", own)
-    add("at other speeds", at_other_speeds(own, options.corpus / "speeds", SPEEDS))
+    add("at other speeds", at_other_speeds(own, options.corpus / "speeds", speeds))
     write_corpus(parts._replace(train=trained), options.corpus / "decoder")
     if options.spliced_hours:
-        pieces = spliced(own, options.corpus / "spliced", options.spliced_hours)
-        add("put together", pieces)
+        add("put together", spliced(own, options.corpus / "spliced", options.spliced_hours, speeds))
     write_corpus(parts._replace(train=trained), options.corpus / "dvae")
-    add("of others", others)
-    add("of others at other speeds", at_other_speeds(others, options.corpus / "others", MORE_SPEEDS))
+    if others:
+        add("of others", others)
+        add("of others at other speeds", at_other_speeds(others, options.corpus / "others", MORE_SPEEDS))
     write_corpus(parts._replace(train=trained), options.corpus / "gpt")
 
 

@@ -23,7 +23,7 @@ from learn_align import RATE, Cut, cut
 from learn_corpus import Spoken
 
 SPEEDS, MORE_SPEEDS = (0.94, 1.06), (0.88, 0.94, 1.06, 1.12)
-"""Of the voice, which should stay one, and of others."""
+"""Besides 1: of one voice, which should stay one, and of many."""
 WORDS = (2, 4)
 """Wanted of one clip in a row; more where it cannot be cut between them."""
 ROUND = 256
@@ -51,7 +51,7 @@ def _at_speed(folder: Path, job: tuple[int, Spoken, float]) -> Spoken:
     )
 
 
-def spliced(clips: Sequence[Spoken], folder: Path, hours: float) -> list[Spoken]:
+def spliced(clips: Sequence[Spoken], folder: Path, hours: float, speeds: Sequence[float]) -> list[Spoken]:
     """So much speech of the clips' speakers, made from some words of several clips each, at any of the speeds."""
     folder.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_use_one_core) as processes:
@@ -61,10 +61,10 @@ def spliced(clips: Sequence[Spoken], folder: Path, hours: float) -> list[Spoken]
         if one is not None:
             by_speaker.setdefault(clip.speaker, []).append(one)
     made: list[Spoken] = []
-    seconds, draw = 0.0, random.Random(0)
+    seconds, draw, any_speed = 0.0, random.Random(0), (1.0, *speeds)
     with ThreadPoolExecutor() as threads:
         while seconds < 3600 * hours:
-            jobs = [_sentence(folder / f"{len(made) + n}.wav", by_speaker, draw) for n in range(ROUND)]
+            jobs = [_sentence(folder / f"{len(made) + n}.wav", by_speaker, any_speed, draw) for n in range(ROUND)]
             made += threads.map(_write, jobs)
             seconds = sum(clip.seconds for clip in made)
     return made
@@ -82,11 +82,13 @@ class _Sentence(NamedTuple):
     sample_rate: int
 
 
-def _sentence(file: Path, by_speaker: Mapping[str, Sequence[Cut]], draw: random.Random) -> _Sentence:
+def _sentence(
+    file: Path, by_speaker: Mapping[str, Sequence[Cut]], speeds: Sequence[float], draw: random.Random
+) -> _Sentence:
     speakers = list(by_speaker)
     (speaker,) = draw.choices(speakers, [len(by_speaker[name]) for name in speakers])
     text, wave = _joined(by_speaker[speaker], draw)
-    speed = draw.choice((1.0, *SPEEDS))
+    speed = draw.choice(speeds)
     name, rate = speaker if speed == 1 else f"{speaker} at {speed}", round(speed * RATE)
     return _Sentence(Spoken(str(file.resolve()), name, "en", text, len(wave) / rate), wave, rate)
 

@@ -89,6 +89,9 @@ def speak(run: Path, out: Path, moment: Moment, sampling: Mapping[str, Any]) -> 
     """Say the held-out sentences as the run would have at that moment; what is there already stays."""
     folder = out / moment.label
     if (folder / ITEMS_FILE).is_file():
+        about = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
+        if any(value not in (None, about.get(name)) for name, value in sampling.items()):
+            raise ConfigError(f"{folder} was spoken in another way; name another folder (--out)")
         return
     console.print(f"speaking at {moment.label} by {moment.vocoder}")
     asked = evaluate.Asked(num_sentences=10**6, vocoder=moment.vocoder, **sampling)

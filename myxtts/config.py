@@ -225,15 +225,13 @@ class TrainingSettings:
     """Optimiser steps of the stage `decoder`, in place of `epochs` and `max_steps`; `null` keeps to those."""
 
     learning_rate: float | None = setting(None, flag="--lr", above=0, maximum=1)
-    """Highest learning rate of the schedule. `null` takes each stage's own, which is lower when `init_from`
-    is given."""
+    """Highest learning rate of the schedule. `null` takes each stage's own, lower with `init_from`."""
 
     warmup_steps: int = setting(500, minimum=0)
     """Optimiser steps over which the learning rate rises from zero; afterwards it falls along a cosine."""
 
     gradient_accumulation_steps: int = setting(1, flag="--grad-accum", minimum=1)
-    """Micro-steps per optimiser step. The effective batch is this many times `batch_size`, in the memory of
-    one."""
+    """Micro-steps per optimiser step: a batch this many times `batch_size` in the memory of one."""
 
     weight_decay: float = setting(0.01, minimum=0, maximum=1)
     """Weight decay of AdamW; norms, biases and embeddings are always spared."""
@@ -260,8 +258,7 @@ class TrainingSettings:
     """Ends training after this many validations in a row without improvement; 0 never does."""
 
     seed: int = setting(1234, minimum=0, maximum=2**32 - 1)
-    """Seed of everything random: initial weights, the order of clips, reference crops. The same seed gives
-    the same run."""
+    """Seed of initial weights, order of clips, reference crops: the same seed gives the same run."""
 
     log_step: int = setting(10, minimum=1)
     """Optimiser steps between two progress lines and entries of the logs."""
@@ -291,8 +288,7 @@ class TrainingSettings:
     """Compiles the training step with `torch.compile`; the first step takes longer for it."""
 
     enable_eager_debug: bool = setting(False)
-    """Runs eagerly and synchronously with anomaly checks, to find the operation that makes a NaN: slow on
-    purpose."""
+    """Runs eagerly and synchronously with anomaly checks, slowly, to find the operation that makes a NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)

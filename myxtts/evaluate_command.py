@@ -84,14 +84,14 @@ def _synthesise(options: argparse.Namespace, out: Path) -> None:
     from myxtts.tools.evaluate import Asked, synthesise
 
     asked = Asked(
-        options.sentences,
-        options.language,
-        options.vocoder,
-        options.seed,
-        options.temperature,
-        options.best,
-        options.guidance,
-        options.central,
+        num_sentences=options.sentences,
+        language=options.language,
+        vocoder=options.vocoder,
+        seed=options.seed,
+        temperature=options.temperature,
+        guidance=options.guidance,
+        central=options.central,
+        best_gpt=options.best,
     )
     synthesise(options.run_folder, out, asked, ProgressLines())
 

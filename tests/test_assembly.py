@@ -148,6 +148,26 @@ def test_stages_start_from_the_seed_however_they_are_reached(clips: Clips, tmp_p
         assert losses(tmp_path / "parts", stage) == pytest.approx(losses(tmp_path / "whole", stage), rel=1e-6)
 
 
+def follows_codebook(state: dict[str, Tensor]) -> bool:
+    """Whether codes are as far apart for the GPT as they are for the DVAE."""
+    heard, meant = state["gpt.mel_embedding.weight"], state["dvae.codebook.embed"].t()
+    apart = [torch.pdist(vectors[: len(meant)]) for vectors in (heard, meant)]
+    return float(torch.corrcoef(torch.stack(apart))[0, 1]) > 0.5
+
+
+def test_a_gpt_from_scratch_begins_with_the_codebook(clips: Clips, tmp_path: Path) -> None:
+    """Also when only the DVAE comes from elsewhere; never with adapters, which would not keep it."""
+    assert train(tmp_path / "dvae", clips(4), "--stages dvae --max-steps 2") == 0
+    begins = {"run": "--stages dvae,gpt", "after": f"--init-from {tmp_path / 'dvae'} --stages gpt"}
+    for name, flags in begins.items():
+        assert train(tmp_path / name, clips(4), f"{flags} {UNCHANGED}") == 0
+        assert follows_codebook(state_of(tmp_path / name)), name
+    assert train(tmp_path / "lora", clips(4), f"--stages dvae,gpt --lora-rank 2 {UNCHANGED}") == 0
+    assert not follows_codebook(state_of(tmp_path / "lora"))
+    trained = newest(tmp_path / "run").weights
+    assert_close(state_of(tmp_path / "run"), trained)
+
+
 def test_mels_are_divided_by_the_root_mean_square_of_the_corpus(clips: Clips, tmp_path: Path) -> None:
     assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 1") == 0
     found = prepare(DataSettings(train_data=clips(4), language="en", num_workers=1, val_fraction=0)).train

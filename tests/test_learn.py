@@ -151,7 +151,7 @@ def test_a_recording_is_cut_where_its_words_begin_and_it_is_quiet(said: list[Spo
 
 
 def test_pieces_of_clips_make_sentences_in_their_speakers_voice(tmp_path: Path, said: list[Spoken]) -> None:
-    made = spliced(said, tmp_path / "made", hours=0.01)
+    made = spliced(said, tmp_path / "made", hours=0.01, speeds=SPEEDS)
     assert sum(one.seconds for one in made) >= 36
     assert {one.speaker for one in made} == {"ada", *(f"ada at {speed}" for speed in SPEEDS)}
     for one in made:

@@ -140,7 +140,8 @@ def _train(task: StageTask, model: XTTS, loaded: Loaded | None, state: State, to
     training = settings.training
     if task.stage == "dvae" and loaded is None and not task.fine_tuning:
         model.mel_stats.copy_(mel_statistics(task.prepared.train, plan.data))
-    if task.stage == "gpt" and loaded is None and not task.fine_tuning:
+    # Not for LoRA: what its adapters are added to is what the run wrote down when it started.
+    if task.stage == "gpt" and "gpt" in task.folder.untrained() and not settings.model.lora_rank:
         torch.manual_seed(training.seed)
         model.gpt.begin_with_codebook(model.dvae.codebook.embed.t())
     recipe, optimizer, mode = set_up(task, model, loaded, total)

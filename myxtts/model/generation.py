@@ -37,7 +37,7 @@ class Sampling:
     """How a code is chosen; the defaults are those of the reference's `inference`."""
 
     greedy: bool = False
-    """Takes the likeliest code. Of the rest only the repetition penalty still counts."""
+    """Takes the likeliest code. Of the rest only the repetition penalty and the guidance still count."""
     temperature: float = 0.75
     top_k: int = 50
     """Only so many likeliest codes; 0 for all."""
@@ -46,11 +46,11 @@ class Sampling:
     repetition_penalty: float = 10.0
     """Divides the logits, or multiplies negative ones, of codes that the sentence already has; 1 for none."""
     guidance: float = 1.0
-    """How much more likely the text makes a code counts so many times; 1 as it is. Above it every step is made
-    without the text as well, which a model must have been trained for (`text_dropout`). `Writer` does so."""
+    """Weight of what the text adds to the log-probability of a code; 1 leaves it. Above 1 every step is computed
+    without the text as well, which a model must have learnt (`text_dropout`). Only `Writer` does that."""
     central: bool = False
-    """Instead of the code drawn, unless it is STOP, takes the one in the middle of those it was drawn from: whose
-    vector is nearest to their mean. Clearer and flatter, for a model that is unsure. `Writer` does so."""
+    """Instead of the code drawn, unless it is STOP, takes the one whose vector is nearest to the mean of those it
+    was drawn from. Clearer and flatter, for a model that is unsure. Only `Writer` does that."""
     penalise_prompt: bool = True
     """Counts codes 1 and START as already spoken. The reference does, because it stores the prompt as a row of
     ones: code 1 is then hardly ever chosen, and models are used to it."""
@@ -156,6 +156,8 @@ def stream(
     generator: torch.Generator | None = None,
 ) -> Iterator[Step]:
     """Steps of a batch of sentences until all have ended (then up to seven more) or have `max_codes` codes."""
+    if sampling.central or sampling.guidance != 1:
+        raise ValueError("guidance and central codes are known to synthesis.writer alone")
     dims = model.dims
     decoding = Decoding(model, voice, ids, num_ids, max_codes)
     codes = torch.full((len(ids),), dims.start_code, device=ids.device)

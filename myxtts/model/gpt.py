@@ -25,9 +25,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention of q, k and v, each [..., heads, head_dim]: over a packed row, or over a cache."""
 
 LONGEST_WAVE, WAVE_HEIGHT = 1000.0, 0.03
-"""Of positions before training: in positions over 2π; as high as other embeddings are."""
-LOGITS_AT_FIRST = 0.8
-"""How far apart the logits of codes are before training."""
+"""Of positions before training: wavelength divided by 2π, in positions; as high as other embeddings are."""
+EMBEDDING_AT_FIRST, LOGIT_AT_FIRST = 0.02, 0.8
+"""Standard deviations before training: of a code's embedding, and of its logit."""
 
 
 class Losses(NamedTuple):
@@ -155,15 +155,16 @@ class GPT(nn.Module):
         """What can be known before any training, given the vectors of the codes [codes, any size].
 
         Codes that sound alike are heard alike and compete alike: in a few hours of speech each is too rare for
-        that to be learnt of every pair. Positions are waves.
+        that to be learnt of every pair. Embeddings and head get the vectors in a random projection; START, STOP
+        and biases stay. Positions are waves.
         """
         self.mel_pos_embedding.begin_with_waves()
         self.text_pos_embedding.begin_with_waves()
         codes, dim = len(vectors), self.dims.dim
-        spread = (vectors - vectors.mean(0)) @ torch.randn(vectors.shape[1], dim, device=vectors.device)
-        spread = spread / spread.std().clamp_min(1e-6)
-        self.mel_embedding.weight[:codes].copy_(0.02 * spread)
-        self.mel_head.weight[:codes].copy_(LOGITS_AT_FIRST / dim**0.5 * spread)
+        projected = (vectors - vectors.mean(0)) @ torch.randn(vectors.shape[1], dim, device=vectors.device)
+        projected = projected / projected.std().clamp_min(1e-6)
+        self.mel_embedding.weight[:codes].copy_(EMBEDDING_AT_FIRST * projected)
+        self.mel_head.weight[:codes].copy_(LOGIT_AT_FIRST / dim**0.5 * projected)
 
     def set_dropout(self, dropout: float) -> None:
         """Another share of dropout from now on, for a model whose weights came from somewhere else."""

@@ -137,6 +137,8 @@ def _note(scores: Record) -> str:
         "vocoder": about.get("vocoder"),
         "seed": about.get("seed"),
         "temperature": about.get("temperature"),
+        "guidance": about.get("guidance"),
+        "central codes": "yes" if about.get("central") else None,
         "synthesised": about.get("made_at"),
         "of": steps,
     }

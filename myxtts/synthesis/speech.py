@@ -21,6 +21,7 @@ OWN_SAMPLING = replace(PUBLISHED_SAMPLING, repetition_penalty=1.0, penalise_prom
 """For a model trained from scratch: speech repeats codes, and a model of a small corpus knows well which. With the
 published penalty one that had learnt eight sentences by heart said none of them."""
 SLOWEST_SPEED, FASTEST_SPEED = 0.5, 2.0
+MOST_GUIDANCE = 10.0
 PAUSE_SECONDS = 0.1
 """Silence between two sentences, beside what the model puts at their ends."""
 SILENT = 1e-3
@@ -112,16 +113,18 @@ def check_output(path: Path) -> None:
         raise ConfigError(f"{path}: speech is written as WAV or FLAC; name a file that ends in .wav or .flac")
 
 
-def check_manner(sampling: Sampling, speed: float, num_attempts: int, seed: int | None) -> None:
-    """One error with every value that cannot be used."""
-    penalty = sampling.repetition_penalty
+def check_manner(sampling: Sampling, speed: float, num_attempts: int, seed: int | None, knows_codes: bool) -> None:
+    """One error with every value that cannot be used; `knows_codes` says whether the model has a trained DVAE."""
+    penalty, guidance = sampling.repetition_penalty, sampling.guidance
     demands = {
         f"speed is {speed}, expected {SLOWEST_SPEED} to {FASTEST_SPEED}": SLOWEST_SPEED <= speed <= FASTEST_SPEED,
         f"temperature is {sampling.temperature}, expected above 0": sampling.temperature > 0,
         f"top_k is {sampling.top_k}, expected 0 (all) or more": sampling.top_k >= 0,
         f"top_p is {sampling.top_p}, expected above 0 and up to 1": 0 < sampling.top_p <= 1,
         f"repetition penalty is {penalty}, expected 1 or more": penalty >= 1,
-        f"guidance is {sampling.guidance}, expected 1 or more": sampling.guidance >= 1,
+        f"guidance is {guidance}, expected 1 to {MOST_GUIDANCE:g}": 1 <= guidance <= MOST_GUIDANCE,
+        "central codes are found by the DVAE, which is missing or was never trained (--stages dvae, or dvae.pth "
+        "beside XTTS-v2's weights); speak without --central": knows_codes or not sampling.central,
         f"attempts are {num_attempts}, expected 1 or more": num_attempts >= 1,
         f"seed is {seed}, expected 0 or more": seed is None or seed >= 0,
     }

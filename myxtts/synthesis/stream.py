@@ -107,7 +107,7 @@ class _Sentence:
         for attempt in self._manner.attempts:
             is_last_attempt = attempt == self._manner.attempts[-1]
             drafts = [self._manner.draft(self._part, attempt)]
-            writer = self._writers.begin(drafts, self._manner.sampling)
+            writer = self._writers.begin(drafts, self._manner.sampling_of(attempt))
             heard = False
             for wave in self._pieces(writer, attempt, is_last_attempt):
                 heard = True

@@ -261,7 +261,7 @@ class Synthesizer:
 
     def _manner(self, sampling: Sampling | None, speed: float, seed: int | None, num_attempts: int) -> Manner:
         sampling = sampling or self.sampling
-        check_manner(sampling, speed, num_attempts, seed)
+        check_manner(sampling, speed, num_attempts, seed, self._writers.knows_codes)
         return Manner(sampling, secrets.randbits(31) if seed is None else seed, num_attempts, self._batch_size)
 
     def _require_own(self, voice: Voice) -> None:

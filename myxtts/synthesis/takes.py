@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -49,6 +49,10 @@ class Manner:
         drawn = draws(self.seed, part.number, attempt, part.bounds.most)
         return Draft(part.ids, part.voice, part.bounds.most, drawn)
 
+    def sampling_of(self, attempt: int) -> Sampling:
+        """A central code would be the same again: later attempts draw one."""
+        return replace(self.sampling, central=False) if attempt else self.sampling
+
     @property
     def attempts(self) -> range:
         """Trying again helps only where chance decides."""
@@ -65,7 +69,7 @@ def take_all(writers: Writers, parts: Sequence[Part], manner: Manner, bars: Bars
             for first in range(0, len(waiting), manner.batch_size):
                 batch = waiting[first : first + manner.batch_size]
                 drafts = [manner.draft(parts[index], attempt) for index in batch]
-                writer = writers.begin(drafts, manner.sampling)
+                writer = writers.begin(drafts, manner.sampling_of(attempt))
                 writer.finish(advance)
                 for row, index in enumerate(batch):
                     found = judge(writer.written(row), parts[index].bounds, attempt)

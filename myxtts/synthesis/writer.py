@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from myxtts.errors import ConfigError
 from myxtts.lanes import Captured, Lane
 from myxtts.model.generation import Decoding, Sampling
 from myxtts.model.gpt import GPT
@@ -93,7 +92,8 @@ def choose(
     passed = (reached <= (drawn * total * (1 - 1e-6))[:, None]) & inside
     place = torch.minimum(passed.sum(-1), inside.sum(-1) - 1)
     chosen = order.gather(-1, place[:, None]).squeeze(-1)
-    if sampling.central and vectors is not None:
+    if sampling.central:
+        assert vectors is not None, "the central code is found by what codes stand for"
         likely = torch.zeros_like(logits).scatter(-1, order, torch.where(inside, probabilities, 0))
         likely = likely[:, : len(vectors)]
         mean = (likely @ vectors) / likely.sum(-1, keepdim=True)
@@ -104,7 +104,7 @@ def choose(
 
 def guided(logits: Tensor, guidance: float) -> Tensor:
     """Logits [sentences, codes] that lean on the text; given those with it, and below them those without."""
-    with_text, without = logits.log_softmax(-1).chunk(2)
+    with_text, without = logits.chunk(2)
     return without + guidance * (with_text - without)
 
 
@@ -123,6 +123,8 @@ class Writer:
         self.shape = shape
         self._vectors = vectors
         self._gpt, self._sampling, self._lane = gpt, sampling, lane
+        self._ways = 1 if sampling.guidance == 1 else 2
+        """In which every sentence is decoded: with its text, and without."""
         rows, steps = shape.sentences, shape.steps
         self._stop = gpt.dims.stop_code
         self._codes = torch.zeros(rows, dtype=torch.long, device=device)
@@ -137,11 +139,6 @@ class Writer:
         self._graph: Captured[None] | None = None
         self._num_steps = 0
 
-    @property
-    def _is_guided(self) -> bool:
-        """Every sentence is then decoded twice: with its text, and without."""
-        return self._sampling.guidance != 1
-
     @torch.no_grad()
     def begin(self, drafts: Sequence[Draft]) -> None:
         """Read the voices and texts of a batch; rows that it does not use count as ended."""
@@ -153,7 +150,7 @@ class Writer:
             num_ids[row] = len(draft.ids)
         voices = [draft.voice for draft in drafts]
         voices += voices[:1] * (self.shape.sentences - len(drafts))
-        if self._is_guided:
+        if self._ways == 2:
             voices, ids, num_ids = voices * 2, ids.repeat(2, 1), torch.cat([num_ids, torch.zeros_like(num_ids)])
         prefixes = torch.cat(voices).to(device), ids.to(device), num_ids.to(device)
         if self._decoding is None:
@@ -200,8 +197,8 @@ class Writer:
     def _step(self) -> None:
         """The next code of every sentence; touches only memory that stays."""
         assert self._decoding is not None
-        logits, latents = self._decoding.step(self._codes.repeat(1 + self._is_guided), self._place)
-        if self._is_guided:
+        logits, latents = self._decoding.step(self._codes.repeat(self._ways), self._place)
+        if self._ways == 2:
             logits, latents = guided(logits, self._sampling.guidance), latents.chunk(2)[0]
         logits[:, self._gpt.dims.start_code] = -torch.inf  # never a target, but little trained models try it
         drawn = self._draws.index_select(1, self._place).squeeze(1)
@@ -246,17 +243,18 @@ class Writers:
         self, gpt: GPT, device: torch.device, vectors: Tensor | None = None, *, capture: bool = True
     ) -> None:
         """`vectors` [codes, dim] are what the codes stand for, for those who ask for central ones."""
-        self._gpt, self._device, self._vectors = gpt, device, vectors
+        self._gpt, self._device = gpt, device
+        self._vectors = None if vectors is None else vectors.float().contiguous()
         self._lane = Lane(device) if capture and device.type == "cuda" else None
         self._kept: OrderedDict[tuple[Shape, Sampling], Writer] = OrderedDict()
 
+    @property
+    def knows_codes(self) -> bool:
+        """Whether it can find a central one."""
+        return self._vectors is not None
+
     def begin(self, drafts: Sequence[Draft], sampling: Sampling) -> Writer:
         """A writer that has read the drafts. It is the caller's until the next call."""
-        if sampling.central and self._vectors is None:
-            raise ConfigError(
-                "The central code is found by what codes stand for, which this model does not know: its DVAE is "
-                "missing. Speak without --central, or put dvae.pth beside the model."
-            )
         shape = self._shape(drafts)
         writer = self._kept.pop((shape, sampling), None)
         if writer is None:

@@ -96,7 +96,7 @@ class GptRecipe(Recipe):
     def _losses(self, tensors: Tensors, sizes: Sizes, label_smoothing: float) -> Losses:
         frames = pack_frames(tensors["mel"][: sizes.frames], tensors["num_frames"], self.max_frames)
         ids, num_ids = tensors["ids"][:, : sizes.ids], tensors["num_ids"]
-        if self.training and self.text_dropout:
+        if self.training and self.text_dropout:  # START and STOP of the text stay, as of an empty one
             num_ids = torch.where(torch.rand(num_ids.shape, device=num_ids.device) < self.text_dropout, 0, num_ids)
         codes = tensors["codes"][:, : math.ceil(sizes.samples / SAMPLES_PER_CODE)]
         tokens = (ids, num_ids, codes, tensors["num_codes"])
