@@ -311,7 +311,11 @@ def test_an_interrupt_while_the_corpus_is_prepared_ends_at_once(
     clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("myxtts.assembly.session.prepare", lambda *_: signal.raise_signal(signal.SIGINT))
-    assert train(tmp_path / "run", clips(4)) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    try:
+        assert train(tmp_path / "run", clips(4)) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_run_in_use_is_refused(clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
