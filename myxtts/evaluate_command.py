@@ -53,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
     if options.only != "judge":
         _synthesise(options, out)
     if judges is None:
-        show_lines([f"{out}: ready to be judged (myxtts evaluate {options.run_folder} --only judge)"])
+        there = f" --out {out}" if options.out else ""
+        show_lines([f"{out}: ready to be judged (myxtts evaluate {options.run_folder} --only judge{there})"])
         return 0
     scores = judge(out, judges, ProgressLines())
     show_scores(scores)
