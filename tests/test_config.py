@@ -606,6 +606,12 @@ def test_settings_survive_being_written_down(settings: Settings) -> None:
     assert loaded(text=to_yaml(settings)).settings == settings
 
 
+@pytest.mark.parametrize("name", ["0E0", "12", "~", "none"])
+def test_a_folder_may_be_called_like_a_number_or_a_word_of_yaml(name: str) -> None:
+    settings = Settings(training=config.TrainingSettings(init_from=Path(name)))
+    assert loaded(text=to_yaml(settings)).settings == settings
+
+
 # Generated pages
 
 

@@ -51,10 +51,19 @@ def to_yaml(settings: Settings) -> str:
 
 def _yaml_value(value: Any) -> Any:
     if isinstance(value, Path):
-        # A relative folder may be called "~" or "none"; written like that it would mean something else.
+        # A relative folder may be called "~", "none" or "1e3"; written like that it would mean something else.
         text = str(value)
-        return f"./{text}" if text.startswith("~") or text.lower() in ("none", "null") else text
+        means_else = text.startswith("~") or text.lower() in ("none", "null") or _is_number(text)
+        return f"./{text}" if means_else else text
     return list(value) if isinstance(value, tuple) else value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def render_yaml_with_comments() -> str:
