@@ -49,13 +49,11 @@ def add_speak(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Load the model, find the voice, speak and write."""
-    from dataclasses import replace
-
     from myxtts.assembly.voice import load_synthesizer
     from myxtts.data.fill import NoProgress
     from myxtts.screens import ProgressLines, show_lines
     from myxtts.synthesis.loudness import FAINT_NOTE, is_faint
-    from myxtts.synthesis.speech import check_output
+    from myxtts.synthesis.speech import as_asked, check_output
     from myxtts.synthesis.voices import VoiceFolder
 
     text = _text(options)
@@ -72,8 +70,7 @@ def run(options: argparse.Namespace) -> int:
             voices.save(voice)
     else:
         voice = voices.load(options.voice, synthesizer.fingerprint)
-    named = {name: getattr(options, name) for name in ("temperature", "repetition_penalty", "guidance", "central")}
-    sampling = replace(synthesizer.sampling, **{name: value for name, value in named.items() if value is not None})
+    sampling = as_asked(synthesizer.sampling, options)
     manner = {"sampling": sampling, "speed": options.speed, "seed": options.seed}
     manner["progress"] = ProgressLines() if sys.stderr.isatty() else NoProgress()
     if options.stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -31,7 +32,7 @@ from myxtts.synthesis.griffin_lim import GriffinLim
 from myxtts.synthesis.guards import Bounds, bounds, trouble
 from myxtts.synthesis.loudness import FAINT_NOTE, Loudness, is_faint
 from myxtts.synthesis.reading import Limits, Reader, UnspeakableText
-from myxtts.synthesis.speech import PUBLISHED_SAMPLING, SILENT, Speech
+from myxtts.synthesis.speech import PUBLISHED_SAMPLING, SILENT, Speech, as_asked
 from myxtts.synthesis.synthesizer import Synthesizer, usable_vocoder
 from myxtts.synthesis.takes import Manner
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, REACH_FRAMES, HifiGan, Stretch
@@ -864,6 +865,29 @@ def test_a_file_that_cannot_be_heard_is_told(
         assert (loudest > 0.05) if name == "loud" else (SILENT < loudest < 0.01)
         assert shown.out.splitlines().count(FAINT_NOTE) == times and shown.out.splitlines()[-1] == str(out)
         assert "Speaking" not in shown.err and "Making" not in shown.err, "nobody watches"
+
+
+def test_what_the_command_line_asks_for_is_how_it_is_spoken(
+    folders: dict[str, Path], reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Sampling] = []
+    begin = Writers.begin
+
+    def listen(self: Writers, drafts: Sequence[Draft], sampling: Sampling) -> Writer:
+        heard.append(sampling)
+        return begin(self, drafts, sampling)
+
+    monkeypatch.setattr(Writers, "begin", listen)
+    given = ["--model", str(folders["loud"]), "--speaker", str(reference), "--language", "en", "--seed", "4"]
+    out = ["--out", str(tmp_path / "out.wav")]
+    asked = {"--temperature": 0.5, "--repetition-penalty": 3.0, "--guidance": 2.0}
+    assert main(["speak", TEXTS[0], *given, *out]) == 0
+    usual = heard[0]
+    for flag, value in asked.items():
+        heard.clear()
+        assert main(["speak", TEXTS[0], *given, *out, flag, str(value)]) == 0
+        assert heard[0] == replace(usual, **{flag[2:].replace("-", "_"): value})
+    assert as_asked(usual, Namespace(central=True, temperature=None)) == replace(usual, central=True)
 
 
 def test_who_watches_sees_how_far_it_is(

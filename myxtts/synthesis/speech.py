@@ -20,6 +20,8 @@ PUBLISHED_SAMPLING = Sampling(temperature=0.75, top_k=50, top_p=0.85, repetition
 OWN_SAMPLING = replace(PUBLISHED_SAMPLING, repetition_penalty=1.0, penalise_prompt=False)
 """For a model trained from scratch: speech repeats codes, and a model of a small corpus knows well which. With the
 published penalty one that had learnt eight sentences by heart said none of them."""
+ASKED = ("temperature", "repetition_penalty", "guidance", "central")
+"""What a command line may ask for."""
 SLOWEST_SPEED, FASTEST_SPEED = 0.5, 2.0
 MOST_GUIDANCE = 10.0
 PAUSE_SECONDS = 0.1
@@ -111,6 +113,12 @@ def check_output(path: Path) -> None:
     """Raise an error, before anything is computed, if speech cannot be written under that name."""
     if path.suffix.lower() not in _FORMATS:
         raise ConfigError(f"{path}: speech is written as WAV or FLAC; name a file that ends in .wav or .flac")
+
+
+def as_asked(usual: Sampling, asked: object) -> Sampling:
+    """The sampling with what somebody asked for by these names, and the usual where that is None or absent."""
+    values = {name: getattr(asked, name, None) for name in ASKED}
+    return replace(usual, **{name: value for name, value in values.items() if value is not None})
 
 
 def check_manner(sampling: Sampling, speed: float, num_attempts: int, seed: int | None, knows_codes: bool) -> None:

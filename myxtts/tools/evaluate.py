@@ -30,13 +30,13 @@ from myxtts.data.fill import Progress
 from myxtts.data.prepare import prepare
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError, DatasetError
-from myxtts.model.generation import Decoding, Sampling
+from myxtts.model.generation import Decoding
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.settings import load
 from myxtts.synthesis.griffin_lim import GriffinLim
-from myxtts.synthesis.speech import Speech
+from myxtts.synthesis.speech import Speech, as_asked
 from myxtts.synthesis.synthesizer import BATCH_SIZE, Synthesizer, VocoderName
 from myxtts.synthesis.vocoding import HifiGan
 from myxtts.synthesis.voices import UnusableReference, Voice
@@ -68,15 +68,6 @@ class Asked:
     guidance: float | None = None
     central: bool | None = None
 
-    def sampling(self, usual: Sampling) -> Sampling:
-        """What is asked for, and otherwise what suits the run."""
-        asked: dict[str, Any] = {
-            "temperature": self.temperature,
-            "guidance": self.guidance,
-            "central": self.central,
-        }
-        return replace(usual, **{name: value for name, value in asked.items() if value is not None})
-
 
 def synthesise(folder: Path, out: Path, asked: Asked, progress: Progress) -> None:
     """Say the held-out sentences of a run and write everything that is to be judged."""
@@ -97,7 +88,7 @@ def synthesise(folder: Path, out: Path, asked: Asked, progress: Progress) -> Non
     sentences = [sentence for sentence in sentences if sentence.reference.file in voices]
     spoken = _speak(synthesizer, out, sentences, voices, asked, progress)
     vocoder = next(iter(spoken.values())).report.vocoder
-    sampling = asked.sampling(synthesizer.sampling)
+    sampling = as_asked(synthesizer.sampling, asked)
     del synthesizer
     _reconstruct(run, out, sentences, voices, vocoder, asked.best_gpt, progress)
     about = {
@@ -159,7 +150,7 @@ def _speak(
     progress: Progress,
 ) -> dict[str, Speech]:
     """Say all sentences, some at a time, and write each as soon as it is said."""
-    sampling = asked.sampling(synthesizer.sampling)
+    sampling = as_asked(synthesizer.sampling, asked)
     spoken: dict[str, Speech] = {}
     progress.begin("Synthesising", len(sentences))
     try:
