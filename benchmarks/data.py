@@ -30,9 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from myxtts.config import SAMPLE_RATE, DataSettings
-from myxtts.data.batches import Batches, Cursor, packed_tokens
+from myxtts.data.batches import Batches, Cursor, Gatherer, HostBatch, host_layout, packed_tokens
 from myxtts.data.corpus import read_corpus
-from myxtts.data.gather import Gatherer, HostBatch, host_layout
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
 
 if TYPE_CHECKING:
@@ -204,10 +203,9 @@ def text(folder: Path) -> Table:
 
 
 def child_text(path: str, way: str) -> dict[str, float]:
-    from myxtts.data.cache import identity
-    from myxtts.data.fill import NoProgress, Sentence, fill_ids, fill_text
-    from myxtts.data.store import Store, StoreWriter
-    from myxtts.data.workers import Workers
+    from myxtts.data.pool import Workers
+    from myxtts.data.prepare import NoProgress, Sentence, fill_ids, fill_text
+    from myxtts.data.store import Store, StoreWriter, identity
     from myxtts.text.language import detect_languages
     from myxtts.text.normalize import normalize
     from myxtts.text.tokenizer import train

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from myxtts.config import DataSettings
-from myxtts.data.fill import NoProgress
-from myxtts.data.prepare import spoken_corpus
+from myxtts.data.prepare import NoProgress, spoken_corpus
 from myxtts.errors import DatasetError
 from myxtts.text.tokenizer import train as train_vocabulary
 

@@ -29,20 +29,18 @@ from learn_corpus import RECORDINGS
 from rich.console import Console
 from rich.table import Table
 
-from myxtts.assembly.folder import RunFolder
 from myxtts.config import STAGES
-from myxtts.data.fill import NoProgress
-from myxtts.data.prepare import prepare
+from myxtts.data.prepare import NoProgress, prepare
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
+from myxtts.run_dir import RunFolder
 from myxtts.settings import load
 from myxtts.synthesis.synthesizer import VocoderName
 from myxtts.synthesis.voices import Listener
 from myxtts.tools import evaluate
-from myxtts.tools.held_out import held_out
-from myxtts.tools.judging import (
+from myxtts.tools.evaluate import (
     ABOUT_FILE,
     ITEMS_FILE,
     OTHER,
@@ -51,6 +49,7 @@ from myxtts.tools.judging import (
     SCORES_FILE,
     SYNTHESISED,
     JudgePlace,
+    held_out,
     judge,
 )
 

@@ -18,9 +18,9 @@ from learn_corpus import single_letters
 from rich.console import Console
 from torch import Tensor
 
-from myxtts.assembly.session import train
-from myxtts.data.fill import NoProgress
+from myxtts.data.prepare import NoProgress
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
+from myxtts.run import train
 from myxtts.settings import load
 
 MOMENTS = 8

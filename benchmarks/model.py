@@ -23,8 +23,7 @@ from torch import Tensor
 from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, SAMPLE_RATE
 from myxtts.data.batches import Batches, Cursor
 from myxtts.model.conditioning import pack_frames
-from myxtts.model.gpt import GPT, Losses
-from myxtts.model.packing import GPTDims, pack, packed_length
+from myxtts.model.gpt import GPT, GPTDims, Losses, pack, packed_length
 from myxtts.model.xtts import SIZES
 from myxtts.training.recipes import GptRecipe
 

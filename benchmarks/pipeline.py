@@ -18,20 +18,17 @@ from rich.table import Table
 from speech_like import MAX_MEL_FRAMES, make_clips
 
 from myxtts.config import DataSettings, TrainingSettings
-from myxtts.data.batches import Batches, packed_tokens
+from myxtts.data.batches import Batches, Gatherer, num_codes_of, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
-from myxtts.data.gather import Gatherer, num_codes_of
 from myxtts.devices import Plan
 from myxtts.model.xtts import SIZES, XTTS
-from myxtts.observe.steps import StepClock, Summary
-from myxtts.observe.trace import OFF, Trace
-from myxtts.pipeline.buffers import choose_depths
-from myxtts.pipeline.feed import Feed, Lanes
+from myxtts.observe.trace import OFF, StepClock, Summary, Trace
+from myxtts.pipeline.feed import Feed, Lanes, choose_depths
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import GptRecipe
-from myxtts.training.step import Step, choose_mode
+from myxtts.training.trainer import Step, choose_mode
 
 NUM_CLIPS = 2000
 WARM_UP_STEPS = 8

@@ -17,12 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from train import machine, write_corpus
 
-from myxtts.assembly.rehearsal import Rehearsal
 from myxtts.config import STAGES
 from myxtts.data.prepare import prepare
 from myxtts.model.xtts import SIZES
 from myxtts.settings import load
-from myxtts.tools.noted import mean_stage_ms
+from myxtts.tools.dry_run import Rehearsal, mean_stage_ms
 
 console = Console(width=140, highlight=False)
 

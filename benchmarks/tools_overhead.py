@@ -16,14 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from tools_planted import Field
 
-from myxtts.assembly.rehearsal import Rehearsal
 from myxtts.data.batches import Cursor
 from myxtts.observe.nvml import Sampler
-from myxtts.observe.steps import StepClock
-from myxtts.observe.trace import Trace
+from myxtts.observe.trace import StepClock, Trace
 from myxtts.pipeline.feed import Feed
-from myxtts.tools.noted import NotedRehearsal
-from myxtts.tools.trial import prepare_corpus, set_apart
+from myxtts.tools.dry_run import NotedRehearsal, Rehearsal, prepare_corpus, set_apart
 
 MOST_TRACING, MOST_SAMPLING = 0.01, 0.001
 WARM_UP_STEPS, FEWEST_ROUNDS = 10, 4

@@ -36,12 +36,11 @@ from tools_plants import (
 
 from myxtts.config import SAMPLE_RATE
 from myxtts.devices import Machine
-from myxtts.model.packing import GPTDims
+from myxtts.model.gpt import GPTDims
 from myxtts.model.xtts import SIZES, XTTSDims
 from myxtts.settings import Loaded, load
-from myxtts.tools.noted import NotedRehearsal
+from myxtts.tools.dry_run import NotedRehearsal, prepare_corpus, set_apart
 from myxtts.tools.profile import Profile, profile
-from myxtts.tools.trial import prepare_corpus, set_apart
 
 CPU_STEPS = 45
 CPU_DIMS = XTTSDims(

@@ -16,13 +16,13 @@ from unittest import mock
 
 import torch
 
-from myxtts.assembly.rehearsal import Rehearsal
-from myxtts.data.gather import Gathered, Gatherer, HostBatch, Job
-from myxtts.lanes import Lane
+from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
+from myxtts.devices import Lane
 from myxtts.model.gpt import Block
 from myxtts.pipeline.frontend import GptFrontend
-from myxtts.pipeline.stage import Upload
-from myxtts.training.step import Step
+from myxtts.pipeline.workers import Upload
+from myxtts.tools.dry_run import Rehearsal
+from myxtts.training.trainer import Step
 
 CLEARLY = 2.5
 """Times a step that a planted stage takes for a batch."""

@@ -22,17 +22,15 @@ from rich.console import Console
 from rich.table import Table
 from tools_planted import CPU_DIMS, Field
 
-from myxtts.assembly.session import NoReports, train
-from myxtts.data.fill import NoProgress
+from myxtts.data.prepare import NoProgress
 from myxtts.devices import Machine
 from myxtts.model.xtts import SIZES
 from myxtts.observe.metrics import StepReport
-from myxtts.settings import Loaded
+from myxtts.run import NoReports, train
+from myxtts.settings import Loaded, with_values
 from myxtts.tools import tune as tune_module
-from myxtts.tools.config_patch import with_values
-from myxtts.tools.experiment import Tuning
-from myxtts.tools.trial import Trial, prepare_corpus, try_out
-from myxtts.tools.tune import tune
+from myxtts.tools.dry_run import Trial, prepare_corpus, try_out
+from myxtts.tools.tune import Tuning, tune
 
 WITHIN, OF_THE_BEST = 0.15, 0.95
 RUN_S, NORMAL_RUN_S = 3.0, 7.0

@@ -24,13 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from myxtts.assembly.session import train
 from myxtts.config import SAMPLE_RATE, DataSettings
-from myxtts.data.fill import NoProgress
-from myxtts.data.prepare import prepare
+from myxtts.data.prepare import NoProgress, prepare
 from myxtts.errors import MyXTTSError
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
+from myxtts.run import train
 from myxtts.settings import load
 from myxtts.weights import save_folder
 

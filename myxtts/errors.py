@@ -1,5 +1,7 @@
 """The errors a user is meant to read: what was found, what was expected, what to do."""
 
+from __future__ import annotations
+
 
 class MyXTTSError(Exception):
     """Base of every expected failure; the command line prints its text without a traceback."""

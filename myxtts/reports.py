@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from myxtts import __version__
-from myxtts.assembly.folder import RunFolder
-from myxtts.assembly.voice import SAMPLE_FILE, Example, example, speak_sample
 from myxtts.config import STAGES, Settings
 from myxtts.data.clips import Prepared
 from myxtts.devices import Machine, make_plan
 from myxtts.errors import MyXTTSError
 from myxtts.host import usable_cores
+from myxtts.observe.findings import Watch
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
 from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
-from myxtts.observe.watch import Watch
-from myxtts.screens import ProgressPrinter
-from myxtts.synthesis.loudness import FAINT_NOTE, is_faint
+from myxtts.run_dir import RunFolder
+from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sample
+from myxtts.synthesis.vocoding import FAINT_NOTE, is_faint
+from myxtts.terminal import ProgressPrinter
 from myxtts.training.trainer import State
 
 _log = logging.getLogger(__name__)

@@ -1,293 +1,670 @@
-"""The folder of a training run: checkpoints that are whole or not there, which one to continue, and who may write.
-
-Every stage of a run has a folder of its own:
-
-    step-00001000/    weights.safetensors, optimizer.safetensors, state.json: sealed, see `checkpoint`
-    best              names the checkpoint with the best loss, which is never rotated away
-
-A checkpoint is written under a name `tmp-...`, synced and renamed into place; older ones go only after that.
-This module knows names, tensors and bytes. What they mean to a model, an optimiser or a schedule is its caller's
-business, and so are the other files of a run (settings, vocabulary, metrics).
-"""
+"""A whole training run: corpus, plan, model, its stages one after the other; signals and other processes."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import logging
+import math
 import os
-import re
-import shutil
-import socket
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from myxtts.checkpoint import (
-    Tensors,
-    UnreadableWeights,
-    read_notes,
-    read_sealed,
-    sync_path,
-    write_atomically,
-    write_sealed,
+from myxtts.checkpoints import LoadedCheckpoint, UnreadableWeights, require_same
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, STAGES, Settings
+from myxtts.data.batches import Cursor, mean_clips
+from myxtts.data.clips import ClipSet, Prepared
+from myxtts.data.prepare import Progress, prepare
+from myxtts.devices import (
+    Machine,
+    Plan,
+    announcements,
+    apply_caps,
+    explain_out_of_memory,
+    make_plan,
+    peak_memory_mb,
+    random_state,
+    set_random_state,
 )
-from myxtts.errors import ConfigError, DatasetError
+from myxtts.errors import ConfigError, DatasetError, MyXTTSError
+from myxtts.files import lock, write_text_atomically
+from myxtts.host import usable_cores
+from myxtts.model.gpt import adapter_state, add_adapters, store_frozen_in_bf16
+from myxtts.model.mel import DVAE_MEL, LogMel
+from myxtts.model.vocoder import PERIOD_WIDTHS, RESOLUTION_WIDTH, Discriminators
+from myxtts.model.xtts import SIZES, XTTS
+from myxtts.observe.trace import OFF, Trace
+from myxtts.pipeline.feed import FeedMaker, Lanes, dvae_key
+from myxtts.run_dir import DISCRIMINATORS, PREFIXES, VOCABULARY_FILE, RunFolder, inherited, initial_model
+from myxtts.settings import Loaded, to_yaml, training_hints
+from myxtts.text.tokenizer import Tokenizer
+from myxtts.training.optim import Optimizer, Schedule
+from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
+from myxtts.training.trainer import Reporter, State, Step, StepMode, Surroundings, Trainer, choose_mode
+from myxtts.weights import MODEL_FILES
 
-_CHECKPOINT_NAME = re.compile(r"(replaced-)?step-\d{8,}")
+PORTIONS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
+CLIPS_OF_A_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
+
+
+def identity(settings: Settings, prepared: Prepared, plan: Plan) -> dict[str, Any]:
+    """What a run cannot change on its way: the network, and the order in which it sees the clips."""
+    return {**_identity_of_settings(settings), **_identity_of_corpus(prepared), "processes": plan.world_size}
+
+
+def require_same_run(settings: Settings, folder: RunFolder, prepared: Prepared | None) -> None:
+    """Raise the error with which `train` would refuse to continue a run, as far as it can be known before."""
+    settings = as_started(settings, folder)
+    now = {**_identity_of_settings(settings), **(_identity_of_corpus(prepared) if prepared else {})}
+    processes = os.environ.get("WORLD_SIZE", "")  # as `train` would be started from here
+    now["processes"] = int(processes) if processes.isdigit() else 1
+    for stage in stages_of(settings):
+        loaded = folder.checkpoints(stage).newest(optimizer=False)
+        if loaded is not None:
+            saved = loaded.state["notes"]["identity"]
+            require_continuable(folder.folder, {name: saved[name] for name in now if name in saved}, now)
+
+
+def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Refuse to continue a run under settings that cannot change; whether its batches are still the same.
+
+    The clips of a step may come in other portions or from other processes, as long as they are as many.
+    """
+    before, after = (
+        {**parts, CLIPS_OF_A_STEP: math.prod(parts.get(name, 1) for name in PORTIONS)} for parts in (saved, now)
+    )
+    require_same(folder, before, after, ignore=PORTIONS)
+    return all(saved.get(name) == now.get(name) for name in PORTIONS)
+
+
+def stages_of(settings: Settings) -> tuple[str, ...]:
+    """What would be trained."""
+    return settings.training.stages or (STAGES if settings.training.init_from is None else ("gpt",))
+
+
+def _identity_of_settings(settings: Settings) -> dict[str, Any]:
+    data, model, training = settings.data, settings.model, settings.training
+    return {
+        "model.size": model.size,
+        "model.lora_rank": model.lora_rank,
+        "data.batch_size": data.batch_size,
+        "data.max_text_length": data.max_text_length,
+        "data.max_mel_frames": data.max_mel_frames,
+        "data.use_phonemes": data.use_phonemes,
+        "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "training.seed": training.seed,
+        "training.ema_decay": training.ema_decay,
+    }
+
+
+def _identity_of_corpus(prepared: Prepared) -> dict[str, Any]:
+    return {
+        "training clips": len(prepared.train),
+        "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
+        "vocabulary": prepared.tokenizer.fingerprint,
+    }
+
+
+def as_started(settings: Settings, folder: RunFolder) -> Settings:
+    """Settings of a run that is continued: where it came from is not asked again, and may not be changed."""
+    facts, training = folder.started_with(), settings.training
+    source = facts.get("training.init_from")
+    given = source if training.init_from is None else str(training.init_from)
+    now = {"training.init_from": given, "model.size": settings.model.size}
+    require_same(folder.folder, {name: facts.get(name) for name in now}, now)
+    if settings.data.tokenizer is not None:
+        named, pinned = Tokenizer.load(settings.data.tokenizer), folder.vocabulary()
+        require_same(folder.folder, {"vocabulary": pinned.fingerprint}, {"vocabulary": named.fingerprint})
+    return replace(settings, training=replace(training, init_from=Path(source) if source else None))
+
+
+def require_source(settings: Settings, begun: RunFolder | None) -> None:
+    """Raise an error unless there are weights where `init_from` points; those of a run that has begun it has."""
+    source = settings.training.init_from
+    known = begun.started_with().get("training.init_from") if begun is not None else None
+    if source is None or str(source) == known or RunFolder(source).exists:
+        return
+    has_weights = any((source / name).is_file() for name in MODEL_FILES)
+    if has_weights and (settings.data.tokenizer is not None or (source / VOCABULARY_FILE).is_file()):
+        return
+    if has_weights:
+        why = f"the folder has weights, but no {VOCABULARY_FILE}; copy it there, or name one with --tokenizer"
+    elif source.is_dir():
+        why = f"the folder holds neither XTTS weights ({' or '.join(MODEL_FILES)}) nor a run"
+    else:
+        why = "that is a file, not a folder" if source.exists() else "there is no such folder"
+    raise ConfigError(
+        f"--init-from {source}: {why}.\n"
+        "Name a folder with the files of XTTS-v2 (model.pth, dvae.pth, mel_stats.pth, vocab.json), or a run's."
+    )
+
+
+MEL_STATISTICS_CLIPS = 256
+
+
+def validate(maker: FeedMaker, recipe: Recipe, settings: Settings) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Mean losses over all validation clips and ranks, "total" the one that decides; pictures of one batch."""
+    sums: dict[str, Tensor] = {}
+    pictures: dict[str, Tensor] = {}
+    with maker.validation() as feed, feed.model_lane.use():
+        autocast = settings.data.mixed_precision and maker.plan.model.type == "cuda"
+        while True:
+            with feed.next() as batch:
+                if batch is None:
+                    break
+                with torch.autocast(maker.plan.model.type, torch.bfloat16, enabled=autocast):
+                    found = recipe.evaluate(batch.tensors, batch.sizes)
+                    if not pictures:  # copied while the batch is held
+                        found_pictures = recipe.pictures(batch.tensors, batch.sizes)
+                        pictures = {name: picture.float().cpu() for name, picture in found_pictures.items()}
+                for name, value in found.items():
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + value.float()
+        values = torch.stack(list(sums.values()))
+        if maker.plan.world_size > 1:
+            dist.all_reduce(values)
+        means = dict(zip(sums, values.tolist(), strict=True))
+    losses = {"total": means["sum"] / max(means["count"], 1e-6)}
+    for name in means:
+        if name.endswith("_sum"):
+            part = name.removesuffix("_sum")
+            losses[part] = means[name] / max(means[f"{part}_count"], 1e-6)
+    return losses, pictures
+
+
+@torch.no_grad()
+def mel_statistics(clips: ClipSet, device: torch.device) -> Tensor:
+    """What mels are divided by, [80]: the root mean square of each band over some training clips."""
+    log_mel = LogMel(DVAE_MEL).to(device)
+    chosen = range(0, len(clips), max(len(clips) // MEL_STATISTICS_CLIPS, 1))
+    total = torch.zeros(DVAE_MEL.num_mels, dtype=torch.float64, device=device)
+    num_frames = 0
+    for clip in chosen:
+        pcm = torch.from_numpy(clips.audio[int(clips.audio_rows[clip])].copy()).to(device)
+        mel = log_mel(pcm.float() / 32768)[:, : len(pcm) // HOP_SAMPLES + 1]
+        total += mel.double().square().sum(1)
+        num_frames += mel.shape[1]
+    return (total / max(num_frames, 1)).sqrt().float().cpu()
+
+
+@dataclass(frozen=True)
+class StageTask:
+    """What training a stage takes."""
+
+    stage: str
+    settings: Settings
+    asked: frozenset[str]
+    prepared: Prepared
+    plan: Plan
+    folder: RunFolder
+    reporter: Reporter
+    stop_requested: Callable[[], bool]
+    say: Callable[[str], None]
+    identity: Mapping[str, Any]
+    """What must not change between the parts of a run."""
+    fine_tuning: bool = False
+    has_grown_vocabulary: bool = False
+    trace: Trace = OFF
+
+
+def train_stage(task: StageTask, model: XTTS) -> State:
+    """Train one stage of a model to its end, or until a stop is requested."""
+    checkpoints = task.folder.checkpoints(task.stage)
+    try:
+        loaded = checkpoints.newest()
+        if loaded is None:
+            return _train(task, model, None, State(), total_steps(task, task.identity))
+        began_with = loaded.state["notes"]["identity"]
+        same_batches = require_continuable(task.folder.folder, began_with, task.identity)
+        state = State.from_json(loaded.step, loaded.state)
+        if state.done and (state.step >= total_steps(task, began_with) or _is_enough(task, state)):
+            task.say(f"Stage {task.stage}: finished at step {state.step}")
+            return state
+        total = total_steps(task, task.identity)
+        task.say(f"Stage {task.stage}: continuing at step {state.step} of {total}")
+        if not same_batches and state.cursor.batch:
+            task.say(f"The clips of a step come in other portions now: epoch {state.cursor.epoch} starts over")
+            state.cursor = Cursor(state.cursor.epoch)
+        return _train(task, model, loaded, state, total)
+    finally:
+        checkpoints.close()
+
+
+def _is_enough(task: StageTask, state: State) -> bool:
+    """Whether a stage stopped early, or a later one has learnt from it and nobody asked for more of it by name."""
+    if 0 < task.settings.training.early_stop <= state.stale_validations:
+        return True
+    later = STAGES[STAGES.index(task.stage) + 1 :]
+    named = {"training.stages", f"training.{task.stage}_steps"} & task.asked
+    return not named and any(task.folder.has_checkpoint(stage) for stage in later)
+
+
+def total_steps(task: StageTask, portions: Mapping[str, Any]) -> int:
+    """Optimiser steps of the stage: the epochs asked for, unless a number of steps ends it before."""
+    training = task.settings.training
+    batch_size, accumulate, processes = (int(portions[name]) for name in PORTIONS)
+    batches = math.ceil(len(task.prepared.train) / (batch_size * processes)) * training.epochs
+    steps = math.ceil(batches / accumulate)
+    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(task.stage)
+    limit = own if own is not None else training.max_steps
+    return steps if limit is None else min(steps, limit)
+
+
+class Trained(NamedTuple):
+    """What a stage trains, on the model role's device, and how its step is run."""
+
+    recipe: Recipe
+    optimizer: Optimizer
+    mode: StepMode
+
+
+def set_up(task: StageTask, model: XTTS, loaded: LoadedCheckpoint | None, total: int) -> Trained:
+    """Freeze the model but for what the stage trains, and bring that to where a checkpoint left it."""
+    settings, plan = task.settings, task.plan
+    mode = choose_mode(
+        settings.training,
+        mixed_precision=settings.data.mixed_precision,
+        static_shapes=settings.data.pad_to_fixed_length,
+        on_gpu=plan.model.type == "cuda",
+        world_size=plan.world_size,
+        redraws=task.stage == "gpt" and settings.model.gradient_checkpointing and settings.model.dropout > 0,
+    )
+    model.eval().requires_grad_(False)
+    torch.manual_seed(settings.training.seed)  # the stage starts alike, whatever this process did before
+    try:
+        recipe = make_recipe(task, model)
+        if loaded is not None:
+            _load_weights(task.stage, model, recipe, loaded.weights)
+        if task.stage == "gpt" and settings.model.lora_rank and mode.autocast:
+            store_frozen_in_bf16(model.gpt)
+        recipe.to(plan.model).train()
+        optimizer = make_optimizer(task, recipe, total)
+    except torch.OutOfMemoryError as error:
+        raise explain_out_of_memory(plan, error, "model", "loading weights and optimiser") from error
+    if loaded is None:
+        torch.manual_seed(settings.training.seed + plan.rank)  # each rank drops out other activations
+    else:
+        own = optimizer.state_dict()
+        optimizer.load_state_dict({name: loaded.optimizer[name] for name in loaded.optimizer if name in own})
+        _continue_random(task, loaded)
+    return Trained(recipe, optimizer, mode)
+
+
+def _train(task: StageTask, model: XTTS, loaded: LoadedCheckpoint | None, state: State, total: int) -> State:
+    settings, plan = task.settings, task.plan
+    training = settings.training
+    if task.stage == "dvae" and loaded is None and not task.fine_tuning:
+        model.mel_stats.copy_(mel_statistics(task.prepared.train, plan.data))
+    # Not for LoRA: what its adapters are added to is what the run wrote down when it started.
+    if task.stage == "gpt" and "gpt" in task.folder.untrained() and not settings.model.lora_rank:
+        torch.manual_seed(training.seed)
+        model.gpt.begin_with_codebook(model.dvae.codebook.embed.t())
+    recipe, optimizer, mode = set_up(task, model, loaded, total)
+    maker = feed_maker(task, model)
+    checkpoints = task.folder.checkpoints(task.stage)
+    around = Surroundings(
+        reporter=task.reporter,
+        checkpoints=checkpoints,
+        weights=lambda: kept_weights(task, model, recipe),
+        random_states=lambda: _random_states(plan),
+        validate=(lambda: validate(maker, recipe, settings)) if len(task.prepared.val) else None,
+        notes={"identity": dict(task.identity), "lora_rank": settings.model.lora_rank},
+        stop_requested=task.stop_requested,
+        stop_every=min(training.log_step, 10) if plan.world_size > 1 else 1,
+        peak_memory_mb=lambda: peak_memory_mb(plan),
+        is_writer=plan.rank == 0,
+        trace=task.trace,
+    )
+    accumulate = training.gradient_accumulation_steps
+    try:
+        with maker.training(state.cursor, accumulate, task.trace) as feed:
+            task.say(
+                f"Buffers: {feed.host_ring.depth} batches on the host, {feed.model_ring.depth} on {plan.model}"
+            )
+            task.say(f"Training step: {mode}")
+            task.say(f"Waiting up to {settings.data.model_start_delay:g}s for data pipeline to warm up")
+            waited = feed.wait_until_warm(settings.data.model_start_delay)
+            task.say(f"Model training starting now ({feed.num_ahead} batches ready after {waited:.1f} s)")
+            step = Step(recipe, optimizer, mode, feed.model_lane, plan.world_size)
+            clips = accumulate * mean_clips(len(task.prepared.train), settings.data.batch_size * plan.world_size)
+            trainer = Trainer(
+                task.stage, step, feed, training, around, state=state, total_steps=total, clips_per_step=clips
+            )
+            return trainer.run()
+    except torch.OutOfMemoryError as error:
+        doing = f"training on batches of {settings.data.batch_size} clips"
+        raise explain_out_of_memory(plan, error, "model", doing) from error
+    finally:
+        checkpoints.close()
+
+
+def make_recipe(task: StageTask, model: XTTS) -> Recipe:
+    """What the stage trains, unfrozen; for LoRA with its adapters."""
+    settings, world_size = task.settings, task.plan.world_size
+    if task.stage == "dvae":
+        model.dvae.requires_grad_(True)
+        reduce, share = (
+            (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)) if world_size > 1 else (None, None)
+        )
+        return DvaeRecipe(
+            model.dvae,
+            world_size,
+            seed=settings.training.seed,
+            all_reduce=reduce,
+            broadcast=share,
+            fine_tuning=task.fine_tuning,
+        )
+    if task.stage == "gpt":
+        model.gpt.requires_grad_(True)
+        model.gpt.checkpointing = settings.model.gradient_checkpointing
+        model.gpt.set_dropout(settings.model.dropout)
+        if settings.model.lora_rank:
+            # Adapters cannot teach the model what a new token is.
+            new_tokens = ("text_embedding", "text_head") if task.has_grown_vocabulary else ()
+            add_adapters(model.gpt, settings.model.lora_rank, train_also=new_tokens)
+        training = settings.training
+        return GptRecipe(
+            model.gpt,
+            world_size,
+            training.label_smoothing,
+            code_noise=training.code_noise,
+            text_dropout=training.text_dropout,
+        )
+    model.hifigan_decoder.waveform_decoder.requires_grad_(True)
+    scale = min(model.dims.vocoder_channels / SIZES["normal"].vocoder_channels, 1.0)
+    judges = Discriminators(  # judges far stronger than the generator teach it nothing, and take all the time
+        period_widths=[max(int(scale * width), 4) for width in PERIOD_WIDTHS],
+        resolution_width=max(int(scale * RESOLUTION_WIDTH), 4),
+    )
+    return DecoderRecipe(model.hifigan_decoder, judges, world_size)
+
+
+def make_optimizer(task: StageTask, recipe: Recipe, total: int) -> Optimizer:
+    """AdamW for what the recipe trains, with a schedule that ends at the last step."""
+    training = task.settings.training
+    return Optimizer(
+        recipe.parts() if len(recipe.parts()) > 1 else recipe,
+        training.learning_rate or recipe.learning_rate(task.fine_tuning),
+        Schedule(training.warmup_steps, total),
+        weight_decay=training.weight_decay,
+        grad_clip=training.grad_clip,
+        betas=recipe.betas,
+        ema_decay=training.ema_decay,
+    )
+
+
+def kept_weights(task: StageTask, model: XTTS, recipe: Recipe) -> dict[str, Tensor]:
+    """What a checkpoint of the stage holds: its part of the model, or only the adapters; live tensors."""
+    if task.stage == "gpt" and task.settings.model.lora_rank:
+        return {f"gpt.{name}": value for name, value in adapter_state(model.gpt).items()}
+    state = {name: value for name, value in model.state_dict().items() if name.startswith(PREFIXES[task.stage])}
+    if isinstance(recipe, DecoderRecipe):
+        judges = recipe.discriminators.state_dict()
+        state |= {f"{DISCRIMINATORS}{name}": value for name, value in judges.items()}
+    return state
+
+
+def _load_weights(stage: str, model: XTTS, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
+    own = {name: value for name, value in weights.items() if not name.startswith(DISCRIMINATORS)}
+    unknown = model.load_state_dict(own, strict=False).unexpected_keys
+    if unknown:
+        raise UnreadableWeights(f"The checkpoint of stage {stage} does not fit this model: it holds {unknown[:3]}")
+    if isinstance(recipe, DecoderRecipe):
+        judges = {
+            name.removeprefix(DISCRIMINATORS): value
+            for name, value in weights.items()
+            if name.startswith(DISCRIMINATORS)
+        }
+        recipe.discriminators.load_state_dict(judges)
+
+
+def feed_maker(task: StageTask, model: XTTS) -> FeedMaker:
+    """Feeds for the stage."""
+    settings = task.settings
+    autocast = settings.data.mixed_precision and task.plan.data.type == "cuda"
+    key = dvae_key(model, autocast) if task.stage != "dvae" else ""
+    lanes = Lanes.of(task.plan, settings.data)
+    return FeedMaker(
+        task.stage, model, task.prepared, settings.data, task.asked, task.plan, settings.training.seed, key, lanes
+    )
+
+
+def _continue_random(task: StageTask, loaded: LoadedCheckpoint) -> None:
+    plan, saved = task.plan, loaded.optimizer.get(f"random.{task.plan.rank}")
+    if saved is not None and saved.shape == random_state(plan.model).shape:
+        set_random_state(plan.model, saved)
+    else:
+        torch.manual_seed(task.settings.training.seed + plan.rank + loaded.step)
+        task.say("The run was saved on other devices: it continues with other random numbers")
+
+
+def _random_states(plan: Plan) -> dict[str, Tensor]:
+    """Where the random numbers of every rank stand."""
+    own = random_state(plan.model)
+    if plan.world_size == 1:
+        return {"random.0": own}
+    device = plan.model if dist.get_backend() == "nccl" else torch.device("cpu")
+    states = [torch.empty_like(own, device=device) for _ in range(plan.world_size)]
+    dist.all_gather(states, own.to(device))
+    return {f"random.{rank}": state.cpu() for rank, state in enumerate(states)}
+
 
 _log = logging.getLogger(__name__)
 
 
-class Snapshot(NamedTuple):
-    """What a checkpoint holds. The tensors are the writer's alone until it is done with them: see `to_host`."""
-
-    weights: Tensors
-    optimizer: Tensors
-    state: dict[str, Any]
-    """Anything JSON can say: cursor, schedule, best loss, settings."""
-
-
-class Loaded(NamedTuple):
-    """A checkpoint read back. Its tensors map the files, and stay valid when a rotation deletes these."""
-
-    step: int
-    folder: Path
-    weights: Tensors
-    optimizer: Tensors
-    state: dict[str, Any]
-
-
-class Checkpoints:
-    """The checkpoints of one stage. Any process may read them; only the one that holds the `lock` may save.
-
-    Saving happens in a thread of its own, one checkpoint at a time. A save that fails is logged and counted in
-    `num_failed`: a full disk costs a checkpoint, not the training.
-    """
-
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.num_failed = 0
-        self._writer = ThreadPoolExecutor(1, "checkpoint-writer")
-        self._pending: Future[Exception | None] | None = None
-
-    def save(self, step: int, snapshot: Snapshot, best: bool = False, background: bool = True) -> None:
-        """Write a checkpoint once the one before it is written; the tensors are in use until `wait` returns."""
-        self.wait()
-        state = json.loads(json.dumps(snapshot.state))  # now, for the caller goes on changing its own
-        self._pending = self._writer.submit(self._save, step, snapshot._replace(state=state), best)
-        if not background:
-            self.wait()
-
-    def wait(self) -> Exception | None:
-        """Block until the last save is over; returns what made it fail."""
-        return self._pending.result() if self._pending else None
-
-    def close(self) -> None:
-        """Finish the save in flight and end the thread."""
-        self._writer.shutdown()
-
-    def newest(self, optimizer: bool = True) -> Loaded | None:
-        """The checkpoint saved last among those that are whole; None if nothing was ever saved.
-
-        Without `optimizer`, here and below, that file is neither checked nor read.
-        """
-        found = self._newest_first()
-        found.sort(key=lambda folder: _serial(folder) > 0)  # whose age is unknown comes first, to be reported
-        for folder in found:
-            with _damage_logged():
-                return _load(folder, optimizer)
-        if found:
-            raise UnreadableWeights(
-                f"Every checkpoint in {self.folder} is damaged: {', '.join(folder.name for folder in found)}.\n"
-                "Bring one back from a copy, or start over with --reset-training."
-            )
-        return None
-
-    def load(self, step: int, optimizer: bool = True) -> Loaded:
-        """The checkpoint of one step."""
-        return _load(self.folder / _name(step), optimizer)
-
-    def best(self, optimizer: bool = True) -> Loaded | None:
-        """The checkpoint with the best loss; None if none was named or it is damaged."""
-        name = self._best_name()
-        if name:
-            with _damage_logged():
-                return _load(self.folder / name, optimizer)
-        return None
-
-    def _newest_first(self) -> list[Path]:
-        """By the order of saving: after a reset, the latest is not the one with the most steps."""
-        folders = [path for path in self.folder.glob("*step-*") if _CHECKPOINT_NAME.fullmatch(path.name)]
-        return sorted(folders, key=lambda folder: (_serial(folder), folder.name), reverse=True)
-
-    def _best_name(self) -> str:
-        try:
-            return (self.folder / "best").read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError):
-            return ""
-
-    def _save(self, step: int, snapshot: Snapshot, best: bool) -> Exception | None:
-        """Save and rotate, or clean up and say why not. Runs in the writer's thread."""
-        final = self.folder / _name(step)
-        temporary = self.folder / f"tmp-{final.name}"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            serial = 1 + max(map(_serial, self._newest_first()), default=0)
-            notes = {"step": step, "stage": self.folder.name, "serial": serial, "state": snapshot.state}
-            write_sealed(temporary, {"weights": snapshot.weights, "optimizer": snapshot.optimizer}, notes)
-            self._move_into_place(temporary, final)
-            if best:
-                write_atomically(self.folder / "best", lambda path: path.write_text(final.name, encoding="utf-8"))
-            self._rotate()
-        except Exception as error:  # whatever it is, it must not end the training
-            self.num_failed += 1
-            with contextlib.suppress(OSError):
-                self._remove_leftovers()
-            if isinstance(error, OSError) and error.strerror:
-                error = DatasetError(error.strerror)
-            _log.error(
-                "Saving %s failed: %s (%.0f MB needed, %.0f MB free). Older checkpoints are kept.",
-                *(final, error, _num_mb(snapshot), _free_mb(self.folder)),
-            )
-            return error
-        return None
-
-    def _move_into_place(self, temporary: Path, final: Path) -> None:
-        if final.exists():  # renamed to a name that `newest` reads too: a kill may come before the next line
-            replaced = final.with_name(f"replaced-{final.name}")
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-        temporary.rename(final)
-        sync_path(self.folder)
-
-    def _rotate(self) -> None:
-        found = self._newest_first()
-        kept = [folder.name for folder in found if folder.name.startswith("step-")][: self.keep]
-        for folder in found:
-            if folder.name not in (*kept, self._best_name()):
-                folder.rename(folder.with_name(f"tmp-{folder.name}"))  # what is half deleted is no checkpoint
-        self._remove_leftovers()
-
-    def _remove_leftovers(self) -> None:
-        """Remove what rotation, a failed save or a killed process left; done on saving, as readers must not."""
-        for folder in self.folder.glob("tmp-*step-*"):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def to_host(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None, pin: bool = False) -> Tensors:
-    """Copies on the host, complete on return; `into` is the result of an earlier call, whose memory is used again.
-
-    Nobody may still be reading `into`: call `Checkpoints.wait` before. `pin` is for tensors on an accelerator.
-    """
-    host = {}
-    for name, tensor in tensors.items():
-        room = (into or {}).get(name)
-        if room is None or (room.shape, room.dtype) != (tensor.shape, tensor.dtype):
-            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-        host[name] = room.copy_(tensor.detach())
-    return host
-
-
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()) -> list[str]:
-    """A line for every setting that differs; `ignore` names settings, or whole sections, by their dotted path."""
-    before, after = _by_dotted_name(saved), _by_dotted_name(now)
-    return [
-        f"{name}: the run has {before.get(name, 'nothing')}, now {after.get(name, 'nothing')}"
-        for name in {**before, **after}
-        if (name in before, before.get(name)) != (name in after, after.get(name))
-        and not any(f"{name}.".startswith(f"{ignored}.") for ignored in ignore)
-    ]
-
-
-def require_same(
-    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
-) -> None:
-    """Refuse to continue the run in `folder` under settings that its checkpoints were not made with."""
-    found = differences(saved, now, ignore)
-    if found:
-        raise ConfigError(
-            f"The run in {folder} was made with other settings:\n  " + "\n  ".join(found) + "\n"
-            "Use the settings of the run, keep the two apart with --checkpoint-dir DIR, "
-            "or start over with --reset-training."
-        )
-
-
-@contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Hold the run directory, for a whole process group in its first process; one that dies lets go of it."""
+def train(
+    loaded: Loaded,
+    reporter: Reporter | None,
+    progress: Progress,
+    say: Callable[[str], None],
+    show_corpus: Callable[[Prepared], None] = lambda _: None,
+    trace: Trace = OFF,
+) -> dict[str, State]:
+    """Train every stage the settings ask for; returns where each stands. Only rank 0 has a reporter."""
+    settings = loaded.settings
+    plan = make_plan(settings.data)
+    speak = say if plan.rank == 0 else _silent
+    folder = RunFolder(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
+    has_begun = folder.has_begun and not settings.training.reset_training
+    require_source(settings, folder if has_begun else None)
     with contextlib.ExitStack() as held:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(open(folder / "lock", "a+", encoding="utf-8"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
-        except BlockingIOError:
-            holder = (folder / "lock").read_text(encoding="utf-8") or "another process"
-            raise ConfigError(
-                f"The run in {folder} is in use by {holder}.\n"
-                "Wait until it ends, or keep the two apart with --checkpoint-dir DIR."
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot keep a run in {folder}: {error.strerror or error}.\n"
-                "Choose a folder you can write to with --checkpoint-dir DIR."
-            ) from error
-        yield
+        if plan.rank == 0:
+            held.enter_context(lock(folder.folder))
+        held.enter_context(_process_group(plan))
+        apply_caps(plan)
+        has_begun = folder.has_begun and not settings.training.reset_training
+        if has_begun:
+            settings = as_started(settings, folder)
+        prepared = _prepare(settings, folder if has_begun else None, plan, progress)
+        if plan.rank == 0:
+            show_corpus(prepared)
+        for line in [*announcements(plan, settings.data.pipeline_buffer_size), *_hints(settings, prepared, plan)]:
+            speak(line)
+        stages = stages_of(settings)
+        fresh = _start(settings, folder, prepared, plan, stages, has_begun, speak)
+        stop = held.enter_context(_StopRequest(plan))  # before, there is no step to finish and nothing to save
+        asked = frozenset(key for key in loaded.origin if loaded.is_set(key))
+        states: dict[str, State] = {}
+        for stage in stages:
+            task = StageTask(
+                stage=stage,
+                settings=settings,
+                asked=asked,
+                prepared=prepared,
+                plan=plan,
+                folder=folder,
+                reporter=reporter or NoReports(),
+                stop_requested=stop.requested,
+                say=speak,
+                identity=identity(settings, prepared, plan),
+                fine_tuning=settings.training.init_from is not None,
+                has_grown_vocabulary=bool(folder.started_with().get("has_grown_vocabulary")),
+                trace=trace,
+            )
+            speak(f"Stage {stage}")
+            states[stage] = train_stage(task, folder.load_model(fresh, without=(stage,)))
+            _barrier(plan)  # the next stage reads what rank 0 has saved of this one
+            if not states[stage].done:
+                break
+        return states
 
 
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _load(folder: Path, optimizer: bool) -> Loaded:
-    notes = read_notes(folder)
-    found = read_sealed(folder, ["weights", "optimizer"] if optimizer else ["weights"])
-    return Loaded(notes["step"], folder, found["weights"], found.get("optimizer", {}), notes["state"])
-
-
-def _serial(folder: Path) -> int:
-    """Counts the saves of a stage; an unreadable checkpoint counts as its oldest."""
+def _prepare(settings: Settings, begun: RunFolder | None, plan: Plan, progress: Progress) -> Prepared:
+    """The corpus with the vocabulary of the run, once it has one; rank 0 goes first and leaves a cache behind."""
+    data = settings.data
+    if begun is not None:
+        data = replace(data, tokenizer=begun.vocabulary_file)
+    elif data.tokenizer is None and settings.training.init_from is not None:
+        data = replace(data, tokenizer=settings.training.init_from)
     try:
-        return int(read_notes(folder)["serial"])
-    except UnreadableWeights:
-        return 0
+        prepared = prepare(data, progress) if plan.rank == 0 else None
+    except DatasetError as error:
+        if begun is None:
+            raise
+        raise DatasetError(
+            f"{error}\nTexts were read with the vocabulary of the run in {begun.folder}, which this would "
+            "continue. For another corpus give another --checkpoint-dir, or --reset-training."
+        ) from error
+    _barrier(plan)
+    return prepared or prepare(data)
+
+
+def _start(
+    settings: Settings,
+    folder: RunFolder,
+    prepared: Prepared,
+    plan: Plan,
+    stages: tuple[str, ...],
+    has_begun: bool,
+    speak: Callable[[str], None],
+) -> XTTS | None:
+    """The initial model; a new run's folder is made from it, and only then an old one put aside.
+
+    None once everything is on the disk.
+    """
+    training = settings.training
+    in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
+    saved = has_begun and folder.is_whole()
+    _barrier(plan)
+    model = None if saved else initial_model(settings, prepared.tokenizer)
+    if plan.rank == 0:
+        if training.reset_training and (aside := folder.reset()) is not None:
+            speak(f"Starting over; what the folder held is now in {aside}")
+        if model is not None and not has_begun:
+            source = training.init_from
+            facts = {
+                "training.init_from": None if source is None else str(source),
+                "model.size": settings.model.size,
+                **inherited(source),
+                "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
+            }
+            folder.start(model, prepared.tokenizer, in_full, facts)
+        if "gpt" in stages and "dvae" not in stages and training.init_from is None and not has_begun:
+            speak("Hint: stage gpt without a trained DVAE learns the codes of a random one; train dvae before it")
+        again = replace(settings, training=replace(training, reset_training=False))
+        text = to_yaml(again)
+        write_text_atomically(folder.folder / "settings.yaml", text)
+    _barrier(plan)
+    return model
+
+
+def _num_tokens(source: Path) -> int:
+    try:
+        return int(Tokenizer.load(source).num_tokens)
+    except MyXTTSError:  # weights without a vocabulary of their own: the one named is theirs
+        return sys.maxsize
+
+
+def _hints(settings: Settings, prepared: Prepared, plan: Plan) -> Iterator[str]:
+    gpus = Machine.look().gpus
+    memory = next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0)
+    hours = float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600
+    found = training_hints(
+        settings,
+        len(gpus) if plan.world_size == 1 else 1,
+        memory,
+        len(prepared.train) // plan.world_size,
+        usable_cores(),
+        num_val_clips=len(prepared.val),
+        speech_hours=hours,
+    )
+    return (f"Hint: {hint}" for hint in found)
+
+
+class NoReports:
+    """What ranks other than 0 report to."""
+
+    def begin(self, stage: str, step: int, total_steps: int) -> None: ...
+    def tick(self, step: int) -> None: ...
+    def step(self, report: object) -> None: ...
+    def validation(self, report: object) -> None: ...
+    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
+
+
+def _silent(_: str) -> None: ...
+
+
+class _StopRequest:
+    """SIGINT and SIGTERM let the step under way finish; the second one ends the process at once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._asked = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def requested(self) -> bool:
+        """Whether to stop now; all ranks get the same answer, and all must ask."""
+        if self._plan.world_size == 1:
+            return self._asked
+        flag = torch.tensor([float(self._asked)], device=_communication_device(self._plan))
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def __enter__(self) -> _StopRequest:
+        with contextlib.suppress(ValueError):  # not the main thread: nobody signals a thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if self._asked:
+            os._exit(128 + number)
+        self._asked = True
+        _log.info("Finishing this step and saving; the same signal again ends at once")
 
 
 @contextlib.contextmanager
-def _damage_logged() -> Iterator[None]:
-    try:
+def _process_group(plan: Plan) -> Iterator[None]:
+    if plan.world_size == 1:
         yield
-    except UnreadableWeights as error:
-        _log.warning("A damaged checkpoint is passed over: %s", error)
+        return
+    on_gpu = plan.model.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=timedelta(hours=2),  # rank 0 may decode a large corpus meanwhile
+        device_id=plan.model if on_gpu else None,
+    )
+    yield
+    dist.destroy_process_group()  # not after an error: other processes may wait in a collective, and so would this
 
 
-def _num_mb(snapshot: Snapshot) -> float:
-    return sum(tensor.nbytes for tensor in [*snapshot.weights.values(), *snapshot.optimizer.values()]) / 1e6
+def _communication_device(plan: Plan) -> torch.device:
+    return plan.model if plan.model.type == "cuda" else torch.device("cpu")
 
 
-def _free_mb(folder: Path) -> float:
-    try:
-        return shutil.disk_usage(folder).free / 1e6
-    except OSError:  # not even the folder could be made
-        return 0.0
-
-
-def _by_dotted_name(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings as JSON gives them back, so that a path equals its text and a tuple equals a list."""
-    flat = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat.update(_by_dotted_name(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = json.loads(json.dumps(value, default=str))
-    return flat
+def _barrier(plan: Plan) -> None:
+    if plan.world_size > 1:
+        flag: Tensor = torch.zeros(1, device=_communication_device(plan))
+        dist.all_reduce(flag)
+        flag.item()

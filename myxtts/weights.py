@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from myxtts.checkpoint import Tensors, UnreadableWeights, read_tensors, require_match, write_atomically, write_pth
+from myxtts.checkpoints import Tensors, UnreadableWeights, read_tensors, require_match, write_pth
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, STAGES, DataSettings
+from myxtts.files import write_atomically, write_text_atomically
 from myxtts.model.gpt import grow_text_vocabulary
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS, XTTSDims, canonical_names, dims_of
@@ -137,7 +138,7 @@ def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Pr
     """Write a folder that coqui-tts and everything built on it loads."""
     folder.mkdir(parents=True, exist_ok=True)
     known = json.dumps(asdict(provenance), indent=2)
-    write_atomically(folder / _PROVENANCE_FILE, lambda path: _write_text(path, known))
+    write_text_atomically(folder / _PROVENANCE_FILE, known)
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     dvae = {name.removeprefix("dvae."): tensor for name, tensor in state.items() if name.startswith("dvae.")}
     main = {name: tensor for name, tensor in state.items() if not name.startswith("dvae.")}
@@ -146,7 +147,7 @@ def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Pr
     write_atomically(folder / _STATS_FILE, lambda path: torch.save(state["mel_stats"], path))
     vocabulary.save(folder / VOCABULARY_FILE)
     text = json.dumps(coqui_settings(model.dims, vocabulary), indent=2)
-    write_atomically(folder / _CONFIG_FILE, lambda path: _write_text(path, text))
+    write_text_atomically(folder / _CONFIG_FILE, text)
 
 
 def coqui_settings(dims: XTTSDims, vocabulary: Tokenizer) -> dict[str, Any]:
@@ -187,10 +188,6 @@ def coqui_settings(dims: XTTSDims, vocabulary: Tokenizer) -> dict[str, Any]:
             "d_vector_dim": dims.speaker_dim,
         },
     }
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _belongs(name: str, part: str) -> bool:

@@ -16,19 +16,31 @@ from conftest import make_voice
 from torch import Tensor
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings
-from myxtts.data import crops
-from myxtts.data.batches import Batches, Cursor, Weights, packed_tokens
+from myxtts.data.batches import (
+    TOTALS,
+    Batches,
+    Crops,
+    Cursor,
+    Field,
+    Gatherer,
+    Job,
+    Layout,
+    Sizes,
+    Weights,
+    crops,
+    fit,
+    num_codes_of,
+    packed_tokens,
+    voices_of,
+)
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
-from myxtts.data.gather import TOTALS, Gatherer, Job, num_codes_of
-from myxtts.data.layout import Field, Layout, Sizes
 from myxtts.data.store import Array, Rows, Store, StoreWriter
 from myxtts.devices import Plan
+from myxtts.model.gpt import GPTDims
 from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, LogMel
-from myxtts.model.packing import GPTDims
 from myxtts.model.xtts import XTTS, XTTSDims
-from myxtts.pipeline.buffers import Depths
-from myxtts.pipeline.feed import Feed
+from myxtts.pipeline.feed import Depths, Feed
 from myxtts.pipeline.frontend import Frontend, GptFrontend, Tensors
 
 CPU = torch.device("cpu")
@@ -212,16 +224,16 @@ def codes_alone(corpus: Corpus, clip: int) -> Tensor:
     return corpus.model.dvae.encode(mel)[0]
 
 
-def references(corpus: Corpus, clips: Rows, epoch: int, weights: Weights | None = None) -> crops.Crops:
+def references(corpus: Corpus, clips: Rows, epoch: int, weights: Weights | None = None) -> Crops:
     """What the clips of a batch are conditioned on."""
     weights = np.ones(len(clips), np.float32) if weights is None else weights
-    voices = crops.voices_of(clips, weights, corpus.voices)
-    return crops.crops(SEED, epoch, clips, corpus.clips.num_samples[clips], voices)
+    voices = voices_of(clips, weights, corpus.voices)
+    return crops(SEED, epoch, clips, corpus.clips.num_samples[clips], voices)
 
 
 def crop_mels_alone(corpus: Corpus, clips: Rows, epoch: int, weights: Weights | None = None) -> list[Tensor]:
     """The conditioning mel [frames, channels] of each reference voice, heard alone."""
-    chosen = crops.fit(references(corpus, clips, epoch, weights), corpus.gatherer().frame_budget)
+    chosen = fit(references(corpus, clips, epoch, weights), corpus.gatherer().frame_budget)
     mels = []
     for clip, start, samples in zip(clips[chosen.slots].tolist(), chosen.starts, chosen.samples, strict=True):
         wave = wave_alone(corpus, clip)[:, start : start + samples]

@@ -13,51 +13,27 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "myxtts"
 
 LAYERS = [
-    {"errors", "config", "settings"},
-    {"audio", "host", "devices", "lanes", "checkpoint", "run", "text", "model", "observe"},
+    {"errors", "config", "host"},
+    {"files"},
+    {"audio", "devices", "checkpoints", "text", "model", "observe"},
+    {"settings"},
     {"data", "weights"},
+    {"run_dir"},
     {"pipeline", "training", "synthesis"},
-    {"assembly"},
+    {"run"},
     {"tools"},
-    {
-        "cli",
-        "reports",
-        "screens",
-        "findings_screen",
-        "tool_screens",
-        "tool_commands",
-        "speak_command",
-        "evaluate_command",
-    },
+    {"terminal"},
+    {"reports"},
+    {"cli"},
 ]
 """From the bottom up. A module imports from lower layers, and within its own package."""
-SAME_LAYER = {
-    ("settings", "config"),
-    ("settings", "errors"),
-    ("run", "checkpoint"),
-    ("cli", "screens"),
-    ("cli", "reports"),
-    ("reports", "screens"),
-    ("tool_commands", "findings_screen"),
-    ("cli", "tool_commands"),
-    ("cli", "speak_command"),
-    ("cli", "evaluate_command"),
-    ("tool_commands", "tool_screens"),
-    ("tool_commands", "screens"),
-    ("speak_command", "screens"),
-    ("evaluate_command", "screens"),
-}
-"""Imports inside a layer that are meant: the machinery of settings reads their declaration."""
 ONLY_IMPORTS = {"model": {"config"}, "observe": {"config"}}
-CUDA_HOMES = {"host", "devices", "lanes", "pipeline", "observe"}
-PRINT_HOMES = {"cli", "screens"}
+CUDA_HOMES = {"host", "devices", "pipeline", "observe"}
+PRINT_HOMES = {"cli", "terminal"}
 FORBIDDEN_NAME_PARTS = {
     "utils", "util", "common", "helper", "helpers", "manager", "misc", "enhanced", "smart", "optimized", "v2"
 }  # fmt: skip
-MOST_LINES, MOST_FUNCTION_LINES, MOST_MARKDOWN_FILES = 300, 60, 12
-LONG_FILES = {
-    "benchmarks/data.py": 470,
-}
+MOST_FUNCTION_LINES, MOST_MARKDOWN_FILES = 60, 12
 LONG_FUNCTIONS: dict[str, int] = {
     "benchmarks/data.py:gather": 80,
 }
@@ -103,7 +79,7 @@ def layer_of(unit: str) -> int:
 def test_imports_only_downwards(path: Path) -> None:
     unit = unit_of(path)
     for other in set(imported_units(path)) - {unit}:
-        downwards = layer_of(other) < layer_of(unit) or (unit, other) in SAME_LAYER
+        downwards = layer_of(other) < layer_of(unit)
         assert downwards, f"{unit} must not import {other}"
         if unit in ONLY_IMPORTS:
             assert other in ONLY_IMPORTS[unit], f"{unit} may import only {ONLY_IMPORTS[unit]}"
@@ -148,7 +124,6 @@ def test_files_and_functions_are_short_and_explain_themselves(path: Path) -> Non
     name = str(path.relative_to(ROOT))
     tree = tree_of(path)
     assert ast.get_docstring(tree), f"{name} has no module docstring"
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONG_FILES.get(name, MOST_LINES), name
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
@@ -162,8 +137,6 @@ def test_no_grab_bag_names() -> None:
 
 
 def test_exceptions_to_the_sizes_are_still_needed() -> None:
-    for name in LONG_FILES:
-        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) > MOST_LINES, name
     for place in LONG_FUNCTIONS:
         name, function = place.split(":")
         lengths = [

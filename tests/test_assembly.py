@@ -28,16 +28,16 @@ from training_fixtures import (
 )
 
 import myxtts.model.gpt
-from myxtts.assembly.folder import RunFolder
-from myxtts.checkpoint import UnreadableWeights
+from myxtts.checkpoints import UnreadableWeights
 from myxtts.cli import main
 from myxtts.config import STAGES, DataSettings, TrainingSettings
 from myxtts.data.prepare import prepare
+from myxtts.files import lock
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.metrics import StepReport
-from myxtts.run import lock
-from myxtts.training.step import StepMode, choose_mode
+from myxtts.run_dir import RunFolder
+from myxtts.training.trainer import StepMode, choose_mode
 from myxtts.weights import load_folder, save_folder
 
 __all__ = ["clips", "small"]
@@ -310,7 +310,7 @@ def test_the_settings_it_leaves_continue_the_run(
 def test_an_interrupt_while_the_corpus_is_prepared_ends_at_once(
     clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("myxtts.assembly.session.prepare", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("myxtts.run.prepare", lambda *_: signal.raise_signal(signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
     try:
         assert train(tmp_path / "run", clips(4)) == 130

@@ -9,8 +9,8 @@ from pipeline_fixtures import CPU, Stamps
 from myxtts.config import DataSettings
 from myxtts.devices import Plan
 from myxtts.errors import ConfigError
-from myxtts.pipeline import buffers
-from myxtts.pipeline.buffers import Depths, choose_depths
+from myxtts.pipeline import feed
+from myxtts.pipeline.feed import Depths, choose_depths
 
 MB = 2**20
 GPU = torch.device("cuda", 0)
@@ -26,8 +26,8 @@ def depths_for(
     gpu_mb: int | None = 24_000,
     **others: object,
 ) -> Depths:
-    monkeypatch.setattr(buffers, "usable_cores", lambda: cores)
-    monkeypatch.setattr(buffers, "available_bytes", lambda: host_mb * MB)
+    monkeypatch.setattr(feed, "usable_cores", lambda: cores)
+    monkeypatch.setattr(feed, "available_bytes", lambda: host_mb * MB)
     settings = asked or {}
     data = DataSettings(batch_size=16, **settings, **others)
     plan = Plan(CPU, CPU) if gpu_mb is None else Plan(GPU, GPU, "buffered", gpu_mb, gpu_mb)

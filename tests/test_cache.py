@@ -13,11 +13,20 @@ import numpy as np
 import pytest
 import soundfile as sf
 
-from myxtts.data import cache, snapshot, store
-from myxtts.data.cache import STORES_KEPT, StoreSpec, build_store, cache_root, identity, open_store
+from myxtts.data import store
 from myxtts.data.clips import Prepared
 from myxtts.data.corpus import Corpus, read_corpus
-from myxtts.data.store import Store, StoreWriter
+from myxtts.data.prepare import load_snapshot
+from myxtts.data.store import (
+    STORES_KEPT,
+    Store,
+    StoreSpec,
+    StoreWriter,
+    build_store,
+    cache_root,
+    identity,
+    open_store,
+)
 from myxtts.errors import DatasetError
 from myxtts.text import tokenizer
 
@@ -78,7 +87,7 @@ def test_anything_else_is_another_store(tmp_path: Path, other: StoreSpec) -> Non
 
 def test_another_format_is_another_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(tmp_path, spec(4, 9))
-    monkeypatch.setattr(cache, "FORMAT_VERSION", 999)
+    monkeypatch.setattr(store, "FORMAT_VERSION", 999)
     assert open_store(tmp_path, spec(4, 9)) is None
 
 
@@ -481,12 +490,12 @@ def test_no_altered_byte_of_a_snapshot_is_believed(corpus: Path, run_prepare: Pr
     run_prepare(corpus)
     (path,) = (corpus / ".myxtts").glob("snapshot-*")
     state, whole = path.stem.removeprefix("snapshot-"), path.read_bytes()
-    assert snapshot.load(path.parent, state) is not None
+    assert load_snapshot(path.parent, state) is not None
     for at in range(0, len(whole), 13):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x80]) + whole[at + 1 :])
-        assert snapshot.load(path.parent, state) is None
+        assert load_snapshot(path.parent, state) is None
         path.write_bytes(whole[:at])
-        assert snapshot.load(path.parent, state) is None
+        assert load_snapshot(path.parent, state) is None
 
 
 def test_what_a_killed_snapshot_left_is_removed(corpus: Path, run_prepare: Prepare) -> None:
@@ -502,7 +511,7 @@ def test_a_store_of_another_format_is_passed_over(
 ) -> None:
     with monkeypatch.context() as earlier:
         earlier.setattr("myxtts.data.store.FORMAT_VERSION", 1)
-        earlier.setattr("myxtts.data.cache.FORMAT_VERSION", 1)
+        earlier.setattr("myxtts.data.store.FORMAT_VERSION", 1)
         good = arrays(run_prepare(corpus))
     for meta in (corpus / ".myxtts").glob("*/meta.json"):
         body = json.loads(meta.read_text())["body"]

@@ -23,19 +23,37 @@ from training_fixtures import Clips, clips, small  # noqa: F401 - fixtures
 from myxtts.cli import main
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
 from myxtts.devices import Gpu, Machine, Plan
-from myxtts.findings_screen import show_findings
 from myxtts.observe.findings import Finding
 from myxtts.pipeline.frontend import GptFrontend
-from myxtts.settings import Loaded, load
-from myxtts.settings.table import specs
-from myxtts.tools import case as cases
+from myxtts.settings import Loaded, load, specs
+from myxtts.terminal import show_findings
+from myxtts.tools import check as cases
 from myxtts.tools import check as checks
-from myxtts.tools import check_gpus as tries
-from myxtts.tools import check_settings, witness
-from myxtts.tools.case import Case, Host
-from myxtts.tools.check import CODES, check, passed, to_json
-from myxtts.tools.witness import Seen
-from myxtts.training.step import StepMode
+from myxtts.tools import check as tries
+from myxtts.tools import dry_run
+from myxtts.tools.check import (
+    CODES,
+    Case,
+    Host,
+    batch_size,
+    buffers,
+    caps,
+    card_preset,
+    check,
+    compilation,
+    devices,
+    fixed_shapes,
+    gpus,
+    model_memory,
+    passed,
+    precision,
+    prefetch,
+    to_json,
+    upload,
+    workers,
+)
+from myxtts.tools.dry_run import Seen
+from myxtts.training.trainer import StepMode
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU, OTHER_CPU = torch.device("cpu"), torch.device("cpu", 0)
@@ -85,95 +103,95 @@ WHOLE = {"model__size": "normal"}
 @pytest.mark.parametrize(
     ("question", "place", "given", "level", "says"),
     [
-        (check_settings.gpus, (machine(),), {}, "pass", "0: Card 0, 24000 MB"),
-        (check_settings.gpus, (NO_GPU, NO_DRIVER), {}, "warn", "CPU"),
-        (check_settings.gpus, (NO_GPU,), {}, "fail", "550.54"),
-        (check_settings.devices, (machine(),), {}, "pass", "Single-GPU"),
-        (check_settings.devices, (NO_GPU,), {}, "pass", "CPU"),
-        (check_settings.devices, (TWO,), DUAL, "pass", "Dual-GPU"),
-        (check_settings.devices, (machine(2, 24000, 12000),), DUAL, "warn", "--data-gpu 1 --model-gpu 0"),
+        (gpus, (machine(),), {}, "pass", "0: Card 0, 24000 MB"),
+        (gpus, (NO_GPU, NO_DRIVER), {}, "warn", "CPU"),
+        (gpus, (NO_GPU,), {}, "fail", "550.54"),
+        (devices, (machine(),), {}, "pass", "Single-GPU"),
+        (devices, (NO_GPU,), {}, "pass", "CPU"),
+        (devices, (TWO,), DUAL, "pass", "Dual-GPU"),
+        (devices, (machine(2, 24000, 12000),), DUAL, "warn", "--data-gpu 1 --model-gpu 0"),
         (
-            check_settings.devices,
+            devices,
             (machine(),),
             DUAL,
             "fail",
             "Multi-GPU requires at least 2 GPUs. GPUs found: 0: C",
         ),
-        (check_settings.devices, (TWO,), DUAL | {"data__model_gpu": "5"}, "fail", "no GPU 5"),
-        (check_settings.caps, (TWO,), DUAL | ISOLATED, "pass", "data 8192 MB, model 16384 MB"),
-        (check_settings.caps, (machine(),), {}, "pass", "No memory caps"),
-        (check_settings.caps, (machine(),), {"data__model_gpu_memory": "8192"}, "warn", "isolation is off"),
-        (check_settings.caps, (machine(),), ISOLATED | {"data__data_gpu_memory": "4096"}, "warn", "no effect"),
-        (check_settings.caps, (NO_GPU,), ISOLATED, "warn", "CPU"),
-        (check_settings.caps, (machine(1, 12000),), ISOLATED, "fail", "16384 is more than the memory of GPU 0"),
+        (devices, (TWO,), DUAL | {"data__model_gpu": "5"}, "fail", "no GPU 5"),
+        (caps, (TWO,), DUAL | ISOLATED, "pass", "data 8192 MB, model 16384 MB"),
+        (caps, (machine(),), {}, "pass", "No memory caps"),
+        (caps, (machine(),), {"data__model_gpu_memory": "8192"}, "warn", "isolation is off"),
+        (caps, (machine(),), ISOLATED | {"data__data_gpu_memory": "4096"}, "warn", "no effect"),
+        (caps, (NO_GPU,), ISOLATED, "warn", "CPU"),
+        (caps, (machine(1, 12000),), ISOLATED, "fail", "16384 is more than the memory of GPU 0"),
         (checks.native_loading, (), {}, "pass", "packed cache"),
         (checks.native_loading, (), {"data__native_loading": False}, "fail", "--native-loading"),
         (checks.native_loading, (machine(), host(free_gb=0)), {"data__native_loading": False}, "warn", "no room"),
-        (check_settings.workers, (), {}, "pass", "8 worker"),
-        (check_settings.workers, (), {"data__num_workers": "2"}, "warn", "--num-workers 8"),
+        (workers, (), {}, "pass", "8 worker"),
+        (workers, (), {"data__num_workers": "2"}, "warn", "--num-workers 8"),
         (
-            check_settings.workers,
+            workers,
             (),
             {"data__num_workers": "2", "data__native_loading": False},
             "fail",
             "2 of 8 usable cores",
         ),
-        (check_settings.prefetch, (), {}, "pass", "as workers and memory suggest"),
-        (check_settings.prefetch, (), {"data__prefetch_buffer_size": "8"}, "pass", "8 batches"),
-        (check_settings.prefetch, (), {"data__prefetch_buffer_size": "2"}, "warn", "slow clip"),
-        (check_settings.prefetch, (), {"data__prefetch_buffer_size": "1"}, "fail", "--prefetch-buffer-size 16"),
-        (check_settings.prefetch, (NO_GPU,), {"data__prefetch_buffer_size": "1"}, "warn", "Only 1"),
-        (check_settings.upload, (), {}, "pass", "pinned"),
-        (check_settings.upload, (), {"data__optimize_cpu_gpu_overlap": False}, "warn", "trainer's stream"),
-        (check_settings.upload, (), {"data__enhanced_gpu_prefetch": False}, "warn", "pinned"),
-        (check_settings.upload, (), {"data__prefetch_to_gpu": False}, "fail", "--prefetch-to-gpu"),
-        (check_settings.upload, (NO_GPU,), {"data__prefetch_to_gpu": False}, "info", "No GPU"),
-        (check_settings.batch_size, (), {}, "pass", "16 clips"),
-        (check_settings.batch_size, (), {"data__batch_size": "4"}, "warn", "--batch-size 32"),
-        (check_settings.batch_size, (), {"data__batch_size": "2"}, "fail", "--batch-size 32"),
-        (check_settings.batch_size, (NO_GPU,), {"data__batch_size": "2"}, "pass", "2 clips"),
-        (check_settings.batch_size, (), WHOLE | {"data__batch_size": "128"}, "warn", "may not fit"),
+        (prefetch, (), {}, "pass", "as workers and memory suggest"),
+        (prefetch, (), {"data__prefetch_buffer_size": "8"}, "pass", "8 batches"),
+        (prefetch, (), {"data__prefetch_buffer_size": "2"}, "warn", "slow clip"),
+        (prefetch, (), {"data__prefetch_buffer_size": "1"}, "fail", "--prefetch-buffer-size 16"),
+        (prefetch, (NO_GPU,), {"data__prefetch_buffer_size": "1"}, "warn", "Only 1"),
+        (upload, (), {}, "pass", "pinned"),
+        (upload, (), {"data__optimize_cpu_gpu_overlap": False}, "warn", "trainer's stream"),
+        (upload, (), {"data__enhanced_gpu_prefetch": False}, "warn", "pinned"),
+        (upload, (), {"data__prefetch_to_gpu": False}, "fail", "--prefetch-to-gpu"),
+        (upload, (NO_GPU,), {"data__prefetch_to_gpu": False}, "info", "No GPU"),
+        (batch_size, (), {}, "pass", "16 clips"),
+        (batch_size, (), {"data__batch_size": "4"}, "warn", "--batch-size 32"),
+        (batch_size, (), {"data__batch_size": "2"}, "fail", "--batch-size 32"),
+        (batch_size, (NO_GPU,), {"data__batch_size": "2"}, "pass", "2 clips"),
+        (batch_size, (), WHOLE | {"data__batch_size": "128"}, "warn", "may not fit"),
         (
-            check_settings.batch_size,
+            batch_size,
             (machine(1, 80000),),
             ISOLATED | {"data__model_gpu_memory": "8192", "data__batch_size": "1"},
             "fail",
             "--batch-size 8,",
         ),
-        (check_settings.fixed_shapes, (), {}, "pass", "same shapes"),
-        (check_settings.fixed_shapes, (), {"data__pad_to_fixed_length": False}, "fail", "compiled again"),
-        (check_settings.fixed_shapes, (NO_GPU,), {"data__pad_to_fixed_length": False}, "warn", "Shapes vary"),
-        (check_settings.compilation, (), {}, "pass", "compiled"),
-        (check_settings.compilation, (), {"training__enable_xla_compilation": False}, "warn", "fused"),
-        (check_settings.compilation, (), {"training__enable_graph_mode": False}, "fail", "eagerly"),
-        (check_settings.compilation, (), WHOLE | {"training__enable_graph_mode": False}, "warn", "eagerly"),
-        (check_settings.compilation, (), {"training__enable_eager_debug": True}, "fail", "--disable-eager-debug"),
-        (check_settings.compilation, (NO_GPU,), {"training__enable_graph_mode": False}, "pass", "CPU"),
-        (check_settings.precision, (), {}, "pass", "bf16"),
-        (check_settings.precision, (), {"data__mixed_precision": False}, "fail", "--mixed-precision"),
-        (check_settings.precision, (NO_GPU,), {"data__mixed_precision": False}, "warn", "fp32"),
-        (check_settings.model_memory, (), WHOLE, "pass", "6729 MB"),
-        (check_settings.model_memory, (machine(1, 8000),), WHOLE, "warn", "--model-size small"),
-        (check_settings.model_memory, (machine(1, 4000),), WHOLE, "fail", "does not fit"),
+        (fixed_shapes, (), {}, "pass", "same shapes"),
+        (fixed_shapes, (), {"data__pad_to_fixed_length": False}, "fail", "compiled again"),
+        (fixed_shapes, (NO_GPU,), {"data__pad_to_fixed_length": False}, "warn", "Shapes vary"),
+        (compilation, (), {}, "pass", "compiled"),
+        (compilation, (), {"training__enable_xla_compilation": False}, "warn", "fused"),
+        (compilation, (), {"training__enable_graph_mode": False}, "fail", "eagerly"),
+        (compilation, (), WHOLE | {"training__enable_graph_mode": False}, "warn", "eagerly"),
+        (compilation, (), {"training__enable_eager_debug": True}, "fail", "--disable-eager-debug"),
+        (compilation, (NO_GPU,), {"training__enable_graph_mode": False}, "pass", "CPU"),
+        (precision, (), {}, "pass", "bf16"),
+        (precision, (), {"data__mixed_precision": False}, "fail", "--mixed-precision"),
+        (precision, (NO_GPU,), {"data__mixed_precision": False}, "warn", "fp32"),
+        (model_memory, (), WHOLE, "pass", "6729 MB"),
+        (model_memory, (machine(1, 8000),), WHOLE, "warn", "--model-size small"),
+        (model_memory, (machine(1, 4000),), WHOLE, "fail", "does not fit"),
         (
-            check_settings.model_memory,
+            model_memory,
             (machine(1, 4000),),
             WHOLE | {"training__init_from": "w"},
             "fail",
             "lora_rank",
         ),
-        (check_settings.model_memory, (machine(1, 8000),), WHOLE | {"model__lora_rank": "16"}, "pass", "gpt"),
-        (check_settings.model_memory, (NO_GPU, host(memory_gb=4)), WHOLE, "fail", "does not fit"),
-        (check_settings.buffers, (TWO,), DUAL, "pass", "on cuda:1"),
-        (check_settings.buffers, (), {"data__prefetch_buffer_size": "100000000"}, "fail", "--buffer-size"),
-        (check_settings.buffers, (NO_GPU,), DUAL, "info", "Not checked"),
-        (check_settings.preset, (), {"training__preset": "24gb"}, "pass", "24gb"),
-        (check_settings.preset, (machine(1, 11900),), {}, "info", "batch_size 8, gradient_accumulation_steps 2"),
-        (check_settings.preset, (), {"training__preset": "40gb"}, "warn", "larger card"),
-        (check_settings.preset, (), ISOLATED | {"training__preset": "24gb"}, "pass", "24gb"),
-        (check_settings.preset, (NO_GPU,), {}, "info", "No GPU"),
-        (check_settings.preset, (machine(),), DUAL | {"training__preset": "24gb"}, "pass", "24gb"),
-        (check_settings.preset, (machine(2, 8000, 40000),), DUAL | {"data__data_gpu": "5"}, "info", "40gb"),
+        (model_memory, (machine(1, 8000),), WHOLE | {"model__lora_rank": "16"}, "pass", "gpt"),
+        (model_memory, (NO_GPU, host(memory_gb=4)), WHOLE, "fail", "does not fit"),
+        (buffers, (TWO,), DUAL, "pass", "on cuda:1"),
+        (buffers, (), {"data__prefetch_buffer_size": "100000000"}, "fail", "--buffer-size"),
+        (buffers, (NO_GPU,), DUAL, "info", "Not checked"),
+        (card_preset, (), {"training__preset": "24gb"}, "pass", "24gb"),
+        (card_preset, (machine(1, 11900),), {}, "info", "batch_size 8, gradient_accumulation_steps 2"),
+        (card_preset, (), {"training__preset": "40gb"}, "warn", "larger card"),
+        (card_preset, (), ISOLATED | {"training__preset": "24gb"}, "pass", "24gb"),
+        (card_preset, (NO_GPU,), {}, "info", "No GPU"),
+        (card_preset, (machine(),), DUAL | {"training__preset": "24gb"}, "pass", "24gb"),
+        (card_preset, (machine(2, 8000, 40000),), DUAL | {"data__data_gpu": "5"}, "info", "40gb"),
         (checks.weights, (), {}, "pass", "from scratch"),
         (checks.weights, (), {"training__init_from": "missing"}, "fail", "--init-from"),
         (checks.corpus, (), {}, "info", "embedded"),
@@ -195,7 +213,7 @@ def test_a_question_and_its_answer(
     assert answer.level == level, answer
     assert says in f"{answer.what} {answer.why} {answer.fix}", answer
     assert answer.code in CODES
-    assert answer.fix or answer.level in ("pass", "info") or question is check_settings.caps
+    assert answer.fix or answer.level in ("pass", "info") or question is caps
     assert not answer.setting or answer.setting in specs()
 
 
@@ -232,9 +250,9 @@ def test_no_hint_is_about_what_a_bundle_has_set() -> None:
 
 def test_buffers_that_exceed_the_free_memory_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"data__prefetch_buffer_size": "64"}
-    assert found(check_settings.buffers, **given).level == "pass"
-    monkeypatch.setattr("myxtts.pipeline.buffers.available_bytes", lambda: 50 * 2**20)
-    assert found(check_settings.buffers, **given).level == "fail"
+    assert found(buffers, **given).level == "pass"
+    monkeypatch.setattr("myxtts.pipeline.feed.available_bytes", lambda: 50 * 2**20)
+    assert found(buffers, **given).level == "fail"
 
 
 def test_a_prepared_corpus_is_recognised_until_it_changes(corpus: Path) -> None:
@@ -450,7 +468,7 @@ def test_an_error_in_the_rehearsal_is_a_finding(
     def fail(*_: object) -> Iterator[None]:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(witness, "Rehearsal", fail)
+    monkeypatch.setattr(dry_run, "Rehearsal", fail)
     (answer,) = tries.rehearsal(attempt(Plan(CPU, CPU), **rehearsed_corpus))
     assert (answer.level, answer.why) == ("fail", "no compiler")
 

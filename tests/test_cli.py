@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 
-from myxtts import __version__, screens
+from myxtts import __version__, terminal
 from myxtts.cli import main
 from myxtts.config import LANGUAGES
 from myxtts.text.tokenizer import Tokenizer
@@ -132,8 +132,8 @@ def test_prepare_shows_progress_messages_and_a_table(corpus: Path) -> None:
 
 def test_progress_lines_when_not_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     now = 100.0
-    monkeypatch.setattr(screens.time, "monotonic", lambda: now)
-    progress = screens.ProgressLines()
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
+    progress = terminal.ProgressLines()
     progress.begin("Decoding audio", 100)
     for _ in range(10):
         now += 1.5
@@ -145,7 +145,7 @@ def test_progress_lines_when_not_on_a_terminal(capsys: pytest.CaptureFixture[str
 
 def test_long_corpora_are_measured_in_hours() -> None:
     clips = SimpleNamespace(num_samples=np.full(1000, 22050 * 9))
-    assert screens._duration(clips) == "2.50 hours"
+    assert terminal._duration(clips) == "2.50 hours"
 
 
 SHORT_RUN = ("--stages", "gpt", "--max-steps", "1", "--batch-size", "4", "--max-mel-frames", "200")

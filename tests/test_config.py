@@ -16,8 +16,19 @@ from hypothesis import strategies as st
 from myxtts import config
 from myxtts.config import LANGUAGES, Settings
 from myxtts.errors import ConfigError
-from myxtts.settings import Loaded, add_flags, flags_of, load, render_docs, render_yaml_with_comments, to_yaml
-from myxtts.settings.table import Spec, canonical, descriptions, specs
+from myxtts.settings import (
+    Loaded,
+    Spec,
+    add_flags,
+    canonical,
+    descriptions,
+    flags_of,
+    load,
+    render_docs,
+    render_yaml_with_comments,
+    specs,
+    to_yaml,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 

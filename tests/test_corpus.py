@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from myxtts.config import LANGUAGES
-from myxtts.data.corpus import Clip, Corpus, language_code, read_corpus
-from myxtts.data.metadata import COLUMN_NAMES
+from myxtts.data.corpus import COLUMN_NAMES, Clip, Corpus, language_code, read_corpus
 from myxtts.errors import DatasetError
 
 Read = Callable[..., Corpus]

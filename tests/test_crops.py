@@ -8,8 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE
-from myxtts.data.batches import Batches, packed_tokens
-from myxtts.data.crops import FRAME_MULTIPLE, MAX_CROP_FRAMES, crops, fit, frame_budget, segments, voices_of
+from myxtts.data.batches import (
+    FRAME_MULTIPLE,
+    MAX_CROP_FRAMES,
+    Batches,
+    crops,
+    fit,
+    frame_budget,
+    packed_tokens,
+    segments,
+    voices_of,
+)
 from myxtts.data.store import Rows
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from myxtts.observe import dashboard
-from myxtts.observe.dashboard import MetricsTail, render, sparkline, watch
+from myxtts import terminal
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, read_metrics
+from myxtts.terminal import MetricsTail, render, sparkline, watch
 
 REPORT = StepReport(
     stage="gpt",
@@ -200,7 +200,7 @@ def test_a_line_counts_when_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_followed_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "MOST_KEPT", 10)
+    monkeypatch.setattr(terminal, "MOST_KEPT", 10)
     lines = [validation(1, 2.0), *({"kind": "step", "stage": "gpt", "step": step} for step in range(50))]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     kept = MetricsTail(tmp_path / "metrics.jsonl").read()
@@ -217,7 +217,7 @@ def test_without_a_terminal_the_state_is_shown_once(tmp_path: Path) -> None:
 def test_on_a_terminal_the_view_follows_the_run_until_it_is_told_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dashboard, "PERIOD_S", 0.01)
+    monkeypatch.setattr(terminal, "PERIOD_S", 0.01)
     path, stop, file = tmp_path / "metrics.jsonl", threading.Event(), io.StringIO()
     (tmp_path / "settings.yaml").touch()
     calls = []

@@ -11,14 +11,15 @@ import pytest
 import soundfile
 from training_fixtures import FLAGS, Clips, clips, newest, small, stop_at, train
 
+import myxtts.settings
 from myxtts import reports
-from myxtts.assembly.folder import RunFolder
 from myxtts.cli import main
 from myxtts.config import STAGES
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.errors import PipelineError
 from myxtts.reports import TrainingReports, is_faint
-from myxtts.settings import load, presets
+from myxtts.run_dir import RunFolder
+from myxtts.settings import DEMO, apply_demo, load
 
 __all__ = ["clips", "small"]
 pytestmark = pytest.mark.usefixtures("small")
@@ -30,7 +31,7 @@ Screen = pytest.CaptureFixture[str]
 def short_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demonstration in two steps a stage."""
     steps = {"training.dvae_steps": 2, "training.max_steps": 2, "training.warmup_steps": 0}
-    monkeypatch.setattr(presets, "DEMO", presets.DEMO | steps)
+    monkeypatch.setattr(myxtts.settings, "DEMO", DEMO | steps)
 
 
 def next_commands(shown: str) -> dict[str, list[str]]:
@@ -74,7 +75,7 @@ def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(clips: Clips, c
 
 def test_the_demonstration_trains_longer_on_a_gpu_and_leaves_wishes_alone() -> None:
     def applied(on_gpu: bool, **flags: object) -> tuple[int, int | None]:
-        settings = presets.apply_demo(load(None, flags), on_gpu=on_gpu)[0].settings
+        settings = apply_demo(load(None, flags), on_gpu=on_gpu)[0].settings
         return settings.data.batch_size, settings.training.max_steps
 
     assert applied(True)[1] > 2 * applied(False)[1]

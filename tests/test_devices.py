@@ -11,7 +11,9 @@ import torch
 from myxtts.config import DataSettings
 from myxtts.devices import (
     Gpu,
+    Lane,
     Machine,
+    Mark,
     Plan,
     announcements,
     apply_caps,
@@ -19,7 +21,6 @@ from myxtts.devices import (
     make_plan,
 )
 from myxtts.errors import ConfigError, PipelineError
-from myxtts.lanes import Lane, Mark
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from myxtts.model.codebook import Codebook
-from myxtts.model.dvae import DVAE
+from myxtts.model.dvae import DVAE, Codebook
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SIZES = ("num_tokens", "codebook_dim", "hidden_dim", "num_resnet_blocks")

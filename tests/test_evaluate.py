@@ -26,15 +26,13 @@ from myxtts.config import DataSettings
 from myxtts.data.clips import Prepared
 from myxtts.data.prepare import prepare
 from myxtts.errors import ConfigError, DatasetError
-from myxtts.model.generation import Sampling, generate
 from myxtts.model.xtts import XTTS
 from myxtts.observe.report import render_report, write_report
 from myxtts.settings import load
+from myxtts.synthesis.generation import Sampling, generate
 from myxtts.synthesis.voices import Voice
-from myxtts.tools.evaluate import code_latents
-from myxtts.tools.held_out import held_out
+from myxtts.tools.evaluate import JUDGE_SCRIPT, code_latents, find_judges, held_out, reading, summarise
 from myxtts.tools.judge import mistakes, num_edits, plain
-from myxtts.tools.judging import JUDGE_SCRIPT, find_judges, reading, summarise
 
 __all__ = ["small"]
 

@@ -21,8 +21,8 @@ import soundfile as sf
 
 from myxtts.config import DataSettings
 from myxtts.data.clips import Prepared
+from myxtts.data.pool import Workers
 from myxtts.data.prepare import prepare
-from myxtts.data.workers import Workers
 
 EXIT_LIMIT_S = 5.0
 """How long a worker may outlive its parent on a busy machine."""
@@ -140,7 +140,7 @@ def test_chunks_in_flight_during_a_crash_are_not_lost(monkeypatch: pytest.Monkey
     def wait_for_one(futures: object, **options: object) -> tuple[set[object], None]:
         return set(list(wait(futures, **options)[0])[:1]), None
 
-    monkeypatch.setattr("myxtts.data.workers.wait", wait_for_one)
+    monkeypatch.setattr("myxtts.data.pool.wait", wait_for_one)
     with Workers(2) as workers:
         results = list(workers.run(exit_on_thirteen, chunks_of(24, 3)))
     assert Counter(item for chunk, _ in results for item in chunk) == Counter(range(24))

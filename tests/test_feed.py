@@ -29,15 +29,12 @@ from pipeline_fixtures import (
 from torch import Tensor
 
 from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings
-from myxtts.data import crops
-from myxtts.data.batches import Cursor
-from myxtts.data.crops import MAX_CROP_FRAMES
-from myxtts.data.gather import SEGMENT_CODES, Gatherer, Job, num_codes_of
+from myxtts.data.batches import MAX_CROP_FRAMES, SEGMENT_CODES, Cursor, Gatherer, Job, num_codes_of, segments
 from myxtts.model.conditioning import pack_frames
+from myxtts.model.gpt import pack
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
-from myxtts.model.packing import pack
 from myxtts.model.xtts import XTTS
-from myxtts.pipeline.buffers import Depths
+from myxtts.pipeline.feed import Depths
 from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, Frontend, GptFrontend
 
 EPOCH = 5
@@ -148,7 +145,7 @@ def latents_alone(corpus: Corpus, clip: int, mel: Tensor) -> Tensor:
 def check_decoder(corpus: Corpus, batch: Read, job: Job) -> None:
     """Latents, sound and voice against those of every clip alone."""
     clips, num_samples = job.plan.clips, corpus.clips.num_samples[job.plan.clips]
-    pieces = crops.segments(SEED, 0, clips, num_codes_of(num_samples), SEGMENT_CODES)
+    pieces = segments(SEED, 0, clips, num_codes_of(num_samples), SEGMENT_CODES)
     chosen = references(corpus, clips, 0, job.plan.weights)
     encoder = corpus.model.hifigan_decoder.speaker_encoder
     for slot, mel in enumerate(crop_mels_alone(corpus, clips, 0, job.plan.weights)):

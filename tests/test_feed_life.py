@@ -24,16 +24,13 @@ from pipeline_fixtures import (
     wait_for,
 )
 
-from myxtts.data.batches import Batches, Cursor
+from myxtts.data.batches import Batches, Cursor, Gatherer, Layout
 from myxtts.data.codes import CodesCache
-from myxtts.data.gather import Gatherer
-from myxtts.data.layout import Layout
 from myxtts.errors import DatasetError, PipelineError
-from myxtts.pipeline.buffers import Depths
-from myxtts.pipeline.feed import Feed
+from myxtts.pipeline.feed import Depths, Feed
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.pipeline.ring import RingClosed
-from myxtts.pipeline.stage import Block, Stage
+from myxtts.pipeline.workers import Block, Stage
 
 MB = 2**20
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from pipeline_fixtures import DEPTHS, PLANS, SHORT, Corpus, assert_same, only_stamps, read, stage_threads
 
+from myxtts.devices import Lane
 from myxtts.host import HostMemory
-from myxtts.lanes import Lane
 from myxtts.observe.trace import Trace, now_us
 
 
@@ -106,7 +106,7 @@ def test_a_pipeline_on_the_cpu_asks_for_no_pinned_memory(corpus: Corpus, monkeyp
         asked.append(pinned)
         return np.zeros(num_bytes, np.uint8)
 
-    monkeypatch.setattr("myxtts.data.gather.host_memory", plain)
+    monkeypatch.setattr("myxtts.data.batches.host_memory", plain)
     corpus.feed(make_frontend=only_stamps).close()
     assert asked == [False] * DEPTHS.host
 

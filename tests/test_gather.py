@@ -12,11 +12,23 @@ import pytest
 from pipeline_fixtures import SEED, SHORT, Corpus
 
 from myxtts.config import HOP_SAMPLES, NUM_STOPS, DataSettings
-from myxtts.data import crops
-from myxtts.data.batches import Batches, BatchPlan, Cursor, packed_tokens
+from myxtts.data.batches import (
+    ALIGNMENT_BYTES,
+    SEGMENT_CODES,
+    Batches,
+    BatchPlan,
+    Cursor,
+    Gatherer,
+    HostBatch,
+    Job,
+    crops,
+    fit,
+    host_layout,
+    num_codes_of,
+    packed_tokens,
+    segments,
+)
 from myxtts.data.clips import ClipSet
-from myxtts.data.gather import SEGMENT_CODES, Gatherer, HostBatch, Job, host_layout, num_codes_of
-from myxtts.data.layout import ALIGNMENT_BYTES
 
 DATA = replace(SHORT, batch_size=5)
 
@@ -43,11 +55,11 @@ def check_gathered(batch: HostBatch, clips: ClipSet, job: Job, frame_budget: int
         assert batch["num_codes"][slot] == -(-(len(pcm) // HOP_SAMPLES + 1) // 4)
         assert (batch["clips"][slot], batch["weights"][slot]) == (clip, plan.weights[slot])
     num_samples = clips.num_samples[plan.clips]
-    chosen = crops.fit(crops.crops(SEED, plan.epoch, plan.clips, num_samples), frame_budget)
+    chosen = fit(crops(SEED, plan.epoch, plan.clips, num_samples), frame_budget)
     assert np.array_equal(batch["crop_slots"], np.arange(len(plan.clips)))
     assert np.array_equal(batch["crop_starts"], chosen.starts)
     assert np.array_equal(batch["crop_samples"], chosen.samples)
-    starts = crops.segments(SEED, plan.epoch, plan.clips, num_codes_of(num_samples), SEGMENT_CODES)
+    starts = segments(SEED, plan.epoch, plan.clips, num_codes_of(num_samples), SEGMENT_CODES)
     assert np.array_equal(batch["segments"], starts)
     assert np.array_equal(batch["totals"], job.totals)
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from myxtts.model.conditioning import pack_frames
-from myxtts.model.generation import Decoding, Sampling, Speech, choose, generate, stream
-from myxtts.model.gpt import GPT
-from myxtts.model.packing import GPTDims, pack
+from myxtts.model.gpt import GPT, GPTDims, pack
+from myxtts.synthesis.generation import Decoding, Sampling, Speech, choose_by_logits, generate, stream
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DIMS = GPTDims(layers=2, dim=64, heads=4, text_tokens=300)
@@ -149,7 +148,9 @@ NOTHING = torch.zeros(1, 6, dtype=torch.bool)
 
 def drawn(sampling: Sampling, spoken: Tensor = NOTHING, times: int = 4000) -> Tensor:
     """How often each code is chosen."""
-    rows = choose(LOGITS.repeat(times, 1), spoken.repeat(times, 1), sampling, torch.Generator().manual_seed(0))
+    rows = choose_by_logits(
+        LOGITS.repeat(times, 1), spoken.repeat(times, 1), sampling, torch.Generator().manual_seed(0)
+    )
     return rows.bincount(minlength=6) / times
 
 
@@ -177,9 +178,11 @@ def test_the_penalty_counts_what_was_spoken() -> None:
     logits = torch.tensor([[2.0, 1.5, -0.1, -0.15]])
     spoken = torch.tensor([[True, False, False, False]])
     greedy = Sampling(greedy=True, repetition_penalty=2)
-    assert choose(logits, spoken, greedy, None).tolist() == [1]
-    assert choose(logits[:, 2:], spoken[:, :2], greedy, None).tolist() == [1]  # negative logits move away from 0
-    assert choose(logits, spoken, Sampling(greedy=True, repetition_penalty=1), None).tolist() == [0]
+    assert choose_by_logits(logits, spoken, greedy, None).tolist() == [1]
+    assert choose_by_logits(logits[:, 2:], spoken[:, :2], greedy, None).tolist() == [
+        1
+    ]  # negative logits move away from 0
+    assert choose_by_logits(logits, spoken, Sampling(greedy=True, repetition_penalty=1), None).tolist() == [0]
 
 
 def test_the_prompt_counts_as_spoken_unless_told_otherwise(model: GPT, sentences: Any) -> None:

@@ -16,9 +16,23 @@ from torch import Tensor
 from myxtts.config import CONDITIONING_TOKENS
 from myxtts.model.blocks import cover, offsets_of, packed_attention, segment_of, take_rows
 from myxtts.model.conditioning import ClipGroupNorm, pack_frames
-from myxtts.model.gpt import GPT, Losses, grow_text_vocabulary
-from myxtts.model.lora import adapter_state, add_adapters, merge_adapters, store_frozen_in_bf16
-from myxtts.model.packing import AUDIO, IGNORE, PADDING, TEXT, GPTDims, PackedBatch, pack, packed_length
+from myxtts.model.gpt import (
+    AUDIO,
+    GPT,
+    IGNORE,
+    PADDING,
+    TEXT,
+    GPTDims,
+    Losses,
+    PackedBatch,
+    adapter_state,
+    add_adapters,
+    grow_text_vocabulary,
+    merge_adapters,
+    pack,
+    packed_length,
+    store_frozen_in_bf16,
+)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DIMS = GPTDims(layers=2, dim=64, heads=4, text_tokens=300)

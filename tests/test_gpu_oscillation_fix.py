@@ -23,17 +23,16 @@ from conftest import SENTENCES, write_corpus
 from training_fixtures import SMALL
 
 import myxtts.tools.profile
-from myxtts.assembly import rehearsal
-from myxtts.data.gather import Gathered, Gatherer, HostBatch, Job
+from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
 from myxtts.model.xtts import SIZES
-from myxtts.observe.evidence import Evidence
+from myxtts.observe.breakdown import Evidence
+from myxtts.observe.findings import Verdict, judge
 from myxtts.observe.nvml import Reading
 from myxtts.observe.trace import Span
-from myxtts.observe.verdict import Verdict, judge
 from myxtts.settings import load
-from myxtts.tools import anatomy, noted
+from myxtts.tools import dry_run
+from myxtts.tools.dry_run import prepare_corpus
 from myxtts.tools.profile import profile
-from myxtts.tools.trial import prepare_corpus
 
 STEP_US = 50_000
 PERIOD_S = 4.0
@@ -102,7 +101,7 @@ class TheRealPipelineIsProfiled(unittest.TestCase):
         torch.set_num_threads(1)
         self.enterContext(mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder.name}))
         self.enterContext(mock.patch.dict(SIZES, {"tiny": SMALL}))
-        for module in (rehearsal, anatomy, noted, myxtts.tools.profile):  # there is nothing to compile
+        for module in (dry_run, dry_run, dry_run, myxtts.tools.profile):  # there is nothing to compile
             self.enterContext(mock.patch.object(module, "WARM_UP_STEPS", 1))
         corpus = write_corpus(Path(folder.name) / "corpus", [text[:20] for text in SENTENCES[:4]], seconds=1.0)
         flags = {

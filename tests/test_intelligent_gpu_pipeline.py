@@ -17,7 +17,7 @@ from pipeline_fixtures import CPU, PLANS, SHORT, Corpus, assert_same, only_stamp
 from myxtts.config import DataSettings
 from myxtts.data.batches import Cursor
 from myxtts.devices import Gpu, Machine, Plan, announcements, make_plan
-from myxtts.pipeline.buffers import Depths, choose_depths
+from myxtts.pipeline.feed import Depths, choose_depths
 from myxtts.pipeline.frontend import GptFrontend
 
 CARDS = Machine([Gpu(0, "Card 0", 24000), Gpu(1, "Card 1", 48000)], frozenset({(0, 1), (1, 0)}))

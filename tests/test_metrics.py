@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, colours, read_metrics, usage_bars
-from myxtts.observe.watch import (
+from myxtts.observe.findings import (
     CLEAR_REPORTS,
     CPU_CLEAR_REPORTS,
     WARMUP_REPORTS,
@@ -28,7 +27,8 @@ from myxtts.observe.watch import (
     Watch,
     warnings_of,
 )
-from myxtts.screens import ProgressPrinter, progress_line, show_lines, validation_line
+from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, colours, read_metrics, usage_bars
+from myxtts.terminal import ProgressPrinter, progress_line, show_lines, validation_line
 
 REPORT = StepReport(
     stage="gpt",
@@ -405,7 +405,7 @@ def test_only_the_first_process_shows_progress(capsys: pytest.CaptureFixture[str
 
 def test_a_terminal_has_a_moving_line_below_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("myxtts.screens.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("myxtts.terminal.time", SimpleNamespace(monotonic=lambda: now))
     screen = io.StringIO()
     with ProgressPrinter(
         console=Console(file=screen, force_terminal=True, width=200, color_system=None)

@@ -18,8 +18,7 @@ from conftest import SENTENCES, make_voice, write_corpus
 from myxtts import audio
 from myxtts.config import HOP_SAMPLES, DataSettings
 from myxtts.data import corpus as corpus_module
-from myxtts.data.clips import ClipSet, Prepared
-from myxtts.data.decoded import DecodedAudio
+from myxtts.data.clips import ClipSet, DecodedAudio, Prepared
 from myxtts.data.prepare import prepare
 from myxtts.data.store import Store
 from myxtts.errors import DatasetError

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError
-from myxtts.text import fingerprint as fingerprints
 from myxtts.text import normalize as module
 from myxtts.text import tables
+from myxtts.text import tables as fingerprints
 from myxtts.text.normalize import fingerprint, normalize
-from myxtts.text.numbers import plural_form, split_number
-from myxtts.text.spelling import cardinal, ordinal
+from myxtts.text.numbers import cardinal, ordinal, plural_form, split_number
 
 ZWNJ = "\u200c"
 

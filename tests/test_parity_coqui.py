@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from myxtts.model.conditioning import pack_frames
-from myxtts.model.generation import Sampling, generate
-from myxtts.model.packing import GPTDims
+from myxtts.model.gpt import GPTDims
 from myxtts.model.xtts import XTTS, XTTSDims
+from myxtts.synthesis.generation import Sampling, generate
 from myxtts.text.tokenizer import train
 from myxtts.weights import load_folder, save_folder
 

@@ -19,13 +19,11 @@ import torch
 from pipeline_fixtures import PLANS, SHORT, SPEECH, Corpus, Read, assert_same, only_stamps, read, wait_for
 
 from myxtts.config import DataSettings
-from myxtts.devices import Plan, apply_caps
+from myxtts.devices import Lane, Plan, apply_caps
 from myxtts.errors import PipelineError
-from myxtts.lanes import Lane
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import Span, Trace
-from myxtts.pipeline.buffers import Depths
-from myxtts.pipeline.feed import Feed
+from myxtts.pipeline.feed import Depths, Feed
 from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, Frontend, GptFrontend
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)

@@ -16,15 +16,14 @@ from conftest import SENTENCES, write_corpus
 
 from myxtts import audio
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
-from myxtts.data import fill
-from myxtts.data.clips import Prepared, set_aside_list
+from myxtts.data import prepare as prepare_module
+from myxtts.data.clips import DecodeOptions, Prepared, set_aside_list
 from myxtts.data.corpus import read_corpus
-from myxtts.data.decoded import DecodeOptions
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare, spoken_corpus
-from myxtts.data.scripts import warn_of_other_script
 from myxtts.errors import DatasetError
-from myxtts.screens import ProgressLines
+from myxtts.terminal import ProgressLines
 from myxtts.text import tokenizer
+from myxtts.text.language import warn_of_other_script
 
 Prepare = Callable[..., Prepared]
 
@@ -199,10 +198,10 @@ def test_a_file_rewritten_or_deleted_while_it_is_read(corpus: Path, monkeypatch:
             change()
             return pcm
 
-        assert len(fill._decode_clip(corpus, options, read_corpus(corpus).clips[0])) > 0
+        assert len(prepare_module._decode_clip(corpus, options, read_corpus(corpus).clips[0])) > 0
         monkeypatch.setattr(audio, "decode", decode_and_change)
         with pytest.raises(audio.UnusableAudio, match="changed while read"):
-            fill._decode_clip(corpus, options, clip)
+            prepare_module._decode_clip(corpus, options, clip)
         monkeypatch.setattr(audio, "decode", decode)
 
 

@@ -9,8 +9,20 @@ import pytest
 
 from myxtts.config import OPTIMIZATION_LEVELS, PRESETS, Settings
 from myxtts.errors import ConfigError
-from myxtts.settings import Loaded, add_flags, flags_of, load, presets, render_yaml_with_comments, to_yaml
-from myxtts.settings.table import specs
+from myxtts.settings import (
+    Loaded,
+    add_flags,
+    apply_presets,
+    bundle,
+    flags_of,
+    load,
+    preset,
+    preset_for,
+    render_yaml_with_comments,
+    specs,
+    to_yaml,
+    training_hints,
+)
 
 BASIC = {"training.enable_graph_mode": False, "training.enable_xla_compilation": False}
 
@@ -61,12 +73,12 @@ def loaded(command: str = "", text: str | None = None) -> Loaded:
 
 
 def test_a_run_on_the_embedded_corpus_has_a_folder_of_its_own_unless_one_is_named() -> None:
-    after, lines = presets.apply(load(None, {}))
+    after, lines = apply_presets(load(None, {}))
     assert after.settings.training.checkpoint_dir == Path("demo")
     assert lines == ["embedded corpus: training.checkpoint_dir = demo (default checkpoints)"]
     for given in ({"training.checkpoint_dir": "here"}, {"data.train_data": "DIR"}):
         before = load(None, given)
-        assert presets.apply(before) == (before, [])
+        assert apply_presets(before) == (before, [])
 
 
 def value_at(settings: Settings, key: str) -> Any:
@@ -78,8 +90,8 @@ def value_at(settings: Settings, key: str) -> Any:
 
 
 def test_every_name_has_its_bundle_and_no_key_is_in_two_sources() -> None:
-    of_presets = {key for name in PRESETS for key in presets.preset(name)}
-    of_levels = {key for level in OPTIMIZATION_LEVELS for key in presets.bundle(level)}
+    of_presets = {key for name in PRESETS for key in preset(name)}
+    of_levels = {key for level in OPTIMIZATION_LEVELS for key in bundle(level)}
     assert of_levels == set(BASIC)
     assert of_presets.isdisjoint(of_levels), "which of the two wins would depend on their order"
     assert not (of_presets | of_levels) & {"training.preset", "training.optimization_level"}
@@ -87,7 +99,7 @@ def test_every_name_has_its_bundle_and_no_key_is_in_two_sources() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_name_known_keys_with_values_that_load_accepts(name: str) -> None:
-    values = presets.preset(name)
+    values = preset(name)
     settings = load(None, values).settings
     for key, value in values.items():
         assert key in specs()
@@ -97,29 +109,29 @@ def test_presets_name_known_keys_with_values_that_load_accepts(name: str) -> Non
 
 @pytest.mark.parametrize("level", OPTIMIZATION_LEVELS)
 def test_levels_name_known_keys_with_values_that_load_accepts(level: str) -> None:
-    values = presets.bundle(level)
+    values = bundle(level)
     settings = load(None, values).settings
     assert all(value_at(settings, key) == value for key, value in values.items())
 
 
 @pytest.mark.parametrize("name", ORDERED)
 def test_presets_of_the_order_are_its_starting_points(name: str) -> None:
-    assert presets.preset(name) == ORDERED[name]
+    assert preset(name) == ORDERED[name]
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_caps_of_a_preset_fit_its_card_and_larger_cards_get_larger_batches(name: str) -> None:
-    values, memory_mb = presets.preset(name), 1024 * int(name.removesuffix("gb"))
+    values, memory_mb = preset(name), 1024 * int(name.removesuffix("gb"))
     assert values["data.data_gpu_memory"] + values["data.model_gpu_memory"] <= memory_mb
     larger = PRESETS[PRESETS.index(name) + 1 :]
-    assert all(presets.preset(other)["data.batch_size"] > values["data.batch_size"] for other in larger)
+    assert all(preset(other)["data.batch_size"] > values["data.batch_size"] for other in larger)
 
 
 def test_the_bundles_handed_out_are_copies() -> None:
-    presets.preset("12gb").clear()
-    presets.bundle("basic").clear()
-    assert presets.preset("12gb")
-    assert presets.bundle("basic")
+    preset("12gb").clear()
+    bundle("basic").clear()
+    assert preset("12gb")
+    assert bundle("basic")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +147,7 @@ def test_the_bundles_handed_out_are_copies() -> None:
     ],
 )
 def test_a_card_gets_the_largest_preset_that_its_reported_memory_carries(memory_mb: int, name: str) -> None:
-    assert presets.preset_for(memory_mb) == name
+    assert preset_for(memory_mb) == name
 
 
 def test_a_preset_that_does_not_exist_is_answered_with_the_nearest() -> None:
@@ -148,15 +160,15 @@ def test_a_preset_that_does_not_exist_is_answered_with_the_nearest() -> None:
 
 def test_nothing_is_changed_or_said_when_neither_is_asked_for() -> None:
     for before in (loaded(), loaded(text=render_yaml_with_comments())):
-        after, lines = presets.apply(before)
+        after, lines = apply_presets(before)
         assert after == before
         assert lines == []
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_all_its_settings_and_says_each(name: str) -> None:
-    after, lines = presets.apply(loaded(f"--preset {name} --init-from DIR"))
-    values = presets.preset(name)
+    after, lines = apply_presets(loaded(f"--preset {name} --init-from DIR"))
+    values = preset(name)
     assert {key: value_at(after.settings, key) for key in values} == values
     assert [line.split()[2] for line in lines] == list(values)
     assert all(line.startswith(f"preset {name}: ") for line in lines)
@@ -166,17 +178,17 @@ def test_a_preset_sets_all_its_settings_and_says_each(name: str) -> None:
 
 
 def test_lines_show_the_default_that_is_replaced() -> None:
-    _, lines = presets.apply(loaded("--preset 12gb"))
+    _, lines = apply_presets(loaded("--preset 12gb"))
     assert "preset 12gb: data.batch_size = 8 (default 16)" in lines
     assert "preset 12gb: model.gradient_checkpointing = true (default false)" in lines
-    _, lines = presets.apply(loaded("--preset 16gb"))
+    _, lines = apply_presets(loaded("--preset 16gb"))
     assert "preset 16gb: data.num_workers = 16 (the default)" in lines
 
 
 def test_what_a_preset_set_counts_as_asked_for() -> None:
     before = loaded("--preset 24gb")
     assert not before.is_set("data.prefetch_buffer_size")
-    after, _ = presets.apply(before)
+    after, _ = apply_presets(before)
     assert after.origin["data.prefetch_buffer_size"] == "preset"
     assert after.is_set("data.prefetch_buffer_size")
     assert after.is_set("data.num_workers"), "also where the preset repeats the default"
@@ -185,7 +197,7 @@ def test_what_a_preset_set_counts_as_asked_for() -> None:
 
 
 def test_flags_and_lines_of_the_file_win_over_a_preset_and_are_said() -> None:
-    after, lines = presets.apply(loaded("--batch-size 16 --preset 12gb", "data: {num_workers: 3}"))
+    after, lines = apply_presets(loaded("--batch-size 16 --preset 12gb", "data: {num_workers: 3}"))
     assert after.settings.data.batch_size == 16  # a flag counts even when it repeats the default
     assert after.settings.data.num_workers == 3
     assert after.settings.data.prefetch_buffer_size == 8
@@ -193,25 +205,25 @@ def test_flags_and_lines_of_the_file_win_over_a_preset_and_are_said() -> None:
     assert after.origin["data.num_workers"] == "file"
     assert "preset 12gb: data.batch_size stays 16 (flag --batch-size)" in lines
     assert "preset 12gb: data.num_workers stays 3 (file.yaml)" in lines
-    assert len(lines) == len(presets.preset("12gb"))
+    assert len(lines) == len(preset("12gb"))
 
 
 def test_a_preset_named_in_the_shipped_file_works_although_the_file_lists_every_key() -> None:
     text = render_yaml_with_comments().replace("preset: null", "preset: 24gb")
-    after, _ = presets.apply(loaded(text=text))
+    after, _ = apply_presets(loaded(text=text))
     assert after.settings.data.batch_size == 32
 
 
 def test_adapters_are_left_out_of_a_start_from_scratch() -> None:
-    after, lines = presets.apply(loaded("--preset 8gb"))
+    after, lines = apply_presets(loaded("--preset 8gb"))
     assert after.settings.model.lora_rank == 0
     assert not after.is_set("model.lora_rank")
     assert "preset 8gb: model.lora_rank stays 0 (only for fine-tuning: with --init-from)" in lines
-    assert presets.apply(loaded("--preset 8gb --init-from DIR"))[0].settings.model.lora_rank == 16
+    assert apply_presets(loaded("--preset 8gb --init-from DIR"))[0].settings.model.lora_rank == 16
 
 
 def test_the_basic_level_runs_the_plain_step() -> None:
-    after, lines = presets.apply(loaded("--optimization-level basic"))
+    after, lines = apply_presets(loaded("--optimization-level basic"))
     assert not after.settings.training.enable_graph_mode
     assert not after.settings.training.enable_xla_compilation
     assert after.settings.data.optimize_cpu_gpu_overlap
@@ -220,7 +232,7 @@ def test_the_basic_level_runs_the_plain_step() -> None:
 
 
 def test_a_switch_the_user_set_wins_over_the_level_and_is_named_by_the_right_flag() -> None:
-    after, lines = presets.apply(
+    after, lines = apply_presets(
         loaded("--optimization-level basic --enable-graph-mode --disable-xla-compilation")
     )
     assert after.settings.training.enable_graph_mode
@@ -232,23 +244,23 @@ def test_a_switch_the_user_set_wins_over_the_level_and_is_named_by_the_right_fla
 
 @pytest.mark.parametrize("level", ["enhanced", "experimental"])
 def test_levels_that_set_nothing_say_so_when_asked_for(level: str) -> None:
-    after, lines = presets.apply(loaded(f"--optimization-level {level}"))
+    after, lines = apply_presets(loaded(f"--optimization-level {level}"))
     assert len(lines) == 1 and lines[0].startswith(f"optimization level {level}: no setting is changed")
     assert ("many kernels" in lines[0]) == (level == "experimental")
     assert after.settings.training.enable_graph_mode
 
 
 def test_level_and_preset_go_together_and_applying_twice_changes_nothing() -> None:
-    once = presets.apply(loaded("--optimization-level basic --preset 8gb --init-from DIR --num-workers 2"))
+    once = apply_presets(loaded("--optimization-level basic --preset 8gb --init-from DIR --num-workers 2"))
     assert once[0].settings.data.batch_size == 4
     assert not once[0].settings.training.enable_graph_mode
-    assert presets.apply(once[0]) == once
+    assert apply_presets(once[0]) == once
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_applied_settings_survive_being_written_down(name: str) -> None:
-    after, _ = presets.apply(loaded(f"--preset {name} --optimization-level basic --init-from DIR"))
-    again, _ = presets.apply(loaded(text=to_yaml(after.settings)))
+    after, _ = apply_presets(loaded(f"--preset {name} --optimization-level basic --init-from DIR"))
+    again, _ = apply_presets(loaded(text=to_yaml(after.settings)))
     assert again.settings == after.settings
 
 
@@ -260,10 +272,10 @@ GOOD = "--train-data DIR --max-steps 20000 --preset 24gb"
 
 def hints_for(command: str = GOOD, **facts: Any) -> list[str]:
     """Hints for a command on a good machine with a corpus of ten hours, or with other facts."""
-    settings = presets.apply(loaded(command))[0].settings
+    settings = apply_presets(loaded(command))[0].settings
     known: dict[str, Any] = {"num_gpus": 1, "gpu_memory_mb": 24210, "num_clips": 6000, "cores": 32}
     known |= {"num_val_clips": 100, "speech_hours": 10.0}
-    return presets.hints(settings, **(known | facts))
+    return training_hints(settings, **(known | facts))
 
 
 def test_good_settings_get_no_hint() -> None:

@@ -23,20 +23,27 @@ from training_fixtures import Clips, clips, small, train
 
 import myxtts.cli
 import myxtts.tools.profile
-from myxtts.assembly import rehearsal
-from myxtts.data.gather import Gathered, Gatherer, HostBatch, Job
+from myxtts.cli import add_tool_commands
+from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError
 from myxtts.observe.findings import Finding
 from myxtts.pipeline.frontend import DvaeFrontend
 from myxtts.settings import Loaded, load
-from myxtts.tool_commands import add_tool_commands
-from myxtts.tool_screens import show_profile
-from myxtts.tools import anatomy, noted
-from myxtts.tools.data_analysis import CODES, findings_of
-from myxtts.tools.data_timing import AudioAnalysis, FeedAnalysis, TextAnalysis, Timing, time_host
-from myxtts.tools.profile import Profile, profile
-from myxtts.tools.trial import prepare_corpus
+from myxtts.terminal import show_profile
+from myxtts.tools import dry_run
+from myxtts.tools.dry_run import prepare_corpus
+from myxtts.tools.profile import (
+    CODES,
+    AudioAnalysis,
+    FeedAnalysis,
+    Profile,
+    TextAnalysis,
+    Timing,
+    findings_of,
+    profile,
+    time_host,
+)
 
 __all__ = ["clips", "small"]
 
@@ -58,10 +65,10 @@ def loaded_with(corpus: Path, **flags: str) -> Loaded:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warm up for one step: there is nothing to compile."""
-    for module in (rehearsal, anatomy, noted, myxtts.tools.profile):
+    for module in (dry_run, dry_run, dry_run, myxtts.tools.profile):
         monkeypatch.setattr(module, "WARM_UP_STEPS", 1)
-    monkeypatch.setattr(anatomy, "SPLIT_STEPS", 1)
-    monkeypatch.setattr(anatomy, "KERNEL_STEPS", 1)
+    monkeypatch.setattr(dry_run, "SPLIT_STEPS", 1)
+    monkeypatch.setattr(dry_run, "KERNEL_STEPS", 1)
 
 
 @pytest.fixture
@@ -159,7 +166,7 @@ def test_a_batch_that_was_begun_before_the_first_measured_step_is_followed_to_it
 ) -> None:
     plant_slow_gathering(monkeypatch)
     loaded = loaded_with(clips(4))
-    measured = noted.NotedRehearsal(loaded, prepare_corpus(loaded.settings), "dvae").measure(3, traced=True)
+    measured = dry_run.NotedRehearsal(loaded, prepare_corpus(loaded.settings), "dvae").measure(3, traced=True)
     gathered = {span.batch for span in measured.spans if span.name == "gather"}
     waited = [span.batch for span in measured.spans if span.name == "wait" and span.duration_us > 5000]
     assert waited and set(waited) <= gathered
@@ -170,9 +177,9 @@ def test_codes_are_all_there_when_the_long_run_is_measured(
 ) -> None:
     order: list[str] = []
     for name in ("fill_codes", "steady"):
-        kept = getattr(noted.NotedRehearsal, name)
+        kept = getattr(dry_run.NotedRehearsal, name)
         monkeypatch.setattr(
-            noted.NotedRehearsal,
+            dry_run.NotedRehearsal,
             name,
             lambda self, *given, name=name, kept=kept: order.append(name) or kept(self, *given),
         )
@@ -184,8 +191,8 @@ def test_memory_that_grows_below_an_earlier_peak_is_a_leak(
     run: Callable[..., Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = iter(range(1000, 10_000, 5))
-    monkeypatch.setattr(noted, "allocated_mb", lambda _: float(next(held)))
-    monkeypatch.setattr(noted.NotedRehearsal, "_gpus", lambda _: {"gpu": 0})
+    monkeypatch.setattr(dry_run, "allocated_mb", lambda _: float(next(held)))
+    monkeypatch.setattr(dry_run.NotedRehearsal, "_gpus", lambda _: {"gpu": 0})
     assert run({"num_steps": 20}).findings[0].code == "memory-growth"
 
 
@@ -285,18 +292,18 @@ def test_kernels_of_the_training_stream_show_launch_gaps_and_waits_of_the_host()
     syncs = [
         kernel(at, at + 1, 0, "cudaStreamSynchronize", "CPU") for at in (3, 1010, 1110, 1210, 1310, 1410, 9999)
     ]
-    share, waits = anatomy._rhythm([*warming, *training, *syncs], num_steps=3)
+    share, waits = dry_run._rhythm([*warming, *training, *syncs], num_steps=3)
     assert share == pytest.approx(600 / 960)
     assert waits == pytest.approx(1.0)  # five inside, two of which are the measurement's own
-    assert anatomy._rhythm([], 3) == (None, None)
+    assert dry_run._rhythm([], 3) == (None, None)
 
 
 def test_kernels_before_the_first_step_are_no_launch_gaps() -> None:
     """Where the front end shares the stream of the step, it fills the buffers there beforehand."""
     filling = [kernel(100 * number, 100 * number + 5, stream=8) for number in range(10)]
     training = [kernel(9000 + 100 * number, 9100 + 100 * number, stream=8) for number in range(10)]
-    steps = [kernel(8990 + 500 * number, 9000 + 500 * number, 0, noted.STEP_RANGE, "CPU") for number in range(2)]
-    assert anatomy._rhythm([*filling, *steps, *training], num_steps=2)[0] == pytest.approx(1.0)
+    steps = [kernel(8990 + 500 * number, 9000 + 500 * number, 0, dry_run.STEP_RANGE, "CPU") for number in range(2)]
+    assert dry_run._rhythm([*filling, *steps, *training], num_steps=2)[0] == pytest.approx(1.0)
 
 
 @pytest.mark.gpu
@@ -337,7 +344,7 @@ def test_a_slow_host_is_set_against_the_step_of_the_users_gpu(
     run: Callable[..., Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant_slow_gathering(monkeypatch)
-    monkeypatch.setattr("myxtts.tools.data_analysis.usable_cores", lambda: 4)
+    monkeypatch.setattr("myxtts.tools.profile.usable_cores", lambda: 4)
     found = run({"data_only": True, "num_steps": 4, "step_ms": 1000 * SLOW_S / 4})
     assert found.data is not None
     assert found.data.feed.idle_share == pytest.approx(0.75, abs=0.1)
@@ -353,7 +360,7 @@ def test_a_slow_host_is_set_against_the_step_of_the_users_gpu(
 
 def test_more_threads_gather_more(clips: Clips, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_slow_gathering(monkeypatch)
-    monkeypatch.setattr("myxtts.tools.data_timing.usable_cores", lambda: 4)
+    monkeypatch.setattr("myxtts.tools.profile.usable_cores", lambda: 4)
     prepared = prepare_corpus(loaded_with(clips(4)).settings)
     one, four = (
         time_host(prepared.train, loaded_with(clips(4), data__num_workers=count).settings.data, 8)

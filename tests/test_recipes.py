@@ -13,16 +13,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from myxtts.config import NUM_STOPS
-from myxtts.data.layout import Sizes
-from myxtts.model.discriminators import Discriminators, Resolution
+from myxtts.data.batches import Sizes
 from myxtts.model.dvae import DVAE
-from myxtts.model.gpt import GPT
-from myxtts.model.lora import add_adapters
-from myxtts.model.packing import AUDIO, TEXT, GPTDims, PackedBatch, packed_length
-from myxtts.model.speaker import SpeakerEncoder
-from myxtts.model.vocoder import HifiGanDecoder, num_samples
-from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
-from myxtts.training.recipes.gpt import MANY_LAYERS
+from myxtts.model.gpt import AUDIO, GPT, TEXT, GPTDims, PackedBatch, add_adapters, packed_length
+from myxtts.model.vocoder import Discriminators, HifiGanDecoder, Resolution, SpeakerEncoder, num_samples
+from myxtts.training.recipes import MANY_LAYERS, DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
 
 Batch = dict[str, Tensor]
 DIMS = GPTDims(

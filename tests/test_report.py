@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from myxtts.observe.charts import Curve, line_chart, ticks
 from myxtts.observe.findings import Finding
-from myxtts.observe.history import duration, stages_of, thinned
-from myxtts.observe.metrics import MetricsLog, StepReport
-from myxtts.observe.report import render_report, write_report
+from myxtts.observe.metrics import MetricsLog, StepReport, duration, stages_of, thinned
+from myxtts.observe.report import Curve, line_chart, render_report, ticks, write_report
 from myxtts.observe.trace import Counter, Span
 
 REPORT = StepReport(

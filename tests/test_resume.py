@@ -25,8 +25,8 @@ from training_fixtures import (
 )
 from training_processes import Server, server
 
-import myxtts.checkpoint
-from myxtts.model.codebook import Codebook
+import myxtts.checkpoints
+from myxtts.model.dvae import Codebook
 
 __all__ = ["clips", "server", "small"]
 
@@ -179,14 +179,14 @@ def test_a_damaged_checkpoint_costs_only_the_steps_behind_the_one_before(
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     """Refuse the checkpoints of some steps."""
-    write = myxtts.checkpoint.save_file
+    write = myxtts.checkpoints.save_file
 
     def refuse(content: object, path: Path, *rest: object) -> None:
         if any(f"step-{number:08d}" in str(path) for number in numbers):
             raise OSError(errno.ENOSPC, "No space left on device")
         write(content, path, *rest)
 
-    monkeypatch.setattr(myxtts.checkpoint, "save_file", refuse)
+    monkeypatch.setattr(myxtts.checkpoints, "save_file", refuse)
 
 
 def test_a_full_disk_costs_a_checkpoint_and_the_training_goes_on(
@@ -205,7 +205,7 @@ def test_a_full_disk_at_the_start_is_told_in_words(
     def refuse(*_: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(myxtts.checkpoint, "save_file", refuse)
+    monkeypatch.setattr(myxtts.checkpoints, "save_file", refuse)
     assert train(tmp_path / "run", clips(4), "--stages dvae") == 1
     shown = capsys.readouterr().err
     assert f"error: No room for {tmp_path / 'run' / 'base.safetensors'}: No space left on device (" in shown

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved whole or not at all, found again after kills, full disks and damaged files."""
+"""Checkpoints of a run: saved whole or not at all, found again after kills, full disks and damaged checkpoints."""
 
 import errno
 import logging
@@ -14,14 +14,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from myxtts import checkpoint
+import myxtts.checkpoints
+from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, differences, require_same, to_host
 from myxtts.errors import ConfigError, DatasetError
-from myxtts.run import Checkpoints, Loaded, Snapshot, differences, lock, require_same, to_host
+from myxtts.files import lock
 
 LOCK_AND_WAIT = """
 import sys
 from pathlib import Path
-from myxtts.run import lock
+from myxtts.files import lock
 with lock(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
@@ -127,7 +128,7 @@ def snapshot(value: int) -> Snapshot:
     return Snapshot(tensors, {"layer.weight.exp_avg": torch.full((40, 5), value / 3)}, {"value": value})
 
 
-def assert_same(found: Loaded | None, step: int, expected: Snapshot) -> None:
+def assert_same(found: LoadedCheckpoint | None, step: int, expected: Snapshot) -> None:
     assert found is not None
     assert (found.step, found.state) == (step, expected.state)
     for tensors, originals in ((found.weights, expected.weights), (found.optimizer, expected.optimizer)):
@@ -189,13 +190,13 @@ def test_other_programs_can_read_the_weights(tmp_path: Path) -> None:
 
 
 def test_a_background_save_does_not_see_later_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, save_file = threading.Event(), checkpoint.save_file
+    may_write, save_file = threading.Event(), myxtts.checkpoints.save_file
 
     def late_save_file(tensors: dict[str, Tensor], path: Path) -> None:
         assert may_write.wait(30)
         save_file(tensors, path)
 
-    monkeypatch.setattr(checkpoint, "save_file", late_save_file)
+    monkeypatch.setattr(myxtts.checkpoints, "save_file", late_save_file)
     live, state = torch.arange(6.0).requires_grad_(), {"losses": [1.0]}
     checkpoints = Checkpoints(tmp_path / "gpt", keep=2)
     checkpoints.save(1, Snapshot(to_host({"w": live}), {}, state))
@@ -210,7 +211,7 @@ def test_a_background_save_does_not_see_later_changes(tmp_path: Path, monkeypatc
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, save_file, at_work, most_at_work = threading.Event(), checkpoint.save_file, [], []
+    may_write, save_file, at_work, most_at_work = threading.Event(), myxtts.checkpoints.save_file, [], []
 
     def watched_save_file(tensors: dict[str, Tensor], path: Path) -> None:
         at_work.append(path)
@@ -219,7 +220,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
         save_file(tensors, path)
         at_work.remove(path)
 
-    monkeypatch.setattr(checkpoint, "save_file", watched_save_file)
+    monkeypatch.setattr(myxtts.checkpoints, "save_file", watched_save_file)
     checkpoints = Checkpoints(tmp_path / "gpt", keep=2)
     checkpoints.save(1, snapshot(1))
     second = threading.Thread(target=checkpoints.save, args=(2, snapshot(2)))
@@ -333,7 +334,11 @@ def test_leftovers_of_a_killed_save_are_removed_by_the_next_save_only(tmp_path: 
     [
         (os, "fsync", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
         (os, "fsync", OSError(errno.EIO, os.strerror(errno.EIO))),
-        (checkpoint, "save_file", checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")),
+        (
+            myxtts.checkpoints,
+            "save_file",
+            myxtts.checkpoints.SafetensorError("I/O error: No space left on device (os error 28)"),
+        ),
         (Path, "rename", OSError(errno.EIO, os.strerror(errno.EIO))),
     ],
 )

@@ -12,15 +12,14 @@ import torch
 from conftest import make_voice
 from training_fixtures import Clips, clips, newest, small, train
 
-from myxtts.assembly.folder import RunFolder
-from myxtts.assembly.voice import load_synthesizer
-from myxtts.checkpoint import UnreadableWeights
+from myxtts.checkpoints import UnreadableWeights
 from myxtts.cli import main
 from myxtts.config import SAMPLE_RATE
 from myxtts.observe.findings import Finding
+from myxtts.run_dir import RunFolder
 from myxtts.settings import load
-from myxtts.synthesis.griffin_lim import GriffinLim
-from myxtts.synthesis.speech import OWN_SAMPLING
+from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer
+from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.text.tokenizer import Tokenizer, extend
 from myxtts.tools.check import check
 from myxtts.training.recipes import DvaeRecipe

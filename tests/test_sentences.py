@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxtts.config import LANGUAGES
-from myxtts.synthesis.sentences import CHARACTER_LIMITS, shorten, split
+from myxtts.synthesis.text import CHARACTER_LIMITS, shorten, split
 
 LONG = "; ".join(["we walked along the river, and we counted all the bridges"] * 6)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from myxtts.model.speaker import SpeakerEncoder, attentive_statistics
+from myxtts.model.vocoder import SpeakerEncoder, attentive_statistics
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TOLERANCE = 1e-4

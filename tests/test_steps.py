@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from myxtts.observe import steps
-from myxtts.observe.steps import MOST_PENDING, WARMUP_STEPS, StepClock, StepTime, Summary
+from myxtts.observe import trace
+from myxtts.observe.trace import MOST_PENDING_STEPS, WARMUP_STEPS, StepClock, StepTime, Summary
 
 
 class HostClock:
@@ -25,7 +25,7 @@ class HostClock:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> HostClock:
     clock = HostClock()
-    monkeypatch.setattr(steps.time, "perf_counter", lambda: clock.at_s)
+    monkeypatch.setattr(trace.time, "perf_counter", lambda: clock.at_s)
     return clock
 
 
@@ -57,7 +57,7 @@ class FakeEvent:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStream]:
     fake = FakeStream()
-    monkeypatch.setattr(steps, "_timing_event", fake.event)
+    monkeypatch.setattr(trace, "_timing_event", fake.event)
     return fake
 
 
@@ -142,14 +142,14 @@ def test_a_long_run_needs_few_events_and_bounded_memory(stream: FakeStream) -> N
 def test_a_device_far_behind_drops_steps_and_invents_no_gaps(stream: FakeStream) -> None:
     clock = StepClock(stream)
     stream.is_held = True
-    for _ in range(MOST_PENDING + 40):
+    for _ in range(MOST_PENDING_STEPS + 40):
         take_step(clock, stream, 1, 2)
     stream.is_held = False
     take_step(clock, stream, 1, 2)
     take_step(clock, stream, 1, 2)
     times = clock.collect()
     assert clock.num_dropped == 40
-    assert [time.step for time in times[-2:]] == [MOST_PENDING + 40, MOST_PENDING + 41]
+    assert [time.step for time in times[-2:]] == [MOST_PENDING_STEPS + 40, MOST_PENDING_STEPS + 41]
     assert [time.gap_ms for time in times[-2:]] == [0, 1]
     assert max(time.gap_ms for time in times) == 1
 

@@ -18,26 +18,37 @@ import torch
 import torch.nn.functional as F
 
 from myxtts.audio import Wave
-from myxtts.checkpoint import UnreadableWeights, write_pth
+from myxtts.checkpoints import UnreadableWeights, write_pth
 from myxtts.cli import main
+from myxtts.devices import Lane
 from myxtts.errors import ConfigError, DatasetError, PipelineError
-from myxtts.lanes import Lane
-from myxtts.model import generation
-from myxtts.model.generation import Sampling
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import SIZES, XTTS
-from myxtts.synthesis import guards, voices
-from myxtts.synthesis.griffin_lim import GriffinLim
-from myxtts.synthesis.guards import Bounds, bounds, trouble
-from myxtts.synthesis.loudness import FAINT_NOTE, Loudness, is_faint
-from myxtts.synthesis.reading import Limits, Reader, UnspeakableText
-from myxtts.synthesis.speech import PUBLISHED_SAMPLING, SILENT, Speech, as_asked
-from myxtts.synthesis.synthesizer import Synthesizer, usable_vocoder
-from myxtts.synthesis.takes import Manner
-from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, REACH_FRAMES, HifiGan, Stretch
+from myxtts.synthesis import generation, voices
+from myxtts.synthesis import text as guards
+from myxtts.synthesis.generation import Draft, Sampling, Shape, Writer, Writers, Written, choose, draws, guided
+from myxtts.synthesis.synthesizer import (
+    PUBLISHED_SAMPLING,
+    SILENT,
+    Manner,
+    Speech,
+    Synthesizer,
+    as_asked,
+    usable_vocoder,
+)
+from myxtts.synthesis.text import Bounds, Limits, Reader, UnspeakableText, bounds, trouble
+from myxtts.synthesis.vocoding import (
+    FAINT_NOTE,
+    GPU_FRAMES_STEP,
+    REACH_FRAMES,
+    GriffinLim,
+    HifiGan,
+    Loudness,
+    Stretch,
+    is_faint,
+)
 from myxtts.synthesis.voices import UnusableReference, Voice, VoiceFolder, _chunks, published_voices
-from myxtts.synthesis.writer import Draft, Shape, Writer, Writers, Written, choose, draws, guided
 from myxtts.text.tokenizer import Tokenizer, train
 from myxtts.weights import save_folder
 
@@ -304,7 +315,7 @@ def test_codes_are_drawn_as_generation_draws_them(sampling: Sampling) -> None:
     times = 20000
     logits, spoken = 2 * torch.randn(1, 12).expand(times, -1), (torch.arange(12) % 3 == 0).expand(times, -1)
     ours = choose(logits, spoken, sampling, torch.rand(times)).bincount(minlength=12) / times
-    theirs = generation.choose(logits, spoken, sampling, None).bincount(minlength=12) / times
+    theirs = generation.choose_by_logits(logits, spoken, sampling, None).bincount(minlength=12) / times
     torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0)
     assert torch.equal(ours > 0, theirs > 0)
 
@@ -895,7 +906,7 @@ def test_who_watches_sees_how_far_it_is(
 ) -> None:
     bars = Bars()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("myxtts.screens.ProgressLines", lambda: bars)
+    monkeypatch.setattr("myxtts.terminal.ProgressLines", lambda: bars)
     given = ["--speaker", str(reference), "--language", "en", "--seed", "4", "--out", str(tmp_path / "out.wav")]
     assert main(["speak", LONG_TEXT, "--model", str(folders["loud"]), *given]) == 0
     assert bars.shown[-1][0] == "Making the sound" and bars.shown[-1][2][-1] == 3

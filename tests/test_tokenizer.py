@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError, DatasetError
-from myxtts.text.merges import joined, learn_merges
-from myxtts.text.tokenizer import Tokenizer, describe_characters, extend, train
+from myxtts.text.tokenizer import Tokenizer, describe_characters, extend, joined, learn_merges, train
 
 ENGLISH = [
     "the quick brown fox, the lazy dog; the end.", "it's the thing that they thought of then!",

@@ -20,10 +20,10 @@ from training_fixtures import (
     steps,
 )
 
-from myxtts.assembly.folder import RunFolder
 from myxtts.cli import main
 from myxtts.config import STAGES
-from myxtts.settings.table import specs
+from myxtts.run_dir import RunFolder
+from myxtts.settings import specs
 
 __all__ = ["clips", "run", "small"]
 

@@ -14,13 +14,13 @@ from pipeline_fixtures import SEED, Corpus, codes_alone, crop_mels_alone, num_op
 from torch import Tensor
 from training_fixtures import Clips, assert_equal_tensors, clips, losses, measured, newest, small, steps, train
 
-from myxtts.assembly.folder import RunFolder
 from myxtts.config import DataSettings
 from myxtts.data.prepare import prepare
 from myxtts.model.conditioning import pack_frames
-from myxtts.model.packing import pack, packed_length
+from myxtts.model.gpt import pack, packed_length
 from myxtts.model.xtts import XTTS
-from myxtts.observe.steps import StepClock
+from myxtts.observe.trace import StepClock
+from myxtts.run_dir import RunFolder
 from myxtts.training.recipes import GptRecipe
 from myxtts.training.trainer import MOST_SKIPPED
 
@@ -160,7 +160,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(
     clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = iter([3.0, 1.0, 2.0, 2.5, 1.5, 4.0])
-    monkeypatch.setattr("myxtts.assembly.stage.validate", lambda *_: ({"total": next(found)}, {}))
+    monkeypatch.setattr("myxtts.run.validate", lambda *_: ({"total": next(found)}, {}))
     flags = f"--stages dvae --max-steps 6 --val-step 1 --save-step 1 --keep 2 --val-data {clips(3)}"
     assert train(tmp_path / "run", clips(4), flags) == 0
     assert saved_steps(tmp_path / "run", "dvae") == [2, 5, 6]
@@ -173,7 +173,7 @@ def test_training_ends_early_when_validations_no_longer_improve(
     clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = iter([3.0, 1.0, 2.0, 2.5, 0.5])
-    monkeypatch.setattr("myxtts.assembly.stage.validate", lambda *_: ({"total": next(found)}, {}))
+    monkeypatch.setattr("myxtts.run.validate", lambda *_: ({"total": next(found)}, {}))
     flags = f"--stages dvae --max-steps 50 --val-step 2 --early-stop 2 --val-data {clips(3)}"
     assert train(tmp_path / "run", clips(4), flags) == 0
     last = newest(tmp_path / "run", "dvae")

@@ -19,13 +19,19 @@ from myxtts.data.clips import Prepared
 from myxtts.devices import Gpu, Machine
 from myxtts.errors import ConfigError, PipelineError
 from myxtts.observe.trace import Span
-from myxtts.settings import Loaded, load, presets, render_yaml_with_comments
-from myxtts.tool_screens import show_tuning
-from myxtts.tools.config_patch import apply_patch, patched, value_of, with_values
-from myxtts.tools.experiment import Tuning
-from myxtts.tools.noted import drained_batches
-from myxtts.tools.trial import Refused, Trial, prepare_corpus, try_out, try_out_apart
-from myxtts.tools.tune import CODES, tune
+from myxtts.settings import (
+    Loaded,
+    apply_patch,
+    apply_presets,
+    load,
+    patched,
+    render_yaml_with_comments,
+    value_of,
+    with_values,
+)
+from myxtts.terminal import show_tuning
+from myxtts.tools.dry_run import Refused, Trial, drained_batches, prepare_corpus, try_out, try_out_apart
+from myxtts.tools.tune import CODES, Tuning, tune
 
 __all__ = ["clips", "small"]
 
@@ -67,7 +73,7 @@ def corpus(small: None, clips: Clips, run_prepare: Callable[..., Prepared]) -> P
 
 
 def loaded_with(**flags: str) -> Loaded:
-    loaded, _ = presets.apply(load(None, {key.replace("__", "."): value for key, value in flags.items()}))
+    loaded, _ = apply_presets(load(None, {key.replace("__", "."): value for key, value in flags.items()}))
     return loaded
 
 

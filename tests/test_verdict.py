@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from myxtts.config import DataSettings, Settings, TrainingSettings
-from myxtts.observe.evidence import Evidence
+from myxtts.observe.breakdown import Evidence
+from myxtts.observe.findings import CODES, Verdict, judge
 from myxtts.observe.nvml import Reading
-from myxtts.observe.steps import StepTime, Summary
-from myxtts.observe.trace import Counter, Span
-from myxtts.observe.verdict import CODES, Verdict, judge
+from myxtts.observe.trace import Counter, Span, StepTime, Summary
 
 ROOT = Path(__file__).parent.parent
 PROFILING = ROOT / "docs" / "profiling.md"

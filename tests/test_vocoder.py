@@ -10,14 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from myxtts.model.discriminators import (
+from myxtts.model.vocoder import (
     RESOLUTIONS,
     Discriminators,
+    HifiGanDecoder,
     Judgement,
     PeriodDiscriminator,
     ResolutionDiscriminator,
+    modern_names,
+    num_frames,
+    num_samples,
 )
-from myxtts.model.vocoder import HifiGanDecoder, modern_names, num_frames, num_samples
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SIZES = ("decoder_input_dim", "upsample_initial_channel", "d_vector_dim")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from myxtts.assembly.folder import inherited
-from myxtts.checkpoint import UnreadableWeights, read_tensors, require_match, write_pth, write_tensors
+from myxtts.checkpoints import UnreadableWeights, read_tensors, require_match, write_pth, write_tensors
 from myxtts.errors import DatasetError
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims, canonical_names, dims_of
+from myxtts.run_dir import inherited
 from myxtts.text.tokenizer import Tokenizer, extend, train
 from myxtts.weights import Provenance, load_folder, read_folder, save_folder
 

@@ -16,23 +16,22 @@ import yaml
 from conftest import SENTENCES, write_corpus
 from torch import Tensor
 
-import myxtts.assembly.stage
-import myxtts.data.gather
+import myxtts.data.batches
 import myxtts.model.vocoder
 import myxtts.pipeline.frontend
-from myxtts.assembly import feeds
-from myxtts.assembly.folder import RunFolder
+import myxtts.run
+from myxtts.checkpoints import LoadedCheckpoint
 from myxtts.cli import main
-from myxtts.data.layout import Sizes
+from myxtts.data.batches import Sizes
 from myxtts.devices import Machine
-from myxtts.model.discriminators import Discriminators, Resolution
-from myxtts.model.packing import GPTDims
+from myxtts.model.gpt import GPTDims
+from myxtts.model.vocoder import Discriminators, Resolution
 from myxtts.model.xtts import SIZES, XTTSDims
 from myxtts.observe.metrics import read_metrics
-from myxtts.pipeline.buffers import Depths
-from myxtts.pipeline.feed import Feed
+from myxtts.pipeline import feed
+from myxtts.pipeline.feed import Depths, Feed
 from myxtts.reports import TrainingReports
-from myxtts.run import Loaded
+from myxtts.run_dir import RunFolder
 from myxtts.training.recipes import DvaeRecipe
 
 SMALL = XTTSDims(
@@ -61,10 +60,10 @@ def shrink(monkeypatch: pytest.MonkeyPatch, *, with_gpus: bool = False) -> None:
     monkeypatch.setitem(SIZES, "tiny", SMALL)
     if not with_gpus:
         monkeypatch.setattr(Machine, "look", classmethod(lambda cls: cls()))
-    monkeypatch.setattr(myxtts.assembly.stage, "Discriminators", judges)
+    monkeypatch.setattr(myxtts.run, "Discriminators", judges)
     monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_KERNELS", (3,))
     monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_DILATIONS", (1,))
-    monkeypatch.setattr(myxtts.data.gather, "SEGMENT_CODES", _SHORT_SEGMENT)
+    monkeypatch.setattr(myxtts.data.batches, "SEGMENT_CODES", _SHORT_SEGMENT)
     monkeypatch.setattr(myxtts.pipeline.frontend, "SEGMENT_CODES", _SHORT_SEGMENT)
 
 
@@ -113,7 +112,7 @@ def train(folder: Path, corpus: Path, flags: str = "") -> int:
     return main(arguments(folder, corpus, flags))
 
 
-def newest(folder: Path, stage: str = "gpt") -> Loaded:
+def newest(folder: Path, stage: str = "gpt") -> LoadedCheckpoint:
     """The last checkpoint of a run."""
     loaded = RunFolder(folder).checkpoints(stage).newest()
     assert loaded is not None
@@ -216,9 +215,9 @@ def run(
         now.shapes.append(tuple(tensors["mel"].shape))
         return forward(self, tensors, sizes)
 
-    monkeypatch.setattr(feeds, "Feed", SeenFeed)
+    monkeypatch.setattr(feed, "Feed", SeenFeed)
     monkeypatch.setattr(DvaeRecipe, "forward", seen_forward)
-    monkeypatch.setattr("myxtts.pipeline.buffers.usable_cores", lambda: 8)
+    monkeypatch.setattr("myxtts.pipeline.feed.usable_cores", lambda: 8)
     monkeypatch.setitem(SIZES, "small", replace(SMALL, dvae_hidden=32))
     num_runs = 0
 

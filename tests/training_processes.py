@@ -24,15 +24,13 @@ import pytest
 from safetensors.torch import save_file
 from training_fixtures import shrink
 
-import myxtts.assembly.folder
-import myxtts.assembly.session
-import myxtts.assembly.stage
 import myxtts.observe.metrics
+import myxtts.run
+import myxtts.run_dir
+from myxtts.checkpoints import Checkpoints
 from myxtts.cli import main
 from myxtts.reports import TrainingReports
-from myxtts.run import Checkpoints
-from myxtts.training.step import Step
-from myxtts.training.trainer import State, Trainer
+from myxtts.training.trainer import State, Step, Trainer
 
 LONGEST_S = 60
 """No run here takes so long."""
@@ -186,7 +184,7 @@ def second_step_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 def watch_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep what every rank has in the end; only the first may write, and takes its time for it."""
     rank, kept = int(os.environ["RANK"]), Path(os.environ["KEPT"])
-    run, save, key = Trainer.run, Checkpoints._save, myxtts.assembly.stage.dvae_key
+    run, save, key = Trainer.run, Checkpoints._save, myxtts.run.dvae_key
     reported: list[float] = []
 
     def run_and_keep(self: Trainer) -> State:
@@ -207,12 +205,12 @@ def watch_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Trainer, "run", run_and_keep)
     monkeypatch.setattr(Checkpoints, "_save", save_slowly)
-    monkeypatch.setattr(myxtts.assembly.stage, "dvae_key", named_key)
-    reports = TrainingReports if rank == 0 else myxtts.assembly.session.NoReports
+    monkeypatch.setattr(myxtts.run, "dvae_key", named_key)
+    reports = TrainingReports if rank == 0 else myxtts.run.NoReports
     monkeypatch.setattr(reports, "step", lambda _, report: reported.append(report.losses["total"]))
     if rank > 0:
         for name in ("write_tensors", "write_atomically"):
-            monkeypatch.setattr(myxtts.assembly.folder, name, None)
+            monkeypatch.setattr(myxtts.run_dir, name, None)
         monkeypatch.setattr(myxtts.observe.metrics.MetricsLog, "__init__", None)
 
 

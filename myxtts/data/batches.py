@@ -7,17 +7,25 @@ to do with how many workers gather. This module starts no threads and touches no
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numpy.random import default_rng
 
-from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, NUM_STOPS, SAMPLES_PER_CODE
+from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, NUM_STOPS, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings
+from myxtts.data.clips import ClipSet
+from myxtts.data.codes import CodesCache
 from myxtts.data.store import Rows
 from myxtts.errors import DatasetError
+from myxtts.host import HostMemory, host_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKEN_MULTIPLE = 8
 """The budget is rounded up to a multiple of this, for the sake of tensor cores."""
@@ -173,3 +181,371 @@ def _swap_towards_mean(batches: Rows, num_tokens: Rows, totals: Rows, shift: int
     batches[full, from_full], batches[empty, from_empty] = batches[empty, from_empty], batches[full, from_full]
     new_totals: Rows = num_tokens[batches].sum(axis=1)
     return new_totals
+
+
+ALIGNMENT_BYTES = 256
+"""Where an array of a block may start: what memory of a GPU is aligned to."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a block; its dtype by the name that numpy and PyTorch share."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+class Layout(Mapping[str, Field]):
+    """Named fields and where each of them starts in a block of `num_bytes`."""
+
+    def __init__(self, fields: Mapping[str, Field]) -> None:
+        self._fields = dict(fields)
+        self._starts: dict[str, int] = {}
+        end = 0
+        for name, field in self._fields.items():
+            self._starts[name] = end
+            end += -(-field.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.num_bytes = end
+
+    def __getitem__(self, name: str) -> Field:
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def arrays(self, block: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
+        """Views of a block of host memory."""
+        return {
+            name: block[start : start + self[name].num_bytes].view(self[name].dtype).reshape(self[name].shape)
+            for name, start in self._starts.items()
+        }
+
+    def tensors(self, block: Tensor) -> dict[str, Tensor]:
+        """Views of a uint8 tensor on any device."""
+        import torch
+
+        return {
+            name: block[start : start + self[name].num_bytes]
+            .view(getattr(torch, self[name].dtype))
+            .view(self[name].shape)
+            for name, start in self._starts.items()
+        }
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of a batch's arrays is used, known on the host; the same for all batches under static shapes."""
+
+    tokens: int
+    """Positions of the GPT's packed row."""
+    ids: int
+    """Longest text of a clip."""
+    samples: int
+    """Longest clip."""
+    frames: int
+    """Conditioning frames of all clips together."""
+    codes: int = 0
+    """Codes of all clips together, with one more for each as a gap; 0 if they have to be computed clip by clip."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a recipe reads: tensors on the device of the model role, valid while the lease lasts."""
+
+    tensors: Mapping[str, Tensor]
+    sizes: Sizes
+    after: Cursor
+    """Where to continue once this batch has been trained on."""
+
+
+MIN_CROP_SAMPLES, MAX_CROP_SAMPLES = 3 * SAMPLE_RATE, 6 * SAMPLE_RATE
+"""Reference voices are this long, as in XTTS-v2's training. Of a shorter clip it is the whole, or half of it where
+the clip is its own reference: the rest must be spoken without having been heard."""
+MAX_CROP_FRAMES = MAX_CROP_SAMPLES // HOP_SAMPLES + 1
+FRAME_MULTIPLE = 64
+"""Frames of a batch come in multiples of this: the conditioning encoder works in as many parts."""
+_LENGTH, _START, _SEGMENT = range(3)
+
+Draws = npt.NDArray[np.float64]
+
+
+class Crops(NamedTuple):
+    """Reference voices of the clips of a batch, in samples."""
+
+    slots: Rows
+    """Which clip of the batch each is cut from."""
+    starts: Rows
+    samples: Rows
+
+    @property
+    def frames(self) -> Rows:
+        return self.samples // HOP_SAMPLES + 1
+
+
+def crops(seed: int, epoch: int, clips: Rows, num_samples: Rows, voices: Rows | None = None) -> Crops:
+    """A reference for each clip of a batch, or of each row of several batches, 3 to 6 seconds long.
+
+    Cut from the next clip of the batch with the same number in `voices`; from the clip itself if there is none,
+    or no `voices`.
+    """
+    slots = np.broadcast_to(np.arange(clips.shape[-1]), clips.shape) if voices is None else _next_alike(voices)
+    is_own = slots == np.arange(clips.shape[-1])
+    heard = np.take_along_axis(num_samples, slots, -1)
+    span = MAX_CROP_SAMPLES - MIN_CROP_SAMPLES + 1
+    samples = MIN_CROP_SAMPLES + (_uniform(seed, epoch, clips, _LENGTH) * span).astype(np.int64)
+    all_there_is = np.where(is_own, np.maximum(heard // 2, 1), heard)
+    samples = np.where(samples > heard, all_there_is, samples)
+    room = heard - samples + 1
+    return Crops(slots, (_uniform(seed, epoch, clips, _START) * room).astype(np.int64), samples)
+
+
+def voices_of(clips: Rows, weights: Weights, voices: Rows | None) -> Rows | None:
+    """The numbers in `voices` of the clips of one batch or several, for `crops`.
+
+    A clip that only fills a batch up gets a number of its own: it is the shortest of all, many times over, and in
+    a batch that is far from full most others would hear it.
+    """
+    if voices is None:
+        return None
+    return np.where(weights > 0, voices[clips], voices.min() - 1 - np.arange(clips.shape[-1]))
+
+
+def _next_alike(values: Rows) -> Rows:
+    """Of each place of a row the next place with the same value, going round; itself where it is the only one."""
+    order = np.argsort(values, axis=-1, kind="stable")
+    ordered = np.take_along_axis(values, order, -1)
+    places = np.broadcast_to(np.arange(values.shape[-1]), values.shape)
+    begins = np.ones(values.shape, bool)
+    begins[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    first = np.maximum.accumulate(np.where(begins, places, 0), axis=-1)
+    is_last = np.roll(begins, -1, axis=-1)
+    follower = np.where(is_last, first, np.minimum(places + 1, values.shape[-1] - 1))
+    found = np.empty_like(order)
+    np.put_along_axis(found, order, np.take_along_axis(order, follower, -1), -1)
+    return found
+
+
+def fit(chosen: Crops, budget: int) -> Crops:
+    """The crops of one batch within `budget` frames; if they have more, all are shortened alike at their ends."""
+    samples = chosen.samples
+    while (excess := int((samples // HOP_SAMPLES + 1).sum()) - budget) > 0:
+        shorter = samples - HOP_SAMPLES * math.ceil(excess / len(samples))
+        samples = np.maximum(shorter, np.minimum(samples, HOP_SAMPLES))
+    return Crops(chosen.slots, chosen.starts, samples)
+
+
+def frame_budget(batches: Batches, num_samples: Rows, seed: int, voices: Rows | None = None) -> int:
+    """Frames that (nearly) every batch fits: the most that batches of two epochs need."""
+    most = 0
+    for epoch in range(2):
+        clips, weights = batches.epoch(epoch)
+        chosen = crops(seed, epoch, clips, num_samples[clips], voices_of(clips, weights, voices))
+        most = max(most, int(chosen.frames.sum(axis=1).max()))
+    return math.ceil(most / FRAME_MULTIPLE) * FRAME_MULTIPLE
+
+
+def segments(seed: int, epoch: int, clips: Rows, num_codes: Rows, length: int) -> Rows:
+    """First code of a piece of `length` codes of each clip; 0 where the clip is no longer than that."""
+    room = np.maximum(num_codes - length, 0) + 1
+    starts: Rows = (_uniform(seed, epoch, clips, _SEGMENT) * room).astype(np.int64)
+    return starts
+
+
+def _uniform(seed: int, epoch: int, clips: Rows, purpose: int) -> Draws:
+    """Numbers in [0, 1), each from its own counter through the mixing function of SplitMix64."""
+    with np.errstate(over="ignore"):
+        state = np.array(seed, np.uint64)
+        for part in (np.uint64(epoch), np.uint64(purpose), clips.astype(np.uint64)):
+            state = _mixed(state + np.uint64(0x9E3779B97F4A7C15) * (part + np.uint64(1)))
+    draws: Draws = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return draws
+
+
+def _mixed(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
+    return mixed
+
+
+SEGMENT_CODES = 32
+"""Codes of the pieces that the decoder is trained on: one and a half seconds."""
+TOTALS = ("ids", "targets", "codes", "frames", "clips")
+"""What is counted over all clips of an optimiser step, with their weights: text targets, audio targets (codes and
+stops), codes, mel frames, clips."""
+
+
+def num_codes_of(num_samples: Rows) -> Rows:
+    """Codes that the DVAE makes of clips: one for every four mel frames, the last perhaps for fewer."""
+    return -(-num_frames_of(num_samples) // (SAMPLES_PER_CODE // HOP_SAMPLES))
+
+
+def num_frames_of(num_samples: Rows) -> Rows:
+    """Mel frames of clips."""
+    return num_samples // HOP_SAMPLES + 1
+
+
+def host_layout(data: DataSettings) -> Layout:
+    """What leaves the host for every batch."""
+    size, numbers = data.batch_size, Field((data.batch_size,), "int32")
+    return Layout(
+        {
+            "pcm": Field((size, data.max_mel_frames * HOP_SAMPLES), "int16"),
+            "ids": Field((size, data.max_text_length), "int32"),
+            "codes": Field((size, max_codes(data)), "int32"),
+            "num_samples": numbers,
+            "num_ids": numbers,
+            "num_codes": numbers,
+            "crop_slots": numbers,
+            "crop_starts": numbers,
+            "crop_samples": numbers,
+            "segments": numbers,
+            "clips": numbers,
+            "weights": Field((size,), "float32"),
+            "totals": Field((len(TOTALS),), "float32"),
+        }
+    )
+
+
+def max_codes(data: DataSettings) -> int:
+    """Codes of the longest clip."""
+    return math.ceil(data.max_mel_frames * HOP_SAMPLES / SAMPLES_PER_CODE)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One batch to be gathered."""
+
+    plan: BatchPlan
+    totals: npt.NDArray[np.float32]
+    """Sums of TOTALS over all batches, on all ranks, of the optimiser step this batch belongs to."""
+
+
+class HostBatch:
+    """Host memory of one batch, allocated once and filled again and again; pinned where CUDA exists.
+
+    All arrays are views of one block, so that a batch reaches a GPU in one copy. Samples behind `num_samples` are
+    whatever the memory held before: the front end masks them on the device, where it costs nothing.
+    """
+
+    def __init__(self, layout: Layout, pinned: bool = True) -> None:
+        self.memory: HostMemory = host_memory(layout.num_bytes, pinned)
+        self._arrays = layout.arrays(self.memory)
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self._arrays[name]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What is known of a gathered batch without looking at its memory."""
+
+    sizes: Sizes
+    after: Cursor
+    clips: Rows
+    codes_known: bool
+    """The codes came from the cache; otherwise they are still to be computed."""
+
+
+class Gatherer:
+    """Fills host batches with clips of one set, in the order of `Batches`."""
+
+    def __init__(
+        self,
+        source: ClipSet,
+        batches: Batches,
+        data: DataSettings,
+        seed: int,
+        codes: CodesCache | None = None,
+        voices: Rows | None = None,
+    ) -> None:
+        """Clips with the same number in `voices` are references for each other; without it each is its own."""
+        self._source, self._batches, self._data, self._seed = source, batches, data, seed
+        self.codes, self._voices = codes, voices
+        self._num_samples, self._num_ids = source.num_samples, source.num_ids
+        self._num_codes = num_codes_of(self._num_samples)
+        self.frame_budget = frame_budget(batches, self._num_samples, seed, voices)
+        """Conditioning frames that every batch fits."""
+        self.code_budget = self._find_code_budget()
+        """Codes, with a gap behind each clip, that nearly every batch fits."""
+
+    def jobs(self, cursor: Cursor, accumulate: int = 1, num_batches: int | None = None) -> Iterator[Job]:
+        """Batches from the cursor on, which must stand between two optimiser steps of `accumulate` batches."""
+        plans = itertools.islice(self._batches.plans(cursor), num_batches)
+        while group := list(itertools.islice(plans, accumulate)):
+            totals = sum((self._totals(plan) for plan in group), np.zeros(len(TOTALS), np.float32))
+            yield from (Job(plan, totals) for plan in group)
+
+    def fill(self, batch: HostBatch, job: Job) -> Gathered:
+        """Copy the clips of a job into the memory of a batch: one copy per clip, few calls for the rest."""
+        plan, source = job.plan, self._source
+        clips, num_samples = plan.clips, self._num_samples[plan.clips]
+        known = self.codes is not None and bool(self.codes.known(clips).all())
+        if self.codes is not None and known:
+            known = self.codes.read(clips, batch["codes"])
+        source.audio.gather(source.audio_rows[clips], batch["pcm"])
+        source.ids.gather_padded(source.ids_rows[clips], batch["ids"])
+        voices = voices_of(clips, plan.weights, self._voices)
+        chosen = crops(self._seed, plan.epoch, clips, num_samples, voices)
+        chosen = fit(chosen, self.frame_budget)
+        num_codes = self._num_codes[clips]
+        for name, values in (
+            ("num_samples", num_samples),
+            ("num_ids", self._num_ids[clips]),
+            ("num_codes", num_codes),
+            ("crop_slots", chosen.slots),
+            ("crop_starts", chosen.starts),
+            ("crop_samples", chosen.samples),
+            ("segments", segments(self._seed, plan.epoch, clips, num_codes, SEGMENT_CODES)),
+            ("clips", clips),
+            ("weights", plan.weights),
+            ("totals", job.totals),
+        ):
+            batch[name][:] = values
+        return Gathered(self._sizes(clips, chosen), plan.after, clips, known)
+
+    @property
+    def static_sizes(self) -> Sizes:
+        """Sizes that every batch fits, and that all have under static shapes."""
+        samples = self._data.max_mel_frames * HOP_SAMPLES
+        return Sizes(
+            self._batches.budget, self._data.max_text_length, samples, self.frame_budget, self.code_budget
+        )
+
+    def _sizes(self, clips: Rows, chosen: Crops) -> Sizes:
+        num_codes = int((self._num_codes[clips] + 1).sum())
+        if self._data.pad_to_fixed_length:
+            sizes = self.static_sizes
+            return sizes if num_codes <= self.code_budget else replace(sizes, codes=0)
+        num_ids, num_samples = self._num_ids[clips], self._num_samples[clips]
+        tokens = int(packed_tokens(num_ids, num_samples).sum())
+        return Sizes(
+            tokens=_rounded(tokens, TOKEN_MULTIPLE),
+            ids=int(num_ids.max()),
+            samples=_rounded(int(num_samples.max()) + 1, SAMPLES_PER_CODE),
+            frames=_rounded(int(chosen.frames.sum()), FRAME_MULTIPLE),
+            codes=_rounded(num_codes, TOKEN_MULTIPLE),
+        )
+
+    def _find_code_budget(self) -> int:
+        """The most that the batches of two epochs need: batches are alike, so later ones seldom need more."""
+        totals = [(self._num_codes[self._batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
+        return _rounded(int(max(totals)), FRAME_MULTIPLE)
+
+    def _totals(self, plan: BatchPlan) -> npt.NDArray[np.float32]:
+        clips = plan.clips if plan.peers is None else plan.peers.ravel()
+        weights: Weights = plan.weights if plan.peer_weights is None else plan.peer_weights.ravel()
+        codes = self._num_codes[clips]
+        counts = (self._num_ids[clips] + 1, codes + NUM_STOPS, codes, num_frames_of(self._num_samples[clips]), 1)
+        return np.array([(weights * count).sum() for count in counts], np.float32)
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple

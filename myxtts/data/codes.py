@@ -29,8 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from myxtts.data.cache import identity
-from myxtts.data.store import Array, Rows, Sources, write_at
+from myxtts.data.store import Array, Rows, Sources, identity, write_at
 
 CODES_VERSION = 1
 """Raise it whenever a file of the folder changes its form: folders of another version are not read."""

@@ -6,16 +6,218 @@ tokenizers or batches.
 
 from __future__ import annotations
 
+import codecs
+import logging
 import os
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from myxtts.audio import EXTENSIONS
-from myxtts.config import LANGUAGE_NAMES, LANGUAGES
-from myxtts.data.metadata import Row, SetAside, metadata_files, read_rows, read_speakers
+from myxtts.config import LANGUAGE_NAMES, LANGUAGES, DataSettings
+from myxtts.data.store import identity
+from myxtts.errors import DatasetError
+
+FORMS = """\
+  DIR/metadata.csv with lines id|text or id|raw text|normalised text, and DIR/wavs/ID.wav
+  DIR/metadata_train.csv and DIR/metadata_eval.csv in the same form
+  any of these files with a header line such as audio_file|text|speaker_name|language
+Audio may be WAV, FLAC, MP3, OGG or Opus at any rate, mono or stereo.
+Without a header, an optional DIR/speakers.csv with the header id|speaker|language names the speakers."""
+
+METADATA_FILES = ("metadata_train.csv", "metadata.csv", "metadata_eval.csv", "speakers.csv")
+"""Every file that says something about the clips."""
+
+COLUMN_NAMES = {
+    "audio": ("audio_file", "audio", "path", "file", "file_name", "filename", "wav", "id"),
+    "text": ("normalized_text", "normalised_text", "text", "sentence", "transcription", "transcript"),
+    "speaker": ("speaker_name", "speaker", "speaker_id"),
+    "language": ("language", "lang", "locale"),
+}
+"""Header names by meaning; where a file has several of one meaning, the first named here is used."""
+
+
+_log = logging.getLogger(__name__)
+
+
+class SetAside(NamedTuple):
+    """A clip that is not used: a fixed phrase to count by, what was found, and where."""
+
+    id: str
+    reason: str
+    detail: str
+    where: str
+
+
+class Row(NamedTuple):
+    """One usable line of metadata."""
+
+    where: str
+    audio: str
+    text: str
+    speaker: str
+    language: str
+
+
+def metadata_files(folder: Path) -> list[tuple[Path, bool]]:
+    """Metadata files, each with whether its clips are held out for validation."""
+    if not folder.is_dir():
+        missing = f"No such corpus folder: {folder.absolute()}"
+        what = f"{folder} is a file: name its folder." if folder.is_file() else missing
+        raise DatasetError(f"{what}\nA corpus is a folder in one of these forms:\n{FORMS}")
+    train = [path for name in METADATA_FILES[:2] if (path := folder / name).is_file()]
+    if not train:
+        try:
+            found = ", ".join(sorted(entry.name for entry in os.scandir(folder))[:8]) or "nothing"
+        except OSError as error:
+            raise DatasetError(f"{folder} cannot be read: {error.strerror or error}") from error
+        raise DatasetError(f"No metadata in {folder} (it holds: {found}).\nExpected one of these forms:\n{FORMS}")
+    held_out = folder / "metadata_eval.csv"
+    return [(train[0], False)] + ([(held_out, True)] if held_out.is_file() else [])
+
+
+def read_rows(path: Path) -> Iterator[Row | SetAside]:
+    """The lines of a metadata file in either form."""
+    lines, undecodable = _lines(path)
+    if not lines:
+        if undecodable:
+            first = undecodable[0]
+            raise DatasetError(f"{path} holds no usable line. {first.where}: {first.detail}.")
+        raise DatasetError(f"{path} holds no usable line. Expected one of these forms:\n{FORMS}")
+    yield from undecodable
+    columns, num_columns = _header(lines[0][1])
+    if columns:
+        unused = [name for at, name in enumerate(_fields(lines[0][1])) if at not in columns.values()]
+        if unused:
+            _log.info("%s: columns not used: %s", path, ", ".join(unused))
+        fewest = max(columns["audio"], columns["text"]) + 1
+        for where, line in lines[1:]:
+            yield _row(where, _fields(line), fewest, num_columns, columns)
+    else:
+        _refuse_unfinished_header(path, lines[0][1])
+        _refuse_speaker_column(path, [line for _, line in lines])
+        for where, line in lines:
+            yield _row(where, _fields(line), 2, 3, {})
+
+
+def _row(where: str, fields: list[str], fewest: int, most: int, columns: dict[str, int]) -> Row | SetAside:
+    if not fewest <= len(fields) <= most:
+        detail = f"{len(fields)} fields separated by |, expected {fewest} to {most}"
+        other = [mark for mark in "\t;," if mark in fields[0]] if len(fields) == 1 else []
+        if other:
+            detail = f"no | in the line; columns seem to be separated by {other[0]!r}, expected is |"
+        return SetAside(fields[0][:80], "malformed line", detail, where)
+    if columns:
+        named = {meaning: fields[at] for meaning, at in columns.items() if at < len(fields)}
+        row = Row(where, named["audio"], named["text"], named.get("speaker", ""), named.get("language", ""))
+    else:
+        row = Row(where, fields[0], fields[-1] or fields[1], "", "")
+    return row if row.audio else SetAside("", "malformed line", "the id is empty", where)
+
+
+def _lines(path: Path) -> tuple[list[tuple[str, str]], list[SetAside]]:
+    """Lines that are not blank, each with its place; one bad byte costs one line, not the file."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror or error}") from error
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        # What is no UTF-16 becomes a lone surrogate, so that the decoding of its line rejects it.
+        text = raw.decode("utf-16", errors="replace").replace("\ufffd", "\udcff")
+        raw = text.encode("utf-8", errors="surrogatepass")
+    raw = raw.removeprefix(codecs.BOM_UTF8)
+    name = path.name
+    lines: list[tuple[str, str]] = []
+    undecodable: list[SetAside] = []
+    for number, raw_line in enumerate(raw.split(b"\n" if b"\n" in raw else b"\r"), 1):
+        try:
+            line = raw_line.decode()
+        except UnicodeDecodeError as error:
+            clip_id = raw_line.split(b"|")[0].decode("ascii", errors="replace")[:80]
+            detail = f"byte 0x{raw_line[error.start]:02x} is not UTF-8; save the file as UTF-8"
+            undecodable.append(SetAside(clip_id, "wrong encoding", detail, f"{name}:{number}"))
+        else:
+            if line and not line.isspace():
+                lines.append((f"{name}:{number}", line))
+    return lines, undecodable
+
+
+def _fields(line: str) -> list[str]:
+    fields = [value.strip() for value in line.split("|")]
+    return [_unquoted(value) for value in fields] if '"' in line else fields
+
+
+def _header(line: str) -> tuple[dict[str, int], int]:
+    """Positions of the columns by meaning, and how many there are; no positions when it is no header."""
+    names = [name.lower() for name in _fields(line)]
+    columns: dict[str, int] = {}
+    for meaning, known in COLUMN_NAMES.items():
+        present = [name for name in known if name in names]
+        if present:
+            columns[meaning] = names.index(present[0])
+    return (columns, len(names)) if {"audio", "text"} <= columns.keys() else ({}, len(names))
+
+
+def _refuse_unfinished_header(path: Path, line: str) -> None:
+    """A first line of column names that lacks the recording or the text would be read as a clip of that name."""
+    names = [name.lower() for name in _fields(line)]
+    known = {name: meaning for meaning, names in COLUMN_NAMES.items() for name in names}
+    meanings = {known[name] for name in names if name in known}
+    if (names[0] in known and all(map(str.isidentifier, names))) or len(meanings) > 1:
+        missing = [meaning for meaning in ("audio", "text") if meaning not in meanings]
+        lacks = " and ".join({"audio": "the recordings", "text": "the text"}[meaning] for meaning in missing)
+        expected = " and ".join(f"one of {', '.join(COLUMN_NAMES[meaning])}" for meaning in missing)
+        raise DatasetError(
+            f"{path}: the header {'|'.join(names)[:80]} has no column for {lacks}; expected {expected}."
+        )
+
+
+def _unquoted(value: str) -> str:
+    """A field as a spreadsheet quotes it ("…" with inner quotes doubled) without its quotes; others unchanged."""
+    if len(value) >= 2 and value[0] == value[-1] == '"':
+        inner = value[1:-1]
+        if '"' not in inner.replace('""', ""):
+            return inner.replace('""', '"').strip()
+    return value
+
+
+def _refuse_speaker_column(path: Path, lines: list[str]) -> None:
+    """Without a header a third column is text; one that repeats a few values is a speaker column instead."""
+    rows = [fields for line in lines if len(fields := line.split("|")) == 3 and fields[2].strip()]
+    texts, thirds = {row[1] for row in rows}, {row[2] for row in rows}
+    if len(rows) >= 10 and len(thirds) * 5 <= len(rows) and len(thirds) * 2 < len(texts):
+        example = sorted(thirds)[0].strip()[:40]
+        raise DatasetError(
+            f"{path}: the third column holds only {len(thirds)} different values in {len(rows)} lines "
+            f"(such as '{example}'), so it is not text.\n"
+            "If it names speakers, put this line first: audio_file|text|speaker_name"
+        )
+
+
+def read_speakers(path: Path) -> dict[str, Row]:
+    """Speaker and language by clip id, where the corpus has a speakers.csv."""
+    if not path.is_file():
+        return {}
+    lines, undecodable = _lines(path)
+    if undecodable:
+        raise DatasetError(f"{path.parent / undecodable[0].where}: {undecodable[0].detail}")
+    names = [name.lower() for name in _fields(lines[0][1])] if lines else []
+    if names[:2] != ["id", "speaker"]:
+        raise DatasetError(
+            f"{path} starts with '{'|'.join(names)[:60]}'; expected the header id|speaker or id|speaker|language"
+        )
+    named = {}
+    for where, line in lines[1:]:
+        clip_id, speaker, *rest = [*_fields(line), "", ""]
+        named[clip_id] = Row(where, clip_id, "", speaker, rest[0] if names[2:3] == ["language"] else "")
+    return named
+
 
 _LANGUAGE_CODES = {name.lower(): code for code, name in LANGUAGE_NAMES.items()} | {"farsi": "fa"}
 
@@ -156,3 +358,19 @@ def last_change(folder: Path) -> int:
         return max(stat.st_mtime_ns, stat.st_ctime_ns)  # programs that copy folders set the first back
     except (OSError, ValueError):  # ValueError: a NUL byte in the name
         return -1
+
+
+def held_out(clips: Sequence[Clip], data: DataSettings) -> npt.NDArray[np.bool_]:
+    """Which of the clips are validated on: as the corpus says, else by a hash of the text.
+
+    The hash makes the choice the same on every machine and unmoved by other clips, and keeps a sentence that
+    several speakers read on one side.
+    """
+    chosen = np.array([clip.held_out for clip in clips], bool)
+    if chosen.any() or data.val_data or data.val_fraction == 0 or not len(clips):
+        return chosen
+    draw = np.array([identity("held out", clip.text) for clip in clips], np.uint64) / 2.0**64
+    chosen = np.asarray(draw < max(data.val_fraction, np.nextafter(draw.min(), 1)))
+    if chosen.all():  # few sentences: the last one is trained on
+        chosen = np.asarray(draw < draw.max())
+    return chosen

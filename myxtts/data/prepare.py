@@ -8,45 +8,463 @@ redoes only the ids; a new or changed clip redoes only itself.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import logging
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
+from myxtts import __version__, audio
 from myxtts.audio import DECODE_VERSION, LIBRARIES
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
-from myxtts.data import snapshot
-from myxtts.data.cache import StoreSpec, build_store, cache_root, identity, open_store, user_cache
-from myxtts.data.clips import ClipSet, Prepared, write_set_aside_list
-from myxtts.data.corpus import Clip, Corpus, read_corpus
-from myxtts.data.decoded import DecodedAudio, DecodeOptions
-from myxtts.data.fill import (
-    NoProgress,
-    Progress,
-    distinct_sentences,
-    fill_audio,
-    fill_ids,
-    fill_text,
-    spoken_texts,
+from myxtts.data.clips import (
+    AudioRows,
+    ClipSet,
+    DecodedAudio,
+    DecodeOptions,
+    Prepared,
+    measured,
+    write_set_aside_list,
 )
-from myxtts.data.metadata import SetAside
-from myxtts.data.scripts import warn_of_other_script
-from myxtts.data.split import held_out
-from myxtts.data.store import Sources, Store, StoreWriter
-from myxtts.data.workers import Workers
-from myxtts.errors import DatasetError
+from myxtts.data.corpus import METADATA_FILES, Clip, Corpus, SetAside, held_out, last_change, read_corpus
+from myxtts.data.pool import Workers, reserve
+from myxtts.data.store import (
+    FORMAT_VERSION,
+    Array,
+    CacheDamaged,
+    Rows,
+    Sources,
+    Store,
+    StoreSpec,
+    StoreWriter,
+    build_store,
+    cache_root,
+    identity,
+    open_store,
+    pack,
+    user_cache,
+    write_at,
+)
+from myxtts.errors import ConfigError, DatasetError
 from myxtts.host import usable_cores
-from myxtts.text import language, normalize, phonemes, tokenizer
-from myxtts.text.language import detect_languages
-from myxtts.text.tokenizer import Tokenizer
+from myxtts.settings import PREPARE_KEYS
+from myxtts.text import language as detection
+from myxtts.text import normalize as normalization
+from myxtts.text import phonemes, tokenizer
+from myxtts.text.language import detect_languages, warn_of_other_script
+from myxtts.text.normalize import normalize
+from myxtts.text.phonemes import phonemize
+from myxtts.text.tokenizer import Tokenizer, describe_characters
+
+AUDIO_CHUNK = 32
+TEXT_CHUNK = 512
+LONGEST_TEXT = 4000
+"""Characters beyond which a text is set aside unread: no clip is that long, and it would stall a worker."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Problem = tuple[int, str, str]
+"""A row, the reason it is set aside, and what was found."""
+_log = logging.getLogger(__name__)
+
+
+class Progress(Protocol):
+    """Something that shows how far a long piece of work is."""
+
+    def begin(self, title: str, total: int) -> None: ...
+    def advance(self, count: int) -> None: ...
+    def end(self) -> None: ...
+
+
+class NoProgress:
+    """Shows no progress."""
+
+    def begin(self, title: str, total: int) -> None: ...
+    def advance(self, count: int) -> None: ...
+    def end(self) -> None: ...
+
+
+class Sentence(NamedTuple):
+    """A text to be spoken, and its language."""
+
+    text: str
+    language: str
+
+
+class _Decoded(NamedTuple):
+    """Rows of one chunk that stand in the data file from `offset` on, and why the others do not."""
+
+    rows: list[int]
+    records: Array
+    offset: int
+    problems: list[Problem]
+
+
+def fill_audio(
+    writer: StoreWriter,
+    rows: Sequence[int],
+    corpus: Corpus,
+    options: DecodeOptions,
+    packed: bool,
+    workers: Workers,
+    progress: Progress,
+) -> None:
+    """Decode the clips at `rows` into the store; what cannot be used is set aside.
+
+    Unless `packed`, the store gets what `measured` says of the samples in place of them.
+    """
+    _announce("BUILDING AUDIO CACHE" if packed else "BUILDING LENGTHS CACHE", len(rows), workers)
+    workers.reserved.value = writer.end
+    jobs = [(row, corpus.clips[row]) for row in rows]
+    work = partial(_decode_chunk, corpus.folder, options, packed, writer.data_path)
+    for chunk, decoded in _worked(workers, work, jobs, AUDIO_CHUNK, "Decoding audio", progress):
+        if decoded is None:
+            writer.set_aside(chunk[0][0], "crashed the decoder", "decoding this file alone ends the process")
+            continue
+        writer.enter(decoded.rows, decoded.records, decoded.offset)
+        for problem in decoded.problems:
+            writer.set_aside(*problem)
+    writer.end = workers.reserved.value
+
+
+def _decode_chunk(
+    folder: Path, options: DecodeOptions, packed: bool, data_path: Path, chunk: Sequence[tuple[int, Clip]]
+) -> _Decoded:
+    """In a worker: decode some clips and write them to a place of their own in the data file."""
+    rows: list[int] = []
+    arrays: list[Array] = []
+    problems: list[Problem] = []
+    for row, clip in chunk:
+        try:
+            arrays.append(_decode_clip(folder, options, clip))
+            rows.append(row)
+        except audio.UnusableAudio as error:
+            setting = " (max_mel_frames)" if error.reason == "too long" else ""
+            problems.append((row, error.reason, error.detail + setting))
+    block, records = pack(arrays)
+    if not packed:
+        block, records = pack(measured(records))
+    offset = reserve(len(block))
+    with open(data_path, "r+b") as file:
+        write_at(file.fileno(), block, offset)
+    return _Decoded(rows, records, offset, problems)
+
+
+def _decode_clip(folder: Path, options: DecodeOptions, clip: Clip) -> audio.Pcm:
+    path = folder / clip.path
+    pcm = options.decode(path)
+    try:
+        now = path.stat()
+    except OSError as error:
+        raise audio.UnusableAudio("changed while read", error.strerror or str(error)) from None
+    listed = (clip.size_bytes, clip.modified_ns, clip.changed_ns)
+    if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != listed:
+        raise audio.UnusableAudio("changed while read", "the file was written to during preparation")
+    if audio.is_silent(pcm):
+        raise audio.UnusableAudio("silent", f"its samples stay within {audio.SILENCE} of 32768")
+    return pcm
+
+
+def fill_text(
+    writer: StoreWriter,
+    rows: Sequence[int],
+    sentences: Sequence[Sentence],
+    use_phonemes: bool,
+    workers: Workers,
+    progress: Progress,
+) -> None:
+    """Write how each sentence at `rows` is spoken."""
+    _announce("BUILDING TEXT CACHE (Text Preprocessing)", len(rows), workers)
+    jobs = []
+    for row in rows:
+        length = len(sentences[row].text)
+        if length <= LONGEST_TEXT:
+            jobs.append((row, *sentences[row]))
+        else:
+            writer.set_aside(row, "text too long", f"{length} characters; no more than {LONGEST_TEXT} are read")
+    work = partial(_speak_chunk, use_phonemes)
+    for chunk, result in _worked(workers, work, jobs, TEXT_CHUNK, "Preparing text", progress):
+        if result is None:
+            writer.set_aside(chunk[0][0], "crashed the normaliser", "reading this text ends the process")
+            continue
+        packed, records, problems = result
+        labels = [LANGUAGES.index(language) for _, _, language in chunk]
+        writer.append_packed([row for row, _, _ in chunk], packed, records, labels)
+        for problem in problems:
+            writer.set_aside(*problem)
+
+
+def _speak_chunk(
+    use_phonemes: bool, chunk: Sequence[tuple[int, str, str]]
+) -> tuple[bytearray, Array, list[Problem]]:
+    """In a worker: texts as they are spoken, packed as UTF-8, and the rows that cannot be."""
+    spoken: list[str] = []
+    problems: list[Problem] = []
+    for row, text, language in chunk:
+        try:
+            words = normalize(text, language)
+            spoken.append(phonemize([words], language)[0] if use_phonemes else words)
+        except ConfigError as error:  # this language needs something that is not installed
+            spoken.append("")
+            problems.append((row, "language not available", str(error)))
+        else:
+            if not spoken[-1]:
+                problems.append((row, "empty text", f"nothing to speak in '{text[:40]}'"))
+    return *pack([np.frombuffer(text.encode(), np.uint8) for text in spoken]), problems
+
+
+def fill_ids(
+    writer: StoreWriter,
+    rows: Sequence[int],
+    text: Store,
+    vocabulary: Tokenizer,
+    workers: Workers,
+    progress: Progress,
+) -> None:
+    """Token ids of the spoken texts at `rows`; characters the vocabulary lacks are named, never dropped."""
+    labels = text.labels.tolist()
+    known = []
+    for row in rows:
+        language = LANGUAGES[labels[row]]
+        if row in text.set_aside:
+            continue
+        if language in vocabulary.languages:
+            known.append(row)
+        else:
+            fix = f"the vocabulary has no [{language}]; see myxtts vocabulary extend --language {language}"
+            writer.set_aside(row, "language not in vocabulary", fix)
+    spoken = spoken_texts(text, known)
+    jobs = [(row, line, LANGUAGES[labels[row]]) for row, line in zip(known, spoken, strict=True)]
+    work = partial(_encode_chunk, vocabulary.to_json())
+    for chunk, result in _worked(workers, work, jobs, TEXT_CHUNK, "Tokenising", progress):
+        if result is None:
+            writer.set_aside(chunk[0][0], "crashed the tokenizer", "encoding this text ends the process")
+            continue
+        packed, records, problems = result
+        writer.append_packed([row for row, _, _ in chunk], packed, records)
+        for problem in problems:
+            writer.set_aside(*problem)
+
+
+def _encode_chunk(
+    vocabulary: str, chunk: Sequence[tuple[int, str, str]]
+) -> tuple[bytearray, Array, list[Problem]]:
+    """In a worker: token ids, packed, and the rows whose text has characters without an id."""
+    tokenizer = _tokenizer(vocabulary)
+    ids = tokenizer.encode_batch([text for _, text, _ in chunk], [language for _, _, language in chunk])
+    problems = [
+        (row, "unknown characters", describe_characters(tokenizer.unknown_characters(text, language)))
+        for (row, text, language), row_ids in zip(chunk, ids, strict=True)
+        if tokenizer.unknown_id in row_ids
+    ]
+    packed, records = pack([np.asarray(row_ids, np.int32) for row_ids in ids])
+    return packed, records, problems
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(vocabulary: str) -> Tokenizer:
+    return Tokenizer(vocabulary)
+
+
+def distinct_sentences(clips: Sequence[Clip], languages: Sequence[str]) -> tuple[list[Sentence], Rows]:
+    """Every sentence once, and for each clip the row of its sentence."""
+    rows: dict[Sentence, int] = {}
+    clip_rows = [
+        rows.setdefault(Sentence(clip.text, code), len(rows)) for clip, code in zip(clips, languages, strict=True)
+    ]
+    return list(rows), np.array(clip_rows, np.int64)
+
+
+def spoken_texts(text: Store, rows: Sequence[int]) -> list[str]:
+    """Rows of a text store as strings."""
+    return [content.decode() for content in text.bytes_of(np.asarray(rows, np.int64))]
+
+
+def _announce(title: str, num_samples: int, workers: Workers) -> None:
+    _log.info("%s", title)
+    _log.info("Processing %d samples", num_samples)
+    _log.info("Using %d parallel workers", workers.num_workers)
+
+
+def _worked(
+    workers: Workers,
+    work: Callable[[Sequence[Item]], Result],
+    jobs: Sequence[Item],
+    chunk_size: int,
+    title: str,
+    progress: Progress,
+) -> Iterator[tuple[Sequence[Item], Result | None]]:
+    """The results of `work` on all jobs, chunk by chunk, with the progress shown."""
+    chunks = (jobs[start : start + chunk_size] for start in range(0, len(jobs), chunk_size))
+    progress.begin(title, len(jobs))
+    try:
+        for chunk, result in workers.run(work, chunks):
+            yield chunk, result
+            progress.advance(len(chunk))
+    finally:
+        progress.end()
+
+
+SNAPSHOTS_KEPT = 4
+CLOCK_TICK_NS = 20_000_000
+"""A folder changed this shortly before it was listed may have changed again with the same time."""
+
+_ROWS = ("audio_rows", "ids_rows", "speakers", "languages")
+_SEPARATOR = "\0"
+_DIGEST_BYTES = 16
+
+
+def state_of(folders: Sequence[Path], data: DataSettings) -> str:
+    """A name for everything but the audio files that decides what a corpus is prepared to."""
+    files = [folder / name for folder in folders for name in METADATA_FILES]
+    if data.tokenizer is not None:
+        files += [data.tokenizer, data.tokenizer / "vocab.json"]
+    code = sorted(Path(__file__).parent.glob("*.py"))
+    versions = (__version__, DECODE_VERSION, LIBRARIES, FORMAT_VERSION)
+    code_of_text = (normalization.fingerprint(), detection.fingerprint(), tokenizer.code_fingerprint())
+    sounds = phonemes.fingerprint() if data.use_phonemes else ""
+    decisive = [getattr(data, key.removeprefix("data.")) for key in PREPARE_KEYS[:-1]]
+    places = [str(folder.absolute()) for folder in folders]
+    hasher = xxhash.xxh3_128(repr((versions, code_of_text, sounds, decisive, places)).encode())
+    for path in (*files, *code):
+        try:
+            content = path.read_bytes() if path.is_file() else None
+        except OSError:  # whoever needs the file will say so
+            content = None
+        hasher.update(repr((path.name, content and len(content))).encode())
+        hasher.update(content or b"")
+    return hasher.hexdigest()
+
+
+def save_snapshot(prepared: Prepared, state: str, corpora: Sequence[Corpus]) -> None:
+    """Keep a snapshot beside the stores, if that can be written and the corpus is at rest."""
+    listed = {folder: at for corpus in corpora for folder, at in corpus.listed.items()}
+    if min(corpus.read_at for corpus in corpora) - max(listed.values(), default=0) < CLOCK_TICK_NS:
+        return
+    clips = [(corpus.folder, clip) for corpus in corpora for clip in corpus.clips]
+    audio = prepared.train.audio
+    details = {
+        "set_aside": prepared.set_aside,
+        "speakers": prepared.speaker_names,
+        "decoding": asdict(audio.options) if isinstance(audio, DecodedAudio) else None,
+    }
+    arrays: dict[str, Any] = {
+        "paths": _blob(str(folder.absolute() / clip.path) for folder, clip in clips),
+        "stats": np.array([clip[-3:] for _, clip in clips], np.int64).reshape(-1, 3),
+        "folders": _blob(listed),
+        "folder_times": np.array(list(listed.values()), np.int64),
+        "vocabulary": np.frombuffer(prepared.vocabulary.encode(), np.uint8),
+        "details": _blob([json.dumps(details)]),
+        "train_files": np.array([0, len(corpora[0].clips)]),
+        "val_files": np.array([len(clips) - len(corpora[-1].clips), len(clips)]),
+    }
+    for name, part in (("train", prepared.train), ("val", prepared.val)):
+        arrays[f"{name}_names"] = _blob(part.names)
+        arrays[f"{name}_stores"] = _blob([str(part.audio.folder), str(part.ids.folder)])
+        for field in _ROWS:
+            arrays[f"{name}_{field}"] = getattr(part, field)
+    temporary = prepared.root / f"tmp-snapshot-{os.getpid()}"
+    with contextlib.suppress(OSError):  # a full disk or a read-only cache only costs the shortcut
+        for left_behind in prepared.root.glob("tmp-snapshot-*"):  # by a killed process, or one that now fails
+            left_behind.unlink(missing_ok=True)
+        try:
+            content = io.BytesIO()
+            np.savez(content, **arrays)
+            temporary.write_bytes(xxhash.xxh3_128_digest(content.getvalue()) + content.getvalue())
+            temporary.rename(_path(prepared.root, state))
+        finally:
+            temporary.unlink(missing_ok=True)
+        kept = sorted(prepared.root.glob("snapshot-*"), key=lambda path: path.stat().st_mtime_ns)
+        for path in kept[:-SNAPSHOTS_KEPT]:
+            path.unlink()
+
+
+def load_snapshot(root: Path, state: str) -> Prepared | None:
+    """The corpus as it was prepared before, if nothing has changed since."""
+    try:
+        raw = _path(root, state).read_bytes()
+        if raw[:_DIGEST_BYTES] != xxhash.xxh3_128_digest(raw[_DIGEST_BYTES:]):
+            return None
+        with np.load(io.BytesIO(raw[_DIGEST_BYTES:]), allow_pickle=False) as arrays:
+            if not _unchanged(arrays):
+                return None
+            details = json.loads(arrays["details"].tobytes())
+            train = _clip_set(arrays, "train", details["decoding"], None)
+            return Prepared(
+                train=train,
+                val=_clip_set(arrays, "val", details["decoding"], train),
+                speaker_names=details["speakers"],
+                set_aside=[SetAside(*item) for item in details["set_aside"]],
+                vocabulary=arrays["vocabulary"].tobytes().decode(),
+                root=root,
+            )
+    except (OSError, CacheDamaged):
+        return None
+
+
+def _clip_set(arrays: Any, name: str, decoding: dict[str, Any] | None, other: ClipSet | None) -> ClipSet:
+    """One side of the split; what `other` has open already is shared with it."""
+    audio_folder, ids_folder = map(Path, _texts(arrays[f"{name}_stores"]))
+    audio: AudioRows
+    if other is not None and other.audio.folder == audio_folder:
+        audio = other.audio
+    elif decoding is None:
+        audio = _open(audio_folder, np.int16)
+    else:
+        files = slice(*arrays[f"{name}_files"].tolist())
+        paths, stats = _texts(arrays["paths"])[files], arrays["stats"][files]
+        audio = DecodedAudio(_open(audio_folder, np.uint64), paths, stats, DecodeOptions(**decoding))
+    ids = other.ids if other is not None and other.ids.folder == ids_folder else _open(ids_folder, np.int32)
+    rows = {field: arrays[f"{name}_{field}"] for field in _ROWS}
+    return ClipSet(audio, ids, **rows, names=_texts(arrays[f"{name}_names"]))
+
+
+def _open(folder: Path, dtype: npt.DTypeLike) -> Store:
+    if (folder / "damaged").exists():
+        raise CacheDamaged(f"{folder} was marked as damaged")
+    store = Store(folder, dtype)
+    with contextlib.suppress(OSError):
+        os.utime(folder)  # when it was last used decides which stores are kept
+    return store
+
+
+def _unchanged(arrays: Any) -> bool:
+    times = arrays["folder_times"].tolist()
+    for folder, at in zip(_texts(arrays["folders"]), times, strict=True):
+        if last_change(Path(folder)) != at:
+            return False
+    for path, stat in zip(_texts(arrays["paths"]), arrays["stats"].tolist(), strict=True):
+        now = os.stat(path)  # noqa: PTH116 (13,100 of them)
+        if [now.st_size, now.st_mtime_ns, now.st_ctime_ns] != stat:
+            return False
+    return True
+
+
+def _blob(texts: Any) -> Array:
+    return np.frombuffer(_SEPARATOR.join(texts).encode("utf-8", "surrogateescape"), np.uint8)
+
+
+def _texts(blob: Array) -> list[str]:
+    joined = blob.tobytes().decode("utf-8", "surrogateescape")
+    return joined.split(_SEPARATOR) if joined else []
+
+
+def _path(root: Path, state: str) -> Path:
+    return root / f"snapshot-{state}.npz"
+
 
 EMBEDDED_CORPUS = Path(__file__).parent.parent / "embedded"
 """The recordings inside the package, used when no data is named."""
-
-_log = logging.getLogger(__name__)
 
 
 def prepare(data: DataSettings, progress: Progress | None = None, verify: bool = False) -> Prepared:
@@ -57,8 +475,8 @@ def prepare(data: DataSettings, progress: Progress | None = None, verify: bool =
     """
     folders = [data.train_data or EMBEDDED_CORPUS, *([data.val_data] if data.val_data else [])]
     root = _root(data, folders[0])
-    found = snapshot.state_of(folders, data)
-    if not verify and (known := snapshot.load(root, found)) is not None:
+    found = state_of(folders, data)
+    if not verify and (known := load_snapshot(root, found)) is not None:
         _log.info("LOADING CACHE FROM DISK")
         write_set_aside_list(root, known.set_aside)
         return known
@@ -77,8 +495,8 @@ def prepare(data: DataSettings, progress: Progress | None = None, verify: bool =
     set_aside = [item for part in parts for item in part.set_aside]
     write_set_aside_list(root, set_aside)
     prepared = Prepared(train, val, speaker_names, set_aside, vocabulary.to_json(), root)
-    if snapshot.state_of(folders, data) == found:  # else the metadata changed between two looks at it
-        snapshot.save(prepared, found, [part.corpus for part in parts])
+    if state_of(folders, data) == found:  # else the metadata changed between two looks at it
+        save_snapshot(prepared, found, [part.corpus for part in parts])
     return prepared
 
 
@@ -181,7 +599,7 @@ class _Part:
             writer.append(rows, [np.array([LANGUAGES.index(code) for code in found], np.uint8)])
 
         sources = _sources([identity(*(part for clip in unknown for part in (clip.text, clip.speaker)))])
-        spec = StoreSpec("languages", np.uint8, sources, {"detector": language.fingerprint()}, limits={})
+        spec = StoreSpec("languages", np.uint8, sources, {"detector": detection.fingerprint()}, limits={})
         detected = iter(self._store(spec, "language", fill)[0].tolist())
         return [code or LANGUAGES[next(detected)] for code in named]
 
@@ -212,7 +630,7 @@ class _Part:
 
     def _text_store(self) -> Store:
         tools = self.tools
-        recipe = {"normalize": normalize.fingerprint()}
+        recipe = {"normalize": normalization.fingerprint()}
         if self.data.use_phonemes:
             recipe["phonemes"] = phonemes.fingerprint()
         sources = _sources(identity(*sentence) for sentence in self.sentences)

@@ -14,7 +14,9 @@ is decided elsewhere; the discriminators are in `discriminators`. Attribute name
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
+from myxtts.model.mel import SPEAKER_MEL, LogMel
 
 OUTPUT_SAMPLE_RATE = 24000
 """Samples per second of what the vocoder speaks."""
@@ -142,3 +145,238 @@ def modern_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         owner, dot, last = name.rpartition(".")
         renamed[owner + dot + endings.get(last, last)] = tensor
     return renamed
+
+
+PERIODS = (2, 3, 5, 7, 11)
+PERIOD_WIDTHS = (32, 128, 512, 1024, 1024)
+
+
+class Resolution(NamedTuple):
+    """How a spectrogram is taken: samples of the FFT, between two frames, and of the Hann window."""
+
+    fft_samples: int
+    hop_samples: int
+    window_samples: int
+
+
+RESOLUTIONS = (Resolution(1024, 120, 600), Resolution(2048, 240, 1200), Resolution(512, 50, 240))
+"""At 24 kHz windows of 25, 50 and 10 ms, each hopping by about a fifth of itself."""
+RESOLUTION_WIDTH = 32
+_LEAST_POWER = 1e-9
+"""Added below the root of a magnitude, whose gradient is infinite at silence."""
+
+
+class Judgement(NamedTuple):
+    """What one network makes of a batch of waveforms."""
+
+    logits: Tensor
+    """High for real: [B, judged places]."""
+    features: list[Tensor]
+    """Activations of the hidden layers, for feature matching: each [B, channels, height, width]."""
+
+
+class Discriminators(nn.Module):
+    """Both discriminators, on real and generated waveforms at once."""
+
+    def __init__(
+        self,
+        *,
+        periods: Sequence[int] = PERIODS,
+        period_widths: Sequence[int] = PERIOD_WIDTHS,
+        resolutions: Sequence[Resolution] = RESOLUTIONS,
+        resolution_width: int = RESOLUTION_WIDTH,
+    ) -> None:
+        super().__init__()
+        self.periods = nn.ModuleList(PeriodDiscriminator(period, period_widths) for period in periods)
+        self.resolutions = nn.ModuleList(
+            ResolutionDiscriminator(resolution, resolution_width) for resolution in resolutions
+        )
+
+    def forward(self, real: Tensor, fake: Tensor) -> tuple[list[Judgement], list[Judgement]]:
+        """What each network makes of real and of generated waveforms [B, 1, N], in one pass over both.
+
+        Detach `fake` to train the discriminators. To train the generator, switch off the gradients of these
+        parameters: they then cost nothing while those of `fake` pass through.
+        """
+        return split(self.judge(torch.cat([real, fake])))
+
+    def judge(self, wave: Tensor) -> list[Judgement]:
+        """What each network makes of waveforms [B, 1, N]."""
+        return [network(wave) for network in (*self.periods, *self.resolutions)]
+
+
+def split(judgements: Sequence[Judgement]) -> tuple[list[Judgement], list[Judgement]]:
+    """Judgements of a batch of two halves as those of its first and those of its second half."""
+    halves: tuple[list[Judgement], list[Judgement]] = ([], [])
+    for logits, features in judgements:
+        pairs = [feature.chunk(2) for feature in features]
+        for half, judged in enumerate(logits.chunk(2)):
+            halves[half].append(Judgement(judged, [pair[half] for pair in pairs]))
+    return halves
+
+
+class PeriodDiscriminator(nn.Module):
+    """Judges the waveform written in rows of `period` samples: what repeats with that period fills columns.
+
+    Kernels are one column wide, so each column is a signal of every p-th sample that never meets the others.
+    """
+
+    def __init__(self, period: int, widths: Sequence[int] = PERIOD_WIDTHS) -> None:
+        super().__init__()
+        self.period = period
+        strides = [3] * (len(widths) - 1) + [1]
+        self.layers = nn.ModuleList(
+            weight_norm(nn.Conv2d(before, width, (5, 1), (stride, 1), padding=(2, 0)))
+            for before, width, stride in zip((1, *widths[:-1]), widths, strides, strict=True)
+        )
+        self.last = weight_norm(nn.Conv2d(widths[-1], 1, (3, 1), padding=(1, 0)))
+
+    def forward(self, wave: Tensor) -> Judgement:
+        wave = F.pad(wave, (0, -wave.shape[-1] % self.period), mode="reflect")
+        return _judge(wave.view(len(wave), 1, -1, self.period), self.layers, self.last)
+
+
+class ResolutionDiscriminator(nn.Module):
+    """Judges the magnitude spectrogram of one resolution, narrowing time by 2 in three of its layers."""
+
+    window: Tensor
+
+    def __init__(self, resolution: Resolution, width: int = RESOLUTION_WIDTH) -> None:
+        super().__init__()
+        self.resolution = resolution
+        self.register_buffer("window", torch.hann_window(resolution.window_samples), persistent=False)
+        # Kernels are (frequency, time); four see nine frames, the last hidden one a square.
+        shapes = [((3, 9), (1, 1)), *[((3, 9), (1, 2))] * 3, ((3, 3), (1, 1))]
+        self.layers = nn.ModuleList(
+            weight_norm(nn.Conv2d(before, width, kernel, stride, padding=(kernel[0] // 2, kernel[1] // 2)))
+            for before, (kernel, stride) in zip((1, *[width] * 4), shapes, strict=True)
+        )
+        self.last = weight_norm(nn.Conv2d(width, 1, 3, padding=1))
+
+    def forward(self, wave: Tensor) -> Judgement:
+        return _judge(self.magnitudes(wave).unsqueeze(1), self.layers, self.last)
+
+    def magnitudes(self, wave: Tensor) -> Tensor:
+        """Spectrogram [B, fft / 2 + 1, N // hop] of waveforms [B, 1, N], in float32 also under autocast."""
+        fft, hop, window_samples = self.resolution
+        with torch.autocast(wave.device.type, enabled=False):
+            # Frame i is centred on the i-th hop, so that N samples give N // hop frames.
+            padded = F.pad(wave.float(), ((fft - hop) // 2, (fft - hop) // 2), mode="reflect").squeeze(1)
+            spectrum = torch.stft(
+                padded, fft, hop, window_samples, self.window.float(), center=False, return_complex=True
+            )
+            return (torch.view_as_real(spectrum).square().sum(-1) + _LEAST_POWER).sqrt()
+
+
+def _judge(image: Tensor, layers: nn.ModuleList, last: nn.Module) -> Judgement:
+    features = []
+    for layer in layers:
+        image = F.leaky_relu(layer(image), SLOPE)
+        features.append(image)
+    return Judgement(last(image).flatten(1), features)
+
+
+BLOCKS_PER_STAGE = (3, 4, 6, 3)
+STAGE_STRIDES = (1, 2, 2, 2)
+"""Of both mels and time."""
+SQUEEZE = 8
+ATTENTION_CHANNELS = 128
+LEAST_VARIANCE = 1e-5
+
+
+class SpeakerEncoder(nn.Module):
+    """Waves [batch, samples] at 16 kHz to speaker embeddings [batch, proj_dim]."""
+
+    def __init__(
+        self, input_dim: int = 64, proj_dim: int = 512, num_filters: Sequence[int] = (32, 64, 128, 256)
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, num_filters[0], kernel_size=3, padding=1)
+        self.bn1 = nn.BatchNorm2d(num_filters[0])
+        inputs = (num_filters[0], *num_filters[:-1])
+        self.layer1, self.layer2, self.layer3, self.layer4 = (
+            _stage(num_inputs, num_outputs, num_blocks, stride)
+            for num_inputs, num_outputs, num_blocks, stride in zip(
+                inputs, num_filters, BLOCKS_PER_STAGE, STAGE_STRIDES, strict=True
+            )
+        )
+        self.torch_spec = LogMel(replace(SPEAKER_MEL, num_mels=input_dim), persistent=True)
+        channels = num_filters[-1] * (input_dim // 8)  # the strides divide the mels by eight
+        self.attention = nn.Sequential(
+            nn.Conv1d(channels, ATTENTION_CHANNELS, kernel_size=1),
+            nn.ReLU(),
+            nn.BatchNorm1d(ATTENTION_CHANNELS),
+            nn.Conv1d(ATTENTION_CHANNELS, channels, kernel_size=1),
+            nn.Softmax(dim=2),
+        )
+        self.fc = nn.Linear(2 * channels, proj_dim)
+
+    def forward(self, wave: Tensor, l2_norm: bool = False) -> Tensor:
+        """Embeddings of the waves; the vocoder takes those of length 1 (`l2_norm`)."""
+        # Every mel band to mean 0 and variance 1 over the clip: loudness and microphone are not the speaker.
+        mel = F.instance_norm(self.torch_spec(wave))
+        picture = mel.to(self.conv1.weight.dtype).unsqueeze(1)  # [batch, 1, mels, frames]
+        hidden = self.bn1(self.conv1(picture).relu())  # [Q] the ReLU stands before the norm
+        hidden = self.layer4(self.layer3(self.layer2(self.layer1(hidden))))
+        hidden = hidden.flatten(1, 2)  # [batch, channels * mels / 8, frames / 8], a channel's mels together
+        pooled = attentive_statistics(hidden, self.attention(hidden))
+        embedding: Tensor = self.fc(pooled.to(self.fc.weight.dtype))
+        return F.normalize(embedding, dim=1) if l2_norm else embedding
+
+
+def attentive_statistics(hidden: Tensor, weights: Tensor) -> Tensor:
+    """Each channel's mean and deviation over time under its own weights, both [batch, channels, time].
+
+    All means come first, then all deviations. In float32, because a variance is a difference of two sums.
+    """
+    hidden, weights = hidden.float(), weights.float()
+    mean = (hidden * weights).sum(dim=2)
+    variance = (hidden.square() * weights).sum(dim=2) - mean.square()
+    return torch.cat([mean, variance.clamp(min=LEAST_VARIANCE).sqrt()], dim=1)
+
+
+def _stage(num_inputs: int, num_outputs: int, num_blocks: int, stride: int) -> nn.Sequential:
+    first = _Block(num_inputs, num_outputs, stride)
+    return nn.Sequential(first, *(_Block(num_outputs, num_outputs, stride=1) for _ in range(num_blocks - 1)))
+
+
+class _Block(nn.Module):
+    """Two 3x3 convolutions, their channels weighed by squeeze-and-excitation, beside a shortcut."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(num_inputs, num_outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(num_outputs)
+        self.conv2 = nn.Conv2d(num_outputs, num_outputs, kernel_size=3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(num_outputs)
+        self.se = _SqueezeExcitation(num_outputs)
+        self.downsample: nn.Sequential | None = None
+        if stride != 1 or num_inputs != num_outputs:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(num_inputs, num_outputs, kernel_size=1, stride=stride, bias=False),
+                nn.BatchNorm2d(num_outputs),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [Q] the first ReLU stands before its norm; the second only after the sum.
+        hidden = self.bn1(self.conv1(x).relu())
+        hidden = self.se(self.bn2(self.conv2(hidden)))
+        shortcut = x if self.downsample is None else self.downsample(x)
+        return F.relu(hidden + shortcut)
+
+
+class _SqueezeExcitation(nn.Module):
+    """Scales each channel by a number in (0, 1) that is read from the means of all channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.fc = nn.Sequential(
+            nn.Linear(channels, channels // SQUEEZE),
+            nn.ReLU(),
+            nn.Linear(channels // SQUEEZE, channels),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale: Tensor = self.fc(x.mean(dim=(2, 3)))
+        return x * scale[:, :, None, None]

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 
 from myxtts.config import MODEL_SIZES
 from myxtts.model.dvae import DVAE
-from myxtts.model.gpt import GPT
-from myxtts.model.packing import GPTDims
-from myxtts.model.speaker import SpeakerEncoder
-from myxtts.model.vocoder import HifiGanDecoder, modern_names
+from myxtts.model.gpt import GPT, GPTDims
+from myxtts.model.vocoder import HifiGanDecoder, SpeakerEncoder, modern_names
 
 HEAD_DIM = 64
 """Channels of an attention head in every size: what packed attention kernels are fastest at."""

@@ -17,6 +17,14 @@ from typing import Any, NamedTuple
 
 from myxtts.observe.trace import now_us
 
+
+def allocated_mb(gpu: int) -> float:
+    """Memory of the tensors that this process has on a GPU, by PyTorch's number, in MB; does not wait for it."""
+    import torch
+
+    return torch.cuda.memory_allocated(gpu) / 2**20
+
+
 PCIE_EVERY = 10
 """Readings between two of PCIe traffic: the driver counts it for 20 ms and lets the caller wait, twice per GPU."""
 THROTTLES = {

@@ -10,22 +10,98 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
+from torch import nn
 
 from myxtts.config import DataSettings
-from myxtts.data.batches import Cursor
-from myxtts.data.gather import Gathered, Gatherer, HostBatch, host_layout
-from myxtts.data.layout import Batch, Field, Layout
-from myxtts.devices import Plan, explain_out_of_memory
-from myxtts.lanes import Lane
+from myxtts.data.batches import (
+    Batch,
+    Batches,
+    Cursor,
+    Field,
+    Gathered,
+    Gatherer,
+    HostBatch,
+    Layout,
+    host_layout,
+    num_codes_of,
+    packed_tokens,
+)
+from myxtts.data.clips import ClipSet, Prepared
+from myxtts.data.codes import CodesCache
+from myxtts.devices import Lane, Plan, explain_out_of_memory
+from myxtts.errors import ConfigError
+from myxtts.host import available_bytes, usable_cores
+from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import OFF, Trace
-from myxtts.pipeline.buffers import Depths
-from myxtts.pipeline.frontend import CapturedFrontend, Frontend
+from myxtts.pipeline.frontend import CapturedFrontend, DecoderFrontend, DvaeFrontend, Frontend, GptFrontend
 from myxtts.pipeline.ring import Ring, RingClosed, Slot
-from myxtts.pipeline.stage import Block, BlockRing, Encode, Gather, Handoff, Keep, Stage, Upload, Work
+from myxtts.pipeline.workers import Block, BlockRing, Encode, Gather, Handoff, Keep, Stage, Upload, Work
+
+MODEL_DEPTH = 3
+"""The least on the model role's device: one being filled, one ready, one in use."""
+DEVICE_SHARE = 0.05
+"""Of a device's memory, or of its cap, that waiting batches may take; the model needs the rest."""
+HOST_SHARE, HOST_SHARE_ASKED = 0.1, 0.5
+"""Of the available host memory that buffers take by themselves, and that a user may ask for."""
+MOST_GATHERERS = 4
+"""Gathering from the packed cache is copying: more threads than this only take turns on the memory bus."""
+
+
+class Depths(NamedTuple):
+    """Batches that the host ring and the model ring hold, and threads that gather."""
+
+    host: int
+    model: int
+    gatherers: int = 1
+
+
+def choose_depths(data: DataSettings, asked: Collection[str], plan: Plan, outputs: Layout) -> Depths:
+    """Depths for a front end with these outputs; `asked` names the settings that the user chose."""
+    gatherers = min(data.num_workers, usable_cores())
+    if data.native_loading:
+        gatherers = min(gatherers, MOST_GATHERERS)
+    batch_bytes, available = host_layout(data).num_bytes, available_bytes()
+    if plan.model.type != "cuda" and not {"data.prefetch_buffer_size", "data.pipeline_buffer_size"} & set(asked):
+        return Depths(MODEL_DEPTH, MODEL_DEPTH, gatherers)  # working ahead takes the cores that training needs
+    prefetch, total = data.prefetch_buffer_size, data.pipeline_buffer_size
+    if "data.prefetch_buffer_size" not in asked:
+        prefetch = min(prefetch, max(2 * gatherers, 4), _fitting(HOST_SHARE * available, batch_bytes))
+    if "data.pipeline_buffer_size" not in asked:
+        room = prefetch + _fitting(DEVICE_SHARE * _device_bytes(plan), outputs.num_bytes)
+        total = min(total, max(room, prefetch + MODEL_DEPTH))
+    elif "data.prefetch_buffer_size" not in asked:
+        prefetch = min(prefetch, max(total - MODEL_DEPTH, 1))
+    on_device = _fitting(DEVICE_SHARE * _device_bytes(plan), outputs.num_bytes)
+    model = max(MODEL_DEPTH, min(total - prefetch, on_device))
+    host = max(prefetch, total - model)
+    most = _fitting(HOST_SHARE_ASKED * available, batch_bytes)
+    if host > most:
+        raise ConfigError(
+            f"{host} batches in host memory need {host * batch_bytes / 2**20:.0f} MB, and "
+            f"{available / 2**20:.0f} MB are available: at most {most} are possible.\n"
+            "Lower --buffer-size and --prefetch-buffer-size, or --batch-size."
+        )
+    return Depths(host, model, gatherers)
+
+
+def _fitting(room_bytes: float, batch_bytes: int) -> int:
+    return max(int(room_bytes // batch_bytes), 1)
+
+
+def _device_bytes(plan: Plan) -> float:
+    """Memory of the model role's device, or its cap."""
+    if plan.model.type != "cuda":
+        return available_bytes()
+    if plan.model_cap_mb is not None:
+        return plan.model_cap_mb * 2**20
+    return float(torch.cuda.mem_get_info(plan.model)[1])
+
 
 UPLOAD_DEPTH = 2
 """Uploaded batches on the data role's device: one arriving, one being encoded."""
@@ -268,3 +344,98 @@ class Feed:
 
 def _block_ring(name: str, layout: Layout, device: torch.device, depth: int) -> BlockRing:
     return Ring(name, [Block(layout, device) for _ in range(depth)], device)
+
+
+VALIDATION_DEPTHS = Depths(host=2, model=3, gatherers=1)
+ENCODE_VERSION = 2
+"""Raise it whenever mels or codes of the same clip change: codes made before are then not read."""
+_Frontend = GptFrontend | DvaeFrontend | DecoderFrontend
+
+
+@dataclass(frozen=True)
+class FeedMaker:
+    """Everything the feeds of one stage have in common."""
+
+    stage: str
+    model: XTTS
+    prepared: Prepared
+    data: DataSettings
+    asked: Collection[str]
+    plan: Plan
+    seed: int
+    dvae_key: str
+    lanes: Lanes
+
+    def batches(self, clips: ClipSet) -> Batches:
+        tokens = packed_tokens(clips.num_ids, clips.num_samples)
+        return Batches(tokens, self.data.batch_size, self.seed, self.plan.rank, self.plan.world_size)
+
+    def training(self, cursor: Cursor, accumulate: int, trace: Trace = OFF, replay: bool = False) -> Feed:
+        """Batches without end from the cursor on."""
+        gatherer = self._gatherer(self.prepared.train)
+        frontend = self._frontend(gatherer)
+        depths = choose_depths(self.data, self.asked, self.plan, frontend.outputs)
+        return Feed(
+            gatherer,
+            frontend,
+            self.plan,
+            self.data,
+            depths,
+            cursor=cursor,
+            accumulate=accumulate,
+            trace=trace,
+            replay=replay,
+            lanes=self.lanes,
+        )
+
+    def validation(self) -> Feed:
+        """Every validation clip once, always cut alike; each rank has its share."""
+        gatherer = self._gatherer(self.prepared.val)
+        num_batches = self.batches(self.prepared.val).num_batches
+        return Feed(
+            gatherer,
+            self._frontend(gatherer),
+            self.plan,
+            self.data,
+            VALIDATION_DEPTHS,
+            num_batches=num_batches,
+            captured=False,
+            lanes=self.lanes,
+        )
+
+    def _gatherer(self, clips: ClipSet) -> Gatherer:
+        cache = None
+        if self.stage != "dvae":
+            hashes = clips.audio.hashes[clips.audio_rows]
+            cache = CodesCache.open(self.prepared.root, hashes, num_codes_of(clips.num_samples), self.dvae_key)
+        voices = self.prepared.voices(clips) if self.data.reference_clip == "other" else None
+        return Gatherer(clips, self.batches(clips), self.data, self.seed, cache, voices)
+
+    def _frontend(self, gatherer: Gatherer) -> _Frontend:
+        frontend: _Frontend
+        autocast = self.data.mixed_precision and self.plan.data.type == "cuda"
+        if self.stage == "dvae":
+            frontend = DvaeFrontend(self.model, self.data)
+        elif self.stage == "gpt":
+            frontend = GptFrontend(self.model, self.data, gatherer.frame_budget, autocast)
+        else:
+            frontend = DecoderFrontend(self.model, self.data, gatherer.frame_budget, autocast)
+        try:
+            return frontend.to(self.plan.data).eval()
+        except torch.OutOfMemoryError as error:
+            raise explain_out_of_memory(self.plan, error, "data", "loading the frozen networks") from error
+
+
+def dvae_key(model: XTTS, autocast: bool = False) -> str:
+    """Names the codes that this DVAE makes: a hash of everything they depend on."""
+    hasher = xxhash.xxh3_128(f"{ENCODE_VERSION} {'bf16' if autocast else 'fp32'}".encode())
+    for module in (model.dvae.encoder, model.dvae.codebook):
+        _add(hasher, module)
+    hasher.update(model.mel_stats.detach().cpu().numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def _add(hasher: xxhash.xxh3_128, module: nn.Module) -> None:
+    for name, tensor in module.state_dict().items():
+        hasher.update(name.encode())
+        hasher.update(tensor.detach().cpu().contiguous().numpy().tobytes())

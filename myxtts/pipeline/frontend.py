@@ -19,15 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings
-from myxtts.data.crops import MAX_CROP_FRAMES, MAX_CROP_SAMPLES, MIN_CROP_SAMPLES
-from myxtts.data.gather import SEGMENT_CODES, TOTALS, max_codes
-from myxtts.data.layout import Field, Layout, Sizes
-from myxtts.lanes import Captured, Lane
+from myxtts.data.batches import (
+    MAX_CROP_FRAMES,
+    MAX_CROP_SAMPLES,
+    MIN_CROP_SAMPLES,
+    SEGMENT_CODES,
+    TOTALS,
+    Field,
+    Layout,
+    Sizes,
+    max_codes,
+)
+from myxtts.devices import Captured, Lane
 from myxtts.model.blocks import offsets_of, segment_of
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import FRAMES_PER_CODE
+from myxtts.model.gpt import pack
 from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, pcm_to_wave, resample
-from myxtts.model.packing import pack
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, num_samples
 from myxtts.model.xtts import XTTS
 

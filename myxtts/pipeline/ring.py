@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from myxtts.lanes import Mark
+from myxtts.devices import Mark
 
 Content = TypeVar("Content")
 Ticket = TypeVar("Ticket")

@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor, nn
 
 from myxtts.audio import SILENCE, Pcm, UnusableAudio, decode, is_silent, trim_silence
-from myxtts.checkpoint import read_tensors, write_tensors
+from myxtts.checkpoints import read_tensors, write_tensors
 from myxtts.config import CONDITIONING_TOKENS, SAMPLE_RATE
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.model.mel import CONDITIONING_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample

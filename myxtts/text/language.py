@@ -9,16 +9,20 @@ This module does not know where texts come from, nor what is done to them afterw
 when statistics are first needed, so importing this module costs nothing.
 """
 
+from __future__ import annotations
+
+import logging
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from myxtts.config import LANGUAGES
+from myxtts.config import LANGUAGE_NAMES, LANGUAGES
 from myxtts.errors import DatasetError
-from myxtts.text.fingerprint import fingerprint_of
+from myxtts.text.tables import fingerprint_of
 
 if TYPE_CHECKING:
     from lingua import LanguageDetector
@@ -259,7 +263,7 @@ def _detect(texts: list[str], candidates: _Codes, *, accurate: bool) -> list[str
 
 
 @cache
-def _detector(candidates: _Codes, accurate: bool) -> "LanguageDetector":
+def _detector(candidates: _Codes, accurate: bool) -> LanguageDetector:
     try:
         from lingua import IsoCode639_1, LanguageDetectorBuilder
     except ImportError:
@@ -291,3 +295,50 @@ def _fill_gaps(languages: list[str | None], speakers: Sequence[str]) -> list[str
         return min(counts, key=lambda code: (-counts[code], code))
 
     return [language or usual(speaker) for speaker, language in zip(speakers, languages, strict=True)]
+
+
+MOST_TEXTS = 1000
+"""Texts that are looked at, spread over all."""
+NEARLY_ALL = 0.9
+_SCRIPT_NAMES = {
+    "ar": ("ARABIC",),
+    "fa": ("ARABIC",),
+    "hi": ("DEVANAGARI",),
+    "ja": ("HIRAGANA", "KATAKANA", "CJK"),
+    "ko": ("HANGUL",),
+    "ru": ("CYRILLIC",),
+    "zh": ("CJK",),
+}
+"""How Unicode's names of a language's letters begin; all others write Latin letters."""
+
+_log = logging.getLogger(__name__)
+
+
+def warn_of_other_script(language: str, texts: Sequence[str]) -> None:
+    """Say so when nearly all texts are in other letters than those of `language`."""
+    scripts = _SCRIPT_NAMES.get(language, ("LATIN",))
+    judged = [
+        (text, share)
+        for text in texts[:: 1 + len(texts) // MOST_TEXTS]
+        if (share := _share(text, scripts)) is not None
+    ]
+    others = [text for text, share in judged if share < 0.5]
+    if others and len(others) >= NEARLY_ALL * len(judged):
+        _log.warning(
+            "WARNING: --language %s means %s, but nearly all texts are written in other letters, such as %r: "
+            "name another language, or leave it out to have it detected",
+            language,
+            LANGUAGE_NAMES[language],
+            others[0][:40],
+        )
+
+
+def _share(text: str, scripts: tuple[str, ...]) -> float | None:
+    """Of a text's letters, those of these scripts; None without letters."""
+    of_letters = [_script(letter) in scripts for letter in text if letter.isalpha()]
+    return sum(of_letters) / len(of_letters) if of_letters else None
+
+
+@cache
+def _script(letter: str) -> str:
+    return unicodedata.name(letter, "").partition(" ")[0]

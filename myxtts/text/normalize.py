@@ -5,28 +5,69 @@ on. Persian has a module of its own. This module knows the order of the steps; t
 `languages/`, the numbers in `numbers`. It knows nothing of tokens, audio or files of a corpus.
 """
 
+from __future__ import annotations
+
 import re
 import unicodedata
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError
 from myxtts.text import tables
-from myxtts.text.characters import CharacterTable, clean_characters
-from myxtts.text.fingerprint import fingerprint_of
 from myxtts.text.numbers import NumberReader
-from myxtts.text.romanize import romanize
-from myxtts.text.tables import LanguageTable, load_table
+from myxtts.text.tables import CharacterTable, LanguageTable, clean_characters, fingerprint_of, load_table
+
+_PUNCTUATION = re.compile(r"\s*[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~，。、！？：；]+(?:\s*[!-/:-@，。、])*")
+
+
+def romanize(text: str, language: str) -> str:
+    """Text in the Latin spelling of `language` (zh, ja or ko); other languages are returned unchanged."""
+    if language == "zh":
+        return _pinyin(text)
+    if language == "ja":
+        return str(_japanese_romaniser().romaji(text)).lower()
+    if language == "ko":
+        return str(_korean_romaniser().translit(text))
+    return text
+
+
+def _pinyin(text: str) -> str:
+    """Pinyin with tone digits, neutral tone 5, nothing between syllables.
+
+    All punctuation becomes a comma: XTTS-v2 was trained on Chinese whose every mark was one, so a question
+    mark would be a token the published weights have never met in this language.
+    """
+    from pypinyin import Style, pinyin
+
+    text = _PUNCTUATION.sub(",", text)
+    syllables = pinyin(text, style=Style.TONE3, heteronym=False, neutral_tone_with_five=True)
+    return "".join(syllable[0] for syllable in syllables)
+
+
+@lru_cache(maxsize=1)
+def _japanese_romaniser() -> Any:
+    try:
+        from cutlet import Cutlet
+    except ImportError as missing:
+        raise ConfigError("Japanese text needs the extra 'ja': pip install 'myxtts[ja]'") from missing
+    return Cutlet()
+
+
+@lru_cache(maxsize=1)
+def _korean_romaniser() -> Any:
+    from hangul_romanize import Transliter
+    from hangul_romanize.rule import academic
+
+    return Transliter(academic)
+
 
 SOURCES = (
-    "characters.py",
     "normalize.py",
     "numbers.py",
     "persian.py",
-    "romanize.py",
-    "spelling.py",
     "tables.py",
 )
 """The modules whose code decides the result of `normalize`."""

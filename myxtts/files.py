@@ -1,0 +1,102 @@
+"""Files that are either whole or not there: the one way this package writes them, and the lock of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from myxtts.errors import ConfigError, DatasetError
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with a temporary path beside `path`, bring the file to the disk and move it into place."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with as_os_error():
+            write(temporary)
+        sync_path(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise DatasetError(_cannot_write(path, error)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_path(path.parent)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a UTF-8 text file, whole or not at all."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def sync_path(path: Path) -> None:
+    """Bring a file or the entries of a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network drives cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def as_os_error() -> Iterator[None]:
+    """What the libraries that write tensors make of a full disk, as Python would have raised it."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from None
+    except RuntimeError as error:  # PyTorch's own, which came upon the real one
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def _cannot_write(path: Path, error: OSError) -> str:
+    why = error.strerror or str(error)
+    if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        return f"Cannot write {path}: {why}"
+    free_mb = shutil.disk_usage(path.parent).free / 1e6
+    return (
+        f"No room for {path}: {why} ({free_mb:.0f} MB are free).\n"
+        "Nothing half-made was left behind. Free some space, or choose a folder on another disk "
+        "(--checkpoint-dir DIR for a run, --out DIR for an export)."
+    )
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold the run directory, for a whole process group in its first process; one that dies lets go of it."""
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(open(folder / "lock", "a+", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        except BlockingIOError:
+            holder = (folder / "lock").read_text(encoding="utf-8") or "another process"
+            raise ConfigError(
+                f"The run in {folder} is in use by {holder}.\n"
+                "Wait until it ends, or keep the two apart with --checkpoint-dir DIR."
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot keep a run in {folder}: {error.strerror or error}.\n"
+                "Choose a folder you can write to with --checkpoint-dir DIR."
+            ) from error
+        yield

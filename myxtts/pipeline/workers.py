@@ -1,0 +1,214 @@
+"""The stages of the pipeline: each takes a slot, does one thing in its own lane, and passes the batch on.
+
+    Gather   clips ─► host ring           host threads
+    Upload   host ring ─► device ring     copy lane
+    Encode   device ring ─► model ring    data lane; keeps fresh codes through the `keep` ring
+    Handoff  data role's device ─► model role's device
+    Keep     fresh codes ─► the cache on disk
+
+The first stage that fails poisons all rings with its error, so that the trainer raises that error and every other
+stage ends. No stage knows how many there are of the others, nor whether it has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job, Layout
+from myxtts.data.codes import CodesCache
+from myxtts.devices import Lane
+from myxtts.observe.trace import OFF, Trace
+from myxtts.pipeline.frontend import CapturedFrontend, Frontend
+from myxtts.pipeline.ring import Ring, RingClosed
+
+Work = Callable[[], bool]
+"""Passes one batch on; False when there was none left."""
+
+_log = logging.getLogger(__name__)
+
+
+class Block:
+    """Memory of a batch on a device: one block and named views of it."""
+
+    def __init__(self, layout: Layout, device: torch.device, pinned: bool = False) -> None:
+        self.memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.tensors = layout.tensors(self.memory)
+
+
+BlockRing = Ring[Block, Gathered]
+
+
+class Gather:
+    """Fills host slots; several threads may call one object and work on different batches."""
+
+    def __init__(
+        self, gatherer: Gatherer, jobs: Iterator[Job], ring: Ring[HostBatch, Gathered], trace: Trace = OFF
+    ) -> None:
+        self._gatherer, self._jobs, self._ring, self._trace = gatherer, jobs, ring, trace
+        self._lock = threading.Lock()
+
+    def __call__(self) -> bool:
+        with self._lock:  # a place in the order and its job belong together
+            try:
+                job, number = next(self._jobs, None), self._ring.next_number()
+            except BaseException as error:  # jobs that failed must not look like the end to the next thread
+                self._ring.poison(error)
+                raise
+        if job is None:
+            self._ring.finish(number)
+            return False
+        slot = self._ring.acquire(number)
+        slot.emptied.wait_on_host()  # this owner is no lane: it writes with the CPU
+        with self._trace.span("gather", batch=number):
+            gathered = self._gatherer.fill(slot.content, job)
+        self._ring.commit(slot, gathered)
+        return True
+
+
+class Upload:
+    """One copy per batch from the host to the data role's device."""
+
+    def __init__(
+        self, source: Ring[HostBatch, Gathered], target: BlockRing, lane: Lane, trace: Trace = OFF
+    ) -> None:
+        self._source, self._target, self._lane, self._trace = source, target, lane, trace
+        self._memory = {id(slot.content): torch.from_numpy(slot.content.memory) for slot in source.slots}
+
+    def __call__(self) -> bool:
+        slot = self._source.take()
+        if slot is None:
+            self._target.finish(self._source.num_taken)
+            return False
+        to, lane = self._target.acquire(), self._lane
+        lane.wait(to.emptied)
+        with self._trace.device_span("upload", "upload lane", lane.stream, slot.number), lane.use():
+            to.content.memory.copy_(self._memory[id(slot.content)], non_blocking=True)
+        lane.record(to.filled)
+        lane.record(slot.emptied)
+        self._target.commit(to, slot.read_ticket())
+        self._source.release(slot)
+        return True
+
+
+class Encode:
+    """The front end's work; codes that it had to compute go to the keep ring as well, if there is one."""
+
+    def __init__(
+        self,
+        frontend: Frontend | CapturedFrontend,
+        source: BlockRing,
+        target: BlockRing,
+        lane: Lane,
+        keep: BlockRing | None = None,
+        trace: Trace = OFF,
+    ) -> None:
+        self._frontend, self._source, self._target = frontend, source, target
+        self._lane, self._keep, self._trace = lane, keep, trace
+
+    def __call__(self) -> bool:
+        slot = self._source.take()
+        if slot is None:
+            self._target.finish(self._source.num_taken)
+            if self._keep is not None:
+                self._keep.finish(self._keep.num_acquired)
+            return False
+        gathered, to, lane = slot.read_ticket(), self._target.acquire(), self._lane
+        lane.wait(slot.filled)
+        lane.wait(to.emptied)
+        with self._trace.device_span("encode", "encode lane", lane.stream, slot.number), lane.use():
+            if isinstance(self._frontend, CapturedFrontend):
+                memory = (slot.content.memory, to.content.memory)
+                self._frontend.encode_block(*memory, gathered.sizes, gathered.codes_known)
+            else:
+                inputs, outputs = slot.content.tensors, to.content.tensors
+                self._frontend.encode(inputs, outputs, gathered.sizes, gathered.codes_known)
+        if self._keep is not None and self._frontend.uses_codes and not gathered.codes_known:
+            kept = self._keep.acquire()
+            with lane.use():
+                kept.content.tensors["codes"].copy_(to.content.tensors["codes"], non_blocking=True)
+            lane.record(kept.filled)
+            self._keep.commit(kept, gathered)
+        lane.record(to.filled)
+        lane.record(slot.emptied)
+        self._target.commit(to, gathered)
+        self._source.release(slot)
+        return True
+
+
+class Handoff:
+    """Batches cross to the model role's device; each side orders the copy in a lane of its own."""
+
+    def __init__(
+        self, source: BlockRing, target: BlockRing, source_lane: Lane, target_lane: Lane, trace: Trace = OFF
+    ) -> None:
+        self._source, self._target, self._trace = source, target, trace
+        self._from, self._to = source_lane, target_lane
+
+    def __call__(self) -> bool:
+        slot = self._source.take()
+        if slot is None:
+            self._target.finish(self._source.num_taken)
+            return False
+        to = self._target.acquire()
+        self._from.wait(slot.filled)
+        self._to.wait(to.emptied)
+        span = self._trace.device_span("handoff", "handoff lane", self._to.stream, slot.number)
+        # PyTorch lets a copy between two GPUs wait for, and be waited for by, the current streams of both.
+        with span, self._from.use(), self._to.use():
+            to.content.memory.copy_(slot.content.memory, non_blocking=True)
+        self._to.record(to.filled)
+        self._from.record(slot.emptied)
+        self._target.commit(to, slot.read_ticket())
+        self._source.release(slot)
+        return True
+
+
+class Keep:
+    """Writes fresh codes to the cache; waits for the copies on the host, on a thread where nobody minds."""
+
+    def __init__(self, ring: BlockRing, cache: CodesCache) -> None:
+        self._ring, self._cache = ring, cache
+
+    def __call__(self) -> bool:
+        slot = self._ring.take()
+        if slot is None:
+            return False
+        slot.filled.wait_on_host()
+        self._cache.write(slot.read_ticket().clips, slot.content.tensors["codes"].numpy())
+        self._ring.release(slot)
+        return True
+
+
+class Stage:
+    """Runs a piece of work on a thread of its own until none is left; `failure` is what ended it early."""
+
+    def __init__(self, name: str, work: Work, rings: Sequence[Ring[Any, Any]]) -> None:
+        self.name = name
+        self.failure: BaseException | None = None
+        self._work, self._rings = work, rings
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the thread to end, if it was started."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._work():
+                pass
+        except RingClosed:
+            _log.debug("stage %s was told to end", self.name)
+        except BaseException as error:
+            error.add_note(f"(in the {self.name} stage of the pipeline)")
+            self.failure = error
+            for ring in self._rings:
+                ring.poison(error)

@@ -1,0 +1,258 @@
+"""The weights of a run: where it started, what each stage has trained since, and the model they make together.
+
+    DIR/base.safetensors     initial weights of whatever no stage of the run trains in full
+    DIR/model.json           sizes of the network, and what the run was started with
+    DIR/vocab.json           the vocabulary, pinned: a corpus that grows later does not change it
+    DIR/<stage>/step-*/      checkpoints (see `run`): what that stage trains
+
+Trains nothing and needs no corpus: exporting and speaking read a run through here as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from myxtts.checkpoints import (
+    Checkpoints,
+    LoadedCheckpoint,
+    Tensors,
+    UnreadableWeights,
+    read_tensors,
+    write_tensors,
+)
+from myxtts.config import STAGES, Settings
+from myxtts.errors import ConfigError
+from myxtts.files import write_text_atomically
+from myxtts.model.gpt import add_adapters, merge_adapters
+from myxtts.model.xtts import SIZES, XTTS, XTTSDims
+from myxtts.text.tokenizer import Tokenizer
+from myxtts.weights import Provenance, load_folder, load_state
+
+BASE_FILE, DIMS_FILE, VOCABULARY_FILE = "base.safetensors", "model.json", "vocab.json"
+PREFIXES = {
+    "dvae": ("dvae.", "mel_stats"),
+    "gpt": ("gpt.",),
+    "decoder": ("hifigan_decoder.waveform_decoder.",),
+}
+"""What each stage trains, by the beginnings of its names."""
+DISCRIMINATORS = "discriminators."
+"""Kept in the decoder's checkpoints beside the weights of the model."""
+
+
+class RunFolder:
+    """One run on disk."""
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder = folder
+        self._keep = keep
+
+    @property
+    def exists(self) -> bool:
+        return (self.folder / DIMS_FILE).is_file()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something was trained: until then nothing binds another start in the same folder."""
+        return self.exists and any(self.has_checkpoint(stage) for stage in STAGES)
+
+    def has_checkpoint(self, stage: str) -> bool:
+        return any(path.name.startswith(("step-", "replaced-")) for path in (self.folder / stage).glob("*step-*"))
+
+    def num_steps(self, stage: str) -> int:
+        """Steps that the stage was trained for in this run, as far as they were saved."""
+        saved = (path.name.removeprefix("step-") for path in (self.folder / stage).glob("step-*"))
+        return max((int(number) for number in saved if number.isdigit()), default=0)
+
+    @property
+    def vocabulary_file(self) -> Path:
+        return self.folder / VOCABULARY_FILE
+
+    def checkpoints(self, stage: str) -> Checkpoints:
+        return Checkpoints(self.folder / stage, self._keep)
+
+    def start(
+        self, model: XTTS, vocabulary: Tokenizer, trained_in_full: Collection[str], facts: Mapping[str, Any]
+    ) -> None:
+        """Write what every later look at the run needs; `facts` are what it was started with."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        dropped = tuple(prefix for stage in trained_in_full for prefix in PREFIXES[stage])
+        state = {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if not dropped or not name.startswith(dropped)
+        }
+        write_tensors(self.folder / BASE_FILE, state)
+        vocabulary.save(self.vocabulary_file)
+        text = json.dumps({"dims": model.dims.to_dict(), "started_with": dict(facts)}, indent=2)
+        write_text_atomically(self.folder / DIMS_FILE, text)
+
+    def reset(self) -> Path | None:
+        """Put everything of an earlier run aside; returns where it is now."""
+        files = (BASE_FILE, DIMS_FILE, VOCABULARY_FILE, "settings.yaml", "metrics.jsonl", "tensorboard")
+        told = ("readings.jsonl", "report.html", "sample.wav", "evaluation")
+        present = [path for name in (*STAGES, *files, *told) if (path := self.folder / name).exists()]
+        if not present:
+            return None
+        numbers = [path.name.removeprefix("before-reset-") for path in self.folder.glob("before-reset-*")]
+        number = 1 + max((int(number) for number in numbers if number.isdigit()), default=0)
+        aside = self.folder / f"before-reset-{number}"
+        aside.mkdir(parents=True)
+        for path in present:
+            path.rename(aside / path.name)
+        return aside
+
+    def _best(self, stage: str) -> LoadedCheckpoint:
+        loaded = self.checkpoints(stage).best(optimizer=False)
+        if loaded is None:
+            raise UnreadableWeights(
+                f"No checkpoint of {stage} in {self.folder} is known to be the best: none was validated, or it is "
+                "damaged. Leave out --best to use the newest."
+            )
+        return loaded
+
+    def dims(self) -> XTTSDims:
+        try:
+            return XTTSDims.from_dict(self._description()["dims"])
+        except (KeyError, TypeError) as error:
+            raise UnreadableWeights(f"{self.folder} is no run of MyXTTS: {DIMS_FILE}: {error}") from None
+
+    def started_with(self) -> dict[str, Any]:
+        """What `start` was told."""
+        return dict(self._description().get("started_with", {}))
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether no published weights are behind it, not even behind the run it was started from."""
+        facts = self.started_with()
+        return bool(facts.get("from_scratch", facts.get("training.init_from") is None))
+
+    def is_whole(self) -> bool:
+        """Whether every part of the model is on the disk: as it was at the start, or in a checkpoint."""
+        with safe_open(self.folder / BASE_FILE, "pt") as file:
+            kept = tuple(file.keys())
+        return all(
+            self.has_checkpoint(stage) or any(name.startswith(PREFIXES[stage]) for name in kept)
+            for stage in STAGES
+        )
+
+    def untrained(self) -> list[str]:
+        """Stages whose weights are random: trained neither here nor in what the run was started from."""
+        before = self.started_with().get("untrained", STAGES if self.from_scratch else ())
+        return [stage for stage in STAGES if stage in before and not self.has_checkpoint(stage)]
+
+    def _description(self) -> dict[str, Any]:
+        path = self.folder / DIMS_FILE
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise UnreadableWeights(f"{self.folder} is no run of MyXTTS: {path.name}: {error}") from None
+
+    def vocabulary(self) -> Tokenizer:
+        return Tokenizer.load(self.vocabulary_file)
+
+    def load_model(self, fresh: XTTS | None = None, without: Collection[str] = (), best_gpt: bool = False) -> XTTS:
+        """The model as the run has it: its start, and over it the newest checkpoint of every stage.
+
+        Parts that were never saved, because training them has just begun, come from `fresh`. Stages `without` are
+        left as they started, for someone who loads them himself. `best_gpt` takes the GPT that validated best.
+        """
+        dims = self.dims()
+        state: Tensors = dict(read_tensors(self.folder / BASE_FILE))
+        adapters: dict[str, Tensor] = {}
+        rank = 0
+        for stage in STAGES:
+            loaded = None if stage in without else self.checkpoints(stage).newest(optimizer=False)
+            if loaded is None:
+                continue
+            if stage == "gpt" and best_gpt:
+                loaded = self._best(stage)
+            if loaded.state["notes"]["identity"].get("training.ema_decay"):
+                loaded = self.checkpoints(stage).load(loaded.step)
+            averaged = {name.removeprefix("ema."): value for name, value in loaded.optimizer.items()}
+            weights = averaged_weights(stage, loaded.weights, averaged)
+            rank = int(loaded.state["notes"].get("lora_rank", 0)) if stage == "gpt" else rank
+            kept = {name: value for name, value in weights.items() if not name.startswith(DISCRIMINATORS)}
+            (adapters if stage == "gpt" and rank else state).update(kept)
+        with torch.device("meta"):
+            model = XTTS(dims)
+        if fresh is not None:
+            state = {**{name: value for name, value in fresh.state_dict().items() if name not in state}, **state}
+        absent = set(load_state(model, state, str(self.folder))) - {"mel_stats"}
+        missing = [
+            stage
+            for stage in STAGES
+            if stage not in without and any(part.startswith(tuple(PREFIXES[stage])) for part in _dotted(absent))
+        ]
+        if missing:
+            raise UnreadableWeights(
+                f"The run in {self.folder} has not trained {', '.join(missing)} yet: there are no weights of it.\n"
+                f"Train it first: --stages {','.join(missing)}"
+            )
+        if adapters:
+            add_adapters(model.gpt, rank)
+            model.load_state_dict(adapters, strict=False)
+            merge_adapters(model.gpt)
+        return model
+
+
+def averaged_weights(
+    stage: str, weights: Mapping[str, Tensor], averaged: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Weights with the running averages, where a run keeps them, in their place."""
+    names = {"decoder": {"generator.": PREFIXES["decoder"][0]}}.get(stage, {})
+    merged = dict(weights)
+    for name, value in averaged.items():
+        for ours, canonical in names.items():
+            name = name.replace(ours, canonical, 1) if name.startswith(ours) else name
+        if name in merged:
+            merged[name] = value
+    return merged
+
+
+def initial_model(settings: Settings, vocabulary: Tokenizer) -> XTTS:
+    """The network a new run starts with: the weights of `init_from`, or fresh ones drawn from the seed."""
+    torch.manual_seed(settings.training.seed)
+    source = settings.training.init_from
+    if source is not None:
+        is_run = RunFolder(source).exists
+        model = RunFolder(source).load_model() if is_run else load_folder(source, vocabulary).model
+        _check_size(settings, model)
+        if model.dims.gpt.text_tokens != vocabulary.num_tokens:
+            raise ConfigError(
+                f"The run in {source} knows {model.dims.gpt.text_tokens} text tokens, and the vocabulary given "
+                f"has {vocabulary.num_tokens}; leave out --tokenizer to use that of the run"
+            )
+        return model
+    dims = SIZES[settings.model.size]
+    return XTTS(dims.with_vocabulary(vocabulary.num_tokens, vocabulary.start_id, vocabulary.stop_id))
+
+
+def inherited(source: Path | None) -> dict[str, Any]:
+    """Facts for `RunFolder.start` about the weights of `init_from`, which may be an unfinished run."""
+    if source is None:
+        return {"from_scratch": True, "untrained": list(STAGES)}
+    run = RunFolder(source)
+    if run.exists:
+        return {"from_scratch": run.from_scratch, "untrained": run.untrained()}
+    known = Provenance.read(source)
+    return {"from_scratch": known.from_scratch, "untrained": list(known.untrained)}
+
+
+def _check_size(settings: Settings, model: XTTS) -> None:
+    found = [name for name, dims in SIZES.items() if dims.gpt.dim == model.dims.gpt.dim]
+    if settings.model.size not in found:
+        raise ConfigError(
+            f"The weights in {settings.training.init_from} are of size {found[0] if found else 'unknown'}, and "
+            f"--model-size is {settings.model.size}; give --model-size {found[0] if found else 'normal'}"
+        )
+
+
+def _dotted(parts: Collection[str]) -> list[str]:
+    return [f"{part}." for part in parts]
