@@ -204,8 +204,9 @@ def text(folder: Path) -> Table:
 
 def child_text(path: str, way: str) -> dict[str, float]:
     from myxtts.data.pool import Workers
-    from myxtts.data.prepare import NoProgress, Sentence, fill_ids, fill_text
+    from myxtts.data.prepare import Sentence, fill_ids, fill_text
     from myxtts.data.store import Store, StoreWriter, identity
+    from myxtts.errors import NoProgress
     from myxtts.text.language import detect_languages
     from myxtts.text.normalize import normalize
     from myxtts.text.tokenizer import train

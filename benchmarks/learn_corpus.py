@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from myxtts.config import DataSettings
-from myxtts.data.prepare import NoProgress, spoken_corpus
-from myxtts.errors import DatasetError
+from myxtts.data.prepare import spoken_corpus
+from myxtts.errors import DatasetError, NoProgress
 from myxtts.text.tokenizer import train as train_vocabulary
 
 HELD_OUT = {"kathleen": 20, "cmu_slt": 10, "cmu_bdl": 10}

@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.table import Table
 
 from myxtts.config import STAGES
-from myxtts.data.prepare import NoProgress, prepare
+from myxtts.data.prepare import prepare
 from myxtts.devices import Machine
-from myxtts.errors import ConfigError
+from myxtts.errors import ConfigError, NoProgress
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
-from myxtts.run_dir import RunFolder
+from myxtts.run_dir import RunDir
 from myxtts.settings import load
 from myxtts.synthesis.synthesizer import VocoderName
 from myxtts.synthesis.voices import Listener
@@ -113,7 +113,7 @@ def told_losses(run: Path, folder: Path) -> dict[str, float]:
     data = replace(load(run / "settings.yaml", {}).settings.data, tokenizer=run / "vocab.json")
     sentences = held_out(prepare(data), data, 10**6)
     device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
-    model = RunFolder(run).load_model(without=("decoder",)).to(device).eval()
+    model = RunDir(run).load_model(without=("decoder",)).to(device).eval()
     listener, log_mel = Listener(model, device), LogMel(DVAE_MEL).to(device)
     waves = [torch.from_numpy(sentence.clip.wave).to(device)[None] for sentence in sentences]
     codes = [model.dvae.encode(log_mel(wave, model.mel_stats))[0] for wave in waves]

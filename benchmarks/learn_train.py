@@ -18,7 +18,7 @@ from learn_corpus import single_letters
 from rich.console import Console
 from torch import Tensor
 
-from myxtts.data.prepare import NoProgress
+from myxtts.errors import NoProgress
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
 from myxtts.run import train
 from myxtts.settings import load

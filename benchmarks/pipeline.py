@@ -24,7 +24,7 @@ from myxtts.data.codes import CodesCache
 from myxtts.devices import Plan
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.trace import OFF, StepClock, Summary, Trace
-from myxtts.pipeline.feed import Feed, Lanes, choose_depths
+from myxtts.pipeline.feed import Feed, Streams, choose_depths
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import GptRecipe
@@ -52,9 +52,9 @@ class Bench:
         self.recipe = GptRecipe(self.model.gpt).to(device).train()
         optimizer = Optimizer(self.recipe, 1e-5, Schedule(10, None))
         mode = choose_mode(TrainingSettings(), mixed_precision=True, static_shapes=True, on_gpu=True, world_size=1)
-        self.lanes = Lanes.of(Plan(device, device), self.data)
-        self.lane = self.lanes.model
-        self.step = Step(self.recipe, optimizer, mode, self.lane)
+        self.streams = Streams.of(Plan(device, device), self.data)
+        self.stream = self.streams.model
+        self.step = Step(self.recipe, optimizer, mode, self.stream)
         self.device = device
         tokens = packed_tokens(self.clips.num_ids, self.clips.num_samples)
         self.batches = Batches(tokens, self.data.batch_size, seed=1)
@@ -69,18 +69,18 @@ class Bench:
         frontend = GptFrontend(self.model, self.data, gatherer.frame_budget, autocast=True).to(self.device).eval()
         plan = Plan(self.device, self.device, mode)
         depths = choose_depths(self.data, (), plan, frontend.outputs)
-        return Feed(gatherer, frontend, plan, self.data, depths, lanes=self.lanes, replay=replay, trace=trace)
+        return Feed(gatherer, frontend, plan, self.data, depths, streams=self.streams, replay=replay, trace=trace)
 
     def measure(self, mode: str, cached: bool, replay: bool, num_steps: int) -> tuple[Summary, float, str, int]:
         """Step times, clips per second, how ready the rings were, and allocations during the timed steps."""
-        with self.feed(mode, cached, replay) as feed, self.lane.use():
+        with self.feed(mode, cached, replay) as feed, self.stream.use():
             feed.wait_until_warm(10)
-            clock = StepClock(self.lane.stream)
+            clock = StepClock(self.stream.handle)
             ready: dict[str, list[float]] = {}
             for number in range(WARM_UP_STEPS + num_steps):
                 if number == WARM_UP_STEPS:
-                    self.lane.finish()
-                    clock = StepClock(self.lane.stream)
+                    self.stream.finish()
+                    clock = StepClock(self.stream.handle)
                     num_allocations = allocations()
                     started_at = time.perf_counter()
                 with feed.next() as batch:
@@ -90,7 +90,7 @@ class Bench:
                 clock.end()
                 for name, (count, depth) in feed.readiness().items():
                     ready.setdefault(name, []).append(count / depth)
-            self.lane.finish()
+            self.stream.finish()
             seconds = time.perf_counter() - started_at
             readiness = " ".join(f"{name} {sum(shares) / len(shares):.0%}" for name, shares in ready.items())
             return (
@@ -107,7 +107,7 @@ class Bench:
             for _ in range(self.batches.num_batches):
                 with feed.next():
                     pass
-            self.lane.finish()
+            self.stream.finish()
             time.sleep(1)
         return (time.perf_counter() - started_at - 1) / self.batches.num_batches
 

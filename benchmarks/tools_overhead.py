@@ -36,20 +36,20 @@ class _Blocks:
 
     def __init__(self, rehearsal: Rehearsal, feed: Feed, trace: Trace, sampler: Sampler) -> None:
         self._rehearsal, self._feed, self._trace, self._sampler = rehearsal, feed, trace, sampler
-        self._clock, self._number = StepClock(rehearsal.lane.stream), 0
+        self._clock, self._number = StepClock(rehearsal.stream.handle), 0
 
     def ms_per_step(self, how: str, num_steps: int) -> float:
         """Time of a step, with the device's queue empty before and behind the block."""
         self._trace.enabled = how == "tracing"
         if how == "sampling":
             self._sampler.start()
-        self._rehearsal.lane.finish()
+        self._rehearsal.stream.finish()
         started_at = time.perf_counter()
         for _ in range(num_steps):
             # Not of NotedRehearsal, which notes more than a training does.
             Rehearsal._one_step(self._rehearsal, self._feed, self._clock, self._trace, self._number, 1)
             self._number += 1
-        self._rehearsal.lane.finish()
+        self._rehearsal.stream.finish()
         seconds = time.perf_counter() - started_at
         self._sampler.stop()
         self._clock.collect()
@@ -71,7 +71,7 @@ def overhead(folder: Path, size: str, batch_size: int, seconds: float, compiled:
         device = rehearsal.plan.model
         if device.type == "cuda":
             trace.anchor(device)
-        with rehearsal.maker.training(Cursor(), 1, trace) as feed, rehearsal.lane.use():
+        with rehearsal.maker.training(Cursor(), 1, trace) as feed, rehearsal.stream.use():
             feed.wait_until_warm(2.0)
             blocks = _Blocks(rehearsal, feed, trace, sampler)
             blocks.ms_per_step("off", WARM_UP_STEPS)

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
-from myxtts.devices import Lane
+from myxtts.devices import Stream
 from myxtts.model.gpt import Block
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.pipeline.workers import Upload
@@ -91,12 +91,12 @@ def _cycles_per_s() -> float:
 
 
 def slow_transfer(ground: Ground) -> AbstractContextManager[object]:
-    """Other copies from the host in the way of every batch, as on a slot of few lanes."""
+    """Other copies from the host in the way of every batch, as on a slot of few streams."""
     begin, seconds = Upload.__init__, CLEARLY * ground.step_s
 
-    def throttled_init(self: Upload, source: Any, target: Any, lane: Lane, *rest: Any) -> None:
+    def throttled_init(self: Upload, source: Any, target: Any, stream: Stream, *rest: Any) -> None:
         host = torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, pin_memory=ground.on_gpu)
-        device = torch.zeros_like(host, device=lane.device)
+        device = torch.zeros_like(host, device=stream.device)
         started_at, count = time.perf_counter(), 20
         for _ in range(count):
             device.copy_(host)
@@ -104,13 +104,13 @@ def slow_transfer(ground: Ground) -> AbstractContextManager[object]:
 
         @contextlib.contextmanager
         def use() -> Iterator[None]:
-            with Lane.use(lane):
+            with Stream.use(stream):
                 for _ in range(copies):
                     device.copy_(host, non_blocking=True)
                 yield
 
-        lane.use = use  # type: ignore[method-assign]
-        begin(self, source, target, lane, *rest)
+        stream.use = use  # type: ignore[method-assign]
+        begin(self, source, target, stream, *rest)
 
     return mock.patch.object(Upload, "__init__", throttled_init)
 
@@ -134,7 +134,7 @@ def recompilations(_: Ground) -> AbstractContextManager[object]:
 
     def compiling_micro(self: Step, *arguments: Any, **named: Any) -> None:
         if (number := next(calls)) % RECOMPILE_STEP == 0:
-            compiled(torch.ones(8 + number, device=self._lane.device))
+            compiled(torch.ones(8 + number, device=self._stream.device))
         micro(self, *arguments, **named)
 
     stack = contextlib.ExitStack()

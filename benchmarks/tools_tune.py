@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from tools_planted import CPU_DIMS, Field
 
-from myxtts.data.prepare import NoProgress
 from myxtts.devices import Machine
+from myxtts.errors import NoProgress
 from myxtts.model.xtts import SIZES
 from myxtts.observe.metrics import StepReport
 from myxtts.run import NoReports, train

@@ -25,8 +25,8 @@ from rich.table import Table
 from torch import Tensor
 
 from myxtts.config import SAMPLE_RATE, DataSettings
-from myxtts.data.prepare import NoProgress, prepare
-from myxtts.errors import MyXTTSError
+from myxtts.data.prepare import prepare
+from myxtts.errors import MyXTTSError, NoProgress
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
 from myxtts.run import train

@@ -22,7 +22,7 @@ from myxtts.errors import ConfigError, DatasetError, MyXTTSError
 from myxtts.settings import PREPARE_KEYS, Loaded, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
-    from myxtts.data.clips import Prepared
+    from myxtts.data.clips import PreparedCorpus
     from myxtts.text.tokenizer import Tokenizer
     from myxtts.tools.profile import Profile
 
@@ -65,7 +65,7 @@ def add_speak(commands: Any) -> None:
 
 def _speak_command(options: argparse.Namespace) -> int:
     """Load the model, find the voice, speak and write."""
-    from myxtts.data.prepare import NoProgress
+    from myxtts.errors import NoProgress
     from myxtts.synthesis.synthesizer import as_asked, check_output, load_synthesizer
     from myxtts.synthesis.vocoding import FAINT_NOTE, is_faint
     from myxtts.synthesis.voices import VoiceFolder
@@ -400,7 +400,7 @@ def _stage(options: argparse.Namespace, loaded: Loaded) -> str:
     return str(options.stage or ("gpt" if "gpt" in stages else stages[0]))
 
 
-def _prepare_for_tool(loaded: Loaded) -> Prepared:
+def _prepare_for_tool(loaded: Loaded) -> PreparedCorpus:
     from myxtts.devices import make_plan
     from myxtts.terminal import ProgressLines
     from myxtts.tools.dry_run import prepare_corpus
@@ -576,9 +576,9 @@ def _train(options: argparse.Namespace) -> int:
     if not is_first:
         logging.getLogger().setLevel(logging.WARNING)
     folder = loaded.settings.training.checkpoint_dir
-    corpora: list[Prepared] = []
+    corpora: list[PreparedCorpus] = []
 
-    def show(prepared: Prepared) -> None:
+    def show(prepared: PreparedCorpus) -> None:
         corpora.append(prepared)
         show_corpus(prepared)
 
@@ -641,7 +641,7 @@ def _vocabulary(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from myxtts.run_dir import RunFolder
+    from myxtts.run_dir import RunDir
     from myxtts.synthesis.synthesizer import provenance
     from myxtts.text.tokenizer import Tokenizer
     from myxtts.weights import load_folder, save_folder
@@ -651,7 +651,7 @@ def _export(options: argparse.Namespace) -> int:
     replaced = _export_replaced(options.out)
     _require_file("--tokenizer", options.tokenizer)
     larger = Tokenizer.load(options.tokenizer) if options.tokenizer else None
-    run = RunFolder(options.source)
+    run = RunDir(options.source)
     if run.exists:
         if larger is not None:
             raise ConfigError("--tokenizer grows a folder of weights; the vocabulary of a run is its own")

@@ -1,8 +1,9 @@
-"""Which device does what in this process, and the lanes of work on it.
+"""Which device does what in this process, and the streams of work on it.
 
 A plan gives the roles `data` and `model` their devices; it is made from the settings, the GPUs of the machine and
-the place that torchrun gave this process. A lane is an ordered queue of work: a CUDA stream, or on the CPU the
-calling thread itself, so that one pipeline serves both. A mark is a point in a lane that other lanes can wait for.
+the place that torchrun gave this process. A stream is an ordered queue of work: a CUDA stream, or on the CPU the
+calling thread itself, so that one pipeline serves both. An event is a point
+in a stream that other streams can wait for.
 Nothing here knows what the work is.
 """
 
@@ -284,70 +285,70 @@ WARM_UPS = 3
 """Runs before the capture: libraries set themselves up, compilers compile, gradients find their place."""
 
 
-class Mark:
-    """A point in a lane, recorded again and again; on the CPU everything before it has already happened."""
+class Event:
+    """A point in a stream, recorded again and again; on the CPU everything before it has already happened."""
 
     def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event(blocking=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.handle = torch.cuda.Event(blocking=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def is_passed(self) -> bool:
-        """Whether the lane has passed this point; asking does not wait."""
-        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+        """Whether the stream has passed this point; asking does not wait."""
+        return self.handle is None or bool(self.handle.query())  # type: ignore[no-untyped-call]
 
     def wait_on_host(self) -> None:
-        """Return when the lane has passed this point: for owners that are no lane, such as a gathering thread."""
-        if self.event is not None:
-            self.event.synchronize()
+        """Block the calling thread until the stream has passed this point."""
+        if self.handle is not None:
+            self.handle.synchronize()
 
 
-class Lane:
+class Stream:
     """An ordered queue of work on one device."""
 
-    def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
+    def __init__(self, device: torch.device, *, high_priority: bool = False) -> None:
         self.device = device
-        self.stream: torch.cuda.Stream | None = None
+        self.handle: torch.cuda.Stream | None = None
         self._capture_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
+            self.handle = torch.cuda.Stream(device, priority=-1 if high_priority else 0)  # type: ignore[no-untyped-call]
 
     def capture_stream(self) -> torch.cuda.Stream:
-        """Where work for this lane is captured: what other threads put into the lane meanwhile stays out of it."""
+        """A separate stream to capture graphs on, so that work from other threads stays out of them."""
         if self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self._capture_stream
 
     def use(self) -> contextlib.AbstractContextManager[object]:
-        """What the calling thread starts inside runs in this lane."""
-        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        """What the calling thread starts inside runs in this stream."""
+        return contextlib.nullcontext() if self.handle is None else torch.cuda.stream(self.handle)
 
-    def record(self, mark: Mark) -> None:
-        """Put the mark behind everything started in this lane so far."""
-        if mark.event is not None and self.stream is not None:
-            mark.event.record(self.stream)
+    def record(self, event: Event) -> None:
+        """Put the event behind everything started in this stream so far."""
+        if event.handle is not None and self.handle is not None:
+            event.handle.record(self.handle)
 
-    def wait(self, mark: Mark) -> None:
-        """Let everything started in this lane from now on run after the mark; the host does not wait."""
-        if mark.event is not None and self.stream is not None:
-            self.stream.wait_event(mark.event)
+    def wait(self, event: Event) -> None:
+        """Let everything started in this stream from now on run after the event; the host does not wait."""
+        if event.handle is not None and self.handle is not None:
+            self.handle.wait_event(event.handle)
 
     def finish(self) -> None:
-        """Wait on the host until everything in this lane is done."""
-        if self.stream is not None:
-            self.stream.synchronize()
+        """Wait on the host until everything in this stream is done."""
+        if self.handle is not None:
+            self.handle.synchronize()
 
 
-class Captured(Generic[Result]):
+class CudaGraph(Generic[Result]):
     """A piece of work as a graph. Random numbers go on after the capture as if there had been no warm-up.
 
     Whatever else the warm-ups change, the caller must put back. `result` holds the tensors that every replay fills
     anew. Graphs that never run at the same time may share the memory of a `pool`.
     """
 
-    def __init__(self, work: Callable[[], Result], lane: Lane, pool: Any = None) -> None:
-        random_state = torch.cuda.get_rng_state(lane.device)
-        private = lane.capture_stream()
-        with torch.cuda.device(lane.device):
+    def __init__(self, work: Callable[[], Result], stream: Stream, pool: Any = None) -> None:
+        random_state = torch.cuda.get_rng_state(stream.device)
+        private = stream.capture_stream()
+        with torch.cuda.device(stream.device):
             torch.cuda.synchronize()
             with torch.cuda.stream(private):
                 for _ in range(WARM_UPS):
@@ -356,7 +357,7 @@ class Captured(Generic[Result]):
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, pool=pool, stream=private, capture_error_mode="thread_local"):
                 self.result = work()
-        torch.cuda.set_rng_state(random_state, lane.device)
+        torch.cuda.set_rng_state(random_state, stream.device)
 
     @property
     def pool(self) -> Any:
@@ -364,6 +365,6 @@ class Captured(Generic[Result]):
         return self._graph.pool()
 
     def replay(self) -> Result:
-        """Start the work in the current lane."""
+        """Start the work in the current stream."""
         self._graph.replay()
         return self.result

@@ -1,6 +1,8 @@
-"""The errors a user is meant to read: what was found, what was expected, what to do."""
+"""What every layer may raise or report: errors written for users, and the progress of long work."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 
 class MyXTTSError(Exception):
@@ -16,4 +18,23 @@ class DatasetError(MyXTTSError):
 
 
 class PipelineError(MyXTTSError):
-    """A stage of the running pipeline failed."""
+    """A worker of the running pipeline failed."""
+
+
+class Progress(Protocol):
+    """Shows how far a long piece of work has come."""
+
+    def begin(self, title: str, total: int) -> None: ...
+    def advance(self, count: int) -> None: ...
+    def end(self) -> None: ...
+
+
+class NoProgress:
+    """Shows nothing."""
+
+    def begin(self, title: str, total: int) -> None: ...
+    def advance(self, count: int) -> None: ...
+    def end(self) -> None: ...
+
+
+NO_PROGRESS: Progress = NoProgress()

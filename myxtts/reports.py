@@ -17,7 +17,7 @@ from torch import Tensor
 
 from myxtts import __version__
 from myxtts.config import STAGES, Settings
-from myxtts.data.clips import Prepared
+from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine, make_plan
 from myxtts.errors import MyXTTSError
 from myxtts.host import usable_cores
@@ -25,7 +25,7 @@ from myxtts.observe.findings import Watch
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
 from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
-from myxtts.run_dir import RunFolder
+from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sample
 from myxtts.synthesis.vocoding import FAINT_NOTE, is_faint
 from myxtts.terminal import ProgressPrinter
@@ -99,7 +99,7 @@ def machine() -> dict[str, str]:
     }
 
 
-def closing(settings: Settings, prepared: Prepared, has_trained: bool) -> Iterator[str]:
+def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> Iterator[str]:
     """Let a finished run speak, and tell its user where everything is, what to expect and what to type next.
 
     Lines come one by one, for speaking takes seconds. A run that was finished before has its sample already.
@@ -139,7 +139,7 @@ def stopped(settings: Settings, states: Mapping[str, State]) -> str:
 
 
 def _expectation(settings: Settings) -> Iterator[str]:
-    run = RunFolder(settings.training.checkpoint_dir)
+    run = RunDir(settings.training.checkpoint_dir)
     if settings.data.train_data is None:
         yield _OF_THE_DEMONSTRATION
     elif run.from_scratch and 0 < (steps := run.num_steps("gpt")) < FEW_STEPS:
@@ -166,7 +166,7 @@ def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
         speech = speak_sample(folder, said, make_plan(settings.data).model)
     except (MyXTTSError, OSError, torch.OutOfMemoryError) as error:
         return [f"No sample was spoken: {error}"], False
-    run, means = RunFolder(folder), "Griffin-Lim"
+    run, means = RunDir(folder), "Griffin-Lim"
     if speech.report.vocoder == "hifigan":
         steps = run.num_steps("decoder")
         means = "the trained decoder" + (f", {_steps(steps)}" if steps else "")

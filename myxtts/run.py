@@ -21,8 +21,8 @@ from torch import Tensor
 from myxtts.checkpoints import LoadedCheckpoint, UnreadableWeights, require_same
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, STAGES, Settings
 from myxtts.data.batches import Cursor, mean_clips
-from myxtts.data.clips import ClipSet, Prepared
-from myxtts.data.prepare import Progress, prepare
+from myxtts.data.clips import ClipSet, PreparedCorpus
+from myxtts.data.prepare import prepare
 from myxtts.devices import (
     Machine,
     Plan,
@@ -34,33 +34,34 @@ from myxtts.devices import (
     random_state,
     set_random_state,
 )
-from myxtts.errors import ConfigError, DatasetError, MyXTTSError
+from myxtts.errors import ConfigError, DatasetError, MyXTTSError, Progress
 from myxtts.files import lock, write_text_atomically
+from myxtts.hints import training_hints
 from myxtts.host import usable_cores
 from myxtts.model.gpt import adapter_state, add_adapters, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import PERIOD_WIDTHS, RESOLUTION_WIDTH, Discriminators
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.trace import OFF, Trace
-from myxtts.pipeline.feed import FeedMaker, Lanes, dvae_key
-from myxtts.run_dir import DISCRIMINATORS, PREFIXES, VOCABULARY_FILE, RunFolder, inherited, initial_model
-from myxtts.settings import Loaded, to_yaml, training_hints
+from myxtts.pipeline.feed import FeedMaker, Streams, dvae_key
+from myxtts.run_dir import DISCRIMINATORS, PREFIXES, VOCABULARY_FILE, RunDir, inherited, initial_model
+from myxtts.settings import Loaded, to_yaml
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
-from myxtts.training.trainer import Reporter, State, Step, StepMode, Surroundings, Trainer, choose_mode
+from myxtts.training.trainer import Reporter, State, Step, StepMode, Trainer, TrainerContext, choose_mode
 from myxtts.weights import MODEL_FILES
 
 PORTIONS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
 CLIPS_OF_A_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
 
 
-def identity(settings: Settings, prepared: Prepared, plan: Plan) -> dict[str, Any]:
+def identity(settings: Settings, prepared: PreparedCorpus, plan: Plan) -> dict[str, Any]:
     """What a run cannot change on its way: the network, and the order in which it sees the clips."""
     return {**_identity_of_settings(settings), **_identity_of_corpus(prepared), "processes": plan.world_size}
 
 
-def require_same_run(settings: Settings, folder: RunFolder, prepared: Prepared | None) -> None:
+def check_resumable(settings: Settings, folder: RunDir, prepared: PreparedCorpus | None) -> None:
     """Raise the error with which `train` would refuse to continue a run, as far as it can be known before."""
     settings = as_started(settings, folder)
     now = {**_identity_of_settings(settings), **(_identity_of_corpus(prepared) if prepared else {})}
@@ -105,7 +106,7 @@ def _identity_of_settings(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _identity_of_corpus(prepared: Prepared) -> dict[str, Any]:
+def _identity_of_corpus(prepared: PreparedCorpus) -> dict[str, Any]:
     return {
         "training clips": len(prepared.train),
         "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
@@ -113,7 +114,7 @@ def _identity_of_corpus(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def as_started(settings: Settings, folder: RunFolder) -> Settings:
+def as_started(settings: Settings, folder: RunDir) -> Settings:
     """Settings of a run that is continued: where it came from is not asked again, and may not be changed."""
     facts, training = folder.started_with(), settings.training
     source = facts.get("training.init_from")
@@ -126,11 +127,11 @@ def as_started(settings: Settings, folder: RunFolder) -> Settings:
     return replace(settings, training=replace(training, init_from=Path(source) if source else None))
 
 
-def require_source(settings: Settings, begun: RunFolder | None) -> None:
+def require_source(settings: Settings, begun: RunDir | None) -> None:
     """Raise an error unless there are weights where `init_from` points; those of a run that has begun it has."""
     source = settings.training.init_from
     known = begun.started_with().get("training.init_from") if begun is not None else None
-    if source is None or str(source) == known or RunFolder(source).exists:
+    if source is None or str(source) == known or RunDir(source).exists:
         return
     has_weights = any((source / name).is_file() for name in MODEL_FILES)
     if has_weights and (settings.data.tokenizer is not None or (source / VOCABULARY_FILE).is_file()):
@@ -154,7 +155,7 @@ def validate(maker: FeedMaker, recipe: Recipe, settings: Settings) -> tuple[dict
     """Mean losses over all validation clips and ranks, "total" the one that decides; pictures of one batch."""
     sums: dict[str, Tensor] = {}
     pictures: dict[str, Tensor] = {}
-    with maker.validation() as feed, feed.model_lane.use():
+    with maker.validation() as feed, feed.model_stream.use():
         autocast = settings.data.mixed_precision and maker.plan.model.type == "cuda"
         while True:
             with feed.next() as batch:
@@ -201,9 +202,9 @@ class StageTask:
     stage: str
     settings: Settings
     asked: frozenset[str]
-    prepared: Prepared
+    prepared: PreparedCorpus
     plan: Plan
-    folder: RunFolder
+    folder: RunDir
     reporter: Reporter
     stop_requested: Callable[[], bool]
     say: Callable[[str], None]
@@ -309,7 +310,7 @@ def _train(task: StageTask, model: XTTS, loaded: LoadedCheckpoint | None, state:
     recipe, optimizer, mode = set_up(task, model, loaded, total)
     maker = feed_maker(task, model)
     checkpoints = task.folder.checkpoints(task.stage)
-    around = Surroundings(
+    around = TrainerContext(
         reporter=task.reporter,
         checkpoints=checkpoints,
         weights=lambda: kept_weights(task, model, recipe),
@@ -332,7 +333,7 @@ def _train(task: StageTask, model: XTTS, loaded: LoadedCheckpoint | None, state:
             task.say(f"Waiting up to {settings.data.model_start_delay:g}s for data pipeline to warm up")
             waited = feed.wait_until_warm(settings.data.model_start_delay)
             task.say(f"Model training starting now ({feed.num_ahead} batches ready after {waited:.1f} s)")
-            step = Step(recipe, optimizer, mode, feed.model_lane, plan.world_size)
+            step = Step(recipe, optimizer, mode, feed.model_stream, plan.world_size)
             clips = accumulate * mean_clips(len(task.prepared.train), settings.data.batch_size * plan.world_size)
             trainer = Trainer(
                 task.stage, step, feed, training, around, state=state, total_steps=total, clips_per_step=clips
@@ -430,9 +431,17 @@ def feed_maker(task: StageTask, model: XTTS) -> FeedMaker:
     settings = task.settings
     autocast = settings.data.mixed_precision and task.plan.data.type == "cuda"
     key = dvae_key(model, autocast) if task.stage != "dvae" else ""
-    lanes = Lanes.of(task.plan, settings.data)
+    streams = Streams.of(task.plan, settings.data)
     return FeedMaker(
-        task.stage, model, task.prepared, settings.data, task.asked, task.plan, settings.training.seed, key, lanes
+        task.stage,
+        model,
+        task.prepared,
+        settings.data,
+        task.asked,
+        task.plan,
+        settings.training.seed,
+        key,
+        streams,
     )
 
 
@@ -464,14 +473,14 @@ def train(
     reporter: Reporter | None,
     progress: Progress,
     say: Callable[[str], None],
-    show_corpus: Callable[[Prepared], None] = lambda _: None,
+    show_corpus: Callable[[PreparedCorpus], None] = lambda _: None,
     trace: Trace = OFF,
 ) -> dict[str, State]:
     """Train every stage the settings ask for; returns where each stands. Only rank 0 has a reporter."""
     settings = loaded.settings
     plan = make_plan(settings.data)
     speak = say if plan.rank == 0 else _silent
-    folder = RunFolder(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
+    folder = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
     has_begun = folder.has_begun and not settings.training.reset_training
     require_source(settings, folder if has_begun else None)
     with contextlib.ExitStack() as held:
@@ -516,7 +525,7 @@ def train(
         return states
 
 
-def _prepare(settings: Settings, begun: RunFolder | None, plan: Plan, progress: Progress) -> Prepared:
+def _prepare(settings: Settings, begun: RunDir | None, plan: Plan, progress: Progress) -> PreparedCorpus:
     """The corpus with the vocabulary of the run, once it has one; rank 0 goes first and leaves a cache behind."""
     data = settings.data
     if begun is not None:
@@ -538,8 +547,8 @@ def _prepare(settings: Settings, begun: RunFolder | None, plan: Plan, progress: 
 
 def _start(
     settings: Settings,
-    folder: RunFolder,
-    prepared: Prepared,
+    folder: RunDir,
+    prepared: PreparedCorpus,
     plan: Plan,
     stages: tuple[str, ...],
     has_begun: bool,
@@ -582,7 +591,7 @@ def _num_tokens(source: Path) -> int:
         return sys.maxsize
 
 
-def _hints(settings: Settings, prepared: Prepared, plan: Plan) -> Iterator[str]:
+def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan) -> Iterator[str]:
     gpus = Machine.look().gpus
     memory = next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0)
     hours = float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600

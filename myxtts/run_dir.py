@@ -46,7 +46,7 @@ DISCRIMINATORS = "discriminators."
 """Kept in the decoder's checkpoints beside the weights of the model."""
 
 
-class RunFolder:
+class RunDir:
     """One run on disk."""
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
@@ -221,8 +221,8 @@ def initial_model(settings: Settings, vocabulary: Tokenizer) -> XTTS:
     torch.manual_seed(settings.training.seed)
     source = settings.training.init_from
     if source is not None:
-        is_run = RunFolder(source).exists
-        model = RunFolder(source).load_model() if is_run else load_folder(source, vocabulary).model
+        is_run = RunDir(source).exists
+        model = RunDir(source).load_model() if is_run else load_folder(source, vocabulary).model
         _check_size(settings, model)
         if model.dims.gpt.text_tokens != vocabulary.num_tokens:
             raise ConfigError(
@@ -235,10 +235,10 @@ def initial_model(settings: Settings, vocabulary: Tokenizer) -> XTTS:
 
 
 def inherited(source: Path | None) -> dict[str, Any]:
-    """Facts for `RunFolder.start` about the weights of `init_from`, which may be an unfinished run."""
+    """Facts for `RunDir.start` about the weights of `init_from`, which may be an unfinished run."""
     if source is None:
         return {"from_scratch": True, "untrained": list(STAGES)}
-    run = RunFolder(source)
+    run = RunDir(source)
     if run.exists:
         return {"from_scratch": run.from_scratch, "untrained": run.untrained()}
     known = Provenance.read(source)

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE
-from myxtts.data.clips import ClipSet, Prepared, set_aside_list
+from myxtts.data.clips import ClipSet, PreparedCorpus, set_aside_list
 from myxtts.observe.findings import WARMUP_REPORTS, Finding, Warning, warnings_of
 from myxtts.observe.metrics import (
     Numbers,
@@ -242,7 +242,7 @@ def show_lines(lines: Iterable[str]) -> None:
         print(line, flush=True)
 
 
-def show_corpus(prepared: Prepared) -> None:
+def show_corpus(prepared: PreparedCorpus) -> None:
     """Print what a corpus holds, and what was set aside by reason."""
     console = Console(highlight=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

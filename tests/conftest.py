@@ -18,7 +18,7 @@ import pytest
 from myxtts.config import DataSettings
 
 if TYPE_CHECKING:
-    from myxtts.data.clips import Prepared
+    from myxtts.data.clips import PreparedCorpus
 
 Wave = npt.NDArray[np.float32]
 
@@ -104,11 +104,11 @@ def corpus(make_corpus: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def run_prepare() -> Callable[..., Prepared]:
+def run_prepare() -> Callable[..., PreparedCorpus]:
     """`prepare` with the language given, so that no detector is loaded."""
     from myxtts.data.prepare import prepare
 
-    def run(folder: Path, *, verify: bool = False, **settings: object) -> Prepared:
+    def run(folder: Path, *, verify: bool = False, **settings: object) -> PreparedCorpus:
         settings = {"train_data": folder, "language": "en", "num_workers": 2, "vocab_size": 256} | settings
         return prepare(DataSettings(**settings), verify=verify)
 

@@ -193,7 +193,7 @@ def read(feed: Feed, count: int = 1000) -> list[Read]:
         with feed.next() as batch:
             if batch is None:
                 break
-            with feed.model_lane.use():
+            with feed.model_stream.use():
                 tensors = {name: tensor.cpu().clone() for name, tensor in batch.tensors.items()}
             batches.append(Read(tensors, batch.sizes, batch.after))
     return batches

@@ -17,6 +17,7 @@ LAYERS = [
     {"files"},
     {"audio", "devices", "checkpoints", "text", "model", "observe"},
     {"settings"},
+    {"hints"},
     {"data", "weights"},
     {"run_dir"},
     {"pipeline", "training", "synthesis"},

@@ -36,7 +36,7 @@ from myxtts.files import lock
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.metrics import StepReport
-from myxtts.run_dir import RunFolder
+from myxtts.run_dir import RunDir
 from myxtts.training.trainer import StepMode, choose_mode
 from myxtts.weights import load_folder, save_folder
 
@@ -62,7 +62,7 @@ def xtts(small: None, clips: Clips, tmp_path: Path) -> Path:  # noqa: ARG001 - p
 
 
 def state_of(folder: Path) -> dict[str, Tensor]:
-    model = RunFolder(folder).load_model() if RunFolder(folder).exists else load_folder(folder).model
+    model = RunDir(folder).load_model() if RunDir(folder).exists else load_folder(folder).model
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
@@ -131,7 +131,7 @@ def test_a_run_does_not_fit_another_vocabulary(
 
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnreadableWeights, match="is no run of MyXTTS"):
-        RunFolder(tmp_path).load_model()
+        RunDir(tmp_path).load_model()
 
 
 def test_stages_start_from_the_seed_however_they_are_reached(clips: Clips, tmp_path: Path) -> None:

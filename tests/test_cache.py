@@ -14,7 +14,7 @@ import pytest
 import soundfile as sf
 
 from myxtts.data import store
-from myxtts.data.clips import Prepared
+from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import Corpus, read_corpus
 from myxtts.data.prepare import load_snapshot
 from myxtts.data.store import (
@@ -30,7 +30,7 @@ from myxtts.data.store import (
 from myxtts.errors import DatasetError
 from myxtts.text import tokenizer
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedCorpus]
 
 
 def spec(*sources: int, recipe: int = 1, limit: int = 1, kind: str = "audio") -> StoreSpec:
@@ -214,7 +214,7 @@ def test_where_caches_live(tmp_path: Path, user_cache: Path, monkeypatch: pytest
 # From here on: whole corpora.
 
 
-def arrays(prepared: Prepared) -> dict[str, tuple[list[int], bytes, int, int]]:
+def arrays(prepared: PreparedCorpus) -> dict[str, tuple[list[int], bytes, int, int]]:
     return {
         name: (part.ids[ids_row].tolist(), part.audio[audio_row].tobytes(), int(speaker), int(language))
         for part in (prepared.train, prepared.val)

@@ -18,7 +18,7 @@ from myxtts.config import STAGES
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.errors import PipelineError
 from myxtts.reports import TrainingReports, is_faint
-from myxtts.run_dir import RunFolder
+from myxtts.run_dir import RunDir
 from myxtts.settings import DEMO, apply_demo, load
 
 __all__ = ["clips", "small"]
@@ -49,7 +49,7 @@ def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(clips: Clips, c
     wave, rate = soundfile.read(run / "sample.wav")
     assert rate == 24000 and abs(wave).max() > 0
     assert (run / "report.html").is_file()
-    assert not RunFolder(run).has_checkpoint("decoder")
+    assert not RunDir(run).has_checkpoint("decoder")
     assert "demonstration: training.stages = dvae,gpt (default null)" in shown
     assert "embedded corpus: training.checkpoint_dir = demo (default checkpoints)" in shown
     assert "decoder_steps" not in shown, "no decoder is trained"
@@ -70,7 +70,7 @@ def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(clips: Clips, c
 
     own = [str(clips()) if word == "DIR" else word for word in offered["train"]]
     assert main([*own, *shlex.split(FLAGS), "--stages", "dvae", "--max-steps", "1"]) == 0, "with other settings"
-    assert RunFolder(Path("checkpoints")).has_begun
+    assert RunDir(Path("checkpoints")).has_begun
 
 
 def test_the_demonstration_trains_longer_on_a_gpu_and_leaves_wishes_alone() -> None:
@@ -89,7 +89,7 @@ def test_own_data_get_all_stages_and_a_sample_of_their_own(clips: Clips, tmp_pat
     corpus = clips(6)
     assert train(run, corpus, long_enough) == 0
     shown = capsys.readouterr().out
-    assert all(RunFolder(run).has_checkpoint(stage) for stage in STAGES)
+    assert all(RunDir(run).has_checkpoint(stage) for stage in STAGES)
     assert f"in the voice of {corpus}" in shown and "by the trained decoder, 1 step (gpt: 1 step)" in shown
     assert "What to expect: after 1 step of gpt from scratch" in shown
     assert next_commands(shown).keys() == {"speak", "report"}

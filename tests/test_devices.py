@@ -10,11 +10,11 @@ import torch
 
 from myxtts.config import DataSettings
 from myxtts.devices import (
+    Event,
     Gpu,
-    Lane,
     Machine,
-    Mark,
     Plan,
+    Stream,
     announcements,
     apply_caps,
     explain_out_of_memory,
@@ -330,13 +330,13 @@ def test_a_higher_cap_is_advised_only_when_the_cap_was_the_limit(monkeypatch: py
 
 
 def test_lanes_on_the_cpu_run_at_once() -> None:
-    lane, mark, value = Lane(CPU), Mark(CPU), torch.zeros(4)
-    with lane.use():
+    stream, event, value = Stream(CPU), Event(CPU), torch.zeros(4)
+    with stream.use():
         value += 1
-    lane.record(mark)
-    lane.wait(mark)
-    mark.wait_on_host()
-    lane.finish()
+    stream.record(event)
+    stream.wait(event)
+    event.wait_on_host()
+    stream.finish()
     assert value.tolist() == [1, 1, 1, 1]
 
 
@@ -374,19 +374,19 @@ def test_the_machine_and_its_announcement_name_the_real_card() -> None:
 @needs_gpu
 def test_a_lane_that_waits_for_a_mark_sees_what_was_written_before_it() -> None:
     device = cuda(0)
-    writer, reader, mark = Lane(device), Lane(device, urgent=True), Mark(device)
+    writer, reader, event = Stream(device), Stream(device, high_priority=True), Event(device)
     source = torch.zeros(1024, device=device)
     unordered, ordered = torch.empty_like(source), torch.empty_like(source)
     torch.cuda.synchronize(device)
     with writer.use():
         torch.cuda._sleep(300_000_000)
         source.fill_(7)
-    writer.record(mark)
+    writer.record(event)
     with reader.use():
         unordered.copy_(source)
-        reader.wait(mark)
+        reader.wait(event)
         ordered.copy_(source)
-    writer_was_busy = not mark.event.query()  # the host did not wait
+    writer_was_busy = not event.event.query()  # the host did not wait
     reader.finish()
     assert writer_was_busy
     assert unordered.eq(0).all() and ordered.eq(7).all()
@@ -396,11 +396,11 @@ def test_a_lane_that_waits_for_a_mark_sees_what_was_written_before_it() -> None:
 @needs_gpu
 def test_the_host_can_wait_for_a_mark() -> None:
     device = cuda(0)
-    lane, mark = Lane(device), Mark(device)
+    stream, event = Stream(device), Event(device)
     torch.cuda.synchronize(device)
-    with lane.use():
+    with stream.use():
         torch.cuda._sleep(100_000_000)
-    lane.record(mark)
-    assert not mark.event.query()
-    mark.wait_on_host()
-    assert mark.event.query()
+    stream.record(event)
+    assert not event.event.query()
+    event.wait_on_host()
+    assert event.event.query()

@@ -23,7 +23,7 @@ from training_fixtures import SMALL, small, train
 
 from myxtts.cli import main
 from myxtts.config import DataSettings
-from myxtts.data.clips import Prepared
+from myxtts.data.clips import PreparedCorpus
 from myxtts.data.prepare import prepare
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.model.xtts import XTTS
@@ -273,7 +273,7 @@ def test_what_cannot_be_evaluated_is_an_error_that_says_why(
 
 # What is held out
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedCorpus]
 
 
 def test_a_speaker_never_trained_on_is_heard_from_another_held_out_clip(

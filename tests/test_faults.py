@@ -20,7 +20,7 @@ import pytest
 import soundfile as sf
 
 from myxtts.config import DataSettings
-from myxtts.data.clips import Prepared
+from myxtts.data.clips import PreparedCorpus
 from myxtts.data.pool import Workers
 from myxtts.data.prepare import prepare
 
@@ -222,7 +222,7 @@ class Command:
         return found
 
 
-def content(prepared: Prepared) -> dict[str, tuple[bytes, bytes]]:
+def content(prepared: PreparedCorpus) -> dict[str, tuple[bytes, bytes]]:
     return {
         name: (part.audio[audio_row].tobytes(), part.ids[ids_row].tobytes())
         for part in (prepared.train, prepared.val)

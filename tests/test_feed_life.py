@@ -30,7 +30,7 @@ from myxtts.errors import DatasetError, PipelineError
 from myxtts.pipeline.feed import Depths, Feed
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.pipeline.ring import RingClosed
-from myxtts.pipeline.workers import Block, Stage
+from myxtts.pipeline.workers import Block, Worker
 
 MB = 2**20
 
@@ -237,8 +237,8 @@ def test_a_closed_feed_says_so(corpus: Corpus) -> None:
 
 
 def test_a_start_that_fails_halfway_leaves_nothing(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    fuse, start = Fuse(), Stage.start
-    monkeypatch.setattr(Stage, "start", lambda stage: (fuse.burn(), start(stage)))  # three of five come to life
+    fuse, start = Fuse(), Worker.start
+    monkeypatch.setattr(Worker, "start", lambda stage: (fuse.burn(), start(stage)))  # three of five come to life
     with nothing_left_behind(), pytest.raises(Broken), corpus.feed(make_frontend=only_stamps):
         pytest.fail("it has started")
 

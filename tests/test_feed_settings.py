@@ -14,7 +14,7 @@ import pytest
 import torch
 from pipeline_fixtures import DEPTHS, PLANS, SHORT, Corpus, assert_same, only_stamps, read, stage_threads
 
-from myxtts.devices import Lane
+from myxtts.devices import Stream
 from myxtts.host import HostMemory
 from myxtts.observe.trace import Trace, now_us
 
@@ -55,7 +55,7 @@ def test_without_prefetch_batches_are_uploaded_when_they_are_asked_for(corpus: C
     cache.close()
 
 
-class SeenLane(Lane):
+class SeenLane(Stream):
     """Knows which threads have worked in it."""
 
     def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
@@ -72,7 +72,7 @@ LANES: list[SeenLane] = []
 
 
 @pytest.mark.parametrize(
-    ("overlap", "copy_lane", "mode", "expected"),
+    ("overlap", "copy_stream", "mode", "expected"),
     [
         (True, True, "buffered", [{"reader"}, {"encode"}, {"upload"}]),
         (False, True, "buffered", [{"reader", "encode"}, {"upload"}]),
@@ -85,18 +85,18 @@ def test_who_works_in_which_lane(
     corpus: Corpus,
     monkeypatch: pytest.MonkeyPatch,
     overlap: bool,
-    copy_lane: bool,
+    copy_stream: bool,
     mode: str,
     expected: list[set[str]],
 ) -> None:
     LANES.clear()
-    monkeypatch.setattr("myxtts.pipeline.feed.Lane", SeenLane)
+    monkeypatch.setattr("myxtts.pipeline.feed.Stream", SeenLane)
     monkeypatch.setattr(threading.current_thread(), "name", "reader")
-    data = replace(SHORT, optimize_cpu_gpu_overlap=overlap, enhanced_gpu_prefetch=copy_lane)
+    data = replace(SHORT, optimize_cpu_gpu_overlap=overlap, enhanced_gpu_prefetch=copy_stream)
     with corpus.feed(PLANS[mode], only_stamps, data=data) as feed:
         read(feed, 4)
-        assert feed.model_lane is LANES[0]
-    assert [lane.users for lane in LANES if lane.users] == expected
+        assert feed.model_stream is LANES[0]
+    assert [stream.users for stream in LANES if stream.users] == expected
 
 
 def test_a_pipeline_on_the_cpu_asks_for_no_pinned_memory(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:

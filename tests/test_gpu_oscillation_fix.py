@@ -46,8 +46,8 @@ def steps(gap_every: int = 0, gap_us: int = 0) -> list[Span]:
         spans.append(Span("gather", "gather-0", at_us, max(waits_us, 1000), number))
         spans.append(Span("wait", "main", at_us, waits_us, number))
         at_us += waits_us
-        spans.append(Span("train", "model lane", at_us, STEP_US - 5000, number, device=True))
-        spans.append(Span("update", "model lane", at_us + STEP_US - 5000, 5000, number, device=True))
+        spans.append(Span("train", "model stream", at_us, STEP_US - 5000, number, device=True))
+        spans.append(Span("update", "model stream", at_us + STEP_US - 5000, 5000, number, device=True))
         at_us += STEP_US
     return spans
 

@@ -18,7 +18,7 @@ from conftest import SENTENCES, make_voice, write_corpus
 from myxtts import audio
 from myxtts.config import HOP_SAMPLES, DataSettings
 from myxtts.data import corpus as corpus_module
-from myxtts.data.clips import ClipSet, DecodedAudio, Prepared
+from myxtts.data.clips import ClipSet, DecodedAudio, PreparedCorpus
 from myxtts.data.prepare import prepare
 from myxtts.data.store import Store
 from myxtts.errors import DatasetError
@@ -59,7 +59,7 @@ def file_of(settings: DataSettings, name: str) -> Path:
     return settings.train_data / "wavs" / name
 
 
-def row_of(prepared: Prepared, name: str) -> tuple[DecodedAudio, np.ndarray]:
+def row_of(prepared: PreparedCorpus, name: str) -> tuple[DecodedAudio, np.ndarray]:
     """A clip's audio and its row in an array, as `gather` takes it."""
     for part in (prepared.train, prepared.val):
         if name in part.names:
@@ -68,7 +68,7 @@ def row_of(prepared: Prepared, name: str) -> tuple[DecodedAudio, np.ndarray]:
     raise AssertionError(f"{name} is not used")
 
 
-def assert_same(ours: Prepared, theirs: Prepared) -> None:
+def assert_same(ours: PreparedCorpus, theirs: PreparedCorpus) -> None:
     assert ours.set_aside == theirs.set_aside
     assert (ours.vocabulary, ours.speaker_names) == (theirs.vocabulary, theirs.speaker_names)
     for one, other in ((ours.train, theirs.train), (ours.val, theirs.val)):
@@ -80,7 +80,7 @@ def assert_same(ours: Prepared, theirs: Prepared) -> None:
         np.testing.assert_array_equal(gathered(one), gathered(other))
 
 
-def reads_of_the_corpus(settings: DataSettings, monkeypatch: pytest.MonkeyPatch) -> tuple[Prepared, int]:
+def reads_of_the_corpus(settings: DataSettings, monkeypatch: pytest.MonkeyPatch) -> tuple[PreparedCorpus, int]:
     """`prepare`, and how many metadata files it read: none when a snapshot was used."""
     reads = []
     original = corpus_module.read_rows

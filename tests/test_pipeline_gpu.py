@@ -19,7 +19,7 @@ import torch
 from pipeline_fixtures import PLANS, SHORT, SPEECH, Corpus, Read, assert_same, only_stamps, read, wait_for
 
 from myxtts.config import DataSettings
-from myxtts.devices import Lane, Plan, apply_caps
+from myxtts.devices import Plan, Stream, apply_caps
 from myxtts.errors import PipelineError
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import Span, Trace
@@ -28,8 +28,10 @@ from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, Frontend, Gp
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 MB = 2**20
-ONE_GPU = [pytest.param(Plan(FIRST, FIRST, mode), id=mode, marks=pytest.mark.gpu) for mode in ("buffered", "dual")]
-EVERY_PLAN = [*ONE_GPU, pytest.param(Plan(FIRST, SECOND, "dual"), id="two", marks=pytest.mark.two_gpus)]
+ONE_GPU = [
+    pytest.param(Plan(FIRST, FIRST, mode), id=mode, events=pytest.mark.gpu) for mode in ("buffered", "dual")
+]
+EVERY_PLAN = [*ONE_GPU, pytest.param(Plan(FIRST, SECOND, "dual"), id="two", events=pytest.mark.two_gpus)]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 MakeFrontend = Callable[[XTTS, DataSettings, int], Frontend]
@@ -147,21 +149,21 @@ def test_host_memory_is_pinned_if_it_shall_be(short: Corpus, tmp_path: Path, pin
         assert feed._keep_ring is not None
         for slot in feed._keep_ring.slots:
             assert slot.content.memory.is_pinned() == pinned
-        assert (feed._lanes.upload is feed._lanes.encode) == (not pinned)
+        assert (feed._streams.upload is feed._streams.encode) == (not pinned)
     cache.close()
 
 
 class Step:
-    """A training step in miniature: products of matrices that lie where they lie, in the feed's model lane."""
+    """A training step in miniature: products of matrices that lie where they lie, in the feed's model stream."""
 
     def __init__(self, feed: Feed, width: int, count: int) -> None:
-        self._lane, self._count = feed.model_lane, count
+        self._stream, self._count = feed.model_stream, count
         self._factor = torch.full((width, width), 1e-3, device=feed.plan.model, dtype=torch.bfloat16)
         self._product = torch.empty_like(self._factor)
         torch.cuda.synchronize(feed.plan.model)
 
     def __call__(self) -> None:
-        with self._lane.use():
+        with self._stream.use():
             for _ in range(self._count):
                 torch.mm(self._factor, self._factor, out=self._product)
 
@@ -178,7 +180,7 @@ def test_copies_and_the_front_end_run_beside_training(speech: Corpus, plan: Plan
         step = Step(feed, 4096, 40)
         feed.wait_until_warm(20)
         for number in range(40):
-            span = trace.device_span("train", "model lane", feed.model_lane.stream, number)
+            span = trace.device_span("train", "model stream", feed.model_stream.stream, number)
             with feed.next(), span:
                 step()
         trace.finish()
@@ -222,8 +224,8 @@ def test_a_cap_below_what_is_needed_names_the_role(short: Corpus, role: str, spa
         torch.cuda.set_per_process_memory_fraction(1.0, FIRST)
 
 
-class SlowLane(Lane):
-    """A lane in which the work of one thread is late: between waiting and working, and before it is done."""
+class SlowLane(Stream):
+    """A stream in which the work of one thread is late: between waiting and working, and before it is done."""
 
     slow = ""
     dice = random.Random(1)
@@ -246,16 +248,16 @@ def test_no_delay_of_any_lane_tears_a_batch(
 ) -> None:
     with short.feed(PLANS["buffered"], only_stamps, num_batches=60) as feed:
         expected = read(feed)
-    monkeypatch.setattr("myxtts.pipeline.feed.Lane", SlowLane)
+    monkeypatch.setattr("myxtts.pipeline.feed.Stream", SlowLane)
     monkeypatch.setattr(threading.current_thread(), "name", "reader")
     monkeypatch.setattr(SlowLane, "slow", slow)
     copies = []
     with short.feed(plan, only_stamps, depths=Depths(2, 2, 2)) as feed:
         for _ in expected:
             # The host does not wait: the slot is given back long before this copy is made.
-            with feed.next() as batch, feed.model_lane.use():
+            with feed.next() as batch, feed.model_stream.use():
                 copies.append({name: tensor.clone() for name, tensor in batch.tensors.items()})
-        feed.model_lane.finish()
+        feed.model_stream.finish()
     for copy, batch in zip(copies, expected, strict=True):
         for name, tensor in copy.items():
             assert torch.equal(tensor.cpu(), batch.tensors[name]), name

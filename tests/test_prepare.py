@@ -17,7 +17,7 @@ from conftest import SENTENCES, write_corpus
 from myxtts import audio
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data import prepare as prepare_module
-from myxtts.data.clips import DecodeOptions, Prepared, set_aside_list
+from myxtts.data.clips import DecodeOptions, PreparedCorpus, set_aside_list
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare, spoken_corpus
 from myxtts.errors import DatasetError
@@ -25,7 +25,7 @@ from myxtts.terminal import ProgressLines
 from myxtts.text import tokenizer
 from myxtts.text.language import warn_of_other_script
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedCorpus]
 
 
 def write_broken_corpus(folder: Path, voice: Callable[..., np.ndarray]) -> dict[str, str]:
@@ -205,7 +205,7 @@ def test_a_file_rewritten_or_deleted_while_it_is_read(corpus: Path, monkeypatch:
         monkeypatch.setattr(audio, "decode", decode)
 
 
-def held_out(prepared: Prepared) -> set[str]:
+def held_out(prepared: PreparedCorpus) -> set[str]:
     assert not set(prepared.train.names) & set(prepared.val.names)
     return set(prepared.val.names)
 
@@ -277,7 +277,7 @@ def test_a_validation_folder_is_used_whole(forty: Path, make_corpus, run_prepare
     assert "clip070|empty file" in set_aside_list(prepared.root).read_text()  # one list holds all
 
 
-def languages_of(prepared: Prepared) -> dict[str, str]:
+def languages_of(prepared: PreparedCorpus) -> dict[str, str]:
     both = (prepared.train, prepared.val)
     return {
         name: LANGUAGES[language]

@@ -9,6 +9,7 @@ import pytest
 
 from myxtts.config import OPTIMIZATION_LEVELS, PRESETS, Settings
 from myxtts.errors import ConfigError
+from myxtts.hints import training_hints
 from myxtts.settings import (
     Loaded,
     add_flags,
@@ -21,7 +22,6 @@ from myxtts.settings import (
     render_yaml_with_comments,
     specs,
     to_yaml,
-    training_hints,
 )
 
 BASIC = {"training.enable_graph_mode": False, "training.enable_xla_compilation": False}

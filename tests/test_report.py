@@ -130,8 +130,8 @@ def a_trace(slow: int = -1) -> list[Span]:
         spans.append(Span("gather", f"gather-{step % 2}", at_us - 50_000, 40_000, step + 1))
         wait_us = 80_000 if step == slow else 500
         spans.append(Span("wait", "MainThread", at_us, wait_us, step))
-        spans.append(Span("train", "model lane", at_us + wait_us, 90_000, step, device=True))
-        spans.append(Span("update", "model lane", at_us + wait_us + 90_000, 9_000, step, device=True))
+        spans.append(Span("train", "model stream", at_us + wait_us, 90_000, step, device=True))
+        spans.append(Span("update", "model stream", at_us + wait_us + 90_000, 9_000, step, device=True))
         at_us += wait_us + 100_000
     return spans
 

@@ -16,7 +16,7 @@ from myxtts.checkpoints import UnreadableWeights
 from myxtts.cli import main
 from myxtts.config import SAMPLE_RATE
 from myxtts.observe.findings import Finding
-from myxtts.run_dir import RunFolder
+from myxtts.run_dir import RunDir
 from myxtts.settings import load
 from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer
 from myxtts.synthesis.vocoding import GriffinLim
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("small")
 def base(clips: Clips, tmp_path: Path) -> Path:
     """A folder in XTTS-v2's form, exported from a run."""
     assert train(tmp_path / "first", clips(), "--stages gpt --max-steps 1") == 0
-    run = RunFolder(tmp_path / "first")
+    run = RunDir(tmp_path / "first")
     save_folder(tmp_path / "base", run.load_model(), run.vocabulary())
     return tmp_path / "base"
 
@@ -45,7 +45,7 @@ def test_a_continued_run_remembers_where_it_came_from(
     assert train(run, clips(), f"--init-from {base} --max-steps 1") == 0
     assert train(run, clips(), "--max-steps 2") == 0, "without --init-from: still only the GPT is trained"
     assert newest(run).step == 2
-    assert not RunFolder(run).has_checkpoint("dvae")
+    assert not RunDir(run).has_checkpoint("dvae")
     capsys.readouterr()
     assert train(run, clips(), f"--init-from {tmp_path / 'first'} --max-steps 3") == 2
     assert "training.init_from: the run has" in capsys.readouterr().err
@@ -57,7 +57,7 @@ def test_adapters_are_not_put_on_the_weights_of_an_earlier_start(base: Path, cli
     for path in (run / "gpt").glob("step-*"):  # as if it had died before anything was saved
         path.rename(run / path.name.replace("step", "lost"))
     assert train(run, clips(), f"--init-from {tmp_path / 'first'} --lora-rank 2 --stages gpt --max-steps 1") == 0
-    assert RunFolder(run).started_with()["training.init_from"] == str(tmp_path / "first")
+    assert RunDir(run).started_with()["training.init_from"] == str(tmp_path / "first")
 
 
 def test_new_tokens_are_trained_beside_adapters(base: Path, clips: Clips, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_new_tokens_are_trained_beside_adapters(base: Path, clips: Clips, tmp_pa
     kept = newest(tmp_path / "run").weights
     assert "gpt.text_embedding.weight" in kept and "gpt.text_head.weight" in kept
     assert len(kept["gpt.text_embedding.weight"]) == larger.num_tokens
-    RunFolder(tmp_path / "run").load_model()
+    RunDir(tmp_path / "run").load_model()
 
 
 def test_a_stage_that_another_is_built_upon_is_not_prolonged_by_the_way(clips: Clips, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_weights_that_were_never_trained_are_not_made_up(clips: Clips, tmp_path:
     for path in (run / "gpt").glob("step-*"):
         path.rename(run / path.name.replace("step", "lost"))
     with pytest.raises(UnreadableWeights, match="has not trained gpt yet"):
-        RunFolder(run).load_model()
+        RunDir(run).load_model()
 
 
 def test_a_reset_that_cannot_start_leaves_the_old_run_alone(clips: Clips, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_run_speaks_and_is_exported(clips: Clips, tmp_path: Path, capsys: pyte
     assert exported.sampling == own.sampling == OWN_SAMPLING
     assert exported._reader._limits == own._reader._limits
     assert train(tmp_path / "tuned", clips(), f"--init-from {out} --max-steps 1") == 0
-    assert RunFolder(tmp_path / "tuned").untrained() == ["decoder"]
+    assert RunDir(tmp_path / "tuned").untrained() == ["decoder"]
     assert main(["export", str(run), "--out", str(tmp_path / "tuned")]) == 2, "a run is not written over"
 
 
@@ -214,9 +214,9 @@ def test_the_best_gpt_can_be_had_instead_of_the_newest(
     flags = f"--max-steps 3 --decoder-steps 1 --dvae-steps 1 --save-step 1 --keep 9 --val-data {clips(3)}"
     assert train(run, clips(4), flags) == 0
     (run / "gpt" / "best").write_text("step-00000001")
-    kept = RunFolder(run).checkpoints("gpt")
+    kept = RunDir(run).checkpoints("gpt")
     for best, step in ((True, 1), (False, 3)):
-        model = RunFolder(run).load_model(best_gpt=best)
+        model = RunDir(run).load_model(best_gpt=best)
         assert torch.equal(model.gpt.mel_head.weight, kept.load(step).weights["gpt.mel_head.weight"])
     assert main(["export", str(run), "--out", str(tmp_path / "best"), "--best"]) == 0
     exported = load_folder(tmp_path / "best").model.gpt.mel_head.weight
@@ -233,7 +233,7 @@ def test_a_run_that_has_not_reached_a_stage_goes_on_without_it(clips: Clips, tmp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DvaeRecipe, "after_step", interrupt_at(2))
         assert train(run, clips(4), f"--stages dvae,gpt {flags}") == 130
-    assert not RunFolder(run).has_checkpoint("gpt")
+    assert not RunDir(run).has_checkpoint("gpt")
     assert train(run, clips(4), f"--stages dvae {flags}") == 0
     assert newest(run, "dvae").step == 4
     assert train(run, clips(4), f"--stages dvae,gpt {flags}") == 0

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from myxtts.audio import Wave
 from myxtts.checkpoints import UnreadableWeights, write_pth
 from myxtts.cli import main
-from myxtts.devices import Lane
+from myxtts.devices import Stream
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
@@ -357,7 +357,7 @@ def test_few_shapes_are_captured_for_all_sentences(vocabulary: Tokenizer) -> Non
     """Each is captured while somebody waits."""
     gpt = make_model(vocabulary).gpt
     writers = Writers(gpt, CPU)
-    writers._lane = Lane(CPU)
+    writers._stream = Stream(CPU)
     shapes = set()
     for num_ids, most in product(range(1, 403, 20), range(2, 603, 20)):
         shape = writers._shape([Draft([3] * num_ids, torch.zeros(1, 32, 64), most, torch.zeros(most))])

@@ -250,10 +250,10 @@ def test_off_records_nothing_writes_nothing_and_allocates_nothing(tmp_path: Path
 def test_a_device_span_without_a_stream_is_a_host_span_on_its_track() -> None:
     trace = Trace()
     trace.anchor(torch.device("cpu"))
-    with trace.device_span("encode", "encode lane", None, 5):
+    with trace.device_span("encode", "encode stream", None, 5):
         time.sleep(0.002)
     [span] = trace.spans()
-    assert (span.name, span.track, span.batch, span.device) == ("encode", "encode lane", 5, False)
+    assert (span.name, span.track, span.batch, span.device) == ("encode", "encode stream", 5, False)
     assert span.duration_us >= 2_000
 
 

@@ -22,7 +22,7 @@ from training_fixtures import (
 
 from myxtts.cli import main
 from myxtts.config import STAGES
-from myxtts.run_dir import RunFolder
+from myxtts.run_dir import RunDir
 from myxtts.settings import specs
 
 __all__ = ["clips", "run", "small"]
@@ -88,7 +88,7 @@ def see_tokenizer(run: Observe) -> None:
 
 
 def see_model_size(run: Observe) -> None:
-    assert RunFolder(run("--model-size small").folder).dims().dvae_hidden == 32
+    assert RunDir(run("--model-size small").folder).dims().dvae_hidden == 32
 
 
 def see_batch_size(run: Observe) -> None:

@@ -20,7 +20,7 @@ from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import pack, packed_length
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import StepClock
-from myxtts.run_dir import RunFolder
+from myxtts.run_dir import RunDir
 from myxtts.training.recipes import GptRecipe
 from myxtts.training.trainer import MOST_SKIPPED
 
@@ -80,7 +80,7 @@ def test_a_step_with_a_loss_that_is_not_finite_is_skipped_and_counted(
     spoil(monkeypatch, lambda call: call == 4)  # the first of the two micro-steps of step 3
     run = tmp_path / "run"
     assert train(run, clips(5), "--stages gpt --grad-accum 2 --save-step 1 --keep 9 --max-steps 4") == 0
-    before, skipped, after = (RunFolder(run).checkpoints("gpt").load(step) for step in (2, 3, 4))
+    before, skipped, after = (RunDir(run).checkpoints("gpt").load(step) for step in (2, 3, 4))
     assert_equal_tensors(skipped.weights, before.weights)
     assert any(not torch.equal(after.weights[name], value) for name, value in skipped.weights.items())
     assert all(value.isfinite().all() for value in after.weights.values())
@@ -100,7 +100,7 @@ def test_many_skipped_steps_in_a_row_end_the_run_and_leave_its_checkpoints(
     assert "training.enable_eager_debug" in shown
     assert "Traceback" not in shown
     assert saved_steps(tmp_path / "run") == list(range(2, 2 + MOST_SKIPPED, 2))
-    good = RunFolder(tmp_path / "run").checkpoints("gpt").load(2)
+    good = RunDir(tmp_path / "run").checkpoints("gpt").load(2)
     assert_equal_tensors(newest(tmp_path / "run").weights, good.weights)
 
 
@@ -164,7 +164,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(
     flags = f"--stages dvae --max-steps 6 --val-step 1 --save-step 1 --keep 2 --val-data {clips(3)}"
     assert train(tmp_path / "run", clips(4), flags) == 0
     assert saved_steps(tmp_path / "run", "dvae") == [2, 5, 6]
-    best = RunFolder(tmp_path / "run").checkpoints("dvae").best()
+    best = RunDir(tmp_path / "run").checkpoints("dvae").best()
     assert best is not None
     assert (best.step, best.state["best_loss"]) == (2, 1.0)
 
@@ -213,11 +213,11 @@ def test_the_validation_loss_is_that_of_the_averaged_weights_per_token(clips: Cl
     assert train(run, clips(4), flags) == 0
     (report,) = steps(run, "validation")
     corpora = (clips(4), clips(3))
-    averaged = RunFolder(run).load_model()
+    averaged = RunDir(run).load_model()
     assert report["losses"]["total"] == pytest.approx(loss_heard_alone(averaged, corpora), rel=1e-5)
     assert 3 < report["losses"]["text"] < 5
 
-    plain = RunFolder(run).load_model()
+    plain = RunDir(run).load_model()
     plain.load_state_dict(newest(run).weights, strict=False)
     assert abs(loss_heard_alone(plain, corpora) - report["losses"]["total"]) > 1e-3
     assert_equal_tensors(

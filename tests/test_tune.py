@@ -15,7 +15,7 @@ from training_fixtures import Clips, clips, small
 
 import myxtts.tools.tune
 from myxtts.config import Settings
-from myxtts.data.clips import Prepared
+from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Gpu, Machine
 from myxtts.errors import ConfigError, PipelineError
 from myxtts.observe.trace import Span
@@ -66,7 +66,7 @@ class Pretended:
 
 
 @pytest.fixture
-def corpus(small: None, clips: Clips, run_prepare: Callable[..., Prepared]) -> Prepared:  # noqa: ARG001
+def corpus(small: None, clips: Clips, run_prepare: Callable[..., PreparedCorpus]) -> PreparedCorpus:  # noqa: ARG001
     """Counts as a thousand clips, so that it does not limit the batch."""
     prepared = run_prepare(clips(4), val_fraction=0)
     return replace(prepared, train=prepared.train.select(prepared.train.audio_rows.repeat(250)))
@@ -84,7 +84,7 @@ def changes(found: Tuning) -> dict[str, tuple[Any, Any]]:
 # What is found
 
 
-def test_the_batch_grows_until_that_no_longer_helps(corpus: Prepared) -> None:
+def test_the_batch_grows_until_that_no_longer_helps(corpus: PreparedCorpus) -> None:
     machine = Pretended(half_speed_batch=16, mb_per_clip=1.0)
     found = tune(loaded_with(), corpus, machine=CARD, measure=machine)
     before, after = found.changes[0].old, found.changes[0].new
@@ -96,7 +96,7 @@ def test_the_batch_grows_until_that_no_longer_helps(corpus: Prepared) -> None:
     assert "becomes 512, it was 16" in found.changes[0].why
 
 
-def test_the_largest_batch_that_leaves_room_is_found_by_bisection(corpus: Prepared) -> None:
+def test_the_largest_batch_that_leaves_room_is_found_by_bisection(corpus: PreparedCorpus) -> None:
     machine = Pretended(mb_per_clip=300.0)
     found = tune(loaded_with(), corpus, machine=CARD, measure=machine)
     exact = (0.85 * 24000 - 1000) / 300
@@ -105,14 +105,14 @@ def test_the_largest_batch_that_leaves_room_is_found_by_bisection(corpus: Prepar
     assert any(settings.data.batch_size > exact for settings in machine.tried)
 
 
-def test_a_cap_counts_instead_of_the_card(corpus: Prepared) -> None:
+def test_a_cap_counts_instead_of_the_card(corpus: PreparedCorpus) -> None:
     flags = {"data__enable_memory_isolation": "true", "data__model_gpu_memory": "6000"}
     found = tune(loaded_with(**flags), corpus, machine=CARD, measure=Pretended(mb_per_clip=100.0))
     assert found.largest_batch is not None
     assert 1000 + 100 * found.largest_batch <= 0.85 * 6000
 
 
-def test_a_larger_batch_with_less_accumulation_keeps_the_effective_one(corpus: Prepared) -> None:
+def test_a_larger_batch_with_less_accumulation_keeps_the_effective_one(corpus: PreparedCorpus) -> None:
     loaded = loaded_with(data__batch_size="16", training__gradient_accumulation_steps="4")
     found = tune(loaded, corpus, machine=CARD, measure=Pretended(mb_per_clip=1.0), max_batch=64)
     assert changes(found) == {
@@ -123,7 +123,7 @@ def test_a_larger_batch_with_less_accumulation_keeps_the_effective_one(corpus: P
     assert found.changes[1].gain_measured is None
 
 
-def test_what_does_not_fit_is_made_to_fit(corpus: Prepared) -> None:
+def test_what_does_not_fit_is_made_to_fit(corpus: PreparedCorpus) -> None:
     machine = Pretended(mb_per_clip=1000.0)
     found = tune(loaded_with(data__batch_size="64"), corpus, machine=CARD, measure=machine)
     size, accumulate = (found.values[key] for key in ("data.batch_size", "training.gradient_accumulation_steps"))
@@ -133,19 +133,19 @@ def test_what_does_not_fit_is_made_to_fit(corpus: Prepared) -> None:
     assert "do not fit" in found.changes[0].why
 
 
-def test_when_nothing_fits_the_error_says_what_to_do(corpus: Prepared) -> None:
+def test_when_nothing_fits_the_error_says_what_to_do(corpus: PreparedCorpus) -> None:
     with pytest.raises(PipelineError, match=r"Not even one clip fits\. Give --gradient-checkpointing"):
         tune(loaded_with(), corpus, machine=CARD, measure=Pretended(mb_per_clip=30000.0))
 
 
-def test_what_fails_for_another_reason_than_memory_is_raised_as_it_is(corpus: Prepared) -> None:
+def test_what_fails_for_another_reason_than_memory_is_raised_as_it_is(corpus: PreparedCorpus) -> None:
     machine = Pretended(refuses=lambda _: "no kernel for this card")
     with pytest.raises(Refused, match="no kernel for this card"):
         tune(loaded_with(), corpus, machine=CARD, measure=machine)
     assert len(machine.tried) == 1
 
 
-def test_a_batch_is_never_larger_than_the_corpus_or_asked_for(corpus: Prepared) -> None:
+def test_a_batch_is_never_larger_than_the_corpus_or_asked_for(corpus: PreparedCorpus) -> None:
     machine = Pretended(mb_per_clip=1.0)
     four = replace(corpus, train=corpus.train.select(corpus.train.audio_rows[:20]))
     tune(loaded_with(), four, machine=CARD, measure=machine)
@@ -153,7 +153,9 @@ def test_a_batch_is_never_larger_than_the_corpus_or_asked_for(corpus: Prepared) 
     assert max(settings.data.batch_size for settings in machine.tried) == 20
 
 
-def test_workers_follow_when_batches_come_too_slowly(corpus: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_follow_when_batches_come_too_slowly(
+    corpus: PreparedCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(myxtts.tools.tune, "usable_cores", lambda: 8)
     machine = Pretended(feed_per_worker=15.0, half_speed_batch=0)
     found = tune(loaded_with(data__num_workers="1"), corpus, machine=CARD, measure=machine)
@@ -163,7 +165,7 @@ def test_workers_follow_when_batches_come_too_slowly(corpus: Prepared, monkeypat
     assert [advice.code for advice in found.advice if advice.level == "warn"] == ["tune-feed-bound"]
 
 
-def test_workers_and_buffers_are_left_alone_when_batches_are_ready(corpus: Prepared) -> None:
+def test_workers_and_buffers_are_left_alone_when_batches_are_ready(corpus: PreparedCorpus) -> None:
     machine = Pretended(half_speed_batch=0)
     loaded = loaded_with(data__num_workers="1", data__prefetch_buffer_size="2")
     found = tune(loaded, corpus, machine=CARD, measure=machine)
@@ -171,7 +173,7 @@ def test_workers_and_buffers_are_left_alone_when_batches_are_ready(corpus: Prepa
     assert {settings.data.num_workers for settings in machine.tried} == {1}
 
 
-def test_small_buffers_are_given_back_to_the_machine_if_that_helps(corpus: Prepared) -> None:
+def test_small_buffers_are_given_back_to_the_machine_if_that_helps(corpus: PreparedCorpus) -> None:
     def measure(loaded: Loaded) -> Trial:
         is_small = loaded.settings.data.prefetch_buffer_size == 1
         return Trial(20.0 if is_small else 50.0, 50.0, {}, {})
@@ -182,7 +184,7 @@ def test_small_buffers_are_given_back_to_the_machine_if_that_helps(corpus: Prepa
     assert found.gain == pytest.approx(2.5)
 
 
-def test_switches_that_cost_speed_are_turned_on_and_others_left(corpus: Prepared) -> None:
+def test_switches_that_cost_speed_are_turned_on_and_others_left(corpus: PreparedCorpus) -> None:
     slower = {"data.mixed_precision": {False: 0.4}, "data.optimize_cpu_gpu_overlap": {False: 0.99}}
     loaded = loaded_with(data__mixed_precision="false", data__optimize_cpu_gpu_overlap="false")
     found = tune(loaded, corpus, machine=CARD, measure=Pretended(slower=slower, half_speed_batch=0))
@@ -191,7 +193,7 @@ def test_switches_that_cost_speed_are_turned_on_and_others_left(corpus: Prepared
     assert any(note.startswith("data.optimize_cpu_gpu_overlap true would be 1.01×") for note in found.notes)
 
 
-def test_precision_is_tried_when_launching_no_longer_hides_what_it_brings(corpus: Prepared) -> None:
+def test_precision_is_tried_when_launching_no_longer_hides_what_it_brings(corpus: PreparedCorpus) -> None:
     class LaunchBound(Pretended):
         def __call__(self, loaded: Loaded) -> Trial:
             trial = super().__call__(loaded)
@@ -204,7 +206,7 @@ def test_precision_is_tried_when_launching_no_longer_hides_what_it_brings(corpus
     assert {"data.mixed_precision", "training.enable_graph_mode"} <= changes(found).keys()
 
 
-def test_switches_are_tried_until_none_helps_beside_what_was_found(corpus: Prepared) -> None:
+def test_switches_are_tried_until_none_helps_beside_what_was_found(corpus: PreparedCorpus) -> None:
     class OneAfterAnother(Pretended):
         def __call__(self, loaded: Loaded) -> Trial:
             trial, settings = super().__call__(loaded), loaded.settings
@@ -221,7 +223,7 @@ def test_switches_are_tried_until_none_helps_beside_what_was_found(corpus: Prepa
     assert not any("would be" in note for note in found.notes)
 
 
-def test_without_a_gpu_nothing_is_tried_that_only_a_gpu_has(corpus: Prepared) -> None:
+def test_without_a_gpu_nothing_is_tried_that_only_a_gpu_has(corpus: PreparedCorpus) -> None:
     machine = Pretended(half_speed_batch=0)
     loaded = loaded_with(data__mixed_precision="false", training__optimization_level="basic")
     found = tune(loaded, corpus, machine=Machine(), measure=machine)
@@ -229,19 +231,19 @@ def test_without_a_gpu_nothing_is_tried_that_only_a_gpu_has(corpus: Prepared) ->
     assert {(s.data.mixed_precision, s.training.optimization_level) for s in machine.tried} == {(False, "basic")}
 
 
-def test_the_level_basic_is_left_as_a_whole(corpus: Prepared) -> None:
+def test_the_level_basic_is_left_as_a_whole(corpus: PreparedCorpus) -> None:
     machine = Pretended(slower={"training.enable_graph_mode": {False: 0.5}}, half_speed_batch=0)
     found = tune(loaded_with(training__optimization_level="basic"), corpus, machine=CARD, measure=machine)
     assert changes(found) == {"training.optimization_level": ("basic", "enhanced")}
 
 
-def test_recomputing_activations_ends_when_the_batch_fits_without(corpus: Prepared) -> None:
+def test_recomputing_activations_ends_when_the_batch_fits_without(corpus: PreparedCorpus) -> None:
     machine = Pretended(slower={"model.gradient_checkpointing": {True: 0.75}}, half_speed_batch=0)
     found = tune(loaded_with(model__gradient_checkpointing="true"), corpus, machine=CARD, measure=machine)
     assert changes(found) == {"model.gradient_checkpointing": (True, False)}
 
 
-def test_two_gpus_are_used_as_measured_and_torchrun_is_reckoned(corpus: Prepared) -> None:
+def test_two_gpus_are_used_as_measured_and_torchrun_is_reckoned(corpus: PreparedCorpus) -> None:
     machine = Pretended(slower={"data.data_gpu": {None: 0.8}}, half_speed_batch=0)
     found = tune(loaded_with(), corpus, machine=TWO_CARDS, measure=machine)
     assert found.values == {"data.data_gpu": 0, "data.model_gpu": 1}
@@ -251,14 +253,14 @@ def test_two_gpus_are_used_as_measured_and_torchrun_is_reckoned(corpus: Prepared
     assert "torchrun --nproc-per-node 2" in advice.fix
 
 
-def test_a_second_gpu_is_given_back_when_one_is_faster(corpus: Prepared) -> None:
+def test_a_second_gpu_is_given_back_when_one_is_faster(corpus: PreparedCorpus) -> None:
     machine = Pretended(slower={"data.data_gpu": {0: 0.8}}, half_speed_batch=0)
     loaded = loaded_with(data__data_gpu="0", data__model_gpu="1")
     found = tune(loaded, corpus, machine=TWO_CARDS, measure=machine)
     assert found.values == {"data.data_gpu": None, "data.model_gpu": None}
 
 
-def test_a_run_that_has_begun_keeps_its_batch(corpus: Prepared, tmp_path: Path) -> None:
+def test_a_run_that_has_begun_keeps_its_batch(corpus: PreparedCorpus, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "gpt" / "step-00000010").mkdir(parents=True)
     (run / "model.json").write_text("{}")
@@ -282,7 +284,9 @@ def a_minute_each(machine: Pretended, monkeypatch: pytest.MonkeyPatch) -> Callab
     return slowly
 
 
-def test_when_the_time_is_over_what_was_found_counts(corpus: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_time_is_over_what_was_found_counts(
+    corpus: PreparedCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = Pretended(mb_per_clip=1.0)
     slowly = a_minute_each(machine, monkeypatch)
     found = tune(loaded_with(data__mixed_precision="false"), corpus, machine=CARD, measure=slowly, minutes=2.5)
@@ -292,7 +296,7 @@ def test_when_the_time_is_over_what_was_found_counts(corpus: Prepared, monkeypat
 
 
 def test_a_faster_batch_is_kept_when_the_time_ends_before_the_fastest(
-    corpus: Prepared, monkeypatch: pytest.MonkeyPatch
+    corpus: PreparedCorpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Pretended(mb_per_clip=1.0)
     slowly = a_minute_each(machine, monkeypatch)
@@ -304,7 +308,7 @@ def test_a_faster_batch_is_kept_when_the_time_ends_before_the_fastest(
 
 @pytest.mark.parametrize(("given", "tried"), [("16", [16, 32, 64, 128, 96, 112]), ("128", [128, 64, 96, 112])])
 def test_the_largest_batch_so_far_is_kept_when_the_time_ends_between_two(
-    corpus: Prepared, monkeypatch: pytest.MonkeyPatch, given: str, tried: list[int]
+    corpus: PreparedCorpus, monkeypatch: pytest.MonkeyPatch, given: str, tried: list[int]
 ) -> None:
     machine = Pretended(mb_per_clip=200.0)
     slowly = a_minute_each(machine, monkeypatch)
@@ -315,14 +319,16 @@ def test_the_largest_batch_so_far_is_kept_when_the_time_ends_between_two(
     assert "time was over" in found.notes[-1]
 
 
-def test_nothing_is_said_of_batches_that_were_not_tried(corpus: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_said_of_batches_that_were_not_tried(
+    corpus: PreparedCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slowly = a_minute_each(Pretended(), monkeypatch)
     found = tune(loaded_with(), corpus, machine=CARD, measure=slowly, minutes=1.5)
     assert len(found.notes) == 1 and "time was over" in found.notes[0]
 
 
 def test_one_gpu_alone_is_not_reckoned_with_when_only_two_were_measured(
-    corpus: Prepared, monkeypatch: pytest.MonkeyPatch
+    corpus: PreparedCorpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = loaded_with(data__data_gpu="0", data__model_gpu="1")
     slowly = a_minute_each(Pretended(), monkeypatch)
@@ -330,7 +336,7 @@ def test_one_gpu_alone_is_not_reckoned_with_when_only_two_were_measured(
     assert "tune-several-gpus" not in {advice.code for advice in found.advice}
 
 
-def test_too_little_time_for_anything_is_an_error(corpus: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_time_for_anything_is_an_error(corpus: PreparedCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
     def never(_: Loaded) -> Trial:
@@ -342,13 +348,13 @@ def test_too_little_time_for_anything_is_an_error(corpus: Prepared, monkeypatch:
         tune(loaded_with(), corpus, machine=CARD, measure=never, minutes=1)
 
 
-def test_every_advice_is_explained(corpus: Prepared) -> None:
+def test_every_advice_is_explained(corpus: PreparedCorpus) -> None:
     for machine in (CARD, TWO_CARDS):
         found = tune(loaded_with(), corpus, machine=machine, measure=Pretended(feed_per_worker=1.0))
         assert found.advice and {advice.code for advice in found.advice} <= set(CODES)
 
 
-def test_a_tuning_is_shown_as_a_table_and_as_a_patch_and_is_valid_json(corpus: Prepared) -> None:
+def test_a_tuning_is_shown_as_a_table_and_as_a_patch_and_is_valid_json(corpus: PreparedCorpus) -> None:
     loaded = loaded_with(data__mixed_precision="false")
     found = tune(loaded, corpus, machine=CARD, measure=Pretended(slower={"data.mixed_precision": {False: 0.5}}))
     screen = StringIO()
@@ -365,7 +371,7 @@ def test_a_tuning_is_shown_as_a_table_and_as_a_patch_and_is_valid_json(corpus: P
 
 def feed_and_training(period_us: int, gathered_first: int) -> list[Span]:
     """Ten batches, trained on every 100 microseconds; `gathered_first` of them were ready long before."""
-    trained = [Span("train", "model lane", 100 * number, 90, number) for number in range(10)]
+    trained = [Span("train", "model stream", 100 * number, 90, number) for number in range(10)]
     made = [
         Span(name, name, period_us * place - 5, 10, gathered_first + place)
         for place in range(20)

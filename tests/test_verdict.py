@@ -79,18 +79,18 @@ class Line:
             free[thread] = end("gather", m)
             work(
                 "upload",
-                "upload lane",
+                "upload stream",
                 [end("gather", m), end("upload", m - 1), end("encode", m - 2)],
                 self.upload,
                 m,
             )
             room = end("handoff", m - 3) if self.handoff else end("train", m - self.model_ring)
             ready = max(end("upload", m), end("encode", m - 1), room) + self.encode_lag
-            last = work("encode", "encode lane", [ready], self.encode, m)
+            last = work("encode", "encode stream", [ready], self.encode, m)
             if self.handoff:
                 room = end("train", m - self.model_ring)
                 last = work(
-                    "handoff", "handoff lane", [end("encode", m), end("handoff", m - 1), room], self.handoff, m
+                    "handoff", "handoff stream", [end("encode", m), end("handoff", m - 1), room], self.handoff, m
                 )
             if m in self.late:
                 host_free = max(host_free, end("train", m - 1))
@@ -104,8 +104,8 @@ class Line:
             taken.append(waited)
             launched = waited + self.launch
             before = end("train", m - 1)
-            start = work("train", "model lane", [launched, before, end(stages[-1], m)], self.train, m)
-            spans.append(span("update", "model lane", end("train", m), 0.0, m, device=self.on_gpu))
+            start = work("train", "model stream", [launched, before, end(stages[-1], m)], self.train, m)
+            spans.append(span("update", "model stream", end("train", m), 0.0, m, device=self.on_gpu))
             host_free = max(launched, end("train", m - 2)) if self.on_gpu else end("train", m)
             gap = max(start - before, 0.0) if m and not self.saved else 0.0
             steps.append(StepTime(m, gap + end("train", m) - start, gap))
@@ -251,7 +251,7 @@ def test_full_buffers_do_not_hide_a_stage_that_is_slower_than_the_model() -> Non
     spans = [part for part in Line(gather=40, workers=1, host_ring=200).run()[0] if part.name == "gather"]
     for number in range(100):  # all of these were made long before
         spans += [span("wait", "trainer", 1000 + 20.0 * number, 0, number + 1000)]
-        spans += [span("train", "model lane", 1000 + 20.0 * number, 20, number, True)]
+        spans += [span("train", "model stream", 1000 + 20.0 * number, 20, number, True)]
     verdict = judge(Evidence(spans=spans, data_gpu=0, model_gpu=0, cores=4, settings=settings(batch_size=64)))
     assert alarms(verdict) == ["buffers-drain"] and "50 %" in verdict.findings[0].why
     assert verdict.findings[0].setting == "data.num_workers"
@@ -305,9 +305,9 @@ def test_batches_uploaded_on_demand_are_one_finding_with_one_setting() -> None:
     for number in range(60):
         at = 40.0 * number
         spans += [span("gather", "gather-0", at - 200, 3, number), span("wait", "trainer", at + 1, 0, number)]
-        spans += [span("upload", "upload lane", at + 1, 9, number, True)]
-        spans += [span("encode", "encode lane", at + 10, 10, number, True)]
-        spans += [span("train", "model lane", at + 20, 20, number, True)]
+        spans += [span("upload", "upload stream", at + 1, 9, number, True)]
+        spans += [span("encode", "encode stream", at + 10, 10, number, True)]
+        spans += [span("train", "model stream", at + 20, 20, number, True)]
     verdict = judge(Evidence(spans=spans, data_gpu=0, model_gpu=0, settings=settings(prefetch_to_gpu=False)))
     assert alarms(verdict)[0] == "upload-late" and "encode-slow" not in alarms(verdict)
     assert verdict.findings[0].setting == "data.prefetch_to_gpu" and verdict.findings[0].value is True
@@ -318,8 +318,11 @@ def test_a_front_end_in_the_stream_of_the_training_step_is_in_its_way() -> None:
     spans: list[Span] = []
     for number in range(60):  # the batches are ready long before, and the encoding of a later one lies between
         at = 30.0 * number
-        spans += [span("encode", "encode lane", at, 10, number + 3, True), span("wait", "trainer", at, 0, number)]
-        spans += [span("train", "model lane", at + 10, 20, number, True)]
+        spans += [
+            span("encode", "encode stream", at, 10, number + 3, True),
+            span("wait", "trainer", at, 0, number),
+        ]
+        spans += [span("train", "model stream", at + 10, 20, number, True)]
     chosen = settings(optimize_cpu_gpu_overlap=False)
     verdict = judge(Evidence(spans=spans, data_gpu=0, model_gpu=0, settings=chosen))
     assert verdict.findings[0].code == "encode-serial"
@@ -331,11 +334,11 @@ def test_a_front_end_behind_slow_copies_in_its_own_stream_is_not_what_is_slow() 
     for number in range(60):  # a batch is encoded only when the copy of the next one is through
         at = 30.0 * number
         spans += [span("gather", "gather-0", at - 200, 3, number)]
-        spans += [span("upload", "upload lane", at, 28, number, True)]
-        spans += [span("encode", "encode lane", at + 27 + 30, 3, number, True)]
+        spans += [span("upload", "upload stream", at, 28, number, True)]
+        spans += [span("encode", "encode stream", at + 27 + 30, 3, number, True)]
         spans += [
             span("wait", "trainer", at + 36, 20, number),
-            span("train", "model lane", at + 60, 6, number, True),
+            span("train", "model stream", at + 60, 6, number, True),
         ]
     unpinned = settings(enhanced_gpu_prefetch=False)
     verdict = judge(Evidence(spans=spans, data_gpu=0, model_gpu=0, settings=unpinned))
@@ -406,8 +409,8 @@ def test_competition_is_not_found_within_the_spread_of_the_steps() -> None:
         spans, at = [], 0.0
         for number in range(12):
             length = 20 * rng.lognormvariate(0, 0.3)
-            spans += [span("encode", "encode lane", at, 8, number + 3), span("wait", "trainer", at, 0, number)]
-            spans += [span("train", "model lane", at, length, number)]
+            spans += [span("encode", "encode stream", at, 8, number + 3), span("wait", "trainer", at, 0, number)]
+            spans += [span("train", "model stream", at, length, number)]
             at += length
         replayed = [StepTime(number, 20 * rng.lognormvariate(0, 0.3), 0.0) for number in range(12)]
         verdict = judge(Evidence(spans=spans, replayed=replayed, warmup_steps=0))
@@ -430,7 +433,7 @@ def test_other_processes_are_looked_for_where_training_runs(gpu: int | None, pla
     spans, at = [], 0.0
     for number in range(60):
         length = 20.0 if number % 2 else 35.0
-        spans += [span("wait", "trainer", at, 0, number), span("train", "model lane", at, length, number)]
+        spans += [span("wait", "trainer", at, 0, number), span("train", "model stream", at, length, number)]
         at += length
     verdict = judge(Evidence(spans=spans, data_gpu=gpu, model_gpu=gpu))
     assert alarms(verdict) == ["uneven-steps"]
@@ -439,14 +442,17 @@ def test_other_processes_are_looked_for_where_training_runs(gpu: int | None, pla
 
 def test_a_copy_from_pageable_memory_that_keeps_the_program_from_launching_is_to_blame() -> None:
     """As traced on a real GPU: between training and update nothing is launched until a later batch is copied."""
-    spans = [span("wait", "trainer", 0, 0, 0), span("train", "model lane", 0, 8, 0, True)]
+    spans = [span("wait", "trainer", 0, 0, 0), span("train", "model stream", 0, 8, 0, True)]
     for number in range(1, 60):
         at = 34.0 * number
         spans += [span("gather", f"gather-{number % 4}", at - 90, 4, number + 14)]
-        spans += [span("upload", "upload lane", at - 32, 31, number + 14, True)]
-        spans += [span("encode", "encode lane", at - 1, 3, number + 14, True)]
-        spans += [span("update", "model lane", at - 1, 2, number - 1, True)]
-        spans += [span("wait", "trainer", at + 1, 0, number), span("train", "model lane", at + 1, 8, number, True)]
+        spans += [span("upload", "upload stream", at - 32, 31, number + 14, True)]
+        spans += [span("encode", "encode stream", at - 1, 3, number + 14, True)]
+        spans += [span("update", "model stream", at - 1, 2, number - 1, True)]
+        spans += [
+            span("wait", "trainer", at + 1, 0, number),
+            span("train", "model stream", at + 1, 8, number, True),
+        ]
     replayed = [StepTime(number, 10.0, 0.0) for number in range(60)]
     evidence = Evidence(spans=spans, data_gpu=0, model_gpu=0, replayed=replayed)
     verdict = judge(replace(evidence, settings=settings(enhanced_gpu_prefetch=False)))
@@ -475,7 +481,7 @@ def test_a_validation_is_one_pause_though_batches_are_copied_meanwhile() -> None
     evidence = line.evidence(settings=settings(chosen, enhanced_gpu_prefetch=False))
     pauses = [part for part in evidence.spans if part.name == "save"]
     copies = [
-        span("upload", "upload lane", part.start_us / 1000 + 20 * number, 5.5, 200 + number, True)
+        span("upload", "upload stream", part.start_us / 1000 + 20 * number, 5.5, 200 + number, True)
         for part in pauses
         for number in range(1, 20)
     ]

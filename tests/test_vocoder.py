@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from myxtts.model.vocoder import (
     RESOLUTIONS,
+    DiscriminatorOutput,
     Discriminators,
     HifiGanDecoder,
-    Judgement,
     PeriodDiscriminator,
     ResolutionDiscriminator,
     modern_names,
@@ -158,7 +158,7 @@ class TestDiscriminators:
         real, fake = torch.rand(2, 1, 4800) - 0.5, torch.rand(2, 1, 4800) - 0.5
         for together, wave in zip(model(real, fake), (real, fake), strict=True):
             for ours, alone in zip(together, model.judge(wave), strict=True):
-                assert isinstance(ours, Judgement)
+                assert isinstance(ours, DiscriminatorOutput)
                 torch.testing.assert_close(ours.logits, alone.logits)
                 torch.testing.assert_close(ours.features, alone.features)
 

@@ -31,7 +31,7 @@ from myxtts.observe.metrics import read_metrics
 from myxtts.pipeline import feed
 from myxtts.pipeline.feed import Depths, Feed
 from myxtts.reports import TrainingReports
-from myxtts.run_dir import RunFolder
+from myxtts.run_dir import RunDir
 from myxtts.training.recipes import DvaeRecipe
 
 SMALL = XTTSDims(
@@ -114,7 +114,7 @@ def train(folder: Path, corpus: Path, flags: str = "") -> int:
 
 def newest(folder: Path, stage: str = "gpt") -> LoadedCheckpoint:
     """The last checkpoint of a run."""
-    loaded = RunFolder(folder).checkpoints(stage).newest()
+    loaded = RunDir(folder).checkpoints(stage).newest()
     assert loaded is not None
     return loaded
 

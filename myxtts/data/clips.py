@@ -170,7 +170,7 @@ class ClipSet:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCorpus:
     """A corpus ready for training."""
 
     train: ClipSet

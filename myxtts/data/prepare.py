@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from myxtts.data.clips import (
     ClipSet,
     DecodedAudio,
     DecodeOptions,
-    Prepared,
+    PreparedCorpus,
     measured,
     write_set_aside_list,
 )
@@ -55,7 +55,7 @@ from myxtts.data.store import (
     user_cache,
     write_at,
 )
-from myxtts.errors import ConfigError, DatasetError
+from myxtts.errors import ConfigError, DatasetError, NoProgress, Progress
 from myxtts.host import usable_cores
 from myxtts.settings import PREPARE_KEYS
 from myxtts.text import language as detection
@@ -76,22 +76,6 @@ Result = TypeVar("Result")
 Problem = tuple[int, str, str]
 """A row, the reason it is set aside, and what was found."""
 _log = logging.getLogger(__name__)
-
-
-class Progress(Protocol):
-    """Something that shows how far a long piece of work is."""
-
-    def begin(self, title: str, total: int) -> None: ...
-    def advance(self, count: int) -> None: ...
-    def end(self) -> None: ...
-
-
-class NoProgress:
-    """Shows no progress."""
-
-    def begin(self, title: str, total: int) -> None: ...
-    def advance(self, count: int) -> None: ...
-    def end(self) -> None: ...
 
 
 class Sentence(NamedTuple):
@@ -346,7 +330,7 @@ def state_of(folders: Sequence[Path], data: DataSettings) -> str:
     return hasher.hexdigest()
 
 
-def save_snapshot(prepared: Prepared, state: str, corpora: Sequence[Corpus]) -> None:
+def save_snapshot(prepared: PreparedCorpus, state: str, corpora: Sequence[Corpus]) -> None:
     """Keep a snapshot beside the stores, if that can be written and the corpus is at rest."""
     listed = {folder: at for corpus in corpora for folder, at in corpus.listed.items()}
     if min(corpus.read_at for corpus in corpora) - max(listed.values(), default=0) < CLOCK_TICK_NS:
@@ -389,7 +373,7 @@ def save_snapshot(prepared: Prepared, state: str, corpora: Sequence[Corpus]) -> 
             path.unlink()
 
 
-def load_snapshot(root: Path, state: str) -> Prepared | None:
+def load_snapshot(root: Path, state: str) -> PreparedCorpus | None:
     """The corpus as it was prepared before, if nothing has changed since."""
     try:
         raw = _path(root, state).read_bytes()
@@ -400,7 +384,7 @@ def load_snapshot(root: Path, state: str) -> Prepared | None:
                 return None
             details = json.loads(arrays["details"].tobytes())
             train = _clip_set(arrays, "train", details["decoding"], None)
-            return Prepared(
+            return PreparedCorpus(
                 train=train,
                 val=_clip_set(arrays, "val", details["decoding"], train),
                 speaker_names=details["speakers"],
@@ -467,7 +451,7 @@ EMBEDDED_CORPUS = Path(__file__).parent.parent / "embedded"
 """The recordings inside the package, used when no data is named."""
 
 
-def prepare(data: DataSettings, progress: Progress | None = None, verify: bool = False) -> Prepared:
+def prepare(data: DataSettings, progress: Progress | None = None, verify: bool = False) -> PreparedCorpus:
     """Open the cache of the corpus that the settings name, building first whatever it lacks.
 
     With `verify` every byte is compared with its checksum, and what does not match is built again; without it
@@ -494,7 +478,7 @@ def prepare(data: DataSettings, progress: Progress | None = None, verify: bool =
         val = clips[1]
     set_aside = [item for part in parts for item in part.set_aside]
     write_set_aside_list(root, set_aside)
-    prepared = Prepared(train, val, speaker_names, set_aside, vocabulary.to_json(), root)
+    prepared = PreparedCorpus(train, val, speaker_names, set_aside, vocabulary.to_json(), root)
     if state_of(folders, data) == found:  # else the metadata changed between two looks at it
         save_snapshot(prepared, found, [part.corpus for part in parts])
     return prepared

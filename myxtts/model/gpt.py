@@ -109,7 +109,7 @@ class PackedBatch(NamedTuple):
     max_codes: int
 
 
-class Stream(NamedTuple):
+class Tokens(NamedTuple):
     """Text or codes of a batch: padded tokens [clips, width], and what stands before and behind them."""
 
     tokens: Tensor
@@ -163,8 +163,8 @@ def pack(
     """
     num_clips, max_ids, max_codes = len(ids), ids.shape[1], codes.shape[1]
     _check_positions(dims, max_ids, max_codes + num_stops)
-    text = Stream(ids, num_ids.long(), dims.start_text, dims.stop_text, 1)
-    audio = Stream(codes, num_codes.long(), dims.start_code, dims.stop_code, num_stops)
+    text = Tokens(ids, num_ids.long(), dims.start_text, dims.stop_text, 1)
+    audio = Tokens(codes, num_codes.long(), dims.start_code, dims.stop_code, num_stops)
     most = budget - num_clips * (CONDITIONING_TOKENS + 1)  # every other position of a clip has a target
     text_budget = min(num_clips * (max_ids + 1), most) if text_budget is None else text_budget
     audio_budget = min(num_clips * (max_codes + num_stops), most) if audio_budget is None else audio_budget
@@ -199,7 +199,7 @@ def pack(
 
 
 def _row(
-    text: Stream, audio: Stream, starts: Tensor, budget: int, text_budget: int
+    text: Tokens, audio: Tokens, starts: Tensor, budget: int, text_budget: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Kind, token, position, clip and place in the loss lists of every position."""
     num_clips = len(text.lengths)
@@ -222,7 +222,7 @@ def _row(
     return kind, token, position, clip, slot
 
 
-def _assert_fits(text: Stream, audio: Stream, starts: Tensor, budgets: tuple[int, int, int]) -> None:
+def _assert_fits(text: Tokens, audio: Tokens, starts: Tensor, budgets: tuple[int, int, int]) -> None:
     """Checked on the device and reported from there: looking at the answer here would wait for it."""
     totals = (starts[-1], text.target_offsets[-1], audio.target_offsets[-1])
     fits = [total <= budget for total, budget in zip(totals, budgets, strict=True)]

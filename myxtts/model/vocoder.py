@@ -166,7 +166,7 @@ _LEAST_POWER = 1e-9
 """Added below the root of a magnitude, whose gradient is infinite at silence."""
 
 
-class Judgement(NamedTuple):
+class DiscriminatorOutput(NamedTuple):
     """What one network makes of a batch of waveforms."""
 
     logits: Tensor
@@ -192,7 +192,7 @@ class Discriminators(nn.Module):
             ResolutionDiscriminator(resolution, resolution_width) for resolution in resolutions
         )
 
-    def forward(self, real: Tensor, fake: Tensor) -> tuple[list[Judgement], list[Judgement]]:
+    def forward(self, real: Tensor, fake: Tensor) -> tuple[list[DiscriminatorOutput], list[DiscriminatorOutput]]:
         """What each network makes of real and of generated waveforms [B, 1, N], in one pass over both.
 
         Detach `fake` to train the discriminators. To train the generator, switch off the gradients of these
@@ -200,18 +200,20 @@ class Discriminators(nn.Module):
         """
         return split(self.judge(torch.cat([real, fake])))
 
-    def judge(self, wave: Tensor) -> list[Judgement]:
+    def judge(self, wave: Tensor) -> list[DiscriminatorOutput]:
         """What each network makes of waveforms [B, 1, N]."""
         return [network(wave) for network in (*self.periods, *self.resolutions)]
 
 
-def split(judgements: Sequence[Judgement]) -> tuple[list[Judgement], list[Judgement]]:
+def split(
+    judgements: Sequence[DiscriminatorOutput],
+) -> tuple[list[DiscriminatorOutput], list[DiscriminatorOutput]]:
     """Judgements of a batch of two halves as those of its first and those of its second half."""
-    halves: tuple[list[Judgement], list[Judgement]] = ([], [])
+    halves: tuple[list[DiscriminatorOutput], list[DiscriminatorOutput]] = ([], [])
     for logits, features in judgements:
         pairs = [feature.chunk(2) for feature in features]
         for half, judged in enumerate(logits.chunk(2)):
-            halves[half].append(Judgement(judged, [pair[half] for pair in pairs]))
+            halves[half].append(DiscriminatorOutput(judged, [pair[half] for pair in pairs]))
     return halves
 
 
@@ -231,7 +233,7 @@ class PeriodDiscriminator(nn.Module):
         )
         self.last = weight_norm(nn.Conv2d(widths[-1], 1, (3, 1), padding=(1, 0)))
 
-    def forward(self, wave: Tensor) -> Judgement:
+    def forward(self, wave: Tensor) -> DiscriminatorOutput:
         wave = F.pad(wave, (0, -wave.shape[-1] % self.period), mode="reflect")
         return _judge(wave.view(len(wave), 1, -1, self.period), self.layers, self.last)
 
@@ -253,7 +255,7 @@ class ResolutionDiscriminator(nn.Module):
         )
         self.last = weight_norm(nn.Conv2d(width, 1, 3, padding=1))
 
-    def forward(self, wave: Tensor) -> Judgement:
+    def forward(self, wave: Tensor) -> DiscriminatorOutput:
         return _judge(self.magnitudes(wave).unsqueeze(1), self.layers, self.last)
 
     def magnitudes(self, wave: Tensor) -> Tensor:
@@ -268,12 +270,12 @@ class ResolutionDiscriminator(nn.Module):
             return (torch.view_as_real(spectrum).square().sum(-1) + _LEAST_POWER).sqrt()
 
 
-def _judge(image: Tensor, layers: nn.ModuleList, last: nn.Module) -> Judgement:
+def _judge(image: Tensor, layers: nn.ModuleList, last: nn.Module) -> DiscriminatorOutput:
     features = []
     for layer in layers:
         image = F.leaky_relu(layer(image), SLOPE)
         features.append(image)
-    return Judgement(last(image).flatten(1), features)
+    return DiscriminatorOutput(last(image).flatten(1), features)
 
 
 BLOCKS_PER_STAGE = (3, 4, 6, 3)

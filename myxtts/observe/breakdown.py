@@ -22,7 +22,7 @@ DATA_STAGES = ("gather", "upload", "encode", "handoff")
 GPU_STAGES = DATA_STAGES[1:]
 """Those that work on the data GPU, where there is one; on the CPU all of them use the processor."""
 MODEL_STAGES = ("train", "update")
-"""What the model lane does; the number of such a span is that of its step, not of its batch."""
+"""What the model stream does; the number of such a span is that of its step, not of its batch."""
 RING_COUNTER = " ring"
 """Samples called `host ring` say how many batches of that ring are ready."""
 ALLOCATED_COUNTER = " allocated MB"
@@ -62,7 +62,7 @@ class Evidence:
     recompilations: int | None = None
     """Behind the warm-up; None leaves it to the samples."""
     kernel_share: float | None = None
-    """Of the spans of the model lane, the share in which a kernel ran and none had yet to be launched."""
+    """Of the spans of the model stream, the share in which a kernel ran and none had yet to be launched."""
     syncs_per_step: float | None = None
     """How often the host waits for the device inside a step."""
     flops_per_step: float | None = None
@@ -169,7 +169,7 @@ def ring_states(evidence: Evidence, window: Interval) -> dict[str, RingState]:
 
 
 def step_times(evidence: Evidence) -> list[StepTime]:
-    """The steps that count, numbered as in the spans: as measured, or else from the spans of the model lane."""
+    """The steps that count, numbered as in the spans: as measured, or else from the spans of the model stream."""
     spanned = _spanned_steps(evidence.spans)
     steps = list(evidence.steps)
     if steps and len(steps) == len(spanned):  # a clock may have counted from another step
@@ -241,7 +241,7 @@ class Division:
     window: Interval = (0, 0)
     num_batches: int = 0
     busy: float = 0.0
-    """Share of the time in which the model lane had work, whether or not a kernel ran."""
+    """Share of the time in which the model stream had work, whether or not a kernel ran."""
     shares: dict[str, float] = field(default_factory=dict)
     """compute; wait: for a batch; copy: for its way between memories; host: for the program; other: pauses."""
     waits: dict[str, float] = field(default_factory=dict)
@@ -260,21 +260,21 @@ class Division:
 
 
 def divide(evidence: Evidence) -> Division:
-    """The division of the steps that count; from step times alone when there are no spans of the model lane."""
-    lane = _ModelLane(evidence)
-    if len(lane.work) < 2:
+    """The division of the steps that count; from step times alone when there are no spans of the model stream."""
+    stream = _ModelLane(evidence)
+    if len(stream.work) < 2:
         summary = Summary.of(step_times(evidence))
         if not summary.count:
             return Division()
         idle = summary.idle_share
         shares = dict.fromkeys(SHARES, 0.0) | {"compute": 1 - idle, "wait": idle}
         return Division(busy=1 - idle, shares=shares, waits={UNKNOWN_STAGE: idle})
-    lane.follow()
-    return lane.division()
+    stream.follow()
+    return stream.division()
 
 
 class _ModelLane:
-    """The spans of the model lane, and what is found in the gaps between them."""
+    """The spans of the model stream, and what is found in the gaps between them."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
@@ -302,10 +302,10 @@ class _ModelLane:
         self._pauses = {name: self._union(name) for name in PAUSES}
         self._num_batches = sum(span.name == "train" for span in self.work)
         self._in_the_way = self._spans_in_the_way()
-        self._copies_hold_up_encoding = self._has_slow_copies_in_the_lane()
+        self._copies_hold_up_encoding = self._has_slow_copies()
 
     def follow(self) -> None:
-        """Walk along the lane."""
+        """Walk along the stream."""
         at_us = self._start_us
         for span in self.work:
             if span.start_us > at_us:
@@ -341,7 +341,7 @@ class _ModelLane:
         )
 
     def _look_into(self, gap: Interval, span: Span) -> None:
-        """Say what a gap before a span of the lane was for."""
+        """Say what a gap before a span of the stream was for."""
         wait = self._waits.get(span)
         stages = self._stages.get(wait.batch, {}) if wait is not None else {}
         late = [(wait.start_us, end_us(wait))] if wait is not None else []
@@ -394,7 +394,7 @@ class _ModelLane:
         return due[0] if due else "host"
 
     def _spans_in_the_way(self) -> dict[str, list[Interval]]:
-        """Work of the data role that holds up the model lane, because it was told not to overlap.
+        """Work of the data role that holds up the model stream, because it was told not to overlap.
 
         The driver stages a copy from pageable memory in pieces, and no other thread launches kernels meanwhile.
         """
@@ -405,8 +405,8 @@ class _ModelLane:
         names += [] if data.enhanced_gpu_prefetch else ["upload"]
         return {name: self._at_work[name] for name in names}
 
-    def _has_slow_copies_in_the_lane(self) -> bool:
-        """Whether uploads share the front end's lane and take more of it: then batches queue there for a copy."""
+    def _has_slow_copies(self) -> bool:
+        """True if uploads share the front end's stream and take more of its time than encoding."""
         if self._evidence.model_gpu is None or self._evidence.settings.data.enhanced_gpu_prefetch:
             return False
         uploads = self._at_work["upload"]
@@ -503,7 +503,7 @@ class Variation:
 
 
 def busy_cycle(busy: Sequence[Interval], window: Interval, step_ms: float) -> Oscillation | None:
-    """The cycle in the work of a lane, if it has one that is longer than some steps."""
+    """The cycle in the work of a stream, if it has one that is longer than some steps."""
     bin_us = max(2000 * step_ms, 1.0)  # two steps: what repeats within a step is no cycle of the pipeline
     num_bins = int((window[1] - window[0]) / bin_us)
     union = merged(busy)
@@ -771,7 +771,7 @@ def _competition(evidence: Evidence, division: Division, steps: list[StepTime]) 
 
 
 def _work_ms(evidence: Evidence, division: Division, steps: list[StepTime]) -> list[float]:
-    """What the model lane does for each step, without the gaps."""
+    """What the model stream does for each step, without the gaps."""
     work_us: defaultdict[int, int] = defaultdict(int)
     for span in evidence.spans:
         if span.name in MODEL_STAGES and span.start_us >= division.window[0]:

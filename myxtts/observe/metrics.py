@@ -69,6 +69,8 @@ class StepReport:
     """Steps left out because their gradients were not finite."""
     eta_s: float | None
     elapsed_s: float
+    mfu: float | None = None
+    """Useful arithmetic as a share of this GPU's measured matmul rate; None if not measured."""
 
     def scalars(self) -> dict[str, float]:
         """Every number that makes a curve, by its name in TensorBoard."""

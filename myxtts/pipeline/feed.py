@@ -2,7 +2,7 @@
 
 Single-GPU buffered mode and dual-GPU mode are the same stages under another plan; in dual mode batches cross to
 the model role's device in a handoff. One thread reads a feed: `with feed.next() as batch`. The tensors of a batch
-may be used, in the feed's model lane, until the `with` block ends. This module knows no recipe.
+may be used, in the feed's model stream, until the `with` block ends. This module knows no recipe.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from myxtts.data.batches import (
     num_codes_of,
     packed_tokens,
 )
-from myxtts.data.clips import ClipSet, Prepared
+from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.codes import CodesCache
-from myxtts.devices import Lane, Plan, explain_out_of_memory
+from myxtts.devices import Plan, Stream, explain_out_of_memory
 from myxtts.errors import ConfigError
 from myxtts.host import available_bytes, usable_cores
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import OFF, Trace
 from myxtts.pipeline.frontend import CapturedFrontend, DecoderFrontend, DvaeFrontend, Frontend, GptFrontend
 from myxtts.pipeline.ring import Ring, RingClosed, Slot
-from myxtts.pipeline.workers import Block, BlockRing, Encode, Gather, Handoff, Keep, Stage, Upload, Work
+from myxtts.pipeline.workers import Block, BlockRing, Encode, Gather, Handoff, Keep, Upload, Work, Worker
 
 MODEL_DEPTH = 3
 """The least on the model role's device: one being filled, one ready, one in use."""
@@ -114,25 +114,25 @@ _POLL_S = 0.01
 _log = logging.getLogger(__name__)
 
 
-class Lanes(NamedTuple):
+class Streams(NamedTuple):
     """Where the stages work, and the trainer."""
 
-    model: Lane
+    model: Stream
     """The trainer's: ahead of the data role's kernels when both share a GPU."""
-    encode: Lane
-    upload: Lane
-    handoff_from: Lane
-    handoff_to: Lane
+    encode: Stream
+    upload: Stream
+    handoff_from: Stream
+    handoff_to: Stream
 
     @classmethod
-    def of(cls, plan: Plan, data: DataSettings) -> Lanes:
+    def of(cls, plan: Plan, data: DataSettings) -> Streams:
         """Not told to overlap, the front end works where the trainer does, and copies where the front end does."""
-        model = Lane(plan.model, urgent=True)
+        model = Stream(plan.model, high_priority=True)
         together = plan.data == plan.model and not data.optimize_cpu_gpu_overlap
-        encode = model if together else Lane(plan.data)
-        upload = Lane(plan.data) if data.enhanced_gpu_prefetch else encode
-        to = Lane(plan.model)
-        return cls(model, encode, upload, to if plan.data == plan.model else Lane(plan.data), to)
+        encode = model if together else Stream(plan.data)
+        upload = Stream(plan.data) if data.enhanced_gpu_prefetch else encode
+        to = Stream(plan.model)
+        return cls(model, encode, upload, to if plan.data == plan.model else Stream(plan.data), to)
 
 
 class Feed:
@@ -151,12 +151,12 @@ class Feed:
         num_batches: int | None = None,
         replay: bool = False,
         captured: bool = True,
-        lanes: Lanes | None = None,
+        streams: Streams | None = None,
         trace: Trace = OFF,
     ) -> None:
         """`captured=False` spares a short feed the time it takes to record the front end as a graph.
 
-        Feeds that follow each other should share `lanes`: PyTorch keeps working memory for every stream.
+        Feeds that follow each other should share `streams`: PyTorch keeps working memory for every stream.
         """
         self.plan, self._data, self._gatherer, self._frontend = plan, data, gatherer, frontend
         self._cursor, self._trace = cursor or Cursor(), trace
@@ -164,11 +164,11 @@ class Feed:
         self._captured = captured and plan.data.type == "cuda" and data.pad_to_fixed_length
         self._leased: Slot[Block, Gathered] | None = None
         self._jobs = gatherer.jobs(self._cursor, accumulate, num_batches)
-        self._lanes = lanes or Lanes.of(plan, data)
-        self.model_lane = self._lanes.model
+        self._streams = streams or Streams.of(plan, data)
+        self.model_stream = self._streams.model
         self._rings: list[Ring[Any, Any]] = []
         self._allocate(depths)
-        self._stages: list[Stage] = []
+        self._workers: list[Worker] = []
         self._works: list[Work] = []
         """Device stages that run when a batch is asked for, if nothing is uploaded ahead."""
         self._num_gatherers = depths.gatherers
@@ -184,8 +184,8 @@ class Feed:
             works += device_works
         else:
             self._works = [work for _, work in device_works]
-        self._stages = [Stage(name, work, self._rings) for name, work in works]
-        for stage in self._stages:
+        self._workers = [Worker(name, work, self._rings) for name, work in works]
+        for stage in self._workers:
             stage.start()
 
     def wait_until_warm(self, delay_s: float) -> float:
@@ -211,11 +211,11 @@ class Feed:
         gathered, tensors = slot.read_ticket(), slot.content.tensors
         if not self._data.pad_to_fixed_length:
             tensors = dict(self._frontend.used(tensors, gathered.sizes))
-        self.model_lane.wait(slot.filled)
+        self.model_stream.wait(slot.filled)
         try:
             yield Batch(tensors, gathered.sizes, gathered.after)
         finally:
-            self.model_lane.record(slot.emptied)
+            self.model_stream.record(slot.emptied)
             if not self._replay:
                 self.model_ring.release(slot)
         self._cursor = gathered.after
@@ -241,17 +241,17 @@ class Feed:
         for ring in self._rings:
             if ring is not self._keep_ring:
                 ring.poison(None)
-        for stage in self._stages:
+        for stage in self._workers:
             if stage.name != "keep":
                 stage.join()
         if self._keep_ring is not None:
             self._keep_ring.finish(self._keep_ring.num_acquired)
-        for stage in self._stages:
+        for stage in self._workers:
             stage.join()
-        self._stages = []
-        for lane in set(self._lanes):
+        self._workers = []
+        for stream in set(self._streams):
             with contextlib.suppress(RuntimeError):  # a device that failed stays failed; the reader has its error
-                lane.finish()
+                stream.finish()
 
     def __enter__(self) -> Feed:
         try:
@@ -285,7 +285,7 @@ class Feed:
             pinned_blocks = [Block(layout, torch.device("cpu"), pinned) for _ in range(KEEP_DEPTH)]
             self._keep_ring = Ring("keep", pinned_blocks, plan.data)
         for device in {plan.data, plan.model}:
-            if device.type == "cuda":  # the zeros of fresh memory are written before any lane writes there
+            if device.type == "cuda":  # the zeros of fresh memory are written before any stream writes there
                 torch.cuda.synchronize(device)
         self._rings = [self.host_ring, self.upload_ring, self.model_ring]
         self._rings += [self.encoded_ring] if plan.mode == "dual" else []
@@ -295,21 +295,23 @@ class Feed:
         if not self._captured:
             return self._frontend
         try:
-            return CapturedFrontend(self._frontend, self._inputs, self._gatherer.static_sizes, self._lanes.encode)
+            return CapturedFrontend(
+                self._frontend, self._inputs, self._gatherer.static_sizes, self._streams.encode
+            )
         except torch.OutOfMemoryError as error:
             raise explain_out_of_memory(self.plan, error, "data", "preparing the front end") from error
 
     def _device_works(self, frontend: Frontend | CapturedFrontend) -> list[tuple[str, Work]]:
-        lanes, trace = self._lanes, self._trace
+        streams, trace = self._streams, self._trace
         works: list[tuple[str, Work]] = [
-            ("upload", Upload(self.host_ring, self.upload_ring, lanes.upload, trace)),
+            ("upload", Upload(self.host_ring, self.upload_ring, streams.upload, trace)),
             (
                 "encode",
-                Encode(frontend, self.upload_ring, self.encoded_ring, lanes.encode, self._keep_ring, trace),
+                Encode(frontend, self.upload_ring, self.encoded_ring, streams.encode, self._keep_ring, trace),
             ),
         ]
         if self.encoded_ring is not self.model_ring:
-            across = Handoff(self.encoded_ring, self.model_ring, lanes.handoff_from, lanes.handoff_to, trace)
+            across = Handoff(self.encoded_ring, self.model_ring, streams.handoff_from, streams.handoff_to, trace)
             works.append(("handoff", across))
         return works
 
@@ -334,7 +336,7 @@ class Feed:
 
     def _check(self) -> None:
         """Raise what ended a stage, if one has failed: the error itself, with its own traceback."""
-        for stage in self._stages:
+        for stage in self._workers:
             if isinstance(stage.failure, torch.OutOfMemoryError):
                 doing = f"running its {stage.name} stage"
                 raise explain_out_of_memory(self.plan, stage.failure, "data", doing) from stage.failure
@@ -358,13 +360,13 @@ class FeedMaker:
 
     stage: str
     model: XTTS
-    prepared: Prepared
+    prepared: PreparedCorpus
     data: DataSettings
     asked: Collection[str]
     plan: Plan
     seed: int
     dvae_key: str
-    lanes: Lanes
+    streams: Streams
 
     def batches(self, clips: ClipSet) -> Batches:
         tokens = packed_tokens(clips.num_ids, clips.num_samples)
@@ -385,7 +387,7 @@ class FeedMaker:
             accumulate=accumulate,
             trace=trace,
             replay=replay,
-            lanes=self.lanes,
+            streams=self.streams,
         )
 
     def validation(self) -> Feed:
@@ -400,7 +402,7 @@ class FeedMaker:
             VALIDATION_DEPTHS,
             num_batches=num_batches,
             captured=False,
-            lanes=self.lanes,
+            streams=self.streams,
         )
 
     def _gatherer(self, clips: ClipSet) -> Gatherer:

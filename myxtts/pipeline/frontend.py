@@ -30,7 +30,7 @@ from myxtts.data.batches import (
     Sizes,
     max_codes,
 )
-from myxtts.devices import Captured, Lane
+from myxtts.devices import CudaGraph, Stream
 from myxtts.model.blocks import offsets_of, segment_of
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import FRAMES_PER_CODE
@@ -265,23 +265,23 @@ class CapturedFrontend:
     warming up and capturing allocate, replaying does not.
     """
 
-    def __init__(self, frontend: Frontend, inputs: Layout, sizes: Sizes, lane: Lane) -> None:
-        device = lane.device
+    def __init__(self, frontend: Frontend, inputs: Layout, sizes: Sizes, stream: Stream) -> None:
+        device = stream.device
         self.uses_codes, self.outputs = frontend.uses_codes, frontend.outputs
         self._in = torch.zeros(inputs.num_bytes, dtype=torch.uint8, device=device)
         self._out = torch.zeros(self.outputs.num_bytes, dtype=torch.uint8, device=device)
         batch, out = inputs.tensors(self._in), self.outputs.tensors(self._out)
         for name in ("num_samples", "num_ids", "num_codes", "crop_samples"):
             batch[name].fill_(1)  # the smallest batch there is: no length may be 0
-        self._graphs: dict[tuple[bool, bool], Captured[None]] = {}
+        self._graphs: dict[tuple[bool, bool], CudaGraph[None]] = {}
         pool = None
         for codes_known, packed in _WAYS if frontend.uses_codes else _WAYS[:1]:
             work = partial(frontend.encode, batch, out, sizes if packed else replace(sizes, codes=0), codes_known)
-            self._graphs[codes_known, packed] = Captured(work, lane, pool)
+            self._graphs[codes_known, packed] = CudaGraph(work, stream, pool)
             pool = self._graphs[codes_known, packed].pool
 
     def encode_block(self, batch: Tensor, out: Tensor, sizes: Sizes, codes_known: bool) -> None:
-        """The same from block to block, in the current lane."""
+        """The same from block to block, in the current stream."""
         way = (codes_known, codes_known or sizes.codes > 0) if self.uses_codes else _WAYS[0]
         self._in.copy_(batch)
         self._graphs[way].replay()

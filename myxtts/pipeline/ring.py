@@ -1,7 +1,7 @@
 """Slots of preallocated memory that pass batches from one owner to the next, in order.
 
-A slot is FREE, FILLING, READY or LEASED and has one owner at a time. Hand-overs carry a mark of the lane that
-worked on the slot; the next owner's lane waits for it, never the host. The host only waits for a slot to change
+A slot is FREE, FILLING, READY or LEASED and has one owner at a time. Hand-overs carry a event of the stream that
+worked on the slot; the next owner's stream waits for it, never the host. The host only waits for a slot to change
 its state, and that is what paces the stages. An error poisons a ring: whoever waits for it, or comes later, is
 woken with it. This module knows neither batches nor what the stages do.
 """
@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from myxtts.devices import Mark
+from myxtts.devices import Event
 
 Content = TypeVar("Content")
 Ticket = TypeVar("Ticket")
@@ -36,7 +36,7 @@ class RingClosed(Exception):
 
 
 class Slot(Generic[Content, Ticket]):
-    """Memory for one batch, what is known about it on the host, and the marks of its last two owners."""
+    """Memory for one batch, what is known about it on the host, and the events of its last two owners."""
 
     def __init__(self, content: Content, number: int, device: torch.device) -> None:
         self.content = content
@@ -44,9 +44,9 @@ class Slot(Generic[Content, Ticket]):
         """Position in the order of all batches of the one that is, or will be next, in this slot."""
         self.state = State.FREE
         self.ticket: Ticket | None = None
-        self.filled = Mark(device)
+        self.filled = Event(device)
         """Passed when the content is complete."""
-        self.emptied = Mark(device)
+        self.emptied = Event(device)
         """Passed when the last reader no longer needs the content."""
 
     def read_ticket(self) -> Ticket:
@@ -118,7 +118,7 @@ class Ring(Generic[Content, Ticket]):
         return slot
 
     def commit(self, slot: Slot[Content, Ticket], ticket: Ticket) -> None:
-        """The slot is filled, or will be when its `filled` mark is passed."""
+        """The slot is filled, or will be when its `filled` event is passed."""
         with self._changed:
             self._require(slot, State.FILLING)
             slot.ticket = ticket
@@ -155,7 +155,7 @@ class Ring(Generic[Content, Ticket]):
         return slot
 
     def release(self, slot: Slot[Content, Ticket]) -> None:
-        """The content is needed no longer, or will not be when the `emptied` mark is passed."""
+        """The content is needed no longer, or will not be when the `emptied` event is passed."""
         with self._changed:
             self._require(slot, State.LEASED)
             slot.state = State.FREE

@@ -1,8 +1,8 @@
-"""The stages of the pipeline: each takes a slot, does one thing in its own lane, and passes the batch on.
+"""The stages of the pipeline: each takes a slot, does one thing in its own stream, and passes the batch on.
 
     Gather   clips ─► host ring           host threads
-    Upload   host ring ─► device ring     copy lane
-    Encode   device ring ─► model ring    data lane; keeps fresh codes through the `keep` ring
+    Upload   host ring ─► device ring     copy stream
+    Encode   device ring ─► model ring    data stream; keeps fresh codes through the `keep` ring
     Handoff  data role's device ─► model role's device
     Keep     fresh codes ─► the cache on disk
 
@@ -21,7 +21,7 @@ import torch
 
 from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job, Layout
 from myxtts.data.codes import CodesCache
-from myxtts.devices import Lane
+from myxtts.devices import Stream
 from myxtts.observe.trace import OFF, Trace
 from myxtts.pipeline.frontend import CapturedFrontend, Frontend
 from myxtts.pipeline.ring import Ring, RingClosed
@@ -63,7 +63,7 @@ class Gather:
             self._ring.finish(number)
             return False
         slot = self._ring.acquire(number)
-        slot.emptied.wait_on_host()  # this owner is no lane: it writes with the CPU
+        slot.emptied.wait_on_host()  # this owner is no stream: it writes with the CPU
         with self._trace.span("gather", batch=number):
             gathered = self._gatherer.fill(slot.content, job)
         self._ring.commit(slot, gathered)
@@ -74,9 +74,9 @@ class Upload:
     """One copy per batch from the host to the data role's device."""
 
     def __init__(
-        self, source: Ring[HostBatch, Gathered], target: BlockRing, lane: Lane, trace: Trace = OFF
+        self, source: Ring[HostBatch, Gathered], target: BlockRing, stream: Stream, trace: Trace = OFF
     ) -> None:
-        self._source, self._target, self._lane, self._trace = source, target, lane, trace
+        self._source, self._target, self._stream, self._trace = source, target, stream, trace
         self._memory = {id(slot.content): torch.from_numpy(slot.content.memory) for slot in source.slots}
 
     def __call__(self) -> bool:
@@ -84,12 +84,12 @@ class Upload:
         if slot is None:
             self._target.finish(self._source.num_taken)
             return False
-        to, lane = self._target.acquire(), self._lane
-        lane.wait(to.emptied)
-        with self._trace.device_span("upload", "upload lane", lane.stream, slot.number), lane.use():
+        to, stream = self._target.acquire(), self._stream
+        stream.wait(to.emptied)
+        with self._trace.device_span("upload", "upload stream", stream.handle, slot.number), stream.use():
             to.content.memory.copy_(self._memory[id(slot.content)], non_blocking=True)
-        lane.record(to.filled)
-        lane.record(slot.emptied)
+        stream.record(to.filled)
+        stream.record(slot.emptied)
         self._target.commit(to, slot.read_ticket())
         self._source.release(slot)
         return True
@@ -103,12 +103,12 @@ class Encode:
         frontend: Frontend | CapturedFrontend,
         source: BlockRing,
         target: BlockRing,
-        lane: Lane,
+        stream: Stream,
         keep: BlockRing | None = None,
         trace: Trace = OFF,
     ) -> None:
         self._frontend, self._source, self._target = frontend, source, target
-        self._lane, self._keep, self._trace = lane, keep, trace
+        self._stream, self._keep, self._trace = stream, keep, trace
 
     def __call__(self) -> bool:
         slot = self._source.take()
@@ -117,10 +117,10 @@ class Encode:
             if self._keep is not None:
                 self._keep.finish(self._keep.num_acquired)
             return False
-        gathered, to, lane = slot.read_ticket(), self._target.acquire(), self._lane
-        lane.wait(slot.filled)
-        lane.wait(to.emptied)
-        with self._trace.device_span("encode", "encode lane", lane.stream, slot.number), lane.use():
+        gathered, to, stream = slot.read_ticket(), self._target.acquire(), self._stream
+        stream.wait(slot.filled)
+        stream.wait(to.emptied)
+        with self._trace.device_span("encode", "encode stream", stream.handle, slot.number), stream.use():
             if isinstance(self._frontend, CapturedFrontend):
                 memory = (slot.content.memory, to.content.memory)
                 self._frontend.encode_block(*memory, gathered.sizes, gathered.codes_known)
@@ -129,25 +129,30 @@ class Encode:
                 self._frontend.encode(inputs, outputs, gathered.sizes, gathered.codes_known)
         if self._keep is not None and self._frontend.uses_codes and not gathered.codes_known:
             kept = self._keep.acquire()
-            with lane.use():
+            with stream.use():
                 kept.content.tensors["codes"].copy_(to.content.tensors["codes"], non_blocking=True)
-            lane.record(kept.filled)
+            stream.record(kept.filled)
             self._keep.commit(kept, gathered)
-        lane.record(to.filled)
-        lane.record(slot.emptied)
+        stream.record(to.filled)
+        stream.record(slot.emptied)
         self._target.commit(to, gathered)
         self._source.release(slot)
         return True
 
 
 class Handoff:
-    """Batches cross to the model role's device; each side orders the copy in a lane of its own."""
+    """Batches cross to the model role's device; each side orders the copy in a stream of its own."""
 
     def __init__(
-        self, source: BlockRing, target: BlockRing, source_lane: Lane, target_lane: Lane, trace: Trace = OFF
+        self,
+        source: BlockRing,
+        target: BlockRing,
+        source_stream: Stream,
+        target_stream: Stream,
+        trace: Trace = OFF,
     ) -> None:
         self._source, self._target, self._trace = source, target, trace
-        self._from, self._to = source_lane, target_lane
+        self._from, self._to = source_stream, target_stream
 
     def __call__(self) -> bool:
         slot = self._source.take()
@@ -157,7 +162,7 @@ class Handoff:
         to = self._target.acquire()
         self._from.wait(slot.filled)
         self._to.wait(to.emptied)
-        span = self._trace.device_span("handoff", "handoff lane", self._to.stream, slot.number)
+        span = self._trace.device_span("handoff", "handoff stream", self._to.handle, slot.number)
         # PyTorch lets a copy between two GPUs wait for, and be waited for by, the current streams of both.
         with span, self._from.use(), self._to.use():
             to.content.memory.copy_(slot.content.memory, non_blocking=True)
@@ -184,7 +189,7 @@ class Keep:
         return True
 
 
-class Stage:
+class Worker:
     """Runs a piece of work on a thread of its own until none is left; `failure` is what ended it early."""
 
     def __init__(self, name: str, work: Work, rings: Sequence[Ring[Any, Any]]) -> None:

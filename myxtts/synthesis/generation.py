@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from myxtts.config import CONDITIONING_TOKENS
-from myxtts.data.prepare import NoProgress, Progress
-from myxtts.devices import Captured, Lane
-from myxtts.model.gpt import GPT, Stream
+from myxtts.devices import CudaGraph, Stream
+from myxtts.errors import Progress
+from myxtts.model.gpt import GPT, Tokens
 
 Advance = Callable[[int], None]
-NO_PROGRESS: Progress = NoProgress()
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Decoding:
         self.is_prefix.copy_(self.slots < (CONDITIONING_TOKENS + 2 + num_ids)[:, None])
         places = torch.arange(ids.shape[1] + 2, device=ids.device)
         sentences = torch.arange(len(ids), device=ids.device)
-        token = Stream(ids, num_ids, dims.start_text, dims.stop_text, 1).token(sentences[:, None], places - 1)
+        token = Tokens(ids, num_ids, dims.start_text, dims.stop_text, 1).token(sentences[:, None], places - 1)
         text = model.text_embedding(token) + model.text_pos_embedding.emb(places)
         x = torch.cat([voice.expand(len(ids), -1, -1).to(text.dtype), text], dim=1)
         room = (0, 0, 0, len(self.slots) - self.prefix)
@@ -333,7 +332,7 @@ def guided(logits: Tensor, guidance: float) -> Tensor:
 
 
 class Writer:
-    """The state of one batch. With a lane, a step is captured and the memory is used for batch after batch."""
+    """The state of one batch. With a stream, a step is captured and the memory is used for batch after batch."""
 
     def __init__(
         self,
@@ -341,12 +340,12 @@ class Writer:
         shape: Shape,
         sampling: Sampling,
         device: torch.device,
-        lane: Lane | None = None,
+        stream: Stream | None = None,
         vectors: Tensor | None = None,
     ) -> None:
         self.shape = shape
         self._vectors = vectors
-        self._gpt, self._sampling, self._lane = gpt, sampling, lane
+        self._gpt, self._sampling, self._stream = gpt, sampling, stream
         self._ways = 1 if sampling.guidance == 1 else 2
         """In which every sentence is decoded: with its text, and without."""
         rows, steps = shape.sentences, shape.steps
@@ -360,7 +359,7 @@ class Writer:
         self._written = torch.zeros(rows, steps, dtype=torch.long, device=device)
         self._latents = torch.zeros(rows, steps, gpt.dims.dim, device=device)
         self._decoding: Decoding | None = None
-        self._graph: Captured[None] | None = None
+        self._graph: CudaGraph[None] | None = None
         self._num_steps = 0
 
     @torch.no_grad()
@@ -382,8 +381,8 @@ class Writer:
         else:
             self._decoding.read(*prefixes)
         self._reset(drafts)
-        if self._lane is not None and self._graph is None:
-            self._graph = Captured(self._step, self._lane)
+        if self._stream is not None and self._graph is None:
+            self._graph = CudaGraph(self._step, self._stream)
             self._reset(drafts)  # the warm-ups have written
 
     @torch.no_grad()
@@ -469,7 +468,7 @@ class Writers:
         """`vectors` [codes, dim] are what the codes stand for, for those who ask for central ones."""
         self._gpt, self._device = gpt, device
         self._vectors = None if vectors is None else vectors.float().contiguous()
-        self._lane = Lane(device) if capture and device.type == "cuda" else None
+        self._stream = Stream(device) if capture and device.type == "cuda" else None
         self._kept: OrderedDict[tuple[Shape, Sampling], Writer] = OrderedDict()
 
     @property
@@ -484,8 +483,8 @@ class Writers:
         if writer is None:
             while len(self._kept) >= KEPT_WRITERS:
                 self._kept.popitem(last=False)
-            writer = Writer(self._gpt, shape, sampling, self._device, self._lane, self._vectors)
-        if self._lane is not None:
+            writer = Writer(self._gpt, shape, sampling, self._device, self._stream, self._vectors)
+        if self._stream is not None:
             self._kept[shape, sampling] = writer
         writer.begin(drafts)
         return writer
@@ -494,7 +493,7 @@ class Writers:
         """The smallest that fits; where shapes are captured, one of few."""
         rows = len(drafts)
         num_ids, steps = max(len(draft.ids) for draft in drafts), max(draft.most for draft in drafts)
-        if self._lane is None:
+        if self._stream is None:
             return Shape(rows, num_ids, steps)
         dims = self._gpt.dims
         shapes = (*SHORTER_SHAPES, (dims.max_text, dims.max_codes))

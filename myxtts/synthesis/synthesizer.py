@@ -26,14 +26,13 @@ from myxtts.checkpoints import UnreadableWeights
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import ClipSet
 from myxtts.data.corpus import read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS, Progress
+from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.devices import Machine
-from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
-from myxtts.run_dir import RunFolder
+from myxtts.run_dir import RunDir
 from myxtts.synthesis.generation import (
-    NO_PROGRESS,
     Advance,
     Bars,
     Draft,
@@ -701,7 +700,7 @@ def load_synthesizer(
     """
     if device is None:
         device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
-    run = RunFolder(folder)
+    run = RunDir(folder)
     if not run.exists:
         if not folder.is_dir():
             raise ConfigError(
@@ -717,7 +716,7 @@ def load_synthesizer(
     return Synthesizer.suited(model, run.vocabulary(), device, known, vocoder)
 
 
-def provenance(run: RunFolder) -> Provenance:
+def provenance(run: RunDir) -> Provenance:
     """What speaking with the weights of a run takes into account."""
     data = _data_settings(run.folder)
     lengths = {name: int(data[name]) for name in ("max_text_length", "max_mel_frames") if name in data}

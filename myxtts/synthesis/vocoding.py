@@ -22,10 +22,11 @@ from torch import Tensor
 
 from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
+from myxtts.errors import NO_PROGRESS
 from myxtts.model.dvae import DVAE
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, SAMPLES_PER_FRAME, HifiGanDecoder, num_frames
-from myxtts.synthesis.generation import NO_PROGRESS, Advance, Written
+from myxtts.synthesis.generation import Advance, Written
 
 FAINT = 3e-3
 """Loudness below which a block of a wave is as good as silent: -50 dB, where speech has -20."""

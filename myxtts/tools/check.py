@@ -31,21 +31,22 @@ from myxtts.config import (
     TrainingSettings,
 )
 from myxtts.data.batches import MAX_CROP_FRAMES, host_layout
-from myxtts.data.clips import Prepared
+from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import Corpus, held_out, read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS, NoProgress, Progress, load_snapshot, prepare, state_of
+from myxtts.data.prepare import EMBEDDED_CORPUS, load_snapshot, prepare, state_of
 from myxtts.data.store import cache_root, user_cache
-from myxtts.devices import Gpu, Lane, Machine, Plan, apply_caps, make_plan
-from myxtts.errors import ConfigError, DatasetError, MyXTTSError
+from myxtts.devices import Gpu, Machine, Plan, Stream, apply_caps, make_plan
+from myxtts.errors import ConfigError, DatasetError, MyXTTSError, NoProgress, Progress
+from myxtts.hints import training_hints
 from myxtts.host import available_bytes, host_memory, usable_cores
 from myxtts.model.gpt import adapter_state, add_adapters
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims
 from myxtts.observe.findings import Finding, Level
 from myxtts.pipeline.feed import MOST_GATHERERS, choose_depths
 from myxtts.pipeline.frontend import GptFrontend
-from myxtts.run import require_same_run
-from myxtts.run_dir import PREFIXES, RunFolder
-from myxtts.settings import Loaded, load, preset, preset_for, shown, specs, training_hints
+from myxtts.run import check_resumable
+from myxtts.run_dir import PREFIXES, RunDir
+from myxtts.settings import Loaded, load, preset, preset_for, shown, specs
 from myxtts.tools.dry_run import NUM_STEPS, Seen, witness
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -149,7 +150,7 @@ class Case:
     @cached_property
     def data_of_run(self) -> DataSettings:
         """The data settings with the vocabulary that the run has, or starts from."""
-        folder = RunFolder(self.training.checkpoint_dir)
+        folder = RunDir(self.training.checkpoint_dir)
         if folder.has_begun and not self.training.reset_training:
             return replace(self.data, tokenizer=folder.vocabulary_file)
         if self.data.tokenizer is None and self.training.init_from is not None:
@@ -175,7 +176,7 @@ class Case:
             return error
 
     @cached_property
-    def prepared(self) -> Prepared | None:
+    def prepared(self) -> PreparedCorpus | None:
         """The corpus, if it was prepared with these settings and nothing has changed since."""
         data = self.data_of_run
         return load_snapshot(self.cache_folder, state_of(self.corpus_folders, data))
@@ -569,13 +570,13 @@ def weights(case: Case) -> Finding:
 
 def run(case: Case) -> Finding:
     """Whether training would continue what is in its folder, or refuse to."""
-    folder = RunFolder(case.training.checkpoint_dir)
+    folder = RunDir(case.training.checkpoint_dir)
     if not folder.has_begun:
         return Finding("run", "pass", f"A new run in {folder.folder}")
     if case.training.reset_training:
         return Finding("run", "pass", f"Starts over in {folder.folder}; the run there is put aside")
     try:
-        require_same_run(case.loaded.settings, folder, case.prepared)
+        check_resumable(case.loaded.settings, folder, case.prepared)
     except MyXTTSError as error:
         what, *why = str(error).splitlines()
         fix = why.pop() if why else KEEP_APART
@@ -587,7 +588,7 @@ def run(case: Case) -> Finding:
     return Finding("run", "pass", f"Continues the run in {folder.folder}")
 
 
-def _other_corpus(case: Case, folder: RunFolder) -> str:
+def _other_corpus(case: Case, folder: RunDir) -> str:
     """The corpus of the run, if it is another one and that is known."""
     try:
         own = load(folder.folder / "settings.yaml", {}).settings.data.train_data
@@ -634,7 +635,7 @@ def prepared(case: Case) -> Finding:
         why = "training looks through it when it starts, and redoes what has changed"
     else:
         what, why = "The corpus is not prepared yet", "training prepares it when it starts"
-    if RunFolder(case.training.checkpoint_dir).has_begun and not case.training.reset_training:
+    if RunDir(case.training.checkpoint_dir).has_begun and not case.training.reset_training:
         return Finding("prepared", "info", what, why)  # with the vocabulary of the run, which only training knows
     return Finding("prepared", "info", what, why, f"run myxtts prepare{folder} to have it done before")
 
@@ -724,7 +725,7 @@ CPU = torch.device("cpu")
 _MB = 2**20
 COPY_BYTES, NUM_COPIES = 64 * _MB, 4
 SLOW_GB_PER_S = 3.0
-"""Copies from pinned memory that are slower point at a slot with too few lanes; PCIe 3.0 x16 reaches 12."""
+"""Copies from pinned memory that are slower point at a slot with too few streams; PCIe 3.0 x16 reaches 12."""
 MOST_ERROR_TEXT = 2000
 """Characters of an error; those of compilers hold whole programs."""
 CPU_SIZE, CPU_BATCH = "tiny", 2
@@ -812,20 +813,20 @@ def transfer(attempt: Attempt) -> Finding:
     sent = torch.from_numpy(host_memory(COPY_BYTES)).random_()
     there = torch.empty_like(sent, device=plan.data)
     across = torch.empty_like(sent, device=plan.model)
-    upload_s = _seconds(Lane(plan.data), lambda: there.copy_(sent, non_blocking=True))
+    upload_s = _seconds(Stream(plan.data), lambda: there.copy_(sent, non_blocking=True))
     way = f"pinned memory → {plan.data} {_speed(upload_s)}"
     if plan.data == plan.model:
         across = there
     else:
-        handoff_s = _seconds(Lane(plan.model), lambda: across.copy_(there, non_blocking=True))
+        handoff_s = _seconds(Stream(plan.model), lambda: across.copy_(there, non_blocking=True))
         way += f" → {plan.model} {_speed(handoff_s)}"
     if not torch.equal(across.cpu(), sent):
         why = "this happens where the board's IOMMU redirects direct copies between devices"
         fix = "turn off IOMMU/ACS for the GPUs in the BIOS; until then leave out --data-gpu and --model-gpu"
         return Finding("transfer", "fail", f"Bytes arrive damaged: {way}", why, fix)
     if COPY_BYTES / upload_s < SLOW_GB_PER_S * 1e9:
-        why = "the GPU has few PCIe lanes, or another process uses them"
-        fix = "move the card to a slot with 16 lanes (nvidia-smi -q -d PCIE shows the present ones)"
+        why = "the GPU has few PCIe streams, or another process uses them"
+        fix = "move the card to a slot with 16 streams (nvidia-smi -q -d PCIE shows the present ones)"
         return Finding("transfer", "warn", f"Uploads are slow: {way}", why, fix)
     return Finding("transfer", "pass", f"{COPY_BYTES // _MB} MB arrive unchanged: {way}")
 
@@ -938,7 +939,7 @@ def _for_cpu(loaded: Loaded) -> Loaded:
     return replace(loaded, settings=smaller)
 
 
-def _prepared(attempt: Attempt) -> Prepared:
+def _prepared(attempt: Attempt) -> PreparedCorpus:
     """The user's corpus if it was prepared before; otherwise the embedded one, for preparing may take an hour."""
     case = attempt.case
     if case.prepared is not None:
@@ -950,15 +951,15 @@ def _prepared(attempt: Attempt) -> Prepared:
     return prepare(data, attempt.progress)
 
 
-def _seconds(lane: Lane, copy: Callable[[], object]) -> float:
+def _seconds(stream: Stream, copy: Callable[[], object]) -> float:
     """Seconds of one copy, the first one not counted."""
-    with lane.use():
+    with stream.use():
         copy()
-        lane.finish()
+        stream.finish()
         started_at = time.perf_counter()
         for _ in range(NUM_COPIES):
             copy()
-        lane.finish()
+        stream.finish()
     return (time.perf_counter() - started_at) / NUM_COPIES
 
 

@@ -34,11 +34,11 @@ from myxtts.data.batches import (
     num_codes_of,
     packed_tokens,
 )
-from myxtts.data.clips import ClipSet, Prepared
+from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.codes import CodesCache
-from myxtts.data.prepare import Progress, prepare
-from myxtts.devices import Lane, Plan, apply_caps, explain_out_of_memory, make_plan, peak_memory_mb
-from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.data.prepare import prepare
+from myxtts.devices import Plan, Stream, apply_caps, explain_out_of_memory, make_plan, peak_memory_mb
+from myxtts.errors import ConfigError, DatasetError, PipelineError, Progress
 from myxtts.observe.breakdown import (
     ALLOCATED_COUNTER,
     DATA_STAGES,
@@ -52,7 +52,7 @@ from myxtts.observe.nvml import allocated_mb
 from myxtts.observe.trace import OFF, Counter, Span, StepClock, StepTime, Trace, now_us
 from myxtts.pipeline.feed import Feed, FeedMaker
 from myxtts.run import NoReports, StageTask, feed_maker, require_source, set_up
-from myxtts.run_dir import RunFolder, initial_model
+from myxtts.run_dir import RunDir, initial_model
 from myxtts.settings import Loaded
 from myxtts.training.trainer import Step, StepMode
 
@@ -80,7 +80,9 @@ class Measured:
 class Rehearsal:
     """A stage set up once and measured as often as needed."""
 
-    def __init__(self, loaded: Loaded, prepared: Prepared, stage: str = "gpt", plan: Plan | None = None) -> None:
+    def __init__(
+        self, loaded: Loaded, prepared: PreparedCorpus, stage: str = "gpt", plan: Plan | None = None
+    ) -> None:
         settings = loaded.settings
         self.settings, self.stage = settings, stage
         self.plan = plan or make_plan(settings.data)
@@ -91,7 +93,7 @@ class Rehearsal:
             asked=frozenset(key for key in loaded.origin if loaded.is_set(key)),
             prepared=prepared,
             plan=self.plan,
-            folder=RunFolder(Path("rehearsal")),
+            folder=RunDir(Path("rehearsal")),
             reporter=NoReports(),
             stop_requested=lambda: False,
             say=lambda _: None,
@@ -102,9 +104,9 @@ class Rehearsal:
         model = initial_model(settings, prepared.tokenizer)
         recipe, optimizer, mode = set_up(self._task, model, None, total=10**6)
         self.maker = feed_maker(self._task, model)
-        assert self.maker.lanes is not None
-        self.lane = self.maker.lanes.model
-        self.step = Step(recipe, optimizer, mode, self.lane)
+        assert self.maker.streams is not None
+        self.stream = self.maker.streams.model
+        self.step = Step(recipe, optimizer, mode, self.stream)
 
     @property
     def clips_per_step(self) -> float:
@@ -118,19 +120,19 @@ class Rehearsal:
         trace = Trace() if traced else OFF
         try:
             started_at = time.perf_counter()
-            with self.maker.training(Cursor(), accumulate, trace, replay) as feed, self.lane.use():
+            with self.maker.training(Cursor(), accumulate, trace, replay) as feed, self.stream.use():
                 feed.wait_until_warm(settings.data.model_start_delay)
-                clock = StepClock(self.lane.stream)
+                clock = StepClock(self.stream.handle)
                 ready: dict[str, list[float]] = {}
                 for number in range(WARM_UP_STEPS + num_steps):
                     if number == WARM_UP_STEPS:
-                        self.lane.finish()
-                        clock, measured_at = StepClock(self.lane.stream, limit=num_steps), time.perf_counter()
+                        self.stream.finish()
+                        clock, measured_at = StepClock(self.stream.handle, limit=num_steps), time.perf_counter()
                         graphs, ready = _num_graphs(), {}
                     for name, (count, depth) in feed.readiness().items():
                         ready.setdefault(name, []).append(count / depth)
                     self._one_step(feed, clock, trace, number, accumulate)
-                self.lane.finish()
+                self.stream.finish()
                 seconds = time.perf_counter() - measured_at
                 times = clock.collect()
             trace.finish()
@@ -157,9 +159,9 @@ class Rehearsal:
                     self.step.recipe.before_first_step(batch.tensors)
                 if micro == 0:
                     clock.begin()
-                with trace.device_span("train", "model lane", self.lane.stream, number):
+                with trace.device_span("train", "model stream", self.stream.handle, number):
                     self.step.micro(batch, last=micro == accumulate - 1)
-        with trace.device_span("update", "model lane", self.lane.stream, number):
+        with trace.device_span("update", "model stream", self.stream.handle, number):
             self.step.update(number)
         clock.end()
         trace.collect()
@@ -191,7 +193,7 @@ class Drained(NamedTuple):
 class NotedRehearsal(Rehearsal):
     """A stage set up once and measured as often as needed."""
 
-    def __init__(self, loaded: Loaded, prepared: Prepared, stage: str) -> None:
+    def __init__(self, loaded: Loaded, prepared: PreparedCorpus, stage: str) -> None:
         super().__init__(loaded, prepared, stage)
         self._prepared = prepared
         self.depths: dict[str, int] = {}
@@ -221,10 +223,10 @@ class NotedRehearsal(Rehearsal):
     def drain(self, num_batches: int) -> Drained:
         """Take batches and do nothing with them."""
         trace, taken_at, start_us = Trace(), [], now_us()
-        with self.maker.training(Cursor(), 1, trace) as feed, feed.model_lane.use():
+        with self.maker.training(Cursor(), 1, trace) as feed, feed.model_stream.use():
             for _ in range(num_batches + 1):
                 with feed.next():
-                    feed.model_lane.finish()
+                    feed.model_stream.finish()
                 taken_at.append(time.perf_counter())
         trace.finish()
         return Drained(np.diff(taken_at).tolist(), stage_times(trace.spans(), (start_us, now_us())))
@@ -358,7 +360,7 @@ class Trial:
 Measure = Callable[[Loaded], Trial]
 
 
-def prepare_corpus(settings: Settings, progress: Progress | None = None) -> Prepared:
+def prepare_corpus(settings: Settings, progress: Progress | None = None) -> PreparedCorpus:
     """The corpus as a new run would train on it."""
     require_source(settings, None)
     data, source = settings.data, settings.training.init_from
@@ -368,13 +370,13 @@ def prepare_corpus(settings: Settings, progress: Progress | None = None) -> Prep
 
 
 @contextlib.contextmanager
-def set_apart(prepared: Prepared) -> Iterator[Prepared]:
+def set_apart(prepared: PreparedCorpus) -> Iterator[PreparedCorpus]:
     """The same corpus with a temporary place for codes, so that fresh weights leave none in the user's cache."""
     with tempfile.TemporaryDirectory(prefix="myxtts-trial-") as folder:
         yield replace(prepared, root=Path(folder))
 
 
-def try_out(loaded: Loaded, prepared: Prepared, stage: str, num_steps: int) -> Trial:
+def try_out(loaded: Loaded, prepared: PreparedCorpus, stage: str, num_steps: int) -> Trial:
     """Time at most so many steps in this process, fewer if they are slow; Refused if that is not possible."""
     try:
         with set_apart(prepared) as apart:
@@ -480,7 +482,7 @@ class _ForwardStep(Step):
     """A step that does not learn: only the forward pass, as it is before backward."""
 
     def micro(self, batch: Batch, last: bool = True) -> None:  # noqa: ARG002 - adds no gradients
-        with torch.autocast(self._lane.device.type, torch.bfloat16, enabled=self.mode.autocast):
+        with torch.autocast(self._stream.device.type, torch.bfloat16, enabled=self.mode.autocast):
             self._forward(batch.tensors, batch.sizes)
 
     def update(self, step: int) -> None:
@@ -496,9 +498,9 @@ def forward_share(rehearsal: Rehearsal, train_ms: float) -> float | None:
     plain = replace(step.mode, captured=False)
     try:
         if step.mode.captured:
-            rehearsal.step = Step(step.recipe, step.optimizer, plain, rehearsal.lane)
+            rehearsal.step = Step(step.recipe, step.optimizer, plain, rehearsal.stream)
             whole = mean_stage_ms(rehearsal.measure(SPLIT_STEPS, replay=True, traced=True))["train"]
-        rehearsal.step = _ForwardStep(step.recipe, step.optimizer, plain, rehearsal.lane)
+        rehearsal.step = _ForwardStep(step.recipe, step.optimizer, plain, rehearsal.stream)
         forward = mean_stage_ms(rehearsal.measure(SPLIT_STEPS, replay=True, traced=True))["train"]
     except PipelineError:
         return None
@@ -567,19 +569,19 @@ def useful_flops(recipe: nn.Module, clips: ClipSet, num_clips: int) -> float:
     return (4 * weights + 2 * trained) * tokens
 
 
-def matrix_flops(plan: Plan, lane: Lane) -> float | None:
+def matrix_flops(plan: Plan, stream: Stream) -> float | None:
     """Operations per second of large bf16 products on the model's GPU; None without one, or without room on it."""
     if plan.model.type != "cuda":
         return None
     try:
-        with lane.use():
+        with stream.use():
             factor = torch.randn(MATRIX_SIZE, MATRIX_SIZE, dtype=torch.bfloat16, device=plan.model)
             product = factor @ factor
-            lane.finish()
+            stream.finish()
             started_at = time.perf_counter()
             for _ in range(MATRIX_PRODUCTS):
                 torch.mm(factor, factor, out=product)
-            lane.finish()
+            stream.finish()
     except torch.OutOfMemoryError:
         return None
     return MATRIX_PRODUCTS * 2 * MATRIX_SIZE**3 / (time.perf_counter() - started_at)
@@ -622,7 +624,7 @@ class Seen:
     num_recompiled: int = 0
 
 
-def witness(loaded: Loaded, prepared: Prepared, stage: str, plan: Plan) -> Seen:
+def witness(loaded: Loaded, prepared: PreparedCorpus, stage: str, plan: Plan) -> Seen:
     """Train a stage for a few steps and look on; raises what a training would raise."""
     plan = replace(plan, rank=0, world_size=1)
     training = replace(loaded.settings.training, warmup_steps=0)  # so that few steps change the weights
@@ -637,7 +639,7 @@ def witness(loaded: Loaded, prepared: Prepared, stage: str, plan: Plan) -> Seen:
                 feed.wait_until_warm(min(data.model_start_delay, MOST_WAIT_S))
                 seen.is_ahead = feed.readiness()["model"][0] > 0
                 seen.is_pinned = torch.from_numpy(feed.host_ring.slots[0].content.memory).is_pinned()
-                with feed.model_lane.use():
+                with feed.model_stream.use():
                     _steps(maker, feed, step, training.gradient_accumulation_steps, seen)
             trace.finish()
     except torch.OutOfMemoryError as error:

@@ -31,17 +31,17 @@ from torch import Tensor
 
 from myxtts.audio import Wave, write
 from myxtts.config import LANGUAGES, SAMPLE_RATE, STAGES, DataSettings
-from myxtts.data.clips import ClipSet, Prepared
+from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.corpus import read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS, Progress, prepare
+from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
 from myxtts.data.store import user_cache
 from myxtts.devices import Machine
-from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.errors import ConfigError, DatasetError, PipelineError, Progress
 from myxtts.files import write_text_atomically
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
-from myxtts.run_dir import RunFolder
+from myxtts.run_dir import RunDir
 from myxtts.settings import load
 from myxtts.synthesis.generation import Decoding, Written
 from myxtts.synthesis.synthesizer import BATCH_SIZE, Speech, Synthesizer, VocoderName, as_asked, load_synthesizer
@@ -103,7 +103,7 @@ class Sentence(NamedTuple):
 
 
 def held_out(
-    prepared: Prepared, data: DataSettings, num_sentences: int, language: str | None = None
+    prepared: PreparedCorpus, data: DataSettings, num_sentences: int, language: str | None = None
 ) -> list[Sentence]:
     """Held-out sentences that no training clip says, speakers in turn, each with a reference."""
     val = prepared.val
@@ -157,7 +157,7 @@ def held_out(
     return [sentence for _, sentence in chosen[:num_sentences]]
 
 
-def _unseen_texts(prepared: Prepared, data: DataSettings) -> dict[str, str]:
+def _unseen_texts(prepared: PreparedCorpus, data: DataSettings) -> dict[str, str]:
     """The text of every held-out clip, by its name, but for those that a training clip says as well."""
     train = {clip.id: clip.text for clip in read_corpus(data.train_data or EMBEDDED_CORPUS).clips}
     val = {clip.id: clip.text for clip in read_corpus(data.val_data).clips} if data.val_data else train
@@ -173,7 +173,7 @@ def _unseen_texts(prepared: Prepared, data: DataSettings) -> dict[str, str]:
     return unseen
 
 
-def _references(prepared: Prepared) -> Mapping[int, list[Recording]]:
+def _references(prepared: PreparedCorpus) -> Mapping[int, list[Recording]]:
     """Of every speaker some training clips of a good length; of one who was never heard, held-out ones."""
     known: defaultdict[int, list[Recording]] = defaultdict(list)
     for clips, folder in ((prepared.train, REFERENCE), (prepared.val, RECORDING)):
@@ -391,7 +391,7 @@ class Asked:
 
 def synthesise(folder: Path, out: Path, asked: Asked, progress: Progress) -> None:
     """Say the held-out sentences of a run and write everything that is to be judged."""
-    run = RunFolder(folder)
+    run = RunDir(folder)
     if not run.exists:
         raise ConfigError(f"There is no run in {folder}; name the --checkpoint-dir of a training")
     if "gpt" in run.untrained():
@@ -493,7 +493,7 @@ def _speak(
 
 @torch.no_grad()
 def _reconstruct(
-    run: RunFolder,
+    run: RunDir,
     out: Path,
     sentences: Sequence[Sentence],
     voices: Mapping[str, Voice],

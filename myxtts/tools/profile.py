@@ -23,7 +23,7 @@ import numpy as np
 from myxtts.audio import UnusableAudio
 from myxtts.config import LANGUAGES, DataSettings
 from myxtts.data.batches import Batches, Cursor, Gatherer, HostBatch, Job, host_layout, packed_tokens
-from myxtts.data.clips import ClipSet, DecodeOptions, Prepared
+from myxtts.data.clips import ClipSet, DecodeOptions, PreparedCorpus
 from myxtts.data.corpus import Clip, Corpus, read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.devices import Machine, Plan
@@ -152,7 +152,7 @@ class FeedAnalysis:
         return max(self.stages, key=lambda name: self.stages[name].period_ms, default="gather")
 
 
-def time_text(clips: Sequence[Clip], data: DataSettings, prepared: Prepared) -> TextAnalysis:
+def time_text(clips: Sequence[Clip], data: DataSettings, prepared: PreparedCorpus) -> TextAnalysis:
     """What happens once to every sentence."""
     languages = {
         name: LANGUAGES[int(number)]
@@ -218,7 +218,7 @@ def time_host(source: ClipSet, data: DataSettings, num_batches: int) -> Timing:
 
 
 def time_feed(
-    loaded: Loaded, prepared: Prepared, stage: str, num_batches: int, step_ms: float | None
+    loaded: Loaded, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
 ) -> FeedAnalysis:
     """The feed of a stage drained twice, and the time of a step; codes are kept where `prepared` says."""
     data, rehearsal = loaded.settings.data, NotedRehearsal(loaded, prepared, stage)
@@ -300,7 +300,12 @@ class DataAnalysis:
 
 
 def analyse(
-    loaded: Loaded, prepared: Prepared, *, stage: str = "gpt", num_batches: int = 20, step_ms: float | None = None
+    loaded: Loaded,
+    prepared: PreparedCorpus,
+    *,
+    stage: str = "gpt",
+    num_batches: int = 20,
+    step_ms: float | None = None,
 ) -> DataAnalysis:
     """All three analyses; without `step_ms` the step is measured here."""
     data = loaded.settings.data
@@ -485,7 +490,7 @@ def keep(found: Profile, run_folder: Path) -> None:
 
 def profile(
     loaded: Loaded,
-    prepared: Prepared,
+    prepared: PreparedCorpus,
     *,
     num_steps: int = 50,
     stage: str = "gpt",
@@ -509,7 +514,12 @@ def profile(
 
 
 def _profile(
-    rehearsal: NotedRehearsal, loaded: Loaded, prepared: Prepared, machine: Machine, num_steps: int, kernels: bool
+    rehearsal: NotedRehearsal,
+    loaded: Loaded,
+    prepared: PreparedCorpus,
+    machine: Machine,
+    num_steps: int,
+    kernels: bool,
 ) -> Profile:
     plan = rehearsal.plan
     on_gpu = plan.model.type == "cuda"
@@ -557,11 +567,11 @@ def _profile(
 
 
 def _evidence(
-    rehearsal: NotedRehearsal, loaded: Loaded, prepared: Prepared, measured: Measured, replayed: Measured
+    rehearsal: NotedRehearsal, loaded: Loaded, prepared: PreparedCorpus, measured: Measured, replayed: Measured
 ) -> Evidence:
     """What the rehearsal says of itself and of its device."""
     num_clips = loaded.settings.data.batch_size * rehearsal.accumulate
-    peak_flops = matrix_flops(rehearsal.plan, rehearsal.lane) if rehearsal.stage == "gpt" else None
+    peak_flops = matrix_flops(rehearsal.plan, rehearsal.stream) if rehearsal.stage == "gpt" else None
     flops = useful_flops(rehearsal.step.recipe, prepared.train, num_clips) if peak_flops else None
     return Evidence(
         spans=measured.spans,

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from myxtts.data.clips import Prepared
+from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine
 from myxtts.errors import PipelineError
 from myxtts.host import usable_cores
 from myxtts.observe.findings import Finding
 from myxtts.pipeline.feed import MOST_GATHERERS
-from myxtts.run_dir import RunFolder
+from myxtts.run_dir import RunDir
 from myxtts.settings import Loaded, bundle, shown, specs, value_of, with_values
 from myxtts.tools.dry_run import Measure, Refused, Trial, try_out_apart
 
@@ -223,7 +223,7 @@ CODES = {
 
 def tune(
     loaded: Loaded,
-    prepared: Prepared,
+    prepared: PreparedCorpus,
     *,
     stage: str = "gpt",
     minutes: float = 10.0,
@@ -330,7 +330,7 @@ class _BatchSearch:
         self._effective = experiment.value(BATCH) * experiment.value(ACCUMULATE)
         self._largest_under: Loaded | None = None
         """The settings of which the largest batch is known already."""
-        self._is_free = training.reset_training or not RunFolder(training.checkpoint_dir).has_begun
+        self._is_free = training.reset_training or not RunDir(training.checkpoint_dir).has_begun
         if not self._is_free:
             experiment.note(
                 f"The batch was left alone, for the run in {training.checkpoint_dir} has begun with it: give "

@@ -232,7 +232,7 @@ class Optimizer:
         return [self.skipped, self.skipped_in_a_row]
 
     @torch.no_grad()
-    def spoil_gradients(self) -> None:
+    def poison_gradients(self) -> None:
         """Make the next update one that is skipped: to run it without consequences."""
         for trained in self._trained.values():
             if trained.weight.grad is not None:

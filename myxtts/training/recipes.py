@@ -18,7 +18,7 @@ from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
 from myxtts.model.gpt import AUDIO, GPT, Losses, PackedBatch, pack
 from myxtts.model.mel import FrontEnd, LogMel
-from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, Discriminators, HifiGanDecoder, Judgement
+from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, DiscriminatorOutput, Discriminators, HifiGanDecoder
 
 LEAST = 1e-6
 """Smallest divisor: where nothing counts, sums are 0 and so is their mean."""
@@ -51,7 +51,7 @@ def by_clip(values: Tensor) -> Tensor:
     return values.float().flatten(1).mean(1)
 
 
-def discrimination(real: Sequence[Judgement], fake: Sequence[Judgement]) -> Tensor:
+def discriminator_loss(real: Sequence[DiscriminatorOutput], fake: Sequence[DiscriminatorOutput]) -> Tensor:
     """Least squares of discriminators that should say 1 to real waves and 0 to generated ones, [B]."""
     distances = [
         by_clip((one.logits.float() - 1).square()) + by_clip(other.logits.float().square())
@@ -60,13 +60,13 @@ def discrimination(real: Sequence[Judgement], fake: Sequence[Judgement]) -> Tens
     return sum(distances[1:], distances[0])
 
 
-def deception(fake: Sequence[Judgement]) -> Tensor:
+def generator_loss(fake: Sequence[DiscriminatorOutput]) -> Tensor:
     """Least squares of a generator whose waves should be taken for real, [B]."""
     distances = [by_clip((judged.logits.float() - 1).square()) for judged in fake]
     return sum(distances[1:], distances[0])
 
 
-def feature_matching(real: Sequence[Judgement], fake: Sequence[Judgement]) -> Tensor:
+def feature_matching(real: Sequence[DiscriminatorOutput], fake: Sequence[DiscriminatorOutput]) -> Tensor:
     """How differently the hidden layers of the discriminators see both, [B]; real waves give no gradient."""
     distances = [
         by_clip((target.detach().float() - feature.float()).abs())
@@ -410,10 +410,10 @@ class DecoderRecipe(Recipe):
         judged_real, judged_fake = self.discriminators(real, fake.detach())
         heard = self._judge_frozen(fake)
         losses = {
-            "gen_adv": deception(heard),
+            "gen_adv": generator_loss(heard),
             "feature_matching": feature_matching(judged_real, heard),
             "mel_loss": self._mel_distance(real, fake),
-            "disc": discrimination(judged_real, judged_fake),
+            "disc": discriminator_loss(judged_real, judged_fake),
         }
         factors = {"feature_matching": self.feature_weight, "mel_loss": self.mel_weight}
         weights, totals = tensors["weights"], Totals.of(tensors)
@@ -445,7 +445,7 @@ class DecoderRecipe(Recipe):
         fake: Tensor = self.generator(HifiGanDecoder.frames(latents), speaker)
         return torch.where(present, tensors["wave"].unsqueeze(1), 0), fake
 
-    def _judge_frozen(self, fake: Tensor) -> list[Judgement]:
+    def _judge_frozen(self, fake: Tensor) -> list[DiscriminatorOutput]:
         """What the discriminators make of generated waves, with gradients for these but not for their weights.
 
         Their weights are handed in as constants: switching `requires_grad` off and on cannot be compiled.

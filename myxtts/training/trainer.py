@@ -1,7 +1,7 @@
 """The training loop of one stage, and nothing else.
 
 It is handed a feed, a step, checkpoints and someone to report to, and cannot tell one GPU from two. Values of the
-device come to the host only through `_Readings`: copied in the lane, looked at when they have arrived.
+device come to the host only through `_Readings`: copied in the stream, looked at when they have arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from myxtts.checkpoints import Checkpoints, Snapshot, to_host
 from myxtts.config import TrainingSettings
 from myxtts.data.batches import Batch, Cursor, Sizes
-from myxtts.devices import Captured, Lane, Mark
+from myxtts.devices import CudaGraph, Event, Stream
 from myxtts.errors import PipelineError
 from myxtts.observe.metrics import StepReport, ValidationReport
 from myxtts.observe.trace import OFF, StepClock, Summary, Trace
@@ -91,9 +91,9 @@ class Step:
     """
 
     def __init__(
-        self, recipe: Recipe, optimizer: Optimizer, mode: StepMode, lane: Lane, world_size: int = 1
+        self, recipe: Recipe, optimizer: Optimizer, mode: StepMode, stream: Stream, world_size: int = 1
     ) -> None:
-        self.recipe, self.optimizer, self.mode, self._lane = recipe, optimizer, mode, lane
+        self.recipe, self.optimizer, self.mode, self._stream = recipe, optimizer, mode, stream
         forward: nn.Module = recipe
         if mode.compiled:
             options = "max-autotune-no-cudagraphs" if mode.tuned else None
@@ -103,7 +103,7 @@ class Step:
         if world_size > 1:
             # Weights of width 1 have several layouts that are one and the same.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-            ids = [lane.device.index] if lane.device.type == "cuda" else None
+            ids = [stream.device.index] if stream.device.type == "cuda" else None
             forward = self._distributed = DistributedDataParallel(
                 forward, device_ids=ids, gradient_as_bucket_view=True
             )
@@ -111,13 +111,13 @@ class Step:
         self._names: list[str] = []
         self._sums: Tensor | None = None
         self._static: dict[str, Tensor] = {}
-        self._micro_graph: Captured[None] | None = None
-        self._update_graph: Captured[None] | None = None
-        self._marks = [Mark(lane.device) for _ in range(STEPS_AHEAD)]
+        self._micro_graph: CudaGraph[None] | None = None
+        self._update_graph: CudaGraph[None] | None = None
+        self._events = [Event(stream.device) for _ in range(STEPS_AHEAD)]
         self._num_updates = 0
 
     def micro(self, batch: Batch, last: bool = True) -> None:
-        """Add the gradients of one batch; its tensors are free again when the lane has passed this point."""
+        """Add the gradients of one batch; its tensors are free again when the stream has passed this point."""
         if self.mode.captured:
             if self._micro_graph is None:
                 self._capture(batch)
@@ -139,9 +139,9 @@ class Step:
             self.optimizer.update()
         self.optimizer.zero_grad()
         self.recipe.after_step(step)
-        mark = self._marks[self._num_updates % STEPS_AHEAD]
-        mark.wait_on_host()
-        self._lane.record(mark)
+        event = self._events[self._num_updates % STEPS_AHEAD]
+        event.wait_on_host()
+        self._stream.record(event)
         self._num_updates += 1
 
     def take_losses(self) -> tuple[list[str], Tensor]:
@@ -154,14 +154,14 @@ class Step:
     def _add_gradients(self, tensors: Mapping[str, Tensor], sizes: Sizes) -> None:
         checked = torch.autograd.set_detect_anomaly(True) if self.mode.debug else contextlib.nullcontext()
         with checked:
-            with torch.autocast(self._lane.device.type, torch.bfloat16, enabled=self.mode.autocast):
+            with torch.autocast(self._stream.device.type, torch.bfloat16, enabled=self.mode.autocast):
                 losses = self._forward(tensors, sizes)
             losses["total"].backward()
         if self.mode.debug:
-            self._lane.finish()  # an error of the device then names its own step
+            self._stream.finish()  # an error of the device then names its own step
         if self._sums is None:
             self._names = list(losses)
-            self._sums = torch.zeros(len(losses) + 1, device=self._lane.device)
+            self._sums = torch.zeros(len(losses) + 1, device=self._stream.device)
         values = [value.detach().float() for value in losses.values()]
         self._sums += torch.stack([*values, torch.ones_like(values[0])])
 
@@ -169,11 +169,11 @@ class Step:
         """Record both graphs. Warming up must change nothing: neither weights, buffers nor sums."""
         self._static = {name: tensor.clone() for name, tensor in batch.tensors.items()}
         kept = {name: buffer.clone() for name, buffer in self.recipe.named_buffers()}
-        self._micro_graph = Captured(lambda: self._add_gradients(self._static, batch.sizes), self._lane)
+        self._micro_graph = CudaGraph(lambda: self._add_gradients(self._static, batch.sizes), self._stream)
         self.optimizer.zero_grad()
         counters = [counter.clone() for counter in self.optimizer.counters()]
-        self.optimizer.spoil_gradients()  # an update with non-finite gradients leaves everything as it was
-        self._update_graph = Captured(self.optimizer.update, self._lane, self._micro_graph.pool)
+        self.optimizer.poison_gradients()  # an update with non-finite gradients leaves everything as it was
+        self._update_graph = CudaGraph(self.optimizer.update, self._stream, self._micro_graph.pool)
         self.optimizer.zero_grad()
         with torch.no_grad():
             for counter, value in zip(self.optimizer.counters(), counters, strict=True):
@@ -193,7 +193,7 @@ _log = logging.getLogger(__name__)
 class Feed(Protocol):
     """Where batches come from."""
 
-    model_lane: Lane
+    model_stream: Stream
 
     def next(self) -> contextlib.AbstractContextManager[Batch | None]: ...
     def cursor(self) -> Cursor: ...
@@ -239,7 +239,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class TrainerContext:
     """What the loop uses but does not own."""
 
     reporter: Reporter
@@ -269,7 +269,7 @@ class Trainer:
         step: Step,
         feed: Feed,
         training: TrainingSettings,
-        around: Surroundings,
+        around: TrainerContext,
         *,
         state: State,
         total_steps: int,
@@ -277,17 +277,17 @@ class Trainer:
     ) -> None:
         self.stage, self.state, self.total_steps = stage, state, total_steps
         self._step, self._feed, self._training, self._around = step, feed, training, around
-        self._lane = feed.model_lane
+        self._stream = feed.model_stream
         self._clips_per_step = clips_per_step
-        self._clock = StepClock(self._lane.stream)
-        self._readings = _Readings(self._lane)
+        self._clock = StepClock(self._stream.handle)
+        self._readings = _Readings(self._stream)
         self._host_copies: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self._started_at, self._started_step = time.perf_counter(), state.step
 
     def run(self) -> State:
         """Train; returns early, with everything saved, when a stop was requested."""
         self._around.reporter.begin(self.stage, self.state.step, self.total_steps)
-        with self._lane.use():
+        with self._stream.use():
             while self.state.step < self.total_steps and not self._stops_early():
                 self._one_step()
                 step = self.state.step
@@ -296,13 +296,13 @@ class Trainer:
                 self._report_arrived()
                 last = step == self.total_steps
                 # On a GPU once at the start: if there is no memory for it, better to know before hours of work.
-                first = step == 1 and self._lane.stream is not None
+                first = step == 1 and self._stream.handle is not None
                 is_best = self._validate() if step % self._training.val_step == 0 or last or first else False
                 if step % self._training.save_step == 0 or last or is_best:
                     self.save(is_best, done=last)
                 if step % self._around.stop_every == 0 and self._around.stop_requested():
                     break
-            self._lane.finish()
+            self._stream.finish()
             self._report_arrived()
             if not self.state.done:
                 self.save(done=self.state.step >= self.total_steps or self._stops_early())
@@ -326,9 +326,9 @@ class Trainer:
                     self._step.recipe.before_first_step(batch.tensors)
                 if micro == 0:
                     self._clock.begin()
-                with trace.device_span("train", "model lane", self._lane.stream, number):
+                with trace.device_span("train", "model stream", self._stream.handle, number):
                     self._step.micro(batch, last=micro == accumulate - 1)
-        with trace.device_span("update", "model lane", self._lane.stream, number):
+        with trace.device_span("update", "model stream", self._stream.handle, number):
             self._step.update(number)
         self._clock.end()
         if trace.enabled:
@@ -345,7 +345,7 @@ class Trainer:
         if not self._around.is_writer:
             return
         self._around.checkpoints.wait()  # it reads the copies that are overwritten now
-        pin = self._lane.device.type == "cuda"
+        pin = self._stream.device.type == "cuda"
         weights, optimizer = self._host_copies or ({}, {})
         weights = to_host(self._around.weights(), weights or None, pin=pin)
         optimizer = to_host(self._step.optimizer.state_dict(), optimizer or None, pin=pin)
@@ -419,9 +419,9 @@ class Trainer:
 class _Readings:
     """Numbers on their way from the device: asked for at a step, there some steps later."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._pending: list[tuple[int, list[str], Tensor, Mark]] = []
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._pending: list[tuple[int, list[str], Tensor, Event]] = []
 
     def ask(self, step: Step, number: int) -> None:
         """Copy losses, gradient norms and the count of skipped steps, behind the work of this step."""
@@ -431,11 +431,11 @@ class _Readings:
         counters = [optimizer.skipped.float(), optimizer.skipped_in_a_row.float()]
         values = torch.cat([sums[:-1] / sums[-1], torch.stack([*norms.values(), *counters])])
         labels = [f"loss.{name}" for name in names] + [f"norm.{name}" for name in norms]
-        on_host = torch.empty(len(values), pin_memory=self._lane.stream is not None)
+        on_host = torch.empty(len(values), pin_memory=self._stream.handle is not None)
         on_host.copy_(values, non_blocking=True)
-        mark = Mark(self._lane.device)
-        self._lane.record(mark)
-        self._pending.append((number, [*labels, "skipped", "skipped_in_a_row"], on_host, mark))
+        event = Event(self._stream.device)
+        self._stream.record(event)
+        self._pending.append((number, [*labels, "skipped", "skipped_in_a_row"], on_host, event))
 
     def arrived(self) -> Iterator[tuple[int, dict[str, float]]]:
         """What has come since the last call, by name."""
