@@ -7,6 +7,7 @@ the layer that reads a setting gives it its effect.
 """
 
 # ruff: noqa: RUF009 - `setting` returns dataclasses.field, which is what a default may call
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,31 @@ class Settings:
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     training: TrainingSettings = TrainingSettings()
+
+
+def stages_of(settings: Settings) -> tuple[str, ...]:
+    """Return the stages that a run with these settings trains."""
+    training = settings.training
+    return training.stages or (STAGES if training.init_from is None else ("gpt",))
+
+
+def stage_steps(
+    training: TrainingSettings, stage: str, num_clips: int, batch_clips: int, accumulate: int
+) -> tuple[int, str]:
+    """Return the optimiser steps of a stage and the flag that ends it: its epochs or, if that is less, its limit.
+
+    `batch_clips` counts the clips that all processes take in a micro-step.
+    """
+    steps = math.ceil(math.ceil(num_clips / batch_clips) * training.epochs / accumulate)
+    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
+    limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
+    return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
+
+
+MOST_GATHERERS = 4
+"""Gathering from the packed cache is copying: more threads than this only take turns on the memory bus."""
+
+
+def most_gatherers(data: DataSettings, cores: int) -> int:
+    """Return how many threads can gather batches at once on so many cores."""
+    return min(cores, MOST_GATHERERS) if data.native_loading else cores

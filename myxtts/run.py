@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from myxtts.checkpoints import LoadedCheckpoint, UnreadableWeights, require_same
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, STAGES, Settings
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, STAGES, Settings, stage_steps, stages_of
 from myxtts.data.batches import Cursor, mean_clips
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.prepare import prepare
@@ -36,16 +36,16 @@ from myxtts.devices import (
 )
 from myxtts.errors import ConfigError, DatasetError, MyXTTSError, Progress
 from myxtts.files import lock, write_text_atomically
-from myxtts.hints import training_hints
 from myxtts.host import usable_cores
 from myxtts.model.gpt import adapter_state, add_adapters, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import PERIOD_WIDTHS, RESOLUTION_WIDTH, Discriminators
 from myxtts.model.xtts import SIZES, XTTS
+from myxtts.observe.findings import Situation, hints
 from myxtts.observe.trace import OFF, Trace
 from myxtts.pipeline.feed import FeedMaker, Streams, dvae_key
 from myxtts.run_dir import DISCRIMINATORS, PREFIXES, VOCABULARY_FILE, RunDir, inherited, initial_model
-from myxtts.settings import Loaded, to_yaml
+from myxtts.settings import Loaded, how_to_set, preset_for, to_yaml
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
@@ -84,11 +84,6 @@ def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str
     )
     require_same(folder, before, after, ignore=PORTIONS)
     return all(saved.get(name) == now.get(name) for name in PORTIONS)
-
-
-def stages_of(settings: Settings) -> tuple[str, ...]:
-    """What would be trained."""
-    return settings.training.stages or (STAGES if settings.training.init_from is None else ("gpt",))
 
 
 def _identity_of_settings(settings: Settings) -> dict[str, Any]:
@@ -249,13 +244,9 @@ def _is_enough(task: StageTask, state: State) -> bool:
 
 def total_steps(task: StageTask, portions: Mapping[str, Any]) -> int:
     """Optimiser steps of the stage: the epochs asked for, unless a number of steps ends it before."""
-    training = task.settings.training
     batch_size, accumulate, processes = (int(portions[name]) for name in PORTIONS)
-    batches = math.ceil(len(task.prepared.train) / (batch_size * processes)) * training.epochs
-    steps = math.ceil(batches / accumulate)
-    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(task.stage)
-    limit = own if own is not None else training.max_steps
-    return steps if limit is None else min(steps, limit)
+    num_clips, training = len(task.prepared.train), task.settings.training
+    return stage_steps(training, task.stage, num_clips, batch_size * processes, accumulate)[0]
 
 
 class Trained(NamedTuple):
@@ -593,18 +584,23 @@ def _num_tokens(source: Path) -> int:
 
 def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan) -> Iterator[str]:
     gpus = Machine.look().gpus
-    memory = next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0)
-    hours = float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600
-    found = training_hints(
-        settings,
-        len(gpus) if plan.world_size == 1 else 1,
-        memory,
-        len(prepared.train) // plan.world_size,
-        usable_cores(),
+    memory_mb = next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0)
+    cap_mb = settings.data.model_gpu_memory if settings.data.enable_memory_isolation else None
+    situation = Situation(
+        settings=settings,
+        num_gpus=len(gpus) if plan.world_size == 1 else min(len(gpus), 1),
+        cores=usable_cores(),
+        gpu_memory_mb=memory_mb,
+        card=preset_for(memory_mb, cap_mb) if memory_mb else None,
+        num_clips=len(prepared.train),
         num_val_clips=len(prepared.val),
-        speech_hours=hours,
+        speech_hours=float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600,
+        processes=plan.world_size,
     )
-    return (f"Hint: {hint}" for hint in found)
+    for found in hints(situation):
+        what = ": ".join(filter(None, [found.what, found.why]))
+        how = how_to_set(found.setting, found.value) if found.value is not None else ""
+        yield f"Hint: {what}; {': '.join(filter(None, [found.fix, how]))}"
 
 
 class NoReports:

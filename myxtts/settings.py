@@ -364,6 +364,14 @@ def shown(value: Any) -> str:
     return "a list" if isinstance(value, list) else f"a value of type {type(value).__name__}"
 
 
+def how_to_set(key: str, value: Any) -> str:
+    """How to give a setting a value: `give --batch-size 9, or set data.batch_size: 9`."""
+    spec = specs()[key]
+    flag = spec.off_flags[0] if value is False else spec.flags[0]
+    flag += "" if spec.kind is bool else f" {plain(value)}"
+    return f"give {flag}, or set {key}: {value if isinstance(value, str) else shown(value)}"
+
+
 def plain(value: Any) -> str:
     """A value as a user types it after a flag; switches are on or off."""
     if value is None or isinstance(value, bool):
@@ -739,9 +747,14 @@ def preset(name: str) -> dict[str, Any]:
     return {key: value for key, value in zip(_COLUMNS, _CARDS[name], strict=True) if value is not None}
 
 
-def preset_for(gpu_memory_mb: int) -> str:
-    """The preset for a card that reports this much memory; for the smallest cards there is only the first."""
-    fitting = [name for name in _CARDS if gpu_memory_mb >= _least_memory_mb(name)]
+def preset_for(gpu_memory_mb: int, cap_mb: int | None = None) -> str:
+    """The preset for a card with this much memory, of which the model may use `cap_mb`; at least the smallest."""
+    fitting = [
+        name
+        for name in _CARDS
+        if gpu_memory_mb >= _least_memory_mb(name)
+        and (cap_mb is None or preset(name)["data.model_gpu_memory"] <= cap_mb)
+    ]
     return fitting[-1] if fitting else next(iter(_CARDS))
 
 

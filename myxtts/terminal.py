@@ -26,7 +26,8 @@ from rich.text import Text
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE
 from myxtts.data.clips import ClipSet, PreparedCorpus, set_aside_list
-from myxtts.observe.findings import WARMUP_REPORTS, Finding, Warning, warnings_of
+from myxtts.observe.diagnosis import WARMUP_REPORTS, Warning, warnings_of
+from myxtts.observe.findings import Finding
 from myxtts.observe.metrics import (
     Numbers,
     StageHistory,
@@ -572,7 +573,7 @@ def show_profile(profile: Profile, console: Console | None = None) -> None:
         console.print(Text("  ".join(filter(None, [_speed(profile), grade]))))
         for note in [*profile.notes, *verdict.grade_notes]:
             console.print(Text(f"({note})", style="dim"))
-        console.print(_stage_table(profile))
+        console.print(_phase_table(profile))
         shares = "  ".join(f"{name} {100 * share:.0f} %" for name, share in verdict.shares.items())
         console.print(Text(f"Of the step: {shares}"))
         for name, ring in verdict.rings.items():
@@ -636,11 +637,11 @@ def _speed(profile: Profile) -> str:
     return ", ".join(parts)
 
 
-def _stage_table(profile: Profile) -> Table:
-    table = _table("stage", "where", "mean ms", "p95 ms", "busy", "")
+def _phase_table(profile: Profile) -> Table:
+    table = _table("phase", "where", "mean ms", "p95 ms", "busy", "")
     for row in profile.rows:
         times = (f"{row.mean_ms:.2f}", f"{row.p95_ms:.2f}", f"{100 * row.share:.0f} %")
-        table.add_row(row.stage, row.where, *times, Text(row.note, style="dim"))
+        table.add_row(row.phase, row.where, *times, Text(row.note, style="dim"))
     return table
 
 

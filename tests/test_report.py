@@ -46,7 +46,7 @@ VERDICT = {
     "headspace": 1.13,
     "grade_notes": ["The data GPU has little to do."],
     "bound": "gather",
-    "stages": {"gather": {"median_ms": 80.5, "mean_ms": 90.0, "longest_ms": 400.0, "cv": 0.3, "workers": 4}},
+    "phases": {"gather": {"median_ms": 80.5, "mean_ms": 90.0, "longest_ms": 400.0, "cv": 0.3, "workers": 4}},
     "findings": [
         {"code": "all-well", "level": "pass", "what": "Nothing was compiled again."},
         Finding(
@@ -215,7 +215,7 @@ def test_text_from_outside_is_never_markup() -> None:
                 "shares": {evil: 1},
                 "grade_notes": [evil],
                 "bound": evil,
-                "stages": {evil: {}},
+                "phases": {evil: {}},
                 "findings": [finding],
             },
             readings=[{"at_us": 1, "gpu": evil, "utilisation": 0.5, "throttled_by": [evil]}],

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from myxtts.observe import trace
-from myxtts.observe.trace import MOST_PENDING_STEPS, WARMUP_STEPS, StepClock, StepTime, Summary
+from myxtts.observe.trace import (
+    MOST_PENDING_STEPS,
+    WARMUP_STEPS,
+    StepClock,
+    StepTime,
+    Timing,
+    idle_share,
+    outliers,
+    step_timing,
+)
 
 
 class HostClock:
@@ -95,27 +104,30 @@ def test_a_pause_is_not_idle_time(host: HostClock) -> None:
     assert [time.gap_ms for time in clock.collect()] == pytest.approx([0, 0, 4])
 
 
-def test_summary_of_steps() -> None:
+def test_statistics_of_steps() -> None:
     times = [StepTime(0, 8, 0), StepTime(1, 12, 1), StepTime(2, 10, 2), StepTime(3, 30, 12)]
-    summary = Summary.of(times)
-    assert (summary.count, summary.median_ms, summary.mean_ms) == (4, 11, 15)
-    assert summary.cv == pytest.approx(((49 + 9 + 25 + 225) / 4) ** 0.5 / 15)
-    assert summary.idle_share == pytest.approx(15 / 60)
-    assert summary.outliers == [times[3]]
+    timing = step_timing(times)
+    assert (timing.count, timing.median_ms, timing.mean_ms, timing.max_ms) == (4, 11, 15, 30)
+    assert timing.p95_ms == pytest.approx(27.3)
+    assert timing.cv == pytest.approx(((49 + 9 + 25 + 225) / 4) ** 0.5 / 15)
+    assert timing.std_ms == pytest.approx(15 * timing.cv)
+    assert idle_share(times) == pytest.approx(15 / 60)
+    assert outliers(times) == [times[3]]
 
 
-def test_summary_of_nothing_is_zero() -> None:
-    assert Summary.of([]) == Summary(0, 0.0, 0.0, 0.0, 0.0, [])
-    assert Summary.of([StepTime(0, 0.0, 0.0)]).cv == 0
+def test_statistics_of_nothing_are_zero() -> None:
+    assert Timing.of([]) == Timing(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert Timing.of([0.0]).cv == idle_share([]) == 0
+    assert outliers([StepTime(0, 0.0, 0.0)]) == []
 
 
-def test_the_summary_of_a_clock_leaves_the_warmup_out(stream: FakeStream) -> None:
+def test_the_statistics_of_a_clock_leave_the_warmup_out(stream: FakeStream) -> None:
     clock = StepClock(stream, first_step=100)
     for number in range(20):
         take_step(clock, stream, 1, 9_999 if number < WARMUP_STEPS else 9)
-    summary = clock.summary()
-    assert (summary.count, summary.mean_ms, summary.cv) == (20 - WARMUP_STEPS, 10, 0)
-    assert summary.idle_share == pytest.approx(0.1)
+    timing = clock.timing()
+    assert (timing.count, timing.mean_ms) == (20 - WARMUP_STEPS, pytest.approx(10))
+    assert timing.cv == pytest.approx(0, abs=1e-9)
     assert len(clock.collect()) == 20, "collected times are all of them"
 
 
@@ -136,7 +148,7 @@ def test_a_long_run_needs_few_events_and_bounded_memory(stream: FakeStream) -> N
         take_step(clock, stream, 1, 2)
     assert stream.num_events <= 6
     assert [time.step for time in clock.collect()] == list(range(4950, 5000))
-    assert clock.summary().count == 50
+    assert clock.timing().count == 50
 
 
 def test_a_device_far_behind_drops_steps_and_invents_no_gaps(stream: FakeStream) -> None:

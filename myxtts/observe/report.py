@@ -24,7 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from myxtts.observe.findings import FEWEST_REPORTS, WARMUP_REPORTS, Finding, warnings_of
+from myxtts.observe.diagnosis import FEWEST_REPORTS, WARMUP_REPORTS, warnings_of
+from myxtts.observe.findings import Finding
 from myxtts.observe.metrics import (
     Numbers,
     StageHistory,
@@ -637,10 +638,10 @@ def stage_table(stages: object) -> str:
     rows = []
     for name, stage in stages.items() if isinstance(stages, Mapping) else ():
         if isinstance(stage, Mapping):
-            times = [short(number(stage.get(f"{which}_ms")), " ms") for which in ("median", "mean", "longest")]
+            times = [short(number(stage.get(f"{which}_ms")), " ms") for which in ("median", "mean", "max")]
             shares = [percent(number(stage.get(which))) for which in ("cv", "busy_share")]
             rows.append(_row(escape(str(name)), *times, *shares, short(number(stage.get("workers")))))
-    head = _row("A batch", "mostly", "on average", "at most", "varies", "Stage busy", "Side by side", cell="th")
+    head = _row("A batch", "mostly", "on average", "at most", "varies", "Phase busy", "Side by side", cell="th")
     return f"<div class=scroll><table>{head}{''.join(rows)}</table></div>" if rows else ""
 
 
@@ -870,8 +871,8 @@ def _profiled(verdict: Record) -> dict[str, str]:
     """The figures of a verdict, as far as it has them."""
     texts = {
         "Decides the speed": str(verdict.get("bound") or ""),
-        "With a perfect feed": short(number(verdict.get("headspace")), " ×"),
-        "Of the GPU's peak FLOP/s": percent(number(verdict.get("flops_share"))),
+        "With a perfect feed": short(number(verdict.get("headroom")), " ×"),
+        "Of the GPU's peak FLOP/s": percent(number(verdict.get("mfu"))),
         "Recompilations": short(number(verdict.get("recompilations"))),
     }
     return {name: text for name, text in texts.items() if text not in ("", "–")}
@@ -932,7 +933,7 @@ def _timeline(verdict: Record, spans: Sequence[Span]) -> str:
     )
     drawn = draw_timelines(spans)
     missing = "<p class=none>No trace was taken: myxtts profile takes one.</p>"
-    return stage_table(verdict.get("stages")) + (explained + drawn if drawn else missing)
+    return stage_table(verdict.get("phases")) + (explained + drawn if drawn else missing)
 
 
 def _machine(machine: Record | str, readings: Sequence[Record]) -> str:

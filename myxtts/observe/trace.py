@@ -1,7 +1,7 @@
 """Spans: what host threads and GPU streams did and when, on one clock, written as JSONL or as a Chrome trace.
 
 Device spans are pairs of CUDA events that are resolved when the device has passed them; nothing waits for a device
-while a trace runs. Knows neither what the stages mean nor who reads the trace. PyTorch is imported only when a
+while a trace runs. Knows neither what the phases mean nor who reads the trace. PyTorch is imported only when a
 device span is opened, because preparing a corpus needs neither it nor the second it takes to load.
 """
 
@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ class Span(NamedTuple):
     """One piece of work; start and end are whole microseconds of the host clock, so neighbours never cross."""
 
     name: str
-    """The stage: gather, upload, encode, handoff, train, wait, ..."""
+    """The phase: gather, upload, encode, handoff, train, wait, ..."""
     track: str
     """Who did it: a thread or a stream."""
     start_us: int
@@ -304,7 +304,7 @@ def _nested_rows(spans: Iterable[Span]) -> list[list[Span]]:
 MOST_PENDING_STEPS = 256
 """Steps that may be launched and not yet passed by the device; what is launched beyond is not measured."""
 WARMUP_STEPS = 5
-"""Steps of a clock that are left out of its summary: they compile kernels and fill caches."""
+"""Steps of a clock that are left out of its statistics: they compile kernels and fill caches."""
 OUTLIER_FACTOR = 2.0
 """A step that takes this many times the median is an outlier."""
 
@@ -319,30 +319,48 @@ class StepTime(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What many step times have in common; all zero when there are none."""
+class Timing:
+    """Statistics of some durations; all zero when there are none."""
 
     count: int
-    median_ms: float
     mean_ms: float
+    median_ms: float
+    p95_ms: float
+    max_ms: float
     cv: float
     """Coefficient of variation: the standard deviation as a share of the mean."""
-    idle_share: float
-    outliers: list[StepTime]
 
-    @classmethod
-    def of(cls, times: Iterable[StepTime]) -> Summary:
-        """The summary of these steps."""
-        steps = list(times)
-        lengths_ms = np.array([step.step_ms for step in steps])
-        total_ms = float(lengths_ms.sum())
-        if total_ms == 0:
-            return cls(len(steps), 0.0, 0.0, 0.0, 0.0, [])
-        median_ms, mean_ms = float(np.median(lengths_ms)), total_ms / len(steps)
+    @staticmethod
+    def of(durations_ms: Iterable[float]) -> Timing:
+        """Return the statistics of these durations."""
+        lengths_ms = np.fromiter(durations_ms, np.float64)
+        mean_ms = float(lengths_ms.mean()) if len(lengths_ms) else 0.0
+        if mean_ms == 0:
+            return Timing(len(lengths_ms), 0.0, 0.0, 0.0, 0.0, 0.0)
+        median_ms, p95_ms = (float(value) for value in np.quantile(lengths_ms, [0.5, 0.95]))
         cv = float(lengths_ms.std()) / mean_ms
-        idle_share = sum(step.gap_ms for step in steps) / total_ms
-        outliers = [step for step in steps if step.step_ms > OUTLIER_FACTOR * median_ms]
-        return cls(len(steps), median_ms, mean_ms, cv, idle_share, outliers)
+        return Timing(len(lengths_ms), mean_ms, median_ms, p95_ms, float(lengths_ms.max()), cv)
+
+    @property
+    def std_ms(self) -> float:
+        return self.cv * self.mean_ms
+
+
+def step_timing(steps: Iterable[StepTime]) -> Timing:
+    """Return the statistics of whole steps, with the gaps before them."""
+    return Timing.of(step.step_ms for step in steps)
+
+
+def idle_share(steps: Sequence[StepTime]) -> float:
+    """Return the share of the time in which the stream had nothing to do."""
+    total_ms = sum(step.step_ms for step in steps)
+    return sum(step.gap_ms for step in steps) / total_ms if total_ms else 0.0
+
+
+def outliers(steps: Sequence[StepTime]) -> list[StepTime]:
+    """Return the steps that took more than `OUTLIER_FACTOR` times the median."""
+    longest_ms = OUTLIER_FACTOR * step_timing(steps).median_ms
+    return [step for step in steps if step.step_ms > longest_ms > 0]
 
 
 class StepClock:
@@ -358,7 +376,7 @@ class StepClock:
         self.num_dropped = 0
         """Steps that were not measured because the device was too far behind."""
         self._stream = stream
-        self._make_event: Callable[[], _Event] = _HostEvent if stream is None else _step_event
+        self._make_event: Callable[[], _Event] = _HostEvent if stream is None else _timing_event
         self._free: list[_StepPair] = []
         self._open: _StepPair | None = None
         self._follows = False
@@ -399,10 +417,10 @@ class StepClock:
         self._uncollected.clear()
         return times
 
-    def summary(self) -> Summary:
-        """Of the latest `limit` steps that the device has passed, without the first `WARMUP_STEPS` of all."""
+    def timing(self) -> Timing:
+        """Return the statistics of the latest `limit` finished steps, without the first `WARMUP_STEPS` of all."""
         self._read_passed()
-        return Summary.of(self._recent)
+        return step_timing(self._recent)
 
     def _read_passed(self) -> None:
         while self._pending and self._pending[0][1].end.query():
@@ -453,9 +471,3 @@ class _HostEvent:
 
     def elapsed_time(self, end_event: _HostEvent) -> float:
         return 1000 * (end_event.at_s - self.at_s)
-
-
-def _step_event() -> _Event:
-    import torch
-
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import nn
 
-from myxtts.config import DataSettings
+from myxtts.config import DataSettings, most_gatherers
 from myxtts.data.batches import (
     Batch,
     Batches,
@@ -49,8 +49,6 @@ DEVICE_SHARE = 0.05
 """Of a device's memory, or of its cap, that waiting batches may take; the model needs the rest."""
 HOST_SHARE, HOST_SHARE_ASKED = 0.1, 0.5
 """Of the available host memory that buffers take by themselves, and that a user may ask for."""
-MOST_GATHERERS = 4
-"""Gathering from the packed cache is copying: more threads than this only take turns on the memory bus."""
 
 
 class Depths(NamedTuple):
@@ -63,9 +61,7 @@ class Depths(NamedTuple):
 
 def choose_depths(data: DataSettings, asked: Collection[str], plan: Plan, outputs: Layout) -> Depths:
     """Depths for a front end with these outputs; `asked` names the settings that the user chose."""
-    gatherers = min(data.num_workers, usable_cores())
-    if data.native_loading:
-        gatherers = min(gatherers, MOST_GATHERERS)
+    gatherers = min(data.num_workers, most_gatherers(data, usable_cores()))
     batch_bytes, available = host_layout(data).num_bytes, available_bytes()
     if plan.model.type != "cuda" and not {"data.prefetch_buffer_size", "data.pipeline_buffer_size"} & set(asked):
         return Depths(MODEL_DEPTH, MODEL_DEPTH, gatherers)  # working ahead takes the cores that training needs

@@ -41,12 +41,12 @@ from myxtts.devices import Plan, Stream, apply_caps, explain_out_of_memory, make
 from myxtts.errors import ConfigError, DatasetError, PipelineError, Progress
 from myxtts.observe.breakdown import (
     ALLOCATED_COUNTER,
-    DATA_STAGES,
-    StageTime,
+    DATA_PHASES,
+    PhaseTime,
     end_us,
     length_us,
     merged,
-    stage_times,
+    phase_times,
 )
 from myxtts.observe.nvml import allocated_mb
 from myxtts.observe.trace import OFF, Counter, Span, StepClock, StepTime, Trace, now_us
@@ -187,7 +187,7 @@ class Drained(NamedTuple):
 
     seconds: list[float]
     """Between two batches."""
-    stages: dict[str, StageTime]
+    phases: dict[str, PhaseTime]
 
 
 class NotedRehearsal(Rehearsal):
@@ -229,7 +229,7 @@ class NotedRehearsal(Rehearsal):
                     feed.model_stream.finish()
                 taken_at.append(time.perf_counter())
         trace.finish()
-        return Drained(np.diff(taken_at).tolist(), stage_times(trace.spans(), (start_us, now_us())))
+        return Drained(np.diff(taken_at).tolist(), phase_times(trace.spans(), (start_us, now_us())))
 
     def measure(self, num_steps: int, *, replay: bool = False, traced: bool = False) -> Measured:
         """As in any rehearsal; what the data side had begun before the first measured step belongs to it."""
@@ -295,7 +295,7 @@ class NotedRehearsal(Rehearsal):
 
 def _lasts_into(span: Span, start_us: int) -> bool:
     """Whether a batch was being made at that time; the longest waits are for such batches."""
-    return span.name in DATA_STAGES and end_us(span) > start_us
+    return span.name in DATA_PHASES and end_us(span) > start_us
 
 
 def drained_batches(spans: Sequence[Span]) -> int:
