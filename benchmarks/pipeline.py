@@ -71,7 +71,9 @@ class Bench:
         depths = choose_depths(self.data, (), plan, frontend.outputs)
         return Feed(gatherer, frontend, plan, self.data, depths, streams=self.streams, replay=replay, trace=trace)
 
-    def measure(self, mode: str, cached: bool, replay: bool, num_steps: int) -> tuple[list[StepTime], float, str, int]:
+    def measure(
+        self, mode: str, cached: bool, replay: bool, num_steps: int
+    ) -> tuple[list[StepTime], float, str, int]:
         """Step times, clips per second, how ready the rings were, and allocations during the timed steps."""
         with self.feed(mode, cached, replay) as feed, self.stream.use():
             feed.wait_until_warm(10)

@@ -43,10 +43,10 @@ VERDICT = {
     "sentence": "The model waits 11 % of every step for data.",
     "grade": "good",
     "shares": {"compute": 0.81, "wait": 0.11, "copy": 0.02, "host": 0.04, "other": 0.02},
-    "headspace": 1.13,
+    "headroom": 1.13,
     "grade_notes": ["The data GPU has little to do."],
     "bound": "gather",
-    "phases": {"gather": {"median_ms": 80.5, "mean_ms": 90.0, "longest_ms": 400.0, "cv": 0.3, "workers": 4}},
+    "phases": {"gather": {"median_ms": 80.5, "mean_ms": 90.0, "max_ms": 400.0, "cv": 0.3, "workers": 4}},
     "findings": [
         {"code": "all-well", "level": "pass", "what": "Nothing was compiled again."},
         Finding(
@@ -367,7 +367,7 @@ def test_odd_verdicts_do_not_break_the_page() -> None:
         "grade": " ",
         "shares": {"compute": None, "wait": -1},
         "findings": ["x", {}, 3],
-        "stages": 1,
+        "phases": 1,
     }
     assert "512 clips/s" in Page(render_report("run", a_run(), verdict=verdict)).sections["verdict"]
 

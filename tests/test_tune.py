@@ -31,7 +31,7 @@ from myxtts.settings import (
 )
 from myxtts.terminal import show_tuning
 from myxtts.tools.dry_run import Refused, Trial, drained_batches, prepare_corpus, try_out, try_out_apart
-from myxtts.tools.tune import CODES, Tuning, tune
+from myxtts.tools.tune import Tuning, tune
 
 __all__ = ["clips", "small"]
 
@@ -346,12 +346,6 @@ def test_too_little_time_for_anything_is_an_error(corpus: PreparedCorpus, monkey
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     with pytest.raises(PipelineError, match="give more --minutes"):
         tune(loaded_with(), corpus, machine=CARD, measure=never, minutes=1)
-
-
-def test_every_advice_is_explained(corpus: PreparedCorpus) -> None:
-    for machine in (CARD, TWO_CARDS):
-        found = tune(loaded_with(), corpus, machine=machine, measure=Pretended(feed_per_worker=1.0))
-        assert found.advice and {advice.code for advice in found.advice} <= set(CODES)
 
 
 def test_a_tuning_is_shown_as_a_table_and_as_a_patch_and_is_valid_json(corpus: PreparedCorpus) -> None:

@@ -34,6 +34,7 @@ from myxtts.observe.findings import (
     Level,
     Wait,
     second_gpu,
+    sentence,
     switch,
     wait_rule,
 )
@@ -216,17 +217,13 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}." if text else ""
-
-
 def _found(
     code: str, level: Level, what: str, why: str = "", fix: Fix | None = None, gain: float | None = None
 ) -> Finding:
     """Return a finding with its texts as sentences."""
     text, setting, value = fix or Fix()
     gain = None if gain is None else round(gain, 2)
-    return Finding(code, level, _sentence(what), _sentence(why), _sentence(text), setting, value, gain)
+    return Finding(code, level, sentence(what), sentence(why), sentence(text), setting, value, gain)
 
 
 def _waits(stats: ProfileStats, wait: Wait) -> Costed:
@@ -441,7 +438,7 @@ _CAUSES = {
     "encode": _listed("encoding takes longer than training", "data.optimize_cpu_gpu_overlap", SECOND_GPU) + _KEPT,
     "handoff": _listed("batches cross too slowly from the data GPU to the model GPU", PEER_ACCESS),
     "": "the buffers hold batches, so it is not the data: the step may run with varying shapes (keep "
-    "data.pad_to_fixed_length on), or other processes use the same device (nvidia-smi or top lists them)",
+    "--enable-static-shapes on), or other processes use the same device (nvidia-smi or top lists them)",
 }
 _CPU_CAUSES = {
     "host": _GATHER_SLOW,
@@ -539,6 +536,6 @@ def _growth_warning(role: str, reports: Sequence[StepReport]) -> Warning:
     text = (
         f"The memory of the {role} role grew from {first.memory_mb[role]:.0f} to {last.memory_mb[role]:.0f} MB "
         f"between steps {first.step} and {last.step}: this looks like a leak that ends in an out-of-memory error. "
-        "Keep data.pad_to_fixed_length on; if it is on, lower training.save_step, so that a restart costs little."
+        "Keep --enable-static-shapes on; if it is on, lower --save-step, so that a restart costs little."
     )
     return Warning(f"memory-{role}", text)

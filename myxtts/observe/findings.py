@@ -102,6 +102,11 @@ class Situation:
         return self.on_gpu and self.training.enable_graph_mode and not self.training.enable_eager_debug
 
     @property
+    def decodes_live(self) -> bool:
+        """True if a GPU waits for audio files to be decoded."""
+        return self.on_gpu and not self.data.native_loading
+
+    @property
     def is_large(self) -> bool:
         return self.settings.model.size in MODEL_SIZES[2:]
 
@@ -227,9 +232,9 @@ RULES = (
         "compile the step, which makes the first one slower", gpu_only=True,
     ),
     Rule(
-        "precision", lambda s: "fail" if s.on_gpu else "warn", "data.mixed_precision", True,
+        "precision", "fail", "data.mixed_precision", True,
         "Everything is computed in fp32", "bf16 uses the tensor cores and halves the memory of activations",
-        "compute in bf16 where that is safe", gain=lambda _: BF16_GAIN,
+        "compute in bf16 where that is safe", gpu_only=True, gain=lambda _: BF16_GAIN,
     ),
     Rule(
         "upload", "fail", "data.prefetch_to_gpu", True,
@@ -249,7 +254,7 @@ RULES = (
         "let encoding overlap with the training step", gpu_only=True,
     ),
     Rule(
-        "workers", lambda s: "warn" if s.data.native_loading or 2 * s.data.num_workers > s.cores else "fail",
+        "workers", lambda s: "fail" if s.decodes_live and 2 * s.data.num_workers <= s.cores else "warn",
         "data.num_workers", lambda s: s.cores, "{s.data.num_workers} of {s.cores} usable cores are used",
         "they prepare the corpus and gather the batches", when=lambda s: s.data.num_workers < s.most_workers,
     ),
@@ -358,6 +363,11 @@ def rule_finding(code: str, situation: Situation) -> Finding | None:
     return next((rule.finding(situation) for rule in RULES if rule.code == code and rule.holds(situation)), None)
 
 
+def sentence(text: str) -> str:
+    """Return a text of the table as a sentence."""
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
 class Fix(NamedTuple):
     """A change in words, without a full stop, and as a setting."""
 
@@ -366,7 +376,7 @@ class Fix(NamedTuple):
     value: Any = None
 
 
-MORE_WORKERS = Fix("gather with more workers", "data.num_workers")
+MORE_WORKERS = Fix("raise --num-workers", "data.num_workers")
 DEEPER_RING = Fix("keep more batches ready on the host", "data.prefetch_buffer_size")
 FASTER_DISK = Fix("move the cache to a fast local disk", "data.cache_dir")
 SECOND_GPU = Fix("give the data role its own GPU with --data-gpu and --model-gpu", "data.data_gpu")

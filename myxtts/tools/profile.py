@@ -31,7 +31,7 @@ from myxtts.files import write_atomically, write_text_atomically
 from myxtts.host import usable_cores
 from myxtts.observe.breakdown import PhaseTime, ProfileData
 from myxtts.observe.diagnosis import Diagnosis, diagnose
-from myxtts.observe.findings import MIN_SHARE, Finding, Level, Wait, wait_rule
+from myxtts.observe.findings import MIN_SHARE, SWITCHES, Finding, Level, Wait, sentence, wait_rule
 from myxtts.observe.nvml import Reading, Sampler
 from myxtts.observe.trace import Span, Trace
 from myxtts.settings import Loaded
@@ -331,7 +331,7 @@ def _of_feed(feed: FeedAnalysis, data: DataSettings) -> Iterator[Finding]:
         phase = feed.slowest if data.prefetch_to_gpu else "upload"
         wait = Wait(settings=Settings(data=data), num_gpus=feed.num_gpus, cores=usable_cores(), phase=phase)
         fix, setting, value = wait_rule(wait).fix(wait)
-        yield Finding("data-feed-slow", "warn", what, why, f"{fix[0].upper()}{fix[1:]}.", setting, value, gain)
+        yield Finding("data-feed-slow", "warn", what, why, sentence(fix), setting, value, gain)
     else:
         what = f"Batches come {1 / max(gain, 1e-9):.1f} times as fast as they are used."
         yield Finding("data-feed-fast", "pass", what, why)
@@ -352,12 +352,12 @@ def _of_audio(audio: AudioAnalysis, data: DataSettings) -> Iterator[Finding]:
         yield Finding("data-audio-packed", "pass", what, why)
     else:
         what = f"The {audio.batch_size} files of a batch are decoded every time it is gathered."
-        fix = "Gather from the packed cache, which is made once."
+        fix = sentence(SWITCHES["data.native_loading"].fix)
         yield Finding("data-audio-decoded", "warn", what, why, fix, "data.native_loading", True)
     if decode.cv > UNEVEN:
         what = f"Decoding varies by {100 * decode.cv:.0f} %: some files are far slower than the others."
         why = f"{audio.slowest} took {decode.longest_ms:.0f} ms, a file on average {decode.mean_ms:.1f} ms."
-        fix = "" if data.native_loading else "Gather from the packed cache, or look at those files."
+        fix = "" if data.native_loading else "Look at those files."
         level: Level = "info" if data.native_loading else "warn"
         yield Finding("data-audio-uneven", level, what, why, fix)
 
