@@ -408,6 +408,9 @@ def test_findings_of_the_data_side_follow_its_figures(clips: Clips) -> None:
         ("utilities/analyze_data_pipeline_bottleneck.py", "profile --data-only"),
         ("utilities/diagnose_gpu_bottleneck.py", "profile"),
         ("utilities/gpu_profiler.py", "profile --kernels"),
+        ("validate_dual_gpu_pipeline.py", "check --gpus"),
+        ("test_gpu_optimization.py", "check --gpus"),
+        ("utilities/validate_gpu_optimization.py", "check"),
     ],
 )
 def test_a_script_is_a_door_to_its_command(script: str, leads_to: str, monkeypatch: pytest.MonkeyPatch) -> None:

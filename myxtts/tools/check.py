@@ -527,7 +527,7 @@ CHECKS: Mapping[str, Callable[[CheckContext], Finding]] = {
     "caps": caps,
     "native-loading": native_loading,
     "workers": lambda ctx: by_rule(
-        "workers", ctx, f"Up to {ctx.data.num_workers} worker(s) on {ctx.host.cores} usable core(s)"
+        "workers", ctx, f"{min(ctx.data.num_workers, ctx.host.cores)} worker(s), {ctx.host.cores} usable core(s)"
     ),
     "prefetch": prefetch,
     "upload": upload,
