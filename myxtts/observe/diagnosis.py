@@ -289,7 +289,7 @@ def _host(stats: ProfileStats, wait: Wait) -> Costed:
         yield max(cost, MIN_SHARE), _found("recompiling", "warn", what, "shapes or types changed", fix, gain)
     gain = 1 / max(1 - host, 0.01) if host >= MIN_SHARE else None
     names = STEP_SWITCHES if wait.on_gpu else STEP_SWITCHES[:1]
-    turned = next((fix for name in names if (fix := switch(name, wait))), None)
+    turned = next((found for name in names if (found := switch(name, wait))), None)
     fix = turned or Fix("look for `.item()`, printing and other work of the host between the steps")
     if data.syncs_per_step is not None and data.syncs_per_step >= 0.5:
         what = f"The host waits for the device {data.syncs_per_step:.1f} times in a step"
