@@ -480,8 +480,16 @@ def _phase_time(spans: Sequence[Span], window: Interval) -> PhaseTime:
     )
 
 
+class _Gap(NamedTuple):
+    """A part of the time in which the model stream has no work, and why: a phase, `host` or a pause."""
+
+    step: int
+    cause: str
+    interval: Interval
+
+
 class _ModelStream:
-    """Follows the model stream and attributes each of its gaps to a phase, the host or a pause."""
+    """Follows the model stream and attributes each of its gaps."""
 
     def __init__(self, data: ProfileData, work: Sequence[Span]) -> None:
         self._data, self._work = data, work
@@ -492,64 +500,55 @@ class _ModelStream:
                 self._batches[span.batch][span.name] = span
         self._active = {name: _union(data.spans, (name,)) for name in DATA_PHASES}
         self._pauses = {name: _union(data.spans, (name,)) for name in PAUSES}
-        self._charged: defaultdict[str, list[Interval]] = defaultdict(list)
-        self._charged_us: defaultdict[int, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
-        """By step and phase."""
-        self._idle: defaultdict[str, list[Interval]] = defaultdict(list)
-        """Gaps that no batch explains: `host`, or a pause."""
 
     def breakdown(self) -> StepBreakdown:
         start_us = at_us = self._work[0].start_us
-        busy_us = 0
+        busy_us, gaps = 0, list[_Gap]()
         for span in self._work:
             if span.start_us > at_us:
-                self._attribute((at_us, span.start_us), span)
+                gaps += self._attributed((at_us, span.start_us), span)
             end = max(end_us(span), at_us)
             busy_us += end - max(span.start_us, at_us)
             at_us = end
-        self._settle_unknown()
+        causes: defaultdict[str, list[Interval]] = defaultdict(list)
+        per_step: defaultdict[int, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+        for step, cause, interval in _with_known_phases(gaps):
+            causes[cause].append(interval)
+            per_step[step][cause] += length_us([interval])
+        host_us = length_us(causes.pop("host", []))
+        pauses = {name: merged(causes.pop(name)) for name in PAUSES if name in causes}
         total_us = max(at_us - start_us, 1)
-        waits = {phase: length_us(found) / total_us for phase, found in self._charged.items()}
+        waits = {phase: length_us(found) / total_us for phase, found in causes.items()}
         copy = sum(share for phase, share in waits.items() if phase in COPIES)
         busy = busy_us / total_us
         kernel_share = 1.0 if self._data.kernel_share is None else min(self._data.kernel_share, 1.0)
-        host = length_us(self._idle["host"]) / total_us + (1 - kernel_share) * busy
-        shares = {"compute": kernel_share * busy, "wait": sum(waits.values()) - copy, "copy": copy, "host": host}
+        shares = {"compute": kernel_share * busy, "wait": sum(waits.values()) - copy, "copy": copy}
+        shares["host"] = host_us / total_us + (1 - kernel_share) * busy
         shares["other"] = max(1 - sum(shares.values()), 0.0)
-        pauses = {name: merged(self._idle[name]) for name in PAUSES if self._idle[name]}
         return StepBreakdown(
             window=(start_us, at_us),
             num_batches=sum(span.name == "train" for span in self._work),
             busy=busy,
             shares=shares,
             waits=waits,
-            active={phase: self._active_share(phase, found) for phase, found in self._charged.items()},
+            active={phase: self._active_share(phase, found) for phase, found in causes.items()},
             pauses_ms={name: length_us(found) / 1000 / len(found) for name, found in pauses.items()},
-            waited_for={step: _longest_ms(found) for step, found in self._charged_us.items()},
+            waited_for={step: found for step, lost in per_step.items() if (found := _longest_wait(lost))},
         )
 
-    def _attribute(self, gap: Interval, span: Span) -> None:
-        """Attribute the gap before a span: to a late batch, a pause, blocking work, and the rest to the host."""
-        wait, rest = self._waits.get(span), [gap]
-        if wait is not None:
+    def _attributed(self, gap: Interval, span: Span) -> Iterator[_Gap]:
+        """Yield the gap before a span in parts: for a late batch, a pause, blocking work, and for the host."""
+        rest = [gap]
+        explanations = [*self._pauses.items(), *self._blocking.items()]
+        if (wait := self._waits.get(span)) is not None:
             phases = self._batches.get(wait.batch, {})
             late = [(wait.start_us, end_us(wait))]
             late += [(gap[0], max(map(end_us, phases.values())))] if phases else []
-            waited, rest = _split(rest, merged(late))
-            if waited:
-                self._charge(self._late_phase(wait.batch), waited, span)
-        for name, pauses in self._pauses.items():
-            paused, rest = _split(rest, pauses)
-            self._idle[name] += paused
-        for phase, intervals in self._blocking.items():
-            blocked, rest = _split(rest, intervals)
-            if blocked:
-                self._charge(phase, blocked, span)
-        self._idle[self._likely_pause(span) or "host"] += rest
-
-    def _charge(self, phase: str, waited: list[Interval], span: Span) -> None:
-        self._charged[phase] += waited
-        self._charged_us[span.batch][phase] += length_us(waited)
+            explanations.insert(0, (self._late_phase(wait.batch), merged(late)))
+        for cause, intervals in explanations:
+            explained, rest = _split(rest, intervals)
+            yield from (_Gap(span.batch, cause, part) for part in explained)
+        yield from (_Gap(span.batch, self._likely_pause(span) or "host", part) for part in rest)
 
     def _late_phase(self, batch: int) -> str:
         """Return the last phase that the batch queued for; later phases only added their normal latency."""
@@ -562,16 +561,6 @@ class _ModelStream:
         recorded = [name for name in DATA_PHASES if self._active[name]]
         return present[0] if present and present[0] == recorded[0] else UNKNOWN_PHASE
 
-    def _settle_unknown(self) -> None:
-        """Charge batches whose first spans are older than the trace to the phase that was waited for most."""
-        known = {phase: length_us(found) for phase, found in self._charged.items() if phase != UNKNOWN_PHASE}
-        if known and UNKNOWN_PHASE in self._charged:
-            most = max(known, key=lambda phase: known[phase])
-            self._charged[most] += self._charged.pop(UNKNOWN_PHASE)
-            for charged_us in self._charged_us.values():
-                if UNKNOWN_PHASE in charged_us:
-                    charged_us[most] = charged_us.pop(UNKNOWN_PHASE)
-
     def _likely_pause(self, span: Span) -> str:
         """Return the pause that was due before this step, if pauses left no spans; else ""."""
         if span.name != "train" or span.batch <= 0 or any(self._pauses.values()):
@@ -581,7 +570,7 @@ class _ModelStream:
 
     @cached_property
     def _blocking(self) -> dict[str, list[Interval]]:
-        """Return the work of the data role that blocks the model stream because it is set not to overlap.
+        """The work of the data role that blocks the model stream because it is set not to overlap.
 
         The driver copies from pageable memory in pieces, and meanwhile no other thread launches kernels.
         """
@@ -604,9 +593,19 @@ class _ModelStream:
         return length_us(_split(waited, self._active.get(phase, []))[0]) / max(length_us(waited), 1)
 
 
-def _longest_ms(charged_us: Mapping[str, int]) -> tuple[str, float]:
-    phase = max(charged_us, key=lambda name: charged_us[name])
-    return phase, charged_us[phase] / 1000
+def _with_known_phases(gaps: Sequence[_Gap]) -> list[_Gap]:
+    """Charge batches whose first spans are older than the trace to the phase that was waited for most."""
+    waited_us = {name: length_us(gap.interval for gap in gaps if gap.cause == name) for name in DATA_PHASES}
+    most = max(waited_us, key=lambda name: waited_us[name])
+    if not waited_us[most]:
+        return list(gaps)
+    return [gap._replace(cause=most) if gap.cause == UNKNOWN_PHASE else gap for gap in gaps]
+
+
+def _longest_wait(lost_us: Mapping[str, int]) -> tuple[str, float] | None:
+    waits_us = {name: lost for name, lost in lost_us.items() if name in (*DATA_PHASES, UNKNOWN_PHASE)}
+    phase = max(waits_us, key=lambda name: waits_us[name], default=None)
+    return (phase, waits_us[phase] / 1000) if phase is not None else None
 
 
 def _waits_by_span(work: Sequence[Span], waits: Sequence[Span]) -> dict[Span, Span]:
