@@ -306,7 +306,7 @@ def _train(task: StageTask, model: XTTS, loaded: LoadedCheckpoint | None, state:
     # Not for LoRA: what its adapters are added to is what the run wrote down when it started.
     if task.stage == "gpt" and "gpt" in task.folder.untrained() and not settings.model.lora_rank:
         torch.manual_seed(training.seed)
-        model.gpt.begin_with_codebook(model.dvae.codebook.embed.t())
+        model.gpt.init_from_codebook(model.dvae.codebook.embed.t())
     recipe, optimizer, mode = set_up(task, model, loaded, total)
     maker = feed_maker(task, model)
     checkpoints = task.folder.checkpoints(task.stage)

@@ -51,10 +51,10 @@ def fitted(dvae: DVAE) -> tuple[DVAE, torch.Tensor]:
     mel = sounds(4, 640)
     dvae.codebook.cluster_size.zero_()
     with torch.no_grad():
-        dvae.revive(dvae(mel).latents, torch.Generator().manual_seed(1))
+        dvae.codebook.revive(dvae(mel).latents, torch.Generator().manual_seed(1))
         for _ in range(20):
             out = dvae(mel)
-            dvae.update_codebook(out.latents, out.codes)
+            dvae.codebook.update(out.latents, out.codes)
     return dvae, mel
 
 
@@ -144,7 +144,7 @@ class TestCodes:
 
         def step(network: DVAE, mel: torch.Tensor) -> torch.Tensor:
             out = network(mel)
-            network.update_codebook(out.latents, out.codes)
+            network.codebook.update(out.latents, out.codes)
             return out.mse.mean() + out.commitment.mean()
 
         loss = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")(model, mel)
@@ -211,8 +211,8 @@ class TestTraining:
         model, mel = fitted
         out = model(mel, torch.full((4,), 400))
         other = copy.deepcopy(model)
-        model.update_codebook(out.latents, out.codes, out.mask)
-        other.update_codebook(out.latents[:, :100], out.codes[:, :100])
+        model.codebook.update(out.latents, out.codes, out.mask)
+        other.codebook.update(out.latents[:, :100], out.codes[:, :100])
         torch.testing.assert_close(model.codebook.embed, other.codebook.embed)
 
     def test_loss_falls(self) -> None:
@@ -220,18 +220,18 @@ class TestTraining:
         model, mel = DVAE(num_tokens=48, codebook_dim=16, hidden_dim=16, num_resnet_blocks=1), sounds(4, 64)
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
         generator = torch.Generator().manual_seed(0)
-        model.revive(model(mel).latents, generator)
+        model.codebook.revive(model(mel).latents, generator)
         losses = []
         for _ in range(150):
             out = model(mel)
             optimizer.zero_grad()
             (out.mse.mean() + out.commitment.mean()).backward()
             optimizer.step()
-            model.update_codebook(out.latents, out.codes)
-            model.revive(out.latents, generator)
+            model.codebook.update(out.latents, out.codes)
+            model.codebook.revive(out.latents, generator)
             losses.append(out.mse.detach().mean())
         assert losses[-1] < 0.5 * losses[0]
-        assert model.usage().used > 24
+        assert model.codebook.usage().used > 24
 
 
 class TestCodebook:
@@ -270,20 +270,20 @@ class TestCodebook:
         book.embed[:, :9] = 1e4
         book.embed_avg[:, :9] = 0
         book.cluster_size[:9] = 0
-        dead_before = model.usage().counts <= 0.01 * book.cluster_size.mean()
+        dead_before = model.codebook.usage().counts <= 0.01 * book.cluster_size.mean()
         before = book.embed.clone()
         latents = model(mel).latents
         assert not (model.encode(mel) < 9).any()
 
-        revived = model.revive(latents, torch.Generator().manual_seed(3))
+        revived = model.codebook.revive(latents, torch.Generator().manual_seed(3))
         assert int(revived) == int(dead_before.sum()) >= 9
         assert torch.equal(book.embed[:, ~dead_before], before[:, ~dead_before])
         points = latents.flatten(0, 1)
         assert all((points == vector).all(1).any() for vector in book.embed.mT[:9])
         codes = model.encode(mel)
         assert all((codes == code).any() for code in range(9))
-        assert int(model.usage().used) == len(book.cluster_size)
-        model.update_codebook(latents, codes)
+        assert int(model.codebook.usage().used) == len(book.cluster_size)
+        model.codebook.update(latents, codes)
         assert book.embed.abs().max() < 2 * latents.abs().max(), "a revived code must not be thrown far away"
 
     def test_revival_draws_each_real_latent_once_and_by_the_generator(self) -> None:
@@ -350,8 +350,8 @@ class TestOnTheGpu:
                 model.encode(mel, lengths)
                 out = model(mel, lengths)
                 (out.mse.mean() + out.commitment.mean()).backward()
-            model.update_codebook(out.latents, out.codes, out.mask)
-            model.revive(out.latents, generator, out.mask)
-            model.usage()
+            model.codebook.update(out.latents, out.codes, out.mask)
+            model.codebook.revive(out.latents, generator, out.mask)
+            model.codebook.usage()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -405,7 +405,7 @@ def test_the_codebook_moves_once_a_step_by_all_its_micro_batches() -> None:
     (whole,) = with_totals([joined(halves)])
     once(whole, SIZES)
     out = direct.dvae(whole["mel"].nan_to_num(), whole["num_frames"])
-    direct.dvae.update_codebook(out.latents, out.codes, out.mask, decay=2 / 11)
+    direct.dvae.codebook.update(out.latents, out.codes, out.mask, decay=2 / 11)
     twice.after_step(1)
     once.after_step(1)
     assert not torch.allclose(twice.dvae.codebook.embed, before)

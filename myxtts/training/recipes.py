@@ -182,7 +182,7 @@ class DvaeRecipe(Recipe):
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         out, sums = self._reconstruct(tensors, sizes.samples)
         self._remember(out, tensors["weights"])
-        totals, usage = Totals.of(tensors), self.dvae.usage()
+        totals, usage = Totals.of(tensors), self.dvae.codebook.usage()
         mel, commitment = sums["sum"] / totals.frames, sums["commitment_sum"] / totals.codes
         return {
             "total": self.world_size * (mel + self.commitment_weight * commitment),
@@ -199,7 +199,7 @@ class DvaeRecipe(Recipe):
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         out, _ = self._reconstruct(tensors, sizes.samples)
         mel, heard = tensors["mel"][0], out.reconstruction[0].float()
-        return {"mel": mel[:, : heard.shape[1]], "reconstruction": heard, "code_usage": self.dvae.usage().counts}
+        return {"mel": mel[:, : heard.shape[1]], "reconstruction": heard, "code_usage": self.dvae.codebook.usage().counts}
 
     def learning_rate(self, fine_tuning: bool) -> float:
         return DVAE_FINE_TUNING_LR if fine_tuning else DVAE_FROM_SCRATCH_LR
@@ -217,7 +217,7 @@ class DvaeRecipe(Recipe):
         codes = torch.arange(len(counts), device=counts.device)
         # Each code's mean latent, counted as often as it was chosen, is as good as the latents themselves.
         means = (sums / counts.clamp_min(LEAST)).t()
-        self.dvae.update_codebook(means, codes, counts, self.all_reduce, self._decay(step))
+        self.dvae.codebook.update(means, codes, counts, self.all_reduce, self._decay(step))
         self.counts_and_sums.zero_()
         if step % REVIVE_STEPS == 0:
             self._revive(self.candidates, self.candidate_weights, step)
@@ -266,7 +266,7 @@ class DvaeRecipe(Recipe):
     def _revive(self, latents: Tensor, weights: Tensor, step: int) -> None:
         # Seeded by the step: a continued run draws what the uninterrupted one would have drawn.
         generator = torch.Generator(latents.device).manual_seed(self.seed + step)
-        self.dvae.revive(latents, generator, weights)
+        self.dvae.codebook.revive(latents, generator, weights)
         if self.broadcast is not None:
             for values in self.dvae.codebook.buffers():
                 self.broadcast(values)
