@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,14 @@ class TestEqualsTheReference:
         assert not any("parametrizations" in name for name in vocoder.state_dict())
         assert error(vocoder(reference["latents"], reference["g"]), reference["wav"]) <= 1e-4
 
+    def test_a_copy_keeps_its_weight_norm(self, vocoder: HifiGanDecoder, reference: dict[str, Any]) -> None:
+        copies = [copy.deepcopy(vocoder) for _ in range(2)]
+        for model in copies:
+            model.remove_weight_norm()
+        assert vocoder.state_dict().keys() == reference["state_dict"].keys()
+        for model in (vocoder, *copies):
+            assert error(model(reference["latents"], reference["g"]), reference["wav"]) <= 1e-4
+
     @pytest.mark.parametrize("renamed_first", [True, False])
     def test_old_names_of_weight_norm_load(self, reference: dict[str, Any], renamed_first: bool) -> None:
         old = {
@@ -131,7 +140,7 @@ class TestVocoder:
 
     def test_compiles_to_one_graph(self, vocoder: HifiGanDecoder) -> None:
         latents, g = torch.randn(1, 5, 32), torch.randn(1, 16, 1)
-        compiled = torch.compile(vocoder, fullgraph=True, dynamic=False, backend="aot_eager")
+        compiled = torch.compile(vocoder, fullgraph=True, dynamic=False, backend="eager")
         torch.testing.assert_close(compiled(latents, g), vocoder(latents, g))
 
 
@@ -145,9 +154,9 @@ class TestDiscriminators:
 
     def test_shapes(self) -> None:
         model, wave = small_discriminators(), torch.rand(3, 1, 4801) - 0.5
-        judgements = model.judge(wave)
-        assert len(judgements) == 5 + 3
-        for network, (logits, features) in zip((*model.periods, *model.resolutions), judgements, strict=True):
+        assert len(model.networks) == 5 + 3
+        for network in model.networks:
+            logits, features = network(wave)
             assert logits.shape[0] == 3 and logits.ndim == 2
             assert len(features) == len(network.layers)
             for feature in features:
@@ -157,7 +166,8 @@ class TestDiscriminators:
         model = small_discriminators()
         real, fake = torch.rand(2, 1, 4800) - 0.5, torch.rand(2, 1, 4800) - 0.5
         for together, wave in zip(model(real, fake), (real, fake), strict=True):
-            for ours, alone in zip(together, model.judge(wave), strict=True):
+            for ours, network in zip(together, model.networks, strict=True):
+                alone = network(wave)
                 assert isinstance(ours, DiscriminatorOutput)
                 torch.testing.assert_close(ours.logits, alone.logits)
                 torch.testing.assert_close(ours.features, alone.features)
@@ -195,7 +205,7 @@ class TestDiscriminators:
 
     def test_silence_has_finite_gradients(self) -> None:
         model, silence = small_discriminators(), torch.zeros(1, 1, 4800, requires_grad=True)
-        sum(judged.logits.sum() for judged in model.judge(silence)).backward()
+        sum(network(silence).logits.sum() for network in model.networks).backward()
         assert silence.grad.isfinite().all()
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
@@ -216,7 +226,7 @@ class TestDiscriminators:
 
     def test_compile_to_one_graph(self) -> None:
         model, real, fake = small_discriminators(), torch.rand(1, 1, 2400), torch.rand(1, 1, 2400)
-        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")(real, fake)
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="eager")(real, fake)
         torch.testing.assert_close(compiled, model(real, fake))
 
 

@@ -199,7 +199,11 @@ class DvaeRecipe(Recipe):
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         out, _ = self._reconstruct(tensors, sizes.samples)
         mel, heard = tensors["mel"][0], out.reconstruction[0].float()
-        return {"mel": mel[:, : heard.shape[1]], "reconstruction": heard, "code_usage": self.dvae.codebook.usage().counts}
+        return {
+            "mel": mel[:, : heard.shape[1]],
+            "reconstruction": heard,
+            "code_usage": self.dvae.codebook.usage().counts,
+        }
 
     def learning_rate(self, fine_tuning: bool) -> float:
         return DVAE_FINE_TUNING_LR if fine_tuning else DVAE_FROM_SCRATCH_LR
@@ -452,7 +456,7 @@ class DecoderRecipe(Recipe):
         """
         return [
             functional_call(network, {name: weight.detach() for name, weight in network.named_parameters()}, fake)
-            for network in (*self.discriminators.periods, *self.discriminators.resolutions)
+            for network in self.discriminators.networks
         ]
 
     def _mel_distance(self, real: Tensor, fake: Tensor) -> Tensor:
