@@ -1,8 +1,8 @@
 """Timing of host threads and GPU streams: spans on one clock (`Trace`) and step times of one stream (`StepClock`).
 
 Device times come from pairs of CUDA events that are read once the device has passed them, so measuring never makes
-the host wait. The module does not know what the spans mean or who reads them. It imports PyTorch only when a device
-is measured: preparing a corpus is traced too, and does without the second that the import takes.
+the host wait. The module does not know what the spans mean or who reads them. It imports PyTorch only when a
+device is measured: preparing a corpus is traced too, and does without the second that the import takes.
 """
 
 from __future__ import annotations
