@@ -55,7 +55,7 @@ MEASURED = ("losses", "lr", "grad_norm", "epoch", "skipped", "total_steps")
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch, *, with_gpus: bool = False) -> None:
-    """Let `tiny` be a network of a few thousand weights, with small discriminators and short segments of speech."""
+    """Make `tiny` a network of a few thousand weights, with small discriminators and short segments."""
     discriminators = partial(Discriminators, periods=(2,), resolutions=(Resolution(256, 64, 256),))
     monkeypatch.setitem(SIZES, "tiny", SMALL)
     if not with_gpus:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     import torch
 
 MOST_PENDING = 1024
-"""Event pairs of one device, or of one step clock, that may be open or unread. Work beyond that is not measured."""
+"""Event pairs of one device, or of one step clock, that may be in use; work beyond that is not measured."""
 ANCHOR_REACH_MS = 4_000
 """CUDA returns elapsed times as float32: finer than a microsecond up to here, coarser beyond."""
 ANCHOR_TRIES = 8
 CROSSING_US = 5
-"""Spans of one track that overlap by less are drawn one after the other: the overlap is rounding of device times."""
+"""Spans of one track that overlap by less are drawn one after the other: device times are rounded."""
 WARMUP_STEPS = 5
 """First steps of a clock that `StepClock.timing` leaves out: they compile kernels and fill caches."""
 OUTLIER_FACTOR = 2.0
@@ -68,7 +68,7 @@ class Timing:
 
 
 class Span(NamedTuple):
-    """One piece of work. Start and duration are whole microseconds of the host clock, so neighbours never overlap."""
+    """One piece of work, in whole microseconds of the host clock, so that neighbours never overlap."""
 
     name: str
     """The kind of work: gather, upload, encode, handoff, train, wait, ..."""
