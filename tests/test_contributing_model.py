@@ -46,7 +46,7 @@ def test_a_new_size_is_a_name_and_its_dimensions(monkeypatch: pytest.MonkeyPatch
 
 
 class MelDecoderRecipe(Recipe):
-    """A made-up stage that trains the second half of the DVAE alone, on the mels that the DVAE's front end makes."""
+    """A made-up stage: trains only the decoder of the DVAE, on the mels of the DVAE's front end."""
 
     betas = (0.9, 0.99)
     from_scratch_lr, fine_tuning_lr = 5e-3, 1e-4

@@ -13,7 +13,6 @@ from myxtts.model.dvae import DVAE, Codebook
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SIZES = ("num_tokens", "codebook_dim", "hidden_dim", "num_resnet_blocks")
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -311,7 +310,7 @@ class TestCodebook:
 
 
 class TestOnTheGpu:
-    pytestmark = gpu
+    pytestmark = pytest.mark.gpu
 
     def test_float32_equals_the_cpu(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
         model, mel = fitted

@@ -36,7 +36,6 @@ from myxtts.model.gpt import (
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DIMS = GPTDims(layers=2, dim=64, heads=4, text_tokens=300)
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 Batch = dict[str, Tensor]
 
 
@@ -468,7 +467,6 @@ def assert_close_in_bf16(found: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 
 @pytest.mark.gpu
-@gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_bf16_on_the_gpu_is_near_fp32_on_the_cpu(model: GPT, compiled: bool) -> None:
     batch = random_batch(4, num_clips=5, num_frames=400)
@@ -488,7 +486,6 @@ def test_bf16_on_the_gpu_is_near_fp32_on_the_cpu(model: GPT, compiled: bool) -> 
 
 
 @pytest.mark.gpu
-@gpu
 def test_fp32_on_the_gpu_equals_the_cpu(model: GPT) -> None:
     batch = random_batch(4, num_clips=3)
     losses = model(packed(batch, 500))
@@ -501,7 +498,6 @@ def test_fp32_on_the_gpu_equals_the_cpu(model: GPT) -> None:
 
 
 @pytest.mark.gpu
-@gpu
 def test_the_host_never_waits_and_nothing_is_compiled_again(model: GPT) -> None:
     model.cuda().train()
 

@@ -540,7 +540,6 @@ def test_the_speaker_encoder_is_not_trained() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_steps_never_wait_for_the_device_and_compile_once(name: str, compiled: bool) -> None:

@@ -457,7 +457,6 @@ def test_a_step_that_was_given_up_is_begun_again(host_clock: list[int], take_ste
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_device_spans_are_measured_on_the_gpu_without_waiting_for_it() -> None:
     trace, stream, cycles = Trace(), torch.cuda.Stream(), 50_000_000
     with torch.cuda.stream(stream):
@@ -504,7 +503,6 @@ def slept_us(cycles: int) -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gaps_on_a_gpu_are_measured_without_waiting() -> None:
     stream = torch.cuda.Stream()
     clock = StepClock(stream)

@@ -73,10 +73,10 @@ class HifiGanDecoder(nn.Module):
         """
         for module in [*self.waveform_decoder.modules()]:
             if is_parametrized(module, "weight"):
-                weight = module.weight
+                weight: Tensor = module.weight  # type: ignore[assignment]
                 del module.parametrizations
                 module.__class__ = module.__class__.__bases__[0]
-                module.weight = nn.Parameter(weight.detach(), weight.requires_grad)  # type: ignore[union-attr, arg-type]
+                module.weight = nn.Parameter(weight.detach(), weight.requires_grad)
 
 
 def num_frames(num_latents: int) -> int:

@@ -332,8 +332,8 @@ class GptRecipe(Recipe):
         if settings.model.lora_rank:
             new_tokens = ("text_embedding", "text_head") if facts.has_new_tokens else ()
             add_adapters(gpt, settings.model.lora_rank, train_also=new_tokens)
-        noise = {"code_noise": training.code_noise, "text_dropout": training.text_dropout}
-        return cls(gpt, facts.world_size, training.label_smoothing, **noise)
+        noise, dropout = training.code_noise, training.text_dropout
+        return cls(gpt, facts.world_size, training.label_smoothing, code_noise=noise, text_dropout=dropout)
 
     def __init__(
         self,
