@@ -72,7 +72,7 @@ def _cannot_write(path: Path, error: OSError) -> str:
     free_mb = shutil.disk_usage(path.parent).free / 1e6
     return (
         f"No room for {path}: {why} ({free_mb:.0f} MB are free).\n"
-        "Nothing half-made was left behind. Free some space, or choose a folder on another disk "
+        "No partial file is left. Free some space, or choose a folder on another disk "
         "(--checkpoint-dir DIR for a run, --out DIR for an export)."
     )
 

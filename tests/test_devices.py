@@ -23,7 +23,6 @@ from myxtts.devices import (
 from myxtts.errors import ConfigError, PipelineError
 
 CPU = torch.device("cpu")
-needs_
 
 
 def cuda(index: int) -> torch.device:

@@ -100,10 +100,10 @@ def make(name: str, **options: object) -> Recipe:
     else:
         vocoder = HifiGanDecoder(decoder_input_dim=8, upsample_initial_channel=16, d_vector_dim=4)
         vocoder.speaker_encoder = SpeakerEncoder(proj_dim=4, num_filters=(8, 8, 8, 8))
-        judges = Discriminators(
+        discriminators = Discriminators(
             periods=(2, 3), period_widths=(4, 8), resolutions=(Resolution(256, 64, 256),), resolution_width=4
         )
-        recipe = DecoderRecipe(vocoder, judges, **options)
+        recipe = DecoderRecipe(vocoder, discriminators, **options)
     return recipe
 
 
@@ -510,14 +510,14 @@ def test_generator_and_discriminators_get_only_their_own_gradients() -> None:
     found = {name: value.grad.clone() for name, value in recipe.named_parameters()}
     assert all(value.requires_grad for value in recipe.parameters())
 
-    judges, real = recipe.discriminators, batch["wave"].unsqueeze(1)
+    discriminators, real = recipe.discriminators, batch["wave"].unsqueeze(1)
     recipe.zero_grad()
     fake = recipe.generator(HifiGanDecoder.frames(batch["latents"]), batch["speaker"].unsqueeze(-1))
-    reals, fakes = judges(real, fake.detach())
+    reals, fakes = discriminators(real, fake.detach())
     pairs = list(zip(reals, fakes, strict=True))
     sum((a.logits - 1).square().mean() + b.logits.square().mean() for a, b in pairs).backward()
-    judges.requires_grad_(False)
-    reals, fakes = judges(real, fake)
+    discriminators.requires_grad_(False)
+    reals, fakes = discriminators(real, fake)
     loss = 45 * (recipe.log_mel(fake) - recipe.log_mel(real)).abs().mean() / 2
     for a, b in zip(reals, fakes, strict=True):
         loss = loss + (b.logits - 1).square().mean()

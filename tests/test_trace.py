@@ -174,19 +174,6 @@ def test_a_span_that_ends_in_an_error_is_kept_and_the_error_goes_on() -> None:
     assert [span.name for span in trace.spans()] == ["gather"]
 
 
-def test_counters_keep_their_values_in_time_order() -> None:
-    trace = Trace()
-    for value in (0, 3, 1.5):
-        trace.count("ring", value)
-    assert [(sample.name, sample.value) for sample in trace.counters()] == [
-        ("ring", 0),
-        ("ring", 3),
-        ("ring", 1.5),
-    ]
-    instants = [sample.at_us for sample in trace.counters()]
-    assert instants == sorted(instants)
-
-
 def test_jsonl_gives_back_what_was_written(tmp_path: Path) -> None:
     trace = trace_of(Span("train", "model stream", 5, 9, 1, device=True))
     with trace.span("encode", "رشته \n2", 4):

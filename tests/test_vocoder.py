@@ -189,39 +189,11 @@ class TestDiscriminators:
         assert seen.shape == (1, resolution.fft_samples // 2 + 1, 24000 // resolution.hop_samples)
         assert (seen[0, :, 10:-10].argmax(0) == 3000 * resolution.fft_samples // 24000).all()
 
-    def test_gradients_reach_the_generator_and_nothing_else(self, vocoder: HifiGanDecoder) -> None:
-        model = small_discriminators().requires_grad_(False)
-        fake = vocoder.train()(torch.randn(2, 5, 32), torch.randn(2, 16, 1))
-        judged_real, judged_fake = model(torch.zeros_like(fake), fake)
-        loss = sum((judged.logits - 1).square().mean() for judged in judged_fake)
-        for real, false in zip(judged_real, judged_fake, strict=True):
-            loss = loss + sum(F.l1_loss(b, a) for a, b in zip(real.features, false.features, strict=True))
-        loss.backward()
-        gradients = {name: value.grad for name, value in vocoder.named_parameters()}
-        assert all(value is not None and value.isfinite().all() for value in gradients.values())
-        assert all(value.abs().sum() > 0 for value in gradients.values())
-        assert all(parameter.grad is None for parameter in model.parameters())
-
     def test_silence_has_finite_gradients(self) -> None:
         model, silence = small_discriminators(), torch.zeros(1, 1, 4800, requires_grad=True)
         sum(network(silence).logits.sum() for network in model.networks).backward()
         assert silence.grad.isfinite().all()
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-    def test_learn_to_tell_noise_from_a_tone(self) -> None:
-        model = two_discriminators()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        tone = torch.sin(torch.arange(2400) * 0.3).view(1, 1, -1).expand(2, 1, -1)
-        for _ in range(30):
-            real, fake = model(tone, torch.randn(2, 1, 2400))
-            loss = sum(
-                (a.logits - 1).square().mean() + b.logits.square().mean() for a, b in zip(real, fake, strict=True)
-            )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        real, fake = model(tone, torch.randn(2, 1, 2400))
-        assert all(a.logits.mean() > b.logits.mean() for a, b in zip(real, fake, strict=True))
 
     def test_compile_to_one_graph(self) -> None:
         model, real, fake = two_discriminators(), torch.rand(1, 1, 2400), torch.rand(1, 1, 2400)
@@ -241,28 +213,3 @@ class TestOnTheGpu:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             wave = vocoder.cuda()(reference["latents"].cuda(), reference["g"].cuda())
         assert error(wave, reference["wav"]) <= 3e-2
-
-    def test_a_step_of_both_compiles_and_never_waits(self, vocoder: HifiGanDecoder) -> None:
-        model, vocoder = small_discriminators().cuda(), vocoder.cuda().train()
-        latents, g = torch.randn(2, 8, 32, device="cuda"), torch.randn(2, 16, 1, device="cuda")
-        real = torch.rand(2, 1, num_samples(8), device="cuda") - 0.5
-
-        def step() -> torch.Tensor:
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                judged_real, judged_fake = model(real, vocoder(latents, g))
-            losses = [
-                (b.logits.float() - a.logits.float()).square().mean()
-                for a, b in zip(judged_real, judged_fake, strict=True)
-            ]
-            return torch.stack(losses).sum()
-
-        compiled = torch.compile(step, fullgraph=True, dynamic=False)
-        expected = step()
-        compiled().backward()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            loss = compiled()
-            loss.backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert loss.item() == pytest.approx(expected.item(), rel=0.05)

@@ -135,10 +135,6 @@ class _EventPairs:
         self._free: list[_EventPair] = []
         self._num_made = 0
 
-    @property
-    def has_free(self) -> bool:
-        return bool(self._free)
-
     def take(self) -> _EventPair | None:
         """A pair to record, or None if all are in use."""
         if self._free:
@@ -275,11 +271,13 @@ class Trace:
     def _take_pair(self, device: torch.device) -> _EventPair | None:
         self.anchor(device)
         pairs = self._clocks[device].pairs
-        if not pairs.has_free:
-            self.collect()
         with self._lock:
             pair = pairs.take()
-            self.num_dropped += pair is None
+        if pair is None:
+            self.collect()
+            with self._lock:
+                pair = pairs.take()
+                self.num_dropped += pair is None
         return pair
 
     def _keep(self, records: deque[Any], record: Span | Counter) -> None:
