@@ -444,5 +444,3 @@ def test_a_batch_is_read_in_far_less_than_a_millisecond(tmp_path: Path) -> None:
         assert cache.read(clips, out)
         times.append(time.perf_counter() - started)
     assert np.median(times) < 0.7e-3
-
-
