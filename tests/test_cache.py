@@ -1,4 +1,4 @@
-"""The cache of a corpus: right or absent, never stale; only what changed is redone; an unchanged corpus opens at once."""
+"""The cache of a corpus: never stale; only what changed is redone; an unchanged corpus opens at once."""
 
 import os
 import shutil

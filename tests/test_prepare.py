@@ -328,8 +328,8 @@ def test_a_second_start_imports_no_decoder(corpus: Path, run_prepare: Prepare) -
     first = run_prepare(corpus)
     code = (
         "import sys; from pathlib import Path; from myxtts.config import DataSettings\n"
-        "from myxtts.data import prepare, workers, fill\n"
-        "workers.Workers.run = fill.audio.decode = fill.normalize = fill.detect_languages = None\n"
+        "from myxtts.data import pool, prepare\n"
+        "pool.ProcessPool.run = prepare.audio.decode = prepare.normalize = prepare.detect_languages = None\n"
         "data = DataSettings(train_data=Path(sys.argv[1]), language='en', vocab_size=256)\n"
         "print(len(prepare.prepare(data).train), 'torch' in sys.modules, 'lingua' in sys.modules)"
     )
@@ -380,7 +380,7 @@ def test_another_detector_is_asked_again(
     corpus: Path, run_prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(languages_of(run_prepare(corpus, language=None)).values()) == {"en"}
-    monkeypatch.setattr("myxtts.text.language.fingerprint", lambda: "another")
+    monkeypatch.setattr("myxtts.data.prepare.language_fingerprint", lambda: "another")
     monkeypatch.setattr("myxtts.data.prepare.detect_languages", lambda texts, _: ["de"] * len(texts))
     assert set(languages_of(run_prepare(corpus, language=None)).values()) == {"de"}
 

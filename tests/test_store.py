@@ -1,4 +1,4 @@
-"""Stores and the codes cache: what is written comes back, damage costs only what it hits, nothing stale is read."""
+"""Stores and the codes cache: what is written comes back, damage costs only what it hits."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES
 from myxtts.errors import DatasetError
@@ -158,8 +158,14 @@ def _detect_by_speaker(open_texts: dict[tuple[str, str], set[str]]) -> dict[tupl
         groups[group_of[script, speaker]] |= texts
 
     answers: dict[_Group, _Languages] = {}
-    for script, candidates in _languages_by_script().items():
-        passages = {group: _passages(texts) for group, texts in groups.items() if group[0] == script}
+    for script in {group[0]: None for group in groups}:
+        of_script = {group: texts for group, texts in groups.items() if group[0] == script}
+        candidates = _known_to_lingua(_languages_by_script()[script])
+        if len(candidates) < 2:
+            only = candidates[0] if candidates else None
+            answers |= {group: dict.fromkeys(texts, only) for group, texts in of_script.items()}
+            continue
+        passages = {group: _passages(texts) for group, texts in of_script.items()}
         all_passages = [passage for sample in passages.values() for passage in sample]
         detected = iter(_detect(all_passages, candidates, accurate=False))
         mixed: dict[_Group, set[str]] = {}
@@ -259,18 +265,29 @@ def _detect(texts: list[str], candidates: _Codes, *, accurate: bool) -> list[str
 
 @cache
 def _detector(candidates: _Codes, accurate: bool) -> LanguageDetector:
+    lingua = _lingua()
+    codes = [getattr(lingua.IsoCode639_1, code.upper()) for code in candidates]
+    builder = lingua.LanguageDetectorBuilder.from_iso_codes_639_1(*codes)
+    detector: LanguageDetector = (builder if accurate else builder.with_low_accuracy_mode()).build()
+    return detector
+
+
+def _known_to_lingua(candidates: _Codes) -> _Codes:
+    """Return the languages that lingua knows; the others are found by script, --language or metadata only."""
+    codes = _lingua().IsoCode639_1
+    return tuple(code for code in candidates if hasattr(codes, code.upper()))
+
+
+def _lingua() -> Any:
     try:
-        from lingua import IsoCode639_1, LanguageDetectorBuilder
+        import lingua
     except ImportError:
         raise DatasetError(
             "The letters of some texts do not decide their language, and lingua is not installed. Name "
             "the language with --language, add a language column to the metadata, or run: "
             "pip install lingua-language-detector"
         ) from None
-    # A language that lingua does not know is found only by its script, --language or the metadata.
-    codes = [getattr(IsoCode639_1, code.upper()) for code in candidates if hasattr(IsoCode639_1, code.upper())]
-    builder = LanguageDetectorBuilder.from_iso_codes_639_1(*codes)
-    return (builder if accurate else builder.with_low_accuracy_mode()).build()
+    return lingua
 
 
 def _fill_gaps(languages: list[str | None], speakers: Sequence[str]) -> list[str]:
