@@ -131,18 +131,12 @@ def damage(folder: Path, name: str) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["data.bin", "index.npy", "meta.json", "cut data.bin", "no index.npy"])
+@pytest.mark.parametrize("name", ["data.bin", "index.npy", "meta.json"])
 def test_damage_to_any_file_is_repaired(corpus: Path, run_prepare: Prepare, messages, name: str) -> None:
     good = arrays(run_prepare(corpus))
     messages.take()
-    for folder in sorted(path for path in (corpus / ".myxtts").glob("*-*") if path.is_dir()):
-        file = folder / name.split()[-1]
-        if name.startswith("cut"):
-            file.write_bytes(file.read_bytes()[:-64])
-        elif name.startswith("no"):
-            file.unlink()
-        else:
-            damage(folder, name)
+    for folder in (corpus / ".myxtts").glob("*-*"):
+        damage(folder, name)
     assert arrays(run_prepare(corpus, verify=True)) == good
     work = messages.work()
     assert work == ({"TEXT": 1, "AUDIO": 1} if name == "data.bin" else {"TEXT": 6, "AUDIO": 6})

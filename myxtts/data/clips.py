@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from myxtts.data.store import (
     Array,
     CacheDamaged,
     Rows,
-    Sources,
     Store,
     StoreSpec,
     StoreWriter,
@@ -65,29 +64,13 @@ class DecodeOptions:
         return audio.decode(path, SAMPLE_RATE, self.max_seconds, self.trim_silence_db)
 
 
-class AudioRows(Protocol):
-    """The samples of clips, one row each: packed on disk (`Store`) or decoded when read (`LazyAudio`)."""
-
-    folder: Path
-    """The store that holds the samples or their lengths."""
-    lengths: Rows
-    """Samples of each row."""
-    hashes: Sources
-    """Checksum of each row's samples, the same for both implementations."""
-
-    def __getitem__(self, row: int) -> Array: ...
-
-    def gather(self, rows: Rows, out: Array) -> None:
-        """Copy row `rows[i]` to the start of `out[i]`; the rest of `out[i]` is left. Any thread may call this."""
-
-
 def lengths_and_hashes(records: Array) -> list[Array]:
     """Return length and checksum of each packed row: what a store keeps of audio that is not packed."""
     return list(np.stack([records["length"].astype(np.uint64), records["hash"]], axis=1))
 
 
 class LazyAudio:
-    """Rows that are decoded from their files whenever they are read. Any thread may read."""
+    """The rows of an audio store, decoded from their files whenever they are read. Any thread may read."""
 
     def __init__(self, kept: Store, paths: Sequence[str], stats: Array, options: DecodeOptions) -> None:
         """`kept` holds `lengths_and_hashes` of each file; `stats` [files, 3] its size and times at that moment."""
@@ -158,7 +141,8 @@ def _not_as_prepared(path: Path, found: str) -> DatasetError:
 class ClipSet:
     """Clips that can be batched: the rows of each in the stores, its speaker and its language."""
 
-    audio: AudioRows
+    audio: Store | LazyAudio
+    """The samples, packed on disk or decoded when they are read; both have the same rows and checksums."""
     ids: Store
     audio_rows: Rows
     ids_rows: Rows
@@ -286,7 +270,7 @@ def _snapshot_spec(state: str) -> StoreSpec:
 def _clip_set(texts: Any, side: int, numbers: list[Array], stats: Array, other: ClipSet | None) -> ClipSet:
     """Return one side of the split; stores that `other` has open are shared with it."""
     audio_folder, ids_folder = map(Path, texts["stores"][side])
-    audio: AudioRows
+    audio: Store | LazyAudio
     if other is not None and other.audio.folder == audio_folder:
         audio = other.audio
     elif texts["decoding"] is None:

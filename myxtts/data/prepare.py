@@ -366,7 +366,7 @@ def _distinct_sentences(clips: Sequence[Clip], languages: Sequence[str]) -> tupl
 
 
 def _spoken_texts(text: Store, rows: Sequence[int]) -> list[str]:
-    return [content.decode() for content in text.bytes_of(np.asarray(rows, np.int64))]
+    return [text[row].tobytes().decode() for row in rows]
 
 
 def _sources(hashes: Iterable[int]) -> Sources:

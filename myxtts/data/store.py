@@ -89,14 +89,6 @@ class Store:
         self.verify(np.array([row]))
         return self._row(row)
 
-    def bytes_of(self, rows: Rows) -> list[bytes]:
-        """Return the contents of many short rows."""
-        self.verify(rows)
-        data = self._data.view(np.uint8).data
-        starts = self._starts[rows] * self.dtype.itemsize
-        ends = starts + self.lengths[rows] * self.dtype.itemsize
-        return [bytes(data[start:end]) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy row `rows[i]` to the start of `out[i]`; the rest of `out[i]` is left as it is."""
         if not self._verified[rows].all():
