@@ -324,6 +324,12 @@ def test_a_second_start_imports_no_decoder(corpus: Path, run_prepare: Prepare) -
     assert done.stdout.split() == [str(len(first.train)), "False", "False"], done.stderr
 
 
+def test_the_command_needs_no_pytorch(corpus: Path) -> None:
+    code = "import sys; from myxtts.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "prepare", "--train-data", str(corpus), "--language", "en"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 def test_the_embedded_corpus(user_cache: Path) -> None:
     prepared = prepare(DataSettings())
     both = (prepared.train, prepared.val)
