@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
-from conftest import SENTENCES, make_voice, write_corpus
+from conftest import SENTENCES, contents, make_voice, prepare_and_count_reads, write_corpus
 
 from myxtts import audio
 from myxtts.config import DataSettings
-from myxtts.data import corpus as corpus_module
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import Corpus, read_corpus
 from myxtts.data.prepare import prepare, prepared_before
@@ -26,20 +25,10 @@ from myxtts.text import tokenizer
 Prepare = Callable[..., PreparedCorpus]
 
 
-def arrays(prepared: PreparedCorpus) -> dict[str, tuple[list[int], bytes, int, int]]:
-    return {
-        name: (part.ids[ids_row].tolist(), part.audio[audio_row].tobytes(), int(speaker), int(language))
-        for part in (prepared.train, prepared.val)
-        for name, audio_row, ids_row, speaker, language in zip(
-            part.names, part.audio_rows, part.ids_rows, part.speakers, part.languages, strict=True
-        )
-    }
-
-
 def test_second_start_builds_nothing_and_gives_the_same(corpus: Path, run_prepare: Prepare, messages) -> None:
-    first = arrays(run_prepare(corpus))
+    first = contents(run_prepare(corpus))
     assert messages.work() == {"TEXT": 6, "AUDIO": 6}
-    second = arrays(run_prepare(corpus))
+    second = contents(run_prepare(corpus))
     assert not any("BUILDING" in text for text in messages.take())
     assert first == second
     assert len(first) == 6
@@ -56,10 +45,10 @@ def rewrite(path: Path, change: Callable[[bytearray], None]) -> None:
 
 
 def test_a_change_that_keeps_size_and_time_is_noticed(corpus: Path, run_prepare: Prepare, messages) -> None:
-    before = arrays(run_prepare(corpus))
+    before = contents(run_prepare(corpus))
     messages.take()
     rewrite(corpus / "wavs" / "clip002.wav", lambda content: content.__setitem__(-2, content[-2] ^ 0x40))
-    after = arrays(run_prepare(corpus))
+    after = contents(run_prepare(corpus))
     assert messages.work() == {"AUDIO": 1}
     assert [name for name in before if before[name] != after[name]] == ["clip002"]
 
@@ -69,29 +58,29 @@ def test_only_what_changed_is_redone(make_corpus, run_prepare: Prepare, messages
     run_prepare(folder)
     messages.take()
     make_corpus(["One more sentence for the corpus."], first=20)  # a clip is added
-    assert len(arrays(run_prepare(folder))) == 7
+    assert len(contents(run_prepare(folder))) == 7
     assert messages.work() == {"TEXT": 1, "AUDIO": 1}
     metadata = folder / "metadata.csv"
     lines = metadata.read_text().splitlines()
     metadata.write_text("\n".join(lines[1:]))  # one is removed
-    assert "clip000" not in arrays(run_prepare(folder))
+    assert "clip000" not in contents(run_prepare(folder))
     assert messages.work() == {}
     metadata.write_text("\n".join(["clip001|Quite another sentence.", *lines[2:]]))  # a text is changed
     run_prepare(folder)
     assert messages.work() == {"TEXT": 1}
     metadata.write_text("\n".join(reversed(lines)))  # the order is changed, and a clip comes back
-    by_order = arrays(run_prepare(folder))
+    by_order = contents(run_prepare(folder))
     assert messages.work() == {}
     shutil.rmtree(folder / ".myxtts")
-    assert arrays(run_prepare(folder)) == by_order
+    assert contents(run_prepare(folder)) == by_order
 
 
 def test_settings_redo_only_what_they_decide(corpus: Path, run_prepare: Prepare, messages, monkeypatch) -> None:
-    english = arrays(run_prepare(corpus))
+    english = contents(run_prepare(corpus))
     messages.take()
-    german = arrays(run_prepare(corpus, language="de"))
+    german = contents(run_prepare(corpus, language="de"))
     assert messages.work() == {"TEXT": 6}
-    assert all(english[name][0] != german[name][0] for name in english)
+    assert all(english[name][1] != german[name][1] for name in english)
     run_prepare(corpus, vocab_size=300)
     trained = [text for text in messages.take() if "BUILDING" in text or "vocabulary" in text]
     assert trained == ["Training a vocabulary of up to 300 tokens on 6 sentences"]
@@ -120,7 +109,7 @@ def test_limits_apply_to_rows_kept_from_looser_ones(make_corpus, run_prepare: Pr
     kept = run_prepare(folder, max_mel_frames=270, trim_silence_db=40.0)  # 3.13 s; the file has 3.6 s
     shutil.rmtree(folder / ".myxtts")
     fresh = run_prepare(folder, max_mel_frames=270, trim_silence_db=40.0)
-    assert arrays(kept) == arrays(fresh)
+    assert contents(kept) == contents(fresh)
     assert kept.set_aside == fresh.set_aside
 
 
@@ -133,36 +122,36 @@ def damage(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["data.bin", "index.npy", "meta.json"])
 def test_damage_to_any_file_is_repaired(corpus: Path, run_prepare: Prepare, messages, name: str) -> None:
-    good = arrays(run_prepare(corpus))
+    good = contents(run_prepare(corpus))
     messages.take()
     for folder in (corpus / ".myxtts").glob("*-*"):
         damage(folder, name)
-    assert arrays(run_prepare(corpus, verify=True)) == good
+    assert contents(run_prepare(corpus, verify=True)) == good
     work = messages.work()
     assert work == ({"TEXT": 1, "AUDIO": 1} if name == "data.bin" else {"TEXT": 6, "AUDIO": 6})
-    assert arrays(run_prepare(corpus, verify=True)) == good
+    assert contents(run_prepare(corpus, verify=True)) == good
     assert messages.work() == {}
 
 
 def test_damage_met_while_reading_is_repaired_by_the_next_start(
     corpus: Path, run_prepare: Prepare, messages
 ) -> None:
-    good = arrays(run_prepare(corpus))
+    good = contents(run_prepare(corpus))
     (audio,) = (corpus / ".myxtts").glob("audio-*")
     damage(audio, "data.bin")
     prepared = run_prepare(corpus)
     messages.take()
     with pytest.raises(DatasetError, match="run the command again"):
-        arrays(prepared)
-    assert arrays(run_prepare(corpus)) == good
+        contents(prepared)
+    assert contents(run_prepare(corpus)) == good
     assert messages.work() == {"AUDIO": 1}
 
 
 def test_an_altered_vocabulary_is_trained_again(corpus: Path, run_prepare: Prepare) -> None:
-    good = arrays(run_prepare(corpus))
+    good = contents(run_prepare(corpus))
     (vocabulary,) = (corpus / ".myxtts").glob("vocabulary-*")
     (vocabulary / "data.bin").write_bytes((vocabulary / "data.bin").read_bytes().replace(b"[en]", b"[xx]"))
-    assert arrays(run_prepare(corpus, verify=True)) == good
+    assert contents(run_prepare(corpus, verify=True)) == good
 
 
 def test_a_named_vocabulary_decides_the_ids(corpus: Path, run_prepare: Prepare, tmp_path: Path, messages) -> None:
@@ -170,11 +159,11 @@ def test_a_named_vocabulary_decides_the_ids(corpus: Path, run_prepare: Prepare, 
     file = tmp_path / "vocab.json"
     tokenizer.train(["the boat came in the first window"] * 9, ["en"] * 9, 256).save(file)
     messages.take()
-    before = arrays(run_prepare(corpus, tokenizer=file))
+    before = contents(run_prepare(corpus, tokenizer=file))
     assert messages.work() == {}
     own.tokenizer.save(file)  # the same name, other content
-    assert arrays(run_prepare(corpus, tokenizer=file)) == arrays(own)
-    assert arrays(own) != before
+    assert contents(run_prepare(corpus, tokenizer=file)) == contents(own)
+    assert contents(own) != before
 
 
 def test_a_corpus_that_cannot_be_written_to(
@@ -185,7 +174,7 @@ def test_a_corpus_that_cannot_be_written_to(
     prepared = run_prepare(corpus)
     assert prepared.root.is_relative_to(user_cache)
     assert not (corpus / ".myxtts").exists()
-    assert len(arrays(prepared)) == 6
+    assert len(contents(prepared)) == 6
 
 
 def test_cache_dir(corpus: Path, run_prepare: Prepare, tmp_path: Path, messages) -> None:
@@ -234,13 +223,7 @@ def settled(tmp_path: Path) -> DataSettings:
 
 
 def opened_from_snapshot(data: DataSettings, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """True if `prepare` did not read the metadata."""
-    reads = []
-    original = corpus_module.read_rows
-    with monkeypatch.context() as patched:
-        patched.setattr(corpus_module, "read_rows", lambda path: reads.append(path) or original(path))
-        prepare(data)
-    return not reads
+    return prepare_and_count_reads(data, monkeypatch)[1] == 0
 
 
 def test_a_snapshot_holds_everything(settled: DataSettings, messages) -> None:
@@ -250,7 +233,7 @@ def test_a_snapshot_holds_everything(settled: DataSettings, messages) -> None:
     assert messages.take() == ["LOADING CACHE FROM DISK"]
     assert (known.speaker_names, known.set_aside) == (read.speaker_names, read.set_aside)
     assert known.vocabulary == read.vocabulary
-    assert arrays(known) == arrays(read)
+    assert contents(known) == contents(read)
     for ours, theirs in ((known.train, read.train), (known.val, read.val)):
         assert ours.names == theirs.names
         for field in ("audio_rows", "ids_rows", "num_samples", "num_ids"):
@@ -313,12 +296,12 @@ def test_any_change_of_the_settings_is_seen(settled: DataSettings, changed: dict
 def test_a_damaged_snapshot_or_store_only_costs_time(
     settled: DataSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = arrays(prepare(settled))
+    good = contents(prepare(settled))
     root = prepare(settled).root
     (snapshot,) = root.glob("snapshot-*")
     for at in range(0, (snapshot / "data.bin").stat().st_size, 997):
         rewrite(snapshot / "data.bin", lambda content, at=at: content.__setitem__(at, content[at] ^ 0x80))
-        assert arrays(prepare(settled)) == good
+        assert contents(prepare(settled)) == good
     assert opened_from_snapshot(settled, monkeypatch)
     for name in ("meta.json", "index.npy", "data.bin"):
         damage(snapshot, name)
@@ -327,7 +310,7 @@ def test_a_damaged_snapshot_or_store_only_costs_time(
     (ids,) = root.glob("ids-*")
     (ids / "index.npy").unlink()
     assert not opened_from_snapshot(settled, monkeypatch)
-    assert arrays(prepare(settled)) == good
+    assert contents(prepare(settled)) == good
 
 
 def test_a_missing_file_that_appears_is_seen(settled: DataSettings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +356,7 @@ def test_metadata_changed_while_a_corpus_is_read(corpus: Path, run_prepare: Prep
         patched.setattr("myxtts.data.prepare.read_corpus", change_and_read)
         changed = run_prepare(corpus)
     metadata.write_text(first)
-    assert arrays(run_prepare(corpus)) != arrays(changed)
+    assert contents(run_prepare(corpus)) != contents(changed)
 
 
 def test_the_list_of_clips_set_aside_belongs_to_the_settings(

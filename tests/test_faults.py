@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
+from conftest import contents
 
 from myxtts.config import DataSettings
-from myxtts.data.clips import PreparedCorpus
 from myxtts.data.pool import ProcessPool
 from myxtts.data.prepare import prepare
 
@@ -222,16 +222,8 @@ class Command:
         return found
 
 
-def content(prepared: PreparedCorpus) -> dict[str, tuple[bytes, bytes]]:
-    return {
-        name: (part.audio[audio_row].tobytes(), part.ids[ids_row].tobytes())
-        for part in (prepared.train, prepared.val)
-        for name, audio_row, ids_row in zip(part.names, part.audio_rows, part.ids_rows, strict=True)
-    }
-
-
-def prepare_here(folder: Path, **settings: object) -> dict[str, tuple[bytes, bytes]]:
-    return content(prepare(DataSettings(train_data=folder, language="en", **settings), verify=True))
+def prepare_here(folder: Path, **settings: object) -> dict[str, object]:
+    return contents(prepare(DataSettings(train_data=folder, language="en", **settings), verify=True))
 
 
 def names_in(root: Path) -> list[str]:
@@ -294,7 +286,7 @@ def test_a_file_that_crashes_the_decoder_is_set_aside(long_corpus: Path, tmp_pat
     listed = (long_corpus / ".myxtts" / "set_aside.csv").read_text().splitlines()[1:]
     assert [line.split("|")[:2] for line in listed] == [[f"deadly{n}", "crashed the decoder"] for n in (1, 2)]
     prepared = prepare(DataSettings(train_data=long_corpus, language="en"))
-    assert len(content(prepared)) == 80
+    assert len(contents(prepared)) == 80
 
 
 @pytest.mark.parametrize("to_group", [False, True], ids=["kill -INT", "Ctrl-C"])

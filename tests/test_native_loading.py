@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
-from conftest import SENTENCES, make_voice, write_corpus
+from conftest import SENTENCES, make_voice, prepare_and_count_reads, write_corpus
 
 from myxtts import audio
 from myxtts.config import HOP_SAMPLES, DataSettings
-from myxtts.data import corpus as corpus_module
 from myxtts.data.clips import ClipSet, LazyAudio, PreparedCorpus
 from myxtts.data.prepare import prepare
 from myxtts.data.store import Store
@@ -81,14 +80,11 @@ def assert_same(ours: PreparedCorpus, theirs: PreparedCorpus) -> None:
         np.testing.assert_array_equal(gathered(one), gathered(other))
 
 
-def reads_of_the_corpus(settings: DataSettings, monkeypatch: pytest.MonkeyPatch) -> tuple[PreparedCorpus, int]:
-    """`prepare`, and how many metadata files it read: none when a snapshot was used."""
-    reads = []
-    original = corpus_module.read_rows
+def prepare_again(settings: DataSettings, monkeypatch: pytest.MonkeyPatch) -> tuple[PreparedCorpus, int]:
+    """`prepare_and_count_reads`, which may decode nothing in this process."""
     with monkeypatch.context() as patched:
-        patched.setattr(corpus_module, "read_rows", lambda path: reads.append(path) or original(path))
         patched.setattr(audio, "decode", lambda *_: pytest.fail("decoded in this process"))
-        return prepare(settings), len(reads)
+        return prepare_and_count_reads(settings, monkeypatch)
 
 
 @pytest.mark.parametrize("trim", [0.0, 12.0])
@@ -133,7 +129,7 @@ def test_a_second_start_decodes_nothing_and_knows_everything(
     settings: DataSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepare(settings)
-    second, reads = reads_of_the_corpus(settings, monkeypatch)
+    second, reads = prepare_again(settings, monkeypatch)
     assert reads == 0
     assert isinstance(second.train.audio, LazyAudio)
     assert second.train.audio is second.val.audio
@@ -149,7 +145,7 @@ def test_switching_back_and_forth_is_right_each_time(
         assert type(found.train.audio) is type(found.val.audio) is kind
         assert_same(found, first)
     for choice, kind in ((settings, LazyAudio), (packed(settings), Store)):  # now each has a snapshot
-        found, reads = reads_of_the_corpus(choice, monkeypatch)
+        found, reads = prepare_again(choice, monkeypatch)
         assert (type(found.train.audio), reads) == (kind, 0)
         assert_same(found, first)
 
@@ -162,7 +158,7 @@ def test_validation_files_of_their_own_are_found_by_the_snapshot(
     settings = replace(settings, val_data=other)
     expected = prepare(packed(settings))
     assert_same(prepare(settings), expected)
-    again, reads = reads_of_the_corpus(settings, monkeypatch)
+    again, reads = prepare_again(settings, monkeypatch)
     assert reads == 0
     assert_same(again, expected)
 
