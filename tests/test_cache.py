@@ -35,7 +35,7 @@ def test_second_start_builds_nothing_and_gives_the_same(corpus: Path, run_prepar
 
 
 def rewrite(path: Path, change: Callable[[bytearray], None]) -> None:
-    """Change a file's content behind the back of its size and modification time."""
+    """Change the content of a file but not its size and modification time."""
     before = path.stat()
     content = bytearray(path.read_bytes())
     change(content)

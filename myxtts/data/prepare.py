@@ -293,7 +293,7 @@ class _Part:
     def _audio(self) -> Store | LazyAudio:
         corpus, packed, options = self.corpus, self.data.native_loading, DecodeOptions.of(self.data)
         params: dict[str, object] = {"decode": DECODE_VERSION, "libraries": LIBRARIES, "rate": SAMPLE_RATE}
-        if options.trim_silence_db > 0:  # the length of a trimmed row does not tell how long its file was
+        if options.trim_silence_db > 0:  # the length of a row is then not that of its file
             params |= {"trim": options.trim_silence_db, "max_seconds": options.max_seconds}
         files = [(clip.path, clip.size_bytes, clip.modified_ns, clip.changed_ns) for clip in corpus.clips]
         spec = StoreSpec(

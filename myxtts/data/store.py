@@ -256,7 +256,7 @@ class StoreSpec:
     params: Mapping[str, object]
     """Everything else that decides the content of a row. Stores with equal params share rows."""
     filters: Mapping[str, object]
-    """What decides whether a source becomes a row at all."""
+    """Everything that decides if a source becomes a row at all."""
 
     def folder(self, root: Path) -> Path:
         """Return the folder of the store below `root`."""

@@ -55,7 +55,7 @@ _KANA_SHARE = 0.1
 _KANJI_ONLY_SHARE = 0.1
 """If a speaker has fewer kanji-only sentences than this per Japanese one, they are Japanese as well."""
 _PASSAGE_CHARACTERS = 300
-"""Enough to tell eleven languages apart; from 120 on, lingua's small models agree with its large ones."""
+"""Enough to distinguish eleven languages; from 120 on, lingua's small models agree with its large ones."""
 _PASSAGES_ODD, _PASSAGES_SPREAD = 4, 4
 _TEXTS_COUNTED = 1000
 """Texts of a speaker whose words are counted to find the common ones."""
@@ -87,8 +87,6 @@ def detect_languages(texts: Sequence[str], speakers: Sequence[str]) -> list[str]
     The result depends only on the pairs of text and speaker, not on their order. Texts without letters get the
     most frequent language of their speaker, or of the corpus.
     """
-    if len(texts) != len(speakers):
-        raise ValueError(f"{len(texts)} texts but {len(speakers)} speakers")
     scripts = {text: _script_of(text) for text in texts}
     certain = {text: _language_in_script(text, script) for text, script in scripts.items()}
     languages = [certain[text] for text in texts]

@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError
-from myxtts.text import tables
 from myxtts.text.numbers import NumberReader
-from myxtts.text.tables import CharacterTable, LanguageTable, clean_characters, fingerprint_of, load_table
+from myxtts.text.tables import (
+    CharacterTable,
+    LanguageTable,
+    any_of,
+    clean_characters,
+    fingerprint_of,
+    load_table,
+    table_files,
+)
 
 _PUNCTUATION = re.compile(r"\s*[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~，。、！？：；]+(?:\s*[!-/:-@，。、])*")
-
-
-def romanize(text: str, language: str) -> str:
-    """Return text of zh, ja or ko in Latin letters; other languages are returned unchanged."""
-    if language == "zh":
-        return _pinyin(text)
-    if language == "ja":
-        return str(_japanese_romaniser().romaji(text)).lower()
-    if language == "ko":
-        return str(_korean_romaniser().translit(text))
-    return text
 
 
 def _pinyin(text: str) -> str:
@@ -46,8 +42,12 @@ def _pinyin(text: str) -> str:
     return "".join(syllable[0] for syllable in syllables)
 
 
-@lru_cache(maxsize=1)
-def _japanese_romaniser() -> Any:
+def _romaji(text: str) -> str:
+    return str(_cutlet().romaji(text)).lower()
+
+
+@cache
+def _cutlet() -> Any:
     try:
         from cutlet import Cutlet
     except ImportError as missing:
@@ -55,14 +55,20 @@ def _japanese_romaniser() -> Any:
     return Cutlet()
 
 
-@lru_cache(maxsize=1)
-def _korean_romaniser() -> Any:
+def _latin_korean(text: str) -> str:
+    return str(_transliter().translit(text))
+
+
+@cache
+def _transliter() -> Any:
     from hangul_romanize import Transliter
     from hangul_romanize.rule import academic
 
     return Transliter(academic)
 
 
+_ROMANIZERS = {"zh": _pinyin, "ja": _romaji, "ko": _latin_korean}
+"""Languages that XTTS-v2 reads in Latin letters."""
 SOURCES = ("normalize.py", "numbers.py", "persian.py", "tables.py")
 """The modules that decide the result of `normalize`."""
 PACKAGES = (
@@ -94,16 +100,16 @@ class _LanguageSteps:
     """The steps of one language, with its compiled patterns."""
 
     def __init__(self, table: LanguageTable) -> None:
-        self._code = table.code
+        self._romanize = _ROMANIZERS.get(table.code)
         self._characters = CharacterTable(table.characters)
         self._numbers = NumberReader(table)
         self._symbols = table.symbols
-        self._symbol = re.compile(_any_of(table.symbols))
+        self._symbol = re.compile(any_of(table.symbols))
         # One scan finds out if a sentence needs the slow steps; most do not.
         marks = [mark for mark in (*table.symbols, *table.units) if len(mark) == 1]
-        self._special = re.compile(f"[0-9]|{_any_of(marks)}")
+        self._special = re.compile(f"[0-9]|{any_of(marks)}")
         self._abbreviations = table.abbreviations
-        self._abbreviation = re.compile(rf"(?<!\w)(?:{_any_of(table.abbreviations)})(?!\w)")
+        self._abbreviation = re.compile(rf"(?<!\w)(?:{any_of(table.abbreviations)})(?!\w)")
 
     def __call__(self, text: str) -> str:
         text = clean_characters(text, self._characters)
@@ -115,8 +121,8 @@ class _LanguageSteps:
             text = self._symbol.sub(self._read_symbol, text)
         if self._abbreviations:
             text = self._abbreviation.sub(self._expand_abbreviation, text)
-        if self._code in ("zh", "ja", "ko"):
-            text = romanize(" ".join(text.split()), self._code)
+        if self._romanize is not None:
+            text = self._romanize(" ".join(text.split()))
         if not text.isascii():
             text = unicodedata.normalize("NFC", text)
         return " ".join(text.split())
@@ -131,13 +137,8 @@ class _LanguageSteps:
 _steps: dict[str, Callable[[str], str]] = {}
 
 
-def _any_of(words: Iterable[str]) -> str:
-    """Return a pattern for any of `words`, the longest first, that matches nothing if there are none."""
-    return "|".join(sorted(map(re.escape, words), key=len, reverse=True)) or "(?!)"
-
-
-@lru_cache(maxsize=1)
+@cache
 def normalize_fingerprint() -> str:
     """Return a hash that changes when the result of `normalize` could: code, tables, Unicode, package versions."""
     folder = Path(__file__).parent
-    return fingerprint_of([*(folder / name for name in SOURCES), *tables.table_files()], PACKAGES)
+    return fingerprint_of([*(folder / name for name in SOURCES), *table_files()], PACKAGES)

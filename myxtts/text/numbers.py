@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from myxtts.errors import ConfigError
-from myxtts.text.tables import LanguageTable, load_table
+from myxtts.text.tables import LanguageTable, any_of, load_table
 
 LONGEST_NUMBER = 15
 """Numbers with more digits, such as card numbers, are read digit by digit."""
@@ -121,15 +121,7 @@ def _hindi(value: int) -> str:
     if value < 100:
         return str(words["below_hundred"][value])
     parts: list[str] = []
-    for size, name in (
-        (10**13, "नील"),
-        (10**11, "खरब"),
-        (10**9, "अरब"),
-        (10**7, "करोड़"),
-        (10**5, "लाख"),
-        (1000, "हज़ार"),
-        (100, "सौ"),
-    ):
+    for size, name in words["scales"]:
         count, value = divmod(value, size)
         if count:
             parts.append(f"{_hindi(count)} {name}")
@@ -250,7 +242,7 @@ class NumberReader:
 
     def __init__(self, table: LanguageTable) -> None:
         self._table = table
-        marks = "|".join(sorted(map(re.escape, table.units), key=len, reverse=True)) or r"(?!)"
+        marks = any_of(table.units)
         magnitude = (
             rf"(?:\s(?P<magnitude>(?i:{table.magnitudes}))\b)?" if table.magnitudes else "(?P<magnitude>(?!))?"
         )
@@ -259,17 +251,15 @@ class NumberReader:
             rf"(?P<sign>(?<![\w.,/)-])[-−](?=(?:{marks})?\s?\d))?(?:(?P<before>{marks})\s?)?(?P<number>{NUMBER})"
             rf"(?:(?P<ordinal>{ordinal_mark})|{magnitude}(?:\s?(?P<after>{marks})(?!\w))?)"
         )
-        abbreviations = "|".join(sorted(map(re.escape, table.before_number), key=len, reverse=True))
         # The template already has the word for the hour, so a written one is dropped: 14:30 Uhr.
         unit = table.full_hour.replace("{hour}", "").strip()
         self._clock_time = re.compile(CLOCK.pattern + (rf"(?:\s?{re.escape(unit)}\b)?" if unit else ""), re.I)
-        self._before_number = re.compile(rf"(?<!\w)({abbreviations})\s?(?=\d)", re.I) if abbreviations else None
+        self._before_number = re.compile(rf"(?<!\w)({any_of(table.before_number)})\s?(?=\d)", re.I)
 
     def read(self, text: str) -> str:
         """Return the text with every number in words."""
         table = self._table
-        if self._before_number:
-            text = self._before_number.sub(lambda m: table.before_number[m[1].lower()] + " ", text)
+        text = self._before_number.sub(lambda m: table.before_number[m[1].lower()] + " ", text)
         if " " in table.thousands:
             text = _BLANK_GROUPS.sub(lambda m: m[1] + m[2].replace(" ", ""), text)
         if table.dates:

@@ -31,7 +31,7 @@ from myxtts.text.numbers import (
     spell_digits,
     split_number,
 )
-from myxtts.text.tables import CharacterTable, clean_characters, load_table
+from myxtts.text.tables import CharacterTable, any_of, clean_characters, load_table
 
 ZWNJ = "\u200c"
 HAMZA_ABOVE = "\u0654"
@@ -98,32 +98,28 @@ def _characters() -> CharacterTable:
     return _PersianCharacters(load_table("fa").characters)
 
 
-def _alternatives(words: list[str] | dict[str, str]) -> str:
-    return "|".join(sorted(map(re.escape, words), key=len, reverse=True))
-
-
 @lru_cache(maxsize=1)
 def _patterns() -> dict[str, re.Pattern[str]]:
     """Return the patterns that need the word lists."""
     table = load_table("fa")
     words = table.words
     verb = (
-        f"(?:(?:{_alternatives(words['present_stems'])}){_PERSON}|(?:{_alternatives(words['past_stems'])}){_PERSON}?"
-        f"|{_alternatives(words['colloquial_verbs'])}){_CLITIC}"
+        f"(?:(?:{any_of(words['present_stems'])}){_PERSON}|(?:{any_of(words['past_stems'])}){_PERSON}?"
+        f"|{any_of(words['colloquial_verbs'])}){_CLITIC}"
     )
     start, end = rf"(?<!{LETTER})(?<!{ZWNJ})", rf"(?!{LETTER}|{ZWNJ})"
     verb_end = rf"(?!{LETTER}|{ZWNJ}(?!(?:ام|ای|است|ایم|اید|اند)(?!{LETTER})))"  # می خورده‌اند
     bracketed = {short: long for short, long in table.abbreviations.items() if short[0] == "("}
-    abbreviation = rf"(?<!{LETTER})(?<!\.)(?:{_alternatives(table.abbreviations)})|{_alternatives(bracketed)}"
+    abbreviation = rf"(?<!{LETTER})(?<!\.)(?:{any_of(table.abbreviations)})|{any_of(bracketed)}"
     superlative = rf"ترین(?:{ZWNJ}?{_PLURALS})?"
     several = rf"{LETTER}(?:{LETTER}|{ZWNJ})+"
     degree = rf"تر(?:ی|ها|های)?|{superlative}"
-    comparable = _alternatives(words["comparable"])
+    comparable = any_of(words["comparable"])
     return {
         "special": re.compile(rf"[0-9{''.join(map(re.escape, {**table.symbols, **table.units}))}]"),
         "symbol": re.compile(f"[{''.join(map(re.escape, table.symbols))}]"),
         "abbreviation": re.compile(rf"(?:{abbreviation})(?!{LETTER})"),
-        "before_number": re.compile(rf"(?<!{LETTER})({_alternatives(table.before_number)})\s?(?=\d)"),
+        "before_number": re.compile(rf"(?<!{LETTER})({any_of(table.before_number)})\s?(?=\d)"),
         "spaced_verb": re.compile(rf"(?<!ماه ){start}(ن?می) ({verb}){verb_end}"),
         "glued_verb": re.compile(rf"{start}(ن?می)({verb}){verb_end}"),
         "plural": re.compile(rf"{start}({several}(?<!ها)(?<!های)(?<!هایی)) ({_PLURALS}|{_SPOKEN_PLURALS}){end}"),

@@ -6,6 +6,7 @@ them; adding an abbreviation, a currency or a whole language needs no code.
 
 from __future__ import annotations
 
+import re
 import sys
 import unicodedata
 from collections.abc import Iterable
@@ -113,6 +114,11 @@ def clean_characters(text: str, table: CharacterTable) -> str:
     return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
+def any_of(words: Iterable[str]) -> str:
+    """Return a pattern for any of `words`, the longest first; it matches nothing if there are none."""
+    return "|".join(sorted(map(re.escape, words), key=len, reverse=True)) or "(?!)"
+
+
 TABLES_FOLDER = Path(__file__).parent / "languages"
 
 
@@ -134,7 +140,7 @@ class LanguageTable:
     code: str
     script: str = "latin"
     """`latin`, `arabic`, `cyrillic`, `devanagari`, `hangul`, `kana`, `han`, or the first word of the Unicode names
-    of its letters: `greek`, `hebrew`. Languages that share a script are told apart by statistics."""
+    of its letters: `greek`, `hebrew`. Languages that share a script are distinguished by statistics."""
     max_characters: int = 200
     """Longest text spoken in one piece: about 18 seconds, as XTTS-v2 publishes it for its languages."""
     espeak_voice: str | None = None
@@ -142,7 +148,7 @@ class LanguageTable:
     digits: list[str] = field(default_factory=list)
     """The words for 0 to 9 of a language that num2words does not know; every number is read digit by digit."""
     word_space: str = " "
-    """What separates words: empty in Chinese and Japanese."""
+    """The separator of words: empty in Chinese and Japanese."""
     abbreviations: dict[str, str] = field(default_factory=dict)
     """Lower-case abbreviation, including dots, to the words it stands for."""
     before_number: dict[str, str] = field(default_factory=dict)
