@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from speech_like import MAX_MEL_FRAMES, make_clips
 
-from myxtts.config import DataSettings, TrainingSettings
-from myxtts.data.batches import Batches, Gatherer, num_codes_of, packed_tokens
+from myxtts.config import DataSettings, TrainingSettings, num_codes_of
+from myxtts.data.batches import Batches, Gatherer, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
 from myxtts.devices import Plan
@@ -147,11 +147,11 @@ def main() -> None:
                 ("one batch replayed, again", "buffered", True, True),
             ):
                 steps, rate, readiness, allocated = bench.measure(mode, cached, replay, num_steps)
-                times, idle = step_timing(steps), f"{idle_share(steps):.2%}"
+                timing, idle = step_timing(steps), f"{idle_share(steps):.2%}"
                 replayed = replayed or rate
-                row = (f"{rate:,.0f}", f"{rate / replayed:.1%}", f"{times.median_ms:.2f}")
-                table.add_row(size, name, *row, idle, f"{times.cv:.1%}", str(allocated), readiness)
-                console.print(size, name, *row, f"idle {idle} CV {times.cv:.1%}", readiness)
+                row = (f"{rate:,.0f}", f"{rate / replayed:.1%}", f"{timing.median_ms:.2f}")
+                table.add_row(size, name, *row, idle, f"{timing.cv:.1%}", str(allocated), readiness)
+                console.print(size, name, *row, f"idle {idle} CV {timing.cv:.1%}", readiness)
             console.print(f"{size}: an epoch through the pipeline without training: {encode_ms:.1f} ms a batch")
             del bench
             torch.cuda.empty_cache()

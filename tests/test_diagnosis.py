@@ -684,6 +684,6 @@ def test_a_diagnosis_is_json_and_names_why_readings_are_missing() -> None:
     found = diagnose_line(Line(gather=64, uneven=(20, 20)), no_readings="no NVIDIA driver answers")
     record = json.loads(json.dumps(found.to_json()))
     assert {"sentence", "grade", "shares", "findings", "bound", "phases", "rings", "mfu"} <= record.keys()
-    assert record["phases"]["gather"]["workers"] == 2 and record["phases"]["gather"]["max_ms"] > 0
+    assert record["phases"]["gather"]["workers"] == 2 and record["phases"]["gather"]["longest_ms"] > 0
     missing = next(found for found in record["findings"] if found["code"] == "no-readings")
     assert "driver" in missing["why"]

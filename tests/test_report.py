@@ -46,7 +46,7 @@ VERDICT = {
     "headroom": 1.13,
     "grade_notes": ["The data GPU has little to do."],
     "bound": "gather",
-    "phases": {"gather": {"median_ms": 80.5, "mean_ms": 90.0, "max_ms": 400.0, "cv": 0.3, "workers": 4}},
+    "phases": {"gather": {"median_ms": 80.5, "mean_ms": 90.0, "longest_ms": 400.0, "cv": 0.3, "workers": 4}},
     "findings": [
         {"code": "all-well", "level": "pass", "what": "Nothing was compiled again."},
         Finding(

@@ -102,13 +102,13 @@ class ProfileData:
 class PhaseTime(Timing):
     """How long a phase takes for a batch."""
 
-    workers: int
+    workers: int = 1
     """Threads or streams that work in parallel."""
-    busy_share: float
+    busy_share: float = 0.0
     """Share of the time in which at least one of them works."""
-    long_share: float
+    long_share: float = 0.0
     """Share of the batches that take more than `LONG_FACTOR` times the median."""
-    long_time_share: float
+    long_time_share: float = 0.0
     """Share of the phase's working time that these batches take."""
 
     @property

@@ -39,6 +39,7 @@ from myxtts.observe.findings import (
     wait_rule,
 )
 from myxtts.observe.metrics import StepReport
+from myxtts.observe.trace import Timing
 
 MIN_BATCHES, FASTER = 16, 1.1
 """Batches that show the pace of a phase, and how much faster the model must be to empty the buffers."""
@@ -206,6 +207,8 @@ class Diagnosis(ProfileStats):
 
 def _plain(value: Any) -> Any:
     """Return a value in types that JSON has."""
+    if isinstance(value, Timing):
+        return asdict(value) | {"cv": value.cv}
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Mapping):

@@ -404,7 +404,7 @@ class Wait(Situation):
 
     @property
     def time(self) -> PhaseTime:
-        empty = PhaseTime(0, 0.0, 0.0, 0.0, 0.0, 0.0, self.data.num_workers, 0.0, 0.0, 0.0)
+        empty = PhaseTime(workers=self.data.num_workers)
         return self.stats.phases.get(self.phase, empty) if self.stats is not None else empty
 
     @property
@@ -492,7 +492,7 @@ def _fewer_workers(s: Wait) -> Fix:
 def _deeper_ring(s: Wait) -> Fix:
     """Return a host ring that outlasts the slowest batch."""
     depth = s.host_depth or s.data.prefetch_buffer_size or MIN_PREFETCH
-    longest = math.ceil(s.time.max_ms / s.train_ms) + 2 if s.train_ms else 0
+    longest = math.ceil(s.time.longest_ms / s.train_ms) + 2 if s.train_ms else 0
     return DEEPER_RING._replace(value=max(2 * depth, longest))
 
 
@@ -533,7 +533,7 @@ WAIT_RULES = (
     ),
     WaitRule(
         "gather-uneven", ("gather",),
-        "one batch in {s.one_in:.0f} takes up to {s.time.max_ms:.0f} ms, most take {s.time.median_ms:.1f} ms",
+        "one batch in {s.one_in:.0f} takes up to {s.time.longest_ms:.0f} ms, most take {s.time.median_ms:.1f} ms",
         ("data.native_loading", lambda s: _deeper_ring(s) if s.keeps_up else None,
          Fix("look for clips that are very long, damaged, or on a slow disk", "data.cache_dir")),
         lambda s: s.is_uneven,

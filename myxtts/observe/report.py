@@ -638,7 +638,7 @@ def stage_table(stages: object) -> str:
     rows = []
     for name, stage in stages.items() if isinstance(stages, Mapping) else ():
         if isinstance(stage, Mapping):
-            times = [short(number(stage.get(f"{which}_ms")), " ms") for which in ("median", "mean", "max")]
+            times = [short(number(stage.get(f"{which}_ms")), " ms") for which in ("median", "mean", "longest")]
             shares = [percent(number(stage.get(which))) for which in ("cv", "busy_share")]
             rows.append(_row(escape(str(name)), *times, *shares, short(number(stage.get("workers")))))
     head = _row("A batch", "mostly", "on average", "at most", "varies", "Phase busy", "Side by side", cell="th")
