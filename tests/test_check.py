@@ -30,7 +30,7 @@ from myxtts.settings import Loaded, load, specs
 from myxtts.terminal import show_findings
 from myxtts.tools import check as checks
 from myxtts.tools import dry_run
-from myxtts.tools.check import CHECKS, CheckContext, GpuContext, Host, check, passed, to_json
+from myxtts.tools.check import CHECKS, CheckContext, Host, check, passed, to_json
 from myxtts.tools.dry_run import Seen
 from myxtts.training.trainer import StepMode
 
@@ -238,10 +238,6 @@ def test_a_corpus_of_which_much_is_unusable_is_a_warning_with_reasons(corpus: Pa
 # The GPUs
 
 
-def on(plan: Plan, **given: object) -> GpuContext:
-    return GpuContext(context(NO_GPU, **given), plan, True, NoProgress(), lambda _: None)
-
-
 def test_without_a_driver_the_question_about_gpus_fails() -> None:
     assert checks.driver(context()).level == "pass"
     assert checks.driver(context(NO_GPU, NO_DRIVER)).level == "fail"
@@ -266,7 +262,7 @@ def test_peer_access_matters_only_between_two_gpus() -> None:
 def test_bytes_are_copied_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = checks._seconds
     monkeypatch.setattr(checks, "COPY_BYTES", 5_000_000)
-    across = on(Plan(CPU, OTHER_CPU, "dual"))
+    across = Plan(CPU, OTHER_CPU, "dual")
     for slowness, level in ((1e-4, "pass"), (1.0, "warn")):
         monkeypatch.setattr(checks, "_seconds", lambda *copy, s=slowness: [seconds(*copy), s][1])
         answer = checks.transfer(across)
@@ -276,9 +272,9 @@ def test_bytes_are_copied_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cap_that_is_not_held_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    capped = on(Plan(CPU, CPU, data_cap_mb=1, model_cap_mb=1))
+    capped = Plan(CPU, CPU, data_cap_mb=1, model_cap_mb=1)
     assert [finding.level for finding in checks.caps_held(capped)] == ["fail"]
-    assert list(checks.caps_held(on(Plan(CPU, CPU)))) == []
+    assert list(checks.caps_held(Plan(CPU, CPU))) == []
 
     def refuse(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
@@ -396,7 +392,7 @@ def test_the_corpus_of_the_dry_run_is_the_users_if_it_was_ever_prepared(
     monkeypatch.setattr(checks, "prepare", lambda data, _: asked.append(data.train_data))
 
     def used(**given: object) -> object:
-        return checks._prepared(GpuContext(context(**given), Plan(CPU, CPU), True, NoProgress(), said.append))
+        return checks._prepared(context(**given), NoProgress(), said.append)
 
     assert used(**prepared_corpus) is not None and asked == []
     used(**(prepared_corpus | {"data__batch_size": "7"}))
@@ -405,6 +401,10 @@ def test_the_corpus_of_the_dry_run_is_the_users_if_it_was_ever_prepared(
     assert asked == [Path(str(prepared_corpus["data__train_data"]))] and said == []
     used(data__train_data=str(corpus))
     assert asked[1:] == [None] and "embedded" in said[0]
+
+
+def tried(**given: object) -> Iterator[Finding]:
+    return checks.dry_run(context(NO_GPU, **given), Plan(CPU, CPU), NoProgress(), lambda _: None)
 
 
 def test_a_batch_that_arrives_changed_fails_the_dry_run(
@@ -417,7 +417,7 @@ def test_a_batch_that_arrives_changed_fails_the_dry_run(
         out["ids"][0, 0] += 1
 
     monkeypatch.setattr(GptFrontend, "encode", encode_and_spoil)
-    answer = next(checks.dry_run(on(Plan(CPU, CPU), **prepared_corpus)))
+    answer = next(tried(**prepared_corpus))
     assert answer.level == "fail" and "arrived changed: ids" in answer.why
 
 
@@ -428,7 +428,7 @@ def test_an_error_in_the_dry_run_is_a_finding(
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(dry_run, "Rehearsal", fail)
-    (answer,) = checks.dry_run(on(Plan(CPU, CPU), **prepared_corpus))
+    (answer,) = tried(**prepared_corpus)
     assert (answer.level, answer.why) == ("fail", "no compiler")
 
 

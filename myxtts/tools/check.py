@@ -43,6 +43,7 @@ from myxtts.errors import ConfigError, DatasetError, MyXTTSError, NoProgress, Pr
 from myxtts.host import available_bytes, host_memory, nvidia_driver, usable_cores
 from myxtts.model.gpt import adapter_state, add_adapters
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims
+from myxtts.observe.breakdown import DATA_PHASES
 from myxtts.observe.findings import Finding, Level, Situation, hints, rule_finding
 from myxtts.pipeline.feed import choose_depths
 from myxtts.pipeline.frontend import GptFrontend
@@ -563,22 +564,6 @@ CPU_SIZE, CPU_BATCH = "tiny", 2
 """What a dry run on a CPU uses, because a step of a larger model takes minutes."""
 
 
-@dataclass(frozen=True)
-class GpuContext:
-    """What the checks of the GPUs use."""
-
-    ctx: CheckContext
-    plan: Plan
-    """That of the run, or both roles on one device if there is no such plan."""
-    is_plan_of_run: bool
-    progress: Progress
-    say: Callable[[str], None]
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.plan.model.type == "cuda"
-
-
 def check_gpus(
     loaded: Loaded,
     machine: Machine | None = None,
@@ -589,11 +574,10 @@ def check_gpus(
     """Return findings about the GPUs, then those of `check`; compiling for the dry run may take minutes."""
     ctx = CheckContext(loaded, machine or Machine.look(), host or Host.look())
     plan = ctx.plan if isinstance(ctx.plan, Plan) else _fallback(ctx)
-    gpu = GpuContext(ctx, plan, isinstance(ctx.plan, Plan), progress or NoProgress(), say)
     tried = [driver(ctx), gpus(ctx), devices(ctx), *peers(ctx), caps(ctx)]
-    if gpu.on_gpu:
-        tried += [*caps_held(gpu), transfer(gpu)]
-    tried += [*dry_run(gpu), *not_checked(gpu)]
+    if ctx.on_gpu:
+        tried += [*caps_held(plan), transfer(plan)]
+    tried += [*dry_run(ctx, plan, progress or NoProgress(), say), *not_checked(ctx, plan)]
     codes = {finding.code for finding in tried}
     return tried + [finding for finding in run_checks(ctx) if finding.code not in codes]
 
@@ -621,9 +605,8 @@ def peers(ctx: CheckContext) -> Iterator[Finding]:
         yield Finding("peers", "warn", f"No direct copies {across}", why, fix)
 
 
-def caps_held(gpu: GpuContext) -> Iterator[Finding]:
+def caps_held(plan: Plan) -> Iterator[Finding]:
     """Check that each cap refuses what exceeds it."""
-    plan = gpu.plan
     apply_caps(plan)
     for device, cap_mb in {plan.data: plan.data_cap_mb, plan.model: plan.model_cap_mb}.items():
         if cap_mb is None:
@@ -637,9 +620,8 @@ def caps_held(gpu: GpuContext) -> Iterator[Finding]:
             yield Finding("caps-held", "fail", f"{device} gives more than its cap of {cap_mb} MB", "", fix)
 
 
-def transfer(gpu: GpuContext) -> Finding:
+def transfer(plan: Plan) -> Finding:
     """Check that random bytes come back unchanged from pinned memory through the GPUs to the host."""
-    plan = gpu.plan
     sent = torch.from_numpy(host_memory(COPY_BYTES)).random_()
     there = torch.empty_like(sent, device=plan.data)
     across = torch.empty_like(sent, device=plan.model)
@@ -661,32 +643,30 @@ def transfer(gpu: GpuContext) -> Finding:
     return Finding("transfer", "pass", f"{COPY_BYTES // _MB} MB arrive unchanged: {way}")
 
 
-def dry_run(gpu: GpuContext) -> Iterator[Finding]:
+def dry_run(ctx: CheckContext, plan: Plan, progress: Progress, say: Callable[[str], None]) -> Iterator[Finding]:
     """Check the whole pipeline with a short training."""
-    ctx = gpu.ctx
-    stage = "gpt" if "gpt" in ctx.stages else ctx.stages[0]
-    loaded = ctx.loaded if gpu.on_gpu else _for_cpu(ctx.loaded)
-    settings = loaded.settings
+    stage, on_gpu = "gpt" if "gpt" in ctx.stages else ctx.stages[0], plan.model.type == "cuda"
+    loaded = ctx.loaded if on_gpu else _for_cpu(ctx.loaded)
     started_at = time.perf_counter()
     try:
-        prepared = _prepared(gpu)
-        gpu.say(f"Dry run: {NUM_STEPS} steps of stage {stage}{' (compiling takes a while)' * gpu.on_gpu}")
-        seen = witness(loaded, prepared, stage, gpu.plan)
+        prepared = _prepared(ctx, progress, say)
+        say(f"Dry run: {NUM_STEPS} steps of stage {stage}{' (compiling takes a while)' * on_gpu}")
+        seen = witness(loaded, prepared, stage, plan)
     except (MyXTTSError, RuntimeError, OSError) as error:  # also those of a compiler or driver
         fix = "do what the error says; what the compiler cannot do, --disable-xla-compilation avoids"
         yield Finding("rehearsal", "fail", "The dry run ended with an error", str(error)[:MAX_ERROR_CHARS], fix)
         return
-    yield _judge_pipeline(seen, settings, time.perf_counter() - started_at)
+    yield _judge_pipeline(seen, loaded.settings, time.perf_counter() - started_at)
     yield _judge_placement(seen)
-    if gpu.on_gpu:
-        yield _judge_optimisations(seen, settings)
+    if on_gpu:
+        yield _judge_optimisations(seen, loaded.settings)
 
 
 def _judge_pipeline(seen: Seen, settings: Settings, seconds: float) -> Finding:
-    needed = {"gather", "upload", "encode"} | ({"handoff"} if seen.plan.mode == "dual" else set())
+    needed = DATA_PHASES if seen.plan.mode == "dual" else DATA_PHASES[:3]
     problems = []
-    if missing := needed - seen.spans:
-        problems.append(f"these phases did nothing: {', '.join(sorted(missing))}")
+    if missing := [phase for phase in needed if phase not in seen.spans]:
+        problems.append(f"these phases did nothing: {', '.join(missing)}")
     if seen.changed_tensors:
         problems.append(f"the first batch arrived changed: {', '.join(sorted(seen.changed_tensors))}")
     if not all(math.isfinite(loss) for loss in seen.losses):
@@ -696,9 +676,8 @@ def _judge_pipeline(seen: Seen, settings: Settings, seconds: float) -> Finding:
     if problems:
         fix = "run the tests (make test); if they pass, report this with the output of check --gpus --json"
         return Finding("rehearsal", "fail", "The pipeline does not work here", "; ".join(problems), fix)
-    phases = " → ".join(name for name in ("gather", "upload", "encode", "handoff") if name in needed)
     what = f"{NUM_STEPS} steps of stage {seen.stage}, `{settings.model.size}`, {settings.data.batch_size} clips"
-    return Finding("rehearsal", "pass", f"{what}: {phases} → train, in {seconds:.0f} s")
+    return Finding("rehearsal", "pass", f"{what}: {' → '.join(needed)} → train, in {seconds:.0f} s")
 
 
 def _judge_placement(seen: Seen) -> Finding:
@@ -709,7 +688,9 @@ def _judge_placement(seen: Seen) -> Finding:
         ("frozen networks", seen.frozen_devices or {plan.data}, plan.data),
     ]
     wrong = [
-        f"{what} on {_names(found)} instead of {device}" for what, found, device in expected if found != {device}
+        f"{what} on {' and '.join(sorted(map(str, found))) or 'no device'} instead of {device}"
+        for what, found, device in expected
+        if found != {device}
     ]
     if wrong:
         return Finding("placement", "fail", "Not everything is where it belongs", "; ".join(wrong), "report this")
@@ -738,15 +719,15 @@ def _judge_optimisations(seen: Seen, settings: Settings) -> Finding:
     return Finding("optimisations", "fail" if broken else "warn", what, why, fix)
 
 
-def not_checked(gpu: GpuContext) -> Iterator[Finding]:
+def not_checked(ctx: CheckContext, plan: Plan) -> Iterator[Finding]:
     """Name what the machine could not show."""
-    if gpu.is_plan_of_run and gpu.on_gpu:
+    if ctx.on_gpu and isinstance(ctx.plan, Plan):
         return
     unseen = ["copies between GPUs", "memory caps", "the model on a GPU of its own"]
-    if not gpu.on_gpu:
+    if not ctx.on_gpu:
         unseen += ["uploads from pinned memory", "compilation", "bf16"]
-    where = f"both roles were tried on {gpu.plan.model}"
-    smaller = "" if gpu.on_gpu else f", with `{CPU_SIZE}` and batches of at most {CPU_BATCH} clips"
+    where = f"both roles were tried on {plan.model}"
+    smaller = "" if ctx.on_gpu else f", with `{CPU_SIZE}` and batches of at most {CPU_BATCH} clips"
     yield Finding("not-checked", "info", f"Not checked here: {', '.join(unseen)}", f"{where}{smaller}")
 
 
@@ -767,16 +748,15 @@ def _for_cpu(loaded: Loaded) -> Loaded:
     return replace(loaded, settings=smaller)
 
 
-def _prepared(gpu: GpuContext) -> PreparedCorpus:
+def _prepared(ctx: CheckContext, progress: Progress, say: Callable[[str], None]) -> PreparedCorpus:
     """Return the user's corpus if it was ever prepared, else the embedded one: preparing may take an hour."""
-    ctx = gpu.ctx
     if ctx.prepared is not None:
         return ctx.prepared
     data = ctx.data_of_run
     if ctx.data.train_data is not None and not ctx.has_stores:
-        gpu.say("The corpus is not prepared yet: the dry run uses the embedded one")
+        say("The corpus is not prepared yet: the dry run uses the embedded one")
         data = replace(data, train_data=None, val_data=None)
-    return prepare(data, gpu.progress)
+    return prepare(data, progress)
 
 
 def _seconds(stream: Stream, copy: Callable[[], object]) -> float:
@@ -793,7 +773,3 @@ def _seconds(stream: Stream, copy: Callable[[], object]) -> float:
 
 def _speed(seconds: float) -> str:
     return f"({COPY_BYTES / seconds / 1e9:.1f} GB/s)"
-
-
-def _names(devices: set[torch.device]) -> str:
-    return " and ".join(sorted(map(str, devices))) or "no device"
