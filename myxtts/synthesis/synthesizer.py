@@ -10,7 +10,6 @@ loads a training run or an XTTS-v2 folder.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,8 +31,8 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.generation import CodeGenerators, Generated, Prompt, Sampling, draws, round_weights
-from myxtts.synthesis.text import REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem, severity
-from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan
+from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
+from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import STAGE_PARTS, Provenance, load_folder
@@ -53,15 +52,9 @@ CHUNK_CODES = 20
 SLOWEST, FASTEST = 0.5, 2.0
 """Bounds of the speed."""
 MOST_GUIDANCE = 10.0
-PAUSE_SAMPLES = OUTPUT_SAMPLE_RATE // 10
-"""Silence between two sentences, in addition to what the model generates."""
 SILENT = 1e-3
 """The wave of a sentence that never reaches this is silent."""
-FAINT = 3e-3
-"""A block of a wave below this level is as good as silent: -50 dB, where speech has -20."""
 FAINT_NOTE = "hardly anything can be heard: the model has not learnt to make sound yet"
-_BLOCK_SAMPLES = 480
-_FADE_SAMPLES = OUTPUT_SAMPLE_RATE // 250
 _FORMATS = (".wav", ".flac")
 _DECODER, _SPEAKER, _DVAE = "hifigan_decoder.waveform_decoder", "hifigan_decoder.speaker_encoder", "dvae"
 
@@ -136,6 +129,9 @@ class Attempt(NamedTuple):
     """What the quality check found."""
     num_attempts: int
 
+    def severity(self) -> int:
+        return PROBLEMS.index(self.problem)
+
 
 def checked(generated: Generated, sentence: Sentence, attempt: int) -> Attempt:
     """A whole sentence with the result of the quality check."""
@@ -162,12 +158,6 @@ class SentenceReport:
         return cls(sentence.text, num_codes, seconds, attempt.num_attempts, problem, is_faint(wave))
 
 
-def is_faint(wave: Wave) -> bool:
-    """True if a wave is silent except for a constant and some clicks."""
-    blocks = wave[: len(wave) // _BLOCK_SAMPLES * _BLOCK_SAMPLES].reshape(-1, _BLOCK_SAMPLES)
-    return not len(blocks) or bool(np.percentile(blocks.std(axis=1), 90) < FAINT)
-
-
 @dataclass(frozen=True)
 class Report:
     """How a text was spoken; the same seed, weights and text give the same wave."""
@@ -180,8 +170,6 @@ class Report:
     sentences: tuple[SentenceReport, ...]
     unknown_characters: dict[str, str]
     """Characters the vocabulary lacks, and what was said instead: "" if they were left out."""
-    spent_seconds: float
-    """From the text to the last sample; for the whole batch if texts were spoken together."""
     voice_notes: tuple[str, ...] = ()
 
     @property
@@ -255,31 +243,6 @@ def save_wave(path: Path, wave: Wave, rate: int) -> None:
         write(path, wave, rate)
     except (OSError, RuntimeError) as error:  # libsndfile's own errors are RuntimeErrors
         raise ConfigError(f"{path} cannot be written: {error}") from error
-
-
-def faded(wave: Wave, *, starts: bool, ends: bool) -> Wave:
-    """A copy that is faded in where a sentence starts and out where it ends, so that its edges do not click."""
-    wave = wave.copy()
-    length = min(_FADE_SAMPLES, len(wave))
-    rise = np.linspace(0, 1, length, dtype=np.float32)
-    if starts:
-        wave[:length] *= rise
-    if ends:
-        wave[len(wave) - length :] *= rise[::-1]
-    return wave
-
-
-def joined(waves: Sequence[Wave]) -> Wave:
-    """The sentences with pauses between them; empty ones are skipped."""
-    parts: list[Wave] = []
-    for wave in waves:
-        if len(wave):
-            parts += [_silence(PAUSE_SAMPLES)] * bool(parts) + [faded(wave, starts=True, ends=True)]
-    return np.concatenate([_silence(0), *parts])
-
-
-def _silence(num_samples: int) -> Wave:
-    return np.zeros(num_samples, np.float32)
 
 
 class SpeechStream:
@@ -401,7 +364,7 @@ class Synthesizer:
         codes about equally likely the other one may be chosen. A text without any codes has an empty wave, and a
         report that says so.
         """
-        started_at, options = time.perf_counter(), self._options(arguments)
+        options = self._options(arguments)
         voices = [voice] * len(texts) if isinstance(voice, Voice) else voice
         languages = [language] * len(texts) if isinstance(language, str) else language
         utterances = [self._utterance(*each) for each in zip(texts, voices, languages, strict=True)]
@@ -411,8 +374,8 @@ class Synthesizer:
         for utterance in utterances:
             some = [(sentence, *next(spoken)) for sentence in utterance.sentences]
             reports = [SentenceReport.of(*each) for each in some]
-            report = self._report(utterance, reports, options, started_at)
-            speeches.append(Speech(joined([wave for _, _, wave in some]), report))
+            waves = [wave for _, _, wave in some]
+            speeches.append(Speech(joined(waves), self._report(utterance, reports, options)))
         return speeches
 
     def stream(
@@ -435,7 +398,7 @@ class Synthesizer:
     def _stream(
         self, utterance: Utterance, options: SynthesisOptions, chunk_codes: int
     ) -> Generator[Wave, None, Report]:
-        started_at, has_sound = time.perf_counter(), False
+        has_sound = False
         reports: list[SentenceReport] = []
         with progress_bar(options.progress, "Speaking", len(utterance.sentences)) as advance:
             for sentence in utterance.sentences:
@@ -444,7 +407,7 @@ class Synthesizer:
                 has_sound = has_sound or len(wave) > 0
                 reports.append(SentenceReport.of(sentence, attempt, wave))
                 advance(1)
-        return self._report(utterance, reports, options, started_at).require_sound()
+        return self._report(utterance, reports, options).require_sound()
 
     def _stream_sentence(
         self, sentence: Sentence, voice: Voice, options: SynthesisOptions, chunk_codes: int, after_sound: bool
@@ -470,13 +433,13 @@ class Synthesizer:
                 wave = vocoder.push(more, last=attempt is not None).numpy()
                 if len(wave):
                     if after_sound and not pieces:
-                        yield _silence(PAUSE_SAMPLES)
+                        yield pause()
                     pieces.append(faded(wave, starts=not pieces, ends=attempt is not None))
                     yield pieces[-1]
             if pieces or attempt.problem is None:
                 break
         assert attempt is not None
-        return attempt, np.concatenate([_silence(0), *pieces])
+        return attempt, np.concatenate(pieces or [np.zeros(0, np.float32)])
 
     def _options(self, arguments: SynthesisArguments) -> SynthesisOptions:
         defaults: dict[str, Any] = {"sampling": self.sampling, "seed": secrets.randbits(31)}
@@ -496,11 +459,7 @@ class Synthesizer:
         return Utterance(voice, code, *self._frontend.sentences(text, code))
 
     def _report(
-        self,
-        utterance: Utterance,
-        sentences: Sequence[SentenceReport],
-        options: SynthesisOptions,
-        started_at: float,
+        self, utterance: Utterance, sentences: Sequence[SentenceReport], options: SynthesisOptions
     ) -> Report:
         return Report(
             utterance.language,
@@ -510,7 +469,6 @@ class Synthesizer:
             options.speed,
             tuple(sentences),
             utterance.unknown_characters,
-            time.perf_counter() - started_at,
             utterance.voice.notes,
         )
 
@@ -544,7 +502,7 @@ class Synthesizer:
                     generator.finish(advance)
                     for row, index in enumerate(batch):
                         found = checked(generator.generated(row), work[index][0], number)
-                        best[index] = min(best.get(index, found), found, key=lambda one: severity(one.problem))
+                        best[index] = min(best.get(index, found), found, key=Attempt.severity)
             waiting = [index for index in waiting if best[index].problem]
             for index in waiting:
                 best[index] = best[index]._replace(num_attempts=number + 1)

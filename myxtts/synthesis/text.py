@@ -32,8 +32,9 @@ PAUSES_SECONDS = 1.5
 LONGEST_PERIOD, REPEATED_CODES, REPETITIONS = 32, 32, 3
 """A loop repeats up to 32 codes (1.5 s) at least three times in a row, and lasts at least 32 codes."""
 
-EMPTY, RUN_AWAY, REPETITION, TOO_SHORT = "empty", "run-away", "repetition", "too short"
-WORST_FIRST = (EMPTY, RUN_AWAY, REPETITION, TOO_SHORT)
+PROBLEMS = (None, "too short", "repetition", "run-away", "empty")
+"""What can be wrong with the codes of a sentence, the mildest first."""
+_, TOO_SHORT, REPETITION, RUN_AWAY, EMPTY = PROBLEMS
 
 
 class Bounds(NamedTuple):
@@ -51,7 +52,7 @@ def bounds(num_characters: int, max_codes: int) -> Bounds:
 
 
 def find_problem(codes: Sequence[int], limits: Bounds) -> str | None:
-    """The worst problem of a whole sentence, one of `WORST_FIRST`; None if there is none."""
+    """The worst problem of a whole sentence, one of `PROBLEMS`."""
     if not codes:
         return EMPTY
     if len(codes) >= limits.most:
@@ -81,11 +82,6 @@ def _longest_echo(codes: Sequence[int], period: int) -> int:
 def ends_in_loop(codes: Sequence[int], num_added: int) -> bool:
     """True if the last `num_added` codes may have closed a loop; looks no further back than that needs."""
     return has_loop(codes[-(REPETITIONS * LONGEST_PERIOD + num_added) :])
-
-
-def severity(problem: str | None) -> int:
-    """0 for no problem; larger is worse."""
-    return 0 if problem is None else len(WORST_FIRST) - WORST_FIRST.index(problem)
 
 
 CHARACTER_LIMITS = {

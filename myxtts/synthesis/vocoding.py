@@ -15,10 +15,12 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.errors import NO_PROGRESS
 from myxtts.model.dvae import DVAE
@@ -261,3 +263,41 @@ class HifiGanStream:
         num_passed = max(0, self._num_done - REACH_FRAMES - self._num_dropped)
         self._kept, self._num_dropped = kept[num_passed:], self._num_dropped + num_passed
         return wave.cpu()
+
+
+FAINT = 3e-3
+"""A block of a wave below this level is as good as silent: -50 dB, where speech has -20."""
+_BLOCK_SAMPLES = 480
+_FADE_SAMPLES = OUTPUT_SAMPLE_RATE // 250
+
+
+def is_faint(wave: Wave) -> bool:
+    """True if a wave is silent except for a constant and some clicks."""
+    blocks = wave[: len(wave) // _BLOCK_SAMPLES * _BLOCK_SAMPLES].reshape(-1, _BLOCK_SAMPLES)
+    return not len(blocks) or bool(np.percentile(blocks.std(axis=1), 90) < FAINT)
+
+
+def faded(wave: Wave, *, starts: bool, ends: bool) -> Wave:
+    """A copy that is faded in where a sentence starts and out where it ends, so that its edges do not click."""
+    wave = wave.copy()
+    length = min(_FADE_SAMPLES, len(wave))
+    rise = np.linspace(0, 1, length, dtype=np.float32)
+    if starts:
+        wave[:length] *= rise
+    if ends:
+        wave[len(wave) - length :] *= rise[::-1]
+    return wave
+
+
+def joined(waves: Sequence[Wave]) -> Wave:
+    """The sentences with pauses between them; empty ones are skipped."""
+    parts: list[Wave] = []
+    for wave in waves:
+        if len(wave):
+            parts += [pause()] * bool(parts) + [faded(wave, starts=True, ends=True)]
+    return np.concatenate(parts or [np.zeros(0, np.float32)])
+
+
+def pause() -> Wave:
+    """The silence between two sentences, in addition to what the model generates."""
+    return np.zeros(OUTPUT_SAMPLE_RATE // 10, np.float32)

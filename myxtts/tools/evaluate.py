@@ -85,17 +85,17 @@ class Recording(NamedTuple):
     """A clip of a corpus, and its folder in an evaluation."""
 
     clips: ClipSet
-    index: int
+    number: int
     folder: str
 
     @property
     def name(self) -> str:
-        return self.clips.names[self.index]
+        return self.clips.names[self.number]
 
     @property
     def file_name(self) -> str:
         """A safe file name; the row keeps apart clips whose names differ only in unsafe characters."""
-        return f"{_UNSAFE.sub('_', self.name)[-60:]}-{int(self.clips.audio_rows[self.index])}.wav"
+        return f"{_UNSAFE.sub('_', self.name)[-60:]}-{int(self.clips.audio_rows[self.number])}.wav"
 
     @property
     def file(self) -> str:
@@ -105,13 +105,13 @@ class Recording(NamedTuple):
     @property
     def wave(self) -> Wave:
         """As the network gets it, 22.05 kHz."""
-        pcm = self.clips.audio[int(self.clips.audio_rows[self.index])]
+        pcm = self.clips.audio[int(self.clips.audio_rows[self.number])]
         return np.divide(pcm, 32768, dtype=np.float32)
 
     @property
     def ids(self) -> Tensor:
         """The token ids of its text."""
-        return torch.from_numpy(self.clips.ids[int(self.clips.ids_rows[self.index])].astype(np.int64))
+        return torch.from_numpy(self.clips.ids[int(self.clips.ids_rows[self.number])].astype(np.int64))
 
 
 class HeldOutSentence(NamedTuple):
@@ -152,7 +152,7 @@ def held_out_sentences(
     chosen: list[tuple[int, HeldOutSentence]] = []
     for index, name in enumerate(val.names):
         speaker = int(val.speakers[index])
-        own = [clip for clip in references[speaker] if clip.clips is not val or clip.index != index]
+        own = [clip for clip in references[speaker] if clip.clips is not val or clip.number != index]
         obstacles = {
             "in another language": language not in (None, languages[index]),
             "said by a training clip too": name not in texts,
