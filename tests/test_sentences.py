@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError
 from myxtts.synthesis.text import (
-    CHARACTER_LIMITS,
     Bounds,
     Limits,
     TextFrontend,
@@ -30,10 +29,6 @@ def check(text: str, language: str) -> None:
     """`|` marks the places where a text must be cut, and no other; sentences are long enough to stay alone."""
     expected = [part.strip() for part in text.split("|")]
     assert split(text.replace("|", ""), language, 100) == expected
-
-
-def test_every_language_has_a_limit() -> None:
-    assert set(CHARACTER_LIMITS) == set(LANGUAGES)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import Tensor
 from myxtts.config import CONDITIONING_TOKENS
 from myxtts.devices import CudaGraph, Stream
 from myxtts.errors import NO_PROGRESS, PipelineError
-from myxtts.model.gpt import GPT, GPTDims, Tokens
+from myxtts.model.gpt import GPT, GPTDims, PaddedTokens
 
 MAX_NEW_CODES = 602
 """Codes of a sentence at most, as in the reference."""
@@ -92,7 +92,8 @@ class Decoding:
         self.is_prefix.copy_(self.slots < (CONDITIONING_TOKENS + 2 + num_ids)[:, None])
         places = torch.arange(ids.shape[1] + 2, device=ids.device)
         sentences = torch.arange(len(ids), device=ids.device)
-        token = Tokens(ids, num_ids, dims.start_text, dims.stop_text, 1).token(sentences[:, None], places - 1)
+        padded = PaddedTokens(ids, num_ids, dims.start_text, dims.stop_text, 1)
+        token = padded.token(sentences[:, None], places - 1)
         text = model.text_embedding(token) + model.text_pos_embedding.emb(places)
         x = torch.cat([voice.expand(len(ids), -1, -1).to(text.dtype), text], dim=1)
         room = (0, 0, 0, len(self.slots) - self.prefix)

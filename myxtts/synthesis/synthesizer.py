@@ -35,7 +35,7 @@ from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFr
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
 from myxtts.text.tokenizer import Tokenizer
-from myxtts.weights import STAGE_PARTS, Provenance, load_folder
+from myxtts.weights import Provenance, load_folder
 
 PUBLISHED_SAMPLING = Sampling(temperature=0.75, top_k=50, top_p=0.85, repetition_penalty=5.0)
 """As in XTTS-v2's `config.json`, whose length penalty only matters to beam search."""
@@ -527,7 +527,7 @@ def load_synthesizer(
     run = RunDir(folder)
     if run.exists:
         known = provenance(run)
-        vocoder = usable_vocoder([STAGE_PARTS[stage] for stage in known.untrained], vocoder)
+        vocoder = usable_vocoder(known.untrained_parts, vocoder)
         model, vocabulary = run.load_model(without=known.untrained, best_gpt=best_gpt), run.vocabulary()
     elif not folder.is_dir():
         raise ConfigError(

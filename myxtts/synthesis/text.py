@@ -84,12 +84,6 @@ def ends_in_loop(codes: Sequence[int], num_added: int) -> bool:
     return has_loop(codes[-(REPETITIONS * LONGEST_PERIOD + num_added) :])
 
 
-CHARACTER_LIMITS = {
-    "en": 250, "de": 253, "fr": 273, "es": 239, "it": 213, "pt": 203, "pl": 224, "zh": 82, "ar": 166, "cs": 186,
-    "ru": 182, "nl": 251, "tr": 226, "ja": 71, "hu": 224, "ko": 95, "hi": 150, "fa": 166,
-}  # fmt: skip
-"""Characters per sentence, as published with XTTS-v2: about eighteen seconds in every language. XTTS-v2 has no
-Persian; it gets Arabic's limit because neither writes its short vowels."""
 SHORT_SHARE = 0.1
 """Sentences shorter than this share of the limit are joined to a neighbour: alone they come out badly."""
 
@@ -229,7 +223,7 @@ def _join_short(pieces: list[str], limit: int) -> list[str]:
 
 
 FULL_LIMIT_CODES = 400
-"""Codes of a sentence as long as `CHARACTER_LIMITS` allows; models that know fewer get shorter sentences."""
+"""Codes of a sentence of `max_characters`; models that know fewer get shorter sentences."""
 _SHOWN = 8
 
 
@@ -251,7 +245,7 @@ class Limits:
 
     def characters(self, language: str) -> int:
         """The most characters of one sentence."""
-        return max(8, int(CHARACTER_LIMITS[language] * min(1.0, self.max_codes / FULL_LIMIT_CODES)))
+        return max(8, int(load_table(language).max_characters * min(1.0, self.max_codes / FULL_LIMIT_CODES)))
 
 
 class Sentence(NamedTuple):
