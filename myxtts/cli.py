@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from myxtts import __version__
-from myxtts.config import LANGUAGES, STAGES, DataSettings, Settings
+from myxtts.config import LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
 from myxtts.errors import ConfigError, DatasetError, MyXTTSError
-from myxtts.settings import PREPARE_KEYS, Loaded, Parser, add_flags, apply_demo, apply_presets, flags_of, load
+from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
@@ -66,9 +66,8 @@ def add_speak(commands: Any) -> None:
 def _speak_command(options: argparse.Namespace) -> int:
     """Load the model, find the voice, speak and write."""
     from myxtts.errors import NoProgress
-    from myxtts.synthesis.synthesizer import as_asked, check_output, load_synthesizer
-    from myxtts.synthesis.vocoding import FAINT_NOTE, is_faint
-    from myxtts.synthesis.voices import VoiceFolder
+    from myxtts.synthesis.synthesizer import check_output, load_synthesizer, override_sampling
+    from myxtts.synthesis.voices import VoiceLibrary
     from myxtts.terminal import ProgressLines, show_lines
 
     text = _text(options)
@@ -78,25 +77,25 @@ def _speak_command(options: argparse.Namespace) -> int:
         )
     check_output(options.out)
     synthesizer = load_synthesizer(options.model, vocoder=options.vocoder, best_gpt=options.best)
-    voices = VoiceFolder(options.model / "voices")
+    voices = VoiceLibrary(options.model)
     if options.speaker:
         voice = synthesizer.voice(options.speaker, options.voice)
         if options.voice:
             voices.save(voice)
     else:
         voice = voices.load(options.voice, synthesizer.fingerprint)
-    sampling = as_asked(synthesizer.sampling, options)
+    sampling = override_sampling(synthesizer.sampling, options)
     manner = {"sampling": sampling, "speed": options.speed, "seed": options.seed}
     manner["progress"] = ProgressLines() if sys.stderr.isatty() else NoProgress()
     if options.stream:
         stream = synthesizer.stream(text, voice, options.language, **manner)
-        faint = _write_stream(options.out, stream)
+        _write_stream(options.out, stream)
         report = stream.report
     else:
         speech = synthesizer.speak(text, voice, options.language, **manner)
         speech.save(options.out)
-        faint, report = is_faint(speech.wave), speech.report
-    show_lines([*report.notes(), *([FAINT_NOTE] if faint else []), str(options.out)])
+        report = speech.report
+    show_lines([*report.notes(), str(options.out)])
     return 0
 
 
@@ -113,22 +112,18 @@ def _text(options: argparse.Namespace) -> str:
         raise ConfigError(f"speak: --from-file {options.from_file} cannot be read: {why}") from None
 
 
-def _write_stream(path: Path, stream: Any) -> bool:
-    """Write every piece as soon as it is there; whether hardly anything can be heard in all of them."""
+def _write_stream(path: Path, stream: Any) -> None:
+    """Write every piece as soon as it is there."""
     from contextlib import closing
 
     import soundfile
 
     from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
-    from myxtts.synthesis.vocoding import Loudness
 
-    loudness = Loudness()
     with closing(stream), soundfile.SoundFile(path, "w", OUTPUT_SAMPLE_RATE, 1, "PCM_16") as file:
         for piece in stream:
             file.write(piece)
             file.flush()
-            loudness.add(piece)
-    return loudness.is_faint
 
 
 ABOUT_EVALUATE = (
@@ -167,7 +162,7 @@ def add_evaluate(commands: Any) -> None:
 def _evaluate_command(options: argparse.Namespace) -> int:
     """Look for the judges first: without them nothing need be computed."""
     from myxtts.terminal import ProgressLines, show_lines
-    from myxtts.tools.evaluate import find_judges, judge
+    from myxtts.tools.evaluate import find_judges, score
 
     if not options.run_folder.is_dir():
         raise ConfigError(f"There is no run in {options.run_folder}; name the --checkpoint-dir of a training")
@@ -179,7 +174,7 @@ def _evaluate_command(options: argparse.Namespace) -> int:
         there = f" --out {out}" if options.out else ""
         show_lines([f"{out}: ready to be judged (myxtts evaluate {options.run_folder} --only judge{there})"])
         return 0
-    scores = judge(out, judges, ProgressLines())
+    scores = score(out, judges, ProgressLines())
     show_scores(scores)
     show_lines([str(scores["reading"]), *_pages(options.run_folder, out)])
     return 0
@@ -205,9 +200,9 @@ def show_scores(scores: Mapping[str, Any]) -> None:
 
 def _synthesise(options: argparse.Namespace, out: Path) -> None:
     from myxtts.terminal import ProgressLines
-    from myxtts.tools.evaluate import Asked, synthesise
+    from myxtts.tools.evaluate import EvaluationOptions, synthesise
 
-    asked = Asked(
+    asked = EvaluationOptions(
         num_sentences=options.sentences,
         language=options.language,
         vocoder=options.vocoder,
@@ -381,7 +376,7 @@ def _tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _load_for_tool(options: argparse.Namespace) -> Loaded:
+def _load_for_tool(options: argparse.Namespace) -> LoadedSettings:
     """The settings with which `train` would train."""
     from myxtts.devices import Machine
     from myxtts.terminal import show_lines
@@ -394,13 +389,13 @@ def _load_for_tool(options: argparse.Namespace) -> Loaded:
     return loaded
 
 
-def _stage(options: argparse.Namespace, loaded: Loaded) -> str:
+def _stage(options: argparse.Namespace, loaded: LoadedSettings) -> str:
     """The stage to measure: the one named, else of those that would be trained."""
     stages = loaded.settings.training.stages or STAGES
     return str(options.stage or ("gpt" if "gpt" in stages else stages[0]))
 
 
-def _prepare_for_tool(loaded: Loaded) -> PreparedCorpus:
+def _prepare_for_tool(loaded: LoadedSettings) -> PreparedCorpus:
     from myxtts.devices import make_plan
     from myxtts.terminal import ProgressLines
     from myxtts.tools.dry_run import prepare_corpus
@@ -547,7 +542,7 @@ def _add_vocabulary_action(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_vocabulary)
 
 
-def _load(options: argparse.Namespace) -> Loaded:
+def _load(options: argparse.Namespace) -> LoadedSettings:
     loaded = load(options.config, flags_of(options), options.unknown)
     _require_file("--tokenizer", loaded.settings.data.tokenizer)
     return loaded

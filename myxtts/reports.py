@@ -27,7 +27,6 @@ from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sample
-from myxtts.synthesis.vocoding import FAINT_NOTE, is_faint
 from myxtts.terminal import ProgressPrinter
 from myxtts.training.trainer import State
 
@@ -172,10 +171,7 @@ def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
         means = "the trained decoder" + (f", {_steps(steps)}" if steps else "")
     written = f" (gpt: {_steps(steps)})" if (steps := run.num_steps("gpt")) else ""
     spoken = f"{folder / SAMPLE_FILE}: {said.text!r} in the voice of {said.recording}, by {means}{written}"
-    notes = speech.report.notes()
-    if is_faint(speech.wave):
-        notes.append(FAINT_NOTE)
-    return [spoken, *(f"  {note}" for note in notes)], True
+    return [spoken, *(f"  {note}" for note in speech.report.notes())], True
 
 
 def _steps(number: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 from myxtts.config import Settings, stage_steps, stages_of
 from myxtts.observe import findings
 from myxtts.observe.findings import RULES, SWITCHES, WAIT_RULES, Fix, Situation, Wait, hints, wait_rule
-from myxtts.settings import Loaded, apply_presets, load, preset, preset_for, specs
+from myxtts.settings import apply_presets, load, specs
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [ROOT / "myxtts/observe/findings.py", ROOT / "myxtts/observe/diagnosis.py"]
@@ -27,21 +27,15 @@ def _empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def settings(**given: object) -> Settings:
     """Settings by names such as data__batch_size, with their preset."""
-    return apply_presets(loaded(**given))[0].settings
-
-
-def loaded(**given: object) -> Loaded:
-    return load(None, {"data.train_data": "DIR"} | {key.replace("__", "."): value for key, value in given.items()})
+    named = {"data.train_data": "DIR"} | {key.replace("__", "."): value for key, value in given.items()}
+    return apply_presets(load(None, named))[0].settings
 
 
 def situation(given: dict[str, object], **facts: Any) -> Situation:
     """These settings on a good machine with a corpus of ten hours, or with other facts."""
     known: dict[str, Any] = {"num_gpus": 1, "gpu_memory_mb": 24210, "num_clips": 6000, "cores": 32}
     known |= {"num_val_clips": 100, "speech_hours": 10.0}
-    known |= facts
-    if known["num_gpus"]:
-        known["card"] = preset_for(known["gpu_memory_mb"])
-        known["card_batch"] = preset(known["card"])["data.batch_size"]
+    known |= facts | ({"gpu_memory_mb": 0} if facts.get("num_gpus") == 0 else {})
     return Situation(settings=settings(**given), **known)
 
 

@@ -16,13 +16,16 @@ from typing import Any, Literal, NamedTuple
 
 from myxtts.config import (
     HOP_SAMPLES,
+    MAX_AUTO_PREFETCH,
     MODEL_SIZES,
     PRESETS,
     SAMPLE_RATE,
     DataSettings,
     Settings,
     TrainingSettings,
+    least_memory_mb,
     most_gatherers,
+    preset_for,
     stage_steps,
     stages_of,
 )
@@ -73,11 +76,7 @@ class Situation:
     """GPUs that this process may use."""
     cores: int = 0
     gpu_memory_mb: int = 0
-    """Memory of the GPU that trains."""
-    card: str | None = None
-    """The preset for that GPU; None if unknown."""
-    card_batch: int = 0
-    """The batch size of that preset."""
+    """Memory of the GPU that trains; 0 on the CPU."""
     num_clips: int = 1
     """Training clips of all processes."""
     num_val_clips: int | None = None
@@ -95,6 +94,17 @@ class Situation:
     @property
     def on_gpu(self) -> bool:
         return self.num_gpus > 0
+
+    @property
+    def card(self) -> str | None:
+        """The preset for the GPU that trains; None on the CPU."""
+        cap_mb = self.data.model_gpu_memory if self.data.enable_memory_isolation else None
+        return preset_for(self.gpu_memory_mb, cap_mb) if self.gpu_memory_mb else None
+
+    @property
+    def card_batch(self) -> int:
+        """The batch size of that preset; 0 on the CPU."""
+        return int(PRESETS[self.card]["data.batch_size"]) if self.card is not None else 0
 
     @property
     def wants_graph(self) -> bool:
@@ -198,7 +208,7 @@ class Rule:
 def _buffer_hint(name: str) -> Rule:
     def is_too_large(s: Situation) -> bool:
         size = getattr(s.data, name)
-        return size is not None and size > s.num_batches and size != getattr(DataSettings(), name)
+        return size is not None and size > s.num_batches
 
     text = "an epoch has only {s.num_batches} batches; keeping more ready only takes memory"
     return Rule("hint", "warn", f"data.{name}", lambda s: s.num_batches, text, when=is_too_large)
@@ -260,7 +270,8 @@ RULES = (
     ),
     Rule(
         "prefetch", lambda s: "fail" if s.on_gpu and s.data.prefetch_buffer_size == 1 else "warn",
-        "data.prefetch_buffer_size", 16, "Only {s.data.prefetch_buffer_size} batch(es) kept ready on the host",
+        "data.prefetch_buffer_size", MAX_AUTO_PREFETCH,
+        "Only {s.data.prefetch_buffer_size} batch(es) kept ready on the host",
         "one slow clip stops the feed",
         when=lambda s: 0 < (s.data.prefetch_buffer_size or 0) < MIN_PREFETCH,
     ),
@@ -268,18 +279,19 @@ RULES = (
         "batch-size", lambda s: "fail" if s.data.batch_size < MIN_BATCH else "warn",
         "data.batch_size", lambda s: s.card_batch, "Only {s.data.batch_size} clips a batch",
         "launching kernels takes longer than running them; {s.card_batch} suits this card",
-        when=lambda s: s.card is not None and s.data.batch_size < max(s.card_batch // 4, MIN_BATCH),
+        when=lambda s: s.card_batch > 0 and s.data.batch_size < max(s.card_batch // 4, MIN_BATCH),
     ),
     Rule(
         "batch-size", "warn", "data.batch_size", lambda s: s.card_batch, "{s.data.batch_size} clips a batch",
         "`{s.settings.model.size}` trained whole may not fit the GPU with it",
-        when=lambda s: s.card is not None and s.is_whole and s.data.batch_size > 2 * s.card_batch,
+        when=lambda s: s.card_batch > 0 and s.is_whole and s.data.batch_size > 2 * s.card_batch,
     ),
     Rule(
         "preset", "warn", "training.preset", lambda s: s.card,
         "The preset {s.training.preset} is for a larger card",
         "its batches may not fit the {s.gpu_memory_mb} MB of this GPU", hint=lambda _: True,
-        when=lambda s: s.card is not None and s.training.preset in PRESETS[PRESETS.index(s.card) + 1 :],
+        when=lambda s: s.card is not None and s.training.preset is not None
+        and least_memory_mb(s.training.preset) > least_memory_mb(s.card),
     ),
     Rule(
         "hint", "warn", "data.num_workers", lambda s: s.cores,
@@ -295,7 +307,7 @@ RULES = (
     Rule(
         "hint", "warn", "model.size", None, "training it whole may not fit the {s.gpu_memory_mb} MB of the GPU",
         fix="start with --preset {s.card}",
-        when=lambda s: s.card in PRESETS[: PRESETS.index("16gb")] and s.training.preset is None and s.is_whole,
+        when=lambda s: s.card in ("8gb", "12gb") and s.training.preset is None and s.is_whole,
     ),
     Rule(
         "hint", "warn", "data.batch_size", lambda s: s.own_clips,
@@ -491,7 +503,7 @@ def _fewer_workers(s: Wait) -> Fix:
 
 def _deeper_ring(s: Wait) -> Fix:
     """Return a host ring that outlasts the slowest batch."""
-    depth = s.host_depth or s.data.prefetch_buffer_size or MIN_PREFETCH
+    depth = s.host_depth or s.data.prefetch_buffer_size or MAX_AUTO_PREFETCH
     longest = math.ceil(s.time.longest_ms / s.train_ms) + 2 if s.train_ms else 0
     return DEEPER_RING._replace(value=max(2 * depth, longest))
 

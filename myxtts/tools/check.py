@@ -21,6 +21,7 @@ import torch
 
 from myxtts.config import (
     MODEL_SIZES,
+    PRESETS,
     SAMPLE_RATE,
     DataSettings,
     ModelSettings,
@@ -49,7 +50,7 @@ from myxtts.pipeline.feed import choose_depths
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.run import check_resumable
 from myxtts.run_dir import RunDir
-from myxtts.settings import Loaded, how_to_set, load, preset, preset_for, shown, specs
+from myxtts.settings import LoadedSettings, format_setting, how_to_set, load, specs
 from myxtts.tools.dry_run import NUM_STEPS, Seen, witness
 from myxtts.weights import is_trained_in
 
@@ -84,7 +85,7 @@ class Host:
 class CheckContext:
     """Settings on a machine."""
 
-    loaded: Loaded
+    loaded: LoadedSettings
     machine: Machine
     host: Host
 
@@ -142,15 +143,11 @@ class CheckContext:
             clips = self.corpora[0].clips
             num_clips = max(int((~held_out(clips, self.data)).sum()), 1)
             num_val_clips = len(clips) - num_clips or None
-        cap_mb = self.data.model_gpu_memory if self.data.enable_memory_isolation else None
-        card = preset_for(gpu.memory_mb, cap_mb) if gpu is not None else None
         return Situation(
             settings=self.loaded.settings,
             num_gpus=len(self.machine.gpus),
             cores=self.host.cores,
             gpu_memory_mb=gpu.memory_mb if gpu is not None else 0,
-            card=card,
-            card_batch=preset(card)["data.batch_size"] if card is not None else 0,
             num_clips=num_clips,
             num_val_clips=num_val_clips,
             speech_hours=hours,
@@ -229,7 +226,7 @@ def _free_bytes(path: Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def check(loaded: Loaded, machine: Machine | None = None, host: Host | None = None) -> list[Finding]:
+def check(loaded: LoadedSettings, machine: Machine | None = None, host: Host | None = None) -> list[Finding]:
     """Return findings about a run with these settings on this machine; starts nothing and writes nothing."""
     return run_checks(CheckContext(loaded, machine or Machine.look(), host or Host.look()))
 
@@ -342,8 +339,7 @@ def native_loading(ctx: CheckContext) -> Finding:
 
 def prefetch(ctx: CheckContext) -> Finding:
     """Check that enough batches wait in host memory."""
-    size = ctx.data.prefetch_buffer_size if ctx.loaded.is_set("data.prefetch_buffer_size") else None
-    auto = "Batches ready on the host: as workers and memory suggest"
+    size, auto = ctx.data.prefetch_buffer_size, "Batches ready on the host: as workers and memory suggest"
     return by_rule("prefetch", ctx, auto if size is None else f"{size} batches are kept ready on the host")
 
 
@@ -381,9 +377,8 @@ def buffers(ctx: CheckContext) -> Finding:
     plan = replace(ctx.plan, model_cap_mb=ctx.model_memory_mb)
     budget = ctx.data.batch_size * min(MAX_CROP_FRAMES, ctx.data.max_mel_frames)
     frontend = GptFrontend(ctx.network, ctx.data, budget)
-    asked = {key for key in ctx.loaded.origin if ctx.loaded.is_set(key)}
     try:
-        depths = choose_depths(ctx.data, asked, plan, frontend.outputs)
+        depths = choose_depths(ctx.data, plan, frontend.outputs)
     except ConfigError as error:
         fix = "lower --buffer-size and --prefetch-buffer-size, or --batch-size"
         return Finding("buffers", "fail", "The buffers do not fit the host's memory", str(error), fix)
@@ -400,7 +395,7 @@ def card_preset(ctx: CheckContext) -> Finding:
         return Finding("preset", "info", "No GPU: there is no preset for this machine")
     if ctx.training.preset == card:
         return Finding("preset", "pass", f"The preset for this card is used: {card}")
-    values = ", ".join(f"{key.split('.')[1]} {shown(value)}" for key, value in preset(card).items())
+    values = ", ".join(f"{key.split('.')[1]} {format_setting(key, value)}" for key, value in PRESETS[card].items())
     why, found = f"it gives {values}; what you set yourself wins over it", rule_finding("preset", ctx.situation)
     if found is not None:
         return _with_flag(replace(found, why=f"{found.why}; {card} suits it: {why}"))
@@ -565,7 +560,7 @@ CPU_SIZE, CPU_BATCH = "tiny", 2
 
 
 def check_gpus(
-    loaded: Loaded,
+    loaded: LoadedSettings,
     machine: Machine | None = None,
     host: Host | None = None,
     progress: Progress | None = None,
@@ -737,7 +732,7 @@ def _fallback(ctx: CheckContext) -> Plan:
     return Plan(device, device, "buffered" if ctx.data.data_gpu is None else "dual")
 
 
-def _for_cpu(loaded: Loaded) -> Loaded:
+def _for_cpu(loaded: LoadedSettings) -> LoadedSettings:
     settings = loaded.settings
     smaller = replace(
         settings,

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from myxtts.config import most_gatherers
+from myxtts.config import OPTIMIZATION_LEVELS, most_gatherers
 from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine
 from myxtts.errors import PipelineError
@@ -20,7 +20,7 @@ from myxtts.host import usable_cores
 from myxtts.observe.breakdown import DATA_PHASES
 from myxtts.observe.findings import SWITCHES, Finding, Rule
 from myxtts.run_dir import RunDir
-from myxtts.settings import Loaded, bundle, shown, specs, value_of, with_values
+from myxtts.settings import LoadedSettings, format_setting, specs, value_of, with_values
 from myxtts.tools.dry_run import Measure, Refused, Trial, try_out_apart
 
 MIN_GAIN_GPU, MIN_GAIN_CPU = 1.03, 1.1
@@ -90,7 +90,12 @@ class Search:
     """The best settings so far, and the speed they reach."""
 
     def __init__(
-        self, loaded: Loaded, measure: Measure, machine: Machine, ends_at: float, say: Callable[[str], None]
+        self,
+        loaded: LoadedSettings,
+        measure: Measure,
+        machine: Machine,
+        ends_at: float,
+        say: Callable[[str], None],
     ) -> None:
         self.loaded, self.machine, self.found = loaded, machine, Tuning()
         self.refusal: Refused | None = None
@@ -108,7 +113,7 @@ class Search:
         return self.found.after
 
     def value(self, key: str) -> Any:
-        return value_of(self.loaded, key)
+        return value_of(self.loaded.settings, key)
 
     def attempt(self, values: Mapping[str, Any]) -> Trial | None:
         """Measure the best settings so far with these values; None if they cannot be trained, see `refusal`."""
@@ -142,7 +147,7 @@ class Search:
         best = self.found.after
         gain = trial.clips_per_s / best.clips_per_s if best is not None else None
         for key, value in values.items():
-            is_implied = self.loaded.origin[key] == "preset" and key in bundle("basic")
+            is_implied = self.loaded.origin[key] == "preset" and key in OPTIMIZATION_LEVELS["basic"]
             if self.value(key) != value and not is_implied:
                 self.found.changes.append(Change(key, self.value(key), value, gain, why))
                 gain, why = None, "belongs to the line above"
@@ -163,7 +168,7 @@ class Search:
     def note(self, text: str) -> None:
         self.found.notes.append(text)
 
-    def _check_memory(self, candidate: Loaded, trial: Trial) -> None:
+    def _check_memory(self, candidate: LoadedSettings, trial: Trial) -> None:
         data = candidate.settings.data
         cards = {gpu.index: gpu.memory_mb for gpu in self.machine.gpus}
         for role, used_mb in trial.memory_mb.items():
@@ -179,11 +184,11 @@ class Search:
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {shown(value)}" for key, value in values.items())
+    return ", ".join(f"{key} {format_setting(key, value)}" for key, value in values.items())
 
 
 def tune(
-    loaded: Loaded,
+    loaded: LoadedSettings,
     prepared: PreparedCorpus,
     *,
     stage: str = "gpt",
@@ -206,7 +211,7 @@ def tune(
     return search.found
 
 
-def _measure_until(ends_at: float, stage: str, num_steps: int, loaded: Loaded) -> Trial:
+def _measure_until(ends_at: float, stage: str, num_steps: int, loaded: LoadedSettings) -> Trial:
     return try_out_apart(loaded, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
 
 
@@ -235,10 +240,10 @@ def _try_switches(search: Search) -> None:
     """Try the switches that are off until none helps: one may help only after another."""
     on_gpu, level = bool(search.machine.gpus), search.value(LEVEL)
     if level == "basic" and on_gpu:
-        values = {LEVEL: "enhanced"} | {key: specs()[key].default for key in bundle(level)}
+        values = {LEVEL: "enhanced"} | {key: specs()[key].default for key in OPTIMIZATION_LEVELS[level]}
         search.keep_if_faster(values, "the step is compiled and launched as one graph")
     rules = [rule for rule in SWITCHES.values() if on_gpu or not rule.gpu_only]
-    tried_with: dict[str, Loaded] = {}
+    tried_with: dict[str, LoadedSettings] = {}
 
     def is_open(rule: Rule) -> bool:
         is_off = rule.is_off(search.loaded.settings)
@@ -284,7 +289,7 @@ class _BatchSearch:
         self._search, self._largest = search, largest
         training = search.loaded.settings.training
         self._effective = search.value(BATCH) * search.value(ACCUMULATE)
-        self._largest_under: Loaded | None = None
+        self._largest_under: LoadedSettings | None = None
         """The settings whose largest batch is known."""
         self._is_free = training.reset_training or not RunDir(training.checkpoint_dir).has_begun
         if not self._is_free:
