@@ -47,7 +47,7 @@ MAX_CONTENTION = 2.0
 """A phase slows training while it runs, and a little longer because of caches and clocks. A loss above this
 multiple of its running time has another cause."""
 MIN_DEPTH, MIN_CORRELATION = 0.3, 0.4
-"""Of an oscillation: from busy to idle, and of the series with itself one period later."""
+"""Limits of an oscillation: its depth, and the correlation of the series with itself one period later."""
 MIN_SAMPLES, MIN_CYCLES = 16, 3
 MIN_GROWTH_SHARE, MIN_GROWTH_MB = 0.02, 16.0
 """Memory that grew by less, in either measure, did not grow."""
@@ -147,7 +147,7 @@ class Outlier:
 
 
 class Contention(NamedTuple):
-    """What the feed costs the training step on a device that they share."""
+    """The cost of the feed to the training step on a device that they share."""
 
     slowdown: float
     """Relative slowdown of a step while the feed runs on the same device."""
@@ -343,7 +343,7 @@ class ProfileStats:
 
     @cached_property
     def contention(self) -> Contention | None:
-        """What the feed costs the median step on a device that they share; None if noise may explain it.
+        """The cost of the feed to the median step on a shared device; None if noise may explain it.
 
         All but the fastest quarter of the steps with the feed must take longer than all but the slowest quarter
         of those without, and the loss must not exceed what the phases on the device can have taken.

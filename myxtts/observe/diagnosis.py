@@ -1,4 +1,4 @@
-"""What a profile shows, as findings, a grade and a sentence; and the warnings of a running training."""
+"""The diagnosis of a profile: findings, a grade and a sentence. And the live warnings of a training."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MAX_PAUSE, PAUSE_AIM = 0.02, 0.01
 """Share of the time that a pause may take, and that the proposed setting leaves it."""
 SHAPES = "data.pad_to_fixed_length"
 STEP_SWITCHES = ("training.enable_eager_debug", "training.enable_graph_mode", SHAPES)
-"""What lets the host launch a step sooner."""
+"""Switches that let the host launch a step sooner."""
 PRECISION, GRAPH = ("data.mixed_precision",), ("training.enable_graph_mode", "training.enable_xla_compilation")
 
 Costed = Iterator[tuple[float, Finding]]
@@ -63,7 +63,7 @@ class _Grade(NamedTuple):
     model_busy: float
     cv: float
     speed: float = 0.0
-    """Of two GPUs, as a multiple of one."""
+    """Speed of two GPUs as a multiple of one."""
 
 
 _GRADES = (
@@ -153,7 +153,7 @@ class Diagnosis(ProfileStats):
 
     @property
     def grade_notes(self) -> list[str]:
-        """What is missing for the next grade, and what did not count."""
+        """The requirements missed for the next grade, and those that did not count."""
         return self._graded[1]
 
     @cached_property

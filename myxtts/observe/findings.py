@@ -1,4 +1,4 @@
-"""What is slow, why, and which setting to change: one table of rules for every tool that gives advice.
+"""Rules about what is slow, why, and which setting to change: one table for every tool that gives advice.
 
 `RULES` look at settings, machine and corpus before anything runs: `check` and the hints of `train` read them, and
 `tune` tries their switches. `WAIT_RULES` explain why the model waits for a phase: `diagnosis` reads them with a

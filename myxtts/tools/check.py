@@ -134,7 +134,7 @@ class CheckContext:
 
     @cached_property
     def situation(self) -> Situation:
-        """What the rules look at; of an unprepared corpus only the number of clips is known."""
+        """The facts for the rules; of an unprepared corpus only the number of clips is known."""
         gpu, num_clips, num_val_clips, hours = self.model_gpu, 1, None, None
         if self.prepared is not None:
             num_clips, num_val_clips = len(self.prepared.train), len(self.prepared.val)
@@ -556,7 +556,7 @@ MIN_GB_PER_S = 3.0
 MAX_ERROR_CHARS = 2000
 """Errors of compilers contain whole programs."""
 CPU_SIZE, CPU_BATCH = "tiny", 2
-"""What a dry run on a CPU uses, because a step of a larger model takes minutes."""
+"""Model and batch of a dry run on a CPU, where a step of a larger model takes minutes."""
 
 
 def check_gpus(

@@ -62,9 +62,9 @@ class Tuning:
     largest_batch: int | None = None
     """The largest that fits; None if all that were tried fit."""
     advice: list[Finding] = field(default_factory=list)
-    """What is no setting, or was only estimated."""
+    """Advice that is no setting, or was only estimated."""
     notes: list[str] = field(default_factory=list)
-    """What was not changed, and why."""
+    """Settings that were not changed, and why."""
     num_trials: int = 0
     minutes: float = 0.0
 
