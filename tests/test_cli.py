@@ -18,6 +18,7 @@ from myxtts.config import LANGUAGES
 from myxtts.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
 
 def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -25,13 +26,6 @@ def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subproc
     return subprocess.run(
         command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=60
     )
-
-
-@pytest.fixture(autouse=True)
-def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Away from the repository, whose configs/config.yaml would be read."""
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

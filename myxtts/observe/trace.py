@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -249,12 +249,19 @@ def now_us() -> int:
 
 
 def read_jsonl(path: Path) -> tuple[list[Span], list[Counter]]:
-    """What `write_jsonl` wrote."""
-    kinds: dict[str, list[dict[str, Any]]] = {"span": [], "counter": []}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        kinds[record.pop("kind")].append(record)
-    return [Span(**record) for record in kinds["span"]], [Counter(**record) for record in kinds["counter"]]
+    """Return what `write_jsonl` wrote; damaged lines are skipped."""
+    spans: list[Span] = []
+    counters: list[Counter] = []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in text.splitlines():
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            record = json.loads(line)
+            kind = record.pop("kind")
+            if kind == "span":
+                spans.append(Span(**record))
+            elif kind == "counter":
+                counters.append(Counter(**record))
+    return spans, counters
 
 
 def _timing_event() -> torch.cuda.Event:
