@@ -425,29 +425,22 @@ def _kernel_table(view: KernelView) -> Table:
 
 def _show_data(data: DataAnalysis, console: Console) -> None:
     text, audio, feed = data.text, data.audio, data.feed
-    given = "given" if feed.step_is_given else "measured"
-    analyses: dict[str, dict[str, Timing | float | None]] = {
-        "1 Text preprocessing, per sentence": {
-            "normalise": text.normalize,
-            "tokenise": text.tokenize,
-            "detect the language": text.detect_ms,
-            "total": text.sample_ms,
-        },
-        "2 Audio loading": {"decode a file": audio.decode, f"gather a batch of {audio.batch_size}": audio.gather},
-        "3 Pipeline efficiency, per batch": {
-            "host, all threads": feed.host,
-            "feed, first epoch": feed.first_epoch,
-            "feed, later epochs": feed.feed,
-            f"step ({given})": feed.step_ms,
-            "wait": feed.wait_ms,
-        },
-    }
     table = _table("", "mean ms>", "std ms>", "CV>", "max ms>")
-    for title, timings in analyses.items():
-        table.add_row(Text(title, style="bold"))
-        for name, timing in timings.items():
-            if timing is not None:
-                table.add_row(f"  {name}", *_timing_cells(timing))
+    table.add_row(Text("1 Text preprocessing, per sentence", style="bold"))
+    table.add_row("  normalise", *_timing_cells(text.normalize))
+    table.add_row("  tokenise", *_timing_cells(text.tokenize))
+    if text.detect_ms is not None:
+        table.add_row("  detect the language", f"{text.detect_ms:.3f}")
+    table.add_row("  total", f"{text.sample_ms:.3f}")
+    table.add_row(Text("2 Audio loading", style="bold"))
+    table.add_row("  decode a file", *_timing_cells(audio.decode))
+    table.add_row(f"  gather a batch of {audio.batch_size}", *_timing_cells(audio.gather))
+    table.add_row(Text("3 Pipeline efficiency, per batch", style="bold"))
+    table.add_row("  host, all threads", *_timing_cells(feed.host))
+    table.add_row("  feed, first epoch", *_timing_cells(feed.first_epoch))
+    table.add_row("  feed, later epochs", *_timing_cells(feed.feed))
+    table.add_row(f"  step ({'given' if feed.step_is_given else 'measured'})", f"{feed.step_ms:.3f}")
+    table.add_row("  wait", f"{feed.wait_ms:.3f}")
     console.print(table)
     console.print(Text(f"Estimated GPU idle: {percent(feed.idle_share, 0)}"))
     if not feed.on_gpu and not feed.step_is_given:
@@ -455,9 +448,7 @@ def _show_data(data: DataAnalysis, console: Console) -> None:
         console.print(Text(f"({hint})", style="dim"))
 
 
-def _timing_cells(timing: Timing | float) -> list[str]:
-    if isinstance(timing, float):
-        return [f"{timing:.3f}"]
+def _timing_cells(timing: Timing) -> list[str]:
     return [f"{timing.mean_ms:.3f}", f"{timing.std_ms:.3f}", percent(timing.cv, 0), f"{timing.longest_ms:.3f}"]
 
 
