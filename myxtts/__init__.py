@@ -1,12 +1,16 @@
 """MyXTTS: the XTTS trainer that never lets a GPU wait.
 
-    from myxtts import load_synthesizer, prepare, train
+    from pathlib import Path
+
+    from myxtts import load_synthesizer, train
     from myxtts.config import DataSettings, Settings
 
-    train(Settings(data=DataSettings(train_data=Path("recordings"))))
-    load_synthesizer(Path("checkpoints")).speak("Hello.", voice, "en").save(Path("hello.wav"))
+    train(Settings(data=DataSettings(train_data=Path("recordings"), language="en")))
+    synthesizer = load_synthesizer(Path("checkpoints"))
+    voice = synthesizer.voice([Path("recordings/wavs/0001.wav")])
+    synthesizer.speak("Hello there.", voice, "en").save(Path("hello.wav"))
 
-Importing this package imports nothing else: each function is loaded when it is first used.
+A function is imported when it is first used, so that `import myxtts` and `myxtts --help` are immediate.
 """
 
 from __future__ import annotations
