@@ -31,7 +31,13 @@ CONDITIONING_TOKENS = 32
 """Positions that the perceiver's summary of the reference voice takes at the start of every sequence."""
 
 MODEL_SIZES = ("tiny", "small", "normal", "big")
-STAGES = ("dvae", "gpt", "decoder")
+STAGE_PARTS = {
+    "dvae": ("dvae", "mel_stats"),
+    "gpt": ("gpt",),
+    "decoder": ("hifigan_decoder.waveform_decoder",),
+}
+"""The parts of the model that each training stage trains, the main one first; stages in the order of training."""
+STAGES = tuple(STAGE_PARTS)
 OPTIMIZATION_LEVELS = ("basic", "enhanced", "experimental")
 PRESETS = ("8gb", "12gb", "16gb", "24gb", "40gb")
 

@@ -6,7 +6,7 @@ A machine that runs only the GPU tests may lack the audio libraries, so these ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -95,6 +95,36 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     folder = tmp_path_factory.mktemp("user-cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Run PyTorch in one thread: small networks lose time to threads that wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class GraphCounter:
+    """A backend for `torch.compile` that runs graphs as they are and counts them."""
+
+    count = 0
+
+    def __call__(self, graph: Any, _: object) -> Callable[..., Any]:
+        self.count += 1
+        run: Callable[..., Any] = graph.forward
+        return run
+
+
+@pytest.fixture
+def graphs() -> GraphCounter:
+    import torch
+
+    torch._dynamo.reset()
+    return GraphCounter()
 
 
 @pytest.fixture(scope="session")

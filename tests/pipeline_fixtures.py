@@ -105,12 +105,13 @@ def make_model() -> XTTS:
     return model
 
 
-class Stamps:
+class Stamps(Frontend):
     """A front end that only copies, so that a torn or repeated batch shows in every sample of it."""
 
     uses_codes = False
 
     def __init__(self, data: DataSettings) -> None:
+        super().__init__()
         size, numbers = data.batch_size, Field((data.batch_size,), "int32")
         self.outputs = Layout(
             {

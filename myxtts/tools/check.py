@@ -45,9 +45,10 @@ from myxtts.observe.findings import Finding, Level
 from myxtts.pipeline.feed import MOST_GATHERERS, choose_depths
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.run import check_resumable
-from myxtts.run_dir import PREFIXES, RunDir
+from myxtts.run_dir import RunDir
 from myxtts.settings import Loaded, load, preset, preset_for, shown, specs
 from myxtts.tools.dry_run import NUM_STEPS, Seen, witness
+from myxtts.weights import is_trained_in
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last under WSL
@@ -145,7 +146,7 @@ class Case:
         if stage == "gpt" and self.model.lora_rank:
             return sum(value.numel() for value in adapter_state(self.network.gpt).values())
         state = self.network.state_dict()
-        return sum(value.numel() for name, value in state.items() if name.startswith(PREFIXES[stage]))
+        return sum(value.numel() for name, value in state.items() if is_trained_in(stage, name))
 
     @cached_property
     def data_of_run(self) -> DataSettings:
