@@ -28,7 +28,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     except OSError as error:
         raise DatasetError(_cannot_write(path, error)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not there, or its parent is not a folder
+            temporary.unlink()
     sync_path(path.parent)
 
 
@@ -73,7 +74,7 @@ def _cannot_write(path: Path, error: OSError) -> str:
     return (
         f"No room for {path}: {why} ({free_mb:.0f} MB are free).\n"
         "No partial file is left. Free some space, or choose a folder on another disk "
-        "(--checkpoint-dir DIR for a run, --out DIR for an export)."
+        "(--cache-dir DIR for a prepared corpus, --checkpoint-dir DIR for a run, --out DIR for an export)."
     )
 
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from myxtts.checkpoints import LoadedCheckpoint, UnreadableWeights, require_same
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, STAGES, Settings
+from myxtts.config import SAMPLE_RATE, STAGES, Settings, num_frames_of
 from myxtts.data.batches import Cursor, mean_clips
 from myxtts.data.clips import ClipSet, PreparedCorpus
-from myxtts.data.prepare import prepare
+from myxtts.data.prepare import prepare, with_tokenizer_of_run
 from myxtts.devices import (
     Machine,
     Plan,
@@ -188,7 +188,7 @@ def mel_statistics(clips: ClipSet, device: torch.device) -> Tensor:
     num_frames = 0
     for clip in chosen:
         pcm = torch.from_numpy(clips.audio[int(clips.audio_rows[clip])].copy()).to(device)
-        mel = log_mel(pcm.float() / 32768)[:, : len(pcm) // HOP_SAMPLES + 1]
+        mel = log_mel(pcm.float() / 32768)[:, : num_frames_of(len(pcm))]
         total += mel.double().square().sum(1)
         num_frames += mel.shape[1]
     return (total / max(num_frames, 1)).sqrt().float().cpu()
@@ -486,11 +486,8 @@ def train(
 
 def _prepare(settings: Settings, begun: RunDir | None, plan: Plan, progress: Progress) -> PreparedCorpus:
     """The corpus with the vocabulary of the run, once it has one; rank 0 goes first and leaves a cache behind."""
-    data = settings.data
-    if begun is not None:
-        data = replace(data, tokenizer=begun.vocabulary_file)
-    elif data.tokenizer is None and settings.training.init_from is not None:
-        data = replace(data, tokenizer=settings.training.init_from)
+    own = begun.vocabulary_file if begun is not None else None
+    data = with_tokenizer_of_run(settings.data, own, settings.training.init_from)
     try:
         prepared = prepare(data, progress) if plan.rank == 0 else None
     except DatasetError as error:

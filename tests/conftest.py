@@ -188,6 +188,29 @@ def run_prepare() -> Callable[..., PreparedCorpus]:
     return run
 
 
+def contents(prepared: PreparedCorpus) -> dict[str, tuple[bytes, list[int], int, int]]:
+    """Samples, ids, speaker and language of every clip by its name."""
+    return {
+        name: (part.audio[audio_row].tobytes(), part.ids[ids_row].tolist(), int(speaker), int(language))
+        for part in (prepared.train, prepared.val)
+        for name, audio_row, ids_row, speaker, language in zip(
+            part.names, part.audio_rows, part.ids_rows, part.speakers, part.languages, strict=True
+        )
+    }
+
+
+def prepare_and_count_reads(data: DataSettings, monkeypatch: pytest.MonkeyPatch) -> tuple[PreparedCorpus, int]:
+    """`prepare`, and how many metadata files it read: none if a snapshot was used."""
+    from myxtts.data import corpus
+    from myxtts.data.prepare import prepare
+
+    reads: list[Path] = []
+    original = corpus.read_rows
+    with monkeypatch.context() as patched:
+        patched.setattr(corpus, "read_rows", lambda path: reads.append(path) or original(path))
+        return prepare(data), len(reads)
+
+
 class Messages:
     """What was logged since the last look."""
 

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import nn
 
-from myxtts.config import DataSettings
+from myxtts.config import DataSettings, num_codes_of
 from myxtts.data.batches import (
     Batch,
     Batches,
@@ -29,7 +29,6 @@ from myxtts.data.batches import (
     HostBatch,
     Layout,
     host_layout,
-    num_codes_of,
     packed_tokens,
 )
 from myxtts.data.clips import ClipSet, PreparedCorpus
