@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from myxtts import __version__
-from myxtts.config import LANGUAGES, STAGES, Settings
+from myxtts.config import LANGUAGES, PREPARE_KEYS, STAGES, Settings
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError
-from myxtts.settings import PREPARE_KEYS, Loaded, Parser, add_flags, apply_demo, apply_presets, flags_of, load
+from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
@@ -212,7 +212,7 @@ def _positive(text: str) -> float:
 # Settings
 
 
-def _load(options: argparse.Namespace) -> Loaded:
+def _load(options: argparse.Namespace) -> LoadedSettings:
     """Return the settings of a training, with presets and demonstration applied; prints what they set."""
     from myxtts.devices import Machine
     from myxtts.terminal import show_lines
@@ -421,12 +421,12 @@ def _tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _stage(options: argparse.Namespace, loaded: Loaded) -> str:
+def _stage(options: argparse.Namespace, loaded: LoadedSettings) -> str:
     stages = loaded.settings.training.stages or STAGES
     return str(options.stage or ("gpt" if "gpt" in stages else stages[0]))
 
 
-def _prepare_for_tool(loaded: Loaded) -> PreparedCorpus:
+def _prepare_for_tool(loaded: LoadedSettings) -> PreparedCorpus:
     from myxtts.devices import make_plan
     from myxtts.terminal import ProgressLines
     from myxtts.tools.dry_run import prepare_corpus

@@ -42,7 +42,7 @@ from myxtts.observe.metrics import (
     short,
     stages_of,
 )
-from myxtts.settings import shown, yaml_value
+from myxtts.settings import format_setting, patched
 
 if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
     from myxtts.tools.dry_run import KernelView
@@ -315,7 +315,7 @@ def _finding_text(finding: Finding) -> Text:
         text.append(f"\n{finding.why}", style="dim")
     fix = finding.fix
     if finding.setting and finding.value is not None and finding.setting not in fix:
-        fix += f" ({finding.setting}: {yaml_value(finding.value)})"
+        fix += f" ({finding.setting}: {format_setting(finding.setting, finding.value)})"
     if finding.gain is not None and finding.level != "pass":
         fix += f" (about {finding.gain:.2g} times as fast)"
     if fix:
@@ -360,7 +360,8 @@ def show_tuning(tuning: Tuning, console: Console | None = None) -> None:
         table = _table("setting", "now", "better", "gain>", "why")
         for change in tuning.changes:
             gain = f"{change.gain_measured:.2f}×" if change.gain_measured is not None else ""
-            table.add_row(change.setting, shown(change.old), shown(change.new), gain, Text(change.why))
+            old, new = (format_setting(change.setting, value) for value in (change.old, change.new))
+            table.add_row(change.setting, old, new, gain, Text(change.why))
         console.print(table)
     if tuning.after is not None:
         before = f"{tuning.before.clips_per_s:.1f}" if tuning.before else "none (training failed)"
@@ -375,17 +376,7 @@ def show_tuning(tuning: Tuning, console: Console | None = None) -> None:
     _print_findings(tuning.advice, console)
     if tuning.changes:
         console.print(Text("\nThe patch for the YAML file (--apply writes it and keeps a backup):", style="bold"))
-        for line in patch_lines(tuning):
-            console.print(Text(line))
-
-
-def patch_lines(tuning: Tuning) -> list[str]:
-    """Return the changed settings as lines of YAML."""
-    sections: dict[str, list[str]] = {}
-    for key, value in tuning.values.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, []).append(f"  {name}: {yaml_value(value)}")
-    return [line for section, lines in sections.items() for line in (f"{section}:", *lines)]
+        console.print(Text(patched("", tuning.values).rstrip()))
 
 
 def _speed(profile: Profile) -> str:

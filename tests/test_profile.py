@@ -28,7 +28,7 @@ from myxtts.devices import Machine
 from myxtts.errors import ConfigError
 from myxtts.observe.findings import Finding
 from myxtts.pipeline.frontend import DvaeFrontend
-from myxtts.settings import Loaded, load
+from myxtts.settings import LoadedSettings, load
 from myxtts.terminal import show_profile
 from myxtts.tools import dry_run
 from myxtts.tools.dry_run import prepare_corpus
@@ -52,7 +52,7 @@ SLOW_S = 0.05
 pytestmark = pytest.mark.usefixtures("small")
 
 
-def loaded_with(corpus: Path, **flags: str) -> Loaded:
+def loaded_with(corpus: Path, **flags: str) -> LoadedSettings:
     given = {
         "data.train_data": str(corpus), "data.language": "en", "data.vocab_size": "256", "data.batch_size": "2",
         "data.max_mel_frames": "128", "data.max_text_length": "40", "data.num_workers": "1",

@@ -27,7 +27,7 @@ import xxhash
 
 from myxtts import __version__, audio
 from myxtts.audio import DECODE_VERSION, LIBRARIES
-from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings, Settings
+from myxtts.config import LANGUAGES, PREPARE_KEYS, SAMPLE_RATE, DataSettings, Settings
 from myxtts.data.clips import (
     ClipSet,
     DecodeOptions,
@@ -58,7 +58,6 @@ from myxtts.data.store import (
 )
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, Progress
 from myxtts.host import usable_cores
-from myxtts.settings import PREPARE_KEYS
 from myxtts.text.language import detect_languages, language_fingerprint, warn_of_other_script
 from myxtts.text.normalize import normalize, normalize_fingerprint
 from myxtts.text.phonemes import phonemes_fingerprint, phonemize
