@@ -6,9 +6,9 @@
     from myxtts.config import DataSettings, Settings
 
     train(Settings(data=DataSettings(train_data=Path("recordings"), language="en")))
-    synthesizer = load_synthesizer(Path("checkpoints"))
-    voice = synthesizer.voice([Path("recordings/wavs/0001.wav")])
-    synthesizer.speak("Hello there.", voice, "en").save(Path("hello.wav"))
+    synthesizer = load_synthesizer("checkpoints")
+    voice = synthesizer.voice(["recordings/wavs/0001.wav"])
+    synthesizer.speak("Hello there.", voice, "en").save("hello.wav")
 
 A function is imported when it is first used, so that `import myxtts` and `myxtts --help` are immediate.
 """

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import soundfile as sf
+from conftest import write_corpus
 from training_fixtures import Clips, clips, small
 
 import myxtts
@@ -78,9 +79,11 @@ def test_a_voice_is_trained_and_heard_from_python(clips: Clips, tmp_path: Path) 
     assert len(myxtts.prepare(settings).train) == len(myxtts.prepare(data).train) == 4
     result = myxtts.train(settings)
     assert all(state.done for state in result.states.values()) and len(result.prepared.train) == 4
-    synthesizer = myxtts.load_synthesizer(run_folder)
-    voice = synthesizer.voice([corpus / "wavs" / "clip000.wav"])
-    assert len(synthesizer.speak("Hello.", voice, "en").wave) > 0
+    synthesizer = myxtts.load_synthesizer(str(run_folder))
+    recording = write_corpus(tmp_path / "speaker", ["Hello."], seconds=3.0) / "wavs" / "clip000.wav"
+    voice = synthesizer.voice([str(recording)])
+    synthesizer.speak("Hello.", voice, "en", seed=1).save("hello.wav")
+    assert sf.info("hello.wav").samplerate == 24000
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,8 +224,9 @@ class Speech:
     wave: Wave
     report: Report
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the wave as 16-bit WAV or FLAC, by the extension."""
+        path = Path(path)
         check_output(path)
         save_wave(path, self.wave, OUTPUT_SAMPLE_RATE)
 
@@ -341,9 +342,9 @@ class Synthesizer:
         """Identifies the weights that voices belong to, for `VoiceLibrary.load`."""
         return self._encoder.fingerprint
 
-    def voice(self, files: Sequence[Path], name: str | None = None) -> Voice:
+    def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""
-        return self._encoder.voice(files, name)
+        return self._encoder.voice([Path(file) for file in files], name)
 
     def speak(self, text: str, voice: Voice, language: str, **arguments: Unpack[SynthesisArguments]) -> Speech:
         """Speak a text of any length."""
@@ -512,7 +513,7 @@ class Synthesizer:
 
 
 def load_synthesizer(
-    folder: Path,
+    folder: Path | str,
     *,
     vocoder: VocoderName | None = None,
     device: torch.device | None = None,
@@ -522,6 +523,7 @@ def load_synthesizer(
 
     `best_gpt` takes the GPT of a run with the best validation loss instead of the newest.
     """
+    folder = Path(folder)
     if device is None:
         device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
     run = RunDir(folder)
