@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import torch
-import yaml
 
 from myxtts.audio import Wave, write
 from myxtts.checkpoints import UnreadableWeights
@@ -30,6 +29,7 @@ from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError,
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
+from myxtts.settings import load
 from myxtts.synthesis.generation import CodeGenerators, Generated, Prompt, Sampling, draws, round_weights
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
@@ -550,14 +550,13 @@ def load_synthesizer(
 
 
 def provenance(run: RunDir) -> Provenance:
-    """The facts about the training of a run that speaking depends on."""
+    """The settings of a run that speaking depends on; defaults where its settings cannot be read."""
     try:
-        data = dict(yaml.safe_load((run.folder / "settings.yaml").read_text(encoding="utf-8"))["data"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
-        data = {}
-    lengths = {name: int(data[name]) for name in ("max_text_length", "max_mel_frames") if name in data}
-    phonemes = bool(data.get("use_phonemes", False))
-    return Provenance(tuple(run.untrained()), run.from_scratch, use_phonemes=phonemes, **lengths)
+        data = load(run.folder / "settings.yaml", {}).settings.data
+    except ConfigError:
+        return Provenance(tuple(run.untrained()), run.from_scratch)
+    lengths = {"max_text_length": data.max_text_length, "max_mel_frames": data.max_mel_frames}
+    return Provenance(tuple(run.untrained()), run.from_scratch, use_phonemes=data.use_phonemes, **lengths)
 
 
 SAMPLE_FILE = "sample.wav"
