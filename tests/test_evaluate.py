@@ -172,7 +172,7 @@ def test_held_out_sentences_are_said_in_the_voice_of_a_training_clip_and_judged(
     assert "WER 1.00 against 0.00 of the recordings: not intelligible yet" in shown
     shares = [line.split()[0] for line in shown.splitlines() if "100 %" in line]
     assert shares == ["recording", "reconstructed", "synthesised"]
-    assert "id='evaluation'" in (run / "report.html").read_text()
+    assert 'id="evaluation"' in (run / "report.html").read_text()
     assert_reconstructed(run, "hifigan")
 
 
@@ -370,14 +370,14 @@ def test_the_page_shows_the_evaluation_and_escapes_what_was_said_and_heard(tmp_p
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "evaluation" / "scores.json").write_text(json.dumps(scores))
     page = write_report(tmp_path).read_text()
-    section = page.split("id='evaluation'")[1].split("</section>")[0]
+    section = page.split('id="evaluation"')[1].split("</section>")[0]
     assert "<script" not in section and "&lt;script&gt;" in section
     assert "<td>0.62</td>" in section and "<td>60.0 %</td>" in section and "not intelligible yet" in section
     assert "width:62.0%" in section and "left:5.0%" in section, "the bar, and the mark of the recordings"
     assert section.count("left:60.0%") == len(worst), "a mark for the similarity of each clip"
     assert "width:37.5%" in section and "left:80.0%" in section, "MOS 2.5 of 1 to 5, and where the recordings are"
     assert "WER 0.90" in section and "<td>2.50</td>" in section, "scores of one length, that line up"
-    assert [f"here&#x27; {wer}</b>" in section for wer in (0.9, 0.7, 0.5, 0.1)] == [True, True, True, False]
+    assert [f"here&#39; {wer}</b>" in section for wer in (0.9, 0.7, 0.5, 0.1)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_the_page_shows_the_evaluation_and_escapes_what_was_said_and_heard(tmp_p
 def test_odd_scores_do_not_break_the_page(odd: dict[str, Any]) -> None:
     page = render_report("run", [], scores=odd)
     assert page.endswith("</html>\n")
-    assert ("id='evaluation'" in page) == ("clips" in odd)
+    assert ('id="evaluation"' in page) == ("clips" in odd)
 
 
 # The judge's own script

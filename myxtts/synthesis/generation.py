@@ -138,7 +138,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Prompt(NamedTuple):
-    """What the codes of one sentence are generated from."""
+    """The input for one sentence."""
 
     ids: Sequence[int]
     voice: Tensor

@@ -49,9 +49,7 @@ BATCH_SIZE, BATCHES_AT_ONCE = 16, 8
 """Sentences generated together, and the number of such batches that are sorted by length together."""
 CHUNK_CODES = 20
 """Codes per piece of a stream: just under a second, as in XTTS-v2."""
-SLOWEST, FASTEST = 0.5, 2.0
-"""Bounds of the speed."""
-MOST_GUIDANCE = 10.0
+SLOWEST, FASTEST, MOST_GUIDANCE = 0.5, 2.0, 10.0
 SILENT = 1e-3
 """The wave of a sentence that never reaches this is silent."""
 FAINT_NOTE = "hardly anything can be heard: the model has not learnt to make sound yet"
@@ -126,7 +124,7 @@ class Attempt(NamedTuple):
 
     generated: Generated
     problem: str | None
-    """What the quality check found."""
+    """The finding of the quality check."""
     num_attempts: int
 
     def severity(self) -> int:
@@ -224,8 +222,9 @@ class Speech:
     wave: Wave
     report: Report
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the wave as 16-bit WAV or FLAC, by the extension."""
+        path = Path(path)
         check_output(path)
         save_wave(path, self.wave, OUTPUT_SAMPLE_RATE)
 
@@ -272,7 +271,7 @@ class SpeechStream:
     @property
     def report(self) -> Report:
         if self._report is None:
-            raise RuntimeError("a stream has its report when all of it has been heard")
+            raise RuntimeError("a stream has its report when all of it has been played")
         return self._report
 
 
@@ -341,9 +340,9 @@ class Synthesizer:
         """Identifies the weights that voices belong to, for `VoiceLibrary.load`."""
         return self._encoder.fingerprint
 
-    def voice(self, files: Sequence[Path], name: str | None = None) -> Voice:
+    def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""
-        return self._encoder.voice(files, name)
+        return self._encoder.voice([Path(file) for file in files], name)
 
     def speak(self, text: str, voice: Voice, language: str, **arguments: Unpack[SynthesisArguments]) -> Speech:
         """Speak a text of any length."""
@@ -387,7 +386,7 @@ class Synthesizer:
         chunk_codes: int = CHUNK_CODES,
         **arguments: Unpack[SynthesisArguments],
     ) -> SpeechStream:
-        """What `speak` says, in pieces as soon as they are ready; pieces of Griffin-Lim are whole sentences.
+        """The speech of `speak` in pieces, as soon as they are ready; Griffin-Lim gives whole sentences.
 
         A sentence is tried again only while none of it was heard.
         """
@@ -512,7 +511,7 @@ class Synthesizer:
 
 
 def load_synthesizer(
-    folder: Path,
+    folder: Path | str,
     *,
     vocoder: VocoderName | None = None,
     device: torch.device | None = None,
@@ -522,6 +521,7 @@ def load_synthesizer(
 
     `best_gpt` takes the GPT of a run with the best validation loss instead of the newest.
     """
+    folder = Path(folder)
     if device is None:
         device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
     run = RunDir(folder)

@@ -33,7 +33,7 @@ LONGEST_PERIOD, REPEATED_CODES, REPETITIONS = 32, 32, 3
 """A loop repeats up to 32 codes (1.5 s) at least three times in a row, and lasts at least 32 codes."""
 
 PROBLEMS = (None, "too short", "repetition", "run-away", "empty")
-"""What can be wrong with the codes of a sentence, the mildest first."""
+"""Problems of the codes of a sentence, the mildest first."""
 _, TOO_SHORT, REPETITION, RUN_AWAY, EMPTY = PROBLEMS
 
 

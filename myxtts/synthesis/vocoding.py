@@ -30,7 +30,7 @@ from myxtts.synthesis.generation import Advance, Generated
 
 SPECTRUM_ROUNDS, PHASE_ROUNDS = 30, 40
 MOMENTUM = 0.99
-"""Of fast Griffin-Lim (Perraudin, Balazs and Søndergaard 2013)."""
+"""The momentum of fast Griffin-Lim (Perraudin, Balazs and Søndergaard 2013)."""
 LOUDEST_LOG = 12.0
 """Largest log power of a mel; only untrained networks exceed it."""
 

@@ -218,7 +218,7 @@ def _references(prepared: PreparedCorpus) -> Mapping[int, list[Recording]]:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What to synthesise, and how."""
+    """The sentences to synthesise, and the way to speak them."""
 
     num_sentences: int = 40
     language: str | None = None
@@ -245,7 +245,6 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
     sentences = held_out_sentences(prepare(data, progress), data, options.num_sentences, options.language)
     synthesizer = load_synthesizer(folder, vocoder=options.vocoder, best_gpt=options.best_gpt)
     sampling, vocoder = override_sampling(synthesizer.sampling, options), synthesizer.vocoder.name
-    _make_room(out)
     _write_recordings(out, sentences)
     voices = _voices(synthesizer, out, sentences)
     sentences = [sentence for sentence in sentences if sentence.reference.file in voices]
@@ -266,17 +265,14 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
     _write_json(out / ITEMS_FILE, items)  # last: it says that everything else is there
 
 
-def _make_room(out: Path) -> None:
-    """Make the folder, and remove the files that would declare it complete."""
+def _write_recordings(out: Path, sentences: Sequence[HeldOutSentence]) -> None:
+    """Write the clips, after removing the files that would declare the folder complete."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         for stale in (ITEMS_FILE, SCORES_FILE):
             (out / stale).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from error
-
-
-def _write_recordings(out: Path, sentences: Sequence[HeldOutSentence]) -> None:
     clips: dict[str, Recording] = {}
     for sentence in sentences:
         clips |= {clip.file: clip for clip in (sentence.clip, sentence.reference, sentence.other) if clip}
