@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from speech_like import MAX_MEL_FRAMES, make_clips
 
-from myxtts.config import DataSettings, TrainingSettings
-from myxtts.data.batches import Batches, Gatherer, num_codes_of, packed_tokens
+from myxtts.config import DataSettings, TrainingSettings, num_codes_of
+from myxtts.data.batches import Batches, Gatherer, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
 from myxtts.devices import Plan
@@ -68,7 +68,7 @@ class Bench:
         gatherer = Gatherer(self.clips, self.batches, self.data, 1, cache)
         frontend = GptFrontend(self.model, self.data, gatherer.frame_budget, autocast=True).to(self.device).eval()
         plan = Plan(self.device, self.device, mode)
-        depths = choose_depths(self.data, (), plan, frontend.outputs)
+        depths = choose_depths(self.data, plan, frontend.outputs)
         return Feed(gatherer, frontend, plan, self.data, depths, streams=self.streams, replay=replay, trace=trace)
 
     def measure(

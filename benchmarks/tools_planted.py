@@ -38,7 +38,7 @@ from myxtts.config import SAMPLE_RATE
 from myxtts.devices import Machine
 from myxtts.model.gpt import GPTDims
 from myxtts.model.xtts import SIZES, XTTSDims
-from myxtts.settings import Loaded, load
+from myxtts.settings import LoadedSettings, load
 from myxtts.tools.dry_run import NotedRehearsal, prepare_corpus, set_apart
 from myxtts.tools.profile import Profile, profile
 
@@ -107,7 +107,7 @@ class Field:
         self._folder, self._size, self.on_gpu, self._compiled = folder, size, on_gpu, compiled
         self._step_s: dict[str, float] = {}
 
-    def settings(self, flags: Mapping[str, str], corpus: str, size: str = "") -> Loaded:
+    def settings(self, flags: Mapping[str, str], corpus: str, size: str = "") -> LoadedSettings:
         """Those of a good training, but for these."""
         given = {
             "data.language": "en", "data.vocab_size": "256", "data.val_fraction": "0", "data.batch_size": "16",
@@ -132,7 +132,7 @@ class Field:
             if self.on_gpu:
                 torch.cuda.empty_cache()
 
-    def _seconds_of_a_step(self, loaded: Loaded) -> float:
+    def _seconds_of_a_step(self, loaded: LoadedSettings) -> float:
         """Alike for all plants in the same training; those that are only settings do not ask how long it takes."""
         key = repr((loaded.settings.model, loaded.settings.data.batch_size, loaded.settings.training))
         if key not in self._step_s:

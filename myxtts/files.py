@@ -28,7 +28,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     except OSError as error:
         raise DatasetError(_cannot_write(path, error)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not there, or its parent is not a folder
+            temporary.unlink()
     sync_path(path.parent)
 
 
@@ -73,7 +74,7 @@ def _cannot_write(path: Path, error: OSError) -> str:
     return (
         f"No room for {path}: {why} ({free_mb:.0f} MB are free).\n"
         "No partial file is left. Free some space, or choose a folder on another disk "
-        "(--checkpoint-dir DIR for a run, --out DIR for an export)."
+        "(--cache-dir DIR for a prepared corpus, --checkpoint-dir DIR for a run, --out DIR for an export)."
     )
 
 
@@ -100,3 +101,17 @@ def lock(folder: Path) -> Iterator[None]:
                 "Choose a folder you can write to with --checkpoint-dir DIR."
             ) from error
         yield
+
+
+def has_ended(folder: Path) -> bool:
+    """True if the process that last held the lock is gone; False if unknown, as for another machine."""
+    try:
+        holder = re.fullmatch(r"process (\d+) on (.+)", (folder / "lock").read_text(encoding="utf-8").strip())
+        if holder is None or holder[2] != socket.gethostname():
+            return False
+        os.kill(int(holder[1]), 0)  # sends nothing, and fails if there is no such process
+    except (ProcessLookupError, OverflowError):
+        return True
+    except (OSError, UnicodeDecodeError):  # no lock, or another user's process
+        return False
+    return False

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from myxtts.checkpoints import LoadedCheckpoint, UnreadableWeights, require_same
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, STAGES, Settings
+from myxtts.config import SAMPLE_RATE, STAGES, Settings, num_frames_of, stage_steps, stages_of
 from myxtts.data.batches import Cursor, mean_clips
 from myxtts.data.clips import ClipSet, PreparedCorpus
-from myxtts.data.prepare import prepare
+from myxtts.data.prepare import prepare, with_tokenizer_of_run
 from myxtts.devices import (
     Machine,
     Plan,
@@ -36,15 +36,15 @@ from myxtts.devices import (
 )
 from myxtts.errors import ConfigError, DatasetError, MyXTTSError, Progress
 from myxtts.files import lock, write_text_atomically
-from myxtts.hints import training_hints
 from myxtts.host import usable_cores
 from myxtts.model.gpt import adapter_state, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.xtts import XTTS
+from myxtts.observe.findings import Situation, hints
 from myxtts.observe.trace import OFF, Trace
 from myxtts.pipeline.feed import FeedMaker, Streams, dvae_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, inherited, initial_model
-from myxtts.settings import Loaded, to_yaml
+from myxtts.settings import LoadedSettings, how_to_set, to_yaml
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, Recipe, StageFacts
@@ -83,11 +83,6 @@ def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str
     )
     require_same(folder, before, after, ignore=PORTIONS)
     return all(saved.get(name) == now.get(name) for name in PORTIONS)
-
-
-def stages_of(settings: Settings) -> tuple[str, ...]:
-    """What would be trained."""
-    return settings.training.stages or (STAGES if settings.training.init_from is None else ("gpt",))
 
 
 def _identity_of_settings(settings: Settings) -> dict[str, Any]:
@@ -188,7 +183,7 @@ def mel_statistics(clips: ClipSet, device: torch.device) -> Tensor:
     num_frames = 0
     for clip in chosen:
         pcm = torch.from_numpy(clips.audio[int(clips.audio_rows[clip])].copy()).to(device)
-        mel = log_mel(pcm.float() / 32768)[:, : len(pcm) // HOP_SAMPLES + 1]
+        mel = log_mel(pcm.float() / 32768)[:, : num_frames_of(len(pcm))]
         total += mel.double().square().sum(1)
         num_frames += mel.shape[1]
     return (total / max(num_frames, 1)).sqrt().float().cpu()
@@ -200,7 +195,6 @@ class StageTask:
 
     stage: str
     settings: Settings
-    asked: frozenset[str]
     prepared: PreparedCorpus
     plan: Plan
     folder: RunDir
@@ -242,19 +236,16 @@ def _is_enough(task: StageTask, state: State) -> bool:
     if 0 < task.settings.training.early_stop <= state.stale_validations:
         return True
     later = STAGES[STAGES.index(task.stage) + 1 :]
-    named = {"training.stages", f"training.{task.stage}_steps"} & task.asked
-    return not named and any(task.folder.has_checkpoint(stage) for stage in later)
+    training = task.settings.training
+    is_named = training.stages is not None or getattr(training, f"{task.stage}_steps", None) is not None
+    return not is_named and any(task.folder.has_checkpoint(stage) for stage in later)
 
 
 def total_steps(task: StageTask, portions: Mapping[str, Any]) -> int:
     """Optimiser steps of the stage: the epochs asked for, unless a number of steps ends it before."""
-    training = task.settings.training
     batch_size, accumulate, processes = (int(portions[name]) for name in PORTIONS)
-    batches = math.ceil(len(task.prepared.train) / (batch_size * processes)) * training.epochs
-    steps = math.ceil(batches / accumulate)
-    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(task.stage)
-    limit = own if own is not None else training.max_steps
-    return steps if limit is None else min(steps, limit)
+    num_clips, training = len(task.prepared.train), task.settings.training
+    return stage_steps(training, task.stage, num_clips, batch_size * processes, accumulate)[0]
 
 
 class Trained(NamedTuple):
@@ -325,9 +316,9 @@ def _train(task: StageTask, model: XTTS, loaded: LoadedCheckpoint | None, state:
     accumulate = training.gradient_accumulation_steps
     try:
         with maker.training(state.cursor, accumulate, task.trace) as feed:
-            task.say(
-                f"Buffers: {feed.host_ring.depth} batches on the host, {feed.model_ring.depth} on {plan.model}"
-            )
+            on_host, on_device = feed.host_ring.depth, feed.model_ring.depth
+            where = f"{on_host} on the host, {on_device} on {plan.model}"
+            task.say(f"Buffer size: {on_host + on_device} batches ({where})")
             task.say(f"Training step: {mode}")
             task.say(f"Waiting up to {settings.data.model_start_delay:g}s for data pipeline to warm up")
             waited = feed.wait_until_warm(settings.data.model_start_delay)
@@ -396,7 +387,6 @@ def feed_maker(task: StageTask, model: XTTS) -> FeedMaker:
         model,
         task.prepared,
         settings.data,
-        task.asked,
         task.plan,
         settings.training.seed,
         key,
@@ -428,7 +418,7 @@ _log = logging.getLogger(__name__)
 
 
 def train(
-    loaded: Loaded,
+    loaded: LoadedSettings,
     reporter: Reporter | None,
     progress: Progress,
     say: Callable[[str], None],
@@ -458,13 +448,11 @@ def train(
         stages = stages_of(settings)
         fresh = _start(settings, folder, prepared, plan, stages, has_begun, speak)
         stop = held.enter_context(_StopRequest(plan))  # before, there is no step to finish and nothing to save
-        asked = frozenset(key for key in loaded.origin if loaded.is_set(key))
         states: dict[str, State] = {}
         for stage in stages:
             task = StageTask(
                 stage=stage,
                 settings=settings,
-                asked=asked,
                 prepared=prepared,
                 plan=plan,
                 folder=folder,
@@ -486,11 +474,8 @@ def train(
 
 def _prepare(settings: Settings, begun: RunDir | None, plan: Plan, progress: Progress) -> PreparedCorpus:
     """The corpus with the vocabulary of the run, once it has one; rank 0 goes first and leaves a cache behind."""
-    data = settings.data
-    if begun is not None:
-        data = replace(data, tokenizer=begun.vocabulary_file)
-    elif data.tokenizer is None and settings.training.init_from is not None:
-        data = replace(data, tokenizer=settings.training.init_from)
+    own = begun.vocabulary_file if begun is not None else None
+    data = with_tokenizer_of_run(settings.data, own, settings.training.init_from)
     try:
         prepared = prepare(data, progress) if plan.rank == 0 else None
     except DatasetError as error:
@@ -552,18 +537,21 @@ def _num_tokens(source: Path) -> int:
 
 def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan) -> Iterator[str]:
     gpus = Machine.look().gpus
-    memory = next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0)
-    hours = float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600
-    found = training_hints(
-        settings,
-        len(gpus) if plan.world_size == 1 else 1,
-        memory,
-        len(prepared.train) // plan.world_size,
-        usable_cores(),
+    memory_mb = next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0)
+    situation = Situation(
+        settings=settings,
+        num_gpus=len(gpus) if plan.world_size == 1 else min(len(gpus), 1),
+        cores=usable_cores(),
+        gpu_memory_mb=memory_mb,
+        num_clips=len(prepared.train),
         num_val_clips=len(prepared.val),
-        speech_hours=hours,
+        speech_hours=float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600,
+        processes=plan.world_size,
     )
-    return (f"Hint: {hint}" for hint in found)
+    for found in hints(situation):
+        what = ": ".join(filter(None, [found.what, found.why]))
+        how = how_to_set(found.setting, found.value) if found.value is not None else ""
+        yield f"Hint: {what}; {': '.join(filter(None, [found.fix, how]))}"
 
 
 class NoReports:

@@ -15,7 +15,7 @@ import torch
 from conftest import make_voice
 from torch import Tensor
 
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings, num_codes_of
 from myxtts.data.batches import (
     TOTALS,
     Batches,
@@ -29,7 +29,6 @@ from myxtts.data.batches import (
     Weights,
     crops,
     fit,
-    num_codes_of,
     packed_tokens,
     voices_of,
 )

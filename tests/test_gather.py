@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pipeline_fixtures import SEED, SHORT, Corpus
 
-from myxtts.config import HOP_SAMPLES, NUM_STOPS, DataSettings
+from myxtts.config import HOP_SAMPLES, NUM_STOPS, DataSettings, num_codes_of
 from myxtts.data.batches import (
     ALIGNMENT_BYTES,
     SEGMENT_CODES,
@@ -24,7 +24,6 @@ from myxtts.data.batches import (
     crops,
     fit,
     host_layout,
-    num_codes_of,
     packed_tokens,
     segments,
 )
@@ -161,7 +160,7 @@ def test_a_host_batch_is_one_block_of_aligned_arrays() -> None:
 
 
 def test_without_a_driver_memory_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxtts.host._has_nvidia_driver", lambda: False)
+    monkeypatch.setattr("myxtts.host.nvidia_driver", lambda: "")
     assert not HostBatch(host_layout(DATA)).memory.any()
 
 

@@ -22,11 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # and the fixtures here
 from conftest import SENTENCES, write_corpus
 from training_fixtures import SMALL
 
-import myxtts.tools.profile
 from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
 from myxtts.model.xtts import SIZES
-from myxtts.observe.breakdown import Evidence
-from myxtts.observe.findings import Verdict, judge
+from myxtts.observe.breakdown import ProfileData
+from myxtts.observe.diagnosis import Diagnosis, diagnose
 from myxtts.observe.nvml import Reading
 from myxtts.observe.trace import Span
 from myxtts.settings import load
@@ -61,14 +60,14 @@ def readings(low: float) -> list[Reading]:
     ]
 
 
-def codes(verdict: Verdict) -> set[str]:
+def codes(verdict: Diagnosis) -> set[str]:
     return {finding.code for finding in verdict.findings}
 
 
 class OscillationIsDiagnosed(unittest.TestCase):
     def test_a_gpu_that_is_busy_and_idle_in_turns(self) -> None:
         spans = steps(gap_every=40, gap_us=int(PERIOD_S * 1e6) - 40 * STEP_US)
-        verdict = judge(Evidence(spans=spans, data_gpu=0, model_gpu=0, warmup_steps=0))
+        verdict = diagnose(ProfileData(spans=spans, data_gpu=0, model_gpu=0))
         assert verdict.oscillation is not None
         self.assertAlmostEqual(verdict.oscillation.period_s, PERIOD_S, delta=0.5)
         self.assertGreater(verdict.oscillation.depth, 0.5)
@@ -77,14 +76,14 @@ class OscillationIsDiagnosed(unittest.TestCase):
         self.assertTrue(verdict.findings[0].fix)
 
     def test_the_drivers_readings_alone_show_it(self) -> None:
-        verdict = judge(Evidence(spans=steps(), readings=readings(0.1), data_gpu=0, model_gpu=0, warmup_steps=0))
+        verdict = diagnose(ProfileData(spans=steps(), readings=readings(0.1), data_gpu=0, model_gpu=0))
         assert verdict.oscillation is not None
         self.assertEqual(verdict.oscillation.source, "nvml")
         self.assertAlmostEqual(verdict.oscillation.period_s, PERIOD_S, delta=0.5)
         self.assertIn("oscillating", codes(verdict))
 
     def test_steady_work_is_no_oscillation(self) -> None:
-        verdict = judge(Evidence(spans=steps(), readings=readings(0.9), data_gpu=0, model_gpu=0, warmup_steps=0))
+        verdict = diagnose(ProfileData(spans=steps(), readings=readings(0.9), data_gpu=0, model_gpu=0))
         self.assertIsNone(verdict.oscillation)
         self.assertNotIn("oscillating", codes(verdict))
 
@@ -101,8 +100,7 @@ class TheRealPipelineIsProfiled(unittest.TestCase):
         torch.set_num_threads(1)
         self.enterContext(mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder.name}))
         self.enterContext(mock.patch.dict(SIZES, {"tiny": SMALL}))
-        for module in (dry_run, dry_run, dry_run, myxtts.tools.profile):  # there is nothing to compile
-            self.enterContext(mock.patch.object(module, "WARM_UP_STEPS", 1))
+        self.enterContext(mock.patch.object(dry_run, "WARM_UP_STEPS", 1))  # there is nothing to compile
         corpus = write_corpus(Path(folder.name) / "corpus", [text[:20] for text in SENTENCES[:4]], seconds=1.0)
         flags = {
             "data.train_data": str(corpus), "data.language": "en", "data.vocab_size": "256",

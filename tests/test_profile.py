@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import html
 import json
 import logging
@@ -23,13 +22,13 @@ from training_fixtures import Clips, clips, small, train
 
 import myxtts.cli
 import myxtts.tools.profile
-from myxtts.cli import add_tool_commands
+from myxtts.cli import make_parser
 from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError
 from myxtts.observe.findings import Finding
 from myxtts.pipeline.frontend import DvaeFrontend
-from myxtts.settings import Loaded, load
+from myxtts.settings import LoadedSettings, load
 from myxtts.terminal import show_profile
 from myxtts.tools import dry_run
 from myxtts.tools.dry_run import prepare_corpus
@@ -53,7 +52,7 @@ SLOW_S = 0.05
 pytestmark = pytest.mark.usefixtures("small")
 
 
-def loaded_with(corpus: Path, **flags: str) -> Loaded:
+def loaded_with(corpus: Path, **flags: str) -> LoadedSettings:
     given = {
         "data.train_data": str(corpus), "data.language": "en", "data.vocab_size": "256", "data.batch_size": "2",
         "data.max_mel_frames": "128", "data.max_text_length": "40", "data.num_workers": "1",
@@ -65,8 +64,7 @@ def loaded_with(corpus: Path, **flags: str) -> Loaded:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warm up for one step: there is nothing to compile."""
-    for module in (dry_run, dry_run, dry_run, myxtts.tools.profile):
-        monkeypatch.setattr(module, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(dry_run, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(dry_run, "SPLIT_STEPS", 1)
     monkeypatch.setattr(dry_run, "KERNEL_STEPS", 1)
 
@@ -104,7 +102,7 @@ def plant_slow_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(found: Profile) -> dict[str, Any]:
-    return {row.stage.strip(): row for row in found.rows}
+    return {row.phase.strip(): row for row in found.rows}
 
 
 # Planted bottlenecks
@@ -121,7 +119,7 @@ def test_slow_gathering_is_named_with_its_cost_and_what_to_do(
     assert found.findings[0].gain is not None and found.findings[0].gain > 1.5
     assert rows(found)["gather"].mean_ms >= 1000 * SLOW_S
     assert rows(found)["gather"].share > 0.8
-    assert found.verdict.headspace is not None and found.verdict.headspace > 1.5
+    assert found.verdict.headroom is not None and found.verdict.headroom > 1.5
 
 
 def test_decoding_files_for_every_batch_is_named_with_the_setting(
@@ -312,7 +310,7 @@ def test_on_a_gpu_kernels_work_and_grade_are_there(run: Callable[..., Profile]) 
     assert found.verdict is not None and found.kernels is not None
     assert found.verdict.grade
     assert found.kernels.kernel_share is not None and 0 < found.kernels.kernel_share <= 1
-    assert found.verdict.flops_share is not None and 0 < found.verdict.flops_share < 1
+    assert found.verdict.mfu is not None and 0 < found.verdict.mfu < 1
     assert not any(kernel.name.startswith("aten::") for kernel in found.kernels.kernels)
     assert {"upload", "encode", "train", "update"} <= rows(found).keys()
 
@@ -375,8 +373,8 @@ AUDIO = AudioAnalysis(Timing(9, 2.0, 1.0, 4.0), Timing(9, 0.5, 0.1, 0.6), 16, "w
 
 def feed_of(supply_ms: float, step_ms: float, **changes: Any) -> FeedAnalysis:
     supply = Timing(9, supply_ms, 0.0, supply_ms)
-    parts = {"host": supply, "first_epoch": supply, "feed": supply, "stages": {}, "step_ms": step_ms}
-    return FeedAnalysis(**parts | {"step_is_given": False, "on_gpu": True} | changes)
+    parts = {"host": supply, "first_epoch": supply, "feed": supply, "phases": {}, "step_ms": step_ms}
+    return FeedAnalysis(**parts | {"step_is_given": False, "num_gpus": 1} | changes)
 
 
 def found_in(corpus: Path, feed: FeedAnalysis, **flags: str) -> dict[str, Finding]:
@@ -409,6 +407,9 @@ def test_findings_of_the_data_side_follow_its_figures(clips: Clips) -> None:
         ("utilities/analyze_data_pipeline_bottleneck.py", "profile --data-only"),
         ("utilities/diagnose_gpu_bottleneck.py", "profile"),
         ("utilities/gpu_profiler.py", "profile --kernels"),
+        ("validate_dual_gpu_pipeline.py", "check --gpus"),
+        ("test_gpu_optimization.py", "check --gpus"),
+        ("utilities/validate_gpu_optimization.py", "check"),
     ],
 )
 def test_a_script_is_a_door_to_its_command(script: str, leads_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,9 +425,7 @@ def test_a_script_is_a_door_to_its_command(script: str, leads_to: str, monkeypat
 
 
 def command(line: str) -> Any:
-    parser = argparse.ArgumentParser()
-    add_tool_commands(parser.add_subparsers())
-    options, options_left = parser.parse_known_args(shlex.split(line))
+    options, options_left = make_parser().parse_known_args(shlex.split(line))
     options.unknown = options_left
     return options
 

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings, num_frames_of
 from myxtts.data.batches import (
     MAX_CROP_FRAMES,
     MAX_CROP_SAMPLES,
@@ -104,7 +104,7 @@ class GptFrontend(Frontend):
                 codes = self._packed_codes(wave, batch, sizes.codes) if sizes.codes else self._codes(wave, batch)
             inside = torch.arange(codes.shape[1], device=codes.device) < batch["num_codes"][:, None]
             out["codes"][:, : codes.shape[1]].copy_(torch.where(inside, codes, 0))
-        out["num_frames"].copy_(batch["crop_samples"] // HOP_SAMPLES + 1)
+        out["num_frames"].copy_(num_frames_of(batch["crop_samples"]))
         out["mel"][: sizes.frames].copy_(self._crop_mels(wave, batch, out["num_frames"], sizes.frames))
 
     def used(self, out: Tensors, sizes: Sizes) -> Tensors:
@@ -114,7 +114,7 @@ class GptFrontend(Frontend):
 
     def _packed_codes(self, wave: Tensor, batch: Tensors, budget: int) -> Tensor:
         """Codes [clips, most codes] of clips packed with one code between them: no padding is encoded."""
-        num_codes, num_frames = batch["num_codes"].long(), batch["num_samples"].long() // HOP_SAMPLES + 1
+        num_codes, num_frames = batch["num_codes"].long(), num_frames_of(batch["num_samples"].long())
         offsets = offsets_of(num_codes + 1)
         clip, place = _places(offsets, budget)
         is_code = place < num_codes[clip]
@@ -137,7 +137,7 @@ class GptFrontend(Frontend):
         """The same without packing, for the rare batch with more codes than the packed budget."""
         lengths = batch["num_samples"]
         mel = self.dvae_mel(wave, self.mel_stats, lengths)[..., : wave.shape[1] // HOP_SAMPLES]
-        return self.dvae.encode(mel, lengths // HOP_SAMPLES + 1)
+        return self.dvae.encode(mel, num_frames_of(lengths))
 
     def _crop_mels(self, wave: Tensor, batch: Tensors, num_frames: Tensor, budget: int) -> Tensor:
         """Packed mels of the reference crops, [budget, channels], zeros after the last."""
@@ -184,7 +184,7 @@ class DvaeFrontend(Frontend):
         wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
         frames = wave.shape[1] // HOP_SAMPLES
         mel = self.mel(wave, self.mel_stats, batch["num_samples"])[..., :frames]
-        out["num_frames"].copy_(batch["num_samples"] // HOP_SAMPLES + 1)
+        out["num_frames"].copy_(num_frames_of(batch["num_samples"]))
         inside = torch.arange(frames, device=mel.device) < out["num_frames"][:, None]
         out["mel"][..., :frames].copy_(torch.where(inside[:, None], mel, 0))
         for name in ("weights", "totals"):

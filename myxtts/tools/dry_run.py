@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
-from myxtts.config import Settings
+from myxtts.config import Settings, num_codes_of
 from myxtts.data.batches import (
     Batch,
     Cursor,
@@ -31,29 +31,28 @@ from myxtts.data.batches import (
     Sizes,
     host_layout,
     mean_clips,
-    num_codes_of,
     packed_tokens,
 )
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.codes import CodesCache
-from myxtts.data.prepare import prepare
+from myxtts.data.prepare import prepare, with_tokenizer_of_run
 from myxtts.devices import Plan, Stream, apply_caps, explain_out_of_memory, make_plan, peak_memory_mb
 from myxtts.errors import ConfigError, DatasetError, PipelineError, Progress
 from myxtts.observe.breakdown import (
     ALLOCATED_COUNTER,
-    DATA_STAGES,
-    StageTime,
+    DATA_PHASES,
+    PhaseTime,
     end_us,
     length_us,
     merged,
-    stage_times,
+    phase_times,
 )
 from myxtts.observe.nvml import allocated_mb
 from myxtts.observe.trace import OFF, Counter, Span, StepClock, StepTime, Trace, now_us
 from myxtts.pipeline.feed import Feed, FeedMaker
 from myxtts.run import NoReports, StageTask, feed_maker, require_source, set_up
 from myxtts.run_dir import RunDir, initial_model
-from myxtts.settings import Loaded
+from myxtts.settings import LoadedSettings
 from myxtts.training.trainer import Step, StepMode
 
 WARM_UP_STEPS = 5
@@ -81,7 +80,7 @@ class Rehearsal:
     """A stage set up once and measured as often as needed."""
 
     def __init__(
-        self, loaded: Loaded, prepared: PreparedCorpus, stage: str = "gpt", plan: Plan | None = None
+        self, loaded: LoadedSettings, prepared: PreparedCorpus, stage: str = "gpt", plan: Plan | None = None
     ) -> None:
         settings = loaded.settings
         self.settings, self.stage = settings, stage
@@ -90,7 +89,6 @@ class Rehearsal:
         self._task = StageTask(
             stage=stage,
             settings=settings,
-            asked=frozenset(key for key in loaded.origin if loaded.is_set(key)),
             prepared=prepared,
             plan=self.plan,
             folder=RunDir(Path("rehearsal")),
@@ -187,13 +185,13 @@ class Drained(NamedTuple):
 
     seconds: list[float]
     """Between two batches."""
-    stages: dict[str, StageTime]
+    phases: dict[str, PhaseTime]
 
 
 class NotedRehearsal(Rehearsal):
     """A stage set up once and measured as often as needed."""
 
-    def __init__(self, loaded: Loaded, prepared: PreparedCorpus, stage: str) -> None:
+    def __init__(self, loaded: LoadedSettings, prepared: PreparedCorpus, stage: str) -> None:
         super().__init__(loaded, prepared, stage)
         self._prepared = prepared
         self.depths: dict[str, int] = {}
@@ -229,7 +227,7 @@ class NotedRehearsal(Rehearsal):
                     feed.model_stream.finish()
                 taken_at.append(time.perf_counter())
         trace.finish()
-        return Drained(np.diff(taken_at).tolist(), stage_times(trace.spans(), (start_us, now_us())))
+        return Drained(np.diff(taken_at).tolist(), phase_times(trace.spans(), (start_us, now_us())))
 
     def measure(self, num_steps: int, *, replay: bool = False, traced: bool = False) -> Measured:
         """As in any rehearsal; what the data side had begun before the first measured step belongs to it."""
@@ -295,7 +293,7 @@ class NotedRehearsal(Rehearsal):
 
 def _lasts_into(span: Span, start_us: int) -> bool:
     """Whether a batch was being made at that time; the longest waits are for such batches."""
-    return span.name in DATA_STAGES and end_us(span) > start_us
+    return span.name in DATA_PHASES and end_us(span) > start_us
 
 
 def drained_batches(spans: Sequence[Span]) -> int:
@@ -357,16 +355,13 @@ class Trial:
         return asdict(self)
 
 
-Measure = Callable[[Loaded], Trial]
+Measure = Callable[[LoadedSettings], Trial]
 
 
 def prepare_corpus(settings: Settings, progress: Progress | None = None) -> PreparedCorpus:
     """The corpus as a new run would train on it."""
     require_source(settings, None)
-    data, source = settings.data, settings.training.init_from
-    if data.tokenizer is None and source is not None:
-        data = replace(data, tokenizer=source)
-    return prepare(data, progress)
+    return prepare(with_tokenizer_of_run(settings.data, None, settings.training.init_from), progress)
 
 
 @contextlib.contextmanager
@@ -376,7 +371,7 @@ def set_apart(prepared: PreparedCorpus) -> Iterator[PreparedCorpus]:
         yield replace(prepared, root=Path(folder))
 
 
-def try_out(loaded: Loaded, prepared: PreparedCorpus, stage: str, num_steps: int) -> Trial:
+def try_out(loaded: LoadedSettings, prepared: PreparedCorpus, stage: str, num_steps: int) -> Trial:
     """Time at most so many steps in this process, fewer if they are slow; Refused if that is not possible."""
     try:
         with set_apart(prepared) as apart:
@@ -401,7 +396,7 @@ def try_out(loaded: Loaded, prepared: PreparedCorpus, stage: str, num_steps: int
     )
 
 
-def try_out_apart(loaded: Loaded, stage: str, num_steps: int, limit_s: float = math.inf) -> Trial:
+def try_out_apart(loaded: LoadedSettings, stage: str, num_steps: int, limit_s: float = math.inf) -> Trial:
     """The same in a process of its own, which is ended after `limit_s`."""
     context = multiprocessing.get_context("spawn")
     answers, questions = context.Pipe(duplex=False)
@@ -427,7 +422,7 @@ def try_out_apart(loaded: Loaded, stage: str, num_steps: int, limit_s: float = m
     raise DatasetError(reason) if about_data else Refused(reason, out_of_memory)
 
 
-def _answer(connection: Connection, loaded: Loaded, stage: str, num_steps: int) -> None:
+def _answer(connection: Connection, loaded: LoadedSettings, stage: str, num_steps: int) -> None:
     """In the process of a trial: send what was measured, or why nothing was."""
     try:
         connection.send(try_out(loaded, prepare_corpus(loaded.settings), stage, num_steps))
@@ -624,7 +619,7 @@ class Seen:
     num_recompiled: int = 0
 
 
-def witness(loaded: Loaded, prepared: PreparedCorpus, stage: str, plan: Plan) -> Seen:
+def witness(loaded: LoadedSettings, prepared: PreparedCorpus, stage: str, plan: Plan) -> Seen:
     """Train a stage for a few steps and look on; raises what a training would raise."""
     plan = replace(plan, rank=0, world_size=1)
     training = replace(loaded.settings.training, warmup_steps=0)  # so that few steps change the weights

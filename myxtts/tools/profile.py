@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from myxtts.audio import UnusableAudio
-from myxtts.config import LANGUAGES, DataSettings
+from myxtts.config import LANGUAGES, DataSettings, Settings, most_gatherers
 from myxtts.data.batches import Batches, Cursor, Gatherer, HostBatch, Job, host_layout, packed_tokens
 from myxtts.data.clips import ClipSet, DecodeOptions, PreparedCorpus
 from myxtts.data.corpus import Clip, Corpus, read_corpus
@@ -29,17 +29,16 @@ from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.devices import Machine, Plan
 from myxtts.files import write_atomically, write_text_atomically
 from myxtts.host import usable_cores
-from myxtts.observe.breakdown import Evidence, StageTime
-from myxtts.observe.findings import Finding, Level, Verdict, judge
+from myxtts.observe.breakdown import PhaseTime, ProfileData
+from myxtts.observe.diagnosis import Diagnosis, diagnose
+from myxtts.observe.findings import MIN_SHARE, SWITCHES, Finding, Level, Wait, sentence, wait_rule
 from myxtts.observe.nvml import Reading, Sampler
 from myxtts.observe.trace import Span, Trace
-from myxtts.pipeline.feed import MOST_GATHERERS
-from myxtts.settings import Loaded
+from myxtts.settings import LoadedSettings
 from myxtts.text.language import detect_languages
 from myxtts.text.normalize import normalize
 from myxtts.text.phonemes import phonemize
 from myxtts.tools.dry_run import (
-    WARM_UP_STEPS,
     KernelView,
     Measured,
     NotedRehearsal,
@@ -121,13 +120,17 @@ class FeedAnalysis:
     """Between two batches ready for the model, from a feed that is drained and computes codes."""
     feed: Timing
     """The same when codes are known: every epoch but the first."""
-    stages: dict[str, StageTime]
+    phases: dict[str, PhaseTime]
     """Of the latter."""
     step_ms: float
     """Training on a batch."""
     step_is_given: bool
     """By the user; else it was measured here by replaying a batch."""
-    on_gpu: bool
+    num_gpus: int
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.num_gpus > 0
 
     @property
     def supply_ms(self) -> float:
@@ -146,10 +149,10 @@ class FeedAnalysis:
 
     @property
     def slowest(self) -> str:
-        """The stage that bounds the supply."""
+        """The phase that bounds the supply."""
         if self.step_is_given and not self.on_gpu:
             return "gather"
-        return max(self.stages, key=lambda name: self.stages[name].period_ms, default="gather")
+        return max(self.phases, key=lambda name: self.phases[name].period_ms, default="gather")
 
 
 def time_text(clips: Sequence[Clip], data: DataSettings, prepared: PreparedCorpus) -> TextAnalysis:
@@ -202,7 +205,7 @@ def time_audio(corpus: Corpus, data: DataSettings, source: ClipSet, num_batches:
 
 def time_host(source: ClipSet, data: DataSettings, num_batches: int) -> Timing:
     """Between two batches in host memory, gathered by as many threads as a training would start."""
-    num_threads = min(data.num_workers, usable_cores(), MOST_GATHERERS if data.native_loading else num_batches)
+    num_threads = min(data.num_workers, most_gatherers(data, usable_cores()), num_batches)
     gatherer, layout = _gatherer(source, data), host_layout(data)
     jobs = iter([*_jobs(gatherer, num_batches)])
     done_at = [time.perf_counter()]
@@ -218,7 +221,7 @@ def time_host(source: ClipSet, data: DataSettings, num_batches: int) -> Timing:
 
 
 def time_feed(
-    loaded: Loaded, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
+    loaded: LoadedSettings, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
 ) -> FeedAnalysis:
     """The feed of a stage drained twice, and the time of a step; codes are kept where `prepared` says."""
     data, rehearsal = loaded.settings.data, NotedRehearsal(loaded, prepared, stage)
@@ -233,10 +236,10 @@ def time_feed(
         host=time_host(prepared.train, data, num_batches),
         first_epoch=Timing.of(first_epoch.seconds),
         feed=Timing.of(later.seconds),
-        stages=later.stages,
+        phases=later.phases,
         step_ms=taken_ms,
         step_is_given=given,
-        on_gpu=rehearsal.plan.model.type == "cuda",
+        num_gpus=len(Machine.look().gpus),
     )
 
 
@@ -260,8 +263,6 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - started_at
 
 
-WORTH_A_WORD = 0.02
-"""Share of the time that a GPU may wait."""
 UNEVEN = 1.0
 """Coefficient of variation above which some files are far slower than the others."""
 MUCH_DETECTION = 0.5
@@ -291,7 +292,6 @@ class DataAnalysis:
     def to_json(self) -> dict[str, Any]:
         """Everything that was measured and what follows from it."""
         record = asdict(self)
-        record["feed"]["stages"] = {name: time._asdict() for name, time in self.feed.stages.items()}
         record["text"]["sample_ms"] = self.text.sample_ms
         record["audio"] |= {"decode_cv": self.audio.decode.cv, "gather_cv": self.audio.gather.cv}
         derived = ("supply_ms", "wait_ms", "idle_share", "slowest")
@@ -300,7 +300,7 @@ class DataAnalysis:
 
 
 def analyse(
-    loaded: Loaded,
+    loaded: LoadedSettings,
     prepared: PreparedCorpus,
     *,
     stage: str = "gpt",
@@ -326,40 +326,22 @@ def _of_feed(feed: FeedAnalysis, data: DataSettings) -> Iterator[Finding]:
     step = f"training on it {'takes' if feed.step_is_given else 'took'} {feed.step_ms:.1f} ms."
     why = f"A batch comes every {feed.supply_ms:.1f} ms, and {step}"
     gain = feed.supply_ms / feed.step_ms if feed.step_ms else 1.0
-    if feed.idle_share > WORTH_A_WORD:
+    if feed.idle_share > MIN_SHARE:
         what = f"The model would wait {100 * feed.idle_share:.0f} % of the time for {feed.slowest}."
-        fix, setting, value = _faster(feed.slowest, data, feed.on_gpu)
-        yield Finding("data-feed-slow", "warn", what, why, fix, setting, value, gain)
+        phase = feed.slowest if data.prefetch_to_gpu else "upload"
+        wait = Wait(settings=Settings(data=data), num_gpus=feed.num_gpus, cores=usable_cores(), phase=phase)
+        fix, setting, value = wait_rule(wait).fix(wait)
+        yield Finding("data-feed-slow", "warn", what, why, sentence(fix), setting, value, gain)
     else:
         what = f"Batches come {1 / max(gain, 1e-9):.1f} times as fast as they are used."
         yield Finding("data-feed-fast", "pass", what, why)
     if feed.step_is_given and not feed.on_gpu:
         return  # what encoding takes this CPU says nothing about the GPU
     slower = feed.first_epoch.mean_ms / max(feed.feed.mean_ms, feed.step_ms, 1e-9)
-    if slower > 1 + WORTH_A_WORD and feed.first_epoch.mean_ms > feed.step_ms:
+    if slower > 1 + MIN_SHARE and feed.first_epoch.mean_ms > feed.step_ms:
         what = f"The first epoch is up to {slower:.1f} times as slow as the others."
         why = f"Computing codes, a batch comes every {feed.first_epoch.mean_ms:.1f} ms; they are kept."
         yield Finding("data-first-epoch", "info", what, why)
-
-
-def _faster(stage: str, data: DataSettings, on_gpu: bool) -> tuple[str, str, Any]:
-    """What makes a stage faster: a sentence, and the setting with its value."""
-    if not data.prefetch_to_gpu:
-        return "Prepare batches while the model trains.", "data.prefetch_to_gpu", True
-    if stage == "gather":
-        most = min(usable_cores(), MOST_GATHERERS) if data.native_loading else usable_cores()
-        if not data.native_loading:
-            return "Gather from the packed cache.", "data.native_loading", True
-        if data.num_workers < most:
-            return f"Gather with {most} threads.", "data.num_workers", most
-        return "Move the cache to a faster local disk (--cache-dir).", "", None
-    if stage == "upload" and not data.enhanced_gpu_prefetch:
-        return "Copy from pinned memory.", "data.enhanced_gpu_prefetch", True
-    if stage == "encode" and not data.optimize_cpu_gpu_overlap:
-        return "Let the data role work beside the model.", "data.optimize_cpu_gpu_overlap", True
-    if stage == "encode" and on_gpu:
-        return "Give the data role a GPU of its own: --data-gpu 0 --model-gpu 1.", "", None
-    return "Train on a GPU: on the CPU data and model take turns.", "", None
 
 
 def _of_audio(audio: AudioAnalysis, data: DataSettings) -> Iterator[Finding]:
@@ -370,12 +352,12 @@ def _of_audio(audio: AudioAnalysis, data: DataSettings) -> Iterator[Finding]:
         yield Finding("data-audio-packed", "pass", what, why)
     else:
         what = f"The {audio.batch_size} files of a batch are decoded every time it is gathered."
-        fix = "Gather from the packed cache, which is made once."
+        fix = sentence(SWITCHES["data.native_loading"].fix)
         yield Finding("data-audio-decoded", "warn", what, why, fix, "data.native_loading", True)
     if decode.cv > UNEVEN:
         what = f"Decoding varies by {100 * decode.cv:.0f} %: some files are far slower than the others."
         why = f"{audio.slowest} took {decode.longest_ms:.0f} ms, a file on average {decode.mean_ms:.1f} ms."
-        fix = "" if data.native_loading else "Gather from the packed cache, or look at those files."
+        fix = "" if data.native_loading else "Look at those files."
         level: Level = "info" if data.native_loading else "warn"
         yield Finding("data-audio-uneven", level, what, why, fix)
 
@@ -417,10 +399,10 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class StageRow:
-    """A stage of the pipeline or of the step."""
+class PhaseRow:
+    """A phase of the pipeline or of the step."""
 
-    stage: str
+    phase: str
     where: str
     """host, data or model: whose time it takes."""
     mean_ms: float
@@ -457,8 +439,8 @@ class Profile:
     """In the long run."""
     first_epoch_clips_per_s: float | None = None
     """While codes are computed; None where the stage needs none."""
-    rows: list[StageRow] = field(default_factory=list)
-    verdict: Verdict | None = None
+    rows: list[PhaseRow] = field(default_factory=list)
+    verdict: Diagnosis | None = None
     gpus: list[GpuUse] = field(default_factory=list)
     memory_mb: dict[str, float] = field(default_factory=dict)
     kernels: KernelView | None = None
@@ -489,7 +471,7 @@ def keep(found: Profile, run_folder: Path) -> None:
 
 
 def profile(
-    loaded: Loaded,
+    loaded: LoadedSettings,
     prepared: PreparedCorpus,
     *,
     num_steps: int = 50,
@@ -515,7 +497,7 @@ def profile(
 
 def _profile(
     rehearsal: NotedRehearsal,
-    loaded: Loaded,
+    loaded: LoadedSettings,
     prepared: PreparedCorpus,
     machine: Machine,
     num_steps: int,
@@ -558,7 +540,7 @@ def _profile(
         clips_per_s=rehearsal.long_run_clips_per_s(measured),
         first_epoch_clips_per_s=None if rehearsal.stage == "dvae" else rehearsal.long_run_clips_per_s(first),
         rows=[_decode_row(loaded.settings.data), *rows],
-        verdict=judge(evidence),
+        verdict=diagnose(evidence),
         gpus=_uses(readings, plan),
         memory_mb=measured.memory_mb,
         kernels=view if kernels else None,
@@ -567,19 +549,20 @@ def _profile(
 
 
 def _evidence(
-    rehearsal: NotedRehearsal, loaded: Loaded, prepared: PreparedCorpus, measured: Measured, replayed: Measured
-) -> Evidence:
+    rehearsal: NotedRehearsal,
+    loaded: LoadedSettings,
+    prepared: PreparedCorpus,
+    measured: Measured,
+    replayed: Measured,
+) -> ProfileData:
     """What the rehearsal says of itself and of its device."""
     num_clips = loaded.settings.data.batch_size * rehearsal.accumulate
     peak_flops = matrix_flops(rehearsal.plan, rehearsal.stream) if rehearsal.stage == "gpt" else None
     flops = useful_flops(rehearsal.step.recipe, prepared.train, num_clips) if peak_flops else None
-    return Evidence(
+    return ProfileData(
         spans=measured.spans,
         counters=measured.counters,
-        # Spans count steps from the first one on, the clock from the first measured one on.
-        steps=[step._replace(step=step.step + WARM_UP_STEPS) for step in measured.times],
         replayed=replayed.times,
-        warmup_steps=0,
         settings=loaded.settings,
         depths=rehearsal.depths,
         data_gpu=rehearsal.plan.data.index,
@@ -591,7 +574,7 @@ def _evidence(
     )
 
 
-def _rows(measured: Measured, first: Measured, stage: str) -> Iterator[StageRow]:
+def _rows(measured: Measured, first: Measured, stage: str) -> Iterator[PhaseRow]:
     """The stages in order; beside `encode` the same in the first epoch."""
     spans, earlier = _by_name(measured.spans), _by_name(first.spans)
     for name, where in PLACES.items():
@@ -602,12 +585,12 @@ def _rows(measured: Measured, first: Measured, stage: str) -> Iterator[StageRow]
             yield _row(name, where, spans[name], measured.seconds, NOTES.get(name, ""))
 
 
-def _row(name: str, where: str, spans: Sequence[Span], seconds: float, note: str) -> StageRow:
+def _row(name: str, where: str, spans: Sequence[Span], seconds: float, note: str) -> PhaseRow:
     lengths_ms = np.array([span.duration_us for span in spans]) / 1000
     workers = len({span.track for span in spans})
     share = float(lengths_ms.sum()) / 1000 / seconds / workers
     note = ", ".join(filter(None, [note, f"{workers} threads" if workers > 1 else ""]))
-    return StageRow(name, where, float(lengths_ms.mean()), float(np.quantile(lengths_ms, 0.95)), share, note)
+    return PhaseRow(name, where, float(lengths_ms.mean()), float(np.quantile(lengths_ms, 0.95)), share, note)
 
 
 def _by_name(spans: Sequence[Span]) -> defaultdict[str, list[Span]]:
@@ -617,23 +600,23 @@ def _by_name(spans: Sequence[Span]) -> defaultdict[str, list[Span]]:
     return named
 
 
-def _with_passes(rows: Sequence[StageRow], rehearsal: NotedRehearsal, train_ms: float) -> Iterator[StageRow]:
+def _with_passes(rows: Sequence[PhaseRow], rehearsal: NotedRehearsal, train_ms: float) -> Iterator[PhaseRow]:
     """The same with the two passes of training below it, where they can be told apart."""
     for row in rows:
         yield row
-        share = forward_share(rehearsal, train_ms) if row.stage == "train" else None
+        share = forward_share(rehearsal, train_ms) if row.phase == "train" else None
         if share is not None:
             for name, part in (("forward", share), ("backward", 1 - share)):
-                yield StageRow(f"  {name}", row.where, part * row.mean_ms, part * row.p95_ms, part * row.share)
+                yield PhaseRow(f"  {name}", row.where, part * row.mean_ms, part * row.p95_ms, part * row.share)
 
 
-def _decode_row(data: DataSettings) -> StageRow:
+def _decode_row(data: DataSettings) -> PhaseRow:
     """What reading a batch from its files takes, or would take."""
     corpus = read_corpus(data.train_data or EMBEDDED_CORPUS)
     seconds = [*time_decoding(corpus, data, DECODED_FILES).values()] or [0.0]
     note = "once, when the corpus is prepared" if data.native_loading else "for every batch, part of gather"
     batch_ms = 1000 * data.batch_size * np.array([np.mean(seconds), np.quantile(seconds, 0.95)])
-    return StageRow("load and decode", "host", float(batch_ms[0]), float(batch_ms[1]), 0.0, note)
+    return PhaseRow("load and decode", "host", float(batch_ms[0]), float(batch_ms[1]), 0.0, note)
 
 
 def _uses(readings: Sequence[Reading], plan: Plan) -> list[GpuUse]:
