@@ -209,7 +209,7 @@ def watch_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = TrainingReports if rank == 0 else myxtts.run.NoReports
     monkeypatch.setattr(reports, "step", lambda _, report: reported.append(report.losses["total"]))
     if rank > 0:
-        for name in ("write_tensors", "write_atomically"):
+        for name in ("write_tensors", "write_text_atomically"):
             monkeypatch.setattr(myxtts.run_dir, name, None)
         monkeypatch.setattr(myxtts.observe.metrics.MetricsLog, "__init__", None)
 
