@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from harness import MAX_MEL_FRAMES, LiveTable, clip_seconds, console, machine
 
-from myxtts.config import SAMPLE_RATE, DataSettings, TrainingSettings
-from myxtts.data.batches import Batches, Gatherer, num_codes_of, packed_tokens
+from myxtts.config import SAMPLE_RATE, DataSettings, TrainingSettings, num_codes_of
+from myxtts.data.batches import Batches, Gatherer, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
 from myxtts.data.store import Store, StoreWriter
 from myxtts.devices import Plan
 from myxtts.model.xtts import SIZES, XTTS
-from myxtts.observe.trace import OFF, StepClock, Summary, Trace
+from myxtts.observe.trace import OFF, StepClock, StepTime, Trace, idle_share, step_timing
 from myxtts.pipeline.feed import Feed, Streams, choose_depths
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.training.optim import Optimizer, Schedule
@@ -101,7 +101,9 @@ class Bench:
         depths = choose_depths(self.data, (), plan, frontend.outputs)
         return Feed(gatherer, frontend, plan, self.data, depths, streams=self.streams, replay=replay, trace=trace)
 
-    def measure(self, mode: str, cached: bool, replay: bool, num_steps: int) -> tuple[Summary, float, str, int]:
+    def measure(
+        self, mode: str, cached: bool, replay: bool, num_steps: int
+    ) -> tuple[list[StepTime], float, str, int]:
         """Return step times, clips per second, the fill of the rings, and allocations during the timed steps."""
         with self.feed(mode, cached, replay) as feed, self.stream.use():
             feed.wait_until_warm(10)
@@ -124,7 +126,7 @@ class Bench:
             seconds = time.perf_counter() - started_at
             readiness = " ".join(f"{name} {sum(shares) / len(shares):.0%}" for name, shares in ready.items())
             return (
-                Summary.of(clock.collect()),
+                clock.collect(),
                 num_steps * self.data.batch_size / seconds,
                 readiness,
                 allocations() - num_allocations,
@@ -164,10 +166,10 @@ def main() -> None:
             encode_ms = 1000 * bench.fill_cache()
             replayed = 0.0
             for name, (mode, cached, replay) in FEEDS.items():
-                times, rate, readiness, allocated = bench.measure(mode, cached, replay, num_steps)
-                replayed = replayed or rate
-                cells = (f"{rate:,.0f}", f"{rate / replayed:.1%}", f"{times.median_ms:.2f}")
-                cells = (*cells, f"{times.idle_share:.2%}", f"{times.cv:.1%}", f"{allocated}", readiness)
+                steps, rate, readiness, allocated = bench.measure(mode, cached, replay, num_steps)
+                timing, replayed = step_timing(steps), replayed or rate
+                cells = (f"{rate:,.0f}", f"{rate / replayed:.1%}", f"{timing.median_ms:.2f}")
+                cells = (*cells, f"{idle_share(steps):.2%}", f"{timing.cv:.1%}", f"{allocated}", readiness)
                 table.add(size, name, *cells)
             console.print(f"{size}: an epoch through the pipeline without training: {encode_ms:.1f} ms a batch")
             del bench

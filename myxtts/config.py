@@ -9,7 +9,7 @@ the layer that reads a setting gives it its effect.
 # ruff: noqa: RUF009 - `setting` returns dataclasses.field, which is what a default may call
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 LANGUAGE_NAMES = {
     "en": "English", "es": "Spanish", "fr": "French", "de": "German", "it": "Italian", "pt": "Portuguese",
@@ -30,8 +30,32 @@ NUM_STOPS = 4
 CONDITIONING_TOKENS = 32
 """Positions that the perceiver's summary of the reference voice takes at the start of every sequence."""
 
+Count = TypeVar("Count")
+"""An int, or an array or tensor of integers."""
+
+
+def num_frames_of(num_samples: Count) -> Count:
+    """Mel frames of a clip: one per hop, the first centred on sample 0."""
+    samples: Any = num_samples
+    frames: Count = samples // HOP_SAMPLES + 1
+    return frames
+
+
+def num_codes_of(num_samples: Count) -> Count:
+    """DVAE codes of a clip: one per four mel frames, the last one perhaps for fewer."""
+    frames: Any = num_frames_of(num_samples)
+    codes: Count = -(-frames // (SAMPLES_PER_CODE // HOP_SAMPLES))
+    return codes
+
+
 MODEL_SIZES = ("tiny", "small", "normal", "big")
-STAGES = ("dvae", "gpt", "decoder")
+STAGE_PARTS = {
+    "dvae": ("dvae", "mel_stats"),
+    "gpt": ("gpt",),
+    "decoder": ("hifigan_decoder.waveform_decoder",),
+}
+"""The parts of the model that each training stage trains, the main one first; stages in the order of training."""
+STAGES = tuple(STAGE_PARTS)
 OPTIMIZATION_LEVELS = ("basic", "enhanced", "experimental")
 PRESETS = ("8gb", "12gb", "16gb", "24gb", "40gb")
 

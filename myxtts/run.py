@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from myxtts.checkpoints import LoadedCheckpoint, UnreadableWeights, require_same
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, STAGES, Settings
+from myxtts.config import SAMPLE_RATE, STAGES, Settings, num_frames_of
 from myxtts.data.batches import Cursor, mean_clips
 from myxtts.data.clips import ClipSet, PreparedCorpus
-from myxtts.data.prepare import prepare
+from myxtts.data.prepare import prepare, with_tokenizer_of_run
 from myxtts.devices import (
     Machine,
     Plan,
@@ -38,19 +38,18 @@ from myxtts.errors import ConfigError, DatasetError, MyXTTSError, Progress
 from myxtts.files import lock, write_text_atomically
 from myxtts.hints import training_hints
 from myxtts.host import usable_cores
-from myxtts.model.gpt import adapter_state, add_adapters, store_frozen_in_bf16
+from myxtts.model.gpt import adapter_state, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
-from myxtts.model.vocoder import PERIOD_WIDTHS, RESOLUTION_WIDTH, Discriminators
-from myxtts.model.xtts import SIZES, XTTS
+from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import OFF, Trace
 from myxtts.pipeline.feed import FeedMaker, Streams, dvae_key
-from myxtts.run_dir import DISCRIMINATORS, PREFIXES, VOCABULARY_FILE, RunDir, inherited, initial_model
+from myxtts.run_dir import VOCABULARY_FILE, RunDir, inherited, initial_model
 from myxtts.settings import Loaded, to_yaml
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
-from myxtts.training.recipes import DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
+from myxtts.training.recipes import RECIPES, Recipe, StageFacts
 from myxtts.training.trainer import Reporter, State, Step, StepMode, Trainer, TrainerContext, choose_mode
-from myxtts.weights import MODEL_FILES
+from myxtts.weights import MODEL_FILES, is_trained_in
 
 PORTIONS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
 CLIPS_OF_A_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
@@ -189,7 +188,7 @@ def mel_statistics(clips: ClipSet, device: torch.device) -> Tensor:
     num_frames = 0
     for clip in chosen:
         pcm = torch.from_numpy(clips.audio[int(clips.audio_rows[clip])].copy()).to(device)
-        mel = log_mel(pcm.float() / 32768)[:, : len(pcm) // HOP_SAMPLES + 1]
+        mel = log_mel(pcm.float() / 32768)[:, : num_frames_of(len(pcm))]
         total += mel.double().square().sum(1)
         num_frames += mel.shape[1]
     return (total / max(num_frames, 1)).sqrt().float().cpu()
@@ -306,7 +305,7 @@ def _train(task: StageTask, model: XTTS, loaded: LoadedCheckpoint | None, state:
     # Not for LoRA: what its adapters are added to is what the run wrote down when it started.
     if task.stage == "gpt" and "gpt" in task.folder.untrained() and not settings.model.lora_rank:
         torch.manual_seed(training.seed)
-        model.gpt.begin_with_codebook(model.dvae.codebook.embed.t())
+        model.gpt.init_from_codebook(model.dvae.codebook.embed.t())
     recipe, optimizer, mode = set_up(task, model, loaded, total)
     maker = feed_maker(task, model)
     checkpoints = task.folder.checkpoints(task.stage)
@@ -348,43 +347,8 @@ def _train(task: StageTask, model: XTTS, loaded: LoadedCheckpoint | None, state:
 
 def make_recipe(task: StageTask, model: XTTS) -> Recipe:
     """What the stage trains, unfrozen; for LoRA with its adapters."""
-    settings, world_size = task.settings, task.plan.world_size
-    if task.stage == "dvae":
-        model.dvae.requires_grad_(True)
-        reduce, share = (
-            (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)) if world_size > 1 else (None, None)
-        )
-        return DvaeRecipe(
-            model.dvae,
-            world_size,
-            seed=settings.training.seed,
-            all_reduce=reduce,
-            broadcast=share,
-            fine_tuning=task.fine_tuning,
-        )
-    if task.stage == "gpt":
-        model.gpt.requires_grad_(True)
-        model.gpt.checkpointing = settings.model.gradient_checkpointing
-        model.gpt.set_dropout(settings.model.dropout)
-        if settings.model.lora_rank:
-            # Adapters cannot teach the model what a new token is.
-            new_tokens = ("text_embedding", "text_head") if task.has_grown_vocabulary else ()
-            add_adapters(model.gpt, settings.model.lora_rank, train_also=new_tokens)
-        training = settings.training
-        return GptRecipe(
-            model.gpt,
-            world_size,
-            training.label_smoothing,
-            code_noise=training.code_noise,
-            text_dropout=training.text_dropout,
-        )
-    model.hifigan_decoder.waveform_decoder.requires_grad_(True)
-    scale = min(model.dims.vocoder_channels / SIZES["normal"].vocoder_channels, 1.0)
-    judges = Discriminators(  # judges far stronger than the generator teach it nothing, and take all the time
-        period_widths=[max(int(scale * width), 4) for width in PERIOD_WIDTHS],
-        resolution_width=max(int(scale * RESOLUTION_WIDTH), 4),
-    )
-    return DecoderRecipe(model.hifigan_decoder, judges, world_size)
+    facts = StageFacts(task.plan.world_size, task.fine_tuning, task.has_grown_vocabulary)
+    return RECIPES[task.stage].build(model, task.settings, facts)
 
 
 def make_optimizer(task: StageTask, recipe: Recipe, total: int) -> Optimizer:
@@ -405,25 +369,20 @@ def kept_weights(task: StageTask, model: XTTS, recipe: Recipe) -> dict[str, Tens
     """What a checkpoint of the stage holds: its part of the model, or only the adapters; live tensors."""
     if task.stage == "gpt" and task.settings.model.lora_rank:
         return {f"gpt.{name}": value for name, value in adapter_state(model.gpt).items()}
-    state = {name: value for name, value in model.state_dict().items() if name.startswith(PREFIXES[task.stage])}
-    if isinstance(recipe, DecoderRecipe):
-        judges = recipe.discriminators.state_dict()
-        state |= {f"{DISCRIMINATORS}{name}": value for name, value in judges.items()}
+    state = {name: value for name, value in model.state_dict().items() if is_trained_in(task.stage, name)}
+    for prefix, module in recipe.extra_modules().items():
+        state |= {f"{prefix}.{name}": value for name, value in module.state_dict().items()}
     return state
 
 
 def _load_weights(stage: str, model: XTTS, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
-    own = {name: value for name, value in weights.items() if not name.startswith(DISCRIMINATORS)}
+    own = dict(weights)
+    for prefix, module in recipe.extra_modules().items():
+        names = [name for name in weights if name.startswith(f"{prefix}.")]
+        module.load_state_dict({name.removeprefix(f"{prefix}."): own.pop(name) for name in names})
     unknown = model.load_state_dict(own, strict=False).unexpected_keys
     if unknown:
         raise UnreadableWeights(f"The checkpoint of stage {stage} does not fit this model: it holds {unknown[:3]}")
-    if isinstance(recipe, DecoderRecipe):
-        judges = {
-            name.removeprefix(DISCRIMINATORS): value
-            for name, value in weights.items()
-            if name.startswith(DISCRIMINATORS)
-        }
-        recipe.discriminators.load_state_dict(judges)
 
 
 def feed_maker(task: StageTask, model: XTTS) -> FeedMaker:
@@ -527,11 +486,8 @@ def train(
 
 def _prepare(settings: Settings, begun: RunDir | None, plan: Plan, progress: Progress) -> PreparedCorpus:
     """The corpus with the vocabulary of the run, once it has one; rank 0 goes first and leaves a cache behind."""
-    data = settings.data
-    if begun is not None:
-        data = replace(data, tokenizer=begun.vocabulary_file)
-    elif data.tokenizer is None and settings.training.init_from is not None:
-        data = replace(data, tokenizer=settings.training.init_from)
+    own = begun.vocabulary_file if begun is not None else None
+    data = with_tokenizer_of_run(settings.data, own, settings.training.init_from)
     try:
         prepared = prepare(data, progress) if plan.rank == 0 else None
     except DatasetError as error:

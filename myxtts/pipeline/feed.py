@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import nn
 
-from myxtts.config import DataSettings
+from myxtts.config import DataSettings, num_codes_of
 from myxtts.data.batches import (
     Batch,
     Batches,
@@ -29,7 +29,6 @@ from myxtts.data.batches import (
     HostBatch,
     Layout,
     host_layout,
-    num_codes_of,
     packed_tokens,
 )
 from myxtts.data.clips import ClipSet, PreparedCorpus
@@ -39,9 +38,20 @@ from myxtts.errors import ConfigError
 from myxtts.host import available_bytes, usable_cores
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import OFF, Trace
-from myxtts.pipeline.frontend import CapturedFrontend, DecoderFrontend, DvaeFrontend, Frontend, GptFrontend
+from myxtts.pipeline.frontend import FRONTENDS, CudaGraphFrontend, Frontend
 from myxtts.pipeline.ring import Ring, RingClosed, Slot
-from myxtts.pipeline.workers import Block, BlockRing, Encode, Gather, Handoff, Keep, Upload, Work, Worker
+from myxtts.pipeline.workers import (
+    Block,
+    BlockRing,
+    Encode,
+    EncodeBlock,
+    Gather,
+    Handoff,
+    Keep,
+    Upload,
+    Work,
+    Worker,
+)
 
 MODEL_DEPTH = 3
 """The least on the model role's device: one being filled, one ready, one in use."""
@@ -175,7 +185,7 @@ class Feed:
 
     def start(self) -> None:
         """Start the stages; on CUDA with static shapes the front end is captured first, on an idle device."""
-        device_works = self._device_works(self._captured_frontend())
+        device_works = self._device_works(self._encoder())
         gather = Gather(self._gatherer, self._jobs, self.host_ring, self._trace)
         works: list[tuple[str, Work]] = [(f"gather-{number}", gather) for number in range(self._num_gatherers)]
         if self._keep_ring is not None and self._gatherer.codes is not None:
@@ -291,23 +301,22 @@ class Feed:
         self._rings += [self.encoded_ring] if plan.mode == "dual" else []
         self._rings += [self._keep_ring] if self._keep_ring is not None else []
 
-    def _captured_frontend(self) -> Frontend | CapturedFrontend:
+    def _encoder(self) -> EncodeBlock:
         if not self._captured:
-            return self._frontend
+            return self._frontend.encode_block
         try:
-            return CapturedFrontend(
-                self._frontend, self._inputs, self._gatherer.static_sizes, self._streams.encode
-            )
+            sizes, stream = self._gatherer.static_sizes, self._streams.encode
+            return CudaGraphFrontend(self._frontend, self._inputs, sizes, stream).encode_block
         except torch.OutOfMemoryError as error:
             raise explain_out_of_memory(self.plan, error, "data", "preparing the front end") from error
 
-    def _device_works(self, frontend: Frontend | CapturedFrontend) -> list[tuple[str, Work]]:
+    def _device_works(self, encoder: EncodeBlock) -> list[tuple[str, Work]]:
         streams, trace = self._streams, self._trace
         works: list[tuple[str, Work]] = [
             ("upload", Upload(self.host_ring, self.upload_ring, streams.upload, trace)),
             (
                 "encode",
-                Encode(frontend, self.upload_ring, self.encoded_ring, streams.encode, self._keep_ring, trace),
+                Encode(encoder, self.upload_ring, self.encoded_ring, streams.encode, self._keep_ring, trace),
             ),
         ]
         if self.encoded_ring is not self.model_ring:
@@ -351,7 +360,6 @@ def _block_ring(name: str, layout: Layout, device: torch.device, depth: int) -> 
 VALIDATION_DEPTHS = Depths(host=2, model=3, gatherers=1)
 ENCODE_VERSION = 2
 """Raise it whenever mels or codes of the same clip change: codes made before are then not read."""
-_Frontend = GptFrontend | DvaeFrontend | DecoderFrontend
 
 
 @dataclass(frozen=True)
@@ -407,21 +415,15 @@ class FeedMaker:
 
     def _gatherer(self, clips: ClipSet) -> Gatherer:
         cache = None
-        if self.stage != "dvae":
+        if FRONTENDS[self.stage].uses_codes:
             hashes = clips.audio.hashes[clips.audio_rows]
             cache = CodesCache.open(self.prepared.root, hashes, num_codes_of(clips.num_samples), self.dvae_key)
         voices = self.prepared.voices(clips) if self.data.reference_clip == "other" else None
         return Gatherer(clips, self.batches(clips), self.data, self.seed, cache, voices)
 
-    def _frontend(self, gatherer: Gatherer) -> _Frontend:
-        frontend: _Frontend
+    def _frontend(self, gatherer: Gatherer) -> Frontend:
         autocast = self.data.mixed_precision and self.plan.data.type == "cuda"
-        if self.stage == "dvae":
-            frontend = DvaeFrontend(self.model, self.data)
-        elif self.stage == "gpt":
-            frontend = GptFrontend(self.model, self.data, gatherer.frame_budget, autocast)
-        else:
-            frontend = DecoderFrontend(self.model, self.data, gatherer.frame_budget, autocast)
+        frontend = FRONTENDS[self.stage](self.model, self.data, gatherer.frame_budget, autocast)
         try:
             return frontend.to(self.plan.data).eval()
         except torch.OutOfMemoryError as error:

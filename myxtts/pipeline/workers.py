@@ -23,7 +23,6 @@ from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job, Layout
 from myxtts.data.codes import CodesCache
 from myxtts.devices import Stream
 from myxtts.observe.trace import OFF, Trace
-from myxtts.pipeline.frontend import CapturedFrontend, Frontend
 from myxtts.pipeline.ring import Ring, RingClosed
 
 Work = Callable[[], bool]
@@ -41,6 +40,8 @@ class Block:
 
 
 BlockRing = Ring[Block, Gathered]
+EncodeBlock = Callable[[Block, Block, Gathered], None]
+"""Fills the second block with what a recipe reads of the first, in the current stream."""
 
 
 class Gather:
@@ -100,14 +101,14 @@ class Encode:
 
     def __init__(
         self,
-        frontend: Frontend | CapturedFrontend,
+        encode: EncodeBlock,
         source: BlockRing,
         target: BlockRing,
         stream: Stream,
         keep: BlockRing | None = None,
         trace: Trace = OFF,
     ) -> None:
-        self._frontend, self._source, self._target = frontend, source, target
+        self._encode, self._source, self._target = encode, source, target
         self._stream, self._keep, self._trace = stream, keep, trace
 
     def __call__(self) -> bool:
@@ -121,13 +122,8 @@ class Encode:
         stream.wait(slot.filled)
         stream.wait(to.emptied)
         with self._trace.device_span("encode", "encode stream", stream.handle, slot.number), stream.use():
-            if isinstance(self._frontend, CapturedFrontend):
-                memory = (slot.content.memory, to.content.memory)
-                self._frontend.encode_block(*memory, gathered.sizes, gathered.codes_known)
-            else:
-                inputs, outputs = slot.content.tensors, to.content.tensors
-                self._frontend.encode(inputs, outputs, gathered.sizes, gathered.codes_known)
-        if self._keep is not None and self._frontend.uses_codes and not gathered.codes_known:
+            self._encode(slot.content, to.content, gathered)
+        if self._keep is not None and not gathered.codes_known:
             kept = self._keep.acquire()
             with stream.use():
                 kept.content.tensors["codes"].copy_(to.content.tensors["codes"], non_blocking=True)

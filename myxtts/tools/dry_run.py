@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
-from myxtts.config import Settings
+from myxtts.config import Settings, num_codes_of
 from myxtts.data.batches import (
     Batch,
     Cursor,
@@ -31,12 +31,11 @@ from myxtts.data.batches import (
     Sizes,
     host_layout,
     mean_clips,
-    num_codes_of,
     packed_tokens,
 )
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.codes import CodesCache
-from myxtts.data.prepare import prepare
+from myxtts.data.prepare import prepare, with_tokenizer_of_run
 from myxtts.devices import Plan, Stream, apply_caps, explain_out_of_memory, make_plan, peak_memory_mb
 from myxtts.errors import ConfigError, DatasetError, PipelineError, Progress
 from myxtts.observe.breakdown import (
@@ -363,10 +362,7 @@ Measure = Callable[[Loaded], Trial]
 def prepare_corpus(settings: Settings, progress: Progress | None = None) -> PreparedCorpus:
     """The corpus as a new run would train on it."""
     require_source(settings, None)
-    data, source = settings.data, settings.training.init_from
-    if data.tokenizer is None and source is not None:
-        data = replace(data, tokenizer=source)
-    return prepare(data, progress)
+    return prepare(with_tokenizer_of_run(settings.data, None, settings.training.init_from), progress)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from myxtts.data.batches import Batch, Cursor, Sizes
 from myxtts.devices import CudaGraph, Event, Stream
 from myxtts.errors import PipelineError
 from myxtts.observe.metrics import StepReport, ValidationReport
-from myxtts.observe.trace import OFF, StepClock, Summary, Trace
+from myxtts.observe.trace import OFF, StepClock, Trace, idle_share, step_timing
 from myxtts.training.optim import Optimizer
 from myxtts.training.recipes import Recipe
 
@@ -385,13 +385,14 @@ class Trainer:
             self._around.reporter.step(self._report(step, values))
 
     def _report(self, step: int, values: Mapping[str, float]) -> StepReport:
-        times = Summary.of(self._clock.collect())
+        steps = self._clock.collect()
+        times = step_timing(steps)
         elapsed_s = time.perf_counter() - self._started_at
         seconds_per_step = times.mean_ms / 1000 or elapsed_s / max(step - self._started_step, 1)
         if step > self._started_step + self._training.log_step:
             expected_s = seconds_per_step
         else:  # the first steps compile: what they took says nothing of those to come
-            expected_s = self._clock.summary().median_ms / 1000
+            expected_s = self._clock.timing().median_ms / 1000
         losses = {name.removeprefix("loss."): value for name, value in values.items() if name.startswith("loss.")}
         losses["total"] *= self._training.gradient_accumulation_steps  # a micro-step's is its share of the step
         norms = {name.removeprefix("norm."): value for name, value in values.items() if name.startswith("norm.")}
@@ -406,7 +407,7 @@ class Trainer:
             clips_per_s=self._clips_per_step / seconds_per_step if seconds_per_step else 0.0,
             step_ms=times.median_ms,
             step_cv=times.cv,
-            idle_share=times.idle_share,
+            idle_share=idle_share(steps),
             ahead=self._feed.num_ahead,
             rings=self._feed.readiness(),
             memory_mb=self._around.peak_memory_mb(),
