@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from myxtts.observe.metrics import StepReport, ValidationReport
-    from myxtts.settings import Loaded
+    from myxtts.settings import LoadedSettings
     from myxtts.text.tokenizer import Tokenizer
 
 MAX_MEL_FRAMES = 880
@@ -109,7 +109,7 @@ def fresh_weights(
     save_folder(folder, model, vocabulary)
 
 
-def train_reports(loaded: Loaded, folder: Path) -> list[StepReport]:
+def train_reports(loaded: LoadedSettings, folder: Path) -> list[StepReport]:
     """Train as `myxtts train` does, metrics and checkpoints included; return the reports of the steps."""
     from myxtts.errors import NoProgress
     from myxtts.run import train

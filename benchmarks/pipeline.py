@@ -98,7 +98,7 @@ class Bench:
         gatherer = Gatherer(self.clips, self.batches, self.data, 1, cache)
         frontend = GptFrontend(self.model, self.data, gatherer.frame_budget, autocast=True).to(self.device).eval()
         plan = Plan(self.device, self.device, mode)
-        depths = choose_depths(self.data, (), plan, frontend.outputs)
+        depths = choose_depths(self.data, plan, frontend.outputs)
         return Feed(gatherer, frontend, plan, self.data, depths, streams=self.streams, replay=replay, trace=trace)
 
     def measure(

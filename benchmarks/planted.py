@@ -27,7 +27,7 @@ from myxtts.model.gpt import Block, GPTDims
 from myxtts.model.xtts import SIZES, XTTSDims
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.pipeline.workers import Upload
-from myxtts.settings import Loaded, load
+from myxtts.settings import LoadedSettings, load
 from myxtts.tools.dry_run import NotedRehearsal, Rehearsal, prepare_corpus, set_apart
 from myxtts.tools.profile import Profile, profile
 from myxtts.training.trainer import Step
@@ -241,7 +241,7 @@ class Workload:
     compiled: bool
     _step_s: dict[str, float] = field(default_factory=dict)
 
-    def settings(self, flags: Mapping[str, str], corpus: str, size: str = "") -> Loaded:
+    def settings(self, flags: Mapping[str, str], corpus: str, size: str = "") -> LoadedSettings:
         """Good settings, with these changes."""
         given = {
             "data.language": "en", "data.vocab_size": "256", "data.val_fraction": "0", "data.batch_size": "16",
@@ -266,7 +266,7 @@ class Workload:
             if self.on_gpu:
                 torch.cuda.empty_cache()
 
-    def _seconds_of_a_step(self, loaded: Loaded) -> float:
+    def _seconds_of_a_step(self, loaded: LoadedSettings) -> float:
         """Measured once for all cases with the same model, batch size and training settings."""
         key = repr((loaded.settings.model, loaded.settings.data.batch_size, loaded.settings.training))
         if key not in self._step_s:

@@ -29,12 +29,13 @@ import torch
 from harness import LiveTable, add_command, console, make_table, train_reports
 from planted import CASES, Workload, run_planted, small_on_cpu
 
+from myxtts.config import MAX_AUTO_BUFFER
 from myxtts.data.batches import Cursor
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.observe.nvml import Sampler
 from myxtts.observe.trace import StepClock, Trace
 from myxtts.pipeline.feed import Feed
-from myxtts.settings import Loaded, with_values
+from myxtts.settings import LoadedSettings, with_values
 from myxtts.tools import tune as tune_module
 from myxtts.tools.dry_run import NotedRehearsal, Rehearsal, Trial, prepare_corpus, set_apart, try_out
 from myxtts.tools.tune import Tuning, tune
@@ -122,11 +123,11 @@ def _tuned_row(workload: Workload, name: str) -> tuple[list[str], bool]:
     ], right
 
 
-def _tune(loaded: Loaded, minutes: float, max_batch: int, on_gpu: bool) -> Tuning:
+def _tune(loaded: LoadedSettings, minutes: float, max_batch: int, on_gpu: bool) -> Tuning:
     """Run all trials in this process: starting one for each would take most of the time."""
     num_steps = tune_module.GPU_STEPS if on_gpu else tune_module.CPU_STEPS
 
-    def measure(candidate: Loaded) -> Trial:
+    def measure(candidate: LoadedSettings) -> Trial:
         _free_memory(on_gpu)
         return try_out(candidate, prepare_corpus(candidate.settings), "gpt", num_steps)
 
@@ -135,12 +136,13 @@ def _tune(loaded: Loaded, minutes: float, max_batch: int, on_gpu: bool) -> Tunin
     return tune(loaded, prepared, minutes=minutes, max_batch=max_batch, measure=measure, say=say)
 
 
-def clips_per_s(loaded: Loaded, folder: Path, seconds: float, expected: float, on_gpu: bool) -> float:
+def clips_per_s(loaded: LoadedSettings, folder: Path, seconds: float, expected: float, on_gpu: bool) -> float:
     """Speed of a training after its first epoch, over about so many seconds."""
     _free_memory(on_gpu)
     data, num_clips = loaded.settings.data, len(prepare_corpus(loaded.settings).train)
     per_step = data.batch_size * loaded.settings.training.gradient_accumulation_steps
-    first = num_clips // per_step + data.pipeline_buffer_size  # computes codes, and what was buffered meanwhile
+    buffered = data.pipeline_buffer_size or MAX_AUTO_BUFFER
+    first = num_clips // per_step + buffered  # computes codes, and what was buffered meanwhile
     counted = max(int(seconds * expected / per_step), 12)
     flags = {
         "training.checkpoint_dir": folder,

@@ -44,7 +44,7 @@ from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import OFF, Trace
 from myxtts.pipeline.feed import FeedMaker, Streams, dvae_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, inherited, initial_model
-from myxtts.settings import Loaded, to_yaml
+from myxtts.settings import LoadedSettings, to_yaml
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, Recipe, StageFacts
@@ -200,7 +200,6 @@ class StageTask:
 
     stage: str
     settings: Settings
-    asked: frozenset[str]
     prepared: PreparedCorpus
     plan: Plan
     folder: RunDir
@@ -242,8 +241,9 @@ def _is_enough(task: StageTask, state: State) -> bool:
     if 0 < task.settings.training.early_stop <= state.stale_validations:
         return True
     later = STAGES[STAGES.index(task.stage) + 1 :]
-    named = {"training.stages", f"training.{task.stage}_steps"} & task.asked
-    return not named and any(task.folder.has_checkpoint(stage) for stage in later)
+    training = task.settings.training
+    is_named = training.stages is not None or getattr(training, f"{task.stage}_steps", None) is not None
+    return not is_named and any(task.folder.has_checkpoint(stage) for stage in later)
 
 
 def total_steps(task: StageTask, portions: Mapping[str, Any]) -> int:
@@ -325,9 +325,9 @@ def _train(task: StageTask, model: XTTS, loaded: LoadedCheckpoint | None, state:
     accumulate = training.gradient_accumulation_steps
     try:
         with maker.training(state.cursor, accumulate, task.trace) as feed:
-            task.say(
-                f"Buffers: {feed.host_ring.depth} batches on the host, {feed.model_ring.depth} on {plan.model}"
-            )
+            on_host, on_device = feed.host_ring.depth, feed.model_ring.depth
+            where = f"{on_host} on the host, {on_device} on {plan.model}"
+            task.say(f"Buffer size: {on_host + on_device} batches ({where})")
             task.say(f"Training step: {mode}")
             task.say(f"Waiting up to {settings.data.model_start_delay:g}s for data pipeline to warm up")
             waited = feed.wait_until_warm(settings.data.model_start_delay)
@@ -396,7 +396,6 @@ def feed_maker(task: StageTask, model: XTTS) -> FeedMaker:
         model,
         task.prepared,
         settings.data,
-        task.asked,
         task.plan,
         settings.training.seed,
         key,
@@ -428,7 +427,7 @@ _log = logging.getLogger(__name__)
 
 
 def train(
-    loaded: Loaded,
+    loaded: LoadedSettings,
     reporter: Reporter | None,
     progress: Progress,
     say: Callable[[str], None],
@@ -458,13 +457,11 @@ def train(
         stages = stages_of(settings)
         fresh = _start(settings, folder, prepared, plan, stages, has_begun, speak)
         stop = held.enter_context(_StopRequest(plan))  # before, there is no step to finish and nothing to save
-        asked = frozenset(key for key in loaded.origin if loaded.is_set(key))
         states: dict[str, State] = {}
         for stage in stages:
             task = StageTask(
                 stage=stage,
                 settings=settings,
-                asked=asked,
                 prepared=prepared,
                 plan=plan,
                 folder=folder,

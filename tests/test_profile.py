@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import html
 import json
 import logging
@@ -23,13 +22,13 @@ from training_fixtures import Clips, clips, small, train
 
 import myxtts.cli
 import myxtts.tools.profile
-from myxtts.cli import add_tool_commands
+from myxtts.cli import make_parser
 from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError
 from myxtts.observe.findings import Finding
 from myxtts.pipeline.frontend import DvaeFrontend
-from myxtts.settings import Loaded, load
+from myxtts.settings import LoadedSettings, load
 from myxtts.terminal import show_profile
 from myxtts.tools import dry_run
 from myxtts.tools.dry_run import prepare_corpus
@@ -53,7 +52,7 @@ SLOW_S = 0.05
 pytestmark = pytest.mark.usefixtures("small")
 
 
-def loaded_with(corpus: Path, **flags: str) -> Loaded:
+def loaded_with(corpus: Path, **flags: str) -> LoadedSettings:
     given = {
         "data.train_data": str(corpus), "data.language": "en", "data.vocab_size": "256", "data.batch_size": "2",
         "data.max_mel_frames": "128", "data.max_text_length": "40", "data.num_workers": "1",
@@ -424,9 +423,7 @@ def test_a_script_is_a_door_to_its_command(script: str, leads_to: str, monkeypat
 
 
 def command(line: str) -> Any:
-    parser = argparse.ArgumentParser()
-    add_tool_commands(parser.add_subparsers())
-    options, options_left = parser.parse_known_args(shlex.split(line))
+    options, options_left = make_parser().parse_known_args(shlex.split(line))
     options.unknown = options_left
     return options
 

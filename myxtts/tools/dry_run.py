@@ -52,7 +52,7 @@ from myxtts.observe.trace import OFF, Counter, Span, StepClock, StepTime, Trace,
 from myxtts.pipeline.feed import Feed, FeedMaker
 from myxtts.run import NoReports, StageTask, feed_maker, require_source, set_up
 from myxtts.run_dir import RunDir, initial_model
-from myxtts.settings import Loaded
+from myxtts.settings import LoadedSettings
 from myxtts.training.trainer import Step, StepMode
 
 WARM_UP_STEPS = 5
@@ -80,7 +80,7 @@ class Rehearsal:
     """A stage set up once and measured as often as needed."""
 
     def __init__(
-        self, loaded: Loaded, prepared: PreparedCorpus, stage: str = "gpt", plan: Plan | None = None
+        self, loaded: LoadedSettings, prepared: PreparedCorpus, stage: str = "gpt", plan: Plan | None = None
     ) -> None:
         settings = loaded.settings
         self.settings, self.stage = settings, stage
@@ -89,7 +89,6 @@ class Rehearsal:
         self._task = StageTask(
             stage=stage,
             settings=settings,
-            asked=frozenset(key for key in loaded.origin if loaded.is_set(key)),
             prepared=prepared,
             plan=self.plan,
             folder=RunDir(Path("rehearsal")),
@@ -192,7 +191,7 @@ class Drained(NamedTuple):
 class NotedRehearsal(Rehearsal):
     """A stage set up once and measured as often as needed."""
 
-    def __init__(self, loaded: Loaded, prepared: PreparedCorpus, stage: str) -> None:
+    def __init__(self, loaded: LoadedSettings, prepared: PreparedCorpus, stage: str) -> None:
         super().__init__(loaded, prepared, stage)
         self._prepared = prepared
         self.depths: dict[str, int] = {}
@@ -356,7 +355,7 @@ class Trial:
         return asdict(self)
 
 
-Measure = Callable[[Loaded], Trial]
+Measure = Callable[[LoadedSettings], Trial]
 
 
 def prepare_corpus(settings: Settings, progress: Progress | None = None) -> PreparedCorpus:
@@ -372,7 +371,7 @@ def set_apart(prepared: PreparedCorpus) -> Iterator[PreparedCorpus]:
         yield replace(prepared, root=Path(folder))
 
 
-def try_out(loaded: Loaded, prepared: PreparedCorpus, stage: str, num_steps: int) -> Trial:
+def try_out(loaded: LoadedSettings, prepared: PreparedCorpus, stage: str, num_steps: int) -> Trial:
     """Time at most so many steps in this process, fewer if they are slow; Refused if that is not possible."""
     try:
         with set_apart(prepared) as apart:
@@ -397,7 +396,7 @@ def try_out(loaded: Loaded, prepared: PreparedCorpus, stage: str, num_steps: int
     )
 
 
-def try_out_apart(loaded: Loaded, stage: str, num_steps: int, limit_s: float = math.inf) -> Trial:
+def try_out_apart(loaded: LoadedSettings, stage: str, num_steps: int, limit_s: float = math.inf) -> Trial:
     """The same in a process of its own, which is ended after `limit_s`."""
     context = multiprocessing.get_context("spawn")
     answers, questions = context.Pipe(duplex=False)
@@ -423,7 +422,7 @@ def try_out_apart(loaded: Loaded, stage: str, num_steps: int, limit_s: float = m
     raise DatasetError(reason) if about_data else Refused(reason, out_of_memory)
 
 
-def _answer(connection: Connection, loaded: Loaded, stage: str, num_steps: int) -> None:
+def _answer(connection: Connection, loaded: LoadedSettings, stage: str, num_steps: int) -> None:
     """In the process of a trial: send what was measured, or why nothing was."""
     try:
         connection.send(try_out(loaded, prepare_corpus(loaded.settings), stage, num_steps))
@@ -620,7 +619,7 @@ class Seen:
     num_recompiled: int = 0
 
 
-def witness(loaded: Loaded, prepared: PreparedCorpus, stage: str, plan: Plan) -> Seen:
+def witness(loaded: LoadedSettings, prepared: PreparedCorpus, stage: str, plan: Plan) -> Seen:
     """Train a stage for a few steps and look on; raises what a training would raise."""
     plan = replace(plan, rank=0, world_size=1)
     training = replace(loaded.settings.training, warmup_steps=0)  # so that few steps change the weights

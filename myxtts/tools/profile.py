@@ -34,7 +34,7 @@ from myxtts.observe.findings import Finding, Level, Verdict, judge
 from myxtts.observe.nvml import Reading, Sampler
 from myxtts.observe.trace import Span, Trace
 from myxtts.pipeline.feed import MOST_GATHERERS
-from myxtts.settings import Loaded
+from myxtts.settings import LoadedSettings
 from myxtts.text.language import detect_languages
 from myxtts.text.normalize import normalize
 from myxtts.text.phonemes import phonemize
@@ -218,7 +218,7 @@ def time_host(source: ClipSet, data: DataSettings, num_batches: int) -> Timing:
 
 
 def time_feed(
-    loaded: Loaded, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
+    loaded: LoadedSettings, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
 ) -> FeedAnalysis:
     """The feed of a stage drained twice, and the time of a step; codes are kept where `prepared` says."""
     data, rehearsal = loaded.settings.data, NotedRehearsal(loaded, prepared, stage)
@@ -300,7 +300,7 @@ class DataAnalysis:
 
 
 def analyse(
-    loaded: Loaded,
+    loaded: LoadedSettings,
     prepared: PreparedCorpus,
     *,
     stage: str = "gpt",
@@ -489,7 +489,7 @@ def keep(found: Profile, run_folder: Path) -> None:
 
 
 def profile(
-    loaded: Loaded,
+    loaded: LoadedSettings,
     prepared: PreparedCorpus,
     *,
     num_steps: int = 50,
@@ -515,7 +515,7 @@ def profile(
 
 def _profile(
     rehearsal: NotedRehearsal,
-    loaded: Loaded,
+    loaded: LoadedSettings,
     prepared: PreparedCorpus,
     machine: Machine,
     num_steps: int,
@@ -567,7 +567,11 @@ def _profile(
 
 
 def _evidence(
-    rehearsal: NotedRehearsal, loaded: Loaded, prepared: PreparedCorpus, measured: Measured, replayed: Measured
+    rehearsal: NotedRehearsal,
+    loaded: LoadedSettings,
+    prepared: PreparedCorpus,
+    measured: Measured,
+    replayed: Measured,
 ) -> Evidence:
     """What the rehearsal says of itself and of its device."""
     num_clips = loaded.settings.data.batch_size * rehearsal.accumulate
