@@ -39,10 +39,7 @@ CPU, OTHER_CPU = torch.device("cpu"), torch.device("cpu", 0)
 GB = 10**9
 
 
-@pytest.fixture(autouse=True)
-def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Away from the repository, whose configs/config.yaml would be read."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
 
 def settings(**given: object) -> LoadedSettings:
