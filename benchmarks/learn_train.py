@@ -16,12 +16,11 @@ from pathlib import Path
 
 from learn_corpus import single_letters
 from rich.console import Console
-from torch import Tensor
 
-from myxtts.errors import NoProgress
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
 from myxtts.run import train
 from myxtts.settings import load
+from myxtts.training.trainer import Reporter
 
 MOMENTS = 8
 """Checkpoints and validations of a stage, evenly over its steps."""
@@ -51,7 +50,7 @@ at the first moment already."""
 console = Console(width=140, highlight=False)
 
 
-class Told:
+class Told(Reporter):
     """Prints every report, and logs it as a run does."""
 
     def __init__(self, folder: Path) -> None:
@@ -60,8 +59,6 @@ class Told:
     def begin(self, stage: str, step: int, total_steps: int) -> None:
         console.print(f"{stage}: from step {step} to {total_steps}")
         self._log.begin(stage, step)
-
-    def tick(self, step: int) -> None: ...
 
     def step(self, report: StepReport) -> None:
         self._log.step(report)
@@ -74,8 +71,6 @@ class Told:
         self._log.validation(report)
         losses = "  ".join(f"{name} {value:.3f}" for name, value in report.losses.items())
         console.print(f"{report.stage} {report.step:6d}  held out: {losses}{'  best' * report.is_best}")
-
-    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
 
 
 class Deadline:
@@ -144,5 +139,5 @@ def train_stage(options: argparse.Namespace, stage: str, deadline: Deadline) -> 
         **STAGE_SETTINGS[stage],
     }
     with deadline.stops_training():
-        states = train(load(None, flags), Told(options.run), NoProgress(), console.print)
-    return states[stage].done
+        result = train(load(None, flags), reporter=Told(options.run), say=console.print)
+    return result.states[stage].done

@@ -21,7 +21,7 @@ from myxtts.config import STAGES
 from myxtts.data.prepare import prepare
 from myxtts.model.xtts import SIZES
 from myxtts.settings import load
-from myxtts.tools.dry_run import Rehearsal, mean_stage_ms
+from myxtts.tools.dry_run import DryRun
 
 console = Console(width=140, highlight=False)
 
@@ -37,15 +37,15 @@ def measure(folder: Path, stage: str, options: argparse.Namespace) -> list[str]:
         "training.enable_xla_compilation": not options.no_compile,
     }
     loaded = load(None, flags)
-    rehearsal = Rehearsal(loaded, prepare(loaded.settings.data), stage)
-    rehearsal.measure(options.steps)  # the epoch that computes codes
-    fed = rehearsal.measure(options.steps, traced=True)
-    replayed = rehearsal.measure(options.steps, replay=True)
-    spans = mean_stage_ms(fed)
+    dry_run = DryRun(loaded, prepare(loaded.settings.data), stage)
+    dry_run.measure(options.steps)  # the epoch that computes codes
+    fed = dry_run.measure(options.steps, traced=True)
+    replayed = dry_run.measure(options.steps, replay=True)
+    spans = fed.phase_ms()
     return [
         stage,
         str(options.batch),
-        str(rehearsal.step.mode),
+        str(dry_run.step.mode),
         *(f"{spans.get(name, 0.0):.1f}" for name in ("gather", "upload", "encode", "train", "update")),
         f"{fed.clips_per_s:,.0f}",
         f"{replayed.clips_per_s:,.0f}",

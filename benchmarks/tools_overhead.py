@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from tools_planted import Field
 
-from myxtts.data.batches import Cursor
 from myxtts.observe.nvml import Sampler
 from myxtts.observe.trace import StepClock, Trace
 from myxtts.pipeline.feed import Feed
-from myxtts.tools.dry_run import NotedRehearsal, Rehearsal, prepare_corpus, set_apart
+from myxtts.run import prepare_corpus
+from myxtts.tools.dry_run import DryRun, temporary_codes
 
 MOST_TRACING, MOST_SAMPLING = 0.01, 0.001
 WARM_UP_STEPS, FEWEST_ROUNDS = 10, 4
@@ -34,22 +34,21 @@ console = Console(width=140, highlight=False)
 class _Blocks:
     """Blocks of steps, each observed in one way."""
 
-    def __init__(self, rehearsal: Rehearsal, feed: Feed, trace: Trace, sampler: Sampler) -> None:
-        self._rehearsal, self._feed, self._trace, self._sampler = rehearsal, feed, trace, sampler
-        self._clock, self._number = StepClock(rehearsal.stream.handle), 0
+    def __init__(self, dry_run: DryRun, feed: Feed, trace: Trace, sampler: Sampler) -> None:
+        self._dry_run, self._feed, self._trace, self._sampler = dry_run, feed, trace, sampler
+        self._clock, self._number = StepClock(dry_run.stream.handle), 0
 
     def ms_per_step(self, how: str, num_steps: int) -> float:
         """Time of a step, with the device's queue empty before and behind the block."""
         self._trace.enabled = how == "tracing"
         if how == "sampling":
             self._sampler.start()
-        self._rehearsal.stream.finish()
+        self._dry_run.stream.finish()
         started_at = time.perf_counter()
         for _ in range(num_steps):
-            # Not of NotedRehearsal, which notes more than a training does.
-            Rehearsal._one_step(self._rehearsal, self._feed, self._clock, self._trace, self._number, 1)
+            self._dry_run.step(self._feed.next, self._number, self._clock, self._trace)
             self._number += 1
-        self._rehearsal.stream.finish()
+        self._dry_run.stream.finish()
         seconds = time.perf_counter() - started_at
         self._sampler.stop()
         self._clock.collect()
@@ -65,18 +64,18 @@ def overhead(folder: Path, size: str, batch_size: int, seconds: float, compiled:
     ways = ("off", "tracing", "sampling", "off again")
     times: dict[str, list[float]] = {way: [] for way in ways}
     trace, sampler = Trace(), Sampler([0], PERIOD_S)
-    with set_apart(prepare_corpus(loaded.settings)) as apart:
-        rehearsal = NotedRehearsal(loaded, apart, "gpt")
-        rehearsal.fill_codes()
-        device = rehearsal.plan.model
+    with temporary_codes(prepare_corpus(loaded.settings)) as apart:
+        dry_run = DryRun(loaded, apart, "gpt")
+        dry_run.fill_codes()
+        device = dry_run.plan.model
         if device.type == "cuda":
             trace.anchor(device)
-        with rehearsal.maker.training(Cursor(), 1, trace) as feed, rehearsal.stream.use():
+        with dry_run.feed(trace=trace) as feed:
             feed.wait_until_warm(2.0)
-            blocks = _Blocks(rehearsal, feed, trace, sampler)
+            blocks = _Blocks(dry_run, feed, trace, sampler)
             blocks.ms_per_step("off", WARM_UP_STEPS)
             num_steps = max(int(BLOCK_S * 1000 / blocks.ms_per_step("off", WARM_UP_STEPS)), 3)
-            console.print(f"blocks of {num_steps} steps of {batch_size} clips, {rehearsal.step.mode}")
+            console.print(f"blocks of {num_steps} steps of {batch_size} clips, {dry_run.step.mode}")
             ends_at = time.monotonic() + seconds
             while time.monotonic() < ends_at or len(times["off"]) < FEWEST_ROUNDS:
                 for way in random.sample(ways, len(ways)):

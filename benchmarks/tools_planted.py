@@ -38,8 +38,9 @@ from myxtts.config import SAMPLE_RATE
 from myxtts.devices import Machine
 from myxtts.model.gpt import GPTDims
 from myxtts.model.xtts import SIZES, XTTSDims
+from myxtts.run import prepare_corpus
 from myxtts.settings import Loaded, load
-from myxtts.tools.dry_run import NotedRehearsal, prepare_corpus, set_apart
+from myxtts.tools.dry_run import DryRun, temporary_codes
 from myxtts.tools.profile import Profile, profile
 
 CPU_STEPS = 45
@@ -136,9 +137,9 @@ class Field:
         """Alike for all plants in the same training; those that are only settings do not ask how long it takes."""
         key = repr((loaded.settings.model, loaded.settings.data.batch_size, loaded.settings.training))
         if key not in self._step_s:
-            with set_apart(prepare_corpus(loaded.settings)) as apart:
-                rehearsal = NotedRehearsal(loaded, apart, "gpt")
-                times = rehearsal.measure(15 if self.on_gpu else 5, replay=True).times
+            with temporary_codes(prepare_corpus(loaded.settings)) as apart:
+                dry_run = DryRun(loaded, apart, "gpt")
+                times = dry_run.measure(15 if self.on_gpu else 5, replay=True).times
             self._step_s[key] = float(np.median([step.step_ms for step in times])) / 1000
         return self._step_s[key]
 

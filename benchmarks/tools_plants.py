@@ -21,7 +21,6 @@ from myxtts.devices import Stream
 from myxtts.model.gpt import Block
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.pipeline.workers import Upload
-from myxtts.tools.dry_run import Rehearsal
 from myxtts.training.trainer import Step
 
 CLEARLY = 2.5
@@ -134,7 +133,7 @@ def recompilations(_: Ground) -> AbstractContextManager[object]:
 
     def compiling_micro(self: Step, *arguments: Any, **named: Any) -> None:
         if (number := next(calls)) % RECOMPILE_STEP == 0:
-            compiled(torch.ones(8 + number, device=self._stream.device))
+            compiled(torch.ones(8 + number, device=self.stream.device))
         micro(self, *arguments, **named)
 
     stack = contextlib.ExitStack()
@@ -147,7 +146,7 @@ def leak(_: Ground) -> AbstractContextManager[object]:
     """Some memory more in every step, never given back."""
     kept: list[Any] = []
     return _before_each_step(
-        lambda rehearsal, _: kept.append(torch.empty(LEAK_BYTES, dtype=torch.uint8, device=rehearsal.plan.model))
+        lambda step, _: kept.append(torch.empty(LEAK_BYTES, dtype=torch.uint8, device=step.stream.device))
     )
 
 
@@ -157,11 +156,11 @@ def saving(ground: Ground) -> AbstractContextManager[object]:
     return _before_each_step(lambda _, number: time.sleep(seconds if number and number % SAVE_STEP == 0 else 0))
 
 
-def _before_each_step(work: Callable[[Rehearsal, int], object]) -> AbstractContextManager[object]:
-    one_step = Rehearsal._one_step
+def _before_each_step(work: Callable[[Step, int], object]) -> AbstractContextManager[object]:
+    train = Step.__call__
 
-    def step(self: Rehearsal, feed: Any, clock: Any, trace: Any, number: int, accumulate: int) -> None:
+    def step(self: Step, next_batch: Any, number: int, *rest: Any) -> None:
         work(self, number)
-        one_step(self, feed, clock, trace, number, accumulate)
+        train(self, next_batch, number, *rest)
 
-    return mock.patch.object(Rehearsal, "_one_step", step)
+    return mock.patch.object(Step, "__call__", step)

@@ -23,14 +23,14 @@ from rich.table import Table
 from tools_planted import CPU_DIMS, Field
 
 from myxtts.devices import Machine
-from myxtts.errors import NoProgress
 from myxtts.model.xtts import SIZES
 from myxtts.observe.metrics import StepReport
-from myxtts.run import NoReports, train
+from myxtts.run import prepare_corpus, train
 from myxtts.settings import Loaded, with_values
 from myxtts.tools import tune as tune_module
-from myxtts.tools.dry_run import Trial, prepare_corpus, try_out
+from myxtts.tools.dry_run import Trial, try_out
 from myxtts.tools.tune import Tuning, tune
+from myxtts.training.trainer import Reporter
 
 WITHIN, OF_THE_BEST = 0.15, 0.95
 RUN_S, NORMAL_RUN_S = 3.0, 7.0
@@ -60,14 +60,13 @@ BAD: Mapping[str, Bad] = {
 console = Console(width=150, highlight=False)
 
 
-class _Collected(NoReports):
+class _Collected(Reporter):
     """Keeps the reports of the steps."""
 
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
 
-    def step(self, report: object) -> None:
-        assert isinstance(report, StepReport)
+    def step(self, report: StepReport) -> None:
         self.reports.append(report)
 
 
@@ -151,7 +150,7 @@ def clips_per_s(loaded: Loaded, folder: Path, seconds: float, expected: float, o
         "training.val_step": 10**6,
     }
     collected = _Collected()
-    train(with_values(loaded, flags), collected, NoProgress(), lambda _: None)
+    train(with_values(loaded, flags), reporter=collected, say=lambda _: None)
     return statistics.median(report.clips_per_s for report in collected.reports if report.step > first)
 
 

@@ -22,15 +22,15 @@ import soundfile
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from myxtts.config import SAMPLE_RATE, DataSettings
 from myxtts.data.prepare import prepare
-from myxtts.errors import MyXTTSError, NoProgress
+from myxtts.errors import MyXTTSError
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
 from myxtts.run import train
 from myxtts.settings import load
+from myxtts.training.trainer import Reporter
 from myxtts.weights import save_folder
 
 WORDS = (
@@ -52,7 +52,7 @@ WORDS = (
 console = Console(width=140, highlight=False)
 
 
-class Collected:
+class Collected(Reporter):
     """Keeps every report, and logs it as a run does."""
 
     def __init__(self, folder: Path) -> None:
@@ -62,8 +62,6 @@ class Collected:
     def begin(self, stage: str, step: int, total_steps: int) -> None:  # noqa: ARG002
         self._log.begin(stage, step)
 
-    def tick(self, step: int) -> None: ...
-
     def step(self, report: StepReport) -> None:
         self.reports.append(report)
         self._log.step(report)
@@ -71,15 +69,13 @@ class Collected:
     def validation(self, report: ValidationReport) -> None:
         self._log.validation(report)
 
-    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
-
 
 def run(folder: Path, **flags: object) -> list[StepReport]:
     """One training run with these settings; what it reported."""
     defaults = {"data.language": "en", "training.checkpoint_dir": str(folder), "training.stages": "gpt"}
     loaded = load(None, {**defaults, **{name.replace("__", "."): value for name, value in flags.items()}})
     collected = Collected(folder)
-    train(loaded, collected, NoProgress(), lambda _: None)
+    train(loaded, reporter=collected, say=lambda _: None)
     return collected.reports
 
 

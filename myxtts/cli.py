@@ -402,8 +402,8 @@ def _stage(options: argparse.Namespace, loaded: Loaded) -> str:
 
 def _prepare_for_tool(loaded: Loaded) -> PreparedCorpus:
     from myxtts.devices import make_plan
+    from myxtts.run import prepare_corpus
     from myxtts.terminal import ProgressLines
-    from myxtts.tools.dry_run import prepare_corpus
 
     make_plan(loaded.settings.data)  # what is wrong with the devices is said before a corpus is prepared
     return prepare_corpus(loaded.settings, ProgressLines())
@@ -564,7 +564,7 @@ def _train(options: argparse.Namespace) -> int:
     from myxtts.reports import TrainingReports, closing, stopped
     from myxtts.run import train
     from myxtts.settings import apply_demo, apply_presets
-    from myxtts.terminal import ProgressLines, ProgressPrinter, show_corpus, show_lines
+    from myxtts.terminal import ProgressLines, ProgressPrinter, show_lines
 
     loaded, applied = apply_presets(_load(options))
     if loaded.settings.data.train_data is None:
@@ -576,25 +576,21 @@ def _train(options: argparse.Namespace) -> int:
     if not is_first:
         logging.getLogger().setLevel(logging.WARNING)
     folder = loaded.settings.training.checkpoint_dir
-    corpora: list[PreparedCorpus] = []
-
-    def show(prepared: PreparedCorpus) -> None:
-        corpora.append(prepared)
-        show_corpus(prepared)
-
     is_shown = is_first and not options.dashboard
     with ProgressPrinter(0 if is_shown else 1) as printer, dashboard(folder, is_first and options.dashboard):
         reports = TrainingReports(folder, printer) if is_first else None
         try:
-            states = train(loaded, reports, ProgressLines(), lambda line: show_lines([line]), show)
+            result = train(loaded, reporter=reports, progress=ProgressLines(), say=lambda line: show_lines([line]))
         finally:
             if reports is not None:
                 reports.close()
     if reports is None:
         return 0
-    is_done = all(state.done for state in states.values())
     settings = loaded.settings
-    show_lines(closing(settings, corpora[0], reports.has_trained) if is_done else [stopped(settings, states)])
+    if all(state.done for state in result.states.values()):
+        show_lines(closing(settings, result.prepared, reports.has_trained))
+    else:
+        show_lines([stopped(settings, result.states)])
     return 0
 
 

@@ -28,13 +28,13 @@ from myxtts.observe.report import write_report
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sample
 from myxtts.synthesis.vocoding import FAINT_NOTE, is_faint
-from myxtts.terminal import ProgressPrinter
-from myxtts.training.trainer import State
+from myxtts.terminal import ProgressPrinter, show_corpus
+from myxtts.training.trainer import Reporter, State
 
 _log = logging.getLogger(__name__)
 
 
-class TrainingReports:
+class TrainingReports(Reporter):
     """Shows and keeps what the training loop reports; warns when the pipeline is not what it should be."""
 
     def __init__(self, folder: Path, printer: ProgressPrinter) -> None:
@@ -44,6 +44,9 @@ class TrainingReports:
         self._watch = Watch()
         self.has_trained = False
         self._gpus = Sampler([gpu.index for gpu in Machine.look().gpus])
+
+    def corpus(self, prepared: PreparedCorpus) -> None:
+        show_corpus(prepared)
 
     def begin(self, stage: str, step: int, total_steps: int) -> None:
         self.has_trained = True

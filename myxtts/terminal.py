@@ -640,7 +640,7 @@ def _stage_table(profile: Profile) -> Table:
     table = _table("stage", "where", "mean ms", "p95 ms", "busy", "")
     for row in profile.rows:
         times = (f"{row.mean_ms:.2f}", f"{row.p95_ms:.2f}", f"{100 * row.share:.0f} %")
-        table.add_row(row.stage, row.where, *times, Text(row.note, style="dim"))
+        table.add_row(row.phase, row.where, *times, Text(row.note, style="dim"))
     return table
 
 

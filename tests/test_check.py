@@ -52,7 +52,7 @@ from myxtts.tools.check import (
     upload,
     workers,
 )
-from myxtts.tools.dry_run import Seen
+from myxtts.tools.dry_run import Observation
 from myxtts.training.trainer import StepMode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -328,9 +328,9 @@ def test_a_cap_that_is_not_held_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [finding.level for finding in tries.caps_held(capped)] == ["pass"]
 
 
-def seen(**changes: Any) -> Seen:
+def seen(**changes: Any) -> Observation:
     mode = StepMode(autocast=True, compiled=True, captured=True)
-    good = Seen(
+    good = Observation(
         "gpt",
         Plan(CPU, OTHER_CPU, "dual"),
         mode,
@@ -468,7 +468,7 @@ def test_an_error_in_the_rehearsal_is_a_finding(
     def fail(*_: object) -> Iterator[None]:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(dry_run, "Rehearsal", fail)
+    monkeypatch.setattr(dry_run, "DryRun", fail)
     (answer,) = tries.rehearsal(attempt(Plan(CPU, CPU), **rehearsed_corpus))
     assert (answer.level, answer.why) == ("fail", "no compiler")
 

@@ -22,16 +22,15 @@ sys.path.insert(0, str(Path(__file__).parent))  # and the fixtures here
 from conftest import SENTENCES, write_corpus
 from training_fixtures import SMALL
 
-import myxtts.tools.profile
 from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
 from myxtts.model.xtts import SIZES
 from myxtts.observe.breakdown import Evidence
 from myxtts.observe.findings import Verdict, judge
 from myxtts.observe.nvml import Reading
 from myxtts.observe.trace import Span
+from myxtts.run import prepare_corpus
 from myxtts.settings import load
 from myxtts.tools import dry_run
-from myxtts.tools.dry_run import prepare_corpus
 from myxtts.tools.profile import profile
 
 STEP_US = 50_000
@@ -101,8 +100,7 @@ class TheRealPipelineIsProfiled(unittest.TestCase):
         torch.set_num_threads(1)
         self.enterContext(mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder.name}))
         self.enterContext(mock.patch.dict(SIZES, {"tiny": SMALL}))
-        for module in (dry_run, dry_run, dry_run, myxtts.tools.profile):  # there is nothing to compile
-            self.enterContext(mock.patch.object(module, "WARM_UP_STEPS", 1))
+        self.enterContext(mock.patch.object(dry_run, "WARM_UP_STEPS", 1))  # there is nothing to compile
         corpus = write_corpus(Path(folder.name) / "corpus", [text[:20] for text in SENTENCES[:4]], seconds=1.0)
         flags = {
             "data.train_data": str(corpus), "data.language": "en", "data.vocab_size": "256",

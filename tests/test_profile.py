@@ -22,17 +22,16 @@ from rich.console import Console
 from training_fixtures import Clips, clips, small, train
 
 import myxtts.cli
-import myxtts.tools.profile
 from myxtts.cli import add_tool_commands
 from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError
 from myxtts.observe.findings import Finding
 from myxtts.pipeline.frontend import DvaeFrontend
+from myxtts.run import prepare_corpus
 from myxtts.settings import Loaded, load
 from myxtts.terminal import show_profile
 from myxtts.tools import dry_run
-from myxtts.tools.dry_run import prepare_corpus
 from myxtts.tools.profile import (
     CODES,
     AudioAnalysis,
@@ -65,9 +64,8 @@ def loaded_with(corpus: Path, **flags: str) -> Loaded:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warm up for one step: there is nothing to compile."""
-    for module in (dry_run, dry_run, dry_run, myxtts.tools.profile):
-        monkeypatch.setattr(module, "WARM_UP_STEPS", 1)
-    monkeypatch.setattr(dry_run, "SPLIT_STEPS", 1)
+    monkeypatch.setattr(dry_run, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(dry_run, "SPLIT_PASSES", 1)
     monkeypatch.setattr(dry_run, "KERNEL_STEPS", 1)
 
 
@@ -104,7 +102,7 @@ def plant_slow_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(found: Profile) -> dict[str, Any]:
-    return {row.stage.strip(): row for row in found.rows}
+    return {row.phase.strip(): row for row in found.rows}
 
 
 # Planted bottlenecks
@@ -166,7 +164,7 @@ def test_a_batch_that_was_begun_before_the_first_measured_step_is_followed_to_it
 ) -> None:
     plant_slow_gathering(monkeypatch)
     loaded = loaded_with(clips(4))
-    measured = dry_run.NotedRehearsal(loaded, prepare_corpus(loaded.settings), "dvae").measure(3, traced=True)
+    measured = dry_run.DryRun(loaded, prepare_corpus(loaded.settings), "dvae").measure(3, traced=True)
     gathered = {span.batch for span in measured.spans if span.name == "gather"}
     waited = [span.batch for span in measured.spans if span.name == "wait" and span.duration_us > 5000]
     assert waited and set(waited) <= gathered
@@ -177,9 +175,9 @@ def test_codes_are_all_there_when_the_long_run_is_measured(
 ) -> None:
     order: list[str] = []
     for name in ("fill_codes", "steady"):
-        kept = getattr(dry_run.NotedRehearsal, name)
+        kept = getattr(dry_run.DryRun, name)
         monkeypatch.setattr(
-            dry_run.NotedRehearsal,
+            dry_run.DryRun,
             name,
             lambda self, *given, name=name, kept=kept: order.append(name) or kept(self, *given),
         )
@@ -192,7 +190,7 @@ def test_memory_that_grows_below_an_earlier_peak_is_a_leak(
 ) -> None:
     held = iter(range(1000, 10_000, 5))
     monkeypatch.setattr(dry_run, "allocated_mb", lambda _: float(next(held)))
-    monkeypatch.setattr(dry_run.NotedRehearsal, "_gpus", lambda _: {"gpu": 0})
+    monkeypatch.setattr(dry_run.DryRun, "_gpus", lambda _: {"gpu": 0})
     assert run({"num_steps": 20}).findings[0].code == "memory-growth"
 
 
@@ -292,10 +290,10 @@ def test_kernels_of_the_training_stream_show_launch_gaps_and_waits_of_the_host()
     syncs = [
         kernel(at, at + 1, 0, "cudaStreamSynchronize", "CPU") for at in (3, 1010, 1110, 1210, 1310, 1410, 9999)
     ]
-    share, waits = dry_run._rhythm([*warming, *training, *syncs], num_steps=3)
+    share, waits = dry_run.kernel_occupancy([*warming, *training, *syncs], num_steps=3)
     assert share == pytest.approx(600 / 960)
     assert waits == pytest.approx(1.0)  # five inside, two of which are the measurement's own
-    assert dry_run._rhythm([], 3) == (None, None)
+    assert dry_run.kernel_occupancy([], 3) == (None, None)
 
 
 def test_kernels_before_the_first_step_are_no_launch_gaps() -> None:
@@ -303,7 +301,7 @@ def test_kernels_before_the_first_step_are_no_launch_gaps() -> None:
     filling = [kernel(100 * number, 100 * number + 5, stream=8) for number in range(10)]
     training = [kernel(9000 + 100 * number, 9100 + 100 * number, stream=8) for number in range(10)]
     steps = [kernel(8990 + 500 * number, 9000 + 500 * number, 0, dry_run.STEP_RANGE, "CPU") for number in range(2)]
-    assert dry_run._rhythm([*filling, *steps, *training], num_steps=2)[0] == pytest.approx(1.0)
+    assert dry_run.kernel_occupancy([*filling, *steps, *training], num_steps=2)[0] == pytest.approx(1.0)
 
 
 @pytest.mark.gpu

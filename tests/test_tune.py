@@ -19,6 +19,7 @@ from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Gpu, Machine
 from myxtts.errors import ConfigError, PipelineError
 from myxtts.observe.trace import Span
+from myxtts.run import prepare_corpus
 from myxtts.settings import (
     Loaded,
     apply_patch,
@@ -30,7 +31,7 @@ from myxtts.settings import (
     with_values,
 )
 from myxtts.terminal import show_tuning
-from myxtts.tools.dry_run import Refused, Trial, drained_batches, prepare_corpus, try_out, try_out_apart
+from myxtts.tools.dry_run import Refused, Trial, num_drained, try_out, try_out_apart
 from myxtts.tools.tune import CODES, Tuning, tune
 
 __all__ = ["clips", "small"]
@@ -382,12 +383,12 @@ def feed_and_training(period_us: int, gathered_first: int) -> list[Span]:
 
 def test_what_buffers_held_before_does_not_count_as_speed() -> None:
     """Whatever rings say: on a GPU they call a batch ready when its work is ordered, not when it is done."""
-    assert drained_batches(feed_and_training(period_us=100, gathered_first=3)) == 0
-    assert drained_batches(feed_and_training(period_us=300, gathered_first=8)) == 6
+    assert num_drained(feed_and_training(period_us=100, gathered_first=3)) == 0
+    assert num_drained(feed_and_training(period_us=300, gathered_first=8)) == 6
     quick, slow = feed_and_training(100, 3), feed_and_training(300, 8)
     mixed = [span for span in quick if span.name != "encode"] + [span for span in slow if span.name == "encode"]
-    assert drained_batches(mixed) == 6
-    assert drained_batches([]) == 0
+    assert num_drained(mixed) == 6
+    assert num_drained([]) == 0
 
 
 def tiny(corpus: Path, **flags: str) -> Loaded:

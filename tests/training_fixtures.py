@@ -19,7 +19,7 @@ from torch import Tensor
 import myxtts.data.batches
 import myxtts.model.vocoder
 import myxtts.pipeline.frontend
-import myxtts.run
+import myxtts.training.recipes
 from myxtts.checkpoints import LoadedCheckpoint
 from myxtts.cli import main
 from myxtts.data.batches import Sizes
@@ -55,12 +55,12 @@ MEASURED = ("losses", "lr", "grad_norm", "epoch", "skipped", "total_steps")
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch, *, with_gpus: bool = False) -> None:
-    """Let `tiny` be a network of a few thousand weights, with small judges and short pieces of speech."""
-    judges = partial(Discriminators, periods=(2,), resolutions=(Resolution(256, 64, 256),))
+    """Make `tiny` a network of a few thousand weights, with small discriminators and short segments of speech."""
+    small = partial(Discriminators, periods=(2,), resolutions=(Resolution(256, 64, 256),))
     monkeypatch.setitem(SIZES, "tiny", SMALL)
     if not with_gpus:
         monkeypatch.setattr(Machine, "look", classmethod(lambda cls: cls()))
-    monkeypatch.setattr(myxtts.run, "Discriminators", judges)
+    monkeypatch.setattr(myxtts.training.recipes, "Discriminators", small)
     monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_KERNELS", (3,))
     monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_DILATIONS", (1,))
     monkeypatch.setattr(myxtts.data.batches, "SEGMENT_CODES", _SHORT_SEGMENT)

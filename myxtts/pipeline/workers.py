@@ -1,13 +1,13 @@
-"""The stages of the pipeline: each takes a slot, does one thing in its own stream, and passes the batch on.
+"""The workers of the pipeline: each takes a slot, does one thing in its own stream, and passes the batch on.
 
     Gather   clips ─► host ring           host threads
     Upload   host ring ─► device ring     copy stream
-    Encode   device ring ─► model ring    data stream; keeps fresh codes through the `keep` ring
+    Encode   device ring ─► model ring    data stream; fresh codes also go to the `keep` ring
     Handoff  data role's device ─► model role's device
     Keep     fresh codes ─► the cache on disk
 
-The first stage that fails poisons all rings with its error, so that the trainer raises that error and every other
-stage ends. No stage knows how many there are of the others, nor whether it has a thread of its own.
+The first worker that fails poisons all rings with its error: the trainer raises that error and every other worker
+ends. No worker knows how many others there are, nor whether it has a thread of its own.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job, Layout
 from myxtts.data.codes import CodesCache
 from myxtts.devices import Stream
 from myxtts.observe.trace import OFF, Trace
-from myxtts.pipeline.frontend import CapturedFrontend, Frontend
 from myxtts.pipeline.ring import Ring, RingClosed
 
 Work = Callable[[], bool]
-"""Passes one batch on; False when there was none left."""
+"""Passes one batch on; returns False when none is left."""
 
 _log = logging.getLogger(__name__)
 
 
 class Block:
-    """Memory of a batch on a device: one block and named views of it."""
+    """The memory of one batch on a device, and named views of it."""
 
     def __init__(self, layout: Layout, device: torch.device, pinned: bool = False) -> None:
         self.memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -41,6 +40,8 @@ class Block:
 
 
 BlockRing = Ring[Block, Gathered]
+EncodeBlock = Callable[[Block, Block, Gathered], None]
+"""Fills the second block with what a recipe reads of the first, in the current stream."""
 
 
 class Gather:
@@ -53,17 +54,17 @@ class Gather:
         self._lock = threading.Lock()
 
     def __call__(self) -> bool:
-        with self._lock:  # a place in the order and its job belong together
+        with self._lock:  # a job and its place in the order belong together
             try:
                 job, number = next(self._jobs, None), self._ring.next_number()
-            except BaseException as error:  # jobs that failed must not look like the end to the next thread
+            except BaseException as error:  # to the next thread a failure must not look like the end
                 self._ring.poison(error)
                 raise
         if job is None:
             self._ring.finish(number)
             return False
         slot = self._ring.acquire(number)
-        slot.emptied.wait_on_host()  # this owner is no stream: it writes with the CPU
+        slot.emptied.wait_on_host()  # the CPU writes here, and no stream can wait for it
         with self._trace.span("gather", batch=number):
             gathered = self._gatherer.fill(slot.content, job)
         self._ring.commit(slot, gathered)
@@ -96,18 +97,18 @@ class Upload:
 
 
 class Encode:
-    """The front end's work; codes that it had to compute go to the keep ring as well, if there is one."""
+    """The front end's work. Codes that were not in the cache go to the keep ring as well, if there is one."""
 
     def __init__(
         self,
-        frontend: Frontend | CapturedFrontend,
+        encode: EncodeBlock,
         source: BlockRing,
         target: BlockRing,
         stream: Stream,
         keep: BlockRing | None = None,
         trace: Trace = OFF,
     ) -> None:
-        self._frontend, self._source, self._target = frontend, source, target
+        self._encode, self._source, self._target = encode, source, target
         self._stream, self._keep, self._trace = stream, keep, trace
 
     def __call__(self) -> bool:
@@ -121,13 +122,8 @@ class Encode:
         stream.wait(slot.filled)
         stream.wait(to.emptied)
         with self._trace.device_span("encode", "encode stream", stream.handle, slot.number), stream.use():
-            if isinstance(self._frontend, CapturedFrontend):
-                memory = (slot.content.memory, to.content.memory)
-                self._frontend.encode_block(*memory, gathered.sizes, gathered.codes_known)
-            else:
-                inputs, outputs = slot.content.tensors, to.content.tensors
-                self._frontend.encode(inputs, outputs, gathered.sizes, gathered.codes_known)
-        if self._keep is not None and self._frontend.uses_codes and not gathered.codes_known:
+            self._encode(slot.content, to.content, gathered)
+        if self._keep is not None and not gathered.codes_known:
             kept = self._keep.acquire()
             with stream.use():
                 kept.content.tensors["codes"].copy_(to.content.tensors["codes"], non_blocking=True)
@@ -141,7 +137,7 @@ class Encode:
 
 
 class Handoff:
-    """Batches cross to the model role's device; each side orders the copy in a stream of its own."""
+    """Copies batches to the model role's device; each side has its own stream for it."""
 
     def __init__(
         self,
@@ -174,7 +170,7 @@ class Handoff:
 
 
 class Keep:
-    """Writes fresh codes to the cache; waits for the copies on the host, on a thread where nobody minds."""
+    """Writes fresh codes to the cache. It waits for the device on the host, which holds up nothing else."""
 
     def __init__(self, ring: BlockRing, cache: CodesCache) -> None:
         self._ring, self._cache = ring, cache
@@ -190,7 +186,7 @@ class Keep:
 
 
 class Worker:
-    """Runs a piece of work on a thread of its own until none is left; `failure` is what ended it early."""
+    """Repeats its work on a thread of its own until none is left; `failure` is the error that ended it early."""
 
     def __init__(self, name: str, work: Work, rings: Sequence[Ring[Any, Any]]) -> None:
         self.name = name
@@ -211,9 +207,9 @@ class Worker:
             while self._work():
                 pass
         except RingClosed:
-            _log.debug("stage %s was told to end", self.name)
+            _log.debug("worker %s ends: its ring is closed", self.name)
         except BaseException as error:
-            error.add_note(f"(in the {self.name} stage of the pipeline)")
+            error.add_note(f"(in the {self.name} worker of the pipeline)")
             self.failure = error
             for ring in self._rings:
                 ring.poison(error)

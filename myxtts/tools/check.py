@@ -47,7 +47,7 @@ from myxtts.pipeline.frontend import GptFrontend
 from myxtts.run import check_resumable
 from myxtts.run_dir import PREFIXES, RunDir
 from myxtts.settings import Loaded, load, preset, preset_for, shown, specs
-from myxtts.tools.dry_run import NUM_STEPS, Seen, witness
+from myxtts.tools.dry_run import OBSERVED_STEPS, Observation, observe_pipeline
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last under WSL
@@ -841,9 +841,9 @@ def rehearsal(attempt: Attempt) -> Iterator[Finding]:
     try:
         prepared = _prepared(attempt)
         attempt.say(
-            f"Rehearsing {NUM_STEPS} steps of stage {stage}{' (compiling takes a while)' * attempt.on_gpu}"
+            f"Rehearsing {OBSERVED_STEPS} steps of stage {stage}{' (compiling takes a while)' * attempt.on_gpu}"
         )
-        seen = witness(loaded, prepared, stage, attempt.plan)
+        seen = observe_pipeline(loaded, prepared, stage, attempt.plan)
     except (MyXTTSError, RuntimeError, OSError) as error:  # of a compiler or a driver too: this is what was asked
         fix = "do what the error says; what the compiler cannot do, --disable-xla-compilation avoids"
         yield Finding("rehearsal", "fail", "The rehearsal ended with an error", str(error)[:MOST_ERROR_TEXT], fix)
@@ -854,7 +854,7 @@ def rehearsal(attempt: Attempt) -> Iterator[Finding]:
         yield _judge_optimisations(seen, settings)
 
 
-def _judge_pipeline(seen: Seen, settings: Settings, seconds: float) -> Finding:
+def _judge_pipeline(seen: Observation, settings: Settings, seconds: float) -> Finding:
     needed = {"gather", "upload", "encode"} | ({"handoff"} if seen.plan.mode == "dual" else set())
     problems = []
     if missing := needed - seen.spans:
@@ -869,11 +869,12 @@ def _judge_pipeline(seen: Seen, settings: Settings, seconds: float) -> Finding:
         fix = "run the tests (make test); if they pass, report this with the output of check --gpus --json"
         return Finding("rehearsal", "fail", "The pipeline does not work here", "; ".join(problems), fix)
     stages = " → ".join(name for name in ("gather", "upload", "encode", "handoff") if name in needed)
-    what = f"{NUM_STEPS} steps of stage {seen.stage}, `{settings.model.size}`, {settings.data.batch_size} clips"
+    clips = f"`{settings.model.size}`, {settings.data.batch_size} clips"
+    what = f"{OBSERVED_STEPS} steps of stage {seen.stage}, {clips}"
     return Finding("rehearsal", "pass", f"{what}: {stages} → train, in {seconds:.0f} s")
 
 
-def _judge_placement(seen: Seen) -> Finding:
+def _judge_placement(seen: Observation) -> Finding:
     plan = seen.plan
     expected = [
         ("the model", seen.model_devices, plan.model),
@@ -888,7 +889,7 @@ def _judge_placement(seen: Seen) -> Finding:
     return Finding("placement", "pass", f"Model and batches are on {plan.model}, frozen networks on {plan.data}")
 
 
-def _judge_optimisations(seen: Seen, settings: Settings) -> Finding:
+def _judge_optimisations(seen: Observation, settings: Settings) -> Finding:
     """What makes training fast, as it was seen; what is off although its setting is on is a fault."""
     states = [
         ("pinned memory", "data.enhanced_gpu_prefetch", seen.is_pinned),

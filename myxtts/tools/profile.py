@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from myxtts.audio import UnusableAudio
 from myxtts.config import LANGUAGES, DataSettings
@@ -26,7 +27,7 @@ from myxtts.data.batches import Batches, Cursor, Gatherer, HostBatch, Job, host_
 from myxtts.data.clips import ClipSet, DecodeOptions, PreparedCorpus
 from myxtts.data.corpus import Clip, Corpus, read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
-from myxtts.devices import Machine, Plan
+from myxtts.devices import Machine, Plan, peak_flops
 from myxtts.files import write_atomically, write_text_atomically
 from myxtts.host import usable_cores
 from myxtts.observe.breakdown import Evidence, StageTime
@@ -38,18 +39,8 @@ from myxtts.settings import Loaded
 from myxtts.text.language import detect_languages
 from myxtts.text.normalize import normalize
 from myxtts.text.phonemes import phonemize
-from myxtts.tools.dry_run import (
-    WARM_UP_STEPS,
-    KernelView,
-    Measured,
-    NotedRehearsal,
-    forward_share,
-    kernel_view,
-    matrix_flops,
-    mean_stage_ms,
-    set_apart,
-    useful_flops,
-)
+from myxtts.tools.dry_run import DryRun, KernelView, Measurement, kernel_view, temporary_codes
+from myxtts.training.recipes import useful_flops
 
 TEXTS, FILES = 200, 64
 """Of the corpus that are looked at, evenly spread over it."""
@@ -221,22 +212,22 @@ def time_feed(
     loaded: Loaded, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
 ) -> FeedAnalysis:
     """The feed of a stage drained twice, and the time of a step; codes are kept where `prepared` says."""
-    data, rehearsal = loaded.settings.data, NotedRehearsal(loaded, prepared, stage)
-    first_epoch = rehearsal.drain(num_batches)  # which leaves codes behind
-    later = rehearsal.drain(num_batches)
+    data, dry_run = loaded.settings.data, DryRun(loaded, prepared, stage)
+    first_epoch_s, _ = dry_run.drain(num_batches)  # computes the codes that the next one finds
+    later_s, phases = dry_run.drain(num_batches)
     if given := step_ms is not None:
         taken_ms = step_ms
     else:
-        steps = rehearsal.measure(REPLAYED_STEPS, replay=True).times
-        taken_ms = float(np.mean([step.step_ms for step in steps])) / rehearsal.accumulate
+        steps = dry_run.measure(REPLAYED_STEPS, replay=True).times
+        taken_ms = float(np.mean([step.step_ms for step in steps])) / dry_run.step.accumulate
     return FeedAnalysis(
         host=time_host(prepared.train, data, num_batches),
-        first_epoch=Timing.of(first_epoch.seconds),
-        feed=Timing.of(later.seconds),
-        stages=later.stages,
+        first_epoch=Timing.of(first_epoch_s),
+        feed=Timing.of(later_s),
+        stages=phases,
         step_ms=taken_ms,
         step_is_given=given,
-        on_gpu=rehearsal.plan.model.type == "cuda",
+        on_gpu=dry_run.plan.model.type == "cuda",
     )
 
 
@@ -312,7 +303,7 @@ def analyse(
     corpus = read_corpus(data.train_data or EMBEDDED_CORPUS)
     text = time_text(corpus.clips, data, prepared)
     audio = time_audio(corpus, data, prepared.train, num_batches)
-    with set_apart(prepared) as apart:
+    with temporary_codes(prepared) as apart:
         feed = time_feed(loaded, apart, stage, num_batches, step_ms)
     return DataAnalysis(text, audio, feed, findings_of(text, audio, feed, data))
 
@@ -417,10 +408,10 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class StageRow:
+class PhaseRow:
     """A stage of the pipeline or of the step."""
 
-    stage: str
+    phase: str
     where: str
     """host, data or model: whose time it takes."""
     mean_ms: float
@@ -457,7 +448,7 @@ class Profile:
     """In the long run."""
     first_epoch_clips_per_s: float | None = None
     """While codes are computed; None where the stage needs none."""
-    rows: list[StageRow] = field(default_factory=list)
+    rows: list[PhaseRow] = field(default_factory=list)
     verdict: Verdict | None = None
     gpus: list[GpuUse] = field(default_factory=list)
     memory_mb: dict[str, float] = field(default_factory=dict)
@@ -507,91 +498,89 @@ def profile(
         analysis = analyse(loaded, prepared, stage=stage, num_batches=num_batches, step_ms=step_ms)
         device = "GPU" if on_gpu else "CPU"
         return Profile(stage, device, num_batches, loaded.settings.data.batch_size, data=analysis)
-    with set_apart(prepared) as apart:
+    with temporary_codes(prepared) as apart:
         _log.info("Setting up the stage %s as a training would", stage)
-        rehearsal = NotedRehearsal(loaded, apart, stage)
-        return _profile(rehearsal, loaded, apart, machine, num_steps, kernels)
+        dry_run = DryRun(loaded, apart, stage)
+        return _profile(dry_run, loaded, apart, machine, num_steps, kernels)
 
 
 def _profile(
-    rehearsal: NotedRehearsal,
+    dry_run: DryRun,
     loaded: Loaded,
     prepared: PreparedCorpus,
     machine: Machine,
     num_steps: int,
     kernels: bool,
 ) -> Profile:
-    plan = rehearsal.plan
+    plan = dry_run.plan
     on_gpu = plan.model.type == "cuda"
     first_steps = min(num_steps, FIRST_STEPS_GPU if on_gpu else FIRST_STEPS_CPU)
     _log.info("Training %d steps as in the first epoch", first_steps)
-    first = rehearsal.measure(first_steps, traced=True)
+    first = dry_run.measure(first_steps, traced=True)
     step_s, notes = first.seconds / len(first.times), []
     affordable = max(int(MOST_CPU_S / step_s), FIRST_STEPS_CPU)
     if not on_gpu and affordable < num_steps:
         notes.append(f"{affordable} of {num_steps} steps were measured, for one takes {step_s:.1f} s on this CPU")
         num_steps = affordable
     _log.info("Training at least %d steps as in every later epoch, about %.0f s", num_steps, num_steps * step_s)
-    rehearsal.fill_codes()  # the first pass computed those of a few batches only
+    dry_run.fill_codes()  # the first pass computed those of a few batches only
     indices = sorted({device.index for device in (plan.data, plan.model) if device.index is not None})
     with Sampler(indices) as sampler:
-        measured = rehearsal.steady(num_steps)
+        measured = dry_run.steady(num_steps)
         readings, no_readings = sampler.samples(), sampler.reason if on_gpu else "This machine has no GPU"
-    trace = rehearsal.trace
     _log.info("Training %d steps on one batch, as if the feed were perfect", num_steps)
-    replayed = rehearsal.measure(num_steps, replay=True, traced=True)
-    view = kernel_view(rehearsal) if kernels or on_gpu else None  # only kernels show that the host waits
+    replayed = dry_run.measure(num_steps, replay=True, traced=True)
+    view = kernel_view(dry_run) if kernels or on_gpu else None  # only kernels show that the host waits
     _log.info("Drawing conclusions")
-    evidence = _evidence(rehearsal, loaded, prepared, measured, replayed)
+    evidence = _evidence(dry_run, loaded, prepared, measured, replayed)
     evidence = replace(evidence, readings=readings, no_readings=no_readings, num_gpus=len(machine.gpus))
     if view is not None:
         evidence = replace(evidence, kernel_share=view.kernel_share, syncs_per_step=view.syncs_per_step)
-    rows = [*_rows(measured, first, rehearsal.stage)]
+    rows = [*_rows(measured, first, dry_run.stage)]
     if on_gpu or step_s < SLOW_STEP_S:
-        rows = [*_with_passes(rows, rehearsal, mean_stage_ms(replayed)["train"])]
+        rows = [*_with_passes(rows, dry_run)]
     return Profile(
-        stage=rehearsal.stage,
+        stage=dry_run.stage,
         device=machine.label(plan.model),
         num_steps=len(measured.times),
         batch_size=loaded.settings.data.batch_size,
         notes=notes,
-        clips_per_s=rehearsal.long_run_clips_per_s(measured),
-        first_epoch_clips_per_s=None if rehearsal.stage == "dvae" else rehearsal.long_run_clips_per_s(first),
+        clips_per_s=measured.sustained_clips_per_s,
+        first_epoch_clips_per_s=None if dry_run.stage == "dvae" else first.sustained_clips_per_s,
         rows=[_decode_row(loaded.settings.data), *rows],
         verdict=judge(evidence),
         gpus=_uses(readings, plan),
         memory_mb=measured.memory_mb,
         kernels=view if kernels else None,
-        trace=trace,
+        trace=measured.trace,
     )
 
 
 def _evidence(
-    rehearsal: NotedRehearsal, loaded: Loaded, prepared: PreparedCorpus, measured: Measured, replayed: Measured
+    dry_run: DryRun, loaded: Loaded, prepared: PreparedCorpus, measured: Measurement, replayed: Measurement
 ) -> Evidence:
-    """What the rehearsal says of itself and of its device."""
-    num_clips = loaded.settings.data.batch_size * rehearsal.accumulate
-    peak_flops = matrix_flops(rehearsal.plan, rehearsal.stream) if rehearsal.stage == "gpt" else None
-    flops = useful_flops(rehearsal.step.recipe, prepared.train, num_clips) if peak_flops else None
+    """What the dry_run says of itself and of its device."""
+    step = dry_run.step
+    flops = useful_flops(step.recipe, prepared.train)
+    peak = peak_flops(step.stream, torch.bfloat16 if step.mode.autocast else torch.float32) if flops else None
     return Evidence(
         spans=measured.spans,
         counters=measured.counters,
-        # Spans count steps from the first one on, the clock from the first measured one on.
-        steps=[step._replace(step=step.step + WARM_UP_STEPS) for step in measured.times],
+        steps=measured.times,
         replayed=replayed.times,
         warmup_steps=0,
         settings=loaded.settings,
-        depths=rehearsal.depths,
-        data_gpu=rehearsal.plan.data.index,
-        model_gpu=rehearsal.plan.model.index,
+        depths=measured.depths,
+        data_gpu=dry_run.plan.data.index,
+        model_gpu=dry_run.plan.model.index,
         cores=usable_cores(),
         recompilations=measured.recompilations,
-        flops_per_step=flops,
-        peak_flops=peak_flops,
+        flops_per_step=measured.clips_per_step * flops if flops else None,
+        peak_flops=peak,
     )
 
 
-def _rows(measured: Measured, first: Measured, stage: str) -> Iterator[StageRow]:
+def _rows(measured: Measurement, first: Measurement, stage: str) -> Iterator[PhaseRow]:
     """The stages in order; beside `encode` the same in the first epoch."""
     spans, earlier = _by_name(measured.spans), _by_name(first.spans)
     for name, where in PLACES.items():
@@ -602,12 +591,12 @@ def _rows(measured: Measured, first: Measured, stage: str) -> Iterator[StageRow]
             yield _row(name, where, spans[name], measured.seconds, NOTES.get(name, ""))
 
 
-def _row(name: str, where: str, spans: Sequence[Span], seconds: float, note: str) -> StageRow:
+def _row(name: str, where: str, spans: Sequence[Span], seconds: float, note: str) -> PhaseRow:
     lengths_ms = np.array([span.duration_us for span in spans]) / 1000
     workers = len({span.track for span in spans})
     share = float(lengths_ms.sum()) / 1000 / seconds / workers
     note = ", ".join(filter(None, [note, f"{workers} threads" if workers > 1 else ""]))
-    return StageRow(name, where, float(lengths_ms.mean()), float(np.quantile(lengths_ms, 0.95)), share, note)
+    return PhaseRow(name, where, float(lengths_ms.mean()), float(np.quantile(lengths_ms, 0.95)), share, note)
 
 
 def _by_name(spans: Sequence[Span]) -> defaultdict[str, list[Span]]:
@@ -617,23 +606,23 @@ def _by_name(spans: Sequence[Span]) -> defaultdict[str, list[Span]]:
     return named
 
 
-def _with_passes(rows: Sequence[StageRow], rehearsal: NotedRehearsal, train_ms: float) -> Iterator[StageRow]:
+def _with_passes(rows: Sequence[PhaseRow], dry_run: DryRun) -> Iterator[PhaseRow]:
     """The same with the two passes of training below it, where they can be told apart."""
     for row in rows:
         yield row
-        share = forward_share(rehearsal, train_ms) if row.stage == "train" else None
+        share = dry_run.forward_share() if row.phase == "train" else None
         if share is not None:
             for name, part in (("forward", share), ("backward", 1 - share)):
-                yield StageRow(f"  {name}", row.where, part * row.mean_ms, part * row.p95_ms, part * row.share)
+                yield PhaseRow(f"  {name}", row.where, part * row.mean_ms, part * row.p95_ms, part * row.share)
 
 
-def _decode_row(data: DataSettings) -> StageRow:
+def _decode_row(data: DataSettings) -> PhaseRow:
     """What reading a batch from its files takes, or would take."""
     corpus = read_corpus(data.train_data or EMBEDDED_CORPUS)
     seconds = [*time_decoding(corpus, data, DECODED_FILES).values()] or [0.0]
     note = "once, when the corpus is prepared" if data.native_loading else "for every batch, part of gather"
     batch_ms = 1000 * data.batch_size * np.array([np.mean(seconds), np.quantile(seconds, 0.95)])
-    return StageRow("load and decode", "host", float(batch_ms[0]), float(batch_ms[1]), 0.0, note)
+    return PhaseRow("load and decode", "host", float(batch_ms[0]), float(batch_ms[1]), 0.0, note)
 
 
 def _uses(readings: Sequence[Reading], plan: Plan) -> list[GpuUse]:

@@ -8,17 +8,27 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from myxtts.config import SAMPLES_PER_CODE
-from myxtts.data.batches import MAX_CROP_FRAMES, Sizes
+from myxtts.config import SAMPLES_PER_CODE, Settings
+from myxtts.data.batches import MAX_CROP_FRAMES, Sizes, packed_tokens
+from myxtts.data.clips import ClipSet
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
-from myxtts.model.gpt import AUDIO, GPT, Losses, PackedBatch, pack
+from myxtts.model.gpt import AUDIO, GPT, Losses, PackedBatch, add_adapters, pack
 from myxtts.model.mel import FrontEnd, LogMel
-from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, DiscriminatorOutput, Discriminators, HifiGanDecoder
+from myxtts.model.vocoder import (
+    OUTPUT_SAMPLE_RATE,
+    PERIOD_WIDTHS,
+    RESOLUTION_WIDTH,
+    DiscriminatorOutput,
+    Discriminators,
+    HifiGanDecoder,
+)
+from myxtts.model.xtts import SIZES, XTTS
 
 LEAST = 1e-6
 """Smallest divisor: where nothing counts, sums are 0 and so is their mean."""
@@ -459,3 +469,56 @@ class DecoderRecipe(Recipe):
         """Mean distance of the log-mels, [B]; halved, that of powers is that of magnitudes, HiFi-GAN's measure."""
         target: Tensor = self.log_mel(real)
         return by_clip((self.log_mel(fake) - target).abs()) / 2
+
+
+def make_recipe(stage: str, model: XTTS, settings: Settings, world_size: int, new_tokens: bool = False) -> Recipe:
+    """What a stage trains of the model, unfrozen; for LoRA with adapters, and `new_tokens` trained in full."""
+    training = settings.training
+    if stage == "dvae":
+        model.dvae.requires_grad_(True)
+        is_shared = world_size > 1
+        return DvaeRecipe(
+            model.dvae,
+            world_size,
+            seed=training.seed,
+            all_reduce=dist.all_reduce if is_shared else None,
+            broadcast=(lambda tensor: dist.broadcast(tensor, 0)) if is_shared else None,
+            fine_tuning=training.init_from is not None,
+        )
+    if stage == "gpt":
+        model.gpt.requires_grad_(True)
+        model.gpt.checkpointing = settings.model.gradient_checkpointing
+        model.gpt.set_dropout(settings.model.dropout)
+        if settings.model.lora_rank:  # adapters cannot teach the model a new token
+            in_full = ("text_embedding", "text_head") if new_tokens else ()
+            add_adapters(model.gpt, settings.model.lora_rank, train_also=in_full)
+        noise, dropout = training.code_noise, training.text_dropout
+        return GptRecipe(model.gpt, world_size, training.label_smoothing, code_noise=noise, text_dropout=dropout)
+    model.hifigan_decoder.waveform_decoder.requires_grad_(True)
+    # Discriminators far stronger than the generator teach it nothing, and take all the time.
+    scale = min(model.dims.vocoder_channels / SIZES["normal"].vocoder_channels, 1.0)
+    discriminators = Discriminators(
+        period_widths=[max(int(scale * width), 4) for width in PERIOD_WIDTHS],
+        resolution_width=max(int(scale * RESOLUTION_WIDTH), 4),
+    )
+    return DecoderRecipe(model.hifigan_decoder, discriminators, world_size)
+
+
+def useful_flops(recipe: Recipe, clips: ClipSet) -> float | None:
+    """Approximate operations of training on one clip, without padding and recomputation; None except for the GPT.
+
+    Each weight takes two per token in the forward pass, two for the gradients of activations, and two for its own
+    gradient if it is trained. Attention is not counted.
+    """
+    if not isinstance(recipe, GptRecipe):
+        return None
+    embeddings = {
+        id(parameter)
+        for module in recipe.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters()
+    }
+    matrices = [p for p in recipe.parameters() if p.ndim > 1 and id(p) not in embeddings]
+    weights, trained = sum(p.numel() for p in matrices), sum(p.numel() for p in matrices if p.requires_grad)
+    tokens = float(packed_tokens(clips.num_ids, clips.num_samples).mean())
+    return (4 * weights + 2 * trained) * tokens
