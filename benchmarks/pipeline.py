@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from speech_like import MAX_MEL_FRAMES, make_clips
 
-from myxtts.config import DataSettings, TrainingSettings
+from myxtts.config import DataSettings, Settings
 from myxtts.data.batches import Batches, Gatherer, num_codes_of, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
@@ -51,8 +51,9 @@ class Bench:
         self.model.gpt.requires_grad_(True)
         self.recipe = GptRecipe(self.model.gpt).to(device).train()
         optimizer = Optimizer(self.recipe, 1e-5, Schedule(10, None))
-        mode = choose_mode(TrainingSettings(), mixed_precision=True, static_shapes=True, on_gpu=True, world_size=1)
-        self.streams = Streams.of(Plan(device, device), self.data)
+        plan = Plan(device, device)
+        mode = choose_mode(Settings(), "gpt", plan)
+        self.streams = Streams.of(plan, self.data)
         self.stream = self.streams.model
         self.step = Step(self.recipe, optimizer, mode, self.stream)
         self.device = device
@@ -68,7 +69,7 @@ class Bench:
         gatherer = Gatherer(self.clips, self.batches, self.data, 1, cache)
         frontend = GptFrontend(self.model, self.data, gatherer.frame_budget, autocast=True).to(self.device).eval()
         plan = Plan(self.device, self.device, mode)
-        depths = choose_depths(self.data, (), plan, frontend.outputs)
+        depths = choose_depths(self.data, plan, frontend.outputs)
         return Feed(gatherer, frontend, plan, self.data, depths, streams=self.streams, replay=replay, trace=trace)
 
     def measure(self, mode: str, cached: bool, replay: bool, num_steps: int) -> tuple[Summary, float, str, int]:
@@ -83,11 +84,7 @@ class Bench:
                     clock = StepClock(self.stream.handle)
                     num_allocations = allocations()
                     started_at = time.perf_counter()
-                with feed.next() as batch:
-                    clock.begin()
-                    self.step.micro(batch)
-                self.step.update(number)
-                clock.end()
+                self.step(feed.next, number, clock)
                 for name, (count, depth) in feed.readiness().items():
                     ready.setdefault(name, []).append(count / depth)
             self.stream.finish()

@@ -37,7 +37,7 @@ def measure(folder: Path, stage: str, options: argparse.Namespace) -> list[str]:
         "training.enable_xla_compilation": not options.no_compile,
     }
     loaded = load(None, flags)
-    dry_run = DryRun(loaded, prepare(loaded.settings.data), stage)
+    dry_run = DryRun(loaded.settings, prepare(loaded.settings.data), stage)
     dry_run.measure(options.steps)  # the epoch that computes codes
     fed = dry_run.measure(options.steps, traced=True)
     replayed = dry_run.measure(options.steps, replay=True)

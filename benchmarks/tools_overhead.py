@@ -65,7 +65,7 @@ def overhead(folder: Path, size: str, batch_size: int, seconds: float, compiled:
     times: dict[str, list[float]] = {way: [] for way in ways}
     trace, sampler = Trace(), Sampler([0], PERIOD_S)
     with temporary_codes(prepare_corpus(loaded.settings)) as apart:
-        dry_run = DryRun(loaded, apart, "gpt")
+        dry_run = DryRun(loaded.settings, apart, "gpt")
         dry_run.fill_codes()
         device = dry_run.plan.model
         if device.type == "cuda":

@@ -39,7 +39,7 @@ from myxtts.devices import Machine
 from myxtts.model.gpt import GPTDims
 from myxtts.model.xtts import SIZES, XTTSDims
 from myxtts.run import prepare_corpus
-from myxtts.settings import Loaded, load
+from myxtts.settings import LoadedSettings, load
 from myxtts.tools.dry_run import DryRun, temporary_codes
 from myxtts.tools.profile import Profile, profile
 
@@ -108,7 +108,7 @@ class Field:
         self._folder, self._size, self.on_gpu, self._compiled = folder, size, on_gpu, compiled
         self._step_s: dict[str, float] = {}
 
-    def settings(self, flags: Mapping[str, str], corpus: str, size: str = "") -> Loaded:
+    def settings(self, flags: Mapping[str, str], corpus: str, size: str = "") -> LoadedSettings:
         """Those of a good training, but for these."""
         given = {
             "data.language": "en", "data.vocab_size": "256", "data.val_fraction": "0", "data.batch_size": "16",
@@ -127,18 +127,18 @@ class Field:
         try:
             with case.plant(ground):
                 num_steps = case.num_steps if self.on_gpu else CPU_STEPS
-                return profile(loaded, prepared, num_steps=num_steps, kernels=case.kernels)
+                return profile(loaded.settings, prepared, num_steps=num_steps, kernels=case.kernels)
         finally:
             gc.collect()
             if self.on_gpu:
                 torch.cuda.empty_cache()
 
-    def _seconds_of_a_step(self, loaded: Loaded) -> float:
+    def _seconds_of_a_step(self, loaded: LoadedSettings) -> float:
         """Alike for all plants in the same training; those that are only settings do not ask how long it takes."""
         key = repr((loaded.settings.model, loaded.settings.data.batch_size, loaded.settings.training))
         if key not in self._step_s:
             with temporary_codes(prepare_corpus(loaded.settings)) as apart:
-                dry_run = DryRun(loaded, apart, "gpt")
+                dry_run = DryRun(loaded.settings, apart, "gpt")
                 times = dry_run.measure(15 if self.on_gpu else 5, replay=True).times
             self._step_s[key] = float(np.median([step.step_ms for step in times])) / 1000
         return self._step_s[key]

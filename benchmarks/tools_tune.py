@@ -22,11 +22,12 @@ from rich.console import Console
 from rich.table import Table
 from tools_planted import CPU_DIMS, Field
 
+from myxtts.config import MAX_AUTO_BUFFER
 from myxtts.devices import Machine
 from myxtts.model.xtts import SIZES
 from myxtts.observe.metrics import StepReport
 from myxtts.run import prepare_corpus, train
-from myxtts.settings import Loaded, with_values
+from myxtts.settings import LoadedSettings, with_values
 from myxtts.tools import tune as tune_module
 from myxtts.tools.dry_run import Trial, try_out
 from myxtts.tools.tune import Tuning, tune
@@ -122,24 +123,25 @@ def _row(field: Field, name: str, folder: Path, on_gpu: bool) -> tuple[list[str]
     ], right
 
 
-def _tune(loaded: Loaded, minutes: float, max_batch: int, on_gpu: bool) -> Tuning:
+def _tune(loaded: LoadedSettings, minutes: float, max_batch: int, on_gpu: bool) -> Tuning:
     """All trials in this process: starting another one for each would take most of the time."""
     num_steps = tune_module.GPU_STEPS if on_gpu else tune_module.CPU_STEPS
 
-    def measure(candidate: Loaded) -> Trial:
+    def measure(candidate: LoadedSettings) -> Trial:
         _forget(on_gpu)
-        return try_out(candidate, prepare_corpus(candidate.settings), "gpt", num_steps)
+        return try_out(candidate.settings, prepare_corpus(candidate.settings), "gpt", num_steps)
 
     prepared = prepare_corpus(loaded.settings)
     return tune(loaded, prepared, minutes=minutes, max_batch=max_batch, measure=measure, say=_say)
 
 
-def clips_per_s(loaded: Loaded, folder: Path, seconds: float, expected: float, on_gpu: bool) -> float:
+def clips_per_s(loaded: LoadedSettings, folder: Path, seconds: float, expected: float, on_gpu: bool) -> float:
     """Speed of a training, from the second half of an epoch and so many seconds."""
     _forget(on_gpu)
     data, num_clips = loaded.settings.data, len(prepare_corpus(loaded.settings).train)
     per_step = data.batch_size * loaded.settings.training.gradient_accumulation_steps
-    first = num_clips // per_step + data.pipeline_buffer_size  # steps that compute codes, and those made meanwhile
+    made = data.pipeline_buffer_size or MAX_AUTO_BUFFER  # while the last codes were computed
+    first = num_clips // per_step + made
     counted = max(int(seconds * expected / per_step), 12)
     flags = {
         "training.checkpoint_dir": folder,

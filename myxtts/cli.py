@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from myxtts import __version__
-from myxtts.config import LANGUAGES, STAGES, DataSettings, Settings
+from myxtts.config import LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
 from myxtts.errors import ConfigError, DatasetError, MyXTTSError
-from myxtts.settings import PREPARE_KEYS, Loaded, Parser, add_flags, apply_demo, apply_presets, flags_of, load
+from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
@@ -317,7 +317,7 @@ def _profile(options: argparse.Namespace) -> int:
 
     loaded = _load_for_tool(options)
     found = profile(
-        loaded,
+        loaded.settings,
         _prepare_for_tool(loaded),
         num_steps=options.num_steps,
         stage=_stage(options, loaded),
@@ -381,7 +381,7 @@ def _tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _load_for_tool(options: argparse.Namespace) -> Loaded:
+def _load_for_tool(options: argparse.Namespace) -> LoadedSettings:
     """The settings with which `train` would train."""
     from myxtts.devices import Machine
     from myxtts.terminal import show_lines
@@ -394,13 +394,13 @@ def _load_for_tool(options: argparse.Namespace) -> Loaded:
     return loaded
 
 
-def _stage(options: argparse.Namespace, loaded: Loaded) -> str:
+def _stage(options: argparse.Namespace, loaded: LoadedSettings) -> str:
     """The stage to measure: the one named, else of those that would be trained."""
     stages = loaded.settings.training.stages or STAGES
     return str(options.stage or ("gpt" if "gpt" in stages else stages[0]))
 
 
-def _prepare_for_tool(loaded: Loaded) -> PreparedCorpus:
+def _prepare_for_tool(loaded: LoadedSettings) -> PreparedCorpus:
     from myxtts.devices import make_plan
     from myxtts.run import prepare_corpus
     from myxtts.terminal import ProgressLines
@@ -547,7 +547,7 @@ def _add_vocabulary_action(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_vocabulary)
 
 
-def _load(options: argparse.Namespace) -> Loaded:
+def _load(options: argparse.Namespace) -> LoadedSettings:
     loaded = load(options.config, flags_of(options), options.unknown)
     _require_file("--tokenizer", loaded.settings.data.tokenizer)
     return loaded

@@ -1,13 +1,17 @@
-"""Every setting of MyXTTS, and the few constants of the XTTS network that all layers share.
+"""Every setting of MyXTTS, the tables of values that presets give, and constants of the XTTS network.
 
-One dataclass per section of the YAML file; the string below a field is its description everywhere: in
-`--help`, in `configs/config.yaml` and in `docs/configuration.md`. A setting is added here and nowhere else.
-This module knows neither files, flags nor error messages (`myxtts.settings` does), nor what a setting does:
-the layer that reads a setting gives it its effect.
+There is one dataclass per section of the YAML file. The string below a field is its description in `--help`,
+`configs/config.yaml` and `docs/configuration.md`. A setting is added here and nowhere else. This module does not
+know files, flags or error messages (`myxtts.settings` does), nor what a setting does: the layer that reads a
+setting gives it its effect.
 """
 
 # ruff: noqa: RUF009 - `setting` returns dataclasses.field, which is what a default may call
-from dataclasses import dataclass, field
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +21,110 @@ LANGUAGE_NAMES = {
     "zh": "Chinese", "ja": "Japanese", "hu": "Hungarian", "ko": "Korean", "hi": "Hindi", "fa": "Persian",
 }  # fmt: skip
 LANGUAGES = tuple(LANGUAGE_NAMES)
-"""XTTS-v2's seventeen languages and Persian, in the order of their numbers in a cache."""
+"""XTTS-v2's seventeen languages and Persian, in the order of their indices in a cache."""
+SYNONYMS = {name.lower(): code for code, name in LANGUAGE_NAMES.items()}
+SYNONYMS |= {"farsi": "fa", "mandarin": "zh", "large": "big", "medium": "normal", "base": "normal"}
+"""Words for the choices of settings that are spelt otherwise."""
 
 SAMPLE_RATE = 22050
-"""Samples per second of everything the network hears; recordings of any other rate are resampled."""
+"""Samples per second of the network's input; recordings at any other rate are resampled."""
 HOP_SAMPLES = 256
 """Samples between two mel frames."""
 SAMPLES_PER_CODE = 1024
-"""Samples that one DVAE code stands for: four mel frames."""
+"""Samples per DVAE code: four mel frames."""
 NUM_STOPS = 4
-"""STOPs behind the codes of a clip that the GPT learns to predict, as XTTS-v2 did."""
+"""STOP tokens after a clip's codes that the GPT learns to predict, as in XTTS-v2."""
 CONDITIONING_TOKENS = 32
 """Positions that the perceiver's summary of the reference voice takes at the start of every sequence."""
 
 MODEL_SIZES = ("tiny", "small", "normal", "big")
 STAGES = ("dvae", "gpt", "decoder")
-OPTIMIZATION_LEVELS = ("basic", "enhanced", "experimental")
-PRESETS = ("8gb", "12gb", "16gb", "24gb", "40gb")
+
+MAX_AUTO_PREFETCH, MAX_AUTO_BUFFER = 16, 50
+"""The most batches that `prefetch_buffer_size` and `pipeline_buffer_size` come to when they are `auto`."""
+
+PREPARE_KEYS = tuple(
+    f"data.{name}"
+    for name in (
+        "train_data", "val_data", "val_fraction", "language", "tokenizer", "vocab_size", "use_phonemes",
+        "cache_dir", "min_clip_seconds", "max_text_length", "max_mel_frames", "trim_silence_db", "native_loading",
+        "num_workers",
+    )
+)  # fmt: skip
+"""The settings that preparing a corpus reads; all but the last decide what the prepared corpus holds."""
+
+OPTIMIZATION_LEVELS: Mapping[str, Mapping[str, Any]] = {
+    "basic": {"training.enable_graph_mode": False, "training.enable_xla_compilation": False},
+    "enhanced": {},
+    "experimental": {},  # changes no setting: the trainer compiles with max-autotune
+}
+"""The settings that each optimisation level gives, by key."""
+
+_PRESET_KEYS = (
+    "data.batch_size", "training.gradient_accumulation_steps", "data.data_gpu_memory", "data.model_gpu_memory",
+    "data.prefetch_buffer_size", "data.num_workers", "model.gradient_checkpointing", "model.lora_rank",
+)  # fmt: skip
+_PRESET_ROWS = {
+    "8gb":  ( 4, 8,  2048,  6144, 8,  8, True,   16),
+    "12gb": ( 8, 2,  4096,  8192, 8,  8, True, None),
+    "16gb": (12, 1,  6144, 10240, 6, 16, None, None),
+    "24gb": (32, 1,  8192, 16384, 4, 16, None, None),
+    "40gb": (64, 1,  8192, 32768, 4, 16, None, None),
+}  # fmt: skip
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    name: {key: value for key, value in zip(_PRESET_KEYS, row, strict=True) if value is not None}
+    for name, row in _PRESET_ROWS.items()
+}
+"""Starting points by the memory of the card, by key. The two caps of a preset fit one such card together."""
+FINE_TUNING_KEYS = frozenset({"model.lora_rank"})
+"""Settings that a preset gives only with `init_from`: adapters on untrained weights learn nothing."""
+
+DEMO_FOLDER = Path("demo")
+"""Folder of runs on the embedded corpus, so that a user's first own training does not continue one of them."""
+DEMO: Mapping[str, Any] = {
+    "training.stages": ("dvae", "gpt"),
+    "data.batch_size": 2,
+    "training.dvae_steps": 450,
+    "training.max_steps": 500,
+    "training.decoder_steps": 2,
+    "training.save_step": 225,
+    "training.warmup_steps": 20,
+    "training.val_step": 225,
+}
+"""The demonstration: a few minutes on two CPU cores, which favour small batches. The decoder would take as long
+for a few steps, so it is left out and Griffin-Lim speaks; its limit applies when the user names the stage."""
+DEMO_ON_GPU: Mapping[str, Any] = {
+    **DEMO,
+    "data.batch_size": 16,
+    "training.dvae_steps": 2000,
+    "training.max_steps": 2000,
+    "training.decoder_steps": 500,
+    "training.save_step": 500,
+    "training.warmup_steps": 100,
+    "training.val_step": 500,
+}
+"""The demonstration on a GPU: a minute or two, long enough to memorise the embedded sentences."""
 
 
-def setting(
-    default: Any,
-    *,
-    flag: str = "",
-    on_flags: tuple[str, ...] = (),
-    off_flags: tuple[str, ...] = (),
-    aliases: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-    metavar: str = "",
-) -> Any:
-    """A field with its default and the values it accepts (`above` is an exclusive minimum).
+def least_memory_mb(preset: str) -> float:
+    """Return the memory a card must report for a preset: up to 10 % less than it is sold with."""
+    return 0.9 * 1024 * int(preset.removesuffix("gb"))
 
-    `flag` replaces the flag derived from the field's name; `on_flags` and `off_flags` are further spellings
-    for a switch; `aliases` are further keys of the YAML file, dotted when they stand in another section.
+
+def preset_for(gpu_memory_mb: int) -> str:
+    """Return the largest preset for a card that reports this much memory; the smallest is for all cards."""
+    fitting = [name for name in PRESETS if gpu_memory_mb >= least_memory_mb(name)]
+    return fitting[-1] if fitting else next(iter(PRESETS))
+
+
+def setting(default: Any, **rules: Any) -> Any:
+    """A field with its default and its rules, which are fields of `myxtts.settings.Spec`.
+
+    `choices`, `minimum`, `maximum` and `above` (an exclusive minimum) limit the values; `flag` replaces the flag
+    derived from the field's name; `on_flags` and `off_flags` are further spellings of a switch; `aliases` are
+    further keys of the YAML file, dotted when they belong to another section; `none` is the word for None.
     """
-    metadata = {name: value for name, value in locals().items() if name != "default"}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,144 +132,142 @@ class ModelSettings:
     """The network."""
 
     size: str = setting("tiny", flag="--model-size", choices=MODEL_SIZES)
-    """Size of the network. `normal` is exactly XTTS-v2 and loads its weights; `tiny` and `small` are for
-    trying things out and for small cards, `big` for large corpora trained from scratch."""
+    """Size of the network. `normal` is exactly XTTS-v2 and loads its weights. `tiny` and `small` are for
+    experiments and small cards, `big` is for training from scratch on large corpora."""
 
     gradient_checkpointing: bool = setting(False)
-    """Recomputes activations layer by layer in the backward pass: less GPU memory for more time. Turn it on
-    when a batch does not fit the card."""
+    """Recomputes activations in the backward pass, layer by layer: less GPU memory, more time. Turn it on when a
+    batch does not fit the card."""
 
     lora_rank: int = setting(0, minimum=0, maximum=1024)
-    """Rank of the LoRA adapters trained instead of the whole GPT; 0 trains every weight. 16 to 64 is usual for
-    fine-tuning `normal` on small cards."""
+    """Rank of the LoRA adapters that are trained instead of the whole GPT; 0 trains every weight. 16 to 64 is
+    usual for fine-tuning `normal` on small cards."""
 
     dropout: float = setting(0.0, minimum=0, maximum=0.9)
-    """Share of the GPT's embeddings and residuals dropped in training; XTTS-v2 was trained with 0.1. Off by
-    default, for it slows learning where data is plenty; 0.1 keeps small corpora from being learnt by heart."""
+    """Dropout of the GPT's embeddings and residuals. Off by default: it slows training on large corpora. 0.1, as
+    in XTTS-v2's own training, reduces overfitting on small ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """The corpus, how it is prepared, and the pipeline that carries its batches to the GPU."""
+    """The corpus, its preparation, and the pipeline that brings its batches to the GPU."""
 
     train_data: Path | None = setting(None, metavar="DIR")
-    """Folder of the training corpus: `metadata.csv` beside `wavs/`, as LJSpeech has it. `null` uses the
-    small corpus embedded in the package."""
+    """Folder of the training corpus in LJSpeech's layout: `metadata.csv` and `wavs/`. `null` uses the small
+    corpus embedded in the package."""
 
     val_data: Path | None = setting(None, metavar="DIR")
-    """Folder of the validation corpus. `null` sets a fixed share of the training data aside
-    (`val_fraction`)."""
+    """Folder of the validation corpus. `null` holds out a fixed part of the training data (`val_fraction`)."""
 
     val_fraction: float = setting(0.02, minimum=0, maximum=0.5)
-    """Share of the training clips kept for validation when no validation corpus is named. Which clips these
-    are depends only on the clips, so a run that is started again validates on the same ones."""
+    """Fraction of the training clips held out for validation when `val_data` is not given. The choice depends
+    only on the clips, so a continued run validates on the same ones."""
 
     reference_clip: str = setting("other", choices=("other", "same"))
-    """Where the reference voice of a training clip is cut from. `other` takes another clip of the same speaker in
-    the batch, as in synthesis, so that no word can be overheard there; `same` the clip itself, as XTTS-v2's own
-    training does. A clip whose speaker nobody names, or who has no other in the batch, is its own."""
+    """Source of the reference voice of a training clip. `other` takes another clip of the same speaker in the
+    batch, as synthesis does, so that the reference cannot leak the text; `same` takes the clip itself, as
+    XTTS-v2's own training does. Clips without a speaker label, or without another clip of that speaker in the
+    batch, use themselves."""
 
     language: str | None = setting(None, choices=LANGUAGES)
-    """Language of the clips whose metadata names none; `null` detects it from their text. Name it when all
-    clips share one language: that is quicker and never wrong."""
+    """Language of the clips whose metadata does not give one. `null` detects it from the text. Set it when all
+    clips share one language: that is faster and never wrong."""
 
     tokenizer: Path | None = setting(None, metavar="FILE")
     """A `vocab.json` to use as it is, such as XTTS-v2's. `null` trains a vocabulary on the corpus."""
 
     vocab_size: int = setting(1024, minimum=256, maximum=65535)
-    """Size of a vocabulary trained on the corpus. 1024 suits one language and up to a few dozen hours;
-    XTTS-v2 uses 6681 for seventeen languages. Has no effect when `tokenizer` names a vocabulary."""
+    """Size of a vocabulary trained on the corpus. 1024 suits one language and up to a few dozen hours; XTTS-v2
+    uses 6681 for seventeen languages. Has no effect when `tokenizer` is given."""
 
     use_phonemes: bool = setting(False)
-    """Feeds phonemes from espeak-ng to the model instead of letters. Needs the extra `myxtts[phonemes]` and
-    a model trained that way; XTTS-v2's weights expect letters."""
+    """Feeds phonemes from espeak-ng to the model instead of letters. Needs the extra `myxtts[phonemes]` and a
+    model trained that way; XTTS-v2's weights expect letters."""
 
     cache_dir: Path | None = setting(None, metavar="DIR")
-    """Where prepared corpora are kept. `null` uses `.myxtts` inside the corpus folder, or your user's cache
-    folder when the corpus is read-only. Changed settings never meet a stale cache: nothing needs
-    deleting."""
+    """Folder of prepared corpora. `null` uses `.myxtts` inside the corpus folder, or your user's cache folder
+    when the corpus is read-only. A change of settings never reuses a stale cache, so nothing needs deleting."""
 
     min_clip_seconds: float = setting(0.5, above=0, metavar="SECONDS")
-    """Shorter clips are set aside, with the reason."""
+    """Shortest clip to train on. Shorter ones are set aside and listed with the reason."""
 
     max_text_length: int = setting(200, minimum=8, maximum=400)
-    """Longest text in tokens; clips with a longer one are set aside, never cut. XTTS-v2 has room for
-    400."""
+    """Longest text in tokens. Clips with longer texts are set aside, never cut. XTTS-v2 has room for 400."""
 
     max_mel_frames: int = setting(800, minimum=64, maximum=2416)
-    """Longest clip in mel frames of 256 samples; longer ones are set aside, never cut. 800 frames are 9.3
-    seconds, XTTS-v2 has room for 2416 (28 seconds); memory grows with it."""
+    """Longest clip in mel frames of 256 samples. Longer clips are set aside, never cut. 800 frames are 9.3
+    seconds; XTTS-v2 has room for 2416 (28 seconds). Memory grows with it."""
 
     trim_silence_db: float = setting(0.0, minimum=0, maximum=120, metavar="DB")
-    """Cuts from both ends of a clip what is this many decibels below its loudest part; 0 leaves clips as
-    they are. Try 40 when recordings start or end with long pauses."""
+    """Trims both ends of a clip where it is at least this many decibels quieter than its loudest part; 0 is off.
+    Try 40 when recordings start or end with long pauses."""
 
     batch_size: int = setting(16, minimum=1)
-    """Clips per micro-step. Raise it until the GPU's memory is used; when it does not fit, halve it and
+    """Clips per micro-step. Raise it until the GPU's memory is used. When a batch does not fit, halve it and
     double `gradient_accumulation_steps`."""
 
     pad_to_fixed_length: bool = setting(
         True, on_flags=("--enable-static-shapes",), off_flags=("--disable-static-shapes",)
     )
-    """Gives every batch the same shapes, so that the step is compiled once and nothing is allocated after
-    warm-up. Off saves the last few per cent of padding and costs recompilations."""
+    """Pads every batch to the same shapes, so that the training step is compiled and captured once and nothing
+    is allocated after warm-up. Off saves the padding, but the step is then neither compiled nor captured: it is
+    slower."""
 
     num_workers: int = setting(16, minimum=1)
-    """Threads and processes that prepare the corpus and load batches; never more are started than the
-    machine can use."""
+    """Threads and processes that prepare the corpus and load batches; never more than the machine has cores."""
 
-    prefetch_buffer_size: int = setting(16, minimum=1)
-    """Batches kept ready in host memory. Follows the workers and the free memory unless you set it."""
+    prefetch_buffer_size: int | None = setting(None, minimum=1, none="auto")
+    """Batches kept ready in host memory. `auto` follows the workers and the free memory, up to 16."""
 
-    pipeline_buffer_size: int = setting(50, flag="--buffer-size", minimum=1)
-    """Batches kept ready ahead of the model in all: on the GPU as far as they fit, the rest in pinned host
-    memory. Follows the workers and the free memory unless you set it."""
+    pipeline_buffer_size: int | None = setting(None, flag="--buffer-size", minimum=1, none="auto")
+    """Batches kept ready ahead of the model in total: as many as fit on the GPU, the rest in pinned host memory.
+    `auto` follows the workers and the free memory, up to 50."""
 
     model_start_delay: float = setting(2.0, minimum=0, metavar="SECONDS")
-    """Training starts as soon as the buffers are full, and at the latest this many seconds after the first
-    batch is ready."""
+    """Training starts when the buffers are full, but no later than this many seconds after the first batch is
+    ready."""
 
     data_gpu: int | None = setting(None, minimum=0, metavar="I")
-    """Index of the GPU that prepares batches and runs everything frozen. Give it together with `model_gpu`
-    to train on two GPUs; leave both out to do everything on one."""
+    """Index of the GPU that prepares batches and runs the frozen networks. Give it together with `model_gpu` to
+    train on two GPUs; leave out both to use one."""
 
     model_gpu: int | None = setting(None, minimum=0, metavar="J")
     """Index of the GPU that trains. Give it together with `data_gpu`."""
 
     enable_memory_isolation: bool = setting(False)
-    """Holds each GPU to its cap (`data_gpu_memory`, `model_gpu_memory`), so that neither role can take
-    memory that something else needs; exceeding a cap ends the run with the role's name."""
+    """Caps the memory of each GPU (`data_gpu_memory`, `model_gpu_memory`), so that neither role takes memory
+    that another program needs. Exceeding a cap ends the run with an error that names the role."""
 
     data_gpu_memory: int = setting(8192, minimum=256, metavar="MB")
-    """Cap of the data GPU in MB, under `enable_memory_isolation`."""
+    """Memory cap of the data GPU in MB, with `enable_memory_isolation`."""
 
     model_gpu_memory: int = setting(16384, minimum=256, metavar="MB")
-    """Cap of the model GPU in MB, under `enable_memory_isolation`."""
+    """Memory cap of the model GPU in MB, with `enable_memory_isolation`."""
 
     native_loading: bool = setting(True, aliases=("use_tf_native_loading",))
-    """Gathers batches from the packed cache without any Python per sample. Off decodes the audio files for
-    each batch: for comparison, and for corpora too large to pack."""
+    """Gathers batches from the packed cache, without any Python per sample. Off decodes the audio files for
+    every batch: for comparison, and for corpora too large to pack."""
 
     mixed_precision: bool = setting(True)
-    """Computes in bf16 where that is safe, with weights and sums in fp32. Turn it off only to compare."""
+    """Computes in bf16 where that is safe; weights and sums stay in fp32. Turn it off only for comparison."""
 
     prefetch_to_gpu: bool = setting(True)
-    """Uploads batches before the model asks for them."""
+    """Uploads batches before the model needs them."""
 
     enhanced_gpu_prefetch: bool = setting(True)
-    """Uploads from pinned memory on a copy stream of its own, so that copies run beside computation."""
+    """Uploads from pinned memory on a separate copy stream, so that copies overlap with computation."""
 
     optimize_cpu_gpu_overlap: bool = setting(True)
-    """Runs the data role's kernels on a stream of their own, beside the training step."""
+    """Runs the data role's kernels on a separate stream, so that they overlap with the training step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """What is trained, for how long, and what is kept."""
+    """What is trained, for how long, and what is saved."""
 
     stages: tuple[str, ...] | None = setting(None, choices=STAGES)
-    """Which parts to train, in this order: `dvae` (sound to codes), `gpt` (text to codes), `decoder` (back
-    to sound). `null` trains all that a start from scratch needs, and only `gpt` with `init_from`."""
+    """Parts to train, in this order: `dvae` (audio to codes), `gpt` (text to codes), `decoder` (codes to audio).
+    `null` trains all three, or only `gpt` with `init_from`."""
 
     init_from: Path | None = setting(None, metavar="DIR")
     """Folder of weights to start from, such as a downloaded XTTS-v2. `null` starts from scratch."""
@@ -213,55 +280,59 @@ class TrainingSettings:
     """Starts over instead of continuing the run in `checkpoint_dir`."""
 
     epochs: int = setting(500, minimum=1)
-    """Passes over the training data; training ends here or at `max_steps`, whichever comes first."""
+    """Passes over the training data. A stage ends here or at its step limit, whichever comes first."""
 
     max_steps: int | None = setting(None, minimum=1)
-    """Optimiser steps after which training ends; `null` leaves it to `epochs`."""
+    """Most optimiser steps of a stage. `null` sets no limit: `epochs` ends the stage."""
 
     dvae_steps: int | None = setting(None, minimum=1)
-    """Optimiser steps of the stage `dvae`, in place of `epochs` and `max_steps`; `null` keeps to those."""
+    """Most optimiser steps of the `dvae` stage, in place of `max_steps`; `epochs` still applies. `null` uses
+    `max_steps`."""
 
     decoder_steps: int | None = setting(None, minimum=1)
-    """Optimiser steps of the stage `decoder`, in place of `epochs` and `max_steps`; `null` keeps to those."""
+    """Most optimiser steps of the `decoder` stage, in place of `max_steps`; `epochs` still applies. `null` uses
+    `max_steps`."""
 
     learning_rate: float | None = setting(None, flag="--lr", above=0, maximum=1)
-    """Highest learning rate of the schedule. `null` takes each stage's own, lower with `init_from`."""
+    """Peak learning rate. `null` uses the stage's own default, which is lower with `init_from`."""
 
     warmup_steps: int = setting(500, minimum=0)
-    """Optimiser steps over which the learning rate rises from zero; afterwards it falls along a cosine."""
+    """Optimiser steps over which the learning rate rises linearly from zero, before its cosine decay."""
 
     gradient_accumulation_steps: int = setting(1, flag="--grad-accum", minimum=1)
-    """Micro-steps per optimiser step: a batch this many times `batch_size` in the memory of one."""
+    """Micro-steps per optimiser step. The effective batch is this many times `batch_size`, in the memory of
+    one."""
 
     weight_decay: float = setting(0.01, minimum=0, maximum=1)
-    """Weight decay of AdamW; norms, biases and embeddings are always spared."""
+    """Weight decay of AdamW. Norms, biases and embeddings are never decayed."""
 
     grad_clip: float = setting(1.0, minimum=0)
-    """Largest norm of the gradient; larger ones are scaled down to it. 0 turns clipping off."""
+    """Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
 
     label_smoothing: float = setting(0.0, minimum=0, maximum=0.5)
-    """Label smoothing of the GPT's losses; 0, as in XTTS-v2, is off."""
+    """Label smoothing of the GPT's losses. 0, as in XTTS-v2, is off."""
 
     code_noise: float = setting(0.0, minimum=0, maximum=0.9)
-    """Share of the codes that the GPT hears replaced by others at random while it trains. It then leans more on
-    the text, which helps where there are only a few hours of speech; 0, as in XTTS-v2, is off."""
+    """Fraction of the GPT's input codes that are replaced at random during training, which makes it rely more on
+    the text. Helps with only a few hours of speech; 0, as in XTTS-v2, is off."""
 
     text_dropout: float = setting(0.0, minimum=0, maximum=0.5)
-    """Share of the clips whose text the GPT does not get to read while it trains. It then knows how speech goes on
-    without a text, and `myxtts speak --guidance` can make the text count more; 0, as in XTTS-v2, is off."""
+    """Probability of dropping a clip's text during training, so that the model can be sampled with
+    classifier-free guidance (`myxtts speak --guidance`). 0, as in XTTS-v2, is off."""
 
     ema_decay: float = setting(0.0, minimum=0, maximum=0.99999)
-    """Keeps a running average of the weights with this decay beside them, and validates and exports that; 0
-    is off. 0.999 is a usual value."""
+    """Decay of an exponential moving average of the weights, which is then validated and exported instead of
+    them. 0 is off; 0.999 is usual."""
 
     early_stop: int = setting(0, minimum=0)
-    """Ends training after this many validations in a row without improvement; 0 never does."""
+    """Ends a stage after this many validations in a row without improvement; 0 is off."""
 
     seed: int = setting(1234, minimum=0, maximum=2**32 - 1)
-    """Seed of initial weights, order of clips, reference crops: the same seed gives the same run."""
+    """Random seed of the initial weights, the order of the clips and the reference crops. The same seed gives
+    the same run."""
 
     log_step: int = setting(10, minimum=1)
-    """Optimiser steps between two progress lines and entries of the logs."""
+    """Optimiser steps between two progress lines and log entries."""
 
     val_step: int = setting(1000, minimum=1)
     """Optimiser steps between two validations."""
@@ -270,31 +341,45 @@ class TrainingSettings:
     """Optimiser steps between two checkpoints: the most work that a crash can cost."""
 
     keep_checkpoints: int = setting(3, flag="--keep", minimum=1)
-    """Newest checkpoints kept, besides the best one; older ones are deleted."""
+    """Number of newest checkpoints to keep, in addition to the best one; older ones are deleted."""
 
-    optimization_level: str = setting("enhanced", choices=OPTIMIZATION_LEVELS)
-    """Named bundle of settings, printed when applied; what you set yourself wins over it. `basic` is the
-    plain and predictable one, `enhanced` the fast one, `experimental` tries what is not yet proven."""
+    optimization_level: str = setting("enhanced", choices=tuple(OPTIMIZATION_LEVELS))
+    """Named set of settings, printed when applied; your own values win over it. `basic` runs the plain,
+    uncompiled step, `enhanced` is fast, `experimental` lets the compiler try many kernels."""
 
-    preset: str | None = setting(None, choices=PRESETS)
-    """Named settings for a card with this much memory, printed when applied; what you set yourself wins over
-    them. `null` applies none."""
+    preset: str | None = setting(None, choices=tuple(PRESETS))
+    """Named set of settings for a card with this much memory, printed when applied; your own values win over it.
+    `null` applies none."""
 
     enable_graph_mode: bool = setting(True)
-    """Runs the training step as a compiled or captured graph; off runs it eagerly, which is slower and
-    easier to debug."""
+    """Runs the training step compiled or as a CUDA graph. Off runs it eagerly, which is slower and easier to
+    debug."""
 
     enable_xla_compilation: bool = setting(True, aliases=("data.enable_xla",))
-    """Compiles the training step with `torch.compile`; the first step takes longer for it."""
+    """Compiles the training step with `torch.compile`; the first step takes longer."""
 
     enable_eager_debug: bool = setting(False)
-    """Runs eagerly and synchronously with anomaly checks, slowly, to find the operation that makes a NaN."""
+    """Runs eagerly and synchronously with anomaly detection, to find the operation that produces a NaN. Slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All settings of one run; never changed once loaded."""
+    """All settings of one run. Immutable."""
 
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     training: TrainingSettings = TrainingSettings()
+
+
+@cache
+def descriptions() -> Mapping[str, str]:
+    """The string below each field by key (`data.batch_size`), read from the source: Python does not keep it."""
+    section_of = {type(section.default).__name__: section.name for section in fields(Settings)}
+    found = {}
+    for node in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name in section_of:
+            for item, text in pairwise(node.body):
+                if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    key = f"{section_of[node.name]}.{ast.unparse(item.target)}"
+                    found[key] = " ".join(ast.literal_eval(text.value).split())
+    return found

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from myxtts.config import DataSettings
+from myxtts.config import MAX_AUTO_BUFFER, DataSettings
 from myxtts.errors import ConfigError, PipelineError
 
 _MB = 2**20
@@ -189,7 +189,7 @@ def _cap_problems(data: DataSettings, machine: Machine, num_processes: int) -> I
                 yield f"{flag} {cap} is more than the memory of GPU {gpu}; {cure}"
 
 
-def announcements(plan: Plan, buffer_size: int, machine: Machine | None = None) -> list[str]:
+def announcements(plan: Plan, buffer_size: int | None, machine: Machine | None = None) -> list[str]:
     """What a run says about its devices when it starts, line by line."""
     machine = Machine.look() if machine is None else machine
     on_cpu = plan.model.type == "cpu"
@@ -199,7 +199,8 @@ def announcements(plan: Plan, buffer_size: int, machine: Machine | None = None) 
         lines.append("Data and model share the CPU: this works, but training will be slow")
     else:
         lines += [f"Data GPU: {machine.label(plan.data)}", f"Model GPU: {machine.label(plan.model)}"]
-    lines += [f"Buffer size: {buffer_size} batches", f"Model placed on {machine.label(plan.model)}"]
+    size = f"auto, up to {MAX_AUTO_BUFFER}" if buffer_size is None else buffer_size
+    lines += [f"Buffer size: {size} batches", f"Model placed on {machine.label(plan.model)}"]
     cap = f"{plan.model_cap_mb} MB on {plan.model}"
     if plan.model_cap_mb is None:
         pass

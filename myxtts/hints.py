@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, STAGES, Settings
-from myxtts.settings import _least_memory_mb, _value, preset_for, specs
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, STAGES, Settings, preset_for
+from myxtts.config import least_memory_mb as _least_memory_mb
+from myxtts.settings import specs
+from myxtts.settings import value_of as _value
 
 _LEAST_HOURS = 5.0
 """Of speech, below which `normal` and `big` learn a corpus by heart instead of how to speak."""
@@ -80,7 +82,7 @@ def _corpus_hints(settings: Settings, num_clips: int, num_val_clips: int, speech
     num_batches = math.ceil(num_clips / data.batch_size)
     for key in ("data.pipeline_buffer_size", "data.prefetch_buffer_size"):
         size = _value(settings, key)
-        if size > num_batches and size != specs()[key].default:
+        if size is not None and size > num_batches:
             yield (
                 f"{key} = {size}: an epoch has only {num_batches} batches, more of them ready take memory and "
                 f"gain nothing; give {specs()[key].flags[0]} {num_batches}"

@@ -49,7 +49,7 @@ from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.xtts import XTTS
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
 from myxtts.run_dir import DISCRIMINATORS, PREFIXES, VOCABULARY_FILE, RunDir, inherited, initial_model
-from myxtts.settings import Loaded, to_yaml
+from myxtts.settings import LoadedSettings, to_yaml
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import DecoderRecipe, Recipe, make_recipe, useful_flops
@@ -73,7 +73,7 @@ class TrainingResult(NamedTuple):
 
 
 def train(
-    settings: Settings | Loaded,
+    settings: Settings | LoadedSettings,
     *,
     reporter: Reporter | None = None,
     progress: Progress = NO_PROGRESS,
@@ -84,10 +84,7 @@ def train(
     Under torchrun every process calls this; only rank 0 reports, writes, and says what it does (`say`, by default
     to the log).
     """
-    asked = frozenset[str]()
-    if isinstance(settings, Loaded):
-        loaded, settings = settings, settings.settings
-        asked = frozenset(key for key in loaded.origin if loaded.is_set(key))
+    settings = settings.settings if isinstance(settings, LoadedSettings) else settings
     plan = make_plan(settings.data)
     is_first = plan.rank == 0
     reporter, say = (reporter or Reporter(), say or _log.info) if is_first else (Reporter(), _silent)
@@ -112,7 +109,7 @@ def train(
         for stage in stages_of(settings):
             say(f"Stage {stage}")
             model = run_dir.load_model(fresh, without=(stage,))
-            context = StageContext(stage, settings, prepared, plan, model, run_dir, reporter, say, stop, asked)
+            context = StageContext(stage, settings, prepared, plan, model, run_dir, reporter, say, stop)
             states[stage] = train_stage(context)
             barrier(plan)  # the next stage reads what rank 0 has saved of this one
             if not states[stage].done:
@@ -265,7 +262,6 @@ class StageContext:
     reporter: Reporter = field(default_factory=Reporter)
     say: Callable[[str], None] = _silent
     stop: Callable[[], bool] = lambda: False
-    asked: frozenset[str] = frozenset()
 
     @property
     def fine_tuning(self) -> bool:
@@ -367,8 +363,9 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     peak = peak_clips_per_s(ctx, step)
     doing = f"training on batches of {data.batch_size} clips"
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
-        host, on_device = feed.host_ring.depth, feed.model_ring.depth
-        ctx.say(f"Buffers: {host} batches on the host, {on_device} on {plan.model}")
+        on_host, on_device = feed.host_ring.depth, feed.model_ring.depth
+        where = f"{on_host} on the host, {on_device} on {plan.model}"
+        ctx.say(f"Buffer size: {on_host + on_device} batches ({where})")
         ctx.say(f"Training step: {step.mode}")
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)

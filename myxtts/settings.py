@@ -1,56 +1,50 @@
-"""Settings changed one by one: in a loaded configuration, and in the YAML file that it came from.
+"""Settings from the defaults, a YAML file and the command line, and back into a YAML file.
 
-The file keeps its comments, its order and its line ends; only lines of the form `key: value` below their section
-are touched, and what is absent is added to its section. Knows no reason for a change.
+All mistakes in the file and the flags are reported in one `ConfigError`: where they are, what was found, what was
+expected and what to do. YAML is only parsed, never turned into objects: each setting reads its own text, from the
+file as from a flag. This module does not know what a setting does.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import contextlib
 import difflib
-import inspect
-import math
 import re
+import reprlib
 import shutil
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import pairwise
+from inspect import getdoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from myxtts import config
-from myxtts.config import HOP_SAMPLES, LANGUAGE_NAMES, SAMPLE_RATE, Settings
+from myxtts.config import LANGUAGE_NAMES, OPTIMIZATION_LEVELS, PRESETS, SYNONYMS, Settings, descriptions
 from myxtts.errors import ConfigError
 from myxtts.files import write_atomically
 
-if TYPE_CHECKING:
-    import yaml
+DEFAULT_CONFIG_FILE = Path("configs/config.yaml")
+"""Read when no file is given, if it exists in the working folder."""
+MAX_FILE_BYTES = 100_000
+"""Six times the shipped file; parsing takes up to a minute per megabyte."""
+_MAX_NUMBER = 10**15
+"""Far above anything a setting can mean, and exact as a float."""
+_SWITCH_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_PLAIN_TEXT = re.compile(r"[\w./]([\w./ -]*[\w./-])?")
+"""Text that YAML reads back unchanged without quotes."""
+_SECTIONS = tuple(field.name for field in fields(Settings))
 
-PREPARE_KEYS = (
-    "data.train_data",
-    "data.val_data",
-    "data.val_fraction",
-    "data.language",
-    "data.tokenizer",
-    "data.vocab_size",
-    "data.use_phonemes",
-    "data.cache_dir",
-    "data.min_clip_seconds",
-    "data.max_text_length",
-    "data.max_mel_frames",
-    "data.trim_silence_db",
-    "data.native_loading",
-    "data.num_workers",
-)
-"""The settings that preparing a corpus reads; all but the last decide what it holds."""
+Origin = Literal["default", "file", "flag", "preset"]
+Entry = tuple[str, Any, str]
+"""A setting as the user gave it: its key, its value and its place."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One setting as the table knows it: its place, its type and the values it accepts."""
+    """One setting: its place, its type and the values it accepts (see `config.setting`)."""
 
     section: str
     name: str
@@ -60,440 +54,258 @@ class Spec:
     flags: tuple[str, ...]
     off_flags: tuple[str, ...]
     aliases: tuple[str, ...]
-    choices: tuple[str, ...]
-    minimum: float | None
-    maximum: float | None
-    above: float | None
-    metavar: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    metavar: str = ""
+    none: str = "null"
 
     @property
     def key(self) -> str:
-        """The canonical name: section and field."""
+        """The canonical key: section and field."""
         return f"{self.section}.{self.name}"
+
+    def expected(self) -> str:
+        """The accepted values in words."""
+        if self.kind is bool:
+            text = "true or false"
+        elif self.kind is tuple:
+            text = f"a list of {', '.join(self.choices)}, in this order, each at most once"
+        elif self.choices:
+            text = f"one of {', '.join(self.choices)}"
+        elif self.kind is Path:
+            text = "the path of a file" if self.metavar == "FILE" else "the path of a folder"
+        else:
+            text = ("a whole number" if self.kind is int else "a number") + self._limits()
+        return text + (f", or {self.none}" if self.optional else "")
+
+    def _limits(self) -> str:
+        if self.minimum is not None and self.maximum is not None:
+            return f" from {self.minimum:.15g} to {self.maximum:.15g}"
+        words = ((" of at least", self.minimum), (" above", self.above), (" up to", self.maximum))
+        return " and".join(f"{word} {limit:.15g}" for word, limit in words if limit is not None)
+
+    def accepts(self, value: Any) -> bool:
+        """True if a value of the setting's own type is one of the accepted ones."""
+        if self.kind is tuple:
+            return bool(value) and list(value) == [choice for choice in self.choices if choice in value]
+        if self.kind in (bool, str, Path):
+            return not self.choices or value in self.choices
+        highest = _MAX_NUMBER if self.maximum is None else self.maximum
+        is_high_enough = self.minimum is None or value >= self.minimum
+        return is_high_enough and value <= highest and (self.above is None or value > self.above)
+
+    def flag_for(self, value: Any) -> str:
+        """The flag that sets this value."""
+        return self.off_flags[0] if value is False else self.flags[0]
+
+    def placeholder(self) -> str:
+        """The name of the value in `--help`; "" for a switch."""
+        if self.choices:
+            return ",".join(self.choices) if self.kind is tuple else "{" + ",".join(self.choices) + "}"
+        return self.metavar or {int: "N", float: "X"}.get(self.kind, "")
 
 
 @cache
 def specs() -> Mapping[str, Spec]:
-    """The table of all settings by canonical key, in the order of `myxtts.config`."""
-    table = {}
-    for section in fields(Settings):
-        for item in fields(section.default):  # type: ignore[arg-type]
-            spec = _spec_of(section.name, item.name, item.type, item.default, dict(item.metadata))
-            table[spec.key] = spec
-    return table
+    """All settings by canonical key, in the order of `myxtts.config`."""
+    sections: dict[str, Any] = {section.name: section.default for section in fields(Settings)}
+    found = (_spec_of(section, item) for section, default in sections.items() for item in fields(default))
+    return {spec.key: spec for spec in found}
 
 
-def _spec_of(section: str, name: str, annotation: Any, default: Any, rules: dict[str, Any]) -> Spec:
-    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
-    if get_origin(annotation) is tuple or not kinds:
-        kinds = [annotation]
-    kind = get_origin(kinds[0]) or kinds[0]
-    flag = rules.pop("flag") or "--" + name.replace("_", "-")
-    on_flags, off_flags = rules.pop("on_flags"), rules.pop("off_flags")
+def _spec_of(section: str, item: Any) -> Spec:
+    rules = dict(item.metadata)
+    optional = type(None) in get_args(item.type)
+    kind = get_args(item.type)[0] if optional else item.type
+    kind = get_origin(kind) or kind
+    flag = rules.pop("flag", "--" + item.name.replace("_", "-"))
+    off_flags = rules.pop("off_flags", ())
     if kind is bool:
         opposite = flag.replace("--enable-", "--disable-") if "--enable-" in flag else "--no-" + flag[2:]
         off_flags = (opposite, *off_flags)
-    aliases = tuple(alias if "." in alias else f"{section}.{alias}" for alias in rules.pop("aliases"))
-    return Spec(
-        section=section,
-        name=name,
-        kind=kind,
-        optional=type(None) in get_args(annotation),
-        default=default,
-        flags=(flag, *on_flags),
-        off_flags=off_flags,
-        aliases=aliases,
-        **rules,
-    )
+    flags = (flag, *rules.pop("on_flags", ()))
+    aliases = tuple(alias if "." in alias else f"{section}.{alias}" for alias in rules.pop("aliases", ()))
+    return Spec(section, item.name, kind, optional, item.default, flags, off_flags, aliases, **rules)
 
 
 @cache
 def canonical() -> Mapping[str, str]:
-    """Every key that may be written in a file, dotted, to the canonical key it stands for."""
+    """The canonical key of every dotted key that a file may hold."""
     return {name: spec.key for spec in specs().values() for name in (spec.key, *spec.aliases)}
 
 
-def expected(spec: Spec) -> str:
-    """The values a setting accepts, in words."""
-    if spec.kind is bool:
-        text = "true or false"
-    elif spec.kind is tuple:
-        text = f"a list of {', '.join(spec.choices)}, in this order, each at most once"
-    elif spec.choices:
-        text = f"one of {', '.join(spec.choices)}"
-    elif spec.kind is Path:
-        text = "the path of a file" if spec.metavar == "FILE" else "the path of a folder"
-    else:
-        text = ("a whole number" if spec.kind is int else "a number") + _limits(spec)
-    return text + (", or null" if spec.optional else "")
+def _sections() -> Iterator[tuple[str, str, list[Spec]]]:
+    """Name, description and settings of each section."""
+    for section in fields(Settings):
+        members = [spec for spec in specs().values() if spec.section == section.name]
+        yield section.name, getdoc(type(section.default)) or "", members
 
 
-def _limits(spec: Spec) -> str:
-    if spec.minimum is not None and spec.maximum is not None:
-        return f" from {spec.minimum:.15g} to {spec.maximum:.15g}"
-    lower = f" of at least {spec.minimum:.15g}" if spec.minimum is not None else ""
-    above = f" above {spec.above:.15g}" if spec.above is not None else ""
-    upper = f" up to {spec.maximum:.15g}" if spec.maximum is not None else ""
-    return " and".join(filter(None, (lower, above, upper)))
+class InvalidValue(Exception):
+    """A setting does not accept a value; the text says what was found, what is expected, and what to do."""
+
+    def __init__(self, spec: Spec, raw: Any) -> None:
+        words = raw.split(",") if isinstance(raw, str) else raw if isinstance(raw, list) else []
+        unknown = [word for word in words if isinstance(word, str) and spec.choices and word not in spec.choices]
+        advice = next(filter(None, (suggest_choice(word, spec.choices) for word in unknown)), "")
+        if not advice:
+            default = format_setting(spec.key, spec.default)
+            advice = "leave it out for the default" if spec.default is None else f"the default is {default}"
+        found = "nothing" if raw is None else reprlib.repr(raw)
+        super().__init__(f"found {found}, expected {spec.expected()}; {advice}")
 
 
-@cache
-def descriptions() -> Mapping[str, str]:
-    """The string below each field, by canonical key; read from the source, for Python does not keep it."""
-    section_of = {type(section.default).__name__: section.name for section in fields(Settings)}
-    found = {}
-    for node in ast.parse(inspect.getsource(config)).body:
-        if isinstance(node, ast.ClassDef) and node.name in section_of:
-            for field, text in pairwise(node.body):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    key = f"{section_of[node.name]}.{ast.unparse(field.target)}"
-                    found[key] = " ".join(ast.literal_eval(text.value).split())
-    return found
+def parse_value(spec: Spec, raw: Any) -> Any:
+    """Return a value in the setting's own type; raise InvalidValue if the setting does not accept it."""
+    if spec.optional and (raw is None or (isinstance(raw, str) and raw.lower() in ("none", "null", spec.none))):
+        return None
+    value = raw
+    if isinstance(raw, str) and spec.kind is bool:
+        value = _SWITCH_WORDS.get(raw.lower(), raw)
+    elif isinstance(raw, (str, list)) and spec.kind is tuple:
+        items = raw.split(",") if isinstance(raw, str) else raw
+        value = tuple(item.strip() if isinstance(item, str) else item for item in items)
+    elif isinstance(raw, str) and spec.kind is Path and raw.strip() and "\0" not in raw:
+        with contextlib.suppress(RuntimeError):  # a user that this machine does not know
+            # Decided by the text: as paths, "./~" (a folder of that name) and "~" are equal.
+            value = Path(raw).expanduser() if raw.startswith("~") else Path(raw)
+    elif type(raw) in (str, int) and spec.kind in (int, float):
+        with contextlib.suppress(ValueError, OverflowError):
+            value = spec.kind(raw)
+    # Python counts true as the whole number 1.
+    is_of_kind = isinstance(value, spec.kind) and isinstance(value, bool) is (spec.kind is bool)
+    if not is_of_kind or not spec.accepts(value):
+        raise InvalidValue(spec, raw)
+    return value
 
 
-def section_descriptions() -> Mapping[str, str]:
-    """What each section is about, in the order of the file."""
-    return {section.name: inspect.getdoc(type(section.default)) or "" for section in fields(Settings)}
+def format_setting(key: str, value: Any) -> str:
+    """Return a value as the YAML file writes it."""
+    if value is None:
+        return specs()[key].none
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(value)}]"
+    text = str(value)
+    if isinstance(value, Path) and (text.startswith("~") or text.lower() in ("none", "null")):
+        text = f"./{text}"  # a relative folder of that name, not the home folder or nothing
+    if isinstance(value, (int, float)) or _PLAIN_TEXT.fullmatch(text):
+        return text
+    escaped = text.encode("unicode_escape").decode("ascii").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
-CONFIG_FLAG = "--config"
-"""The flag that names the YAML file: the only one that is not a setting."""
-_SYNONYMS = {name.lower(): code for code, name in LANGUAGE_NAMES.items()}
-_SYNONYMS |= {"farsi": "fa", "mandarin": "zh", "large": "big", "medium": "normal", "base": "normal"}
-"""Words for choices that are spelt otherwise."""
-_GIGABYTES = re.compile(r"(\d{1,6})\s*g(i?b)?")
+def suggest_choice(word: str, choices: Sequence[str]) -> str:
+    """Return advice on what to use instead of a word that is not a choice; "" if none comes close.
 
-
-def suggestion(word: str, choices: Sequence[str]) -> str:
-    """What to take instead of a word that is no choice, as advice; "" if nobody can tell.
-
-    `zh-cn` and `en_US` mean their language. Of cards the next smaller one fits; the most similar would not.
+    `zh-cn` and `en_US` mean their language. A word with digits must match: 10gb resembles 40gb.
     """
     word = word[:60].lower().strip()
-    if (asked := _GIGABYTES.fullmatch(word)) and all(map(_GIGABYTES.fullmatch, choices)):
-        sizes = {int(choice.rstrip("gib")): choice for choice in choices}
-        if int(asked[1]) in sizes:
-            return f"did you mean {sizes[int(asked[1])]}?"
-        fitting = max((size for size in sizes if size < int(asked[1])), default=None)
-        return f"take {sizes[fitting]}, the next smaller" if fitting else ""
-    words = {choice: choice for choice in choices} | {w: c for w, c in _SYNONYMS.items() if c in choices}
+    words = {choice: choice for choice in choices} | {w: c for w, c in SYNONYMS.items() if c in choices}
     base = word.replace("_", "-").partition("-")[0]
-    near = [base] if base in words else difflib.get_close_matches(word, words, n=1)
+    cutoff = 0.9 if any(map(str.isdigit, word)) else 0.6
+    near = [base] if base in words else difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
     return f"did you mean {words[near[0]]}?" if near else ""
 
 
 def _nearest(word: str, known: Collection[str]) -> str:
-    """The most similar known word; there always is one."""
-    return difflib.get_close_matches(_plain(word), known, n=1, cutoff=0.0)[0]
+    return difflib.get_close_matches(word[:60].lower().replace("-", "_"), known, n=1, cutoff=0.0)[0]
 
 
-def _plain(word: str) -> str:
-    """A word in the form of a key, cut to a length that is quick to compare."""
-    return word[:60].lower().replace("-", "_")
+def _unknown_key(written: str) -> str:
+    section, _, name = written.rpartition(".")
+    if homes := [key for key in canonical() if key.endswith(f".{name}")]:
+        return f"unknown key {written}; {name} belongs in the section {homes[0].partition('.')[0]}"
+    if not section:
+        near = _nearest(name, _SECTIONS)
+        return f"unknown section {reprlib.repr(name)}; the nearest known one of {', '.join(_SECTIONS)} is {near}"
+    # A user who knows the flag writes its name into the file.
+    spellings = {spec.flags[0].lstrip("-").replace("-", "_"): spec.key for spec in specs().values()}
+    spellings |= {key.partition(".")[2]: known for key, known in canonical().items()}
+    return f"unknown key {reprlib.repr(written)}; the nearest known key is {spellings[_nearest(name, spellings)]}"
 
 
-def _quoted(word: str) -> str:
-    """A word as a message can show it, whatever a broken file holds; ordinary names stay as they are."""
-    return word if len(word) <= 60 and word.isprintable() else repr(word[:60])
-
-
-def unknown_key(written: str) -> str:
-    """What is wrong with a dotted key that is in no section under that name."""
-    section, _, name = written.partition(".")
-    elsewhere = [key for key in canonical() if key.endswith(f".{name}")]
-    if elsewhere:
-        return f"unknown key {written}; {name} belongs in the section {elsewhere[0].partition('.')[0]}"
-    spellings = {key.partition(".")[2]: canonical()[key] for key in canonical()}
-    for spec in specs().values():  # who knows the flag writes its name into the file, too
-        spellings.setdefault(spec.flags[0].lstrip("-").replace("-", "_"), spec.key)
-    of_section = [word for word, key in spellings.items() if key.startswith(f"{section}.")]
-    near = difflib.get_close_matches(_plain(name), of_section, n=1)
-    key = spellings[near[0] if near else _nearest(name, spellings)]
-    return f"unknown key {_quoted(written)}; the nearest known key is {key}"
-
-
-def unknown_section(name: str) -> str:
-    """What is wrong with a name at the left margin of the file that is not a section."""
-    sections = list(dict.fromkeys(spec.section for spec in specs().values()))
-    homes = [key for key in canonical() if key.endswith(f".{name}")]
-    if homes:
-        return f"{name} stands outside of any section; move it, indented, under {homes[0].partition('.')[0]}:"
-    return (
-        f"unknown section {_quoted(name)}; the nearest known one is {_nearest(name, sections)} "
-        f"(the sections are {', '.join(sections)})"
-    )
-
-
-def unknown_arguments(arguments: Sequence[str]) -> list[str]:
-    """One line for each argument no parser knew; the value that follows an unknown flag is passed over."""
-    known = [CONFIG_FLAG, *(flag for spec in specs().values() for flag in spec.flags + spec.off_flags)]
-    by_word = {_plain(flag): flag for flag in known}
-    problems = []
+def _unknown_arguments(arguments: Sequence[str]) -> Iterator[str]:
+    """One problem for each argument that the parser did not know, except the values of unknown flags."""
+    known = ["--config", *(flag for spec in specs().values() for flag in spec.flags + spec.off_flags)]
+    by_word = {flag.replace("-", "_"): flag for flag in known}
     after_flag = False
     for argument in arguments:
-        if argument.startswith("-"):
-            word = argument.partition("=")[0]
-            if word in known:
-                problems.append(f"flag {word} has no meaning for this command; leave it out")
-            else:
-                near = by_word[_nearest(word, by_word)]
-                problems.append(f"unknown flag {_quoted(word)}; the nearest known flag is {near}")
+        word, is_complete, _ = argument.partition("=")
+        if word in known:
+            yield f"flag {word} has no meaning for this command; leave it out"
+        elif argument.startswith("-"):
+            yield f"unknown flag {word[:60]}; the nearest known flag is {by_word[_nearest(word, by_word)]}"
         elif not after_flag:
-            problems.append(f"found {argument!r} where a flag was expected; flags start with --, see --help")
-        after_flag = argument.startswith("-") and "=" not in argument
-    return problems
-
-
-_LARGEST_WHOLE_NUMBER = 10**15
-"""Far above anything a setting can mean, and small enough to be exact as a float and to be printed."""
-
-
-@dataclass(frozen=True)
-class ContradictingFlags:
-    """Stands for the value of a setting that two flags of one command line want different things of."""
-
-    flags: tuple[str, ...]
-
-
-class Unfit(Exception):
-    """A value that a setting does not accept; the text says what was found, expected, and what to do."""
-
-
-def converted(spec: Spec, raw: Any, text_is_parsed: bool) -> Any:
-    """The value in the setting's own type; Unfit when it is not one the setting accepts.
-
-    Text becomes a number or a switch only when it comes from a command line, where everything is text.
-    """
-    if isinstance(raw, ContradictingFlags):
-        raise Unfit(f"found {' and '.join(raw.flags)}, which contradict each other; give only one of them")
-    if raw is None or (isinstance(raw, str) and raw.lower() in ("none", "null")):
-        if spec.optional:
-            return None
-        raise _unfit(spec, "nothing" if raw is None else shown(raw))
-    if spec.kind is tuple:
-        return _converted_list(spec, raw)
-    if text_is_parsed and isinstance(raw, str):
-        raw = _parsed(spec, raw)
-    if spec.kind is Path:
-        return _converted_path(spec, raw)
-    if spec.kind is float and type(raw) is int and abs(raw) <= _LARGEST_WHOLE_NUMBER:
-        raw = float(raw)
-    if not _is_of_kind(spec, raw):
-        quoted = isinstance(raw, str) and not isinstance(_parsed(spec, raw), str)
-        raise _unfit(spec, shown(raw), quoted=quoted)
-    if spec.choices and raw not in spec.choices:
-        raise _unfit(spec, shown(raw), advice=suggestion(raw, spec.choices))
-    if spec.kind in (int, float) and not _within_limits(spec, raw):
-        raise _unfit(spec, shown(raw))
-    return raw
-
-
-def _is_of_kind(spec: Spec, raw: Any) -> bool:
-    # To Python, and to nobody else, true is the whole number 1.
-    return isinstance(raw, spec.kind) and (spec.kind is bool or not isinstance(raw, bool))
-
-
-def _within_limits(spec: Spec, number: float) -> bool:
-    return (
-        (abs(number) <= _LARGEST_WHOLE_NUMBER if isinstance(number, int) else math.isfinite(number))
-        and (spec.minimum is None or number >= spec.minimum)
-        and (spec.above is None or number > spec.above)
-        and (spec.maximum is None or number <= spec.maximum)
-    )
-
-
-def _parsed(spec: Spec, text: str) -> Any:
-    """What a flag's text says in the setting's type, or the text itself when it says nothing of the kind."""
-    if spec.kind is bool:
-        words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-        return words.get(text.lower(), text)
-    try:
-        return spec.kind(text) if spec.kind in (int, float) else text
-    except ValueError:
-        return text
-
-
-def _converted_path(spec: Spec, raw: Any) -> Path:
-    if not isinstance(raw, (str, Path)) or not str(raw).strip() or "\0" in str(raw):
-        raise _unfit(spec, shown(raw))
-    try:
-        # Asked of the text: `./~` is a folder of that name, but as a Path no longer looks different from `~`.
-        return Path(raw).expanduser() if str(raw).startswith("~") else Path(raw)
-    except RuntimeError as unknown_user:
-        raise _unfit(spec, f"{shown(str(raw))}, whose user this machine does not know") from unknown_user
-
-
-def _converted_list(spec: Spec, raw: Any) -> tuple[str, ...]:
-    items = [item.strip() for item in raw.split(",")] if isinstance(raw, str) else raw
-    if not isinstance(items, (list, tuple)) or not items:
-        raise _unfit(spec, shown(raw))
-    for item in items:
-        if not isinstance(item, str):
-            raise _unfit(spec, f"{shown(item)} in the list")
-        if item not in spec.choices:
-            raise _unfit(spec, f"{shown(item)} in the list", advice=suggestion(item, spec.choices))
-    if list(items) != [choice for choice in spec.choices if choice in items]:
-        raise _unfit(spec, f"the list {', '.join(items)}")
-    return tuple(items)
-
-
-def _unfit(spec: Spec, found: str, *, advice: str = "", quoted: bool = False) -> Unfit:
-    if quoted:
-        advice = "write it without quotes"
-    elif not advice and spec.default is None:
-        advice = "leave it out for the default"
-    elif not advice:
-        advice = f"the default is {shown(spec.default)}"
-    return Unfit(f"found {found}, expected {expected(spec)}; {advice}")
-
-
-def shown(value: Any) -> str:
-    """A value as a message shows it. Containers are only named: a YAML file can nest them without end."""
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, str):
-        return repr(value if len(value) <= 60 else value[:60] + "…")
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int) and abs(value) > _LARGEST_WHOLE_NUMBER:
-        return "an enormous number"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, dict):
-        return "a mapping"
-    return "a list" if isinstance(value, list) else f"a value of type {type(value).__name__}"
-
-
-def plain(value: Any) -> str:
-    """A value as a user types it after a flag; switches are on or off."""
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "on", False: "off"}[value]
-    return ",".join(value) if isinstance(value, tuple) else str(value)
-
-
-_NULL_TAG = "tag:yaml.org,2002:null"
-_FLOAT_TAG = "tag:yaml.org,2002:float"
-_MERGE_TAG = "tag:yaml.org,2002:merge"
-
-_SCALAR_ERRORS = (ValueError, KeyError, IndexError, AttributeError, OverflowError)
-"""What PyYAML's constructors let through for scalars that are not what their tag says (`!!bool perhaps`)."""
-
-
-class Entry(NamedTuple):
-    """One value as the user gave it: its dotted key as written, and where that was."""
-
-    key: str
-    value: Any
-    where: str
-
-
-@cache
-def _loader_class() -> type[yaml.SafeLoader]:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """YAML's safe subset, in which `1e-4` is the number everybody means, not a text as in YAML 1.1."""
-
-    exponent = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$", re.ASCII)
-    Loader.add_implicit_resolver(_FLOAT_TAG, exponent, list("-+.0123456789"))
-    return Loader
+            yield f"found {argument!r} where a flag was expected; flags start with --, see --help"
+        after_flag = argument.startswith("-") and not is_complete
 
 
 def read_entries(path: Path, problems: list[str]) -> list[Entry]:
-    """All values in the file; what is wrong with its form is added to the problems."""
-    import yaml
+    """Return all values of the file as text; mistakes in its form are added to the problems."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
     try:
-        data = path.expanduser().read_bytes()
-    except (OSError, ValueError, RuntimeError) as reason:
-        words = getattr(reason, "strerror", None) or reason
-        problems.append(f"{path}: cannot be read ({words}); name a YAML file with --config, or leave it out")
-        return []
-    try:
-        loader = _loader_class()(data)
-        root = loader.get_single_node()
-        return [] if root is None else list(_entries(loader, root, path, problems))
-    except yaml.MarkedYAMLError as error:
-        problems.append(_syntax_problem(path, data, error))
-    except yaml.YAMLError as error:
-        words = getattr(error, "reason", None) or error
-        problems.append(f"{path}: is not text that YAML allows ({words}); save it as plain UTF-8 text")
+        with open(path.expanduser(), "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES // 1000} kB")
+        return list(_entries(YAML(typ="safe", pure=True).compose(data), path, problems))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        advice = "expected lines such as `batch_size: 16`, indented by spaces under their section"
+        problems.append(f"{path}:{mark.line + 1}: is not valid YAML ({error.problem or error.context}); {advice}")
     except RecursionError:
         problems.append(f"{path}: is nested too deeply; expected sections holding one value per key")
+    except (OSError, ValueError, RuntimeError, YAMLError) as error:
+        words = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+        problems.append(f"{path}: cannot be read ({words}); name a YAML file in UTF-8 with --config, or none")
     return []
 
 
-def _syntax_problem(path: Path, data: bytes, error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark or error.context_mark
-    line = mark.line if mark else 0
-    lines = data.splitlines()
-    if line < len(lines) and b"\t" in lines[line]:
-        advice = "YAML indents with spaces: replace the tabs of this line"
-    else:
-        advice = "expected lines such as `batch_size: 16`, indented by two spaces under their section"
-    return f"{path}:{line + 1}: is not valid YAML ({error.problem or error.context}); {advice}"
-
-
-def _entries(loader: yaml.SafeLoader, root: Any, path: Path, problems: list[str]) -> Iterator[Entry]:
-    import yaml
-
-    known = [section.name for section in fields(Settings)]
-    for section, body, where in _items(loader, root, path, problems):
-        if section not in known:
-            problems.append(f"{where}: {unknown_section(section)}")
+def _entries(root: Any, path: Path, problems: list[str]) -> Iterator[Entry]:
+    for heading, body in _pairs(root):
+        section, line = heading.value, heading.start_mark.line + 1
+        if section not in _SECTIONS:
+            problems.append(f"{path}:{line}: {_unknown_key(section)}")
             continue
-        for name, node, place in _items(loader, body, path, problems, section):
-            try:
-                yield Entry(f"{section}.{name}", loader.construct_object(node, deep=True), place)
-            except (yaml.YAMLError, *_SCALAR_ERRORS) as error:
-                words = getattr(error, "problem", None) or error
-                key = f"{section}.{name}"
-                problems.append(f"{place}: {key} has no readable value ({words}); write a plain one")
+        for name, node in _pairs(body):
+            yield f"{section}.{name.value}", _raw_value(node), f"{path}:{name.start_mark.line + 1}"
+    for what, node in [("the file", root), *((f"section {key.value}", body) for key, body in _pairs(root))]:
+        if node is not None and node.id != "mapping" and _raw_value(node) not in (None, "null"):
+            place = f"{path}:{node.start_mark.line + 1}"
+            problems.append(f"{place}: {what} is not a mapping; expected lines of the form `key: value`")
 
 
-def _items(
-    loader: yaml.SafeLoader, node: Any, path: Path, problems: list[str], section: str = ""
-) -> list[tuple[str, Any, str]]:
-    """Name, value node and place of each line of a mapping, with YAML's merge keys (`<<`) resolved."""
-    import yaml
-
-    if node.tag == _NULL_TAG:
-        return []
-    if not isinstance(node, yaml.MappingNode):
-        what = f"section {section}: found" if section else "found"
-        kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-        place = f"{path}:{node.start_mark.line + 1}"
-        problems.append(f"{place}: {what} {kind}, expected lines of the form `key: value`")
-        return []
-    first_lines: dict[str, int] = {}
-    for key, _ in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            problems.append(f"{path}:{line}: found a key that is not a name; expected a line `key: value`")
-        elif key.value in first_lines and key.tag != _MERGE_TAG:
-            dotted = f"{section}.{key.value}" if section else f"section {key.value}"
-            first = f"first on line {first_lines[key.value]}"
-            problems.append(f"{path}:{line}: {dotted} is given twice, {first}; keep one of them")
-        else:
-            first_lines[key.value] = line
-    loader.flatten_mapping(node)
-    by_name = {key.value: (key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)}
-    return [(name, value, f"{path}:{key.start_mark.line + 1}") for name, (key, value) in by_name.items()]
+def _pairs(node: Any) -> list[tuple[Any, Any]]:
+    """Key and value nodes of a mapping; none for any other node."""
+    pairs = node.value if node is not None and node.id == "mapping" else []
+    for key, _ in pairs:
+        if key.id != "scalar":
+            raise ValueError(f"the key on line {key.start_mark.line + 1} is not a name")
+    return list(pairs)
 
 
-DEFAULT_CONFIG_FILE = Path("configs/config.yaml")
-"""Read when no file is named, if it exists in the working folder."""
-
-Origin = Literal["default", "file", "flag", "preset"]
+def _raw_value(node: Any) -> Any:
+    """The text of a scalar, None for an empty one, a list of these. Other containers are never a value."""
+    if node.id == "mapping":
+        return {}
+    if node.id == "sequence":
+        return [_raw_value(item) if item.id == "scalar" else [] for item in node.value]
+    return None if node.style is None and node.value in ("", "~") else node.value
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """Checked settings, and where each came from.
+class LoadedSettings:
+    """Checked settings and the origin of each.
 
-    A line of the file that repeats the default counts as "default": the file that ships lists every key, and
-    must not keep buffer sizes and bundles from following the machine. A flag always counts as set, and so does
-    what a preset or an optimisation level gave ("preset", see `presets.apply`).
+    A line of the file that repeats the default counts as "default", because the shipped file lists every key and
+    must not override presets and optimisation levels. A flag always counts as set, and so does a value from a
+    preset, a level or the demonstration ("preset").
     """
 
     settings: Settings
@@ -501,14 +313,14 @@ class Loaded:
     config_file: Path | None
 
     def is_set(self, key: str) -> bool:
-        """Whether the user chose this setting (`data.batch_size`), by itself or with a preset."""
+        """True if the user chose this setting (`data.batch_size`), directly or with a preset."""
         return self.origin[key] != "default"
 
 
-def load(config_file: Path | None, flags: Mapping[str, object], unrecognized: Sequence[str] = ()) -> Loaded:
-    """Settings from the defaults, the file and the flags (see `flags_of`), or one ConfigError.
+def load(config_file: Path | None, flags: Mapping[str, Any], unrecognized: Sequence[str] = ()) -> LoadedSettings:
+    """Return the settings from the defaults, the file and the flags (see `flags_of`), or raise one ConfigError.
 
-    `unrecognized` is what `parse_known_args` left over; it is reported together with everything else.
+    `unrecognized` are the arguments that `parse_known_args` left over; they are reported with everything else.
     """
     if config_file is None and DEFAULT_CONFIG_FILE.is_file():
         config_file = DEFAULT_CONFIG_FILE
@@ -516,76 +328,58 @@ def load(config_file: Path | None, flags: Mapping[str, object], unrecognized: Se
     values: dict[str, Any] = {key: spec.default for key, spec in specs().items()}
     origin: dict[str, Origin] = dict.fromkeys(values, "default")
     where: dict[str, str] = {}
-    unfit: set[str] = set()
-
+    invalid: set[str] = set()
     from_file = [] if config_file is None else read_entries(config_file, problems)
-    for key, value, place in _settle(from_file, problems, unfit, text_is_parsed=False):
-        where[key], values[key] = place, value
-        origin[key] = "default" if value == specs()[key].default else "file"
-    from_flags = [Entry(key, value, _flag_place(key)) for key, value in flags.items()]
-    for key, value, place in _settle(from_flags, problems, unfit, text_is_parsed=True):
-        where[key], values[key], origin[key] = place, value, "flag"
-    problems += unknown_arguments(unrecognized)
-
-    settings = _build(values)
+    flag_of = {name: f"flag {specs()[key].flags[0]}" for name, key in canonical().items()}
+    from_flags = [(key, value, flag_of.get(key, "flags")) for key, value in flags.items()]
+    sources: tuple[tuple[Origin, list[Entry]], ...] = (("file", from_file), ("flag", from_flags))
+    for source, entries in sources:
+        for key, value, place in _settle(entries, problems, invalid):
+            where[key], values[key] = place, value
+            origin[key] = "default" if source == "file" and value == specs()[key].default else source
+    problems += _unknown_arguments(unrecognized)
+    settings = with_settings(Settings(), values)
     for keys, text in _conflicts(settings):
-        if unfit.isdisjoint(keys):
-            places = [where[key] for key in keys if key in where]
-            problems.append(f"{', '.join(places)}: {text}")
+        if invalid.isdisjoint(keys):
+            problems.append(f"{', '.join(where[key] for key in keys if key in where)}: {text}")
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n  - ".join([f"{count} in the settings:", *problems]))
-    return Loaded(settings, origin, config_file)
+    return LoadedSettings(settings, origin, config_file)
 
 
-def _build(values: Mapping[str, Any]) -> Settings:
-    sections = {}
-    for section in fields(Settings):
-        kind: Any = type(section.default)
-        sections[section.name] = kind(**{f.name: values[f"{section.name}.{f.name}"] for f in fields(kind)})
-    return Settings(**sections)
-
-
-def _settle(
-    entries: Sequence[Entry], problems: list[str], unfit: set[str], *, text_is_parsed: bool
-) -> Iterator[Entry]:
+def _settle(entries: list[Entry], problems: list[str], invalid: set[str]) -> Iterator[Entry]:
     """The usable entries of one source under their canonical keys; the others are added to the problems."""
     seen: dict[str, Entry] = {}
-    for entry in entries:
-        key = canonical().get(entry.key)
-        if key is None:
-            problems.append(f"{entry.where}: {unknown_key(entry.key)}")
+    for written, raw, place in entries:
+        if (key := canonical().get(written)) is None:
+            problems.append(f"{place}: {_unknown_key(written)}")
             continue
         try:
-            value = converted(specs()[key], entry.value, text_is_parsed)
-        except Unfit as reason:
-            problems.append(f"{entry.where}: {entry.key}: {reason}")
-            unfit.add(key)
+            value = parse_value(specs()[key], raw)
+        except InvalidValue as reason:
+            problems.append(f"{place}: {written}: {reason}")
+            invalid.add(key)
             continue
-        before = seen.setdefault(key, Entry(entry.key, value, entry.where))
-        if before.value != value:
-            problems.append(
-                f"{entry.where}: {entry.key} is {shown(value)}, but {before.key} ({before.where}), "
-                f"which is the same setting, is {shown(before.value)}; keep one of the two lines"
-            )
-            unfit.add(key)
-        yield Entry(key, value, entry.where)
+        if key in seen and (seen[key][0] == written or seen[key][1] != value):
+            first = f"first as {seen[key][0]} ({seen[key][2]})"
+            problems.append(f"{place}: {written} is given twice, {first}; keep one of the two")
+            invalid.add(key)
+        seen.setdefault(key, (written, value, place))
+        yield key, value, place
 
 
 def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What is wrong between settings that are right each by itself: their keys and the text."""
+    """Keys of valid settings that do not go together, and the problem."""
     data = settings.data
     gpus = ("data.data_gpu", "data.model_gpu")
     if (data.data_gpu is None) != (data.model_gpu is None):
         given, missing = gpus if data.model_gpu is None else reversed(gpus)
         yield gpus, f"{given} is given without {missing}; give both to use two GPUs, or neither to use one"
     elif data.data_gpu is not None and data.data_gpu == data.model_gpu:
-        yield (
-            gpus,
-            f"data.data_gpu and data.model_gpu are both {data.data_gpu}; name two different GPUs, "
-            "or leave out both to use one",
-        )
-    longest_seconds = data.max_mel_frames * HOP_SAMPLES / SAMPLE_RATE
+        advice = "name two different GPUs, or leave out both to use one"
+        yield gpus, f"data.data_gpu and data.model_gpu are both {data.data_gpu}; {advice}"
+    longest_seconds = data.max_mel_frames * config.HOP_SAMPLES / config.SAMPLE_RATE
     if data.min_clip_seconds >= longest_seconds:
         yield (
             ("data.min_clip_seconds", "data.max_mel_frames"),
@@ -595,13 +389,30 @@ def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
         )
 
 
-def _flag_place(key: str) -> str:
-    spec = specs().get(canonical().get(key, ""))
-    return f"flag {spec.flags[0]}" if spec else "flags"
+def value_of(settings: Settings, key: str) -> Any:
+    """Return a setting by its canonical key."""
+    section, name = key.split(".")
+    return getattr(getattr(settings, section), name)
+
+
+def with_settings(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """Return the settings with other values, given by canonical key."""
+    for key, value in values.items():
+        section, name = key.split(".")
+        settings = replace(settings, **{section: replace(getattr(settings, section), **{name: value})})
+    return settings
+
+
+def with_values(loaded: LoadedSettings, values: Mapping[str, Any]) -> LoadedSettings:
+    """Return the loaded settings with other values, as if the file had them."""
+    origin: dict[str, Origin] = dict(loaded.origin)
+    for key, value in values.items():
+        origin[key] = "default" if value == specs()[key].default else "file"
+    return replace(loaded, settings=with_settings(loaded.settings, values), origin=origin)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says what a misspelt command, choice or flag may have been."""
+    """A parser that suggests what a misspelt command, choice or flag may have been."""
 
     _given: Sequence[str] = ()
 
@@ -610,9 +421,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """A flag that is missing may be there and misspelt, so those that nobody knows are named as well."""
+        """Exit with the message, and with unknown flags: a flag that is missing may have been misspelt."""
         known = self._option_string_actions
-        given = self._given if self._subparsers is None else ()  # else most of them are for a subparser to know
+        given = self._given if self._subparsers is None else ()  # most of the others belong to a subparser
         flags = dict.fromkeys(word.partition("=")[0] for word in given if word.startswith("--"))
         near = {flag: difflib.get_close_matches(flag, known, n=1) for flag in flags if flag not in known}
         hints = [f"\nunknown flag {flag}; did you mean {found[0]}?" for flag, found in near.items() if found]
@@ -622,224 +433,80 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            if advice := suggestion(str(value), [str(choice) for choice in action.choices or ()]):
+            if advice := suggest_choice(str(value), [str(choice) for choice in action.choices or ()]):
                 error.message += f"; {advice}"
             raise
 
 
-class _Record(argparse.Action):
-    """Notes the flag as it was spelled, with its text or, for a switch, whether it says on or off."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, *, spec: Spec, help: str) -> None:
-        self.spec = spec
-        switch = spec.kind is bool
-        super().__init__(
-            option_strings,
-            dest,
-            nargs=0 if switch else None,
-            default=argparse.SUPPRESS,
-            metavar=None if switch else metavar(spec),
-            help=help,
-        )
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        flag: str | None = None,
-    ) -> None:
-        del parser
-        value = flag not in self.spec.off_flags if self.spec.kind is bool else values
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), (flag, value)])
-
-
-def metavar(spec: Spec) -> str:
-    """What stands for the value in `--help`."""
-    if spec.choices:
-        return ",".join(spec.choices) if spec.kind is tuple else "{" + ",".join(spec.choices) + "}"
-    return spec.metavar or {int: "N", float: "X"}.get(spec.kind, "TEXT")
-
-
 def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
-    """Adds `--config` and the flags of all settings, or of those whose canonical keys are in `only`."""
-    parser.add_argument(
-        CONFIG_FLAG,
-        type=Path,
-        metavar="F",
-        help=f"YAML file of settings; flags win over it [default: {DEFAULT_CONFIG_FILE} if it exists]",
-    )
-    for section, about in section_descriptions().items():
-        wanted = [s for s in specs().values() if s.section == section and (only is None or s.key in only)]
+    """Add `--config` and the flags of all settings, or of those whose canonical keys are in `only`."""
+    about = f"YAML file of settings; flags win over it [default: {DEFAULT_CONFIG_FILE} if it exists]"
+    parser.add_argument("--config", type=Path, metavar="F", help=about)
+    for section, about, members in _sections():
+        wanted = [spec for spec in members if only is None or spec.key in only]
         if not wanted:
             continue
         group = parser.add_argument_group(f"{section} settings", about)
         for spec in wanted:
-            words = descriptions()[spec.key].replace("`null`", "`none`")
-            text = f"{words} [default: {plain(spec.default)}]"
-            group.add_argument(
-                *spec.flags,
-                *spec.off_flags,
-                dest=spec.key,
-                action=_Record,
-                spec=spec,
-                help=text.replace("%", "%%"),
-            )
+            is_switch = spec.kind is bool
+            default = format_setting(spec.key, spec.default)
+            default = {"true": "on", "false": "off"}.get(default, default)
+            text = f"{descriptions()[spec.key]} [default: {default}]".replace("%", "%%")
+            options: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": spec.placeholder()}
+            group.add_argument(*spec.flags, dest=spec.key, default=argparse.SUPPRESS, help=text, **options)
+            if is_switch:
+                text, options = f"Turns {spec.name} off.", {"dest": spec.key, "default": argparse.SUPPRESS}
+                group.add_argument(*spec.off_flags, action="store_false", help=text, **options)
 
 
-def flags_of(namespace: argparse.Namespace) -> dict[str, object]:
-    """The settings given on this command line, by canonical key.
-
-    Of a flag that is repeated the last one counts, as users of a shell expect; different flags of one setting
-    that disagree (`--enable-static-shapes --disable-static-shapes`) become an error in `load`.
-    """
-    given: dict[str, object] = {}
-    for key in specs():
-        uses: list[tuple[str, object]] = getattr(namespace, key, [])
-        last = dict(uses)
-        if len(set(last.values())) > 1:
-            given[key] = ContradictingFlags(tuple(last))
-        elif uses:
-            given[key] = uses[-1][1]
-    return given
+def flags_of(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings given on this command line, by canonical key."""
+    return {key: value for key, value in vars(namespace).items() if key in specs()}
 
 
-_LEVELS: Mapping[str, Mapping[str, Any]] = {
-    "basic": {"training.enable_graph_mode": False, "training.enable_xla_compilation": False},
-    "enhanced": {},
-    "experimental": {},  # what it tries is the trainer's choice, not a setting
-}
-
-_COLUMNS = (
-    "data.batch_size", "training.gradient_accumulation_steps", "data.data_gpu_memory", "data.model_gpu_memory",
-    "data.prefetch_buffer_size", "data.num_workers", "model.gradient_checkpointing", "model.lora_rank",
-)  # fmt: skip
-_CARDS: Mapping[str, tuple[Any, ...]] = {
-    "8gb":  ( 4, 8,  2048,  6144, 8,  8, True,   16),
-    "12gb": ( 8, 2,  4096,  8192, 8,  8, True, None),
-    "16gb": (12, 1,  6144, 10240, 6, 16, None, None),
-    "24gb": (32, 1,  8192, 16384, 4, 16, None, None),
-    "40gb": (64, 1,  8192, 32768, 4, 16, None, None),
-}  # fmt: skip
-"""Starting points by the card's memory; None leaves a setting alone. The caps of a row share one such card."""
-
-_FOR_FINE_TUNING = frozenset({"model.lora_rank"})
-"""Left alone in a start from scratch: adapters beside weights that know nothing learn nothing."""
-_CARD_SLACK = 0.9
-"""A card reports some per cent less memory than it is sold with."""
-
-
-def bundle(level: str) -> dict[str, Any]:
-    """The settings that an optimisation level gives, by canonical key."""
-    return dict(_LEVELS[level])
-
-
-def preset(name: str) -> dict[str, Any]:
-    """The settings that the preset of a card gives, by canonical key."""
-    return {key: value for key, value in zip(_COLUMNS, _CARDS[name], strict=True) if value is not None}
-
-
-def preset_for(gpu_memory_mb: int) -> str:
-    """The preset for a card that reports this much memory; for the smallest cards there is only the first."""
-    fitting = [name for name in _CARDS if gpu_memory_mb >= _least_memory_mb(name)]
-    return fitting[-1] if fitting else next(iter(_CARDS))
-
-
-def _least_memory_mb(name: str) -> float:
-    return _CARD_SLACK * 1024 * int(name.removesuffix("gb"))
-
-
-def apply_presets(loaded: Loaded) -> tuple[Loaded, list[str]]:
-    """Settings with what their level and preset give wherever the user did not choose, and lines that say so."""
+def apply_presets(loaded: LoadedSettings) -> tuple[LoadedSettings, list[str]]:
+    """Fill what the user did not choose from the optimisation level and the preset; return lines that say so."""
     lines: list[str] = []
     level, name = loaded.settings.training.optimization_level, loaded.settings.training.preset
-    if not bundle(level) and loaded.is_set("training.optimization_level"):
+    if not OPTIMIZATION_LEVELS[level] and loaded.is_set("training.optimization_level"):
         kernels = "; the compiler also tries many kernels" if level == "experimental" else ""
         lines.append(f"optimization level {level}: no setting is changed{kernels}")
-    loaded = _filled(loaded, f"optimization level {level}", bundle(level), lines)
+    loaded = _filled(loaded, f"optimization level {level}", OPTIMIZATION_LEVELS[level], lines)
     if name is not None:
-        loaded = _filled(loaded, f"preset {name}", preset(name), lines)
+        loaded = _filled(loaded, f"preset {name}", PRESETS[name], lines)
     if loaded.settings.data.train_data is None and not loaded.is_set("training.checkpoint_dir"):
-        loaded = _filled(loaded, "embedded corpus", {"training.checkpoint_dir": DEMO_FOLDER}, lines)
+        loaded = _filled(loaded, "embedded corpus", {"training.checkpoint_dir": config.DEMO_FOLDER}, lines)
     return loaded, lines
 
 
-DEMO_FOLDER = Path("demo")
-"""For runs on the embedded corpus: the user's first own training must not meet one in the default folder."""
-
-
-DEMO = {
-    "training.stages": ("dvae", "gpt"),
-    "data.batch_size": 2,
-    "training.dvae_steps": 450,
-    "training.max_steps": 500,
-    "training.decoder_steps": 2,
-    "training.save_step": 225,
-    "training.warmup_steps": 20,
-    "training.val_step": 225,
-}
-"""A few minutes on two CPU cores, of which small batches make the most. The decoder is left out: it would take
-them all for a few steps, so what speaks is Griffin and Lim's method. Its limit is for those who ask for it."""
-DEMO_ON_GPU = DEMO | {
-    "data.batch_size": 16,
-    "training.dvae_steps": 2000,
-    "training.max_steps": 2000,
-    "training.decoder_steps": 500,
-    "training.save_step": 500,
-    "training.warmup_steps": 100,
-    "training.val_step": 500,
-}
-"""A minute or two of a GPU: enough to learn the embedded sentences by heart."""
-
-
-def apply_demo(loaded: Loaded, *, on_gpu: bool = False) -> tuple[Loaded, list[str]]:
-    """Short limits for the embedded corpus, unless the user says how long to train."""
+def apply_demo(loaded: LoadedSettings, *, on_gpu: bool = False) -> tuple[LoadedSettings, list[str]]:
+    """Give the embedded corpus short limits, unless the user says how long to train; return lines that say so."""
     if any(loaded.is_set(f"training.{name}") for name in ("epochs", "max_steps", "dvae_steps", "decoder_steps")):
         return loaded, []
     lines = ["No --train-data given: a short demonstration on the embedded corpus"]
-    values = dict(DEMO_ON_GPU if on_gpu else DEMO)
+    values = dict(config.DEMO_ON_GPU if on_gpu else config.DEMO)
     if "decoder" not in (loaded.settings.training.stages or ()):
         del values["training.decoder_steps"]
     return _filled(loaded, "demonstration", values, lines), lines
 
 
-def _filled(loaded: Loaded, source: str, values: Mapping[str, Any], lines: list[str]) -> Loaded:
-    settings = loaded.settings
+def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], lines: list[str]) -> LoadedSettings:
     origin: dict[str, Origin] = dict(loaded.origin)
+    used = {}
     for key, value in values.items():
-        spec = specs()[key]
+        own, default = value_of(loaded.settings, key), specs()[key].default
+        stays = f"{source}: {key} stays {format_setting(key, own)}"
         if origin[key] in ("file", "flag"):
-            own = _value(settings, key)
-            lines.append(f"{source}: {key} stays {_shown(own)} ({_place(loaded, key, own)})")
-        elif key in _FOR_FINE_TUNING and settings.training.init_from is None:
-            lines.append(f"{source}: {key} stays {shown(spec.default)} (only for fine-tuning: with --init-from)")
+            place = loaded.config_file if origin[key] == "file" else f"flag {specs()[key].flag_for(own)}"
+            lines.append(f"{stays} ({place})")
+        elif key in config.FINE_TUNING_KEYS and loaded.settings.training.init_from is None:
+            lines.append(f"{stays} (only for fine-tuning: with --init-from)")
         else:
-            section = replace(getattr(settings, spec.section), **{spec.name: value})
-            settings = replace(settings, **{spec.section: section})
-            origin[key] = "preset"
-            default = "the default" if value == spec.default else f"default {shown(spec.default)}"
-            lines.append(f"{source}: {key} = {_shown(value)} ({default})")
-    return replace(loaded, settings=settings, origin=origin)
+            used[key], origin[key] = value, "preset"
+            was = "the default" if value == default else f"default {format_setting(key, default)}"
+            lines.append(f"{source}: {key} = {format_setting(key, value)} ({was})")
+    return replace(loaded, settings=with_settings(loaded.settings, used), origin=origin)
 
-
-def _shown(value: Any) -> str:
-    return plain(value) if isinstance(value, tuple) else shown(value)
-
-
-def _value(settings: Settings, key: str) -> Any:
-    spec = specs()[key]
-    return getattr(getattr(settings, spec.section), spec.name)
-
-
-def _place(loaded: Loaded, key: str, own: Any) -> str:
-    """Where the user's own value stands."""
-    if loaded.origin[key] == "file":
-        return str(loaded.config_file)
-    spec = specs()[key]
-    return f"flag {spec.off_flags[0] if own is False else spec.flags[0]}"
-
-
-DOCS_PAGE = Path("docs/configuration.md")
 
 _CONFIG_HEADER = """\
 # Settings of MyXTTS: every key at its default. Change what you need, delete what you like:
@@ -847,247 +514,106 @@ _CONFIG_HEADER = """\
 # This file is generated from myxtts/config.py (make docs).
 """
 
-_DOCS_HEADER = """\
-# Settings
 
-This page is generated from `myxtts/config.py` (`make docs`); `myxtts train --help` shows the same texts.
-
-* A setting comes from its default, then from the YAML file (`--config F`, or `configs/config.yaml` if that
-  exists in the working folder), then from its flag: the later one wins.
-* The file has the sections {sections}; every key may be left out. Mistakes in the
-  file and in the flags are reported all together before anything starts.
-* A line of the file that repeats the default does not pin it: buffer sizes still follow the machine. A flag
-  pins it.
-* A flag whose setting may be `null` takes the word `none` for it.
-"""
-
-
-def to_yaml(settings: Settings) -> str:
-    """The settings as a YAML file that loads back to equal settings."""
-    import yaml
-
-    sections: dict[str, dict[str, Any]] = {}
-    for spec in specs().values():
-        value = getattr(getattr(settings, spec.section), spec.name)
-        sections.setdefault(spec.section, {})[spec.name] = _yaml_value(value)
-    # Escaped where needed: YAML counts U+0085, U+2028 and U+2029 as line breaks and would fold them away.
-    foldable = any(mark in repr(settings) for mark in ("\\x85", "\\u2028", "\\u2029"))
-    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=not foldable)
+def to_yaml(settings: Settings, *, comments: bool = False) -> str:
+    """Return the settings as a YAML file that loads back to equal settings, with or without descriptions."""
+    lines = [_CONFIG_HEADER] if comments else []
+    for section, about, members in _sections():
+        lines += [f"# {about}"] if comments else []
+        lines.append(f"{section}:")
+        for spec in members:
+            setting = f"  {spec.name}: {format_setting(spec.key, value_of(settings, spec.key))}"
+            description = textwrap.wrap(_described(spec), 104, break_on_hyphens=False)
+            lines += [*(f"  # {line}" for line in description), setting, ""] if comments else [setting]
+    return "\n".join(lines if comments else [*lines, ""])
 
 
-def _yaml_value(value: Any) -> Any:
-    if isinstance(value, Path):
-        # A relative folder may be called "~", "none" or "1e3"; written like that it would mean something else.
-        text = str(value)
-        means_else = text.startswith("~") or text.lower() in ("none", "null") or _is_number(text)
-        return f"./{text}" if means_else else text
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def render_yaml_with_comments() -> str:
-    """`configs/config.yaml`: every key at its default below its description."""
-    import yaml
-
-    lines = [_CONFIG_HEADER]
-    for section, about in section_descriptions().items():
-        lines += [f"# {about}", f"{section}:"]
-        for spec in specs().values():
-            if spec.section == section:
-                value = yaml.safe_dump({spec.name: _yaml_value(spec.default)}).strip()
-                lines += [*_comment(spec), f"  {value}", ""]
-    return "\n".join(lines)
-
-
-def _comment(spec: Spec) -> list[str]:
-    limits = _accepted(spec)
-    return textwrap.wrap(
-        descriptions()[spec.key] + (f" ({limits})" if limits else ""),
-        width=108,
-        initial_indent="  # ",
-        subsequent_indent="  # ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _accepted(spec: Spec) -> str:
-    """The accepted values where the default alone does not tell them, and the other names of the key."""
-    parts = [] if spec.kind in (bool, Path) else [expected(spec)]
+def _described(spec: Spec) -> str:
+    """The description, with accepted values where the default does not show them, and other names."""
+    parts = [] if spec.kind in (bool, Path) else [spec.expected()]
     parts += [f"also accepted as {alias}" for alias in spec.aliases]
-    return "; ".join(parts).capitalize()
+    return descriptions()[spec.key] + (f" ({'; '.join(parts).capitalize()}.)" if parts else "")
 
 
-def render_docs() -> str:
-    """`docs/configuration.md`: one table a section."""
-    sections = section_descriptions()
-    lines = [_DOCS_HEADER.format(sections=", ".join(f"`{name}`" for name in sections))]
-    for section, about in sections.items():
-        lines += [f"## `{section}`", "", about, ""]
-        lines += ["| key | flag | default | meaning |", "|---|---|---|---|"]
-        lines += [_docs_row(spec) for spec in specs().values() if spec.section == section]
+def render_docs(page: str) -> str:
+    """Return `docs/configuration.md` with its introduction, and a current table for each section."""
+    lines = [page.partition("\n## ")[0]]
+    for section, about, members in _sections():
+        lines += [f"## `{section}`", "", about, "", "| key | flag | default | meaning |", "|---|---|---|---|"]
+        for spec in members:
+            flags = [f"`{flag} {spec.placeholder()}".rstrip() + "`" for flag in spec.flags + spec.off_flags]
+            default = format_setting(spec.key, spec.default)
+            lines.append(f"| `{spec.name}` | {'<br>'.join(flags)} | `{default}` | {_described(spec)} |")
         lines.append("")
     names = ", ".join(f"`{code}` {name}" for code, name in LANGUAGE_NAMES.items())
-    lines += ["## Languages", "", names + ".", ""]
-    return "\n".join(lines)
-
-
-def _docs_row(spec: Spec) -> str:
-    value = "" if spec.kind is bool else f" {metavar(spec)}"
-    flags = "<br>".join(f"`{flag}{value}`" for flag in spec.flags + spec.off_flags)
-    limits = _accepted(spec)
-    meaning = descriptions()[spec.key] + (f" *{limits}.*" if limits else "")
-    default = spec.default if isinstance(spec.default, str) else shown(spec.default)
-    return f"| `{spec.name}` | {flags} | `{default}` | {meaning} |"
-
-
-def write_pages(root: Path) -> None:
-    """Writes the generated files below the root of the repository."""
-    for path, text in ((DEFAULT_CONFIG_FILE, render_yaml_with_comments()), (DOCS_PAGE, render_docs())):
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text, encoding="utf-8")
-
-
-_SECTION = re.compile(r"(?P<name>\w+):[ \t]*(#.*)?")
-_LINE = re.compile(
-    r"(?P<indent>[ ]+)(?P<name>\w+)[ \t]*:(?P<space>[ \t]*)"
-    r"(?P<value>\"[^\"]*\"|'[^']*'|[^#\"'\n]*?)(?P<rest>[ \t]*|[ \t]+#.*)"
-)
-
-
-def value_of(loaded: Loaded, key: str) -> Any:
-    """A setting by its canonical key."""
-    spec = specs()[key]
-    return getattr(getattr(loaded.settings, spec.section), spec.name)
-
-
-def with_values(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
-    """The same configuration with other values, as if they stood in its file."""
-    settings = loaded.settings
-    origin: dict[str, Origin] = dict(loaded.origin)
-    for key, value in values.items():
-        spec = specs()[key]
-        section = replace(getattr(settings, spec.section), **{spec.name: value})
-        settings = replace(settings, **{spec.section: section})
-        origin[key] = "default" if value == spec.default else "file"
-    return replace(loaded, settings=settings, origin=origin)
-
-
-def yaml_value(value: Any) -> str:
-    """A value as the file has it; only what the tools set: switches, numbers, names, nothing."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return "\n".join([*lines, "## Languages", "", names + ".", ""])
 
 
 def patched(text: str, values: Mapping[str, Any]) -> str:
-    """The text of a YAML file with these settings changed or added, everything else as it was."""
-    lines = text.splitlines(keepends=True)
-    end = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+    """Return the text of a YAML file with these settings changed or added, and everything else as it was.
+
+    Only the characters of the values are replaced, at the positions that the parser reports: a round trip through
+    ruamel's tree would change spaces, line ends and `null` in other lines and move comments.
+    """
+    from ruamel.yaml import YAML
+
+    line_end = "\r\n" if "\r\n" in text else "\n"
+    text += line_end if text and not text.endswith("\n") else ""
+    edits: list[tuple[int, int, str]] = []
     missing = dict(values)
-    ends: dict[str, int] = {}
-    indents: dict[str, str] = {}
-    section = ""
-    for number, line in enumerate(lines):
-        body = line.rstrip("\r\n")
-        if heading := _SECTION.fullmatch(body):
-            section = heading["name"]
-            ends[section] = number
-        elif section and (found := _LINE.fullmatch(body)):
-            indent = indents.setdefault(section, found["indent"])
-            if found["indent"] != indent:  # inside of something that is no plain value
-                continue
-            ends[section] = number
-            key = canonical().get(f"{section}.{found['name']}", "")
-            if key in values:
+    sections = {key.value: (key, body) for key, body in _pairs(YAML(typ="safe", pure=True).compose(text))}
+    for section, (_, body) in sections.items():
+        for name, node in _pairs(body):
+            if (key := canonical().get(f"{section}.{name.value}", "")) in values:
                 missing.pop(key, None)
-                before = f"{indent}{found['name']}:{found['space'] or ' '}"
-                lines[number] = f"{before}{yaml_value(values[key])}{found['rest']}{line[len(body) :]}"
-        elif body.strip() and not body.lstrip().startswith("#"):
-            if body[0] not in " \t":  # something else than a plain section
-                section = ""
-            elif section:
-                ends[section] = number
-    return "".join(_with_missing(lines, missing, ends, indents, end))
+                start, end, new = node.start_mark.index, node.end_mark.index, format_setting(key, values[key])
+                if start == end:  # an empty value, for which the parser reports the start of what follows
+                    start = end = text.find(":", name.end_mark.index) + 1
+                    new = f" {new}"
+                edits.append((start, end, new))
+    for section in {key.partition(".")[0] for key in missing}:
+        heading, body = sections.get(section, (None, None))
+        indent = " " * _pairs(body)[0][0].start_mark.column if _pairs(body) else "  "
+        keys = [key for key in missing if key.startswith(f"{section}.")]
+        lines = [f"{indent}{key.partition('.')[2]}: {format_setting(key, values[key])}{line_end}" for key in keys]
+        place = len(text) if heading is None else text.find("\n", heading.end_mark.index) + 1
+        start_of_section = f"{line_end if text else ''}{section}:{line_end}" if heading is None else ""
+        edits.append((place, place, "".join([start_of_section, *lines])))
+    for start, end, new in sorted(edits, reverse=True):
+        text = text[:start] + new + text[end:]
+    return text
 
 
-def _with_missing(
-    lines: list[str], missing: Mapping[str, Any], ends: Mapping[str, int], indents: Mapping[str, str], end: str
-) -> list[str]:
-    """Lines with the absent settings behind the last one of their section, or in a section of their own."""
-    added: dict[int, list[str]] = {}
-    fresh: dict[str, list[str]] = {}
-    for key, value in missing.items():
-        section, _, name = key.partition(".")
-        line = f"{indents.get(section, '  ')}{name}: {yaml_value(value)}{end}"
-        if section in ends:
-            added.setdefault(ends[section], []).append(line)
-        else:
-            fresh.setdefault(section, []).append(line)
-    result: list[str] = []
-    for number, line in enumerate(lines):
-        is_open = number in added and not line.endswith("\n")
-        result += [line + end if is_open else line, *added.get(number, [])]
-    for section, below in fresh.items():
-        if result and not result[-1].endswith("\n"):
-            result[-1] += end
-        result += [*([end] if result else []), f"{section}:{end}", *below]
-    return result
-
-
-def apply_patch(loaded: Loaded, values: Mapping[str, Any]) -> tuple[Path, Path | None]:
-    """Write these settings into the configuration's file; returns it and its backup, if there was a file before.
+def apply_patch(loaded: LoadedSettings, values: Mapping[str, Any]) -> tuple[Path, Path | None]:
+    """Write these settings into the configuration file; return it and its backup, if there was a file before.
 
     Nothing is written unless the result loads, has these values, and has all others as before.
     """
     path = (loaded.config_file or DEFAULT_CONFIG_FILE).expanduser().resolve()
     before = path.read_bytes() if path.exists() else b""
-    try:
-        text = patched(before.decode("utf-8"), values)
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text; nothing was written. Enter the settings by hand") from None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    backup = _free_name(path) if before else None
+    backups = (path.with_name(f"{path.name}.bak{number or ''}") for number in range(1000))
+    backup = next(place for place in backups if not place.exists()) if before else None
 
     def write(draft: Path) -> None:
-        draft.write_bytes(text.encode())
-        _check(draft, path if before else None, values)
+        was = apply_presets(load(path if before else None, {}))[0].settings
+        draft.write_bytes(patched(before.decode("utf-8"), values).encode())
+        now, wanted = apply_presets(load(draft, {}))[0].settings, with_settings(was, values)
+        if wrong := [key for key in specs() if value_of(now, key) != value_of(wanted, key)]:
+            raise ConfigError(f"{', '.join(wrong)} would have another value")
         if backup is not None:
             shutil.copymode(path, draft)
             shutil.copy2(path, backup)
 
-    write_atomically(path, write)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_atomically(path, write)
+    except (ConfigError, UnicodeDecodeError) as error:
+        listed = ", ".join(f"{key}: {format_setting(key, value)}" for key, value in values.items())
+        raise ConfigError(f"{path}: nothing was written ({error}). Enter by hand: {listed}") from None
     return path, backup
 
 
-def _check(draft: Path, path: Path | None, values: Mapping[str, Any]) -> None:
-    """Raise unless the draft says the same as the file at `path`, but for these values."""
-    listed = ", ".join(f"{key}: {yaml_value(value)}" for key, value in values.items())
-    by_hand = f"nothing was written. Enter by hand: {listed}"
-    try:
-        after, _ = apply_presets(load(draft, {}))
-        was, _ = apply_presets(load(path, {})) if path is not None else (after, [])
-    except ConfigError as error:
-        raise ConfigError(f"The file would not load with the changes ({error}); {by_hand}") from None
-    for key in specs():
-        expected = values[key] if key in values else value_of(was, key)
-        if value_of(after, key) != expected:
-            given = yaml_value(value_of(after, key))
-            raise ConfigError(f"{key} would be {given}, not {yaml_value(expected)}; {by_hand}")
-
-
-def _free_name(path: Path) -> Path:
-    """Where the copy of a file goes that no earlier copy is lost for."""
-    names = (f"{path.name}.bak{number or ''}" for number in range(1000))
-    return next(place for name in names if not (place := path.with_name(name)).exists())
-
-
 if __name__ == "__main__":
-    write_pages(Path(__file__).resolve().parents[1])
+    DEFAULT_CONFIG_FILE.write_text(to_yaml(Settings(), comments=True), encoding="utf-8")
+    page = Path("docs/configuration.md")
+    page.write_text(render_docs(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -41,7 +41,7 @@ from myxtts.observe.metrics import (
     short,
     stages_of,
 )
-from myxtts.settings import shown, yaml_value
+from myxtts.settings import format_setting
 from myxtts.tools.dry_run import KernelView
 from myxtts.tools.profile import DataAnalysis, Profile, Timing
 from myxtts.tools.tune import Tuning
@@ -599,7 +599,8 @@ def show_tuning(tuning: Tuning, console: Console | None = None) -> None:
         table = _table("setting", "now", "better", "gain", "why")
         for change in tuning.changes:
             gain = f"{change.gain_measured:.2f}×" if change.gain_measured is not None else ""
-            table.add_row(change.setting, shown(change.old), shown(change.new), gain, Text(change.why))
+            old, new = (format_setting(change.setting, value) for value in (change.old, change.new))
+            table.add_row(change.setting, old, new, gain, Text(change.why))
         console.print(table)
     if tuning.after is not None:
         before = f"{tuning.before.clips_per_s:.1f}" if tuning.before else "none (it could not be trained)"
@@ -623,7 +624,7 @@ def patch_lines(tuning: Tuning) -> list[str]:
     sections: dict[str, list[str]] = {}
     for key, value in tuning.values.items():
         section, _, name = key.partition(".")
-        sections.setdefault(section, []).append(f"  {name}: {yaml_value(value)}")
+        sections.setdefault(section, []).append(f"  {name}: {format_setting(key, value)}")
     return [line for section, lines in sections.items() for line in (f"{section}:", *lines)]
 
 
@@ -702,7 +703,11 @@ def _show_findings(findings: Sequence[Finding], console: Console) -> None:
         console.print(line)
         fix = finding.fix
         if finding.setting:
-            fix += f" ({finding.setting}: {yaml_value(finding.value)})" if finding.value is not None else ""
+            fix += (
+                f" ({finding.setting}: {format_setting(finding.setting, finding.value)})"
+                if finding.value is not None
+                else ""
+            )
         gain = f" Expected: {finding.gain:.2f}×." if finding.gain is not None and finding.level != "pass" else ""
         if fix or gain:
             console.print(Text(f"      → {fix}{gain}"))

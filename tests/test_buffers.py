@@ -31,7 +31,7 @@ def depths_for(
     settings = asked or {}
     data = DataSettings(batch_size=16, **settings, **others)
     plan = Plan(CPU, CPU) if gpu_mb is None else Plan(GPU, GPU, "buffered", gpu_mb, gpu_mb)
-    return choose_depths(data, {f"data.{name}" for name in settings}, plan, Stamps(data).outputs)
+    return choose_depths(data, plan, Stamps(data).outputs)
 
 
 def test_numbers_that_the_user_gives_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
 from myxtts.devices import Gpu, Machine, Plan
 from myxtts.observe.findings import Finding
 from myxtts.pipeline.frontend import GptFrontend
-from myxtts.settings import Loaded, load, specs
+from myxtts.settings import LoadedSettings, load, specs
 from myxtts.terminal import show_findings
 from myxtts.tools import check as cases
 from myxtts.tools import check as checks
@@ -66,7 +66,7 @@ def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
 
 
-def settings(**given: object) -> Loaded:
+def settings(**given: object) -> LoadedSettings:
     """Settings by names such as data__batch_size."""
     return load(None, {name.replace("__", "."): value for name, value in given.items()})
 

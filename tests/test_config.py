@@ -1,101 +1,68 @@
 """Settings: every key and flag arrives, every mistake is named, and the generated pages are current."""
 
 import argparse
-import dataclasses
+import json
 import subprocess
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from myxtts import config
-from myxtts.config import LANGUAGES, Settings
+from myxtts.config import LANGUAGES, Settings, descriptions
 from myxtts.errors import ConfigError
 from myxtts.settings import (
-    Loaded,
+    MAX_FILE_BYTES,
+    LoadedSettings,
     Spec,
     add_flags,
     canonical,
-    descriptions,
     flags_of,
     load,
     render_docs,
-    render_yaml_with_comments,
     specs,
     to_yaml,
+    value_of,
+    with_settings,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
 
 CONTRACT_COMMANDS = [
-    "--train-data DIR --val-data DIR",
     "--data-gpu 0 --model-gpu 1 --enable-memory-isolation --enable-static-shapes --data-gpu-memory 8192 "
     "--model-gpu-memory 16384 --model-size tiny --batch-size 16 --train-data DIR",
-    "--data-gpu 2 --model-gpu 3 --train-data DIR",
     "--buffer-size 100 --model-start-delay 3.0 --max-steps 100 --epochs 500 --grad-accum 4 --num-workers 16 "
     "--prefetch-buffer-size 8 --optimization-level enhanced --model-size small",
-    "--disable-static-shapes --optimization-level basic",
-    "--pad-to-fixed-length --optimization-level experimental",
-    "--checkpoint-dir DIR --reset-training --lr 1e-4 --seed 7 --language fa --tokenizer vocab.json",
-    "--init-from DIR --stages dvae,gpt,decoder --model-size normal",
-    "--model-size big --stages gpt",
+    "--checkpoint-dir DIR --reset-training --lr 1e-4 --seed 7 --language fa --tokenizer vocab.json "
+    "--disable-static-shapes --init-from DIR --stages dvae,gpt,decoder --val-data DIR",
 ]
+"""Every flag that users were promised, in commands they were promised."""
 
-CONTRACT_KEYS = {
-    "data.use_tf_native_loading": False,
-    "data.native_loading": False,
-    "data.num_workers": 8,
-    "data.prefetch_buffer_size": 8,
-    "data.batch_size": 32,
-    "data.pipeline_buffer_size": 100,
-    "data.data_gpu": 2,
-    "data.model_gpu": 3,
-    "data.pad_to_fixed_length": False,
-    "data.max_text_length": 150,
-    "data.max_mel_frames": 600,
-    "data.enable_xla": False,
-    "training.enable_xla_compilation": False,
-    "data.mixed_precision": False,
-    "data.prefetch_to_gpu": False,
-    "data.enhanced_gpu_prefetch": False,
-    "data.optimize_cpu_gpu_overlap": False,
-    "training.enable_graph_mode": False,
-    "training.enable_eager_debug": True,
-    "training.gradient_accumulation_steps": 4,
-    "training.checkpoint_dir": "elsewhere",
-    "training.save_step": 50,
-    "training.val_step": 60,
-    "training.learning_rate": 0.0003,
-    "training.epochs": 3,
-}
+CONTRACT_KEYS = """
+    data.use_tf_native_loading data.native_loading data.num_workers data.prefetch_buffer_size data.batch_size
+    data.pipeline_buffer_size data.data_gpu data.model_gpu data.pad_to_fixed_length data.max_text_length
+    data.max_mel_frames data.enable_xla training.enable_xla_compilation data.mixed_precision data.prefetch_to_gpu
+    data.enhanced_gpu_prefetch data.optimize_cpu_gpu_overlap training.enable_graph_mode
+    training.enable_eager_debug training.gradient_accumulation_steps training.checkpoint_dir training.save_step
+    training.val_step training.learning_rate training.epochs
+"""
 
 CONTRACT_DEFAULTS = {
-    "model.size": "tiny",
-    "data.batch_size": 16,
-    "training.gradient_accumulation_steps": 1,
-    "training.epochs": 500,
-    "training.max_steps": None,
-    "data.num_workers": 16,
-    "data.prefetch_buffer_size": 16,
-    "data.pipeline_buffer_size": 50,
-    "data.data_gpu": None,
-    "data.model_gpu": None,
-    "data.model_start_delay": 2.0,
-    "data.enable_memory_isolation": False,
-    "data.data_gpu_memory": 8192,
+    "model.size": "tiny", "data.batch_size": 16, "training.gradient_accumulation_steps": 1, "training.epochs": 500,
+    "training.max_steps": None, "data.num_workers": 16, "data.prefetch_buffer_size": None,
+    "data.pipeline_buffer_size": None, "data.data_gpu": None, "data.model_gpu": None,
+    "data.model_start_delay": 2.0, "data.enable_memory_isolation": False, "data.data_gpu_memory": 8192,
     "data.model_gpu_memory": 16384,
-    "data.pad_to_fixed_length": True,
-    "data.max_text_length": 200,
-    "data.max_mel_frames": 800,
-    "training.optimization_level": "enhanced",
-    "training.checkpoint_dir": Path("checkpoints"),
+    "data.pad_to_fixed_length": True, "data.max_text_length": 200, "data.max_mel_frames": 800,
+    "training.optimization_level": "enhanced", "training.checkpoint_dir": Path("checkpoints"),
     "training.reset_training": False,
-}
+}  # fmt: skip
+"""`auto` buffers stop at the promised 16 and 50: see test_buffers.py."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +71,7 @@ def _empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
 
 
-def loaded(command: str = "", text: str | bytes | None = None) -> Loaded:
+def loaded(command: str = "", text: str | bytes | None = None) -> LoadedSettings:
     """Settings as `train` loads them from a command line and the text of a file."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser)
@@ -122,14 +89,14 @@ def error_of(command: str = "", text: str | bytes | None = None) -> str:
     return str(caught.value)
 
 
-def value_at(settings: Settings, key: str) -> Any:
-    section, name = canonical()[key].split(".")
-    return getattr(getattr(settings, section), name)
+PAIR = {"data.data_gpu": ["model_gpu"], "data.model_gpu": ["data_gpu"]}
 
 
 def as_file(key: str, value: Any) -> str:
+    """A file with one setting, and with what must be given together with it; JSON is YAML."""
     section, name = key.split(".")
-    return yaml.safe_dump({section: {name: value}})
+    partner = dict.fromkeys(PAIR.get(key, ()), 7)
+    return json.dumps({section: {name: value, **partner}}, ensure_ascii=False)
 
 
 def other_value(spec: Spec) -> Any:
@@ -151,11 +118,6 @@ def in_own_type(spec: Spec, value: Any) -> Any:
     return spec.kind(value) if spec.kind in (Path, tuple) else value
 
 
-def partner_of(key: str) -> dict[str, Any]:
-    """What must be given together with a setting."""
-    return {"data.data_gpu": {"model_gpu": 7}, "data.model_gpu": {"data_gpu": 7}}.get(key, {})
-
-
 # The table
 
 
@@ -170,79 +132,51 @@ def test_at_most_80_settings_each_with_a_description_and_flags_of_its_own() -> N
 def test_defaults_are_valid_and_those_of_the_contract() -> None:
     settings = load(None, {}).settings
     assert settings == Settings()
-    assert loaded(text=to_yaml(settings)).settings == settings
-    for key, default in CONTRACT_DEFAULTS.items():
-        assert value_at(settings, key) == default, key
+    assert {key: value_of(settings, key) for key in CONTRACT_DEFAULTS} == CONTRACT_DEFAULTS
+
+
+def test_flags_and_keys_of_the_contract_are_known() -> None:
+    for command in CONTRACT_COMMANDS:
+        loaded(command)
+    assert set(CONTRACT_KEYS.split()) <= canonical().keys()
 
 
 def test_languages_are_those_of_xtts_and_persian() -> None:
     assert " ".join(LANGUAGES) == "en es fr de it pt pl tr ru nl cs ar zh ja hu ko hi fa"
-    assert set(config.LANGUAGE_NAMES) == set(LANGUAGES)
 
 
-def test_importing_the_tree_is_light() -> None:
-    code = "import sys, myxtts.config; print(*sys.modules)"
+@pytest.mark.parametrize("module", ["config", "settings"])
+def test_importing_is_light(module: str) -> None:
+    code = f"import sys, myxtts.{module}; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert not {"torch", "numpy", "yaml", "argparse"} & set(modules.split())
-
-
-def test_settings_cannot_be_changed_once_loaded() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        load(None, {}).settings.data.batch_size = 3  # type: ignore[misc]
+    assert not {"torch", "numpy", "rich", "ruamel"} & set(modules.split())
 
 
 # Every key and every flag arrives
 
 
-@pytest.mark.parametrize("key", list(specs()))
+@pytest.mark.parametrize("key", list(canonical()))
 def test_every_key_is_seen_through_the_file(key: str) -> None:
-    spec, value = specs()[key], other_value(specs()[key])
-    text = yaml.safe_dump({spec.section: {spec.name: value, **partner_of(key)}})
-    result = loaded(text=text)
-    assert value_at(result.settings, key) == in_own_type(spec, value) != spec.default
-    assert result.origin[key] == "file"
-    assert result.is_set(key)
+    spec = specs()[canonical()[key]]
+    value = other_value(spec)
+    result = loaded(text=as_file(key, value))
+    assert value_of(result.settings, spec.key) == in_own_type(spec, value) != spec.default
+    assert result.origin[spec.key] == "file"
+    assert result.is_set(spec.key)
 
 
 @pytest.mark.parametrize("key", list(specs()))
 def test_every_flag_is_seen_and_wins_over_the_file(key: str) -> None:
     spec, value = specs()[key], other_value(specs()[key])
+    text = ",".join(value) if spec.kind is tuple else str(value)
+    cases = [(form, value) for flag in spec.flags for form in (f"{flag} {text}", f"{flag}={text}")]
     if spec.kind is bool:
-        spellings = list(spec.flags if value else spec.off_flags)
-    else:
-        text = ",".join(value) if spec.kind is tuple else str(value)
-        spellings = [f"{flag} {text}" for flag in spec.flags] + [f"{flag}={text}" for flag in spec.flags]
-    default = spec.default if not isinstance(spec.default, Path) else str(spec.default)
-    file = yaml.safe_dump({spec.section: {spec.name: default, **partner_of(key)}})
-    if partner_of(key):
-        file = file.replace("null", "6")
-    for spelling in spellings:
-        result = loaded(spelling, file)
-        assert value_at(result.settings, key) == in_own_type(spec, value) != spec.default
+        cases = [*((flag, True) for flag in spec.flags), *((flag, False) for flag in spec.off_flags)]
+    in_file = 6 if key in PAIR else "here" if spec.kind is Path else spec.default
+    for command, wanted in cases:
+        result = loaded(command, as_file(key, not wanted if spec.kind is bool else in_file))
+        assert value_of(result.settings, key) == in_own_type(spec, wanted)
         assert result.origin[key] == "flag"
-
-
-@pytest.mark.parametrize("key", [key for key, spec in specs().items() if spec.kind is bool])
-def test_every_switch_can_be_turned_back_by_its_opposite_flag(key: str) -> None:
-    spec = specs()[key]
-    for flags, wanted in ((spec.flags, True), (spec.off_flags, False)):
-        for flag in flags:
-            assert value_at(loaded(flag, as_file(key, not wanted)).settings, key) is wanted
-
-
-@pytest.mark.parametrize("command", CONTRACT_COMMANDS)
-def test_commands_of_the_contract_are_accepted(command: str) -> None:
-    loaded(command)
-
-
-@pytest.mark.parametrize("key", list(CONTRACT_KEYS))
-def test_keys_of_the_contract_are_accepted(key: str) -> None:
-    section, name = key.split(".")
-    value = CONTRACT_KEYS[key]
-    result = loaded(text=yaml.safe_dump({section: {name: value, **partner_of(key)}}))
-    found = value_at(result.settings, key)
-    assert str(found) == str(value)
-    assert result.origin[canonical()[key]] == "file"
 
 
 def test_a_subset_of_flags_for_other_commands() -> None:
@@ -261,8 +195,8 @@ def test_help_shows_every_flag_and_every_description() -> None:
     text = " ".join(parser.format_help().split())
     for spec in specs().values():
         assert all(flag in text for flag in spec.flags + spec.off_flags)
-        first_words = " ".join(descriptions()[spec.key].replace("`null`", "`none`").split()[:3])
-        assert first_words in text
+        assert " ".join(descriptions()[spec.key].split()[:3]) in text
+    assert "up to 16. [default: auto]" in text
 
 
 # Where a value comes from
@@ -277,54 +211,56 @@ def test_the_file_in_the_working_folder_is_found_and_a_named_one_wins() -> None:
 
 
 def test_origin_tells_what_the_user_chose() -> None:
-    result = loaded("--buffer-size 50", "data: {prefetch_buffer_size: 16, num_workers: 4}")
-    assert result.origin["data.pipeline_buffer_size"] == "flag"  # equal to the default, but asked for
-    assert result.origin["data.num_workers"] == "file"
-    assert result.origin["data.prefetch_buffer_size"] == "default"  # a line that repeats the default
-    assert set(loaded(text=render_yaml_with_comments()).origin.values()) == {"default"}
+    result = loaded("--epochs 500", "data: {prefetch_buffer_size: 16, num_workers: 4, batch_size: 16}")
+    assert result.origin["training.epochs"] == "flag"  # equal to the default, but asked for
+    assert result.origin["data.prefetch_buffer_size"] == result.origin["data.num_workers"] == "file"
+    assert result.origin["data.batch_size"] == "default"  # a line that repeats the default
+    assert set(loaded(text=to_yaml(Settings(), comments=True)).origin.values()) == {"default"}
 
 
 def test_values_given_by_a_program_need_not_be_text() -> None:
-    settings = load(
-        None, {"data.batch_size": 8, "data.train_data": Path("x"), "data.use_tf_native_loading": False}
-    )
-    assert settings.settings.data.batch_size == 8
-    assert settings.settings.data.native_loading is False
+    given = {"data.batch_size": 8, "data.train_data": Path("x"), "data.use_tf_native_loading": False}
+    data = load(None, {**given, "training.learning_rate": 1}).settings.data
+    assert (data.batch_size, data.train_data, data.native_loading) == (8, Path("x"), False)
 
 
-def test_home_is_expanded_and_none_unsets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_is_expanded_and_null_unsets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
-    file = "data: {train_data: ~/corpus}\ntraining: {max_steps: 5}"
-    result = loaded("--max-steps none", file)
-    assert result.settings.data.train_data == Path("/home/someone/corpus")
-    assert result.settings.training.max_steps is None
+    file = "data: {train_data: ~/corpus, cache_dir: ~}\ntraining: {max_steps: 5, dvae_steps: 5}"
+    result = loaded("--max-steps none --dvae-steps null", file).settings
+    assert result.data.train_data == Path("/home/someone/corpus")
+    assert result.training.max_steps is result.training.dvae_steps is result.data.cache_dir is None
     assert "~nobody_at_all" in error_of(text="data: {train_data: ~nobody_at_all/x}")
 
 
-def test_repeated_flag_the_last_one_counts() -> None:
+def test_a_buffer_size_is_auto_or_a_number() -> None:
+    data = loaded("--buffer-size auto", "data: {prefetch_buffer_size: 16, pipeline_buffer_size: 9}").settings.data
+    assert (data.prefetch_buffer_size, data.pipeline_buffer_size) == (16, None)
+    assert loaded(text="data: {prefetch_buffer_size: auto}").settings == Settings()
+    assert "a whole number of at least 1, or auto" in error_of("--buffer-size 0")
+
+
+def test_of_repeated_and_opposite_flags_the_last_one_counts() -> None:
     assert loaded("--batch-size 3 --batch-size 4").settings.data.batch_size == 4
+    assert loaded("--disable-static-shapes --enable-static-shapes").settings.data.pad_to_fixed_length
 
 
 def test_aliases_are_one_setting() -> None:
-    assert loaded(text="data: {use_tf_native_loading: false}").settings.data.native_loading is False
-    assert loaded(text="data: {enable_xla: false}").settings.training.enable_xla_compilation is False
     both = "data: {enable_xla: false}\ntraining: {enable_xla_compilation: %s}"
     assert loaded(text=both % "false").settings.training.enable_xla_compilation is False
     message = error_of(text=both % "true")
-    assert "data.enable_xla" in message
-    assert "training.enable_xla_compilation" in message
-    assert "keep one" in message
+    assert "file.yaml:2: training.enable_xla_compilation is given twice, first as data.enable_xla" in message
+    assert "file.yaml:1" in message
 
 
-def test_numbers_with_an_exponent_are_numbers() -> None:
-    for text in ("1e-4", "1E-4", "1.0e-4", "0.0001", ".1e-3"):
+def test_values_are_read_as_their_setting_understands_them() -> None:
+    for text in ("1e-4", "1E-4", "1.0e-4", "0.0001", ".1e-3", "'1e-4'"):
         assert loaded(text=f"training: {{learning_rate: {text}}}").settings.training.learning_rate == 1e-4
-    assert loaded(text="training: {learning_rate: 1}").settings.training.learning_rate == 1.0
-
-
-def test_stages_as_list_or_text() -> None:
-    for text in ("[dvae, gpt]", "'dvae,gpt'", "'dvae, gpt'"):
-        assert loaded(text=f"training: {{stages: {text}}}").settings.training.stages == ("dvae", "gpt")
+    for text in ("[dvae, gpt]", "'dvae,gpt'", "'dvae, gpt'", "\n    - dvae\n    - gpt"):
+        assert loaded(text=f"training:\n  stages: {text}").settings.training.stages == ("dvae", "gpt")
+    for text in ("no", "Off", "FALSE"):
+        assert loaded(text=f"data: {{mixed_precision: {text}}}").settings.data.mixed_precision is False
+    assert loaded(text="data: {train_data: 2024}").settings.data.train_data == Path("2024")
 
 
 # Mistakes
@@ -340,9 +276,8 @@ def test_stages_as_list_or_text() -> None:
         ("training: {lr: 3}", "training.learning_rate"),
         ("training: {grad_accum: 3}", "training.gradient_accumulation_steps"),
         ("data: {zzzz: 3}", "the nearest known key is "),
-        ("trainig: {epochs: 3}", "the nearest known one is training"),
-        ("batch_size: 3", "under data:"),
-        ("data: {'batch_size ': 3}", "data.batch_size"),
+        ("trainig: {epochs: 3}", "the nearest known one of model, data, training is training"),
+        ("batch_size: 3", "batch_size belongs in the section data"),
     ],
 )
 def test_unknown_names_are_answered_with_the_nearest(text: str, words: str) -> None:
@@ -352,38 +287,32 @@ def test_unknown_names_are_answered_with_the_nearest(text: str, words: str) -> N
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("data.batch_size", "16", "without quotes"),
-        ("data.batch_size", 16.5, "found 16.5, expected a whole number of at least 1"),
-        ("data.batch_size", True, "found true"),
-        ("data.batch_size", 0, "found 0"),
-        ("data.batch_size", None, "found nothing"),
-        ("data.batch_size", [16], "found a list"),
-        ("data.batch_size", {"a": 1}, "found a mapping"),
-        ("data.batch_size", 10**30, "found an enormous number"),
+        ("data.batch_size", 16.5, "found '16.5', expected a whole number of at least 1; the default is 16"),
+        ("data.batch_size", True, "found 'true'"),
+        ("data.batch_size", 0, "found '0'"),
+        ("data.batch_size", "", "found ''"),
+        ("data.batch_size", "none", "found 'none'"),
+        ("data.batch_size", [16], "found ['16']"),
+        ("data.batch_size", {"a": 1}, "found {}"),
+        ("data.batch_size", 10**30, "expected a whole number"),
         ("data.mixed_precision", 1, "expected true or false"),
-        ("data.mixed_precision", "true", "without quotes"),
         ("data.val_fraction", 0.6, "from 0 to 0.5"),
-        ("data.val_fraction", float("nan"), "found nan"),
+        ("data.val_fraction", float("nan"), "found 'NaN'"),
         ("training.learning_rate", 0, "above 0"),
-        ("training.learning_rate", float("inf"), "found inf"),
+        ("training.learning_rate", float("inf"), "found 'Infinity'"),
         ("model.size", "smal", "did you mean small?"),
-        ("model.size", 3, "one of tiny, small, normal, big"),
         ("model.size", "large", "one of tiny, small, normal, big; did you mean big?"),
         ("data.language", "zh-cn", "did you mean zh?"),
-        ("data.language", "English", "did you mean en?"),
-        ("data.language", "farsi", "did you mean fa?"),
         ("data.language", "persain", "did you mean fa?"),
-        ("training.preset", "10gb", "8gb, 12gb, 16gb, 24gb, 40gb, or null; take 8gb, the next smaller"),
-        ("training.preset", "80 GB", "take 40gb, the next smaller"),
-        ("training.preset", "4gb", "40gb, or null; leave it out"),
-        ("data.train_data", 3, "expected the path of a folder"),
+        ("training.preset", "10gb", "one of 8gb, 12gb, 16gb, 24gb, 40gb, or null; leave it out"),
+        ("training.preset", "12GB", "did you mean 12gb?"),
         ("data.train_data", "", "expected the path of a folder"),
         ("data.train_data", "a\0b", "expected the path of a folder"),
         ("training.stages", ["gpt", "dvae"], "in this order"),
         ("training.stages", ["gpt", "gpt"], "each at most once"),
-        ("training.stages", ["gtp"], "did you mean gpt?"),
-        ("training.stages", [], "found a list"),
-        ("training.stages", [["gpt"]], "found a list in the list"),
+        ("training.stages", ["dvae", "gtp"], "did you mean gpt?"),
+        ("training.stages", [], "found []"),
+        ("training.stages", [["gpt"]], "found [[]]"),
         ("data.min_clip_seconds", 9.5, "lower the first or raise the second"),
     ],
 )
@@ -391,7 +320,7 @@ def test_values_that_do_not_fit_are_explained(key: str, value: Any, words: str) 
     message = error_of(text=as_file(key, value))
     assert words in message
     assert key in message
-    assert "file.yaml:" in message
+    assert "file.yaml:1" in message
 
 
 @pytest.mark.parametrize("text", ["x", "1.5", "", "9" * 5000, "0", "none", "1e3"])
@@ -402,14 +331,16 @@ def test_bad_text_after_a_flag_is_reported_with_the_flag(text: str) -> None:
 
 def test_all_mistakes_are_reported_at_once_with_their_places() -> None:
     text = "data:\n  batch_size: x\n  batchsize: 3\n  num_workers: 0\ntraining:\n  epochs: 1.5\nmodle: {}\n"
+    text += "model:\n  size: big\n  size: big\n"
     message = error_of("--lr fast --grad-accum 0 --batchsise 4 --data-gpu 1 stray", text)
-    assert message.startswith("10 problems")
+    assert message.startswith("11 problems")
     for words in (
         "file.yaml:2: data.batch_size",
-        "file.yaml:3: unknown key data.batchsize",
+        "file.yaml:3: unknown key 'data.batchsize'",
         "file.yaml:4: data.num_workers",
         "file.yaml:6: training.epochs",
-        "file.yaml:7: unknown section modle",
+        "file.yaml:7: unknown section 'modle'",
+        "file.yaml:10: model.size is given twice, first as model.size (file.yaml:9)",
         "flag --lr: training.learning_rate: found 'fast'",
         "flag --grad-accum",
         "unknown flag --batchsise; the nearest known flag is --batch-size",
@@ -417,26 +348,6 @@ def test_all_mistakes_are_reported_at_once_with_their_places() -> None:
         "flag --data-gpu: data.data_gpu is given without data.model_gpu",
     ):
         assert words in message
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "--enable-static-shapes --disable-static-shapes",
-        "--disable-static-shapes --pad-to-fixed-length",
-        "--mixed-precision --no-mixed-precision",
-    ],
-)
-def test_contradicting_flags_are_an_error(command: str) -> None:
-    message = error_of(command)
-    assert "contradict" in message
-    assert all(flag in message for flag in command.split())
-
-
-def test_agreeing_flags_are_not() -> None:
-    assert loaded("--enable-static-shapes --pad-to-fixed-length").settings.data.pad_to_fixed_length is True
-    result = loaded("--disable-static-shapes --no-pad-to-fixed-length", "data: {pad_to_fixed_length: true}")
-    assert result.settings.data.pad_to_fixed_length is False
 
 
 def test_two_gpus_need_two_different_indices() -> None:
@@ -447,37 +358,35 @@ def test_two_gpus_need_two_different_indices() -> None:
     assert loaded("--data-gpu 0", "data: {model_gpu: 1}").settings.data.model_gpu == 1
 
 
+ALIAS_BOMB = "a: &a [x]\n" + "".join(f"{n}: &{n} [{f'*{m}, ' * 9}]\n" for m, n in pairwise("abcdefghi"))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("data:\n\tbatch_size: 3\n", "file.yaml:2: is not valid YAML .*replace the tabs"),
-        ("data: [", "is not valid YAML"),
-        ("data: {batch_size: 3, batch_size: 4}", "data.batch_size is given twice"),
-        ("data:\n  batch_size: 3\n  batch_size: 3\n", "file.yaml:3: .* twice, first on line 2"),
-        ("data: {}\ndata: {}", "section data is given twice, first on line 1"),
-        ("- data", "found a list"),
-        ("hello", "found a single value"),
-        ("data: 3", "section data: found a single value"),
-        ("data: {[a]: 3}", "not a name"),
+        ("data:\n\tbatch_size: 3\n", "file.yaml:2: is not valid YAML .*indented by spaces"),
+        ("data: [", "file.yaml:1: is not valid YAML"),
+        ("- data", "the file is not a mapping"),
+        ("data: 3", "file.yaml:1: section data is not a mapping"),
         ("data: {}\n---\ndata: {}", "is not valid YAML"),
-        ("data: {batch_size: !!python/object:os.system x}", "no readable value"),
-        ("data: {batch_size: !!int ''}", "no readable value"),
-        ("data: {batch_size: !!timestamp x}", "no readable value"),
-        ("data: {mixed_precision: !!bool perhaps}", "no readable value"),
-        ("data: {batch_size: 2001-99-99}", "no readable value"),
-        ("data: {<<: 3}", "is not valid YAML"),
+        ("data: {batch_size: !!python/object/apply:os.system [touch executed]}", "batch_size: found"),
         ("training: {stages: &a [*a]}", "training.stages"),
         ("&a {data: *a}", "data.data"),
-        ("[" * 20000, "nested too deeply"),
-        ("data: {batch_size: " + "[" * 3000 + "]" * 3000 + "}", "nested too deeply|found a list"),
-        (b"\xff\xfe\xfa", "save it as plain UTF-8"),
-        (b"data: \xff", "save it as plain UTF-8"),
-        ("data: \x00", "save it as plain UTF-8"),
+        (ALIAS_BOMB + "data: {batch_size: *i}", "batch_size: found"),
+        ("[" * 700, "nested too deeply"),
+        (b"\xff\xfe\xfa", "cannot be read .*UTF-8"),
+        (b"data: \xff", "cannot be read .*UTF-8"),
+        ("data: \x00", "cannot be read .*UTF-8"),
+        (b"#" * 10**8, f"larger than {MAX_FILE_BYTES // 1000} kB"),
     ],
+    ids=lambda value: str(value)[:30],
 )
-def test_broken_files_are_explained(text: str | bytes, words: str) -> None:
+def test_broken_and_hostile_files_are_explained(text: str | bytes, words: str) -> None:
+    began_at = time.monotonic()
     with pytest.raises(ConfigError, match=words):
         loaded(text=text)
+    assert not Path("executed").exists()
+    assert time.monotonic() - began_at < 20
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -486,162 +395,79 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             load(path, {})
 
 
-@pytest.mark.parametrize(
-    "text", ["", "# nothing", "---", "~", "data:", "data:\nmodel:\n", "\ufeffdata: {}", "data: {}\r\n"]
-)
+@pytest.mark.parametrize("text", ["", "# nothing", "---", "data:", "data: null\nmodel: ~\n", "\ufeffdata: {}\r\n"])
 def test_empty_files_and_sections_mean_the_defaults(text: str) -> None:
     assert loaded(text=text).settings == Settings()
-
-
-def test_other_encodings_and_merge_keys() -> None:
-    assert loaded(text="data: {batch_size: 3}".encode("utf-16")).settings.data.batch_size == 3
-    merged = "data:\n  <<: {batch_size: 3, num_workers: 4}\n  batch_size: 5\n"
-    data = loaded(text=merged).settings.data
-    assert (data.batch_size, data.num_workers) == (5, 4)
 
 
 # Properties
 
 relaxed = hypothesis_settings(
-    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-scalars = (
+values = (
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats()
     | st.text(max_size=20)
-    | st.dates()
-    | st.binary(max_size=5)
+    | st.lists(st.text(), max_size=3)
 )
-trees = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(scalars, inner, max_size=3),
-    max_leaves=8,
-)
-known_names = sorted({name for key in canonical() for name in key.split(".")})
-names = st.sampled_from(known_names) | st.text(max_size=10)
-yaml_fragments = st.sampled_from(
-    [
-        *"[]{}'\"|#=\n\t",
-        "\n  ",
-        ", ",
-        "data:",
-        "model:",
-        "training:",
-        "batch_size: ",
-        "stages: ",
-        "16",
-        "...",
-        *["&a ", "*a", "<<: ", "? ", "- ", "!!int ", "!!bool ", "!!set ", "!!omap ", "!x "],
-    ]
-)
+names = st.sampled_from(sorted(canonical())) | st.text(max_size=10)
+words = ["data:", "training:", "batch_size:", "stages:", "16", "...", "&a", "*a", "<<:", "?", "-", "!!int", "!x"]
+fragments = st.sampled_from([*"[]{}'\"|#=\n\t ,", "\n  ", *words, *(f"{word} " for word in words)])
 
 
-def loads_or_explains(text: str | bytes) -> None:
+@relaxed
+@given(
+    st.text() | st.binary() | st.lists(fragments, max_size=20).map("".join),
+    st.dictionaries(names, values, max_size=4),
+)
+@example("&a {<<: *a, data: {<<: *a}}", {})
+@example("data: {? [a] : 3}", {"data.batch_size": "x"})
+def test_any_file_and_any_flags_load_or_are_explained(text: str | bytes, flags: dict[str, Any]) -> None:
+    file = Path("file.yaml")
+    file.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     try:
-        loaded(text=text)
+        load(file, flags)
     except ConfigError as error:
         assert "problem" in str(error)
 
 
 @relaxed
-@given(st.text() | st.binary() | st.lists(yaml_fragments, max_size=20).map("".join))
-@example("&a {<<: *a, data: {<<: *a}}")
-@example("data: &a {<<: [*a, *a], batch_size: 3}")
-@example("data: {? !!omap [a] : 3}")
-def test_any_text_loads_or_is_explained(text: str | bytes) -> None:
-    loads_or_explains(text)
-
-
-@relaxed
-@given(st.dictionaries(names, trees | st.dictionaries(names, trees, max_size=5), max_size=4))
-def test_any_tree_loads_or_is_explained(tree: dict[str, Any]) -> None:
-    loads_or_explains(yaml.safe_dump(tree, allow_unicode=True))
-
-
-@relaxed
-@given(st.dictionaries(names | st.sampled_from(sorted(canonical())), scalars | trees, max_size=5))
-def test_any_flags_load_or_are_explained(flags: dict[str, Any]) -> None:
-    try:
-        load(None, flags)
-    except ConfigError as error:
-        assert "problem" in str(error)
-
-
-def valid_values(spec: Spec) -> st.SearchStrategy[Any]:
-    low = spec.minimum if spec.minimum is not None else spec.above
-    values: st.SearchStrategy[Any]
-    if spec.kind is bool:
-        values = st.booleans()
-    elif spec.kind is tuple:
-        values = st.sets(st.sampled_from(spec.choices), min_size=1).map(
-            lambda chosen: tuple(c for c in spec.choices if c in chosen)
-        )
-    elif spec.choices:
-        values = st.sampled_from(spec.choices)
-    elif spec.kind is Path:
-        letters = st.characters(blacklist_categories=["Cs"], blacklist_characters="\0")
-        text = st.text(letters, min_size=1, max_size=12) | st.sampled_from(
-            ["~", "~x", "none", "NULL", "a b", "#a: b"]
-        )
-        values = text.filter(str.strip).map(Path)
-    elif spec.kind is int:
-        values = st.integers(int(low or 0), int(spec.maximum or 10**15))
-    else:
-        values = st.floats(low, spec.maximum, exclude_min=spec.above is not None, allow_infinity=False)
-    return values | st.none() if spec.optional else values
-
-
-@st.composite
-def valid_settings(draw: st.DrawFn) -> Settings:
-    sections: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "training": {}}
-    for spec in specs().values():
-        sections[spec.section][spec.name] = draw(valid_values(spec))
-    data = sections["data"]
-    if data["data_gpu"] is None or data["data_gpu"] == data["model_gpu"]:
-        data["model_gpu"] = data["data_gpu"] = None
-    elif data["model_gpu"] is None:
-        data["model_gpu"] = data["data_gpu"] + 1 if data["data_gpu"] < 10**15 else 0
-    data["min_clip_seconds"] = min(data["min_clip_seconds"], 0.7)
-    return Settings(
-        model=config.ModelSettings(**sections["model"]),
-        data=config.DataSettings(**data),
-        training=config.TrainingSettings(**sections["training"]),
-    )
-
-
-@hypothesis_settings(relaxed, max_examples=60)
-@given(valid_settings())
-def test_settings_survive_being_written_down(settings: Settings) -> None:
+@given(st.text(st.characters(blacklist_characters="\0"), min_size=1, max_size=12).filter(str.strip))
+@example("~")
+@example("~x")
+@example("NULL")
+@example("0E0")
+@example("#a: b")
+@example("نمونه/صدا")
+def test_a_folder_of_any_name_survives_being_written_down(name: str) -> None:
+    settings = with_settings(Settings(), {"training.init_from": Path(name)})
     assert loaded(text=to_yaml(settings)).settings == settings
 
 
-@pytest.mark.parametrize("name", ["0E0", "12", "~", "none"])
-def test_a_folder_may_be_called_like_a_number_or_a_word_of_yaml(name: str) -> None:
-    settings = Settings(training=config.TrainingSettings(init_from=Path(name)))
-    assert loaded(text=to_yaml(settings)).settings == settings
+def test_settings_survive_being_written_down() -> None:
+    others = {key: in_own_type(spec, other_value(spec)) for key, spec in specs().items()}
+    others |= {"data.model_gpu": 3, "training.learning_rate": 1e-7, "data.model_start_delay": 1e15}
+    settings = with_settings(Settings(), others)
+    for comments in (False, True):
+        assert loaded(text=to_yaml(settings, comments=comments)).settings == settings
 
 
 # Generated pages
 
 
 def test_generated_pages_are_current() -> None:
-    for path, text in (
-        ("configs/config.yaml", render_yaml_with_comments()),
-        ("docs/configuration.md", render_docs()),
-    ):
-        assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path} is stale: make docs"
-
-
-def test_the_shipped_file_holds_every_key_at_its_default() -> None:
-    tree = yaml.safe_load((ROOT / "configs/config.yaml").read_text(encoding="utf-8"))
-    assert {f"{section}.{name}" for section in tree for name in tree[section]} == set(specs())
-    assert load(ROOT / "configs/config.yaml", {}).settings == Settings()
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert page == render_docs(page), "docs/configuration.md is stale: make docs"
+    file = (ROOT / "configs/config.yaml").read_text(encoding="utf-8")
+    assert file == to_yaml(Settings(), comments=True), "configs/config.yaml is stale: make docs"
+    assert file.count("\n  prefetch_buffer_size: auto\n") == 1
 
 
 def test_the_docs_page_names_every_key_flag_and_alias() -> None:
-    page = render_docs()
+    page = render_docs("")
     for spec in specs().values():
         assert f"| `{spec.name}` |" in page
         assert all(f"`{flag}" in page for flag in spec.flags + spec.off_flags)

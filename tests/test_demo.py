@@ -11,15 +11,15 @@ import pytest
 import soundfile
 from training_fixtures import FLAGS, Clips, clips, newest, small, stop_at, train
 
-import myxtts.settings
+import myxtts.config
 from myxtts import reports
 from myxtts.cli import main
-from myxtts.config import STAGES
+from myxtts.config import DEMO, STAGES
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.errors import PipelineError
 from myxtts.reports import TrainingReports, is_faint
 from myxtts.run_dir import RunDir
-from myxtts.settings import DEMO, apply_demo, load
+from myxtts.settings import apply_demo, load
 
 __all__ = ["clips", "small"]
 pytestmark = pytest.mark.usefixtures("small")
@@ -31,7 +31,7 @@ Screen = pytest.CaptureFixture[str]
 def short_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demonstration in two steps a stage."""
     steps = {"training.dvae_steps": 2, "training.max_steps": 2, "training.warmup_steps": 0}
-    monkeypatch.setattr(myxtts.settings, "DEMO", DEMO | steps)
+    monkeypatch.setattr(myxtts.config, "DEMO", {**DEMO, **steps})
 
 
 def next_commands(shown: str) -> dict[str, list[str]]:
@@ -50,7 +50,7 @@ def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(clips: Clips, c
     assert rate == 24000 and abs(wave).max() > 0
     assert (run / "report.html").is_file()
     assert not RunDir(run).has_checkpoint("decoder")
-    assert "demonstration: training.stages = dvae,gpt (default null)" in shown
+    assert "demonstration: training.stages = [dvae, gpt] (default null)" in shown
     assert "embedded corpus: training.checkpoint_dir = demo (default checkpoints)" in shown
     assert "decoder_steps" not in shown, "no decoder is trained"
     assert f"in the voice of {EMBEDDED_CORPUS}" in shown and "by Griffin-Lim (gpt: 2 steps)" in shown

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import soundfile as sf
 import torch
-import yaml
 from conftest import SENTENCES, make_voice
 from training_fixtures import SMALL, small, train
 
@@ -28,7 +27,7 @@ from myxtts.data.prepare import prepare
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.model.xtts import XTTS
 from myxtts.observe.report import render_report, write_report
-from myxtts.settings import load
+from myxtts.settings import load, to_yaml
 from myxtts.synthesis.generation import Sampling, generate
 from myxtts.synthesis.voices import Voice
 from myxtts.tools.evaluate import JUDGE_SCRIPT, code_latents, find_judges, held_out, reading, summarise
@@ -116,8 +115,9 @@ def items_of(run: Path) -> list[dict[str, Any]]:
 
 
 def metadata_texts(run: Path) -> dict[str, str]:
-    settings = yaml.safe_load((run / "settings.yaml").read_text())
-    lines = (Path(settings["data"]["train_data"]) / "metadata.csv").read_text().splitlines()[1:]
+    folder = load(run / "settings.yaml", {}).settings.data.train_data
+    assert folder is not None
+    lines = (folder / "metadata.csv").read_text().splitlines()[1:]
     return {line.split("|")[0]: line.split("|")[1] for line in lines}
 
 
@@ -263,9 +263,8 @@ def test_what_cannot_be_evaluated_is_an_error_that_says_why(
     code, text = told(run)
     assert code == 2 and "has not trained gpt yet" in text and "--stages gpt" in text
     shutil.copytree(trained() / "gpt", run / "gpt")
-    settings = yaml.safe_load((run / "settings.yaml").read_text())
-    settings["data"]["val_fraction"] = 0.0
-    (run / "settings.yaml").write_text(yaml.safe_dump(settings))
+    settings = load(run / "settings.yaml", {"data.val_fraction": 0.0}).settings
+    (run / "settings.yaml").write_text(to_yaml(settings))
     code, text = told(run)
     assert code == 2 and "The run holds no clips out" in text and "--val-data" in text
     assert not (run / "evaluation").exists()

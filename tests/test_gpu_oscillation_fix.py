@@ -121,7 +121,7 @@ class TheRealPipelineIsProfiled(unittest.TestCase):
             return fill(gatherer, batch, job)
 
         with mock.patch.object(Gatherer, "fill", bursts):
-            found = profile(self.loaded, self.prepared, num_steps=12, stage="dvae")
+            found = profile(self.loaded.settings, self.prepared, num_steps=12, stage="dvae")
         assert found.verdict is not None
         self.assertEqual(found.verdict.bound, "gather")
         self.assertGreater(found.verdict.step_cv, 0.3)

@@ -33,7 +33,7 @@ class ModesAreAnnounced(unittest.TestCase):
         self.assertEqual(lines[0], "Intelligent GPU Pipeline: Single-GPU Buffered Mode")
         self.assertIn("Data GPU: cuda:0 (Card 0, 24000 MB)", lines)
         self.assertIn("Model GPU: cuda:0 (Card 0, 24000 MB)", lines)
-        self.assertIn("Buffer size: 50 batches", lines)
+        self.assertIn("Buffer size: auto, up to 50 batches", lines)
 
     def test_two_named_gpus_share_the_work(self) -> None:
         lines = self.announced(CARDS, data_gpu=0, model_gpu=1, pipeline_buffer_size=100)
@@ -51,7 +51,7 @@ class BuffersFollowTheSettings(unittest.TestCase):
     def depths(self, **asked: object) -> Depths:
         data = DataSettings(batch_size=2, max_mel_frames=100, **asked)
         outputs = only_stamps(None, data, 0).outputs
-        return choose_depths(data, {f"data.{name}" for name in asked}, Plan(CPU, CPU), outputs)
+        return choose_depths(data, Plan(CPU, CPU), outputs)
 
     def test_what_the_user_asks_for_is_kept(self) -> None:
         depths = self.depths(pipeline_buffer_size=20, prefetch_buffer_size=8, num_workers=1)

@@ -29,7 +29,7 @@ from myxtts.errors import ConfigError
 from myxtts.observe.findings import Finding
 from myxtts.pipeline.frontend import DvaeFrontend
 from myxtts.run import prepare_corpus
-from myxtts.settings import Loaded, load
+from myxtts.settings import LoadedSettings, load
 from myxtts.terminal import show_profile
 from myxtts.tools import dry_run
 from myxtts.tools.profile import (
@@ -52,7 +52,7 @@ SLOW_S = 0.05
 pytestmark = pytest.mark.usefixtures("small")
 
 
-def loaded_with(corpus: Path, **flags: str) -> Loaded:
+def loaded_with(corpus: Path, **flags: str) -> LoadedSettings:
     given = {
         "data.train_data": str(corpus), "data.language": "en", "data.vocab_size": "256", "data.batch_size": "2",
         "data.max_mel_frames": "128", "data.max_text_length": "40", "data.num_workers": "1",
@@ -76,7 +76,7 @@ def run(clips: Clips) -> Callable[..., Profile]:
     def start(options: Mapping[str, Any] | None = None, **flags: str) -> Profile:
         loaded = loaded_with(clips(4), **flags)
         prepared = prepare_corpus(loaded.settings)
-        return profile(loaded, prepared, **{"num_steps": 6, "stage": "dvae"} | dict(options or {}))
+        return profile(loaded.settings, prepared, **{"num_steps": 6, "stage": "dvae"} | dict(options or {}))
 
     return start
 
@@ -164,7 +164,7 @@ def test_a_batch_that_was_begun_before_the_first_measured_step_is_followed_to_it
 ) -> None:
     plant_slow_gathering(monkeypatch)
     loaded = loaded_with(clips(4))
-    measured = dry_run.DryRun(loaded, prepare_corpus(loaded.settings), "dvae").measure(3, traced=True)
+    measured = dry_run.DryRun(loaded.settings, prepare_corpus(loaded.settings), "dvae").measure(3, traced=True)
     gathered = {span.batch for span in measured.spans if span.name == "gather"}
     waited = [span.batch for span in measured.spans if span.name == "wait" and span.duration_us > 5000]
     assert waited and set(waited) <= gathered
@@ -267,7 +267,7 @@ def test_measuring_leaves_no_codes_in_the_users_cache(clips: Clips) -> None:
     loaded = loaded_with(clips(4))
     prepared = prepare_corpus(loaded.settings)
     before = set(prepared.root.iterdir())
-    profile(loaded, prepared, num_steps=1, stage="gpt", data_only=True)
+    profile(loaded.settings, prepared, num_steps=1, stage="gpt", data_only=True)
     assert set(prepared.root.iterdir()) == before
 
 
@@ -443,7 +443,10 @@ def test_the_commands_run_and_answer_in_json(
 
     from test_tune import Pretended
 
-    monkeypatch.setattr("myxtts.tools.tune.try_out_apart", lambda loaded, *_: Pretended(mb_per_clip=0)(loaded))
+    pretended = Pretended(mb_per_clip=0)
+    monkeypatch.setattr(
+        "myxtts.tools.tune.try_out_apart", lambda settings, *_: pretended(SimpleNamespace(settings=settings))
+    )
     options = command(f"tune --batch-size 2 --max-batch 4 --minutes 1 --apply {shared}")
     assert options.run(options) == 0
     assert json.loads(capsys.readouterr().out)["values"] == {"data.batch_size": 4}

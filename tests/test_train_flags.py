@@ -192,7 +192,7 @@ def see_grad_clip(run: Observe) -> None:
 def see_optimization_level(run: Observe) -> None:
     seen = run("--optimization-level basic")
     assert "optimization level basic: training.enable_graph_mode = false (default true)" in seen.out
-    assert seen.settings["training"]["enable_graph_mode"] is False
+    assert seen.settings.training.enable_graph_mode is False
 
 
 def see_preset(run: Observe) -> None:

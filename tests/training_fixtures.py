@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from conftest import SENTENCES, write_corpus
 from torch import Tensor
 
@@ -22,6 +21,7 @@ import myxtts.pipeline.frontend
 import myxtts.training.recipes
 from myxtts.checkpoints import LoadedCheckpoint
 from myxtts.cli import main
+from myxtts.config import Settings
 from myxtts.data.batches import Sizes
 from myxtts.devices import Machine
 from myxtts.model.gpt import GPTDims
@@ -32,6 +32,7 @@ from myxtts.pipeline import feed
 from myxtts.pipeline.feed import Depths, Feed
 from myxtts.reports import TrainingReports
 from myxtts.run_dir import RunDir
+from myxtts.settings import load
 from myxtts.training.recipes import DvaeRecipe
 
 SMALL = XTTSDims(
@@ -187,8 +188,8 @@ class Seen:
         return newest(self.folder, "dvae").step
 
     @property
-    def settings(self) -> Any:
-        return yaml.safe_load((self.folder / "settings.yaml").read_text())
+    def settings(self) -> Settings:
+        return load(self.folder / "settings.yaml", {}).settings
 
     @property
     def weights(self) -> dict[str, Tensor]:

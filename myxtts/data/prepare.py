@@ -26,7 +26,7 @@ import xxhash
 
 from myxtts import __version__, audio
 from myxtts.audio import DECODE_VERSION, LIBRARIES
-from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
+from myxtts.config import LANGUAGES, PREPARE_KEYS, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import (
     AudioRows,
     ClipSet,
@@ -57,7 +57,6 @@ from myxtts.data.store import (
 )
 from myxtts.errors import ConfigError, DatasetError, NoProgress, Progress
 from myxtts.host import usable_cores
-from myxtts.settings import PREPARE_KEYS
 from myxtts.text import language as detection
 from myxtts.text import normalize as normalization
 from myxtts.text import phonemes, tokenizer

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+from myxtts.config import MAX_AUTO_PREFETCH
 from myxtts.observe.breakdown import (
     DATA_STAGES,
     GPU_STAGES,
@@ -208,7 +209,9 @@ def _late(facts: Facts, stage: str) -> tuple[str, str, Remedy]:
 
 def _buffer(facts: Facts, time: StageTime | None) -> Remedy:
     """Enough batches on the host to train on while the slowest one is gathered."""
-    depth = facts.evidence.depths.get("host") or facts.evidence.settings.data.prefetch_buffer_size
+    depth = (
+        facts.evidence.depths.get("host") or facts.evidence.settings.data.prefetch_buffer_size or MAX_AUTO_PREFETCH
+    )
     longest = math.ceil(time.longest_ms / facts.train_ms) + 2 if time is not None and facts.train_ms else 0
     stage = "gather" if time is not None else "feed"
     fix = "Keep more batches ready on the host."

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
 
-from myxtts.config import DataSettings, Settings
+from myxtts.config import MAX_AUTO_BUFFER, MAX_AUTO_PREFETCH, DataSettings, Settings
 from myxtts.data.batches import (
     Batch,
     Batches,
@@ -62,8 +62,8 @@ KEEP_DEPTH = 4
 """Batches of fresh codes on their way to the disk."""
 DEVICE_SHARE = 0.05
 """Share of a device's memory, or of its cap, that waiting batches may take; the model needs the rest."""
-HOST_SHARE, HOST_SHARE_ASKED = 0.1, 0.5
-"""Share of the available host memory that buffers take by default, and that a user may ask for."""
+HOST_SHARE, MAX_HOST_SHARE = 0.1, 0.5
+"""Share of the available host memory that buffers take when they are `auto`, and that numbers may ask for."""
 MOST_GATHERERS = 4
 """Gathering from the packed cache is copying: more threads than this only take turns on the memory bus."""
 ENCODE_VERSION = 2
@@ -82,26 +82,24 @@ class Depths(NamedTuple):
 VALIDATION_DEPTHS = Depths(host=2, model=3, gatherers=1)
 
 
-def choose_depths(data: DataSettings, asked: Collection[str], plan: Plan, outputs: Layout) -> Depths:
-    """Depths for a front end with these outputs; `asked` names the settings that the user chose."""
+def choose_depths(data: DataSettings, plan: Plan, outputs: Layout) -> Depths:
+    """Depths for a front end with these outputs: the settings' numbers, or what workers and memory suggest."""
     gatherers = min(data.num_workers, usable_cores())
     if data.native_loading:
         gatherers = min(gatherers, MOST_GATHERERS)
     batch_bytes, available = host_layout(data).num_bytes, available_bytes()
-    if plan.model.type != "cuda" and not {"data.prefetch_buffer_size", "data.pipeline_buffer_size"} & set(asked):
-        return Depths(MODEL_DEPTH, MODEL_DEPTH, gatherers)  # working ahead takes the cores that training needs
     prefetch, total = data.prefetch_buffer_size, data.pipeline_buffer_size
-    if "data.prefetch_buffer_size" not in asked:
-        prefetch = min(prefetch, max(2 * gatherers, 4), _fitting(HOST_SHARE * available, batch_bytes))
-    if "data.pipeline_buffer_size" not in asked:
-        room = prefetch + _fitting(DEVICE_SHARE * _device_bytes(plan), outputs.num_bytes)
-        total = min(total, max(room, prefetch + MODEL_DEPTH))
-    elif "data.prefetch_buffer_size" not in asked:
-        prefetch = min(prefetch, max(total - MODEL_DEPTH, 1))
+    if plan.model.type != "cuda" and prefetch is None and total is None:
+        return Depths(MODEL_DEPTH, MODEL_DEPTH, gatherers)  # working ahead takes the cores that training needs
     on_device = _fitting(DEVICE_SHARE * _device_bytes(plan), outputs.num_bytes)
+    if prefetch is None:
+        prefetch = min(MAX_AUTO_PREFETCH, max(2 * gatherers, 4), _fitting(HOST_SHARE * available, batch_bytes))
+        prefetch = prefetch if total is None else min(prefetch, max(total - MODEL_DEPTH, 1))
+    if total is None:
+        total = min(MAX_AUTO_BUFFER, prefetch + max(on_device, MODEL_DEPTH))
     model = max(MODEL_DEPTH, min(total - prefetch, on_device))
     host = max(prefetch, total - model)
-    most = _fitting(HOST_SHARE_ASKED * available, batch_bytes)
+    most = _fitting(MAX_HOST_SHARE * available, batch_bytes)
     if host > most:
         raise ConfigError(
             f"{host} batches in host memory need {host * batch_bytes / 2**20:.0f} MB, and "
@@ -366,7 +364,6 @@ class FeedContext(Protocol):
     prepared: PreparedCorpus
     plan: Plan
     model: XTTS
-    asked: frozenset[str]
 
     @property
     def streams(self) -> Streams: ...
@@ -392,7 +389,7 @@ def build_feed(
         frontend,
         plan,
         data,
-        VALIDATION_DEPTHS if validation else choose_depths(data, ctx.asked, plan, frontend.outputs),
+        VALIDATION_DEPTHS if validation else choose_depths(data, plan, frontend.outputs),
         cursor=cursor,
         accumulate=1 if validation else ctx.settings.training.gradient_accumulation_steps,
         num_batches=gatherer.batches.num_batches if validation else None,

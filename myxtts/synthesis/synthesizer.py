@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor
 
 from myxtts.audio import Wave, write
@@ -32,6 +31,7 @@ from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError,
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
+from myxtts.settings import load
 from myxtts.synthesis.generation import (
     Advance,
     Bars,
@@ -761,7 +761,6 @@ def speak_sample(folder: Path, said: Example, device: torch.device | None = None
 def _data_settings(folder: Path) -> dict[str, Any]:
     """The section `data` of the settings a run was last started with."""
     try:
-        found = yaml.safe_load((folder / "settings.yaml").read_text(encoding="utf-8"))
-        return dict(found["data"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+        return vars(load(folder / "settings.yaml", {}).settings.data)
+    except ConfigError:
         return {}

@@ -29,6 +29,8 @@ from myxtts.config import (
     ModelSettings,
     Settings,
     TrainingSettings,
+    least_memory_mb,
+    preset_for,
 )
 from myxtts.data.batches import MAX_CROP_FRAMES, host_layout
 from myxtts.data.clips import PreparedCorpus
@@ -46,7 +48,7 @@ from myxtts.pipeline.feed import MOST_GATHERERS, choose_depths
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.run import check_resumable
 from myxtts.run_dir import PREFIXES, RunDir
-from myxtts.settings import Loaded, load, preset, preset_for, shown, specs
+from myxtts.settings import LoadedSettings, format_setting, load, specs
 from myxtts.tools.dry_run import OBSERVED_STEPS, Observation, observe_pipeline
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -77,7 +79,7 @@ class Host:
 class Case:
     """Settings on a machine."""
 
-    loaded: Loaded
+    loaded: LoadedSettings
     machine: Machine
     host: Host
 
@@ -106,11 +108,6 @@ class Case:
     def stages(self) -> tuple[str, ...]:
         """What would be trained."""
         return self.training.stages or (STAGES if self.training.init_from is None else ("gpt",))
-
-    @property
-    def asked(self) -> frozenset[str]:
-        """Settings that the user chose."""
-        return frozenset(key for key in self.loaded.origin if self.loaded.is_set(key))
 
     @cached_property
     def plan(self) -> Plan | ConfigError:
@@ -203,9 +200,8 @@ class Case:
 def change(key: str, value: Any) -> dict[str, Any]:
     """The part of a finding that says which setting to change, to what, and how to write it."""
     spec = specs()[key]
-    flag = spec.off_flags[0] if value is False else spec.flags[0]
-    flag += "" if spec.kind is bool else f" {value}"
-    return {"fix": f"give {flag}, or set {key}: {shown(value)}", "setting": key, "value": value}
+    flag = spec.flag_for(value) + ("" if spec.kind is bool else f" {value}")
+    return {"fix": f"give {flag}, or set {key}: {format_setting(key, value)}", "setting": key, "value": value}
 
 
 @cache
@@ -282,8 +278,8 @@ def devices(case: Case) -> Finding:
 
 def caps(case: Case) -> Finding:
     """Whether memory caps are possible, and have an effect."""
-    data, asked = case.data, {"data.data_gpu_memory", "data.model_gpu_memory"} & case.asked
-    by_flag = {key for key in asked if case.loaded.origin[key] != "preset"}
+    data, keys = case.data, ("data.data_gpu_memory", "data.model_gpu_memory")
+    by_flag = {key for key in keys if case.loaded.origin[key] in ("file", "flag")}
     if not data.enable_memory_isolation:
         if not by_flag:
             return Finding("caps", "pass", "No memory caps: each role takes what it needs")
@@ -321,7 +317,7 @@ def workers(case: Case) -> Finding:
 def prefetch(case: Case) -> Finding:
     """Whether enough batches wait in host memory."""
     size, key = case.data.prefetch_buffer_size, "data.prefetch_buffer_size"
-    if key not in case.asked:
+    if size is None:
         return Finding("prefetch", "pass", "Batches ready on the host: as workers and memory suggest")
     if size >= LEAST_PREFETCH:
         return Finding("prefetch", "pass", f"{size} batches are kept ready on the host")
@@ -355,7 +351,7 @@ def batch_size(case: Case) -> Finding:
     size, key = case.data.batch_size, "data.batch_size"
     if case.model_gpu is None:
         return Finding("batch-size", "pass", f"{size} clips a batch")
-    suggested = int(preset(_suited_preset(case, case.model_gpu.memory_mb))[key])
+    suggested = int(PRESETS[_suited_preset(case, case.model_gpu.memory_mb)][key])
     if size < max(suggested // 4, LEAST_BATCH):
         level: Level = "fail" if size < LEAST_BATCH else "warn"
         why = f"starting kernels takes longer than running them; {suggested} suits this card"
@@ -439,7 +435,7 @@ def buffers(case: Case) -> Finding:
     budget = case.data.batch_size * min(MAX_CROP_FRAMES, case.data.max_mel_frames)
     frontend = GptFrontend(case.network, case.data, budget)
     try:
-        depths = choose_depths(case.data, case.asked, plan, frontend.outputs)
+        depths = choose_depths(case.data, plan, frontend.outputs)
     except ConfigError as error:
         fix = "lower --buffer-size and --prefetch-buffer-size, or --batch-size"
         return Finding("buffers", "fail", "The buffers do not fit the host's memory", str(error), fix)
@@ -456,10 +452,10 @@ def card_preset(case: Case) -> Finding:
     name, used = _suited_preset(case, case.model_gpu.memory_mb), case.training.preset
     if used == name:
         return Finding("preset", "pass", f"The preset for this card is used: {name}")
-    values = ", ".join(f"{key.split('.')[1]} {shown(value)}" for key, value in preset(name).items())
+    values = ", ".join(f"{key.split('.')[1]} {format_setting(key, value)}" for key, value in PRESETS[name].items())
     what, why = f"The preset for this card is {name}", f"it gives {values}; what you set yourself wins over it"
     level: Level = "info"
-    if used is not None and PRESETS.index(used) > PRESETS.index(name):
+    if used is not None and least_memory_mb(used) > least_memory_mb(name):
         level, why = "warn", f"{used} is for a larger card, and its batches may not fit; {why}"
     return Finding("preset", level, what, why, **change("training.preset", name))
 
@@ -469,9 +465,9 @@ def _suited_preset(case: Case, card_mb: int) -> str:
     name, cap = preset_for(card_mb), case.data.model_gpu_memory
     if not case.data.enable_memory_isolation:
         return name
-    smaller = PRESETS[: PRESETS.index(name) + 1]
-    fitting = [other for other in smaller if preset(other)["data.model_gpu_memory"] <= cap]
-    return fitting[-1] if fitting else PRESETS[0]
+    smaller = [other for other in PRESETS if least_memory_mb(other) <= least_memory_mb(name)]
+    fitting = [other for other in smaller if PRESETS[other]["data.model_gpu_memory"] <= cap]
+    return fitting[-1] if fitting else next(iter(PRESETS))
 
 
 def _problems(error: ConfigError) -> str:
@@ -519,7 +515,7 @@ SAVED_BYTES_PER_WEIGHT = 12
 """Of a checkpoint: the weight and two moments of AdamW."""
 
 
-def check(loaded: Loaded, machine: Machine | None = None, host: Host | None = None) -> list[Finding]:
+def check(loaded: LoadedSettings, machine: Machine | None = None, host: Host | None = None) -> list[Finding]:
     """Findings about a run with these settings on this machine; starts nothing and writes nothing."""
     return answers(Case(loaded, machine or Machine.look(), host or Host.look()))
 
@@ -749,7 +745,7 @@ class Attempt:
 
 
 def check_gpus(
-    loaded: Loaded,
+    loaded: LoadedSettings,
     machine: Machine | None = None,
     host: Host | None = None,
     progress: Progress | None = None,
@@ -843,7 +839,7 @@ def rehearsal(attempt: Attempt) -> Iterator[Finding]:
         attempt.say(
             f"Rehearsing {OBSERVED_STEPS} steps of stage {stage}{' (compiling takes a while)' * attempt.on_gpu}"
         )
-        seen = observe_pipeline(loaded, prepared, stage, attempt.plan)
+        seen = observe_pipeline(loaded.settings, prepared, stage, attempt.plan)
     except (MyXTTSError, RuntimeError, OSError) as error:  # of a compiler or a driver too: this is what was asked
         fix = "do what the error says; what the compiler cannot do, --disable-xla-compilation avoids"
         yield Finding("rehearsal", "fail", "The rehearsal ended with an error", str(error)[:MOST_ERROR_TEXT], fix)
@@ -929,7 +925,7 @@ def _fallback(case: Case) -> Plan:
     return Plan(device, device, "dual" if case.is_dual else "buffered")
 
 
-def _for_cpu(loaded: Loaded) -> Loaded:
+def _for_cpu(loaded: LoadedSettings) -> LoadedSettings:
     settings = loaded.settings
     smaller = replace(
         settings,

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
+from myxtts.config import Settings
 from myxtts.data.batches import Batch, Cursor, HostBatch, Sizes, host_layout, num_codes_of
 from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Plan, apply_caps, explained_out_of_memory, make_plan, peak_memory_mb
@@ -45,7 +46,6 @@ from myxtts.observe.trace import OFF, Counter, Span, StepClock, StepTime, Trace,
 from myxtts.pipeline.feed import Feed, build_feed, build_gatherer, open_codes
 from myxtts.run import StageContext, prepare_corpus, set_up
 from myxtts.run_dir import RunDir, initial_model
-from myxtts.settings import Loaded
 from myxtts.training.trainer import StepMode, clips_per_step
 
 WARM_UP_STEPS = 3
@@ -129,16 +129,14 @@ class DryRun:
     """A stage set up as for training, measured as often as needed."""
 
     def __init__(
-        self, loaded: Loaded, prepared: PreparedCorpus, stage: str = "gpt", plan: Plan | None = None
+        self, settings: Settings, prepared: PreparedCorpus, stage: str = "gpt", plan: Plan | None = None
     ) -> None:
-        self.settings, self.stage = loaded.settings, stage
-        self.plan = plan or make_plan(self.settings.data)
+        self.settings, self.stage = settings, stage
+        self.plan = plan or make_plan(settings.data)
         apply_caps(self.plan)
         torch._dynamo.reset()  # another dry run may have compiled the same code for other shapes
-        model = initial_model(self.settings, prepared.tokenizer)
-        asked = frozenset(key for key in loaded.origin if loaded.is_set(key))
-        unsaved = RunDir(Path("dry-run"))
-        self.ctx = StageContext(stage, self.settings, prepared, self.plan, model, unsaved, asked=asked)
+        model = initial_model(settings, prepared.tokenizer)
+        self.ctx = StageContext(stage, settings, prepared, self.plan, model, run_dir=RunDir(Path("dry-run")))
         self.step = set_up(self.ctx, total=10**6)
         self.stream = self.step.stream
 
@@ -315,14 +313,11 @@ class Trial:
         return asdict(self)
 
 
-Measure = Callable[[Loaded], Trial]
-
-
-def try_out(loaded: Loaded, prepared: PreparedCorpus, stage: str, num_steps: int) -> Trial:
+def try_out(settings: Settings, prepared: PreparedCorpus, stage: str, num_steps: int) -> Trial:
     """Measure at most so many steps in this process, fewer if they are slow; Refused if they cannot be trained."""
     try:
         with temporary_codes(prepared) as apart:
-            dry_run = DryRun(loaded, apart, stage)
+            dry_run = DryRun(settings, apart, stage)
             dry_run.fill_codes()
             max_steps = num_steps
             if num_steps > PROBE_STEPS:
@@ -340,11 +335,11 @@ def try_out(loaded: Loaded, prepared: PreparedCorpus, stage: str, num_steps: int
     )
 
 
-def try_out_apart(loaded: Loaded, stage: str, num_steps: int, limit_s: float = math.inf) -> Trial:
+def try_out_apart(settings: Settings, stage: str, num_steps: int, limit_s: float = math.inf) -> Trial:
     """The same in a process of its own, which is ended after `limit_s`."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_trial, args=(sender, loaded, stage, num_steps), name="trial")
+    process = context.Process(target=_send_trial, args=(sender, settings, stage, num_steps), name="trial")
     process.start()
     sender.close()
     try:
@@ -366,11 +361,11 @@ def try_out_apart(loaded: Loaded, stage: str, num_steps: int, limit_s: float = m
     raise answer
 
 
-def _send_trial(connection: Connection, loaded: Loaded, stage: str, num_steps: int) -> None:
+def _send_trial(connection: Connection, settings: Settings, stage: str, num_steps: int) -> None:
     """In the process of a trial: send what was measured, or the error."""
     answer: Trial | Refused | DatasetError
     try:
-        answer = try_out(loaded, prepare_corpus(loaded.settings), stage, num_steps)
+        answer = try_out(settings, prepare_corpus(settings), stage, num_steps)
     except (Refused, DatasetError) as error:
         answer = error
     except Exception as error:  # errors of compilers and drivers are answers too
@@ -499,17 +494,17 @@ class Observation:
     num_recompiled: int = 0
 
 
-def observe_pipeline(loaded: Loaded, prepared: PreparedCorpus, stage: str, plan: Plan) -> Observation:
+def observe_pipeline(settings: Settings, prepared: PreparedCorpus, stage: str, plan: Plan) -> Observation:
     """Train a stage for a few steps and record what happens; raises what training would raise."""
     plan = replace(plan, rank=0, world_size=1)
-    training = replace(loaded.settings.training, warmup_steps=0)  # so that few steps change the weights
-    loaded = replace(loaded, settings=replace(loaded.settings, training=training))
+    training = replace(settings.training, warmup_steps=0)  # so that few steps change the weights
+    settings = replace(settings, training=training)
     trace = Trace()
     with temporary_codes(prepared) as apart:
-        dry_run = DryRun(loaded, apart, stage, plan)
+        dry_run = DryRun(settings, apart, stage, plan)
         seen = Observation(stage, plan, dry_run.step.mode)
         with dry_run.feed(trace=trace) as feed:
-            feed.wait_until_warm(min(loaded.settings.data.model_start_delay, MAX_WARM_UP_S))
+            feed.wait_until_warm(min(settings.data.model_start_delay, MAX_WARM_UP_S))
             seen.is_ahead = feed.readiness()["model"][0] > 0
             seen.is_pinned = torch.from_numpy(feed.host_ring.slots[0].content.memory).is_pinned()
             _observe_steps(dry_run, feed, seen)

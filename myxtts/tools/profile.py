@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from myxtts.audio import UnusableAudio
-from myxtts.config import LANGUAGES, DataSettings
+from myxtts.config import LANGUAGES, DataSettings, Settings
 from myxtts.data.batches import Batches, Cursor, Gatherer, HostBatch, Job, host_layout, packed_tokens
 from myxtts.data.clips import ClipSet, DecodeOptions, PreparedCorpus
 from myxtts.data.corpus import Clip, Corpus, read_corpus
@@ -35,7 +35,6 @@ from myxtts.observe.findings import Finding, Level, Verdict, judge
 from myxtts.observe.nvml import Reading, Sampler
 from myxtts.observe.trace import Span, Trace
 from myxtts.pipeline.feed import MOST_GATHERERS
-from myxtts.settings import Loaded
 from myxtts.text.language import detect_languages
 from myxtts.text.normalize import normalize
 from myxtts.text.phonemes import phonemize
@@ -209,10 +208,10 @@ def time_host(source: ClipSet, data: DataSettings, num_batches: int) -> Timing:
 
 
 def time_feed(
-    loaded: Loaded, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
+    settings: Settings, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
 ) -> FeedAnalysis:
     """The feed of a stage drained twice, and the time of a step; codes are kept where `prepared` says."""
-    data, dry_run = loaded.settings.data, DryRun(loaded, prepared, stage)
+    data, dry_run = settings.data, DryRun(settings, prepared, stage)
     first_epoch_s, _ = dry_run.drain(num_batches)  # computes the codes that the next one finds
     later_s, phases = dry_run.drain(num_batches)
     if given := step_ms is not None:
@@ -291,7 +290,7 @@ class DataAnalysis:
 
 
 def analyse(
-    loaded: Loaded,
+    settings: Settings,
     prepared: PreparedCorpus,
     *,
     stage: str = "gpt",
@@ -299,12 +298,12 @@ def analyse(
     step_ms: float | None = None,
 ) -> DataAnalysis:
     """All three analyses; without `step_ms` the step is measured here."""
-    data = loaded.settings.data
+    data = settings.data
     corpus = read_corpus(data.train_data or EMBEDDED_CORPUS)
     text = time_text(corpus.clips, data, prepared)
     audio = time_audio(corpus, data, prepared.train, num_batches)
     with temporary_codes(prepared) as apart:
-        feed = time_feed(loaded, apart, stage, num_batches, step_ms)
+        feed = time_feed(settings, apart, stage, num_batches, step_ms)
     return DataAnalysis(text, audio, feed, findings_of(text, audio, feed, data))
 
 
@@ -480,7 +479,7 @@ def keep(found: Profile, run_folder: Path) -> None:
 
 
 def profile(
-    loaded: Loaded,
+    settings: Settings,
     prepared: PreparedCorpus,
     *,
     num_steps: int = 50,
@@ -495,18 +494,18 @@ def profile(
     if data_only:
         num_batches = num_steps if on_gpu else min(num_steps, CPU_BATCHES)
         _log.info("Looking at texts and recordings, then taking %d batches", num_batches)
-        analysis = analyse(loaded, prepared, stage=stage, num_batches=num_batches, step_ms=step_ms)
+        analysis = analyse(settings, prepared, stage=stage, num_batches=num_batches, step_ms=step_ms)
         device = "GPU" if on_gpu else "CPU"
-        return Profile(stage, device, num_batches, loaded.settings.data.batch_size, data=analysis)
+        return Profile(stage, device, num_batches, settings.data.batch_size, data=analysis)
     with temporary_codes(prepared) as apart:
         _log.info("Setting up the stage %s as a training would", stage)
-        dry_run = DryRun(loaded, apart, stage)
-        return _profile(dry_run, loaded, apart, machine, num_steps, kernels)
+        dry_run = DryRun(settings, apart, stage)
+        return _profile(dry_run, settings, apart, machine, num_steps, kernels)
 
 
 def _profile(
     dry_run: DryRun,
-    loaded: Loaded,
+    settings: Settings,
     prepared: PreparedCorpus,
     machine: Machine,
     num_steps: int,
@@ -532,7 +531,7 @@ def _profile(
     replayed = dry_run.measure(num_steps, replay=True, traced=True)
     view = kernel_view(dry_run) if kernels or on_gpu else None  # only kernels show that the host waits
     _log.info("Drawing conclusions")
-    evidence = _evidence(dry_run, loaded, prepared, measured, replayed)
+    evidence = _evidence(dry_run, settings, prepared, measured, replayed)
     evidence = replace(evidence, readings=readings, no_readings=no_readings, num_gpus=len(machine.gpus))
     if view is not None:
         evidence = replace(evidence, kernel_share=view.kernel_share, syncs_per_step=view.syncs_per_step)
@@ -543,11 +542,11 @@ def _profile(
         stage=dry_run.stage,
         device=machine.label(plan.model),
         num_steps=len(measured.times),
-        batch_size=loaded.settings.data.batch_size,
+        batch_size=settings.data.batch_size,
         notes=notes,
         clips_per_s=measured.sustained_clips_per_s,
         first_epoch_clips_per_s=None if dry_run.stage == "dvae" else first.sustained_clips_per_s,
-        rows=[_decode_row(loaded.settings.data), *rows],
+        rows=[_decode_row(settings.data), *rows],
         verdict=judge(evidence),
         gpus=_uses(readings, plan),
         memory_mb=measured.memory_mb,
@@ -557,7 +556,7 @@ def _profile(
 
 
 def _evidence(
-    dry_run: DryRun, loaded: Loaded, prepared: PreparedCorpus, measured: Measurement, replayed: Measurement
+    dry_run: DryRun, settings: Settings, prepared: PreparedCorpus, measured: Measurement, replayed: Measurement
 ) -> Evidence:
     """What the dry_run says of itself and of its device."""
     step = dry_run.step
@@ -569,7 +568,7 @@ def _evidence(
         steps=measured.times,
         replayed=replayed.times,
         warmup_steps=0,
-        settings=loaded.settings,
+        settings=settings,
         depths=measured.depths,
         data_gpu=dry_run.plan.data.index,
         model_gpu=dry_run.plan.model.index,

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from myxtts.config import OPTIMIZATION_LEVELS
 from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine
 from myxtts.errors import PipelineError
@@ -20,9 +21,10 @@ from myxtts.host import usable_cores
 from myxtts.observe.findings import Finding
 from myxtts.pipeline.feed import MOST_GATHERERS
 from myxtts.run_dir import RunDir
-from myxtts.settings import Loaded, bundle, shown, specs, value_of, with_values
-from myxtts.tools.dry_run import Measure, Refused, Trial, try_out_apart
+from myxtts.settings import LoadedSettings, format_setting, specs, value_of, with_values
+from myxtts.tools.dry_run import Refused, Trial, try_out_apart
 
+Measure = Callable[[LoadedSettings], Trial]
 LEAST_GAIN_GPU, LEAST_GAIN_CPU = 1.03, 1.1
 """What a change must bring to be kept: less may be chance, the more so where training shares its cores."""
 MEMORY_SHARE = 0.85
@@ -80,7 +82,12 @@ class Experiment:
     """The settings so far, and the speed they reach."""
 
     def __init__(
-        self, loaded: Loaded, measure: Measure, machine: Machine, ends_at: float, say: Callable[[str], None]
+        self,
+        loaded: LoadedSettings,
+        measure: Measure,
+        machine: Machine,
+        ends_at: float,
+        say: Callable[[str], None],
     ) -> None:
         self.loaded, self.machine, self.found = loaded, machine, Tuning()
         self.refusal: Refused | None = None
@@ -101,7 +108,7 @@ class Experiment:
 
     def value(self, key: str) -> Any:
         """A setting as it is so far."""
-        return value_of(self.loaded, key)
+        return value_of(self.loaded.settings, key)
 
     def attempt(self, values: Mapping[str, Any]) -> Trial | None:
         """Measure the settings so far with these values; None if they cannot be trained, see `refusal`."""
@@ -135,7 +142,7 @@ class Experiment:
         best = self.found.after
         gain = trial.clips_per_s / best.clips_per_s if best is not None else None
         for key, value in values.items():
-            is_implied = self.loaded.origin[key] == "preset" and key in bundle("basic")
+            is_implied = self.loaded.origin[key] == "preset" and key in OPTIMIZATION_LEVELS["basic"]
             if self.value(key) != value and not is_implied:
                 self.found.changes.append(Change(key, self.value(key), value, gain, why))
                 gain, why = None, "belongs to the line above"
@@ -157,7 +164,7 @@ class Experiment:
         """Say what was left alone, and why."""
         self.found.notes.append(text)
 
-    def _check_memory(self, candidate: Loaded, trial: Trial) -> None:
+    def _check_memory(self, candidate: LoadedSettings, trial: Trial) -> None:
         data = candidate.settings.data
         cards = {gpu.index: gpu.memory_mb for gpu in self.machine.gpus}
         for role, used_mb in trial.memory_mb.items():
@@ -173,7 +180,7 @@ class Experiment:
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {shown(value)}" for key, value in values.items())
+    return ", ".join(f"{key} {format_setting(key, value)}" for key, value in values.items())
 
 
 GPU_STEPS, CPU_STEPS = 40, 4
@@ -222,7 +229,7 @@ CODES = {
 
 
 def tune(
-    loaded: Loaded,
+    loaded: LoadedSettings,
     prepared: PreparedCorpus,
     *,
     stage: str = "gpt",
@@ -245,8 +252,8 @@ def tune(
     return experiment.found
 
 
-def _measure_until(ends_at: float, stage: str, num_steps: int, loaded: Loaded) -> Trial:
-    return try_out_apart(loaded, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
+def _measure_until(ends_at: float, stage: str, num_steps: int, loaded: LoadedSettings) -> Trial:
+    return try_out_apart(loaded.settings, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
 
 
 def _search(experiment: Experiment, batch: _BatchSearch) -> None:
@@ -274,9 +281,9 @@ def _try_switches(experiment: Experiment) -> None:
     on_gpu = bool(experiment.machine.gpus)
     level = experiment.value(LEVEL)
     if level == "basic" and on_gpu:
-        values = {LEVEL: "enhanced"} | {key: specs()[key].default for key in bundle(level)}
+        values = {LEVEL: "enhanced"} | {key: specs()[key].default for key in OPTIMIZATION_LEVELS[level]}
         experiment.keep_if_faster(values, "the step is compiled and launched as one graph")
-    refused_beside: dict[str, Loaded] = {}
+    refused_beside: dict[str, LoadedSettings] = {}
     while off := [
         key
         for key, switch in SWITCHES.items()
@@ -328,7 +335,7 @@ class _BatchSearch:
         self._experiment, self._largest = experiment, largest
         training = experiment.loaded.settings.training
         self._effective = experiment.value(BATCH) * experiment.value(ACCUMULATE)
-        self._largest_under: Loaded | None = None
+        self._largest_under: LoadedSettings | None = None
         """The settings of which the largest batch is known already."""
         self._is_free = training.reset_training or not RunDir(training.checkpoint_dir).has_begun
         if not self._is_free:
