@@ -203,10 +203,10 @@ def text(folder: Path) -> Table:
 
 
 def child_text(path: str, way: str) -> dict[str, float]:
-    from myxtts.data.pool import Workers
-    from myxtts.data.prepare import Sentence, fill_ids, fill_text
-    from myxtts.data.store import Store, StoreWriter, identity
-    from myxtts.errors import NoProgress
+    from myxtts.data.pool import ProcessPool
+    from myxtts.data.prepare import Sentence, Tools, build_ids, build_text
+    from myxtts.data.store import Store, StoreWriter, hash64
+    from myxtts.errors import NO_PROGRESS
     from myxtts.text.language import detect_languages
     from myxtts.text.normalize import normalize
     from myxtts.text.tokenizer import train
@@ -214,20 +214,20 @@ def child_text(path: str, way: str) -> dict[str, float]:
     texts = Path(path).read_text(encoding="utf-8").splitlines()
     vocabulary = train([normalize(line, "en") for line in texts[:2000]], ["en"] * 2000, 1024)
     if way in ("warm", "cold"):
-        progress = NoProgress()
-        sources = np.fromiter(map(identity, texts), np.uint64)
-        with tempfile.TemporaryDirectory() as folder, Workers(cores()) as workers:
+        sources = np.fromiter(map(hash64, texts), np.uint64)
+        with tempfile.TemporaryDirectory() as folder, ProcessPool(cores()) as pool:
             start = time.perf_counter()
-            for _ in workers.run(list, [[0]] * cores() if way == "warm" else []):
+            for _ in pool.run(list, [[0]] * cores() if way == "warm" else []):
                 start = time.perf_counter()
+            tools = Tools(pool, NO_PROGRESS)
             writer = StoreWriter(Path(folder) / "text", sources)
             rows = range(len(texts))
             languages = detect_languages(texts, [""] * len(texts))
             sentences = [Sentence(*pair) for pair in zip(texts, languages, strict=True)]
-            fill_text(writer, rows, sentences, False, workers, progress)
+            build_text(tools, sentences, False, writer, rows)
             writer.finish({})
             ids = StoreWriter(Path(folder) / "ids", sources)
-            fill_ids(ids, rows, Store(Path(folder) / "text", np.uint8), vocabulary, workers, progress)
+            build_ids(tools, Store(Path(folder) / "text", np.uint8), vocabulary, ids, rows)
             ids.finish({})
             return {"seconds": time.perf_counter() - start}
     detector = per_sentence_detector()

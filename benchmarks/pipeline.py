@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from speech_like import MAX_MEL_FRAMES, make_clips
 
-from myxtts.config import DataSettings, Settings
-from myxtts.data.batches import Batches, Gatherer, num_codes_of, packed_tokens
+from myxtts.config import DataSettings, Settings, num_codes_of
+from myxtts.data.batches import Batches, Gatherer, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
 from myxtts.devices import Plan
 from myxtts.model.xtts import SIZES, XTTS
-from myxtts.observe.trace import OFF, StepClock, Summary, Trace
+from myxtts.observe.trace import OFF, StepClock, StepTime, Trace, idle_share, step_timing
 from myxtts.pipeline.feed import Feed, Streams, choose_depths
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.training.optim import Optimizer, Schedule
@@ -72,7 +72,9 @@ class Bench:
         depths = choose_depths(self.data, plan, frontend.outputs)
         return Feed(gatherer, frontend, plan, self.data, depths, streams=self.streams, replay=replay, trace=trace)
 
-    def measure(self, mode: str, cached: bool, replay: bool, num_steps: int) -> tuple[Summary, float, str, int]:
+    def measure(
+        self, mode: str, cached: bool, replay: bool, num_steps: int
+    ) -> tuple[list[StepTime], float, str, int]:
         """Step times, clips per second, how ready the rings were, and allocations during the timed steps."""
         with self.feed(mode, cached, replay) as feed, self.stream.use():
             feed.wait_until_warm(10)
@@ -91,7 +93,7 @@ class Bench:
             seconds = time.perf_counter() - started_at
             readiness = " ".join(f"{name} {sum(shares) / len(shares):.0%}" for name, shares in ready.items())
             return (
-                Summary.of(clock.collect()),
+                clock.collect(),
                 num_steps * self.data.batch_size / seconds,
                 readiness,
                 allocations() - num_allocations,
@@ -141,13 +143,12 @@ def main() -> None:
                 ("cached, both roles of dual mode", "dual", True, False),
                 ("one batch replayed, again", "buffered", True, True),
             ):
-                times, rate, readiness, allocated = bench.measure(mode, cached, replay, num_steps)
+                steps, rate, readiness, allocated = bench.measure(mode, cached, replay, num_steps)
+                timing, idle = step_timing(steps), f"{idle_share(steps):.2%}"
                 replayed = replayed or rate
-                row = (f"{rate:,.0f}", f"{rate / replayed:.1%}", f"{times.median_ms:.2f}")
-                table.add_row(
-                    size, name, *row, f"{times.idle_share:.2%}", f"{times.cv:.1%}", str(allocated), readiness
-                )
-                console.print(size, name, *row, f"idle {times.idle_share:.2%} CV {times.cv:.1%}", readiness)
+                row = (f"{rate:,.0f}", f"{rate / replayed:.1%}", f"{timing.median_ms:.2f}")
+                table.add_row(size, name, *row, idle, f"{timing.cv:.1%}", str(allocated), readiness)
+                console.print(size, name, *row, f"idle {idle} CV {timing.cv:.1%}", readiness)
             console.print(f"{size}: an epoch through the pipeline without training: {encode_ms:.1f} ms a batch")
             del bench
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""Audio files in and out: decode, mix to mono, resample, trim, write. CPU and numpy only.
+"""Reads and writes audio files: decode, mix to mono, resample, trim. CPU and numpy only.
 
-Knows nothing of corpora, caches or models. Every way a file can be unusable becomes an `UnusableAudio` whose
-`reason` is a fixed phrase (it is counted in tables) and whose `detail` names what was found.
+Every unusable file raises `UnusableAudio` with a `reason` (a fixed phrase, for counting) and a `detail` (what was
+found). Knows nothing of corpora, caches or models.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ Wave = npt.NDArray[np.float32]
 
 EXTENSIONS = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 DECODE_VERSION = 2
-"""Part of every audio cache key: raise it when the same file would decode to other samples, or become a clip
-where it was none or the other way round."""
+"""Part of every audio cache key: raise it if a file would decode to other samples, be rejected, or be accepted."""
 SILENCE = 100
 """Loudest sample of a silent recording, of 32768."""
 
 LIBRARIES = f"libsndfile {sf.__libsndfile_version__}, soxr {soxr.__version__}"
-"""What decodes and resamples: also part of every audio cache key."""
+"""The decoder and resampler, also part of every audio cache key."""
 DAMAGED = "truncated or damaged"
 
 _OGG_PAGE_MAX = 65_307
@@ -33,13 +32,13 @@ _BITRATES = (
     (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0),
     (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0),
 )
-"""kbit/s by the number in a frame of MPEG 2 and 2.5, and of MPEG 1, layer III."""
+"""kbit/s of layer III by the index in a frame header, for MPEG 2 and 2.5 and for MPEG 1."""
 _LOUDEST = 16.0
-"""Samples that a recording in floats can plausibly reach; above 1 they are clipped."""
+"""The most that a recording in floats plausibly reaches; values above 1 are clipped."""
 
 
 class UnusableAudio(Exception):
-    """A file that cannot become a clip: `reason` for the table, `detail` for the list."""
+    """A file that cannot become a clip: `reason` for counting, `detail` for the list."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
@@ -48,7 +47,7 @@ class UnusableAudio(Exception):
 
 
 def decode(path: Path, sample_rate: int, max_seconds: float, trim_silence_db: float = 0.0) -> Pcm:
-    """The whole file as mono int16 at `sample_rate`; reads no more than `max_seconds` of it into memory."""
+    """Return the whole file as mono int16 at `sample_rate`; at most `max_seconds` are read into memory."""
     _check_complete(path)
     try:
         file = sf.SoundFile(path)
@@ -75,12 +74,12 @@ def decode(path: Path, sample_rate: int, max_seconds: float, trim_silence_db: fl
 
 
 def is_silent(pcm: Pcm) -> bool:
-    """Whether nobody would hear anything, wherever the middle of the samples lies."""
+    """True if nothing is audible, whatever the DC offset."""
     return len(pcm) == 0 or int(pcm.max()) - int(pcm.min()) < 2 * SILENCE
 
 
 def trim_silence(pcm: Pcm, sample_rate: int, below_db: float) -> Pcm:
-    """Without the ends that are more than `below_db` under the loudest 20 ms; keeps 50 ms margins."""
+    """Cut ends that are more than `below_db` below the loudest 20 ms, with a margin of 50 ms."""
     window = max(1, sample_rate // 50)
     num_windows = len(pcm) // window
     if num_windows == 0:
@@ -102,7 +101,7 @@ def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:
     if not np.isfinite(samples).all():
         raise UnusableAudio("not audio", "the samples contain NaN or infinity")
     loudest = float(np.abs(samples).max())
-    if loudest > _LOUDEST:  # integers written as floats, which clipping would turn into noise
+    if loudest > _LOUDEST:  # integers stored as floats: clipping would turn them into noise
         raise UnusableAudio("not audio", f"the samples reach {loudest:.6g}, where full scale is 1")
     wave = samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1, dtype=np.float32)
     if rate != sample_rate:
@@ -112,13 +111,13 @@ def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:
 
 
 def _library_message(error: Exception) -> str:
-    # str() of a LibsndfileError can itself raise, so the fields are read instead.
+    # str() of a LibsndfileError can itself raise.
     message = getattr(error, "error_string", None)
     return str(message) if message else type(error).__name__
 
 
 def _check_complete(path: Path) -> None:
-    """Compare what the container promises with the bytes there are: libsndfile reads a cut WAV or Ogg silently."""
+    """Compare the length in the container with the file: libsndfile silently accepts a truncated WAV or Ogg."""
     try:
         with open(path, "rb") as file:
             head = file.read(26)
@@ -149,7 +148,7 @@ def _check_riff(path: Path, size: int) -> None:
             header = file.read(8)
             length = int.from_bytes(header[4:], "little")
             if header[:4] == b"data":
-                # Programs that write to a pipe leave one of the largest values here: the length is then unknown.
+                # Programs that write to a pipe leave a huge value here: the length is unknown.
                 if length < 0x7FFF_0000 and position + 8 + length > size:
                     there = size - position - 8
                     raise UnusableAudio(DAMAGED, f"{there} of {length} bytes of samples are there")
@@ -173,13 +172,13 @@ def _check_ogg(tail: bytes) -> None:
 
 
 def _check_flac(head: bytes) -> None:
-    """Encoders that write to a pipe leave the length at 0, which libsndfile cannot read."""
+    """Raise if the length is 0, as encoders that write to a pipe leave it: libsndfile cannot read that."""
     if len(head) >= 26 and int.from_bytes(head[21:26], "big") & 0xF_FFFF_FFFF == 0:
         raise UnusableAudio("unknown length", "the FLAC header names no length; encode the file again to a file")
 
 
 def _check_mpeg(path: Path, size: int) -> None:
-    """An MP3 made by any common encoder says in its first frame how many bytes follow."""
+    """Compare the length in the first frame, which common encoders write, with the file."""
     with open(path, "rb") as file:
         head = file.read(10)
         tag_bytes = 0
@@ -188,7 +187,7 @@ def _check_mpeg(path: Path, size: int) -> None:
         file.seek(tag_bytes)
         start = file.read(4096).lstrip(b"\0")
     if len(start) < 2 or start[0] != 0xFF or start[1] & 0xE0 != 0xE0:
-        # libmpg123 would search the whole file for a frame and complain on standard error.
+        # libmpg123 would search the whole file for a frame and print errors to stderr.
         raise UnusableAudio("not audio", "no MPEG audio at the start of the file")
     places = [at for tag in (b"Xing", b"Info") if 0 <= (at := start.find(tag)) <= len(start) - 16]
     if not places:
@@ -202,7 +201,7 @@ def _check_mpeg(path: Path, size: int) -> None:
 
 
 def _check_constant_bitrate(path: Path, tag_bytes: int) -> None:
-    """Without a length in its header, libsndfile takes an MP3's length from the bitrate of its first frame."""
+    """Raise if the bitrate varies: libsndfile computes the length from the bitrate of the first frame."""
     content = path.read_bytes()
     position, bitrates = tag_bytes, set()
     while position + 4 <= len(content) and content[position] == 0xFF:
@@ -217,7 +216,7 @@ def _check_constant_bitrate(path: Path, tag_bytes: int) -> None:
 
 
 def _mpeg_frame(header: bytes) -> tuple[int, int]:
-    """Size in bytes and bitrate in kbit/s of a layer III frame; zeros when this is none."""
+    """Return size in bytes and bitrate in kbit/s of a layer III frame; zeros if it is not one."""
     version, layer = header[1] >> 3 & 3, header[1] >> 1 & 3
     if version == 1 or layer != 1 or header[1] & 0xE0 != 0xE0:
         return 0, 0

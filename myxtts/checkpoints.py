@@ -1,13 +1,12 @@
-"""The folder of a training run: checkpoints that are whole or not there, which one to continue, and who may write.
+"""Tensor files and checkpoints: complete or absent, checked when read, rotated when written.
 
 Every stage of a run has a folder of its own:
 
-    step-00001000/    weights.safetensors, optimizer.safetensors, state.json: sealed, see `checkpoint`
-    best              names the checkpoint with the best loss, which is never rotated away
+    step-00001000/    weights.safetensors, optimizer.safetensors, state.json with their sizes and checksums
+    best              the name of the checkpoint with the best loss, which is never rotated away
 
-A checkpoint is written under a name `tmp-...`, synced and renamed into place; older ones go only after that.
-This module knows names, tensors and bytes. What they mean to a model, an optimiser or a schedule is its caller's
-business, and so are the other files of a run (settings, vocabulary, metrics).
+A checkpoint is written to `tmp-...`, synced and renamed; only then are older ones removed. The module knows names,
+tensors and bytes. It does not know models, optimisers, schedules or the other files of a run.
 """
 
 from __future__ import annotations
@@ -31,23 +30,26 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from myxtts.errors import ConfigError, DatasetError
-from myxtts.files import as_os_error, sync_path, write_atomically
+from myxtts.files import as_os_error, sync_path, write_atomically, write_text_atomically
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
-FOLDER_FORMAT = 1
-"""Raise it whenever a sealed folder changes its form: folders of another version are not read."""
+CHECKPOINT_FORMAT = 1
+"""Increase it when the form of a checkpoint changes: checkpoints of another version are not read."""
 MISMATCHES_SHOWN = 5
 _KNOWN_FOREIGN = ("TTS.", "coqpit.", "trainer.", "collections.")
-"""Packages whose classes stand beside the weights in published files: settings, never needed here."""
+"""Packages whose classes (settings, not needed here) are stored with the weights in published files."""
+_CHECKPOINT_NAME = re.compile(r"(replaced-)?step-\d{8,}")
+
+_log = logging.getLogger(__name__)
 
 
 class UnreadableWeights(DatasetError):
-    """A file of weights that is damaged, not what it claims to be, or does not fit."""
+    """Weights that are damaged, of an unknown kind, or do not fit the model."""
 
 
 def read_tensors(path: Path) -> Tensors:
-    """Every tensor of a `.pth` or `.safetensors` file by its full dotted name, memory-mapped where possible."""
+    """The tensors of a `.pth` or `.safetensors` file by their full dotted names, memory-mapped where possible."""
     if not path.is_file():
         raise UnreadableWeights(f"No such file of weights: {path}")
     if path.suffix == ".safetensors":
@@ -76,12 +78,12 @@ def _read_pth(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _inert_foreign_classes(path: Path) -> Iterator[None]:
-    """Let the settings objects in published checkpoints be read as objects without behaviour."""
+    """Read the settings objects of published checkpoints as empty classes."""
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipfile.is_zipfile(path) else []
     strangers = [name for name in names if not name.startswith(_KNOWN_FOREIGN)]
     if strangers:
         raise UnreadableWeights(
-            f"{path} refers to {strangers[0]}, which has no place beside weights; it was not loaded"
+            f"{path} refers to {strangers[0]}, which does not belong into a file of weights; it was not loaded"
         )
     stand_ins: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (type(name.rpartition(".")[2], (), {}), name) for name in names
@@ -90,109 +92,33 @@ def _inert_foreign_classes(path: Path) -> Iterator[None]:
         yield
 
 
-def _named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of nested mappings; other entries (settings, step counts) are passed over."""
-    if isinstance(tree, torch.Tensor):
+def _named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested mappings; other entries (settings, step counts) are skipped."""
+    if isinstance(tree, Tensor):
         yield prefix, tree
     elif isinstance(tree, Mapping):
         for name, value in tree.items():
             yield from _named_tensors(value, f"{prefix}.{name}" if prefix else str(name))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str] | None = None) -> None:
-    """Write a `.safetensors` file; `notes` travel in its header."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a `.safetensors` file."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, lambda temporary: save_file(contiguous, temporary, dict(notes or {})))
+    write_atomically(path, lambda temporary: save_file(contiguous, temporary))
 
 
 def write_pth(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a PyTorch file of tensors, numbers and text, as other tools of the ecosystem read it."""
+    """Write a PyTorch file of tensors, numbers and text, for other tools to read."""
 
     def write(temporary: Path) -> None:
-        with open(temporary, "wb") as file:  # given a name, PyTorch does not say what is wrong
+        with open(temporary, "wb") as file:  # given a path, PyTorch hides the reason of an error
             torch.save(dict(content), file)
 
     write_atomically(path, write)
 
 
-def write_sealed(folder: Path, tensors: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
-    """Make a folder of `NAME.safetensors` files and `state.json`, and bring it to the disk.
-
-    The tensors are contiguous, on the host and share no memory; `notes` is anything JSON can say.
-    """
-    folder.mkdir()
-    files = {}
-    for name, content in tensors.items():
-        path = folder / f"{name}.safetensors"
-        with as_os_error():
-            save_file(content, path)
-        with contextlib.suppress(PermissionError):  # file systems without modes
-            path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read its files
-        sync_path(path)
-        files[name] = {"bytes": path.stat().st_size, "xxh3": _file_hash(path)}
-    body = json.loads(json.dumps({"format": FOLDER_FORMAT, "files": files, "notes": notes}))
-    text = json.dumps({"hash": _body_hash(body), "body": body}, indent=1)
-    (folder / "state.json").write_text(text, encoding="utf-8")
-    sync_path(folder / "state.json")
-    sync_path(folder)
-
-
-def read_sealed(folder: Path, names: Collection[str]) -> dict[str, Tensors]:
-    """Some of the files of a sealed folder, if they are those that were written; memory-mapped."""
-    files = _sealed_body(folder)["files"]
-    found = {}
-    for name in names:
-        path = folder / f"{name}.safetensors"
-        if name not in files:
-            raise UnreadableWeights(f"{folder} was written without {path.name}")
-        with _reading(path):
-            num_bytes = path.stat().st_size
-            if num_bytes != files[name]["bytes"]:
-                raise UnreadableWeights(f"{path} has {num_bytes} bytes instead of {files[name]['bytes']}")
-            if _file_hash(path) != files[name]["xxh3"]:
-                raise UnreadableWeights(f"{path} does not match its checksum")
-        found[name] = _read_safetensors(path)
-    return found
-
-
-def read_notes(folder: Path) -> dict[str, Any]:
-    """The notes of a sealed folder."""
-    return dict(_sealed_body(folder)["notes"])
-
-
-def _sealed_body(folder: Path) -> dict[str, Any]:
-    path = folder / "state.json"
-    with _reading(path):
-        text = path.read_bytes()
-    try:
-        content = json.loads(text)
-        body = dict(content["body"])
-        if content["hash"] == _body_hash(body) and body["format"] == FOLDER_FORMAT:
-            return body
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise UnreadableWeights(f"{path} is not what was written")
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UnreadableWeights(f"Cannot read {path}: {error.strerror or error}") from None
-
-
-def _body_hash(body: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
-
-
-def _file_hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-
-
-def require_match(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], source: str) -> None:
-    """Raise an error naming the first entries that are missing, left over or of another shape."""
+def require_match(found: Mapping[str, Tensor], expected: Mapping[str, torch.Size], source: str) -> None:
+    """Raise an error with the first entries that are missing, unknown or of another shape."""
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [f"{name} is not expected" for name in found if name not in expected]
     problems += [
@@ -206,22 +132,17 @@ def require_match(found: Mapping[str, torch.Tensor], expected: Mapping[str, torc
         raise UnreadableWeights(f"{source} does not fit this model:\n  {shown}{more}")
 
 
-_CHECKPOINT_NAME = re.compile(r"(replaced-)?step-\d{8,}")
-
-_log = logging.getLogger(__name__)
-
-
 class Snapshot(NamedTuple):
-    """What a checkpoint holds. The tensors are the writer's alone until it is done with them: see `to_host`."""
+    """Contents of a checkpoint to save: contiguous host tensors that share no memory, see `to_host`."""
 
     weights: Tensors
     optimizer: Tensors
     state: dict[str, Any]
-    """Anything JSON can say: cursor, schedule, best loss, settings."""
+    """JSON values: cursor, best loss, settings."""
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint read back. Its tensors map the files, and stay valid when a rotation deletes these."""
+    """A checkpoint read back. Its tensors map the files and stay valid after rotation deletes them."""
 
     step: int
     folder: Path
@@ -231,42 +152,42 @@ class LoadedCheckpoint(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one stage. Any process may read them; only the one that holds the `lock` may save.
+    """The checkpoints of one stage. Any process may read them; only the process with the run's lock may save.
 
-    Saving happens in a thread of its own, one checkpoint at a time. A save that fails is logged and counted in
-    `num_failed`: a full disk costs a checkpoint, not the training.
+    A background thread saves them, one at a time. A failed save is logged and counted in `num_failed`: a full disk
+    costs a checkpoint, not the run.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
         self.num_failed = 0
-        self._writer = ThreadPoolExecutor(1, "checkpoint-writer")
+        self._thread = ThreadPoolExecutor(1, "checkpoint-writer")
         self._pending: Future[Exception | None] | None = None
 
     def save(self, step: int, snapshot: Snapshot, best: bool = False, background: bool = True) -> None:
-        """Write a checkpoint once the one before it is written; the tensors are in use until `wait` returns."""
+        """Save a checkpoint after the previous one is saved; the tensors are in use until `wait` returns."""
         self.wait()
-        state = json.loads(json.dumps(snapshot.state))  # now, for the caller goes on changing its own
-        self._pending = self._writer.submit(self._save, step, snapshot._replace(state=state), best)
+        state = json.loads(json.dumps(snapshot.state))  # a copy: the caller keeps changing its own
+        self._pending = self._thread.submit(self._save, step, snapshot._replace(state=state), best)
         if not background:
             self.wait()
 
     def wait(self) -> Exception | None:
-        """Block until the last save is over; returns what made it fail."""
+        """Block until the last save has ended; returns its error, if any."""
         return self._pending.result() if self._pending else None
 
     def close(self) -> None:
-        """Finish the save in flight and end the thread."""
-        self._writer.shutdown()
+        """Finish the current save and end the thread."""
+        self._thread.shutdown()
 
     def newest(self, optimizer: bool = True) -> LoadedCheckpoint | None:
-        """The checkpoint saved last among those that are whole; None if nothing was ever saved.
+        """The latest undamaged checkpoint; None if nothing was ever saved.
 
         Without `optimizer`, here and below, that file is neither checked nor read.
         """
         found = self._newest_first()
-        found.sort(key=lambda folder: _serial(folder) > 0)  # whose age is unknown comes first, to be reported
+        found.sort(key=lambda folder: _serial(folder) > 0)  # damaged ones first, so that they are reported
         for folder in found:
             with _damage_logged():
                 return _load(folder, optimizer)
@@ -282,7 +203,7 @@ class Checkpoints:
         return _load(self.folder / _name(step), optimizer)
 
     def best(self, optimizer: bool = True) -> LoadedCheckpoint | None:
-        """The checkpoint with the best loss; None if none was named or it is damaged."""
+        """The checkpoint with the best loss; None if there is none or it is damaged."""
         name = self._best_name()
         if name:
             with _damage_logged():
@@ -290,7 +211,7 @@ class Checkpoints:
         return None
 
     def _newest_first(self) -> list[Path]:
-        """By the order of saving: after a reset, the latest is not the one with the most steps."""
+        """Sorted by the order of saving: after a reset, the latest may not have the most steps."""
         folders = [path for path in self.folder.glob("*step-*") if _CHECKPOINT_NAME.fullmatch(path.name)]
         return sorted(folders, key=lambda folder: (_serial(folder), folder.name), reverse=True)
 
@@ -301,7 +222,7 @@ class Checkpoints:
             return ""
 
     def _save(self, step: int, snapshot: Snapshot, best: bool) -> Exception | None:
-        """Save and rotate, or clean up and say why not. Runs in the writer's thread."""
+        """Save and rotate, or clean up and return the error. Runs in the background thread."""
         final = self.folder / _name(step)
         temporary = self.folder / f"tmp-{final.name}"
         try:
@@ -309,12 +230,12 @@ class Checkpoints:
             self._remove_leftovers()
             serial = 1 + max(map(_serial, self._newest_first()), default=0)
             notes = {"step": step, "stage": self.folder.name, "serial": serial, "state": snapshot.state}
-            write_sealed(temporary, {"weights": snapshot.weights, "optimizer": snapshot.optimizer}, notes)
+            _write(temporary, {"weights": snapshot.weights, "optimizer": snapshot.optimizer}, notes)
             self._move_into_place(temporary, final)
             if best:
-                write_atomically(self.folder / "best", lambda path: path.write_text(final.name, encoding="utf-8"))
+                write_text_atomically(self.folder / "best", final.name)
             self._rotate()
-        except Exception as error:  # whatever it is, it must not end the training
+        except Exception as error:  # no error may end the training
             self.num_failed += 1
             with contextlib.suppress(OSError):
                 self._remove_leftovers()
@@ -328,7 +249,7 @@ class Checkpoints:
         return None
 
     def _move_into_place(self, temporary: Path, final: Path) -> None:
-        if final.exists():  # renamed to a name that `newest` reads too: a kill may come before the next line
+        if final.exists():  # `newest` reads this name too, in case the process is killed before the next line
             replaced = final.with_name(f"replaced-{final.name}")
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
@@ -340,19 +261,19 @@ class Checkpoints:
         kept = [folder.name for folder in found if folder.name.startswith("step-")][: self.keep]
         for folder in found:
             if folder.name not in (*kept, self._best_name()):
-                folder.rename(folder.with_name(f"tmp-{folder.name}"))  # what is half deleted is no checkpoint
+                folder.rename(folder.with_name(f"tmp-{folder.name}"))  # so that a half-deleted one is not read
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Remove what rotation, a failed save or a killed process left; done on saving, as readers must not."""
+        """Remove what rotation, a failed save or a killed process left. Only saving may do this."""
         for folder in self.folder.glob("tmp-*step-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def to_host(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None, pin: bool = False) -> Tensors:
-    """Copies on the host, complete on return; `into` is the result of an earlier call, whose memory is used again.
+    """Copies on the host, complete on return. `into` is the result of an earlier call, whose memory is reused.
 
-    Nobody may still be reading `into`: call `Checkpoints.wait` before. `pin` is for tensors on an accelerator.
+    Call `Checkpoints.wait` before reusing memory. `pin` is for tensors on a GPU.
     """
     host = {}
     for name, tensor in tensors.items():
@@ -364,7 +285,7 @@ def to_host(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = N
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()) -> list[str]:
-    """A line for every setting that differs; `ignore` names settings, or whole sections, by their dotted path."""
+    """A line for every setting that differs; `ignore` lists dotted names of settings or sections."""
     before, after = _by_dotted_name(saved), _by_dotted_name(now)
     return [
         f"{name}: the run has {before.get(name, 'nothing')}, now {after.get(name, 'nothing')}"
@@ -377,7 +298,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collec
 def require_same(
     folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
 ) -> None:
-    """Refuse to continue the run in `folder` under settings that its checkpoints were not made with."""
+    """Raise an error if the checkpoints in `folder` were made with other settings."""
     found = differences(saved, now, ignore)
     if found:
         raise ConfigError(
@@ -391,16 +312,78 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def _write(folder: Path, tensors: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
+    """Write a folder of `NAME.safetensors` files and `state.json`, and sync it."""
+    folder.mkdir()
+    files = {}
+    for name, content in tensors.items():
+        path = folder / f"{name}.safetensors"
+        with as_os_error():
+            save_file(content, path)
+        with contextlib.suppress(PermissionError):  # file systems without modes
+            path.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files readable by the owner only
+        sync_path(path)
+        files[name] = {"bytes": path.stat().st_size, "xxh3": _file_hash(path)}
+    body = json.loads(json.dumps({"format": CHECKPOINT_FORMAT, "files": files, "notes": notes}))
+    text = json.dumps({"hash": _body_hash(body), "body": body}, indent=1)
+    (folder / "state.json").write_text(text, encoding="utf-8")
+    sync_path(folder / "state.json")
+    sync_path(folder)
+
+
 def _load(folder: Path, optimizer: bool) -> LoadedCheckpoint:
-    notes = read_notes(folder)
-    found = read_sealed(folder, ["weights", "optimizer"] if optimizer else ["weights"])
-    return LoadedCheckpoint(notes["step"], folder, found["weights"], found.get("optimizer", {}), notes["state"])
+    body = _read_body(folder)
+    weights = _read_checked(folder, "weights", body)
+    state = _read_checked(folder, "optimizer", body) if optimizer else {}
+    return LoadedCheckpoint(body["notes"]["step"], folder, weights, state, body["notes"]["state"])
+
+
+def _read_body(folder: Path) -> dict[str, Any]:
+    path = folder / "state.json"
+    with _as_unreadable(path):
+        text = path.read_bytes()
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        content = json.loads(text)
+        body = dict(content["body"])
+        if content["hash"] == _body_hash(body) and body["format"] == CHECKPOINT_FORMAT:
+            return body
+    raise UnreadableWeights(f"{path} is not what was written")
+
+
+def _read_checked(folder: Path, name: str, body: Mapping[str, Any]) -> Tensors:
+    path, expected = folder / f"{name}.safetensors", body["files"].get(name)
+    if expected is None:
+        raise UnreadableWeights(f"{folder} was written without {path.name}")
+    with _as_unreadable(path):
+        num_bytes = path.stat().st_size
+        if num_bytes != expected["bytes"]:
+            raise UnreadableWeights(f"{path} has {num_bytes} bytes instead of {expected['bytes']}")
+        if _file_hash(path) != expected["xxh3"]:
+            raise UnreadableWeights(f"{path} does not match its checksum")
+    return _read_safetensors(path)
+
+
+@contextlib.contextmanager
+def _as_unreadable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UnreadableWeights(f"Cannot read {path}: {error.strerror or error}") from None
+
+
+def _body_hash(body: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def _file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _serial(folder: Path) -> int:
-    """Counts the saves of a stage; an unreadable checkpoint counts as its oldest."""
+    """Number of the save; an unreadable checkpoint counts as the oldest."""
     try:
-        return int(read_notes(folder)["serial"])
+        return int(_read_body(folder)["notes"]["serial"])
     except UnreadableWeights:
         return 0
 
@@ -420,12 +403,12 @@ def _num_mb(snapshot: Snapshot) -> float:
 def _free_mb(folder: Path) -> float:
     try:
         return shutil.disk_usage(folder).free / 1e6
-    except OSError:  # not even the folder could be made
+    except OSError:  # the folder could not be created
         return 0.0
 
 
 def _by_dotted_name(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings as JSON gives them back, so that a path equals its text and a tuple equals a list."""
+    """Settings by dotted name, as JSON values, so that a path equals its text and a tuple a list."""
     flat = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 LANGUAGE_NAMES = {
     "en": "English", "es": "Spanish", "fr": "French", "de": "German", "it": "Italian", "pt": "Portuguese",
@@ -37,8 +37,32 @@ NUM_STOPS = 4
 CONDITIONING_TOKENS = 32
 """Positions that the perceiver's summary of the reference voice takes at the start of every sequence."""
 
+Count = TypeVar("Count")
+"""An int, or an array or tensor of integers."""
+
+
+def num_frames_of(num_samples: Count) -> Count:
+    """Mel frames of a clip: one per hop, the first centred on sample 0."""
+    samples: Any = num_samples
+    frames: Count = samples // HOP_SAMPLES + 1
+    return frames
+
+
+def num_codes_of(num_samples: Count) -> Count:
+    """DVAE codes of a clip: one per four mel frames, the last one perhaps for fewer."""
+    frames: Any = num_frames_of(num_samples)
+    codes: Count = -(-frames // (SAMPLES_PER_CODE // HOP_SAMPLES))
+    return codes
+
+
 MODEL_SIZES = ("tiny", "small", "normal", "big")
-STAGES = ("dvae", "gpt", "decoder")
+STAGE_PARTS = {
+    "dvae": ("dvae", "mel_stats"),
+    "gpt": ("gpt",),
+    "decoder": ("hifigan_decoder.waveform_decoder",),
+}
+"""The parts of the model that each training stage trains, the main one first; stages in the order of training."""
+STAGES = tuple(STAGE_PARTS)
 
 MAX_AUTO_PREFETCH, MAX_AUTO_BUFFER = 16, 50
 """The most batches that `prefetch_buffer_size` and `pipeline_buffer_size` come to when they are `auto`."""

@@ -1,10 +1,8 @@
-"""Which device does what in this process, and the streams of work on it.
+"""Devices of a process: which role runs where, memory caps, streams, events and CUDA graphs.
 
-A plan gives the roles `data` and `model` their devices; it is made from the settings, the GPUs of the machine and
-the place that torchrun gave this process. A stream is an ordered queue of work: a CUDA stream, or on the CPU the
-calling thread itself, so that one pipeline serves both. An event is a point
-in a stream that other streams can wait for.
-Nothing here knows what the work is.
+A plan assigns devices to the roles `data` and `model`. It follows from the settings, the GPUs of the machine and
+torchrun's environment. A stream is an ordered queue of work: a CUDA stream, or the calling thread on the CPU, so
+that one pipeline serves both. The module does not know what the work is.
 """
 
 from __future__ import annotations
@@ -30,22 +28,22 @@ _MB = 2**20
 
 @dataclass(frozen=True)
 class Plan:
-    """Devices of the two roles in this process, their memory caps, and its place among the processes of a run."""
+    """Devices and memory caps of the two roles in this process, and its rank among the processes of a run."""
 
     data: torch.device
     model: torch.device
     mode: str = "buffered"
-    """`buffered`: both roles share a device. `dual`: batches cross from one to the other."""
+    """`buffered`: both roles share a device. `dual`: batches are copied from one device to the other."""
     data_cap_mb: int | None = None
     model_cap_mb: int | None = None
-    """Equal when the roles share a device, which can have only one cap. On the CPU they have no effect."""
+    """Equal if the roles share a device, which can have only one cap. Without effect on the CPU."""
     rank: int = 0
     world_size: int = 1
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that this process sees, under PyTorch's number for it."""
+    """A GPU visible to this process, with PyTorch's index."""
 
     index: int
     name: str
@@ -57,14 +55,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPUs that this process sees, and the pairs of them between which copies go directly."""
+    """The GPUs visible to this process, and the pairs of them with peer access."""
 
     gpus: Sequence[Gpu] = ()
     peers: frozenset[tuple[int, int]] = frozenset()
 
     @classmethod
     def look(cls) -> Machine:
-        """The machine this process runs on."""
+        """The machine that this process runs on."""
         indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
         cards = [torch.cuda.get_device_properties(index) for index in indices]
         return cls(
@@ -73,14 +71,14 @@ class Machine:
         )
 
     def label(self, device: torch.device) -> str:
-        """A device with the name of its card, for people."""
+        """A device with the name and memory of its card, for messages."""
         names = [f"{device} ({gpu.name}, {gpu.memory_mb} MB)" for gpu in self.gpus if gpu.index == device.index]
         return names[0] if device.type == "cuda" and names else str(device)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of this process among those of the run, and among those on this machine; torchrun's four variables."""
+    """torchrun's four variables: rank and world size in the run and on this machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -91,9 +89,9 @@ class _Place:
 def make_plan(
     data: DataSettings, machine: Machine | None = None, environment: Mapping[str, str] | None = None
 ) -> Plan:
-    """The plan of this process, or one ConfigError with everything that is in its way.
+    """The plan of this process; a ConfigError lists every problem.
 
-    Looks at this machine and at the environment of this process unless others are given.
+    Machine and environment default to those of this process.
     """
     machine = Machine.look() if machine is None else machine
     environment = os.environ if environment is None else environment
@@ -119,10 +117,10 @@ def make_plan(
 def _read_place(environment: Mapping[str, str], problems: list[str]) -> _Place:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     given = {name: environment[name] for name in names if name in environment}
-    with contextlib.suppress(ValueError):  # no numbers
+    with contextlib.suppress(ValueError):  # not numbers
         place = _Place(**{name.lower(): int(value) for name, value in given.items()})
         is_inside = 0 <= place.rank < place.world_size and 0 <= place.local_rank < place.local_world_size
-        # One of several processes that is told only half its place would take another one's GPU.
+        # With only some of the variables, one of several processes would take the GPU of another.
         if is_inside and (place.world_size == 1 or len(given) == len(names)):
             return place
     found = ", ".join(f"{name}={value}" for name, value in given.items())
@@ -134,7 +132,7 @@ def _read_place(environment: Mapping[str, str], problems: list[str]) -> _Place:
 
 
 def _indices(data: DataSettings, local_rank: int) -> tuple[int, int]:
-    """Indices of the GPUs of the data role and the model role in one of the processes on this machine."""
+    """GPU indices of the data and model roles for a process on this machine."""
     if data.data_gpu is None or data.model_gpu is None:
         return local_rank, local_rank
     return data.data_gpu + 2 * local_rank, data.model_gpu + 2 * local_rank
@@ -190,7 +188,7 @@ def _cap_problems(data: DataSettings, machine: Machine, num_processes: int) -> I
 
 
 def announcements(plan: Plan, buffer_size: int | None, machine: Machine | None = None) -> list[str]:
-    """What a run says about its devices when it starts, line by line."""
+    """The lines a run prints about its devices when it starts."""
     machine = Machine.look() if machine is None else machine
     on_cpu = plan.model.type == "cpu"
     mode = "Multi-GPU Mode" if plan.mode == "dual" else "Single-GPU Buffered Mode"
@@ -223,7 +221,7 @@ def announcements(plan: Plan, buffer_size: int | None, machine: Machine | None =
 
 
 def apply_caps(plan: Plan) -> None:
-    """Hold what PyTorch allocates on each GPU of the plan to its cap, if it has one."""
+    """Limit PyTorch's allocations on each GPU of the plan to its cap."""
     for device, cap_mb in ((plan.data, plan.data_cap_mb), (plan.model, plan.model_cap_mb)):
         if device.type == "cuda" and cap_mb is not None:
             total_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -231,7 +229,7 @@ def apply_caps(plan: Plan) -> None:
 
 
 def explain_out_of_memory(plan: Plan, error: torch.OutOfMemoryError, role: str, doing: str) -> PipelineError:
-    """The error to raise instead: who ran out of what while `doing`, the numbers of now, and what to change."""
+    """The error to raise instead: the role and device, what it was `doing`, current memory, and what to change."""
     device, cap_mb = (plan.data, plan.data_cap_mb) if role == "data" else (plan.model, plan.model_cap_mb)
     is_shared = plan.data == plan.model
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
@@ -248,7 +246,7 @@ def explain_out_of_memory(plan: Plan, error: torch.OutOfMemoryError, role: str, 
         if cap_mb is not None:
             flag = "--data-gpu-memory" if role == "data" and not is_shared else "--model-gpu-memory"
             text += f" The cap is {cap_mb} MB ({flag}{', for both roles together' if is_shared else ''})."
-            if cap_mb - reserved_mb < free_mb:  # the cap was reached before the end of the card
+            if cap_mb - reserved_mb < free_mb:  # the cap was reached before the card was full
                 advice.append(f"a higher cap: {flag} above {cap_mb}")
     smaller_batch = "a smaller --batch-size with more --grad-accum: the effective batch stays the same"
     smaller_buffer = "a smaller --buffer-size: fewer batches wait on the GPU"
@@ -271,12 +269,12 @@ def explained_out_of_memory(plan: Plan, role: str, doing: str) -> Iterator[None]
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Where the random numbers of a device stand."""
+    """State of a device's random number generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Let the random numbers of a device go on from there."""
+    """Restore the state of a device's random number generator."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state.cpu(), device)
     else:
@@ -316,29 +314,29 @@ def barrier(plan: Plan) -> None:
 
 
 def peak_memory_mb(plan: Plan) -> dict[str, float]:
-    """The most memory that tensors have taken on the device of each role, or on the one that both share."""
+    """Peak memory allocated on the device of each role; "gpu" if both share one."""
     if plan.model.type != "cuda":
         return {}
     if plan.data == plan.model:
-        return {"gpu": torch.cuda.max_memory_allocated(plan.model) / 2**20}
+        return {"gpu": torch.cuda.max_memory_allocated(plan.model) / _MB}
     roles = {"data": plan.data, "model": plan.model}
-    return {role: torch.cuda.max_memory_allocated(device) / 2**20 for role, device in roles.items()}
+    return {role: torch.cuda.max_memory_allocated(device) / _MB for role, device in roles.items()}
 
 
 Result = TypeVar("Result")
 WARM_UPS = 3
-"""Runs before the capture: libraries set themselves up, compilers compile, gradients find their place."""
+"""Runs before a capture: libraries initialise, compilers compile, gradients are allocated."""
 
 
 class Event:
-    """A point in a stream, recorded again and again; on the CPU everything before it has already happened."""
+    """A reusable point in a stream; on the CPU all work before it is already done."""
 
     def __init__(self, device: torch.device) -> None:
         self.handle = torch.cuda.Event(blocking=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def is_passed(self) -> bool:
-        """Whether the stream has passed this point; asking does not wait."""
+        """True if the stream has passed this point; does not wait."""
         return self.handle is None or bool(self.handle.query())  # type: ignore[no-untyped-call]
 
     def wait_on_host(self) -> None:
@@ -358,36 +356,36 @@ class Stream:
             self.handle = torch.cuda.Stream(device, priority=-1 if high_priority else 0)  # type: ignore[no-untyped-call]
 
     def capture_stream(self) -> torch.cuda.Stream:
-        """A separate stream to capture graphs on, so that work from other threads stays out of them."""
+        """A separate stream for captures, so that work from other threads stays out of the graphs."""
         if self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self._capture_stream
 
     def use(self) -> contextlib.AbstractContextManager[object]:
-        """What the calling thread starts inside runs in this stream."""
+        """A context in which the calling thread launches work on this stream."""
         return contextlib.nullcontext() if self.handle is None else torch.cuda.stream(self.handle)
 
     def record(self, event: Event) -> None:
-        """Put the event behind everything started in this stream so far."""
+        """Record the event after all work launched on this stream so far."""
         if event.handle is not None and self.handle is not None:
             event.handle.record(self.handle)
 
     def wait(self, event: Event) -> None:
-        """Let everything started in this stream from now on run after the event; the host does not wait."""
+        """Make work launched on this stream from here on wait for the event; the host does not wait."""
         if event.handle is not None and self.handle is not None:
             self.handle.wait_event(event.handle)
 
     def finish(self) -> None:
-        """Wait on the host until everything in this stream is done."""
+        """Block the host until all work on this stream is done."""
         if self.handle is not None:
             self.handle.synchronize()
 
 
 class CudaGraph(Generic[Result]):
-    """A piece of work as a graph. Random numbers go on after the capture as if there had been no warm-up.
+    """Work captured as a CUDA graph. The random number generator is restored after warm-up and capture.
 
-    Whatever else the warm-ups change, the caller must put back. `result` holds the tensors that every replay fills
-    anew. Graphs that never run at the same time may share the memory of a `pool`.
+    The caller restores everything else that the warm-ups change. `result` holds the tensors that every replay
+    overwrites. Graphs that never run at the same time may share the memory of a `pool`.
     """
 
     def __init__(self, work: Callable[[], Result], stream: Stream, pool: Any = None) -> None:
@@ -406,11 +404,11 @@ class CudaGraph(Generic[Result]):
 
     @property
     def pool(self) -> Any:
-        """Memory that other graphs may share."""
+        """The memory pool, for other graphs to share."""
         return self._graph.pool()
 
     def replay(self) -> Result:
-        """Start the work in the current stream."""
+        """Launch the work on the current stream."""
         self._graph.replay()
         return self.result
 

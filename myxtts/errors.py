@@ -1,4 +1,4 @@
-"""What every layer may raise or report: errors written for users, and the progress of long work."""
+"""Errors written for users, and the interface for progress bars. Every layer may use both."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import Protocol
 
 
 class MyXTTSError(Exception):
-    """Base of every expected failure; the command line prints its text without a traceback."""
+    """Base class of expected failures; the command line prints the message without a traceback."""
 
 
 class ConfigError(MyXTTSError):
-    """Settings or flags that cannot be used; lists every problem found, not only the first."""
+    """Unusable settings or flags; the message lists every problem."""
 
 
 class DatasetError(MyXTTSError):
-    """A corpus, vocabulary or cache that cannot be used."""
+    """An unusable corpus, vocabulary, cache or file."""
 
 
 class PipelineError(MyXTTSError):
-    """A worker of the running pipeline failed."""
+    """A failure of the running pipeline or training loop."""
 
 
 class Progress(Protocol):
-    """Shows how far a long piece of work has come."""
+    """Shows the progress of a long task."""
 
     def begin(self, title: str, total: int) -> None: ...
     def advance(self, count: int) -> None: ...

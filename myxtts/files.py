@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: the one way this package writes them, and the lock of a run."""
+"""Atomic file writes, and the lock of a run directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from myxtts.errors import ConfigError, DatasetError
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary path beside `path`, bring the file to the disk and move it into place."""
+    """Call `write` with a temporary path next to `path`, sync the file and rename it into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with as_os_error():
@@ -28,22 +28,23 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     except OSError as error:
         raise DatasetError(_cannot_write(path, error)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not there, or its parent is not a folder
+            temporary.unlink()
     sync_path(path.parent)
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a UTF-8 text file, whole or not at all."""
+    """Write a UTF-8 text file, completely or not at all."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def sync_path(path: Path) -> None:
-    """Bring a file or the entries of a folder to the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network drives cannot sync a folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network drives cannot sync folders
             raise
     finally:
         os.close(descriptor)
@@ -51,7 +52,7 @@ def sync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def as_os_error() -> Iterator[None]:
-    """What the libraries that write tensors make of a full disk, as Python would have raised it."""
+    """Turn the errors that safetensors and PyTorch raise, for example on a full disk, into an OSError."""
     try:
         yield
     except SafetensorError as error:
@@ -59,7 +60,7 @@ def as_os_error() -> Iterator[None]:
         if found is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1]))) from None
-    except RuntimeError as error:  # PyTorch's own, which came upon the real one
+    except RuntimeError as error:  # PyTorch's own, raised while handling the real one
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -72,14 +73,14 @@ def _cannot_write(path: Path, error: OSError) -> str:
     free_mb = shutil.disk_usage(path.parent).free / 1e6
     return (
         f"No room for {path}: {why} ({free_mb:.0f} MB are free).\n"
-        "Nothing half-made was left behind. Free some space, or choose a folder on another disk "
-        "(--checkpoint-dir DIR for a run, --out DIR for an export)."
+        "No partial file is left. Free some space, or choose a folder on another disk "
+        "(--cache-dir DIR for a prepared corpus, --checkpoint-dir DIR for a run, --out DIR for an export)."
     )
 
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Hold the run directory, for a whole process group in its first process; one that dies lets go of it."""
+    """Lock a run directory; rank 0 locks it for all processes. The lock ends with the process."""
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
-"""What the host offers a process: cores, and memory that a GPU can read directly.
+"""The host's resources: cores, free memory, and memory that a GPU can read directly.
 
-Knows no corpus, model or pipeline. PyTorch is imported only when memory is pinned, because preparing a corpus
-needs neither it nor the second it takes to load.
+PyTorch is imported only to pin memory: preparing a corpus does without the second it takes to load.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _CGROUP_MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 def usable_cores() -> int:
-    """Cores this process may really use: its affinity, cut by the quota of a container."""
+    """Return the cores this process may use: its affinity, limited by the quota of a container."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = _CGROUP_CPU_LIMIT.read_text().split()
@@ -30,7 +29,7 @@ def usable_cores() -> int:
 
 
 def available_bytes() -> int:
-    """Host memory that can still be taken without swapping, as far as this process may use it."""
+    """Return the host memory this process can still allocate without swapping."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = 1024 * int(fields["MemAvailable"].split()[0])
     try:
@@ -41,7 +40,7 @@ def available_bytes() -> int:
 
 
 def host_memory(num_bytes: int, pinned: bool = True) -> HostMemory:
-    """Zeroed host memory; pinned where a CUDA device exists, so that copies to it need no staging."""
+    """Return zeroed host memory, pinned if a CUDA device exists, so that copies to it need no staging."""
     if not pinned or not _has_nvidia_driver():
         return np.zeros(num_bytes, np.uint8)
     import torch

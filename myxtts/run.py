@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, UnreadableWeights, require_same
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, STAGES, Settings, TrainingSettings
+from myxtts.config import SAMPLE_RATE, STAGES, Settings, TrainingSettings, num_frames_of
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import ClipSet, PreparedCorpus
-from myxtts.data.prepare import prepare
+from myxtts.data.prepare import prepare, with_tokenizer_of_run
 from myxtts.devices import (
     Machine,
     Plan,
@@ -48,13 +48,13 @@ from myxtts.model.gpt import adapter_state, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.xtts import XTTS
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
-from myxtts.run_dir import DISCRIMINATORS, PREFIXES, VOCABULARY_FILE, RunDir, inherited, initial_model
+from myxtts.run_dir import VOCABULARY_FILE, RunDir, inherited, initial_model
 from myxtts.settings import LoadedSettings, to_yaml
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
-from myxtts.training.recipes import DecoderRecipe, Recipe, make_recipe, useful_flops
+from myxtts.training.recipes import RECIPES, Recipe, StageFacts, useful_flops
 from myxtts.training.trainer import Reporter, State, Step, Trainer, choose_mode
-from myxtts.weights import MODEL_FILES
+from myxtts.weights import MODEL_FILES, is_trained_in
 
 MEL_STATISTICS_CLIPS = 256
 BATCH_SPLIT_KEYS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
@@ -170,13 +170,15 @@ def prepare_corpus(
     settings: Settings, progress: Progress = NO_PROGRESS, continued: RunDir | None = None
 ) -> PreparedCorpus:
     """The corpus with the vocabulary of the run: that of the run it continues, of --init-from, or a new one."""
-    data, source = settings.data, settings.training.init_from
     if continued is None:
         require_source(settings, None)
-        return prepare(replace(data, tokenizer=source) if data.tokenizer is None and source else data, progress)
+    own = continued.vocabulary_file if continued is not None else None
+    data = with_tokenizer_of_run(settings.data, own, settings.training.init_from)
     try:
-        return prepare(replace(data, tokenizer=continued.vocabulary_file), progress)
+        return prepare(data, progress)
     except DatasetError as error:
+        if continued is None:
+            raise
         raise DatasetError(
             f"{error}\nTexts were read with the vocabulary of the run in {continued.folder}, which this would "
             "continue. For another corpus give another --checkpoint-dir, or --reset-training."
@@ -295,26 +297,24 @@ class StageContext:
         return step % interval == 0 and self.stop()
 
     def weights(self, recipe: Recipe) -> dict[str, Tensor]:
-        """The stage's part of the model, or only its adapters; for the decoder its discriminators too."""
+        """What a checkpoint holds: the stage's part of the model, or only its adapters; live tensors."""
         if self.stage == "gpt" and self.settings.model.lora_rank:
             return {f"gpt.{name}": value for name, value in adapter_state(self.model.gpt).items()}
-        prefixes = PREFIXES[self.stage]
-        state = {name: value for name, value in self.model.state_dict().items() if name.startswith(prefixes)}
-        if isinstance(recipe, DecoderRecipe):
-            discriminators = recipe.discriminators.state_dict()
-            state |= {f"{DISCRIMINATORS}{name}": value for name, value in discriminators.items()}
+        state = {name: value for name, value in self.model.state_dict().items() if is_trained_in(self.stage, name)}
+        for prefix, module in recipe.extra_modules().items():
+            state |= {f"{prefix}.{name}": value for name, value in module.state_dict().items()}
         return state
 
     def load_weights(self, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
         """Put what `weights` returned back in its place."""
-        own = {name: value for name, value in weights.items() if not name.startswith(DISCRIMINATORS)}
+        own = dict(weights)
+        for prefix, module in recipe.extra_modules().items():
+            names = [name for name in weights if name.startswith(f"{prefix}.")]
+            module.load_state_dict({name.removeprefix(f"{prefix}."): own.pop(name) for name in names})
         unknown = self.model.load_state_dict(own, strict=False).unexpected_keys
         if unknown:
             misfit = f"The checkpoint of stage {self.stage} does not fit this model"
             raise UnreadableWeights(f"{misfit}: it holds {unknown[:3]}")
-        if isinstance(recipe, DecoderRecipe):
-            rest = {name.removeprefix(DISCRIMINATORS): weights[name] for name in weights.keys() - own.keys()}
-            recipe.discriminators.load_state_dict(rest)
 
 
 def train_stage(ctx: StageContext) -> State:
@@ -358,7 +358,7 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     # Not for LoRA: adapters belong to the weights that the run wrote down when it started.
     if ctx.stage == "gpt" and "gpt" in ctx.run_dir.untrained() and not ctx.settings.model.lora_rank:
         torch.manual_seed(training.seed)
-        model.gpt.begin_with_codebook(model.dvae.codebook.embed.t())
+        model.gpt.init_from_codebook(model.dvae.codebook.embed.t())
     step = set_up(ctx, total, loaded)
     peak = peak_clips_per_s(ctx, step)
     doing = f"training on batches of {data.batch_size} clips"
@@ -380,8 +380,9 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
     ctx.model.eval().requires_grad_(False)
     torch.manual_seed(training.seed)  # a stage starts the same, whatever this process did before
     with explained_out_of_memory(plan, "model", "loading weights and optimiser"):
-        grown = ctx.run_dir.exists and bool(ctx.run_dir.started_with().get("has_grown_vocabulary"))
-        recipe = make_recipe(ctx.stage, ctx.model, settings, plan.world_size, grown)
+        has_new_tokens = ctx.run_dir.exists and bool(ctx.run_dir.started_with().get("has_grown_vocabulary"))
+        facts = StageFacts(plan.world_size, ctx.fine_tuning, has_new_tokens)
+        recipe = RECIPES[ctx.stage].build(ctx.model, settings, facts)
         if loaded is not None:
             ctx.load_weights(recipe, loaded.weights)
         if ctx.stage == "gpt" and settings.model.lora_rank and mode.autocast:
@@ -427,7 +428,7 @@ def mel_statistics(clips: ClipSet, device: torch.device) -> Tensor:
     num_frames = 0
     for clip in chosen:
         pcm = torch.from_numpy(clips.audio[int(clips.audio_rows[clip])].copy()).to(device)
-        mel = log_mel(pcm.float() / 32768)[:, : len(pcm) // HOP_SAMPLES + 1]
+        mel = log_mel(pcm.float() / 32768)[:, : num_frames_of(len(pcm))]
         total += mel.double().square().sum(1)
         num_frames += mel.shape[1]
     return (total / max(num_frames, 1)).sqrt().float().cpu()

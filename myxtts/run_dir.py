@@ -27,23 +27,15 @@ from myxtts.checkpoints import (
     read_tensors,
     write_tensors,
 )
-from myxtts.config import STAGES, Settings
+from myxtts.config import STAGE_PARTS, STAGES, Settings
 from myxtts.errors import ConfigError
 from myxtts.files import write_text_atomically
 from myxtts.model.gpt import add_adapters, merge_adapters
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims
 from myxtts.text.tokenizer import Tokenizer
-from myxtts.weights import Provenance, load_folder, load_state
+from myxtts.weights import Provenance, is_trained_in, load_folder, load_state
 
 BASE_FILE, DIMS_FILE, VOCABULARY_FILE = "base.safetensors", "model.json", "vocab.json"
-PREFIXES = {
-    "dvae": ("dvae.", "mel_stats"),
-    "gpt": ("gpt.",),
-    "decoder": ("hifigan_decoder.waveform_decoder.",),
-}
-"""What each stage trains, by the beginnings of its names."""
-DISCRIMINATORS = "discriminators."
-"""Kept in the decoder's checkpoints beside the weights of the model."""
 
 
 class RunDir:
@@ -82,11 +74,10 @@ class RunDir:
     ) -> None:
         """Write what every later look at the run needs; `facts` are what it was started with."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        dropped = tuple(prefix for stage in trained_in_full for prefix in PREFIXES[stage])
         state = {
             name: tensor
             for name, tensor in model.state_dict().items()
-            if not dropped or not name.startswith(dropped)
+            if not any(is_trained_in(stage, name) for stage in trained_in_full)
         }
         write_tensors(self.folder / BASE_FILE, state)
         vocabulary.save(self.vocabulary_file)
@@ -138,8 +129,7 @@ class RunDir:
         with safe_open(self.folder / BASE_FILE, "pt") as file:
             kept = tuple(file.keys())
         return all(
-            self.has_checkpoint(stage) or any(name.startswith(PREFIXES[stage]) for name in kept)
-            for stage in STAGES
+            self.has_checkpoint(stage) or any(is_trained_in(stage, name) for name in kept) for stage in STAGES
         )
 
     def untrained(self) -> list[str]:
@@ -178,18 +168,14 @@ class RunDir:
             averaged = {name.removeprefix("ema."): value for name, value in loaded.optimizer.items()}
             weights = averaged_weights(stage, loaded.weights, averaged)
             rank = int(loaded.state["notes"].get("lora_rank", 0)) if stage == "gpt" else rank
-            kept = {name: value for name, value in weights.items() if not name.startswith(DISCRIMINATORS)}
+            kept = {name: value for name, value in weights.items() if is_trained_in(stage, name)}
             (adapters if stage == "gpt" and rank else state).update(kept)
         with torch.device("meta"):
             model = XTTS(dims)
         if fresh is not None:
             state = {**{name: value for name, value in fresh.state_dict().items() if name not in state}, **state}
         absent = set(load_state(model, state, str(self.folder))) - {"mel_stats"}
-        missing = [
-            stage
-            for stage in STAGES
-            if stage not in without and any(part.startswith(tuple(PREFIXES[stage])) for part in _dotted(absent))
-        ]
+        missing = [stage for stage in STAGES if stage not in without and absent.intersection(STAGE_PARTS[stage])]
         if missing:
             raise UnreadableWeights(
                 f"The run in {self.folder} has not trained {', '.join(missing)} yet: there are no weights of it.\n"
@@ -206,7 +192,7 @@ def averaged_weights(
     stage: str, weights: Mapping[str, Tensor], averaged: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Weights with the running averages, where a run keeps them, in their place."""
-    names = {"decoder": {"generator.": PREFIXES["decoder"][0]}}.get(stage, {})
+    names = {"decoder": {"generator.": f"{STAGE_PARTS['decoder'][0]}."}}.get(stage, {})
     merged = dict(weights)
     for name, value in averaged.items():
         for ours, canonical in names.items():
@@ -252,7 +238,3 @@ def _check_size(settings: Settings, model: XTTS) -> None:
             f"The weights in {settings.training.init_from} are of size {found[0] if found else 'unknown'}, and "
             f"--model-size is {settings.model.size}; give --model-size {found[0] if found else 'normal'}"
         )
-
-
-def _dotted(parts: Collection[str]) -> list[str]:
-    return [f"{part}." for part in parts]

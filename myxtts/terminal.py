@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -42,9 +42,11 @@ from myxtts.observe.metrics import (
     stages_of,
 )
 from myxtts.settings import format_setting
-from myxtts.tools.dry_run import KernelView
-from myxtts.tools.profile import DataAnalysis, Profile, Timing
-from myxtts.tools.tune import Tuning
+
+if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
+    from myxtts.tools.dry_run import KernelView
+    from myxtts.tools.profile import DataAnalysis, Profile, Timing
+    from myxtts.tools.tune import Tuning
 
 _STYLES = {"pass": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 _UNLIMITED = 100_000

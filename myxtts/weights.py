@@ -1,11 +1,11 @@
-"""XTTS-v2 folders: read whatever the ecosystem publishes, write what its tools load.
+"""XTTS-v2 folders: read the published forms, write folders that coqui-tts and tools built on it load.
 
-    model.pth       GPT, vocoder and speaker encoder (a trainer's checkpoint holds the DVAE too)
-    dvae.pth        the DVAE;  mel_stats.pth  the 80 numbers that mels are divided by
-    vocab.json      the tokenizer;  config.json  the sizes and how to speak
-    myxtts.json     what became of the weights so far: only in folders written here, and of no concern to others
+    model.pth       GPT, vocoder and speaker encoder; a trainer's checkpoint also holds the DVAE
+    dvae.pth        the DVAE;  mel_stats.pth  the 80 divisors of the mels
+    vocab.json      the tokenizer;  config.json  sizes and sampling parameters
+    myxtts.json     provenance of the weights, only in folders written here; other tools ignore it
 
-Joins files (`checkpoint`), names (`model.xtts`) and the vocabulary (`text.tokenizer`); trains and speaks nothing.
+Combines files (`checkpoints`), names (`model.xtts`) and the vocabulary (`text.tokenizer`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from myxtts.checkpoints import Tensors, UnreadableWeights, read_tensors, require_match, write_pth
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, STAGES, DataSettings
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, STAGE_PARTS, STAGES, DataSettings
 from myxtts.files import write_atomically, write_text_atomically
 from myxtts.model.gpt import grow_text_vocabulary
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
@@ -29,29 +29,27 @@ from myxtts.text.tokenizer import FILE_NAME as VOCABULARY_FILE
 from myxtts.text.tokenizer import Tokenizer
 
 MODEL_FILES = ("model.pth", "best_model.pth")
-"""What the weights of a folder may be called; the first found counts."""
+"""Possible names of the file with the weights, in order of preference."""
 PARTS = ("gpt", "hifigan_decoder.waveform_decoder", "hifigan_decoder.speaker_encoder", "dvae", "mel_stats")
-STAGE_PARTS = dict(zip(STAGES, ("dvae", "gpt", "hifigan_decoder.waveform_decoder"), strict=True))
-"""What each stage of a training trains, by its name in `PARTS`."""
 _DVAE_FILE, _STATS_FILE, _CONFIG_FILE = "dvae.pth", "mel_stats.pth", "config.json"
 _PROVENANCE_FILE = "myxtts.json"
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where weights come from, as far as it matters for speaking with them; the defaults are XTTS-v2's."""
+    """The origin of weights, as far as synthesis depends on it; the defaults are XTTS-v2's."""
 
     untrained: tuple[str, ...] = ()
-    """Stages that nobody ever trained: their weights are random."""
+    """Stages that were never trained: their weights are random."""
     from_scratch: bool = False
-    """No published weights are behind it: what it was not shown in training it cannot say."""
+    """True if training did not start from published weights: the model knows only what it was trained on."""
     max_text_length: int = DataSettings.max_text_length
     max_mel_frames: int = DataSettings.max_mel_frames
     use_phonemes: bool = False
 
     @classmethod
     def read(cls, folder: Path) -> Provenance:
-        """Of a folder of weights; one that says nothing of itself was published."""
+        """The provenance of a folder; one without the file is a published one."""
         path = folder / _PROVENANCE_FILE
         if not path.is_file():
             return PUBLISHED
@@ -64,12 +62,16 @@ class Provenance:
                 f"{path} is not what an export wrote ({error}); export the run again"
             ) from None
 
+    @property
+    def untrained_parts(self) -> list[str]:
+        return [STAGE_PARTS[stage][0] for stage in self.untrained]
+
 
 PUBLISHED = Provenance()
 
 
 class LoadedFolder(NamedTuple):
-    """A network from a folder, its vocabulary, and the parts with fresh weights: lacking or never trained."""
+    """A model from a folder, its vocabulary, and the parts with random weights: missing or never trained."""
 
     model: XTTS
     vocabulary: Tokenizer
@@ -78,7 +80,7 @@ class LoadedFolder(NamedTuple):
 
 
 def load_folder(folder: Path, vocabulary: Tokenizer | None = None) -> LoadedFolder:
-    """The network of an XTTS-v2 folder; for a larger `vocabulary` its text embedding and head are grown."""
+    """The model in an XTTS-v2 folder; for a larger `vocabulary`, text embedding and head are extended."""
     state = read_folder(folder)
     own = Tokenizer.load(folder) if (folder / VOCABULARY_FILE).is_file() else vocabulary
     if own is None:
@@ -92,10 +94,10 @@ def load_folder(folder: Path, vocabulary: Tokenizer | None = None) -> LoadedFold
         )
     state = grow_text_vocabulary(state, used.num_tokens, torch.Generator().manual_seed(0), prefix="gpt.")
     dims = dims_of(state).with_vocabulary(used.num_tokens, used.start_id, used.stop_id)
-    with torch.device("meta"):  # no time and memory for weights that are replaced at once
+    with torch.device("meta"):  # the weights are replaced at once
         model = XTTS(dims)
     absent, provenance = load_state(model, state, str(folder)), Provenance.read(folder)
-    untrained = [part for stage in provenance.untrained if (part := STAGE_PARTS[stage]) not in absent]
+    untrained = [part for part in provenance.untrained_parts if part not in absent]
     return LoadedFolder(model, used, absent + untrained, provenance)
 
 
@@ -117,7 +119,10 @@ def read_folder(folder: Path) -> Tensors:
 
 
 def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[str]:
-    """Put weights into a model, all or an error; returns the parts that `state` lacks, now freshly initialised."""
+    """Load weights into a model and initialise the parts that `state` lacks, which are returned.
+
+    Raises an error if any other weight is missing, unknown or has another shape.
+    """
     absent = [part for part in PARTS if not any(_belongs(name, part) for name in state)]
     expected = {
         name: tensor.shape
@@ -130,15 +135,14 @@ def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[st
         fresh = XTTS(model.dims)
         for part in absent:
             parent, _, name = part.rpartition(".")
-            setattr(model.get_submodule(parent), name, _attribute(fresh, part))
+            setattr(model.get_submodule(parent), name, getattr(fresh.get_submodule(parent), name))
     return absent
 
 
 def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Provenance = PUBLISHED) -> None:
-    """Write a folder that coqui-tts and everything built on it loads."""
+    """Write a folder that coqui-tts loads."""
     folder.mkdir(parents=True, exist_ok=True)
-    known = json.dumps(asdict(provenance), indent=2)
-    write_text_atomically(folder / _PROVENANCE_FILE, known)
+    write_text_atomically(folder / _PROVENANCE_FILE, json.dumps(asdict(provenance), indent=2))
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     dvae = {name.removeprefix("dvae."): tensor for name, tensor in state.items() if name.startswith("dvae.")}
     main = {name: tensor for name, tensor in state.items() if not name.startswith("dvae.")}
@@ -146,12 +150,11 @@ def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Pr
     write_pth(folder / _DVAE_FILE, dvae)
     write_atomically(folder / _STATS_FILE, lambda path: torch.save(state["mel_stats"], path))
     vocabulary.save(folder / VOCABULARY_FILE)
-    text = json.dumps(coqui_settings(model.dims, vocabulary), indent=2)
-    write_text_atomically(folder / _CONFIG_FILE, text)
+    write_text_atomically(folder / _CONFIG_FILE, json.dumps(coqui_settings(model.dims, vocabulary), indent=2))
 
 
 def coqui_settings(dims: XTTSDims, vocabulary: Tokenizer) -> dict[str, Any]:
-    """What coqui-tts must know of the network, under its names; how to speak is as XTTS-v2 was published."""
+    """The model's sizes under coqui-tts' names, with XTTS-v2's published sampling parameters."""
     gpt = dims.gpt
     return {
         "model": "xtts",
@@ -190,11 +193,10 @@ def coqui_settings(dims: XTTSDims, vocabulary: Tokenizer) -> dict[str, Any]:
     }
 
 
+def is_trained_in(stage: str, name: str) -> bool:
+    """True if a stage trains the weight of this name."""
+    return any(_belongs(name, part) for part in STAGE_PARTS[stage])
+
+
 def _belongs(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}.")
-
-
-def _attribute(model: nn.Module, part: str) -> Any:
-    for name in part.split("."):
-        model = getattr(model, name)
-    return model

@@ -6,10 +6,10 @@ A machine that runs only the GPU tests may lack the audio libraries, so these ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,36 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     folder = tmp_path_factory.mktemp("user-cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Run PyTorch in one thread: small networks lose time to threads that wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class GraphCounter:
+    """A backend for `torch.compile` that runs graphs as they are and counts them."""
+
+    count = 0
+
+    def __call__(self, graph: Any, _: object) -> Callable[..., Any]:
+        self.count += 1
+        run: Callable[..., Any] = graph.forward
+        return run
+
+
+@pytest.fixture
+def graphs() -> GraphCounter:
+    import torch
+
+    torch._dynamo.reset()
+    return GraphCounter()
 
 
 @pytest.fixture(scope="session")
@@ -113,6 +143,29 @@ def run_prepare() -> Callable[..., PreparedCorpus]:
         return prepare(DataSettings(**settings), verify=verify)
 
     return run
+
+
+def contents(prepared: PreparedCorpus) -> dict[str, tuple[bytes, list[int], int, int]]:
+    """Samples, ids, speaker and language of every clip by its name."""
+    return {
+        name: (part.audio[audio_row].tobytes(), part.ids[ids_row].tolist(), int(speaker), int(language))
+        for part in (prepared.train, prepared.val)
+        for name, audio_row, ids_row, speaker, language in zip(
+            part.names, part.audio_rows, part.ids_rows, part.speakers, part.languages, strict=True
+        )
+    }
+
+
+def prepare_and_count_reads(data: DataSettings, monkeypatch: pytest.MonkeyPatch) -> tuple[PreparedCorpus, int]:
+    """`prepare`, and how many metadata files it read: none if a snapshot was used."""
+    from myxtts.data import corpus
+    from myxtts.data.prepare import prepare
+
+    reads: list[Path] = []
+    original = corpus.read_rows
+    with monkeypatch.context() as patched:
+        patched.setattr(corpus, "read_rows", lambda path: reads.append(path) or original(path))
+        return prepare(data), len(reads)
 
 
 class Messages:

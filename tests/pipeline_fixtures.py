@@ -15,7 +15,7 @@ import torch
 from conftest import make_voice
 from torch import Tensor
 
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings, num_codes_of
 from myxtts.data.batches import (
     TOTALS,
     Batches,
@@ -29,7 +29,6 @@ from myxtts.data.batches import (
     Weights,
     crops,
     fit,
-    num_codes_of,
     packed_tokens,
     voices_of,
 )
@@ -105,12 +104,13 @@ def make_model() -> XTTS:
     return model
 
 
-class Stamps:
+class Stamps(Frontend):
     """A front end that only copies, so that a torn or repeated batch shows in every sample of it."""
 
     uses_codes = False
 
     def __init__(self, data: DataSettings) -> None:
+        super().__init__()
         size, numbers = data.batch_size, Field((data.batch_size,), "int32")
         self.outputs = Layout(
             {

@@ -1,240 +1,41 @@
-"""The cache: right or absent, never stale; built once by whoever comes first; only what changed is redone."""
+"""The cache of a corpus: never stale; only what changed is redone; an unchanged corpus opens at once."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile as sf
+from conftest import SENTENCES, contents, make_voice, prepare_and_count_reads, write_corpus
 
-from myxtts.data import store
+from myxtts import audio
+from myxtts.config import DataSettings
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import Corpus, read_corpus
-from myxtts.data.prepare import load_snapshot
-from myxtts.data.store import (
-    STORES_KEPT,
-    Store,
-    StoreSpec,
-    StoreWriter,
-    build_store,
-    cache_root,
-    identity,
-    open_store,
-)
+from myxtts.data.prepare import prepare, prepared_before
 from myxtts.errors import DatasetError
 from myxtts.text import tokenizer
 
 Prepare = Callable[..., PreparedCorpus]
 
 
-def spec(*sources: int, recipe: int = 1, limit: int = 1, kind: str = "audio") -> StoreSpec:
-    return StoreSpec(kind, np.int16, np.array(sources, np.uint64), {"recipe": recipe}, {"limit": limit})
-
-
-class Filler:
-    """Makes row = [source] and remembers which rows it was asked for."""
-
-    def __init__(self, wanted: StoreSpec, refuse: int | None = None) -> None:
-        self.wanted, self.refuse = wanted, refuse
-        self.made: list[int] = []
-
-    def __call__(self, writer: StoreWriter, rows: list[int]) -> None:
-        for row in rows:
-            source = int(self.wanted.sources[row])
-            self.made.append(source)
-            if source == self.refuse:
-                writer.set_aside(row, "refused", "by the test")
-            else:
-                writer.append([row], [np.array([source], np.int16)], source % 5)
-
-
-def build(root: Path, wanted: StoreSpec, **options: int) -> tuple[Store, list[int]]:
-    fill = Filler(wanted, **options)
-    return build_store(root, wanted, fill), fill.made
-
-
-def values(store: Store) -> list[list[int]]:
-    return [store[row].tolist() for row in range(len(store))]
-
-
-def test_build_then_open(tmp_path: Path) -> None:
-    assert open_store(tmp_path / "root", spec(4, 9)) is None
-    store, made = build(tmp_path / "root", spec(4, 9))
-    assert made == [4, 9]
-    opened = open_store(tmp_path / "root", spec(4, 9))
-    assert opened is not None
-    assert values(store) == values(opened) == [[4], [9]]
-    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == [spec(4, 9).folder_name, "lock"]
-    built_at = store.folder.stat().st_ino
-    again, made = build(tmp_path / "root", spec(4, 9))  # as after waiting for another process that built it
-    assert (made, again.folder.stat().st_ino) == ([], built_at)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [spec(9, 4), spec(4), spec(4, 9, 1), spec(4, 9, recipe=2), spec(4, 9, limit=2), spec(4, 9, kind="ids")],
-)
-def test_anything_else_is_another_store(tmp_path: Path, other: StoreSpec) -> None:
-    build(tmp_path, spec(4, 9))
-    assert open_store(tmp_path, other) is None
-
-
-def test_another_format_is_another_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build(tmp_path, spec(4, 9))
-    monkeypatch.setattr(store, "FORMAT_VERSION", 999)
-    assert open_store(tmp_path, spec(4, 9)) is None
-
-
-def test_identities_do_not_run_together() -> None:
-    assert identity("ab", "c") != identity("a", "bc")
-    assert identity("é\udcff") != identity("é")
-    assert 0 <= identity() < 2**64
-
-
-def test_known_rows_are_copied(tmp_path: Path) -> None:
-    build(tmp_path, spec(1, 2, 3))
-    store, made = build(tmp_path, spec(3, 4, 1, 1))
-    assert made == [4]
-    assert values(store) == [[3], [4], [1], [1]]
-    assert store.labels.tolist() == [3, 4, 1, 1]
-    assert store.all_intact()
-    store, made = build(tmp_path, spec(3, 2, 4))  # from two older stores
-    assert (made, values(store)) == ([], [[3], [2], [4]])
-    assert build(tmp_path, spec(1, 2, 3, recipe=2))[1] == [1, 2, 3]
-
-
-def test_another_limit_copies_rows_but_asks_again_for_those_set_aside(tmp_path: Path) -> None:
-    store, _ = build(tmp_path, spec(1, 2), refuse=2)
-    assert store.set_aside == {1: ("refused", "by the test")}
-    store, made = build(tmp_path, spec(1, 2, limit=9))
-    assert (made, values(store)) == ([2], [[1], [2]])
-
-
-def test_no_row_is_copied_from_a_damaged_one(tmp_path: Path) -> None:
-    store, _ = build(tmp_path, spec(1, 2, 3))
-    data = bytearray((store.folder / "data.bin").read_bytes())
-    data[64] ^= 1
-    (store.folder / "data.bin").write_bytes(data)
-    store, made = build(tmp_path, spec(1, 2, 3, 4))
-    assert (made, values(store)) == ([2, 4], [[1], [2], [3], [4]])
-
-
-@pytest.mark.parametrize("name", ["meta.json", "index.npy", "data.bin"])
-def test_a_store_that_cannot_be_opened_is_built_again(tmp_path: Path, name: str) -> None:
-    store, _ = build(tmp_path, spec(1, 2))
-    (store.folder / name).write_bytes((store.folder / name).read_bytes()[:-1])
-    assert open_store(tmp_path, spec(1, 2)) is None
-    store, made = build(tmp_path, spec(1, 2))
-    assert (made, values(store)) == ([1, 2], [[1], [2]])
-    assert open_store(tmp_path, spec(1, 2)) is not None
-    assert not list(tmp_path.glob("tmp-*"))
-
-
-def test_pruning_keeps_the_most_recently_used(tmp_path: Path) -> None:
-    for number in range(STORES_KEPT):
-        build(tmp_path, spec(number))
-        os.utime(tmp_path / spec(number).folder_name, (number, number))
-    build(tmp_path, spec(7, kind="ids"))
-    assert open_store(tmp_path, spec(0)) is not None  # used now: 1 is the oldest
-    build(tmp_path, spec(99))
-    kept = {number for number in (*range(STORES_KEPT), 99) if (tmp_path / spec(number).folder_name).exists()}
-    assert kept == {0, 99, *range(2, STORES_KEPT)}
-    assert len(list(tmp_path.glob("audio-*"))) == STORES_KEPT
-    assert (tmp_path / spec(7, kind="ids").folder_name).exists()
-
-
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    for name in ("tmp-1", "tmp-2-damaged"):
-        (tmp_path / name / "deep").mkdir(parents=True)
-        (tmp_path / name / "data.bin").write_bytes(b"half")
-    build(tmp_path, spec(1))
-    assert not list(tmp_path.glob("tmp-*"))
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_failed_build_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    def fill(writer: StoreWriter, rows: list[int]) -> None:
-        writer.append(rows, [np.zeros(9, np.int16)])
-        raise error
-
-    with pytest.raises(error):
-        build_store(tmp_path, spec(1), fill)
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-    assert build(tmp_path, spec(1))[1] == [1]  # and the lock is free
-
-
-def test_everything_is_on_the_disk_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    fsync, rename = os.fsync, Path.rename
-
-    def synced(descriptor: int) -> None:
-        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
-        fsync(descriptor)
-
-    def renamed(path: Path, target: Path) -> Path:
-        events.append("renamed")
-        return rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "rename", renamed)
-    build(tmp_path / "root", spec(1))
-    before, after = events[: events.index("renamed")], events[events.index("renamed") + 1 :]
-    assert {"data.bin", "index.npy", "meta.json", f"tmp-{os.getpid()}"} <= set(before)
-    assert after == ["root"]
-
-
-def test_an_open_store_survives_pruning_and_replacement(tmp_path: Path) -> None:
-    store, _ = build(tmp_path, spec(1, 2))
-    shutil.rmtree(store.folder)
-    assert values(store) == [[1], [2]]
-    (store.folder).mkdir()
-    store.verify(np.array([0]))
-    build(tmp_path, spec(1, 2))
-    assert values(store) == [[1], [2]]
-
-
-def test_where_caches_live(tmp_path: Path, user_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = tmp_path / "one" / "corpus", tmp_path / "two" / "corpus"
-    first.mkdir(parents=True)
-    second.mkdir(parents=True)
-    assert cache_root(first, None) == first / ".myxtts"
-    roots = {cache_root(folder, tmp_path / "caches") for folder in (first, second)}
-    assert len(roots) == 2  # corpora of one name do not meet
-    assert all(root.parent == tmp_path / "caches" for root in roots)
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert cache_root(first, None).parent == user_cache / "myxtts"
-
-
-# From here on: whole corpora.
-
-
-def arrays(prepared: PreparedCorpus) -> dict[str, tuple[list[int], bytes, int, int]]:
-    return {
-        name: (part.ids[ids_row].tolist(), part.audio[audio_row].tobytes(), int(speaker), int(language))
-        for part in (prepared.train, prepared.val)
-        for name, audio_row, ids_row, speaker, language in zip(
-            part.names, part.audio_rows, part.ids_rows, part.speakers, part.languages, strict=True
-        )
-    }
-
-
 def test_second_start_builds_nothing_and_gives_the_same(corpus: Path, run_prepare: Prepare, messages) -> None:
-    first = arrays(run_prepare(corpus))
+    first = contents(run_prepare(corpus))
     assert messages.work() == {"TEXT": 6, "AUDIO": 6}
-    second = arrays(run_prepare(corpus))
+    second = contents(run_prepare(corpus))
     assert not any("BUILDING" in text for text in messages.take())
     assert first == second
     assert len(first) == 6
 
 
 def rewrite(path: Path, change: Callable[[bytearray], None]) -> None:
-    """Change a file's content behind the back of its size and modification time."""
+    """Change the content of a file but not its size and modification time."""
     before = path.stat()
     content = bytearray(path.read_bytes())
     change(content)
@@ -244,10 +45,10 @@ def rewrite(path: Path, change: Callable[[bytearray], None]) -> None:
 
 
 def test_a_change_that_keeps_size_and_time_is_noticed(corpus: Path, run_prepare: Prepare, messages) -> None:
-    before = arrays(run_prepare(corpus))
+    before = contents(run_prepare(corpus))
     messages.take()
     rewrite(corpus / "wavs" / "clip002.wav", lambda content: content.__setitem__(-2, content[-2] ^ 0x40))
-    after = arrays(run_prepare(corpus))
+    after = contents(run_prepare(corpus))
     assert messages.work() == {"AUDIO": 1}
     assert [name for name in before if before[name] != after[name]] == ["clip002"]
 
@@ -257,29 +58,29 @@ def test_only_what_changed_is_redone(make_corpus, run_prepare: Prepare, messages
     run_prepare(folder)
     messages.take()
     make_corpus(["One more sentence for the corpus."], first=20)  # a clip is added
-    assert len(arrays(run_prepare(folder))) == 7
+    assert len(contents(run_prepare(folder))) == 7
     assert messages.work() == {"TEXT": 1, "AUDIO": 1}
     metadata = folder / "metadata.csv"
     lines = metadata.read_text().splitlines()
     metadata.write_text("\n".join(lines[1:]))  # one is removed
-    assert "clip000" not in arrays(run_prepare(folder))
+    assert "clip000" not in contents(run_prepare(folder))
     assert messages.work() == {}
     metadata.write_text("\n".join(["clip001|Quite another sentence.", *lines[2:]]))  # a text is changed
     run_prepare(folder)
     assert messages.work() == {"TEXT": 1}
     metadata.write_text("\n".join(reversed(lines)))  # the order is changed, and a clip comes back
-    by_order = arrays(run_prepare(folder))
+    by_order = contents(run_prepare(folder))
     assert messages.work() == {}
     shutil.rmtree(folder / ".myxtts")
-    assert arrays(run_prepare(folder)) == by_order
+    assert contents(run_prepare(folder)) == by_order
 
 
 def test_settings_redo_only_what_they_decide(corpus: Path, run_prepare: Prepare, messages, monkeypatch) -> None:
-    english = arrays(run_prepare(corpus))
+    english = contents(run_prepare(corpus))
     messages.take()
-    german = arrays(run_prepare(corpus, language="de"))
+    german = contents(run_prepare(corpus, language="de"))
     assert messages.work() == {"TEXT": 6}
-    assert all(english[name][0] != german[name][0] for name in english)
+    assert all(english[name][1] != german[name][1] for name in english)
     run_prepare(corpus, vocab_size=300)
     trained = [text for text in messages.take() if "BUILDING" in text or "vocabulary" in text]
     assert trained == ["Training a vocabulary of up to 300 tokens on 6 sentences"]
@@ -287,11 +88,10 @@ def test_settings_redo_only_what_they_decide(corpus: Path, run_prepare: Prepare,
     assert messages.work() == {"AUDIO": 6}
     run_prepare(corpus, max_mel_frames=700, max_text_length=100, min_clip_seconds=0.7)
     assert messages.work() == {}  # rows are the same, only which of them are used differs
-    monkeypatch.setattr("myxtts.data.prepare.normalize.fingerprint", lambda: "changed tables")
+    monkeypatch.setattr("myxtts.data.prepare.normalize_fingerprint", lambda: "changed tables")
     run_prepare(corpus)
     assert messages.work() == {"TEXT": 6}
-    for module in ("prepare", "snapshot"):
-        monkeypatch.setattr(f"myxtts.data.{module}.DECODE_VERSION", 999)
+    monkeypatch.setattr("myxtts.data.prepare.DECODE_VERSION", 999)
     run_prepare(corpus)
     assert messages.work() == {"AUDIO": 6}
 
@@ -309,7 +109,7 @@ def test_limits_apply_to_rows_kept_from_looser_ones(make_corpus, run_prepare: Pr
     kept = run_prepare(folder, max_mel_frames=270, trim_silence_db=40.0)  # 3.13 s; the file has 3.6 s
     shutil.rmtree(folder / ".myxtts")
     fresh = run_prepare(folder, max_mel_frames=270, trim_silence_db=40.0)
-    assert arrays(kept) == arrays(fresh)
+    assert contents(kept) == contents(fresh)
     assert kept.set_aside == fresh.set_aside
 
 
@@ -320,44 +120,38 @@ def damage(folder: Path, name: str) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["data.bin", "index.npy", "meta.json", "cut data.bin", "no index.npy"])
+@pytest.mark.parametrize("name", ["data.bin", "index.npy", "meta.json"])
 def test_damage_to_any_file_is_repaired(corpus: Path, run_prepare: Prepare, messages, name: str) -> None:
-    good = arrays(run_prepare(corpus))
+    good = contents(run_prepare(corpus))
     messages.take()
-    for folder in sorted(path for path in (corpus / ".myxtts").glob("*-*") if path.is_dir()):
-        file = folder / name.split()[-1]
-        if name.startswith("cut"):
-            file.write_bytes(file.read_bytes()[:-64])
-        elif name.startswith("no"):
-            file.unlink()
-        else:
-            damage(folder, name)
-    assert arrays(run_prepare(corpus, verify=True)) == good
+    for folder in (corpus / ".myxtts").glob("*-*"):
+        damage(folder, name)
+    assert contents(run_prepare(corpus, verify=True)) == good
     work = messages.work()
     assert work == ({"TEXT": 1, "AUDIO": 1} if name == "data.bin" else {"TEXT": 6, "AUDIO": 6})
-    assert arrays(run_prepare(corpus, verify=True)) == good
+    assert contents(run_prepare(corpus, verify=True)) == good
     assert messages.work() == {}
 
 
 def test_damage_met_while_reading_is_repaired_by_the_next_start(
     corpus: Path, run_prepare: Prepare, messages
 ) -> None:
-    good = arrays(run_prepare(corpus))
+    good = contents(run_prepare(corpus))
     (audio,) = (corpus / ".myxtts").glob("audio-*")
     damage(audio, "data.bin")
     prepared = run_prepare(corpus)
     messages.take()
     with pytest.raises(DatasetError, match="run the command again"):
-        arrays(prepared)
-    assert arrays(run_prepare(corpus)) == good
+        contents(prepared)
+    assert contents(run_prepare(corpus)) == good
     assert messages.work() == {"AUDIO": 1}
 
 
 def test_an_altered_vocabulary_is_trained_again(corpus: Path, run_prepare: Prepare) -> None:
-    good = arrays(run_prepare(corpus))
+    good = contents(run_prepare(corpus))
     (vocabulary,) = (corpus / ".myxtts").glob("vocabulary-*")
     (vocabulary / "data.bin").write_bytes((vocabulary / "data.bin").read_bytes().replace(b"[en]", b"[xx]"))
-    assert arrays(run_prepare(corpus, verify=True)) == good
+    assert contents(run_prepare(corpus, verify=True)) == good
 
 
 def test_a_named_vocabulary_decides_the_ids(corpus: Path, run_prepare: Prepare, tmp_path: Path, messages) -> None:
@@ -365,11 +159,11 @@ def test_a_named_vocabulary_decides_the_ids(corpus: Path, run_prepare: Prepare, 
     file = tmp_path / "vocab.json"
     tokenizer.train(["the boat came in the first window"] * 9, ["en"] * 9, 256).save(file)
     messages.take()
-    before = arrays(run_prepare(corpus, tokenizer=file))
+    before = contents(run_prepare(corpus, tokenizer=file))
     assert messages.work() == {}
     own.tokenizer.save(file)  # the same name, other content
-    assert arrays(run_prepare(corpus, tokenizer=file)) == arrays(own)
-    assert arrays(own) != before
+    assert contents(run_prepare(corpus, tokenizer=file)) == contents(own)
+    assert contents(own) != before
 
 
 def test_a_corpus_that_cannot_be_written_to(
@@ -380,7 +174,7 @@ def test_a_corpus_that_cannot_be_written_to(
     prepared = run_prepare(corpus)
     assert prepared.root.is_relative_to(user_cache)
     assert not (corpus / ".myxtts").exists()
-    assert len(arrays(prepared)) == 6
+    assert len(contents(prepared)) == 6
 
 
 def test_cache_dir(corpus: Path, run_prepare: Prepare, tmp_path: Path, messages) -> None:
@@ -412,48 +206,141 @@ def test_two_processes_at_once_decode_each_clip_once(make_corpus) -> None:
     assert sorted(names) == ["audio", "ids", "lock", "set_aside.csv", "text", "vocabulary"]
 
 
-# The shortcut: a snapshot of an unchanged corpus.
+# The snapshot of an unchanged corpus.
 
 SETTLED_S = 0.05
 """After this long a snapshot trusts the times of a folder."""
 
 
-def is_from_snapshot(messages) -> bool:
-    return "LOADING CACHE FROM DISK" in messages.take()
+@pytest.fixture
+def settled(tmp_path: Path) -> DataSettings:
+    """Six clips, prepared, old enough for the times of their folders to be trusted."""
+    folder = write_corpus(tmp_path / "corpus")
+    time.sleep(SETTLED_S)
+    data = DataSettings(train_data=folder, language="en", vocab_size=256)
+    prepare(data)
+    return data
 
 
-def test_a_link_whose_target_appears_is_noticed(
-    corpus: Path, run_prepare: Prepare, tmp_path: Path, messages
+def opened_from_snapshot(data: DataSettings, monkeypatch: pytest.MonkeyPatch) -> bool:
+    return prepare_and_count_reads(data, monkeypatch)[1] == 0
+
+
+def test_a_snapshot_holds_everything(settled: DataSettings, messages) -> None:
+    read = prepare(settled, verify=True)  # verifying reads the corpus itself
+    messages.take()
+    known = prepare(settled)
+    assert messages.take() == ["LOADING CACHE FROM DISK"]
+    assert (known.speaker_names, known.set_aside) == (read.speaker_names, read.set_aside)
+    assert known.vocabulary == read.vocabulary
+    assert contents(known) == contents(read)
+    for ours, theirs in ((known.train, read.train), (known.val, read.val)):
+        assert ours.names == theirs.names
+        for field in ("audio_rows", "ids_rows", "num_samples", "num_ids"):
+            np.testing.assert_array_equal(getattr(ours, field), getattr(theirs, field))
+
+
+def change_text(folder: Path) -> None:
+    def silent(content: bytearray) -> None:
+        content[:] = content.replace(b"quiet", b"noisy", 1)
+
+    rewrite(folder / "metadata.csv", silent)
+
+
+def change_audio(folder: Path) -> None:
+    rewrite(folder / "wavs" / "clip001.wav", lambda content: content.__setitem__(1000, content[1000] ^ 1))
+
+
+def remove_audio(folder: Path) -> None:
+    (folder / "wavs" / "clip002.wav").unlink()
+
+
+def add_better_candidate(folder: Path) -> None:
+    """A file named exactly like the id is preferred to the id with an extension."""
+    audio.write(folder / "wavs" / "other.wav", make_voice(1.0), 22050)
+    (folder / "wavs" / "other.wav").rename(folder / "wavs" / "clip003")
+
+
+def add_speakers(folder: Path) -> None:
+    (folder / "speakers.csv").write_text("id|speaker\nclip000|ann\n", encoding="utf-8")
+
+
+def add_held_out(folder: Path) -> None:
+    (folder / "metadata_eval.csv").write_text(f"clip000|{SENTENCES[0]}\n", encoding="utf-8")
+
+
+CHANGES = [change_text, change_audio, remove_audio, add_better_candidate, add_speakers, add_held_out]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_change_of_the_corpus_is_seen(
+    settled: DataSettings, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
 ) -> None:
-    """A disk that is mounted later: nothing changes in the corpus itself."""
-    away = tmp_path / "elsewhere.wav"
-    link = corpus / "wavs" / "clip002.wav"
-    link.rename(away)
-    link.symlink_to(away)
-    away.rename(tmp_path / "unmounted.wav")
+    assert settled.train_data
+    assert opened_from_snapshot(settled, monkeypatch)
+    change(settled.train_data)
+    assert not opened_from_snapshot(settled, monkeypatch)
     time.sleep(SETTLED_S)
-    for _ in range(2):
-        assert [item.id for item in run_prepare(corpus).set_aside] == ["clip002"]
-    time.sleep(SETTLED_S)
-    run_prepare(corpus)
-    assert is_from_snapshot(messages)
-    (tmp_path / "unmounted.wav").rename(away)
-    assert run_prepare(corpus).set_aside == []
+    prepare(settled)  # by now the folders have come to rest, and a new snapshot replaces the old one
+    assert opened_from_snapshot(settled, monkeypatch)
 
 
-def test_a_folder_whose_time_is_set_back_is_noticed(corpus: Path, run_prepare: Prepare) -> None:
-    """What `cp -a` and `rsync -a` do once they have copied the files of a folder."""
-    wavs = corpus / "wavs"
+@pytest.mark.parametrize(
+    "changed", [{"max_mel_frames": 300}, {"language": "de"}, {"vocab_size": 300}, {"val_fraction": 0.4}]
+)
+def test_any_change_of_the_settings_is_seen(settled: DataSettings, changed: dict[str, object]) -> None:
+    assert prepared_before(settled) is not None
+    assert prepared_before(replace(settled, **changed)) is None
+
+
+def test_a_damaged_snapshot_or_store_only_costs_time(
+    settled: DataSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = contents(prepare(settled))
+    root = prepare(settled).root
+    (snapshot,) = root.glob("snapshot-*")
+    for at in range(0, (snapshot / "data.bin").stat().st_size, 997):
+        rewrite(snapshot / "data.bin", lambda content, at=at: content.__setitem__(at, content[at] ^ 0x80))
+        assert contents(prepare(settled)) == good
+    assert opened_from_snapshot(settled, monkeypatch)
+    for name in ("meta.json", "index.npy", "data.bin"):
+        damage(snapshot, name)
+        assert not opened_from_snapshot(settled, monkeypatch)
+        assert opened_from_snapshot(settled, monkeypatch)
+    (ids,) = root.glob("ids-*")
+    (ids / "index.npy").unlink()
+    assert not opened_from_snapshot(settled, monkeypatch)
+    assert contents(prepare(settled)) == good
+
+
+def test_a_missing_file_that_appears_is_seen(settled: DataSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the time of its folder is set back, as `cp -a` and `rsync -a` do after copying the files."""
+    assert settled.train_data
+    wavs = settled.train_data / "wavs"
     content = (wavs / "clip002.wav").read_bytes()
     (wavs / "clip002.wav").unlink()
     time.sleep(SETTLED_S)
     before = wavs.stat()
-    for _ in range(2):
-        assert len(run_prepare(corpus).set_aside) == 1
-        time.sleep(SETTLED_S)
+    assert [item.reason for item in prepare(settled).set_aside] == ["missing file"]
+    assert opened_from_snapshot(settled, monkeypatch)
     (wavs / "clip002.wav").write_bytes(content)
     os.utime(wavs, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert run_prepare(corpus).set_aside == []
+    assert not prepare(settled).set_aside
+
+
+def test_a_link_whose_target_appears_is_seen(
+    settled: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is mounted later: nothing changes in the corpus itself."""
+    assert settled.train_data
+    link, away = settled.train_data / "wavs" / "clip002.wav", tmp_path / "elsewhere.wav"
+    link.rename(tmp_path / "unmounted.wav")
+    link.symlink_to(away)
+    time.sleep(SETTLED_S)
+    assert [item.id for item in prepare(settled).set_aside] == ["clip002"]
+    assert opened_from_snapshot(settled, monkeypatch)
+    (tmp_path / "unmounted.wav").rename(away)
+    assert prepare(settled).set_aside == []
 
 
 def test_metadata_changed_while_a_corpus_is_read(corpus: Path, run_prepare: Prepare, monkeypatch) -> None:
@@ -469,52 +356,17 @@ def test_metadata_changed_while_a_corpus_is_read(corpus: Path, run_prepare: Prep
         patched.setattr("myxtts.data.prepare.read_corpus", change_and_read)
         changed = run_prepare(corpus)
     metadata.write_text(first)
-    assert arrays(run_prepare(corpus)) != arrays(changed)
+    assert contents(run_prepare(corpus)) != contents(changed)
 
 
-def test_the_list_of_clips_set_aside_belongs_to_the_settings(make_corpus, run_prepare: Prepare, messages) -> None:
-    folder = make_corpus()
-    time.sleep(SETTLED_S)
-    listed = folder / ".myxtts" / "set_aside.csv"
-    strict, loose = {"min_clip_seconds": 1.5}, {"min_clip_seconds": 0.5}
-    counts = []
-    for settings in (strict, loose, strict, loose):
-        counts.append(len(run_prepare(folder, **settings).set_aside))
-        assert len(listed.read_text().splitlines()) == 1 + counts[-1]
-    assert is_from_snapshot(messages)
-    assert counts[0] == counts[2] > counts[1] == counts[3] == 0
-
-
-def test_no_altered_byte_of_a_snapshot_is_believed(corpus: Path, run_prepare: Prepare) -> None:
-    time.sleep(SETTLED_S)
-    run_prepare(corpus)
-    (path,) = (corpus / ".myxtts").glob("snapshot-*")
-    state, whole = path.stem.removeprefix("snapshot-"), path.read_bytes()
-    assert load_snapshot(path.parent, state) is not None
-    for at in range(0, len(whole), 13):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x80]) + whole[at + 1 :])
-        assert load_snapshot(path.parent, state) is None
-        path.write_bytes(whole[:at])
-        assert load_snapshot(path.parent, state) is None
-
-
-def test_what_a_killed_snapshot_left_is_removed(corpus: Path, run_prepare: Prepare) -> None:
-    time.sleep(SETTLED_S)
-    run_prepare(corpus)
-    (corpus / ".myxtts" / "tmp-snapshot-1").write_bytes(b"half")
-    run_prepare(corpus, verify=True)
-    assert not list((corpus / ".myxtts").glob("tmp-*"))
-
-
-def test_a_store_of_another_format_is_passed_over(
-    corpus: Path, run_prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+def test_the_list_of_clips_set_aside_belongs_to_the_settings(
+    settled: DataSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as earlier:
-        earlier.setattr("myxtts.data.store.FORMAT_VERSION", 1)
-        earlier.setattr("myxtts.data.store.FORMAT_VERSION", 1)
-        good = arrays(run_prepare(corpus))
-    for meta in (corpus / ".myxtts").glob("*/meta.json"):
-        body = json.loads(meta.read_text())["body"]
-        del body["limits"]  # what an earlier form did not have
-        meta.write_text(json.dumps({"hash": store._meta_hash(body), "body": body}))
-    assert arrays(run_prepare(corpus)) == good
+    strict, loose = replace(settled, min_clip_seconds=1.5), settled
+    counts = []
+    for data in (strict, loose, strict, loose):
+        prepared = prepare(data)
+        counts.append(len(prepared.set_aside))
+        assert len((prepared.root / "set_aside.csv").read_text().splitlines()) == 1 + counts[-1]
+    assert opened_from_snapshot(strict, monkeypatch)
+    assert counts[0] == counts[2] > counts[1] == counts[3] == 0

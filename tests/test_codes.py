@@ -1,4 +1,7 @@
-"""Codes are computed once: they come back whole in every later epoch and run, or count as absent."""
+"""The codes cache: rows appear one by one, whole or not at all, whoever writes, dies, or runs out of disk.
+
+What it shares with stores (reuse, damage, versions, pruning) is in `test_store`.
+"""
 
 import errno
 import logging
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 
 from myxtts.data import codes as codes_module
+from myxtts.data import store as store_module
 from myxtts.data.codes import FOLDERS_KEPT, CodesCache
 
 LENGTHS = (5, 140, 0, 33, 1)
@@ -83,27 +87,12 @@ def test_only_rows_that_were_written_are_known(tmp_path: Path) -> None:
     assert (cache.num_known, cache.complete) == (5, True)
 
 
-def test_rows_are_found_again_by_the_next_run(tmp_path: Path) -> None:
-    cache = open_codes(tmp_path)
-    cache.write(every(cache), codes_of())
-    cache.close()
-    again = open_codes(tmp_path)
-    assert again.complete
-    assert np.array_equal(read(again)[1], codes_of())
-    assert len(folders(tmp_path)) == 1
-
-
-def test_an_open_cache_sees_what_another_writes(tmp_path: Path) -> None:
-    one, other = open_codes(tmp_path), open_codes(tmp_path)
-    one.write(np.array([1]), codes_of()[[1]])
-    assert other.known(np.array([0, 1])).tolist() == [False, True]
-
-
-def test_a_known_row_is_not_written_again(tmp_path: Path) -> None:
+def test_a_known_row_is_seen_by_all_and_never_written_again(tmp_path: Path) -> None:
     """A GPU may round otherwise in another batch: a row that others may be reading stays as it is."""
-    cache = open_codes(tmp_path)
+    cache, other = open_codes(tmp_path), open_codes(tmp_path)
     cache.write(every(cache), codes_of())
-    cache.write(every(cache), codes_of(seed=1))
+    assert other.complete
+    other.write(every(other), codes_of(seed=1))
     assert np.array_equal(read(cache)[1], codes_of())
 
 
@@ -114,40 +103,6 @@ def test_codes_belong_to_a_dvae_and_to_their_audio(tmp_path: Path, other: dict) 
     cache = open_codes(tmp_path)
     cache.write(every(cache), codes_of())
     assert open_codes(tmp_path, **other).known(np.array([0, 1, 3, 4])).tolist() == [False] * 4
-
-
-def test_another_format_is_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = open_codes(tmp_path)
-    cache.write(every(cache), codes_of())
-    monkeypatch.setattr(codes_module, "CODES_VERSION", 999)
-    assert not open_codes(tmp_path).known(np.array([0, 1])).any()
-
-
-@pytest.mark.parametrize("reopened", [True, False])
-def test_a_torn_row_is_absent_until_it_is_written_again(tmp_path: Path, reopened: bool) -> None:
-    cache = open_codes(tmp_path)
-    cache.write(every(cache), codes_of())
-    flip_byte(folders(tmp_path)[0] / "data.bin", (5 + 139) * 2)  # the last code of clip 1
-    if reopened:
-        cache.close()
-        cache = open_codes(tmp_path)
-    assert cache.num_known == 5  # nothing has been compared yet
-    whole, out = read(cache)
-    assert not whole
-    assert not out[1].any()
-    assert cache.known(every(cache)).tolist() == [True, False, True, True, True]
-    assert (cache.num_known, cache.complete) == (4, False)
-    cache.write(every(cache), codes_of())
-    assert read(cache)[0]
-    assert np.array_equal(read(cache)[1], codes_of())
-    assert open_codes(tmp_path).complete
-
-
-def test_completeness_is_never_claimed_for_a_torn_row(tmp_path: Path) -> None:
-    cache = open_codes(tmp_path)
-    cache.write(every(cache), codes_of())
-    flip_byte(folders(tmp_path)[0] / "data.bin", 0)
-    assert not cache.complete
 
 
 @pytest.mark.parametrize("torn", ["checksum", "swapped"])
@@ -162,22 +117,6 @@ def test_a_checksum_of_something_else_makes_a_row_absent(tmp_path: Path, torn: s
         content = path.read_bytes()
         path.write_bytes(content[8:16] + content[:8] + content[16:])
     assert open_codes(tmp_path, (4, 4)).known(np.array([0])).tolist() == [False]
-
-
-@pytest.mark.parametrize("name", ["index.bin", "data.bin", "checksums.bin"])
-def test_a_file_that_lost_its_end_is_made_whole_in_place(tmp_path: Path, name: str) -> None:
-    cache = open_codes(tmp_path)
-    cache.write(every(cache), codes_of())
-    cache.close()
-    path = folders(tmp_path)[0] / name
-    size = path.stat().st_size
-    os.truncate(path, size // 2)
-    again = open_codes(tmp_path)
-    assert path.stat().st_size == size
-    assert again.known(np.array([0])).all()
-    again.write(every(again), codes_of())
-    assert again.complete
-    assert np.array_equal(read(again)[1], codes_of())
 
 
 def test_data_takes_no_room_before_it_is_written(tmp_path: Path) -> None:
@@ -198,95 +137,52 @@ def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         cache.read(np.array([0]), np.zeros((1, 2), np.int32))
 
 
-def test_a_set_without_clips_or_codes(tmp_path: Path) -> None:
-    empty = open_codes(tmp_path, ())
-    assert empty.complete
-    assert empty.read(np.array([], np.int64), np.zeros((0, 4), np.int32))
-    silent = open_codes(tmp_path, (0, 0))
-    assert silent.complete
-    silent.write(every(silent), np.zeros((2, 4), np.int64))
-    assert read(silent)[0]
+@pytest.mark.parametrize("reopened", [True, False])
+def test_a_torn_row_is_absent_until_it_is_written_again(tmp_path: Path, reopened: bool) -> None:
+    cache = open_codes(tmp_path)
+    cache.write(every(cache), codes_of())
+    flip_byte(folders(tmp_path)[0] / "data.bin", (5 + 139) * 2)  # the last code of clip 1
+    if reopened:
+        cache.close()
+        cache = open_codes(tmp_path)
+    assert cache.num_known == 5  # nothing has been compared yet
+    assert not cache.complete
+    assert cache.known(every(cache)).tolist() == [True, False, True, True, True]
+    whole, out = read(cache)
+    assert not whole
+    assert not out[1].any()
+    assert cache.num_known == 4
+    cache.write(every(cache), codes_of())
+    assert read(cache)[0]
+    assert np.array_equal(read(cache)[1], codes_of())
+    assert open_codes(tmp_path).complete
 
 
-# Rows that another set of clips already has.
+# Rows of other sets of clips.
 
 
-def test_only_clips_that_are_added_are_computed_again(tmp_path: Path) -> None:
-    audio = hashes(6)
-    old = open_codes(tmp_path, LENGTHS, audio[:5])
-    old.write(every(old), codes_of())
-    order = np.array([5, 3, 1, 0])
-    lengths = (*LENGTHS, 12)
-    cache = open_codes(tmp_path, tuple(lengths[clip] for clip in order), audio[order])
-    assert cache.known(every(cache)).tolist() == [False, True, True, True]
-    assert np.array_equal(read(cache)[1][1:], codes_of()[order[1:]])
-    cache.close()
-    assert open_codes(tmp_path, tuple(lengths[clip] for clip in order), audio[order]).num_known == 3
-
-
-def test_rows_come_from_several_folders_and_into_one_that_exists(tmp_path: Path) -> None:
+def test_rows_are_copied_into_a_folder_that_exists_and_for_equal_audio(tmp_path: Path) -> None:
     audio = hashes(3)
-    whole = open_codes(tmp_path, (4, 4, 4), audio)
+    whole = open_codes(tmp_path, (4, 4, 4, 4), audio[[0, 1, 2, 2]])
     whole.write(np.array([0]), np.full((1, 4), 10))
     for clip in (1, 2):
         part = open_codes(tmp_path, (4,), audio[[clip]])
         part.write(np.array([0]), np.full((1, 4), 10 + clip))
-    again = open_codes(tmp_path, (4, 4, 4), audio)
+    again = open_codes(tmp_path, (4, 4, 4, 4), audio[[0, 1, 2, 2]])
     assert again.complete
-    assert read(again)[1][:, 0].tolist() == [10, 11, 12]
+    assert read(again)[1][:, 0].tolist() == [10, 11, 12, 12]
 
 
-def test_no_torn_row_is_copied(tmp_path: Path) -> None:
-    old = open_codes(tmp_path)
-    old.write(every(old), codes_of())
-    flip_byte(folders(tmp_path)[0] / "data.bin", 0)
-    cache = open_codes(tmp_path, (*LENGTHS, 2), hashes(6))
-    assert cache.known(every(cache)).tolist() == [False, True, True, True, True, False]
-
-
-@pytest.mark.parametrize("name", ["index.bin", "data.bin", "checksums.bin"])
-@pytest.mark.parametrize("damage", ["missing", "empty", "altered"])
-def test_a_broken_folder_beside_it_does_no_harm(tmp_path: Path, name: str, damage: str) -> None:
-    old = open_codes(tmp_path)
-    old.write(every(old), codes_of())
-    path = folders(tmp_path)[0] / name
-    if damage == "missing":
-        path.unlink()
-    elif damage == "empty":
-        path.write_bytes(b"")
-    else:
-        path.write_bytes(bytes(value ^ 255 for value in path.read_bytes()))
-    cache = open_codes(tmp_path, (*LENGTHS, 2), hashes(6))
-    assert cache.num_known == 1  # the clip without codes
-    cache.write(every(cache), codes_of((*LENGTHS, 2)))
-    assert cache.complete
-
-
-def test_the_same_audio_under_two_names(tmp_path: Path) -> None:
-    audio = hashes(1)
-    old = open_codes(tmp_path, (4, 4), audio[[0, 0]])
-    old.write(np.array([1]), np.full((1, 4), 8))
-    cache = open_codes(tmp_path, (4, 4, 4), audio[[0, 0, 0]])
-    assert read(cache)[1][:, :4].tolist() == [[8] * 4] * 3
-
-
-def test_folders_used_last_and_those_in_use_are_kept(tmp_path: Path) -> None:
-    def folder_of(number: int) -> Path:
-        before = set(folders(tmp_path))
-        caches.append(open_codes(tmp_path, (4,), hashes(1, first=number), dvae=f"dvae {number}"))
-        (made,) = set(folders(tmp_path)) - before
-        os.utime(made, (number, number))
-        return made
-
-    caches: list[CodesCache] = []
-    in_use, *unused = [folder_of(number) for number in range(FOLDERS_KEPT)]
-    for cache in caches[1:]:
-        cache.close()
-    newest = folder_of(90), folder_of(91)
-    assert set(folders(tmp_path)) == {in_use, *newest, *unused[1:]}
-    caches[0].write(np.array([0]), np.full((1, 4), 8))
-    caches[0].close()
-    assert open_codes(tmp_path, (4,), hashes(1), dvae="dvae 0").complete
+def test_folders_in_use_are_not_removed(tmp_path: Path) -> None:
+    in_use = open_codes(tmp_path, (4,), dvae="in use")
+    (folder,) = folders(tmp_path)
+    os.utime(folder, (1, 1))
+    for number in range(FOLDERS_KEPT + 1):
+        open_codes(tmp_path, (4,), dvae=f"dvae {number}").close()
+    assert folder.exists()
+    in_use.write(np.array([0]), np.full((1, 4), 8))
+    in_use.close()
+    assert open_codes(tmp_path, (4,), dvae="in use").complete
 
 
 # Several processes, threads.
@@ -295,7 +191,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from myxtts.data.codes import FOLDERS_KEPT, CodesCache
+from myxtts.data.codes import CodesCache
 
 root, rank, clips = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 lengths = np.arange(clips) % 90 + 1
@@ -406,7 +302,7 @@ def read_only() -> Iterator[Callable[[Path], None]]:
                     raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
                 return really_open(path, mode, **others)
 
-            patches.append(mock.patch.object(codes_module, "open", refuse, create=True))
+            patches.append(mock.patch.object(store_module, "open", refuse, create=True))
             patches[-1].start()
 
     yield make
@@ -433,16 +329,6 @@ def test_a_read_only_folder_keeps_new_codes_in_memory(tmp_path: Path, read_only,
     assert "memory" in warning
     assert str(tmp_path) in warning
     cache.close()
-
-
-def test_a_folder_that_cannot_be_made_keeps_codes_in_memory(tmp_path: Path, warnings) -> None:
-    (tmp_path / "file").touch()
-    cache = open_codes(tmp_path / "file" / "root")
-    assert cache.num_known == 1
-    cache.write(every(cache), codes_of())
-    assert np.array_equal(read(cache)[1], codes_of())
-    assert len(warnings()) == 1
-    assert open_codes(tmp_path / "file" / "root").num_known == 1
 
 
 def test_a_full_disk_stops_the_writing_but_not_the_training(
@@ -479,7 +365,7 @@ FILL_DISK = """
 import sys
 from pathlib import Path
 import numpy as np
-from myxtts.data.codes import FOLDERS_KEPT, CodesCache
+from myxtts.data.codes import CodesCache
 
 lengths = np.full(64, 20_000)
 cache = CodesCache.open(Path(sys.argv[1]), np.arange(64, dtype=np.uint64) + 1, lengths, "weights")
@@ -535,8 +421,3 @@ def test_a_batch_is_read_in_far_less_than_a_millisecond(tmp_path: Path) -> None:
         assert cache.read(clips, out)
         times.append(time.perf_counter() - started)
     assert np.median(times) < 0.7e-3
-
-
-def test_pytorch_is_not_needed() -> None:
-    code = "import sys, myxtts.data.codes; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

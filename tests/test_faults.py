@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
+from conftest import contents
 
 from myxtts.config import DataSettings
-from myxtts.data.clips import PreparedCorpus
-from myxtts.data.pool import Workers
+from myxtts.data.pool import ProcessPool
 from myxtts.data.prepare import prepare
 
 EXIT_LIMIT_S = 5.0
@@ -88,8 +88,8 @@ def test_only_the_item_that_ends_its_process_is_lost(
 ) -> None:
     done: Counter[int] = Counter()
     lost: list[int] = []
-    with Workers(2) as workers:
-        for chunk, result in workers.run(work, chunks_of(28, 7)):
+    with ProcessPool(2) as pool:
+        for chunk, result in pool.run(work, chunks_of(28, 7)):
             if result is None:
                 lost += chunk
             else:
@@ -100,8 +100,8 @@ def test_only_the_item_that_ends_its_process_is_lost(
 
 
 def test_two_chunks_are_worked_on_at_once(tmp_path: Path) -> None:
-    with Workers(2) as workers:
-        counts = [result for _, result in workers.run(partial(meet, str(tmp_path)), [[1], [2]])]
+    with ProcessPool(2) as pool:
+        counts = [result for _, result in pool.run(partial(meet, str(tmp_path)), [[1], [2]])]
     assert counts == [2, 2]
 
 
@@ -128,10 +128,10 @@ def test_the_example_of_batches_runs_as_a_script_without_a_guard(tmp_path: Path,
 
 
 def test_workers_serve_again_after_a_crash() -> None:
-    with Workers(2) as workers:
-        assert len(list(workers.run(exit_on_thirteen, chunks_of(20, 5)))) > 4
-        assert sorted(chunk[0] for chunk, _ in workers.run(double, chunks_of(20, 5))) == [0, 5, 10, 15]
-        assert list(workers.run(double, [])) == []
+    with ProcessPool(2) as pool:
+        assert len(list(pool.run(exit_on_thirteen, chunks_of(20, 5)))) > 4
+        assert sorted(chunk[0] for chunk, _ in pool.run(double, chunks_of(20, 5))) == [0, 5, 10, 15]
+        assert list(pool.run(double, [])) == []
 
 
 def test_chunks_in_flight_during_a_crash_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,15 +141,15 @@ def test_chunks_in_flight_during_a_crash_are_not_lost(monkeypatch: pytest.Monkey
         return set(list(wait(futures, **options)[0])[:1]), None
 
     monkeypatch.setattr("myxtts.data.pool.wait", wait_for_one)
-    with Workers(2) as workers:
-        results = list(workers.run(exit_on_thirteen, chunks_of(24, 3)))
+    with ProcessPool(2) as pool:
+        results = list(pool.run(exit_on_thirteen, chunks_of(24, 3)))
     assert Counter(item for chunk, _ in results for item in chunk) == Counter(range(24))
     assert [chunk for chunk, result in results if result is None] == [[13]]
 
 
 def test_an_error_in_the_work_reaches_the_caller() -> None:
-    with Workers(2) as workers, pytest.raises(OSError, match="No space"):
-        list(workers.run(raise_on_thirteen, chunks_of(40, 5)))
+    with ProcessPool(2) as pool, pytest.raises(OSError, match="No space"):
+        list(pool.run(raise_on_thirteen, chunks_of(40, 5)))
 
 
 def test_few_chunks_are_in_flight_however_many_there_are() -> None:
@@ -161,8 +161,8 @@ def test_few_chunks_are_in_flight_however_many_there_are() -> None:
             taken += 1
             yield [taken]
 
-    with Workers(2) as workers:
-        for number, _ in enumerate(workers.run(double, endless()), 1):
+    with ProcessPool(2) as pool:
+        for number, _ in enumerate(pool.run(double, endless()), 1):
             assert taken - number <= 2 * 2
             if number == 50:
                 break
@@ -222,16 +222,8 @@ class Command:
         return found
 
 
-def content(prepared: PreparedCorpus) -> dict[str, tuple[bytes, bytes]]:
-    return {
-        name: (part.audio[audio_row].tobytes(), part.ids[ids_row].tobytes())
-        for part in (prepared.train, prepared.val)
-        for name, audio_row, ids_row in zip(part.names, part.audio_rows, part.ids_rows, strict=True)
-    }
-
-
-def prepare_here(folder: Path, **settings: object) -> dict[str, tuple[bytes, bytes]]:
-    return content(prepare(DataSettings(train_data=folder, language="en", **settings), verify=True))
+def prepare_here(folder: Path, **settings: object) -> dict[str, object]:
+    return contents(prepare(DataSettings(train_data=folder, language="en", **settings), verify=True))
 
 
 def names_in(root: Path) -> list[str]:
@@ -294,7 +286,7 @@ def test_a_file_that_crashes_the_decoder_is_set_aside(long_corpus: Path, tmp_pat
     listed = (long_corpus / ".myxtts" / "set_aside.csv").read_text().splitlines()[1:]
     assert [line.split("|")[:2] for line in listed] == [[f"deadly{n}", "crashed the decoder"] for n in (1, 2)]
     prepared = prepare(DataSettings(train_data=long_corpus, language="en"))
-    assert len(content(prepared)) == 80
+    assert len(contents(prepared)) == 80
 
 
 @pytest.mark.parametrize("to_group", [False, True], ids=["kill -INT", "Ctrl-C"])
@@ -329,10 +321,10 @@ def prepare_with_limit(folder: Path, limit_bytes: int) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
-def check_full_disk(result: subprocess.CompletedProcess[str], root: Path) -> None:
+def check_full_disk(result: subprocess.CompletedProcess[str], root: Path, place: str = "") -> None:
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr
-    assert f"No room for the cache in {root}" in result.stderr
+    assert f"No room for {place or f'the cache in {root}'}" in result.stderr
     assert "--cache-dir" in result.stderr
     assert not list(root.glob("tmp-*"))
     assert not list(root.glob(".*"))
@@ -358,7 +350,7 @@ def test_no_room_for_the_list_alone(corpus: Path) -> None:
     with open(corpus / "metadata.csv", "a") as metadata:
         metadata.writelines(f"absent{number}|Nothing there.\n" for number in range(12_000))
     root = corpus / ".myxtts"
-    check_full_disk(prepare_with_limit(corpus, 700_000), root)
+    check_full_disk(prepare_with_limit(corpus, 700_000), root, str(root / "set_aside.csv"))
     assert not (root / "set_aside.csv").exists()
     assert prepare_with_limit(corpus, 10**9).returncode == 0
     assert len((root / "set_aside.csv").read_text().splitlines()) == 12_001

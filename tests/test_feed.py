@@ -28,8 +28,8 @@ from pipeline_fixtures import (
 )
 from torch import Tensor
 
-from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings
-from myxtts.data.batches import MAX_CROP_FRAMES, SEGMENT_CODES, Cursor, Gatherer, Job, num_codes_of, segments
+from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings, num_codes_of
+from myxtts.data.batches import MAX_CROP_FRAMES, SEGMENT_CODES, Cursor, Gatherer, Job, segments
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import pack
 from myxtts.model.mel import DVAE_MEL, LogMel, resample

@@ -128,7 +128,7 @@ def test_an_error_wakes_a_reader_that_is_waiting_for_a_batch_or_for_the_warm_up(
 
 
 def test_epochs_that_cannot_be_arranged_are_no_silent_end(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrange = Batches._everyone
+    arrange = Batches._all_ranks
 
     def only_once(self: Batches, epoch: int) -> object:
         if epoch > 0:
@@ -136,7 +136,7 @@ def test_epochs_that_cannot_be_arranged_are_no_silent_end(corpus: Corpus, monkey
         return arrange(self, epoch)
 
     feed = corpus.feed(make_frontend=only_stamps, depths=Depths(3, 3, 4))
-    monkeypatch.setattr(Batches, "_everyone", only_once)
+    monkeypatch.setattr(Batches, "_all_ranks", only_once)
     with pytest.raises(DatasetError, match="could not be arranged"), feed:
         read(feed, 100)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pipeline_fixtures import SEED, SHORT, Corpus
 
-from myxtts.config import HOP_SAMPLES, NUM_STOPS, DataSettings
+from myxtts.config import HOP_SAMPLES, NUM_STOPS, DataSettings, num_codes_of
 from myxtts.data.batches import (
     ALIGNMENT_BYTES,
     SEGMENT_CODES,
@@ -24,7 +24,6 @@ from myxtts.data.batches import (
     crops,
     fit,
     host_layout,
-    num_codes_of,
     packed_tokens,
     segments,
 )

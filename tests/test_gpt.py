@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from myxtts.model.gpt import (
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DIMS = GPTDims(layers=2, dim=64, heads=4, text_tokens=300)
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 Batch = dict[str, Tensor]
 
 
@@ -86,10 +85,10 @@ def random_batch(seed: int, num_clips: int, num_frames: int = 160, most_frames: 
     }
 
 
-def packed(batch: Batch, budget: int, dims: GPTDims = DIMS, **options: Any) -> PackedBatch:
+def packed(batch: Batch, budget: int, dims: GPTDims = DIMS) -> PackedBatch:
     frames = pack_frames(batch["mel"], batch["num_frames"], 60)
     names = ("ids", "num_ids", "codes", "num_codes")
-    return pack(dims, frames, *(batch[name] for name in names), budget=budget, weights=batch["weights"], **options)
+    return pack(dims, frames, *(batch[name] for name in names), budget=budget, weights=batch["weights"])
 
 
 def clips_of(batch: Batch) -> Iterator[Batch]:
@@ -149,7 +148,7 @@ def test_conditioning_latents_equal_the_reference(model: GPT, reference: dict[st
 def test_hidden_states_and_logits_equal_the_reference(
     model: GPT, reference: dict[str, Any], fixture_batch: PackedBatch
 ) -> None:
-    hidden = model.hidden_states(fixture_batch)
+    hidden = model.norms(model.stack(fixture_batch))
     for number, expected in enumerate(reference["sequences"]):
         start, end = fixture_batch.offsets[number : number + 2].tolist()
         found = hidden[start:end]  # the reference has one position more, behind the last target
@@ -251,7 +250,7 @@ def test_a_row_by_hand() -> None:
         "num_codes": torch.tensor([1, 2]),
         "weights": torch.tensor([1.0, 0.5]),
     }
-    row = packed(batch, 2 * 32 + 4 + 5 + 3 + 6 + 2, dims, text_budget=6, audio_budget=12)
+    row = packed(batch, 2 * 32 + 4 + 5 + 3 + 6 + 2, dims)
     assert row.offsets[:3].tolist() == [0, 32 + 9, 2 * 32 + 18]
     first, second, padding = row.token.split([41, 41, 2])
     assert first[32:].tolist() == [261, 7, 8, 0, 1024, 9, 1025, 1025, 1025]
@@ -262,13 +261,15 @@ def test_a_row_by_hand() -> None:
     assert row.kind[82:].tolist() == [PADDING] * 2
     assert row.clip.tolist() == [0] * 41 + [1] * 41 + [2] * 2
     assert padding.tolist() == [0, 0]
-    assert row.targets.tolist() == ([7, 8, 0, 5, 0, IGNORE, 9, *([1025] * 4), 10, 11, *([1025] * 4), IGNORE])
-    assert row.loss_rows.tolist() == ([32, 33, 34, 73, 74, -1, 36, 37, 38, 39, 40, 76, 77, 78, 79, 80, 81, -1])
-    assert row.weights.tolist() == [1, 1, 1, 0.5, 0.5, 0] + [1] * 5 + [0.5] * 6 + [0]
+    text_targets, audio_targets = row.targets[:8].tolist(), row.targets[8:].tolist()
+    assert text_targets == [7, 8, 0, 5, 0] + [IGNORE] * 3
+    assert audio_targets == [9, *[1025] * 4, 10, 11, *[1025] * 4, IGNORE]
+    assert row.loss_rows.tolist() == [32, 33, 34, 73, 74, -1, -1, -1, *range(36, 41), *range(76, 82), -1]
+    assert row.weights.tolist() == [1, 1, 1, 0.5, 0.5, 0, 0, 0] + [1] * 5 + [0.5] * 6 + [0]
     places = torch.full((84,), -1)
     used = row.loss_rows >= 0
-    places[row.loss_rows[used]] = torch.arange(18)[used]
-    assert torch.equal(row.loss_places, places)
+    places[row.loss_rows[used]] = torch.arange(20)[used]
+    assert torch.equal(row.loss_index, places)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -295,20 +296,11 @@ def test_clips_of_weight_zero_and_much_padding_are_inert(model: GPT) -> None:
     assert_same_gradients(gradients(model, total(model(packed(batch, 2000)))), expected)
 
 
-def test_nothing_but_weight_zero_gives_zero(model: GPT) -> None:
-    batch = random_batch(3, num_clips=2) | {"weights": torch.zeros(2)}
-    losses = model(packed(batch, 300))
-    assert losses.text == losses.audio == 0
-    assert not any(gradient.any() for gradient in gradients(model, total(losses)).values())
-
-
 def test_too_much_for_a_budget_is_an_error() -> None:
     batch = random_batch(0, num_clips=3)
     packed(batch, length_of(batch))
     with pytest.raises(RuntimeError, match="exceeds its budget"):
         packed(batch, length_of(batch) - 1)
-    with pytest.raises(RuntimeError, match="exceeds its budget"):
-        packed(batch, 600, text_budget=int(batch["num_ids"].sum()) + 2)
     with pytest.raises(RuntimeError, match="exceeds its budget"):
         packed(batch | {"num_codes": torch.tensor([5, 31, 5])}, 600)
     with pytest.raises(RuntimeError, match="more frames"):
@@ -323,7 +315,7 @@ def test_before_training_codes_that_sound_alike_and_neighbouring_places_are_alik
     vectors = torch.randn(32, 48)
     vectors[7] = vectors[3] + 0.01
     start = gpt.mel_embedding.weight[32:].clone()
-    gpt.begin_with_codebook(vectors)
+    gpt.init_from_codebook(vectors)
     for weight in (gpt.mel_embedding.weight, gpt.mel_head.weight):
         apart = torch.cdist(weight[:32], weight[:32])
         assert apart[3, 7] < 0.1 * apart.median()
@@ -337,16 +329,9 @@ def test_before_training_codes_that_sound_alike_and_neighbouring_places_are_alik
         assert steps[0] < (places[40:] - places[:-40]).norm(dim=1).min()
 
 
-def test_fewer_stops_take_fewer_positions(model: GPT) -> None:
-    batch = random_batch(5, num_clips=3)
-    row = packed(batch, 600, num_stops=1)
-    assert int(row.offsets[3]) == length_of(batch) - 3 * 3
-    assert model(row).audio_count == int(batch["num_codes"].sum()) + 3
-
-
 def test_label_smoothing(model: GPT) -> None:
     row = packed(random_batch(5, num_clips=1), 600)
-    logits = model.mel_head(model.hidden_states(row)[row.first_code :][: int(row.num_codes) + 4])
+    logits = model.mel_head(model.norms(model.stack(row))[row.first_code :][: int(row.num_codes) + 4])
     targets = row.targets[row.text_budget :][: len(logits)]
     expected = F.cross_entropy(logits, targets, label_smoothing=0.1)
     assert relative_error(model(row, label_smoothing=0.1).audio, expected) < 1e-5
@@ -381,28 +366,20 @@ def test_checkpointing_changes_memory_not_numbers(reference: dict[str, Any]) -> 
     assert kept[1] < kept[0]
 
 
-def test_one_graph_for_all_lengths() -> None:
+def test_one_graph_for_all_lengths(graphs: Any) -> None:
     dims = GPTDims(layers=1, dim=32, heads=2, text_tokens=300, encoder_layers=1, perceiver_depth=1)
     model = GPT(dims, checkpointing=True)
 
     def step(batch: Batch) -> Tensor:
         return total(model(packed(batch, 400, dims)))
 
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        compiled: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-        return compiled
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+    compiled = torch.compile(step, backend=graphs, fullgraph=True, dynamic=False)
     for seed in range(3):
         batch = random_batch(seed, num_clips=4)
         found, expected = compiled(batch), step(batch)
         assert relative_error(found, expected) < 1e-5
         assert_same_gradients(gradients(model, found), gradients(model, expected))
-    assert len(graphs) == 1
+    assert graphs.count == 1
 
 
 # Growth and adapters
@@ -483,7 +460,6 @@ def assert_close_in_bf16(found: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 
 @pytest.mark.gpu
-@gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_bf16_on_the_gpu_is_near_fp32_on_the_cpu(model: GPT, compiled: bool) -> None:
     batch = random_batch(4, num_clips=5, num_frames=400)
@@ -503,7 +479,6 @@ def test_bf16_on_the_gpu_is_near_fp32_on_the_cpu(model: GPT, compiled: bool) -> 
 
 
 @pytest.mark.gpu
-@gpu
 def test_fp32_on_the_gpu_equals_the_cpu(model: GPT) -> None:
     batch = random_batch(4, num_clips=3)
     losses = model(packed(batch, 500))
@@ -513,33 +488,6 @@ def test_fp32_on_the_gpu_equals_the_cpu(model: GPT) -> None:
     assert relative_error(found.audio.cpu(), losses.audio) < 1e-4
     on_cpu = {name: gradient.cpu() for name, gradient in gradients(model, total(found)).items()}
     assert_same_gradients(on_cpu, expected, tolerance=1e-3)
-
-
-@pytest.mark.gpu
-@gpu
-def test_the_host_never_waits_and_nothing_is_compiled_again(model: GPT) -> None:
-    model.cuda().train()
-
-    def step(batch: Batch) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            losses = model(packed(batch, 700))
-        return 0.01 * losses.text + losses.audio
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(step, fullgraph=True, dynamic=False)
-    batches = [on_gpu(random_batch(seed, num_clips=5, num_frames=400)) for seed in range(4)]
-    for run in (step, compiled):
-        run(batches[0]).backward()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for batch in batches[1:]:
-                run(batch).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def test_frozen_matrices_in_bf16_halve_memory_and_stay_near() -> None:

@@ -84,19 +84,13 @@ def test_a_clip_in_a_batch_equals_the_clip_alone(reference: dict[str, Tensor], f
     num_samples = torch.tensor([len(wave), 20000, 12345, front_end.hop_samples * 40, 700, 0], dtype=torch.int32)
     rows = torch.stack([torch.where(torch.arange(len(wave)) < length, wave, 0.0) for length in num_samples])
     before = rows.clone()
-    mels, num_frames = log_mel(rows, num_samples=num_samples), front_end.num_frames(num_samples)
+    mels, num_frames = log_mel(rows, num_samples=num_samples), num_samples // front_end.hop_samples + 1
     assert torch.equal(rows, before)
     assert mels.isfinite().all()
     for length, mel, frames in zip(num_samples[:-1].tolist(), mels, num_frames.tolist(), strict=False):
         alone = log_mel(wave[:length])
-        assert frames == alone.shape[-1] == front_end.num_frames(length)
+        assert frames == alone.shape[-1]
         assert error(mel[:, :frames], alone) < 1e-6
-
-
-def test_frames_are_counted_without_reading_the_lengths() -> None:
-    counted = DVAE_MEL.num_frames(torch.tensor([0, 255, 256, 132300], dtype=torch.int32))
-    assert counted.tolist() == [1, 1, 2, 517]
-    assert DVAE_MEL.num_frames(torch.empty(3, device="meta")).is_meta  # a meta tensor has no values to read
 
 
 def test_pcm_becomes_waves_and_stale_samples_silence() -> None:
@@ -131,14 +125,14 @@ def test_gradients_reach_the_wave(reference: dict[str, Tensor]) -> None:
 def test_one_graph(reference: dict[str, Tensor]) -> None:
     log_mel = LogMel(CONDITIONING_MEL)
 
-    def front(pcm: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def front(pcm: Tensor, num_samples: Tensor) -> tuple[Tensor, Tensor]:
         wave = pcm_to_wave(pcm, num_samples)
         mel = log_mel(wave, reference["mel_norms"], num_samples)
-        return mel, CONDITIONING_MEL.num_frames(num_samples), resample(wave, SPEAKER_SAMPLE_RATE)
+        return mel, resample(wave, SPEAKER_SAMPLE_RATE)
 
     pcm = (reference["wav22"] * 32767).to(torch.int16)
     num_samples = torch.tensor([30000, 12000], dtype=torch.int32)
-    compiled = torch.compile(front, fullgraph=True, dynamic=False, backend="aot_eager")
+    compiled = torch.compile(front, fullgraph=True, dynamic=False, backend="eager")
     for found, expected in zip(compiled(pcm, num_samples), front(pcm, num_samples), strict=True):
         torch.testing.assert_close(found, expected)
 

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError
-from myxtts.text import normalize as module
 from myxtts.text import tables
-from myxtts.text import tables as fingerprints
-from myxtts.text.normalize import fingerprint, normalize
+from myxtts.text.normalize import PACKAGES, normalize, normalize_fingerprint
 from myxtts.text.numbers import cardinal, ordinal, plural_form, split_number
 
 ZWNJ = "\u200c"
@@ -496,7 +494,7 @@ def test_import_is_cheap_and_loads_no_speaking_package() -> None:
     code = (
         "import sys, time; t = time.perf_counter();"
         "import myxtts.text.normalize as n; took = time.perf_counter() - t;"
-        "n.normalize('No digits here, Dr. Who.', 'en'); n.fingerprint();"
+        "n.normalize('No digits here, Dr. Who.', 'en'); n.normalize_fingerprint();"
         "print([m for m in ('num2words', 'pypinyin', 'hangul_romanize', 'cutlet') if m in sys.modules], took)"
     )
     loaded, _, took = subprocess.run(
@@ -522,31 +520,31 @@ def _seconds_of(sentence: str) -> float:
 
 @pytest.fixture
 def fresh_fingerprint() -> Iterator[None]:
-    fingerprint.cache_clear()
+    normalize_fingerprint.cache_clear()
     yield
-    fingerprint.cache_clear()
+    normalize_fingerprint.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_fingerprint")
 def test_fingerprint_follows_the_tables(tmp_path, monkeypatch) -> None:
-    before = fingerprint()
+    before = normalize_fingerprint()
     assert re.fullmatch(r"[0-9a-f]{16}", before)
     copy = shutil.copytree(tables.TABLES_FOLDER, tmp_path / "languages")
     monkeypatch.setattr(tables, "TABLES_FOLDER", copy)
-    fingerprint.cache_clear()
-    assert fingerprint() == before
+    normalize_fingerprint.cache_clear()
+    assert normalize_fingerprint() == before
     table = copy / "fa.toml"
     table.write_text(table.read_text(encoding="utf-8") + "\n# changed\n", encoding="utf-8")
-    fingerprint.cache_clear()
-    assert fingerprint() != before
+    normalize_fingerprint.cache_clear()
+    assert normalize_fingerprint() != before
 
 
 @pytest.mark.usefixtures("fresh_fingerprint")
 def test_fingerprint_follows_package_versions(monkeypatch) -> None:
-    before = fingerprint()
-    found = fingerprints._installed(module.SPEAKING_PACKAGES)
+    before = normalize_fingerprint()
+    found = tables._installed(PACKAGES)
     assert any(name.startswith("num2words-") for name in found)
     assert all(name.endswith((".dist-info", ".egg-info")) for name in found)  # fugashi-info is a program
-    monkeypatch.setattr(fingerprints, "_installed", lambda packages: [f"{packages[0]}-999.dist-info"])
-    fingerprint.cache_clear()
-    assert fingerprint() != before
+    monkeypatch.setattr(tables, "_installed", lambda packages: [f"{packages[0]}-999.dist-info"])
+    normalize_fingerprint.cache_clear()
+    assert normalize_fingerprint() != before

@@ -50,11 +50,7 @@ def write_broken_corpus(folder: Path, voice: Callable[..., np.ndarray]) -> dict[
     sf.write(wavs / "hum.flac", 0.3 + 0.001 * voice(1.0), SAMPLE_RATE)
     sf.write(wavs / "short.wav", voice(0.3), SAMPLE_RATE)
     sf.write(wavs / "long.wav", voice(11.0, 8000), 8000)
-    expected = {
-        "cutflac": "truncated or damaged",
-        "cutmp3": "truncated or damaged",
-        "cutogg": "truncated or damaged",
-        "cutwav": "truncated or damaged",
+    expected = dict.fromkeys(("cutflac", "cutmp3", "cutogg", "cutwav"), "truncated or damaged") | {
         "empty": "empty file",
         "prose": "not audio",
         "noise": "not audio",
@@ -76,13 +72,7 @@ def write_broken_corpus(folder: Path, voice: Callable[..., np.ndarray]) -> dict[
         "many": "malformed line",
         "dup": "duplicate id",
     }
-    texts = {
-        "notext": "",
-        "blank": "   ",
-        "longtext": "word " * 300,
-        "novel": "word " * 2000,
-        "marks": "\u200b\u200d",
-    }
+    texts = {"notext": "", "blank": "   ", "longtext": "word " * 300, "novel": "word " * 2000, "marks": "\u200b"}
     lines = [f"{name}|{texts.get(name, 'A sentence that is read aloud.')}|s|en" for name in expected]
     lines = [line for line in lines if line.split("|")[0] not in ("latin", "onlyid", "many", "foreign", "dup")]
     lines += ["good1|The first good one.|s|en", "good2|The second good one.|s|en", "foreign|Moi.|s|fi"]
@@ -218,6 +208,7 @@ def forty(make_corpus) -> Path:
 def test_the_split_is_stable_under_other_clips(forty: Path, make_corpus, run_prepare: Prepare) -> None:
     before = held_out(run_prepare(forty, val_fraction=0.2))
     assert 1 <= len(before) <= 20
+    assert held_out(run_prepare(forty, val_fraction=0.0)) == set()
     make_corpus([f"Another text, the {number}th." for number in range(20)], first=40, seconds=0.6)
     lines = (forty / "metadata.csv").read_text().splitlines()
     (forty / "metadata.csv").write_text("\n".join(reversed(lines[5:])))
@@ -248,10 +239,6 @@ def test_training_never_goes_empty(make_corpus, run_prepare: Prepare) -> None:
     assert (len(prepared.train), len(prepared.val)) == (1, 1)
     folder = make_corpus(["Alone."], name="one")
     assert len(run_prepare(folder).train) == 1
-
-
-def test_no_validation_when_none_is_wanted(forty: Path, run_prepare: Prepare) -> None:
-    assert held_out(run_prepare(forty, val_fraction=0.0)) == set()
 
 
 def test_the_corpus_may_name_the_split(forty: Path, run_prepare: Prepare) -> None:
@@ -328,13 +315,19 @@ def test_a_second_start_imports_no_decoder(corpus: Path, run_prepare: Prepare) -
     first = run_prepare(corpus)
     code = (
         "import sys; from pathlib import Path; from myxtts.config import DataSettings\n"
-        "from myxtts.data import prepare, workers, fill\n"
-        "workers.Workers.run = fill.audio.decode = fill.normalize = fill.detect_languages = None\n"
+        "from myxtts.data import pool, prepare\n"
+        "pool.ProcessPool.run = prepare.audio.decode = prepare.normalize = prepare.detect_languages = None\n"
         "data = DataSettings(train_data=Path(sys.argv[1]), language='en', vocab_size=256)\n"
         "print(len(prepare.prepare(data).train), 'torch' in sys.modules, 'lingua' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(corpus)], capture_output=True, text=True, check=False)
     assert done.stdout.split() == [str(len(first.train)), "False", "False"], done.stderr
+
+
+def test_the_command_needs_no_pytorch(corpus: Path) -> None:
+    code = "import sys; from myxtts.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "prepare", "--train-data", str(corpus), "--language", "en"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def test_the_embedded_corpus(user_cache: Path) -> None:
@@ -380,7 +373,7 @@ def test_another_detector_is_asked_again(
     corpus: Path, run_prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(languages_of(run_prepare(corpus, language=None)).values()) == {"en"}
-    monkeypatch.setattr("myxtts.text.language.fingerprint", lambda: "another")
+    monkeypatch.setattr("myxtts.data.prepare.language_fingerprint", lambda: "another")
     monkeypatch.setattr("myxtts.data.prepare.detect_languages", lambda texts, _: ["de"] * len(texts))
     assert set(languages_of(run_prepare(corpus, language=None)).values()) == {"de"}
 

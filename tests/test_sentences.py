@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxtts.config import LANGUAGES
-from myxtts.synthesis.text import CHARACTER_LIMITS, shorten, split
+from myxtts.synthesis.text import shorten, split
 
 LONG = "; ".join(["we walked along the river, and we counted all the bridges"] * 6)
 
@@ -16,10 +16,6 @@ def check(text: str, language: str) -> None:
     """`|` marks the places where a text must be cut, and no other; sentences are long enough to stay alone."""
     expected = [part.strip() for part in text.split("|")]
     assert split(text.replace("|", ""), language, 100) == expected
-
-
-def test_every_language_has_a_limit() -> None:
-    assert set(CHARACTER_LIMITS) == set(LANGUAGES)
 
 
 @pytest.mark.parametrize(

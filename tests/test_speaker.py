@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import myxtts.model.vocoder
 from myxtts.model.vocoder import SpeakerEncoder, attentive_statistics
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -98,9 +99,11 @@ def test_half_precision_stays_near(encoder: SpeakerEncoder, reference: dict[str,
     assert error(encoder(reference["wav16"]), reference["emb"]) < 0.03
 
 
-def test_one_graph(encoder: SpeakerEncoder, reference: dict[str, Any]) -> None:
+def test_one_graph(reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(myxtts.model.vocoder, "BLOCKS_PER_LAYER", (1, 1, 1, 1))
+    encoder = SpeakerEncoder(proj_dim=8, num_filters=(8, 8, 8, 8)).eval()
     compiled = torch.compile(encoder, fullgraph=True, dynamic=False, backend="eager")
-    assert error(compiled(reference["wav16"], l2_norm=True), reference["emb_l2"]) <= TOLERANCE
+    assert error(compiled(reference["wav16"]).detach(), encoder(reference["wav16"]).detach()) < 1e-6
 
 
 @pytest.mark.gpu

@@ -1,6 +1,10 @@
-"""The file format: what is written comes back, and no altered byte of a row is ever read."""
+"""Stores and the codes cache: what is written comes back, damage costs only what it hits."""
 
+from __future__ import annotations
+
+import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +12,178 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxtts.data.store import ROW_ALIGNMENT_BYTES, Array, CacheDamaged, Store, StoreWriter, pack
+from myxtts.data import codes, store
+from myxtts.data.codes import FOLDERS_KEPT, CodesCache
+from myxtts.data.store import (
+    ROW_ALIGNMENT_BYTES,
+    STORES_KEPT,
+    Array,
+    CacheDamaged,
+    Store,
+    StoreSpec,
+    StoreWriter,
+    build_store,
+    cache_root,
+    hash64,
+    open_store,
+    pack,
+)
 from myxtts.errors import DatasetError
+
+Made = list[int]
+Values = list[list[int]]
+
+
+def content_of(key: int) -> Array:
+    """The row that belongs to a key: two to six numbers."""
+    return np.arange(key, key + 2 + key % 5)
+
+
+class StoreFormat:
+    """A store that is written once, as a whole."""
+
+    files = ("data.bin", "index.npy", "meta.json")
+    kept = STORES_KEPT
+
+    def spec(self, keys: Sequence[int], params: int) -> StoreSpec:
+        return StoreSpec("audio", np.int16, np.array(keys, np.uint64), {"params": params}, {})
+
+    def complete(self, root: Path, *keys: int, params: int = 1) -> tuple[Made, Values]:
+        """Make the rows that are missing; return the keys of these, and all rows."""
+        made: Made = []
+
+        def build(writer: StoreWriter, rows: list[int]) -> None:
+            made.extend(keys[row] for row in rows)
+            writer.append(rows, [content_of(keys[row]).astype(np.int16) for row in rows])
+
+        spec = self.spec(keys, params)
+        opened = open_store(spec.folder(root), np.int16)
+        if opened is None or not opened.all_intact():
+            opened = build_store(root, spec, build)
+        return made, [opened[row].tolist() for row in range(len(keys))]
+
+    def set_version(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(store, "FORMAT_VERSION", 999)
+
+
+class CodesFormat:
+    """The codes cache, which grows row by row."""
+
+    files = ("data.bin", "index.bin", "checksums.bin")
+    kept = FOLDERS_KEPT
+
+    def complete(self, root: Path, *keys: int, params: int = 1) -> tuple[Made, Values]:
+        hashes = np.array(keys, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        rows = [content_of(key) for key in keys]
+        lengths = np.array([len(row) for row in rows], np.int64)
+        cache = CodesCache.open(root, hashes, lengths, f"dvae {params}")
+        clips = np.arange(len(keys))
+        missing = ~cache.known(clips)
+        padded = np.array([np.resize(row, 6) for row in rows], np.int64).reshape(-1, 6)
+        cache.write(clips[missing], padded[missing])
+        out = np.zeros((len(keys), 6), np.int32)
+        assert cache.read(clips, out)
+        cache.close()
+        return [keys[at] for at in np.flatnonzero(missing)], [
+            row[:length].tolist() for row, length in zip(out, lengths, strict=True)
+        ]
+
+    def set_version(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(codes, "CODES_VERSION", 999)
+
+
+Format = StoreFormat | CodesFormat
+
+
+@pytest.fixture(params=[StoreFormat, CodesFormat])
+def form(request: pytest.FixtureRequest) -> Format:
+    made: Format = request.param()
+    return made
+
+
+def values(*keys: int) -> Values:
+    return [content_of(key).tolist() for key in keys]
+
+
+def folders(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir())
+
+
+def flip_bit(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def test_rows_are_made_once(tmp_path: Path, form: Format) -> None:
+    root = tmp_path / "not" / "there"
+    assert form.complete(root, 4, 9, 7) == ([4, 9, 7], values(4, 9, 7))
+    assert form.complete(root, 4, 9, 7) == ([], values(4, 9, 7))
+    assert len(folders(root)) == 1
+    assert not list(root.glob("tmp-*"))
+
+
+def test_known_rows_are_copied_from_older_ones(tmp_path: Path, form: Format) -> None:
+    form.complete(tmp_path, 1, 2, 3)
+    assert form.complete(tmp_path, 3, 4, 1, 1) == ([4], values(3, 4, 1, 1))
+    assert form.complete(tmp_path, 3, 2, 4) == ([], values(3, 2, 4))  # from two of them
+
+
+def test_other_params_and_other_versions_share_nothing(
+    tmp_path: Path, form: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form.complete(tmp_path, 1, 2)
+    assert form.complete(tmp_path, 1, 2, params=2)[0] == [1, 2]
+    form.set_version(monkeypatch)
+    assert form.complete(tmp_path, 1, 2) == ([1, 2], values(1, 2))
+
+
+@pytest.mark.parametrize("keys", [(1, 2, 3), (1, 2, 3, 4)], ids=["same rows", "more rows"])
+def test_a_flipped_bit_costs_its_row(tmp_path: Path, form: Format, keys: tuple[int, ...]) -> None:
+    form.complete(tmp_path, 1, 2, 3)
+    flip_bit(folders(tmp_path)[0] / "data.bin", 0)
+    assert form.complete(tmp_path, *keys) == ([1, *keys[3:]], values(*keys))
+    assert form.complete(tmp_path, *keys) == ([], values(*keys))
+
+
+@pytest.mark.parametrize("keys", [(1, 2, 3), (1, 2, 3, 4)], ids=["same rows", "more rows"])
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("damage", ["missing", "empty", "half", "altered"])
+def test_no_damage_is_read_and_every_damage_is_repaired(
+    tmp_path: Path, form: Format, number: int, damage: str, keys: tuple[int, ...]
+) -> None:
+    form.complete(tmp_path, 1, 2, 3)
+    path = folders(tmp_path)[0] / form.files[number]
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        altered = bytes(value ^ 255 for value in content)
+        path.write_bytes({"empty": b"", "half": content[: len(content) // 2], "altered": altered}[damage])
+    assert form.complete(tmp_path, *keys)[1] == values(*keys)
+    assert form.complete(tmp_path, *keys) == ([], values(*keys))
+
+
+def test_the_most_recently_used_are_kept(tmp_path: Path, form: Format) -> None:
+    def folder_of(number: int) -> Path:
+        before = set(folders(tmp_path))
+        form.complete(tmp_path, number, params=number)
+        (made,) = set(folders(tmp_path)) - before
+        os.utime(made, (number, number))
+        return made
+
+    first, second, *others = [folder_of(number) for number in range(form.kept)]
+    form.complete(tmp_path, 0, params=0)  # used now, so the second is the oldest
+    form.complete(tmp_path, 99)
+    assert second not in folders(tmp_path)
+    assert {first, *others} <= set(folders(tmp_path))
+
+
+def test_a_set_without_rows(tmp_path: Path, form: Format) -> None:
+    for _ in range(2):
+        assert form.complete(tmp_path) == ([], [])
+
+
+# The files of a store.
 
 LENGTHS = (5, 0, 100, 33, 1)
 
@@ -34,17 +208,18 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", ["int16", "int32", "uint8"])
 def test_round_trip(tmp_path: Path, dtype: str) -> None:
     rows = rows_of(dtype)
-    store = Store(write_store(tmp_path / "store", rows, [3, 1, 4, 1, 5]), dtype)
-    assert len(store) == len(rows)
-    assert store.lengths.tolist() == list(LENGTHS)
-    assert store.labels.tolist() == [3, 1, 4, 1, 5]
-    assert store.sources.tolist() == [7, 8, 9, 10, 11]
-    assert store.recipe == {"made": "for a test"}
-    assert store.set_aside == {}
+    opened = Store(write_store(tmp_path / "store", rows, [3, 1, 4, 1, 5]), dtype)
+    assert len(opened) == len(rows)
+    assert opened.lengths.tolist() == list(LENGTHS)
+    assert opened.labels.tolist() == [3, 1, 4, 1, 5]
+    assert opened.sources.tolist() == [7, 8, 9, 10, 11]
+    assert (opened.params, opened.filters, opened.set_aside) == ({"made": "for a test"}, {}, {})
     for row, expected in enumerate(rows):
-        assert store[row].dtype == np.dtype(dtype)
-        assert np.array_equal(store[row], expected)
-    assert store.all_intact()
+        assert opened[row].dtype == np.dtype(dtype)
+        assert np.array_equal(opened[row], expected)
+    assert opened.all_intact()
+    with pytest.raises(ValueError, match="read-only"):
+        opened[0][0] = 1
 
 
 @settings(deadline=None, max_examples=30)
@@ -60,32 +235,26 @@ def test_rows_written_in_any_order_and_grouping(tmp_path_factory, lengths, rando
         group, order = order[:size], order[size:]
         writer.append(group, [rows[row] for row in group], group)
     writer.finish({})
-    store = Store(folder, np.int32)
-    assert all(np.array_equal(store[row], rows[row]) for row in range(len(rows)))
-    assert store.labels.tolist() == list(range(len(rows)))
+    opened = Store(folder, np.int32)
+    assert all(np.array_equal(opened[row], rows[row]) for row in range(len(rows)))
+    assert opened.labels.tolist() == list(range(len(rows)))
+    assert (np.load(folder / "index.npy")["offset"] % ROW_ALIGNMENT_BYTES == 0).all()
 
 
-def test_rows_start_on_aligned_places(folder: Path) -> None:
-    index = np.load(folder / "index.npy")
-    assert (index["offset"] % ROW_ALIGNMENT_BYTES == 0).all()
-    assert (folder / "data.bin").stat().st_size % ROW_ALIGNMENT_BYTES == 0
-
-
-def test_rows_from_other_processes_are_entered_where_they_stand(tmp_path: Path) -> None:
-    """What `fill_audio` does: a block is written behind `end`, then entered."""
+def test_rows_of_other_processes_are_indexed_where_they_were_written(tmp_path: Path) -> None:
     rows = rows_of()
     writer = StoreWriter(tmp_path / "store", np.arange(5, dtype=np.uint64))
     writer.append([0], rows[:1])
-    packed, records = pack(rows[1:])
+    block, records = pack(rows[1:])
     offset = writer.end + 640
     with open(writer.data_path, "r+b") as file:
         file.seek(offset)
-        file.write(packed)
-    writer.enter([4, 3, 2, 1], records, offset, 2)
+        file.write(block)
+    writer.add_to_index([4, 3, 2, 1], records, offset, 2)
     writer.finish({})
-    store = Store(tmp_path / "store", np.int16)
-    assert [store[row].tolist() for row in (0, 4, 3, 2, 1)] == [row.tolist() for row in rows]
-    assert store.all_intact()
+    opened = Store(tmp_path / "store", np.int16)
+    assert [opened[row].tolist() for row in (0, 4, 3, 2, 1)] == [row.tolist() for row in rows]
+    assert opened.all_intact()
 
 
 def test_rows_set_aside_are_empty_and_say_why(tmp_path: Path) -> None:
@@ -94,20 +263,9 @@ def test_rows_set_aside_are_empty_and_say_why(tmp_path: Path) -> None:
     writer.set_aside(2, "too long", "12 s")
     writer.set_aside(0, "not audio", 'quotes " and سلام')
     writer.finish({})
-    store = Store(tmp_path / "store", np.int16)
-    assert store.set_aside == {0: ("not audio", 'quotes " and سلام'), 2: ("too long", "12 s")}
-    assert len(store[0]) == len(store[2]) == 0
-
-
-def test_a_store_without_any_row(tmp_path: Path) -> None:
-    store = Store(write_store(tmp_path / "store", []), np.int16)
-    assert len(store) == 0
-    assert store.all_intact()
-
-
-def test_rows_cannot_be_written_to(folder: Path) -> None:
-    with pytest.raises(ValueError, match="read-only"):
-        Store(folder, np.int16)[0][0] = 1
+    opened = Store(tmp_path / "store", np.int16)
+    assert opened.set_aside == {0: ("not audio", 'quotes " and سلام'), 2: ("too long", "12 s")}
+    assert len(opened[0]) == len(opened[2]) == 0
 
 
 @pytest.mark.parametrize("name", ["meta.json", "index.npy"])
@@ -122,15 +280,12 @@ def test_every_byte_of_index_and_meta_is_protected(folder: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["meta.json", "index.npy", "data.bin"])
-def test_cut_grown_or_missing_files_are_noticed_on_opening(folder: Path, name: str) -> None:
+def test_a_file_of_another_size_is_noticed_on_opening(folder: Path, name: str) -> None:
     whole = (folder / name).read_bytes()
-    for content in (b"", whole[: len(whole) // 2], whole[:-1], whole + b"\0", whole * 2):
+    for content in (whole[:-1], whole + b"\0", whole * 2):
         (folder / name).write_bytes(content)
         with pytest.raises(CacheDamaged):
             Store(folder, np.int16)
-    (folder / name).unlink()
-    with pytest.raises(CacheDamaged):
-        Store(folder, np.int16)
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{}", b'{"hash": 1, "body": {}}', b"null", b"\xff\xfe", b'"text"'])
@@ -140,69 +295,172 @@ def test_meta_that_is_something_else(folder: Path, content: bytes) -> None:
         Store(folder, np.int16)
 
 
-def test_another_format_version_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxtts.data.store.FORMAT_VERSION", 999)
-    with pytest.raises(CacheDamaged):
-        Store(folder, np.int16)
+def flip_row(folder: Path, row: int) -> None:
+    flip_bit(folder / "data.bin", int(np.load(folder / "index.npy")["offset"][row]))
 
 
-def flip_a_bit(folder: Path, row: int) -> None:
-    at = int(np.load(folder / "index.npy")["offset"][row])
-    data = bytearray((folder / "data.bin").read_bytes())
-    data[at] ^= 1
-    (folder / "data.bin").write_bytes(data)
-
-
-def test_a_flipped_bit_costs_one_row_and_marks_the_store(folder: Path) -> None:
-    flip_a_bit(folder, 2)
-    store = Store(folder, np.int16)
-    assert [store.is_intact(row) for row in range(5)] == [True, True, False, True, True]
-    assert np.array_equal(store[3], rows_of()[3])
+def test_an_altered_row_is_an_error_and_marks_the_store(folder: Path) -> None:
+    flip_row(folder, 2)
+    opened = Store(folder, np.int16)
+    assert [opened.is_intact(row) for row in range(5)] == [True, True, False, True, True]
+    assert np.array_equal(opened[3], rows_of()[3])
     assert not (folder / "damaged").exists()
     with pytest.raises(CacheDamaged, match=r"row 2.*\n.*run the command again"):
-        store[2]
+        opened[2]
     assert (folder / "damaged").exists()
     assert issubclass(CacheDamaged, DatasetError)  # the command line shows its text
 
 
 @pytest.mark.parametrize("method", ["gather", "gather_padded"])
 def test_no_way_of_reading_returns_an_altered_row(folder: Path, method: str) -> None:
-    flip_a_bit(folder, 2)
-    store = Store(folder, np.int16)
+    flip_row(folder, 2)
+    opened = Store(folder, np.int16)
     out = np.zeros((2, 128), np.int16)
-    getattr(store, method)(np.array([0, 3]), out)
+    getattr(opened, method)(np.array([0, 3]), out)
     with pytest.raises(CacheDamaged):
-        getattr(store, method)(np.array([0, 2]), out)
+        getattr(opened, method)(np.array([0, 2]), out)
     assert not Store(folder, np.int16).all_intact()
 
 
-def test_gather_copies_to_the_front_and_leaves_the_rest(folder: Path) -> None:
-    rows, chosen = rows_of(), np.array([3, 0, 3, 1])
-    out = np.full((4, 120), -1, np.int16)
-    Store(folder, np.int16).gather(chosen, out)
-    for slot, row in zip(out, chosen, strict=True):
-        assert np.array_equal(slot[: len(rows[row])], rows[row])
-        assert (slot[len(rows[row]) :] == -1).all()
-
-
-def test_gather_padded_fills_up_with_zeros(folder: Path) -> None:
-    rows, chosen = rows_of(), np.array([4, 0, 4, 1, 3])
+@pytest.mark.parametrize(("method", "rest"), [("gather", -1), ("gather_padded", 0)])
+def test_gathering_copies_to_the_start(folder: Path, method: str, rest: int) -> None:
+    rows, chosen = rows_of(), np.array([4, 0, 3, 1, 3])
     out = np.full((5, 40), -1, np.int16)
-    Store(folder, np.int16).gather_padded(chosen, out)
+    getattr(Store(folder, np.int16), method)(chosen, out)
     for slot, row in zip(out, chosen, strict=True):
-        assert slot.tolist() == rows[row].tolist() + [0] * (40 - len(rows[row]))
+        assert slot.tolist() == rows[row].tolist() + [rest] * (40 - len(rows[row]))
 
 
 def test_an_open_store_outlives_its_folder(folder: Path) -> None:
-    store = Store(folder, np.int16)
+    opened = Store(folder, np.int16)
     shutil.rmtree(folder)
+    write_store(folder, rows_of(lengths=(1, 1, 1, 1, 1)))
     for row, expected in enumerate(rows_of()):
-        assert np.array_equal(store[row], expected)
+        assert np.array_equal(opened[row], expected)
 
 
 def test_verifying_happens_once_per_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(folder, np.int16)
-    store.gather(np.arange(5), np.zeros((5, 128), np.int16))
-    monkeypatch.setattr("myxtts.data.store._hash", lambda _: pytest.fail("hashed again"))
-    store.gather(np.arange(5), np.zeros((5, 128), np.int16))
-    assert store.all_intact()
+    opened = Store(folder, np.int16)
+    opened.gather(np.arange(5), np.zeros((5, 128), np.int16))
+    monkeypatch.setattr(store, "checksum", lambda _: pytest.fail("hashed again"))
+    opened.gather(np.arange(5), np.zeros((5, 128), np.int16))
+    assert opened.all_intact()
+
+
+# Building a store.
+
+
+def spec(*sources: int, params: int = 1, limit: int = 1, kind: str = "audio") -> StoreSpec:
+    return StoreSpec(kind, np.int16, np.array(sources, np.uint64), {"params": params}, {"limit": limit})
+
+
+def build(root: Path, wanted: StoreSpec, refused: dict[int, str] | None = None) -> tuple[Store, Made]:
+    """Make row = [source] of what is missing, but set some aside; return the store and the sources made."""
+    made: Made = []
+
+    def rows_of_sources(writer: StoreWriter, rows: list[int]) -> None:
+        for row in rows:
+            source = int(wanted.sources[row])
+            made.append(source)
+            if source in (refused or {}):
+                writer.set_aside(row, (refused or {})[source], "by the test")
+            else:
+                writer.append([row], [np.array([source], np.int16)], source % 5)
+
+    return build_store(root, wanted, rows_of_sources), made
+
+
+@pytest.mark.parametrize(
+    "other",
+    [spec(9, 4), spec(4), spec(4, 9, 1), spec(4, 9, params=2), spec(4, 9, limit=2), spec(4, 9, kind="ids")],
+)
+def test_anything_else_is_another_store(tmp_path: Path, other: StoreSpec) -> None:
+    built, _ = build(tmp_path, spec(4, 9))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [built.folder.name, "lock"]
+    again, made = build(tmp_path, spec(4, 9))  # as after waiting for another process that built it
+    assert (made, again.folder.stat().st_ino) == ([], built.folder.stat().st_ino)
+    assert open_store(other.folder(tmp_path), np.int16) is None
+
+
+def test_hashes_of_parts_do_not_run_together() -> None:
+    assert hash64("ab", "c") != hash64("a", "bc")
+    assert hash64("é\udcff") != hash64("é")
+    assert 0 <= hash64() < 2**64
+
+
+def test_labels_and_reasons_are_copied_with_their_rows(tmp_path: Path) -> None:
+    build(tmp_path, spec(1, 2, 3), {2: "refused", 3: "crashed the decoder"})
+    copied, made = build(tmp_path, spec(3, 2, 1, 8))
+    assert made == [3, 8]  # what crashed is tried again
+    assert copied.set_aside == {1: ("refused", "by the test")}
+    assert copied.labels.tolist() == [3, 0, 1, 3]
+
+
+def test_another_filter_copies_rows_but_asks_again_for_those_set_aside(tmp_path: Path) -> None:
+    build(tmp_path, spec(1, 2), {2: "refused"})
+    loose, made = build(tmp_path, spec(1, 2, limit=9))
+    assert (made, loose.set_aside, loose[1].tolist()) == ([2], {}, [2])
+
+
+def test_a_replaced_store_reuses_nothing(tmp_path: Path) -> None:
+    build(tmp_path, spec(1))
+    wanted = spec(1)
+
+    def other(writer: StoreWriter, rows: list[int]) -> None:
+        writer.append(rows, [np.array([77], np.int16)])
+
+    assert build_store(tmp_path, wanted, other, replace=True)[0].tolist() == [77]
+    opened = open_store(wanted.folder(tmp_path), np.int16)
+    assert opened is not None and opened[0].tolist() == [77]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    for name in ("tmp-1", "tmp-2-old"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "data.bin").write_bytes(b"half")
+    build(tmp_path, spec(1))
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failed_build_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    def fail(writer: StoreWriter, rows: list[int]) -> None:
+        writer.append(rows, [np.zeros(9, np.int16)])
+        raise error
+
+    with pytest.raises(error):
+        build_store(tmp_path, spec(1), fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert build(tmp_path, spec(1))[1] == [1]  # and the lock is free
+
+
+def test_everything_is_on_the_disk_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    build(tmp_path / "root", spec(1))
+    before, after = events[: events.index("renamed")], events[events.index("renamed") + 1 :]
+    assert {"data.bin", "index.npy", "meta.json", f"tmp-{os.getpid()}"} <= set(before)
+    assert after == ["root"]
+
+
+def test_where_caches_live(tmp_path: Path, user_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "one" / "corpus", tmp_path / "two" / "corpus"
+    first.mkdir(parents=True)
+    second.mkdir(parents=True)
+    assert cache_root(first, None) == first / ".myxtts"
+    roots = {cache_root(folder, tmp_path / "caches") for folder in (first, second)}
+    assert len(roots) == 2  # corpora of one name do not meet
+    assert all(root.parent == tmp_path / "caches" for root in roots)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert cache_root(first, None).parent == user_cache / "myxtts"

@@ -1,4 +1,4 @@
-"""Spans: threads, counters, device time without waiting, what is kept, and the files that are written."""
+"""Spans, counters, step times: on the host clock and on a GPU that is never waited for, and the files written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,20 @@ import pytest
 import torch
 
 from myxtts.observe import trace as trace_module
-from myxtts.observe.trace import MOST_PENDING, OFF, Span, Trace, now_us, read_jsonl
+from myxtts.observe.trace import (
+    MOST_PENDING,
+    OFF,
+    WARMUP_STEPS,
+    Counter,
+    Span,
+    StepClock,
+    StepTime,
+    Timing,
+    Trace,
+    idle_share,
+    now_us,
+    outliers,
+)
 
 GPU_0 = torch.device("cuda", 0)
 
@@ -44,9 +57,9 @@ class FakeStream:
         self.held = False
         self.queue: list[FakeEvent] = []
 
-    def let_go(self) -> None:
+    def let_go(self, as_recorded: bool = False) -> None:
         for event in self.queue:
-            event.at_ms = event.gpu.clock_ms()
+            event.at_ms = event.recorded_ms if as_recorded else event.gpu.clock_ms()
         self.queue.clear()
 
 
@@ -55,7 +68,7 @@ class FakeEvent:
         self.gpu = gpu
 
     def record(self, stream: FakeStream) -> None:
-        self.stream, self.at_ms = stream, None
+        self.stream, self.at_ms, self.recorded_ms = stream, None, self.gpu.clock_ms()
         stream.queue.append(self)
         if not stream.held:
             stream.let_go()
@@ -70,6 +83,9 @@ class FakeEvent:
     def elapsed_time(self, later: FakeEvent) -> float:
         assert self.query() and later.query()
         return float(np.float32(later.at_ms - self.at_ms))
+
+
+Steps = Callable[[StepClock, float, float], None]
 
 
 @pytest.fixture
@@ -89,6 +105,19 @@ def use_gpu(monkeypatch: pytest.MonkeyPatch, host_clock: list[int]) -> Callable[
         return device
 
     return use
+
+
+@pytest.fixture
+def take_step(host_clock: list[int]) -> Steps:
+    """Takes a step after a gap, both in milliseconds."""
+
+    def take(clock: StepClock, gap_ms: float, work_ms: float) -> None:
+        host_clock[0] += int(1000 * gap_ms)
+        clock.begin()
+        host_clock[0] += int(1000 * work_ms)
+        clock.end()
+
+    return take
 
 
 def chrome_events(trace: Trace, folder: Path) -> list[dict[str, Any]]:
@@ -145,28 +174,16 @@ def test_a_span_that_ends_in_an_error_is_kept_and_the_error_goes_on() -> None:
     assert [span.name for span in trace.spans()] == ["gather"]
 
 
-def test_counters_keep_their_values_in_time_order() -> None:
-    trace = Trace()
-    for value in (0, 3, 1.5):
-        trace.count("ring", value)
-    assert [(sample.name, sample.value) for sample in trace.counters()] == [
-        ("ring", 0),
-        ("ring", 3),
-        ("ring", 1.5),
-    ]
-    instants = [sample.at_us for sample in trace.counters()]
-    assert instants == sorted(instants)
-
-
 def test_jsonl_gives_back_what_was_written(tmp_path: Path) -> None:
-    trace = Trace()
+    trace = trace_of(Span("train", "model stream", 5, 9, 1, device=True))
     with trace.span("encode", "رشته \n2", 4):
         trace.count("ring", 2)
-    trace._spans.append(Span("train", "model stream", 5, 9, 1, device=True))
     trace.write_jsonl(tmp_path / "trace.jsonl")
     lines = (tmp_path / "trace.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["kind"] for line in lines] == ["span", "span", "counter"]
-    assert read_jsonl(tmp_path / "trace.jsonl") == (trace.spans(), trace.counters())
+    records = [json.loads(line) for line in lines]
+    assert [record.pop("kind") for record in records] == ["span", "span", "counter"]
+    assert [Span(**record) for record in records[:2]] == trace.spans()
+    assert [Counter(**records[2])] == trace.counters()
 
 
 def test_chrome_trace_has_named_tracks_on_host_and_device_processes(tmp_path: Path) -> None:
@@ -332,8 +349,101 @@ def test_an_error_inside_a_device_span_is_not_hidden_and_its_events_return(
     assert not trace.spans() and device.num_events < 20
 
 
+def test_timing_of_durations() -> None:
+    timing = Timing.of([8, 12, 10, 30])
+    assert (timing.count, timing.mean_ms, timing.median_ms, timing.longest_ms) == (4, 15, 11, 30)
+    assert timing.p95_ms == pytest.approx(27.3)
+    assert timing.cv == pytest.approx(((49 + 9 + 25 + 225) / 4) ** 0.5 / 15)
+    assert Timing.of(iter([])) == Timing() and Timing().cv == 0
+    assert Timing.of([0.0]).cv == 0
+
+
+def test_idle_share_and_outliers_of_steps() -> None:
+    steps = [StepTime(0, 8, 0), StepTime(1, 12, 1), StepTime(2, 10, 2), StepTime(3, 30, 12)]
+    assert idle_share(steps) == pytest.approx(15 / 60)
+    assert outliers(steps) == [steps[3]]
+    assert (idle_share([]), outliers([])) == (0, [])
+
+
+def test_a_step_is_its_work_and_the_gap_before_it(take_step: Steps) -> None:
+    clock = StepClock(None, first_step=7)
+    for gap_ms, work_ms in ((3, 10), (2, 20), (0, 30)):
+        take_step(clock, gap_ms, work_ms)
+    assert clock.collect() == [StepTime(7, 10, 0), StepTime(8, 22, 2), StepTime(9, 30, 0)]
+    assert clock.collect() == []
+    assert clock.step == 10
+
+
+def test_a_pause_is_not_idle_time(take_step: Steps) -> None:
+    clock = StepClock(None)
+    for pause_ms in (0, 5000, 4):
+        if pause_ms == 5000:
+            clock.pause()
+        take_step(clock, pause_ms, 10)
+    assert [step.gap_ms for step in clock.collect()] == [0, 0, 4]
+
+
+def test_the_timing_of_a_clock_leaves_the_warmup_out(take_step: Steps) -> None:
+    clock = StepClock(None, first_step=100)
+    for number in range(20):
+        take_step(clock, 1, 9_999 if number < WARMUP_STEPS else 9)
+    timing = clock.timing()
+    assert (timing.count, timing.mean_ms, timing.cv) == (20 - WARMUP_STEPS, 10, 0)
+    assert len(clock.collect()) == 20, "collected times include the warm-up"
+
+
+def test_steps_are_read_only_when_the_device_has_passed_them(
+    use_gpu: Callable[..., FakeGpu], take_step: Steps
+) -> None:
+    stream = use_gpu().stream()
+    clock = StepClock(stream)
+    take_step(clock, 0, 10)
+    stream.held = True
+    take_step(clock, 5, 20)
+    take_step(clock, 6, 30)
+    assert clock.collect() == [StepTime(0, 10, 0)]
+    stream.let_go(as_recorded=True)
+    assert clock.collect() == [StepTime(1, 25, 5), StepTime(2, 36, 6)]
+
+
+def test_a_long_run_needs_few_events_and_bounded_memory(use_gpu: Callable[..., FakeGpu], take_step: Steps) -> None:
+    device = use_gpu()
+    clock = StepClock(device.stream(), limit=50)
+    for _ in range(5000):
+        take_step(clock, 1, 2)
+    assert device.num_events <= 6
+    assert [step.step for step in clock.collect()] == list(range(4950, 5000))
+    assert clock.timing().count == 50
+
+
+def test_a_device_far_behind_drops_steps_and_invents_no_gaps(
+    use_gpu: Callable[..., FakeGpu], take_step: Steps
+) -> None:
+    stream = use_gpu().stream()
+    clock = StepClock(stream)
+    stream.held = True
+    for _ in range(MOST_PENDING + 40):
+        take_step(clock, 1, 2)
+    stream.let_go(as_recorded=True)
+    stream.held = False
+    take_step(clock, 1, 2)
+    take_step(clock, 1, 2)
+    times = clock.collect()
+    assert clock.num_dropped == 40
+    assert [step.step for step in times[-2:]] == [MOST_PENDING + 40, MOST_PENDING + 41]
+    assert [step.gap_ms for step in times[-2:]] == pytest.approx([0, 1])
+    assert max(step.gap_ms for step in times) == pytest.approx(1)
+
+
+def test_a_step_that_was_given_up_is_begun_again(host_clock: list[int], take_step: Steps) -> None:
+    clock = StepClock(None)
+    clock.begin()
+    host_clock[0] += 500_000
+    take_step(clock, 0, 10)
+    assert clock.collect() == [StepTime(0, 10, 0)]
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_device_spans_are_measured_on_the_gpu_without_waiting_for_it() -> None:
     trace, stream, cycles = Trace(), torch.cuda.Stream(), 50_000_000
     with torch.cuda.stream(stream):
@@ -377,3 +487,37 @@ def slept_us(cycles: int) -> int:
     torch.cuda._sleep(cycles)
     torch.cuda.synchronize()
     return now_us() - start
+
+
+@pytest.mark.gpu
+def test_gaps_on_a_gpu_are_measured_without_waiting() -> None:
+    stream = torch.cuda.Stream()
+    clock = StepClock(stream)
+
+    def work() -> None:
+        clock.begin()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+        clock.end()
+
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        started_at = time.perf_counter()
+        work()
+        assert clock.collect() == [], "the clock waited for the device"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+    worked_s = time.perf_counter() - started_at
+    time.sleep(0.1)
+    work()
+    work()
+    stream.synchronize()
+    first, after_gap, back_to_back = clock.collect()
+    assert first.gap_ms == 0
+    assert 0 < first.step_ms <= 1000 * worked_s
+    assert 95 < after_gap.gap_ms < 300
+    assert after_gap.step_ms - after_gap.gap_ms == pytest.approx(first.step_ms, rel=0.5)
+    assert back_to_back.gap_ms < 1

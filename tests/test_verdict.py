@@ -16,7 +16,7 @@ from myxtts.config import DataSettings, Settings, TrainingSettings
 from myxtts.observe.breakdown import Evidence
 from myxtts.observe.findings import CODES, Verdict, judge
 from myxtts.observe.nvml import Reading
-from myxtts.observe.trace import Counter, Span, StepTime, Summary
+from myxtts.observe.trace import Counter, Span, StepTime, step_timing
 
 ROOT = Path(__file__).parent.parent
 PROFILING = ROOT / "docs" / "profiling.md"
@@ -120,7 +120,7 @@ class Line:
     def speed(self) -> float:
         """Batches per second behind the warm-up."""
         steps = self.run()[2][10:]
-        return 1000 / Summary.of(steps).mean_ms
+        return 1000 / step_timing(steps).mean_ms
 
     def evidence(self, **more: Any) -> Evidence:
         spans, counters, steps = self.run()
@@ -582,7 +582,7 @@ def test_a_bursty_feed_makes_the_gpu_oscillate_with_its_period() -> None:
     verdict = judge(line.evidence())
     assert verdict.oscillation is not None and verdict.oscillation.source == "spans"
     steps = line.run()[2]
-    assert verdict.oscillation.period_s == pytest.approx(20 * Summary.of(steps[20:]).mean_ms / 1000, rel=0.1)
+    assert verdict.oscillation.period_s == pytest.approx(20 * step_timing(steps[20:]).mean_ms / 1000, rel=0.1)
     assert verdict.oscillation.depth > 0.5
     assert {"oscillating", "uneven-steps"} <= set(alarms(verdict)) and verdict.findings[0].code == "gather-uneven"
     assert {outlier.reason for outlier in verdict.outliers} == {"waited for gather"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import myxtts.model.vocoder
 from myxtts.model.vocoder import (
     RESOLUTIONS,
     DiscriminatorOutput,
@@ -24,16 +25,7 @@ from myxtts.model.vocoder import (
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SIZES = ("decoder_input_dim", "upsample_initial_channel", "d_vector_dim")
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Networks this small lose time to threads that wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -55,9 +47,14 @@ def vocoder(reference: dict[str, Any]) -> HifiGanDecoder:
     return model.eval()
 
 
-def small_discriminators() -> Discriminators:
+def small_discriminators(**options: Any) -> Discriminators:
     torch.manual_seed(0)
-    return Discriminators(period_widths=(4, 8, 8), resolution_width=4)
+    return Discriminators(period_widths=(4, 8, 8), resolution_width=4, **options)
+
+
+def two_discriminators() -> Discriminators:
+    """One of each kind, where that is enough."""
+    return small_discriminators(periods=(3,), resolutions=RESOLUTIONS[2:])
 
 
 class TestEqualsTheReference:
@@ -82,6 +79,14 @@ class TestEqualsTheReference:
         vocoder.remove_weight_norm()
         assert not any("parametrizations" in name for name in vocoder.state_dict())
         assert error(vocoder(reference["latents"], reference["g"]), reference["wav"]) <= 1e-4
+
+    def test_a_copy_keeps_its_weight_norm(self, vocoder: HifiGanDecoder, reference: dict[str, Any]) -> None:
+        copies = [copy.deepcopy(vocoder) for _ in range(2)]
+        for model in copies:
+            model.remove_weight_norm()
+        assert vocoder.state_dict().keys() == reference["state_dict"].keys()
+        for model in (vocoder, *copies):
+            assert error(model(reference["latents"], reference["g"]), reference["wav"]) <= 1e-4
 
     @pytest.mark.parametrize("renamed_first", [True, False])
     def test_old_names_of_weight_norm_load(self, reference: dict[str, Any], renamed_first: bool) -> None:
@@ -129,9 +134,12 @@ class TestVocoder:
         model = HifiGanDecoder(decoder_input_dim=32, upsample_initial_channel=64, d_vector_dim=16)
         assert model(torch.randn(1, 4, 32), F.normalize(torch.randn(1, 16, 1), dim=1)).abs().mean() < 0.2
 
-    def test_compiles_to_one_graph(self, vocoder: HifiGanDecoder) -> None:
-        latents, g = torch.randn(1, 5, 32), torch.randn(1, 16, 1)
-        compiled = torch.compile(vocoder, fullgraph=True, dynamic=False, backend="aot_eager")
+    def test_compiles_to_one_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_KERNELS", (3, 7))
+        monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_DILATIONS", (3,))
+        vocoder = HifiGanDecoder(decoder_input_dim=8, upsample_initial_channel=16, d_vector_dim=4)
+        latents, g = torch.randn(1, 3, 8), torch.randn(1, 4, 1)
+        compiled = torch.compile(vocoder, fullgraph=True, dynamic=False, backend="eager")
         torch.testing.assert_close(compiled(latents, g), vocoder(latents, g))
 
 
@@ -145,9 +153,9 @@ class TestDiscriminators:
 
     def test_shapes(self) -> None:
         model, wave = small_discriminators(), torch.rand(3, 1, 4801) - 0.5
-        judgements = model.judge(wave)
-        assert len(judgements) == 5 + 3
-        for network, (logits, features) in zip((*model.periods, *model.resolutions), judgements, strict=True):
+        assert len(model.networks) == 5 + 3
+        for network in model.networks:
+            logits, features = network(wave)
             assert logits.shape[0] == 3 and logits.ndim == 2
             assert len(features) == len(network.layers)
             for feature in features:
@@ -157,7 +165,8 @@ class TestDiscriminators:
         model = small_discriminators()
         real, fake = torch.rand(2, 1, 4800) - 0.5, torch.rand(2, 1, 4800) - 0.5
         for together, wave in zip(model(real, fake), (real, fake), strict=True):
-            for ours, alone in zip(together, model.judge(wave), strict=True):
+            for ours, network in zip(together, model.networks, strict=True):
+                alone = network(wave)
                 assert isinstance(ours, DiscriminatorOutput)
                 torch.testing.assert_close(ours.logits, alone.logits)
                 torch.testing.assert_close(ours.features, alone.features)
@@ -180,48 +189,20 @@ class TestDiscriminators:
         assert seen.shape == (1, resolution.fft_samples // 2 + 1, 24000 // resolution.hop_samples)
         assert (seen[0, :, 10:-10].argmax(0) == 3000 * resolution.fft_samples // 24000).all()
 
-    def test_gradients_reach_the_generator_and_nothing_else(self, vocoder: HifiGanDecoder) -> None:
-        model = small_discriminators().requires_grad_(False)
-        fake = vocoder.train()(torch.randn(2, 5, 32), torch.randn(2, 16, 1))
-        judged_real, judged_fake = model(torch.zeros_like(fake), fake)
-        loss = sum((judged.logits - 1).square().mean() for judged in judged_fake)
-        for real, false in zip(judged_real, judged_fake, strict=True):
-            loss = loss + sum(F.l1_loss(b, a) for a, b in zip(real.features, false.features, strict=True))
-        loss.backward()
-        gradients = {name: value.grad for name, value in vocoder.named_parameters()}
-        assert all(value is not None and value.isfinite().all() for value in gradients.values())
-        assert all(value.abs().sum() > 0 for value in gradients.values())
-        assert all(parameter.grad is None for parameter in model.parameters())
-
     def test_silence_has_finite_gradients(self) -> None:
         model, silence = small_discriminators(), torch.zeros(1, 1, 4800, requires_grad=True)
-        sum(judged.logits.sum() for judged in model.judge(silence)).backward()
+        sum(network(silence).logits.sum() for network in model.networks).backward()
         assert silence.grad.isfinite().all()
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
-    def test_learn_to_tell_noise_from_a_tone(self) -> None:
-        model = small_discriminators()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        tone = torch.sin(torch.arange(2400) * 0.3).view(1, 1, -1).expand(2, 1, -1)
-        for _ in range(30):
-            real, fake = model(tone, torch.randn(2, 1, 2400))
-            loss = sum(
-                (a.logits - 1).square().mean() + b.logits.square().mean() for a, b in zip(real, fake, strict=True)
-            )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        real, fake = model(tone, torch.randn(2, 1, 2400))
-        assert all(a.logits.mean() > b.logits.mean() for a, b in zip(real, fake, strict=True))
-
     def test_compile_to_one_graph(self) -> None:
-        model, real, fake = small_discriminators(), torch.rand(1, 1, 2400), torch.rand(1, 1, 2400)
-        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")(real, fake)
+        model, real, fake = two_discriminators(), torch.rand(1, 1, 2400), torch.rand(1, 1, 2400)
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="eager")(real, fake)
         torch.testing.assert_close(compiled, model(real, fake))
 
 
 class TestOnTheGpu:
-    pytestmark = gpu
+    pytestmark = pytest.mark.gpu
 
     def test_float32_equals_the_cpu(self, vocoder: HifiGanDecoder, reference: dict[str, Any]) -> None:
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -232,28 +213,3 @@ class TestOnTheGpu:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             wave = vocoder.cuda()(reference["latents"].cuda(), reference["g"].cuda())
         assert error(wave, reference["wav"]) <= 3e-2
-
-    def test_a_step_of_both_compiles_and_never_waits(self, vocoder: HifiGanDecoder) -> None:
-        model, vocoder = small_discriminators().cuda(), vocoder.cuda().train()
-        latents, g = torch.randn(2, 8, 32, device="cuda"), torch.randn(2, 16, 1, device="cuda")
-        real = torch.rand(2, 1, num_samples(8), device="cuda") - 0.5
-
-        def step() -> torch.Tensor:
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                judged_real, judged_fake = model(real, vocoder(latents, g))
-            losses = [
-                (b.logits.float() - a.logits.float()).square().mean()
-                for a, b in zip(judged_real, judged_fake, strict=True)
-            ]
-            return torch.stack(losses).sum()
-
-        compiled = torch.compile(step, fullgraph=True, dynamic=False)
-        expected = step()
-        compiled().backward()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            loss = compiled()
-            loss.backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert loss.item() == pytest.approx(expected.item(), rel=0.05)

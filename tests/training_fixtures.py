@@ -56,12 +56,12 @@ MEASURED = ("losses", "lr", "grad_norm", "epoch", "skipped", "total_steps")
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch, *, with_gpus: bool = False) -> None:
-    """Make `tiny` a network of a few thousand weights, with small discriminators and short segments of speech."""
-    small = partial(Discriminators, periods=(2,), resolutions=(Resolution(256, 64, 256),))
+    """Make `tiny` a network of a few thousand weights, with small discriminators and short segments."""
+    discriminators = partial(Discriminators, periods=(2,), resolutions=(Resolution(256, 64, 256),))
     monkeypatch.setitem(SIZES, "tiny", SMALL)
     if not with_gpus:
         monkeypatch.setattr(Machine, "look", classmethod(lambda cls: cls()))
-    monkeypatch.setattr(myxtts.training.recipes, "Discriminators", small)
+    monkeypatch.setattr(myxtts.training.recipes, "Discriminators", discriminators)
     monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_KERNELS", (3,))
     monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_DILATIONS", (1,))
     monkeypatch.setattr(myxtts.data.batches, "SEGMENT_CODES", _SHORT_SEGMENT)

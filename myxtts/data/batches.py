@@ -1,8 +1,8 @@
-"""Which clips make a batch, and in which order.
+"""Batches: which clips they hold and in which order, how their memory is laid out, and how it is filled.
 
-Every batch has exactly `batch_size` clips and no more packed tokens than one fixed budget, so that every step has
-the same shapes. The order is a pure function of (seed, epoch, rank, world size): no state but a cursor, nothing
-to do with how many workers gather. This module starts no threads and touches no GPU.
+Every batch has exactly `batch_size` clips and at most a fixed budget of packed tokens, so that every step has the
+same shapes. The order is a pure function of (seed, epoch, rank, world size): the only state is a cursor, and the
+number of workers that gather does not matter. This module starts no threads and touches no GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import default_rng
 
-from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, NUM_STOPS, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings
+from myxtts.config import (
+    CONDITIONING_TOKENS,
+    HOP_SAMPLES,
+    NUM_STOPS,
+    SAMPLE_RATE,
+    SAMPLES_PER_CODE,
+    DataSettings,
+    num_codes_of,
+    num_frames_of,
+)
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
 from myxtts.data.store import Rows
@@ -28,25 +37,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOKEN_MULTIPLE = 8
-"""The budget is rounded up to a multiple of this, for the sake of tensor cores."""
+"""The budget is rounded up to a multiple of this, which tensor cores need."""
 BUDGET_SLACK = 0.003
-"""How much above the mean batch the budget starts; large corpora balance far better than this."""
+"""The least share by which the budget exceeds the mean batch; large corpora balance far better than this."""
 _ATTEMPTS = 64
 _SWAP_ROUNDS = 64
-"""Batches of 16 and more need a few; those of 4 clips need many to come within two per cent."""
+"""Batches of 16 and more clips need a few rounds; batches of 4 need many to come within two per cent."""
 
 Weights = npt.NDArray[np.float32]
 
 
 def packed_tokens(num_ids: Rows, num_samples: Rows) -> Rows:
-    """Positions a clip takes in the GPT's packed row: conditioning, text with start and stop, codes likewise."""
-    num_codes = -(-(num_samples // HOP_SAMPLES + 1) // (SAMPLES_PER_CODE // HOP_SAMPLES))
-    return CONDITIONING_TOKENS + (num_ids + 2) + (num_codes + NUM_STOPS)
+    """Positions of a clip in the GPT's packed row: conditioning, text with START and STOP, codes with STOPs."""
+    return CONDITIONING_TOKENS + (num_ids + 2) + (num_codes_of(num_samples) + NUM_STOPS)
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where an epoch stands: the number of batches this rank has taken from it."""
+    """A position in the order: an epoch, and the number of batches this rank has taken from it."""
 
     epoch: int = 0
     batch: int = 0
@@ -54,7 +62,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One batch before it is gathered. Weight 0 marks a clip that only fills up the last batches of an epoch."""
+    """One batch before it is gathered. Weight 0 marks a clip that only pads the last batches of an epoch."""
 
     clips: Rows
     weights: Weights
@@ -62,12 +70,12 @@ class BatchPlan:
     """Where to continue once this batch has been trained on."""
     epoch: int = 0
     peers: Rows | None = None
-    """[ranks, clips]: what all ranks, this one included, train on at the same time."""
+    """[ranks, clips]: the clips of all ranks at this step, this rank included."""
     peer_weights: Weights | None = None
 
 
 def mean_clips(num_clips: int, batch_size: int) -> float:
-    """Clips of a batch that count, on average over an epoch: its last batch is filled up with some that do not."""
+    """Return the mean number of clips with weight in a batch: the last batches of an epoch are padded."""
     return num_clips / math.ceil(num_clips / batch_size)
 
 
@@ -87,15 +95,15 @@ class Batches:
         self.num_batches = math.ceil(len(num_tokens) / (batch_size * world_size))
         """Batches of an epoch on each rank."""
         self.budget = self._find_budget()
-        """Packed tokens that every batch of every epoch fits."""
+        """The most packed tokens of any batch of any epoch."""
 
     def epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Clips and weights of every batch of this rank in one epoch: [num_batches, batch_size] each."""
-        clips, weights = self._everyone(epoch)
+        """Return clips and weights of this rank's batches in one epoch: [num_batches, batch_size] each."""
+        clips, weights = self._all_ranks(epoch)
         return clips[:, self._rank], weights[:, self._rank]
 
-    def _everyone(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """The same of all ranks: [num_batches, ranks, batch_size] each."""
+    def _all_ranks(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Return clips and weights of all ranks: [num_batches, ranks, batch_size] each."""
         for attempt in range(_ATTEMPTS):
             clips, weights = self._arrange(epoch, attempt)
             if self._num_tokens[clips].sum(axis=1).max() <= self.budget:
@@ -107,10 +115,10 @@ class Batches:
         )
 
     def plans(self, cursor: Cursor) -> Iterator[BatchPlan]:
-        """Batches from the cursor on, without end."""
+        """Yield batches from the cursor on, forever."""
         epoch, batch = cursor.epoch, cursor.batch
         while True:
-            clips, weights = self._everyone(epoch)
+            clips, weights = self._all_ranks(epoch)
             for at in range(batch, self.num_batches):
                 after = Cursor(epoch, at + 1) if at + 1 < self.num_batches else Cursor(epoch + 1)
                 mine = (clips[at, self._rank], weights[at, self._rank])
@@ -118,16 +126,16 @@ class Batches:
             epoch, batch = epoch + 1, 0
 
     def padding(self, epoch: int) -> float:
-        """Share of the budget that trains nothing, over this rank's epoch: room left and clips that only fill."""
+        """Return the share of the budget that is unused or spent on padding clips, over this rank's epoch."""
         clips, weights = self.epoch(epoch)
         return 1.0 - float((self._num_tokens[clips] * weights).sum()) / (self.budget * self.num_batches)
 
     def _arrange(self, epoch: int, attempt: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """All clips once, in batches of nearly equal token totals, in random order.
+        """Return all clips once, in random batches of nearly equal token totals.
 
-        Clips are sorted by length with some noise and dealt out stratum by stratum, one to each batch: the
-        longest of a stratum to the batch that has the fewest tokens so far. A few rounds of swaps even out the
-        rest, which matters for small batches and small corpora.
+        Clips are sorted by length with some noise and dealt stratum by stratum, one to each batch: the longest of
+        a stratum goes to the batch with the fewest tokens so far. Rounds of swaps then even out the totals, which
+        matters for small batches and small corpora.
         """
         random = default_rng([self._seed, epoch, attempt])
         num_clips, batch_size = len(self._num_tokens), self._batch_size
@@ -153,19 +161,19 @@ class Batches:
         return items[batches], weights[batches]
 
     def _find_budget(self) -> int:
-        """The least budget that epochs are sure to fit: `epoch` may try several arrangements for it."""
+        """Return the smallest budget that every epoch fits within a few of its `_ATTEMPTS` arrangements."""
         epochs = range(16 if len(self._num_tokens) < 5000 else 2)
         totals = [self._num_tokens[self._arrange(epoch, 0)[0]].sum(axis=1) for epoch in epochs]
         mean = float(totals[0].mean())
         largest = float(np.quantile([batch_totals.max() for batch_totals in totals], 0.75))
-        return math.ceil(max(mean * (1 + BUDGET_SLACK), largest) / TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+        return _round_up(max(mean * (1 + BUDGET_SLACK), largest), TOKEN_MULTIPLE)
 
 
 def _swap_towards_mean(batches: Rows, num_tokens: Rows, totals: Rows, shift: int) -> Rows:
-    """Pair the fullest batches with the emptiest, swap in each pair the two clips that even it out best.
+    """Pair the fullest batches with the emptiest and swap in each pair the two clips that even it out best.
 
-    Changes `batches` in place and returns the new totals. Another `shift` makes other pairs, so that a batch
-    whose partner cannot help it finds one that can.
+    Changes `batches` in place and returns the new totals. Each `shift` makes different pairs, so that a batch
+    finds a partner that has a clip of the right length.
     """
     order = np.argsort(totals, kind="stable")
     empty, full = np.roll(order[: len(order) // 2], shift), order[::-1][: len(order) // 2]
@@ -184,12 +192,12 @@ def _swap_towards_mean(batches: Rows, num_tokens: Rows, totals: Rows, shift: int
 
 
 ALIGNMENT_BYTES = 256
-"""Where an array of a block may start: what memory of a GPU is aligned to."""
+"""Arrays of a block start at multiples of this, the alignment of GPU allocations."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One array of a block; its dtype by the name that numpy and PyTorch share."""
+    """One array of a block; `dtype` is a name that numpy and PyTorch share."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -199,36 +207,26 @@ class Field:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-class Layout(Mapping[str, Field]):
-    """Named fields and where each of them starts in a block of `num_bytes`."""
+class Layout(dict[str, Field]):
+    """Named fields of a block of `num_bytes`, one after another."""
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
-        self._fields = dict(fields)
+        super().__init__(fields)
         self._starts: dict[str, int] = {}
-        end = 0
-        for name, field in self._fields.items():
-            self._starts[name] = end
-            end += -(-field.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.num_bytes = end
-
-    def __getitem__(self, name: str) -> Field:
-        return self._fields[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
+        self.num_bytes = 0
+        for name, field in fields.items():
+            self._starts[name] = self.num_bytes
+            self.num_bytes += _round_up(field.num_bytes, ALIGNMENT_BYTES)
 
     def arrays(self, block: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
-        """Views of a block of host memory."""
+        """Return views of a block of host memory."""
         return {
             name: block[start : start + self[name].num_bytes].view(self[name].dtype).reshape(self[name].shape)
             for name, start in self._starts.items()
         }
 
     def tensors(self, block: Tensor) -> dict[str, Tensor]:
-        """Views of a uint8 tensor on any device."""
+        """Return views of a uint8 tensor on any device."""
         import torch
 
         return {
@@ -241,7 +239,7 @@ class Layout(Mapping[str, Field]):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of a batch's arrays is used, known on the host; the same for all batches under static shapes."""
+    """How much of each array a batch uses, known on the host; under static shapes the same for all batches."""
 
     tokens: int
     """Positions of the GPT's packed row."""
@@ -252,12 +250,12 @@ class Sizes:
     frames: int
     """Conditioning frames of all clips together."""
     codes: int = 0
-    """Codes of all clips together, with one more for each as a gap; 0 if they have to be computed clip by clip."""
+    """Codes of all clips together with a gap of one after each; 0 if they must be computed clip by clip."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a recipe reads: tensors on the device of the model role, valid while the lease lasts."""
+    """The input of a recipe: tensors on the model role's device, valid while the lease lasts."""
 
     tensors: Mapping[str, Tensor]
     sizes: Sizes
@@ -266,59 +264,58 @@ class Batch:
 
 
 MIN_CROP_SAMPLES, MAX_CROP_SAMPLES = 3 * SAMPLE_RATE, 6 * SAMPLE_RATE
-"""Reference voices are this long, as in XTTS-v2's training. Of a shorter clip it is the whole, or half of it where
-the clip is its own reference: the rest must be spoken without having been heard."""
-MAX_CROP_FRAMES = MAX_CROP_SAMPLES // HOP_SAMPLES + 1
+"""Length of a reference voice, as in XTTS-v2's training. A shorter clip is used whole, or half of it if it is its
+own reference, so that the model cannot copy the rest from it."""
+MAX_CROP_FRAMES = num_frames_of(MAX_CROP_SAMPLES)
 FRAME_MULTIPLE = 64
-"""Frames of a batch come in multiples of this: the conditioning encoder works in as many parts."""
+"""Frames of a batch are rounded up to this: the conditioning encoder splits them into as many parts."""
 _LENGTH, _START, _SEGMENT = range(3)
 
 Draws = npt.NDArray[np.float64]
 
 
 class Crops(NamedTuple):
-    """Reference voices of the clips of a batch, in samples."""
+    """The reference voices of a batch, in samples."""
 
     slots: Rows
-    """Which clip of the batch each is cut from."""
+    """Position in the batch of the clip that each is cut from."""
     starts: Rows
     samples: Rows
 
     @property
     def frames(self) -> Rows:
-        return self.samples // HOP_SAMPLES + 1
+        return num_frames_of(self.samples)
 
 
 def crops(seed: int, epoch: int, clips: Rows, num_samples: Rows, voices: Rows | None = None) -> Crops:
-    """A reference for each clip of a batch, or of each row of several batches, 3 to 6 seconds long.
+    """Draw a reference of 3 to 6 seconds for each clip [..., clips] of one batch or several.
 
-    Cut from the next clip of the batch with the same number in `voices`; from the clip itself if there is none,
-    or no `voices`.
+    It is cut from the next clip of the batch with the same number in `voices`; without one, from the clip itself.
     """
-    slots = np.broadcast_to(np.arange(clips.shape[-1]), clips.shape) if voices is None else _next_alike(voices)
+    slots = np.broadcast_to(np.arange(clips.shape[-1]), clips.shape) if voices is None else _next_equal(voices)
     is_own = slots == np.arange(clips.shape[-1])
-    heard = np.take_along_axis(num_samples, slots, -1)
+    available = np.take_along_axis(num_samples, slots, -1)
     span = MAX_CROP_SAMPLES - MIN_CROP_SAMPLES + 1
     samples = MIN_CROP_SAMPLES + (_uniform(seed, epoch, clips, _LENGTH) * span).astype(np.int64)
-    all_there_is = np.where(is_own, np.maximum(heard // 2, 1), heard)
-    samples = np.where(samples > heard, all_there_is, samples)
-    room = heard - samples + 1
+    longest = np.where(is_own, np.maximum(available // 2, 1), available)
+    samples = np.where(samples > available, longest, samples)
+    room = available - samples + 1
     return Crops(slots, (_uniform(seed, epoch, clips, _START) * room).astype(np.int64), samples)
 
 
 def voices_of(clips: Rows, weights: Weights, voices: Rows | None) -> Rows | None:
-    """The numbers in `voices` of the clips of one batch or several, for `crops`.
+    """Return the voice of each clip of one batch or several, as `crops` takes it.
 
-    A clip that only fills a batch up gets a number of its own: it is the shortest of all, many times over, and in
-    a batch that is far from full most others would hear it.
+    Every padding clip gets its own number. It is the shortest clip, repeated, and in a batch that is mostly
+    padding it would become the reference of most others.
     """
     if voices is None:
         return None
     return np.where(weights > 0, voices[clips], voices.min() - 1 - np.arange(clips.shape[-1]))
 
 
-def _next_alike(values: Rows) -> Rows:
-    """Of each place of a row the next place with the same value, going round; itself where it is the only one."""
+def _next_equal(values: Rows) -> Rows:
+    """Return for each position of a row the next one with an equal value, cyclically; itself if it is unique."""
     order = np.argsort(values, axis=-1, kind="stable")
     ordered = np.take_along_axis(values, order, -1)
     places = np.broadcast_to(np.arange(values.shape[-1]), values.shape)
@@ -333,33 +330,33 @@ def _next_alike(values: Rows) -> Rows:
 
 
 def fit(chosen: Crops, budget: int) -> Crops:
-    """The crops of one batch within `budget` frames; if they have more, all are shortened alike at their ends."""
+    """Return the crops of one batch within `budget` frames; if they exceed it, all are shortened equally."""
     samples = chosen.samples
-    while (excess := int((samples // HOP_SAMPLES + 1).sum()) - budget) > 0:
+    while (excess := int(num_frames_of(samples).sum()) - budget) > 0:
         shorter = samples - HOP_SAMPLES * math.ceil(excess / len(samples))
         samples = np.maximum(shorter, np.minimum(samples, HOP_SAMPLES))
     return Crops(chosen.slots, chosen.starts, samples)
 
 
 def frame_budget(batches: Batches, num_samples: Rows, seed: int, voices: Rows | None = None) -> int:
-    """Frames that (nearly) every batch fits: the most that batches of two epochs need."""
+    """Return the most frames that batches of two epochs need; later batches rarely need more."""
     most = 0
     for epoch in range(2):
         clips, weights = batches.epoch(epoch)
         chosen = crops(seed, epoch, clips, num_samples[clips], voices_of(clips, weights, voices))
         most = max(most, int(chosen.frames.sum(axis=1).max()))
-    return math.ceil(most / FRAME_MULTIPLE) * FRAME_MULTIPLE
+    return _round_up(most, FRAME_MULTIPLE)
 
 
 def segments(seed: int, epoch: int, clips: Rows, num_codes: Rows, length: int) -> Rows:
-    """First code of a piece of `length` codes of each clip; 0 where the clip is no longer than that."""
+    """Draw the first code of a segment of `length` codes in each clip; 0 if the clip is not longer than that."""
     room = np.maximum(num_codes - length, 0) + 1
     starts: Rows = (_uniform(seed, epoch, clips, _SEGMENT) * room).astype(np.int64)
     return starts
 
 
 def _uniform(seed: int, epoch: int, clips: Rows, purpose: int) -> Draws:
-    """Numbers in [0, 1), each from its own counter through the mixing function of SplitMix64."""
+    """Return numbers in [0, 1), each a SplitMix64 hash of its own counter, so the order of draws is irrelevant."""
     with np.errstate(over="ignore"):
         state = np.array(seed, np.uint64)
         for part in (np.uint64(epoch), np.uint64(purpose), clips.astype(np.uint64)):
@@ -376,24 +373,14 @@ def _mixed(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 SEGMENT_CODES = 32
-"""Codes of the pieces that the decoder is trained on: one and a half seconds."""
+"""Codes of the segments that the decoder is trained on: 1.5 seconds."""
 TOTALS = ("ids", "targets", "codes", "frames", "clips")
-"""What is counted over all clips of an optimiser step, with their weights: text targets, audio targets (codes and
-stops), codes, mel frames, clips."""
-
-
-def num_codes_of(num_samples: Rows) -> Rows:
-    """Codes that the DVAE makes of clips: one for every four mel frames, the last perhaps for fewer."""
-    return -(-num_frames_of(num_samples) // (SAMPLES_PER_CODE // HOP_SAMPLES))
-
-
-def num_frames_of(num_samples: Rows) -> Rows:
-    """Mel frames of clips."""
-    return num_samples // HOP_SAMPLES + 1
+"""Weighted counts over all clips of an optimiser step: text targets, audio targets (codes and STOPs), codes, mel
+frames, clips."""
 
 
 def host_layout(data: DataSettings) -> Layout:
-    """What leaves the host for every batch."""
+    """Return the layout of what leaves the host for every batch."""
     size, numbers = data.batch_size, Field((data.batch_size,), "int32")
     return Layout(
         {
@@ -415,8 +402,8 @@ def host_layout(data: DataSettings) -> Layout:
 
 
 def max_codes(data: DataSettings) -> int:
-    """Codes of the longest clip."""
-    return math.ceil(data.max_mel_frames * HOP_SAMPLES / SAMPLES_PER_CODE)
+    """Return the codes of the longest clip."""
+    return num_codes_of(data.max_mel_frames * HOP_SAMPLES - 1)
 
 
 @dataclass(frozen=True)
@@ -425,14 +412,14 @@ class Job:
 
     plan: BatchPlan
     totals: npt.NDArray[np.float32]
-    """Sums of TOTALS over all batches, on all ranks, of the optimiser step this batch belongs to."""
+    """Sums of TOTALS over all batches, on all ranks, of this batch's optimiser step."""
 
 
 class HostBatch:
-    """Host memory of one batch, allocated once and filled again and again; pinned where CUDA exists.
+    """Host memory of one batch, allocated once and reused; pinned if CUDA exists.
 
-    All arrays are views of one block, so that a batch reaches a GPU in one copy. Samples behind `num_samples` are
-    whatever the memory held before: the front end masks them on the device, where it costs nothing.
+    All arrays are views of one block, so that a batch reaches a GPU in one copy. Samples after `num_samples` are
+    left over from earlier batches: the front end masks them on the device, where that costs nothing.
     """
 
     def __init__(self, layout: Layout, pinned: bool = True) -> None:
@@ -445,17 +432,17 @@ class HostBatch:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What is known of a gathered batch without looking at its memory."""
+    """The description of a gathered batch."""
 
     sizes: Sizes
     after: Cursor
     clips: Rows
     codes_known: bool
-    """The codes came from the cache; otherwise they are still to be computed."""
+    """True if the codes came from the cache, False if they are still to be computed."""
 
 
 class Gatherer:
-    """Fills host batches with clips of one set, in the order of `Batches`."""
+    """Fills host batches with the clips of one set, in the order of `Batches`. Any thread may fill."""
 
     def __init__(
         self,
@@ -466,25 +453,25 @@ class Gatherer:
         codes: CodesCache | None = None,
         voices: Rows | None = None,
     ) -> None:
-        """Clips with the same number in `voices` are references for each other; without it each is its own."""
+        """Clips with equal numbers in `voices` are references for each other; without it each is its own."""
         self._source, self.batches, self._data, self._seed = source, batches, data, seed
         self.codes, self._voices = codes, voices
         self._num_samples, self._num_ids = source.num_samples, source.num_ids
         self._num_codes = num_codes_of(self._num_samples)
         self.frame_budget = frame_budget(batches, self._num_samples, seed, voices)
-        """Conditioning frames that every batch fits."""
+        """The most conditioning frames of a batch."""
         self.code_budget = self._find_code_budget()
-        """Codes, with a gap behind each clip, that nearly every batch fits."""
+        """The most codes, with a gap after each clip, of nearly every batch."""
 
     def jobs(self, cursor: Cursor, accumulate: int = 1, num_batches: int | None = None) -> Iterator[Job]:
-        """Batches from the cursor on, which must stand between two optimiser steps of `accumulate` batches."""
+        """Yield batches from the cursor on, which must be at the start of a step of `accumulate` batches."""
         plans = itertools.islice(self.batches.plans(cursor), num_batches)
         while group := list(itertools.islice(plans, accumulate)):
             totals = sum((self._totals(plan) for plan in group), np.zeros(len(TOTALS), np.float32))
             yield from (Job(plan, totals) for plan in group)
 
     def fill(self, batch: HostBatch, job: Job) -> Gathered:
-        """Copy the clips of a job into the memory of a batch: one copy per clip, few calls for the rest."""
+        """Copy the clips of a job into the memory of a batch."""
         plan, source = job.plan, self._source
         clips, num_samples = plan.clips, self._num_samples[plan.clips]
         known = self.codes is not None and bool(self.codes.known(clips).all())
@@ -493,8 +480,7 @@ class Gatherer:
         source.audio.gather(source.audio_rows[clips], batch["pcm"])
         source.ids.gather_padded(source.ids_rows[clips], batch["ids"])
         voices = voices_of(clips, plan.weights, self._voices)
-        chosen = crops(self._seed, plan.epoch, clips, num_samples, voices)
-        chosen = fit(chosen, self.frame_budget)
+        chosen = fit(crops(self._seed, plan.epoch, clips, num_samples, voices), self.frame_budget)
         num_codes = self._num_codes[clips]
         for name, values in (
             ("num_samples", num_samples),
@@ -513,7 +499,7 @@ class Gatherer:
 
     @property
     def static_sizes(self) -> Sizes:
-        """Sizes that every batch fits, and that all have under static shapes."""
+        """The sizes of every batch under static shapes."""
         samples = self._data.max_mel_frames * HOP_SAMPLES
         return Sizes(self.batches.budget, self._data.max_text_length, samples, self.frame_budget, self.code_budget)
 
@@ -525,17 +511,17 @@ class Gatherer:
         num_ids, num_samples = self._num_ids[clips], self._num_samples[clips]
         tokens = int(packed_tokens(num_ids, num_samples).sum())
         return Sizes(
-            tokens=_rounded(tokens, TOKEN_MULTIPLE),
+            tokens=_round_up(tokens, TOKEN_MULTIPLE),
             ids=int(num_ids.max()),
-            samples=_rounded(int(num_samples.max()) + 1, SAMPLES_PER_CODE),
-            frames=_rounded(int(chosen.frames.sum()), FRAME_MULTIPLE),
-            codes=_rounded(num_codes, TOKEN_MULTIPLE),
+            samples=_round_up(int(num_samples.max()) + 1, SAMPLES_PER_CODE),
+            frames=_round_up(int(chosen.frames.sum()), FRAME_MULTIPLE),
+            codes=_round_up(num_codes, TOKEN_MULTIPLE),
         )
 
     def _find_code_budget(self) -> int:
-        """The most that the batches of two epochs need: batches are alike, so later ones seldom need more."""
+        """Return the most that batches of two epochs need; later batches rarely need more."""
         totals = [(self._num_codes[self.batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
-        return _rounded(int(max(totals)), FRAME_MULTIPLE)
+        return _round_up(int(max(totals)), FRAME_MULTIPLE)
 
     def _totals(self, plan: BatchPlan) -> npt.NDArray[np.float32]:
         clips = plan.clips if plan.peers is None else plan.peers.ravel()
@@ -545,5 +531,5 @@ class Gatherer:
         return np.array([(weights * count).sum() for count in counts], np.float32)
 
 
-def _rounded(number: int, multiple: int) -> int:
+def _round_up(number: float, multiple: int) -> int:
     return math.ceil(number / multiple) * multiple

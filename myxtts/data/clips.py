@@ -1,39 +1,58 @@
-"""Clips that can be batched, the prepared corpus they belong to, and the list of those that were set aside."""
+"""A prepared corpus: clips that can be batched, its snapshot on disk, and the list of clips set aside.
+
+A snapshot lets a later start open an unchanged corpus without reading its metadata. It is a store like the others
+and is believed only if every file and folder it was made from has the same times and sizes.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 from myxtts import audio
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings
-from myxtts.data.corpus import SetAside
-from myxtts.data.store import Array, Rows, Sources, Store, cannot_write, row_hash
+from myxtts.data.corpus import Corpus, SetAside, last_change
+from myxtts.data.store import (
+    Array,
+    CacheDamaged,
+    Rows,
+    Store,
+    StoreSpec,
+    StoreWriter,
+    build_store,
+    checksum,
+    hash64,
+    open_store,
+)
 from myxtts.errors import DatasetError
+from myxtts.files import write_atomically
 from myxtts.text.tokenizer import Tokenizer
 
+CLOCK_TICK_NS = 20_000_000
+"""A folder that changed within this time before it was listed may have changed again at the same time stamp."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """What decides the samples of a clip besides its file."""
+    """The settings that decide the samples of a clip."""
 
     max_samples: int
     trim_silence_db: float
 
     @classmethod
     def of(cls, data: DataSettings) -> DecodeOptions:
-        """The longest clip is the one whose mel, with its frame at sample 0, has `max_mel_frames` frames."""
+        """Return the options for these settings; the longest clip has exactly `max_mel_frames` mel frames."""
         return cls(data.max_mel_frames * HOP_SAMPLES - 1, data.trim_silence_db)
 
     @property
@@ -41,20 +60,20 @@ class DecodeOptions:
         return self.max_samples / SAMPLE_RATE
 
     def decode(self, path: Path) -> audio.Pcm:
-        """The samples of one file."""
+        """Return the samples of one file."""
         return audio.decode(path, SAMPLE_RATE, self.max_seconds, self.trim_silence_db)
 
 
-def measured(records: Array) -> list[Array]:
-    """What is kept of packed rows whose samples are not: for each its length and its checksum."""
+def lengths_and_hashes(records: Array) -> list[Array]:
+    """Return length and checksum of each packed row: what a store keeps of audio that is not packed."""
     return list(np.stack([records["length"].astype(np.uint64), records["hash"]], axis=1))
 
 
-class DecodedAudio:
-    """The rows a packed store would have, each decoded when it is asked for. Any number of threads may ask."""
+class LazyAudio:
+    """The rows of an audio store, decoded from their files whenever they are read. Any thread may read."""
 
     def __init__(self, kept: Store, paths: Sequence[str], stats: Array, options: DecodeOptions) -> None:
-        """`kept` holds what `measured` says of each file; `stats` [files, 3]: its size and times back then."""
+        """`kept` holds `lengths_and_hashes` of each file; `stats` [files, 3] its size and times at that moment."""
         self.folder = kept.folder
         self.set_aside = kept.set_aside
         self.options = options
@@ -79,19 +98,19 @@ class DecodedAudio:
         except audio.UnusableAudio as error:
             raise _not_as_prepared(path, f"{error.reason} ({error.detail})") from None
         if len(pcm) != self.lengths[row]:
-            raise _not_as_prepared(path, f"{self.lengths[row]} samples were expected, {len(pcm)} are there")
-        if row_hash(pcm) != self.hashes[row]:
+            raise _not_as_prepared(path, f"expected {self.lengths[row]} samples, found {len(pcm)}")
+        if checksum(pcm) != self.hashes[row]:
             self._explain_other_samples(row, path)
         return pcm
 
     def gather(self, rows: Rows, out: Array) -> None:
-        """Decode row `rows[i]` to the front of `out[i]`; the rest of `out[i]` keeps whatever it held."""
+        """Decode row `rows[i]` to the start of `out[i]`; the rest of `out[i]` is left as it is."""
         for slot, row in zip(out, rows.tolist(), strict=True):
             pcm = self[row]
             slot[: len(pcm)] = pcm
 
     def _explain_other_samples(self, row: int, path: Path) -> None:
-        """A file that was written to is an error; an untouched one may decode a little differently elsewhere.
+        """Raise if the file was written to; otherwise only warn, once.
 
         Decoders differ in the last bit between processors, and preparing again would not change that.
         """
@@ -104,8 +123,8 @@ class DecodedAudio:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "%s decodes to other samples than when it was prepared, though nobody wrote to it: "
-                "was that on another machine, or is the disk failing?",
+                "%s decodes to other samples than when it was prepared, although the file has not changed: "
+                "was it prepared on another machine, or is the disk failing?",
                 path,
             )
 
@@ -113,32 +132,17 @@ class DecodedAudio:
 def _not_as_prepared(path: Path, found: str) -> DatasetError:
     return DatasetError(
         f"{path} is not what it was when the corpus was prepared: {found}.\n"
-        "With native_loading off the files themselves are read for every batch. Restore the file or take it out "
-        "of the metadata, then prepare again: only what has changed is decoded anew."
+        "With native_loading off, the audio files are read for every batch. Restore the file or remove it from "
+        "the metadata, then prepare again: only what has changed is decoded."
     )
-
-
-class AudioRows(Protocol):
-    """The samples of clips, a row each: packed on disk (`Store`) or decoded when asked for (`DecodedAudio`)."""
-
-    folder: Path
-    """The store behind them."""
-    lengths: Rows
-    """Samples of each row."""
-    hashes: Sources
-    """Checksum of the samples of each row, the same whichever way they are kept."""
-
-    def __getitem__(self, row: int) -> Array: ...
-
-    def gather(self, rows: Rows, out: Array) -> None:
-        """Copy row `rows[i]` to the front of `out[i]` and leave the rest of it; any thread may call this."""
 
 
 @dataclass(frozen=True)
 class ClipSet:
-    """Clips that can be batched: where their rows are, and what they are."""
+    """Clips that can be batched: the rows of each in the stores, its speaker and its language."""
 
-    audio: AudioRows
+    audio: Store | LazyAudio
+    """The samples, packed on disk or decoded when they are read; both have the same rows and checksums."""
     ids: Store
     audio_rows: Rows
     ids_rows: Rows
@@ -158,15 +162,12 @@ class ClipSet:
         return self.ids.lengths[self.ids_rows]
 
     def select(self, chosen: Rows) -> ClipSet:
-        """The clips at these positions."""
-        return replace(
-            self,
-            audio_rows=self.audio_rows[chosen],
-            ids_rows=self.ids_rows[chosen],
-            speakers=self.speakers[chosen],
-            languages=self.languages[chosen],
-            names=[self.names[at] for at in chosen.tolist()],
-        )
+        """Return the clips at these positions."""
+        numbers = {field: getattr(self, field)[chosen] for field in _ROW_FIELDS}
+        return replace(self, **numbers, names=[self.names[at] for at in chosen.tolist()])
+
+
+_ROW_FIELDS = ("audio_rows", "ids_rows", "speakers", "languages")
 
 
 @dataclass(frozen=True)
@@ -178,11 +179,11 @@ class PreparedCorpus:
     speaker_names: list[str]
     set_aside: list[SetAside]
     vocabulary: str
-    """The tokenizer as the text of its file; few who open a corpus need it as an object."""
+    """The tokenizer as JSON; building the object takes time, and few callers need it."""
     root: Path
 
     def voices(self, clips: ClipSet) -> Rows:
-        """A number for the voice of each clip: that of its speaker, or one of its own where nobody names him."""
+        """Return the speaker's index for each clip, or a unique negative number for unlabelled clips."""
         is_named = np.array([bool(name) for name in self.speaker_names])[clips.speakers]
         return np.where(is_named, clips.speakers, -1 - np.arange(len(clips)))
 
@@ -192,23 +193,110 @@ class PreparedCorpus:
 
 
 def set_aside_list(root: Path) -> Path:
-    """The file that lists every clip not used."""
+    """Return the file that lists every clip not used."""
     return root / "set_aside.csv"
 
 
 def write_set_aside_list(root: Path, set_aside: Sequence[SetAside]) -> None:
-    """List every clip that is not used, one by one, beside the stores."""
+    """List every clip that is not used in a file next to the stores, unless the folder is read-only."""
     content = io.StringIO()
     table = csv.writer(content, delimiter="|", lineterminator="\n")
     table.writerow(["id", "reason", "detail", "where"])
     table.writerows([item.id, item.reason, item.detail, item.where] for item in set_aside)
     path = set_aside_list(root)
     encoded = content.getvalue().encode("utf-8", "replace")
-    if path.is_file() and path.read_bytes() == encoded:
+    if os.access(root, os.W_OK) and not (path.is_file() and path.read_bytes() == encoded):
+        write_atomically(path, lambda temporary: temporary.write_bytes(encoded))
+
+
+def save_snapshot(prepared: PreparedCorpus, state: str, corpora: Sequence[Corpus]) -> None:
+    """Write a snapshot, unless the corpus changed just before it was read. A failure only costs the shortcut."""
+    listed = {folder: at for corpus in corpora for folder, at in corpus.listed.items()}
+    if min(corpus.read_at for corpus in corpora) - max(listed.values(), default=0) < CLOCK_TICK_NS:
         return
-    if os.access(root, os.W_OK):
-        try:
-            path.write_bytes(encoded)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            raise cannot_write(root, error) from error
+    clips = [(corpus.folder, clip) for corpus in corpora for clip in corpus.clips]
+    lazy = prepared.train.audio if isinstance(prepared.train.audio, LazyAudio) else None
+    num_clips = len(clips)
+    texts = {
+        "paths": [str(folder.absolute() / clip.path) for folder, clip in clips],
+        "folders": listed,
+        "vocabulary": prepared.vocabulary,
+        "set_aside": prepared.set_aside,
+        "speakers": prepared.speaker_names,
+        "decoding": asdict(lazy.options) if lazy else None,
+        "files": [[0, len(corpora[0].clips)], [num_clips - len(corpora[-1].clips), num_clips]],
+        "names": [part.names for part in (prepared.train, prepared.val)],
+        "stores": [[str(part.audio.folder), str(part.ids.folder)] for part in (prepared.train, prepared.val)],
+    }
+    numbers = [np.array([clip[-3:] for _, clip in clips], np.int64)]
+    numbers += [getattr(part, field) for part in (prepared.train, prepared.val) for field in _ROW_FIELDS]
+
+    def build(writer: StoreWriter, rows: list[int]) -> None:
+        encoded = np.frombuffer(json.dumps(texts).encode(), np.uint8)
+        writer.append(rows, [encoded, *(np.ascontiguousarray(array).view(np.uint8).ravel() for array in numbers)])
+
+    try:
+        build_store(prepared.root, _snapshot_spec(state), build, replace=True)
+    except DatasetError as error:
+        _log.debug("No snapshot was written: %s", error)
+
+
+def load_snapshot(root: Path, state: str) -> PreparedCorpus | None:
+    """Return the corpus as it was prepared before, if nothing has changed since."""
+    try:
+        snapshot = open_store(_snapshot_spec(state).folder(root), np.uint8)
+        if snapshot is None:
+            return None
+        texts = json.loads(snapshot[0].tobytes())
+        stats, *numbers = (snapshot[row].view(np.int64) for row in range(1, len(snapshot)))
+        stats = stats.reshape(-1, 3)
+        if not _unchanged(texts["folders"], texts["paths"], stats):
+            return None
+        per_part = len(_ROW_FIELDS)
+        train = _clip_set(texts, 0, numbers[:per_part], stats, None)
+        val = _clip_set(texts, 1, numbers[per_part:], stats, train)
+    except (OSError, CacheDamaged):
+        return None
+    set_aside = [SetAside(*item) for item in texts["set_aside"]]
+    return PreparedCorpus(train, val, texts["speakers"], set_aside, texts["vocabulary"], root)
+
+
+def _snapshot_spec(state: str) -> StoreSpec:
+    """One row of JSON, the size and times of every file, then four rows for each side of the split."""
+    sources = np.array([hash64(state, row) for row in range(2 + 2 * len(_ROW_FIELDS))], np.uint64)
+    return StoreSpec("snapshot", np.uint8, sources, params={}, filters={})
+
+
+def _clip_set(texts: Any, side: int, numbers: list[Array], stats: Array, other: ClipSet | None) -> ClipSet:
+    """Return one side of the split; stores that `other` has open are shared with it."""
+    audio_folder, ids_folder = map(Path, texts["stores"][side])
+    audio: Store | LazyAudio
+    if other is not None and other.audio.folder == audio_folder:
+        audio = other.audio
+    elif texts["decoding"] is None:
+        audio = _require_store(audio_folder, np.int16)
+    else:
+        files = slice(*texts["files"][side])
+        kept = _require_store(audio_folder, np.uint64)
+        audio = LazyAudio(kept, texts["paths"][files], stats[files], DecodeOptions(**texts["decoding"]))
+    shared = other is not None and other.ids.folder == ids_folder
+    ids = other.ids if other is not None and shared else _require_store(ids_folder, np.int32)
+    rows = dict(zip(_ROW_FIELDS, numbers, strict=True))
+    return ClipSet(audio, ids, **rows, names=texts["names"][side])
+
+
+def _require_store(folder: Path, dtype: type[np.generic]) -> Store:
+    store = open_store(folder, dtype)
+    if store is None:
+        raise CacheDamaged(f"{folder} is missing or damaged")
+    return store
+
+
+def _unchanged(folders: dict[str, int], paths: list[str], stats: Array) -> bool:
+    if any(last_change(Path(folder)) != at for folder, at in folders.items()):
+        return False
+    for path, stat in zip(paths, stats.tolist(), strict=True):
+        now = os.stat(path)  # noqa: PTH116 (LJSpeech has 13,100 of them)
+        if [now.st_size, now.st_mtime_ns, now.st_ctime_ns] != stat:
+            return False
+    return True

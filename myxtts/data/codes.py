@@ -1,14 +1,15 @@
-"""Codes that the frozen DVAE has made of clips, kept from the moment they are first computed.
+"""The codes cache: codes that the frozen DVAE computed for clips, kept from the moment they are first computed.
 
-One folder for each DVAE and set of clips lies beside the stores as `codes-DVAE-CLIPS`:
+Each DVAE and set of clips has one folder among the stores, `codes-DVAE-CLIPS`:
 
-    index.bin       per clip: the hash of its audio, how many codes it has
-    data.bin        uint16, the rows one after another; their lengths are known beforehand, so each has its place
+    index.bin       per clip: the hash of its audio, the number of its codes
+    data.bin        uint16, the rows one after another; their lengths are known, so each row has its place
     checksums.bin   per clip: the checksum of its row, 0 while it is absent
 
-Rows are written one by one, data before checksum and by any number of processes at once, and never synced: a row
-that a crash or a full disk left half-written does not match its checksum and counts as absent. Every file can be
-made, or made whole again, in place. This module does not know what a code means, nor how codes are computed.
+Unlike a store, this cache grows while it is used. Rows are written one by one, data before checksum, by any number
+of processes at once, and never synced: a row that a crash or a full disk left half-written does not match its
+checksum and counts as absent. Every file can be created or repaired in place. This module does not know what a
+code means or how codes are computed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -29,19 +30,27 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from myxtts.data.store import Array, Rows, Sources, identity, write_at
+from myxtts.data.store import (
+    ROWS_PER_COPY,
+    Array,
+    Rows,
+    Sources,
+    by_last_use,
+    equal_sources,
+    hash64,
+    only_process,
+    write_at,
+)
 
 CODES_VERSION = 1
-"""Raise it whenever a file of the folder changes its form: folders of another version are not read."""
-ROWS_PER_COPY = 256
+"""Raise it when a file of the folder changes its format: folders of another version are not read."""
+FOLDERS_KEPT = 8
+"""Folders that are kept, the most recently used. A run has two: training and validation clips."""
 
 Flags = npt.NDArray[np.bool_]
 
 _INDEX = np.dtype([("audio", "<u8"), ("length", "<u4")])
 _log = logging.getLogger(__name__)
-
-FOLDERS_KEPT = 8
-"""Codes of this many DVAEs and sets of clips stay; a run has two, for training and for validation."""
 
 
 class _Files(NamedTuple):
@@ -50,7 +59,7 @@ class _Files(NamedTuple):
 
 
 class CodesCache:
-    """Codes of the clips of one set, by their position in it. Any thread may call any method at any time."""
+    """The codes of one set of clips, by position in the set. Any thread may call any method at any time."""
 
     def __init__(self, files: _Files, index: Array, place: Path | str) -> None:
         self._files = files
@@ -63,24 +72,24 @@ class CodesCache:
         self._data = _mapped(files.data, "<u2", _num_elements(index))
         self._checksums = _mapped(files.checksums, "<u8", len(index) + 1)[:-1]
         self._verified = np.zeros(len(index), np.uint64)
-        """Checksums that rows were seen to match in this process."""
-        self._refused = np.zeros(len(index), np.uint64)
-        """Checksums that rows were seen not to match."""
+        """The checksum each row was seen to match in this process."""
+        self._rejected = np.zeros(len(index), np.uint64)
+        """The checksum each row was seen not to match."""
 
     @classmethod
     def open(cls, root: Path, audio_hashes: Sources, num_codes: Rows, dvae_key: str) -> CodesCache:
-        """The codes of these clips below `root`, with the rows that earlier sets of clips hold for the same audio.
+        """Open the codes of these clips below `root`, with rows that other sets of clips hold for the same audio.
 
-        Where nothing can be written, the rows that can be read are copied to memory, and new ones stay there.
+        If nothing can be written there, readable rows are copied to memory, and new ones stay in memory.
         """
         index = np.zeros(len(audio_hashes), _INDEX)
         index["audio"], index["length"] = audio_hashes, num_codes
-        family = f"codes-{identity(CODES_VERSION, dvae_key):016x}"
+        family = f"codes-{hash64(CODES_VERSION, dvae_key):016x}"
         folder = root / f"{family}-{_index_hash(index.tobytes())}"
         try:
-            with _sole_opener(root):
+            with only_process(root, "codes.lock"):  # the next process finds the rows already copied
                 cache = cls(_files_on_disk(folder, index), index, folder)
-                cache._copy_known_rows(other for other in _by_last_use(root, family) if other != folder)
+                cache._copy_known_rows(other for other in by_last_use(root, family) if other != folder)
                 _remove_old_folders(root)
         except OSError as error:
             _log.warning(
@@ -90,7 +99,7 @@ class CodesCache:
             )
             cache = cls(_files_in_memory(index), index, "memory")
             with contextlib.suppress(OSError):
-                cache._copy_known_rows(_by_last_use(root, family))
+                cache._copy_known_rows(by_last_use(root, family))
         return cache
 
     def __len__(self) -> int:
@@ -98,30 +107,30 @@ class CodesCache:
 
     @property
     def num_known(self) -> int:
-        """Clips whose codes are here, as far as can be said without comparing every row with its checksum."""
+        """Clips that have codes, without comparing every row with its checksum."""
         return int(np.count_nonzero(self._held()))
 
     @property
     def complete(self) -> bool:
-        """Whether the codes of every clip are here; the first yes has compared every row with its checksum."""
+        """True if every clip has codes and every row matches its checksum."""
         return self.num_known == len(self) and bool(self.known(np.arange(len(self))).all())
 
     def known(self, clips: Rows) -> Flags:
-        """Which clips have codes here; each row is compared with its checksum once per process."""
+        """Return which clips have codes; each row is compared with its checksum once per process."""
         checksums = self._checksums[clips]
-        unseen = (checksums != self._verified[clips]) & (checksums != self._refused[clips]) & (checksums != 0)
+        unseen = (checksums != self._verified[clips]) & (checksums != self._rejected[clips]) & (checksums != 0)
         for clip, checksum in zip(clips[unseen].tolist(), checksums[unseen].tolist(), strict=True):
             start = self._starts[clip]
             row = self._data[start : start + self._lengths[clip]].tobytes()
             matches = _checksum(row, int(self._audio[clip])) == checksum
-            (self._verified if matches else self._refused)[clip] = checksum
+            (self._verified if matches else self._rejected)[clip] = checksum
         known: Flags = ((checksums == self._verified[clips]) & (checksums != 0)) | (self._lengths[clips] == 0)
         return known
 
     def read(self, clips: Rows, out: Array) -> bool:
-        """Copy the codes of `clips[i]` to `out[i]` [clips, width], with zeros behind them.
+        """Copy the codes of `clips[i]` to `out[i]` [clips, width], padded with zeros.
 
-        False if some are absent: their rows of `out` are zeros.
+        Returns False if some are absent; their rows of `out` are zeros.
         """
         lengths = np.where(self.known(clips), self._lengths[clips], 0)
         _check_width(lengths, out)
@@ -133,9 +142,9 @@ class CodesCache:
         return bool((lengths == self._lengths[clips]).all())
 
     def write(self, clips: Rows, codes: Array) -> None:
-        """Keep the codes of `clips[i]` that `codes[i]` [clips, width] begins with; known rows stay as they are.
+        """Store the codes of `clips[i]` from the start of `codes[i]` [clips, width]; known rows are left alone.
 
-        If the disk refuses, this is logged once and nothing is written from then on.
+        If a write fails, this is logged once and nothing more is written.
         """
         lengths = self._lengths[clips]
         _check_width(lengths, codes)
@@ -156,11 +165,11 @@ class CodesCache:
                     )
 
     def close(self) -> None:
-        """Let go of the folder: what is here can still be read, and what is written is ignored."""
+        """Release the folder. Rows can still be read; writes are ignored."""
         with self._write_lock:
             self._accepts_rows = False
             if not self._files.checksums.closed:
-                # The mapping holds a copy of the descriptor, and with it the lock.
+                # The mapping holds a duplicate of the descriptor, and with it the lock.
                 with contextlib.suppress(OSError):
                     fcntl.flock(self._files.checksums, fcntl.LOCK_UN)
             for file in self._files:
@@ -175,46 +184,42 @@ class CodesCache:
             content = row[:length].tobytes()
             write_at(data, bytearray(content), start * codes.itemsize)
             made.append(_checksum(content, audio_hash))
-        self._refused[clips] = 0
+        self._rejected[clips] = 0
         for clip, checksum in zip(clips.tolist(), made, strict=True):
             write_at(checksums, bytearray(checksum.to_bytes(8, "little")), clip * 8)
 
     def _held(self) -> Flags:
-        held: Flags = ((self._checksums != 0) & (self._checksums != self._refused)) | (self._lengths == 0)
+        held: Flags = ((self._checksums != 0) & (self._checksums != self._rejected)) | (self._lengths == 0)
         return held
 
-    def _copy_known_rows(self, folders: Iterator[Path]) -> None:
-        """Copy what is absent here and stands in one of `folders`; every copied row is checked."""
+    def _copy_known_rows(self, folders: Iterable[Path]) -> None:
+        """Copy absent rows from the first of `folders` that has them; every copied row is checked."""
         for folder in folders:
             if self.num_known == len(self):
                 return
             try:
                 donor = _open_donor(folder)
-            except (OSError, ValueError):  # gone, not readable, or not as it was written
+            except (OSError, ValueError):  # gone, not readable, or damaged
                 continue
             self._copy_rows_of(donor)
             donor.close()
 
     def _copy_rows_of(self, donor: CodesCache) -> None:
-        held = np.flatnonzero(donor._held())
-        wanted = np.flatnonzero(~self._held())
-        audio, first = np.unique(donor._audio[held], return_index=True)
-        if not audio.size:
-            return
-        places = np.minimum(np.searchsorted(audio, self._audio[wanted]), len(audio) - 1)
-        sources = held[first[places]]
-        same = (donor._audio[sources] == self._audio[wanted]) & (donor._lengths[sources] == self._lengths[wanted])
-        wanted, sources = wanted[same], sources[same]
+        held, absent = np.flatnonzero(donor._held()), np.flatnonzero(~self._held())
+        found, places = equal_sources(self._audio[absent], donor._audio[held])
+        wanted, rows = absent[found], held[places]
+        same_length = self._lengths[wanted] == donor._lengths[rows]
+        wanted, rows = wanted[same_length], rows[same_length]
         for start in range(0, len(wanted), ROWS_PER_COPY):
-            rows = sources[start : start + ROWS_PER_COPY]
-            codes = np.zeros((len(rows), donor._lengths[rows].max()), np.uint16)
-            donor.read(rows, codes)
-            intact = donor.known(rows)
+            chunk = rows[start : start + ROWS_PER_COPY]
+            codes = np.zeros((len(chunk), donor._lengths[chunk].max()), np.uint16)
+            donor.read(chunk, codes)
+            intact = donor.known(chunk)
             self.write(wanted[start : start + ROWS_PER_COPY][intact], codes[intact])
 
 
 def _files_on_disk(folder: Path, index: Array) -> _Files:
-    """The open files of a folder, made or brought to their size where they are not; the folder is in use then."""
+    """Open the files of a folder, creating or extending them where needed, and mark the folder as in use."""
     folder.mkdir(parents=True, exist_ok=True)
     os.utime(folder)
     content, index_path = index.tobytes(), folder / "index.bin"
@@ -233,7 +238,7 @@ def _files_in_memory(index: Array) -> _Files:
 
 
 def _open_donor(folder: Path) -> CodesCache:
-    """The codes of another set of clips, only to be read. The name of its folder vouches for its index."""
+    """Open the codes of another set of clips for reading. The folder's name holds the checksum of its index."""
     content = (folder / "index.bin").read_bytes()
     if not folder.name.endswith(_index_hash(content)):
         raise ValueError(f"{folder}: the index is not what was written")
@@ -245,7 +250,7 @@ def _open_files(folder: Path, mode: str) -> _Files:
 
 
 def _sized(files: _Files, index: Array) -> _Files:
-    """Bring files to their size without touching what they hold; only data may have holes."""
+    """Extend files to their full size and leave their content; only data.bin may have holes."""
     end = 2 * _num_elements(index)
     if os.fstat(files.data.fileno()).st_size < end:
         write_at(files.data.fileno(), bytearray(2), end - 2)
@@ -255,7 +260,7 @@ def _sized(files: _Files, index: Array) -> _Files:
 
 
 def _num_elements(index: Array) -> int:
-    """Codes of all clips, and a 0 behind them: what is read of a clip without codes."""
+    """Codes of all clips, and a final 0 that is read for clips without codes."""
     return int(index["length"].sum(dtype=np.int64)) + 1
 
 
@@ -269,7 +274,7 @@ def _check_width(lengths: Rows, codes: Array) -> None:
 
 
 def _checksum(row: bytes, audio_hash: int) -> int:
-    """Never 0, which means absent; the same codes of other audio have another checksum."""
+    """Never 0, which means absent. The seed gives equal codes of different audio different checksums."""
     return xxhash.xxh3_64_intdigest(row, seed=audio_hash) or 1
 
 
@@ -277,23 +282,9 @@ def _index_hash(content: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(content)
 
 
-def _by_last_use(root: Path, beginning: str) -> Iterator[Path]:
-    folders = root.glob(f"{beginning}-*")
-    return iter(sorted(folders, key=lambda folder: folder.stat().st_mtime_ns, reverse=True))
-
-
 def _remove_old_folders(root: Path) -> None:
-    """Keep the folders used last, and those that a process has open."""
-    for folder in list(_by_last_use(root, "codes"))[FOLDERS_KEPT:]:
+    """Remove the least recently used folders, except those that a process has open."""
+    for folder in by_last_use(root, "codes")[FOLDERS_KEPT:]:
         with contextlib.suppress(OSError), open(folder / "checksums.bin", "ab") as checksums:
             fcntl.flock(checksums, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder)
-
-
-@contextlib.contextmanager
-def _sole_opener(root: Path) -> Iterator[None]:
-    """Let one process at a time make, complete and remove folders below `root`; the next finds rows copied."""
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / "codes.lock", "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -1,7 +1,7 @@
-"""A folder of recordings as a list of `Clip`s, and everything that was set aside with its reason.
+"""Reads a folder of recordings: a list of `Clip`s, and what was set aside with the reason.
 
-Joins the rows of the metadata with the files of the folder; opens no audio and knows nothing of caches,
-tokenizers or batches.
+Joins the rows of the metadata with the files of the folder. Opens no audio and knows nothing of caches, tokenizers
+or batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from myxtts.audio import EXTENSIONS
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, DataSettings
-from myxtts.data.store import identity
+from myxtts.data.store import hash64
 from myxtts.errors import DatasetError
 
 FORMS = """\
@@ -32,7 +32,7 @@ Audio may be WAV, FLAC, MP3, OGG or Opus at any rate, mono or stereo.
 Without a header, an optional DIR/speakers.csv with the header id|speaker|language names the speakers."""
 
 METADATA_FILES = ("metadata_train.csv", "metadata.csv", "metadata_eval.csv", "speakers.csv")
-"""Every file that says something about the clips."""
+"""Every file that describes clips."""
 
 COLUMN_NAMES = {
     "audio": ("audio_file", "audio", "path", "file", "file_name", "filename", "wav", "id"),
@@ -40,14 +40,13 @@ COLUMN_NAMES = {
     "speaker": ("speaker_name", "speaker", "speaker_id"),
     "language": ("language", "lang", "locale"),
 }
-"""Header names by meaning; where a file has several of one meaning, the first named here is used."""
-
+"""Header names by meaning; if a file has several with one meaning, the first in this list is used."""
 
 _log = logging.getLogger(__name__)
 
 
 class SetAside(NamedTuple):
-    """A clip that is not used: a fixed phrase to count by, what was found, and where."""
+    """A clip that is not used: the reason (a fixed phrase, for counting), what was found, and where."""
 
     id: str
     reason: str
@@ -66,7 +65,7 @@ class Row(NamedTuple):
 
 
 def metadata_files(folder: Path) -> list[tuple[Path, bool]]:
-    """Metadata files, each with whether its clips are held out for validation."""
+    """Return the metadata files, each with True if its clips are held out for validation."""
     if not folder.is_dir():
         missing = f"No such corpus folder: {folder.absolute()}"
         what = f"{folder} is a file: name its folder." if folder.is_file() else missing
@@ -83,7 +82,7 @@ def metadata_files(folder: Path) -> list[tuple[Path, bool]]:
 
 
 def read_rows(path: Path) -> Iterator[Row | SetAside]:
-    """The lines of a metadata file in either form."""
+    """Yield the lines of a metadata file, with or without a header."""
     lines, undecodable = _lines(path)
     if not lines:
         if undecodable:
@@ -122,13 +121,13 @@ def _row(where: str, fields: list[str], fewest: int, most: int, columns: dict[st
 
 
 def _lines(path: Path) -> tuple[list[tuple[str, str]], list[SetAside]]:
-    """Lines that are not blank, each with its place; one bad byte costs one line, not the file."""
+    """Return lines that are not blank, each with its place; one bad byte costs one line, not the file."""
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error.strerror or error}") from error
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        # What is no UTF-16 becomes a lone surrogate, so that the decoding of its line rejects it.
+        # Invalid UTF-16 becomes a lone surrogate, so that decoding its line fails below.
         text = raw.decode("utf-16", errors="replace").replace("\ufffd", "\udcff")
         raw = text.encode("utf-8", errors="surrogatepass")
     raw = raw.removeprefix(codecs.BOM_UTF8)
@@ -154,7 +153,7 @@ def _fields(line: str) -> list[str]:
 
 
 def _header(line: str) -> tuple[dict[str, int], int]:
-    """Positions of the columns by meaning, and how many there are; no positions when it is no header."""
+    """Return the positions of the columns by meaning, empty if the line is no header, and their number."""
     names = [name.lower() for name in _fields(line)]
     columns: dict[str, int] = {}
     for meaning, known in COLUMN_NAMES.items():
@@ -165,7 +164,7 @@ def _header(line: str) -> tuple[dict[str, int], int]:
 
 
 def _refuse_unfinished_header(path: Path, line: str) -> None:
-    """A first line of column names that lacks the recording or the text would be read as a clip of that name."""
+    """Raise if the first line is a header without audio or text column; it would be read as a clip."""
     names = [name.lower() for name in _fields(line)]
     known = {name: meaning for meaning, names in COLUMN_NAMES.items() for name in names}
     meanings = {known[name] for name in names if name in known}
@@ -179,7 +178,7 @@ def _refuse_unfinished_header(path: Path, line: str) -> None:
 
 
 def _unquoted(value: str) -> str:
-    """A field as a spreadsheet quotes it ("…" with inner quotes doubled) without its quotes; others unchanged."""
+    """Return a field without the quotes a spreadsheet puts around it ("…", inner quotes doubled)."""
     if len(value) >= 2 and value[0] == value[-1] == '"':
         inner = value[1:-1]
         if '"' not in inner.replace('""', ""):
@@ -188,7 +187,7 @@ def _unquoted(value: str) -> str:
 
 
 def _refuse_speaker_column(path: Path, lines: list[str]) -> None:
-    """Without a header a third column is text; one that repeats a few values is a speaker column instead."""
+    """Raise if the third column, which is text without a header, repeats a few values like a speaker column."""
     rows = [fields for line in lines if len(fields := line.split("|")) == 3 and fields[2].strip()]
     texts, thirds = {row[1] for row in rows}, {row[2] for row in rows}
     if len(rows) >= 10 and len(thirds) * 5 <= len(rows) and len(thirds) * 2 < len(texts):
@@ -201,7 +200,7 @@ def _refuse_speaker_column(path: Path, lines: list[str]) -> None:
 
 
 def read_speakers(path: Path) -> dict[str, Row]:
-    """Speaker and language by clip id, where the corpus has a speakers.csv."""
+    """Return speaker and language by clip id from speakers.csv, if there is one."""
     if not path.is_file():
         return {}
     lines, undecodable = _lines(path)
@@ -223,7 +222,7 @@ _LANGUAGE_CODES = {name.lower(): code for code, name in LANGUAGE_NAMES.items()} 
 
 
 class Clip(NamedTuple):
-    """One recording with its text. `speaker` and `language` are empty where the corpus does not say them."""
+    """One recording with its text. `speaker` and `language` are empty if the corpus does not name them."""
 
     id: str
     text: str
@@ -239,19 +238,19 @@ class Clip(NamedTuple):
 
 @dataclass
 class Corpus:
-    """What a folder holds, in the order of its metadata."""
+    """The content of a folder, in the order of its metadata."""
 
     folder: Path
     read_at: int = field(default_factory=time.time_ns)
     clips: list[Clip] = field(default_factory=list)
     set_aside: list[SetAside] = field(default_factory=list)
     listed: dict[str, int] = field(default_factory=dict)
-    """Folders that were searched for audio, with the time of their last change just before (-1: not there).
-    Entries in place of audio that are no files, such as broken links, are among them."""
+    """Folders that were searched for audio, with the time of their last change before that (-1: absent). Broken
+    links in place of audio are listed too."""
 
 
 def read_corpus(folder: Path) -> Corpus:
-    """Read the metadata of `folder` and find the audio file of every line."""
+    """Read the metadata of `folder` and find the audio file for every line."""
     corpus = Corpus(folder)
     files = _AudioFiles(folder)
     first_seen: dict[str, str] = {}
@@ -276,7 +275,7 @@ def read_corpus(folder: Path) -> Corpus:
 
 
 def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Clip | SetAside:
-    """The clip of one line, or why there is none; `named` is its line of speakers.csv."""
+    """Return the clip of one line, or why there is none; `named` is its line of speakers.csv."""
     if not row.text:
         return SetAside(row.audio, "empty text", "the text column is empty", row.where)
     speaker = row.speaker or (named.speaker if named else "")
@@ -287,28 +286,18 @@ def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Cl
         return SetAside(row.audio, "unknown language", detail, row.where)
     found = files.find(row.audio)
     if found is None:
-        is_whole = row.audio.lower().endswith(EXTENSIONS)
-        name = f"file {row.audio}" if is_whole else f"{row.audio}{'|'.join(EXTENSIONS)}"
+        has_extension = row.audio.lower().endswith(EXTENSIONS)
+        name = f"file {row.audio}" if has_extension else f"{row.audio}{'|'.join(EXTENSIONS)}"
         detail = f"no {name} in {files.folder / 'wavs'} or {files.folder}"
         return SetAside(row.audio, "missing file", detail, row.where)
     path, stat = found
-    return Clip(
-        id=row.audio,
-        text=row.text,
-        speaker=speaker,
-        language=code,
-        held_out=held_out,
-        where=row.where,
-        path=path,
-        size_bytes=stat.st_size,
-        modified_ns=stat.st_mtime_ns,
-        changed_ns=stat.st_ctime_ns,
-    )
+    times = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return Clip(row.audio, row.text, speaker, code, held_out, row.where, path, *times)
 
 
 @cache
 def language_code(name: str) -> str:
-    """`en`, `en-US`, `EN_us` or `English` as `en`; empty when it is no language of ours."""
+    """Return `en` for `en`, `en-US`, `EN_us` or `English`; empty for a language that is not supported."""
     word = name.strip().lower()
     code = _LANGUAGE_CODES.get(word) or word.replace("_", "-").split("-")[0]
     return code if code in LANGUAGES else ""
@@ -323,7 +312,7 @@ class _AudioFiles:
         self._listings: dict[str, dict[str, os.DirEntry[str]]] = {}
 
     def find(self, audio: str) -> tuple[str, os.stat_result] | None:
-        """Path relative to the corpus (an absolute one stays absolute) and the file's `stat`."""
+        """Return the path, relative to the corpus unless the id is absolute, and the file's `stat`."""
         for parent in ("wavs/", ""):
             folder, separator, name = (parent + audio if audio[0] != "/" else audio).rpartition("/")
             listing = self._listing(folder + separator)
@@ -336,7 +325,7 @@ class _AudioFiles:
                         return folder + separator + entry.name, entry.stat()
                 except OSError:  # deleted since it was listed
                     continue
-                # A link to nowhere: when its target appears, the folder of the link does not change.
+                # A broken link: when its target appears, the folder of the link does not change.
                 self.listed[entry.path] = last_change(Path(entry.path))
         return None
 
@@ -352,25 +341,25 @@ class _AudioFiles:
 
 
 def last_change(folder: Path) -> int:
-    """When a folder's entries or rights last changed, in nanoseconds; -1 if there is no such folder."""
+    """Return when a folder's entries or permissions last changed, in nanoseconds; -1 if it does not exist."""
     try:
         stat = folder.stat()
-        return max(stat.st_mtime_ns, stat.st_ctime_ns)  # programs that copy folders set the first back
+        return max(stat.st_mtime_ns, stat.st_ctime_ns)  # cp -a and rsync set mtime back
     except (OSError, ValueError):  # ValueError: a NUL byte in the name
         return -1
 
 
 def held_out(clips: Sequence[Clip], data: DataSettings) -> npt.NDArray[np.bool_]:
-    """Which of the clips are validated on: as the corpus says, else by a hash of the text.
+    """Return which clips are for validation: as the corpus says, otherwise by a hash of the text.
 
-    The hash makes the choice the same on every machine and unmoved by other clips, and keeps a sentence that
+    The hash makes the choice the same on every machine and independent of other clips, and keeps a sentence that
     several speakers read on one side.
     """
     chosen = np.array([clip.held_out for clip in clips], bool)
     if chosen.any() or data.val_data or data.val_fraction == 0 or not len(clips):
         return chosen
-    draw = np.array([identity("held out", clip.text) for clip in clips], np.uint64) / 2.0**64
+    draw = np.array([hash64("held out", clip.text) for clip in clips], np.uint64) / 2.0**64
     chosen = np.asarray(draw < max(data.val_fraction, np.nextafter(draw.min(), 1)))
-    if chosen.all():  # few sentences: the last one is trained on
+    if chosen.all():  # so few sentences: train on the last one
         chosen = np.asarray(draw < draw.max())
     return chosen

@@ -1,7 +1,7 @@
-"""Worker processes for chunks of items: few in flight, outliving a crash of any item, not outliving their parent.
+"""A pool of worker processes that survives the crash of any item and never outlives its parent.
 
-Processes rather than threads, because most of the work holds the interpreter's lock; a fork server rather than
-plain forks, so that no lock, thread or open file of the parent is inherited.
+It uses processes, because most of the work holds the GIL, and a fork server, so that workers inherit no lock,
+thread or open file of the parent.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Result = TypeVar("Result")
 Work = Callable[[Sequence[Item]], Result]
 
 _CHUNKS_AHEAD = 2
-"""Chunks handed out per process: enough to keep it busy, few enough to bound what is in memory."""
+"""Chunks in flight per process: enough to keep it busy, few enough to bound the memory."""
 _PRELOADED = ["myxtts.data.prepare", "num2words"]
-"""What the fork server imports once for all processes."""
+"""Modules that the fork server imports once for all processes."""
 
 _reserved: Synchronized[int]
-"""In a worker: the end of what is taken in the file that all workers write to."""
+"""In a worker: the end of the space in use in the file that all workers write to."""
 
 
 class _WorkerProcess(ForkServerProcess):
-    """A process that does not import the user's main script, as forked ones otherwise do.
+    """A process that does not import the user's main script.
 
-    What workers run lives in modules; a script without a `__main__` guard would start preparing once more.
+    A script without a `__main__` guard would otherwise start preparing again in every worker.
     """
 
     @staticmethod
@@ -47,7 +47,7 @@ class _WorkerProcess(ForkServerProcess):
         hidden: dict[str, Any] = {name: main.__dict__.get(name) for name in ("__spec__", "__file__")}
         try:
             main.__dict__.update(dict.fromkeys(hidden))
-            # An interrupt from the keyboard goes to all processes; only the parent is to see it.
+            # Ctrl-C is sent to all processes; only the parent handles it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             return ForkServerProcess._Popen(process_obj)
         finally:
@@ -59,25 +59,25 @@ class _WorkerContext(ForkServerContext):
     Process = _WorkerProcess
 
 
-class Workers:
-    """A pool of processes, started when first needed and used for one kind of work after the other."""
+class ProcessPool:
+    """Worker processes, started when first needed and used for one kind of work after another."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self._context = _WorkerContext()
         self._context.set_forkserver_preload(_PRELOADED)
         self.reserved: Synchronized[int] = self._context.Value("Q", 0)
-        """The end of what is taken in the shared file; see `reserve`."""
+        """The end of the space in use in the shared file; see `reserve`."""
         self._pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
-        """Let the processes come up in the background while the caller does something else."""
+        """Start the processes in the background."""
         threading.Thread(
             target=_start_processes, args=(self._started_pool(), self.num_workers), daemon=True
         ).start()
@@ -85,11 +85,11 @@ class Workers:
     def run(
         self, work: Work[Item, Result], chunks: Iterable[Sequence[Item]]
     ) -> Iterator[tuple[Sequence[Item], Result | None]]:
-        """Yield (chunk, work(chunk)) as chunks finish; a single item whose process died comes with None."""
-        waiting = iter(chunks)
+        """Yield (chunk, work(chunk)) as chunks finish; for a single item that kills its process, (chunk, None)."""
+        pending = iter(chunks)
         while True:
             suspects: list[Sequence[Item]] = []
-            yield from self._run_until_crash(work, waiting, suspects)
+            yield from self._run_until_crash(work, pending, suspects)
             if not suspects:
                 return
             self.close()
@@ -97,43 +97,43 @@ class Workers:
             yield from self._run_suspects(work, suspects)
 
     def close(self) -> None:
-        """End the processes; chunks not begun are dropped."""
+        """Stop the processes; chunks that have not started are dropped."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
     def _run_until_crash(
-        self, work: Work[Item, Result], waiting: Iterator[Sequence[Item]], suspects: list[Sequence[Item]]
+        self, work: Work[Item, Result], pending: Iterator[Sequence[Item]], suspects: list[Sequence[Item]]
     ) -> Iterator[tuple[Sequence[Item], Result]]:
         pool = self._started_pool()
-        handed_out: dict[Future[Result], Sequence[Item]] = {}
+        in_flight: dict[Future[Result], Sequence[Item]] = {}
         while not suspects:
-            while len(handed_out) < _CHUNKS_AHEAD * self.num_workers:
-                chunk = next(waiting, None)
+            while len(in_flight) < _CHUNKS_AHEAD * self.num_workers:
+                chunk = next(pending, None)
                 if chunk is None:
                     break
                 try:
-                    handed_out[pool.submit(work, chunk)] = chunk
+                    in_flight[pool.submit(work, chunk)] = chunk
                 except BrokenProcessPool:
                     suspects.append(chunk)
                     break
-            if not handed_out:
+            if not in_flight:
                 return
-            done, _ = wait(handed_out, return_when=FIRST_COMPLETED)
+            done, _ = wait(in_flight, return_when=FIRST_COMPLETED)
             for future in done:
-                chunk = handed_out.pop(future)
+                chunk = in_flight.pop(future)
                 try:
                     result = future.result()
                 except BrokenProcessPool:
                     suspects.append(chunk)
                 else:
                     yield chunk, result
-        suspects.extend(handed_out.values())
+        suspects.extend(in_flight.values())
 
     def _run_suspects(
         self, work: Work[Item, Result], suspects: Sequence[Sequence[Item]]
     ) -> Iterator[tuple[Sequence[Item], Result | None]]:
-        """One of these chunks killed its process: run each alone, halving those that do it again."""
+        """Run chunks one at a time, halving those that kill their process, until single items remain."""
         queue = deque(suspects)
         while queue:
             chunk = queue.popleft()
@@ -149,13 +149,13 @@ class Workers:
                     yield chunk, result
 
     def _require_a_working_process(self) -> None:
-        """Tell a machine on which no process can start from an item that ends its process."""
+        """Raise if no process can start at all, which is not the fault of an item."""
         with self._new_pool(1) as pool:
             try:
                 pool.submit(os.getpid).result()
             except BrokenProcessPool:
                 raise DatasetError(
-                    "Worker processes end as soon as they start; is the machine out of memory?"
+                    "Worker processes die as soon as they start; is the machine out of memory?"
                 ) from None
 
     def _started_pool(self) -> ProcessPoolExecutor:
@@ -167,13 +167,13 @@ class Workers:
 
 
 def _start_processes(pool: ProcessPoolExecutor, num_workers: int) -> None:
-    with contextlib.suppress(RuntimeError):  # closed meanwhile; a broken pool is one of these too
+    with contextlib.suppress(RuntimeError):  # the pool was closed or broke in the meantime
         for _ in range(num_workers):
             pool.submit(os.getpid)
 
 
 def reserve(num_bytes: int) -> int:
-    """In a worker: take the next bytes of the file that all workers write to; returns where they begin."""
+    """In a worker: reserve the next bytes of the file that all workers write to and return their offset."""
     with _reserved.get_lock():
         offset = _reserved.value
         _reserved.value += num_bytes
@@ -183,8 +183,8 @@ def reserve(num_bytes: int) -> int:
 def _start_worker(reserved: Synchronized[int]) -> None:
     global _reserved
     _reserved = reserved
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already uses every core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
 

@@ -1,10 +1,10 @@
-"""What several modules of the network share: linear layers in their stored shapes, and work on packed rows.
+"""Building blocks shared by the networks: linear layers in their stored shapes, and operations on packed rows.
 
-A packed row holds sequences of different lengths one behind the other, without padding between them: a tensor
+A packed tensor holds sequences of different lengths one after the other, without padding between them: a tensor
 [rows, …] and `offsets`, int32 [segments + 1], where segment i is rows offsets[i]:offsets[i + 1]. Every row belongs
-to a segment, those behind the last sequence too (see `packing`): attention kernels leave rows outside all
-segments uninitialised, and one NaN there times a gradient of zero is a NaN in every weight.
-This module knows nothing about text, codes or mels.
+to a segment, including the rows after the last sequence (see `cover`): attention kernels leave rows outside all
+segments uninitialised, and one NaN there times a gradient of zero is a NaN in every weight. This module does not
+know text, codes or mels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 
 class InOutLinear(nn.Module):
-    """A linear layer whose weight is stored [in, out], as GPT-2's checkpoints have it."""
+    """A linear layer whose weight is stored as [in, out], as in GPT-2's checkpoints."""
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
@@ -31,10 +31,9 @@ class InOutLinear(nn.Module):
 
 
 class PointwiseLinear(nn.Module):
-    """A linear layer whose weight is stored [out, in, 1]: a convolution of width 1, without the convolution.
+    """A linear layer whose weight is stored as [out, in, 1]: a convolution of width 1 as a matrix product.
 
-    Over [rows, channels] it is one matrix product; as a convolution over [clips, channels, frames] the
-    conditioning encoder was measured to take four times as long.
+    As convolutions over [clips, channels, frames] the conditioning encoder took four times as long.
     """
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
@@ -55,15 +54,15 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def segment_of(rows: Tensor, offsets: Tensor) -> Tensor:
-    """The segment each row falls into: how many segments end at or before it. A binary search does not compile."""
+    """Segment of each row: the number of segments that end at or before it. A binary search does not compile."""
     return (rows[:, None] >= offsets[1:]).sum(1)
 
 
 def cover(offsets: Tensor, num_rows: int, longest: int) -> Tensor:
-    """Offsets int32 of segments none longer than `longest`: those given, cut at `num_rows`, then the rest.
+    """Offsets int32 of segments that cover all rows: the given ones, cut at `num_rows`, then the remaining rows.
 
-    The rest is split up because kernels are told the longest segment and skip whatever lies behind it. How many
-    segments it gets depends on shapes only, so most of them are usually empty.
+    No segment is longer than `longest`, because kernels skip whatever lies beyond that length in a segment. The
+    number of extra segments depends on shapes only, so most of them are usually empty.
     """
     steps = torch.arange(1, -(-num_rows // longest) + 1, device=offsets.device) * longest
     return torch.cat([offsets, offsets[-1:] + steps]).clamp(max=num_rows).int()
@@ -72,14 +71,14 @@ def cover(offsets: Tensor, num_rows: int, longest: int) -> Tensor:
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, max_q: int, max_k: int, causal: bool
 ) -> Tensor:
-    """Attention within each segment: q [rows_q, heads, head_dim], k and v [rows_k, heads, head_dim] → as q.
+    """Attention within each segment: q [rows_q, heads, head_dim], k and v [rows_k, heads, head_dim] → shape of q.
 
-    `max_q` and `max_k` bound the lengths of segments and are plain numbers, so that nothing waits for the device.
+    `max_q` and `max_k` bound the segment lengths. They are Python ints, so the host does not wait for the device.
     """
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         window = (-1, 0) if causal else (-1, -1)
         out = varlen_attn(q, k, v, offsets_q, offsets_k, max_q, max_k, window_size=window)
-        assert isinstance(out, Tensor)  # a pair only when asked for more
+        assert isinstance(out, Tensor)  # a tuple only if auxiliary outputs are requested
         return out
     return _padded_attention(q, k, v, offsets_q, offsets_k, max_q, max_k, causal)
 
@@ -87,11 +86,11 @@ def packed_attention(
 def _padded_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, max_q: int, max_k: int, causal: bool
 ) -> Tensor:
-    """The same on CPUs and in fp32, which packed kernels do not offer: pad on the right, attend, pack again."""
+    """The same for CPUs and fp32, which packed kernels do not support: pad on the right, attend, pack again."""
     index_q, _ = _unpacking(offsets_q, max_q, len(q))
     index_k, present = _unpacking(offsets_k, max_k, len(k))
     queries, keys, values = (x[index].transpose(1, 2) for x, index in ((q, index_q), (k, index_k), (v, index_k)))
-    if causal:  # padding on the right is in the future of every query that counts
+    if causal:  # padding on the right is in the future of every real query
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
     else:
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=present[:, None, None, :])
@@ -101,10 +100,10 @@ def _padded_attention(
 
 
 def _unpacking(offsets: Tensor, longest: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row of every place of [segments, longest], and which places a query may look at."""
+    """Row index of every position of [segments, longest], and a mask of the positions a query may attend to."""
     places = torch.arange(longest, device=offsets.device)
     lengths = offsets.diff()[:, None]
-    # An empty segment looks at one place all the same: a softmax over nothing is NaN in some kernels.
+    # Even an empty segment attends to one position: a softmax over nothing is NaN in some kernels.
     present = places < lengths.clamp(min=1)
     return (offsets[:-1, None] + places).clamp(max=num_rows - 1), present
 
@@ -128,8 +127,8 @@ def _rows_or_zero(x: Tensor, index: Tensor) -> Tensor:
 def take_rows(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """Rows x[index], zeros where the index is -1; no row may be taken twice.
 
-    `inverse` says where each row of x went, -1 if nowhere. With it the backward pass is a gather as well: no
-    atomic additions, and gradients of rows that went nowhere are zeros whatever a kernel left in memory.
+    `inverse` is the position of each row of x in the result, or -1. It turns the backward pass into a gather too:
+    no atomic additions, and rows that were not taken get zero gradients whatever a kernel left in memory.
     """
     taken: Tensor = _TakeRows.apply(x, index, inverse)  # type: ignore[no-untyped-call]
     return taken

@@ -1,8 +1,8 @@
-"""From the mel of a reference recording to the 32 vectors that tell the GPT whose voice to speak with.
+"""The conditioning network: the mel of a reference recording to 32 latents that condition the GPT on its voice.
 
-The encoder is a bidirectional transformer without positions or feed-forward layers; the perceiver resampler lets
-32 learned queries read its output. Clips arrive packed, [frames, 80] with offsets, and no frame of padding is ever
-attended to. Neither module knows where the mel came from or what the GPT does with the result.
+The encoder is a bidirectional transformer without position embeddings or feed-forward layers; in the perceiver
+resampler 32 learned queries attend to its output. Clips are packed, [frames, 80] with offsets, and padding is
+never attended to. Neither module knows where the mel comes from or how the GPT uses the latents.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ _PARTS = 64
 
 
 class PackedFrames(NamedTuple):
-    """Conditioning mels of a batch, one clip behind the other."""
+    """Conditioning mels of a batch, one clip after the other."""
 
     mel: Tensor
-    """[frames, channels]; zeros behind the last clip."""
+    """[frames, channels]; zeros after the last clip."""
     offsets: Tensor
     """int32: every clip, then the padding (see `blocks.cover`)."""
     members: Tensor
-    """fp32 [parts, clips, frames / parts]: 1 where a frame belongs to a clip. In parts, because a product that
-    sums over all frames at once keeps one corner of a GPU busy."""
+    """fp32 [parts, clips, frames / parts]: 1 where a frame belongs to a clip. Split into parts, because one
+    product over all frames would occupy only a few multiprocessors."""
     num_frames: Tensor
-    """fp32 [clips, 1], at least 1: what to divide sums over a clip by."""
+    """fp32 [clips, 1], at least 1: the divisor of means over a clip."""
     max_frames: int
-    """No clip is longer."""
+    """Upper bound of the frames of a clip."""
 
     def sum_by_clip(self, x: Tensor) -> Tensor:
-        """[frames, columns] → [clips, columns]: products, so no atomic additions in either direction."""
+        """[frames, columns] → [clips, columns], as a product: no atomic additions in either direction."""
         return torch.bmm(self.members, x.view(len(self.members), -1, x.shape[1])).sum(0)
 
     def spread(self, x: Tensor) -> Tensor:
-        """[clips, columns] → [frames, columns]: each frame gets its clip's row, padding gets zeros."""
+        """[clips, columns] → [frames, columns]: the row of each frame's clip, zeros for padding."""
         return torch.bmm(self.members.transpose(1, 2), x.expand(len(self.members), -1, -1)).flatten(0, 1)
 
 
 def pack_frames(mel: Tensor, num_frames: Tensor, max_frames: int) -> PackedFrames:
-    """Describe packed mels [frames, channels] with `num_frames` [clips]; frames behind their sum are padding.
+    """Describe packed mels [frames, channels] with `num_frames` [clips]; frames after their sum are padding.
 
-    Fastest when the length of `mel` is a multiple of 64.
+    Fastest if the length of `mel` is a multiple of 64.
     """
     frames = torch.arange(len(mel), device=mel.device)
     offsets = offsets_of(num_frames)
@@ -56,22 +56,22 @@ def pack_frames(mel: Tensor, num_frames: Tensor, max_frames: int) -> PackedFrame
     clips = torch.arange(len(num_frames), device=mel.device)
     parts = math.gcd(len(mel), _PARTS)
     members = (clips[:, None] == segment_of(frames, offsets).view(parts, 1, -1)).float()
-    # Whatever the memory behind the clips held, NaN included, must not reach a matrix product.
+    # The memory after the clips may hold anything, NaN included, and must not reach a matrix product.
     mel = torch.where((frames < offsets[-1])[:, None], mel, 0)
     divisor = num_frames.clamp(min=1).float()[:, None]
     return PackedFrames(mel, cover(offsets, len(mel), max_frames), members, divisor, max_frames)
 
 
 class ClipGroupNorm(nn.Module):
-    """GroupNorm over packed frames: statistics of each clip and group of channels, in fp32.
+    """GroupNorm over packed frames: statistics per clip and group of channels, in fp32.
 
-    Frames are first reduced to their groups, so that what is summed over clips has 32 columns and costs nothing.
-    Frames of no clip come out as the bias.
+    Frames are first reduced to their groups, so the sums over clips have only 32 columns. Padding frames become
+    the bias.
     """
 
     def __init__(self, channels: int, epsilon: float = 1e-5) -> None:
         super().__init__()
-        # 32 in XTTS-v2; the reference has fewer for narrow networks.
+        # 32 in XTTS-v2; the reference uses fewer for narrow networks.
         self.num_groups = 8 if channels <= 16 else 16 if channels <= 64 else 32
         while channels % self.num_groups:
             self.num_groups //= 2
@@ -84,7 +84,7 @@ class ClipGroupNorm(nn.Module):
             grouped = x.float().view(len(x), self.num_groups, -1)
             frame_mean = grouped.mean(-1)
             frame_variance = grouped.var(-1, correction=0)
-            # The variance of a clip from that of its frames, about the mean: no difference of large squares.
+            # The variance of a clip from those of its frames and their means: no difference of large squares.
             mean = frames.spread(frames.sum_by_clip(frame_mean) / frames.num_frames)
             deviation = frame_variance + (frame_mean - mean).square()
             variance = frames.sum_by_clip(deviation) / frames.num_frames
@@ -108,11 +108,11 @@ class EncoderBlock(nn.Module):
 
     def forward(self, x: Tensor, frames: PackedFrames) -> Tensor:
         h: Tensor = self.norm(x, frames)
-        # Each head owns consecutive channels, its q, k and v in turn; GPT-2 has all q first.
+        # The channels are grouped by head, then q, k and v; in GPT-2 all q come first.
         q, k, v = self.qkv(h).unflatten(-1, (self.heads, 3, -1)).unbind(-2)
         longest = frames.max_frames
         attended = packed_attention(q, k, v, frames.offsets, frames.offsets, longest, longest, causal=False)
-        # The residual is the normalised tensor, not x: unusual, and the published weights depend on it.
+        # The residual is the normalised tensor, not x: unusual, but the published weights depend on it.
         out: Tensor = h + self.proj_out(attended.flatten(-2))
         return out
 
@@ -133,10 +133,10 @@ class ConditioningEncoder(nn.Module):
 
 
 class LatentKeys(NamedTuple):
-    """Where the keys of the perceiver lie: each clip's 32 latents, then its frames."""
+    """Layout of the perceiver's keys: the 32 latents of each clip, then its frames."""
 
     rows: Tensor
-    """Row of [all latents, then all frames] that each row of keys is; -1 behind the last clip."""
+    """Row in [all latents, then all frames] of each key; -1 after the last clip."""
     inverse: Tensor
     offsets_q: Tensor
     offsets_k: Tensor
@@ -170,7 +170,7 @@ def latent_keys(frames: PackedFrames) -> LatentKeys:
 
 
 class CrossAttention(nn.Module):
-    """Latents of a clip look at themselves and at the clip's frames; nothing is normalised before."""
+    """The latents of a clip attend to themselves and to the clip's frames, without a norm before."""
 
     def __init__(self, dim: int, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ class GatedGELU(nn.Module):
         return value * F.gelu(gate)
 
 
-class DirectionNorm(nn.Module):
-    """Keeps the direction of a vector and gives it length sqrt(dim), scaled per channel."""
+class RMSNorm(nn.Module):
+    """RMSNorm: scales each vector to length sqrt(dim), then each channel by `gamma`."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class DirectionNorm(nn.Module):
 
 
 class PerceiverResampler(nn.Module):
-    """Packed features of clips → 32 latents a clip: [clips, 32, dim]."""
+    """Packed features of clips → 32 latents per clip, [clips, 32, dim]."""
 
     def __init__(self, dim: int, depth: int, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class PerceiverResampler(nn.Module):
             )
             for _ in range(depth)
         )
-        self.norm = DirectionNorm(dim)
+        self.norm = RMSNorm(dim)
 
     def forward(self, features: Tensor, frames: PackedFrames) -> Tensor:
         keys = latent_keys(frames)

@@ -1,9 +1,11 @@
-"""The GPT of XTTS: reads a voice and a text, predicts the codes of the speech. Training forward on packed rows.
+"""The GPT of XTTS: predicts the codes of speech from a voice and a text. Batches are packed into one row.
 
-A GPT-2 stack (layer norm first, learned biases, tanh GELU) over conditioning latents, text and codes. Names and
-shapes of the parameters are those of the published checkpoints, which is why code embeddings are called `mel`.
-This module knows no device, file or tokenizer; what a row looks like is said in `packing`, how codes are produced
-one by one in `generation`.
+    clip 0: conditioning 32 | START text STOP | START codes STOP×4    clip 1: …    padding
+
+A GPT-2 stack (pre-norm, learned biases, tanh GELU) over conditioning latents, text and codes. The module holds, in
+this order: sizes, packing, the network with its losses, growing the text vocabulary, and LoRA adapters. Parameters
+have the names and shapes of the published checkpoints, which is why code embeddings are called `mel`. The module
+does not know devices, files or tokenizers; sampling codes one by one is in `synthesis.generation`.
 """
 
 from __future__ import annotations
@@ -22,11 +24,16 @@ from myxtts.model.blocks import InOutLinear, cover, offsets_of, packed_attention
 from myxtts.model.conditioning import ConditioningEncoder, PackedFrames, PerceiverResampler, pack_frames
 
 IGNORE = -100
-"""Target of places in a loss list that no clip uses."""
+"""Target of unused entries of a loss list."""
 CONDITIONING, TEXT, AUDIO, PADDING = range(4)
-"""What a position of the row holds."""
+"""Kinds of positions of a packed row."""
+LONGEST_WAVE, WAVE_AMPLITUDE = 1000.0, 0.03
+"""Initial position embeddings: longest wavelength / 2π in positions; amplitude, like that of other embeddings."""
+INITIAL_EMBEDDING_STD, INITIAL_LOGIT_STD = 0.02, 0.8
 
 Counts = TypeVar("Counts")
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Causal attention of q, k and v, each [..., heads, head_dim]: over a packed row, or over a cache."""
 
 
 @dataclass(frozen=True)
@@ -69,59 +76,65 @@ class GPTDims:
         return self.max_codes + 3
 
 
-def packed_length(num_ids: Counts, num_codes: Counts, num_stops: int = NUM_STOPS) -> Counts:
-    """Positions that clips take in the row; of numbers, arrays or tensors."""
+def packed_length(num_ids: Counts, num_codes: Counts) -> Counts:
+    """Positions of a clip in the row; for numbers, arrays and tensors."""
     ids: Any = num_ids
     codes: Any = num_codes
-    length: Counts = CONDITIONING_TOKENS + (ids + 2) + (codes + num_stops)
+    length: Counts = CONDITIONING_TOKENS + (ids + 2) + (codes + NUM_STOPS)
     return length
 
 
 class PackedBatch(NamedTuple):
-    """A batch as one row, and where in it the losses are taken."""
+    """A batch as one row, and the rows that losses are computed from."""
 
     frames: PackedFrames
     kind: Tensor
     """[budget]: CONDITIONING, TEXT, AUDIO or PADDING."""
     token: Tensor
-    """[budget]: id in the vocabulary of its kind."""
+    """[budget]: id in the vocabulary of the position's kind."""
     position: Tensor
-    """[budget]: place within its own part of the sequence."""
+    """[budget]: position within its part of the sequence."""
     clip: Tensor
-    """[budget]: number of the clip; the number of clips in the padding."""
+    """[budget]: index of the clip; the number of clips for padding."""
     offsets: Tensor
     """int32: every clip, then the padding (see `blocks.cover`)."""
     max_length: int
-    """No clip takes more positions."""
+    """Upper bound of the positions of a clip."""
     loss_rows: Tensor
-    """[text_budget + audio_budget]: position in the row of each target, text first; -1 where unused."""
-    loss_places: Tensor
-    """[budget]: the inverse of it."""
+    """[text_budget + audio_budget]: row of each target, text first; -1 where unused."""
+    loss_index: Tensor
+    """[budget]: the inverse of `loss_rows`."""
     targets: Tensor
     """[text_budget + audio_budget]: IGNORE where unused."""
     weights: Tensor
     """fp32 [text_budget + audio_budget]: the clip's weight, 0 where unused."""
     text_budget: int
     first_code: Tensor
-    """[clips]: position in the row of START of the audio, whose output is the first code's latent."""
+    """[clips]: row of START of the audio, whose output is the first code's latent."""
     num_codes: Tensor
     """[clips]"""
     max_codes: int
 
 
-class Tokens(NamedTuple):
-    """Text or codes of a batch: padded tokens [clips, width], and what stands before and behind them."""
+class PaddedTokens(NamedTuple):
+    """Text or codes of a batch, padded, with their START and STOP tokens."""
 
     tokens: Tensor
+    """[clips, width]"""
     lengths: Tensor
     start: int
     stop: int
     num_stops: int
-    """STOPs that count as targets."""
+    """STOPs after each sequence, all of them targets."""
+
+    @property
+    def budget(self) -> int:
+        """Upper bound of the targets of a batch of this shape."""
+        return len(self.tokens) * (self.tokens.shape[1] + self.num_stops)
 
     @property
     def target_offsets(self) -> Tensor:
-        """Where each clip's targets start in the loss list, and where the last clip's end: [clips + 1]."""
+        """Offsets of the clips in the loss list, [clips + 1]."""
         return offsets_of(self.lengths + self.num_stops)
 
     def token(self, clip: Tensor, place: Tensor) -> Tensor:
@@ -131,13 +144,13 @@ class Tokens(NamedTuple):
         return torch.where(place < 0, self.start, torch.where(place < self.lengths[clip], inside, self.stop))
 
     def loss_list(self, first_rows: Tensor, budget: int, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, target and weight of each place of the loss list; `first_rows` [clips] are those of START."""
+        """Row, target and weight of each target; `first_rows` [clips] are the rows of START."""
         offsets = self.target_offsets
-        places = torch.arange(budget, device=offsets.device)
-        clip = segment_of(places, offsets)
+        entries = torch.arange(budget, device=offsets.device)
+        clip = segment_of(entries, offsets)
         used = clip < len(self.lengths)
         clip = clip.clamp(max=len(self.lengths) - 1)
-        place = places - offsets[clip]
+        place = entries - offsets[clip]
         row = torch.where(used, first_rows[clip] + place, -1)
         return row, torch.where(used, self.token(clip, place), IGNORE), torch.where(used, weights[clip], 0.0)
 
@@ -152,24 +165,19 @@ def pack(
     *,
     budget: int,
     weights: Tensor | None = None,
-    num_stops: int = NUM_STOPS,
-    text_budget: int | None = None,
-    audio_budget: int | None = None,
 ) -> PackedBatch:
-    """One row from padded ids [clips, T] and codes [clips, N] with their lengths [clips], weights [clips] or 1.
+    """Pack padded ids [clips, T] and codes [clips, N] with their lengths [clips] into a row of `budget` positions.
 
-    `text_budget` and `audio_budget` bound the targets of a batch. Left out, they follow from the shapes and hold
-    for every batch; bounds from the corpus save the heads, about two per cent of the work, a part of theirs.
+    `weights` [clips] default to 1.
     """
     num_clips, max_ids, max_codes = len(ids), ids.shape[1], codes.shape[1]
-    _check_positions(dims, max_ids, max_codes + num_stops)
-    text = Tokens(ids, num_ids.long(), dims.start_text, dims.stop_text, 1)
-    audio = Tokens(codes, num_codes.long(), dims.start_code, dims.stop_code, num_stops)
-    most = budget - num_clips * (CONDITIONING_TOKENS + 1)  # every other position of a clip has a target
-    text_budget = min(num_clips * (max_ids + 1), most) if text_budget is None else text_budget
-    audio_budget = min(num_clips * (max_codes + num_stops), most) if audio_budget is None else audio_budget
+    _check_positions(dims, max_ids, max_codes + NUM_STOPS)
+    text = PaddedTokens(ids, num_ids.long(), dims.start_text, dims.stop_text, num_stops=1)
+    audio = PaddedTokens(codes, num_codes.long(), dims.start_code, dims.stop_code, NUM_STOPS)
+    max_targets = budget - num_clips * (CONDITIONING_TOKENS + 1)  # conditioning and one STOP have no target
+    text_budget, audio_budget = min(text.budget, max_targets), min(audio.budget, max_targets)
 
-    starts = offsets_of(packed_length(text.lengths, audio.lengths, num_stops))
+    starts = offsets_of(packed_length(text.lengths, audio.lengths))
     _assert_fits(text, audio, starts, (budget, text_budget, audio_budget))
     first_text = starts[:-1] + CONDITIONING_TOKENS
     first_code = first_text + text.lengths + 2
@@ -177,8 +185,8 @@ def pack(
     text_list = text.loss_list(first_text, text_budget, weights)
     audio_list = audio.loss_list(first_code, audio_budget, weights)
     loss_rows, targets, target_weights = (torch.cat(pair) for pair in zip(text_list, audio_list, strict=True))
-    kind, token, position, clip, loss_places = _row(text, audio, starts, budget, text_budget)
-    max_length = min(packed_length(max_ids, max_codes, num_stops), budget)
+    kind, token, position, clip, loss_index = _row(text, audio, starts, budget, text_budget)
+    max_length = min(packed_length(max_ids, max_codes), budget)
     return PackedBatch(
         frames=frames,
         kind=kind,
@@ -188,7 +196,7 @@ def pack(
         offsets=cover(starts, budget, max_length),
         max_length=max_length,
         loss_rows=loss_rows,
-        loss_places=loss_places,
+        loss_index=loss_index,
         targets=targets,
         weights=target_weights,
         text_budget=text_budget,
@@ -199,9 +207,9 @@ def pack(
 
 
 def _row(
-    text: Tokens, audio: Tokens, starts: Tensor, budget: int, text_budget: int
+    text: PaddedTokens, audio: PaddedTokens, starts: Tensor, budget: int, text_budget: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Kind, token, position, clip and place in the loss lists of every position."""
+    """Kind, token, position, clip and index in the loss list of every row."""
     num_clips = len(text.lengths)
     rows = torch.arange(budget, device=starts.device)
     clip = segment_of(rows, starts)
@@ -216,17 +224,17 @@ def _row(
     token = torch.where(is_text | is_audio, token, 0)
     position = torch.where(is_text, text_place, torch.where(is_audio, audio_place, place))
     position = torch.where(kind == PADDING, 0, position)
-    text_slot = torch.where(text_place <= text.lengths[known], text.target_offsets[known] + text_place, -1)
-    audio_slot = text_budget + audio.target_offsets[known] + audio_place
-    slot = torch.where(is_text, text_slot, torch.where(is_audio, audio_slot, -1))
-    return kind, token, position, clip, slot
+    text_index = torch.where(text_place <= text.lengths[known], text.target_offsets[known] + text_place, -1)
+    audio_index = text_budget + audio.target_offsets[known] + audio_place
+    loss_index = torch.where(is_text, text_index, torch.where(is_audio, audio_index, -1))
+    return kind, token, position, clip, loss_index
 
 
-def _assert_fits(text: Tokens, audio: Tokens, starts: Tensor, budgets: tuple[int, int, int]) -> None:
-    """Checked on the device and reported from there: looking at the answer here would wait for it."""
+def _assert_fits(text: PaddedTokens, audio: PaddedTokens, starts: Tensor, budgets: tuple[int, int, int]) -> None:
+    """Check the budgets on the device: reading the result here would make the host wait."""
     totals = (starts[-1], text.target_offsets[-1], audio.target_offsets[-1])
     fits = [total <= budget for total, budget in zip(totals, budgets, strict=True)]
-    fits += [stream.lengths.max() <= stream.tokens.shape[1] for stream in (text, audio)]
+    fits += [padded.lengths.max() <= padded.tokens.shape[1] for padded in (text, audio)]
     torch._assert_async(torch.stack(fits).all(), "a batch exceeds its budget, or a clip the width of its tensor")
 
 
@@ -239,17 +247,8 @@ def _check_positions(dims: GPTDims, num_ids: int, num_codes: int) -> None:
         raise ValueError(f"room for {num_codes} codes and stops, but the GPT has {dims.audio_positions} positions")
 
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Causal attention of q, k and v, each [..., heads, head_dim]: over a packed row, or over a cache."""
-
-LONGEST_WAVE, WAVE_HEIGHT = 1000.0, 0.03
-"""Of positions before training: wavelength divided by 2π, in positions; as high as other embeddings are."""
-EMBEDDING_AT_FIRST, LOGIT_AT_FIRST = 0.02, 0.8
-"""Standard deviations before training: of a code's embedding, and of its logit."""
-
-
 class Losses(NamedTuple):
-    """Sums over the targets of a batch, so that micro-steps of different sizes can be weighted by their tokens."""
+    """Sums over the targets of a batch, so that micro-steps can be weighted by their number of tokens."""
 
     text_sum: Tensor
     text_count: Tensor
@@ -258,7 +257,7 @@ class Losses(NamedTuple):
 
     @property
     def text(self) -> Tensor:
-        """Mean over targets; 0 when there are none."""
+        """Mean over the text targets; 0 if there are none."""
         return self.text_sum / self.text_count.clamp(min=1)
 
     @property
@@ -300,28 +299,28 @@ class Block(nn.Module):
         self.mlp = FeedForward(dim)
 
     def forward(self, x: Tensor, attend: Attend, recompute: bool = False) -> Tensor:
-        """`recompute` keeps nothing but x for the backward pass."""
+        """With `recompute`, only x is kept for the backward pass."""
         if not recompute:
-            return self._apply_both(x, attend)
+            return self._forward(x, attend)
         out: Tensor = checkpoint(
-            self._apply_both, x, attend, use_reentrant=False, preserve_rng_state=self.dropout > 0
+            self._forward, x, attend, use_reentrant=False, preserve_rng_state=self.dropout > 0
         )
         return out
 
-    def _apply_both(self, x: Tensor, attend: Attend) -> Tensor:
+    def _forward(self, x: Tensor, attend: Attend) -> Tensor:
         x = x + F.dropout(self.attn(self.ln_1(x), attend), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
 
 
 class Stack(nn.Module):
-    """The transformer's blocks and its last norm."""
+    """The transformer's blocks and its final norm."""
 
     def __init__(self, layers: int, dim: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.h = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
         self.ln_f = nn.LayerNorm(dim)
         for name, weight in self.h.named_parameters():
-            if name.endswith("c_proj.weight"):  # GPT-2: what adds to the residual starts smaller the deeper it is
+            if name.endswith("c_proj.weight"):  # GPT-2 scales residual projections by 1 / sqrt(2 layers)
                 nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5)
 
 
@@ -332,19 +331,19 @@ class PositionEmbedding(nn.Module):
         nn.init.normal_(self.emb.weight, std=0.02)
 
     @torch.no_grad()
-    def begin_with_waves(self) -> None:
-        """Sines and cosines of many lengths: neighbours are alike, and so is every step from one to the next."""
+    def init_sinusoidal(self) -> None:
+        """Set sines and cosines of many wavelengths: neighbours are similar and equally far apart."""
         num_positions, dim = self.emb.weight.shape
         lengths = LONGEST_WAVE ** torch.linspace(0, 1, dim // 2)
         angles = torch.arange(num_positions)[:, None] / lengths
-        self.emb.weight.copy_(WAVE_HEIGHT * torch.cat([angles.sin(), angles.cos()], dim=1))
+        self.emb.weight.copy_(WAVE_AMPLITUDE * torch.cat([angles.sin(), angles.cos()], dim=1))
 
 
 class GPT(nn.Module):
-    """Conditioning encoder and resampler, embeddings, stack and heads.
+    """Conditioning network, embeddings, transformer stack and heads.
 
-    `dropout` acts on embeddings and residuals (0.1 in the reference), never on attention. `checkpointing`
-    recomputes each block in the backward pass instead of keeping its activations; it may be switched any time.
+    `dropout` applies to embeddings and residuals (0.1 in the reference), never to attention. `checkpointing`
+    recomputes each block in the backward pass instead of keeping its activations; it may be switched at any time.
     """
 
     def __init__(self, dims: GPTDims, *, dropout: float = 0.0, checkpointing: bool = False) -> None:
@@ -369,30 +368,29 @@ class GPT(nn.Module):
         nn.init.normal_(self.mel_embedding.weight, std=0.02)
 
     @torch.no_grad()
-    def begin_with_codebook(self, vectors: Tensor) -> None:
-        """What can be known before any training, given the vectors of the codes [codes, any size].
+    def init_from_codebook(self, vectors: Tensor) -> None:
+        """Initialise code embeddings and logits from the DVAE's vectors [codes, size], and positions as sinusoids.
 
-        Codes that sound alike are heard alike and compete alike: in a few hours of speech each is too rare for
-        that to be learnt of every pair. Embeddings and head get the vectors in a random projection; START, STOP
-        and biases stay. Positions are waves.
+        Similar codes start with similar embeddings and logits; a few hours of speech are too few to learn that for
+        every pair. Embeddings and head get a random projection of the vectors; START, STOP and biases stay.
         """
-        self.mel_pos_embedding.begin_with_waves()
-        self.text_pos_embedding.begin_with_waves()
+        self.mel_pos_embedding.init_sinusoidal()
+        self.text_pos_embedding.init_sinusoidal()
         codes, dim = len(vectors), self.dims.dim
         projected = (vectors - vectors.mean(0)) @ torch.randn(vectors.shape[1], dim, device=vectors.device)
         projected = projected / projected.std().clamp_min(1e-6)
-        self.mel_embedding.weight[:codes].copy_(EMBEDDING_AT_FIRST * projected)
-        self.mel_head.weight[:codes].copy_(LOGIT_AT_FIRST / dim**0.5 * projected)
+        self.mel_embedding.weight[:codes].copy_(INITIAL_EMBEDDING_STD * projected)
+        self.mel_head.weight[:codes].copy_(INITIAL_LOGIT_STD / dim**0.5 * projected)
 
     def set_dropout(self, dropout: float) -> None:
-        """Another share of dropout from now on, for a model whose weights came from somewhere else."""
+        """Change the dropout probability."""
         self.dropout = dropout
         for block in self.gpt.h:
             block.dropout = dropout  # type: ignore[assignment]
 
     def forward(self, batch: PackedBatch, label_smoothing: float = 0.0) -> Losses:
-        """Losses of a packed batch; heads and final norms run only where there is a target."""
-        x = take_rows(self.stack(batch), batch.loss_rows, batch.loss_places)
+        """Losses of a packed batch; final norms and heads run only on rows with a target."""
+        x = take_rows(self.stack(batch), batch.loss_rows, batch.loss_index)
         text, audio = self.norms(x).tensor_split([batch.text_budget])
         text_targets, audio_targets = batch.targets.tensor_split([batch.text_budget])
         text_weights, audio_weights = batch.weights.tensor_split([batch.text_budget])
@@ -403,14 +401,10 @@ class GPT(nn.Module):
             audio_weights.sum(),
         )
 
-    def hidden_states(self, batch: PackedBatch) -> Tensor:
-        """What the heads read, at every position of the row: [budget, dim]."""
-        return self.norms(self.stack(batch))
-
     def code_latents(self, batch: PackedBatch) -> Tensor:
-        """The vocoder's input, one latent per code: [clips, max_codes, dim], zeros behind a clip's last code.
+        """The vocoder's input, one latent per code: [clips, max_codes, dim], zeros after a clip's last code.
 
-        The latent of a code is the hidden state that predicts it: the first one stands at START.
+        The latent of a code is the hidden state that predicts it: the first one is that of START.
         """
         places = torch.arange(batch.max_codes, device=batch.first_code.device)
         present = places < batch.num_codes[:, None]
@@ -418,18 +412,18 @@ class GPT(nn.Module):
         return torch.where(present[..., None], self.norms(self.stack(batch)[rows]), 0)
 
     def condition(self, frames: PackedFrames) -> Tensor:
-        """Latents of each clip's voice: [clips, 32, dim]."""
+        """Conditioning latents of each clip, [clips, 32, dim]."""
         latents: Tensor = self.conditioning_perceiver(self.conditioning_encoder(frames), frames)
         return latents
 
     def voice(self, chunks: Sequence[Tensor]) -> Tensor:
-        """Latents of one voice, [1, 32, dim]: the mean over chunks of its recordings, mels [frames, 80] each."""
+        """Conditioning latents of one voice, [1, 32, dim]: the mean over chunks of its mels, [frames, 80] each."""
         num_frames = torch.tensor([len(chunk) for chunk in chunks], device=chunks[0].device)
         frames = pack_frames(torch.cat(list(chunks)), num_frames, max(len(chunk) for chunk in chunks))
         return self.condition(frames).mean(0, keepdim=True)
 
     def stack(self, batch: PackedBatch) -> Tensor:
-        """The row through embeddings and blocks, before the final norms: [budget, dim]."""
+        """Embeddings and blocks, without the final norms: [budget, dim]."""
         longest = batch.max_length
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -441,9 +435,9 @@ class GPT(nn.Module):
         return x
 
     def embed(self, batch: PackedBatch) -> Tensor:
-        """[budget, dim]: latents at conditioning positions, token plus position elsewhere."""
+        """[budget, dim]: latents at conditioning positions, token plus position embedding elsewhere."""
         is_voice, is_audio = batch.kind == CONDITIONING, batch.kind == AUDIO
-        # One lookup in both tables: two, each masked, would pile up the gradients of all masked rows on one entry.
+        # One lookup in a joint table: two masked lookups would add the gradients of all masked rows to one entry.
         tokens = torch.cat([self.text_embedding.weight, self.mel_embedding.weight])
         positions = torch.cat([self.text_pos_embedding.emb.weight, self.mel_pos_embedding.emb.weight])
         token = batch.token + self.dims.text_tokens * is_audio
@@ -458,7 +452,7 @@ class GPT(nn.Module):
         return torch.where(is_voice[:, None], take_rows(latents, index, inverse), embedded)
 
     def norms(self, x: Tensor) -> Tensor:
-        """The stack's last norm, then another one: the published weights expect both."""
+        """The stack's final norm, then another one: the published weights expect both."""
         out: Tensor = self.final_norm(self.gpt.ln_f(x))
         return out
 
@@ -473,10 +467,10 @@ def _weighted_sum(logits: Tensor, targets: Tensor, weights: Tensor, label_smooth
 def grow_text_vocabulary(
     state: Mapping[str, Tensor], new_size: int, generator: torch.Generator | None = None, prefix: str = ""
 ) -> dict[str, Tensor]:
-    """The state with room for `new_size` text tokens: old rows untouched, new ones near the mean of the old.
+    """The state with `new_size` text tokens: old rows unchanged, new ones near the mean of the old.
 
-    A new token then starts with about the average of the old logits, so that it takes no more than its share of
-    the probability and the old distribution stays as it was. A little noise tells new tokens apart.
+    A new token starts with about the average of the old logits, so it takes no more than its share of the
+    probability and the old distribution is kept. A little noise makes the new tokens distinct.
     """
     grown = dict(state)
     for name in ("text_embedding.weight", "text_head.weight", "text_head.bias"):
@@ -496,7 +490,7 @@ def grow_text_vocabulary(
 
 
 class AdaptedLinear(InOutLinear):
-    """x·W + b + scale·x·A·B with W and b frozen; B starts at zero, so nothing changes before training."""
+    """LoRA: x·W + b + scale·x·A·B with W and b frozen. B starts at zero, so the output is unchanged at first."""
 
     def __init__(self, base: InOutLinear, rank: int, alpha: float) -> None:
         nn.Module.__init__(self)
@@ -512,7 +506,7 @@ class AdaptedLinear(InOutLinear):
 
     @torch.no_grad()
     def merged(self) -> InOutLinear:
-        """A plain layer that computes the same."""
+        """An equivalent layer without adapter."""
         plain = InOutLinear.__new__(InOutLinear)
         nn.Module.__init__(plain)
         weight = self.weight.float() + self.scale * (self.lora_a @ self.lora_b)
@@ -521,10 +515,10 @@ class AdaptedLinear(InOutLinear):
 
 
 def add_adapters(model: GPT, rank: int, alpha: float | None = None, train_also: Sequence[str] = ()) -> None:
-    """Freeze the model and put adapters on all four matrices of every block; `alpha` is the rank by default.
+    """Freeze the model and put adapters on all four matrices of every block; `alpha` defaults to the rank.
 
-    `train_also` names parameters by prefix that are trained in full, such as "text_embedding" and "text_head"
-    after the vocabulary has grown: adapters cannot teach the model what a new token is.
+    `train_also` lists prefixes of parameters that are trained in full, such as "text_embedding" and "text_head"
+    after the vocabulary has grown: adapters cannot learn the embedding of a new token.
     """
     if rank < 1:
         raise ValueError(f"rank {rank}: an adapter needs at least 1")
@@ -537,10 +531,9 @@ def add_adapters(model: GPT, rank: int, alpha: float | None = None, train_also: 
 
 
 def store_frozen_in_bf16(model: GPT) -> None:
-    """Keep the frozen matrices in half the memory; they are cast to it for every product anyway under autocast.
+    """Store frozen matrices in bf16, which autocast casts them to anyway. Halves their memory.
 
-    What is trained stays in fp32, which is the master copy the optimiser changes; norms and biases are small and
-    added to, so they stay too.
+    Trained parameters stay in fp32, the optimiser's master copy. Norms and biases are small and stay too.
     """
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.dim() > 1:
@@ -548,7 +541,7 @@ def store_frozen_in_bf16(model: GPT) -> None:
 
 
 def merge_adapters(model: GPT) -> None:
-    """Fold the adapters into the weights: the plain GPT again, frozen no more, with a plain state dict."""
+    """Fold the adapters into the weights and unfreeze them: a plain GPT with a plain state dict."""
     for parent, name, layer in list(_layers(model)):
         if isinstance(layer, AdaptedLinear):
             setattr(parent, name, layer.merged())
@@ -556,7 +549,7 @@ def merge_adapters(model: GPT) -> None:
 
 
 def adapter_state(model: GPT) -> dict[str, Tensor]:
-    """Only what was trained, to keep or to share: `model.load_state_dict(state, strict=False)` brings it back."""
+    """The trained parameters only; load them with `model.load_state_dict(state, strict=False)`."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {name: value for name, value in model.state_dict().items() if name in trained}
 

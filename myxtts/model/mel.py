@@ -1,9 +1,9 @@
-"""What stands between samples and networks: PCM to waves, the log-mel of all three front ends, and resampling.
+"""Audio features: PCM to waveforms, log-mel spectrograms, and resampling.
 
-There is one log-mel, `LogMel`; the DVAE, the GPT's conditioning encoder and the speaker encoder differ only in the
-`FrontEnd` they hear through. Everything is float32, whatever autocast or `module.bfloat16()` say: a mel in
-half precision changes codes. Nothing here knows of files, batches of a corpus or trained weights; `mel_norms`, the
-one statistic that belongs to a checkpoint, is handed in by whoever owns it.
+There is one log-mel module, `LogMel`. The DVAE, the GPT's conditioning encoder and the speaker encoder differ only
+in its parameters, a `FrontEnd`. Everything is computed in float32, regardless of autocast or `module.bfloat16()`:
+a mel in half precision changes codes. The module does not know files, corpora or trained weights; `mel_norms`, the
+one statistic that belongs to a checkpoint, is an argument.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +19,13 @@ from torch import Tensor, nn
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE
 
-Count = TypeVar("Count", int, Tensor)
-
 SPEAKER_SAMPLE_RATE = 16000
-"""Samples per second of what the speaker encoder hears."""
+"""Sample rate of the speaker encoder's input, in Hz."""
 
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """How a network hears: power spectrum, triangles on the HTK mel scale and natural logarithm, in numbers."""
+    """Parameters of a log-mel: power spectrum, triangular filters on the HTK mel scale, natural logarithm."""
 
     sample_rate: int
     fft_samples: int
@@ -36,43 +34,39 @@ class FrontEnd:
     window: Literal["hann", "hamming"]
     num_mels: int
     max_hz: float
-    """Upper edge of the highest triangle; the lowest one begins at 0 Hz."""
+    """Upper edge of the highest filter; the lowest starts at 0 Hz."""
     equal_area: bool
-    """Triangles of area 1 Hz ("slaney" normalisation) instead of height 1."""
+    """Filters of area 1 Hz ("slaney" normalisation) instead of height 1."""
     log_floor: float
     floor_is_added: bool
     """ln(x + floor) instead of ln(max(x, floor))."""
     pre_emphasis: float = 0.0
-    """y[t] = x[t] - pre_emphasis * x[t-1] before anything else; 0 leaves it out."""
-
-    def num_frames(self, num_samples: Count) -> Count:
-        """Frames of a clip, centred at samples 0, hop, 2 hop, …; lengths in a tensor stay on their device."""
-        return num_samples // self.hop_samples + 1
+    """y[t] = x[t] - pre_emphasis * x[t-1], applied first; 0 for none."""
 
 
 DVAE_MEL = FrontEnd(
     sample_rate=SAMPLE_RATE, fft_samples=1024, window_samples=1024, hop_samples=HOP_SAMPLES, window="hann",
     num_mels=80, max_hz=8000.0, equal_area=True, log_floor=1e-5, floor_is_added=False,
 )  # fmt: skip
-"""What becomes codes; divided by `mel_norms`."""
+"""Input of the DVAE; divided by `mel_norms`."""
 CONDITIONING_MEL = FrontEnd(
     sample_rate=SAMPLE_RATE, fft_samples=2048, window_samples=1024, hop_samples=HOP_SAMPLES, window="hann",
     num_mels=80, max_hz=8000.0, equal_area=True, log_floor=1e-5, floor_is_added=False,
 )  # fmt: skip
-"""The reference voice as the GPT hears it, in bins half as wide as the DVAE's; divided by `mel_norms`."""
+"""Reference audio for the GPT, with frequency bins half as wide as the DVAE's; divided by `mel_norms`."""
 SPEAKER_MEL = FrontEnd(
     sample_rate=SPEAKER_SAMPLE_RATE, fft_samples=512, window_samples=400, hop_samples=160, window="hamming",
     num_mels=64, max_hz=8000.0, equal_area=False, log_floor=1e-6, floor_is_added=True, pre_emphasis=0.97,
 )  # fmt: skip
-"""The reference voice as the speaker encoder hears it; no `mel_norms`."""
+"""Reference audio for the speaker encoder; not divided by `mel_norms`."""
 
 
 class LogMel(nn.ModuleList):
-    """Waves [.., samples] to log-mels [.., mels, frames], differentiable, in float32.
+    """Waveforms [.., samples] to log-mels [.., mels, frames], differentiable, in float32.
 
-    A list of two steps, pre-emphasis and mel power, because the speaker encoder's checkpoints number them so
-    (`torch_spec.0.filter`, `torch_spec.1.mel_scale.fb`). Only there are the tables part of a state dict
-    (`persistent=True`); everywhere else they follow from the front end.
+    A list of two modules, pre-emphasis and mel power, because the speaker encoder's checkpoints number them
+    (`torch_spec.0.filter`, `torch_spec.1.mel_scale.fb`). Only there are the tables part of the state dict
+    (`persistent=True`); elsewhere they follow from the front end.
     """
 
     def __init__(self, front_end: FrontEnd, *, persistent: bool = False) -> None:
@@ -87,13 +81,13 @@ class LogMel(nn.ModuleList):
         num_samples: Tensor | None = None,
         rows: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Log-mels, divided per mel by `mel_norms` [mels] if given.
+        """Log-mels, divided per mel band by `mel_norms` [mels] if given.
 
-        Rows shorter than the batch need `num_samples` [..], or else their last frames see the samples behind the
-        clip instead of its own reflection and depend on what it is batched with. Frames from
-        `FrontEnd.num_frames` on are meaningless. In memory the mels of a frame lie together, so that
-        `.transpose(-1, -2)` is contiguous for those who want [.., frames, mels]. With `rows`, clips [R] and frames
-        [R], only these frames are computed, and the result is [R, mels].
+        Clips shorter than the batch need `num_samples` [..]. Without it their last frames see the padding instead
+        of the clip's own reflection and depend on the other clips. A clip has num_samples // hop + 1 frames,
+        centred at samples 0, hop, 2 hop, …; later frames are meaningless. The mels of a frame are adjacent in
+        memory, so `.transpose(-1, -2)` is contiguous. With `rows`, clips [R] and frames [R], only these frames are
+        computed and the result is [R, mels].
         """
         floor = self.front_end.log_floor
         with torch.autocast(wave.device.type, enabled=False):
@@ -108,13 +102,13 @@ class LogMel(nn.ModuleList):
             return mel.reshape(*wave.shape[:-1], *mel.shape[1:]).transpose(-1, -2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follows the model to another device but not to another dtype: a window rounded to bf16 is damage."""
+        """Follow the model to another device but not to another dtype: a window in bf16 is inexact."""
         super()._apply(lambda table: fn(table) if table.is_meta else table.to(fn(table).device), recurse)  # type: ignore[no-untyped-call]
         return self
 
 
 class _PreEmphasis(nn.Module):
-    """y[t] = x[t] - amount * x[t-1], with x[-1] = x[1]: the wave is reflected, not continued by silence."""
+    """y[t] = x[t] - amount * x[t-1] with x[-1] = x[1]: the waveform is reflected at its start, not zero-padded."""
 
     filter: Tensor
 
@@ -128,7 +122,7 @@ class _PreEmphasis(nn.Module):
 
 
 class _MelPower(nn.Module):
-    """Waves [clips, samples] to mel power [clips, frames, mels], or of some frames [rows, mels]."""
+    """Waveforms [clips, samples] to mel power [clips, frames, mels], or [rows, mels] of selected frames."""
 
     def __init__(self, front_end: FrontEnd, persistent: bool) -> None:
         super().__init__()
@@ -143,7 +137,7 @@ class _MelPower(nn.Module):
 
 
 class _Spectrogram(nn.Module):
-    """Waves [clips, samples] to the power spectrum [clips, frames, bins] around every `hop`-th sample."""
+    """Waveforms [clips, samples] to the power spectrum [clips, frames, bins] around every `hop`-th sample."""
 
     window: Tensor
 
@@ -157,8 +151,8 @@ class _Spectrogram(nn.Module):
     def forward(
         self, wave: Tensor, num_samples: Tensor | None, rows: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        # A short-time transform centres the window in `fft_samples`; where the zeros around it stand changes only
-        # phases, and the power has none. So frames are as long as the window, and the transform pads behind them.
+        # An STFT centres the window in `fft_samples`. The position of the zeros around it changes only the phase,
+        # which the power does not depend on: so frames are as long as the window and the FFT pads at their end.
         reach = len(self.window) // 2
         wave = F.pad(wave.unsqueeze(1), (reach, reach), mode="reflect").squeeze(1)
         if num_samples is not None:
@@ -172,7 +166,7 @@ class _Spectrogram(nn.Module):
 
 
 class _MelScale(nn.Module):
-    """Power in bins [.., bins] to power in mels [.., mels]."""
+    """Power per bin [.., bins] to power per mel band [.., mels]."""
 
     fb: Tensor
 
@@ -185,7 +179,7 @@ class _MelScale(nn.Module):
 
 
 def _filterbank(front_end: FrontEnd) -> Tensor:
-    """Triangles [bins, mels] in float64, their corners evenly spaced in mels = 2595 log10(1 + Hz / 700)."""
+    """Triangular filters [bins, mels] in float64; corners evenly spaced in mel = 2595 log10(1 + Hz / 700)."""
     bins = torch.linspace(0, front_end.sample_rate / 2, front_end.fft_samples // 2 + 1, dtype=torch.float64)
     highest_mel = 2595 * math.log10(1 + front_end.max_hz / 700)
     corner_mels = torch.linspace(0, highest_mel, front_end.num_mels + 2, dtype=torch.float64)
@@ -198,7 +192,7 @@ def _filterbank(front_end: FrontEnd) -> Tensor:
 
 
 def _reflect_ends(padded: Tensor, num_samples: Tensor, reach: int) -> Tensor:
-    """Continues each clip in `padded` [rows, reach + samples + reach] by its own reflection, as if alone."""
+    """Continue each clip in `padded` [rows, reach + samples + reach] with its own reflection."""
     steps = torch.arange(reach, device=padded.device)
     ends = (reach + num_samples.long())[:, None]
     mirrored = padded.gather(1, (ends - 2 - steps).clamp(min=0))  # an empty row has nothing to reflect
@@ -206,18 +200,18 @@ def _reflect_ends(padded: Tensor, num_samples: Tensor, reach: int) -> Tensor:
 
 
 def pcm_to_wave(pcm: Tensor, num_samples: Tensor) -> Tensor:
-    """int16 [batch, samples] to float32 in [-1, 1), silent from `num_samples` [batch] on.
+    """int16 [batch, samples] to float32 in [-1, 1), zero from `num_samples` [batch] on.
 
-    A batch is memory used again and again: behind a clip stands whatever an earlier one left there.
+    Batch memory is reused, so the end of each row holds samples of an earlier clip.
     """
     inside = torch.arange(pcm.shape[-1], device=pcm.device) < num_samples[:, None]
     return torch.where(inside, pcm, 0).float() / 32768
 
 
 def resample(wave: Tensor, rate: int) -> Tensor:
-    """Waves [.., samples] at 22,050 Hz to [.., ceil(samples * rate / 22050)] at another rate, in float32.
+    """Resample waveforms [.., samples] from 22,050 Hz to [.., ceil(samples * rate / 22050)], in float32.
 
-    To 16 kHz every 441 input samples make 320 output samples, each with its own taps: one product over blocks.
+    For 16 kHz every 441 input samples make 320 output samples, each with its own taps: one product over blocks.
     """
     divisor = math.gcd(SAMPLE_RATE, rate)
     block_in, block_out = SAMPLE_RATE // divisor, rate // divisor
@@ -229,10 +223,10 @@ def resample(wave: Tensor, rate: int) -> Tensor:
 
 
 def _resampling_taps(block_in: int, block_out: int, device: torch.device) -> tuple[Tensor, int]:
-    """Taps [reach + block_in + reach, block_out] of a low-pass: a sinc under a Hann window, in float64.
+    """Taps [reach + block_in + reach, block_out] of a low-pass filter: a Hann-windowed sinc, in float64.
 
-    Six zero crossings on either side and a cut-off at 0.99 of the lower Nyquist frequency are what the published
-    speaker encoder was trained behind.
+    The published speaker encoder was trained on audio resampled with six zero crossings on either side and a
+    cutoff at 0.99 of the lower Nyquist frequency.
     """
     num_crossings, cutoff = 6, 0.99 * min(block_in, block_out)
     reach = math.ceil(num_crossings * block_in / cutoff)

@@ -1,14 +1,16 @@
-"""The vocoder: the GPT's latents and a speaker embedding to a waveform of 24 kHz.
+"""The vocoder (the GPT's latents and a speaker embedding to a waveform), its discriminators, and the speaker
+encoder.
 
     latents [B, T, 1024] ─ ×4 ─► mel-frame rate ─ ×24000/22050 ─► 24 kHz frames ─ generator ×256 ─► [B, 1, N]
 
 The generator is HiFi-GAN's (Kong et al. 2020, V1 widths, residual blocks of type 1) with the speaker embedding
-added at its entrance and after every upsampling. The two interpolations make its input frames stand for 256
-samples at 24 kHz although one latent stands for 1024 samples at 22.05 kHz.
+added to its input and after every upsampling. Because of the two interpolations an input frame stands for 256
+samples at 24 kHz, although a latent stands for 1024 samples at 22.05 kHz. The discriminators are HiFi-GAN's on
+periods and UnivNet's on spectrograms (Jang et al. 2021); only training uses them. The speaker encoder is a
+ResNet-34 with squeeze-and-excitation and attentive pooling (Heo et al. 2020).
 
-Here are the network and the names of its weights. Where latents and embeddings come from and how it is trained
-is decided elsewhere; the discriminators are in `discriminators`. Attribute names are those of XTTS-v2's
-`model.pth` below `hifigan_decoder.`, where the speaker encoder is a sibling of `waveform_decoder`.
+Attribute names are those of XTTS-v2's `model.pth` below `hifigan_decoder.`. Where latents come from and how the
+networks are trained is not decided here.
 """
 
 from __future__ import annotations
@@ -22,23 +24,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
+from torch.nn.utils.parametrize import is_parametrized
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.mel import SPEAKER_MEL, LogMel
 
 OUTPUT_SAMPLE_RATE = 24000
-"""Samples per second of what the vocoder speaks."""
+"""Sample rate of the vocoder's output, in Hz."""
 UPSAMPLE_RATES, UPSAMPLE_KERNELS = (8, 8, 2, 2), (16, 16, 4, 4)
 SAMPLES_PER_FRAME = math.prod(UPSAMPLE_RATES)
-"""Samples of output for one frame of the generator's input."""
+"""Output samples per input frame of the generator."""
 RESBLOCK_KERNELS, RESBLOCK_DILATIONS = (3, 7, 11), (1, 3, 5)
 SLOPE, LAST_SLOPE = 0.1, 0.01
-"""Of the leaky ReLUs; before the last convolution XTTS-v2 has PyTorch's default slope, not HiFi-GAN's."""
+"""Slopes of the leaky ReLUs; before the last convolution XTTS-v2 has PyTorch's default, not HiFi-GAN's."""
+_FRAMES_PER_LATENT = SAMPLES_PER_CODE / HOP_SAMPLES
+_FRAME_RATE_RATIO = OUTPUT_SAMPLE_RATE / SAMPLE_RATE
 
 
 class HifiGanDecoder(nn.Module):
-    """Latents and speaker to waveform; the defaults are XTTS-v2's."""
+    """Latents and speaker embedding to waveform; the defaults are XTTS-v2's."""
 
     def __init__(
         self, *, decoder_input_dim: int = 1024, upsample_initial_channel: int = 512, d_vector_dim: int = 512
@@ -47,53 +51,56 @@ class HifiGanDecoder(nn.Module):
         self.waveform_decoder = Generator(decoder_input_dim, upsample_initial_channel, d_vector_dim)
 
     def forward(self, latents: Tensor, g: Tensor) -> Tensor:
-        """Waveform [B, 1, num_samples(T)] in (-1, 1) of latents [B, T, C] in the voice g [B, d_vector_dim, 1]."""
+        """Waveform [B, 1, num_samples(T)] of latents [B, T, C] and speaker embeddings g [B, d_vector_dim, 1]."""
         wave: Tensor = self.waveform_decoder(self.frames(latents), g)
         return wave
 
     @staticmethod
     def frames(latents: Tensor) -> Tensor:
-        """Latents [B, T, C] as the generator's input [B, C, num_frames(T)].
+        """Latents [B, T, C] to the generator's input [B, C, num_frames(T)].
 
-        Frame i belongs to samples 256 i to 256 i + 255 of the output, so training may cut both alike.
+        Frame i belongs to samples 256 i to 256 i + 255 of the output, so both can be cropped at the same place.
         """
         frames = F.interpolate(latents.transpose(1, 2), scale_factor=_FRAMES_PER_LATENT, mode="linear")
-        # By the factor, not to a size: the factor is exact while the number of frames is rounded down.
+        # By a factor, not to a size: the factor is exact, the number of frames is rounded down.
         return F.interpolate(frames, scale_factor=_FRAME_RATE_RATIO, mode="linear")
 
     def remove_weight_norm(self) -> None:
-        """Puts the normalised weights in place, for inference; the state dict's names then end in `weight`."""
-        for module in self.waveform_decoder.modules():
+        """Replace weight norm by plain weights, for inference; their names in the state dict then end in `weight`.
+
+        PyTorch's `remove_parametrizations` deletes `weight` from the module's class, which a deep copy of the
+        module shares: the copy would have no weight any more. So the class is only left, not changed.
+        """
+        for module in [*self.waveform_decoder.modules()]:
             if is_parametrized(module, "weight"):
-                remove_parametrizations(module, "weight", leave_parametrized=True)
-
-
-_FRAMES_PER_LATENT = SAMPLES_PER_CODE / HOP_SAMPLES
-_FRAME_RATE_RATIO = OUTPUT_SAMPLE_RATE / SAMPLE_RATE
+                weight: Tensor = module.weight  # type: ignore[assignment]
+                del module.parametrizations
+                module.__class__ = module.__class__.__bases__[0]
+                module.weight = nn.Parameter(weight.detach(), weight.requires_grad)
 
 
 def num_frames(num_latents: int) -> int:
-    """Frames that the generator gets for so many latents."""
+    """Input frames of the generator for a number of latents."""
     return math.floor(math.floor(num_latents * _FRAMES_PER_LATENT) * _FRAME_RATE_RATIO)
 
 
 def num_samples(num_latents: int) -> int:
-    """Samples at 24 kHz that so many latents become."""
+    """Output samples at 24 kHz for a number of latents."""
     return num_frames(num_latents) * SAMPLES_PER_FRAME
 
 
 class Generator(nn.Module):
-    """HiFi-GAN's generator with a speaker: frames [B, C, F] to samples [B, 1, 256 F]."""
+    """HiFi-GAN's generator with a speaker embedding: frames [B, C, F] to samples [B, 1, 256 F]."""
 
     def __init__(self, in_channels: int, initial_channels: int, speaker_dim: int) -> None:
         super().__init__()
-        widths = [initial_channels >> (stage + 1) for stage in range(len(UPSAMPLE_RATES))]
+        widths = [initial_channels >> (level + 1) for level in range(len(UPSAMPLE_RATES))]
         self.conv_pre = nn.Conv1d(in_channels, initial_channels, 7, padding=3)
         self.ups = nn.ModuleList(
             _normed(nn.ConvTranspose1d(2 * width, width, kernel, stride=rate, padding=(kernel - rate) // 2))
             for width, kernel, rate in zip(widths, UPSAMPLE_KERNELS, UPSAMPLE_RATES, strict=True)
         )
-        # One flat list, as the names are: block `3 * stage + i` has kernel i.
+        # One flat list, as in the state dict: block `3 * level + i` has kernel i.
         self.resblocks = nn.ModuleList(
             DilatedBlock(width, kernel) for width in widths for kernel in RESBLOCK_KERNELS
         )
@@ -104,15 +111,15 @@ class Generator(nn.Module):
     def forward(self, frames: Tensor, g: Tensor) -> Tensor:
         x = self.conv_pre(frames) + self.cond_layer(g)
         kernels = len(RESBLOCK_KERNELS)
-        for stage, (up, cond) in enumerate(zip(self.ups, self.conds, strict=True)):
+        for level, (up, cond) in enumerate(zip(self.ups, self.conds, strict=True)):
             x = up(F.leaky_relu(x, SLOPE)) + cond(g)
-            blocks = self.resblocks[kernels * stage : kernels * (stage + 1)]
+            blocks = self.resblocks[kernels * level : kernels * (level + 1)]
             x = sum(block(x) for block in blocks) / kernels
         return torch.tanh(self.conv_post(F.leaky_relu(x, LAST_SLOPE)))
 
 
 class DilatedBlock(nn.Module):
-    """Three times a dilated and a plain convolution, each pair added to its input: one view of the context."""
+    """Three residual pairs of a dilated and a plain convolution."""
 
     def __init__(self, channels: int, kernel: int) -> None:
         super().__init__()
@@ -131,14 +138,14 @@ def _conv(channels: int, kernel: int, dilation: int) -> nn.Module:
 
 
 def _normed(conv: nn.Conv1d | nn.ConvTranspose1d) -> nn.Module:
-    """Weight-normalised, and begun small so that a fresh generator starts near silence, as HiFi-GAN's does."""
+    """Add weight norm, with a small initial weight: like HiFi-GAN's, a new generator starts near silence."""
     nn.init.normal_(conv.weight, std=0.01)
     weight_norm(conv)
     return conv
 
 
 def modern_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same weights with `weight_g` and `weight_v`, as older files have them, under today's names."""
+    """Rename `weight_g` and `weight_v` of older files to the names of PyTorch's parametrisations."""
     endings = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
     renamed = {}
     for name, tensor in state.items():
@@ -152,7 +159,7 @@ PERIOD_WIDTHS = (32, 128, 512, 1024, 1024)
 
 
 class Resolution(NamedTuple):
-    """How a spectrogram is taken: samples of the FFT, between two frames, and of the Hann window."""
+    """Parameters of a spectrogram with a Hann window."""
 
     fft_samples: int
     hop_samples: int
@@ -160,23 +167,23 @@ class Resolution(NamedTuple):
 
 
 RESOLUTIONS = (Resolution(1024, 120, 600), Resolution(2048, 240, 1200), Resolution(512, 50, 240))
-"""At 24 kHz windows of 25, 50 and 10 ms, each hopping by about a fifth of itself."""
+"""Windows of 25, 50 and 10 ms at 24 kHz, with hops of about a fifth of the window."""
 RESOLUTION_WIDTH = 32
 _LEAST_POWER = 1e-9
-"""Added below the root of a magnitude, whose gradient is infinite at silence."""
+"""Added under the square root of a magnitude, whose gradient is infinite at silence."""
 
 
 class DiscriminatorOutput(NamedTuple):
-    """What one network makes of a batch of waveforms."""
+    """Output of one discriminator for a batch of waveforms."""
 
     logits: Tensor
-    """High for real: [B, judged places]."""
+    """[B, positions]; high for real."""
     features: list[Tensor]
-    """Activations of the hidden layers, for feature matching: each [B, channels, height, width]."""
+    """Activations of the hidden layers for feature matching, each [B, channels, height, width]."""
 
 
 class Discriminators(nn.Module):
-    """Both discriminators, on real and generated waveforms at once."""
+    """All discriminators: one for each period and each resolution."""
 
     def __init__(
         self,
@@ -192,35 +199,29 @@ class Discriminators(nn.Module):
             ResolutionDiscriminator(resolution, resolution_width) for resolution in resolutions
         )
 
+    @property
+    def networks(self) -> list[nn.Module]:
+        return [*self.periods, *self.resolutions]
+
     def forward(self, real: Tensor, fake: Tensor) -> tuple[list[DiscriminatorOutput], list[DiscriminatorOutput]]:
-        """What each network makes of real and of generated waveforms [B, 1, N], in one pass over both.
+        """Outputs of each network for real and generated waveforms [B, 1, N], in one pass over both.
 
-        Detach `fake` to train the discriminators. To train the generator, switch off the gradients of these
-        parameters: they then cost nothing while those of `fake` pass through.
+        Detach `fake` to train the discriminators.
         """
-        return split(self.judge(torch.cat([real, fake])))
-
-    def judge(self, wave: Tensor) -> list[DiscriminatorOutput]:
-        """What each network makes of waveforms [B, 1, N]."""
-        return [network(wave) for network in (*self.periods, *self.resolutions)]
-
-
-def split(
-    judgements: Sequence[DiscriminatorOutput],
-) -> tuple[list[DiscriminatorOutput], list[DiscriminatorOutput]]:
-    """Judgements of a batch of two halves as those of its first and those of its second half."""
-    halves: tuple[list[DiscriminatorOutput], list[DiscriminatorOutput]] = ([], [])
-    for logits, features in judgements:
-        pairs = [feature.chunk(2) for feature in features]
-        for half, judged in enumerate(logits.chunk(2)):
-            halves[half].append(DiscriminatorOutput(judged, [pair[half] for pair in pairs]))
-    return halves
+        outputs: tuple[list[DiscriminatorOutput], list[DiscriminatorOutput]] = ([], [])
+        both = torch.cat([real, fake])
+        for network in self.networks:
+            logits, features = network(both)
+            pairs = [feature.chunk(2) for feature in features]
+            for half, half_logits in enumerate(logits.chunk(2)):
+                outputs[half].append(DiscriminatorOutput(half_logits, [pair[half] for pair in pairs]))
+        return outputs
 
 
 class PeriodDiscriminator(nn.Module):
-    """Judges the waveform written in rows of `period` samples: what repeats with that period fills columns.
+    """Discriminates the waveform reshaped into rows of `period` samples.
 
-    Kernels are one column wide, so each column is a signal of every p-th sample that never meets the others.
+    Kernels are one column wide, so each column, every p-th sample, is processed on its own.
     """
 
     def __init__(self, period: int, widths: Sequence[int] = PERIOD_WIDTHS) -> None:
@@ -235,11 +236,11 @@ class PeriodDiscriminator(nn.Module):
 
     def forward(self, wave: Tensor) -> DiscriminatorOutput:
         wave = F.pad(wave, (0, -wave.shape[-1] % self.period), mode="reflect")
-        return _judge(wave.view(len(wave), 1, -1, self.period), self.layers, self.last)
+        return _discriminate(wave.view(len(wave), 1, -1, self.period), self.layers, self.last)
 
 
 class ResolutionDiscriminator(nn.Module):
-    """Judges the magnitude spectrogram of one resolution, narrowing time by 2 in three of its layers."""
+    """Discriminates the magnitude spectrogram of one resolution; three layers halve the time axis."""
 
     window: Tensor
 
@@ -247,7 +248,7 @@ class ResolutionDiscriminator(nn.Module):
         super().__init__()
         self.resolution = resolution
         self.register_buffer("window", torch.hann_window(resolution.window_samples), persistent=False)
-        # Kernels are (frequency, time); four see nine frames, the last hidden one a square.
+        # Kernels and strides are (frequency, time).
         shapes = [((3, 9), (1, 1)), *[((3, 9), (1, 2))] * 3, ((3, 3), (1, 1))]
         self.layers = nn.ModuleList(
             weight_norm(nn.Conv2d(before, width, kernel, stride, padding=(kernel[0] // 2, kernel[1] // 2)))
@@ -256,13 +257,13 @@ class ResolutionDiscriminator(nn.Module):
         self.last = weight_norm(nn.Conv2d(width, 1, 3, padding=1))
 
     def forward(self, wave: Tensor) -> DiscriminatorOutput:
-        return _judge(self.magnitudes(wave).unsqueeze(1), self.layers, self.last)
+        return _discriminate(self.magnitudes(wave).unsqueeze(1), self.layers, self.last)
 
     def magnitudes(self, wave: Tensor) -> Tensor:
-        """Spectrogram [B, fft / 2 + 1, N // hop] of waveforms [B, 1, N], in float32 also under autocast."""
+        """Spectrogram [B, fft / 2 + 1, N // hop] of waveforms [B, 1, N], in float32 even under autocast."""
         fft, hop, window_samples = self.resolution
         with torch.autocast(wave.device.type, enabled=False):
-            # Frame i is centred on the i-th hop, so that N samples give N // hop frames.
+            # Frame i is centred on hop i, so N samples give N // hop frames.
             padded = F.pad(wave.float(), ((fft - hop) // 2, (fft - hop) // 2), mode="reflect").squeeze(1)
             spectrum = torch.stft(
                 padded, fft, hop, window_samples, self.window.float(), center=False, return_complex=True
@@ -270,7 +271,7 @@ class ResolutionDiscriminator(nn.Module):
             return (torch.view_as_real(spectrum).square().sum(-1) + _LEAST_POWER).sqrt()
 
 
-def _judge(image: Tensor, layers: nn.ModuleList, last: nn.Module) -> DiscriminatorOutput:
+def _discriminate(image: Tensor, layers: nn.ModuleList, last: nn.Module) -> DiscriminatorOutput:
     features = []
     for layer in layers:
         image = F.leaky_relu(layer(image), SLOPE)
@@ -278,16 +279,16 @@ def _judge(image: Tensor, layers: nn.ModuleList, last: nn.Module) -> Discriminat
     return DiscriminatorOutput(last(image).flatten(1), features)
 
 
-BLOCKS_PER_STAGE = (3, 4, 6, 3)
-STAGE_STRIDES = (1, 2, 2, 2)
-"""Of both mels and time."""
+BLOCKS_PER_LAYER = (3, 4, 6, 3)
+LAYER_STRIDES = (1, 2, 2, 2)
+"""Strides of both mels and time."""
 SQUEEZE = 8
 ATTENTION_CHANNELS = 128
 LEAST_VARIANCE = 1e-5
 
 
 class SpeakerEncoder(nn.Module):
-    """Waves [batch, samples] at 16 kHz to speaker embeddings [batch, proj_dim]."""
+    """Waveforms [batch, samples] at 16 kHz to speaker embeddings [batch, proj_dim]."""
 
     def __init__(
         self, input_dim: int = 64, proj_dim: int = 512, num_filters: Sequence[int] = (32, 64, 128, 256)
@@ -297,9 +298,9 @@ class SpeakerEncoder(nn.Module):
         self.bn1 = nn.BatchNorm2d(num_filters[0])
         inputs = (num_filters[0], *num_filters[:-1])
         self.layer1, self.layer2, self.layer3, self.layer4 = (
-            _stage(num_inputs, num_outputs, num_blocks, stride)
+            _layer(num_inputs, num_outputs, num_blocks, stride)
             for num_inputs, num_outputs, num_blocks, stride in zip(
-                inputs, num_filters, BLOCKS_PER_STAGE, STAGE_STRIDES, strict=True
+                inputs, num_filters, BLOCKS_PER_LAYER, LAYER_STRIDES, strict=True
             )
         )
         self.torch_spec = LogMel(replace(SPEAKER_MEL, num_mels=input_dim), persistent=True)
@@ -314,22 +315,22 @@ class SpeakerEncoder(nn.Module):
         self.fc = nn.Linear(2 * channels, proj_dim)
 
     def forward(self, wave: Tensor, l2_norm: bool = False) -> Tensor:
-        """Embeddings of the waves; the vocoder takes those of length 1 (`l2_norm`)."""
-        # Every mel band to mean 0 and variance 1 over the clip: loudness and microphone are not the speaker.
+        """Speaker embeddings; the vocoder expects unit length (`l2_norm`)."""
+        # Normalise every mel band over the clip: removes loudness and microphone.
         mel = F.instance_norm(self.torch_spec(wave))
-        picture = mel.to(self.conv1.weight.dtype).unsqueeze(1)  # [batch, 1, mels, frames]
-        hidden = self.bn1(self.conv1(picture).relu())  # [Q] the ReLU stands before the norm
+        image = mel.to(self.conv1.weight.dtype).unsqueeze(1)  # [batch, 1, mels, frames]
+        hidden = self.bn1(self.conv1(image).relu())  # the published weights have the ReLU before the norm
         hidden = self.layer4(self.layer3(self.layer2(self.layer1(hidden))))
-        hidden = hidden.flatten(1, 2)  # [batch, channels * mels / 8, frames / 8], a channel's mels together
+        hidden = hidden.flatten(1, 2)  # [batch, channels * mels / 8, frames / 8], grouped by channel
         pooled = attentive_statistics(hidden, self.attention(hidden))
         embedding: Tensor = self.fc(pooled.to(self.fc.weight.dtype))
         return F.normalize(embedding, dim=1) if l2_norm else embedding
 
 
 def attentive_statistics(hidden: Tensor, weights: Tensor) -> Tensor:
-    """Each channel's mean and deviation over time under its own weights, both [batch, channels, time].
+    """Weighted mean and standard deviation of each channel over time; both arguments are [batch, channels, time].
 
-    All means come first, then all deviations. In float32, because a variance is a difference of two sums.
+    All means come first, then all deviations. In float32, because the variance is a difference of two sums.
     """
     hidden, weights = hidden.float(), weights.float()
     mean = (hidden * weights).sum(dim=2)
@@ -337,13 +338,13 @@ def attentive_statistics(hidden: Tensor, weights: Tensor) -> Tensor:
     return torch.cat([mean, variance.clamp(min=LEAST_VARIANCE).sqrt()], dim=1)
 
 
-def _stage(num_inputs: int, num_outputs: int, num_blocks: int, stride: int) -> nn.Sequential:
+def _layer(num_inputs: int, num_outputs: int, num_blocks: int, stride: int) -> nn.Sequential:
     first = _Block(num_inputs, num_outputs, stride)
     return nn.Sequential(first, *(_Block(num_outputs, num_outputs, stride=1) for _ in range(num_blocks - 1)))
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions, their channels weighed by squeeze-and-excitation, beside a shortcut."""
+    """Residual block: two 3x3 convolutions with squeeze-and-excitation."""
 
     def __init__(self, num_inputs: int, num_outputs: int, stride: int) -> None:
         super().__init__()
@@ -360,7 +361,7 @@ class _Block(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        # [Q] the first ReLU stands before its norm; the second only after the sum.
+        # The published weights have the first ReLU before its norm, the second after the sum.
         hidden = self.bn1(self.conv1(x).relu())
         hidden = self.se(self.bn2(self.conv2(hidden)))
         shortcut = x if self.downsample is None else self.downsample(x)
@@ -368,7 +369,7 @@ class _Block(nn.Module):
 
 
 class _SqueezeExcitation(nn.Module):
-    """Scales each channel by a number in (0, 1) that is read from the means of all channels."""
+    """Scale each channel by a gate in (0, 1) computed from the means of all channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""XTTS as a whole: its parts, its four sizes, and the names its weights have in the XTTS-v2 ecosystem.
+"""XTTS as a whole: its parts, its sizes, and the names of its weights in the XTTS-v2 ecosystem.
 
-    reference wave ─ conditioning mel ─► GPT's latents           reference wave ─► speaker embedding
-    text ids, latents ─ GPT ─► codes ─ GPT once more ─► latents of the codes ─ vocoder, embedding ─► wave
-    training: wave ─ mel ─ DVAE ─► the codes that the GPT learns to predict
+    reference audio ─ conditioning network ─► voice latents        reference audio ─► speaker embedding
+    text ids, voice latents ─ GPT ─► codes and their latents ─ vocoder, speaker embedding ─► waveform
+    training: audio ─ mel ─ DVAE ─► codes, the GPT's targets
 
-Pure composition: no file, device or tokenizer is known here.
+Composition only: the module does not know files, devices or tokenizers.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from myxtts.config import MODEL_SIZES
 from myxtts.model.dvae import DVAE
 from myxtts.model.gpt import GPT, GPTDims
 from myxtts.model.vocoder import HifiGanDecoder, SpeakerEncoder, modern_names
 
 HEAD_DIM = 64
-"""Channels of an attention head in every size: what packed attention kernels are fastest at."""
+"""Channels per attention head in every size: packed attention kernels are fastest at 64."""
 TRAINER_PREFIX = "xtts."
-"""Coqui's trainer stores the model under this name, beside the DVAE and two mel front ends."""
-_DVAE_BLOCK = re.compile(r"dvae\.encoder\.\d+\.net\.0\.weight")
+"""Prefix of the model in checkpoints of Coqui's trainer, which also hold the DVAE and two mel front ends."""
 _NOT_WEIGHTS = ("torch_mel_spectrogram_style_encoder.", "torch_mel_spectrogram_dvae.")
 _LEFT_OVER = ("gpt.gpt_inference.", "gpt.gpt.wte.", "gpt.gpt.wpe.")
-"""In old checkpoints: a second view of the same weights, and embeddings that XTTS removed from its GPT-2."""
+"""In old checkpoints: a second view of the same weights, and GPT-2 embeddings that XTTS does not use."""
 
 
 @dataclass(frozen=True)
 class XTTSDims:
-    """Sizes of all parts; the defaults are XTTS-v2's. Stored in every checkpoint."""
+    """Sizes of all parts; the defaults are XTTS-v2's. Stored with every run."""
 
     gpt: GPTDims = field(default_factory=GPTDims)
     dvae_hidden: int = 512
@@ -45,7 +43,7 @@ class XTTSDims:
     speaker_filters: tuple[int, ...] = (32, 64, 128, 256)
 
     def with_vocabulary(self, text_tokens: int, start_text: int, stop_text: int) -> XTTSDims:
-        """The same network for another text vocabulary."""
+        """The same sizes with another text vocabulary."""
         gpt = replace(self.gpt, text_tokens=text_tokens, start_text=start_text, stop_text=stop_text)
         return replace(self, gpt=gpt)
 
@@ -79,12 +77,12 @@ SIZES = {
     "normal": XTTSDims(),
     "big": XTTSDims(gpt=GPTDims(layers=36, dim=1280, heads=20)),
 }
-"""`normal` is XTTS-v2 to the last parameter."""
-assert tuple(SIZES) == MODEL_SIZES
+"""The values of `--model-size`; `normal` is exactly XTTS-v2. The names are listed in `config.MODEL_SIZES` too, so
+that `--help` does not import PyTorch."""
 
 
 class XTTS(nn.Module):
-    """All networks of XTTS. Attribute names are those of XTTS-v2's `model.pth`, with the DVAE added."""
+    """All networks of XTTS. Attribute names are those of XTTS-v2's `model.pth`, plus the DVAE."""
 
     mel_stats: Tensor
 
@@ -110,8 +108,8 @@ class XTTS(nn.Module):
 
 
 def canonical_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A published or trainer checkpoint under the names of `XTTS`: prefixes, old names and left-overs resolved."""
-    if any(name.startswith("model.") for name in state):  # model.pth keeps its weights below "model"
+    """The weights of a published or trainer checkpoint under the names of `XTTS`."""
+    if any(name.startswith("model.") for name in state):  # model.pth stores its weights under "model"
         state = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
     named = {}
     for name, value in state.items():
@@ -122,7 +120,7 @@ def canonical_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dims_of(state: Mapping[str, Tensor]) -> XTTSDims:
-    """Sizes of the network that weights under canonical names belong to; absent parts get XTTS-v2's."""
+    """The sizes of the network with these weights, under canonical names; XTTS-v2's for missing parts."""
     text_tokens, dim = state["gpt.text_embedding.weight"].shape
     values: dict[str, Any] = {
         "gpt": GPTDims(
@@ -141,8 +139,8 @@ def dims_of(state: Mapping[str, Tensor]) -> XTTSDims:
         values["vocoder_channels"] = len(state[vocoder])
     if f"{speaker}fc.weight" in state:
         values["speaker_dim"] = len(state[f"{speaker}fc.weight"])
-        stages = (state[f"{speaker}layer{number}.0.conv1.weight"] for number in range(1, 5))
-        values["speaker_filters"] = tuple(len(weight) for weight in stages)
+        layers = (state[f"{speaker}layer{number}.0.conv1.weight"] for number in range(1, 5))
+        values["speaker_filters"] = tuple(len(weight) for weight in layers)
     if "dvae.codebook.embed" in state:
         values["dvae_hidden"] = len(state["dvae.encoder.0.0.weight"])
         values["dvae_codebook_dim"] = len(state["dvae.codebook.embed"])
@@ -153,5 +151,5 @@ def dims_of(state: Mapping[str, Tensor]) -> XTTSDims:
 
 
 def _count(state: Mapping[str, Tensor], prefix: str) -> int:
-    """How many numbered modules stand below a prefix."""
+    """Number of numbered modules below a prefix."""
     return len({name.removeprefix(prefix).split(".")[0] for name in state if name.startswith(prefix)})

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from myxtts.config import Settings
 from myxtts.observe.nvml import Reading
-from myxtts.observe.trace import WARMUP_STEPS, Counter, Span, StepTime, Summary
+from myxtts.observe.trace import WARMUP_STEPS, Counter, Span, StepTime, idle_share, outliers, step_timing
 
 DATA_STAGES = ("gather", "upload", "encode", "handoff")
 """In the order in which a batch passes them."""
@@ -263,10 +263,10 @@ def divide(evidence: Evidence) -> Division:
     """The division of the steps that count; from step times alone when there are no spans of the model stream."""
     stream = _ModelLane(evidence)
     if len(stream.work) < 2:
-        summary = Summary.of(step_times(evidence))
-        if not summary.count:
+        steps = step_times(evidence)
+        if not steps:
             return Division()
-        idle = summary.idle_share
+        idle = idle_share(steps)
         shares = dict.fromkeys(SHARES, 0.0) | {"compute": 1 - idle, "wait": idle}
         return Division(busy=1 - idle, shares=shares, waits={UNKNOWN_STAGE: idle})
     stream.follow()
@@ -497,9 +497,9 @@ class Variation:
 
     def excess(self, reasons: Sequence[str], steps: Sequence[StepTime]) -> float:
         """Share of the time of these steps by which outliers with such reasons exceeded the median."""
-        summary = Summary.of(steps)
-        excess_ms = sum(found.step_ms - summary.median_ms for found in self.outliers if found.reason in reasons)
-        return excess_ms / (summary.mean_ms * summary.count) if summary.count and summary.mean_ms else 0.0
+        timing = step_timing(steps)
+        excess_ms = sum(found.step_ms - timing.median_ms for found in self.outliers if found.reason in reasons)
+        return excess_ms / (timing.mean_ms * timing.count) if timing.mean_ms else 0.0
 
 
 def busy_cycle(busy: Sequence[Interval], window: Interval, step_ms: float) -> Oscillation | None:
@@ -528,11 +528,10 @@ def utilisation_cycle(readings: Sequence[Reading]) -> Oscillation | None:
 
 def variation(steps: Sequence[StepTime], reason_of: Callable[[StepTime, float], str]) -> Variation:
     """How these steps vary; `reason_of` explains an outlier, given the median in ms."""
-    summary = Summary.of(steps)
-    outliers = [Outlier(step.step, step.step_ms, reason_of(step, summary.median_ms)) for step in summary.outliers]
-    unusual = {step.step for step in summary.outliers}
-    steady = Summary.of(step for step in steps if step.step not in unusual)
-    return Variation(summary.cv, steady.cv, outliers)
+    timing, unusual = step_timing(steps), outliers(steps)
+    steady = step_timing(step for step in steps if step not in unusual)
+    found = [Outlier(step.step, step.step_ms, reason_of(step, timing.median_ms)) for step in unusual]
+    return Variation(timing.cv, steady.cv, found)
 
 
 def growth_mb(used_mb: Sequence[float]) -> float:
@@ -717,7 +716,7 @@ def _oscillation(evidence: Evidence, division: Division, steps: list[StepTime]) 
         for span in evidence.spans
         if span.name in MODEL_STAGES or span.name in PAUSES
     ]
-    found = busy_cycle(busy, division.window, Summary.of(steps).median_ms)
+    found = busy_cycle(busy, division.window, step_timing(steps).median_ms)
     return found or utilisation_cycle(
         [r for r in _readings_inside(evidence, division) if r.gpu == evidence.model_gpu]
     )
@@ -743,7 +742,7 @@ def _readings_inside(evidence: Evidence, division: Division) -> list[Reading]:
 
 
 def _flops_share(evidence: Evidence, steps: list[StepTime]) -> float | None:
-    step_ms = Summary.of(steps).mean_ms
+    step_ms = step_timing(steps).mean_ms
     if evidence.flops_per_step is None or not evidence.peak_flops or not step_ms:
         return None
     return evidence.flops_per_step / (step_ms / 1000) / evidence.peak_flops
@@ -795,10 +794,10 @@ def _headspace(
     On a CPU, which other programs use too, steps that were faster alone for no reason that shows are noise.
     """
     others = {found.step for found in varied.outliers if not found.reason.startswith(WAITED)}
-    real = Summary.of(step for step in steps if step.step not in others)
-    replayed = Summary.of(warm(evidence.replayed, evidence.warmup_steps))
-    unusual = set(replayed.outliers)
-    replayed = Summary.of(step for step in warm(evidence.replayed, evidence.warmup_steps) if step not in unusual)
+    real = step_timing(step for step in steps if step.step not in others)
+    alone = warm(evidence.replayed, evidence.warmup_steps)
+    unusual = set(outliers(alone))
+    replayed = step_timing(step for step in alone if step not in unusual)
     if replayed.mean_ms and evidence.model_gpu is not None:
         return max(real.mean_ms / replayed.mean_ms, 1.0)
     if replayed.mean_ms:

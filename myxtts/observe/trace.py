@@ -1,8 +1,8 @@
-"""Spans: what host threads and GPU streams did and when, on one clock, written as JSONL or as a Chrome trace.
+"""Timing of host threads and GPU streams: spans on one clock (`Trace`) and step times of one stream (`StepClock`).
 
-Device spans are pairs of CUDA events that are resolved when the device has passed them; nothing waits for a device
-while a trace runs. Knows neither what the stages mean nor who reads the trace. PyTorch is imported only when a
-device span is opened, because preparing a corpus needs neither it nor the second it takes to load.
+Device times come from pairs of CUDA events that are read once the device has passed them, so measuring never makes
+the host wait. The module does not know what the spans mean or who reads them. It imports PyTorch only when a
+device is measured: preparing a corpus is traced too, and does without the second that the import takes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,35 +24,128 @@ if TYPE_CHECKING:
     import torch
 
 MOST_PENDING = 1024
-"""Device spans of one device that may be open or unresolved; what is opened beyond is dropped."""
+"""Event pairs of one device, or of one step clock, that may be in use; work beyond that is not measured."""
 ANCHOR_REACH_MS = 4_000
-"""CUDA tells the time between two events in float32: finer than a microsecond up to here, coarser beyond."""
+"""CUDA returns elapsed times as float32: finer than a microsecond up to here, coarser beyond."""
 ANCHOR_TRIES = 8
 CROSSING_US = 5
-"""Spans of one track that cross by less are drawn one behind the other: it is the rounding of device times."""
+"""Spans of one track that overlap by less are drawn one after the other: device times are rounded."""
+WARMUP_STEPS = 5
+"""First steps of a clock that `StepClock.timing` leaves out: they compile kernels and fill caches."""
+OUTLIER_FACTOR = 2.0
+"""A step that takes more than this many times the median is an outlier."""
+
+
+def now_us() -> int:
+    """The host clock of all spans."""
+    return time.perf_counter_ns() // 1000
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Statistics of a series of durations; all zero if it is empty."""
+
+    count: int = 0
+    mean_ms: float = 0.0
+    std_ms: float = 0.0
+    median_ms: float = 0.0
+    p95_ms: float = 0.0
+    longest_ms: float = 0.0
+
+    @classmethod
+    def of(cls, durations_ms: Iterable[float]) -> Timing:
+        values = np.fromiter(durations_ms, np.float64)
+        if not len(values):
+            return cls()
+        median_ms, p95_ms = np.quantile(values, [0.5, 0.95]).tolist()
+        mean_ms = float(values.sum()) / len(values)
+        return cls(len(values), mean_ms, float(values.std()), median_ms, p95_ms, float(values.max()))
+
+    @property
+    def cv(self) -> float:
+        """Coefficient of variation: the standard deviation as a share of the mean."""
+        return self.std_ms / self.mean_ms if self.mean_ms else 0.0
 
 
 class Span(NamedTuple):
-    """One piece of work; start and end are whole microseconds of the host clock, so neighbours never cross."""
+    """One piece of work, in whole microseconds of the host clock, so that neighbours never overlap."""
 
     name: str
-    """The stage: gather, upload, encode, handoff, train, wait, ..."""
+    """The kind of work: gather, upload, encode, handoff, train, wait, ..."""
     track: str
-    """Who did it: a thread or a stream."""
+    """The thread or stream that did it."""
     start_us: int
     duration_us: int
     batch: int = -1
     """Number of the batch; -1 for none."""
     device: bool = False
-    """Measured on a device."""
+    """True if measured on a device."""
 
 
 class Counter(NamedTuple):
-    """A sample of a number that changes."""
+    """A sample of a number that changes over time."""
 
     name: str
     at_us: int
     value: float
+
+
+class _Event(Protocol):
+    """The part of `torch.cuda.Event` that is used here."""
+
+    def record(self, stream: torch.cuda.Stream | None) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
+class _HostEvent:
+    """The host clock as an event; work on the host is done when the event is recorded."""
+
+    at_us = 0
+
+    def record(self, _: object) -> None:
+        self.at_us = now_us()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end_event: _HostEvent) -> float:
+        return (end_event.at_us - self.at_us) / 1000
+
+
+def _device_event() -> _Event:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class _EventPair(NamedTuple):
+    start: _Event
+    end: _Event
+
+
+class _EventPairs:
+    """Reusable event pairs; no more than `MOST_PENDING` exist, so a stalled device cannot exhaust memory."""
+
+    def __init__(self, make_event: Callable[[], _Event]) -> None:
+        self._make_event = make_event
+        self._free: list[_EventPair] = []
+        self._num_made = 0
+
+    def take(self) -> _EventPair | None:
+        """A pair to record, or None if all are in use."""
+        if self._free:
+            return self._free.pop()
+        if self._num_made == MOST_PENDING:
+            return None
+        self._num_made += 1
+        return _EventPair(self._make_event(), self._make_event())
+
+    def give_back(self, pair: _EventPair) -> None:
+        self._free.append(pair)
 
 
 class Trace:
@@ -61,17 +154,17 @@ class Trace:
     def __init__(self, limit: int = 200_000, *, enabled: bool = True) -> None:
         self.enabled = enabled
         self.num_dropped = 0
-        """Spans and samples that are no longer kept, or were never taken."""
+        """Spans and samples that were discarded or never measured."""
         self._spans: deque[Span] = deque(maxlen=limit)
         self._counters: deque[Counter] = deque(maxlen=limit)
         self._clocks: dict[torch.device, _DeviceClock] = {}
-        self._pending: defaultdict[torch.cuda.Stream, deque[tuple[Span, _Pair]]] = defaultdict(deque)
-        """Device spans in the order in which their streams pass them, `start_us` being the time of launch."""
+        self._pending: defaultdict[torch.cuda.Stream, deque[tuple[Span, _EventPair]]] = defaultdict(deque)
+        """Unread device spans of each stream in launch order; their `start_us` is the time of the launch."""
         self._lock = threading.Lock()
-        """Guards everything above; held while waiting only once per device, for its anchor."""
+        """Guards everything above. Held during a wait only once per device, in `anchor`."""
 
     def span(self, name: str, track: str = "", batch: int = -1) -> AbstractContextManager[None]:
-        """What happens inside, on the host clock; the track is this thread unless named."""
+        """Measure the body on the host clock; the track defaults to the name of this thread."""
         if not self.enabled:
             return _NOTHING
         return self._host_span(name, track or threading.current_thread().name, batch)
@@ -79,9 +172,9 @@ class Trace:
     def device_span(
         self, name: str, track: str, stream: torch.cuda.Stream | None, batch: int = -1
     ) -> AbstractContextManager[None]:
-        """What is put on `stream` inside, from start to end on the device; without a stream a host span.
+        """Measure on the device the work that the body puts on `stream`; without a stream, a host span.
 
-        Does not make the stream current, and must not stand inside the capture of a CUDA graph.
+        Does not make the stream current. Must not be used while a CUDA graph is captured.
         """
         if not self.enabled:
             return _NOTHING
@@ -90,13 +183,13 @@ class Trace:
         return self._stream_span(name, track, stream, batch)
 
     def count(self, name: str, value: float) -> None:
-        """Take a sample of a number, now."""
+        """Record the current value of a number."""
         if self.enabled:
             with self._lock:
                 self._keep(self._counters, Counter(name, now_us(), value))
 
     def anchor(self, device: torch.device) -> None:
-        """Tie the clock of a CUDA device to the host's; waits once for the device, later calls do nothing."""
+        """Tie the clock of a CUDA device to the host's. Waits for the device once; later calls do nothing."""
         if not self.enabled or device.type != "cuda":
             return
         import torch
@@ -108,16 +201,16 @@ class Trace:
                 self._clocks[device] = _DeviceClock(device)
 
     def collect(self) -> None:
-        """Resolve the device spans that are finished; never waits."""
+        """Read the device spans that are finished; never waits."""
         with self._lock:
             for stream, queue in self._pending.items():
-                while queue and queue[0][1].end.query():  # type: ignore[no-untyped-call]
+                while queue and queue[0][1].end.query():
                     span, pair = queue.popleft()
                     start_us, end_us = self._clocks[stream.device].read(pair, span.start_us)
                     self._keep(self._spans, span._replace(start_us=start_us, duration_us=end_us - start_us))
 
     def finish(self) -> None:
-        """Wait for every device span that was closed before, and resolve it."""
+        """Wait for every device span that has been closed, and read it."""
         with self._lock:
             last = [queue[-1][1].end for queue in self._pending.values() if queue]
         for event in last:
@@ -125,7 +218,7 @@ class Trace:
         self.collect()
 
     def spans(self) -> list[Span]:
-        """The spans resolved so far, in that order."""
+        """The spans read so far, in the order in which they were read."""
         with self._lock:
             return list(self._spans)
 
@@ -135,14 +228,14 @@ class Trace:
             return list(self._counters)
 
     def write_jsonl(self, path: Path) -> None:
-        """Write what is resolved so far, one JSON object per line; `read_jsonl` gives it back."""
+        """Write the spans and samples so far, one JSON object per line."""
         if self.enabled:
             lines = [json.dumps({"kind": "span"} | span._asdict()) for span in self.spans()]
             lines += [json.dumps({"kind": "counter"} | sample._asdict()) for sample in self.counters()]
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def write_chrome(self, path: Path) -> None:
-        """Write what is resolved so far as a trace that Perfetto and chrome://tracing open."""
+        """Write the spans and samples so far as a trace for Perfetto or chrome://tracing."""
         if self.enabled:
             events = list(_chrome_events(self.spans(), self.counters()))
             path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
@@ -167,22 +260,24 @@ class Trace:
         pair.start.record(stream)
         try:
             yield
-        except BaseException:  # the device may be what failed: touching it again would hide the error
+        except BaseException:  # the device may have failed: touching it again would hide the error
             with self._lock:
-                self._clocks[stream.device].free.append(pair)
+                self._clocks[stream.device].pairs.give_back(pair)
             raise
         pair.end.record(stream)
         with self._lock:
             self._pending[stream].append((launched, pair))
 
-    def _take_pair(self, device: torch.device) -> _Pair | None:
+    def _take_pair(self, device: torch.device) -> _EventPair | None:
         self.anchor(device)
-        clock = self._clocks[device]
-        if not clock.free:
-            self.collect()
+        pairs = self._clocks[device].pairs
         with self._lock:
-            pair = clock.take()
-            self.num_dropped += pair is None
+            pair = pairs.take()
+        if pair is None:
+            self.collect()
+            with self._lock:
+                pair = pairs.take()
+                self.num_dropped += pair is None
         return pair
 
     def _keep(self, records: deque[Any], record: Span | Counter) -> None:
@@ -192,45 +287,31 @@ class Trace:
 
 _NOTHING = nullcontext()
 OFF = Trace(limit=0, enabled=False)
-"""The trace of those who want none: pass it instead of asking whether there is one."""
-
-
-class _Pair(NamedTuple):
-    start: torch.cuda.Event
-    end: torch.cuda.Event
+"""A trace that records nothing, for callers that want none."""
 
 
 class _DeviceClock:
-    """The timing events of one device, and where they lie on the host clock."""
+    """The event pairs of one device, and their position on the host clock."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
 
-        self.free: list[_Pair] = []
-        self._num_pairs = 0
+        self.pairs = _EventPairs(_device_event)
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         tries = []
         for _ in range(ANCHOR_TRIES):
-            event, before_us = _timing_event(), now_us()
+            event, before_us = _device_event(), now_us()
             event.record(stream)
             event.synchronize()
             after_us = now_us()
             tries.append((after_us - before_us, (before_us + after_us) / 2, event))
         _, self._anchor_us, self._anchor = min(tries, key=lambda found: found[0])
 
-    def take(self) -> _Pair | None:
-        """Two events to record, or None when too many are under way."""
-        if self.free:
-            return self.free.pop()
-        if self._num_pairs == MOST_PENDING:
-            return None
-        self._num_pairs += 1
-        return _Pair(_timing_event(), _timing_event())
+    def read(self, pair: _EventPair, launched_us: int) -> tuple[int, int]:
+        """Start and end in microseconds of a pair that the device has passed; the pair becomes free.
 
-    def read(self, pair: _Pair, launched_us: int) -> tuple[int, int]:
-        """Start and end of a pair that the device has passed; its events become free.
-
-        The clocks drift apart: a start before its launch or an end in the future says by how much at least.
+        The two clocks drift apart. A start before its launch or an end in the future shows the least drift there
+        must be, and the anchor moves by that much.
         """
         seen_us, reach_ms = now_us(), self._anchor.elapsed_time(pair.start)
         start_us = self._anchor_us + 1000 * reach_ms
@@ -238,29 +319,13 @@ class _DeviceClock:
         drift_us = max(launched_us - start_us, 0) or min(seen_us - end_us, 0)
         self._anchor_us += drift_us
         if reach_ms > ANCHOR_REACH_MS:
-            self._anchor_us, self._anchor, pair = start_us + drift_us, pair.start, _Pair(self._anchor, pair.end)
-        self.free.append(pair)
+            self._anchor_us, self._anchor, pair = (
+                start_us + drift_us,
+                pair.start,
+                _EventPair(self._anchor, pair.end),
+            )
+        self.pairs.give_back(pair)
         return math.floor(start_us + drift_us), math.floor(end_us + drift_us)
-
-
-def now_us() -> int:
-    """The host clock of all spans."""
-    return time.perf_counter_ns() // 1000
-
-
-def read_jsonl(path: Path) -> tuple[list[Span], list[Counter]]:
-    """What `write_jsonl` wrote."""
-    kinds: dict[str, list[dict[str, Any]]] = {"span": [], "counter": []}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        kinds[record.pop("kind")].append(record)
-    return [Span(**record) for record in kinds["span"]], [Counter(**record) for record in kinds["counter"]]
-
-
-def _timing_event() -> torch.cuda.Event:
-    import torch
-
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _chrome_events(spans: Iterable[Span], counters: Iterable[Counter]) -> Iterator[dict[str, object]]:
@@ -281,7 +346,7 @@ def _chrome_events(spans: Iterable[Span], counters: Iterable[Counter]) -> Iterat
 
 
 def _nested_rows(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans of one track, sorted by start, in rows where they nest or follow: Perfetto drops those that cross."""
+    """Split the spans of one track, sorted by start, into rows without partial overlaps: Perfetto drops those."""
     rows: list[tuple[list[Span], list[int]]] = []  # with the ends of the spans that are still open
     for span in spans:
         end_us = span.start_us + span.duration_us
@@ -301,84 +366,64 @@ def _nested_rows(spans: Iterable[Span]) -> list[list[Span]]:
     return [row for row, _ in rows]
 
 
-MOST_PENDING_STEPS = 256
-"""Steps that may be launched and not yet passed by the device; what is launched beyond is not measured."""
-WARMUP_STEPS = 5
-"""Steps of a clock that are left out of its summary: they compile kernels and fill caches."""
-OUTLIER_FACTOR = 2.0
-"""A step that takes this many times the median is an outlier."""
-
-
 class StepTime(NamedTuple):
-    """One step: `step_ms` is its work and the gap before it."""
+    """One step: `step_ms` is its work plus the gap before it."""
 
     step: int
     step_ms: float
     gap_ms: float
-    """How long the stream was idle before it; 0 for the first step and behind a pause."""
+    """Idle time of the stream before the step; 0 for the first step and after a pause."""
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What many step times have in common; all zero when there are none."""
+def step_timing(steps: Iterable[StepTime]) -> Timing:
+    return Timing.of(step.step_ms for step in steps)
 
-    count: int
-    median_ms: float
-    mean_ms: float
-    cv: float
-    """Coefficient of variation: the standard deviation as a share of the mean."""
-    idle_share: float
-    outliers: list[StepTime]
 
-    @classmethod
-    def of(cls, times: Iterable[StepTime]) -> Summary:
-        """The summary of these steps."""
-        steps = list(times)
-        lengths_ms = np.array([step.step_ms for step in steps])
-        total_ms = float(lengths_ms.sum())
-        if total_ms == 0:
-            return cls(len(steps), 0.0, 0.0, 0.0, 0.0, [])
-        median_ms, mean_ms = float(np.median(lengths_ms)), total_ms / len(steps)
-        cv = float(lengths_ms.std()) / mean_ms
-        idle_share = sum(step.gap_ms for step in steps) / total_ms
-        outliers = [step for step in steps if step.step_ms > OUTLIER_FACTOR * median_ms]
-        return cls(len(steps), median_ms, mean_ms, cv, idle_share, outliers)
+def idle_share(steps: Sequence[StepTime]) -> float:
+    """Share of the time of these steps in which the stream was idle."""
+    total_ms = sum(step.step_ms for step in steps)
+    return sum(step.gap_ms for step in steps) / total_ms if total_ms else 0.0
+
+
+def outliers(steps: Sequence[StepTime]) -> list[StepTime]:
+    """The steps that take more than `OUTLIER_FACTOR` times the median."""
+    limit_ms = OUTLIER_FACTOR * step_timing(steps).median_ms
+    return [step for step in steps if step.step_ms > limit_ms]
 
 
 class StepClock:
-    """Measures the steps of one stream, or of the host when there is none. For one thread.
+    """Measures the steps of one stream, or of the host if there is none. For one thread.
 
-    Call `begin` when the stream has been told to wait for the batch and the first kernels are about to follow, and
-    `end` behind the last ones; both outside of anything captured. Only the latest `limit` times are kept.
+    Call `begin` after the stream has been made to wait for the batch and before the step's first kernel, and `end`
+    after its last; neither during a graph capture. Only the latest `limit` times are kept.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None, limit: int = 1000, first_step: int = 0) -> None:
         self.step = first_step
-        """The step that is under way, or the next one."""
+        """The current step, or the next one."""
         self.num_dropped = 0
         """Steps that were not measured because the device was too far behind."""
         self._stream = stream
-        self._make_event: Callable[[], _Event] = _HostEvent if stream is None else _step_event
-        self._free: list[_StepPair] = []
-        self._open: _StepPair | None = None
+        self._pairs = _EventPairs(_HostEvent if stream is None else _device_event)
+        self._open: _EventPair | None = None
         self._follows = False
-        """Whether the step before the open one was measured and nothing else was done in between."""
-        self._pending: deque[tuple[int, _StepPair, bool]] = deque()
-        self._last: _StepPair | None = None
-        """The latest step that was read: the next gap begins at its end."""
+        """True if the step before the open one was measured and nothing else was done in between."""
+        self._pending: deque[tuple[int, _EventPair, bool]] = deque()
+        self._last: _EventPair | None = None
+        """The latest step that was read: the next gap starts at its end."""
         self._uncollected: deque[StepTime] = deque(maxlen=limit)
         self._recent: deque[StepTime] = deque(maxlen=limit)
         self._warm_at = first_step + WARMUP_STEPS
 
     def begin(self) -> None:
-        """Mark where the work of a step starts."""
+        """Record the start of a step's work."""
         self._read_passed()
-        self._open = self._open or self._take()
+        self._open = self._open or self._pairs.take()
         if self._open is not None:
-            self._open.begin.record(self._stream)
+            self._open.start.record(self._stream)
 
     def end(self) -> None:
-        """Mark where the work of the step ends."""
+        """Record the end of the step's work."""
         if self._open is not None:
             self._open.end.record(self._stream)
             self._pending.append((self.step, self._open, self._follows))
@@ -389,7 +434,7 @@ class StepClock:
         self.step += 1
 
     def pause(self) -> None:
-        """Say that something else follows on purpose, such as a validation: that is no idle time."""
+        """Do not count the time until the next step as idle, for example during a validation."""
         self._follows = False
 
     def collect(self) -> list[StepTime]:
@@ -399,63 +444,19 @@ class StepClock:
         self._uncollected.clear()
         return times
 
-    def summary(self) -> Summary:
-        """Of the latest `limit` steps that the device has passed, without the first `WARMUP_STEPS` of all."""
+    def timing(self) -> Timing:
+        """Timing of the latest `limit` steps that the device has passed, without the first `WARMUP_STEPS`."""
         self._read_passed()
-        return Summary.of(self._recent)
+        return step_timing(self._recent)
 
     def _read_passed(self) -> None:
         while self._pending and self._pending[0][1].end.query():
             step, pair, follows = self._pending.popleft()
-            gap_ms = self._last.end.elapsed_time(pair.begin) if follows and self._last is not None else 0.0
-            measured = StepTime(step, gap_ms + pair.begin.elapsed_time(pair.end), gap_ms)
+            gap_ms = self._last.end.elapsed_time(pair.start) if follows and self._last is not None else 0.0
+            measured = StepTime(step, gap_ms + pair.start.elapsed_time(pair.end), gap_ms)
             self._uncollected.append(measured)
             if step >= self._warm_at:
                 self._recent.append(measured)
             if self._last is not None:
-                self._free.append(self._last)
+                self._pairs.give_back(self._last)
             self._last = pair
-
-    def _take(self) -> _StepPair | None:
-        """Two events to record, or None when too many are under way."""
-        if self._free:
-            return self._free.pop()
-        if len(self._pending) >= MOST_PENDING_STEPS:
-            return None
-        return _StepPair(self._make_event(), self._make_event())
-
-
-class _Event(Protocol):
-    """What of a CUDA event is used here."""
-
-    def record(self, stream: torch.cuda.Stream | None) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def elapsed_time(self, end_event: Any) -> float: ...
-
-
-class _StepPair(NamedTuple):
-    begin: _Event
-    end: _Event
-
-
-class _HostEvent:
-    """The host clock in the form of an event that is passed at once."""
-
-    at_s = 0.0
-
-    def record(self, _: object) -> None:
-        self.at_s = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end_event: _HostEvent) -> float:
-        return 1000 * (end_event.at_s - self.at_s)
-
-
-def _step_event() -> _Event:
-    import torch
-
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
 
-from myxtts.config import MAX_AUTO_BUFFER, MAX_AUTO_PREFETCH, DataSettings, Settings
+from myxtts.config import MAX_AUTO_BUFFER, MAX_AUTO_PREFETCH, DataSettings, Settings, num_codes_of
 from myxtts.data.batches import (
     Batch,
     Batches,
@@ -27,7 +26,6 @@ from myxtts.data.batches import (
     HostBatch,
     Layout,
     host_layout,
-    num_codes_of,
     packed_tokens,
 )
 from myxtts.data.clips import ClipSet, PreparedCorpus
@@ -37,7 +35,7 @@ from myxtts.errors import ConfigError
 from myxtts.host import available_bytes, usable_cores
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import OFF, Trace
-from myxtts.pipeline.frontend import CapturedFrontend, DecoderFrontend, DvaeFrontend, Frontend, GptFrontend
+from myxtts.pipeline.frontend import FRONTENDS, CudaGraphFrontend, Frontend
 from myxtts.pipeline.ring import Ring, RingClosed, Slot
 from myxtts.pipeline.workers import (
     Block,
@@ -296,15 +294,11 @@ class Feed:
         self._rings += [self._keep_ring] if self._keep_ring is not None else []
 
     def _encoder(self) -> EncodeBlock:
-        """The front end's work from block to block: captured as a graph, or launched kernel by kernel."""
         if not self._captured:
-            return partial(_encode_eagerly, self._frontend)
+            return self._frontend.encode_block
         with explained_out_of_memory(self.plan, "data", "preparing the front end"):
-            stream, sizes = self._streams.encode, self._gatherer.static_sizes
-            captured = CapturedFrontend(self._frontend, self._inputs, sizes, stream)
-        return lambda source, target, batch: captured.encode_block(
-            source.memory, target.memory, batch.sizes, batch.codes_known
-        )
+            sizes, stream = self._gatherer.static_sizes, self._streams.encode
+            return CudaGraphFrontend(self._frontend, self._inputs, sizes, stream).encode_block
 
     def _device_works(self, encoder: EncodeBlock) -> list[tuple[str, Work]]:
         streams, trace, encoded = self._streams, self._trace, self.encoded_ring
@@ -350,10 +344,6 @@ def _block_ring(name: str, layout: Layout, plan: Plan, role: str, depth: int) ->
     device = plan.data if role == "data" else plan.model
     with explained_out_of_memory(plan, role, "allocating its buffers"):
         return Ring(name, [Block(layout, device) for _ in range(depth)], device)
-
-
-def _encode_eagerly(frontend: Frontend, source: Block, target: Block, batch: Gathered) -> None:
-    frontend.encode(source.tensors, target.tensors, batch.sizes, batch.codes_known)
 
 
 class FeedContext(Protocol):
@@ -405,7 +395,7 @@ def build_gatherer(ctx: FeedContext, clips: ClipSet) -> Gatherer:
     data, seed, plan = ctx.settings.data, ctx.settings.training.seed, ctx.plan
     tokens = packed_tokens(clips.num_ids, clips.num_samples)
     batches = Batches(tokens, data.batch_size, seed, plan.rank, plan.world_size)
-    cache = open_codes(ctx, clips) if ctx.stage != "dvae" else None
+    cache = open_codes(ctx, clips) if FRONTENDS[ctx.stage].uses_codes else None
     voices = ctx.prepared.voices(clips) if data.reference_clip == "other" else None
     return Gatherer(clips, batches, data, seed, cache, voices)
 
@@ -417,15 +407,8 @@ def open_codes(ctx: FeedContext, clips: ClipSet) -> CodesCache:
 
 
 def _frontend(ctx: FeedContext, frame_budget: int) -> Frontend:
-    model, data, device = ctx.model, ctx.settings.data, ctx.plan.data
-    autocast = data.mixed_precision and device.type == "cuda"
-    frontend: GptFrontend | DvaeFrontend | DecoderFrontend
-    if ctx.stage == "dvae":
-        frontend = DvaeFrontend(model, data)
-    elif ctx.stage == "gpt":
-        frontend = GptFrontend(model, data, frame_budget, autocast)
-    else:
-        frontend = DecoderFrontend(model, data, frame_budget, autocast)
+    data, device = ctx.settings.data, ctx.plan.data
+    frontend = FRONTENDS[ctx.stage](ctx.model, data, frame_budget, data.mixed_precision and device.type == "cuda")
     with explained_out_of_memory(ctx.plan, "data", "loading the frozen networks"):
         return frontend.to(device).eval()
 

@@ -1,24 +1,24 @@
-"""The data role's work on a batch: from what the host sent to what a recipe reads. Everything here is frozen.
+"""Front ends: compute the inputs of a recipe from an uploaded batch, on the data role's device, with frozen
+networks.
 
-    Gpt      PCM ─► codes (unless they came from the cache), reference voice ─► conditioning mel
-    Dvae     PCM ─► mel
-    Decoder  as Gpt, then the frozen GPT ─► latents of a piece of the clip; the piece at 24 kHz; who speaks
+    dvae     PCM ─► mel gpt      PCM ─► codes (unless cached), reference audio ─► conditioning mel decoder  as gpt,
+    then the frozen GPT ─► latents of a segment of each clip; the segment at 24 kHz; speaker embedding
 
-On CUDA with static shapes the work is captured once as a graph and replayed: one launch per batch, so that the
-trainer's thread is hardly disturbed. Nothing here waits for the device or knows rings and threads.
+On CUDA with static shapes a front end is captured as a CUDA graph: one launch per batch, which hardly disturbs the
+trainer's thread. Nothing here waits for the device or knows rings and threads.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings, num_frames_of
 from myxtts.data.batches import (
     MAX_CROP_FRAMES,
     MAX_CROP_SAMPLES,
@@ -26,6 +26,7 @@ from myxtts.data.batches import (
     SEGMENT_CODES,
     TOTALS,
     Field,
+    Gathered,
     Layout,
     Sizes,
     max_codes,
@@ -38,24 +39,35 @@ from myxtts.model.gpt import pack
 from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, pcm_to_wave, resample
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, num_samples
 from myxtts.model.xtts import XTTS
+from myxtts.pipeline.workers import Block
 
 Tensors = Mapping[str, Tensor]
 
 
-class Frontend(Protocol):
-    """What stands between a batch of the host and a recipe."""
+class Frontend(nn.Module, ABC):
+    """Computes the inputs of one recipe."""
 
     uses_codes: bool
+    """True if the outputs include codes, which can be cached."""
     outputs: Layout
 
+    @abstractmethod
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
-        """Fill `out` from an uploaded batch, both on the data role's device."""
+        """Fill `out` from an uploaded batch; `codes_known` if the batch holds codes from the cache."""
 
+    @abstractmethod
     def used(self, out: Tensors, sizes: Sizes) -> Tensors:
         """The part of `out` that a batch of these sizes fills; all of it under static shapes."""
 
+    def encode_block(self, source: Block, target: Block, gathered: Gathered) -> None:
+        self.encode(source.tensors, target.tensors, gathered.sizes, gathered.codes_known)
 
-class GptFrontend(nn.Module):
+
+def _weight_fields(batch_size: int) -> dict[str, Field]:
+    return {"weights": Field((batch_size,), "float32"), "totals": Field((len(TOTALS),), "float32")}
+
+
+class GptFrontend(Frontend):
     """Text ids, codes and packed conditioning mels."""
 
     uses_codes = True
@@ -76,8 +88,7 @@ class GptFrontend(nn.Module):
                 "num_codes": numbers,
                 "mel": Field((frame_budget, model.dims.gpt.mel_channels), "float32"),
                 "num_frames": numbers,
-                "weights": Field((size,), "float32"),
-                "totals": Field((len(TOTALS),), "float32"),
+                **_weight_fields(size),
             }
         )
 
@@ -93,7 +104,7 @@ class GptFrontend(nn.Module):
                 codes = self._packed_codes(wave, batch, sizes.codes) if sizes.codes else self._codes(wave, batch)
             inside = torch.arange(codes.shape[1], device=codes.device) < batch["num_codes"][:, None]
             out["codes"][:, : codes.shape[1]].copy_(torch.where(inside, codes, 0))
-        out["num_frames"].copy_(batch["crop_samples"] // HOP_SAMPLES + 1)
+        out["num_frames"].copy_(num_frames_of(batch["crop_samples"]))
         out["mel"][: sizes.frames].copy_(self._crop_mels(wave, batch, out["num_frames"], sizes.frames))
 
     def used(self, out: Tensors, sizes: Sizes) -> Tensors:
@@ -102,34 +113,34 @@ class GptFrontend(nn.Module):
         return {**out, "ids": ids, "codes": codes_used, "mel": mel}
 
     def _packed_codes(self, wave: Tensor, batch: Tensors, budget: int) -> Tensor:
-        """Codes [clips, most codes] of clips laid behind each other, a code apart: no padding is encoded."""
-        num_codes, num_frames = batch["num_codes"].long(), batch["num_samples"].long() // HOP_SAMPLES + 1
+        """Codes [clips, most codes] of clips packed with one code between them: no padding is encoded."""
+        num_codes, num_frames = batch["num_codes"].long(), num_frames_of(batch["num_samples"].long())
         offsets = offsets_of(num_codes + 1)
         clip, place = _places(offsets, budget)
-        quarter = place < num_codes[clip]
+        is_code = place < num_codes[clip]
 
         def inside(parts: int) -> Tensor:
-            """[parts * budget]: which pieces of a code's frames belong to the clip."""
+            """[parts * budget]: True for the frames, or pairs of frames, that belong to the clip."""
             pieces = parts * place[:, None] + torch.arange(parts, device=wave.device)
             stride = FRAMES_PER_CODE // parts
-            return ((pieces * stride < num_frames[clip, None]) & quarter[:, None]).flatten()
+            return ((pieces * stride < num_frames[clip, None]) & is_code[:, None]).flatten()
 
         frame = FRAMES_PER_CODE * place[:, None] + torch.arange(FRAMES_PER_CODE, device=wave.device)
         frame = frame.flatten().clamp(0, wave.shape[1] // HOP_SAMPLES)
         rows = (clip.repeat_interleave(FRAMES_PER_CODE), frame)
         mel = self.dvae_mel(wave, self.mel_stats, batch["num_samples"], rows)
-        codes = self.dvae.encode_packed(mel, (inside(4), inside(2), quarter))
+        codes = self.dvae.encode_packed(mel, (inside(4), inside(2), is_code))
         places = torch.arange(-(-wave.shape[1] // SAMPLES_PER_CODE), device=wave.device)
         return codes[(offsets[:-1, None] + places).clamp(max=budget - 1)]
 
     def _codes(self, wave: Tensor, batch: Tensors) -> Tensor:
-        """The same clip by clip, for the rare batch that has more codes than there is room for."""
+        """The same without packing, for the rare batch with more codes than the packed budget."""
         lengths = batch["num_samples"]
         mel = self.dvae_mel(wave, self.mel_stats, lengths)[..., : wave.shape[1] // HOP_SAMPLES]
-        return self.dvae.encode(mel, lengths // HOP_SAMPLES + 1)
+        return self.dvae.encode(mel, num_frames_of(lengths))
 
     def _crop_mels(self, wave: Tensor, batch: Tensors, num_frames: Tensor, budget: int) -> Tensor:
-        """Mels of the reference voices, one behind the other, [budget, channels], zeros behind the last."""
+        """Packed mels of the reference crops, [budget, channels], zeros after the last."""
         starts, lengths = batch["crop_starts"], batch["crop_samples"]
         places = torch.arange(min(MAX_CROP_SAMPLES, wave.shape[1]), device=wave.device)
         slots = batch["crop_slots"][:, None].long()
@@ -143,19 +154,19 @@ class GptFrontend(nn.Module):
 
 
 def _places(offsets: Tensor, budget: int) -> tuple[Tensor, Tensor]:
-    """Of each row of a packed tensor the clip, and its place in the clip; rows behind the last clip count on."""
+    """Clip index and position within the clip of each packed row; padding rows keep counting."""
     rows = torch.arange(budget, device=offsets.device)
     clip = segment_of(rows, offsets).clamp(max=len(offsets) - 2)
     return clip, rows - offsets[clip]
 
 
-class DvaeFrontend(nn.Module):
-    """Mels as the DVAE hears them, silent behind each clip."""
+class DvaeFrontend(Frontend):
+    """Mels for the DVAE, zero after each clip."""
 
     uses_codes = False
     mel_stats: Tensor
 
-    def __init__(self, model: XTTS, data: DataSettings) -> None:
+    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0, autocast: bool = False) -> None:  # noqa: ARG002
         super().__init__()
         size = data.batch_size
         self.mel = LogMel(DVAE_MEL)
@@ -164,8 +175,7 @@ class DvaeFrontend(nn.Module):
             {
                 "mel": Field((size, model.dims.gpt.mel_channels, max_codes(data) * FRAMES_PER_CODE), "float32"),
                 "num_frames": Field((size,), "int32"),
-                "weights": Field((size,), "float32"),
-                "totals": Field((len(TOTALS),), "float32"),
+                **_weight_fields(size),
             }
         )
 
@@ -174,7 +184,7 @@ class DvaeFrontend(nn.Module):
         wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
         frames = wave.shape[1] // HOP_SAMPLES
         mel = self.mel(wave, self.mel_stats, batch["num_samples"])[..., :frames]
-        out["num_frames"].copy_(batch["num_samples"] // HOP_SAMPLES + 1)
+        out["num_frames"].copy_(num_frames_of(batch["num_samples"]))
         inside = torch.arange(frames, device=mel.device) < out["num_frames"][:, None]
         out["mel"][..., :frames].copy_(torch.where(inside[:, None], mel, 0))
         for name in ("weights", "totals"):
@@ -184,12 +194,12 @@ class DvaeFrontend(nn.Module):
         return {**out, "mel": out["mel"][..., : sizes.samples // HOP_SAMPLES]}
 
 
-class DecoderFrontend(nn.Module):
-    """Latents of the frozen GPT for a piece of every clip, the piece itself at 24 kHz, and who speaks."""
+class DecoderFrontend(Frontend):
+    """Latents of the frozen GPT for a segment of every clip, the segment at 24 kHz, and the speaker embedding."""
 
     uses_codes = True
 
-    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool) -> None:
+    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
         super().__init__()
         size, dims = data.batch_size, model.dims
         self.inputs = GptFrontend(model, data, frame_budget, autocast)
@@ -201,8 +211,7 @@ class DecoderFrontend(nn.Module):
                 "latents": Field((size, SEGMENT_CODES, dims.gpt.dim), "float32"),
                 "wave": Field((size, num_samples(SEGMENT_CODES)), "float32"),
                 "speaker": Field((size, dims.speaker_dim), "float32"),
-                "weights": Field((size,), "float32"),
-                "totals": Field((len(TOTALS),), "float32"),
+                **_weight_fields(size),
                 "codes": self.inputs.outputs["codes"],
             }
         )
@@ -219,60 +228,69 @@ class DecoderFrontend(nn.Module):
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             latents = self.gpt.code_latents(packed)
         places = batch["segments"][:, None].long() + torch.arange(SEGMENT_CODES, device=device)
-        # A clip shorter than the piece has zeros behind its last latent, and silence behind its last sample.
+        # A clip shorter than the segment gets zeros after its last latent and silence after its last sample.
         present = places < between["num_codes"][:, None]
         places = places.clamp(max=latents.shape[1] - 1)
         chosen = latents.gather(1, places[..., None].expand(-1, -1, latents.shape[2]))
         out["latents"].copy_(torch.where(present[..., None], chosen, 0))
         wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
-        out["wave"].copy_(_piece_24k(wave, batch["segments"], out["wave"].shape[1]))
+        out["wave"].copy_(_segment_24k(wave, batch["segments"], out["wave"].shape[1]))
         out["speaker"].copy_(self._speaker(wave, batch))
         out["codes"].copy_(between["codes"])
         for name in ("weights", "totals"):
             out[name].copy_(batch[name])
 
-    def used(self, out: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002 - pieces are all alike
+    def used(self, out: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002 - all segments have the same size
         return out
 
     def _speaker(self, wave: Tensor, batch: Tensors) -> Tensor:
-        """Embeddings of three seconds from the start of the reference voice, the clip repeated where it ends."""
+        """Embeddings of three seconds from the start of the reference crop; shorter clips are repeated."""
         slots = batch["crop_slots"][:, None].long()
         places = batch["crop_starts"][:, None].long() + torch.arange(MIN_CROP_SAMPLES, device=wave.device)
-        heard = wave[slots, places % batch["num_samples"].long()[slots]]
-        embedding: Tensor = self.speaker_encoder(resample(heard, SPEAKER_SAMPLE_RATE), l2_norm=True)
+        reference = wave[slots, places % batch["num_samples"].long()[slots]]
+        embedding: Tensor = self.speaker_encoder(resample(reference, SPEAKER_SAMPLE_RATE), l2_norm=True)
         return embedding
 
 
-def _piece_24k(wave: Tensor, segments: Tensor, width: int) -> Tensor:
-    """What SEGMENT_CODES codes from `segments` [clips] on stand for, at 24 kHz, with its surroundings heard."""
-    margin = 1470  # samples that become exactly 1600
+def _segment_24k(wave: Tensor, segments: Tensor, width: int) -> Tensor:
+    """The audio of SEGMENT_CODES codes from `segments` [clips] on, at 24 kHz [clips, width].
+
+    It is resampled with a margin, so that its ends see their real neighbours.
+    """
+    margin = 1470  # becomes exactly 1600 samples
     span = SEGMENT_CODES * SAMPLES_PER_CODE + 2 * margin
     places = segments[:, None].long() * SAMPLES_PER_CODE - margin + torch.arange(span, device=wave.device)
     inside = (places >= 0) & (places < wave.shape[1])
-    piece = torch.where(inside, wave.gather(1, places.clamp(0, wave.shape[1] - 1)), 0)
+    segment = torch.where(inside, wave.gather(1, places.clamp(0, wave.shape[1] - 1)), 0)
     first = margin * OUTPUT_SAMPLE_RATE // SAMPLE_RATE
-    return resample(piece, OUTPUT_SAMPLE_RATE)[:, first : first + width]
+    return resample(segment, OUTPUT_SAMPLE_RATE)[:, first : first + width]
 
 
+FRONTENDS: dict[str, type[GptFrontend | DvaeFrontend | DecoderFrontend]] = {
+    "dvae": DvaeFrontend,
+    "gpt": GptFrontend,
+    "decoder": DecoderFrontend,
+}
+"""The front end of each stage of `config.STAGES`."""
 _WAYS = ((True, True), (False, True), (False, False))
-"""Codes known; computed for clips packed together; computed clip by clip."""
+"""(codes known, packed): codes from the cache, computed packed, or computed clip by clip."""
 
 
-class CapturedFrontend:
-    """A front end whose work is a CUDA graph: inputs are copied in, outputs are copied out, one launch between.
+class CudaGraphFrontend:
+    """A front end as CUDA graphs: the batch is copied in, the graph is replayed, the outputs are copied out.
 
-    There is a graph for each way to come by the codes; they share their memory. Make it before any stage runs:
+    There is a graph for each way to obtain the codes; they share their memory. Create it before any worker runs:
     warming up and capturing allocate, replaying does not.
     """
 
     def __init__(self, frontend: Frontend, inputs: Layout, sizes: Sizes, stream: Stream) -> None:
-        device = stream.device
-        self.uses_codes, self.outputs = frontend.uses_codes, frontend.outputs
+        device, outputs = stream.device, frontend.outputs
+        self._uses_codes = frontend.uses_codes
         self._in = torch.zeros(inputs.num_bytes, dtype=torch.uint8, device=device)
-        self._out = torch.zeros(self.outputs.num_bytes, dtype=torch.uint8, device=device)
-        batch, out = inputs.tensors(self._in), self.outputs.tensors(self._out)
+        self._out = torch.zeros(outputs.num_bytes, dtype=torch.uint8, device=device)
+        batch, out = inputs.tensors(self._in), outputs.tensors(self._out)
         for name in ("num_samples", "num_ids", "num_codes", "crop_samples"):
-            batch[name].fill_(1)  # the smallest batch there is: no length may be 0
+            batch[name].fill_(1)  # no length may be 0
         self._graphs: dict[tuple[bool, bool], CudaGraph[None]] = {}
         pool = None
         for codes_known, packed in _WAYS if frontend.uses_codes else _WAYS[:1]:
@@ -280,9 +298,10 @@ class CapturedFrontend:
             self._graphs[codes_known, packed] = CudaGraph(work, stream, pool)
             pool = self._graphs[codes_known, packed].pool
 
-    def encode_block(self, batch: Tensor, out: Tensor, sizes: Sizes, codes_known: bool) -> None:
-        """The same from block to block, in the current stream."""
-        way = (codes_known, codes_known or sizes.codes > 0) if self.uses_codes else _WAYS[0]
-        self._in.copy_(batch)
+    def encode_block(self, source: Block, target: Block, gathered: Gathered) -> None:
+        """The same as `Frontend.encode_block`, in the current stream."""
+        codes_known = gathered.codes_known
+        way = (codes_known, codes_known or gathered.sizes.codes > 0) if self._uses_codes else _WAYS[0]
+        self._in.copy_(source.memory)
         self._graphs[way].replay()
-        out.copy_(self._out)
+        target.memory.copy_(self._out)

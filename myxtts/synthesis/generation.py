@@ -22,7 +22,7 @@ from torch import Tensor
 from myxtts.config import CONDITIONING_TOKENS
 from myxtts.devices import CudaGraph, Stream
 from myxtts.errors import Progress
-from myxtts.model.gpt import GPT, Tokens
+from myxtts.model.gpt import GPT, PaddedTokens
 
 Advance = Callable[[int], None]
 
@@ -127,7 +127,9 @@ class Decoding:
         self.is_prefix.copy_(self.slots < (CONDITIONING_TOKENS + 2 + num_ids)[:, None])
         places = torch.arange(ids.shape[1] + 2, device=ids.device)
         sentences = torch.arange(len(ids), device=ids.device)
-        token = Tokens(ids, num_ids, dims.start_text, dims.stop_text, 1).token(sentences[:, None], places - 1)
+        token = PaddedTokens(ids, num_ids, dims.start_text, dims.stop_text, 1).token(
+            sentences[:, None], places - 1
+        )
         text = model.text_embedding(token) + model.text_pos_embedding.emb(places)
         x = torch.cat([voice.expand(len(ids), -1, -1).to(text.dtype), text], dim=1)
         room = (0, 0, 0, len(self.slots) - self.prefix)

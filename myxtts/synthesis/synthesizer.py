@@ -56,7 +56,7 @@ from myxtts.synthesis.text import (
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan
 from myxtts.synthesis.voices import Listener, Voice
 from myxtts.text.tokenizer import Tokenizer
-from myxtts.weights import STAGE_PARTS, Provenance, load_folder
+from myxtts.weights import Provenance, load_folder
 
 
 class Part(NamedTuple):
@@ -711,7 +711,7 @@ def load_synthesizer(
             raise ConfigError(f"--best chooses among the checkpoints of a run; {folder} is a folder of weights")
         return Synthesizer.load(folder, device, vocoder=vocoder)
     known = provenance(run)
-    vocoder = usable_vocoder([STAGE_PARTS[stage] for stage in known.untrained], vocoder)
+    vocoder = usable_vocoder(known.untrained_parts, vocoder)
     model = run.load_model(without=known.untrained, best_gpt=best_gpt)
     return Synthesizer.suited(model, run.vocabulary(), device, known, vocoder)
 

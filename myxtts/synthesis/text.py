@@ -86,12 +86,6 @@ def severity(found: str | None) -> int:
     return 0 if found is None else len(WORST_FIRST) - WORST_FIRST.index(found)
 
 
-CHARACTER_LIMITS = {
-    "en": 250, "de": 253, "fr": 273, "es": 239, "it": 213, "pt": 203, "pl": 224, "zh": 82, "ar": 166, "cs": 186,
-    "ru": 182, "nl": 251, "tr": 226, "ja": 71, "hu": 224, "ko": 95, "hi": 150, "fa": 166,
-}  # fmt: skip
-"""The most characters of one piece, as XTTS-v2 was published: about eighteen seconds in every language. Persian,
-which it does not know, gets Arabic's, for neither writes its short vowels."""
 SHORT_SHARE = 0.1
 """Sentences shorter than this share of the limit are said together with a neighbour: alone they come out badly."""
 
@@ -231,7 +225,7 @@ def _join_short(pieces: list[str], limit: int) -> list[str]:
 
 
 FULL_LIMIT_CODES = 400
-"""Codes that a piece as long as `CHARACTER_LIMITS` allows takes; a model that knows fewer gets shorter pieces."""
+"""Codes of the longest piece of a language (`max_characters`); a model that knows fewer gets shorter pieces."""
 _SHOWN = 8
 
 
@@ -253,7 +247,7 @@ class Limits:
 
     def characters(self, language: str) -> int:
         """The most characters of one piece."""
-        return max(8, int(CHARACTER_LIMITS[language] * min(1.0, self.max_codes / FULL_LIMIT_CODES)))
+        return max(8, int(load_table(language).max_characters * min(1.0, self.max_codes / FULL_LIMIT_CODES)))
 
 
 class Sentence(NamedTuple):

@@ -1,12 +1,11 @@
-"""Which of our languages a text is written in, paying for statistics only where letters do not tell.
+"""Detects the language of texts; statistics are used only if the letters do not decide.
 
-Three steps, cheapest first. The script decides Korean, Japanese, Chinese, Hindi, Russian and most Persian
-and Arabic for a few microseconds a text. What is left is judged by the speaker: a speaker's sentences, joined
-to a few passages long enough to be told apart with certainty, usually prove to be one language, and then no
-sentence of theirs is looked at again. Only speakers whose passages disagree are judged by sentence.
+Three steps, cheapest first. The script decides Korean, Japanese, Chinese, Hindi, Russian and most Persian and
+Arabic in a few microseconds per text. The rest is decided per speaker: a speaker's sentences, joined into a few
+passages long enough to be classified with certainty, usually prove to be one language, and then none of them is
+examined by itself. Only speakers whose passages disagree are classified sentence by sentence.
 
-This module does not know where texts come from, nor what is done to them afterwards. `lingua` is imported
-when statistics are first needed, so importing this module costs nothing.
+`lingua` is imported when statistics are first needed, so importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES
 from myxtts.errors import DatasetError
-from myxtts.text.tables import fingerprint_of
+from myxtts.text.tables import fingerprint_of, load_table, table_files
 
 if TYPE_CHECKING:
     from lingua import LanguageDetector
 
 _Group = tuple[str, str | None]
-"""Script and speaker of texts judged together; None for all the speakers who say little."""
+"""Script and speaker of texts classified together; speaker None for all who have few texts."""
 _Codes = tuple[str, ...]
 _Languages = dict[str, str | None]
 """Language by text."""
@@ -43,59 +42,51 @@ _SCRIPTS = re.compile(
     "|(?P<devanagari>[\u0900-\u0963\u0971-\u097f]+)"
     r"|(?P<other>[^\W\d_]+)"
 )
-_ONE_LANGUAGE = {"hangul": "ko", "kana": "ja", "han": "zh", "devanagari": "hi", "cyrillic": "ru"}
-_LANGUAGES_OF = {
-    "latin": tuple(code for code in LANGUAGES if code not in (*_ONE_LANGUAGE.values(), "ar", "fa")),
-    "arabic": ("ar", "fa"),
-}
-
-# What only one of the two languages writes. Arabic ي and ك are no evidence: much Persian text was typed on an
-# Arabic keyboard. Neither are أ ؤ ئ and the tanwin of مثلاً, which Persian keeps in loan words. The article
-# counts only before three more letters, for الان is Persian, and so is البته.
+# Letters that only one of the two languages writes. Arabic ي and ك are no evidence: much Persian text was typed on
+# an Arabic keyboard. Neither are أ ؤ ئ and the tanwin of مثلاً, which Persian keeps in loan words. The article
+# counts only before three more letters, because الان and البته are Persian.
 _PERSIAN = re.compile("[\u067e\u0686\u0698\u06af\u06a9\u06cc\u06c0\u200c\u06f0-\u06f9]")
 _ARABIC = re.compile(
     "[\u0629\u0625\u0671\u064c\u064d]|\\b[\u0648\u0641\u0628]?\u0627\u0644(?!\u0628\u062a\u0647\\b)\\w{3}"
 )
 
 _KANA_SHARE = 0.1
-"""Least share of kana in Japanese; a fashionable の does not make a Chinese sentence Japanese."""
+"""Least share of kana in Japanese; Chinese uses an occasional の too."""
 _KANJI_ONLY_SHARE = 0.1
-"""A speaker with fewer kana-less sentences than this, per Japanese one, reads Japanese throughout."""
+"""If a speaker has fewer kanji-only sentences than this per Japanese one, they are Japanese as well."""
 _PASSAGE_CHARACTERS = 300
-"""Enough to tell eleven languages apart; from 120 on, lingua's small models answer as its large ones do."""
+"""Enough to distinguish eleven languages; from 120 on, lingua's small models agree with its large ones."""
 _PASSAGES_ODD, _PASSAGES_SPREAD = 4, 4
 _TEXTS_COUNTED = 1000
-"""Texts of a speaker whose words are counted to learn which are usual."""
+"""Texts of a speaker whose words are counted to find the common ones."""
 _LEAST_PASSAGES = 4
-"""Fewer that agree prove nothing: one passage could be several languages joined."""
+"""Fewer passages prove nothing: one could mix several languages."""
 _CANDIDATES = 4
-"""Languages compared with the large models at a time; each takes about 45 MB of memory."""
+"""Languages compared by the large models at a time; each takes about 45 MB."""
 _CANDIDATE_SHARE = 0.02
 
 
-def by_script(text: str) -> str | None:
-    """The language when letters alone decide it; None for Latin script, no letters, or a tie of ar and fa.
-
-    The script of most letters counts. No Latin letter is taken as proof: one Turkish name in an English
-    sentence would turn it Turkish.
-    """
-    return _language_in_script(text, _script_of(text))
+@cache
+def _languages_by_script() -> dict[str, _Codes]:
+    """Return the languages that are written in each script."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for code in LANGUAGES:
+        found[load_table(code).script].append(code)
+    return {script: tuple(codes) for script, codes in found.items()}
 
 
 @cache
-def fingerprint() -> str:
-    """Changes when a detected language could: the code of this module and the version of lingua."""
-    return fingerprint_of([Path(__file__)], ["lingua_language_detector"])
+def language_fingerprint() -> str:
+    """Return a hash that changes when a detected language could: code, tables, version of lingua."""
+    return fingerprint_of([Path(__file__), *table_files()], ["lingua_language_detector"])
 
 
 def detect_languages(texts: Sequence[str], speakers: Sequence[str]) -> list[str]:
-    """The language of every text, from its script, its speaker's other texts and, last, its own statistics.
+    """Return the language of every text, from its script, its speaker's other texts or its own statistics.
 
-    The result depends only on the pairs of text and speaker, not on their order. Texts without letters get
-    their speaker's most frequent language, or the corpus's.
+    The result depends only on the pairs of text and speaker, not on their order. Texts without letters get the
+    most frequent language of their speaker, or of the corpus.
     """
-    if len(texts) != len(speakers):
-        raise ValueError(f"{len(texts)} texts but {len(speakers)} speakers")
     scripts = {text: _script_of(text) for text in texts}
     certain = {text: _language_in_script(text, script) for text, script in scripts.items()}
     languages = [certain[text] for text in texts]
@@ -103,7 +94,7 @@ def detect_languages(texts: Sequence[str], speakers: Sequence[str]) -> list[str]
 
     open_texts: dict[tuple[str, str], set[str]] = defaultdict(set)
     for text, speaker, language in zip(texts, speakers, languages, strict=True):
-        if language is None and scripts[text] in _LANGUAGES_OF:
+        if language is None and scripts[text] in _languages_by_script():
             open_texts[scripts[text], speaker].add(text)
     found = _detect_by_speaker(open_texts)
     for i, (text, speaker) in enumerate(zip(texts, speakers, strict=True)):
@@ -113,12 +104,15 @@ def detect_languages(texts: Sequence[str], speakers: Sequence[str]) -> list[str]
 
 
 def _script_of(text: str) -> str:
-    """The script that most letters belong to, "" without letters; Han counts as kana in Japanese text."""
+    """Return the script of most letters, "" without letters; Han counts as kana in Japanese text."""
     if text.isascii():
         return "latin" if any(map(str.isalpha, text)) else ""
     letters: Counter[str] = Counter()
     for run in _SCRIPTS.finditer(text):
-        letters[run.lastgroup or ""] += run.end() - run.start()
+        script = run.lastgroup or ""
+        if script == "other":
+            script = unicodedata.name(run[0][0], "").partition(" ")[0].lower()
+        letters[script] += run.end() - run.start()
     chinese_characters = letters["han"] + letters["kana"]
     if letters["kana"] and letters["kana"] >= _KANA_SHARE * chinese_characters:
         letters["kana"], letters["han"] = chinese_characters, 0
@@ -128,19 +122,18 @@ def _script_of(text: str) -> str:
 
 
 def _language_in_script(text: str, script: str) -> str | None:
-    if script != "arabic":
-        return _ONE_LANGUAGE.get(script)
-    persian, arabic = len(_PERSIAN.findall(text)), len(_ARABIC.findall(text))
-    if persian == arabic:
-        return None
-    return "fa" if persian > arabic else "ar"
+    languages = _languages_by_script().get(script, ())
+    if languages == ("ar", "fa"):
+        persian, arabic = len(_PERSIAN.findall(text)), len(_ARABIC.findall(text))
+        return None if persian == arabic else "fa" if persian > arabic else "ar"
+    return languages[0] if len(languages) == 1 else None
 
 
 def _settle_by_speaker(languages: list[str | None], scripts: Sequence[str], speakers: Sequence[str]) -> None:
-    """Lets a speaker's clear texts decide the unclear ones of the same script, in place.
+    """Decide unclear texts by the speaker's clear ones in the same script, in place.
 
-    That is the sentence in kanji alone of a Japanese speaker, and the sentence without any telling letter of
-    someone whose other sentences are all Persian, or all Arabic.
+    These are kanji-only sentences of a Japanese speaker, and sentences without a distinctive letter of a speaker
+    whose other sentences are all Persian or all Arabic.
     """
     counts: dict[str, Counter[str | None]] = defaultdict(Counter)
     for speaker, language in zip(speakers, languages, strict=True):
@@ -154,7 +147,7 @@ def _settle_by_speaker(languages: list[str | None], scripts: Sequence[str], spea
 
 
 def _detect_by_speaker(open_texts: dict[tuple[str, str], set[str]]) -> dict[tuple[str, str], str | None]:
-    """Languages by (speaker, text) for texts by (script, speaker); who says little is judged with others."""
+    """Return languages by (speaker, text) for texts by (script, speaker); speakers with few texts are pooled."""
     groups: dict[_Group, set[str]] = defaultdict(set)
     group_of: dict[tuple[str, str], _Group] = {}
     for (script, speaker), texts in open_texts.items():
@@ -163,17 +156,23 @@ def _detect_by_speaker(open_texts: dict[tuple[str, str], set[str]]) -> dict[tupl
         groups[group_of[script, speaker]] |= texts
 
     answers: dict[_Group, _Languages] = {}
-    for script, candidates in _LANGUAGES_OF.items():
-        passages = {group: _passages(texts) for group, texts in groups.items() if group[0] == script}
+    for script in {group[0]: None for group in groups}:
+        of_script = {group: texts for group, texts in groups.items() if group[0] == script}
+        candidates = _known_to_lingua(_languages_by_script()[script])
+        if len(candidates) < 2:
+            only = candidates[0] if candidates else None
+            answers |= {group: dict.fromkeys(texts, only) for group, texts in of_script.items()}
+            continue
+        passages = {group: _passages(texts) for group, texts in of_script.items()}
         all_passages = [passage for sample in passages.values() for passage in sample]
-        verdicts = iter(_detect(all_passages, candidates, accurate=False))
+        detected = iter(_detect(all_passages, candidates, accurate=False))
         mixed: dict[_Group, set[str]] = {}
         for group, sample in passages.items():
-            heard = {next(verdicts) for _ in sample}
-            if len(sample) >= _LEAST_PASSAGES and len(heard) == 1 and None not in heard:
-                answers[group] = dict.fromkeys(groups[group], heard.pop())
+            seen = {next(detected) for _ in sample}
+            if len(sample) >= _LEAST_PASSAGES and len(seen) == 1 and None not in seen:
+                answers[group] = dict.fromkeys(groups[group], seen.pop())
             else:
-                mixed[group] = {language for language in heard if language}
+                mixed[group] = {language for language in seen if language}
         answers |= _detect_each({group: sorted(groups[group]) for group in mixed}, candidates, mixed)
     return {
         (speaker, text): answers[group_of[script, speaker]][text]
@@ -183,10 +182,10 @@ def _detect_by_speaker(open_texts: dict[tuple[str, str], set[str]]) -> dict[tupl
 
 
 def _passages(texts: Iterable[str]) -> list[str]:
-    """A sample of joined texts, none shorter than a passage; empty when all of them together are too short.
+    """Return a sample of passages of joined texts; empty if all texts together are too short for one.
 
-    Half of the sample is the texts that share the fewest words with the rest: were a few of them in another
-    language, they would gather there and show, however evenly they are mixed in.
+    Half of the sample is the texts that share the fewest words with the rest: if a few are in another language,
+    they collect there, however evenly they are spread.
     """
     in_order = sorted(texts)
     counted = in_order[:: max(1, len(in_order) // _TEXTS_COUNTED)]
@@ -213,18 +212,18 @@ def _passages(texts: Iterable[str]) -> list[str]:
 
 
 def _detect_each(
-    texts_of: dict[_Group, list[str]], candidates: _Codes, heard: dict[_Group, set[str]]
+    texts_of: dict[_Group, list[str]], candidates: _Codes, seen: dict[_Group, set[str]]
 ) -> dict[_Group, _Languages]:
-    """The language of every text on its own: the small models narrow a group's choice, the large ones decide.
+    """Return the language of every text by itself: the small models narrow the choice, the large ones decide.
 
-    The large models of all eleven Latin languages would take 500 MB and three seconds to load. So only a few
-    are loaded at a time, for all groups with that choice at once; in a group that mixes more languages than
-    that, the small models have the last word.
+    The large models of all eleven Latin languages would take 500 MB and three seconds to load. So only a few are
+    loaded at a time, for all groups with that choice at once; for a group that mixes more languages than that, the
+    small models decide.
     """
     answers: dict[_Group, _Languages] = {}
     choices: dict[_Codes, list[_Group]] = defaultdict(list)
     for group, texts in texts_of.items():
-        best, likely = _narrow(texts, candidates, heard[group])
+        best, likely = _narrow(texts, candidates, seen[group])
         if 2 <= len(likely) <= _CANDIDATES:
             choices[likely].append(group)
         else:
@@ -237,8 +236,8 @@ def _detect_each(
     return answers
 
 
-def _narrow(texts: list[str], candidates: _Codes, heard: set[str]) -> tuple[_Languages, _Codes]:
-    """What the small models say of each text, and the languages worth asking the large ones about."""
+def _narrow(texts: list[str], candidates: _Codes, seen: set[str]) -> tuple[_Languages, _Codes]:
+    """Return the small models' answer for each text, and the languages that the large ones should compare."""
     rankings = _detector(candidates, accurate=False).compute_language_confidence_values_in_parallel(texts)
     weights = dict.fromkeys(candidates, 0.0)
     best: _Languages = {}
@@ -248,11 +247,11 @@ def _narrow(texts: list[str], candidates: _Codes, heard: set[str]) -> tuple[_Lan
         first, second = ranking[:2]
         best[text] = first.language.iso_code_639_1.name.lower() if first.value > second.value else None
     least = _CANDIDATE_SHARE * sum(weights.values())
-    return best, tuple(code for code in candidates if weights[code] > least or code in heard)
+    return best, tuple(code for code in candidates if weights[code] > least or code in seen)
 
 
 def _detect(texts: list[str], candidates: _Codes, *, accurate: bool) -> list[str | None]:
-    """One native call over all texts, on all cores; None where lingua sees no difference."""
+    """Return the language of each text, None if undecided; one native call on all cores."""
     if not texts:
         return []
     detector = _detector(candidates, accurate)
@@ -264,21 +263,33 @@ def _detect(texts: list[str], candidates: _Codes, *, accurate: bool) -> list[str
 
 @cache
 def _detector(candidates: _Codes, accurate: bool) -> LanguageDetector:
+    lingua = _lingua()
+    codes = [getattr(lingua.IsoCode639_1, code.upper()) for code in candidates]
+    builder = lingua.LanguageDetectorBuilder.from_iso_codes_639_1(*codes)
+    detector: LanguageDetector = (builder if accurate else builder.with_low_accuracy_mode()).build()
+    return detector
+
+
+def _known_to_lingua(candidates: _Codes) -> _Codes:
+    """Return the languages that lingua knows; the others are found by script, --language or metadata only."""
+    codes = _lingua().IsoCode639_1
+    return tuple(code for code in candidates if hasattr(codes, code.upper()))
+
+
+def _lingua() -> Any:
     try:
-        from lingua import IsoCode639_1, LanguageDetectorBuilder
+        import lingua
     except ImportError:
         raise DatasetError(
-            "The language of some texts cannot be told from their letters, and lingua is not installed. Name "
+            "The letters of some texts do not decide their language, and lingua is not installed. Name "
             "the language with --language, add a language column to the metadata, or run: "
             "pip install lingua-language-detector"
         ) from None
-    codes = [getattr(IsoCode639_1, code.upper()) for code in candidates]
-    builder = LanguageDetectorBuilder.from_iso_codes_639_1(*codes)
-    return (builder if accurate else builder.with_low_accuracy_mode()).build()
+    return lingua
 
 
 def _fill_gaps(languages: list[str | None], speakers: Sequence[str]) -> list[str]:
-    """Gives texts that show nothing their speaker's most frequent language, or else the corpus's."""
+    """Give undecided texts the most frequent language of their speaker, or of the corpus."""
     known: dict[str | None, Counter[str]] = defaultdict(Counter)
     for speaker, language in zip(speakers, languages, strict=True):
         if language:
@@ -298,32 +309,18 @@ def _fill_gaps(languages: list[str | None], speakers: Sequence[str]) -> list[str
 
 
 MOST_TEXTS = 1000
-"""Texts that are looked at, spread over all."""
+"""Texts that are examined, evenly spread."""
 NEARLY_ALL = 0.9
-_SCRIPT_NAMES = {
-    "ar": ("ARABIC",),
-    "fa": ("ARABIC",),
-    "hi": ("DEVANAGARI",),
-    "ja": ("HIRAGANA", "KATAKANA", "CJK"),
-    "ko": ("HANGUL",),
-    "ru": ("CYRILLIC",),
-    "zh": ("CJK",),
-}
-"""How Unicode's names of a language's letters begin; all others write Latin letters."""
 
 _log = logging.getLogger(__name__)
 
 
 def warn_of_other_script(language: str, texts: Sequence[str]) -> None:
-    """Say so when nearly all texts are in other letters than those of `language`."""
-    scripts = _SCRIPT_NAMES.get(language, ("LATIN",))
-    judged = [
-        (text, share)
-        for text in texts[:: 1 + len(texts) // MOST_TEXTS]
-        if (share := _share(text, scripts)) is not None
-    ]
-    others = [text for text, share in judged if share < 0.5]
-    if others and len(others) >= NEARLY_ALL * len(judged):
+    """Warn if nearly all texts are in another script than `language`."""
+    expected = {"kana": ("kana", "han")}.get(script := load_table(language).script, (script,))
+    scripts = [(text, found) for text in texts[:: 1 + len(texts) // MOST_TEXTS] if (found := _script_of(text))]
+    others = [text for text, found in scripts if found not in expected]
+    if others and len(others) >= NEARLY_ALL * len(scripts):
         _log.warning(
             "WARNING: --language %s means %s, but nearly all texts are written in other letters, such as %r: "
             "name another language, or leave it out to have it detected",
@@ -331,14 +328,3 @@ def warn_of_other_script(language: str, texts: Sequence[str]) -> None:
             LANGUAGE_NAMES[language],
             others[0][:40],
         )
-
-
-def _share(text: str, scripts: tuple[str, ...]) -> float | None:
-    """Of a text's letters, those of these scripts; None without letters."""
-    of_letters = [_script(letter) in scripts for letter in text if letter.isalpha()]
-    return sum(of_letters) / len(of_letters) if of_letters else None
-
-
-@cache
-def _script(letter: str) -> str:
-    return unicodedata.name(letter, "").partition(" ")[0]

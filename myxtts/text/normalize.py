@@ -1,44 +1,39 @@
-"""Text normalisation: a sentence as people write it becomes the sentence as it is spoken, lower case, no digits.
+"""Text normalisation: turns a written sentence into the sentence as it is spoken, in lower case, without digits.
 
-For XTTS-v2's seventeen languages the result on ordinary text equals what its published weights were trained
-on. Persian has a module of its own. This module knows the order of the steps; the words are in the tables of
-`languages/`, the numbers in `numbers`. It knows nothing of tokens, audio or files of a corpus.
+For XTTS-v2's seventeen languages the result on ordinary text equals what its published weights were trained on.
+This module holds the order of the steps; words are in `languages/`, numbers in `numbers`, Persian in `persian`.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError
-from myxtts.text import tables
 from myxtts.text.numbers import NumberReader
-from myxtts.text.tables import CharacterTable, LanguageTable, clean_characters, fingerprint_of, load_table
+from myxtts.text.tables import (
+    CharacterTable,
+    LanguageTable,
+    any_of,
+    clean_characters,
+    fingerprint_of,
+    load_table,
+    table_files,
+)
 
 _PUNCTUATION = re.compile(r"\s*[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~，。、！？：；]+(?:\s*[!-/:-@，。、])*")
 
 
-def romanize(text: str, language: str) -> str:
-    """Text in the Latin spelling of `language` (zh, ja or ko); other languages are returned unchanged."""
-    if language == "zh":
-        return _pinyin(text)
-    if language == "ja":
-        return str(_japanese_romaniser().romaji(text)).lower()
-    if language == "ko":
-        return str(_korean_romaniser().translit(text))
-    return text
-
-
 def _pinyin(text: str) -> str:
-    """Pinyin with tone digits, neutral tone 5, nothing between syllables.
+    """Return pinyin with tone digits, neutral tone 5, and no spaces between syllables.
 
-    All punctuation becomes a comma: XTTS-v2 was trained on Chinese whose every mark was one, so a question
-    mark would be a token the published weights have never met in this language.
+    All punctuation becomes a comma: XTTS-v2 was trained on such Chinese, so its published weights have never seen
+    a question mark in this language.
     """
     from pypinyin import Style, pinyin
 
@@ -47,8 +42,12 @@ def _pinyin(text: str) -> str:
     return "".join(syllable[0] for syllable in syllables)
 
 
-@lru_cache(maxsize=1)
-def _japanese_romaniser() -> Any:
+def _romaji(text: str) -> str:
+    return str(_cutlet().romaji(text)).lower()
+
+
+@cache
+def _cutlet() -> Any:
     try:
         from cutlet import Cutlet
     except ImportError as missing:
@@ -56,36 +55,29 @@ def _japanese_romaniser() -> Any:
     return Cutlet()
 
 
-@lru_cache(maxsize=1)
-def _korean_romaniser() -> Any:
+def _latin_korean(text: str) -> str:
+    return str(_transliter().translit(text))
+
+
+@cache
+def _transliter() -> Any:
     from hangul_romanize import Transliter
     from hangul_romanize.rule import academic
 
     return Transliter(academic)
 
 
-SOURCES = (
-    "normalize.py",
-    "numbers.py",
-    "persian.py",
-    "tables.py",
-)
-"""The modules whose code decides the result of `normalize`."""
-SPEAKING_PACKAGES = (
-    "num2words",
-    "pypinyin",
-    "hangul_romanize",
-    "cutlet",
-    "fugashi",
-    "unidic_lite",
-    "jaconv",
-    "mojimoji",
-)
-_ROMANIZED = ("zh", "ja", "ko")
+_ROMANIZERS = {"zh": _pinyin, "ja": _romaji, "ko": _latin_korean}
+"""Languages that XTTS-v2 reads in Latin letters."""
+SOURCES = ("normalize.py", "numbers.py", "persian.py", "tables.py")
+"""The modules that decide the result of `normalize`."""
+PACKAGES = (
+    "num2words", "pypinyin", "hangul_romanize", "cutlet", "fugashi", "unidic_lite", "jaconv", "mojimoji",
+)  # fmt: skip
 
 
 def normalize(text: str, language: str) -> str:
-    """`text` as it is spoken in `language` (a code of `LANGUAGES`; a region such as pt-br is ignored)."""
+    """Return `text` as it is spoken in `language` (a code of `LANGUAGES`; a region such as pt-br is ignored)."""
     spoken = _steps.get(language)
     if spoken is None:
         spoken = _steps[language] = _steps_of(language)
@@ -93,31 +85,31 @@ def normalize(text: str, language: str) -> str:
 
 
 def _steps_of(language: str) -> Callable[[str], str]:
-    """The function that normalises `language`, whatever region the code names."""
+    """Return the function that normalises `language`."""
     code = re.split("[-_]", language.lower())[0]
     if code not in LANGUAGES:
         raise ConfigError(f"language {language!r} is not supported; use one of {', '.join(LANGUAGES)}")
     if code == "fa":
-        from myxtts.text.persian import normalize_persian  # its many patterns are compiled on import
+        from myxtts.text.persian import normalize_persian  # compiles many patterns on import
 
         return normalize_persian
     return _LanguageSteps(load_table(code))
 
 
 class _LanguageSteps:
-    """The steps for one language, its patterns compiled once; `numbers` and symbols only where needed."""
+    """The steps of one language, with its compiled patterns."""
 
     def __init__(self, table: LanguageTable) -> None:
-        self._code = table.code
-        self._characters = CharacterTable(table.characters | ({"I": "ı", "İ": "i"} if table.code == "tr" else {}))
+        self._romanize = _ROMANIZERS.get(table.code)
+        self._characters = CharacterTable(table.characters)
         self._numbers = NumberReader(table)
         self._symbols = table.symbols
-        self._symbol = re.compile(_any_of(table.symbols))
-        # One scan decides whether a sentence needs any of the slow steps; most do not.
+        self._symbol = re.compile(any_of(table.symbols))
+        # One scan finds out if a sentence needs the slow steps; most do not.
         marks = [mark for mark in (*table.symbols, *table.units) if len(mark) == 1]
-        self._special = re.compile(f"[0-9]|{_any_of(marks)}")
+        self._special = re.compile(f"[0-9]|{any_of(marks)}")
         self._abbreviations = table.abbreviations
-        self._abbreviation = re.compile(rf"(?<!\w)(?:{_any_of(table.abbreviations)})(?!\w)")
+        self._abbreviation = re.compile(rf"(?<!\w)(?:{any_of(table.abbreviations)})(?!\w)")
 
     def __call__(self, text: str) -> str:
         text = clean_characters(text, self._characters)
@@ -129,8 +121,8 @@ class _LanguageSteps:
             text = self._symbol.sub(self._read_symbol, text)
         if self._abbreviations:
             text = self._abbreviation.sub(self._expand_abbreviation, text)
-        if self._code in _ROMANIZED:
-            text = romanize(" ".join(text.split()), self._code)
+        if self._romanize is not None:
+            text = self._romanize(" ".join(text.split()))
         if not text.isascii():
             text = unicodedata.normalize("NFC", text)
         return " ".join(text.split())
@@ -145,14 +137,8 @@ class _LanguageSteps:
 _steps: dict[str, Callable[[str], str]] = {}
 
 
-def _any_of(words: Iterable[str]) -> str:
-    """A pattern for any of `words`, the longest first; nothing when there is none."""
-    return "|".join(sorted(map(re.escape, words), key=len, reverse=True)) or "(?!)"
-
-
-@lru_cache(maxsize=1)
-def fingerprint() -> str:
-    """Changes when the result of `normalize` could: code, tables, Unicode and package versions."""
+@cache
+def normalize_fingerprint() -> str:
+    """Return a hash that changes when the result of `normalize` could: code, tables, Unicode, package versions."""
     folder = Path(__file__).parent
-    files = [folder / name for name in SOURCES] + sorted(tables.TABLES_FOLDER.glob("*.toml"))
-    return fingerprint_of(files, SPEAKING_PACKAGES)
+    return fingerprint_of([*(folder / name for name in SOURCES), *table_files()], PACKAGES)

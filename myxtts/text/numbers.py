@@ -1,7 +1,7 @@
-"""Written numbers in a sentence, read aloud: dates, times, ranges, phone numbers, money, ordinals, amounts.
+"""Reads numbers in text as words: dates, times, ranges, phone numbers, money, ordinals, amounts.
 
-Works from a `LanguageTable` alone and returns text without a digit. It does not know how a whole number is
-spelled (`spelling`), nor Persian, whose conventions differ enough to have their own module.
+Works from a `LanguageTable` and returns text without digits. Whole numbers are spelled by num2words, except in
+Persian, Hindi and Chinese. Persian sentences have their own module, because their conventions differ too much.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from myxtts.text.tables import LanguageTable, load_table
+from myxtts.errors import ConfigError
+from myxtts.text.tables import LanguageTable, any_of, load_table
 
 LONGEST_NUMBER = 15
-"""Digits up to which a number is read as a number; longer ones, like a card number, digit by digit."""
+"""Numbers with more digits, such as card numbers, are read digit by digit."""
 
 
 @lru_cache(maxsize=8192)
 def cardinal(digits: str, language: str) -> str:
-    """`digits` (ASCII, any length) in words; digit by digit when it is a code rather than an amount."""
+    """Return `digits` (ASCII, any length) in words; digit by digit if it is a code rather than an amount."""
     if len(digits) > LONGEST_NUMBER or (len(digits) > 1 and digits[0] == "0"):
         return spell_digits(digits, language)
     return _whole_number(int(digits), language)
 
 
 def spell_digits(digits: str, language: str) -> str:
-    """Every digit by itself."""
-    joint = "" if language in ("zh", "ja") else " "
-    return joint.join(_whole_number(int(digit), language) for digit in digits)
+    """Return every digit as a word."""
+    return load_table(language).word_space.join(_whole_number(int(digit), language) for digit in digits)
 
 
 @lru_cache(maxsize=1024)
 def ordinal(digits: str, language: str) -> str:
-    """The ordinal of `digits`; the cardinal where the language has no such word here."""
+    """Return the ordinal of `digits`, or the cardinal if there is no word for it."""
     if len(digits) > LONGEST_NUMBER or digits[0] == "0":
         return cardinal(digits, language)
     if language == "fa":
@@ -53,17 +53,25 @@ def _whole_number(value: int, language: str) -> str:
         return _hindi(value)
     if language == "zh":
         return _chinese(value)
-    return str(_num2words(value, lang=language))
+    digits = load_table(language).digits
+    if digits:
+        return " ".join(digits[int(digit)] for digit in str(value))
+    try:
+        return str(_num2words(value, lang=language))
+    except NotImplementedError:
+        raise ConfigError(
+            f"num2words cannot count in {language!r}: list the words for 0 to 9 as `digits` in {language}.toml"
+        ) from None
 
 
-def _num2words(value: int, **options: Any) -> Any:
+def _num2words(value: Any, **options: Any) -> Any:
     from num2words import num2words  # slow to import, and most sentences have no digits
 
     return num2words(value, **options)
 
 
 def _ordinal_from_table(value: int, language: str, words: dict[str, str]) -> str:
-    """Ordinals of a language that builds them word by word: hundreds stay cardinal, tens and units change."""
+    """Return an ordinal built word by word: hundreds stay cardinal, tens and units change."""
     if str(value) in words:
         return words[str(value)]
     hundreds, rest = divmod(value, 100)
@@ -113,15 +121,7 @@ def _hindi(value: int) -> str:
     if value < 100:
         return str(words["below_hundred"][value])
     parts: list[str] = []
-    for size, name in (
-        (10**13, "नील"),
-        (10**11, "खरब"),
-        (10**9, "अरब"),
-        (10**7, "करोड़"),
-        (10**5, "लाख"),
-        (1000, "हज़ार"),
-        (100, "सौ"),
-    ):
+    for size, name in words["scales"]:
         count, value = divmod(value, size)
         if count:
             parts.append(f"{_hindi(count)} {name}")
@@ -172,12 +172,11 @@ PHONE = re.compile(
 RANGE = re.compile(r"(?<![0-9A-Za-z.,/:-])(\d+(?:[.,]\d+)?)\s?-\s?(\d+(?:[.,]\d+)?)(?![\d/:-]|[.,]\d)")
 QUOTIENT = re.compile(r"(?<![0-9A-Za-z.,/:-])(\d{1,3})/(\d{1,3})(?![\w/:-]|[.,]\d)")
 NUMBER = r"\d+(?:[.,]\d+|'\d{3}(?!\d))*"
-SCRIPTS_WITHOUT_SPACES = ("zh", "ja")
 _BLANK_GROUPS = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?: \d{3})+)(?![\d]| \d)")
 
 
 def split_number(number: str, thousands: str) -> tuple[str, str] | None:
-    """Whole part and decimals of a number with any separators; None when it is no single number (1.2.3)."""
+    """Return whole part and decimals of a number with any separators; None if it is not one number (1.2.3)."""
     number = number.replace("'", "")
     marks = re.findall(r"[.,]", number)
     parts = re.split(r"[.,]", number)
@@ -196,7 +195,7 @@ def split_number(number: str, thousands: str) -> tuple[str, str] | None:
 
 
 def is_rising(low: str, high: str, thousands: str) -> bool:
-    """Whether two numbers can be the ends of a range; a score (3-2) or a code (01-02) is none."""
+    """True if two numbers can be the ends of a range; a score (3-2) or a code (01-02) is not one."""
     ends = [split_number(end, thousands) or (end, "") for end in (low, high)]
     if any(len(whole) > LONGEST_NUMBER or (whole[0] == "0" and len(whole) > 1) for whole, _ in ends):
         return False
@@ -204,13 +203,13 @@ def is_rising(low: str, high: str, thousands: str) -> bool:
 
 
 def keep_apart(words: str, match: re.Match[str]) -> str:
-    """`words`, with a space towards a letter around `match` that they would otherwise grow together with."""
+    """Return `words` with a space next to a letter that touches `match`."""
     before, after = match.string[match.start() - 1 : match.start()], match.string[match.end() : match.end() + 1]
     return f"{' ' if before.isalnum() else ''}{words}{' ' if after.isalnum() else ''}"
 
 
 def plural_form(count: str, forms: list[str], rule: str) -> str:
-    """The grammatical form that goes with `count` (digits)."""
+    """Return the grammatical form that goes with `count` (digits)."""
     number = int(count[-3:])
     large = len(count.lstrip("0")) > 3
     few = number % 10 in (2, 3, 4) and number % 100 not in (12, 13, 14)
@@ -232,18 +231,18 @@ def plural_form(count: str, forms: list[str], rule: str) -> str:
 
 
 def substitute(pairs: list[list[str]], text: str) -> str:
-    """Apply [pattern, replacement] pairs of a table in order."""
+    """Apply [pattern, replacement] pairs in order."""
     for pattern, replacement in pairs:
         text = re.sub(pattern, replacement, text)
     return text
 
 
 class NumberReader:
-    """Reads the numbers of one language's sentences; built once per language, holds its compiled patterns."""
+    """Reads the numbers in sentences of one language; holds its compiled patterns."""
 
     def __init__(self, table: LanguageTable) -> None:
         self._table = table
-        marks = "|".join(sorted(map(re.escape, table.units), key=len, reverse=True)) or r"(?!)"
+        marks = any_of(table.units)
         magnitude = (
             rf"(?:\s(?P<magnitude>(?i:{table.magnitudes}))\b)?" if table.magnitudes else "(?P<magnitude>(?!))?"
         )
@@ -252,17 +251,15 @@ class NumberReader:
             rf"(?P<sign>(?<![\w.,/)-])[-−](?=(?:{marks})?\s?\d))?(?:(?P<before>{marks})\s?)?(?P<number>{NUMBER})"
             rf"(?:(?P<ordinal>{ordinal_mark})|{magnitude}(?:\s?(?P<after>{marks})(?!\w))?)"
         )
-        abbreviations = "|".join(sorted(map(re.escape, table.before_number), key=len, reverse=True))
-        # The word for the hour is said by the template, so one that is written is swallowed: 14:30 Uhr.
+        # The template already has the word for the hour, so a written one is dropped: 14:30 Uhr.
         unit = table.full_hour.replace("{hour}", "").strip()
         self._clock_time = re.compile(CLOCK.pattern + (rf"(?:\s?{re.escape(unit)}\b)?" if unit else ""), re.I)
-        self._before_number = re.compile(rf"(?<!\w)({abbreviations})\s?(?=\d)", re.I) if abbreviations else None
+        self._before_number = re.compile(rf"(?<!\w)({any_of(table.before_number)})\s?(?=\d)", re.I)
 
     def read(self, text: str) -> str:
-        """The text with every number in words."""
+        """Return the text with every number in words."""
         table = self._table
-        if self._before_number:
-            text = self._before_number.sub(lambda m: table.before_number[m[1].lower()] + " ", text)
+        text = self._before_number.sub(lambda m: table.before_number[m[1].lower()] + " ", text)
         if " " in table.thousands:
             text = _BLANK_GROUPS.sub(lambda m: m[1] + m[2].replace(" ", ""), text)
         if table.dates:
@@ -311,7 +308,7 @@ class NumberReader:
         return (f"{words} {self._minutes(second)}" if second else words) + apart
 
     def _minutes(self, digits: str) -> str:
-        # 12:05 keeps its zero in languages that say only the numbers, and loses it where a unit is named.
+        # 12:05 keeps its zero in languages that say only the numbers, and loses it if a unit is named.
         return self._cardinal(digits if self._table.time == "{hour} {minute}" else str(int(digits)))
 
     def _phone(self, match: re.Match[str]) -> str:
@@ -344,11 +341,11 @@ class NumberReader:
         if match["ordinal"] and (parts is None or parts[1]):
             words += match["ordinal"]
         if match["sign"]:
-            words = table.minus + ("" if table.code in SCRIPTS_WITHOUT_SPACES else " ") + words
+            words = table.minus + table.word_space + words
         return keep_apart(words, match) if table.spaced else words
 
     def _chain(self, number: str) -> str:
-        """1.2.3 or 1,2,3: the numbers one after the other, the dot spoken, the comma left as a pause."""
+        """Read 1.2.3 or 1,2,3: number by number, the dot as a word, the comma as a pause."""
         spoken = {".": f" {self._table.dot} ", ",": ", "}
         pieces = re.findall(r"\d+|[.,]", number.replace("'", ""))
         return "".join(spoken.get(piece) or self._cardinal(piece) for piece in pieces)
@@ -364,14 +361,13 @@ class NumberReader:
             fraction = spell_digits(decimals, table.code)
         else:
             fraction = " ".join(self._cardinal(part) for part in (*decimals[:zeros], decimals[zeros:]))
-        joint = "" if table.code in SCRIPTS_WITHOUT_SPACES else " "
-        return joint.join((self._cardinal(whole), table.point, fraction))
+        return table.word_space.join((self._cardinal(whole), table.point, fraction))
 
     def _ordinal(self, digits: str, suffix: str) -> str:
         return substitute(self._table.ordinal_endings.get(suffix.lower(), []), ordinal(digits, self._table.code))
 
     def _with_unit(self, whole: str, decimals: str, unit: str, magnitude: str | None) -> str:
-        """An amount and its unit, agreeing in number; two decimals of money are read as its hundredths."""
+        """Read an amount and its unit, agreeing in number; two decimals of money are its hundredths."""
         table = self._table
         forms, *hundredths = table.units[unit]
         if magnitude:
@@ -387,14 +383,12 @@ class NumberReader:
     def _counted(self, count: str, forms: list[str], feminine: bool) -> str:
         table = self._table
         number = substitute(table.before_feminine if feminine else table.before_noun, self._cardinal(count))
-        joint = "" if table.code in ("ko", *SCRIPTS_WITHOUT_SPACES) else " "
+        joint = "" if table.code == "ko" else table.word_space
         return f"{number}{joint}{plural_form(count, forms, table.plural)}"
 
 
 def _named_fraction(whole: str, decimals: str, language: str) -> str:
-    """num2words' own reading with tenths and hundredths, for languages whose grammar needs it."""
+    """Read decimals as tenths and hundredths, as num2words does, for languages whose grammar needs it."""
     from decimal import Decimal
 
-    from num2words import num2words
-
-    return str(num2words(Decimal(f"{whole}.{decimals}"), lang=language))
+    return str(_num2words(Decimal(f"{whole}.{decimals}"), lang=language))

@@ -1,19 +1,19 @@
-"""Persian normalisation: one spelling per word, half-spaces where the standard has them, numbers in words.
+"""Persian normalisation: one spelling per word, half-spaces as in the standard, numbers in words.
 
-* Punctuation becomes the shared marks `, ; ? . ! :`. They are in the XTTS vocabulary and were heard in
-  every language, so a model that starts from published weights already knows how they sound; the Persian
-  marks would be new tokens that mean the same. Quotation marks are dropped, as in the other languages.
-* Short vowels, sukun and shadda are removed: writers put them in so rarely that they only split one word
-  into several spellings. Tanvin is kept: it is pronounced, and without it «حتماً» reads as another word.
-* The half-space (ZWNJ) is kept only after letters that join to the left. After the others it cannot be seen,
-  so «کار‌ها» and «کارها» become one spelling. It is also put in where people leave a blank («می روم») or
-  nothing («کتابها»). «بیشتر», «کمتر» and «بهتر» have none: the standard writes these three in one piece.
+* Punctuation becomes the shared marks `, ; ? . ! :`. They are in the XTTS vocabulary and occur in every language,
+  so published weights already know them; Persian marks would be new tokens with the same meaning. Quotation marks
+  are dropped, as in the other languages.
+* Short vowels, sukun and shadda are removed: they are written so rarely that they only split one word into several
+  spellings. Tanvin is kept: it is pronounced, and without it «حتماً» reads as another word.
+* The half-space (ZWNJ) is kept only after letters that join to the left. After the others it is invisible, so
+  «کار‌ها» and «کارها» become one spelling. It is inserted where people write a space («می روم») or nothing
+  («کتابها»). «بیشتر», «کمتر» and «بهتر» have none: the standard writes these three as one word.
 * «خانۀ», «خانهٔ» and «خانه ی» all become «خانه‌ی»: the ی is what is spoken.
-* «/» between two numbers is a decimal mark, as on Persian keyboards; three numbers are a date. Before three
-  zeros it is a thousands mark («۵۰۰/۰۰۰»), and so is a point.
+* «/» between two numbers is a decimal mark, as on Persian keyboards; three numbers are a date. Before three zeros
+  it is a thousands mark («۵۰۰/۰۰۰»), and so is a point.
 * Latin words stay, in lower case, because the vocabulary has no capitals.
 
-Word lists are in `languages/fa.toml`; spelling of whole numbers is in `spelling`.
+Word lists are in `languages/fa.toml`; `numbers` spells whole numbers.
 """
 
 import re
@@ -31,7 +31,7 @@ from myxtts.text.numbers import (
     spell_digits,
     split_number,
 )
-from myxtts.text.tables import CharacterTable, clean_characters, load_table
+from myxtts.text.tables import CharacterTable, any_of, clean_characters, load_table
 
 ZWNJ = "\u200c"
 HAMZA_ABOVE = "\u0654"
@@ -69,7 +69,7 @@ _AMOUNT = re.compile(
 
 
 def normalize_persian(text: str) -> str:
-    """Persian text as it is spoken."""
+    """Return Persian text as it is spoken."""
     table = load_table("fa")
     text = clean_characters(text, _characters()).lower()
     text = _unify_spelling(text)
@@ -86,7 +86,7 @@ def normalize_persian(text: str) -> str:
 
 
 class _PersianCharacters(CharacterTable):
-    """The table applied to its own results: presentation forms of Arabic letters decompose into Arabic letters."""
+    """A table applied to its own results: presentation forms decompose into Arabic letters."""
 
     def __missing__(self, code: int) -> str:
         self[code] = cleaned = super().__missing__(code).translate(self)
@@ -98,32 +98,28 @@ def _characters() -> CharacterTable:
     return _PersianCharacters(load_table("fa").characters)
 
 
-def _alternatives(words: list[str] | dict[str, str]) -> str:
-    return "|".join(sorted(map(re.escape, words), key=len, reverse=True))
-
-
 @lru_cache(maxsize=1)
 def _patterns() -> dict[str, re.Pattern[str]]:
-    """Patterns that need the word lists, compiled when Persian is first asked for."""
+    """Return the patterns that need the word lists."""
     table = load_table("fa")
     words = table.words
     verb = (
-        f"(?:(?:{_alternatives(words['present_stems'])}){_PERSON}|(?:{_alternatives(words['past_stems'])}){_PERSON}?"
-        f"|{_alternatives(words['colloquial_verbs'])}){_CLITIC}"
+        f"(?:(?:{any_of(words['present_stems'])}){_PERSON}|(?:{any_of(words['past_stems'])}){_PERSON}?"
+        f"|{any_of(words['colloquial_verbs'])}){_CLITIC}"
     )
     start, end = rf"(?<!{LETTER})(?<!{ZWNJ})", rf"(?!{LETTER}|{ZWNJ})"
     verb_end = rf"(?!{LETTER}|{ZWNJ}(?!(?:ام|ای|است|ایم|اید|اند)(?!{LETTER})))"  # می خورده‌اند
     bracketed = {short: long for short, long in table.abbreviations.items() if short[0] == "("}
-    abbreviation = rf"(?<!{LETTER})(?<!\.)(?:{_alternatives(table.abbreviations)})|{_alternatives(bracketed)}"
+    abbreviation = rf"(?<!{LETTER})(?<!\.)(?:{any_of(table.abbreviations)})|{any_of(bracketed)}"
     superlative = rf"ترین(?:{ZWNJ}?{_PLURALS})?"
     several = rf"{LETTER}(?:{LETTER}|{ZWNJ})+"
     degree = rf"تر(?:ی|ها|های)?|{superlative}"
-    comparable = _alternatives(words["comparable"])
+    comparable = any_of(words["comparable"])
     return {
         "special": re.compile(rf"[0-9{''.join(map(re.escape, {**table.symbols, **table.units}))}]"),
         "symbol": re.compile(f"[{''.join(map(re.escape, table.symbols))}]"),
         "abbreviation": re.compile(rf"(?:{abbreviation})(?!{LETTER})"),
-        "before_number": re.compile(rf"(?<!{LETTER})({_alternatives(table.before_number)})\s?(?=\d)"),
+        "before_number": re.compile(rf"(?<!{LETTER})({any_of(table.before_number)})\s?(?=\d)"),
         "spaced_verb": re.compile(rf"(?<!ماه ){start}(ن?می) ({verb}){verb_end}"),
         "glued_verb": re.compile(rf"{start}(ن?می)({verb}){verb_end}"),
         "plural": re.compile(rf"{start}({several}(?<!ها)(?<!های)(?<!هایی)) ({_PLURALS}|{_SPOKEN_PLURALS}){end}"),
@@ -137,20 +133,20 @@ def _patterns() -> dict[str, re.Pattern[str]]:
 
 
 def _unify_spelling(text: str) -> str:
-    """Letters and half-spaces of words as one standard spelling has them."""
+    """Bring letters and half-spaces to one standard spelling."""
     if ZWNJ in text:
         text = _EDGE_ZWNJ.sub("", _ZWNJ_RUN.sub(ZWNJ, text))
     text = _TA_MARBUTA.sub("ت", text).replace("ة", "ه")
-    # Composing can bring back an alef with hamza after the character table has been applied.
+    # Composing (NFC) can restore an alef with hamza after the character table was applied.
     return _TANVIN_FIRST.sub("اً", text).replace("أ", "ا")
 
 
 def _join_affixes(text: str) -> str:
-    """Put a half-space where an affix was written as a separate or a grown-together word."""
+    """Insert a half-space before affixes that were written separately or without any space."""
     patterns = _patterns()
 
     def joined(name: str, text: str, group: int = 1) -> str:
-        """`text` with a half-space between the two groups of a pattern, except in the words it must not touch."""
+        """Insert a half-space between the two groups of a pattern, except in words it must not touch."""
         apart = _kept_apart(name)
         return patterns[name].sub(lambda m: m[0] if m[group] in apart else f"{m[1]}{ZWNJ}{m[2]}", text)
 
@@ -169,7 +165,7 @@ def _join_affixes(text: str) -> str:
 
 @lru_cache(maxsize=16)
 def _kept_apart(name: str) -> frozenset[str]:
-    """Words in which a pattern of `_join_affixes` finds no affix."""
+    """Return the words that only look as if they had the affix of a pattern."""
     words = load_table("fa").words
     alone = words["never_joined"]
     lists = {
@@ -183,7 +179,7 @@ def _kept_apart(name: str) -> frozenset[str]:
 
 
 def _read_numbers(text: str) -> str:
-    """Every number in words, the more specific readings first."""
+    """Read every number as words, the more specific readings first."""
     table = load_table("fa")
     text = _patterns()["before_number"].sub(lambda m: f"{table.before_number[m[1]]} ", text)
     text = _YEAR.sub(lambda m: f"{m[1].strip()} {_ERAS[m[2]]}", _AFTER_CHRIST.sub(" میلادی", text))
@@ -204,7 +200,7 @@ def _date(match: re.Match[str]) -> str:
     is_year = len(year) == 4 or (mark == "/" and int(year) > 31)
     if not (is_year and 1 <= int(month) <= 12 and 1 <= int(day) <= 31):
         return match[0]
-    # The Persian calendar is some 621 years behind: no ambiguity for dates people write in digits.
+    # The Persian calendar differs by some 621 years, so dates written in digits are not ambiguous.
     months = load_table("fa").words["solar_months" if int(year) < 1600 else "western_months"]
     return f"{ordinal(day.lstrip('0'), 'fa')} {months[int(month) - 1]} {cardinal(year, 'fa')}"
 
@@ -234,7 +230,7 @@ def _ordinal(match: re.Match[str]) -> str:
 
 
 def _amount(match: re.Match[str]) -> str:
-    """A number with its sign and unit; two decimals of money are read as its hundredths."""
+    """Read a number with its sign and unit; two decimals of money are its hundredths."""
     table = load_table("fa")
     number = match["number"]
     if _SLASHED_THOUSANDS.fullmatch(number):
@@ -259,7 +255,7 @@ def _amount(match: re.Match[str]) -> str:
 
 
 def _decimal(whole: str, decimals: str) -> str:
-    """«سه ممیز چهارده»; zeros in front of the decimals are said one by one."""
+    """Read «سه ممیز چهارده»; leading zeros of the decimals are read one by one."""
     if not decimals:
         return cardinal(whole, "fa")
     zeros = len(decimals) - len(decimals.lstrip("0"))

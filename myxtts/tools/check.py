@@ -35,8 +35,13 @@ from myxtts.config import (
 from myxtts.data.batches import MAX_CROP_FRAMES, host_layout
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import Corpus, held_out, read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS, load_snapshot, prepare, state_of
-from myxtts.data.store import cache_root, user_cache
+from myxtts.data.prepare import (
+    cache_folder,
+    corpus_folders,
+    prepare,
+    prepared_before,
+    with_tokenizer_of_run,
+)
 from myxtts.devices import Gpu, Machine, Plan, Stream, apply_caps, make_plan
 from myxtts.errors import ConfigError, DatasetError, MyXTTSError, NoProgress, Progress
 from myxtts.hints import training_hints
@@ -47,9 +52,10 @@ from myxtts.observe.findings import Finding, Level
 from myxtts.pipeline.feed import MOST_GATHERERS, choose_depths
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.run import check_resumable
-from myxtts.run_dir import PREFIXES, RunDir
+from myxtts.run_dir import RunDir
 from myxtts.settings import LoadedSettings, format_setting, load, specs
 from myxtts.tools.dry_run import OBSERVED_STEPS, Observation, observe_pipeline
+from myxtts.weights import is_trained_in
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last under WSL
@@ -142,41 +148,33 @@ class Case:
         if stage == "gpt" and self.model.lora_rank:
             return sum(value.numel() for value in adapter_state(self.network.gpt).values())
         state = self.network.state_dict()
-        return sum(value.numel() for name, value in state.items() if name.startswith(PREFIXES[stage]))
+        return sum(value.numel() for name, value in state.items() if is_trained_in(stage, name))
 
     @cached_property
     def data_of_run(self) -> DataSettings:
         """The data settings with the vocabulary that the run has, or starts from."""
         folder = RunDir(self.training.checkpoint_dir)
-        if folder.has_begun and not self.training.reset_training:
-            return replace(self.data, tokenizer=folder.vocabulary_file)
-        if self.data.tokenizer is None and self.training.init_from is not None:
-            return replace(self.data, tokenizer=self.training.init_from)
-        return self.data
-
-    @property
-    def corpus_folders(self) -> list[Path]:
-        return [self.data.train_data or EMBEDDED_CORPUS, *([self.data.val_data] if self.data.val_data else [])]
+        continues = folder.has_begun and not self.training.reset_training
+        own = folder.vocabulary_file if continues else None
+        return with_tokenizer_of_run(self.data, own, self.training.init_from)
 
     @property
     def cache_folder(self) -> Path:
         """Where the prepared corpus lies or will lie."""
-        folder = self.corpus_folders[0]
-        return cache_root(folder, self.data.cache_dir or (user_cache() if folder == EMBEDDED_CORPUS else None))
+        return cache_folder(self.data)
 
     @cached_property
     def corpora(self) -> list[Corpus] | DatasetError:
         """The folders as their metadata describes them, or why that cannot be read."""
         try:
-            return [read_corpus(folder) for folder in self.corpus_folders]
+            return [read_corpus(folder) for folder in corpus_folders(self.data)]
         except DatasetError as error:
             return error
 
     @cached_property
     def prepared(self) -> PreparedCorpus | None:
         """The corpus, if it was prepared with these settings and nothing has changed since."""
-        data = self.data_of_run
-        return load_snapshot(self.cache_folder, state_of(self.corpus_folders, data))
+        return prepared_before(self.data_of_run)
 
     @property
     def has_stores(self) -> bool:
@@ -608,7 +606,7 @@ def corpus(case: Case) -> Finding:
         return Finding(
             "corpus", "fail", "No line of the metadata has an audio file", reasons, "correct the metadata"
         )
-    what = f"{num_clips} clips in {' and '.join(map(str, case.corpus_folders))}"
+    what = f"{num_clips} clips in {' and '.join(map(str, corpus_folders(case.data)))}"
     if len(aside) > SET_ASIDE_SHARE * (num_clips + len(aside)):
         fix = "run myxtts prepare: it lists every clip with its reason"
         return Finding("corpus", "warn", f"{what}; {len(aside)} cannot be used", reasons, fix)

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
-from myxtts.config import Settings
-from myxtts.data.batches import Batch, Cursor, HostBatch, Sizes, host_layout, num_codes_of
+from myxtts.config import Settings, num_codes_of
+from myxtts.data.batches import Batch, Cursor, HostBatch, Sizes, host_layout
 from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Plan, apply_caps, explained_out_of_memory, make_plan, peak_memory_mb
 from myxtts.errors import ConfigError, DatasetError, PipelineError

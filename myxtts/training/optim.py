@@ -1,7 +1,7 @@
-"""AdamW as the training loop needs it: schedule, clipping, a guard against non-finite gradients, averaged weights.
+"""AdamW with a schedule, gradient clipping, a guard against non-finite gradients, and averaged weights (EMA).
 
-Whatever depends on the value of a tensor happens on its device: the host never waits, and `update` can be captured
-in a CUDA graph. This module knows neither losses nor files; its state is a flat mapping of named tensors.
+Every decision that depends on tensor values is made on the device: the host never waits, and `update` can be
+captured in a CUDA graph. The module does not know losses or files; its state is a flat mapping of named tensors.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from myxtts.errors import ConfigError
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rises linearly over the warm-up, then falls along a cosine; without an end it stays at its height."""
+    """Linear warm-up, then cosine decay to `floor`; constant after the warm-up if there is no last step."""
 
     warmup_steps: int
     total_steps: int | None
     floor: float = 0.1
-    """The part of the highest learning rate that is left at `total_steps` and beyond."""
+    """Share of the peak learning rate that is left from `total_steps` on."""
 
     def factor(self, step: int) -> float:
-        """What the highest learning rate is multiplied by in a step; steps count from 0."""
+        """Factor of the peak learning rate in a step; steps count from 0."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.total_steps is None:
@@ -46,7 +46,7 @@ class ParameterGroup(NamedTuple):
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[ParameterGroup]:
-    """What is trained, by name: matrices with decay; norms, biases and embeddings without."""
+    """The trained parameters by name: matrices with weight decay; norms, biases and embeddings without."""
     spared_ids = {
         id(parameter)
         for owner in module.modules()
@@ -61,14 +61,14 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[ParameterGr
 
 
 def _is_spared(owner: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    # One number a channel: biases, the scales of norms, the magnitudes of weight-normed convolutions.
+    # One number per channel: biases, scales of norms, magnitudes of weight-normalised convolutions.
     is_per_channel = parameter.dim() < 2 or parameter.numel() == len(parameter)
     is_embedding = isinstance(owner, nn.Embedding) or name == "latents"
     return is_per_channel or is_embedding or isinstance(owner, nn.LayerNorm)
 
 
-class _Trained(NamedTuple):
-    """A parameter and what AdamW remembers of it."""
+class ParamState(NamedTuple):
+    """A parameter and its AdamW state."""
 
     weight: nn.Parameter
     exp_avg: Tensor
@@ -76,40 +76,40 @@ class _Trained(NamedTuple):
     step: Tensor
 
     @classmethod
-    def from_start(cls, weight: nn.Parameter) -> _Trained:
-        step = torch.zeros((), device=weight.device)  # fp32: the fused kernel's type for it
+    def initial(cls, weight: nn.Parameter) -> ParamState:
+        step = torch.zeros((), device=weight.device)  # fp32, as the fused kernel expects
         return cls(weight, torch.zeros_like(weight), torch.zeros_like(weight), step)
 
 
-class _ClippedSet:
-    """Parameters whose gradients share a norm."""
+class ClipGroup:
+    """Parameters whose gradients are clipped by their common norm."""
 
     def __init__(self, module: nn.Module, weight_decay: float) -> None:
         self.groups = [
-            (group.weight_decay, {name: _Trained.from_start(weight) for name, weight in group.parameters.items()})
+            (group.weight_decay, {name: ParamState.initial(weight) for name, weight in group.parameters.items()})
             for group in parameter_groups(module, weight_decay)
         ]
         self.norm = torch.zeros((), device=next(module.parameters()).device)
         self.grad_scale = torch.ones_like(self.norm)
 
     def measure(self, grad_clip: float) -> None:
-        """Norm of the gradients, and what they are divided by so that it is `grad_clip` at most (0: no limit)."""
-        everything = [trained for _, group in self.groups for trained in group.values()]
-        gradients = [trained.weight.grad for trained in everything if trained.weight.grad is not None]
+        """Compute the norm of the gradients, and the divisor that limits it to `grad_clip` (0: no limit)."""
+        states = [state for _, group in self.groups for state in group.values()]
+        gradients = [state.weight.grad for state in states if state.weight.grad is not None]
         if gradients:
             self.norm.copy_(get_total_norm(gradients))
         else:
             self.norm.zero_()
-        if grad_clip > 0:  # with the margin of torch.nn.utils.clip_grad_norm_
+        if grad_clip > 0:  # with the epsilon of torch.nn.utils.clip_grad_norm_
             self.grad_scale.copy_(((self.norm + 1e-6) / grad_clip).clamp(min=1.0))
 
 
 class Optimizer:
     """AdamW over one module, or over several named ones whose gradients are clipped separately.
 
-    Make it when the modules are on their device and hold the weights to start from. A step in which any gradient
-    is not finite changes nothing but `skipped` and `skipped_in_a_row`. No tensor is ever replaced, neither by a
-    step nor by loading a state, so a captured graph stays valid. A parameter without a gradient is left alone.
+    Create it when the modules are on their device and hold their initial weights. A step with any non-finite
+    gradient changes only `skipped` and `skipped_in_a_row`. Tensors are never replaced, neither by a step nor by
+    loading a state, so captured graphs stay valid. Parameters without a gradient are not changed.
     """
 
     def __init__(
@@ -124,21 +124,21 @@ class Optimizer:
         eps: float = 1e-8,
         ema_decay: float = 0.0,
     ) -> None:
-        """`lr` is the schedule's highest. A `grad_clip` or `ema_decay` of 0 turns that off."""
-        self._highest_lr, self._schedule = lr, schedule
+        """`lr` is the peak of the schedule. A `grad_clip` or `ema_decay` of 0 switches it off."""
+        self._peak_lr, self._schedule = lr, schedule
         self._grad_clip, self._betas, self._eps, self._ema_decay = grad_clip, betas, eps, ema_decay
         named = {"model": modules} if isinstance(modules, nn.Module) else modules
-        self._sets = {name: _ClippedSet(module, weight_decay) for name, module in named.items()}
-        self._trained = {
-            name if isinstance(modules, nn.Module) else f"{set_name}.{name}": trained
-            for set_name, clipped in self._sets.items()
-            for _, group in clipped.groups
-            for name, trained in group.items()
+        self._clip_groups = {name: ClipGroup(module, weight_decay) for name, module in named.items()}
+        self._states = {
+            name if isinstance(modules, nn.Module) else f"{group_name}.{name}": state
+            for group_name, clip_group in self._clip_groups.items()
+            for _, group in clip_group.groups
+            for name, state in group.items()
         }
-        if not self._trained:
+        if not self._states:
             raise ValueError("Nothing to optimise: every parameter is frozen.")
-        self._ema = {name: trained.weight.detach().clone() for name, trained in self._trained.items() if ema_decay}
-        device = next(iter(self._trained.values())).weight.device
+        self._ema = {name: state.weight.detach().clone() for name, state in self._states.items() if ema_decay}
+        device = next(iter(self._states.values())).weight.device
         self.lr, self._ema_rate = torch.zeros((), device=device), torch.zeros((), device=device)
         self._found_inf = torch.zeros((), device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -147,51 +147,46 @@ class Optimizer:
 
     @property
     def last_norm(self) -> dict[str, Tensor]:
-        """Norm of each set's gradients before clipping, on the device; the set of a single module is "model"."""
-        return {name: clipped.norm for name, clipped in self._sets.items()}
-
-    def step(self, step: int) -> None:
-        """One step with the gradients at hand; steps count from 0 and only choose the learning rate."""
-        self.set_lr(step)
-        self.update()
+        """Norm of each module's gradients before clipping, on the device; a single module is called "model"."""
+        return {name: clip_group.norm for name, clip_group in self._clip_groups.items()}
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, for the log: reading `lr` would make the host wait."""
-        return self._highest_lr * self._schedule.factor(step)
+        """The learning rate of a step; reading `lr` would make the host wait."""
+        return self._peak_lr * self._schedule.factor(step)
 
     def set_lr(self, step: int) -> None:
-        """Choose the rates of the next `update`; the host's part of a step, never captured in a graph.
+        """Set the rates of the next `update`. This is the host's part of a step and is never captured in a graph.
 
-        The average is short at first: otherwise random weights would be in it for thousands of steps.
+        The EMA is short at first: otherwise it would contain the initial weights for thousands of steps.
         """
         self.lr.fill_(self.lr_at(step))
         self._ema_rate.fill_(1 - min(self._ema_decay, (1 + step) / (10 + step)))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Clip, update and average, on the device alone. Gradients stay, clipped, until `zero_grad`."""
-        for clipped in self._sets.values():
-            clipped.measure(self._grad_clip)
-        is_skipped = ~torch.stack([clipped.norm for clipped in self._sets.values()]).isfinite().all()
+        """Clip, update and average, entirely on the device. Gradients stay, clipped, until `zero_grad`."""
+        for clip_group in self._clip_groups.values():
+            clip_group.measure(self._grad_clip)
+        is_skipped = ~torch.stack([clip_group.norm for clip_group in self._clip_groups.values()]).isfinite().all()
         self._found_inf.copy_(is_skipped)
-        for clipped in self._sets.values():
-            for weight_decay, group in clipped.groups:
-                self._update_group(weight_decay, list(group.values()), clipped.grad_scale)
+        for clip_group in self._clip_groups.values():
+            for weight_decay, group in clip_group.groups:
+                self._update_group(weight_decay, list(group.values()), clip_group.grad_scale)
         self.skipped.add_(is_skipped)
         self.skipped_in_a_row.add_(1).mul_(is_skipped)
         if self._ema:
             self._update_ema()
 
-    def _update_group(self, weight_decay: float, group: list[_Trained], grad_scale: Tensor) -> None:
-        # Not the class AdamW: it makes its state in the first step, which every replay of a graph would clear.
-        present = [(trained, gradient) for trained in group if (gradient := trained.weight.grad) is not None]
+    def _update_group(self, weight_decay: float, group: list[ParamState], grad_scale: Tensor) -> None:
+        # Not the AdamW class: it creates its state in the first step, which every replay of a graph would clear.
+        present = [(state, gradient) for state in group if (gradient := state.weight.grad) is not None]
         adamw(
-            [trained.weight for trained, _ in present],
+            [state.weight for state, _ in present],
             [gradient for _, gradient in present],
-            [trained.exp_avg for trained, _ in present],
-            [trained.exp_avg_sq for trained, _ in present],
+            [state.exp_avg for state, _ in present],
+            [state.exp_avg_sq for state, _ in present],
             [],
-            [trained.step for trained, _ in present],
+            [state.step for state, _ in present],
             fused=True,
             grad_scale=grad_scale if self._grad_clip > 0 else None,
             found_inf=self._found_inf,
@@ -205,8 +200,8 @@ class Optimizer:
         )
 
     def _update_ema(self) -> None:
-        # average -= rate * (average - weight), as the fused kernel of SGD: like AdamW's it heeds found_inf.
-        weights: list[Tensor] = [trained.weight for trained in self._trained.values()]
+        # average -= rate * (average - weight), as a fused SGD kernel: like AdamW's, it skips if found_inf is set.
+        weights: list[Tensor] = [state.weight for state in self._states.values()]
         sgd(
             list(self._ema.values()),
             weights,
@@ -222,32 +217,28 @@ class Optimizer:
         )
 
     def zero_grad(self) -> None:
-        """Zero the gradients where they are: a captured graph goes on adding to the same memory."""
-        gradients = [trained.weight.grad for trained in self._trained.values() if trained.weight.grad is not None]
+        """Zero the gradients in place: captured graphs keep adding to the same memory."""
+        gradients = [state.weight.grad for state in self._states.values() if state.weight.grad is not None]
         if gradients:
             torch._foreach_zero_(gradients)
 
     def counters(self) -> list[Tensor]:
-        """What counts skipped updates, on the device."""
+        """The counters of skipped updates, on the device."""
         return [self.skipped, self.skipped_in_a_row]
 
     @torch.no_grad()
     def poison_gradients(self) -> None:
-        """Make the next update one that is skipped: to run it without consequences."""
-        for trained in self._trained.values():
-            if trained.weight.grad is not None:
-                trained.weight.grad.fill_(math.nan)
+        """Make the next update a skipped one, so that it can run without effect."""
+        for state in self._states.values():
+            if state.weight.grad is not None:
+                state.weight.grad.fill_(math.nan)
                 return
-
-    def ema_weights(self) -> dict[str, Tensor]:
-        """The averaged weights by parameter name; empty when there is no average."""
-        return dict(self._ema)
 
     @contextlib.contextmanager
     def swap_ema(self) -> Iterator[None]:
-        """Have the averaged weights in the modules for a while, to validate or export; no update or save inside.
+        """Put the averaged weights into the modules inside the context; no update or save may happen there.
 
-        Without an average the weights stay as they are.
+        Does nothing if there is no EMA.
         """
         self._exchange()
         try:
@@ -258,22 +249,22 @@ class Optimizer:
     @torch.no_grad()
     def _exchange(self) -> None:
         for name, average in self._ema.items():
-            weight = self._trained[name].weight
+            weight = self._states[name].weight
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything but the weights, by name: the live tensors, to be copied before the next step."""
+        """The state without the weights, by name; live tensors, to be copied before the next step."""
         state = {"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
-        for name, trained in self._trained.items():
-            state[f"exp_avg.{name}"] = trained.exp_avg
-            state[f"exp_avg_sq.{name}"] = trained.exp_avg_sq
-            state[f"step.{name}"] = trained.step
+        for name, param in self._states.items():
+            state[f"exp_avg.{name}"] = param.exp_avg
+            state[f"exp_avg_sq.{name}"] = param.exp_avg_sq
+            state[f"step.{name}"] = param.step
         return state | {f"ema.{name}": average for name, average in self._ema.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly where `state` was taken; it must be of the same parameters and settings."""
+        """Restore a state of the same parameters and settings."""
         own = self.state_dict()
         wrong = sorted(
             name

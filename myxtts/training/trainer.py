@@ -26,7 +26,7 @@ from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import CudaGraph, Event, Plan, Stream, all_random_states, peak_memory_mb
 from myxtts.errors import PipelineError
 from myxtts.observe.metrics import StepReport, ValidationReport
-from myxtts.observe.trace import OFF, StepClock, Summary, Trace
+from myxtts.observe.trace import OFF, StepClock, Trace, idle_share, step_timing
 from myxtts.training.optim import Optimizer
 from myxtts.training.recipes import Recipe
 
@@ -413,13 +413,14 @@ class Trainer:
             self.ctx.reporter.step(self._report(step, values))
 
     def _report(self, step: int, values: Mapping[str, float]) -> StepReport:
-        times = Summary.of(self._clock.collect())
+        steps = self._clock.collect()
+        times = step_timing(steps)
         elapsed_s = time.perf_counter() - self._started_at
         seconds_per_step = times.mean_ms / 1000 or elapsed_s / max(step - self._first_step, 1)
         clips_per_s = clips_per_step(self.ctx) / seconds_per_step if seconds_per_step else 0.0
         # The first steps compile: their times do not predict those to come.
         is_warm = step > self._first_step + self._training.log_step
-        expected_s = seconds_per_step if is_warm else self._clock.summary().median_ms / 1000
+        expected_s = seconds_per_step if is_warm else self._clock.timing().median_ms / 1000
         losses = {name.removeprefix("loss."): value for name, value in values.items() if name.startswith("loss.")}
         losses["total"] *= self.step.accumulate  # that of a micro-step is its share of the step
         norms = {name.removeprefix("norm."): value for name, value in values.items() if name.startswith("norm.")}
@@ -434,7 +435,7 @@ class Trainer:
             clips_per_s=clips_per_s,
             step_ms=times.median_ms,
             step_cv=times.cv,
-            idle_share=times.idle_share,
+            idle_share=idle_share(steps),
             ahead=self.feed.num_ahead,
             rings=self.feed.readiness(),
             memory_mb=peak_memory_mb(self.ctx.plan),
