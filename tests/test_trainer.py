@@ -35,11 +35,11 @@ def saved_steps(folder: Path, stage: str = "gpt") -> list[int]:
 
 def test_every_stage_learns_its_clips(clips: Clips, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    flags = "--batch-size 3 --dvae-steps 45 --max-steps 12 --decoder-steps 16 --lr 3e-3"
+    flags = "--batch-size 3 --dvae-steps 20 --max-steps 8 --decoder-steps 10 --lr 3e-3"
     assert train(run, clips(3), flags) == 0
     for stage, name in (("dvae", "mel_loss"), ("gpt", "audio_loss"), ("decoder", "mel_loss")):
         history = losses(run, stage, name)
-        assert history[-1] < 0.5 * history[0], (stage, history)
+        assert history[-1] < 0.7 * history[0], (stage, history)
 
 
 @pytest.mark.parametrize("count", [4, 3], ids=["full batches", "with a filling clip"])
@@ -216,17 +216,11 @@ def test_the_validation_loss_is_that_of_the_averaged_weights_per_token(clips: Cl
     assert report["losses"]["total"] == pytest.approx(loss_heard_alone(averaged, corpora), rel=1e-5)
     assert 3 < report["losses"]["text"] < 5
 
-    plain = RunDir(run).load_model()
-    plain.load_state_dict(newest(run).weights, strict=False)
+    last, plain = newest(run), RunDir(run).load_model()
+    plain.load_state_dict(last.weights, strict=False)
     assert abs(loss_heard_alone(plain, corpora) - report["losses"]["total"]) > 1e-3
-    assert_equal_tensors(
-        {name: value for name, value in averaged.state_dict().items() if f"ema.{name}" in newest(run).optimizer},
-        {
-            name.removeprefix("ema."): value
-            for name, value in newest(run).optimizer.items()
-            if name.startswith("ema.")
-        },
-    )
+    kept = {name.removeprefix("ema."): value for name, value in last.optimizer.items() if name.startswith("ema.")}
+    assert_equal_tensors({name: averaged.state_dict()[name] for name in kept}, kept)
 
 
 @pytest.mark.parametrize("stage", ["dvae", "gpt"])
