@@ -1,4 +1,4 @@
-"""Find settings that train faster on this machine: `python quick_gpu_fix.py [--apply]`.
+"""Search for settings that train faster on this machine: `python quick_gpu_fix.py [--apply]`.
 
 The same as `myxtts tune`.
 """

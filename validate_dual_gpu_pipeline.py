@@ -1,4 +1,4 @@
-"""Try the GPUs and the pipeline: `python validate_dual_gpu_pipeline.py --data-gpu 0 --model-gpu 1`.
+"""Test the GPUs and the pipeline: `python validate_dual_gpu_pipeline.py --data-gpu 0 --model-gpu 1`.
 
 The same as `myxtts check --gpus`.
 """

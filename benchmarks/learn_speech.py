@@ -38,7 +38,7 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
 from myxtts.synthesis.synthesizer import VocoderName
-from myxtts.synthesis.voices import Listener
+from myxtts.synthesis.voices import VoiceEncoder
 from myxtts.tools import evaluate
 from myxtts.tools.evaluate import (
     ABOUT_FILE,
@@ -48,9 +48,9 @@ from myxtts.tools.evaluate import (
     RECORDING,
     SCORES_FILE,
     SYNTHESISED,
-    JudgePlace,
-    held_out,
-    judge,
+    Judges,
+    held_out_sentences,
+    score,
 )
 
 MEASURES = {"wer": "WER", "cer": "CER", "similarity": "similarity", "same_speaker_share": "≥ 0.345", "mos": "MOS"}
@@ -93,7 +93,7 @@ def speak(run: Path, out: Path, moment: Moment, sampling: Mapping[str, Any]) -> 
             raise ConfigError(f"{folder} was spoken in another way; name another folder (--out)")
         return
     console.print(f"speaking at {moment.label} by {moment.vocoder}")
-    asked = evaluate.Asked(num_sentences=10**6, vocoder=moment.vocoder, **sampling)
+    asked = evaluate.EvaluationOptions(num_sentences=10**6, vocoder=moment.vocoder, **sampling)
     with as_it_was(run, moment) as then:
         evaluate.synthesise(then, folder, asked, NoProgress())
         losses = told_losses(then, folder) if moment.vocoder == "griffin-lim" else {}
@@ -111,14 +111,14 @@ def told_losses(run: Path, folder: Path) -> dict[str, float]:
     much as the third is higher, it reads.
     """
     data = replace(load(run / "settings.yaml", {}).settings.data, tokenizer=run / "vocab.json")
-    sentences = held_out(prepare(data), data, 10**6)
+    sentences = held_out_sentences(prepare(data), data, 10**6)
     device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
     model = RunDir(run).load_model(without=("decoder",)).to(device).eval()
-    listener, log_mel = Listener(model, device), LogMel(DVAE_MEL).to(device)
+    encoder, log_mel = VoiceEncoder(model, device), LogMel(DVAE_MEL).to(device)
     waves = [torch.from_numpy(sentence.clip.wave).to(device)[None] for sentence in sentences]
     codes = [model.dvae.encode(log_mel(wave, model.mel_stats))[0] for wave in waves]
     own, clip = (
-        [listener.voice([folder / getattr(sentence, name).file]) for sentence in sentences]
+        [encoder.voice([folder / getattr(sentence, name).file]) for sentence in sentences]
         for name in ("reference", "clip")
     )
     texts = [sentence.clip.ids for sentence in sentences]
@@ -200,14 +200,14 @@ def _opus(path: Path) -> bytes:
     return content.getvalue()
 
 
-def judge_all(out: Path, place: JudgePlace) -> None:
+def judge_all(out: Path, place: Judges) -> None:
     """Judge every moment that was not judged yet; a table of all, and curves."""
     rows: list[dict[str, Any]] = []
     for items in sorted(out.glob(f"*/{ITEMS_FILE}")):
         scores_file = items.with_name(SCORES_FILE)
         if not scores_file.is_file():
             console.print(f"judging {items.parent.name}")
-            judge(items.parent, place, NoProgress())
+            score(items.parent, place, NoProgress())
         scores = json.loads(scores_file.read_text(encoding="utf-8"))
         told = ("gpt_step", "gpt_seconds", "vocoder", "loss", "loss_hearing_clip", "loss_wrong_text")
         about = {name: scores["about"].get(name) for name in told}

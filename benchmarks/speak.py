@@ -33,7 +33,7 @@ from rival import DEVICE, DEVICE_NAME, import_rival, versions
 from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import SIZES, XTTS
-from myxtts.synthesis.synthesizer import Synthesizer
+from myxtts.synthesis.synthesizer import load_synthesizer
 from myxtts.text.normalize import normalize
 from myxtts.text.tokenizer import train
 from myxtts.weights import save_folder
@@ -67,8 +67,8 @@ class Ours:
     name = "MyXTTS"
 
     def __init__(self, weights: Path, _: str) -> None:
-        self._synthesizer = Synthesizer.load(weights, torch.empty(0, device=DEVICE).device)
-        self.gpt = self._synthesizer._writers._gpt
+        self._synthesizer = load_synthesizer(weights, device=torch.empty(0, device=DEVICE).device)
+        self.gpt = self._synthesizer._generators._gpt
 
     def hear(self, reference: Path) -> None:
         self._voice = self._synthesizer.voice([reference])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -38,3 +40,14 @@ class NoProgress:
 
 
 NO_PROGRESS: Progress = NoProgress()
+
+
+@contextmanager
+def progress_bar(progress: Progress, title: str, total: int, num_done: int = 0) -> Iterator[Callable[[int], None]]:
+    """Show a bar that starts at `num_done`; yields the function that advances it."""
+    progress.begin(title, total)
+    try:
+        progress.advance(num_done)
+        yield progress.advance
+    finally:
+        progress.end()

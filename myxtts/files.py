@@ -101,3 +101,17 @@ def lock(folder: Path) -> Iterator[None]:
                 "Choose a folder you can write to with --checkpoint-dir DIR."
             ) from error
         yield
+
+
+def has_ended(folder: Path) -> bool:
+    """True if the process that last held the lock is gone; False if unknown, as for another machine."""
+    try:
+        holder = re.fullmatch(r"process (\d+) on (.+)", (folder / "lock").read_text(encoding="utf-8").strip())
+        if holder is None or holder[2] != socket.gethostname():
+            return False
+        os.kill(int(holder[1]), 0)  # sends nothing, and fails if there is no such process
+    except (ProcessLookupError, OverflowError):
+        return True
+    except (OSError, UnicodeDecodeError):  # no lock, or another user's process
+        return False
+    return False

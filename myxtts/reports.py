@@ -1,4 +1,4 @@
-"""What a training run leaves for its user: lines on the terminal; metrics, pictures, a page, a spoken sample."""
+"""The output of a training run: lines on the terminal, metrics, pictures, the report page, a spoken sample."""
 
 from __future__ import annotations
 
@@ -27,15 +27,22 @@ from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sample
-from myxtts.synthesis.vocoding import FAINT_NOTE, is_faint
 from myxtts.terminal import ProgressPrinter, show_corpus
 from myxtts.training.trainer import Reporter, State
+
+FEW_STEPS = 1000
+"""A GPT trained from scratch for fewer steps does not speak words yet."""
+_ABOUT_THE_DEMO = (
+    "What to expect: this only checks the installation. A few minutes of training the smallest network on four "
+    "minutes of speech give babble, or on a GPU the memorised sentences of the corpus. A voice takes hours of "
+    "recordings and of GPU time, or minutes of both with --init-from XTTS-v2 --model-size normal."
+)
 
 _log = logging.getLogger(__name__)
 
 
 class TrainingReports(Reporter):
-    """Shows and keeps what the training loop reports; warns when the pipeline is not what it should be."""
+    """Shows and stores the reports of the training loop, and warns when the pipeline is slow."""
 
     def __init__(self, folder: Path, printer: ProgressPrinter) -> None:
         self._folder = folder
@@ -52,7 +59,7 @@ class TrainingReports(Reporter):
         self.has_trained = True
         self._log.begin(stage, step)
         self._printer.begin(stage, step, total_steps)
-        with contextlib.suppress(OSError):  # a page without the machine is better than no training
+        with contextlib.suppress(OSError):  # the page can do without the machine
             (self._folder / "machine.json").write_text(json.dumps(machine(), indent=2), encoding="utf-8")
 
     def tick(self, step: int) -> None:
@@ -77,7 +84,7 @@ class TrainingReports(Reporter):
             self._log.image(name, picture.numpy(), step)
 
     def close(self) -> None:
-        """Leave a page about the run behind."""
+        """Write the page of the run."""
         self._printer.end()
         self._log.close()
         self._gpus.close()
@@ -90,7 +97,7 @@ class TrainingReports(Reporter):
 
 
 def machine() -> dict[str, str]:
-    """Where a run was made, in words."""
+    """Return the hardware and software of this machine, by name."""
     gpus = ", ".join(str(gpu) for gpu in Machine.look().gpus)
     return {
         "GPUs": gpus or "none",
@@ -103,17 +110,17 @@ def machine() -> dict[str, str]:
 
 
 def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> Iterator[str]:
-    """Let a finished run speak, and tell its user where everything is, what to expect and what to type next.
+    """Yield what a finished run tells its user: a spoken sample, where everything is, and what to type next.
 
-    Lines come one by one, for speaking takes seconds. A run that was finished before has its sample already.
+    The lines come one by one, because speaking takes seconds. A run that had finished before keeps its sample.
     """
     folder = settings.training.checkpoint_dir
     said = example(settings.data, prepared.train)
     if has_trained:
-        (folder / SAMPLE_FILE).unlink(missing_ok=True)  # one of an older state of the run would mislead
+        (folder / SAMPLE_FILE).unlink(missing_ok=True)  # it is from an earlier state of the run
     has_spoken = (folder / SAMPLE_FILE).is_file()
     if said is not None and not has_spoken:
-        yield "Speaking a sentence of the corpus"
+        yield "Speaking a sentence of the corpus …"
         outcome, has_spoken = _sample(settings, said)
         yield from outcome
     stages = [stage for stage in STAGES if (folder / stage).is_dir()]
@@ -134,51 +141,40 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
 
 
 def stopped(settings: Settings, states: Mapping[str, State]) -> str:
-    """Where an interrupted training stands, and how it goes on."""
+    """Return where an interrupted training stopped, and how to continue it."""
     stage, state = next((stage, state) for stage, state in states.items() if not state.done)
     again = "the same command" + (" without --reset-training" if settings.training.reset_training else "")
     place = f"everything is saved in {settings.training.checkpoint_dir}"
-    return f"Stopped at step {state.step} of stage {stage}: {place}; {again} continues from there"
+    return f"Stopped at step {state.step} of stage {stage}: {place}; {again} continues from here"
 
 
 def _expectation(settings: Settings) -> Iterator[str]:
     run = RunDir(settings.training.checkpoint_dir)
     if settings.data.train_data is None:
-        yield _OF_THE_DEMONSTRATION
+        yield _ABOUT_THE_DEMO
     elif run.from_scratch and 0 < (steps := run.num_steps("gpt")) < FEW_STEPS:
         yield (
-            f"What to expect: after {_steps(steps)} of gpt from scratch a model babbles or hums. A voice takes "
-            "many thousands, and hours of recordings: the same command with a larger --max-steps or --epochs goes "
-            "on from here. With --init-from XTTS-v2 --model-size normal minutes of both are enough."
+            f"What to expect: after {_steps(steps)} of gpt from scratch, a model only babbles or hums. A voice "
+            "takes many thousand steps and hours of recordings; the same command with a larger --max-steps or "
+            "--epochs continues from here. With --init-from XTTS-v2 --model-size normal, minutes of both are "
+            "enough."
         )
 
 
-FEW_STEPS = 1000
-"""Of the GPT from scratch: below, nobody should expect words."""
-_OF_THE_DEMONSTRATION = (
-    "What to expect: this shows that everything works; it makes no voice. Minutes of the smallest network on four "
-    "minutes of speech give babble, or on a GPU the sentences of the corpus learnt by heart. A voice takes hours "
-    "of recordings and of a GPU, or minutes of both with --init-from XTTS-v2 --model-size normal."
-)
-
-
 def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
-    """Lines about a sample, and whether there is one: no mishap of speaking spoils a training that has ended."""
+    """Speak a sample and return lines about it and True, or why it failed and False; a failure ends nothing."""
     folder = settings.training.checkpoint_dir
     try:
         speech = speak_sample(folder, said, make_plan(settings.data).model)
     except (MyXTTSError, OSError, torch.OutOfMemoryError) as error:
         return [f"No sample was spoken: {error}"], False
-    run, means = RunDir(folder), "Griffin-Lim"
+    run, vocoder = RunDir(folder), "Griffin-Lim"
     if speech.report.vocoder == "hifigan":
         steps = run.num_steps("decoder")
-        means = "the trained decoder" + (f", {_steps(steps)}" if steps else "")
-    written = f" (gpt: {_steps(steps)})" if (steps := run.num_steps("gpt")) else ""
-    spoken = f"{folder / SAMPLE_FILE}: {said.text!r} in the voice of {said.recording}, by {means}{written}"
-    notes = speech.report.notes()
-    if is_faint(speech.wave):
-        notes.append(FAINT_NOTE)
-    return [spoken, *(f"  {note}" for note in notes)], True
+        vocoder = "the trained decoder" + (f", {_steps(steps)}" if steps else "")
+    trained = f" (gpt: {_steps(steps)})" if (steps := run.num_steps("gpt")) else ""
+    spoken = f"{folder / SAMPLE_FILE}: {said.text!r} in the voice of {said.recording}, by {vocoder}{trained}"
+    return [spoken, *(f"  {note}" for note in speech.report.notes())], True
 
 
 def _steps(number: int) -> str:
@@ -186,7 +182,7 @@ def _steps(number: int) -> str:
 
 
 def _command(*words: str) -> str:
-    """A command of ours as it can be typed here, wherever it is installed."""
+    """Return a myxtts command as it can be typed on this machine."""
     program = Path(sys.executable).with_name("myxtts")
     known = ["myxtts"] if shutil.which("myxtts") else [str(program)] if program.is_file() else []
     return shlex.join([*(known or [sys.executable, "-m", "myxtts.cli"]), *words])

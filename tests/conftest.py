@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import pytest
 
 from myxtts.config import DataSettings
+from myxtts.observe.metrics import StepReport
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
@@ -44,6 +46,47 @@ SENTENCES = (
     "The road climbs for an hour before it reaches the lake.",
     "Someone had left a blue umbrella on the bench.",
 )
+
+REPORT = StepReport(
+    stage="gpt",
+    step=250,
+    total_steps=1000,
+    epoch=3,
+    losses={"total": 3.412, "text_loss": 4.1, "audio_loss": 3.37},
+    lr=1.2e-4,
+    grad_norm={"model": 0.8},
+    clips_per_s=512.3,
+    step_ms=107.24,
+    step_cv=0.02,
+    idle_share=0.003,
+    ahead=12,
+    rings={"host": (8, 16), "device": (1, 2), "model": (3, 3), "keep": (0, 4)},
+    memory_mb={"model": 12288.0},
+    skipped=0,
+    eta_s=754.0,
+    elapsed_s=60.0,
+    mfu=0.47,
+)
+"""A step of a training in which all is well."""
+EMPTY_RINGS = {"host": (0, 16), "device": (0, 2), "model": (0, 3)}
+
+
+def step_record(step: int = REPORT.step, **values: Any) -> dict[str, Any]:
+    """The same as a record of metrics.jsonl, with some values replaced."""
+    return {"kind": "step", **vars(replace(REPORT, step=step, **values)), "written_at": 1000.0}
+
+
+def validation_record(step: int, loss: float) -> dict[str, Any]:
+    return {"kind": "validation", "stage": "gpt", "step": step, "losses": {"total": loss}, "is_best": True}
+
+
+@pytest.fixture
+def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Away from the repository, whose configs/config.yaml would be read."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

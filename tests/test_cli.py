@@ -11,13 +11,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import soundfile as sf
+from conftest import write_corpus
+from training_fixtures import Clips, clips, small
 
+import myxtts
 from myxtts import __version__, terminal
 from myxtts.cli import main
-from myxtts.config import LANGUAGES
+from myxtts.config import LANGUAGES, DataSettings, Settings, TrainingSettings
 from myxtts.text.tokenizer import Tokenizer
 
+__all__ = ["clips", "small"]
+
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
 
 def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -25,13 +31,6 @@ def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subproc
     return subprocess.run(
         command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=60
     )
-
-
-@pytest.fixture(autouse=True)
-def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Away from the repository, whose configs/config.yaml would be read."""
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +52,38 @@ def test_help_is_immediate() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_front_door_opens_when_it_is_used() -> None:
+    code = (
+        "import sys, myxtts\n"
+        "print(sorted(name for name in sys.modules if name.startswith('myxtts.')), 'numpy' in sys.modules)\n"
+        "from myxtts import prepare; print('myxtts.data.prepare' in sys.modules, 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["[] False", "True False"]
+    with pytest.raises(AttributeError, match="no attribute 'tarin'"):
+        _ = myxtts.tarin
+    assert set(dir(myxtts)) >= {"load_synthesizer", "prepare", "train", "__version__"}
+
+
+@pytest.mark.usefixtures("small")
+def test_a_voice_is_trained_and_heard_from_python(clips: Clips, tmp_path: Path) -> None:
+    corpus, run_folder = clips(), tmp_path / "run"
+    data = DataSettings(
+        train_data=corpus, language="en", vocab_size=256, batch_size=2, max_mel_frames=128, max_text_length=40,
+        num_workers=1, model_start_delay=0.0, val_fraction=0.0,
+    )  # fmt: skip
+    training = TrainingSettings(checkpoint_dir=run_folder, stages=("dvae", "gpt"), max_steps=1)
+    settings = Settings(data=data, training=training)
+    assert len(myxtts.prepare(settings).train) == len(myxtts.prepare(data).train) == 4
+    result = myxtts.train(settings)
+    assert all(state.done for state in result.states.values()) and len(result.prepared.train) == 4
+    synthesizer = myxtts.load_synthesizer(str(run_folder))
+    recording = write_corpus(tmp_path / "speaker", ["Hello."], seconds=3.0) / "wavs" / "clip000.wav"
+    voice = synthesizer.voice([str(recording)])
+    synthesizer.speak("Hello.", voice, "en", seed=1).save("hello.wav")
+    assert sf.info("hello.wav").samplerate == 24000
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

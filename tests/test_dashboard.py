@@ -15,31 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import EMPTY_RINGS, REPORT, step_record, validation_record
 from rich.console import Console
 
 from myxtts import terminal
-from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, read_metrics
-from myxtts.terminal import MetricsTail, render, sparkline, watch
+from myxtts.observe import metrics
+from myxtts.observe.metrics import MetricsLog, MetricsTail, ValidationReport, read_metrics
+from myxtts.terminal import render, sparkline, watch
 
-REPORT = StepReport(
-    stage="gpt",
-    step=250,
-    total_steps=1000,
-    epoch=3,
-    losses={"total": 3.412, "text_loss": 4.1},
-    lr=1.2e-4,
-    grad_norm={"model": 0.8},
-    clips_per_s=512.3,
-    step_ms=107.24,
-    step_cv=0.02,
-    idle_share=0.003,
-    ahead=34,
-    rings={"host": (8, 16), "device": (0, 2), "model": (3, 3)},
-    memory_mb={"data": 2048.0, "model": 12288.0},
-    skipped=0,
-    eta_s=754.0,
-    elapsed_s=60.0,
-)
 READING = {
     "gpu": 0,
     "utilisation": 0.5,
@@ -51,17 +34,16 @@ READING = {
 }
 
 
-def record(report: StepReport = REPORT, **values: Any) -> dict[str, Any]:
-    return {"kind": "step", **vars(replace(report, **values)), "written_at": 1000.0}
-
-
-def validation(step: int, loss: float) -> dict[str, Any]:
-    return {"kind": "validation", "stage": "gpt", "step": step, "losses": {"total": loss}, "is_best": True}
-
-
 def drawn(*reports: dict[str, Any], readings: Any = (), width: int = 100, **options: Any) -> str:
     file = io.StringIO()
     Console(file=file, width=width, highlight=False).print(render(reports, readings, width, **options))
+    return file.getvalue()
+
+
+def watched(folder: Path, width: int = 100) -> str:
+    """What is printed where there is no terminal."""
+    file = io.StringIO()
+    watch(folder, threading.Event(), console=Console(file=file, width=width))
     return file.getvalue()
 
 
@@ -70,21 +52,28 @@ def line_of(text: str, label: str) -> str:
 
 
 def test_the_state_of_a_training_is_seen_at_a_glance() -> None:
-    before = [record(stage="dvae", step=300, total_steps=300), record(step=240, losses={"total": 5.0})]
-    text = drawn(*before, validation(200, 3.3), validation(240, 3.6), record(), title="my-voice")
+    used = {"data": 2048.0, "model": 12288.0}
+    before = [step_record(300, stage="dvae", total_steps=300), step_record(240, losses={"total": 5.0})]
+    text = drawn(
+        *before,
+        validation_record(200, 3.3),
+        validation_record(240, 3.6),
+        step_record(memory_mb=used),
+        title="my-voice",
+    )
     assert "my-voice" in text
     assert "dvae 300/300  gpt 250/1,000" in line_of(text, "stages")
     for part in ("██████░░░", "25 %", "epoch 3", "ETA 12 min"):
         assert part in line_of(text, "progress")
-    assert "█▁" in line_of(text, "loss") and "3.41  text_loss 4.1" in line_of(text, "loss")
+    assert "█▁" in line_of(text, "loss") and "3.41  text_loss 4.1  audio_loss 3.37" in line_of(text, "loss")
     assert "3.6 at step 240, best 3.3 at step 200" in line_of(text, "validation")
     assert "512" in line_of(text, "clips/s")
-    assert "107 ms  varies 2.0 %  model waits 0.3 %" in line_of(text, "step time")
+    assert "107 ms  varies 2.0 %  model waits 0.3 %  MFU 47.0 %" in line_of(text, "step time")
     assert "data 2 GB  model 12 GB" in line_of(text, "memory")
 
 
 def test_rings_are_bars_as_full_as_they_are() -> None:
-    text = drawn(record(rings={"host": (8, 16), "device": (0, 2), "model": (3, 3), "keep": (1, 4)}))
+    text = drawn(step_record(rings={"host": (8, 16), "device": (0, 2), "model": (3, 3), "keep": (1, 4)}))
     fills = [line_of(text, f"ring {name}").count("█") for name in ("host", "device", "model")]
     assert fills[0] * 2 == pytest.approx(fills[2], abs=1) and fills[1] == 0 and fills[2] > 8
     assert "8/16 ready" in text and "1/4 to be kept" in text
@@ -93,13 +82,13 @@ def test_rings_are_bars_as_full_as_they_are() -> None:
 def test_each_gpu_has_a_line_and_what_is_not_told_is_not_shown() -> None:
     other = {"gpu": 1, "utilisation": None, "memory_used_mb": None, "throttled_by": ["power cap"]}
     earlier = {**READING, "utilisation": 0.1, "pcie_rx_mb_s": 900.0}
-    text = drawn(record(), readings=[earlier, other, READING], width=140)
+    text = drawn(step_record(), readings=[earlier, other, READING], width=140)
     for part in ("50.0 %", "10/80 GB", "412 W", "61 °C", "PCIe in 900 MB/s"):
         assert part in line_of(text, "GPU 0")
     second = line_of(text, "GPU 1")
     assert "throttled: power cap" in second and "– " in second
     assert not any(part in second for part in ("GB", " W", "°C", "PCIe", "0.0 %"))
-    assert "GPU" not in drawn(record())
+    assert "GPU" not in drawn(step_record())
 
 
 def test_gpus_are_shown_before_the_first_report() -> None:
@@ -108,21 +97,20 @@ def test_gpus_are_shown_before_the_first_report() -> None:
 
 
 def test_warnings_stand_below_with_what_to_do() -> None:
-    empty = {"host": (0, 16), "device": (0, 2), "model": (0, 3)}
-    starved = drawn(*(record(step=step, rings=empty, idle_share=0.3) for step in range(20)))
+    starved = drawn(*(step_record(step, rings=EMPTY_RINGS, idle_share=0.3) for step in range(20)))
     assert "WARNING" in starved and "--num-workers" in starved
-    assert "WARNING" not in drawn(*(record(step=step) for step in range(20)))
+    assert "WARNING" not in drawn(*(step_record(step) for step in range(20)))
 
 
 @pytest.mark.parametrize("width", [40, 72, 160])
 def test_nothing_is_wider_than_the_terminal(width: int) -> None:
-    text = drawn(record(), validation(200, 3.3), readings=[READING], width=width)
+    text = drawn(step_record(), validation_record(200, 3.3), readings=[READING], width=width)
     assert {len(line) for line in text.splitlines()} == {width}
 
 
 def test_numbers_that_are_missing_are_dashes() -> None:
     text = drawn(
-        record(losses={"total": math.nan}, clips_per_s=math.nan, step_ms=None, eta_s=None, total_steps=None)
+        step_record(losses={"total": math.nan}, clips_per_s=math.nan, step_ms=None, eta_s=None, total_steps=None)
     )
     assert "–" in line_of(text, "loss") and "–" in line_of(text, "clips/s") and "ETA" not in text
     assert "step 250" in line_of(text, "progress") and "nan" not in text
@@ -130,39 +118,36 @@ def test_numbers_that_are_missing_are_dashes() -> None:
 
 def test_names_from_files_are_no_markup() -> None:
     rings = {"[red]x[/red]": (1, 2)}
-    text = drawn(record(stage="[b]gpt", rings=rings, memory_mb={"[i]": 1.0}), title="[/b]run")
+    text = drawn(step_record(stage="[b]gpt", rings=rings, memory_mb={"[i]": 1.0}), title="[/b]run")
     for part in ("[b]gpt", "ring [red]x[/red]", "[i] ", "[/b]run"):
         assert part in text
 
 
 def test_a_long_silence_is_mentioned_until_the_training_is_done() -> None:
-    assert "Nothing was reported for 5 min" in drawn(record(), now=1300.0)
-    assert "Nothing was reported" not in drawn(record(), now=1030.0)
-    assert "Nothing was reported" not in drawn(record(step=1000), now=1300.0)
+    assert "Nothing was reported for 5 min" in drawn(step_record(), now=1300.0)
+    assert "Nothing was reported" not in drawn(step_record(), now=1030.0)
+    assert "Nothing was reported" not in drawn(step_record(1000), now=1300.0)
 
 
 def test_a_run_whose_process_is_gone_has_ended_at_its_last_step(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(record())}\n")
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step_record())}\n")
     gone = subprocess.Popen(["true"])
     gone.wait()
 
     def shown(holder: str) -> str:
         (tmp_path / "lock").write_text(holder)
-        file = io.StringIO()
-        watch(tmp_path, threading.Event(), console=Console(file=file, width=120))
-        return file.getvalue()
+        return watched(tmp_path, width=120)
 
     text = shown(f"process {gone.pid} on {socket.gethostname()}")
-    assert "ended: its last report is of step 250 of 1,000" in text
+    assert "has ended. Its last report is of step 250 of 1,000" in text
     assert "running" not in text and "ETA" not in text and "paused" not in text
     for holder in (f"process {os.getpid()} on {socket.gethostname()}", f"process {gone.pid} on elsewhere", "?"):
-        assert "ended:" not in shown(holder) and "running" in shown(holder)
+        assert "has ended. Its" not in shown(holder) and "running" in shown(holder)
 
 
 def test_a_folder_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
-    file = io.StringIO()
-    watch(tmp_path, threading.Event(), console=Console(file=file, width=100))
-    assert "Nothing is training here yet." in file.getvalue() and "Waiting" not in file.getvalue()
+    shown = watched(tmp_path)
+    assert "Nothing is training here yet." in shown and "Waiting" not in shown
 
 
 def test_a_sparkline_shows_the_course_and_leaves_out_what_is_unknown() -> None:
@@ -188,7 +173,7 @@ def test_the_tail_of_a_file_says_what_reading_all_of_it_says(tmp_path: Path) -> 
 
 def test_a_line_counts_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    line = json.dumps(record(step=7)).encode()
+    line = json.dumps(step_record(7)).encode()
     tail = MetricsTail(path)
     for end, found in ((20, 0), (len(line), 0), (len(line) + 1, 1)):
         path.write_bytes((line + b"\n")[:end])
@@ -200,18 +185,17 @@ def test_a_line_counts_when_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_followed_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "MOST_KEPT", 10)
-    lines = [validation(1, 2.0), *({"kind": "step", "stage": "gpt", "step": step} for step in range(50))]
+    monkeypatch.setattr(metrics, "MOST_KEPT", 10)
+    lines = [validation_record(1, 2.0), *({"kind": "step", "stage": "gpt", "step": step} for step in range(50))]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     kept = MetricsTail(tmp_path / "metrics.jsonl").read()
     assert kept[0]["kind"] == "validation" and [line["step"] for line in kept[1:]] == list(range(40, 50))
 
 
 def test_without_a_terminal_the_state_is_shown_once(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(record())}\n")
-    file = io.StringIO()
-    watch(tmp_path, threading.Event(), console=Console(file=file, width=100))
-    assert file.getvalue().count("512") == 1 and tmp_path.name in file.getvalue()
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step_record())}\n")
+    shown = watched(tmp_path)
+    assert shown.count("512") == 1 and tmp_path.name in shown
 
 
 def test_on_a_terminal_the_view_follows_the_run_until_it_is_told_to_stop(
@@ -225,7 +209,7 @@ def test_on_a_terminal_the_view_follows_the_run_until_it_is_told_to_stop(
     def readings() -> list[dict[str, Any]]:
         calls.append(1)
         if len(calls) == 3:
-            path.write_text(f"{json.dumps(record(clips_per_s=777.0))}\n")
+            path.write_text(f"{json.dumps(step_record(clips_per_s=777.0))}\n")
         if len(calls) == 6:
             stop.set()
         return [READING]

@@ -1,7 +1,9 @@
-"""Generation: the reference's codes, the same with and without cache, alone and in a batch."""
+"""The sampler: the reference's codes, the same alone and in a batch, drawn from the right distribution."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,27 @@ from torch import Tensor
 
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import GPT, GPTDims, pack
-from myxtts.synthesis.generation import Decoding, Sampling, Speech, choose_by_logits, generate, stream
+from myxtts.synthesis.generation import (
+    CodeGenerator,
+    CodeGenerators,
+    Decoding,
+    Generated,
+    Prompt,
+    Sampling,
+    Shape,
+    captured_shape,
+    choose,
+    draws,
+    guided,
+)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DIMS = GPTDims(layers=2, dim=64, heads=4, text_tokens=300)
+CPU = torch.device("cpu")
 GREEDY = Sampling(greedy=True)
+PLAIN = Sampling(temperature=1, top_k=0, top_p=1, repetition_penalty=1)
 STOP = DIMS.stop_code
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+Sentences = list[Prompt]
 
 
 @pytest.fixture(scope="module")
@@ -34,182 +50,246 @@ def model(reference: dict[str, Any]) -> GPT:
 
 
 @pytest.fixture
-def sentences(reference: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def padded(reference: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Three voices, padded ids and their lengths: 20, 13 and 7 tokens."""
     return reference["style_emb"].transpose(1, 2), reference["text"], reference["text_lengths"]
 
 
-def alone(model: GPT, sentences: tuple[Tensor, Tensor, Tensor], number: int, max_codes: int) -> Speech:
-    voices, ids, num_ids = sentences
-    one = slice(number, number + 1)
-    return generate(model, voices[one], ids[one, : int(num_ids[number])], num_ids[one], GREEDY, max_codes)
+@pytest.fixture
+def prompts(padded: tuple[Tensor, Tensor, Tensor]) -> Sentences:
+    """The same, to generate up to 60 codes of each."""
+    voices, ids, num_ids = padded
+    return [
+        Prompt(ids[row, : int(num_ids[row])].tolist(), voices[row : row + 1], draws(0, row, 0, 60))
+        for row in range(3)
+    ]
 
 
-def stops_early(model: GPT, by: float) -> GPT:
-    """Makes STOP likelier, so that sentences end at different steps."""
+def up_to(num_codes: int, prompts: Sentences) -> Sentences:
+    return [prompt._replace(draws=draws(0, 0, 0, num_codes)) for prompt in prompts]
+
+
+def generate(model: GPT, prompts: Sentences, sampling: Sampling = GREEDY) -> list[Generated]:
+    device = next(model.parameters()).device
+    generator = CodeGenerators(model, device, capture=False).begin(prompts, sampling)
+    generator.finish()
+    return [generator.generated(row) for row in range(len(prompts))]
+
+
+def likelier(model: GPT, code: int, by: float) -> GPT:
     with torch.no_grad():
-        model.mel_head.bias[STOP] += by
+        model.mel_head.bias[code] += by
     return model
 
 
-def test_greedy_codes_equal_the_reference(model: GPT, sentences: Any, reference: dict[str, Any]) -> None:
-    expected = reference["greedy_codes"]
-    assert torch.equal(alone(model, sentences, 0, expected.shape[1]).codes, expected)
+def test_greedy_codes_equal_the_reference(model: GPT, prompts: Sentences, reference: dict[str, Any]) -> None:
+    (expected,) = reference["greedy_codes"]
+    (found,) = generate(model, up_to(len(expected), prompts[:1]))
+    assert torch.equal(found.codes, expected)
 
 
-def test_a_batch_equals_one_by_one(model: GPT, sentences: Any) -> None:
-    stops_early(model, 1.2)
-    together = generate(model, *sentences, GREEDY, 60)
-    assert len(set(together.num_codes.tolist())) > 1, "the sentences should end at different steps"
-    for number in range(3):
-        single = alone(model, sentences, number, 60)
-        length = int(single.num_codes[0])
-        assert together.num_codes[number] == length
-        assert torch.equal(together.codes[number, :length], single.codes[0])
-        torch.testing.assert_close(together.latents[number, :length], single.latents[0], rtol=1e-5, atol=1e-5)
-        assert (together.codes[number, length:] == STOP).all()
-        assert not together.latents[number, length:].any()
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), replace(PLAIN, guidance=2.0)])
+def test_a_batch_equals_one_by_one(model: GPT, prompts: Sentences, sampling: Sampling) -> None:
+    likelier(model, STOP, 1.2)
+    together = generate(model, prompts, sampling)
+    assert len({len(found.codes) for found in together}) > 1, "the sentences should end at different steps"
+    for prompt, found in zip(prompts, together, strict=True):
+        (alone,) = generate(model, [prompt], sampling)
+        assert torch.equal(found.codes, alone.codes)
+        torch.testing.assert_close(found.latents, alone.latents, rtol=1e-4, atol=1e-4)
 
 
-def test_the_cache_equals_computing_everything_again(model: GPT, sentences: Any) -> None:
+def test_the_cache_equals_computing_everything_again(
+    model: GPT, prompts: Sentences, padded: tuple[Tensor, Tensor, Tensor]
+) -> None:
     """A second pass over the finished codes finds the same latents, and the same codes in them."""
-    voices, ids, num_ids = sentences
-    speech = generate(model, *sentences, Sampling(greedy=True, repetition_penalty=1), 40)
+    voices, ids, num_ids = padded
+    found = generate(model, up_to(40, prompts), Sampling(greedy=True, repetition_penalty=1))
+    codes = torch.nn.utils.rnn.pad_sequence([one.codes for one in found], batch_first=True)
+    lengths = torch.tensor([len(one.codes) for one in found])
     frames = pack_frames(torch.zeros(3, 80), torch.ones(3, dtype=torch.long), 1)
-    row = pack(DIMS, frames, ids, num_ids, speech.codes, speech.num_codes, budget=400)
+    row = pack(DIMS, frames, ids, num_ids, codes, lengths, budget=400)
     model.condition = lambda _: voices  # type: ignore[method-assign]
     latents = model.code_latents(row)
-    torch.testing.assert_close(speech.latents, latents, rtol=1e-5, atol=1e-5)
-    assert torch.equal(model.mel_head(latents).argmax(-1), speech.codes)
+    for one, again in zip(found, latents, strict=True):
+        again = again[: len(one.codes)]
+        torch.testing.assert_close(one.latents, again, rtol=1e-5, atol=1e-5)
+        assert torch.equal(model.mel_head(again).argmax(-1), one.codes)
 
 
-def test_one_voice_for_all_sentences(model: GPT, sentences: Any) -> None:
-    voices, ids, num_ids = sentences
-    shared = generate(model, voices[:1], ids, num_ids, GREEDY, 12)
-    repeated = generate(model, voices[:1].repeat(3, 1, 1), ids, num_ids, GREEDY, 12)
-    assert torch.equal(shared.codes, repeated.codes)
+def test_generation_stops_with_the_last_sentence(model: GPT, prompts: Sentences) -> None:
+    steps: list[int] = []
+    model.mel_head.register_forward_hook(lambda *_: steps.append(1))
+    found = generate(likelier(model, STOP, 100.0), prompts)
+    assert len(steps) == 1 and all(one.latents.shape == (0, 64) for one in found)
+    generator = CodeGenerators(model, CPU).begin(prompts, GREEDY)
+    ended: list[int] = []
+    generator.finish(ended.append)
+    assert sum(ended) == len(prompts)
 
 
-def test_sentences_that_say_nothing(model: GPT, sentences: Any) -> None:
-    speech = generate(stops_early(model, 100.0), *sentences, GREEDY, 20)
-    assert speech.codes.shape == (3, 0)
-    assert speech.latents.shape == (3, 0, 64)
-    assert speech.num_codes.tolist() == [0, 0, 0]
-
-
-def test_a_stream_ends_soon_after_its_sentences(model: GPT, sentences: Any) -> None:
-    steps = list(stream(stops_early(model, 100.0), *sentences, GREEDY))
-    assert 1 <= len(steps) <= 8
-    assert all(step.ended.all() and (step.codes == STOP).all() for step in steps)
-
-
-def test_dropout_and_overlong_requests_are_refused(model: GPT, sentences: Any) -> None:
+def test_dropout_and_overlong_requests_are_refused(model: GPT, prompts: Sentences) -> None:
     with pytest.raises(ValueError, match="positions"):
-        generate(model, *sentences, GREEDY, 609)
+        generate(model, up_to(609, prompts))
     model.train()
     with pytest.raises(ValueError, match="eval"):
-        generate(model, *sentences, GREEDY, 5)
+        generate(model, prompts)
 
 
-def test_a_step_is_one_graph_for_all_places(model: GPT, sentences: Any) -> None:
-    voices, ids, num_ids = sentences
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(guidance=2.0, central=True)])
+def test_a_step_can_be_captured(model: GPT, prompts: Sentences, sampling: Sampling) -> None:
+    """It traces as one graph that serves every step: no value goes to the host."""
+    vectors = torch.randn(DIMS.num_codes, 8, generator=torch.Generator().manual_seed(0))
+    plain, traced = (CodeGenerator(model, Shape(3, 20, 60), sampling, CPU, vectors=vectors) for _ in range(2))
     torch._dynamo.reset()
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-        eager, compiled = (Decoding(model, voices, ids, num_ids, 8) for _ in range(2))
-        step = torch.compile(compiled.step, backend="aot_eager", fullgraph=True, dynamic=False)
-        codes = torch.tensor([DIMS.start_code] * 3)
-        for number in range(4):
-            place = torch.tensor([number])
-            expected, _ = eager.step(codes, place)
-            torch.testing.assert_close(step(codes, place)[0], expected)
-            codes = expected.argmax(-1)
+        for generator in (plain, traced):
+            generator.begin(prompts)
+        step = torch.compile(traced.step, backend="eager", fullgraph=True)
+        for _ in range(8):
+            step()
+        plain.advance(8)
+    for row in range(3):
+        assert len(plain.generated(row).codes) and torch.equal(
+            plain.generated(row).codes, traced.generated(row).codes
+        )
 
 
-def test_memory_that_served_before_changes_nothing(model: GPT, sentences: Any) -> None:
-    voices, ids, num_ids = sentences
-    codes, place = torch.tensor([DIMS.start_code] * 3), torch.tensor([0])
-    with torch.no_grad():
-        used = Decoding(model, voices.flip(0), ids.flip(0), num_ids.flip(0), 8)
-        used.step(codes, torch.tensor([3]))
-        memory = [cache.data_ptr() for cache in (*used.keys, *used.values, used.is_prefix)]
-        for cache in (*used.keys, *used.values):
-            cache[:, :, used.prefix :] = torch.nan  # a voice that was none
-        used.read(voices, ids, num_ids)
-        fresh = Decoding(model, voices, ids, num_ids, 8)
-        torch.testing.assert_close(used.step(codes, place), fresh.step(codes, place))
-    assert memory == [cache.data_ptr() for cache in (*used.keys, *used.values, used.is_prefix)]
+def test_a_generator_serves_batch_after_batch(model: GPT, prompts: Sentences) -> None:
+    likelier(model, STOP, 1.2)
+    generator = CodeGenerator(model, Shape(4, 20, 60), Sampling(), CPU)
+    generator.begin([prompt._replace(voice=torch.full((1, 32, 64), torch.nan)) for prompt in prompts])
+    generator.advance(5)  # fills the cache with NaN, of which nothing may stay
+    for batch in (prompts, prompts[::-1][:2]):  # rows without a prompt count as ended
+        generator.begin(batch)
+        generator.finish()
+        for row, found in enumerate(generate(model, batch, Sampling())):
+            assert torch.equal(generator.generated(row).codes, found.codes)
+
+
+def test_few_shapes_are_captured_for_all_sentences() -> None:
+    """Each is captured while the user waits."""
+    shapes = set()
+    for num_ids, num_steps in product(range(1, 403, 20), range(2, 603, 20)):
+        shape = captured_shape(DIMS, Shape(3, num_ids, num_steps))
+        assert num_ids <= shape.ids <= DIMS.max_text and num_steps <= shape.steps <= DIMS.max_codes
+        shapes.add(shape)
+    assert len(shapes) <= 3 and {shape.sentences for shape in shapes} == {4}
 
 
 # Choosing a code
 
-LOGITS = torch.tensor([[0.5, 0.4, 0.3, 0.2, -1.0, -2.0]]).log_softmax(-1)
-NOTHING = torch.zeros(1, 6, dtype=torch.bool)
+
+def expected_share(logits: Tensor, used: Tensor, sampling: Sampling) -> Tensor:
+    """The probability of each code by the definitions of the penalty, top-k and top-p."""
+    scores = [
+        value / sampling.temperature
+        if not is_used
+        else (value * sampling.repetition_penalty if value < 0 else value / sampling.repetition_penalty)
+        / sampling.temperature
+        for value, is_used in zip(logits.tolist(), used.tolist(), strict=True)
+    ]
+    order = sorted(range(len(scores)), key=lambda code: -scores[code])[: sampling.top_k or None]
+    share = dict(zip(order, torch.tensor([scores[code] for code in order]).softmax(0).tolist(), strict=True))
+    kept, reached = [], 0.0
+    for code in order:
+        kept.append(code)
+        reached += share[code]
+        if reached >= sampling.top_p:
+            break
+    result = torch.zeros(len(scores))
+    result[kept] = torch.tensor([share[code] / reached for code in kept])
+    return result
 
 
-def drawn(sampling: Sampling, spoken: Tensor = NOTHING, times: int = 4000) -> Tensor:
-    """How often each code is chosen."""
-    rows = choose_by_logits(
-        LOGITS.repeat(times, 1), spoken.repeat(times, 1), sampling, torch.Generator().manual_seed(0)
-    )
-    return rows.bincount(minlength=6) / times
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        PLAIN,
+        replace(PLAIN, temperature=0.25),
+        replace(PLAIN, top_k=2),
+        Sampling(top_p=0.3),
+        Sampling(top_k=2, top_p=1, repetition_penalty=3),
+        *[replace(PLAIN, top_p=0.1 * tenths) for tenths in range(1, 10)],
+    ],
+)
+def test_codes_follow_the_penalised_and_cut_distribution(sampling: Sampling) -> None:
+    logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(0))
+    used, times = torch.arange(12) % 3 == 0, 20000
+    drawn = (torch.arange(times) + 0.5) / times
+    chosen = choose(logits.expand(times, -1), used.expand(times, -1), sampling, drawn)
+    found, expected = chosen.bincount(minlength=12) / times, expected_share(logits, used, sampling)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+    assert torch.equal(found > 0, expected > 1e-4)
 
 
-def test_sampling_follows_the_probabilities() -> None:
-    plain = Sampling(temperature=1, top_k=0, top_p=1, repetition_penalty=1)
-    torch.testing.assert_close(drawn(plain), LOGITS.exp()[0], atol=0.03, rtol=0)
-    hot = Sampling(temperature=0.25, top_k=0, top_p=1, repetition_penalty=1)
-    torch.testing.assert_close(drawn(hot), (4 * LOGITS).softmax(-1)[0], atol=0.03, rtol=0)
-
-
-def test_top_k_and_top_p_cut_the_tail() -> None:
-    top_two = Sampling(temperature=1, top_k=2, top_p=1, repetition_penalty=1)
-    expected = torch.zeros(6)
-    expected[:2] = LOGITS[0, :2].softmax(-1)
-    torch.testing.assert_close(drawn(top_two), expected, atol=0.03, rtol=0)
-    share = LOGITS.exp()[0]
-    for count in range(1, 6):  # the code that crosses the threshold is still in
-        threshold = float(share[:count].sum()) - 1e-4
-        nucleus = Sampling(temperature=1, top_k=0, top_p=threshold, repetition_penalty=1)
-        assert (drawn(nucleus) > 0).tolist() == [True] * count + [False] * (6 - count)
-    assert drawn(Sampling(top_p=0.0, repetition_penalty=1))[0] == 1
-
-
-def test_the_penalty_counts_what_was_spoken() -> None:
+def test_greedy_choice_heeds_the_penalty() -> None:
     logits = torch.tensor([[2.0, 1.5, -0.1, -0.15]])
-    spoken = torch.tensor([[True, False, False, False]])
-    greedy = Sampling(greedy=True, repetition_penalty=2)
-    assert choose_by_logits(logits, spoken, greedy, None).tolist() == [1]
-    assert choose_by_logits(logits[:, 2:], spoken[:, :2], greedy, None).tolist() == [
-        1
-    ]  # negative logits move away from 0
-    assert choose_by_logits(logits, spoken, Sampling(greedy=True, repetition_penalty=1), None).tolist() == [0]
+    used, drawn = torch.tensor([[True, False, False, False]]), torch.zeros(1)
+    penalised = Sampling(greedy=True, repetition_penalty=2)
+    assert choose(logits, used, penalised, drawn).tolist() == [1]
+    assert choose(logits[:, 2:], used[:, :2], penalised, drawn).tolist() == [1], "negative logits move away from 0"
+    assert choose(logits, used, replace(penalised, repetition_penalty=1), drawn).tolist() == [0]
 
 
-def test_the_prompt_counts_as_spoken_unless_told_otherwise(model: GPT, sentences: Any) -> None:
+def test_the_prompt_counts_as_used_unless_switched_off(model: GPT, prompts: Sentences) -> None:
+    likelier(model, 1, 3.0)  # code 1 would win
+    for penalise, wins in ((True, False), (False, True)):
+        found = generate(model, up_to(1, prompts), Sampling(greedy=True, penalise_prompt=penalise))
+        assert all((int(one.codes[0]) == 1) == wins for one in found)
+
+
+def test_start_is_never_chosen(model: GPT, prompts: Sentences) -> None:
+    likelier(likelier(model, DIMS.start_code, 1000.0), STOP, -1000.0)
+    (found,) = generate(model, up_to(12, prompts[:1]), Sampling())
+    assert len(found.codes) == 12 and found.codes.max() < DIMS.num_codes
+
+
+def test_random_numbers_belong_to_one_attempt_at_one_sentence() -> None:
+    assert torch.equal(draws(1, 2, 0, 50), draws(1, 2, 0, 50))
+    others = [draws(*which, 50) for which in ((2, 2, 0), (1, 3, 0), (1, 2, 1))]
+    assert not any(torch.equal(draws(1, 2, 0, 50), other) for other in others)
+
+
+def test_guidance_scales_what_the_text_adds(
+    model: GPT, prompts: Sentences, padded: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Each step equals one of two decodings of the same codes, one of them without the text."""
+    voices, ids, num_ids = padded
+    scale = 3.0
+    found = generate(model, up_to(12, prompts), Sampling(greedy=True, repetition_penalty=1, guidance=scale))
+    with_text, without = (Decoding(model, voices, ids, lengths, 12) for lengths in (num_ids, 0 * num_ids))
+    codes = torch.full((3,), DIMS.start_code)
     with torch.no_grad():
-        model.mel_head.bias[1] += 3.0  # code 1 would win
-    penalised = generate(model, *sentences, Sampling(greedy=True, penalise_prompt=True), 1)
-    free = generate(model, *sentences, Sampling(greedy=True, penalise_prompt=False), 1)
-    assert (free.codes == 1).all()
-    assert (penalised.codes != 1).all()
+        for step in range(12):
+            place = with_text.slots[step : step + 1]
+            (logits, latents), (other, _) = with_text.step(codes, place), without.step(codes, place)
+            added = logits.log_softmax(-1) - other.log_softmax(-1)
+            scores = other.log_softmax(-1) + scale * added
+            scores[:, DIMS.start_code] = -torch.inf
+            codes = scores.argmax(-1)
+            assert [int(one.codes[step]) for one in found] == codes.tolist(), "no sentence ends this early"
+            torch.testing.assert_close(torch.stack([one.latents[step] for one in found]), latents)
+    logits = torch.randn(3, 12)
+    torch.testing.assert_close(guided(torch.cat([logits, logits]), 4.0), logits)
 
 
-def test_a_generator_decides_the_draw(model: GPT, sentences: Any) -> None:
-    def codes(seed: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(seed)
-        drawn_codes: list[list[int]] = generate(model, *sentences, Sampling(), 10, generator).codes.tolist()
-        return drawn_codes
-
-    assert codes(1) == codes(1)
-    assert codes(1) != codes(2)
+def test_the_central_code_is_nearest_to_the_mean_of_the_likely_ones() -> None:
+    vectors = torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.2, 1.2], [9.0, 9.0]])
+    likely = torch.tensor([[0.3, 0.3, 0.3, 0.05, 0.0, 0.0, 0.05]]).log().expand(100, -1)
+    used = torch.zeros(likely.shape, dtype=torch.bool)
+    chosen = choose(likely, used, replace(PLAIN, central=True), torch.linspace(0, 0.999, 100), vectors)
+    assert set(chosen.tolist()) == {3, 6}, "the middle of the first three, and STOP as often as it is drawn"
+    assert 3 <= int((chosen == 6).sum()) <= 7
 
 
 @pytest.mark.gpu
-@gpu
-def test_greedy_codes_on_the_gpu(model: GPT, sentences: Any, reference: dict[str, Any]) -> None:
-    expected = reference["greedy_codes"]
-    voices, ids, num_ids = (value.cuda() for value in sentences)
-    speech = generate(model.cuda(), voices, ids, num_ids, GREEDY, expected.shape[1])
-    assert torch.equal(speech.codes[:1].cpu(), expected)
-    with torch.autocast("cuda", torch.bfloat16):
-        generate(model, voices, ids, num_ids, GREEDY, expected.shape[1])
+def test_greedy_codes_on_the_gpu(model: GPT, prompts: Sentences, reference: dict[str, Any]) -> None:
+    (expected,) = reference["greedy_codes"]
+    model = model.cuda()
+    for capture in (False, True):
+        generators = CodeGenerators(model, torch.device("cuda", 0), capture=capture)
+        generator = generators.begin(up_to(len(expected), prompts), GREEDY)
+        generator.finish()
+        assert torch.equal(generator.generated(0).codes, expected)

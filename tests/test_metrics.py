@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import EMPTY_RINGS, REPORT
 from rich.console import Console
 
 from myxtts.observe.findings import (
@@ -30,30 +31,17 @@ from myxtts.observe.findings import (
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, colours, read_metrics, usage_bars
 from myxtts.terminal import ProgressPrinter, progress_line, show_lines, validation_line
 
-REPORT = StepReport(
-    stage="gpt",
-    step=120,
-    total_steps=1000,
-    epoch=3,
-    losses={"total": 3.412, "text_loss": 4.1, "audio_loss": 3.37},
-    lr=1.2e-4,
-    grad_norm={"model": 0.8},
-    clips_per_s=512.3,
-    step_ms=107.24,
-    step_cv=0.02,
-    idle_share=0.003,
-    ahead=34,
-    rings={"host": (16, 16), "device": (1, 2), "model": (17, 32), "keep": (0, 4)},
-    memory_mb={"model": 12595.0},
-    skipped=0,
-    eta_s=754.0,
-    elapsed_s=60.0,
-)
 FULL = {"host": (16, 16), "device": (1, 2), "model": (3, 3)}
 
 
 def on_step(step: int, **values: Any) -> StepReport:
     return replace(REPORT, step=step, **values)
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> str:
+    """The one warning that was logged."""
+    (text,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    return text
 
 
 def steps_in(path: Path) -> list[tuple[str, int, float]]:
@@ -139,19 +127,22 @@ def test_tensorboard_has_the_curves_of_a_report(tmp_path: Path, curves: Callable
     log = MetricsLog(tmp_path)
     log.begin("gpt", 0)
     log.step(REPORT)
-    log.step(on_step(130, losses={"total": 3.0}))
-    log.validation(ValidationReport("gpt", 130, {"total": 3.5}, is_best=False))
+    log.step(on_step(260, losses={"total": 3.0}))
+    log.step(on_step(270, losses={}, mfu=None))
+    log.validation(ValidationReport("gpt", 260, {"total": 3.5}, is_best=False))
     log.close()
     events = curves()
     assert [(event.step, event.value) for event in events.Scalars("loss/total")] == [
-        (120, pytest.approx(3.412)),
-        (130, 3.0),
+        (250, pytest.approx(3.412)),
+        (260, 3.0),
     ]
     expected = {
         "validation/total": 3.5, "grad_norm/model": 0.8, "train/lr": 1.2e-4, "speed/clips_per_s": 512.3,
-        "speed/step_cv": 0.02, "speed/idle_share": 0.003, "ring/model": 17, "memory_mb/model": 12595,
+        "speed/step_cv": 0.02, "speed/idle_share": 0.003, "ring/model": 3, "memory_mb/model": 12288,
+        "speed/mfu": 0.47,
     }  # fmt: skip
     assert {tag: events.Scalars(tag)[-1].value for tag in expected} == pytest.approx(expected)
+    assert [event.step for event in events.Scalars("speed/mfu")] == [250, 260], "unknown is not a number"
 
 
 def test_tensorboard_forgets_what_a_continued_stage_outdates(tmp_path: Path, curves: Callable[..., Any]) -> None:
@@ -210,9 +201,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytes
     (tmp_path / "metrics.jsonl").unlink()
     log.step(on_step(40))
     log.close()
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert "No space left on device" in warnings[0] and "Training goes on" in warnings[0]
+    assert "No space left on device" in warned(caplog) and "Training continues" in warned(caplog)
     assert [step for _, step, _ in steps_in(tmp_path / "metrics.jsonl")] == [40], "writing goes on by itself"
 
 
@@ -235,8 +224,7 @@ def test_tensorboard_may_fail_alone(
         log.image("mel", np.zeros((4, 4)), step)
     log.close()
     assert len(steps_in(log.path)) == 50
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "tensorboard" in warnings[0]
+    assert "tensorboard" in warned(caplog)
 
 
 def test_a_machine_without_tensorboard_keeps_the_lines(
@@ -247,7 +235,7 @@ def test_a_machine_without_tensorboard_keeps_the_lines(
     log.step(REPORT)
     log.close()
     assert len(steps_in(log.path)) == 1
-    assert len(caplog.records) == 1 and "tensorboard" in caplog.text
+    assert "tensorboard" in warned(caplog)
 
 
 def history(count: int = WARMUP_REPORTS + WINDOW_REPORTS, **values: Any) -> list[StepReport]:
@@ -258,7 +246,7 @@ def history(count: int = WARMUP_REPORTS + WINDOW_REPORTS, **values: Any) -> list
 @pytest.mark.parametrize(
     ("rings", "cause"),
     [
-        ({"host": (0, 16), "device": (0, 2), "model": (0, 3)}, "--num-workers"),
+        (EMPTY_RINGS, "--num-workers"),
         ({"host": (16, 16), "device": (0, 2), "model": (0, 3)}, "data.prefetch_to_gpu"),
         ({"host": (16, 16), "device": (2, 2), "model": (0, 3)}, "--data-gpu"),
         ({"host": (16, 16), "device": (2, 2), "handoff": (0, 3), "model": (0, 3)}, "takes longer than training"),
@@ -276,20 +264,18 @@ def test_varying_steps_are_explained_by_the_first_empty_ring(
 
 
 def test_a_ring_counts_as_empty_when_it_is_so_most_of_the_time() -> None:
-    starved = {"host": (0, 16), "device": (0, 2), "model": (0, 3)}
     reports = history(step_cv=0.42)
-    sometimes = [replace(report, rings=starved) if report.step % 30 == 0 else report for report in reports]
-    mostly = [report if report.step % 30 == 0 else replace(report, rings=starved) for report in reports]
+    sometimes = [replace(report, rings=EMPTY_RINGS) if report.step % 30 == 0 else report for report in reports]
+    mostly = [report if report.step % 30 == 0 else replace(report, rings=EMPTY_RINGS) for report in reports]
     assert "nvidia-smi" in warnings_of(sometimes)[0].text
     assert "--num-workers" in warnings_of(mostly)[0].text
 
 
 def test_a_model_that_waits_for_batches_is_starving() -> None:
-    empty = {"host": (0, 16), "device": (0, 2), "model": (0, 3)}
-    (warning,) = warnings_of(history(idle_share=0.2, rings=empty))
+    (warning,) = warnings_of(history(idle_share=0.2, rings=EMPTY_RINGS))
     assert warning.code == "starving"
     assert "20 %" in warning.text and "--num-workers" in warning.text
-    assert warnings_of(history(idle_share=0.04, rings=empty)) == [], "an empty ring alone costs nothing"
+    assert warnings_of(history(idle_share=0.04, rings=EMPTY_RINGS)) == [], "an empty ring alone costs nothing"
     assert warnings_of(history(idle_share=0.2)) == [], "idle with batches ready is not for want of batches"
 
 
@@ -348,8 +334,8 @@ def test_on_a_cpu_varying_steps_are_put_down_to_what_uses_its_cores_and_seldom_t
 
 def test_the_progress_line_says_everything_in_one_line() -> None:
     assert progress_line(REPORT) == (
-        "step 120/1000  loss 3.412 (text 4.1 audio 3.37)  512 clips/s  107.2 ms  idle 0.3 %  ahead 34/50  "
-        "12.3 GB  lr 1.2e-04  ETA 12:34"
+        "step 250/1000  loss 3.412 (text 4.1 audio 3.37)  512 clips/s  107.2 ms  idle 0.3 %  mfu 47 %  "
+        "ahead 12/21  12.0 GB  lr 1.2e-04  ETA 12:34"
     )
     unknown = replace(
         REPORT,
@@ -360,9 +346,10 @@ def test_the_progress_line_says_everything_in_one_line() -> None:
         memory_mb={"data": 2048, "model": 12595},
         skipped=2,
         eta_s=None,
+        mfu=None,
     )
     assert progress_line(unknown) == (
-        "step 120  loss nan (codes_used 1024)  3.3 clips/s  107.2 ms  idle 0.3 %  ahead 34  "
+        "step 250  loss nan (codes_used 1,024)  3.3 clips/s  107.2 ms  idle 0.3 %  ahead 12  "
         "data 2.0 GB  model 12.3 GB  lr 1.2e-04  skipped 2"
     )
 
@@ -395,8 +382,8 @@ def test_plain_lines_when_not_on_a_terminal(capsys: pytest.CaptureFixture[str]) 
     assert "best" not in shown[3]
 
 
-def test_only_the_first_process_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressPrinter(rank=1) as progress:
+def test_a_silent_printer_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressPrinter(is_silent=True) as progress:
         progress.begin("gpt", 0, 1000)
         progress.report(REPORT)
         progress.warn([Warning("variation", "text")])

@@ -1,6 +1,6 @@
-"""What is exported here runs in coqui-tts and says the same: needs coqui-tts beside this project.
+"""An exported model says the same in coqui-tts, which this test needs.
 
-In a virtual environment of its own, where it does not bring its dependencies to this project:
+Install it in an environment of its own, away from this project's dependencies:
 
     python3 -m venv coqui && coqui/bin/pip install torch==2.13.0
     coqui/bin/pip install librosa soundfile numba einops inflect num2words transformers==5.22.2 anyascii pyyaml \
@@ -24,7 +24,7 @@ import torch
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import GPTDims
 from myxtts.model.xtts import XTTS, XTTSDims
-from myxtts.synthesis.generation import Sampling, generate
+from myxtts.synthesis.generation import CodeGenerators, Prompt, Sampling, choose
 from myxtts.text.tokenizer import train
 from myxtts.weights import load_folder, save_folder
 
@@ -82,12 +82,34 @@ def test_greedy_codes_are_the_same(pair: tuple[XTTS, Any]) -> None:
         length_penalty=1.0,
         output_attentions=False,
     )[0]
-    spoken = generate(
-        ours.gpt, voice, ids, torch.tensor([12]), Sampling(greedy=True, repetition_penalty=10.0), len(expected)
-    )
-    length = int(spoken.num_codes[0])
-    assert length > 5
-    assert torch.equal(spoken.codes[0, :length], expected[:length])
+    prompt = Prompt(ids[0].tolist(), voice, torch.zeros(len(expected)))
+    sampling = Sampling(greedy=True, repetition_penalty=10.0)
+    generator = CodeGenerators(ours.gpt, torch.device("cpu")).begin([prompt], sampling)
+    generator.finish()
+    codes = generator.generated(0).codes
+    assert len(codes) > 5
+    assert torch.equal(codes, expected[: len(codes)])
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.2, top_k=0, top_p=0.5), Sampling(top_k=5, top_p=1.0)]
+)
+def test_codes_are_drawn_from_the_same_distribution(sampling: Sampling) -> None:
+    """The processors of transformers that coqui-tts samples with, in its order."""
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    torch.manual_seed(0)
+    logits, used, times = 3 * torch.randn(1, 40), torch.tensor([[1, 4, 4, 9, 20]]), 100_000
+    scores = processors.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(used, logits)
+    scores = processors.TemperatureLogitsWarper(sampling.temperature)(used, scores)
+    if sampling.top_k:
+        scores = processors.TopKLogitsWarper(sampling.top_k)(used, scores)
+    if sampling.top_p < 1:
+        scores = processors.TopPLogitsWarper(sampling.top_p)(used, scores)
+    is_used = torch.zeros(1, 40, dtype=torch.bool).scatter(1, used, True)
+    drawn = (torch.arange(times) + 0.5) / times
+    chosen = choose(logits.expand(times, -1), is_used.expand(times, -1), sampling, drawn)
+    found = chosen.bincount(minlength=40) / times
+    torch.testing.assert_close(found, scores[0].softmax(-1), atol=1e-4, rtol=0)
 
 
 def test_the_vocoder_makes_the_same_wave(pair: tuple[XTTS, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import html
 import json
 import logging
@@ -22,7 +21,7 @@ from rich.console import Console
 from training_fixtures import Clips, clips, small, train
 
 import myxtts.cli
-from myxtts.cli import add_tool_commands
+from myxtts.cli import make_parser
 from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError
@@ -422,9 +421,7 @@ def test_a_script_is_a_door_to_its_command(script: str, leads_to: str, monkeypat
 
 
 def command(line: str) -> Any:
-    parser = argparse.ArgumentParser()
-    add_tool_commands(parser.add_subparsers())
-    options, options_left = parser.parse_known_args(shlex.split(line))
+    options, options_left = make_parser().parse_known_args(shlex.split(line))
     options.unknown = options_left
     return options
 

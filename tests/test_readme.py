@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from myxtts.cli import _parser
+from myxtts.cli import make_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "README.fa.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,7 +44,7 @@ def test_every_command_of_a_page_is_understood(page: Path) -> None:
             continue
         program = next(place for place, word in enumerate(words) if word.endswith(("/myxtts", "train_main.py")))
         given = words[program + 1 :] if words[program].endswith("/myxtts") else ["train", *words[program + 1 :]]
-        _, unknown = _parser().parse_known_args(given)
+        _, unknown = make_parser().parse_known_args(given)
         assert not unknown, words
 
 

@@ -1,13 +1,26 @@
-"""Where texts are cut: at sentences in every language, at commas and spaces where these are too long."""
+"""Texts to sentences: where they are cut, what becomes of them; and the check of the codes generated for them."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxtts.config import LANGUAGES
-from myxtts.synthesis.text import shorten, split
+from myxtts.errors import ConfigError
+from myxtts.synthesis.text import (
+    Bounds,
+    Limits,
+    TextFrontend,
+    UnspeakableText,
+    bounds,
+    ends_in_loop,
+    find_problem,
+    shorten,
+    split,
+)
+from myxtts.text.tokenizer import Tokenizer, train
 
 LONG = "; ".join(["we walked along the river, and we counted all the bridges"] * 6)
 
@@ -99,3 +112,74 @@ def test_no_character_is_lost_and_no_piece_is_too_long(text: str, language: str,
     pieces = split(text, language, limit)
     assert "".join("".join(pieces).split()) == "".join(text.split())
     assert all(0 < len(piece) <= limit for piece in pieces)
+
+
+# The text front end
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Tokenizer:
+    return train(["the harbour was quiet today.", "she opened the old window."] * 3, ["en"] * 6, 120)
+
+
+def test_texts_far_over_the_limits_are_cut_to_what_the_model_has_learnt(vocabulary: Tokenizer) -> None:
+    frontend = TextFrontend(vocabulary, Limits(max_ids=60, max_codes=200))
+    text = "1234567 " * 60 + "x" * 500 + "The harbour was quiet. She opened the old window. " * 7
+    sentences, _ = frontend.sentences(text, "en")
+    assert [sentence.number for sentence in sentences] == list(range(len(sentences)))
+    for sentence in sentences:
+        assert len(sentence.ids) <= 60 and sentence.bounds.most <= 200 and len(sentence.text) <= 125
+    assert "".join(sentence.text for sentence in sentences).count("7") == 60
+
+
+def test_characters_that_the_vocabulary_lacks_are_replaced_or_left_out(vocabulary: Tokenizer) -> None:
+    frontend = TextFrontend(vocabulary, Limits(402, 602))
+    (sentence,), replaced = frontend.sentences("The thé ∂ was old.", "en")
+    assert sentence.ids == vocabulary.encode_batch(["the the was old."], ["en"])[0]
+    assert replaced == {"é": "e", "∂": ""}
+    with pytest.raises(UnspeakableText, match=r"in language 'fa': .*ARABIC LETTER SEEN"):
+        frontend.sentences("سلام دنیا، حال شما چطور است؟", "fa")
+
+
+def test_unsupported_languages_are_named(vocabulary: Tokenizer) -> None:
+    without_persian = Tokenizer(vocabulary.to_json().replace("[fa]", "[qq]"))
+    frontend = TextFrontend(without_persian, Limits(402, 602))
+    assert frontend.language_code(" EN-us") == "en"
+    with pytest.raises(ConfigError, match="'xx' is not supported; use one of en"):
+        frontend.language_code("xx")
+    with pytest.raises(ConfigError, match="does not speak 'fa', it speaks ar, cs"):
+        frontend.language_code("fa")
+
+
+# The quality check
+
+
+def test_bounds_grow_with_the_text() -> None:
+    assert bounds(3, 602).fewest == 1
+    usual = round(100 / 15 * 21.5)
+    assert 2 * bounds(100, 602).fewest < usual < bounds(100, 602).most / 2
+    assert bounds(10000, 602) == Bounds(602, 602)
+
+
+VARIED = np.random.default_rng(0).integers(0, 1000, 100).tolist()
+
+
+@pytest.mark.parametrize(
+    ("codes", "problem"),
+    [
+        (VARIED, None),
+        ([], "empty"),
+        (VARIED[:10], "too short"),
+        (VARIED * 2, "run-away"),
+        ([*VARIED, *[7] * 40], "repetition"),
+        ([*VARIED[:20], *[1, 2, 3, 4, 5] * 8, *VARIED[20:60]], "repetition"),
+        ([*VARIED[:40], *VARIED[:30] * 4], "repetition"),
+        ([*VARIED, *[7] * 20], None),  # a pause
+    ],
+)
+def test_problems_have_names(codes: list[int], problem: str | None) -> None:
+    assert find_problem(codes, Bounds(20, 200)) == problem
+
+
+def test_a_loop_is_found_while_it_grows() -> None:
+    assert ends_in_loop([*VARIED, *VARIED[:30] * 4], 20) and not ends_in_loop(VARIED, 20)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("small")
 ELSEWHERE = {
     "model.gradient_checkpointing": "test_run.py::test_gradient_checkpointing_changes_memory_and_no_loss",
     "model.lora_rank": "test_run.py::test_adapters_alone_are_kept_and_merge_into_the_weights_they_adapt",
-    "data.val_fraction": "test_prepare.py::test_no_validation_when_none_is_wanted",
+    "data.val_fraction": "test_prepare.py::test_the_split_is_stable_under_other_clips",
     "data.reference_clip": "test_run.py::test_named_speakers_lend_each_other_reference_voices",
     "data.vocab_size": "test_cache.py::test_settings_redo_only_what_they_decide",
     "data.use_phonemes": "test_prepare.py::test_phonemes_change_the_ids",

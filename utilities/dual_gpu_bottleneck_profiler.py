@@ -1,4 +1,4 @@
-"""Say which stage of the pipeline bounds: `python utilities/dual_gpu_bottleneck_profiler.py --num-steps 100`.
+"""Find the bottleneck of the pipeline: `python utilities/dual_gpu_bottleneck_profiler.py --num-steps 100`.
 
 The same as `myxtts profile`.
 """
@@ -6,7 +6,7 @@ The same as `myxtts profile`.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the package lies if it is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a package that is not installed
 
 from myxtts.cli import main
 

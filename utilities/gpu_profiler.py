@@ -6,7 +6,7 @@ The same as `myxtts profile --kernels`.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the package lies if it is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a package that is not installed
 
 from myxtts.cli import main
 

@@ -27,7 +27,7 @@ import xxhash
 
 from myxtts import __version__, audio
 from myxtts.audio import DECODE_VERSION, LIBRARIES
-from myxtts.config import LANGUAGES, PREPARE_KEYS, SAMPLE_RATE, DataSettings
+from myxtts.config import LANGUAGES, PREPARE_KEYS, SAMPLE_RATE, DataSettings, Settings
 from myxtts.data.clips import (
     ClipSet,
     DecodeOptions,
@@ -73,12 +73,15 @@ MAX_TEXT_CHARACTERS = 4000
 _log = logging.getLogger(__name__)
 
 
-def prepare(data: DataSettings, progress: Progress | None = None, verify: bool = False) -> PreparedCorpus:
+def prepare(
+    settings: DataSettings | Settings, progress: Progress | None = None, verify: bool = False
+) -> PreparedCorpus:
     """Open the cache of the corpus that the settings name, after building whatever it lacks.
 
     With `verify` every byte is compared with its checksum, and rows that do not match are rebuilt; without it each
     row is compared when it is first read.
     """
+    data = settings.data if isinstance(settings, Settings) else settings
     folders, root, state = corpus_folders(data), cache_folder(data), _state_of(data)
     if not verify and (known := load_snapshot(root, state)) is not None:
         _log.info("LOADING CACHE FROM DISK")

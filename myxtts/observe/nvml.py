@@ -1,8 +1,8 @@
-"""What the driver says of each GPU: utilisation, memory, power, clocks, PCIe traffic, temperature, throttling.
+"""Readings of the GPUs from NVML: utilisation, memory, power, clocks, PCIe traffic, temperature, throttling.
 
-A background thread asks NVML and keeps the latest readings. What a card or driver does not tell is absent, never
-zero; without a driver there are no readings and the sampler says why. GPUs go by PyTorch's numbers, which
-CUDA_VISIBLE_DEVICES and CUDA's own order may make differ from the driver's. Knows neither roles nor conclusions.
+A background thread samples NVML and keeps the latest readings. A value that a card or driver does not report is
+None, never zero. Without a driver there are no readings, and the sampler says why. GPUs are counted as PyTorch
+counts them; CUDA_VISIBLE_DEVICES and CUDA's order can make that differ from the driver's count.
 """
 
 from __future__ import annotations
@@ -17,16 +17,8 @@ from typing import Any, NamedTuple
 
 from myxtts.observe.trace import now_us
 
-
-def allocated_mb(gpu: int) -> float:
-    """Memory of the tensors that this process has on a GPU, by PyTorch's number, in MB; does not wait for it."""
-    import torch
-
-    return torch.cuda.memory_allocated(gpu) / 2**20
-
-
 PCIE_EVERY = 10
-"""Readings between two of PCIe traffic: the driver counts it for 20 ms and lets the caller wait, twice per GPU."""
+"""PCIe traffic is in every tenth reading only: the driver measures it for 20 ms per direction while we wait."""
 THROTTLES = {
     0x02: "clocks set by the user",
     0x04: "power cap",
@@ -36,18 +28,18 @@ THROTTLES = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""Why clocks are lower than they could be; idleness is no reason to worry and left out."""
+"""Reasons for reduced clocks, by NVML's bits; idling is left out."""
 
 
 class Reading(NamedTuple):
-    """One GPU at one moment; None is what nobody told."""
+    """One GPU at one moment; None if not reported."""
 
     at_us: int
-    """On the clock of the spans."""
+    """On the clock of `Span`."""
     gpu: int
-    """PyTorch's number."""
+    """PyTorch's index."""
     utilisation: float | None = None
-    """Share of the driver's last sample period (up to a second) in which any kernel ran, however small."""
+    """Share of the driver's last sample period (up to a second) in which any kernel ran."""
     memory_used_mb: float | None = None
     """By all processes."""
     memory_total_mb: float | None = None
@@ -63,10 +55,10 @@ class Reading(NamedTuple):
 
 
 class Sampler:
-    """Takes readings of some GPUs until it is stopped, at most the latest `limit`. A context manager.
+    """Samples GPUs in the background and keeps the latest `limit` readings. A context manager.
 
-    `nvml` is the module to ask in place of pynvml; `uuids` names PyTorch's GPUs in their order. To look at a GPU
-    creates no CUDA context on it: a process that only watches takes no memory there.
+    `nvml` replaces the module pynvml; `uuids` are those of PyTorch's GPUs in order. Reading creates no CUDA
+    context, so a process that only watches takes no GPU memory.
     """
 
     def __init__(
@@ -80,7 +72,7 @@ class Sampler:
         uuids: Sequence[str] | None = None,
     ) -> None:
         self.reason = ""
-        """Why GPUs are missing among the readings."""
+        """Why some GPUs have no readings."""
         self._period_s = period_s
         self._samples: deque[Reading] = deque(maxlen=limit)
         self._lock = threading.Lock()
@@ -97,36 +89,36 @@ class Sampler:
 
     @property
     def available(self) -> bool:
-        """Whether there is a GPU to read; `reason` says why not."""
+        """True if there is a GPU to read; otherwise see `reason`."""
         return bool(self._handles)
 
     def start(self) -> None:
-        """Begin, or go on after `stop`; does nothing where there is nothing to read."""
+        """Start sampling, or continue after `stop`; does nothing without a GPU."""
         if self._thread is None and self.available:
             self._ended.clear()
             self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; the readings stay."""
+        """Stop sampling; the readings stay."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
         self._thread = None
 
     def close(self) -> None:
-        """Stop and let go of the driver; may be called again."""
+        """Stop and shut NVML down; may be called more than once."""
         self.stop()
         if self._nvml is not None:
             _ask(self._nvml, self._nvml.nvmlShutdown)
         self._nvml, self._handles = None, {}
 
     def read(self, *, pcie: bool = True) -> list[Reading]:
-        """A reading of each GPU, now, on the calling thread; they are not kept."""
+        """Return a reading of each GPU taken on the calling thread; it is not kept."""
         return [_read(self._nvml, handle, index, pcie) for index, handle in self._handles.items()]
 
     def samples(self) -> list[Reading]:
-        """The readings kept so far, oldest first."""
+        """Return the readings kept so far, oldest first."""
         with self._lock:
             return list(self._samples)
 
@@ -163,7 +155,7 @@ class Sampler:
 
 
 def _ask(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
-    """The driver's answer, or None if it gives none."""
+    """Return NVML's answer, or None if it refuses."""
     try:
         return question(*arguments)
     except nvml.NVMLError:
@@ -174,7 +166,7 @@ def _read(nvml: Any, handle: Any, index: int, pcie: bool) -> Reading:
     rates = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     power_mw = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
-    # Newer drivers call it event reasons; all of them still answer to this name.
+    # Newer drivers call these event reasons; all of them still accept this name.
     reasons = _ask(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
     counters = (nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES)
     traffic = [
@@ -196,7 +188,7 @@ def _read(nvml: Any, handle: Any, index: int, pcie: bool) -> Reading:
 
 
 def _visible(nvml: Any, environment: Mapping[str, str], uuids: Sequence[str] | None) -> dict[int, Any]:
-    """The driver's handles by PyTorch's numbers: by UUID if PyTorch has looked already, else as CUDA counts."""
+    """Return NVML's handles by PyTorch's index: by UUID if PyTorch uses CUDA already, else as CUDA counts."""
     count = _ask(nvml, nvml.nvmlDeviceGetCount) or 0
     handles = [_ask(nvml, nvml.nvmlDeviceGetHandleByIndex, number) for number in range(count)]
     names = [_bare(_ask(nvml, nvml.nvmlDeviceGetUUID, handle) if handle is not None else "") for handle in handles]
@@ -214,19 +206,26 @@ def _visible(nvml: Any, environment: Mapping[str, str], uuids: Sequence[str] | N
         else:
             numbers = [number for number, name in enumerate(names) if entry and name.startswith(_bare(entry))]
         if len(numbers) != 1 or entry.startswith("MIG-"):
-            break  # CUDA ignores an entry that it does not know, and all that follow
+            break  # CUDA ignores an unknown entry and all that follow
         visible[len(visible)] = handles[numbers[0]]
     return visible
 
 
 def _bare(uuid: str | None) -> str:
-    """The driver writes GPU- in front, PyTorch does not."""
+    """Remove the prefix GPU-, which NVML writes and PyTorch does not."""
     return (uuid or "").removeprefix("GPU-").lower()
 
 
 def _torch_uuids() -> list[str]:
-    """Of the GPUs that PyTorch sees, if it has begun to use them; asking earlier would begin it."""
+    """Return the UUIDs of PyTorch's GPUs if it uses CUDA already; asking earlier would initialise CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return []
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def allocated_mb(gpu: int) -> float:
+    """Return the memory of this process's tensors on a GPU, without waiting for the GPU."""
+    import torch
+
+    return torch.cuda.memory_allocated(gpu) / 2**20

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -326,6 +326,22 @@ class _DeviceClock:
             )
         self.pairs.give_back(pair)
         return math.floor(start_us + drift_us), math.floor(end_us + drift_us)
+
+
+def read_jsonl(path: Path) -> tuple[list[Span], list[Counter]]:
+    """Return what `write_jsonl` wrote; damaged lines are skipped."""
+    spans: list[Span] = []
+    counters: list[Counter] = []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in text.splitlines():
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            record = json.loads(line)
+            kind = record.pop("kind")
+            if kind == "span":
+                spans.append(Span(**record))
+            elif kind == "counter":
+                counters.append(Counter(**record))
+    return spans, counters
 
 
 def _chrome_events(spans: Iterable[Span], counters: Iterable[Counter]) -> Iterator[dict[str, object]]:

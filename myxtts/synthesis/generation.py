@@ -1,17 +1,16 @@
-"""Codes of a batch of sentences, written step by step into memory of fixed shape.
+"""The sampler: codes for a batch of sentences, generated step by step in memory of fixed shape.
 
-Every sentence has its own random numbers, drawn on the host before it begins, and its own limit: what it says
-depends neither on the sentences beside it nor on the device, save for the rounding of the arithmetic. A step reads
-and writes the same memory each time and asks nothing of the host, so on a GPU it is captured once for each shape
-and started with one launch. Knows neither text nor sound.
+Every sentence has its own random numbers, drawn on the host before it begins, and its own limit. Its codes depend
+neither on the rest of the batch nor on the device, except for rounding. A step reads and writes the same memory
+each time and needs nothing from the host, so on a GPU it is captured once per shape as a CUDA graph. This module
+knows neither text nor audio.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,41 +20,25 @@ from torch import Tensor
 
 from myxtts.config import CONDITIONING_TOKENS
 from myxtts.devices import CudaGraph, Stream
-from myxtts.errors import Progress
-from myxtts.model.gpt import GPT, PaddedTokens
-
-Advance = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class Bars:
-    """The bars of some of the sentences of a speech, one after the other."""
-
-    progress: Progress
-    total: int
-    """Sentences of the whole speech."""
-    num_before: int = 0
-    """Sentences that are done and not among these."""
-
-    @contextmanager
-    def bar(self, title: str, num_done: int = 0) -> Iterator[Advance]:
-        """A bar at `num_done` of these sentences, and what moves it."""
-        self.progress.begin(title, self.total)
-        try:
-            self.progress.advance(self.num_before + num_done)
-            yield self.progress.advance
-        finally:
-            self.progress.end()
-
+from myxtts.errors import NO_PROGRESS, PipelineError
+from myxtts.model.gpt import GPT, GPTDims, PaddedTokens
 
 MAX_NEW_CODES = 602
-"""As many as the reference generates."""
+"""Codes of a sentence at most, as in the reference."""
+KEPT_GENERATORS = 6
+"""Shapes whose memory and CUDA graph are kept on the GPU."""
+CAPTURED_SHAPES = ((62, 192), (126, 448))
+"""Ids and steps of captured shapes, for about 40 and 115 characters; a third covers all positions of the GPT. Few,
+because each is captured while the user waits; more than one, because attention takes time for every slot, used or
+not. With START and STOP the ids make multiples of 64, which attention kernels prefer."""
 _PROMPT_CODE = 1
-"""What the reference writes for every position of the prompt where it counts repetitions."""
+"""The code that the reference stores for every prompt position when it counts repetitions."""
 _SLOTS_STEP = 8
-"""Slots of a cache come in multiples of this: every layer would copy a mask that is not aligned."""
-_STEPS_BETWEEN_LOOKS = 8
-"""The host asks only now and then whether all sentences have ended: asking waits for the device."""
+"""The number of cache slots is a multiple of this; otherwise every layer copies the mask to align it."""
+_STEPS_BETWEEN_CHECKS = 8
+"""Steps of a CUDA graph between checks for the end of all sentences: a check waits for the device."""
+
+Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -63,51 +46,33 @@ class Sampling:
     """How a code is chosen; the defaults are those of the reference's `inference`."""
 
     greedy: bool = False
-    """Takes the likeliest code. Of the rest only the repetition penalty and the guidance still count."""
+    """Take the likeliest code. Only the repetition penalty and the guidance still apply."""
     temperature: float = 0.75
     top_k: int = 50
-    """Only so many likeliest codes; 0 for all."""
+    """Keep this many of the likeliest codes; 0 keeps all."""
     top_p: float = 0.85
-    """Only the likeliest codes that together reach this probability; 1 for all."""
+    """Keep the likeliest codes that together reach this probability; 1 keeps all."""
     repetition_penalty: float = 10.0
-    """Divides the logits, or multiplies negative ones, of codes that the sentence already has; 1 for none."""
+    """Divides the logits of codes the sentence already has, or multiplies negative ones; 1 is off."""
     guidance: float = 1.0
-    """Weight of what the text adds to the log-probability of a code; 1 leaves it. Above 1 every step is computed
-    without the text as well, which a model must have learnt (`text_dropout`). Only `Writer` does that."""
+    """Scale of classifier-free guidance; 1 is off. Above, every step also runs without the text, which the model
+    must have been trained for (`text_dropout`)."""
     central: bool = False
-    """Instead of the code drawn, unless it is STOP, takes the one whose vector is nearest to the mean of those it
-    was drawn from. Clearer and flatter, for a model that is unsure. Only `Writer` does that."""
+    """Replace the code drawn, unless it is STOP, by the one whose vector is nearest to the mean of the candidates:
+    clearer and less expressive, for a model with flat distributions."""
     penalise_prompt: bool = True
-    """Counts codes 1 and START as already spoken. The reference does, because it stores the prompt as a row of
-    ones: code 1 is then hardly ever chosen, and models are used to it."""
-
-
-class Step(NamedTuple):
-    codes: Tensor
-    """[sentences]: STOP once a sentence has ended."""
-    latents: Tensor
-    """[sentences, dim]: the hidden state that chose the code."""
-    ended: Tensor
-    """bool [sentences]"""
-
-
-class Speech(NamedTuple):
-    codes: Tensor
-    """[sentences, longest]: STOP behind the end of a sentence."""
-    num_codes: Tensor
-    """[sentences]"""
-    latents: Tensor
-    """[sentences, longest, dim]: zeros behind the end of a sentence."""
+    """Count codes 1 and START as already generated. The reference does, because it stores the prompt as a row of
+    ones: code 1 is hardly ever chosen, and published models were tuned that way."""
 
 
 class Decoding:
-    """The state of one generation: cache and mask. Its memory serves generation after generation of one shape."""
+    """GPT decoding with a key-value cache. Its memory can be used for batch after batch of one shape."""
 
     def __init__(self, model: GPT, voice: Tensor, ids: Tensor, num_ids: Tensor, num_steps: int) -> None:
-        """Make room for `num_steps` codes behind prefixes of that shape, and read these: see `read`."""
+        """Allocate room for `num_steps` codes after prefixes of this shape, and run them: see `prefill`."""
         dims = model.dims
         if model.training:
-            raise ValueError("generation needs model.eval(): dropout would be heard")
+            raise ValueError("generation needs model.eval(): dropout would change the codes")
         if ids.shape[1] + 2 > dims.text_positions or num_steps > dims.audio_positions:
             raise ValueError(
                 f"{ids.shape[1]} text tokens and {num_steps} codes, but the GPT has positions for {dims}"
@@ -119,17 +84,16 @@ class Decoding:
         self.is_prefix = torch.zeros(len(ids), num_slots, dtype=torch.bool, device=ids.device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.read(voice, ids, num_ids)
+        self.prefill(voice, ids, num_ids)
 
-    def read(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> None:
+    def prefill(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> None:
         """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths."""
         model, dims = self.model, self.model.dims
         self.is_prefix.copy_(self.slots < (CONDITIONING_TOKENS + 2 + num_ids)[:, None])
         places = torch.arange(ids.shape[1] + 2, device=ids.device)
         sentences = torch.arange(len(ids), device=ids.device)
-        token = PaddedTokens(ids, num_ids, dims.start_text, dims.stop_text, 1).token(
-            sentences[:, None], places - 1
-        )
+        padded = PaddedTokens(ids, num_ids, dims.start_text, dims.stop_text, 1)
+        token = padded.token(sentences[:, None], places - 1)
         text = model.text_embedding(token) + model.text_pos_embedding.emb(places)
         x = torch.cat([voice.expand(len(ids), -1, -1).to(text.dtype), text], dim=1)
         room = (0, 0, 0, len(self.slots) - self.prefix)
@@ -137,11 +101,11 @@ class Decoding:
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
                 k, v = k.transpose(1, 2), v.transpose(1, 2)
-                for cache, read in ((self.keys, k), (self.values, v)):
+                for cache, computed in ((self.keys, k), (self.values, v)):
                     if layer == len(cache):
-                        cache.append(F.pad(read, room))
+                        cache.append(F.pad(computed, room))
                     else:
-                        cache[layer].copy_(F.pad(read, room))
+                        cache[layer].copy_(F.pad(computed, room))
                 return _attend(q, k, v, None)
 
             x = block(x, attend)
@@ -152,7 +116,7 @@ class Decoding:
         slot = self.prefix + place
         seen = self.is_prefix | ((self.slots >= self.prefix) & (self.slots <= slot))
         x = (model.mel_embedding(codes) + model.mel_pos_embedding.emb(place))[:, None]
-        # What attention kernels add: given booleans, every layer would make it anew.
+        # An additive mask: from booleans every layer would compute it again.
         mask = torch.zeros_like(seen, dtype=self.keys[0].dtype).masked_fill(~seen, -torch.inf)[:, None, None, :]
         for layer, block in enumerate(model.gpt.h):
             keys, values = self.keys[layer], self.values[layer]
@@ -173,138 +137,46 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return out.transpose(1, 2)
 
 
-@torch.no_grad()
-def stream(
-    model: GPT,
-    voice: Tensor,
-    ids: Tensor,
-    num_ids: Tensor,
-    sampling: Sampling,
-    max_codes: int = MAX_NEW_CODES,
-    generator: torch.Generator | None = None,
-) -> Iterator[Step]:
-    """Steps of a batch of sentences until all have ended (then up to seven more) or have `max_codes` codes."""
-    if sampling.central or sampling.guidance != 1:
-        raise ValueError("guidance and central codes are known to synthesis.writer alone")
-    dims = model.dims
-    decoding = Decoding(model, voice, ids, num_ids, max_codes)
-    codes = torch.full((len(ids),), dims.start_code, device=ids.device)
-    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    spoken = torch.zeros(len(ids), dims.audio_tokens, dtype=torch.bool, device=ids.device)
-    if sampling.penalise_prompt:
-        spoken[:, [_PROMPT_CODE, dims.start_code]] = True
-    for number in range(max_codes):
-        logits, latents = decoding.step(codes, decoding.slots[number : number + 1])
-        codes = torch.where(ended, dims.stop_code, choose_by_logits(logits, spoken, sampling, generator))
-        ended = ended | (codes == dims.stop_code)
-        spoken.scatter_(1, codes[:, None], True)
-        yield Step(codes, latents, ended)
-        if number % _STEPS_BETWEEN_LOOKS == _STEPS_BETWEEN_LOOKS - 1 and bool(ended.all()):
-            return
-
-
-@torch.no_grad()
-def generate(
-    model: GPT,
-    voice: Tensor,
-    ids: Tensor,
-    num_ids: Tensor,
-    sampling: Sampling,
-    max_codes: int = MAX_NEW_CODES,
-    generator: torch.Generator | None = None,
-) -> Speech:
-    """Codes and latents of a batch of sentences."""
-    steps = list(stream(model, voice, ids, num_ids, sampling, max_codes, generator))
-    codes = torch.stack([step.codes for step in steps], dim=1)
-    present = codes != model.dims.stop_code
-    num_codes = present.sum(1)
-    longest = int(num_codes.max())
-    latents = torch.stack([step.latents for step in steps[:longest] or steps[:1]], dim=1)[:, :longest]
-    return Speech(codes[:, :longest], num_codes, torch.where(present[:, :longest, None], latents, 0))
-
-
-def choose_by_logits(
-    logits: Tensor, spoken: Tensor, sampling: Sampling, generator: torch.Generator | None
-) -> Tensor:
-    """One code for each row of logits [sentences, codes]; `spoken` marks the codes a sentence already has."""
-    if sampling.repetition_penalty != 1:
-        penalised = torch.where(
-            logits < 0, logits * sampling.repetition_penalty, logits / sampling.repetition_penalty
-        )
-        logits = torch.where(spoken, penalised, logits)
-    if sampling.greedy:
-        return logits.argmax(-1)
-    # Sorted once: both cuts are then prefixes of the row, and the draw is an index into the order.
-    logits, order = (logits / sampling.temperature).sort(stable=True, dim=-1, descending=True)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        logits[:, sampling.top_k :] = -torch.inf
-    probabilities = logits.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    probabilities = torch.where(before < sampling.top_p, probabilities, 0)
-    probabilities[:, 0] = probabilities[:, 0].clamp(min=torch.finfo(probabilities.dtype).tiny)
-    drawn = torch.multinomial(probabilities, 1, generator=generator)
-    return order.gather(-1, drawn).squeeze(-1)
-
-
-KEPT_WRITERS = 6
-"""Shapes whose memory and graph stay on the GPU."""
-SHORTER_SHAPES = ((62, 192), (126, 448))
-"""Ids and steps of captured shapes, for about 40 and 115 characters; the third is all that the GPT has positions
-for. Attention takes time for every slot, used or not, but every further shape would be captured while a listener
-waits. With START and STOP the ids are round numbers, which attention likes."""
-
-"""On a GPU: asking whether all sentences have ended waits for the device."""
-
-"""What the reference writes for every position of the prompt where it counts repetitions."""
-
-
-class Draft(NamedTuple):
-    """A sentence to be written."""
+class Prompt(NamedTuple):
+    """The input for one sentence."""
 
     ids: Sequence[int]
     voice: Tensor
     """[1, 32, dim]"""
-    most: int
-    """It ends after so many codes, whatever the model says."""
     draws: Tensor
-    """float32 [most], each in [0, 1): one random number for each code."""
+    """float32 [most codes], each in [0, 1): a random number per code. The sentence ends when they are used up."""
 
 
-class Shape(NamedTuple):
-    sentences: int
-    ids: int
-    steps: int
-
-
-class Written(NamedTuple):
-    """What a sentence has so far, or a part of it."""
+class Generated(NamedTuple):
+    """The codes of a sentence, or of a part of it."""
 
     codes: Tensor
     """[codes], on the host"""
     latents: Tensor
-    """float32 [codes, dim], on the device"""
+    """float32 [codes, dim], on the device: the hidden states that chose the codes"""
 
 
 def draws(seed: int, sentence: int, attempt: int, num_codes: int) -> Tensor:
-    """Random numbers of one attempt at one sentence of a text."""
+    """Random numbers for one attempt at one sentence of a text."""
     name = f"{seed} {sentence} {attempt}".encode()
     number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
     return torch.rand(num_codes, generator=torch.Generator().manual_seed(number))
 
 
 def choose(
-    logits: Tensor, spoken: Tensor, sampling: Sampling, drawn: Tensor, vectors: Tensor | None = None
+    logits: Tensor, used: Tensor, sampling: Sampling, drawn: Tensor, vectors: Tensor | None = None
 ) -> Tensor:
-    """One code for each row of logits [sentences, codes], by the random numbers `drawn` [sentences].
+    """Choose a code for each row of logits [sentences, codes] with the random numbers `drawn` [sentences].
 
-    The same distribution as `generation.choose`, whose draw depends on the whole batch. `vectors` [codes, dim] are
-    what the codes stand for, to find the central one.
+    `used` marks the codes a sentence already has. `vectors` [codes, dim], the DVAE's codebook, are needed for
+    central codes.
     """
     if sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
-        logits = torch.where(spoken, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        logits = torch.where(used, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
     if sampling.greedy:
         return logits.argmax(-1)
+    # Sorted once: top-k and top-p then keep a prefix of the row, and the draw is an index into the order.
     logits, order = (logits / sampling.temperature).sort(stable=True, dim=-1, descending=True)
     if 0 < sampling.top_k < logits.shape[-1]:
         logits[:, sampling.top_k :] = -torch.inf
@@ -313,12 +185,12 @@ def choose(
     inside = reached - probabilities < sampling.top_p
     inside[:, 0] = True
     total = torch.where(inside, probabilities, 0).sum(-1)
-    # Below the total even when rounded, so that the code found is one of those inside.
+    # Below the total even after rounding, so that the code found is one of those inside.
     passed = (reached <= (drawn * total * (1 - 1e-6))[:, None]) & inside
     place = torch.minimum(passed.sum(-1), inside.sum(-1) - 1)
     chosen = order.gather(-1, place[:, None]).squeeze(-1)
     if sampling.central:
-        assert vectors is not None, "the central code is found by what codes stand for"
+        assert vectors is not None, "central codes need the vectors of the codebook"
         likely = torch.zeros_like(logits).scatter(-1, order, torch.where(inside, probabilities, 0))
         likely = likely[:, : len(vectors)]
         mean = (likely @ vectors) / likely.sum(-1, keepdim=True)
@@ -327,14 +199,27 @@ def choose(
     return chosen
 
 
-def guided(logits: Tensor, guidance: float) -> Tensor:
-    """Logits [sentences, codes] that lean on the text; given those with it, and below them those without."""
+def guided(logits: Tensor, scale: float) -> Tensor:
+    """Classifier-free guidance: from logits [2 * sentences, codes], with the text first, to [sentences, codes]."""
     with_text, without = logits.chunk(2)
-    return without + guidance * (with_text - without)
+    return without + scale * (with_text - without)
 
 
-class Writer:
-    """The state of one batch. With a stream, a step is captured and the memory is used for batch after batch."""
+class Shape(NamedTuple):
+    sentences: int
+    ids: int
+    steps: int
+
+
+def captured_shape(dims: GPTDims, fitting: Shape) -> Shape:
+    """The smallest shape to capture that has room for `fitting`."""
+    shapes = (*CAPTURED_SHAPES, (dims.max_text, dims.max_codes))
+    ids, steps = next(shape for shape in shapes if fitting.ids <= shape[0] and fitting.steps <= shape[1])
+    return Shape(1 << (fitting.sentences - 1).bit_length(), min(ids, dims.max_text), min(steps, dims.max_codes))
+
+
+class CodeGenerator:
+    """Generates a batch. With a stream, it captures a step as a CUDA graph and serves batch after batch."""
 
     def __init__(
         self,
@@ -346,158 +231,146 @@ class Writer:
         vectors: Tensor | None = None,
     ) -> None:
         self.shape = shape
-        self._vectors = vectors
-        self._gpt, self._sampling, self._stream = gpt, sampling, stream
-        self._ways = 1 if sampling.guidance == 1 else 2
-        """In which every sentence is decoded: with its text, and without."""
+        self._gpt, self._sampling, self._stream, self._vectors = gpt, sampling, stream, vectors
+        self._num_copies = (
+            1 if sampling.guidance == 1 else 2
+        )  # guidance decodes every sentence without its text too
         rows, steps = shape.sentences, shape.steps
         self._stop = gpt.dims.stop_code
-        self._codes = torch.zeros(rows, dtype=torch.long, device=device)
+        self._last_codes = torch.zeros(rows, dtype=torch.long, device=device)
         self._place = torch.zeros(1, dtype=torch.long, device=device)
         self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
         self._most = torch.zeros(rows, dtype=torch.long, device=device)
-        self._spoken = torch.zeros(rows, gpt.dims.audio_tokens, dtype=torch.bool, device=device)
+        self._used = torch.zeros(rows, gpt.dims.audio_tokens, dtype=torch.bool, device=device)
         self._draws = torch.zeros(rows, steps, device=device)
-        self._written = torch.zeros(rows, steps, dtype=torch.long, device=device)
+        self._codes = torch.zeros(rows, steps, dtype=torch.long, device=device)
         self._latents = torch.zeros(rows, steps, gpt.dims.dim, device=device)
         self._decoding: Decoding | None = None
         self._graph: CudaGraph[None] | None = None
         self._num_steps = 0
 
     @torch.no_grad()
-    def begin(self, drafts: Sequence[Draft]) -> None:
-        """Read the voices and texts of a batch; rows that it does not use count as ended."""
-        device = self._codes.device
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        """Run the prefixes of a batch; rows without a prompt count as ended."""
+        device = self._last_codes.device
         ids = torch.zeros(self.shape.sentences, self.shape.ids, dtype=torch.long)
         num_ids = torch.zeros(self.shape.sentences, dtype=torch.long)
-        for row, draft in enumerate(drafts):
-            ids[row, : len(draft.ids)] = torch.tensor(draft.ids)
-            num_ids[row] = len(draft.ids)
-        voices = [draft.voice for draft in drafts]
-        voices += voices[:1] * (self.shape.sentences - len(drafts))
-        if self._ways == 2:
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt.ids)] = torch.tensor(prompt.ids)
+            num_ids[row] = len(prompt.ids)
+        voices = [prompt.voice for prompt in prompts]
+        voices += voices[:1] * (self.shape.sentences - len(prompts))
+        if self._num_copies == 2:
             voices, ids, num_ids = voices * 2, ids.repeat(2, 1), torch.cat([num_ids, torch.zeros_like(num_ids)])
         prefixes = torch.cat(voices).to(device), ids.to(device), num_ids.to(device)
         if self._decoding is None:
             self._decoding = Decoding(self._gpt, *prefixes, self.shape.steps)
         else:
-            self._decoding.read(*prefixes)
-        self._reset(drafts)
+            self._decoding.prefill(*prefixes)
+        self._reset(prompts)
         if self._stream is not None and self._graph is None:
-            self._graph = CudaGraph(self._step, self._stream)
-            self._reset(drafts)  # the warm-ups have written
+            self._graph = CudaGraph(self.step, self._stream)
+            self._reset(prompts)  # capturing runs warm-up steps, which write
 
     @torch.no_grad()
     def advance(self, num_steps: int) -> bool:
-        """So many more steps, or fewer when that is all there is room for; whether all sentences have ended."""
+        """Take `num_steps` steps, or as many as there is room for; True if all sentences have ended."""
         for _ in range(min(num_steps, self.shape.steps - self._num_steps)):
             if self._graph is None:
-                self._step()
+                self.step()
             else:
                 self._graph.replay()
             self._num_steps += 1
         return self._num_steps == self.shape.steps or bool(self._ended.all())
 
-    def finish(self, sentences_ended: Advance | None = None) -> None:
-        """All steps there are to make; `sentences_ended` hears how many sentences end, as they do."""
-        ended = self.num_ended
-        has_ended = False
-        while not has_ended:
-            has_ended = self.advance(1 if self._graph is None else _STEPS_BETWEEN_LOOKS)
-            if sentences_ended is not None and (now := self.num_ended) > ended:
-                sentences_ended(now - ended)
-                ended = now
+    def finish(self, advance: Advance = NO_PROGRESS.advance) -> None:
+        """Generate until all sentences have ended; calls `advance` with the number that just did."""
+        num_ended, is_done = int(self._ended.sum()), False
+        while not is_done:
+            is_done = self.advance(1 if self._graph is None else _STEPS_BETWEEN_CHECKS)
+            num_more = int(self._ended.sum()) - num_ended
+            if num_more:
+                advance(num_more)
+                num_ended += num_more
 
-    @property
-    def num_ended(self) -> int:
-        """Rows that have ended, those that are not used among them."""
-        return int(self._ended.sum())
-
-    def written(self, row: int, start: int = 0) -> Written:
-        """The codes of a sentence from `start` on, as far as they have been written."""
-        codes = self._written[row, start : self._num_steps].cpu()
+    def generated(self, row: int, start: int = 0) -> Generated:
+        """The codes of a sentence so far, from `start` on; an error if its latents are not finite."""
+        codes = self._codes[row, start:].cpu()
         codes = codes[codes != self._stop]
-        return Written(codes, self._latents[row, start : start + len(codes)].clone())
+        latents = self._latents[row, start : start + len(codes)].clone()
+        if not bool(latents.isfinite().all()):
+            raise PipelineError(
+                "The GPT computes NaN or infinity: its weights are damaged, or its training diverged. "
+                "Use an earlier checkpoint."
+            )
+        return Generated(codes, latents)
 
-    def _step(self) -> None:
-        """The next code of every sentence; touches only memory that stays."""
+    def step(self) -> None:
+        """Choose the next code of every sentence; touches only memory that stays, so it can be captured."""
         assert self._decoding is not None
-        logits, latents = self._decoding.step(self._codes.repeat(self._ways), self._place)
-        if self._ways == 2:
+        logits, latents = self._decoding.step(self._last_codes.repeat(self._num_copies), self._place)
+        if self._num_copies == 2:
             logits, latents = guided(logits, self._sampling.guidance), latents.chunk(2)[0]
-        logits[:, self._gpt.dims.start_code] = -torch.inf  # never a target, but little trained models try it
+        logits[:, self._gpt.dims.start_code] = -torch.inf  # never a target, but barely trained models choose it
         drawn = self._draws.index_select(1, self._place).squeeze(1)
-        chosen = choose(logits, self._spoken, self._sampling, drawn, self._vectors)
-        self._codes.copy_(torch.where(self._ended, self._stop, chosen))
-        self._spoken.scatter_(1, self._codes[:, None], True)
-        self._written.index_copy_(1, self._place, self._codes[:, None])
+        chosen = choose(logits, self._used, self._sampling, drawn, self._vectors)
+        self._last_codes.copy_(torch.where(self._ended, self._stop, chosen))
+        self._used.scatter_(1, self._last_codes[:, None], True)
+        self._codes.index_copy_(1, self._place, self._last_codes[:, None])
         self._latents.index_copy_(1, self._place, latents[:, None].float())
         self._place += 1
-        self._ended |= (self._codes == self._stop) | (self._place >= self._most)
+        self._ended |= (self._last_codes == self._stop) | (self._place >= self._most)
 
-    def _reset(self, drafts: Sequence[Draft]) -> None:
-        rows, steps = self.shape.sentences, self.shape.steps
-        most, drawn = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, steps)
-        for row, draft in enumerate(drafts):
-            most[row] = draft.most
-            drawn[row, : draft.most] = draft.draws
+    def _reset(self, prompts: Sequence[Prompt]) -> None:
+        most, drawn = torch.zeros(self._most.shape, dtype=torch.long), torch.zeros(self._draws.shape)
+        for row, prompt in enumerate(prompts):
+            most[row] = len(prompt.draws)
+            drawn[row, : len(prompt.draws)] = prompt.draws
         self._most.copy_(most)
         self._draws.copy_(drawn)
-        self._codes.fill_(self._gpt.dims.start_code)
+        self._last_codes.fill_(self._gpt.dims.start_code)
         self._place.zero_()
         self._ended.copy_(most == 0)
-        self._spoken.zero_()
+        self._used.zero_()
         if self._sampling.penalise_prompt:
-            self._spoken[:, [_PROMPT_CODE, self._gpt.dims.start_code]] = True
-        self._written.fill_(self._stop)
+            self._used[:, [_PROMPT_CODE, self._gpt.dims.start_code]] = True
+        self._codes.fill_(self._stop)
         self._num_steps = 0
 
 
-def round_stack(gpt: GPT, dtype: torch.dtype) -> None:
-    """Round everything that runs once for each code; what hears the reference keeps its precision."""
-    for module in (gpt.gpt, gpt.final_norm, gpt.mel_head, gpt.mel_embedding, gpt.text_embedding):
-        module.to(dtype)
-    for positions in (gpt.mel_pos_embedding, gpt.text_pos_embedding):
-        positions.to(dtype)
-
-
-class Writers:
-    """Writers for whatever batches come; on a GPU those of the latest shapes are kept with their graphs."""
+class CodeGenerators:
+    """Makes generators for batches of any shape; on a GPU keeps the most recent ones with their CUDA graphs."""
 
     def __init__(
         self, gpt: GPT, device: torch.device, vectors: Tensor | None = None, *, capture: bool = True
     ) -> None:
-        """`vectors` [codes, dim] are what the codes stand for, for those who ask for central ones."""
+        """`vectors` [codes, dim] are the DVAE's codebook, needed for central codes."""
         self._gpt, self._device = gpt, device
+        self.has_codebook = vectors is not None
         self._vectors = None if vectors is None else vectors.float().contiguous()
         self._stream = Stream(device) if capture and device.type == "cuda" else None
-        self._kept: OrderedDict[tuple[Shape, Sampling], Writer] = OrderedDict()
+        self._kept: OrderedDict[tuple[Shape, Sampling], CodeGenerator] = OrderedDict()
 
-    @property
-    def knows_codes(self) -> bool:
-        """Whether it can find a central one."""
-        return self._vectors is not None
-
-    def begin(self, drafts: Sequence[Draft], sampling: Sampling) -> Writer:
-        """A writer that has read the drafts. It is the caller's until the next call."""
-        shape = self._shape(drafts)
-        writer = self._kept.pop((shape, sampling), None)
-        if writer is None:
-            while len(self._kept) >= KEPT_WRITERS:
-                self._kept.popitem(last=False)
-            writer = Writer(self._gpt, shape, sampling, self._device, self._stream, self._vectors)
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> CodeGenerator:
+        """A generator that has run the prompts; the caller may use it until the next call."""
+        shape = Shape(
+            len(prompts), max(len(prompt.ids) for prompt in prompts), max(len(prompt.draws) for prompt in prompts)
+        )
         if self._stream is not None:
-            self._kept[shape, sampling] = writer
-        writer.begin(drafts)
-        return writer
+            shape = captured_shape(self._gpt.dims, shape)
+        generator = self._kept.pop((shape, sampling), None)
+        if generator is None:
+            while len(self._kept) >= KEPT_GENERATORS:
+                self._kept.popitem(last=False)
+            generator = CodeGenerator(self._gpt, shape, sampling, self._device, self._stream, self._vectors)
+        if self._stream is not None:
+            self._kept[shape, sampling] = generator
+        generator.begin(prompts)
+        return generator
 
-    def _shape(self, drafts: Sequence[Draft]) -> Shape:
-        """The smallest that fits; where shapes are captured, one of few."""
-        rows = len(drafts)
-        num_ids, steps = max(len(draft.ids) for draft in drafts), max(draft.most for draft in drafts)
-        if self._stream is None:
-            return Shape(rows, num_ids, steps)
-        dims = self._gpt.dims
-        shapes = (*SHORTER_SHAPES, (dims.max_text, dims.max_codes))
-        ids, most = next(shape for shape in shapes if num_ids <= shape[0] and steps <= shape[1])
-        return Shape(1 << (rows - 1).bit_length(), min(ids, dims.max_text), min(most, dims.max_codes))
+
+def round_weights(gpt: GPT, dtype: torch.dtype) -> None:
+    """Convert everything that runs once per code; the conditioning encoder keeps its precision."""
+    embeddings = (gpt.mel_embedding, gpt.text_embedding, gpt.mel_pos_embedding, gpt.text_pos_embedding)
+    for module in (gpt.gpt, gpt.final_norm, gpt.mel_head, *embeddings):
+        module.to(dtype)

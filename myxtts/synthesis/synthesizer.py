@@ -1,24 +1,22 @@
 """The synthesizer: a model, its vocabulary and a device; text and a voice in, speech out.
 
-    text ─ reading ─► sentences of ids ─ takes, writer ─► codes and latents ─ vocoding ─► waves ─ speech ─► Speech
+    text ─ text ─► sentences of ids ─ generation ─► codes and latents ─ vocoding ─► waves ─► Speech
     files ─ voices ─► Voice
 
-Here the parts are put together. Where models come from is the caller's business, save for XTTS-v2 folders.
+A sentence whose codes fail the quality check is generated again with other random numbers. `load_synthesizer`
+loads a training run or an XTTS-v2 folder.
 """
 
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from myxtts.audio import Wave, write
 from myxtts.checkpoints import UnreadableWeights
@@ -27,135 +25,115 @@ from myxtts.data.clips import ClipSet
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.devices import Machine
-from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress
+from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress, progress_bar
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.generation import (
-    Advance,
-    Bars,
-    Draft,
-    Sampling,
-    Writer,
-    Writers,
-    Written,
-    draws,
-    round_stack,
-)
-from myxtts.synthesis.text import (
-    REPETITION,
-    Bounds,
-    Limits,
-    Reader,
-    Script,
-    end_goes_in_circles,
-    severity,
-    trouble,
-)
-from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan
-from myxtts.synthesis.voices import Listener, Voice
+from myxtts.synthesis.generation import CodeGenerators, Generated, Prompt, Sampling, draws, round_weights
+from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
+from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
+from myxtts.synthesis.voices import Voice, VoiceEncoder
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, load_folder
 
+PUBLISHED_SAMPLING = Sampling(temperature=0.75, top_k=50, top_p=0.85, repetition_penalty=5.0)
+"""As in XTTS-v2's `config.json`, whose length penalty only matters to beam search."""
+OWN_SAMPLING = replace(PUBLISHED_SAMPLING, repetition_penalty=1.0, penalise_prompt=False)
+"""For a model trained from scratch: speech repeats codes, and a model of a small corpus knows which. With the
+published penalty a model that had memorised eight sentences could say none of them."""
+SAMPLING_FLAGS = ("temperature", "repetition_penalty", "guidance", "central")
+"""Fields of `Sampling` that can be set on the command line."""
+NUM_ATTEMPTS = 3
+BATCH_SIZE, BATCHES_AT_ONCE = 16, 8
+"""Sentences generated together, and the number of such batches that are sorted by length together."""
+CHUNK_CODES = 20
+"""Codes per piece of a stream: just under a second, as in XTTS-v2."""
+SLOWEST, FASTEST, MOST_GUIDANCE = 0.5, 2.0, 10.0
+SILENT = 1e-3
+"""The wave of a sentence that never reaches this is silent."""
+FAINT_NOTE = "hardly anything can be heard: the model has not learnt to make sound yet"
+_FORMATS = (".wav", ".flac")
+_DECODER, _SPEAKER, _DVAE = "hifigan_decoder.waveform_decoder", "hifigan_decoder.speaker_encoder", "dvae"
 
-class Part(NamedTuple):
-    """One sentence of a text, in the voice that says it."""
-
-    number: int
-    """Its place in the text, which decides its random numbers."""
-    ids: Sequence[int]
-    voice: Tensor
-    """[1, 32, dim]"""
-    bounds: Bounds
+VocoderName = Literal["hifigan", "griffin-lim"]
 
 
-class Take(NamedTuple):
-    """The best attempt at a sentence."""
+class SynthesisArguments(TypedDict, total=False):
+    """Keyword arguments of `speak`, `speak_many` and `stream`; the defaults are those of `SynthesisOptions`."""
 
-    written: Written
-    trouble: str | None
-    """What the guards still object to after the last attempt."""
+    sampling: Sampling | None
+    speed: float
+    seed: int | None
     num_attempts: int
+    progress: Progress
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How sentences are written."""
+class SynthesisOptions:
+    """How a text is spoken."""
 
     sampling: Sampling
+    """Without the argument, what suits the model."""
     seed: int
-    num_attempts: int
-    batch_size: int
-    """Sentences at a time, at most."""
+    """Without the argument, a random one, which the report names."""
+    speed: float = 1.0
+    num_attempts: int = NUM_ATTEMPTS
+    progress: Progress = NO_PROGRESS
 
-    def draft(self, part: Part, attempt: int) -> Draft:
-        drawn = draws(self.seed, part.number, attempt, part.bounds.most)
-        return Draft(part.ids, part.voice, part.bounds.most, drawn)
-
-    def sampling_of(self, attempt: int) -> Sampling:
-        """A central code would be the same again: later attempts draw one."""
-        return replace(self.sampling, central=False) if attempt else self.sampling
+    def check(self, has_codebook: bool) -> None:
+        """Raise one error that lists every unusable value; central codes need the codebook of a trained DVAE."""
+        sampling, penalty, guidance = self.sampling, self.sampling.repetition_penalty, self.sampling.guidance
+        demands = {
+            f"speed is {self.speed}, expected {SLOWEST} to {FASTEST}": SLOWEST <= self.speed <= FASTEST,
+            f"temperature is {sampling.temperature}, expected above 0": sampling.temperature > 0,
+            f"top_k is {sampling.top_k}, expected 0 (all) or more": sampling.top_k >= 0,
+            f"top_p is {sampling.top_p}, expected above 0 and up to 1": 0 < sampling.top_p <= 1,
+            f"repetition penalty is {penalty}, expected 1 or more": penalty >= 1,
+            f"guidance is {guidance}, expected 1 to {MOST_GUIDANCE:g}": 1 <= guidance <= MOST_GUIDANCE,
+            "central codes need the DVAE, which is missing or was never trained (--stages dvae, or dvae.pth next "
+            "to XTTS-v2's weights); speak without --central": has_codebook or not sampling.central,
+            f"attempts are {self.num_attempts}, expected 1 or more": self.num_attempts >= 1,
+            f"seed is {self.seed}, expected 0 or more": self.seed >= 0,
+        }
+        if problems := [problem for problem, holds in demands.items() if not holds]:
+            raise ConfigError("Cannot speak with these settings:\n  " + "\n  ".join(problems))
 
     @property
     def attempts(self) -> range:
-        """Trying again helps only where chance decides."""
+        """Greedy decoding gets one attempt: a second would be the same."""
         return range(1 if self.sampling.greedy else self.num_attempts)
 
+    def sampling_for(self, attempt: int) -> Sampling:
+        """Later attempts draw their codes: a central code would be the same again."""
+        return replace(self.sampling, central=False) if attempt else self.sampling
 
-def take_all(writers: Writers, parts: Sequence[Part], manner: Manner, bars: Bars) -> list[Take]:
-    """A take of every part, in order; sentences of similar length are written together."""
-    best: dict[int, Take] = {}
-    waiting = sorted(range(len(parts)), key=lambda index: parts[index].bounds.most)
-    for attempt in manner.attempts:
-        title = f"Speaking again (attempt {attempt + 1})" if attempt else "Speaking"
-        with bars.bar(title, len(parts) - len(waiting)) as advance:
-            for first in range(0, len(waiting), manner.batch_size):
-                batch = waiting[first : first + manner.batch_size]
-                drafts = [manner.draft(parts[index], attempt) for index in batch]
-                writer = writers.begin(drafts, manner.sampling_of(attempt))
-                writer.finish(advance)
-                for row, index in enumerate(batch):
-                    found = judge(writer.written(row), parts[index].bounds, attempt)
-                    best[index] = min(best.get(index, found), found, key=lambda take: severity(take.trouble))
-        waiting = [index for index in waiting if best[index].trouble]
-        for index in waiting:
-            best[index] = best[index]._replace(num_attempts=attempt + 1)
-        if not waiting:
-            break
-    return [best[index] for index in range(len(parts))]
+    def prompt(self, sentence: Sentence, voice: Voice, attempt: int) -> Prompt:
+        drawn = draws(self.seed, sentence.number, attempt, sentence.bounds.most)
+        return Prompt(sentence.ids, voice.latents, drawn)
 
 
-def judge(written: Written, limits: Bounds, attempt: int) -> Take:
-    """A whole sentence and what the guards say."""
-    require_finite(written)
-    return Take(written, trouble(written.codes.tolist(), limits), attempt + 1)
+def override_sampling(usual: Sampling, options: object) -> Sampling:
+    """The usual sampling with the `SAMPLING_FLAGS` that are attributes of `options` and not None."""
+    values = {name: getattr(options, name, None) for name in SAMPLING_FLAGS}
+    return replace(usual, **{name: value for name, value in values.items() if value is not None})
 
 
-def require_finite(written: Written) -> None:
-    """Raise an error when the network computes no numbers."""
-    if not bool(written.latents.isfinite().all()):
-        raise PipelineError(
-            "The GPT computes NaN or infinity: its weights are damaged, or its training diverged. "
-            "Use an earlier checkpoint."
-        )
+class Attempt(NamedTuple):
+    """The best attempt at a sentence so far."""
+
+    generated: Generated
+    problem: str | None
+    """The finding of the quality check."""
+    num_attempts: int
+
+    def severity(self) -> int:
+        return PROBLEMS.index(self.problem)
 
 
-PUBLISHED_SAMPLING = Sampling(temperature=0.75, top_k=50, top_p=0.85, repetition_penalty=5.0)
-"""As XTTS-v2's `config.json` has it; its length penalty of 1 counts only for a beam search, and there is none."""
-OWN_SAMPLING = replace(PUBLISHED_SAMPLING, repetition_penalty=1.0, penalise_prompt=False)
-"""For a model trained from scratch: speech repeats codes, and a model of a small corpus knows well which. With the
-published penalty one that had learnt eight sentences by heart said none of them."""
-ASKED = ("temperature", "repetition_penalty", "guidance", "central")
-"""What a command line may ask for."""
-SLOWEST_SPEED, FASTEST_SPEED = 0.5, 2.0
-MOST_GUIDANCE = 10.0
-PAUSE_SECONDS = 0.1
-"""Silence between two sentences, beside what the model puts at their ends."""
-SILENT = 1e-3
-"""A wave that nowhere reaches this is no speech."""
-_FADE_SAMPLES = OUTPUT_SAMPLE_RATE // 250
-_FORMATS = (".wav", ".flac")
+def checked(generated: Generated, sentence: Sentence, attempt: int) -> Attempt:
+    """A whole sentence with the result of the quality check."""
+    return Attempt(generated, find_problem(generated.codes.tolist(), sentence.bounds), attempt + 1)
 
 
 @dataclass(frozen=True)
@@ -166,13 +144,21 @@ class SentenceReport:
     num_codes: int
     seconds: float
     num_attempts: int
-    trouble: str | None
+    problem: str | None
     """`empty`, `run-away`, `repetition` or `too short` if the best attempt still was; `silent` if its wave is."""
+    is_faint: bool
+
+    @classmethod
+    def of(cls, sentence: Sentence, attempt: Attempt, wave: Wave) -> SentenceReport:
+        num_codes, seconds = len(attempt.generated.codes), len(wave) / OUTPUT_SAMPLE_RATE
+        is_silent = attempt.problem is None and abs(wave).max(initial=0) < SILENT
+        problem = "silent" if is_silent else attempt.problem
+        return cls(sentence.text, num_codes, seconds, attempt.num_attempts, problem, is_faint(wave))
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a speech came about; with the same seed, weights and texts it comes about again."""
+    """How a text was spoken; the same seed, weights and text give the same wave."""
 
     language: str
     voice: str
@@ -181,41 +167,52 @@ class Report:
     speed: float
     sentences: tuple[SentenceReport, ...]
     unknown_characters: dict[str, str]
-    """Characters that the vocabulary lacks, and what was said for them."""
-    spent_seconds: float
-    """From the text to the last sample; of the whole batch where texts were spoken together."""
+    """Characters the vocabulary lacks, and what was said instead: "" if they were left out."""
     voice_notes: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
-        """Of speech, without the pauses between sentences."""
+        """Length of the speech, without the pauses between sentences."""
         return sum(sentence.seconds for sentence in self.sentences)
 
-    @property
-    def is_flawless(self) -> bool:
-        return not self.notes()
-
     def notes(self) -> list[str]:
-        """What the user should know, in sentences."""
+        """Everything the user should know, a sentence each."""
         notes = list(self.voice_notes)
-        if self.vocoder != "hifigan":
-            notes.append("no decoder is trained: the wave is Griffin and Lim's guess from the DVAE's mel")
+        if self.vocoder != HifiGan.name:
+            notes.append("no trained decoder; using Griffin-Lim, which sounds hollow")
         if self.unknown_characters:
             pairs = (f"{a!r} as {b!r}" if b else f"{a!r} left out" for a, b in self.unknown_characters.items())
             notes.append(f"the vocabulary lacks characters of the text: {', '.join(pairs)}")
         for number, sentence in enumerate(self.sentences, 1):
-            if sentence.trouble:
+            if sentence.problem:
                 notes.append(
-                    f"sentence {number} came out badly ({sentence.trouble}, {sentence.num_attempts} attempts): "
+                    f"sentence {number} came out badly ({sentence.problem}, {sentence.num_attempts} attempts): "
                     f"{sentence.text[:60]!r}"
                 )
             elif sentence.num_attempts > 1:
                 notes.append(f"sentence {number} needed {sentence.num_attempts} attempts: {sentence.text[:60]!r}")
+        if all(sentence.is_faint for sentence in self.sentences):
+            notes.append(FAINT_NOTE)
         return notes
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"seconds": self.seconds, "notes": self.notes()}
+    def require_sound(self) -> Report:
+        """This report; raises an error if no sentence has any codes."""
+        if not any(sentence.num_codes for sentence in self.sentences):
+            first = self.sentences[0]
+            raise PipelineError(
+                f"The model said nothing in {first.num_attempts} attempts at {first.text[:60]!r}: it ends every "
+                "sentence at once. Is it trained enough, and on this language?"
+            )
+        return self
+
+
+class Utterance(NamedTuple):
+    """One text, to be spoken in one voice."""
+
+    voice: Voice
+    language: str
+    sentences: list[Sentence]
+    unknown_characters: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -225,219 +222,61 @@ class Speech:
     wave: Wave
     report: Report
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the wave as 16-bit WAV or FLAC, by the extension."""
+        path = Path(path)
         check_output(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path, self.wave, OUTPUT_SAMPLE_RATE)
-        except (OSError, RuntimeError) as error:  # libsndfile's own errors are RuntimeErrors
-            raise ConfigError(f"{path} cannot be written: {error}") from error
+        save_wave(path, self.wave, OUTPUT_SAMPLE_RATE)
 
 
 def check_output(path: Path) -> None:
-    """Raise an error, before anything is computed, if speech cannot be written under that name."""
+    """Raise an error if speech cannot be written under that name; call it before anything is computed."""
     if path.suffix.lower() not in _FORMATS:
         raise ConfigError(f"{path}: speech is written as WAV or FLAC; name a file that ends in .wav or .flac")
 
 
-def as_asked(usual: Sampling, asked: object) -> Sampling:
-    """The sampling with what somebody asked for by these names, and the usual where that is None or absent."""
-    values = {name: getattr(asked, name, None) for name in ASKED}
-    return replace(usual, **{name: value for name, value in values.items() if value is not None})
-
-
-def check_manner(sampling: Sampling, speed: float, num_attempts: int, seed: int | None, knows_codes: bool) -> None:
-    """One error with every value that cannot be used; `knows_codes` says whether the model has a trained DVAE."""
-    penalty, guidance = sampling.repetition_penalty, sampling.guidance
-    demands = {
-        f"speed is {speed}, expected {SLOWEST_SPEED} to {FASTEST_SPEED}": SLOWEST_SPEED <= speed <= FASTEST_SPEED,
-        f"temperature is {sampling.temperature}, expected above 0": sampling.temperature > 0,
-        f"top_k is {sampling.top_k}, expected 0 (all) or more": sampling.top_k >= 0,
-        f"top_p is {sampling.top_p}, expected above 0 and up to 1": 0 < sampling.top_p <= 1,
-        f"repetition penalty is {penalty}, expected 1 or more": penalty >= 1,
-        f"guidance is {guidance}, expected 1 to {MOST_GUIDANCE:g}": 1 <= guidance <= MOST_GUIDANCE,
-        "central codes are found by the DVAE, which is missing or was never trained (--stages dvae, or dvae.pth "
-        "beside XTTS-v2's weights); speak without --central": knows_codes or not sampling.central,
-        f"attempts are {num_attempts}, expected 1 or more": num_attempts >= 1,
-        f"seed is {seed}, expected 0 or more": seed is None or seed >= 0,
-    }
-    if problems := [problem for problem, holds in demands.items() if not holds]:
-        raise ConfigError("This cannot be spoken with:\n  " + "\n  ".join(problems))
-
-
-def sentence_report(text: str, take: Take, num_samples: int, loudest: float) -> SentenceReport:
-    """The report of one sentence; silence counts only where there should be sound."""
-    silent = "silent" if take.trouble is None and loudest < SILENT else take.trouble
-    seconds = num_samples / OUTPUT_SAMPLE_RATE
-    return SentenceReport(text, len(take.written.codes), seconds, take.num_attempts, silent)
-
-
-def require_sound(report: Report) -> None:
-    """Raise an error when no sentence of a speech says anything."""
-    if not any(sentence.num_codes for sentence in report.sentences):
-        first = report.sentences[0]
-        raise PipelineError(
-            f"The model said nothing in {first.num_attempts} attempts at {first.text[:60]!r}: it ends every "
-            "sentence at once. Is it trained enough, and on this language?"
-        )
-
-
-def softened(wave: Wave, *, starts: bool, ends: bool) -> Wave:
-    """A copy that starts from silence and ends in it, so that no edge of a sentence clicks."""
-    wave = wave.copy()
-    length = min(_FADE_SAMPLES, len(wave))
-    rise = np.linspace(0, 1, length, dtype=np.float32)
-    if starts:
-        wave[:length] *= rise
-    if ends:
-        wave[len(wave) - length :] *= rise[::-1]
-    return wave
-
-
-def pause() -> Wave:
-    return np.zeros(round(PAUSE_SECONDS * OUTPUT_SAMPLE_RATE), np.float32)
-
-
-def joined(waves: Sequence[Wave]) -> Wave:
-    """Sentences one after the other with pauses between them; those that say nothing leave none."""
-    parts: list[Wave] = []
-    for wave in waves:
-        if len(wave):
-            parts += [pause()] * bool(parts) + [softened(wave, starts=True, ends=True)]
-    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
-
-
-class SentenceStream(Protocol):
-    """A vocoder at one sentence."""
-
-    def push(self, written: Written, last: bool) -> Tensor:
-        """Samples on the host that some more codes make certain."""
-        ...
+def save_wave(path: Path, wave: Wave, rate: int) -> None:
+    """Write a wave, and the folders above it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, wave, rate)
+    except (OSError, RuntimeError) as error:  # libsndfile's own errors are RuntimeErrors
+        raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
 class SpeechStream:
-    """An iterator over waves of 24 kHz; once it is exhausted, `report` says how the whole came about.
+    """An iterator over waves of 24 kHz; `report` is available once it is exhausted.
 
-    Nothing else may be spoken with the same synthesizer before it is exhausted or closed.
+    Do not use the synthesizer for anything else before the stream is exhausted or closed.
     """
 
-    def __init__(
-        self,
-        writers: Writers,
-        parts: Sequence[tuple[str, Part]],
-        manner: Manner,
-        begin: Callable[[], SentenceStream],
-        report: Callable[[Sequence[SentenceReport], float], Report],
-        chunk_codes: int,
-        bars: Bars,
-    ) -> None:
-        self._writers, self._manner, self._begin = writers, manner, begin
-        self._make_report = report
-        self._chunk_codes = max(1, chunk_codes)
-        self._started_at = time.perf_counter()
+    def __init__(self, waves: Generator[Wave, None, Report]) -> None:
+        self._waves = waves
         self._report: Report | None = None
-        self._waves = self._shown(parts, bars)
 
     def __iter__(self) -> Iterator[Wave]:
         return self
 
     def __next__(self) -> Wave:
-        return next(self._waves)
+        try:
+            return next(self._waves)
+        except StopIteration as end:
+            self._report = self._report or end.value
+            raise
 
     def close(self) -> None:
-        """Leave the rest unsaid."""
+        """Stop before the end."""
         self._waves.close()
 
     @property
     def report(self) -> Report:
         if self._report is None:
-            raise RuntimeError("the report of a stream is there when all of it has been heard")
+            raise RuntimeError("a stream has its report when all of it has been played")
         return self._report
-
-    def _shown(self, parts: Sequence[tuple[str, Part]], bars: Bars) -> Generator[Wave]:
-        with bars.bar("Speaking") as advance:
-            yield from self._speak(parts, advance)
-
-    def _speak(self, parts: Sequence[tuple[str, Part]], advance: Advance) -> Iterator[Wave]:
-        reports: list[SentenceReport] = []
-        heard = False
-        for text, part in parts:
-            num_samples, loudest = 0, 0.0
-            sentence = _Sentence(self._writers, part, self._manner, self._begin, self._chunk_codes)
-            for wave in sentence:
-                if heard and not num_samples:
-                    yield pause()
-                heard = True
-                num_samples += len(wave)
-                loudest = max(loudest, float(abs(wave).max()))
-                yield wave
-            reports.append(sentence_report(text, sentence.take, num_samples, loudest))
-            advance(1)
-        self._report = self._make_report(reports, time.perf_counter() - self._started_at)
-
-
-class _Sentence:
-    """One sentence in pieces, tried again while nothing of it was heard; `take` is there at the end."""
-
-    def __init__(
-        self,
-        writers: Writers,
-        part: Part,
-        manner: Manner,
-        begin: Callable[[], SentenceStream],
-        chunk_codes: int,
-    ) -> None:
-        self._writers, self._part, self._manner = writers, part, manner
-        self._begin, self._chunk_codes = begin, chunk_codes
-        self.take: Take
-
-    def __iter__(self) -> Iterator[Wave]:
-        for attempt in self._manner.attempts:
-            is_last_attempt = attempt == self._manner.attempts[-1]
-            drafts = [self._manner.draft(self._part, attempt)]
-            writer = self._writers.begin(drafts, self._manner.sampling_of(attempt))
-            heard = False
-            for wave in self._pieces(writer, attempt, is_last_attempt):
-                heard = True
-                yield wave
-            if heard or self.take.trouble is None:
-                return
-
-    def _pieces(self, writer: Writer, attempt: int, is_last_attempt: bool) -> Iterator[Wave]:
-        vocoder = self._begin()
-        codes: list[int] = []
-        heard = ended = False
-        while not ended:
-            ended = writer.advance(self._chunk_codes)
-            more = writer.written(0, len(codes))
-            codes += more.codes.tolist()
-            if not ended and end_goes_in_circles(codes, len(more.codes)):
-                ended = True
-                self.take = Take(writer.written(0), REPETITION, attempt + 1)
-            elif ended:
-                self.take = judge(writer.written(0), self._part.bounds, attempt)
-            else:
-                require_finite(more)
-            if ended and self.take.trouble and not heard and not is_last_attempt:
-                return
-            wave = vocoder.push(more, last=ended).numpy()
-            if len(wave):
-                yield softened(wave, starts=not heard, ends=ended)
-                heard = True
-
-
-VocoderName = Literal["hifigan", "griffin-lim"]
-NUM_ATTEMPTS = 3
-BATCH_SIZE, BATCHES_AT_ONCE = 16, 8
-"""Sentences that are written together, and how many such batches are sorted by length before."""
-CHUNK_CODES = 20
-"""Codes between two pieces of a stream: not quite a second, as in XTTS-v2."""
-_DECODER, _SPEAKER, _DVAE = "hifigan_decoder.waveform_decoder", "hifigan_decoder.speaker_encoder", "dvae"
 
 
 def usable_vocoder(fresh_parts: Collection[str], wanted: VocoderName | None = None) -> VocoderName:
-    """The vocoder for a model of which some parts (`weights.PARTS`) were never trained, or an error."""
+    """The vocoder for a model whose `fresh_parts` (of `weights.PARTS`) were never trained, or an error."""
     needed = {"hifigan": (_DECODER, _SPEAKER), "griffin-lim": (_DVAE,)}
     for part in ("gpt", "mel_stats"):
         if part in fresh_parts:
@@ -457,12 +296,12 @@ def usable_vocoder(fresh_parts: Collection[str], wanted: VocoderName | None = No
 
 
 class Synthesizer:
-    """Speaks. Not for several threads at once.
+    """Speaks. Not thread-safe.
 
-    Takes the model over: moves it to the device, folds the vocoder's weight norm and, on a GPU, rounds the GPT's
-    stack to bfloat16 unless `dtype` says otherwise. `limits` are those of what the model was trained on, if it was
-    shown less than it has positions for; `sampling` is what suits it. On a GPU the first speech of a new shape
-    takes some tenths of a second longer, in which its step is captured.
+    Takes over the model: moves it to the device, folds the vocoder's weight norm and, on a GPU, rounds the GPT to
+    bfloat16 unless `dtype` says otherwise. `limits` bound a sentence if the model was trained on less than it has
+    positions for. On a GPU the first speech of a new shape takes some tenths of a second longer, while its step is
+    captured.
     """
 
     def __init__(
@@ -477,84 +316,38 @@ class Synthesizer:
         sampling: Sampling = PUBLISHED_SAMPLING,
         dtype: torch.dtype | None = None,
         batch_size: int = BATCH_SIZE,
+        batches_at_once: int = BATCHES_AT_ONCE,
         capture: bool = True,
     ) -> None:
         model = model.to(device).eval().requires_grad_(False)
         model.hifigan_decoder.remove_weight_norm()
-        self._batch_size, self.sampling = batch_size, sampling
-        self._listener = Listener(model, device)
-        self._reader = Reader(vocabulary, limits or Limits.of(model.dims.gpt), use_phonemes=use_phonemes)
-        round_stack(model.gpt, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32))
+        self._dims, self._batch_size, self._batches_at_once = model.dims, batch_size, batches_at_once
+        self.sampling = sampling
+        self.limits = limits or Limits.of(model.dims.gpt)
+        self._encoder = VoiceEncoder(model, device)
+        self._frontend = TextFrontend(vocabulary, self.limits, use_phonemes=use_phonemes)
+        round_weights(model.gpt, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32))
         vectors = model.dvae.codebook.embed.t() if model.dvae.codebook.is_trained else None
-        self._writers = Writers(model.gpt, device, vectors, capture=capture)
-        self._dims = model.dims
-        self._vocoder: HifiGan | GriffinLim = (
+        self._generators = CodeGenerators(model.gpt, device, vectors, capture=capture)
+        self.vocoder: HifiGan | GriffinLim = (
             HifiGan(model.hifigan_decoder, batch_size, GPU_FRAMES_STEP if device.type == "cuda" else 1)
             if vocoder == "hifigan"
             else GriffinLim(model.dvae, model.mel_stats)
         )
 
-    @classmethod
-    def load(cls, folder: Path, device: torch.device, *, vocoder: VocoderName | None = None) -> Synthesizer:
-        """The synthesizer of an XTTS-v2 folder; without a trained decoder there it speaks by Griffin-Lim."""
-        loaded = load_folder(folder)
-        name = usable_vocoder(loaded.fresh_parts, vocoder)
-        return cls.suited(loaded.model, loaded.vocabulary, device, loaded.provenance, name)
-
-    @classmethod
-    def suited(
-        cls,
-        model: XTTS,
-        vocabulary: Tokenizer,
-        device: torch.device,
-        provenance: Provenance,
-        vocoder: VocoderName,
-    ) -> Synthesizer:
-        """A synthesizer that asks no more of a model than it was trained for."""
-        own = provenance.from_scratch
-        return cls(
-            model,
-            vocabulary,
-            device,
-            vocoder=vocoder,
-            limits=Limits(provenance.max_text_length, provenance.max_mel_frames // 4) if own else None,
-            use_phonemes=provenance.use_phonemes,
-            sampling=OWN_SAMPLING if own else PUBLISHED_SAMPLING,
-        )
-
     @property
     def fingerprint(self) -> str:
-        """Of the weights that voices belong to: for `VoiceFolder.load`."""
-        return self._listener.fingerprint
+        """Identifies the weights that voices belong to, for `VoiceLibrary.load`."""
+        return self._encoder.fingerprint
 
-    def voice(self, files: Sequence[Path], name: str | None = None) -> Voice:
+    def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""
-        return self._listener.voice(files, name)
+        return self._encoder.voice([Path(file) for file in files], name)
 
-    def speak(
-        self,
-        text: str,
-        voice: Voice,
-        language: str,
-        *,
-        sampling: Sampling | None = None,
-        speed: float = 1.0,
-        seed: int | None = None,
-        num_attempts: int = NUM_ATTEMPTS,
-        progress: Progress = NO_PROGRESS,
-    ) -> Speech:
-        """A text of any length in a voice. Without a seed one is drawn; the report names it."""
-        (speech,) = self.speak_many(
-            [text],
-            voice,
-            language,
-            sampling=sampling,
-            speed=speed,
-            seed=seed,
-            num_attempts=num_attempts,
-            progress=progress,
-        )
-        require_sound(speech.report)
+    def speak(self, text: str, voice: Voice, language: str, **arguments: Unpack[SynthesisArguments]) -> Speech:
+        """Speak a text of any length."""
+        (speech,) = self.speak_many([text], voice, language, **arguments)
+        speech.report.require_sound()
         return speech
 
     def speak_many(
@@ -562,52 +355,27 @@ class Synthesizer:
         texts: Sequence[str],
         voice: Voice | Sequence[Voice],
         language: str | Sequence[str],
-        *,
-        sampling: Sampling | None = None,
-        speed: float = 1.0,
-        seed: int | None = None,
-        num_attempts: int = NUM_ATTEMPTS,
-        progress: Progress = NO_PROGRESS,
+        **arguments: Unpack[SynthesisArguments],
     ) -> list[Speech]:
-        """Several texts at once, the sentences of all of them in batches; each as `speak` would say it.
+        """Speak several texts, their sentences in batches; one voice and one language for all, or one for each.
 
-        The same only up to rounding: kernels for batches add in another order, and where two codes are about
-        equally likely the other one may come out. A text that comes out empty has an empty wave and a report that
-        says so. One voice and one language serve all texts, or each has its own.
+        Every speech equals that of `speak`, up to rounding: kernels for batches add in another order, and of two
+        codes about equally likely the other one may be chosen. A text without any codes has an empty wave, and a
+        report that says so.
         """
-        started_at = time.perf_counter()
-        voices = [voice] * len(texts) if isinstance(voice, Voice) else list(voice)
-        languages = [language] * len(texts) if isinstance(language, str) else list(language)
-        manner = self._manner(sampling, speed, seed, num_attempts)
-        for one in voices:
-            self._require_own(one)
-        scripts = [self._reader.read(text, code) for text, code in zip(texts, languages, strict=True)]
-        parts = [part for script, one in zip(scripts, voices, strict=True) for part in _parts(script, one)]
-        speakers = [one.speaker for script, one in zip(scripts, voices, strict=True) for _ in script.sentences]
-        spoken = self._spoken(parts, speakers, manner, speed, progress)
+        options = self._options(arguments)
+        voices = [voice] * len(texts) if isinstance(voice, Voice) else voice
+        languages = [language] * len(texts) if isinstance(language, str) else language
+        utterances = [self._utterance(*each) for each in zip(texts, voices, languages, strict=True)]
+        work = [(sentence, each.voice) for each in utterances for sentence in each.sentences]
+        spoken = self._spoken(work, options)
         speeches = []
-        for script, one in zip(scripts, voices, strict=True):
-            own, reports = [], []
-            for sentence in script.sentences:
-                take, wave = next(spoken)
-                loudest = float(abs(wave).max(initial=0))
-                reports.append(sentence_report(sentence.text, take, len(wave), loudest))
-                own.append(wave)
-            report = self._report(script, one, manner, speed, reports, time.perf_counter() - started_at)
-            speeches.append(Speech(joined(own), report))
+        for utterance in utterances:
+            some = [(sentence, *next(spoken)) for sentence in utterance.sentences]
+            reports = [SentenceReport.of(*each) for each in some]
+            waves = [wave for _, _, wave in some]
+            speeches.append(Speech(joined(waves), self._report(utterance, reports, options)))
         return speeches
-
-    def _spoken(
-        self, parts: Sequence[Part], speakers: Sequence[Tensor], manner: Manner, speed: float, progress: Progress
-    ) -> Iterator[tuple[Take, Wave]]:
-        """Each part with its wave, in order; a few batches at a time, so that a book does not fill the GPU."""
-        for first in range(0, len(parts), BATCHES_AT_ONCE * self._batch_size):
-            some = slice(first, first + BATCHES_AT_ONCE * self._batch_size)
-            bars = Bars(progress, len(parts), first)
-            takes = take_all(self._writers, parts[some], manner, bars)
-            with bars.bar("Making the sound") as advance:
-                waves = self._vocoder.waves([take.written for take in takes], speakers[some], speed, advance)
-            yield from ((take, wave.numpy()) for take, wave in zip(takes, waves, strict=True))
 
     def stream(
         self,
@@ -615,118 +383,193 @@ class Synthesizer:
         voice: Voice,
         language: str,
         *,
-        sampling: Sampling | None = None,
-        speed: float = 1.0,
-        seed: int | None = None,
-        num_attempts: int = NUM_ATTEMPTS,
         chunk_codes: int = CHUNK_CODES,
-        progress: Progress = NO_PROGRESS,
+        **arguments: Unpack[SynthesisArguments],
     ) -> SpeechStream:
-        """What `speak` says, in pieces as soon as they can be heard; the stream has the report when it is over.
+        """The speech of `speak` in pieces, as soon as they are ready; Griffin-Lim gives whole sentences.
 
-        A sentence is tried again only while nothing of it was heard. By Griffin-Lim pieces are whole sentences.
+        A sentence is tried again only while none of it was heard.
         """
-        manner = self._manner(sampling, speed, seed, num_attempts)
-        self._require_own(voice)
-        script = self._reader.read(text, language)
+        options = self._options(arguments)
+        utterance = self._utterance(text, voice, language)
+        return SpeechStream(self._stream(utterance, options, max(1, chunk_codes)))
 
-        def report(reports: Sequence[SentenceReport], spent_seconds: float) -> Report:
-            whole = self._report(script, voice, manner, speed, reports, spent_seconds)
-            require_sound(whole)
-            return whole
+    def _stream(
+        self, utterance: Utterance, options: SynthesisOptions, chunk_codes: int
+    ) -> Generator[Wave, None, Report]:
+        has_sound = False
+        reports: list[SentenceReport] = []
+        with progress_bar(options.progress, "Speaking", len(utterance.sentences)) as advance:
+            for sentence in utterance.sentences:
+                pieces = self._stream_sentence(sentence, utterance.voice, options, chunk_codes, has_sound)
+                attempt, wave = yield from pieces
+                has_sound = has_sound or len(wave) > 0
+                reports.append(SentenceReport.of(sentence, attempt, wave))
+                advance(1)
+        return self._report(utterance, reports, options).require_sound()
 
-        texts = [sentence.text for sentence in script.sentences]
-        parts = list(zip(texts, _parts(script, voice), strict=True))
-        bars = Bars(progress, len(parts))
-        begin = partial(self._vocoder.begin, voice.speaker, speed)
-        return SpeechStream(self._writers, parts, manner, begin, report, chunk_codes, bars)
+    def _stream_sentence(
+        self, sentence: Sentence, voice: Voice, options: SynthesisOptions, chunk_codes: int, after_sound: bool
+    ) -> Generator[Wave, None, tuple[Attempt, Wave]]:
+        """The pieces of a sentence, with a pause first if `after_sound`; returns attempt and whole wave."""
+        pieces: list[Wave] = []
+        for number in options.attempts:
+            prompts = [options.prompt(sentence, voice, number)]
+            generator = self._generators.begin(prompts, options.sampling_for(number))
+            vocoder = self.vocoder.begin(voice.speaker, options.speed)
+            attempt: Attempt | None = None
+            codes: list[int] = []
+            while attempt is None:
+                has_ended = generator.advance(chunk_codes)
+                more = generator.generated(0, len(codes))
+                codes += more.codes.tolist()
+                if has_ended:
+                    attempt = checked(generator.generated(0), sentence, number)
+                elif ends_in_loop(codes, len(more.codes)):
+                    attempt = Attempt(generator.generated(0), REPETITION, number + 1)
+                if attempt and attempt.problem and not pieces and number < options.attempts[-1]:
+                    break  # none of it was heard: try again
+                wave = vocoder.push(more, last=attempt is not None).numpy()
+                if len(wave):
+                    if after_sound and not pieces:
+                        yield pause()
+                    pieces.append(faded(wave, starts=not pieces, ends=attempt is not None))
+                    yield pieces[-1]
+            if pieces or attempt.problem is None:
+                break
+        assert attempt is not None
+        return attempt, np.concatenate(pieces or [np.zeros(0, np.float32)])
 
-    def _manner(self, sampling: Sampling | None, speed: float, seed: int | None, num_attempts: int) -> Manner:
-        sampling = sampling or self.sampling
-        check_manner(sampling, speed, num_attempts, seed, self._writers.knows_codes)
-        return Manner(sampling, secrets.randbits(31) if seed is None else seed, num_attempts, self._batch_size)
+    def _options(self, arguments: SynthesisArguments) -> SynthesisOptions:
+        defaults: dict[str, Any] = {"sampling": self.sampling, "seed": secrets.randbits(31)}
+        given = {name: value for name, value in arguments.items() if value is not None}
+        options = SynthesisOptions(**(defaults | given))
+        options.check(self._generators.has_codebook)
+        return options
 
-    def _require_own(self, voice: Voice) -> None:
-        """A voice of other weights would be noise to these."""
+    def _utterance(self, text: str, voice: Voice, language: str) -> Utterance:
+        """Split a text into sentences; refuse a voice of other weights, which would sound like noise."""
         fits = voice.latents.shape[2] == self._dims.gpt.dim and len(voice.speaker) == self._dims.speaker_dim
         if not fits or (voice.fingerprint and voice.fingerprint != self.fingerprint):
             raise UnreadableWeights(
                 f"The voice {voice.name!r} was made by another model; make it again from its recordings."
             )
+        code = self._frontend.language_code(language)
+        return Utterance(voice, code, *self._frontend.sentences(text, code))
 
     def _report(
-        self,
-        script: Script,
-        voice: Voice,
-        manner: Manner,
-        speed: float,
-        reports: Sequence[SentenceReport],
-        spent_seconds: float,
+        self, utterance: Utterance, sentences: Sequence[SentenceReport], options: SynthesisOptions
     ) -> Report:
         return Report(
-            script.language,
-            voice.name,
-            self._vocoder.name,
-            manner.seed,
-            speed,
-            tuple(reports),
-            dict(script.unknown),
-            spent_seconds,
-            voice.notes,
+            utterance.language,
+            utterance.voice.name,
+            self.vocoder.name,
+            options.seed,
+            options.speed,
+            tuple(sentences),
+            utterance.unknown_characters,
+            utterance.voice.notes,
         )
 
+    def _spoken(
+        self, work: Sequence[tuple[Sentence, Voice]], options: SynthesisOptions
+    ) -> Iterator[tuple[Attempt, Wave]]:
+        """Every sentence with its wave, in order; a few batches at a time, to spare the GPU's memory."""
+        at_once = self._batches_at_once * self._batch_size
+        for first in range(0, len(work), at_once):
+            some = work[first : first + at_once]
+            attempts = self._attempts(some, options, len(work), first)
+            with progress_bar(options.progress, "Making the sound", len(work), first) as advance:
+                generated = [attempt.generated for attempt in attempts]
+                waves = self.vocoder.waves(generated, [voice.speaker for _, voice in some], options.speed, advance)
+            yield from ((attempt, wave.numpy()) for attempt, wave in zip(attempts, waves, strict=True))
 
-def _parts(script: Script, voice: Voice) -> list[Part]:
-    numbered = enumerate(script.sentences)
-    return [Part(number, sentence.ids, voice.latents, sentence.bounds) for number, sentence in numbered]
-
-
-SAMPLE_FILE = "sample.wav"
-SAMPLE_SEED = 0
-_ENOUGH_SECONDS = 3.0
-"""Of a recording for its voice to be caught."""
+    def _attempts(
+        self, work: Sequence[tuple[Sentence, Voice]], options: SynthesisOptions, total: int, num_before: int
+    ) -> list[Attempt]:
+        """The best attempt at each sentence, in order; sentences of similar length are generated together."""
+        best: dict[int, Attempt] = {}
+        waiting = sorted(range(len(work)), key=lambda index: work[index][0].bounds.most)
+        for number in options.attempts:
+            title = f"Speaking again (attempt {number + 1})" if number else "Speaking"
+            num_done = num_before + len(work) - len(waiting)
+            with progress_bar(options.progress, title, total, num_done) as advance:
+                for first in range(0, len(waiting), self._batch_size):
+                    batch = waiting[first : first + self._batch_size]
+                    prompts = [options.prompt(*work[index], number) for index in batch]
+                    generator = self._generators.begin(prompts, options.sampling_for(number))
+                    generator.finish(advance)
+                    for row, index in enumerate(batch):
+                        found = checked(generator.generated(row), work[index][0], number)
+                        best[index] = min(best.get(index, found), found, key=Attempt.severity)
+            waiting = [index for index in waiting if best[index].problem]
+            for index in waiting:
+                best[index] = best[index]._replace(num_attempts=number + 1)
+            if not waiting:
+                break
+        return [best[index] for index in range(len(work))]
 
 
 def load_synthesizer(
-    folder: Path,
+    folder: Path | str,
     *,
     vocoder: VocoderName | None = None,
     device: torch.device | None = None,
     best_gpt: bool = False,
 ) -> Synthesizer:
-    """The model of a folder, on the first GPU if there is one. A run without a decoder speaks by Griffin-Lim.
+    """Load a run or an XTTS-v2 folder onto the first GPU, or the CPU; without a trained decoder, with Griffin-Lim.
 
-    `best_gpt` takes the GPT of a run that validated best instead of the newest.
+    `best_gpt` takes the GPT of a run with the best validation loss instead of the newest.
     """
+    folder = Path(folder)
     if device is None:
         device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
     run = RunDir(folder)
-    if not run.exists:
-        if not folder.is_dir():
-            raise ConfigError(
-                f"There is no model in {folder}, for there is no such folder. Name that of a training run or of "
-                "XTTS-v2 (myxtts speak: --model DIR)"
-            )
-        if best_gpt:
-            raise ConfigError(f"--best chooses among the checkpoints of a run; {folder} is a folder of weights")
-        return Synthesizer.load(folder, device, vocoder=vocoder)
-    known = provenance(run)
-    vocoder = usable_vocoder(known.untrained_parts, vocoder)
-    model = run.load_model(without=known.untrained, best_gpt=best_gpt)
-    return Synthesizer.suited(model, run.vocabulary(), device, known, vocoder)
+    if run.exists:
+        known = provenance(run)
+        vocoder = usable_vocoder(known.untrained_parts, vocoder)
+        model, vocabulary = run.load_model(without=known.untrained, best_gpt=best_gpt), run.vocabulary()
+    elif not folder.is_dir():
+        raise ConfigError(
+            f"There is no model in {folder}: no such folder. Name that of a training run or of XTTS-v2 "
+            "(myxtts speak: --model DIR)"
+        )
+    elif best_gpt:
+        raise ConfigError(f"--best chooses among the checkpoints of a run; {folder} is a folder of weights")
+    else:
+        model, vocabulary, fresh_parts, known = load_folder(folder)
+        vocoder = usable_vocoder(fresh_parts, vocoder)
+    own = known.from_scratch
+    return Synthesizer(
+        model,
+        vocabulary,
+        device,
+        vocoder=vocoder,
+        limits=Limits(known.max_text_length, known.max_mel_frames // 4) if own else None,
+        use_phonemes=known.use_phonemes,
+        sampling=OWN_SAMPLING if own else PUBLISHED_SAMPLING,
+    )
 
 
 def provenance(run: RunDir) -> Provenance:
-    """What speaking with the weights of a run takes into account."""
-    data = _data_settings(run.folder)
-    lengths = {name: int(data[name]) for name in ("max_text_length", "max_mel_frames") if name in data}
-    phonemes = bool(data.get("use_phonemes", False))
-    return Provenance(tuple(run.untrained()), run.from_scratch, use_phonemes=phonemes, **lengths)
+    """The settings of a run that speaking depends on; defaults where its settings cannot be read."""
+    try:
+        data = load(run.folder / "settings.yaml", {}).settings.data
+    except ConfigError:
+        return Provenance(tuple(run.untrained()), run.from_scratch)
+    lengths = {"max_text_length": data.max_text_length, "max_mel_frames": data.max_mel_frames}
+    return Provenance(tuple(run.untrained()), run.from_scratch, use_phonemes=data.use_phonemes, **lengths)
+
+
+SAMPLE_FILE = "sample.wav"
+SAMPLE_SEED = 0
+_ENOUGH_SECONDS = 3.0
+"""A recording of this length is enough for a voice."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A clip of a corpus, for a run to be tried with: its voice, its words."""
+    """A clip of the corpus to try a run with: its voice and its text."""
 
     recording: Path
     text: str
@@ -736,7 +579,7 @@ class Example:
 def example(data: DataSettings, clips: ClipSet) -> Example | None:
     """The first clip in the corpus's main language that is long enough for a voice, or the longest.
 
-    None if the corpus is no longer there, or no longer has the clip.
+    None if the corpus or the clip has disappeared.
     """
     main_language = np.bincount(clips.languages).argmax()
     seconds = np.where(clips.languages == main_language, clips.num_samples / SAMPLE_RATE, 0.0)
@@ -750,17 +593,9 @@ def example(data: DataSettings, clips: ClipSet) -> Example | None:
 
 
 def speak_sample(folder: Path, said: Example, device: torch.device | None = None) -> Speech:
-    """Let a run say a sentence in a voice of its corpus, the same way each time; writes `SAMPLE_FILE` there."""
+    """Speak an example with a run, always with the same seed, and write `SAMPLE_FILE` to its folder."""
     synthesizer = load_synthesizer(folder, device=device)
     voice = synthesizer.voice([said.recording])
     speech = synthesizer.speak(said.text, voice, said.language, seed=SAMPLE_SEED)
     speech.save(folder / SAMPLE_FILE)
     return speech
-
-
-def _data_settings(folder: Path) -> dict[str, Any]:
-    """The section `data` of the settings a run was last started with."""
-    try:
-        return vars(load(folder / "settings.yaml", {}).settings.data)
-    except ConfigError:
-        return {}

@@ -1,6 +1,8 @@
-"""From text to sentences of token ids: cut, normalised, spelled with what the vocabulary has, none too long.
+"""Text to sentences of token ids, and the check of the codes that are generated for them.
 
-Whatever cannot be spoken is an error that says why, or is left out and told. Knows no weights and no audio.
+The text front end splits a text into sentences, normalises them, replaces characters the vocabulary lacks, and
+keeps every sentence within what the model can say in one go. Text that cannot be spoken raises an error that says
+why. Knows no weights and no audio.
 """
 
 from __future__ import annotations
@@ -24,43 +26,44 @@ from myxtts.text.tokenizer import Tokenizer, describe_characters
 
 CODES_PER_SECOND = SAMPLE_RATE / SAMPLES_PER_CODE
 FASTEST, SLOWEST = 36.0, 6.0
-"""Spoken characters per second that no reader exceeds or falls below; about 15 are usual."""
+"""Limits of the speaking rate, in characters per second; about 15 are usual."""
 PAUSES_SECONDS = 1.5
-"""What silence before, after and within a sentence may add."""
+"""Allowance for silence before, after and within a sentence."""
 LONGEST_PERIOD, REPEATED_CODES, REPETITIONS = 32, 32, 3
-"""A loop: the same up to 1.5 seconds at least three times on end, and for at least 1.5 seconds in all."""
+"""A loop repeats up to 32 codes (1.5 s) at least three times in a row, and lasts at least 32 codes."""
 
-EMPTY, RUN_AWAY, REPETITION, TOO_SHORT = "empty", "run-away", "repetition", "too short"
-WORST_FIRST = (EMPTY, RUN_AWAY, REPETITION, TOO_SHORT)
+PROBLEMS = (None, "too short", "repetition", "run-away", "empty")
+"""Problems of the codes of a sentence, the mildest first."""
+_, TOO_SHORT, REPETITION, RUN_AWAY, EMPTY = PROBLEMS
 
 
 class Bounds(NamedTuple):
-    """How many codes a sentence may have."""
+    """The plausible number of codes of a sentence."""
 
     fewest: int
     most: int
 
 
 def bounds(num_characters: int, max_codes: int) -> Bounds:
-    """Bounds for a sentence of so many spoken characters, and of what the model can say in one go."""
+    """Bounds for a sentence of so many characters, by a model that generates at most `max_codes`."""
     fewest = max(1, math.floor(num_characters / FASTEST * CODES_PER_SECOND))
     most = math.ceil((PAUSES_SECONDS + num_characters / SLOWEST) * CODES_PER_SECOND)
     return Bounds(min(fewest, max_codes), min(most, max_codes))
 
 
-def trouble(codes: Sequence[int], limits: Bounds) -> str | None:
-    """What is wrong with the codes of a whole sentence: one of `WORST_FIRST`, or nothing."""
+def find_problem(codes: Sequence[int], limits: Bounds) -> str | None:
+    """The worst problem of a whole sentence, one of `PROBLEMS`."""
     if not codes:
         return EMPTY
     if len(codes) >= limits.most:
         return RUN_AWAY
-    if goes_in_circles(codes):
+    if has_loop(codes):
         return REPETITION
     return TOO_SHORT if len(codes) < limits.fewest else None
 
 
-def goes_in_circles(codes: Sequence[int]) -> bool:
-    """Whether some stretch repeats itself on end."""
+def has_loop(codes: Sequence[int]) -> bool:
+    """True if some stretch of the codes repeats in a row."""
     return any(
         _longest_echo(codes, period) + period >= max(REPEATED_CODES, REPETITIONS * period)
         for period in range(1, LONGEST_PERIOD + 1)
@@ -70,24 +73,19 @@ def goes_in_circles(codes: Sequence[int]) -> bool:
 def _longest_echo(codes: Sequence[int], period: int) -> int:
     """The longest run of codes that equal those `period` places before them."""
     longest = run = 0
-    for now, before in zip(codes[period:], codes, strict=False):
-        run = run + 1 if now == before else 0
+    for code, earlier in zip(codes[period:], codes, strict=False):
+        run = run + 1 if code == earlier else 0
         longest = max(longest, run)
     return longest
 
 
-def end_goes_in_circles(codes: Sequence[int], num_added: int) -> bool:
-    """The same while a sentence grows, after `num_added` more codes; what was looked at before costs nothing."""
-    return goes_in_circles(codes[-(REPETITIONS * LONGEST_PERIOD + num_added) :])
-
-
-def severity(found: str | None) -> int:
-    """The larger the worse; 0 for no trouble."""
-    return 0 if found is None else len(WORST_FIRST) - WORST_FIRST.index(found)
+def ends_in_loop(codes: Sequence[int], num_added: int) -> bool:
+    """True if the last `num_added` codes may have closed a loop; looks no further back than that needs."""
+    return has_loop(codes[-(REPETITIONS * LONGEST_PERIOD + num_added) :])
 
 
 SHORT_SHARE = 0.1
-"""Sentences shorter than this share of the limit are said together with a neighbour: alone they come out badly."""
+"""Sentences shorter than this share of the limit are joined to a neighbour: alone they come out badly."""
 
 _QUESTIONS, _WIDE_ENDS = "!?…؟।॥۔", "。！？｡"
 _CLOSING = "\"'”’»›)\\]」』】"
@@ -95,21 +93,21 @@ _END = re.compile(rf"[.{_QUESTIONS}{_WIDE_ENDS}]+[{_CLOSING}]*")
 _OPENING = re.compile(r"[\s\"'“‘„«‹(\[「『【¿¡–—-]*")
 _PARAGRAPHS = re.compile(r"\n\s*\n|[\u2028\u2029]+")
 _INITIAL = re.compile(r"(?:^|[^\w.])[^\W\d_]\.$|\w\.\w{1,3}\.$")
-"""A letter by itself or dots inside a word: J. R. Smith, z. B., U.S., ه.ش."""
+"""A single letter or dots inside a word: J. R. Smith, z. B., U.S., ه.ش."""
 _NUMBER = re.compile(r"(?:^|[^\w.,])\d+\.$")
 _LOOK_BACK = 24
-"""Characters before a dot that are looked at; no abbreviation is longer."""
+"""Characters before a dot to search for an abbreviation; none is longer."""
 _BREAKS = (
     re.compile(rf"[.{_QUESTIONS}]+[{_CLOSING}]*(?=\s)|[{_WIDE_ENDS}]+"),
     re.compile(r"[;:](?=\s)|[؛；：]|(?<=\s)[–—-]+(?=\s)"),
     re.compile(r",(?=\s)|[،，、]|[)»”](?=\s)"),
     re.compile(r"\s"),
 )
-"""Where a sentence that is too long may be cut, the best places first."""
+"""Where a sentence that is too long may be cut, best places first."""
 
 
 def split(text: str, language: str, limit: int) -> list[str]:
-    """The text in pieces of at most `limit` characters, in order; none is empty."""
+    """Split a text into sentences of at most `limit` characters, none of them empty."""
     pieces: list[str] = []
     for paragraph in _PARAGRAPHS.split(text):
         whole = [piece for sentence in _sentences(paragraph, language) for piece in shorten(sentence, limit)]
@@ -118,7 +116,7 @@ def split(text: str, language: str, limit: int) -> list[str]:
 
 
 def shorten(sentence: str, limit: int) -> list[str]:
-    """One sentence in pieces of at most `limit` characters, cut near the middle again and again."""
+    """Cut a sentence near its middle until no piece exceeds `limit` characters."""
     sentence = sentence.strip()
     if len(sentence) <= limit:
         return [sentence] if sentence else []
@@ -127,20 +125,20 @@ def shorten(sentence: str, limit: int) -> list[str]:
 
 
 def _cut(sentence: str) -> int:
-    """Where the second half begins: behind the best mark within the middle half, nearest to the middle."""
+    """Index after the best break in the middle half of the sentence, the one nearest to the middle."""
     length = len(sentence)
     for mark in _BREAKS:
         ends = [match.end() for match in mark.finditer(sentence, length // 4, 3 * length // 4)]
         if inside := [end for end in ends if 0 < end < length]:
             return min(inside, key=lambda end: abs(2 * end - length))
     cut = max(1, length // 2)
-    while cut < length - 1 and _clings(sentence[cut]):
+    while cut < length - 1 and _joins_previous(sentence[cut]):
         cut += 1
     return cut
 
 
-def _clings(character: str) -> bool:
-    """Whether a character belongs to the one before it: accents, joiners, variation selectors."""
+def _joins_previous(character: str) -> bool:
+    """True for accents, joiners and variation selectors."""
     return unicodedata.category(character) in ("Mn", "Mc", "Me", "Cf")
 
 
@@ -157,37 +155,37 @@ def _sentences(paragraph: str, language: str) -> Iterator[str]:
 
 
 class _Ends:
-    """Decides which marks of a text end a sentence."""
+    """Decides which punctuation marks of a text end a sentence."""
 
     def __init__(self, text: str, language: str) -> None:
         self._text = text
         self._is_abbreviation, self._ordinal = _dots_of(language)
-        # Where nothing is written in capitals, a small letter behind a dot says nothing.
+        # In a text without capitals, a lower-case letter after a dot says nothing.
         self._has_capitals = any(map(str.isupper, text))
 
     def sentence(self, match: re.Match[str], start: int) -> bool:
-        """Whether a match of `_END` ends the sentence that began at `start`."""
+        """True if a match of `_END` ends the sentence that began at `start`."""
         text, marks, end = self._text, match[0], match.end()
         if end == len(text) or any(mark in _WIDE_ENDS for mark in marks):
             return True
         only_dots = not any(mark in _QUESTIONS for mark in marks)
         if not text[end].isspace():
-            return self._is_glued(match.start(), end, only_dots)
+            return self._ends_without_space(match.start(), end, only_dots)
         opening = _OPENING.match(text, end)
         following = text[opening.end() : opening.end() + 1] if opening else ""
         if following.islower() and self._has_capitals:
             return False
         return not (only_dots and marks.startswith(".") and self._belongs_to_word(match.start(), start))
 
-    def _is_glued(self, mark: int, end: int, only_dots: bool) -> bool:
-        """Persian and its neighbours are often typed without a blank behind the mark."""
+    def _ends_without_space(self, mark: int, end: int, only_dots: bool) -> bool:
+        """Persian and similar scripts are often typed without a space after the mark."""
         before = self._text[max(0, mark - 2) : mark] if only_dots else ""
         is_abbreviation = only_dots and len(before) < 2
         around = before + self._text[end]
         return not is_abbreviation and all(unicodedata.category(letter) == "Lo" for letter in around)
 
     def _belongs_to_word(self, mark: int, start: int) -> bool:
-        """Whether a dot is part of an abbreviation, an initial, an ordinal or the number of an item."""
+        """True if a dot is part of an abbreviation, an initial, an ordinal or the number of a list item."""
         text = self._text
         before = text[max(start, mark + 1 - _LOOK_BACK) : mark + 1]
         if _NUMBER.search(before):
@@ -199,7 +197,7 @@ class _Ends:
 
 @cache
 def _dots_of(language: str) -> tuple[Callable[[str, bool], bool], re.Pattern[str] | None]:
-    """Tests for dots that end no sentence: abbreviations (some only before a number), and ordinals."""
+    """A test for abbreviations (some only before a number), and the pattern of ordinals with a dot."""
     table: LanguageTable = load_table(language)
     always, before_number = (
         re.compile(rf"(?:^|\W)(?:{'|'.join(map(re.escape, words)) or '(?!)'})$")
@@ -225,78 +223,52 @@ def _join_short(pieces: list[str], limit: int) -> list[str]:
 
 
 FULL_LIMIT_CODES = 400
-"""Codes of the longest piece of a language (`max_characters`); a model that knows fewer gets shorter pieces."""
+"""Codes of a sentence of `max_characters`; models that know fewer get shorter sentences."""
 _SHOWN = 8
 
 
 class UnspeakableText(ConfigError):
-    """A text that holds nothing this model could say."""
+    """A text with nothing that this model could say."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The longest sentence a model has learnt: for XTTS-v2 what it has positions for, else what it was shown."""
+    """The longest sentence of a model: for XTTS-v2 by its positions, for others by what they were trained on."""
 
     max_ids: int
     max_codes: int
 
     @classmethod
     def of(cls, dims: GPTDims) -> Limits:
-        """All that there are positions for."""
+        """The limits of the GPT's positions."""
         return cls(dims.max_text, min(MAX_NEW_CODES, dims.max_codes))
 
     def characters(self, language: str) -> int:
-        """The most characters of one piece."""
+        """The most characters of one sentence."""
         return max(8, int(load_table(language).max_characters * min(1.0, self.max_codes / FULL_LIMIT_CODES)))
 
 
 class Sentence(NamedTuple):
-    """One piece of a text, ready to be spoken."""
+    """One sentence of a text, ready to be spoken."""
 
+    number: int
+    """Its place in the text, which decides its random numbers."""
     text: str
     """As the user wrote it."""
     ids: list[int]
     bounds: Bounds
 
 
-class Script(NamedTuple):
-    """A text, ready to be spoken."""
-
-    language: str
-    sentences: list[Sentence]
-    unknown: dict[str, str]
-    """Characters that the vocabulary lacks, and what is said for them: their letter without accent, or nothing."""
-
-
-class Reader:
-    """Reads texts for one vocabulary."""
+class TextFrontend:
+    """Turns texts into sentences for one vocabulary."""
 
     def __init__(self, vocabulary: Tokenizer, limits: Limits, *, use_phonemes: bool = False) -> None:
         self._vocabulary = vocabulary
         self._limits = limits
         self._use_phonemes = use_phonemes
 
-    def read(self, text: str, language: str) -> Script:
-        """The sentences of a text, or an error that says what is wrong with it."""
-        script = Script(self._code(language), [], {})
-        num_lost = num_letters = 0
-        for piece in split(text, script.language, self._limits.characters(script.language)):
-            lost, letters = self._add(script, piece)
-            num_lost, num_letters = num_lost + lost, num_letters + letters
-        if not num_letters:
-            shown = repr(text.strip()[:40])
-            raise UnspeakableText(f"There is nothing to say: {shown} holds neither letters nor digits.")
-        if 2 * num_lost > num_letters or not script.sentences:
-            silent = [character for character, said in script.unknown.items() if not said][:_SHOWN]
-            raise UnspeakableText(
-                f"The vocabulary lacks {num_lost} of the {num_letters} letters of the text in language "
-                f"{script.language!r}: {describe_characters(silent)} …\n"
-                "Is that the language the text is written in, and was the model trained on it?"
-            )
-        return script
-
-    def _code(self, language: str) -> str:
-        """The language without its region, known to us and to the vocabulary."""
+    def language_code(self, language: str) -> str:
+        """The language without its region; an error if we or the vocabulary do not support it."""
         code = re.split("[-_]", language.strip().lower())[0]
         if code not in LANGUAGES:
             raise ConfigError(f"language {language!r} is not supported; use one of {', '.join(LANGUAGES)}")
@@ -308,29 +280,57 @@ class Reader:
             )
         return code
 
-    def _add(self, script: Script, piece: str) -> tuple[int, int]:
-        """Add a piece to the script, in parts if it needs too many ids; counts its letters, lost ones first."""
-        language = script.language
-        words = normalize(piece, language)
-        spoken = phonemize([words], language)[0] if self._use_phonemes and words else words
-        for character in self._vocabulary.unknown_characters(spoken, language):
-            script.unknown.setdefault(character, self._instead_of(character, language))
-        letters = [character for character in spoken if character.isalnum()]
-        num_lost = sum(not script.unknown.get(letter, letter) for letter in letters)
-        said = "".join(script.unknown.get(character, character) for character in spoken)
-        if not any(map(str.isalnum, said)):
-            return num_lost, len(letters)
-        (ids,) = self._vocabulary.encode_batch([" ".join(said.split())], [language])
-        if len(ids) <= self._limits.max_ids:
-            script.sentences.append(Sentence(piece, ids, bounds(len(words), self._limits.max_codes)))
-            return num_lost, len(letters)
-        if len(piece) == 1:
-            raise UnspeakableText(f"{piece!r} alone needs {len(ids)} tokens; there is room for {self._limits}.")
-        counts = [self._add(script, part) for part in shorten(piece, (len(piece) + 1) // 2)]
-        return sum(lost for lost, _ in counts), sum(total for _, total in counts)
+    def sentences(self, text: str, language: str) -> tuple[list[Sentence], dict[str, str]]:
+        """Return the sentences of a text, and replacements for characters the vocabulary lacks.
 
-    def _instead_of(self, character: str, language: str) -> str:
-        """A letter without its accent where the vocabulary has that."""
+        A replacement is the letter without its accent, or "" for a character that is left out. `language` is a
+        result of `language_code`.
+        """
+        sentences: list[Sentence] = []
+        replaced: dict[str, str] = {}
+        num_lost = num_letters = 0
+        pending = split(text, language, self._limits.characters(language))[::-1]
+        while pending:
+            piece = pending.pop()
+            words = normalize(piece, language)
+            spoken = phonemize([words], language)[0] if self._use_phonemes and words else words
+            for character in self._vocabulary.unknown_characters(spoken, language):
+                replaced.setdefault(character, self._replacement(character, language))
+            ids = self._encode("".join(replaced.get(character, character) for character in spoken), language)
+            if len(ids) > self._limits.max_ids:
+                if len(piece) == 1:
+                    raise UnspeakableText(
+                        f"{piece!r} alone needs {len(ids)} tokens; the model takes {self._limits.max_ids}."
+                    )
+                pending += shorten(piece, (len(piece) + 1) // 2)[::-1]
+                continue
+            letters = [character for character in spoken if character.isalnum()]
+            num_lost += sum(not replaced.get(letter, letter) for letter in letters)
+            num_letters += len(letters)
+            if ids:
+                limits = bounds(len(words), self._limits.max_codes)
+                sentences.append(Sentence(len(sentences), piece, ids, limits))
+        if not num_letters:
+            raise UnspeakableText(
+                f"There is nothing to say: {text.strip()[:40]!r} has neither letters nor digits."
+            )
+        if 2 * num_lost > num_letters or not sentences:
+            dropped = [character for character, said in replaced.items() if not said][:_SHOWN]
+            raise UnspeakableText(
+                f"The vocabulary lacks {num_lost} of the {num_letters} letters of the text in language "
+                f"{language!r}: {describe_characters(dropped)} …\n"
+                "Is the text written in that language, and was the model trained on it?"
+            )
+        return sentences, replaced
+
+    def _encode(self, spoken: str, language: str) -> list[int]:
+        """Token ids; none if there is no letter or digit."""
+        if not any(map(str.isalnum, spoken)):
+            return []
+        (ids,) = self._vocabulary.encode_batch([" ".join(spoken.split())], [language])
+        return ids
+
+    def _replacement(self, character: str, language: str) -> str:
         plain = unicodedata.normalize("NFKD", character)[0]
         has_plain = plain.isalnum() and not self._vocabulary.unknown_characters(plain, language)
         return plain if has_plain else ""

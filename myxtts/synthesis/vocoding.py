@@ -1,12 +1,12 @@
-"""The trained vocoder at work: latents of sentences to waves, all at once or piece by piece as they are written.
+"""Generated sentences to waves, whole or piece by piece: by the trained decoder (HiFi-GAN), or by Griffin-Lim.
 
     latents ─ time / speed ─► ─ ×4 ─► ─ ×160/147 ─► frames ─ generator ×256 ─► wave of 24 kHz
 
-All three interpolations can be fed in parts, and the generator looks only some frames to either side: a piece is
-computed from its own frames and that context, once, and equals the same stretch of the whole sentence. So the cost
-of a stream grows with its length and no faster. Pieces still overlap a little and are faded into each other, which
-hides what different kernels round differently. The last latent is continued behind the end of a sentence: what
-follows it in a batch is then out of the generator's sight.
+All three interpolations accept their input in parts, and the generator sees only a few frames to either side. A
+piece of a stream is therefore computed once, from its own frames and that context, and equals the same stretch of
+the whole sentence: the cost of a stream is linear in its length. Pieces overlap by a frame and are cross-faded,
+which hides rounding differences between kernels. After the end of a sentence its last latent is repeated, so that
+the generator cannot see the padding of a batch.
 """
 
 from __future__ import annotations
@@ -26,50 +26,17 @@ from myxtts.errors import NO_PROGRESS
 from myxtts.model.dvae import DVAE
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, SAMPLES_PER_FRAME, HifiGanDecoder, num_frames
-from myxtts.synthesis.generation import Advance, Written
-
-FAINT = 3e-3
-"""Loudness below which a block of a wave is as good as silent: -50 dB, where speech has -20."""
-FAINT_NOTE = "hardly anything can be heard in it: the model has not learnt to make sound yet"
-_BLOCK_SAMPLES = 480
-
-
-class Loudness:
-    """Of a wave that arrives in pieces; keeps one number for each block."""
-
-    def __init__(self) -> None:
-        self._blocks: list[Wave] = []
-        self._rest: Wave = np.zeros(0, np.float32)
-
-    def add(self, piece: Wave) -> None:
-        wave = np.concatenate([self._rest, piece])
-        end = len(wave) // _BLOCK_SAMPLES * _BLOCK_SAMPLES
-        self._blocks.append(wave[:end].reshape(-1, _BLOCK_SAMPLES).std(axis=1))
-        self._rest = wave[end:]
-
-    @property
-    def is_faint(self) -> bool:
-        """Whether the wave so far is silent but for a constant and some clicks."""
-        blocks = np.concatenate([np.zeros(0, np.float32), *self._blocks])
-        return not len(blocks) or bool(np.percentile(blocks, 90) < FAINT)
-
-
-def is_faint(wave: Wave) -> bool:
-    """Whether a wave is silent but for a constant and some clicks."""
-    loudness = Loudness()
-    loudness.add(wave)
-    return loudness.is_faint
-
+from myxtts.synthesis.generation import Advance, Generated
 
 SPECTRUM_ROUNDS, PHASE_ROUNDS = 30, 40
 MOMENTUM = 0.99
-"""Of the fast variant of the method (Perraudin, Balazs and Søndergaard 2013)."""
+"""The momentum of fast Griffin-Lim (Perraudin, Balazs and Søndergaard 2013)."""
 LOUDEST_LOG = 12.0
-"""Logarithm of the power above which a mel is no speech but an untrained network."""
+"""Largest log power of a mel; only untrained networks exceed it."""
 
 
 class GriffinLim:
-    """Waves from the DVAE's mel."""
+    """Waves from the mels that the DVAE decodes."""
 
     name = "griffin-lim"
 
@@ -82,38 +49,37 @@ class GriffinLim:
     @torch.no_grad()
     def waves(
         self,
-        sentences: Sequence[Written],
+        sentences: Sequence[Generated],
         speakers: Sequence[Tensor],
         speed: float,
         advance: Advance = NO_PROGRESS.advance,
     ) -> list[Tensor]:
-        """Waves [samples] of 24 kHz on the host, one sentence after the other; the speakers cannot be heeded."""
+        """Waves [samples] of 24 kHz on the host. `speakers` are ignored."""
         assert len(speakers) == len(sentences)
         waves = []
         for sentence in sentences:
-            waves.append(self._wave(sentence.codes, speed))
+            waves.append(self.wave(sentence.codes, speed))
             advance(1)
         return waves
 
-    def begin(self, speaker: Tensor, speed: float) -> GriffinLimStream:  # noqa: ARG002 - as every vocoder
-        """A sentence whose wave is wanted while it is being written."""
+    def begin(self, speaker: Tensor, speed: float) -> GriffinLimStream:  # noqa: ARG002 (as `HifiGan`)
+        """Start the wave of a sentence that is still being generated."""
         return GriffinLimStream(self, speed)
 
-    def _wave(self, codes: Tensor, speed: float) -> Tensor:
+    @torch.no_grad()
+    def wave(self, codes: Tensor, speed: float) -> Tensor:
+        """The wave [samples] of a sentence, on the host."""
         if not len(codes):
             return torch.zeros(0)
         mel = self._dvae.decode(codes.to(self._mel_stats.device)[None]).float()
         if speed != 1:
             mel = F.interpolate(mel, scale_factor=1 / speed, mode="linear")
         power = (mel[0].t() * self._mel_stats.float()).clamp(max=LOUDEST_LOG).exp()
-        wave = self._phased(self._spectrum(power).sqrt().t())
+        wave = self._with_phases(self._spectrum(power).sqrt().t())
         return resample(wave[None], OUTPUT_SAMPLE_RATE)[0].cpu()
 
     def _spectrum(self, mel: Tensor) -> Tensor:
-        """Power of bins [frames, bins] that gives the power of mels [frames, mels]: none is negative.
-
-        Each round multiplies by the ratio of wanted and found, which brings the divergence of the two down.
-        """
+        """Non-negative power [frames, bins] whose mel power is `mel` [frames, mels], by multiplicative updates."""
         weight = self._filters.sum(1)
         spectrum = (weight > 0) * mel.mean(1, keepdim=True)
         for _ in range(SPECTRUM_ROUNDS):
@@ -121,8 +87,8 @@ class GriffinLim:
             spectrum = spectrum * (ratio @ self._filters.t()) / weight.clamp(min=1e-10)
         return spectrum
 
-    def _phased(self, magnitude: Tensor) -> Tensor:
-        """A wave [frames * 256] whose spectrum has about the magnitude [bins, frames]."""
+    def _with_phases(self, magnitude: Tensor) -> Tensor:
+        """A wave [frames * 256] whose spectrogram approximates `magnitude` [bins, frames]."""
         num_samples = magnitude.shape[1] * HOP_SAMPLES
         size, window = DVAE_MEL.fft_samples, self._window
         draw = torch.rand(magnitude.shape, generator=torch.Generator().manual_seed(0))
@@ -140,29 +106,29 @@ class GriffinLim:
 
 
 class GriffinLimStream:
-    """One sentence: its phases depend on all of it, so the wave comes as one piece at its end."""
+    """One sentence. Its phases depend on all of it, so the wave comes in one piece at the end."""
 
     def __init__(self, vocoder: GriffinLim, speed: float) -> None:
         self._vocoder, self._speed = vocoder, speed
         self._codes: list[Tensor] = []
 
-    def push(self, written: Written, last: bool) -> Tensor:
-        self._codes.append(written.codes)
-        return self._vocoder._wave(torch.cat(self._codes), self._speed) if last else torch.zeros(0)
+    def push(self, generated: Generated, last: bool) -> Tensor:
+        self._codes.append(generated.codes)
+        return self._vocoder.wave(torch.cat(self._codes), self._speed) if last else torch.zeros(0)
 
 
 REACH_FRAMES = 16
-"""How far the generator looks to either side: 13.3 frames by the widths of its convolutions."""
+"""Receptive field of the generator to either side: 13.3 frames by the widths of its convolutions."""
 FADE_FRAMES = 1
 GPU_FRAMES_STEP = 128
-"""A GPU plans each of the generator's convolutions anew for every length it has not seen. One piece of a stream
-with its context fits in so many frames."""
+"""Frames are padded to multiples of this on a GPU, where every new length costs time to plan the convolutions. One
+piece of a stream with its context fits in."""
 _TAIL_LATENTS = 4
-"""Behind the end of a sentence: more than REACH_FRAMES."""
+"""Repetitions of the last latent after the end of a sentence; 17 frames, more than REACH_FRAMES."""
 
 
 class Stretch:
-    """Linear interpolation in time of a sequence that arrives in parts: `F.interpolate` of the whole of it."""
+    """Linear interpolation in time of a sequence that arrives in parts; equals `F.interpolate` of the whole."""
 
     def __init__(self, factor: Fraction) -> None:
         self._factor = factor
@@ -171,12 +137,12 @@ class Stretch:
         self._num_made = 0
 
     def push(self, rows: Tensor, last: bool) -> Tensor:
-        """What can be said for certain after some more rows [n, channels], possibly none."""
+        """Add rows [n, channels]; return those that later rows cannot change, possibly none."""
         if self._factor == 1:
             return rows
         kept = rows if self._kept is None else torch.cat([self._kept, rows])
         received = self._num_dropped + len(kept)
-        # Row i lies at (i + 1/2) / factor - 1/2 of the input and needs the two rows around that place.
+        # Output row i lies at (i + 1/2) / factor - 1/2 of the input and needs the two rows around it.
         if last:
             end = max(math.floor(received * self._factor), min(received, 1))
         else:
@@ -194,7 +160,7 @@ class Stretch:
 
 
 class Frames:
-    """Latents of a sentence, arriving in parts, to the generator's frames; at the end some more for context."""
+    """Latents of a sentence, arriving in parts, to frames for the generator, with context after the end."""
 
     def __init__(self, speed: float) -> None:
         self._speed = Stretch(1 / Fraction(speed).limit_denominator(1000))
@@ -205,7 +171,7 @@ class Frames:
 
     @property
     def num_frames(self) -> int:
-        """Frames of the latents so far, were these all."""
+        """Frames of the latents so far, without the context after the end."""
         return num_frames(self._num_latents)
 
     def push(self, latents: Tensor, last: bool) -> Tensor:
@@ -219,12 +185,12 @@ class Frames:
 
 
 class HifiGan:
-    """Waves by the trained decoder."""
+    """Waves from the trained decoder."""
 
     name = "hifigan"
 
     def __init__(self, decoder: HifiGanDecoder, batch_size: int, frames_step: int = 1) -> None:
-        """Frames are padded to multiples of `frames_step`, where no sample that is kept can see it."""
+        """Frames are padded to multiples of `frames_step`, out of reach of the samples that are kept."""
         self._generator = decoder.waveform_decoder
         self._batch_size = batch_size
         self._frames_step = frames_step
@@ -232,7 +198,7 @@ class HifiGan:
     @torch.no_grad()
     def waves(
         self,
-        sentences: Sequence[Written],
+        sentences: Sequence[Generated],
         speakers: Sequence[Tensor],
         speed: float,
         advance: Advance = NO_PROGRESS.advance,
@@ -246,18 +212,18 @@ class HifiGan:
             rows = [maker.push(sentences[i].latents, last=True) for maker, i in zip(makers, batch, strict=True)]
             frames = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             speaker = torch.stack([speakers[index] for index in batch]).to(frames)
-            made = self._generate(frames, speaker) if frames.shape[1] else frames.new_zeros(len(batch), 0)
+            made = self.generate(frames, speaker) if frames.shape[1] else frames.new_zeros(len(batch), 0)
             for maker, index, wave in zip(makers, batch, made.cpu(), strict=True):
                 waves[index] = wave[: maker.num_frames * SAMPLES_PER_FRAME]
             advance(len(batch))
         return [waves[index] for index in range(len(sentences))]
 
     def begin(self, speaker: Tensor, speed: float) -> HifiGanStream:
-        """A sentence whose wave is wanted while it is being written."""
+        """Start the wave of a sentence that is still being generated."""
         return HifiGanStream(self, speaker, speed)
 
-    def _generate(self, frames: Tensor, speaker: Tensor) -> Tensor:
-        """[sentences, frames, channels] to [sentences, samples], and some samples behind them to be dropped."""
+    def generate(self, frames: Tensor, speaker: Tensor) -> Tensor:
+        """[sentences, frames, channels] to [sentences, samples], followed by samples of the padding."""
         padded = F.pad(frames.transpose(1, 2), (0, -frames.shape[1] % self._frames_step))
         wave: Tensor = self._generator(padded, speaker[:, :, None])
         return wave.squeeze(1).float()
@@ -275,9 +241,9 @@ class HifiGanStream:
         self._overlap: Tensor | None = None
 
     @torch.no_grad()
-    def push(self, written: Written, last: bool) -> Tensor:
-        """The next samples, on the host; none while the context of the next frame is missing."""
-        more = self._frames.push(written.latents, last)
+    def push(self, generated: Generated, last: bool) -> Tensor:
+        """The next samples, on the host; none while the next frame lacks context."""
+        more = self._frames.push(generated.latents, last)
         kept = more if self._kept is None else torch.cat([self._kept, more])
         received = self._num_dropped + len(kept)
         ready = self._frames.num_frames if last else received - REACH_FRAMES
@@ -285,7 +251,7 @@ class HifiGanStream:
             self._kept = kept
             return torch.zeros(0)
         speaker = self._speaker.to(kept)[None]
-        whole = self._vocoder._generate(kept[None], speaker)[0]
+        whole = self._vocoder.generate(kept[None], speaker)[0]
         first = self._num_done - self._num_dropped
         wave = whole[first * SAMPLES_PER_FRAME : (ready - self._num_dropped) * SAMPLES_PER_FRAME]
         if self._overlap is not None:
@@ -297,3 +263,41 @@ class HifiGanStream:
         num_passed = max(0, self._num_done - REACH_FRAMES - self._num_dropped)
         self._kept, self._num_dropped = kept[num_passed:], self._num_dropped + num_passed
         return wave.cpu()
+
+
+FAINT = 3e-3
+"""A block of a wave below this level is as good as silent: -50 dB, where speech has -20."""
+_BLOCK_SAMPLES = 480
+_FADE_SAMPLES = OUTPUT_SAMPLE_RATE // 250
+
+
+def is_faint(wave: Wave) -> bool:
+    """True if a wave is silent except for a constant and some clicks."""
+    blocks = wave[: len(wave) // _BLOCK_SAMPLES * _BLOCK_SAMPLES].reshape(-1, _BLOCK_SAMPLES)
+    return not len(blocks) or bool(np.percentile(blocks.std(axis=1), 90) < FAINT)
+
+
+def faded(wave: Wave, *, starts: bool, ends: bool) -> Wave:
+    """A copy that is faded in where a sentence starts and out where it ends, so that its edges do not click."""
+    wave = wave.copy()
+    length = min(_FADE_SAMPLES, len(wave))
+    rise = np.linspace(0, 1, length, dtype=np.float32)
+    if starts:
+        wave[:length] *= rise
+    if ends:
+        wave[len(wave) - length :] *= rise[::-1]
+    return wave
+
+
+def joined(waves: Sequence[Wave]) -> Wave:
+    """The sentences with pauses between them; empty ones are skipped."""
+    parts: list[Wave] = []
+    for wave in waves:
+        if len(wave):
+            parts += [pause()] * bool(parts) + [faded(wave, starts=True, ends=True)]
+    return np.concatenate(parts or [np.zeros(0, np.float32)])
+
+
+def pause() -> Wave:
+    """The silence between two sentences, in addition to what the model generates."""
+    return np.zeros(OUTPUT_SAMPLE_RATE // 10, np.float32)

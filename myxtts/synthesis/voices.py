@@ -1,9 +1,9 @@
-"""Voices: what the model keeps of a reference recording, made from files, stored and found again by name.
+"""Voices: the conditioning of a speaker, computed from recordings, stored and found by name.
 
-    files ─ mono, 22.05 kHz ─► chunks of 4 s ─ conditioning mel ─► 32 latents, their mean over all chunks
-                            └► up to 30 s of each file at 16 kHz ─► speaker embedding, their mean over the files
+    files ─ mono, 22.05 kHz ─► chunks of 4 s ─ conditioning mel ─► 32 latents, averaged over all chunks
+                            └► up to 30 s of each file at 16 kHz ─► speaker embedding, averaged over the files
 
-A voice belongs to the weights that made it, which its fingerprint names. Knows neither text nor how to speak.
+A voice belongs to the weights that made it, which its fingerprint identifies. Knows no text and speaks nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import cast
@@ -27,38 +28,41 @@ from myxtts.errors import ConfigError, DatasetError
 from myxtts.model.mel import CONDITIONING_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample
 from myxtts.model.xtts import XTTS
 
-CHUNK_SECONDS, LEAST_CHUNK_SECONDS, HEARD_SECONDS = 4, 0.33, 30
-"""As XTTS-v2 was published; of several files the GPT hears chunks in turn, until it has heard 30 seconds."""
+CHUNK_SECONDS, LEAST_CHUNK_SECONDS, USED_SECONDS = 4, 0.33, 30
+"""As published with XTTS-v2. Several files contribute chunks in turn, up to 30 seconds together."""
 LONGEST_SECONDS = 600
-"""A longer file is no reference but a recording session."""
+"""A longer file is taken for a recording session by mistake."""
 SHORTEST_SECONDS, ENOUGH_SECONDS = 1.0, 3.0
 SILENCE_DB = 40.0
-"""How far below its loudest part speech has ended."""
+"""Speech has ended where the level is this far below the loudest part."""
 PUBLISHED_FILE = "speakers_xtts.pth"
+LIST = "list"
+"""The name that asks for the names of all voices."""
+_FEW_NAMES = 8
 _NAME = re.compile(r"[^\W_][\w .'-]*")
 _FINGERPRINTED = 65536
 
 
 class UnusableReference(DatasetError):
-    """Reference recordings that no voice can be made of; names every file that is in the way."""
+    """Reference recordings that make no voice; names every file that is a problem."""
 
 
 @dataclass(frozen=True)
 class Voice:
-    """A voice as one set of weights knows it."""
+    """A speaker, as one set of weights represents it."""
 
     name: str
     latents: Tensor
-    """[1, 32, dim]: what the GPT is told."""
+    """[1, 32, dim]: conditions the GPT"""
     speaker: Tensor
-    """[speaker_dim], of length 1: what the vocoder is told."""
+    """[speaker_dim], of length 1: conditions the vocoder"""
     fingerprint: str = ""
-    """Of the weights that made it; empty when unknown."""
+    """Identifies the weights that made it; empty if unknown."""
     notes: tuple[str, ...] = ()
-    """What a user should know about its recordings."""
+    """Notes for the user about its recordings."""
 
 
-class Listener:
+class VoiceEncoder:
     """Makes voices with the weights of one model, on the device it is on."""
 
     def __init__(self, model: XTTS, device: torch.device) -> None:
@@ -74,27 +78,27 @@ class Listener:
         """The voice of one or several recordings of the same speaker."""
         recordings, notes = read_references(files)
         waves = [torch.from_numpy(pcm).to(self._device).float() / 32768 for pcm in recordings]
-        heard = [wave[: HEARD_SECONDS * SAMPLE_RATE] for wave in waves]
-        heard_16k = [resample(wave[None], SPEAKER_SAMPLE_RATE) for wave in heard]
-        embeddings = torch.cat([self._speaker_encoder(wave, l2_norm=True) for wave in heard_16k])
+        waves_16k = [resample(wave[None, : USED_SECONDS * SAMPLE_RATE], SPEAKER_SAMPLE_RATE) for wave in waves]
+        embeddings = torch.cat([self._speaker_encoder(wave, l2_norm=True) for wave in waves_16k])
         speaker = F.normalize(embeddings.mean(0), dim=0)
         mels = [self._mel(chunk[None], self._mel_stats)[0].t() for chunk in _chunks(waves)]
         latents = self._gpt.voice(mels)
         if not (latents.isfinite().all() and speaker.isfinite().all()):
-            raise DatasetError("The model makes no voice but NaN: its weights are damaged, or training diverged.")
+            raise DatasetError("The voice is NaN or infinite: the weights are damaged, or training diverged.")
         return Voice(name or Path(files[0]).stem, latents.cpu(), speaker.cpu(), self.fingerprint, tuple(notes))
 
 
 def read_references(files: Sequence[Path]) -> tuple[list[Pcm], list[str]]:
-    """PCM of every file at 22.05 kHz, and notes; or an error with all that are silent, too short or no audio."""
+    """PCM of every file at 22.05 kHz, and notes; one error for all that are silent, too short or not audio."""
     if not files:
-        raise UnusableReference("A voice needs at least one recording of it: a few seconds of clean speech.")
+        raise UnusableReference("A voice needs at least one recording: a few seconds of clean speech.")
     recordings, problems, speech_seconds = [], [], 0.0
     for path in map(Path, files):
         try:
             pcm = decode(path, SAMPLE_RATE, LONGEST_SECONDS)
         except UnusableAudio as error:
-            problems.append(f"{path}: {_plainly(path, error)}")
+            known = f"{error.reason} ({error.detail})" if path.exists() else "there is no such file"
+            problems.append(f"{path}: {'is a folder; name a recording in it' if path.is_dir() else known}")
             continue
         seconds = len(trim_silence(pcm, SAMPLE_RATE, SILENCE_DB)) / SAMPLE_RATE
         if is_silent(pcm):
@@ -109,26 +113,15 @@ def read_references(files: Sequence[Path]) -> tuple[list[Pcm], list[str]]:
             f"These recordings cannot be a reference:\n  {listed}\n"
             "Use 6 to 30 seconds of one person's clean speech."
         )
-    notes = []
-    if speech_seconds < ENOUGH_SECONDS:
-        notes.append(
-            f"the reference holds only {speech_seconds:.1f} s of sound; 6 s or more catch a voice far better"
-        )
-    return recordings, notes
-
-
-def _plainly(path: Path, error: UnusableAudio) -> str:
-    """Why a file that a user named cannot be heard."""
-    if path.is_dir():
-        return "is a folder; name a recording in it"
-    return f"{error.reason} ({error.detail})" if path.exists() else "there is no such file"
+    note = f"the reference holds only {speech_seconds:.1f} s of sound; 6 s or more give a far better voice"
+    return recordings, [note] if speech_seconds < ENOUGH_SECONDS else []
 
 
 def _chunks(waves: Sequence[Tensor]) -> list[Tensor]:
-    """Pieces of the recordings, each file's first before any file's second, until enough is heard."""
+    """Chunks of the recordings up to `USED_SECONDS`, the first of every file before the second of any."""
     length, least = CHUNK_SECONDS * SAMPLE_RATE, int(LEAST_CHUNK_SECONDS * SAMPLE_RATE)
     cut = [[chunk for chunk in torch.split(wave, length) if len(chunk) >= least] for wave in waves]
-    room, chosen = HEARD_SECONDS * SAMPLE_RATE, []
+    room, chosen = USED_SECONDS * SAMPLE_RATE, []
     for chunk in chain.from_iterable(zip_longest(*cut)):
         if chunk is not None and room >= least:
             chosen.append(chunk[:room])
@@ -137,10 +130,10 @@ def _chunks(waves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def fingerprint(model: XTTS) -> str:
-    """Changes when a voice would: a hash of the small tensors among the weights that make one.
+    """A hash of the small tensors among the weights that make voices.
 
-    Training moves all of them, so that the large ones need not be read; adapters of the GPT touch none, and voices
-    then stay as they are.
+    Training changes all of these weights, so the large ones need not be read. Adapters of the GPT change none:
+    voices stay valid.
     """
     gpt, speaker_encoder = model.gpt, model.hifigan_decoder.speaker_encoder
     parts = (gpt.conditioning_encoder, gpt.conditioning_perceiver, speaker_encoder)
@@ -152,39 +145,57 @@ def fingerprint(model: XTTS) -> str:
     return digest.hexdigest()
 
 
-class VoiceFolder:
-    """Voices by name, one safetensors file each."""
+class VoiceLibrary:
+    """The named voices of a model: those saved in its folder `voices`, and those published with XTTS-v2."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, model_folder: Path) -> None:
+        self._published = model_folder / PUBLISHED_FILE
+        self.folder = model_folder / "voices"
 
     def names(self) -> list[str]:
-        return sorted(path.stem for path in self.folder.glob("*.safetensors"))
+        """The names of all voices, saved and published."""
+        saved = {path.stem for path in self.folder.glob("*.safetensors")}
+        return sorted(saved | published_voices(self._published).keys())
 
     def save(self, voice: Voice) -> Path:
-        """Store a voice under its name, over an older one of that name."""
+        """Store a voice under its name; replaces an earlier one of that name."""
         path = self._path(voice.name)
         self.folder.mkdir(parents=True, exist_ok=True)
-        written = {"latents": voice.latents, "speaker": voice.speaker, "fingerprint": _bytes(voice.fingerprint)}
-        write_tensors(path, written)
+        mark = torch.tensor(list(voice.fingerprint.encode()), dtype=torch.uint8)
+        write_tensors(path, {"latents": voice.latents, "speaker": voice.speaker, "fingerprint": mark})
         return path
 
     def load(self, name: str, expected: str) -> Voice:
-        """The voice of that name, if it was made by the weights with the fingerprint `expected`."""
+        """The voice of that name; a saved one must come from the weights with the fingerprint `expected`."""
         path = self._path(name)
         if not path.is_file():
-            there = ", ".join(self.names()) or "none yet"
-            raise ConfigError(f"No voice {name!r} in {self.folder} (there are: {there}).")
+            published = published_voices(self._published).get(name)
+            if published is None:
+                raise ConfigError(self._unknown(name))
+            return published
         tensors = read_tensors(path)
         if missing := {"latents", "speaker", "fingerprint"} - tensors.keys():
-            raise DatasetError(f"{path} is no voice: it lacks {', '.join(sorted(missing))}.")
+            raise DatasetError(f"{path} is not a voice: it lacks {', '.join(sorted(missing))}.")
         made_by = bytes(tensors["fingerprint"].tolist()).decode(errors="replace")
         if made_by != expected:
             raise DatasetError(
-                f"The voice {name!r} in {self.folder} was made by other weights than these, which would not know "
-                "it. Make it again from its recordings."
+                f"The voice {name!r} in {self.folder} was made by other weights and does not fit these. Make it "
+                "again from its recordings."
             )
         return Voice(name, tensors["latents"], tensors["speaker"], made_by)
+
+    def _unknown(self, name: str) -> str:
+        names = self.names()
+        listed = ", ".join(names) or "none yet"
+        if name == LIST:
+            return f"Voices of {self.folder.parent} for --voice NAME: {listed}"
+        if len(names) <= _FEW_NAMES:
+            return f"No voice {name!r} in {self.folder} (there are: {listed})."
+        nearest = ", ".join(get_close_matches(name, names, cutoff=0.4)) or "none"
+        return (
+            f"No voice {name!r} in {self.folder} nor in {self._published} (the nearest: {nearest}). "
+            f"--voice {LIST} shows all {len(names)}."
+        )
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
@@ -192,16 +203,9 @@ class VoiceFolder:
         return self.folder / f"{name}.safetensors"
 
 
-def _bytes(text: str) -> Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
-
-
-def published_voices(folder: Path) -> dict[str, Voice]:
-    """The voices that come with an XTTS-v2 folder, by name; none when it has none."""
-    path = folder / PUBLISHED_FILE
-    if not path.is_file():
-        return {}
-    tensors = read_tensors(path)
+def published_voices(path: Path) -> dict[str, Voice]:
+    """The speakers published with XTTS-v2 in `speakers_xtts.pth`, by name; none if there is no such file."""
+    tensors = read_tensors(path) if path.is_file() else {}
     latents, speaker = ".gpt_cond_latent", ".speaker_embedding"
     names = [name.removesuffix(latents) for name in tensors if name.endswith(latents)]
     return {

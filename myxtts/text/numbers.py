@@ -121,8 +121,8 @@ def _hindi(value: int) -> str:
     if value < 100:
         return str(words["below_hundred"][value])
     parts: list[str] = []
-    for size, name in words["scales"]:
-        count, value = divmod(value, size)
+    for power, name in words["scales"]:
+        count, value = divmod(value, 10**power)
         if count:
             parts.append(f"{_hindi(count)} {name}")
     if value:

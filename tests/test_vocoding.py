@@ -1,0 +1,121 @@
+"""Waves: streamed pieces equal the whole, batches equal single sentences, Griffin-Lim inverts a mel."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import soxr
+import torch
+import torch.nn.functional as F
+from conftest import make_voice
+from synthesis_fixtures import make_model, one_thread
+from torch import Tensor
+
+from myxtts.model.mel import DVAE_MEL, LogMel
+from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, HifiGanDecoder
+from myxtts.synthesis.generation import Generated
+from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, REACH_FRAMES, GriffinLim, HifiGan, Stretch
+
+__all__ = ["one_thread"]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> HifiGanDecoder:
+    return make_model().hifigan_decoder.eval()
+
+
+@pytest.fixture(scope="module")
+def sentences() -> list[Generated]:
+    torch.manual_seed(0)
+    return [Generated(torch.zeros(length), torch.randn(length, 64)) for length in (23, 37)]
+
+
+SPEAKER = F.normalize(torch.randn(16, generator=torch.Generator().manual_seed(0)), dim=0)
+
+
+def frames_met(decoder: HifiGanDecoder) -> list[int]:
+    """The numbers of frames the generator is given from now on."""
+    met: list[int] = []
+    decoder.waveform_decoder.register_forward_pre_hook(lambda _, given: met.append(given[0].shape[2]))
+    return met
+
+
+def streamed(vocoder: HifiGan, sentence: Generated, chunk_codes: int, speed: float) -> list[Tensor]:
+    stream = vocoder.begin(SPEAKER, speed)
+    length = len(sentence.codes)
+    pieces = []
+    for first in range(0, length, chunk_codes):
+        some = slice(first, first + chunk_codes)
+        given = Generated(sentence.codes[some], sentence.latents[some])
+        pieces.append(stream.push(given, last=first + chunk_codes >= length))
+    return pieces
+
+
+def test_stretching_in_parts_equals_interpolating_the_whole() -> None:
+    rows = torch.randn(41, 3)
+    for factor in (Fraction(4), Fraction(160, 147), Fraction(4, 5), Fraction(3, 2), Fraction(1)):
+        stretch, parts = Stretch(factor), []
+        for first in range(0, 41, 7):
+            parts.append(stretch.push(rows[first : first + 7], last=first == 35))
+        whole = F.interpolate(rows.t()[None], scale_factor=float(factor), mode="linear")[0].t()
+        torch.testing.assert_close(torch.cat(parts), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_waves_of_a_batch_equal_the_decoder(decoder: HifiGanDecoder, sentences: list[Generated]) -> None:
+    waves = HifiGan(decoder, 2).waves(sentences, [SPEAKER, SPEAKER], 1.0)
+    for sentence, wave in zip(sentences, waves, strict=True):
+        with torch.no_grad():
+            expected = decoder(sentence.latents[None], SPEAKER[None, :, None])[0, 0]
+        assert wave.shape == expected.shape and expected.abs().max() > 0.01
+        sure = len(wave) - REACH_FRAMES * 256  # at the very end the latents are repeated instead of cut off
+        torch.testing.assert_close(wave[:sure], expected[:sure], atol=1e-4, rtol=1e-3)
+
+
+def test_the_generator_sees_no_farther_than_its_reach(decoder: HifiGanDecoder) -> None:
+    """Otherwise a piece of a stream would not equal the same stretch of the whole."""
+    frames, speaker = torch.randn(1, 64, 60), torch.zeros(1, 16, 1)
+    changed = frames.clone()
+    changed[:, :, 30] += 1e6
+    generator = decoder.waveform_decoder
+    with torch.no_grad():
+        differs = (generator(frames, speaker) != generator(changed, speaker)).flatten().nonzero()
+    first, last = int(differs.min()) // 256, int(differs.max()) // 256
+    assert 30 - REACH_FRAMES <= first < 20 and 40 < last <= 30 + REACH_FRAMES
+
+
+@pytest.mark.parametrize(("chunk_codes", "speed"), [(3, 1.0), (20, 1.0), (20, 1.3), (1000, 0.7)])
+@pytest.mark.parametrize("frames_step", [1, GPU_FRAMES_STEP])
+def test_pieces_equal_the_whole(
+    sentences: list[Generated], chunk_codes: int, speed: float, frames_step: int
+) -> None:
+    """With frames padded to a few lengths, as on a GPU, too."""
+    decoder = make_model().hifigan_decoder.eval()
+    met = frames_met(decoder)
+    vocoder = HifiGan(decoder, 2, frames_step)
+    for sentence in sentences:
+        (whole,) = HifiGan(decoder, 2).waves([sentence], [SPEAKER], speed)
+        met.clear()
+        pieces = streamed(vocoder, sentence, chunk_codes, speed)
+        torch.testing.assert_close(torch.cat(pieces), whole, atol=2e-4, rtol=1e-3)
+        assert all(length % frames_step == 0 for length in met)
+        assert frames_step == 1 or chunk_codes > 20 or set(met) == {GPU_FRAMES_STEP}
+
+
+def test_pieces_cost_what_is_new_in_them(sentences: list[Generated]) -> None:
+    decoder = make_model().hifigan_decoder.eval()
+    met = frames_met(decoder)
+    streamed(HifiGan(decoder, 1), sentences[1], 4, 1.0)
+    assert len(met) > 4 and max(met) <= 4 * 4.36 + 3 * REACH_FRAMES
+
+
+def test_griffin_lim_inverts_a_mel() -> None:
+    model, mel = make_model(), LogMel(DVAE_MEL)
+    wanted = mel(torch.from_numpy(make_voice(1.5))[None])[..., :128]
+    model.dvae.decode = lambda codes: wanted / 2  # type: ignore[method-assign]  # noqa: ARG005
+    made = GriffinLim(model.dvae, 2 * torch.ones(80)).wave(torch.zeros(32, dtype=torch.long), 1.0)
+    assert abs(len(made) / OUTPUT_SAMPLE_RATE - 32 * 1024 / 22050) < 0.001
+    again = torch.from_numpy(soxr.resample(made.numpy(), OUTPUT_SAMPLE_RATE, 22050))
+    inner = slice(4, 120)
+    assert (mel(again[None])[..., :128] - wanted)[..., inner].abs().mean() < 0.6
+    assert (mel(torch.randn(1, 40000))[..., :128] - wanted)[..., inner].abs().mean() > 2

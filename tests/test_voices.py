@@ -1,0 +1,171 @@
+"""Voices: made from recordings, saved by name, published with XTTS-v2; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile as sf
+import torch
+import torch.nn.functional as F
+from conftest import make_voice
+from synthesis_fixtures import (
+    LONG_TEXT,
+    TEXTS,
+    anna,
+    make_model,
+    one_thread,
+    reference,
+    speaking,
+    synthesizer,
+    vocabulary,
+)
+
+from myxtts.checkpoints import UnreadableWeights, write_pth
+from myxtts.cli import main
+from myxtts.errors import ConfigError, DatasetError
+from myxtts.synthesis import voices
+from myxtts.synthesis.synthesizer import Synthesizer
+from myxtts.synthesis.voices import UnusableReference, Voice, VoiceLibrary
+from myxtts.weights import save_folder
+
+__all__ = ["anna", "one_thread", "reference", "synthesizer"]
+
+Recorded = Callable[..., Path]
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    def record(name: str, wave: np.ndarray, rate: int = 22050) -> Path:
+        sf.write(tmp_path / name, wave, rate)
+        return tmp_path / name
+
+    return record
+
+
+def test_a_voice_is_the_mean_of_its_recordings(
+    synthesizer: Synthesizer, anna: Voice, reference: Path, recorded: Recorded
+) -> None:
+    path = recorded("second.flac", make_voice(4.0, rate=16000, seed=3), 16000)
+    both, second = synthesizer.voice([reference, path], name="both"), synthesizer.voice([path])
+    assert both.latents.shape == (1, 32, 64) and both.speaker.shape == (16,)
+    assert (second.name, both.name) == ("second", "both")
+    torch.testing.assert_close(both.speaker, F.normalize(anna.speaker + second.speaker, dim=0))
+    # Five seconds are a chunk of four and one of one; the second file is one chunk.
+    torch.testing.assert_close(both.latents, (2 * anna.latents + second.latents) / 3, atol=1e-5, rtol=1e-4)
+
+
+def test_recordings_are_used_in_turn_and_for_half_a_minute(
+    synthesizer: Synthesizer, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert voices.USED_SECONDS == 30
+    monkeypatch.setattr(voices, "USED_SECONDS", 6)
+    one, two = make_voice(9.0), make_voice(9.0, seed=2)
+    long, cut, other = recorded("long.wav", one), recorded("cut.wav", one[: 6 * 22050]), recorded("two.wav", two)
+    made, same = synthesizer.voice([long]), synthesizer.voice([cut])
+    torch.testing.assert_close(made.latents, same.latents)
+    torch.testing.assert_close(made.speaker, same.speaker)
+    in_turn = synthesizer.voice([long, other])  # four seconds of the first, two of the second
+    parts = [recorded("four.wav", one[: 4 * 22050]), recorded("rest.wav", two[: 2 * 22050])]
+    torch.testing.assert_close(in_turn.latents, synthesizer.voice(parts).latents)
+
+
+def test_a_short_reference_is_noted(synthesizer: Synthesizer, recorded: Recorded) -> None:
+    voice = synthesizer.voice([recorded("short.wav", make_voice(1.6))])
+    assert any("only 1.6 s" in note for note in synthesizer.speak(TEXTS[0], voice, "en", seed=4).report.notes())
+
+
+def test_bad_references_are_all_named(
+    synthesizer: Synthesizer, reference: Path, recorded: Recorded, tmp_path: Path
+) -> None:
+    nothing = np.zeros(66150, np.float32)
+    bad = {
+        "silent.wav: silent": recorded("silent.wav", nothing),
+        "short.wav: too short": recorded("short.wav", np.concatenate([make_voice(0.4), nothing])),
+        "quiet.wav: silent": recorded("quiet.wav", 0.3 + 0.001 * make_voice(3.0)),
+        "text.wav: not audio": tmp_path / "text.wav",
+        "absent.wav: there is no such file": tmp_path / "absent.wav",
+        "folder: is a folder": tmp_path / "folder",
+    }
+    (tmp_path / "text.wav").write_text("no audio at all, whatever the name says")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UnusableReference) as caught:
+        synthesizer.voice([reference, *bad.values()])
+    assert all(told in str(caught.value) for told in bad) and "anna.wav" not in str(caught.value)
+    with pytest.raises(UnusableReference, match="at least one"):
+        synthesizer.voice([])
+
+
+def test_voices_are_saved_by_name(synthesizer: Synthesizer, anna: Voice, tmp_path: Path) -> None:
+    library = VoiceLibrary(tmp_path)
+    assert library.names() == []
+    library.save(anna)
+    library.save(replace(anna, name="خانم آنا"))
+    assert library.names() == sorted(["anna", "خانم آنا"])
+    kept = library.load("anna", synthesizer.fingerprint)
+    assert torch.equal(kept.latents, anna.latents) and torch.equal(kept.speaker, anna.speaker)
+    speeches = [synthesizer.speak(TEXTS[0], one, "en", seed=4) for one in (anna, kept)]
+    assert np.array_equal(speeches[0].wave, speeches[1].wave)
+    with pytest.raises(ConfigError, match="there are: anna"):
+        library.load("bert", synthesizer.fingerprint)
+    with pytest.raises(ConfigError, match="cannot name a voice"):
+        library.save(replace(anna, name="../anna"))
+    (tmp_path / "voices" / "anna.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UnreadableWeights, match="damaged"):
+        library.load("anna", synthesizer.fingerprint)
+
+
+def test_a_voice_of_other_weights_is_refused(synthesizer: Synthesizer, anna: Voice, tmp_path: Path) -> None:
+    trained = make_model()
+    with torch.no_grad():
+        trained.gpt.conditioning_perceiver.latents.add_(1e-4)
+    other = speaking(trained)
+    library = VoiceLibrary(tmp_path)
+    library.save(anna)
+    with pytest.raises(DatasetError, match="other weights"):
+        library.load("anna", other.fingerprint)
+    with pytest.raises(DatasetError, match="another model"):
+        other.speak(TEXTS[0], anna, "en")
+    with pytest.raises(DatasetError, match="another model"):
+        synthesizer.speak(TEXTS[0], replace(anna, latents=torch.zeros(1, 32, 128)), "en")
+
+
+PUBLISHED = ["Claribel Dervla", "Daisy Studious", "Gracie Wise", "Tammie Ema", "Alison Dietlinde", "Ana Florence",
+             "Annmarie Nele", "Asya Anara", "Brenda Stern", "Alma María"]  # fmt: skip
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A folder like XTTS-v2's, with speakers."""
+    speaker = {"gpt_cond_latent": torch.zeros(1, 32, 64), "speaker_embedding": torch.ones(1, 16, 1) / 4}
+    save_folder(tmp_path, make_model(), vocabulary())
+    write_pth(tmp_path / "speakers_xtts.pth", dict.fromkeys(PUBLISHED, speaker))
+    return tmp_path
+
+
+def test_published_speakers_are_found_by_name(
+    published: Path, synthesizer: Synthesizer, anna: Voice, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def speak(name: str) -> int:
+        given = ["--model", str(published), "--language", "en", "--seed", "4", "--out", str(published / "out.wav")]
+        return main(["speak", LONG_TEXT, "--voice", name, *given])
+
+    assert speak("Alma María") == 0
+    expected = Voice("Alma María", torch.zeros(1, 32, 64), torch.full((16,), 0.25))
+    wave, _ = sf.read(published / "out.wav", dtype="float32")
+    np.testing.assert_allclose(
+        wave, synthesizer.speak(LONG_TEXT, expected, "en", seed=4).wave.clip(-1, 1), atol=1e-4
+    )
+    capsys.readouterr()
+    assert speak("claribel") == 2
+    told = capsys.readouterr().err
+    assert "the nearest: Claribel Dervla" in told and "--voice list shows all 10" in told
+    library = VoiceLibrary(published)
+    with pytest.raises(ConfigError, match=", ".join(sorted(PUBLISHED))):
+        library.load("list", "")
+    library.save(replace(anna, name="Ana Florence"))
+    assert library.names() == sorted(PUBLISHED)
+    assert torch.equal(library.load("Ana Florence", synthesizer.fingerprint).latents, anna.latents)
