@@ -288,8 +288,8 @@ class StageContext:
         known = identity(self.settings, self.prepared, self.plan)
         return {"identity": known, "lora_rank": self.settings.model.lora_rank}
 
-    def validate(self, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]] | None:
-        return validate(self, recipe) if len(self.prepared.val) else None
+    def validate(self, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
+        return validate(self, recipe)
 
     def stop_requested(self, step: int) -> bool:
         """True if training should stop after this step; several processes ask rarely, as it costs messages."""

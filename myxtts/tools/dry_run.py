@@ -91,14 +91,10 @@ class Measurement:
         return len(self.times) * self.clips_per_step / self.seconds
 
     @property
-    def num_drained(self) -> int:
-        return num_drained(self.spans)
-
-    @property
     def sustained_clips_per_s(self) -> float:
         """Speed without the help of full buffers: batches that were produced, not batches that were taken."""
         num_batches = len(self.times) * self.batches_per_step
-        return self.clips_per_s * (num_batches - self.num_drained) / num_batches
+        return self.clips_per_s * (num_batches - num_drained(self.spans)) / num_batches
 
     @property
     def idle_share(self) -> float:
@@ -202,10 +198,11 @@ class DryRun:
         If that would be more than `max_steps`, buffers still help a little.
         """
         measured = self.measure(num_steps, traced=True)
-        if measured.num_drained <= STEADY_SHARE * num_steps * self.step.accumulate:
+        drained = num_drained(measured.spans)
+        if drained <= STEADY_SHARE * num_steps * self.step.accumulate:
             return measured
         held = sum(depth for name, depth in measured.depths.items() if name != "keep")
-        total = min(num_steps + math.ceil(held * num_steps / measured.num_drained), max(max_steps, num_steps))
+        total = min(num_steps + math.ceil(held * num_steps / drained), max(max_steps, num_steps))
         return self.measure(total, traced=True).last(num_steps)
 
     def forward_share(self) -> float | None:

@@ -224,25 +224,22 @@ class Step:
 
 
 class Reporter:
-    """Receives how a training goes. Every method does nothing by default: override those of interest."""
+    """Receives how a training goes: override what is of interest, by default nothing happens.
 
-    def corpus(self, prepared: PreparedCorpus) -> None:
-        """The corpus is prepared; called once, before the first stage."""
+    corpus      the corpus is prepared; once, before the first stage
+    begin       a stage begins, or continues after `step`
+    tick        a step was launched
+    step        the measurements of a step have arrived; every `log_step` steps
+    validation  the validation clips were evaluated
+    picture     an image [height, width] or a histogram [codes] of a validation batch
+    """
 
-    def begin(self, stage: str, step: int, total_steps: int) -> None:
-        """A stage begins, or continues after `step`."""
-
-    def tick(self, step: int) -> None:
-        """A step was launched."""
-
-    def step(self, report: StepReport) -> None:
-        """The measurements of a step have arrived; every `log_step` steps."""
-
-    def validation(self, report: ValidationReport) -> None:
-        """The validation clips were evaluated."""
-
-    def picture(self, name: str, picture: Tensor, step: int) -> None:
-        """A validation shows an image [height, width] or counts [codes]."""
+    def corpus(self, prepared: PreparedCorpus) -> None: ...
+    def begin(self, stage: str, step: int, total_steps: int) -> None: ...
+    def tick(self, step: int) -> None: ...
+    def step(self, report: StepReport) -> None: ...
+    def validation(self, report: ValidationReport) -> None: ...
+    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
 
 
 class Feed(Protocol):
@@ -270,7 +267,7 @@ class TrainerContext(Protocol):
     def checkpoints(self) -> Checkpoints: ...
     def weights(self, recipe: Recipe) -> Mapping[str, Tensor]: ...
     def notes(self) -> Mapping[str, Any]: ...
-    def validate(self, recipe: Recipe) -> tuple[Mapping[str, float], Mapping[str, Tensor]] | None: ...
+    def validate(self, recipe: Recipe) -> tuple[Mapping[str, float], Mapping[str, Tensor]]: ...
     def stop_requested(self, step: int) -> bool: ...
 
 
@@ -304,26 +301,23 @@ class State:
         return cls(step, Cursor(*values["cursor"]), best, values["stale_validations"], values["done"])
 
 
+@dataclass
 class Trainer:
     """Trains one stage from where `state` stands to `total_steps`."""
 
-    def __init__(
-        self,
-        ctx: TrainerContext,
-        step: Step,
-        feed: Feed,
-        state: State,
-        total_steps: int,
-        peak_clips_per_s: float | None = None,
-    ) -> None:
-        """`peak_clips_per_s` is the speed at which the GPUs would compute nothing but useful matrix products."""
-        self.ctx, self.step, self.feed, self.state, self.total_steps = ctx, step, feed, state, total_steps
-        self._peak_clips_per_s = peak_clips_per_s
-        self._stream, self._training = feed.model_stream, ctx.settings.training
-        self._clock = StepClock(self._stream.handle)
-        self._scalars = AsyncScalars(self._stream)
-        self._host_copies: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
-        self._started_at, self._first_step = time.perf_counter(), state.step
+    ctx: TrainerContext
+    step: Step
+    feed: Feed
+    state: State
+    total_steps: int
+    peak_clips_per_s: float | None = None
+    """Speed at which the GPUs would compute nothing but useful matrix products; None if unknown."""
+
+    def __post_init__(self) -> None:
+        self._stream, self._training = self.feed.model_stream, self.ctx.settings.training
+        self._clock, self._scalars = StepClock(self._stream.handle), AsyncScalars(self._stream)
+        self._host_copies: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._started_at, self._first_step = time.perf_counter(), self.state.step
 
     def run(self) -> State:
         """Train to the last step, or until a stop is requested; everything is saved on return."""
@@ -373,9 +367,9 @@ class Trainer:
             return
         self.ctx.checkpoints.wait()  # the writer reads the copies that are overwritten here
         pin = self._stream.device.type == "cuda"
-        weights, optimizer = self._host_copies or ({}, {})
-        weights = to_host(self.ctx.weights(self.step.recipe), weights or None, pin=pin)
-        optimizer = to_host(self.step.optimizer.state_dict(), optimizer or None, pin=pin)
+        weights, optimizer = self._host_copies
+        weights = to_host(self.ctx.weights(self.step.recipe), weights, pin=pin)
+        optimizer = to_host(self.step.optimizer.state_dict(), optimizer, pin=pin)
         self._host_copies = (weights, optimizer)
         state = {**self.state.to_json(), "stage": self.ctx.stage, "notes": dict(self.ctx.notes())}
         snapshot = Snapshot(weights, {**optimizer, **random_states}, state)
@@ -384,12 +378,11 @@ class Trainer:
 
     def _validate(self) -> bool:
         """Validate with the averaged weights; True if the loss is the best so far."""
-        with self.step.optimizer.swap_ema():
-            found = self.ctx.validate(self.step.recipe)
-        if found is None:
-            return False
-        losses, pictures = found
         ctx, state = self.ctx, self.state
+        if not len(ctx.prepared.val):
+            return False
+        with self.step.optimizer.swap_ema():
+            losses, pictures = ctx.validate(self.step.recipe)
         for name, picture in pictures.items():
             ctx.reporter.picture(f"{ctx.stage}/{name}", picture, state.step)
         self._clock.pause()
@@ -442,7 +435,7 @@ class Trainer:
             skipped=int(values["skipped"]),
             eta_s=(self.total_steps - step) * expected_s if expected_s else None,
             elapsed_s=elapsed_s,
-            mfu=clips_per_s / self._peak_clips_per_s if self._peak_clips_per_s else None,
+            mfu=clips_per_s / self.peak_clips_per_s if self.peak_clips_per_s else None,
         )
 
 
