@@ -8,6 +8,7 @@ setting gives it its effect.
 
 # ruff: noqa: RUF009 - `setting` returns dataclasses.field, which is what a default may call
 import ast
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -135,9 +136,11 @@ def least_memory_mb(preset: str) -> float:
     return 0.9 * 1024 * int(preset.removesuffix("gb"))
 
 
-def preset_for(gpu_memory_mb: int) -> str:
-    """Return the largest preset for a card that reports this much memory; the smallest is for all cards."""
+def preset_for(gpu_memory_mb: int, cap_mb: int | None = None) -> str:
+    """Return the largest preset for a card that reports this much memory and for a cap; at least the smallest."""
     fitting = [name for name in PRESETS if gpu_memory_mb >= least_memory_mb(name)]
+    if cap_mb is not None:
+        fitting = [name for name in fitting if PRESETS[name]["data.model_gpu_memory"] <= cap_mb]
     return fitting[-1] if fitting else next(iter(PRESETS))
 
 
@@ -393,6 +396,34 @@ class Settings:
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     training: TrainingSettings = TrainingSettings()
+
+
+def stages_of(settings: Settings) -> tuple[str, ...]:
+    """Return the stages that a run with these settings trains."""
+    training = settings.training
+    return training.stages or (STAGES if training.init_from is None else ("gpt",))
+
+
+def stage_steps(
+    training: TrainingSettings, stage: str, num_clips: int, batch_clips: int, accumulate: int
+) -> tuple[int, str]:
+    """Return the optimiser steps of a stage and the flag that ends it: its epochs or, if that is less, its limit.
+
+    `batch_clips` counts the clips that all processes take in a micro-step.
+    """
+    steps = math.ceil(math.ceil(num_clips / batch_clips) * training.epochs / accumulate)
+    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
+    limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
+    return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
+
+
+MOST_GATHERERS = 4
+"""Gathering from the packed cache is copying: more threads than this only take turns on the memory bus."""
+
+
+def most_gatherers(data: DataSettings, cores: int) -> int:
+    """Return how many threads can gather batches at once on so many cores."""
+    return min(cores, MOST_GATHERERS) if data.native_loading else cores
 
 
 @cache

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 HostMemory = npt.NDArray[np.uint8]
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last under WSL
 _CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
@@ -41,7 +43,7 @@ def available_bytes() -> int:
 
 def host_memory(num_bytes: int, pinned: bool = True) -> HostMemory:
     """Return zeroed host memory, pinned if a CUDA device exists, so that copies to it need no staging."""
-    if not pinned or not _has_nvidia_driver():
+    if not pinned or not nvidia_driver():
         return np.zeros(num_bytes, np.uint8)
     import torch
 
@@ -50,6 +52,10 @@ def host_memory(num_bytes: int, pinned: bool = True) -> HostMemory:
     return memory
 
 
-def _has_nvidia_driver() -> bool:
-    places = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")  # the last under WSL
-    return any(Path(place).exists() for place in places)
+def nvidia_driver() -> str:
+    """The version of the NVIDIA driver, `unknown` if it does not say, and "" if there is none."""
+    try:
+        words = _DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0].split()
+        return next((word for word in words if word[0].isdigit()), "unknown")
+    except (OSError, IndexError):
+        return "unknown" if any(path.exists() for path in _DRIVER_DEVICES) else ""

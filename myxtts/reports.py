@@ -21,7 +21,7 @@ from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine, make_plan
 from myxtts.errors import MyXTTSError
 from myxtts.host import usable_cores
-from myxtts.observe.findings import Watch
+from myxtts.observe.diagnosis import LiveWarnings
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
 from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
@@ -48,7 +48,7 @@ class TrainingReports(Reporter):
         self._folder = folder
         self._log = MetricsLog(folder)
         self._printer = printer
-        self._watch = Watch()
+        self._warnings = LiveWarnings()
         self.has_trained = False
         self._gpus = Sampler([gpu.index for gpu in Machine.look().gpus])
 
@@ -68,7 +68,7 @@ class TrainingReports(Reporter):
     def step(self, report: StepReport) -> None:
         self._log.step(report)
         self._printer.report(report)
-        self._printer.warn(self._watch.add(report))
+        self._printer.warn(self._warnings.add(report))
         lines = [json.dumps(reading.to_json()) + "\n" for reading in self._gpus.read()]
         with contextlib.suppress(OSError), open(self._folder / "readings.jsonl", "a", encoding="utf-8") as file:
             file.writelines(lines)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, UnreadableWeights, require_same
-from myxtts.config import SAMPLE_RATE, STAGES, Settings, TrainingSettings, num_frames_of
+from myxtts.config import SAMPLE_RATE, STAGES, Settings, num_frames_of, stage_steps, stages_of
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.prepare import prepare, with_tokenizer_of_run
@@ -42,14 +42,14 @@ from myxtts.devices import (
 )
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, Progress
 from myxtts.files import lock, write_text_atomically
-from myxtts.hints import training_hints
 from myxtts.host import usable_cores
 from myxtts.model.gpt import adapter_state, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.xtts import XTTS
+from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, inherited, initial_model
-from myxtts.settings import LoadedSettings, to_yaml
+from myxtts.settings import LoadedSettings, how_to_set, to_yaml
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, Recipe, StageFacts, useful_flops
@@ -118,28 +118,6 @@ def train(
 
 
 def _silent(_: str) -> None: ...
-
-
-def stages_of(settings: Settings) -> tuple[str, ...]:
-    """The stages to train: those named, else all, or the GPT alone when starting from other weights."""
-    return settings.training.stages or (STAGES if settings.training.init_from is None else ("gpt",))
-
-
-def total_steps(training: TrainingSettings, stage: str, num_clips: int, split: Mapping[str, Any]) -> int:
-    """Optimiser steps of a stage: those of its epochs, or fewer if a number of steps is set.
-
-    `split` says how the clips of a step are divided; see BATCH_SPLIT_KEYS.
-    """
-    batch_size, accumulate, processes = (int(split[name]) for name in BATCH_SPLIT_KEYS)
-    batches = math.ceil(num_clips / (batch_size * processes)) * training.epochs
-    steps = math.ceil(batches / accumulate)
-    limit = _own_steps(training, stage)
-    limit = training.max_steps if limit is None else limit
-    return steps if limit is None else min(steps, limit)
-
-
-def _own_steps(training: TrainingSettings, stage: str) -> int | None:
-    return {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
 
 
 # Corpus and weights to start from
@@ -231,18 +209,21 @@ def _num_tokens(source: Path) -> int:
 
 def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan) -> Iterator[str]:
     gpus = Machine.look().gpus
-    memory = next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0)
-    hours = float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600
-    found = training_hints(
-        settings,
-        len(gpus) if plan.world_size == 1 else 1,
-        memory,
-        len(prepared.train) // plan.world_size,
-        usable_cores(),
+    memory_mb = next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0)
+    situation = Situation(
+        settings=settings,
+        num_gpus=len(gpus) if plan.world_size == 1 else min(len(gpus), 1),
+        cores=usable_cores(),
+        gpu_memory_mb=memory_mb,
+        num_clips=len(prepared.train),
         num_val_clips=len(prepared.val),
-        speech_hours=hours,
+        speech_hours=float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600,
+        processes=plan.world_size,
     )
-    return (f"Hint: {hint}" for hint in found)
+    for found in hints(situation):
+        what = ": ".join(filter(None, [found.what, found.why]))
+        how = how_to_set(found.setting, found.value) if found.value is not None else ""
+        yield f"Hint: {what}; {': '.join(filter(None, [found.fix, how]))}"
 
 
 # One stage
@@ -321,14 +302,13 @@ def train_stage(ctx: StageContext) -> State:
     """Train one stage to its end or until a stop is requested, from its newest checkpoint if there is one."""
     try:
         now = identity(ctx.settings, ctx.prepared, ctx.plan)
-        num_clips, training = len(ctx.prepared.train), ctx.settings.training
         loaded, state = ctx.checkpoints.newest(), State()
-        total = total_steps(training, ctx.stage, num_clips, now)
+        total = total_steps(ctx, now)
         if loaded is not None:
             saved = loaded.state["notes"]["identity"]
             same_batches = require_continuable(ctx.run_dir.folder, saved, now)
             state = State.from_json(loaded.step, loaded.state)
-            is_over = state.step >= total_steps(training, ctx.stage, num_clips, saved) or _is_enough(ctx, state)
+            is_over = state.step >= total_steps(ctx, saved) or _is_enough(ctx, state)
             if state.done and is_over:
                 ctx.say(f"Stage {ctx.stage}: finished at step {state.step}")
                 return state
@@ -341,12 +321,19 @@ def train_stage(ctx: StageContext) -> State:
         ctx.checkpoints.close()
 
 
+def total_steps(ctx: StageContext, split: Mapping[str, Any]) -> int:
+    """Optimiser steps of the stage if the clips of a step are divided like this; see BATCH_SPLIT_KEYS."""
+    batch_size, accumulate, processes = (int(split[name]) for name in BATCH_SPLIT_KEYS)
+    num_clips, training = len(ctx.prepared.train), ctx.settings.training
+    return stage_steps(training, ctx.stage, num_clips, batch_size * processes, accumulate)[0]
+
+
 def _is_enough(ctx: StageContext, state: State) -> bool:
     """True if the stage stopped early, or a later one builds on it and more of it was not asked for by name."""
     training = ctx.settings.training
     if 0 < training.early_stop <= state.stale_validations:
         return True
-    is_named = bool(training.stages) or _own_steps(training, ctx.stage) is not None
+    is_named = bool(training.stages) or getattr(training, f"{ctx.stage}_steps", None) is not None
     later = STAGES[STAGES.index(ctx.stage) + 1 :]
     return not is_named and any(ctx.run_dir.has_checkpoint(stage) for stage in later)
 

@@ -198,6 +198,13 @@ def format_setting(key: str, value: Any) -> str:
     return f'"{escaped}"'
 
 
+def how_to_set(key: str, value: Any) -> str:
+    """Return how to give a setting a value: `give --batch-size 9, or set data.batch_size: 9`."""
+    spec = specs()[key]
+    flag = spec.flag_for(value) + ("" if spec.kind is bool else f" {value}")
+    return f"give {flag}, or set {key}: {format_setting(key, value)}"
+
+
 def suggest_choice(word: str, choices: Sequence[str]) -> str:
     """Return advice on what to use instead of a word that is not a choice; "" if none comes close.
 

@@ -26,7 +26,8 @@ from rich.text import Text
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE
 from myxtts.data.clips import ClipSet, PreparedCorpus, set_aside_list
 from myxtts.files import has_ended
-from myxtts.observe.findings import WARMUP_REPORTS, Finding, Warning, warnings_of
+from myxtts.observe.diagnosis import WARMUP_REPORTS, Warning, warnings_of
+from myxtts.observe.findings import Finding
 from myxtts.observe.metrics import (
     MetricsTail,
     Numbers,
@@ -45,8 +46,9 @@ from myxtts.observe.metrics import (
 from myxtts.settings import format_setting, patched
 
 if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
+    from myxtts.observe.trace import Timing
     from myxtts.tools.dry_run import KernelView
-    from myxtts.tools.profile import DataAnalysis, Profile, Timing
+    from myxtts.tools.profile import DataAnalysis, Profile
     from myxtts.tools.tune import Tuning
 
 PERIOD_S = 1.0

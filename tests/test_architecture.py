@@ -17,7 +17,6 @@ LAYERS = [
     {"files"},
     {"audio", "devices", "checkpoints", "text", "model", "observe"},
     {"settings"},
-    {"hints"},
     {"data", "weights"},
     {"run_dir"},
     {"pipeline", "training", "synthesis"},

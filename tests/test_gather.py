@@ -160,7 +160,7 @@ def test_a_host_batch_is_one_block_of_aligned_arrays() -> None:
 
 
 def test_without_a_driver_memory_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxtts.host._has_nvidia_driver", lambda: False)
+    monkeypatch.setattr("myxtts.host.nvidia_driver", lambda: "")
     assert not HostBatch(host_layout(DATA)).memory.any()
 
 

@@ -19,13 +19,13 @@ import pytest
 from conftest import EMPTY_RINGS, REPORT
 from rich.console import Console
 
-from myxtts.observe.findings import (
+from myxtts.observe.diagnosis import (
     CLEAR_REPORTS,
     CPU_CLEAR_REPORTS,
     WARMUP_REPORTS,
     WINDOW_REPORTS,
+    LiveWarnings,
     Warning,
-    Watch,
     warnings_of,
 )
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, colours, read_metrics, usage_bars
@@ -299,7 +299,7 @@ def test_nothing_is_said_during_the_warmup_or_when_all_is_well() -> None:
 
 
 def test_a_warning_is_given_once_until_it_clears() -> None:
-    watch = Watch()
+    watch = LiveWarnings()
 
     def given(step_cv: float, count: int, stage: str = "gpt") -> list[str]:
         reports = history(count, step_cv=step_cv, stage=stage)
@@ -320,7 +320,7 @@ def test_on_a_cpu_varying_steps_are_put_down_to_what_uses_its_cores_and_seldom_t
     (slow,) = warnings_of(history(step_cv=0.42, memory_mb={}, rings=empty))
     for text in (warning.text, slow.text):
         assert not any(word in text for word in ("GPU", "gpu", "nvidia", "compiled"))
-    watch = Watch()
+    watch = LiveWarnings()
 
     def given(step_cv: float, count: int, stage: str = "gpt") -> int:
         reports = history(count, step_cv=step_cv, stage=stage, memory_mb={})

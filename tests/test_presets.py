@@ -1,14 +1,12 @@
-"""Presets and optimisation levels: what they set, that the user's own values win, and what hints warn of."""
+"""Presets and optimisation levels: what they set, and that the user's own values win."""
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from myxtts.config import OPTIMIZATION_LEVELS, PRESETS, Settings, preset_for
-from myxtts.hints import training_hints
 from myxtts.settings import LoadedSettings, add_flags, apply_presets, flags_of, load, specs, to_yaml, value_of
 
 COLUMNS = (
@@ -175,88 +173,3 @@ def test_level_and_preset_go_together_and_applying_twice_changes_nothing() -> No
     assert once[0].settings.data.batch_size == 4
     assert not once[0].settings.training.enable_graph_mode
     assert apply_presets(once[0]) == once
-
-
-# Hints
-
-
-GOOD = "--train-data DIR --max-steps 20000 --preset 24gb"
-
-
-def hints_for(command: str = GOOD, **facts: Any) -> list[str]:
-    """Hints for a command on a good machine with a corpus of ten hours, or with other facts."""
-    settings = apply_presets(loaded(command))[0].settings
-    known: dict[str, Any] = {"num_gpus": 1, "gpu_memory_mb": 24210, "num_clips": 6000, "cores": 32}
-    known |= {"num_val_clips": 100, "speech_hours": 10.0}
-    return training_hints(settings, **(known | facts))
-
-
-def test_good_settings_get_no_hint() -> None:
-    assert hints_for() == []
-    assert hints_for("--train-data DIR") == []
-    assert hints_for("--train-data DIR --model-size normal --init-from DIR") == []
-    assert hints_for("--data-gpu 0 --model-gpu 1", num_gpus=2) == []
-
-
-UNSUITABLE: list[tuple[str, dict[str, Any], str]] = [
-    ("--batch-size 16", {"num_clips": 9}, r"data.batch_size = 16: .* 9 training clips.* --batch-size 9$"),
-    ("--num-workers 24", {"cores": 4}, r"data.num_workers = 24: .* 4 usable cores.* --num-workers 4$"),
-    ("--buffer-size 400", {}, r"data.pipeline_buffer_size = 400: .* 375 batches.* --buffer-size 375$"),
-    ("--prefetch-buffer-size 400", {}, r"data.prefetch_buffer_size = 400: .* --prefetch-buffer-size 375$"),
-    ("", {"num_gpus": 2}, r"2 GPUs .* one is used; .*--nproc-per-node 2.*--data-gpu 0 --model-gpu 1"),
-    ("--preset 40gb", {}, r"training.preset = 40gb: .* 24210 MB.* --preset 24gb"),
-    ("--model-size normal", {"gpu_memory_mb": 11910}, r"model.size = normal: .* 11910 MB.* --preset 12gb"),
-    ("--max-steps 500 --save-step 50", {}, r"training.warmup_steps = 500: --max-steps .* --warmup-steps 50 "),
-    ("--epochs 1 --save-step 50", {}, r"training.warmup_steps = 500: --epochs .* step 375"),
-    ("--epochs 4 --grad-accum 4 --save-step 50", {}, r"training.warmup_steps = 500: --epochs .* step 375"),
-    ("--dvae-steps 300 --save-step 50", {}, r"training.warmup_steps = 500: --dvae-steps .* step 300"),
-    ("--decoder-steps 300 --save-step 50", {}, r"training.warmup_steps = 500: --decoder-steps .* step 300"),
-    ("--max-steps 900", {}, r"training.save_step = 1000: .* step 900.* lower --save-step"),
-    ("--max-steps 2500 --early-stop 2", {}, r"training.early_stop = 2: .* step 3000 .* lower --val-step"),
-    ("", {"num_val_clips": 0}, r"no clip is left for validation: .* --val-data.* --val-fraction"),
-    ("--val-fraction 0", {"num_val_clips": None}, r"no clip is left for validation"),
-    ("--val-fraction 0 --early-stop 3", {"num_val_clips": None}, r"training.early_stop = 3 never acts"),
-    ("--model-size big", {"speech_hours": 3.2}, r"model.size = big: 3.2 hours.* --init-from"),
-    ("--model-size normal", {"speech_hours": None, "num_clips": 1000}, r"model.size = normal: 2.6 hours"),
-    ("--disable-static-shapes", {}, r"data.pad_to_fixed_length = false: .* --enable-static-shapes"),
-    ("--enable-eager-debug", {}, r"training.enable_eager_debug = true: slow on purpose"),
-    ("--init-from DIR --lr 0.002", {}, r"training.learning_rate = 0.002: .* leave out --lr"),
-    ("--lora-rank 16", {}, r"model.lora_rank = 16: without --init-from"),
-]
-
-
-@pytest.mark.parametrize(("command", "facts", "words"), UNSUITABLE)
-def test_unsuitable_settings_are_named_with_the_fix(command: str, facts: dict[str, Any], words: str) -> None:
-    matching = [hint for hint in hints_for(command, **facts) if re.search(words, hint)]
-    assert len(matching) == 1, hints_for(command, **facts)
-    known = {flag for spec in specs().values() for flag in spec.flags + spec.off_flags} | {"--nproc-per-node"}
-    assert set(re.findall(r"--[a-z-]+", matching[0])) <= known
-
-
-@pytest.mark.parametrize(
-    ("command", "facts"),
-    [
-        ("--num-workers 4", {"cores": 4}),
-        ("", {"cores": 2, "num_clips": 320}),  # the defaults follow the machine and the corpus by themselves
-        ("--batch-size 16 --warmup-steps 0 --save-step 100", {"num_clips": 16}),
-        ("--max-steps 501 --save-step 501", {}),
-        ("--max-steps 300 --warmup-steps 0 --save-step 300", {}),
-        ("--max-steps 3000 --early-stop 2", {}),
-        ("--stages gpt --dvae-steps 300", {}),
-        ("--init-from DIR --dvae-steps 300 --decoder-steps 300", {}),
-        ("--model-size normal --stages decoder", {"speech_hours": 1.0}),
-        ("--model-size normal --init-from DIR", {"speech_hours": 1.0}),
-        ("--model-size small", {"speech_hours": 1.0}),
-        ("--model-size normal --gradient-checkpointing", {"gpu_memory_mb": 11910}),
-        ("--model-size normal", {"num_gpus": 0, "gpu_memory_mb": 0}),
-        ("--disable-static-shapes --disable-xla-compilation", {}),
-        ("--disable-static-shapes --optimization-level basic", {}),
-        ("--disable-static-shapes", {"num_gpus": 0, "gpu_memory_mb": 0}),
-        ("--init-from DIR --lr 0.001", {}),
-        ("--lr 0.002", {}),
-        ("--init-from DIR --lora-rank 16", {}),
-        ("--val-data DIR --val-fraction 0", {"num_val_clips": None}),
-    ],
-)
-def test_settings_at_the_edge_of_suitable_get_no_hint(command: str, facts: dict[str, Any]) -> None:
-    assert hints_for(command, **facts) == []

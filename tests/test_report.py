@@ -24,10 +24,10 @@ VERDICT = {
     "sentence": "The model waits 11 % of every step for data.",
     "grade": "good",
     "shares": {"compute": 0.81, "wait": 0.11, "copy": 0.02, "host": 0.04, "other": 0.02},
-    "headspace": 1.13,
+    "headroom": 1.13,
     "grade_notes": ["The data GPU has little to do."],
     "bound": "gather",
-    "stages": {"gather": {"median_ms": 80.5, "mean_ms": 90.0, "longest_ms": 400.0, "cv": 0.3, "workers": 4}},
+    "phases": {"gather": {"median_ms": 80.5, "mean_ms": 90.0, "longest_ms": 400.0, "cv": 0.3, "workers": 4}},
     "findings": [
         {"code": "all-well", "level": "pass", "what": "Nothing was compiled again."},
         Finding(
@@ -139,7 +139,7 @@ def test_text_from_outside_is_never_markup() -> None:
             "shares": {evil: 1},
             "grade_notes": [evil],
             "bound": evil,
-            "stages": {evil: {}},
+            "phases": {evil: {}},
             "findings": [finding],
         },
         readings=[{"at_us": 1, "gpu": evil, "utilisation": 0.5, "throttled_by": [evil]}],
@@ -298,7 +298,7 @@ def test_without_a_profile_the_sentence_says_whether_the_data_keeps_up(idle_shar
 
 def test_odd_verdicts_do_not_break_the_page() -> None:
     shares = {"compute": None, "wait": -1}
-    odd = {"sentence": None, "grade": " ", "shares": shares, "findings": ["x", {}, 3], "stages": 1}
+    odd = {"sentence": None, "grade": " ", "shares": shares, "findings": ["x", {}, 3], "phases": 1}
     shown = sections(a_page(verdict=odd))
     assert "512 clips/s" in shown["verdict"] and "Grade" not in shown["verdict"]
     assert "Nothing to change was found." in shown["findings"]

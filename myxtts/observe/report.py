@@ -24,7 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from myxtts.observe.findings import FEWEST_REPORTS, WARMUP_REPORTS, Finding, warnings_of
+from myxtts.observe.diagnosis import FEWEST_REPORTS, WARMUP_REPORTS, warnings_of
+from myxtts.observe.findings import Finding
 from myxtts.observe.metrics import (
     Numbers,
     Record,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import xxhash
 
-from myxtts.config import MAX_AUTO_BUFFER, MAX_AUTO_PREFETCH, DataSettings, Settings, num_codes_of
+from myxtts.config import MAX_AUTO_BUFFER, MAX_AUTO_PREFETCH, DataSettings, Settings, most_gatherers, num_codes_of
 from myxtts.data.batches import (
     Batch,
     Batches,
@@ -62,8 +62,6 @@ DEVICE_SHARE = 0.05
 """Share of a device's memory, or of its cap, that waiting batches may take; the model needs the rest."""
 HOST_SHARE, MAX_HOST_SHARE = 0.1, 0.5
 """Share of the available host memory that buffers take when they are `auto`, and that numbers may ask for."""
-MOST_GATHERERS = 4
-"""Gathering from the packed cache is copying: more threads than this only take turns on the memory bus."""
 ENCODE_VERSION = 2
 """Raise it whenever mels or codes of the same clip change: codes made before are then not read."""
 _POLL_S = 0.01
@@ -82,9 +80,7 @@ VALIDATION_DEPTHS = Depths(host=2, model=3, gatherers=1)
 
 def choose_depths(data: DataSettings, plan: Plan, outputs: Layout) -> Depths:
     """Depths for a front end with these outputs: the settings' numbers, or what workers and memory suggest."""
-    gatherers = min(data.num_workers, usable_cores())
-    if data.native_loading:
-        gatherers = min(gatherers, MOST_GATHERERS)
+    gatherers = min(data.num_workers, most_gatherers(data, usable_cores()))
     batch_bytes, available = host_layout(data).num_bytes, available_bytes()
     prefetch, total = data.prefetch_buffer_size, data.pipeline_buffer_size
     if plan.model.type != "cuda" and prefetch is None and total is None:

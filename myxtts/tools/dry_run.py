@@ -34,12 +34,12 @@ from myxtts.devices import Plan, apply_caps, explained_out_of_memory, make_plan,
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.observe.breakdown import (
     ALLOCATED_COUNTER,
-    DATA_STAGES,
-    StageTime,
+    DATA_PHASES,
+    PhaseTime,
     end_us,
     length_us,
     merged,
-    stage_times,
+    phase_times,
 )
 from myxtts.observe.nvml import allocated_mb
 from myxtts.observe.trace import OFF, Counter, Span, StepClock, StepTime, Trace, now_us
@@ -156,7 +156,7 @@ class DryRun:
             cache.write(rows, zeros[: len(rows)])
         cache.close()
 
-    def drain(self, num_batches: int) -> tuple[list[float], dict[str, StageTime]]:
+    def drain(self, num_batches: int) -> tuple[list[float], dict[str, PhaseTime]]:
         """Take batches as fast as they come; return the seconds between them, and the times of each phase."""
         trace, taken_at, start_us = Trace(), [], now_us()
         with self.feed(trace=trace) as feed:
@@ -165,7 +165,7 @@ class DryRun:
                     self.stream.finish()
                 taken_at.append(time.perf_counter())
         trace.finish()
-        return np.diff(taken_at).tolist(), stage_times(trace.spans(), (start_us, now_us()))
+        return np.diff(taken_at).tolist(), phase_times(trace.spans(), (start_us, now_us()))
 
     def measure(self, num_steps: int, *, replay: bool = False, traced: bool = False) -> Measurement:
         """Train `num_steps` steps after the warm-up, or as often on one and the same batch."""
@@ -244,7 +244,7 @@ class DryRun:
 
 def _spans_from(spans: Sequence[Span], start_us: int) -> list[Span]:
     """The spans from an instant on, and those of batches in work at that time: the longest waits are for these."""
-    return [s for s in spans if s.start_us >= start_us or (s.name in DATA_STAGES and end_us(s) > start_us)]
+    return [s for s in spans if s.start_us >= start_us or (s.name in DATA_PHASES and end_us(s) > start_us)]
 
 
 def num_drained(spans: Sequence[Span]) -> int:
@@ -298,16 +298,13 @@ class Trial:
     """If every batch had been ready in time."""
     memory_mb: dict[str, float]
     """Peak of each role; empty on the CPU."""
-    stage_ms: dict[str, float]
+    phase_ms: dict[str, float]
     """Mean time of each phase for a batch."""
 
     @property
-    def headspace(self) -> float:
+    def headroom(self) -> float:
         """How many times faster a perfect feed would be."""
         return max(self.fed_clips_per_s / max(self.clips_per_s, 1e-9), 1.0)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def try_out(settings: Settings, prepared: PreparedCorpus, stage: str, num_steps: int) -> Trial:
@@ -328,7 +325,7 @@ def try_out(settings: Settings, prepared: PreparedCorpus, stage: str, num_steps:
         clips_per_s=measured.sustained_clips_per_s,
         fed_clips_per_s=measured.clips_per_s / max(1 - measured.idle_share, 1e-3),
         memory_mb=measured.memory_mb,
-        stage_ms=measured.phase_ms(),
+        phase_ms=measured.phase_ms(),
     )
 
 

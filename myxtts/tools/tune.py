@@ -1,8 +1,7 @@
-"""Better settings for this machine, found by measuring: every change has been trained with before it is proposed.
+"""`myxtts tune`: better settings for this machine, found by training with each of them.
 
-What is tried, in this order: a batch that fits at all, the switches that are off, workers and buffers, larger
-batches, gradient checkpointing, one or two GPUs. Measures nothing itself (`trial`), and writes nothing
-(`config_patch`).
+It tries, in this order: a batch that fits at all, the switches that are off, workers and buffers, larger batches,
+no gradient checkpointing, one or two GPUs. It writes nothing.
 """
 
 from __future__ import annotations
@@ -11,24 +10,34 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from myxtts.config import OPTIMIZATION_LEVELS
+from myxtts.config import OPTIMIZATION_LEVELS, most_gatherers
 from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine
 from myxtts.errors import PipelineError
 from myxtts.host import usable_cores
-from myxtts.observe.findings import Finding
-from myxtts.pipeline.feed import MOST_GATHERERS
+from myxtts.observe.breakdown import DATA_PHASES
+from myxtts.observe.findings import SWITCHES, Finding, Rule
 from myxtts.run_dir import RunDir
 from myxtts.settings import LoadedSettings, format_setting, specs, value_of, with_values
 from myxtts.tools.dry_run import Refused, Trial, try_out_apart
 
 Measure = Callable[[LoadedSettings], Trial]
-LEAST_GAIN_GPU, LEAST_GAIN_CPU = 1.03, 1.1
-"""What a change must bring to be kept: less may be chance, the more so where training shares its cores."""
-MEMORY_SHARE = 0.85
-"""Of a card or its cap that training may take: validation and other programs need the rest."""
+MIN_GAIN_GPU, MIN_GAIN_CPU = 1.03, 1.1
+"""Speedup below which a change may be chance; training on a CPU shares its cores."""
+MAX_MEMORY_SHARE = 0.85
+"""Share of a GPU or its cap that training may take: validation and other programs need the rest."""
+GPU_STEPS, CPU_STEPS = 40, 4
+"""Steps of a trial after its warm-up."""
+MAX_BATCH_GPU, MAX_BATCH_CPU = 512, 32
+DDP_EFFICIENCY = 0.95
+"""Share of its speed that each of several GPUs keeps: the rest goes into exchanging gradients."""
+BATCH, ACCUMULATE = "data.batch_size", "training.gradient_accumulation_steps"
+WORKERS, CHECKPOINTING = "data.num_workers", "model.gradient_checkpointing"
+DATA_GPU, MODEL_GPU = "data.data_gpu", "data.model_gpu"
+BUFFERS = ("data.prefetch_buffer_size", "data.pipeline_buffer_size")
+LEVEL = "training.optimization_level"
 
 
 @dataclass(frozen=True)
@@ -39,30 +48,30 @@ class Change:
     old: Any
     new: Any
     gain_measured: float | None
-    """Speed with it as a multiple of that with the changes before it; None where nothing was measured before."""
+    """Speed as a multiple of that with the changes before it; None if that was not measured."""
     why: str
 
 
 @dataclass
 class Tuning:
-    """What was found."""
+    """The result of a search."""
 
     changes: list[Change] = field(default_factory=list)
     before: Trial | None = None
-    """None when the configuration could not be trained."""
+    """None if the configuration could not be trained."""
     after: Trial | None = None
     largest_batch: int | None = None
-    """The largest that fits; None when none was tried that does not."""
+    """The largest that fits; None if all that were tried fit."""
     advice: list[Finding] = field(default_factory=list)
-    """What is no setting, or was only reckoned."""
+    """Advice that is no setting, or was only estimated."""
     notes: list[str] = field(default_factory=list)
-    """What was left alone, and why."""
+    """Settings that were not changed, and why."""
     num_trials: int = 0
     minutes: float = 0.0
 
     @property
     def gain(self) -> float | None:
-        """Of all changes together, as measured."""
+        """The measured gain of all changes together."""
         return self.after.clips_per_s / self.before.clips_per_s if self.before and self.after else None
 
     @property
@@ -75,11 +84,11 @@ class Tuning:
 
 
 class OutOfTime(Exception):
-    """No trial more fits into the time given."""
+    """No further trial fits into the time."""
 
 
-class Experiment:
-    """The settings so far, and the speed they reach."""
+class Search:
+    """The best settings so far, and the speed they reach."""
 
     def __init__(
         self,
@@ -96,22 +105,19 @@ class Experiment:
         self._longest_s = 0.0
 
     @property
-    def least_gain(self) -> float:
-        """What a change must bring on this machine."""
-        return LEAST_GAIN_GPU if self.machine.gpus else LEAST_GAIN_CPU
+    def min_gain(self) -> float:
+        return MIN_GAIN_GPU if self.machine.gpus else MIN_GAIN_CPU
 
     @property
     def best(self) -> Trial:
-        """With the settings so far."""
         assert self.found.after is not None
         return self.found.after
 
     def value(self, key: str) -> Any:
-        """A setting as it is so far."""
         return value_of(self.loaded.settings, key)
 
     def attempt(self, values: Mapping[str, Any]) -> Trial | None:
-        """Measure the settings so far with these values; None if they cannot be trained, see `refusal`."""
+        """Measure the best settings so far with these values; None if they cannot be trained, see `refusal`."""
         started_at = time.monotonic()
         if started_at + self._longest_s > self._ends_at:
             raise OutOfTime
@@ -138,7 +144,7 @@ class Experiment:
         return self.found.before is not None
 
     def keep(self, values: Mapping[str, Any], trial: Trial, why: str) -> None:
-        """Go on with these values. What a level implies is changed with the level and not listed."""
+        """Continue with these values. What a level implies changes with the level and is not listed."""
         best = self.found.after
         gain = trial.clips_per_s / best.clips_per_s if best is not None else None
         for key, value in values.items():
@@ -149,10 +155,10 @@ class Experiment:
         self.loaded, self.found.after = with_values(self.loaded, values), trial
 
     def keep_if_faster(self, values: Mapping[str, Any], why: str) -> Trial | None:
-        """Try values, and go on with them if they help; their trial, if they can be trained."""
+        """Try values, and continue with them if they help; returns their trial, if they can be trained."""
         trial = self.attempt(values)
         self.found.notes = [note for note in self.found.notes if not note.startswith(f"{_listed(values)} ")]
-        if trial is not None and trial.clips_per_s >= self.least_gain * self.best.clips_per_s:
+        if trial is not None and trial.clips_per_s >= self.min_gain * self.best.clips_per_s:
             self.keep(values, trial, why)
         elif trial is not None:
             self.note(f"{_listed(values)} would be {trial.clips_per_s / self.best.clips_per_s:.2f}× as fast")
@@ -161,7 +167,6 @@ class Experiment:
         return trial
 
     def note(self, text: str) -> None:
-        """Say what was left alone, and why."""
         self.found.notes.append(text)
 
     def _check_memory(self, candidate: LoadedSettings, trial: Trial) -> None:
@@ -174,58 +179,13 @@ class Experiment:
             limit = cards.get(index or 0, cap)
             if data.enable_memory_isolation:
                 limit = min(limit, cap)
-            if used_mb > MEMORY_SHARE * limit:
-                spared = f"{100 - 100 * MEMORY_SHARE:.0f} % are kept free for validation and other programs"
+            if used_mb > MAX_MEMORY_SHARE * limit:
+                spared = f"{100 - 100 * MAX_MEMORY_SHARE:.0f} % are kept free for validation and other programs"
                 raise Refused(f"it takes {used_mb:.0f} of {limit} MB, and {spared}", out_of_memory=True)
 
 
 def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {format_setting(key, value)}" for key, value in values.items())
-
-
-GPU_STEPS, CPU_STEPS = 40, 4
-"""Steps of a trial behind its warm-up."""
-MAX_BATCH_GPU, MAX_BATCH_CPU = 512, 32
-DDP_EFFICIENCY = 0.95
-"""Of its speed alone that each of several GPUs reaches: the rest goes into exchanging gradients."""
-BATCH, ACCUMULATE = "data.batch_size", "training.gradient_accumulation_steps"
-WORKERS, CHECKPOINTING = "data.num_workers", "model.gradient_checkpointing"
-DATA_GPU, MODEL_GPU = "data.data_gpu", "data.model_gpu"
-BUFFERS = ("data.prefetch_buffer_size", "data.pipeline_buffer_size")
-LEVEL = "training.optimization_level"
-
-
-class Switch(NamedTuple):
-    """A setting that is on or off."""
-
-    value: bool
-    """What it should be."""
-    needs_gpu: bool
-    """Whether only a GPU makes it matter."""
-    why: str
-    """It helps."""
-
-
-SWITCHES: Mapping[str, Switch] = {
-    "training.enable_eager_debug": Switch(False, False, "checking every operation is slow on purpose"),
-    "data.native_loading": Switch(
-        True, False, "batches come from the packed cache instead of being decoded each time"
-    ),
-    "data.pad_to_fixed_length": Switch(True, False, "equal shapes are compiled once and launched as one graph"),
-    "training.enable_graph_mode": Switch(True, True, "the step is launched as one graph"),
-    "training.enable_xla_compilation": Switch(True, True, "compiled kernels read and write memory less often"),
-    "data.mixed_precision": Switch(True, True, "bf16 uses the GPU's tensor cores"),
-    "data.prefetch_to_gpu": Switch(True, False, "batches are prepared while the model trains"),
-    "data.enhanced_gpu_prefetch": Switch(True, True, "copies from pinned memory run beside computation"),
-    "data.optimize_cpu_gpu_overlap": Switch(True, True, "the data role works beside the training step"),
-}
-"""In this order, for what products cost does not show while the host is still busy launching them."""
-CODES = {
-    "tune-several-gpus": "More GPUs than are used: what training on all of them with torchrun would bring.",
-    "tune-second-gpu": "What a second GPU would bring, reckoned from the measured times of the stages.",
-    "tune-feed-bound": "Batches still come too slowly when everything that can be set has been tried.",
-}
-"""What each advice means."""
 
 
 def tune(
@@ -239,122 +199,117 @@ def tune(
     measure: Measure | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Tuning:
-    """Search for at most so many minutes, from settings with their presets applied; `say` hears of each trial."""
+    """Search for so many minutes, from settings with their presets applied; `say` gets a line per trial."""
     machine = Machine.look() if machine is None else machine
     started_at = time.monotonic()
     ends_at = started_at + 60 * minutes
     if measure is None:
         measure = partial(_measure_until, ends_at, stage, GPU_STEPS if machine.gpus else CPU_STEPS)
     most = max_batch or (MAX_BATCH_GPU if machine.gpus else MAX_BATCH_CPU)
-    experiment = Experiment(loaded, measure, machine, ends_at, say)
-    _search(experiment, _BatchSearch(experiment, min(most, len(prepared.train))))
-    experiment.found.minutes = (time.monotonic() - started_at) / 60
-    return experiment.found
+    search = Search(loaded, measure, machine, ends_at, say)
+    _run(search, _BatchSearch(search, min(most, len(prepared.train))))
+    search.found.minutes = (time.monotonic() - started_at) / 60
+    return search.found
 
 
 def _measure_until(ends_at: float, stage: str, num_steps: int, loaded: LoadedSettings) -> Trial:
     return try_out_apart(loaded.settings, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
 
 
-def _search(experiment: Experiment, batch: _BatchSearch) -> None:
+def _run(search: Search, batch: _BatchSearch) -> None:
     single = None
     try:
-        if not experiment.begin():
+        if not search.begin():
             batch.shrink()
-        _try_switches(experiment)
-        _try_feed(experiment)
+        _try_switches(search)
+        _try_feed(search)
         if batch.grow():
-            _try_feed(experiment)
-        if experiment.value(CHECKPOINTING):
-            experiment.keep_if_faster({CHECKPOINTING: False}, "the batch fits without recomputing activations")
-        single = _try_roles(experiment)
+            _try_feed(search)
+        if search.value(CHECKPOINTING):
+            search.keep_if_faster({CHECKPOINTING: False}, "the batch fits without recomputing activations")
+        single = _try_roles(search)
     except OutOfTime:
-        if experiment.found.after is None:
+        if search.found.after is None:
             raise PipelineError("The time was over before anything was measured; give more --minutes") from None
-        experiment.note("The time was over before everything was tried: give more --minutes")
-    if single is None and experiment.value(DATA_GPU) is None:
-        single = experiment.best
-    _advise(experiment, single)
+        search.note("The time was over before everything was tried: give more --minutes")
+    if single is None and search.value(DATA_GPU) is None:
+        single = search.best
+    _advise(search, single)
 
 
-def _try_switches(experiment: Experiment) -> None:
-    on_gpu = bool(experiment.machine.gpus)
-    level = experiment.value(LEVEL)
+def _try_switches(search: Search) -> None:
+    """Try the switches that are off until none helps: one may help only after another."""
+    on_gpu, level = bool(search.machine.gpus), search.value(LEVEL)
     if level == "basic" and on_gpu:
         values = {LEVEL: "enhanced"} | {key: specs()[key].default for key in OPTIMIZATION_LEVELS[level]}
-        experiment.keep_if_faster(values, "the step is compiled and launched as one graph")
-    refused_beside: dict[str, LoadedSettings] = {}
-    while off := [
-        key
-        for key, switch in SWITCHES.items()
-        if (on_gpu or not switch.needs_gpu)
-        and experiment.value(key) != switch.value
-        and refused_beside.get(key) is not experiment.loaded  # beside others it may help
-    ]:
-        for key in off:
-            if refused_beside.get(key) is not experiment.loaded:
-                experiment.keep_if_faster({key: SWITCHES[key].value}, SWITCHES[key].why)
-                refused_beside[key] = experiment.loaded
+        search.keep_if_faster(values, "the step is compiled and launched as one graph")
+    rules = [rule for rule in SWITCHES.values() if on_gpu or not rule.gpu_only]
+    tried_with: dict[str, LoadedSettings] = {}
+
+    def is_open(rule: Rule) -> bool:
+        is_off = rule.is_off(search.loaded.settings)
+        return is_off and tried_with.get(rule.setting) is not search.loaded
+
+    while open_rules := [rule for rule in rules if is_open(rule)]:
+        for rule in open_rules:
+            if is_open(rule):
+                search.keep_if_faster({rule.setting: rule.value}, rule.why)
+                tried_with[rule.setting] = search.loaded
 
 
-def _try_feed(experiment: Experiment) -> None:
-    """Workers and buffers, if batches come too late."""
-    if experiment.best.headspace < experiment.least_gain:
+def _try_feed(search: Search) -> None:
+    """Try workers and buffers, if batches come too late."""
+    if search.best.headroom < search.min_gain:
         return
-    most = usable_cores()
-    if experiment.value("data.native_loading"):
-        most = min(most, MOST_GATHERERS)
-    workers = experiment.value(WORKERS)
+    most, workers = most_gatherers(search.loaded.settings.data, usable_cores()), search.value(WORKERS)
     for count in sorted({min(2 * workers, most), most}):
-        if count > experiment.value(WORKERS):
-            experiment.keep_if_faster({WORKERS: count}, "more threads gather batches")
-    chosen = {key: specs()[key].default for key in BUFFERS if experiment.loaded.is_set(key)}
-    if chosen and experiment.best.headspace >= experiment.least_gain:
-        experiment.keep_if_faster(chosen, "left at their defaults, buffers follow the workers and the free memory")
+        if count > search.value(WORKERS):
+            search.keep_if_faster({WORKERS: count}, "more threads gather batches")
+    chosen = {key: specs()[key].default for key in BUFFERS if search.loaded.is_set(key)}
+    if chosen and search.best.headroom >= search.min_gain:
+        search.keep_if_faster(chosen, "automatic buffers follow the workers and the free memory")
 
 
-def _try_roles(experiment: Experiment) -> Trial | None:
-    """Two GPUs for the two roles, or one; what one GPU alone does, if that was measured."""
-    gpus = [gpu.index for gpu in experiment.machine.gpus]
+def _try_roles(search: Search) -> Trial | None:
+    """Try two GPUs for the two roles, or one; returns the trial on one GPU, if there was one."""
+    gpus = [gpu.index for gpu in search.machine.gpus]
     if len(gpus) < 2:
-        return experiment.best
-    if experiment.value(DATA_GPU) is None:
-        alone = experiment.best
+        return search.best
+    if search.value(DATA_GPU) is None:
+        alone = search.best
         values = {DATA_GPU: gpus[0], MODEL_GPU: gpus[1]}
-        experiment.keep_if_faster(values, "the data role no longer shares the GPU with the model")
+        search.keep_if_faster(values, "the data role has its own GPU")
         return alone
-    return experiment.keep_if_faster(
-        {DATA_GPU: None, MODEL_GPU: None}, "one GPU does the work of both roles faster"
-    )
+    return search.keep_if_faster({DATA_GPU: None, MODEL_GPU: None}, "one GPU does the work of both roles faster")
 
 
 class _BatchSearch:
-    """The batch; accumulation follows, so that the effective batch stays as near as can be."""
+    """Searches the batch size; accumulation follows to keep the effective batch about the same."""
 
-    def __init__(self, experiment: Experiment, largest: int) -> None:
-        self._experiment, self._largest = experiment, largest
-        training = experiment.loaded.settings.training
-        self._effective = experiment.value(BATCH) * experiment.value(ACCUMULATE)
+    def __init__(self, search: Search, largest: int) -> None:
+        self._search, self._largest = search, largest
+        training = search.loaded.settings.training
+        self._effective = search.value(BATCH) * search.value(ACCUMULATE)
         self._largest_under: LoadedSettings | None = None
-        """The settings of which the largest batch is known already."""
+        """The settings whose largest batch is known."""
         self._is_free = training.reset_training or not RunDir(training.checkpoint_dir).has_begun
         if not self._is_free:
-            experiment.note(
-                f"The batch was left alone, for the run in {training.checkpoint_dir} has begun with it: give "
+            search.note(
+                f"The batch is not changed because the run in {training.checkpoint_dir} has begun with it: give "
                 "another --checkpoint-dir, or --reset-training, to tune it for a new run; a smaller --batch-size "
-                "with as much more --grad-accum would go on with this one"
+                "with as much more --grad-accum would continue this one"
             )
 
     def shrink(self) -> None:
-        """Find the largest batch that fits, because the present one does not."""
-        experiment, refusal = self._experiment, self._experiment.refusal
+        """Find the largest batch that fits, if the present one does not."""
+        search, refusal = self._search, self._search.refusal
         assert refusal is not None
         if not refusal.out_of_memory or not self._is_free:
             raise refusal
-        asked = too_large = experiment.value(BATCH)
+        asked = too_large = search.value(BATCH)
         fitting: dict[int, Trial] = {}
         while too_large > 1 and not fitting:
-            trial = experiment.attempt(self._values(too_large // 2))
+            trial = search.attempt(self._values(too_large // 2))
             if trial is None:
                 too_large //= 2
             else:
@@ -367,25 +322,25 @@ class _BatchSearch:
         finally:
             size = max(fitting)
             why = f"{asked} clips do not fit: {str(refusal).splitlines()[0]}"
-            experiment.keep(self._values(size), fitting[size], why)
-            self._largest_under = experiment.loaded
+            search.keep(self._values(size), fitting[size], why)
+            self._largest_under = search.loaded
 
     def grow(self) -> bool:
-        """Double the batch while that helps; when one does not fit, find the largest that does."""
-        experiment = self._experiment
-        if not self._is_free or experiment.loaded is self._largest_under:
+        """Double the batch while that helps; if one does not fit, find the largest that does."""
+        search = self._search
+        if not self._is_free or search.loaded is self._largest_under:
             return False
-        start = size = experiment.value(BATCH)
-        tried = {size: experiment.best}
+        start = size = search.value(BATCH)
+        tried = {size: search.best}
         try:
             while size < self._largest:
                 doubled = min(2 * size, self._largest)
-                trial = experiment.attempt(self._values(doubled))
+                trial = search.attempt(self._values(doubled))
                 if trial is None:
                     self._bisect(tried, doubled)
                     break
                 tried[doubled] = trial
-                if trial.clips_per_s < experiment.least_gain * tried[size].clips_per_s:
+                if trial.clips_per_s < search.min_gain * tried[size].clips_per_s:
                     break
                 size = doubled
         except OutOfTime:
@@ -394,52 +349,52 @@ class _BatchSearch:
         return self._keep_fastest(start, tried)
 
     def _keep_fastest(self, start: int, tried: Mapping[int, Trial]) -> bool:
-        """The batch that trained most clips a second, if that is worth a change."""
-        experiment = self._experiment
+        """Keep the batch that trained most clips per second, if it gains enough."""
+        search = self._search
         size = max(tried, key=lambda size: tried[size].clips_per_s)
-        if tried[size].clips_per_s < experiment.least_gain * tried[start].clips_per_s:
+        if tried[size].clips_per_s < search.min_gain * tried[start].clips_per_s:
             if len(tried) > 1:
-                experiment.note(f"The batch stays {start}: no other that was tried is faster")
+                search.note(f"The batch stays {start}: no other that was tried is faster")
             return False
         now = size * self._values(size)[ACCUMULATE]
         effect = f"stays {now}" if now == self._effective else f"becomes {now}, it was {self._effective}"
         taken = ", ".join(f"{used / 1024:.1f} GB of {role}" for role, used in tried[size].memory_mb.items())
         why = f"more clips at once use the machine better; the effective batch {effect}"
-        experiment.keep(self._values(size), tried[size], why + (f"; takes {taken}" if taken else ""))
+        search.keep(self._values(size), tried[size], why + (f"; takes {taken}" if taken else ""))
         return True
 
     def _bisect(self, fitting: dict[int, Trial], too_large: int) -> None:
-        """Find the largest batch under one that does not fit, to an eighth; each that fits joins the others."""
+        """Find the largest batch below one that does not fit, to an eighth; adds each that fits to `fitting`."""
         try:
             while too_large - (fits := max(fitting)) > max(1, fits // 8):
                 middle = (fits + too_large) // 2
                 middle -= middle % 8 if middle - middle % 8 > fits else 0
-                trial = self._experiment.attempt(self._values(middle))
+                trial = self._search.attempt(self._values(middle))
                 if trial is None:
                     too_large = middle
                 else:
                     fitting[middle] = trial
         finally:
-            self._experiment.found.largest_batch = max(fitting)
+            self._search.found.largest_batch = max(fitting)
 
     def _values(self, size: int) -> dict[str, Any]:
         return {BATCH: size, ACCUMULATE: max(1, round(self._effective / size))}
 
 
-def _advise(experiment: Experiment, single: Trial | None) -> None:
-    """What follows from the measured times, but is no setting or cannot be measured by one process.
+def _advise(search: Search, single: Trial | None) -> None:
+    """Add what follows from the measured times but is no setting, or needs several processes.
 
-    `single`: what one GPU alone does, if that was measured.
+    `single` is the trial on one GPU, if there was one.
     """
-    num_gpus, best, advice = len(experiment.machine.gpus), experiment.best, experiment.found.advice
-    encode, train = best.stage_ms.get("encode", 0.0), best.stage_ms.get("train", 0.0)
+    num_gpus, best, advice = len(search.machine.gpus), search.best, search.found.advice
+    encode, train = best.phase_ms.get("encode", 0.0), best.phase_ms.get("train", 0.0)
     if num_gpus > 1 and single is not None:
         gain = DDP_EFFICIENCY * num_gpus * single.clips_per_s / best.clips_per_s
         what = f"Training on all {num_gpus} GPUs would be about {gain:.1f}× as fast as what was found."
         why = f"One GPU alone trains {single.clips_per_s:.1f} clips/s, and each can have batches of its own."
-        drop = " and without --data-gpu and --model-gpu" if experiment.value(DATA_GPU) is not None else ""
+        drop = " and without --data-gpu and --model-gpu" if search.value(DATA_GPU) is not None else ""
         fix = f"Start with torchrun --nproc-per-node {num_gpus} train_main.py{drop}."
-        if gain >= experiment.least_gain:
+        if gain >= search.min_gain:
             advice.append(Finding("tune-several-gpus", "info", what, why, fix, gain=gain))
     elif num_gpus == 1 and train:
         gain = (train + encode) / max(train, encode)
@@ -447,10 +402,10 @@ def _advise(experiment: Experiment, single: Trial | None) -> None:
         what = f"A second GPU would bring at most {gain:.2f}× as data GPU, {both}."
         why = f"The data role takes {encode:.1f} ms for a batch, training on it {train:.1f} ms."
         advice.append(Finding("tune-second-gpu", "info", what, why))
-    if best.headspace >= experiment.least_gain:
-        feed_ms = {name: best.stage_ms.get(name, 0.0) for name in ("gather", "upload", "encode", "handoff")}
+    if best.headroom >= search.min_gain:
+        feed_ms = {name: best.phase_ms.get(name, 0.0) for name in DATA_PHASES}
         slowest = max(feed_ms, key=lambda name: feed_ms[name])
-        what = f"A perfect feed would still be {best.headspace:.2f}× as fast."
-        why = f"Of the feed's stages {slowest} takes longest: {feed_ms[slowest]:.1f} ms for a batch."
-        fix = "See myxtts profile: it says which stage bounds, and why."
-        advice.append(Finding("tune-feed-bound", "warn", what, why, fix, gain=best.headspace))
+        what = f"A perfect feed would still be {best.headroom:.2f}× as fast."
+        why = f"Of the feed's phases {slowest} takes longest: {feed_ms[slowest]:.1f} ms for a batch."
+        fix = "See myxtts profile: it names the phase that bounds, and why."
+        advice.append(Finding("tune-feed-bound", "warn", what, why, fix, gain=best.headroom))

@@ -1,0 +1,544 @@
+"""The diagnosis of a profile: findings, a grade and a sentence. And the live warnings of a training."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from myxtts.observe.breakdown import (
+    DATA_PHASES,
+    GPU_PHASES,
+    MIN_LOSS,
+    PAUSES,
+    UNKNOWN_PHASE,
+    ProfileData,
+    ProfileStats,
+    busy_share,
+)
+from myxtts.observe.findings import (
+    FASTER_DISK,
+    LARGER_BATCH,
+    MIN_SHARE,
+    MORE_WORKERS,
+    PEER_ACCESS,
+    SECOND_GPU,
+    SWITCHES,
+    Finding,
+    Fix,
+    Level,
+    Wait,
+    second_gpu,
+    sentence,
+    switch,
+    wait_rule,
+)
+from myxtts.observe.metrics import StepReport
+from myxtts.observe.trace import Timing
+
+MIN_BATCHES, FASTER = 16, 1.1
+"""Batches that show the pace of a phase, and how much faster the model must be to empty the buffers."""
+MAX_CV, MIN_KERNEL_SHARE, MIN_MFU, MIN_HEADROOM = 0.2, 0.85, 0.25, 1.02
+MAX_PAUSE, PAUSE_AIM = 0.02, 0.01
+"""Share of the time that a pause may take, and that the proposed setting leaves it."""
+SHAPES = "data.pad_to_fixed_length"
+STEP_SWITCHES = ("training.enable_eager_debug", "training.enable_graph_mode", SHAPES)
+"""Switches that let the host launch a step sooner."""
+PRECISION, GRAPH = ("data.mixed_precision",), ("training.enable_graph_mode", "training.enable_xla_compilation")
+
+Costed = Iterator[tuple[float, Finding]]
+"""Findings with the share of the time that they cost."""
+
+
+class _Grade(NamedTuple):
+    """The least that a grade asks for."""
+
+    name: str
+    data_busy: float
+    model_busy: float
+    cv: float
+    speed: float = 0.0
+    """Speed of two GPUs as a multiple of one."""
+
+
+_GRADES = (
+    _Grade("minimum", 0.4, 0.7, 0.4),
+    _Grade("good", 0.5, 0.8, 0.3),
+    _Grade("excellent", 0.6, 0.9, 0.2, speed=2.0),
+)
+_BELOW = "below minimum"
+_JSON = (
+    "sentence", "grade", "grade_notes", "bound", "shares", "waits", "headroom", "headroom_measured", "phases",
+    "rings", "step_cv", "steady_cv", "outliers", "oscillation", "recompilations", "growth_mb", "utilisation",
+    "mfu", "findings",
+)  # fmt: skip
+
+
+def diagnose(data: ProfileData) -> Diagnosis:
+    """Return what these steps show."""
+    return Diagnosis(data)
+
+
+@dataclass(frozen=True)
+class Diagnosis(ProfileStats):
+    """The numbers of a profile and what they mean. All shares are of the time of its steps, between 0 and 1."""
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """Causes, the most expensive first; then symptoms; then information."""
+        if not self.shares:
+            fix = Fix("train at least a few steps; look for an error before the first one")
+            return [_found("no-steps", "fail", "No step was measured", "there are no spans of the model", fix)]
+        num_gpus = max(self.data.num_gpus, 1) if self.data.model_gpu is not None else 0
+        wait = Wait(
+            phase=UNKNOWN_PHASE, stats=self, settings=self.data.settings, num_gpus=num_gpus, cores=self.data.cores
+        )
+        causes = [
+            *_waits(self, wait),
+            *_drained(self, wait),
+            *_contention(self, wait),
+            *_host(self, wait),
+            *_pauses(self),
+            *_memory(self, wait),
+            *_compute(self, wait),
+            *_throttling(self),
+        ]
+        causes.sort(key=lambda costed: (costed[1].level != "warn", -costed[0]))
+        found = [cause for _, cause in causes]
+        return [*found, *_symptoms(self, found), *_information(self)]
+
+    @cached_property
+    def sentence(self) -> str:
+        """The bottleneck, what a perfect feed would gain, and the first thing to change."""
+        if not self.shares:
+            return "Nothing was measured: no step was trained."
+        headroom, share = self.headroom if self.headroom is not None else 1.0, _percent(self.shares["compute"])
+        if self.bound == "train" and self.contention is not None and headroom >= 1 + MIN_LOSS:
+            shared = "processor" if self.data.model_gpu is None else "GPU"
+            text = f"Training shares its {shared} with the feed: the model computes {share} of the time and never "
+            return f"{text}waits for batches, but alone it would be {headroom:.1f}× as fast{self._first_change}."
+        if self.bound == "train":
+            text = f"Training itself is the limit: the model computes {share} of the time"
+        elif self.bound == "host":
+            share = _percent(self.shares["host"])
+            text = f"The program is the limit: the model is idle {share} of the time, though fed"
+        elif self.bound in PAUSES:
+            text = f"Training stands still {_percent(self.shares['other'])} of the time to {self.bound}"
+        else:
+            phase = self.bound if self.bound in DATA_PHASES else "the feed"
+            starved = _percent(self.breakdown.starved)
+            text = f"Training is bound by {phase}: the model waits for batches {starved} of the time"
+        if headroom >= MIN_HEADROOM:
+            text += f", and a perfect feed would be {headroom:.{1 if headroom >= 1.1 else 2}f}× faster"
+        elif self.bound == "train":
+            text += ", and a perfect feed would gain nothing"
+        return f"{text}{self._first_change}."
+
+    @property
+    def _first_change(self) -> str:
+        first = next((found for found in self.findings if found.level == "warn"), None)
+        if first is None or not first.setting or first.value is None:
+            return ""
+        return f"; set {first.setting} to {json.dumps(first.value)}"
+
+    @property
+    def grade(self) -> str:
+        """excellent, good, minimum or below minimum; empty on the CPU and if nothing was measured."""
+        return self._graded[0]
+
+    @property
+    def grade_notes(self) -> list[str]:
+        """The requirements missed for the next grade, and those that did not count."""
+        return self._graded[1]
+
+    @cached_property
+    def _graded(self) -> tuple[str, list[str]]:
+        data = self.data
+        if data.model_gpu is None or not self.shares:
+            return "", ["grades are for GPUs"] if self.shares else []
+        if data.ran_out_of_memory:
+            return _BELOW, ["the GPU ran out of memory"]
+        notes: list[str] = []
+        data_busy: float | None = None
+        if data.is_dual:
+            data_busy = busy_share(data.spans, GPU_PHASES, self.breakdown.window)
+            if data_busy <= _GRADES[-1].data_busy and self.breakdown.starved < MIN_LOSS:
+                busy = f"the stage gives the data GPU little to do ({_percent(data_busy)} busy)"
+                notes.append(f"{busy}, and the model does not wait for it: this does not count")
+                data_busy = None
+            if data.baseline is None:
+                notes.append("the speed on one GPU was not measured and does not count")
+        reached = _BELOW
+        for grade in _GRADES:
+            if missing := self._missing_for(grade, data_busy):
+                return reached, [*notes, *(f"not {grade.name}: {lack}" for lack in missing)]
+            reached = grade.name
+        return reached, notes
+
+    def _missing_for(self, grade: _Grade, data_busy: float | None) -> list[str]:
+        """Return what a grade asks for and the run does not reach; a `data_busy` of None does not count."""
+        speed, model_busy = self.data.baseline, self.shares["compute"] / max(1 - self.shares["other"], 0.01)
+        missing = [
+            f"the {role} GPU is busy {_percent(busy)} of the time, not over {_percent(least)}"
+            for role, busy, least in (
+                ("model", model_busy, grade.model_busy),
+                ("data", data_busy, grade.data_busy),
+            )
+            if busy is not None and busy <= least
+        ]
+        if self.step_cv >= grade.cv:
+            missing.append(f"step times vary by {_percent(self.step_cv)}, not under {_percent(grade.cv)}")
+        if self.data.is_dual and speed is not None and speed < grade.speed:
+            missing.append(f"the run is {speed:.1f}× as fast as on one GPU, not {grade.speed:.0f}×")
+        return missing
+
+    @property
+    def recompilations(self) -> int:
+        return self.data.recompilations
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: _plain(getattr(self, name)) for name in _JSON}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in types that JSON has."""
+    if isinstance(value, Timing):
+        return asdict(value) | {"cv": value.cv}
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _found(
+    code: str, level: Level, what: str, why: str = "", fix: Fix | None = None, gain: float | None = None
+) -> Finding:
+    """Return a finding with its texts as sentences."""
+    text, setting, value = fix or Fix()
+    gain = None if gain is None else round(gain, 2)
+    return Finding(code, level, sentence(what), sentence(why), sentence(text), setting, value, gain)
+
+
+def _waits(stats: ProfileStats, wait: Wait) -> Costed:
+    waits = dict(stats.waits)
+    if not wait.data.prefetch_to_gpu and "encode" in waits:
+        waits["upload"] = waits.get("upload", 0.0) + waits.pop("encode")  # one cause, one finding
+    for phase, share in waits.items():
+        if share >= MIN_SHARE:
+            code, why, fix, gain = _explained(stats, replace(wait, phase=phase), share)
+            who = phase if phase in stats.phases else "the feed"
+            what = f"The model waits for {who} {_percent(share)} of the time"
+            yield share, _found(code, "warn" if share >= MIN_LOSS else "info", what, why, fix, gain)
+
+
+def _explained(stats: ProfileStats, wait: Wait, share: float) -> tuple[str, str, Fix, float]:
+    """Return code, reason, fix and gain of a wait."""
+    if wait.phase not in stats.phases:
+        wait = replace(wait, phase=UNKNOWN_PHASE)
+    rule = wait_rule(wait)
+    fix = rule.fix(wait)
+    if rule.code == "upload-late":
+        gain = 1 / max(1 - share, 0.01)
+    else:
+        period_ms = wait.time.mean_ms / fix.value if rule.code == "workers-few" else 0.0
+        gain = stats.gain_without(wait.phase, period_ms)
+    return rule.code, rule.why.format(s=wait), fix, gain
+
+
+def _drained(stats: ProfileStats, wait: Wait) -> Costed:
+    """Yield phases that are slower than the model, though buffers hid it during the measurement."""
+    for phase in DATA_PHASES:
+        time = stats.phases.get(phase)
+        if time is None or time.count < MIN_BATCHES or stats.waits.get(phase, 0.0) >= MIN_SHARE:
+            continue
+        if time.period_ms > FASTER * stats.batch_ms > 0:
+            cost = 1 - stats.batch_ms / time.period_ms
+            pace = f"every {time.period_ms:.1f} ms and are used every {stats.batch_ms:.1f} ms"
+            why = f"full buffers hide it; once they are empty, the model waits {_percent(cost)} of the time"
+            _, _, fix, _ = _explained(stats, replace(wait, phase=phase), cost)
+            yield cost, _found("buffers-drain", "warn", f"Batches leave {phase} {pace}", why, fix)
+
+
+def _contention(stats: ProfileStats, wait: Wait) -> Costed:
+    """Yield the slowdown of steps that share their device with the feed, waits and pauses left out."""
+    if stats.contention is None:
+        return
+    slowdown, cost = stats.contention
+    fix = second_gpu(wait)
+    what = f"Training takes {_percent(slowdown)} longer while the feed runs than alone"
+    why = f"data and model role share the {'GPU' if wait.on_gpu else 'processor'}, and their work takes turns"
+    gain = 1 / (1 - cost) if fix is not None else None
+    yield cost, _found("roles-compete", "warn" if wait.on_gpu else "info", what, why, fix, gain)
+
+
+def _host(stats: ProfileStats, wait: Wait) -> Costed:
+    data, host = stats.data, stats.shares["host"]
+    if data.recompilations:
+        cost = stats.excess_share("recompilation")
+        host -= cost
+        fix = switch(SHAPES, wait) or Fix("TORCH_LOGS=recompiles shows what changed; please report it")
+        what = f"The step was compiled again {data.recompilations} times in {len(stats.steps)} steps"
+        gain = 1 / (1 - cost) if cost >= MIN_SHARE else None
+        yield max(cost, MIN_SHARE), _found("recompiling", "warn", what, "shapes or types changed", fix, gain)
+    gain = 1 / max(1 - host, 0.01) if host >= MIN_SHARE else None
+    names = STEP_SWITCHES if wait.on_gpu else STEP_SWITCHES[:1]
+    turned = next((found for name in names if (found := switch(name, wait))), None)
+    fix = turned or Fix("look for `.item()`, printing and other work of the host between the steps")
+    if data.syncs_per_step is not None and data.syncs_per_step >= 0.5:
+        what = f"The host waits for the device {data.syncs_per_step:.1f} times in a step"
+        why = "the next kernels are launched only after that, and the GPU is idle meanwhile"
+        yield max(host, MIN_SHARE), _found("host-sync", "warn", what, why, fix, gain)
+    elif data.kernel_share is not None and data.kernel_share < MIN_KERNEL_SHARE:
+        what = f"Kernels run for {_percent(data.kernel_share)} of a step; between them the GPU waits for launches"
+        if turned is None:
+            fix, gain = _larger_batch(stats, 1 / max(data.kernel_share, 0.01))
+        yield host, _found("launch-bound", "warn", what, "the kernels of such a batch are too small", fix, gain)
+    elif host >= MIN_SHARE:
+        what = f"The model is idle {_percent(host)} of the time although a batch is ready"
+        why = "the program launches the next step too late: logging, another process, or too few cores"
+        yield host, _found("host-late", "warn" if host >= MIN_LOSS else "info", what, why, fix, gain)
+
+
+def _larger_batch(stats: ProfileStats, most_gain: float | None = None) -> tuple[Fix, float | None]:
+    """Return a batch up to four times as large, as far as the memory allows, and its gain."""
+    used = [
+        reading.memory_used_mb / reading.memory_total_mb
+        for reading in stats.data.readings
+        if reading.gpu == stats.data.model_gpu and reading.memory_used_mb and reading.memory_total_mb
+    ]
+    factor = min(int(0.9 / max(used)) if used else 2, 4, math.ceil(most_gain or 2))
+    if factor < 2:
+        return Fix("a larger batch would help and does not fit; myxtts tune finds the largest that does"), None
+    gain = None if most_gain is None else min(float(factor), most_gain)
+    return LARGER_BATCH._replace(value=factor * stats.data.settings.data.batch_size), gain
+
+
+def _pauses(stats: ProfileStats) -> Costed:
+    training = stats.data.settings.training
+    for name, pause_ms in stats.breakdown.pauses_ms.items():
+        every = getattr(training, PAUSES[name])
+        work_ms = every * stats.batch_ms * training.gradient_accumulation_steps
+        cost = pause_ms / (work_ms + pause_ms)
+        if cost >= MAX_PAUSE:
+            kind = "checkpoint" if name == "save" else "validation"
+            what = f"A {kind} every {every} steps takes {pause_ms:.0f} ms, {_percent(cost)} of the time"
+            value = every * math.ceil(pause_ms / (PAUSE_AIM * work_ms))
+            fix, gain = Fix("do it less often", f"training.{PAUSES[name]}", value), (1 - PAUSE_AIM) / (1 - cost)
+            yield cost, _found(f"{name}-stall", "warn", what, "the model is idle meanwhile", fix, gain)
+
+
+def _memory(stats: ProfileStats, wait: Wait) -> Costed:
+    for role, grown in stats.growth_mb.items():
+        what = f"The memory of the {role} role grew by {grown:.0f} MB in {len(stats.steps)} steps"
+        fix = switch(SHAPES, wait) or Fix("save more often, so that a restart costs little; please report it")
+        yield 1.0, _found("memory-growth", "warn", what, "this ends in an out-of-memory error", fix)
+
+
+def _compute(stats: ProfileStats, wait: Wait) -> Costed:
+    """Yield what makes training itself slow; it gains nothing as long as the model waits for data."""
+    compute, settings = stats.shares["compute"], stats.data.settings
+    if not wait.on_gpu or stats.breakdown.starved >= 2 * MIN_LOSS:
+        return
+    for code, names, cost in (("precision-off", PRECISION, compute / 2), ("graph-off", GRAPH, MIN_LOSS)):
+        off = next((name for name in names if SWITCHES[name].is_off(settings)), None)
+        if off is not None:
+            rule = SWITCHES[off]
+            gain = 1 / (1 - cost) if code == "precision-off" else None
+            yield cost, _found(code, "warn", rule.what, rule.why, switch(off, wait), gain)
+    is_plain = settings.data.mixed_precision and settings.training.enable_graph_mode
+    if stats.mfu is not None and stats.mfu < MIN_MFU and compute >= 0.8 and is_plain:
+        what = f"The GPU computes {_percent(compute)} of the time and reaches {_percent(stats.mfu)} of its speed"
+        why = f"batches of {settings.data.batch_size} clips of a {settings.model.size} model are small work for it"
+        yield 0.0, _found("flops-low", "info", what, why, _larger_batch(stats)[0])
+
+
+def _throttling(stats: ProfileStats) -> Costed:
+    known = [reading.throttled_by for reading in stats.data.readings if reading.throttled_by is not None]
+    hot = [reasons for reasons in known if any("slowdown" in name or "brake" in name for name in reasons)]
+    capped = [reasons for reasons in known if "power cap" in reasons]
+    if len(hot) > 0.1 * len(known):
+        what = f"The GPU lowered its clocks in {_percent(len(hot) / len(known))} of the readings"
+        fix = Fix("check fans, air flow and power supply (nvidia-smi -q -d PERFORMANCE)")
+        why = ", ".join(sorted({name for reasons in hot for name in reasons}))
+        yield MIN_LOSS, _found("throttled", "warn", what, why, fix)
+    elif len(capped) > 0.5 * len(known):
+        what = f"The GPU ran at its power cap in {_percent(len(capped) / len(known))} of the readings"
+        yield 0.0, _found("power-capped", "info", what, "it is well used; a higher cap may help")
+
+
+def _symptoms(stats: ProfileStats, causes: list[Finding]) -> Iterator[Finding]:
+    """Yield what users see; it goes away with the first cause."""
+    cause = next((found for found in causes if found.level == "warn"), None)
+    where = "machine" if stats.data.model_gpu is None else "GPU"
+    unknown = f"No cause shows in the trace; look for other processes on this {where}."
+    why = f"See {cause.code}." if cause else unknown
+    fix = (cause.fix, cause.setting, cause.value) if cause else ("", "", None)
+    if (cycle := stats.oscillation) is not None:
+        who = "model" if stats.data.model_gpu is None else "GPU"
+        depth = f"({_percent(cycle.depth)} deep)"
+        what = f"Every {cycle.period_s:.1f} s the {who} goes from busy to idle and back {depth}."
+        yield Finding("oscillating", "warn", what, why, *fix)
+    if stats.step_cv > MAX_CV:
+        reasons = [outlier.reason for outlier in stats.outliers]
+        counted = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
+        what = f"The time of a step varies by {_percent(stats.step_cv)}"
+        what += f"; steps of more than twice the median: {counted}." if counted else ", without single long steps."
+        yield Finding("uneven-steps", "warn", what, why, *fix)
+
+
+def _information(stats: ProfileStats) -> Iterator[Finding]:
+    data, mfu, starved = stats.data, stats.mfu, stats.breakdown.starved
+    utilised = stats.utilisation.get(-1 if data.model_gpu is None else data.model_gpu)
+    if utilised is not None and mfu is not None and utilised - mfu > 0.3:
+        what = f"The driver reports {_percent(utilised)} utilisation; the GPU reaches {_percent(mfu)} of its speed"
+        why = "the driver counts the time in which any kernel runs, however small; FLOP/s count the work"
+        yield _found("utilisation-misleads", "info", what, why)
+    encode = stats.phases.get("encode")
+    busy = encode.busy_share if encode is not None else 0.0
+    if data.is_dual and starved < MIN_LOSS and busy < 0.4:
+        why = "the stage gives it little to do; two processes that both train (torchrun) may use both GPUs better"
+        what = f"The data GPU is busy {_percent(busy)} of the time, and that is enough"
+        yield _found("data-gpu-idle", "info", what, why, Fix("myxtts tune measures both"))
+    if data.no_readings and not data.readings:
+        yield _found("no-readings", "info", "There are no readings of GPUs", data.no_readings)
+    if starved < MIN_SHARE:
+        yield _found("feed-keeps-up", "pass", f"The model waits {_percent(starved)} of the time for data")
+
+
+WARMUP_REPORTS = 3
+"""First reports that decide nothing: kernels are compiled, buffers fill, memory is taken."""
+WINDOW_REPORTS, FEWEST_REPORTS = 12, 4
+"""Reports that a warning looks at, and the fewest that show what happens most of the time."""
+MAX_LIVE_CV, MAX_IDLE, MAX_GROWTH = 0.3, 0.05, 0.05
+CLEAR_REPORTS, CPU_CLEAR_REPORTS = 5, 100
+"""Reports without its reason that end a warning; on a CPU other programs come and go."""
+
+_RINGS = ("host", "device", "handoff", "model")
+"""In the order in which a batch passes them: the slow phase is the one that fills the first empty ring."""
+
+
+def _listed(cause: str, *fixes: Fix | str) -> str:
+    """Return a cause and what to do, with the settings."""
+    named = [Fix(SWITCHES[fix].fix, fix) if isinstance(fix, str) else fix for fix in fixes]
+    return f"{cause}: {', or '.join(f'{fix.text} ({fix.setting})' for fix in named)}"
+
+
+_KEPT = " (codes are cached, so the first epoch is the slowest)"
+_GATHER_SLOW = _listed("gathering batches is too slow", MORE_WORKERS, "data.native_loading", FASTER_DISK)
+_CAUSES = {
+    "host": _GATHER_SLOW,
+    "device": _listed("batches are uploaded too late", "data.prefetch_to_gpu", "data.enhanced_gpu_prefetch"),
+    "encode": _listed("encoding takes longer than training", "data.optimize_cpu_gpu_overlap", SECOND_GPU) + _KEPT,
+    "handoff": _listed("batches cross too slowly from the data GPU to the model GPU", PEER_ACCESS),
+    "": "the buffers hold batches, so it is not the data: the step may run with varying shapes (keep "
+    "--enable-static-shapes on), or other processes use the same device (nvidia-smi or top lists them)",
+}
+_CPU_CAUSES = {
+    "host": _GATHER_SLOW,
+    "later": f"preparing batches uses the same cores as training on them{_KEPT}",
+    "": "other programs probably use the same cores (top lists them); on a CPU this is common and harmless",
+}
+"""On a CPU nothing is uploaded, and the cores are all there is."""
+
+
+class Warning(NamedTuple):
+    """Something to change: what was found, its likely cause, and what to do."""
+
+    code: str
+    """variation, starving, or memory-ROLE."""
+    text: str
+
+
+def warnings_of(history: Sequence[StepReport]) -> list[Warning]:
+    """Return the warnings that hold at the end of these reports of one stage, oldest first."""
+    reports = history[WARMUP_REPORTS:][-WINDOW_REPORTS:]
+    if len(reports) < FEWEST_REPORTS:
+        return []
+    found = []
+    empty, causes = _empty_ring(reports), _CPU_CAUSES if _is_on_cpu(reports[-1]) else _CAUSES
+    cause = causes[_cause(empty, reports[-1])]
+    if (cv := reports[-1].step_cv) > MAX_LIVE_CV:
+        limit = f"more than {100 * MAX_LIVE_CV:.0f} %"
+        found.append(Warning("variation", f"The time of a step varies by {100 * cv:.0f} % ({limit}): {cause}."))
+    idle = sum(report.idle_share for report in reports) / len(reports)
+    if idle > MAX_IDLE and empty and _is_mostly_empty(reports, "model"):
+        found.append(Warning("starving", f"The model waits for batches {100 * idle:.0f} % of the time: {cause}."))
+    roles = [role for role in reports[0].memory_mb if all(role in report.memory_mb for report in reports)]
+    return found + [_growth_warning(role, reports) for role in roles if _grows(role, reports)]
+
+
+class LiveWarnings:
+    """Gives each warning once, until its reason has been gone for a while."""
+
+    def __init__(self) -> None:
+        self._history: deque[StepReport] = deque(maxlen=WARMUP_REPORTS + WINDOW_REPORTS)
+        self._given: dict[str, int] = {}
+        """By code, the reports since the reason last held."""
+
+    def add(self, report: StepReport) -> list[Warning]:
+        """Return the new warnings after this report; another stage starts afresh."""
+        clear_reports = CPU_CLEAR_REPORTS if _is_on_cpu(report) else CLEAR_REPORTS
+        if self._history and self._history[-1].stage != report.stage:
+            self._history.clear()
+            if not _is_on_cpu(report):  # there the cause is another program, whatever is trained
+                self._given.clear()
+        self._history.append(report)
+        holding = warnings_of(list(self._history))
+        fresh = [warning for warning in holding if warning.code not in self._given]
+        quiet = {code: reports + 1 for code, reports in self._given.items() if reports + 1 < clear_reports}
+        self._given = quiet | {warning.code: 0 for warning in holding}
+        return fresh
+
+
+def _cause(empty: str, report: StepReport) -> str:
+    """Return the key of the cause that keeps a ring empty; "" if none is."""
+    if _is_on_cpu(report):
+        return empty if empty in ("", "host") else "later"
+    if empty == "handoff" or (empty == "model" and "handoff" not in report.rings):
+        return "encode"
+    return "handoff" if empty == "model" else empty
+
+
+def _is_on_cpu(report: StepReport) -> bool:
+    """True if there is no GPU memory to report."""
+    return not report.memory_mb
+
+
+def _empty_ring(reports: Sequence[StepReport]) -> str:
+    """Return the first ring that is empty most of the time; "" if none is or the trainer never waited."""
+    if all(report.rings.get("model", (0, 0))[0] > 0 for report in reports):
+        return ""
+    rings = [name for name in _RINGS if name in reports[-1].rings]
+    return next((name for name in rings if _is_mostly_empty(reports, name)), "")
+
+
+def _is_mostly_empty(reports: Sequence[StepReport], ring: str) -> bool:
+    return sum(report.rings.get(ring, (0, 0))[0] == 0 for report in reports) > len(reports) / 2
+
+
+def _grows(role: str, reports: Sequence[StepReport]) -> bool:
+    """True if memory never falls and rises in most reports: one jump is a validation, not a leak."""
+    used_mb = [report.memory_mb[role] for report in reports]
+    rises = [later - earlier for earlier, later in pairwise(used_mb)]
+    steadily = min(rises) >= 0 and sum(rise > 0 for rise in rises) > len(rises) / 2
+    return steadily and len(reports) == WINDOW_REPORTS and used_mb[-1] > (1 + MAX_GROWTH) * used_mb[0]
+
+
+def _growth_warning(role: str, reports: Sequence[StepReport]) -> Warning:
+    first, last = reports[0], reports[-1]
+    text = (
+        f"The memory of the {role} role grew from {first.memory_mb[role]:.0f} to {last.memory_mb[role]:.0f} MB "
+        f"between steps {first.step} and {last.step}: this looks like a leak that ends in an out-of-memory error. "
+        "Keep --enable-static-shapes on; if it is on, lower --save-step, so that a restart costs little."
+    )
+    return Warning(f"memory-{role}", text)
