@@ -110,7 +110,7 @@ def test_what_fails_in_a_stage_is_raised_to_the_reader(
     assert "burn" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     threads = {"upload", "encode", "handoff"} if ahead else set()
     if name in threads | {"keep"}:
-        assert caught.value.__notes__ == [f"(in the {name} stage of the pipeline)"]
+        assert caught.value.__notes__ == [f"(in the {name} worker of the pipeline)"]
     cache.close()
 
 

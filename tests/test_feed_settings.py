@@ -55,20 +55,20 @@ def test_without_prefetch_batches_are_uploaded_when_they_are_asked_for(corpus: C
     cache.close()
 
 
-class SeenLane(Stream):
+class SeenStream(Stream):
     """Knows which threads have worked in it."""
 
-    def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
-        super().__init__(device, urgent=urgent)
+    def __init__(self, device: torch.device, *, high_priority: bool = False) -> None:
+        super().__init__(device, high_priority=high_priority)
         self.users: set[str] = set()
-        LANES.append(self)
+        STREAMS.append(self)
 
     def use(self) -> AbstractContextManager[object]:
         self.users.add(threading.current_thread().name)
         return super().use()
 
 
-LANES: list[SeenLane] = []
+STREAMS: list[SeenStream] = []
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ LANES: list[SeenLane] = []
         (True, True, "dual", [{"reader"}, {"encode"}, {"upload"}, {"handoff"}]),
     ],
 )
-def test_who_works_in_which_lane(
+def test_which_thread_works_in_which_stream(
     corpus: Corpus,
     monkeypatch: pytest.MonkeyPatch,
     overlap: bool,
@@ -89,14 +89,14 @@ def test_who_works_in_which_lane(
     mode: str,
     expected: list[set[str]],
 ) -> None:
-    LANES.clear()
-    monkeypatch.setattr("myxtts.pipeline.feed.Stream", SeenLane)
+    STREAMS.clear()
+    monkeypatch.setattr("myxtts.pipeline.feed.Stream", SeenStream)
     monkeypatch.setattr(threading.current_thread(), "name", "reader")
     data = replace(SHORT, optimize_cpu_gpu_overlap=overlap, enhanced_gpu_prefetch=copy_stream)
     with corpus.feed(PLANS[mode], only_stamps, data=data) as feed:
         read(feed, 4)
-        assert feed.model_stream is LANES[0]
-    assert [stream.users for stream in LANES if stream.users] == expected
+        assert feed.model_stream is STREAMS[0]
+    assert [stream.users for stream in STREAMS if stream.users] == expected
 
 
 def test_a_pipeline_on_the_cpu_asks_for_no_pinned_memory(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
