@@ -231,7 +231,7 @@ def _load_data(options: argparse.Namespace) -> DataSettings:
 
 def _require_vocabulary(flag: str, path: Path | None) -> None:
     if path is not None and not path.exists():
-        raise DatasetError(f"{flag} {path}: there is no such file; give a vocab.json, or the folder of one")
+        raise DatasetError(f"{flag} {path}: there is no such file; give a vocab.json or its folder")
 
 
 # Training
