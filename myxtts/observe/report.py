@@ -315,12 +315,12 @@ def _time_unit(longest_s: float) -> tuple[float, str]:
 def _rings(stage: StageHistory) -> dict[str, Any]:
     """Return how full the rings of a stage were, and how often empty."""
     slots = {ring: depth for step in stage.steps for ring, (_, depth) in step.rings.items()}
-    rows, curves = [], []
+    steps, rows, curves = stage.column("step"), [], []
     for ring in stage.ring_names:
         fill = stage.readiness(ring)
         if np.isfinite(fill).any():
             rows.append((ring, slots[ring], _mean(fill), _mean((fill == 0)[np.isfinite(fill)])))
-            curves.append(Curve(ring, stage.column("step"), 100 * fill, "mean"))
+            curves.append(Curve(ring, steps, 100 * fill, "mean"))
     chart = line_chart("Ready", "% of the slots", curves, "step", 0, 100)
     return {"stage": stage.name, "rows": rows, "chart": chart}
 
