@@ -39,8 +39,8 @@ _ABOUT_THE_DEMO = (
 )
 _ABOUT_FEW_STEPS = (
     "What to expect: after {} of gpt from scratch, a model only babbles or hums. A voice takes many thousand "
-    "steps and hours of recordings; the same command with a larger --max-steps or --epochs continues from here. With "
-    "--init-from XTTS-v2 --model-size normal, minutes of both are enough."
+    "steps and hours of recordings; the same command with a larger --max-steps or --epochs continues from here. "
+    "With --init-from XTTS-v2 --model-size normal, minutes of both are enough."
 )
 
 _log = logging.getLogger(__name__)
