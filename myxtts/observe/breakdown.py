@@ -124,6 +124,10 @@ class RingState:
     mean_ready: float
     empty_share: float
 
+    @property
+    def is_full(self) -> bool:
+        return self.depth is not None and self.mean_ready > 0.9 * self.depth
+
 
 @dataclass(frozen=True)
 class Oscillation:

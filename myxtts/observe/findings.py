@@ -127,7 +127,6 @@ class Situation:
 
     @property
     def most_workers(self) -> int:
-        """Workers that gathering can use."""
         return most_gatherers(self.data, self.cores)
 
     @property
@@ -161,7 +160,6 @@ class Situation:
 
     @property
     def first_early_stop(self) -> int:
-        """The first step at which `early_stop` can act."""
         return (self.training.early_stop + 1) * self.training.val_step
 
 
@@ -436,10 +434,6 @@ class Wait(Situation):
         return self.time.period_ms < 0.95 * self.train_ms
 
     @property
-    def is_uneven(self) -> bool:
-        return 0 < self.time.long_share < 0.4 and self.time.long_time_share > 0.5
-
-    @property
     def one_in(self) -> float:
         return 1 / self.time.long_share
 
@@ -447,11 +441,6 @@ class Wait(Situation):
     def is_late(self) -> bool:
         """True if the phase is idle while the model waits for it."""
         return self.profile.active_share(self.phase) < MIN_ACTIVE
-
-    @property
-    def keep_ring_is_full(self) -> bool:
-        keep = self.profile.rings.get("keep")
-        return keep is not None and keep.depth is not None and keep.mean_ready > 0.9 * keep.depth
 
     @property
     def host_depth(self) -> int:
@@ -545,7 +534,7 @@ WAIT_RULES = (
         "one batch in {s.one_in:.0f} takes up to {s.time.longest_ms:.0f} ms, most take {s.time.median_ms:.1f} ms",
         ("data.native_loading", lambda s: _deeper_ring(s) if s.keeps_up else None,
          Fix("look for clips that are very long, damaged, or on a slow disk", "data.cache_dir")),
-        lambda s: s.is_uneven,
+        lambda s: 0 < s.time.long_share < 0.4 and s.time.long_time_share > 0.5,
     ),
     WaitRule(
         "host-ring-small", ("gather",),
@@ -555,7 +544,7 @@ WAIT_RULES = (
     WaitRule(
         "pipeline-late", ("encode",),
         "fresh codes are written to the cache too slowly, and the front end waits for that",
-        (FASTER_DISK,), lambda s: s.is_late and s.keep_ring_is_full,
+        (FASTER_DISK,), lambda s: s.is_late and "keep" in s.profile.rings and s.profile.rings["keep"].is_full,
     ),
     WaitRule(
         "pipeline-late", DATA_PHASES,

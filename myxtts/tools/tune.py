@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 from myxtts.config import OPTIMIZATION_LEVELS, most_gatherers
@@ -37,6 +36,7 @@ WORKERS, CHECKPOINTING = "data.num_workers", "model.gradient_checkpointing"
 DATA_GPU, MODEL_GPU = "data.data_gpu", "data.model_gpu"
 BUFFERS = ("data.prefetch_buffer_size", "data.pipeline_buffer_size")
 LEVEL = "training.optimization_level"
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,7 @@ class Search:
     """The best settings so far, and the speed they reach."""
 
     def __init__(
-        self,
-        loaded: LoadedSettings,
-        measure: Measure,
-        machine: Machine,
-        ends_at: float,
-        say: Callable[[str], None],
+        self, loaded: LoadedSettings, measure: Measure, machine: Machine, ends_at: float, say: Say
     ) -> None:
         self.loaded, self.machine, self.found = loaded, machine, Tuning()
         self.refusal: Refused | None = None
@@ -136,11 +131,6 @@ class Search:
         self._longest_s = max(self._longest_s, time.monotonic() - started_at)
         self._say(f"{described}: {trial.clips_per_s:.1f} clips/s")
         return trial
-
-    def begin(self) -> bool:
-        """Measure the present settings; False if they cannot be trained."""
-        self.found.before = self.found.after = self.attempt({})
-        return self.found.before is not None
 
     def keep(self, values: Mapping[str, Any], trial: Trial, why: str) -> None:
         """Continue with these values. What a level implies changes with the level and is not listed."""
@@ -196,29 +186,28 @@ def tune(
     max_batch: int | None = None,
     machine: Machine | None = None,
     measure: Measure | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> Tuning:
     """Search for so many minutes, from settings with their presets applied; `say` gets a line per trial."""
     machine = Machine.look() if machine is None else machine
+    num_steps, most = (GPU_STEPS, MAX_BATCH_GPU) if machine.gpus else (CPU_STEPS, MAX_BATCH_CPU)
     started_at = time.monotonic()
     ends_at = started_at + 60 * minutes
-    if measure is None:
-        measure = partial(_measure_until, ends_at, stage, GPU_STEPS if machine.gpus else CPU_STEPS)
-    most = max_batch or (MAX_BATCH_GPU if machine.gpus else MAX_BATCH_CPU)
-    search = Search(loaded, measure, machine, ends_at, say)
-    _run(search, _BatchSearch(search, min(most, len(prepared.train))))
+
+    def train(loaded: LoadedSettings) -> Trial:
+        return try_out_apart(loaded, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
+
+    search = Search(loaded, measure or train, machine, ends_at, say)
+    _run(search, _BatchSearch(search, min(max_batch or most, len(prepared.train))))
     search.found.minutes = (time.monotonic() - started_at) / 60
     return search.found
-
-
-def _measure_until(ends_at: float, stage: str, num_steps: int, loaded: LoadedSettings) -> Trial:
-    return try_out_apart(loaded, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
 
 
 def _run(search: Search, batch: _BatchSearch) -> None:
     single = None
     try:
-        if not search.begin():
+        search.found.before = search.found.after = search.attempt({})
+        if search.found.before is None:
             batch.shrink()
         _try_switches(search)
         _try_feed(search)
@@ -246,8 +235,7 @@ def _try_switches(search: Search) -> None:
     tried_with: dict[str, LoadedSettings] = {}
 
     def is_open(rule: Rule) -> bool:
-        is_off = rule.is_off(search.loaded.settings)
-        return is_off and tried_with.get(rule.setting) is not search.loaded
+        return rule.is_off(search.loaded.settings) and tried_with.get(rule.setting) is not search.loaded
 
     while open_rules := [rule for rule in rules if is_open(rule)]:
         for rule in open_rules:
@@ -276,8 +264,7 @@ def _try_roles(search: Search) -> Trial | None:
         return search.best
     if search.value(DATA_GPU) is None:
         alone = search.best
-        values = {DATA_GPU: gpus[0], MODEL_GPU: gpus[1]}
-        search.keep_if_faster(values, "the data role has its own GPU")
+        search.keep_if_faster({DATA_GPU: gpus[0], MODEL_GPU: gpus[1]}, "the data role has its own GPU")
         return alone
     return search.keep_if_faster({DATA_GPU: None, MODEL_GPU: None}, "one GPU does the work of both roles faster")
 
@@ -308,11 +295,11 @@ class _BatchSearch:
         asked = too_large = search.value(BATCH)
         fitting: dict[int, Trial] = {}
         while too_large > 1 and not fitting:
-            trial = search.attempt(self._values(too_large // 2))
-            if trial is None:
-                too_large //= 2
+            half = too_large // 2
+            if (trial := search.attempt(self._values(half))) is None:
+                too_large = half
             else:
-                fitting[too_large // 2] = trial
+                fitting[half] = trial
         if not fitting:
             fix = "Give --gradient-checkpointing, for fine-tuning --lora-rank 16, or a smaller --model-size."
             raise PipelineError(f"Not even one clip fits. {fix}\n{refusal}")
@@ -334,8 +321,7 @@ class _BatchSearch:
         try:
             while size < self._largest:
                 doubled = min(2 * size, self._largest)
-                trial = search.attempt(self._values(doubled))
-                if trial is None:
+                if (trial := search.attempt(self._values(doubled))) is None:
                     self._bisect(tried, doubled)
                     break
                 tried[doubled] = trial
@@ -368,8 +354,7 @@ class _BatchSearch:
             while too_large - (fits := max(fitting)) > max(1, fits // 8):
                 middle = (fits + too_large) // 2
                 middle -= middle % 8 if middle - middle % 8 > fits else 0
-                trial = self._search.attempt(self._values(middle))
-                if trial is None:
+                if (trial := self._search.attempt(self._values(middle))) is None:
                     too_large = middle
                 else:
                     fitting[middle] = trial
