@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -150,12 +151,10 @@ class Outlier:
 
 
 class Contention(NamedTuple):
-    """The cost of the feed to the training step on a device that they share."""
+    """The relative slowdown of steps by a feed on the same device, and its cost as a share of the time."""
 
     slowdown: float
-    """Relative slowdown of a step while the feed runs on the same device."""
     cost: float
-    """Share of the time."""
 
 
 @dataclass(frozen=True)
@@ -396,8 +395,8 @@ class Breakdown:
     @cached_property
     def _work(self) -> list[Span]:
         """The spans of the model stream in order; one alone shows nothing."""
-        work = sorted((span for span in self.data.spans if span.name in MODEL_PHASES), key=_start_us)
-        return work if len(work) >= 2 else []
+        work = [span for span in self.data.spans if span.name in MODEL_PHASES]
+        return sorted(work, key=attrgetter("start_us")) if len(work) >= 2 else []
 
     @property
     def _total_us(self) -> int:
@@ -443,10 +442,6 @@ class Breakdown:
             if name.endswith(suffix) and start <= at_us <= end:
                 found[name.removesuffix(suffix)].append(value)
         return found
-
-
-def _start_us(span: Span) -> int:
-    return span.start_us
 
 
 def end_us(span: Span) -> int:
@@ -600,7 +595,7 @@ def _waits_by_span(work: Sequence[Span], waits: Sequence[Span]) -> dict[Span, Sp
     A trace that is still being written ends with waits ahead of the device; one that overflowed lost its first.
     """
     trained = [span for span in work if span.name == "train"]
-    waits = sorted(waits, key=lambda wait: wait.start_us)
+    waits = sorted(waits, key=attrgetter("start_us"))
     if len(waits) > len(trained):
         return dict(zip(trained, waits, strict=False))
     return dict(zip(reversed(trained), reversed(waits), strict=False))

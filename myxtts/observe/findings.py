@@ -407,7 +407,7 @@ SHALLOW = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Wait(Situation):
-    """A situation in which the model waits for a phase; without a profile only the settings count."""
+    """A situation in which the model waits for a phase; with an empty profile only the settings count."""
 
     phase: str
     profile: Breakdown = field(default_factory=lambda: Breakdown(ProfileData()))

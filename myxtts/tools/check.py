@@ -25,9 +25,7 @@ from myxtts.config import (
     PRESETS,
     SAMPLE_RATE,
     DataSettings,
-    ModelSettings,
     Settings,
-    TrainingSettings,
     stages_of,
 )
 from myxtts.data.batches import MAX_CROP_FRAMES, host_layout
@@ -82,33 +80,14 @@ class Host:
         return cls(usable_cores(), available_bytes(), nvidia_driver(), _free_bytes)
 
 
-@dataclass(frozen=True)
 class CheckContext:
-    """Settings on a machine."""
+    """Settings on a machine, and what follows from them."""
 
-    loaded: LoadedSettings
-    machine: Machine
-    host: Host
-
-    @property
-    def model(self) -> ModelSettings:
-        return self.loaded.settings.model
-
-    @property
-    def data(self) -> DataSettings:
-        return self.loaded.settings.data
-
-    @property
-    def training(self) -> TrainingSettings:
-        return self.loaded.settings.training
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        return stages_of(self.loaded.settings)
-
-    @property
-    def on_gpu(self) -> bool:
-        return bool(self.machine.gpus)
+    def __init__(self, loaded: LoadedSettings, machine: Machine, host: Host) -> None:
+        self.loaded, self.machine, self.host = loaded, machine, host
+        settings = loaded.settings
+        self.model, self.data, self.training = settings.model, settings.data, settings.training
+        self.stages, self.on_gpu = stages_of(settings), bool(machine.gpus)
 
     @cached_property
     def plan(self) -> Plan | ConfigError:
@@ -121,10 +100,9 @@ class CheckContext:
     @property
     def model_gpu(self) -> Gpu | None:
         """The GPU that would train; without a plan the one asked for, else the first; None on the CPU."""
-        by_index: dict[int | None, Gpu] = {gpu.index: gpu for gpu in self.machine.gpus}
-        if isinstance(self.plan, Plan):
-            return by_index.get(self.plan.model.index)
-        return by_index.get(self.data.model_gpu) or next(iter(self.machine.gpus), None)
+        index = self.plan.model.index if isinstance(self.plan, Plan) else self.data.model_gpu
+        found = [gpu for gpu in self.machine.gpus if gpu.index == index]
+        return next(iter([*found, *self.machine.gpus]), None)
 
     @property
     def model_memory_mb(self) -> int:
@@ -136,7 +114,7 @@ class CheckContext:
     @cached_property
     def situation(self) -> Situation:
         """The facts for the rules; of an unprepared corpus only the number of clips is known."""
-        gpu, num_clips, num_val_clips, hours = self.model_gpu, 1, None, None
+        num_clips, num_val_clips, hours = 1, None, None
         if self.prepared is not None:
             num_clips, num_val_clips = len(self.prepared.train), len(self.prepared.val)
             hours = float(self.prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600
@@ -148,7 +126,7 @@ class CheckContext:
             settings=self.loaded.settings,
             num_gpus=len(self.machine.gpus),
             cores=self.host.cores,
-            gpu_memory_mb=gpu.memory_mb if gpu is not None else 0,
+            gpu_memory_mb=self.model_gpu.memory_mb if self.model_gpu is not None else 0,
             num_clips=num_clips,
             num_val_clips=num_val_clips,
             speech_hours=hours,
@@ -267,7 +245,6 @@ def by_rule(code: str, ctx: CheckContext, otherwise: str) -> Finding:
 
 
 def gpus(ctx: CheckContext) -> Finding:
-    """Check that PyTorch can use a GPU."""
     if ctx.machine.gpus:
         found = "; ".join(map(str, ctx.machine.gpus))
         return Finding("gpus", "pass", f"{len(ctx.machine.gpus)} GPU(s) found: {found}")
@@ -283,7 +260,6 @@ def gpus(ctx: CheckContext) -> Finding:
 
 
 def devices(ctx: CheckContext) -> Finding:
-    """Check that the devices asked for exist and suit their roles."""
     try:
         plan = make_plan(replace(ctx.data, enable_memory_isolation=False), ctx.machine)
     except ConfigError as error:
@@ -302,7 +278,6 @@ def devices(ctx: CheckContext) -> Finding:
 
 
 def caps(ctx: CheckContext) -> Finding:
-    """Check that memory caps are possible and have an effect."""
     keys = ("data.data_gpu_memory", "data.model_gpu_memory")
     chosen = [key for key in keys if ctx.loaded.origin[key] in ("file", "flag")]
     if not ctx.data.enable_memory_isolation:
@@ -382,7 +357,6 @@ def buffers(ctx: CheckContext) -> Finding:
 
 
 def card_preset(ctx: CheckContext) -> Finding:
-    """Check that the preset suits the GPU."""
     card = ctx.situation.card
     if card is None:
         return Finding("preset", "info", "No GPU: there is no preset for this machine")
@@ -397,7 +371,6 @@ def card_preset(ctx: CheckContext) -> Finding:
 
 
 def weights(ctx: CheckContext) -> Finding:
-    """Check that the weights and the vocabulary to start from exist."""
     for key in ("training.init_from", "data.tokenizer"):
         path: Path | None = attrgetter(key)(ctx.loaded.settings)
         if path is not None and not path.exists():
@@ -408,7 +381,6 @@ def weights(ctx: CheckContext) -> Finding:
 
 
 def run(ctx: CheckContext) -> Finding:
-    """Check that training would continue the run in its folder, or start a new one."""
     folder = ctx.training.checkpoint_dir
     if ctx.continued is None:
         over = f"Starts over in {folder}; the run there is put aside"
@@ -424,13 +396,12 @@ def run(ctx: CheckContext) -> Finding:
         then, now = (path and path.resolve() for path in (own, ctx.data.train_data))
         if ctx.prepared is None and then != now:
             what = f"The run in {folder} was made with another corpus: {own or 'the embedded one'}"
-            why = "training continues it only if clips and vocabulary are the same"
-            return Finding("run", "warn", what, why, KEEP_APART)
+            only_if = "training continues it only if clips and vocabulary are the same"
+            return Finding("run", "warn", what, only_if, KEEP_APART)
     return Finding("run", "pass", f"Continues the run in {folder}")
 
 
 def corpus(ctx: CheckContext) -> Finding:
-    """Check that there is a corpus, and that most of it is usable."""
     if isinstance(ctx.corpora, DatasetError):
         fix = "correct --train-data and --val-data; docs/recordings.md shows the forms of a corpus"
         return Finding("corpus", "fail", "The corpus cannot be read", str(ctx.corpora), fix)
@@ -453,7 +424,6 @@ def corpus(ctx: CheckContext) -> Finding:
 
 
 def prepared(ctx: CheckContext) -> Finding:
-    """Check that the cache has the corpus as these settings need it."""
     if ctx.prepared is not None:
         return Finding("prepared", "pass", f"The corpus is prepared in {ctx.cache_folder}")
     if isinstance(ctx.corpora, DatasetError):
@@ -469,7 +439,6 @@ def prepared(ctx: CheckContext) -> Finding:
 
 
 def disk_cache(ctx: CheckContext) -> Finding:
-    """Check that the disk has room for the prepared corpus."""
     if ctx.prepared is not None or not ctx.data.native_loading:
         return Finding("disk-cache", "pass", "No more room is needed for the cache")
     return _room(ctx, "disk-cache", "the prepared corpus", ctx.packed_bytes, ctx.cache_folder, MORE_SPACE)
@@ -477,12 +446,11 @@ def disk_cache(ctx: CheckContext) -> Finding:
 
 def disk_checkpoints(ctx: CheckContext) -> Finding:
     """Check that the disk has room for all checkpoints: those kept, the best, and one being written."""
-    kept = ctx.training.keep_checkpoints + 2
+    kept, folder = ctx.training.keep_checkpoints + 2, ctx.training.checkpoint_dir
     per_weight = BYTES_PER_SAVED_WEIGHT + (4 if ctx.training.ema_decay else 0)
     needed = kept * per_weight * sum(ctx.num_trained(stage) for stage in ctx.stages)
     fix = "free some space, name another disk with --checkpoint-dir, or give --keep 1"
-    what, folder = f"{kept} checkpoints of each stage", ctx.training.checkpoint_dir
-    return _room(ctx, "disk-checkpoints", what, needed, folder, fix)
+    return _room(ctx, "disk-checkpoints", f"{kept} checkpoints of each stage", needed, folder, fix)
 
 
 def _room(ctx: CheckContext, code: str, what: str, needed: int, folder: Path, fix: str) -> Finding:

@@ -134,9 +134,8 @@ class Search:
             single = self._try_roles()
         except OutOfTime:
             if self.found.after is None:
-                raise PipelineError(
-                    "The time was over before anything was measured; give more --minutes"
-                ) from None
+                too_short = "The time was over before anything was measured; give more --minutes"
+                raise PipelineError(too_short) from None
             self.found.notes.append("The time was over before everything was tried: give more --minutes")
         if single is None and self.value(DATA_GPU) is None:
             single = self.best
@@ -239,9 +238,8 @@ class Search:
         if self.value(DATA_GPU) is None:
             self._keep_if_faster({DATA_GPU: gpus[0], MODEL_GPU: gpus[1]}, "the data role has its own GPU")
             return alone
-        return self._keep_if_faster(
-            {DATA_GPU: None, MODEL_GPU: None}, "one GPU does the work of both roles faster"
-        )
+        values = {DATA_GPU: None, MODEL_GPU: None}
+        return self._keep_if_faster(values, "one GPU does the work of both roles faster")
 
     def _with_batch(self, size: int) -> dict[str, Any]:
         """Return this batch size and the accumulation that keeps the effective batch about the same."""
