@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -33,17 +32,11 @@ from myxtts.observe.trace import Trace, now_us
 from myxtts.pipeline import feed as feed_module
 from myxtts.pipeline.feed import Depths, choose_depths
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 MB = 2**20
 GPU = torch.device("cuda", 0)
 """Only its name is used: how much memory it has is given as its cap."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
@@ -130,19 +123,19 @@ def test_a_pipeline_on_the_cpu_asks_for_no_pinned_memory(corpus: Corpus, monkeyp
     assert asked == [False] * DEPTHS.host
 
 
-def test_spans_of_every_stage_carry_their_batches_and_rings_are_counted(corpus: Corpus, tmp_path: Path) -> None:
+def test_spans_of_every_phase_carry_their_batches_and_rings_are_counted(corpus: Corpus, tmp_path: Path) -> None:
     trace, cache = Trace(), corpus.cache(tmp_path)
     with corpus.feed(PLANS["dual"], codes=cache, num_batches=6, trace=trace) as feed:
         read(feed)
     batches: dict[str, list[int]] = defaultdict(list)
     for span in trace.spans():
         batches[span.name].append(span.batch)
-    for stage in ("gather", "upload", "encode", "handoff"):
-        assert sorted(batches[stage]) == list(range(6)), stage
+    for phase in ("gather", "upload", "encode", "handoff"):
+        assert sorted(batches[phase]) == list(range(6)), phase
     assert batches["wait"] == list(range(7))  # the last one found the end
     by_batch = {(span.name, span.batch): span for span in trace.spans()}
     for number in range(6):
-        order = [by_batch[stage, number].start_us for stage in ("gather", "upload", "encode", "handoff")]
+        order = [by_batch[phase, number].start_us for phase in ("gather", "upload", "encode", "handoff")]
         assert order == sorted(order)
     tracks = {span.track for span in trace.spans() if span.name == "gather"}
     assert tracks <= {"gather-0", "gather-1"}
