@@ -20,7 +20,7 @@ from myxtts.observe.breakdown import DATA_PHASES
 from myxtts.observe.findings import SWITCHES, Finding, Rule
 from myxtts.run_dir import RunDir
 from myxtts.settings import LoadedSettings, format_setting, specs, value_of, with_values
-from myxtts.tools.dry_run import Measure, Refused, Trial, try_out_apart
+from myxtts.tools.dry_run import Refused, Trial, try_out_apart
 
 MIN_GAIN_GPU, MIN_GAIN_CPU = 1.03, 1.1
 """Speedup below which a change may be chance; training on a CPU shares its cores."""
@@ -37,6 +37,7 @@ DATA_GPU, MODEL_GPU = "data.data_gpu", "data.model_gpu"
 BUFFERS = ("data.prefetch_buffer_size", "data.pipeline_buffer_size")
 LEVEL = "training.optimization_level"
 Say = Callable[[str], None]
+Measure = Callable[[LoadedSettings], Trial]
 
 
 @dataclass(frozen=True)
@@ -220,14 +221,14 @@ class Search:
 
     def _try_feed(self) -> None:
         """Try workers and buffers, if batches come too late."""
-        if self.best.headspace < self.min_gain:
+        if self.best.headroom < self.min_gain:
             return
         most, workers = most_gatherers(self.loaded.settings.data, usable_cores()), self.value(WORKERS)
         for count in sorted({min(2 * workers, most), most}):
             if count > self.value(WORKERS):
                 self._keep_if_faster({WORKERS: count}, "more threads gather batches")
         chosen = {key: specs()[key].default for key in BUFFERS if self.loaded.is_set(key)}
-        if chosen and self.best.headspace >= self.min_gain:
+        if chosen and self.best.headroom >= self.min_gain:
             self._keep_if_faster(chosen, "automatic buffers follow the workers and the free memory")
 
     def _try_roles(self) -> Trial | None:
@@ -341,7 +342,7 @@ def tune(
     ends_at = started_at + 60 * minutes
 
     def train(loaded: LoadedSettings) -> Trial:
-        return try_out_apart(loaded, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
+        return try_out_apart(loaded.settings, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
 
     most_clips = min(max_batch or most, len(prepared.train))
     search = Search(loaded, measure or train, machine, ends_at, most_clips, say)
@@ -353,7 +354,7 @@ def tune(
 def _advice(search: Search, single: Trial | None) -> Iterator[Finding]:
     """Yield what follows from the measured times but is no setting; `single` is the trial on one GPU, if any."""
     num_gpus, best = len(search.machine.gpus), search.best
-    encode, train = best.stage_ms.get("encode", 0.0), best.stage_ms.get("train", 0.0)
+    encode, train = best.phase_ms.get("encode", 0.0), best.phase_ms.get("train", 0.0)
     if num_gpus > 1 and single is not None:
         gain = DDP_EFFICIENCY * num_gpus * single.clips_per_s / best.clips_per_s
         what = f"Training on all {num_gpus} GPUs would be about {gain:.1f}× as fast as what was found."
@@ -368,10 +369,10 @@ def _advice(search: Search, single: Trial | None) -> Iterator[Finding]:
         what = f"A second GPU would bring at most {gain:.2f}× as data GPU, {both}."
         why = f"The data role takes {encode:.1f} ms for a batch, training on it {train:.1f} ms."
         yield Finding("tune-second-gpu", "info", what, why)
-    if best.headspace >= search.min_gain:
-        feed_ms = {name: best.stage_ms.get(name, 0.0) for name in DATA_PHASES}
+    if best.headroom >= search.min_gain:
+        feed_ms = {name: best.phase_ms.get(name, 0.0) for name in DATA_PHASES}
         slowest = max(feed_ms, key=lambda name: feed_ms[name])
-        what = f"A perfect feed would still be {best.headspace:.2f}× as fast."
+        what = f"A perfect feed would still be {best.headroom:.2f}× as fast."
         why = f"Of the feed's phases {slowest} takes longest: {feed_ms[slowest]:.1f} ms for a batch."
         fix = "See myxtts profile: it names the phase that bounds, and why."
-        yield Finding("tune-feed-bound", "warn", what, why, fix, gain=best.headspace)
+        yield Finding("tune-feed-bound", "warn", what, why, fix, gain=best.headroom)
