@@ -1,6 +1,6 @@
 """espeak-ng says a sentence, always as it is written, and tells when it begins a word.
 
-Called through its C library (`text.phonemes`), once in every process. Does not know what is trained or judged.
+Called through its C library (`text.normalize`), once in every process. Does not know what is trained or judged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from myxtts.text.phonemes import open_library
+from myxtts.text.normalize import open_library
 
 VOICE = b"en-us"
 ESPEAK_SAMPLE_RATE = 22050

@@ -23,7 +23,7 @@ from learn_more import SPEEDS, at_other_speeds, some_words, spliced
 
 from myxtts.data.corpus import read_corpus
 from myxtts.errors import DatasetError
-from myxtts.text.phonemes import phonemize
+from myxtts.text.normalize import phonemize
 from myxtts.text.tokenizer import Tokenizer
 
 WANTED = {"ada": 3, "ben": 2}

@@ -59,8 +59,7 @@ from myxtts.data.store import (
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, Progress
 from myxtts.host import usable_cores
 from myxtts.text.language import detect_languages, language_fingerprint, warn_of_other_script
-from myxtts.text.normalize import normalize, normalize_fingerprint
-from myxtts.text.phonemes import phonemes_fingerprint, phonemize
+from myxtts.text.normalize import normalize, normalize_fingerprint, phonemes_fingerprint, phonemize
 from myxtts.text.tokenizer import Tokenizer, describe_characters, tokenizer_fingerprint, train
 
 EMBEDDED_CORPUS = Path(__file__).parent.parent / "embedded"

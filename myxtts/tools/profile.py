@@ -36,8 +36,7 @@ from myxtts.observe.nvml import Reading, Sampler
 from myxtts.observe.trace import Span, Trace
 from myxtts.settings import LoadedSettings
 from myxtts.text.language import detect_languages
-from myxtts.text.normalize import normalize
-from myxtts.text.phonemes import phonemize
+from myxtts.text.normalize import normalize, phonemize
 from myxtts.tools.dry_run import (
     KernelView,
     Measured,
