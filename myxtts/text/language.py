@@ -129,7 +129,7 @@ def _language_in_script(text: str, script: str) -> str | None:
 
 
 def _settle_by_speaker(languages: list[str | None], scripts: Sequence[str], speakers: Sequence[str]) -> None:
-    """Decide by the speaker's other texts, in place: kanji-only ones, and Arabic script without a telling letter."""
+    """Decide by the speaker's other texts: kanji-only ones, and Arabic script without a telling letter."""
     counts: dict[str, Counter[str | None]] = defaultdict(Counter)
     for speaker, language in zip(speakers, languages, strict=True):
         counts[speaker][language] += 1
