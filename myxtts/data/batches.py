@@ -127,9 +127,8 @@ class Batches:
     def _arrange(self, epoch: int, attempt: int) -> tuple[Rows, Weights]:
         """Return all clips once, in random batches of nearly equal token totals.
 
-        Clips are sorted by length with some noise and dealt stratum by stratum, one to each batch: the longest of
-        a stratum goes to the batch with the fewest tokens so far. Rounds of swaps then even out the totals, which
-        matters for small batches and small corpora.
+        Clips are sorted by length with some noise and dealt stratum by stratum, one to each batch: the longest
+        goes to the batch with the fewest tokens so far. Swaps then even out the totals.
         """
         random = default_rng([self._seed, epoch, attempt])
         num_clips, batch_size = len(self._num_tokens), self._batch_size
@@ -158,16 +157,14 @@ class Batches:
         """Return the smallest budget that every epoch fits within a few of its `_ATTEMPTS` arrangements."""
         epochs = range(16 if len(self._num_tokens) < 5000 else 2)
         totals = [self._num_tokens[self._arrange(epoch, 0)[0]].sum(axis=1) for epoch in epochs]
-        mean = float(totals[0].mean())
         largest = float(np.quantile([batch_totals.max() for batch_totals in totals], 0.75))
-        return _round_up(max(mean * (1 + BUDGET_SLACK), largest), TOKEN_MULTIPLE)
+        return _round_up(max(float(totals[0].mean()) * (1 + BUDGET_SLACK), largest), TOKEN_MULTIPLE)
 
 
 def _swap_towards_mean(batches: Rows, num_tokens: Rows, totals: Rows, shift: int) -> Rows:
     """Pair the fullest batches with the emptiest and swap in each pair the two clips that even it out best.
 
-    Changes `batches` in place and returns the new totals. Each `shift` makes different pairs, so that a batch
-    finds a partner that has a clip of the right length.
+    Changes `batches` in place and returns the new totals. Each `shift` makes different pairs.
     """
     order = np.argsort(totals, kind="stable")
     empty, full = np.roll(order[: len(order) // 2], shift), order[::-1][: len(order) // 2]
@@ -206,17 +203,17 @@ class Layout(dict[str, Field]):
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
         super().__init__(fields)
-        self._starts: dict[str, int] = {}
+        self._places: dict[str, slice] = {}
         self.num_bytes = 0
         for name, field in fields.items():
-            self._starts[name] = self.num_bytes
+            self._places[name] = slice(self.num_bytes, self.num_bytes + field.num_bytes)
             self.num_bytes += _round_up(field.num_bytes, ALIGNMENT_BYTES)
 
     def arrays(self, block: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
         """Return views of a block of host memory."""
         return {
-            name: block[start : start + self[name].num_bytes].view(self[name].dtype).reshape(self[name].shape)
-            for name, start in self._starts.items()
+            name: block[place].view(self[name].dtype).reshape(self[name].shape)
+            for name, place in self._places.items()
         }
 
     def tensors(self, block: Tensor) -> dict[str, Tensor]:
@@ -224,10 +221,8 @@ class Layout(dict[str, Field]):
         import torch
 
         return {
-            name: block[start : start + self[name].num_bytes]
-            .view(getattr(torch, self[name].dtype))
-            .view(self[name].shape)
-            for name, start in self._starts.items()
+            name: block[place].view(getattr(torch, self[name].dtype)).view(self[name].shape)
+            for name, place in self._places.items()
         }
 
 
@@ -403,10 +398,9 @@ class Job:
 
 
 class HostBatch:
-    """Host memory of one batch, allocated once and reused; pinned if CUDA exists.
+    """Host memory of one batch, reused; pinned if CUDA exists. One block, so that one copy brings it to a GPU.
 
-    All arrays are views of one block, so that a batch reaches a GPU in one copy. Samples after `num_samples` are
-    left over from earlier batches: the front end masks them on the device, where that costs nothing.
+    Samples after `num_samples` are left over from earlier batches: the front end masks them on the device.
     """
 
     def __init__(self, layout: Layout, pinned: bool = True) -> None:

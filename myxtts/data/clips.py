@@ -256,8 +256,9 @@ def load_snapshot(root: Path, state: str) -> PreparedCorpus | None:
     except (OSError, CacheDamaged):
         return None
     per_part = len(_ROW_FIELDS)
-    train = ClipSet(*first, *numbers[:per_part], names=texts["names"][0])
-    val = ClipSet(*second, *numbers[per_part:], names=texts["names"][1])
+    rows = [dict(zip(_ROW_FIELDS, part, strict=True)) for part in (numbers[:per_part], numbers[per_part:])]
+    train = ClipSet(*first, **rows[0], names=texts["names"][0])
+    val = ClipSet(*second, **rows[1], names=texts["names"][1])
     set_aside = [SetAside(*item) for item in texts["set_aside"]]
     return PreparedCorpus(train, val, texts["speakers"], set_aside, texts["vocabulary"], root)
 

@@ -194,6 +194,14 @@ class Tools:
     verify: bool = False
     """Every store is verified when it is opened."""
 
+    def announce(self, title: str, num_samples: int) -> None:
+        for line in (
+            title,
+            f"Processing {num_samples} samples",
+            f"Using {self.pool.num_workers} parallel workers",
+        ):
+            _log.info("%s", line)
+
 
 class _Part:
     """One folder of recordings on its way through the stores."""
@@ -372,7 +380,7 @@ def _build_audio(
     tools: Tools, corpus: Corpus, options: DecodeOptions, packed: bool, writer: StoreWriter, rows: Sequence[int]
 ) -> None:
     """Decode the clips at `rows`; unless `packed`, store only their lengths and checksums."""
-    _announce("BUILDING AUDIO CACHE" if packed else "BUILDING LENGTHS CACHE", len(rows), tools)
+    tools.announce("BUILDING AUDIO CACHE" if packed else "BUILDING LENGTHS CACHE", len(rows))
     jobs = [(row, corpus.clips[row]) for row in rows]
     make = partial(_decode_chunk, corpus.folder, options, packed)
     _build_rows(tools, writer, make, jobs, AUDIO_CHUNK, "Decoding audio", "decoder")
@@ -382,7 +390,7 @@ def build_text(
     tools: Tools, sentences: Sequence[Sentence], use_phonemes: bool, writer: StoreWriter, rows: Sequence[int]
 ) -> None:
     """Write the sentences at `rows` as they are spoken, labelled with their language."""
-    _announce("BUILDING TEXT CACHE (Text Preprocessing)", len(rows), tools)
+    tools.announce("BUILDING TEXT CACHE (Text Preprocessing)", len(rows))
     jobs = []
     for row in rows:
         length = len(sentences[row].text)
@@ -405,12 +413,6 @@ def build_ids(tools: Tools, text: Store, tokenizer: Tokenizer, writer: StoreWrit
             writer.set_aside(row, "language not in vocabulary", fix)
     make = partial(_encode_chunk, tokenizer.to_json())
     _build_rows(tools, writer, make, jobs, TEXT_CHUNK, "Tokenising", "tokenizer")
-
-
-def _announce(title: str, num_samples: int, tools: Tools) -> None:
-    _log.info("%s", title)
-    _log.info("Processing %d samples", num_samples)
-    _log.info("Using %d parallel workers", tools.pool.num_workers)
 
 
 def _build_rows(
@@ -490,14 +492,14 @@ def _normalize_chunk(use_phonemes: bool, chunk: Sequence[tuple[int, Sentence]]) 
     set_aside: NotBuilt = []
     for row, (text, language) in chunk:
         spoken = ""
+        problem = ("empty text", f"nothing to speak in '{text[:40]}'")
         try:
             words = normalize(text, language)
             spoken = phonemize([words], language)[0] if use_phonemes else words
         except ConfigError as error:  # the language needs a package that is not installed
-            set_aside.append((row, "language not available", str(error)))
-        else:
-            if not spoken:
-                set_aside.append((row, "empty text", f"nothing to speak in '{text[:40]}'"))
+            problem = ("language not available", str(error))
+        if not spoken:
+            set_aside.append((row, *problem))
         arrays.append(np.frombuffer(spoken.encode(), np.uint8))
     labels = [LANGUAGES.index(sentence.language) for _, sentence in chunk]
     return _Made([row for row, _ in chunk], arrays, set_aside, labels)
