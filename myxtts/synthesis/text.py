@@ -19,8 +19,7 @@ from myxtts.config import LANGUAGES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.errors import ConfigError
 from myxtts.model.gpt import GPTDims
 from myxtts.synthesis.generation import MAX_NEW_CODES
-from myxtts.text.normalize import normalize
-from myxtts.text.phonemes import phonemize
+from myxtts.text.normalize import normalize, phonemize
 from myxtts.text.tables import LanguageTable, load_table
 from myxtts.text.tokenizer import Tokenizer, describe_characters
 
