@@ -183,7 +183,7 @@ def test_given_its_own_codes_the_gpt_has_the_latents_it_chose_them_with() -> Non
     ids = [torch.tensor([5, 6, 7]), torch.tensor([8, 9])]
     for voice, one in zip(voices, ids, strict=True):
         prompt = Prompt(one.tolist(), voice.latents, torch.zeros(9))
-        generator = CodeGenerators(model.gpt, torch.device("cpu")).begin([prompt], Sampling(greedy=True))
+        generator = CodeGenerators(model.gpt).begin([prompt], Sampling(greedy=True))
         generator.finish()
         spoken = generator.generated(0)
         others = [voices[0], voice], [ids[0], one], [torch.tensor([3, 1, 4, 1, 5]), spoken.codes]

@@ -29,7 +29,6 @@ from myxtts.synthesis.generation import (
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DIMS = GPTDims(layers=2, dim=64, heads=4, text_tokens=300)
-CPU = torch.device("cpu")
 GREEDY = Sampling(greedy=True)
 PLAIN = Sampling(temperature=1, top_k=0, top_p=1, repetition_penalty=1)
 STOP = DIMS.stop_code
@@ -70,8 +69,7 @@ def up_to(num_codes: int, prompts: Sentences) -> Sentences:
 
 
 def generate(model: GPT, prompts: Sentences, sampling: Sampling = GREEDY) -> list[Generated]:
-    device = next(model.parameters()).device
-    generator = CodeGenerators(model, device, capture=False).begin(prompts, sampling)
+    generator = CodeGenerators(model, capture=False).begin(prompts, sampling)
     generator.finish()
     return [generator.generated(row) for row in range(len(prompts))]
 
@@ -122,7 +120,7 @@ def test_generation_stops_with_the_last_sentence(model: GPT, prompts: Sentences)
     model.mel_head.register_forward_hook(lambda *_: steps.append(1))
     found = generate(likelier(model, STOP, 100.0), prompts)
     assert len(steps) == 1 and all(one.latents.shape == (0, 64) for one in found)
-    generator = CodeGenerators(model, CPU).begin(prompts, GREEDY)
+    generator = CodeGenerators(model).begin(prompts, GREEDY)
     ended: list[int] = []
     generator.finish(ended.append)
     assert sum(ended) == len(prompts)
@@ -140,7 +138,7 @@ def test_dropout_and_overlong_requests_are_refused(model: GPT, prompts: Sentence
 def test_a_step_can_be_captured(model: GPT, prompts: Sentences, sampling: Sampling) -> None:
     """It traces as one graph that serves every step: no value goes to the host."""
     vectors = torch.randn(DIMS.num_codes, 8, generator=torch.Generator().manual_seed(0))
-    plain, traced = (CodeGenerator(model, Shape(3, 20, 60), sampling, CPU, vectors=vectors) for _ in range(2))
+    plain, traced = (CodeGenerator(model, Shape(3, 20, 60), sampling, vectors=vectors) for _ in range(2))
     torch._dynamo.reset()
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for generator in (plain, traced):
@@ -157,7 +155,7 @@ def test_a_step_can_be_captured(model: GPT, prompts: Sentences, sampling: Sampli
 
 def test_a_generator_serves_batch_after_batch(model: GPT, prompts: Sentences) -> None:
     likelier(model, STOP, 1.2)
-    generator = CodeGenerator(model, Shape(4, 20, 60), Sampling(), CPU)
+    generator = CodeGenerator(model, Shape(4, 20, 60), Sampling())
     generator.begin([prompt._replace(voice=torch.full((1, 32, 64), torch.nan)) for prompt in prompts])
     generator.advance(5)  # fills the cache with NaN, of which nothing may stay
     for batch in (prompts, prompts[::-1][:2]):  # rows without a prompt count as ended
@@ -259,9 +257,11 @@ def test_guidance_scales_what_the_text_adds(
     voices, ids, num_ids = padded
     scale = 3.0
     found = generate(model, up_to(12, prompts), Sampling(greedy=True, repetition_penalty=1, guidance=scale))
-    with_text, without = (Decoding(model, voices, ids, lengths, 12) for lengths in (num_ids, 0 * num_ids))
+    with_text, without = (Decoding(model, Shape(3, ids.shape[1], 12)) for _ in range(2))
     codes = torch.full((3,), DIMS.start_code)
     with torch.no_grad():
+        with_text.prefill(voices, ids, num_ids)
+        without.prefill(voices, ids, 0 * num_ids)
         for step in range(12):
             place = with_text.slots[step : step + 1]
             (logits, latents), (other, _) = with_text.step(codes, place), without.step(codes, place)
@@ -289,7 +289,7 @@ def test_greedy_codes_on_the_gpu(model: GPT, prompts: Sentences, reference: dict
     (expected,) = reference["greedy_codes"]
     model = model.cuda()
     for capture in (False, True):
-        generators = CodeGenerators(model, torch.device("cuda", 0), capture=capture)
+        generators = CodeGenerators(model, capture=capture)
         generator = generators.begin(up_to(len(expected), prompts), GREEDY)
         generator.finish()
         assert torch.equal(generator.generated(0).codes, expected)

@@ -84,7 +84,7 @@ def test_greedy_codes_are_the_same(pair: tuple[XTTS, Any]) -> None:
     )[0]
     prompt = Prompt(ids[0].tolist(), voice, torch.zeros(len(expected)))
     sampling = Sampling(greedy=True, repetition_penalty=10.0)
-    generator = CodeGenerators(ours.gpt, torch.device("cpu")).begin([prompt], sampling)
+    generator = CodeGenerators(ours.gpt).begin([prompt], sampling)
     generator.finish()
     codes = generator.generated(0).codes
     assert len(codes) > 5

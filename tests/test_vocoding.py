@@ -12,6 +12,7 @@ from conftest import make_voice
 from synthesis_fixtures import make_model, one_thread
 from torch import Tensor
 
+from myxtts.errors import NO_PROGRESS
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, HifiGanDecoder
 from myxtts.synthesis.generation import Generated
@@ -63,7 +64,7 @@ def test_stretching_in_parts_equals_interpolating_the_whole() -> None:
 
 
 def test_waves_of_a_batch_equal_the_decoder(decoder: HifiGanDecoder, sentences: list[Generated]) -> None:
-    waves = HifiGan(decoder, 2).waves(sentences, [SPEAKER, SPEAKER], 1.0)
+    waves = HifiGan(decoder, 2).waves(sentences, [SPEAKER, SPEAKER], 1.0, NO_PROGRESS.advance)
     for sentence, wave in zip(sentences, waves, strict=True):
         with torch.no_grad():
             expected = decoder(sentence.latents[None], SPEAKER[None, :, None])[0, 0]
@@ -94,7 +95,7 @@ def test_pieces_equal_the_whole(
     met = frames_met(decoder)
     vocoder = HifiGan(decoder, 2, frames_step)
     for sentence in sentences:
-        (whole,) = HifiGan(decoder, 2).waves([sentence], [SPEAKER], speed)
+        (whole,) = HifiGan(decoder, 2).waves([sentence], [SPEAKER], speed, NO_PROGRESS.advance)
         met.clear()
         pieces = streamed(vocoder, sentence, chunk_codes, speed)
         torch.testing.assert_close(torch.cat(pieces), whole, atol=2e-4, rtol=1e-3)

@@ -44,7 +44,7 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.generation import Decoding, Generated, Sampling
+from myxtts.synthesis.generation import Decoding, Generated, Sampling, Shape
 from myxtts.synthesis.synthesizer import (
     BATCH_SIZE,
     SAMPLING_FLAGS,
@@ -342,10 +342,9 @@ def _reconstruct(
             own = [voices[sentence.reference.file] for sentence in batch]
             latents = code_latents(model, own, [sentence.clip.ids for sentence in batch], codes)
             given = [Generated(some.cpu(), latent) for some, latent in zip(codes, latents, strict=True)]
-            made = vocoder.waves(given, [voice.speaker for voice in own], 1.0)
+            made = vocoder.waves(given, [voice.speaker for voice in own], 1.0, advance)
             for sentence, wave in zip(batch, made, strict=True):
                 save_wave(out / sentence.file(RECONSTRUCTED), wave.numpy(), OUTPUT_SAMPLE_RATE)
-            advance(len(batch))
 
 
 @torch.no_grad()
@@ -358,7 +357,8 @@ def code_latents(
     num_ids = torch.tensor([len(one) for one in ids], device=device)
     inputs = pad([torch.cat([one.new_tensor([gpt.dims.start_code]), one[:-1]]) for one in codes], batch_first=True)
     latents = torch.cat([voice.latents for voice in voices]).to(device)
-    decoding = Decoding(gpt, latents, pad(list(ids), batch_first=True).to(device), num_ids, inputs.shape[1])
+    decoding = Decoding(gpt, Shape(len(ids), int(num_ids.max()), inputs.shape[1]))
+    decoding.prefill(latents, pad(list(ids), batch_first=True).to(device), num_ids)
     steps = [decoding.step(inputs[:, at], decoding.slots[at : at + 1])[1] for at in range(inputs.shape[1])]
     every = torch.stack(steps, dim=1)
     return [every[row, : len(one)] for row, one in enumerate(codes)]
