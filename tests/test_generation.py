@@ -58,32 +58,34 @@ def padded(reference: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 def prompts(padded: tuple[Tensor, Tensor, Tensor]) -> Sentences:
     """The same, to generate up to 60 codes of each."""
     voices, ids, num_ids = padded
-    return [
-        Prompt(ids[row, : int(num_ids[row])].tolist(), voices[row : row + 1], draws(0, row, 0, 60))
-        for row in range(3)
-    ]
+    texts = [text[:length].tolist() for text, length in zip(ids, num_ids, strict=True)]
+    return [Prompt(text, voices[row : row + 1], draws(0, row, 0, 60)) for row, text in enumerate(texts)]
 
 
 def up_to(num_codes: int, prompts: Sentences) -> Sentences:
     return [prompt._replace(draws=draws(0, 0, 0, num_codes)) for prompt in prompts]
 
 
-def generate(model: GPT, prompts: Sentences, sampling: Sampling = GREEDY) -> list[Generated]:
-    generator = CodeGenerators(model, capture=False).begin(prompts, sampling)
+def generate(
+    model: GPT, prompts: Sentences, sampling: Sampling = GREEDY, *, capture: bool = False
+) -> list[Generated]:
+    generator = CodeGenerators(model, capture=capture).begin(prompts, sampling)
     generator.finish()
     return [generator.generated(row) for row in range(len(prompts))]
 
 
-def likelier(model: GPT, code: int, by: float) -> GPT:
-    with torch.no_grad():
-        model.mel_head.bias[code] += by
-    return model
+def likelier(model: GPT, code: int, by: float) -> None:
+    model.mel_head.bias.data[code] += by
 
 
-def test_greedy_codes_equal_the_reference(model: GPT, prompts: Sentences, reference: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_greedy_codes_equal_the_reference(
+    model: GPT, prompts: Sentences, reference: dict[str, Any], device: str
+) -> None:
     (expected,) = reference["greedy_codes"]
-    (found,) = generate(model, up_to(len(expected), prompts[:1]))
-    assert torch.equal(found.codes, expected)
+    for capture in (False, True):
+        found = generate(model.to(device), up_to(len(expected), prompts), capture=capture)
+        assert torch.equal(found[0].codes, expected)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), replace(PLAIN, guidance=2.0)])
@@ -118,7 +120,8 @@ def test_the_cache_equals_computing_everything_again(
 def test_generation_stops_with_the_last_sentence(model: GPT, prompts: Sentences) -> None:
     steps: list[int] = []
     model.mel_head.register_forward_hook(lambda *_: steps.append(1))
-    found = generate(likelier(model, STOP, 100.0), prompts)
+    likelier(model, STOP, 100.0)
+    found = generate(model, prompts)
     assert len(steps) == 1 and all(one.latents.shape == (0, 64) for one in found)
     generator = CodeGenerators(model).begin(prompts, GREEDY)
     ended: list[int] = []
@@ -148,9 +151,8 @@ def test_a_step_can_be_captured(model: GPT, prompts: Sentences, sampling: Sampli
             step()
         plain.advance(8)
     for row in range(3):
-        assert len(plain.generated(row).codes) and torch.equal(
-            plain.generated(row).codes, traced.generated(row).codes
-        )
+        expected, found = (generator.generated(row).codes for generator in (plain, traced))
+        assert len(expected) and torch.equal(expected, found)
 
 
 def test_a_generator_serves_batch_after_batch(model: GPT, prompts: Sentences) -> None:
@@ -180,13 +182,9 @@ def test_few_shapes_are_captured_for_all_sentences() -> None:
 
 def expected_share(logits: Tensor, used: Tensor, sampling: Sampling) -> Tensor:
     """The probability of each code by the definitions of the penalty, top-k and top-p."""
-    scores = [
-        value / sampling.temperature
-        if not is_used
-        else (value * sampling.repetition_penalty if value < 0 else value / sampling.repetition_penalty)
-        / sampling.temperature
-        for value, is_used in zip(logits.tolist(), used.tolist(), strict=True)
-    ]
+    penalties = [sampling.repetition_penalty if is_used else 1 for is_used in used.tolist()]
+    penalised = [x * by if x < 0 else x / by for x, by in zip(logits.tolist(), penalties, strict=True)]
+    scores = [x / sampling.temperature for x in penalised]
     order = sorted(range(len(scores)), key=lambda code: -scores[code])[: sampling.top_k or None]
     share = dict(zip(order, torch.tensor([scores[code] for code in order]).softmax(0).tolist(), strict=True))
     kept, reached = [], 0.0
@@ -200,18 +198,12 @@ def expected_share(logits: Tensor, used: Tensor, sampling: Sampling) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(),
-        PLAIN,
-        replace(PLAIN, temperature=0.25),
-        replace(PLAIN, top_k=2),
-        Sampling(top_p=0.3),
-        Sampling(top_k=2, top_p=1, repetition_penalty=3),
-        *[replace(PLAIN, top_p=0.1 * tenths) for tenths in range(1, 10)],
-    ],
-)
+SAMPLINGS = [Sampling(), Sampling(top_p=0.3), Sampling(top_k=2, top_p=1, repetition_penalty=3), PLAIN]
+SAMPLINGS += [replace(PLAIN, temperature=0.25), replace(PLAIN, top_k=2)]
+SAMPLINGS += [replace(PLAIN, top_p=0.1 * tenths) for tenths in range(1, 10)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_codes_follow_the_penalised_and_cut_distribution(sampling: Sampling) -> None:
     logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(0))
     used, times = torch.arange(12) % 3 == 0, 20000
@@ -239,7 +231,8 @@ def test_the_prompt_counts_as_used_unless_switched_off(model: GPT, prompts: Sent
 
 
 def test_start_is_never_chosen(model: GPT, prompts: Sentences) -> None:
-    likelier(likelier(model, DIMS.start_code, 1000.0), STOP, -1000.0)
+    likelier(model, DIMS.start_code, 1000.0)
+    likelier(model, STOP, -1000.0)
     (found,) = generate(model, up_to(12, prompts[:1]), Sampling())
     assert len(found.codes) == 12 and found.codes.max() < DIMS.num_codes
 
@@ -282,14 +275,3 @@ def test_the_central_code_is_nearest_to_the_mean_of_the_likely_ones() -> None:
     chosen = choose(likely, used, replace(PLAIN, central=True), torch.linspace(0, 0.999, 100), vectors)
     assert set(chosen.tolist()) == {3, 6}, "the middle of the first three, and STOP as often as it is drawn"
     assert 3 <= int((chosen == 6).sum()) <= 7
-
-
-@pytest.mark.gpu
-def test_greedy_codes_on_the_gpu(model: GPT, prompts: Sentences, reference: dict[str, Any]) -> None:
-    (expected,) = reference["greedy_codes"]
-    model = model.cuda()
-    for capture in (False, True):
-        generators = CodeGenerators(model, capture=capture)
-        generator = generators.begin(up_to(len(expected), prompts), GREEDY)
-        generator.finish()
-        assert torch.equal(generator.generated(0).codes, expected)
