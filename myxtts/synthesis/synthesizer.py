@@ -60,6 +60,9 @@ _VOCODER_PARTS: dict[VocoderName, tuple[str, ...]] = {
     "griffin-lim": ("dvae",),
 }
 
+Work = Sequence[tuple[Sentence, Voice]]
+"""Sentences, each with its voice."""
+
 
 class SynthesisArguments(TypedDict, total=False):
     """Keyword arguments of `speak`, `speak_many` and `stream`; the defaults are those of `SynthesisOptions`."""
@@ -359,10 +362,9 @@ class Synthesizer:
         spoken = self._spoken(work, options)
         speeches = []
         for utterance in utterances:
-            some = [(sentence, *next(spoken)) for sentence in utterance.sentences]
-            reports = [SentenceReport.of(*each) for each in some]
-            waves = [wave for _, _, wave in some]
-            speeches.append(Speech(joined(waves), self._report(utterance, reports, options)))
+            some = [next(spoken) for _ in utterance.sentences]
+            report = self._report(utterance, [sentence for sentence, _ in some], options)
+            speeches.append(Speech(joined([wave for _, wave in some]), report))
         return speeches
 
     def stream(
@@ -385,21 +387,19 @@ class Synthesizer:
     def _stream(
         self, utterance: Utterance, options: SynthesisOptions, chunk_codes: int
     ) -> Generator[Wave, None, Report]:
-        has_sound = False
         reports: list[SentenceReport] = []
         with progress_bar(options.progress, "Speaking", len(utterance.sentences)) as advance:
             for sentence in utterance.sentences:
+                has_sound = any(report.seconds for report in reports)
                 pieces = self._stream_sentence(sentence, utterance.voice, options, chunk_codes, has_sound)
-                attempt, wave = yield from pieces
-                has_sound = has_sound or len(wave) > 0
-                reports.append(SentenceReport.of(sentence, attempt, wave))
+                reports.append((yield from pieces))
                 advance(1)
         return self._report(utterance, reports, options).require_sound()
 
     def _stream_sentence(
         self, sentence: Sentence, voice: Voice, options: SynthesisOptions, chunk_codes: int, after_sound: bool
-    ) -> Generator[Wave, None, tuple[Attempt, Wave]]:
-        """The pieces of a sentence, with a pause first if `after_sound`; returns attempt and whole wave."""
+    ) -> Generator[Wave, None, SentenceReport]:
+        """The pieces of a sentence, with a pause first if `after_sound`."""
         pieces: list[Wave] = []
         for number in options.attempts:
             prompts = [options.prompt(sentence, voice, number)]
@@ -426,7 +426,7 @@ class Synthesizer:
             if pieces or attempt.problem is None:
                 break
         assert attempt is not None
-        return attempt, np.concatenate(pieces or [np.zeros(0, np.float32)])
+        return SentenceReport.of(sentence, attempt, np.concatenate(pieces or [np.zeros(0, np.float32)]))
 
     def _options(self, arguments: SynthesisArguments) -> SynthesisOptions:
         defaults: dict[str, Any] = {"sampling": self.sampling, "seed": secrets.randbits(31)}
@@ -449,9 +449,7 @@ class Synthesizer:
         voice, how = said.voice, (self.vocoder.name, options.seed, options.speed)
         return Report(said.language, voice.name, *how, tuple(sentences), said.unknown_characters, voice.notes)
 
-    def _spoken(
-        self, work: Sequence[tuple[Sentence, Voice]], options: SynthesisOptions
-    ) -> Iterator[tuple[Attempt, Wave]]:
+    def _spoken(self, work: Work, options: SynthesisOptions) -> Iterator[tuple[SentenceReport, Wave]]:
         """Every sentence with its wave, in order; a few batches at a time, to spare the GPU's memory."""
         at_once = self._batches_at_once * self._batch_size
         for first in range(0, len(work), at_once):
@@ -460,11 +458,10 @@ class Synthesizer:
             with progress_bar(options.progress, "Making the sound", len(work), first) as advance:
                 generated = [attempt.generated for attempt in attempts]
                 waves = self.vocoder.waves(generated, [voice.speaker for _, voice in some], options.speed, advance)
-            yield from ((attempt, wave.numpy()) for attempt, wave in zip(attempts, waves, strict=True))
+            for (sentence, _), attempt, wave in zip(some, attempts, waves, strict=True):
+                yield SentenceReport.of(sentence, attempt, wave.numpy()), wave.numpy()
 
-    def _attempts(
-        self, work: Sequence[tuple[Sentence, Voice]], options: SynthesisOptions, total: int, num_before: int
-    ) -> list[Attempt]:
+    def _attempts(self, work: Work, options: SynthesisOptions, total: int, num_before: int) -> list[Attempt]:
         """The best attempt at each sentence, in order; sentences of similar length are generated together."""
         best: dict[int, Attempt] = {}
         waiting = sorted(range(len(work)), key=lambda index: work[index][0].bounds.most)
@@ -479,9 +476,9 @@ class Synthesizer:
                     generator.finish(advance)
                     for row, index in enumerate(batch):
                         found = checked(generator.generated(row), work[index][0], number)
-                        best[index] = min(
-                            best.get(index, found), found, key=lambda attempt: PROBLEMS.index(attempt.problem)
-                        )
+                        known = best.setdefault(index, found)
+                        if PROBLEMS.index(found.problem) < PROBLEMS.index(known.problem):
+                            best[index] = found
             waiting = [index for index in waiting if best[index].problem]
             for index in waiting:
                 best[index] = best[index]._replace(num_attempts=number + 1)
