@@ -454,7 +454,7 @@ class Gatherer:
         voices: Rows | None = None,
     ) -> None:
         """Clips with equal numbers in `voices` are references for each other; without it each is its own."""
-        self._source, self._batches, self._data, self._seed = source, batches, data, seed
+        self._source, self.batches, self._data, self._seed = source, batches, data, seed
         self.codes, self._voices = codes, voices
         self._num_samples, self._num_ids = source.num_samples, source.num_ids
         self._num_codes = num_codes_of(self._num_samples)
@@ -465,7 +465,7 @@ class Gatherer:
 
     def jobs(self, cursor: Cursor, accumulate: int = 1, num_batches: int | None = None) -> Iterator[Job]:
         """Yield batches from the cursor on, which must be at the start of a step of `accumulate` batches."""
-        plans = itertools.islice(self._batches.plans(cursor), num_batches)
+        plans = itertools.islice(self.batches.plans(cursor), num_batches)
         while group := list(itertools.islice(plans, accumulate)):
             totals = sum((self._totals(plan) for plan in group), np.zeros(len(TOTALS), np.float32))
             yield from (Job(plan, totals) for plan in group)
@@ -501,9 +501,7 @@ class Gatherer:
     def static_sizes(self) -> Sizes:
         """The sizes of every batch under static shapes."""
         samples = self._data.max_mel_frames * HOP_SAMPLES
-        return Sizes(
-            self._batches.budget, self._data.max_text_length, samples, self.frame_budget, self.code_budget
-        )
+        return Sizes(self.batches.budget, self._data.max_text_length, samples, self.frame_budget, self.code_budget)
 
     def _sizes(self, clips: Rows, chosen: Crops) -> Sizes:
         num_codes = int((self._num_codes[clips] + 1).sum())
@@ -522,7 +520,7 @@ class Gatherer:
 
     def _find_code_budget(self) -> int:
         """Return the most that batches of two epochs need; later batches rarely need more."""
-        totals = [(self._num_codes[self._batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
+        totals = [(self._num_codes[self.batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
         return _round_up(int(max(totals)), FRAME_MULTIPLE)
 
     def _totals(self, plan: BatchPlan) -> npt.NDArray[np.float32]:

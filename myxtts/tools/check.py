@@ -51,7 +51,7 @@ from myxtts.pipeline.frontend import GptFrontend
 from myxtts.run import check_resumable
 from myxtts.run_dir import RunDir
 from myxtts.settings import LoadedSettings, format_setting, how_to_set, load, specs
-from myxtts.tools.dry_run import NUM_STEPS, Seen, witness
+from myxtts.tools.dry_run import OBSERVED_STEPS, Observation, observe_pipeline
 from myxtts.weights import is_trained_in
 
 BYTES_PER_TRAINED_WEIGHT, BYTES_PER_SAVED_WEIGHT = 16, 12
@@ -645,8 +645,8 @@ def dry_run(ctx: CheckContext, plan: Plan, progress: Progress, say: Callable[[st
     started_at = time.perf_counter()
     try:
         prepared = _prepared(ctx, progress, say)
-        say(f"Dry run: {NUM_STEPS} steps of stage {stage}{' (compiling takes a while)' * on_gpu}")
-        seen = witness(loaded, prepared, stage, plan)
+        say(f"Dry run: {OBSERVED_STEPS} steps of stage {stage}{' (compiling takes a while)' * on_gpu}")
+        seen = observe_pipeline(loaded.settings, prepared, stage, plan)
     except (MyXTTSError, RuntimeError, OSError) as error:  # also those of a compiler or driver
         fix = "do what the error says; what the compiler cannot do, --disable-xla-compilation avoids"
         yield Finding("rehearsal", "fail", "The dry run ended with an error", str(error)[:MAX_ERROR_CHARS], fix)
@@ -657,7 +657,7 @@ def dry_run(ctx: CheckContext, plan: Plan, progress: Progress, say: Callable[[st
         yield _judge_optimisations(seen, loaded.settings)
 
 
-def _judge_pipeline(seen: Seen, settings: Settings, seconds: float) -> Finding:
+def _judge_pipeline(seen: Observation, settings: Settings, seconds: float) -> Finding:
     needed = DATA_PHASES if seen.plan.mode == "dual" else DATA_PHASES[:3]
     problems = []
     if missing := [phase for phase in needed if phase not in seen.spans]:
@@ -671,11 +671,12 @@ def _judge_pipeline(seen: Seen, settings: Settings, seconds: float) -> Finding:
     if problems:
         fix = "run the tests (make test); if they pass, report this with the output of check --gpus --json"
         return Finding("rehearsal", "fail", "The pipeline does not work here", "; ".join(problems), fix)
-    what = f"{NUM_STEPS} steps of stage {seen.stage}, `{settings.model.size}`, {settings.data.batch_size} clips"
+    network = f"`{settings.model.size}`, {settings.data.batch_size} clips"
+    what = f"{OBSERVED_STEPS} steps of stage {seen.stage}, {network}"
     return Finding("rehearsal", "pass", f"{what}: {' → '.join(needed)} → train, in {seconds:.0f} s")
 
 
-def _judge_placement(seen: Seen) -> Finding:
+def _judge_placement(seen: Observation) -> Finding:
     plan = seen.plan
     expected = [
         ("the model", seen.model_devices, plan.model),
@@ -692,7 +693,7 @@ def _judge_placement(seen: Seen) -> Finding:
     return Finding("placement", "pass", f"Model and batches are on {plan.model}, frozen networks on {plan.data}")
 
 
-def _judge_optimisations(seen: Seen, settings: Settings) -> Finding:
+def _judge_optimisations(seen: Observation, settings: Settings) -> Finding:
     """Check the optimisations that the dry run showed: one that is off although its setting is on is a fault."""
     states = [
         ("pinned memory", "data.enhanced_gpu_prefetch", seen.is_pinned),

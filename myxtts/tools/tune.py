@@ -21,8 +21,9 @@ from myxtts.observe.breakdown import DATA_PHASES
 from myxtts.observe.findings import SWITCHES, Finding, Rule
 from myxtts.run_dir import RunDir
 from myxtts.settings import LoadedSettings, format_setting, specs, value_of, with_values
-from myxtts.tools.dry_run import Measure, Refused, Trial, try_out_apart
+from myxtts.tools.dry_run import Refused, Trial, try_out_apart
 
+Measure = Callable[[LoadedSettings], Trial]
 MIN_GAIN_GPU, MIN_GAIN_CPU = 1.03, 1.1
 """Speedup below which a change may be chance; training on a CPU shares its cores."""
 MAX_MEMORY_SHARE = 0.85
@@ -212,7 +213,7 @@ def tune(
 
 
 def _measure_until(ends_at: float, stage: str, num_steps: int, loaded: LoadedSettings) -> Trial:
-    return try_out_apart(loaded, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
+    return try_out_apart(loaded.settings, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
 
 
 def _run(search: Search, batch: _BatchSearch) -> None:
@@ -258,14 +259,14 @@ def _try_switches(search: Search) -> None:
 
 def _try_feed(search: Search) -> None:
     """Try workers and buffers, if batches come too late."""
-    if search.best.headspace < search.min_gain:
+    if search.best.headroom < search.min_gain:
         return
     most, workers = most_gatherers(search.loaded.settings.data, usable_cores()), search.value(WORKERS)
     for count in sorted({min(2 * workers, most), most}):
         if count > search.value(WORKERS):
             search.keep_if_faster({WORKERS: count}, "more threads gather batches")
     chosen = {key: specs()[key].default for key in BUFFERS if search.loaded.is_set(key)}
-    if chosen and search.best.headspace >= search.min_gain:
+    if chosen and search.best.headroom >= search.min_gain:
         search.keep_if_faster(chosen, "automatic buffers follow the workers and the free memory")
 
 
@@ -386,7 +387,7 @@ def _advise(search: Search, single: Trial | None) -> None:
     `single` is the trial on one GPU, if there was one.
     """
     num_gpus, best, advice = len(search.machine.gpus), search.best, search.found.advice
-    encode, train = best.stage_ms.get("encode", 0.0), best.stage_ms.get("train", 0.0)
+    encode, train = best.phase_ms.get("encode", 0.0), best.phase_ms.get("train", 0.0)
     if num_gpus > 1 and single is not None:
         gain = DDP_EFFICIENCY * num_gpus * single.clips_per_s / best.clips_per_s
         what = f"Training on all {num_gpus} GPUs would be about {gain:.1f}× as fast as what was found."
@@ -401,10 +402,10 @@ def _advise(search: Search, single: Trial | None) -> None:
         what = f"A second GPU would bring at most {gain:.2f}× as data GPU, {both}."
         why = f"The data role takes {encode:.1f} ms for a batch, training on it {train:.1f} ms."
         advice.append(Finding("tune-second-gpu", "info", what, why))
-    if best.headspace >= search.min_gain:
-        feed_ms = {name: best.stage_ms.get(name, 0.0) for name in DATA_PHASES}
+    if best.headroom >= search.min_gain:
+        feed_ms = {name: best.phase_ms.get(name, 0.0) for name in DATA_PHASES}
         slowest = max(feed_ms, key=lambda name: feed_ms[name])
-        what = f"A perfect feed would still be {best.headspace:.2f}× as fast."
+        what = f"A perfect feed would still be {best.headroom:.2f}× as fast."
         why = f"Of the feed's phases {slowest} takes longest: {feed_ms[slowest]:.1f} ms for a batch."
         fix = "See myxtts profile: it names the phase that bounds, and why."
-        advice.append(Finding("tune-feed-bound", "warn", what, why, fix, gain=best.headspace))
+        advice.append(Finding("tune-feed-bound", "warn", what, why, fix, gain=best.headroom))
