@@ -138,6 +138,17 @@ def graphs() -> GraphCounter:
     return GraphCounter()
 
 
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """PyTorch computes in the calling thread: small work is faster, and workers have the other cores."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="session")
 def voice() -> Callable[..., Wave]:
     return make_voice
