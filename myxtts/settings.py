@@ -407,8 +407,10 @@ def with_settings(settings: Settings, values: Mapping[str, Any]) -> Settings:
 
 def with_values(loaded: LoadedSettings, values: Mapping[str, Any]) -> LoadedSettings:
     """Return the loaded settings with other values, as if the file had them."""
-    origin = {key: "default" if value == specs()[key].default else "file" for key, value in values.items()}
-    return replace(loaded, settings=with_settings(loaded.settings, values), origin={**loaded.origin, **origin})
+    origin: dict[str, Origin] = dict(loaded.origin)
+    for key, value in values.items():
+        origin[key] = "default" if value == specs()[key].default else "file"
+    return replace(loaded, settings=with_settings(loaded.settings, values), origin=origin)
 
 
 class Parser(argparse.ArgumentParser):

@@ -48,7 +48,6 @@ from myxtts.settings import format_setting, patched
 
 if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
     from myxtts.observe.trace import Timing
-    from myxtts.tools.dry_run import KernelView
     from myxtts.tools.profile import DataAnalysis, GpuUse, Profile
     from myxtts.tools.tune import Tuning
 
@@ -62,6 +61,10 @@ _NAME_WIDTH = 60
 _LENGTH_STEP_S, _BAR_WIDTH = 2, 30
 _STYLES = {"pass": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 _LEVELS = "▁▂▃▄▅▆▇█"
+_GPU_FACTS = (
+    ("power_w", "", " W"), ("temperature_c", "", " °C"), ("sm_clock_mhz", "", " MHz"),
+    ("pcie_rx_mb_s", "PCIe in ", " MB/s"), ("pcie_tx_mb_s", "out ", " MB/s"),
+)  # fmt: skip
 _NO_REPORT = "Waiting for the first report."
 _NO_RUN = "Nothing is training here yet."
 _WAITS = " Waiting for it; Ctrl-C ends the view."
@@ -321,7 +324,11 @@ def show_profile(profile: Profile, console: Console | None = None) -> None:
         console.print(Text("  ".join(filter(None, [_speed(profile), grade]))))
         for note in [*profile.notes, *verdict.grade_notes]:
             console.print(Text(f"({note})", style="dim"))
-        console.print(_phase_table(profile))
+        phases = _table("phase", "where", "mean ms>", "p95 ms>", "busy>", "")
+        for row in profile.rows:
+            times = (f"{row.mean_ms:.2f}", f"{row.p95_ms:.2f}", percent(row.share, 0))
+            phases.add_row(row.phase, row.where, *times, Text(row.note, style="dim"))
+        console.print(phases)
         shares = "  ".join(f"{name} {percent(share, 0)}" for name, share in verdict.shares.items())
         console.print(Text(f"Of the step: {shares}"))
         for name, ring in verdict.rings.items():
@@ -332,7 +339,13 @@ def show_profile(profile: Profile, console: Console | None = None) -> None:
         for gpu in profile.gpus:
             console.print(Text(_gpu_use(gpu)))
     if profile.kernels is not None:
-        console.print(_kernel_table(profile.kernels))
+        kernels = _table("kernel", "calls/step>", "ms/step>", "share>")
+        for kernel in profile.kernels.kernels:
+            called = Text(kernel.name)
+            called.truncate(_NAME_WIDTH, overflow="ellipsis")
+            times = (f"{kernel.calls_per_step:.1f}", f"{kernel.ms_per_step:.3f}", percent(kernel.share))
+            kernels.add_row(called, *times)
+        console.print(kernels)
     if profile.data is not None:
         _show_data(profile.data, console)
     _print_findings(profile.findings, console)
@@ -376,14 +389,6 @@ def _speed(profile: Profile) -> str:
     return ", ".join(parts)
 
 
-def _phase_table(profile: Profile) -> Table:
-    table = _table("phase", "where", "mean ms>", "p95 ms>", "busy>", "")
-    for row in profile.rows:
-        times = (f"{row.mean_ms:.2f}", f"{row.p95_ms:.2f}", percent(row.share, 0))
-        table.add_row(row.phase, row.where, *times, Text(row.note, style="dim"))
-    return table
-
-
 def _gpu_use(use: GpuUse) -> str:
     parts = [f"GPU {use.gpu} ({use.role})"]
     parts += [f"{percent(use.utilisation, 0)} utilised"] if use.utilisation is not None else []
@@ -392,15 +397,6 @@ def _gpu_use(use: GpuUse) -> str:
     parts += [f"{use.power_w:.0f} W"] if use.power_w is not None else []
     parts += [f"{use.temperature_c:.0f} °C"] if use.temperature_c is not None else []
     return "  ".join(parts)
-
-
-def _kernel_table(view: KernelView) -> Table:
-    table = _table("kernel", "calls/step>", "ms/step>", "share>")
-    for kernel in view.kernels:
-        name = Text(kernel.name)
-        name.truncate(_NAME_WIDTH, overflow="ellipsis")
-        table.add_row(name, f"{kernel.calls_per_step:.1f}", f"{kernel.ms_per_step:.3f}", percent(kernel.share))
-    return table
 
 
 def _show_data(data: DataAnalysis, console: Console) -> None:
@@ -471,9 +467,9 @@ def watch(
 
     def drawn() -> RenderableType:
         ended = has_ended(folder)  # looked at first, because the last report may come in between
-        nothing = _NO_REPORT if is_run(folder) else no_run
-        state = {"title": title, "now": time.time(), "nothing": nothing, "ended": ended}
-        return render(tail.read(), readings(), console.width, **state)
+        now, nothing = time.time(), _NO_REPORT if is_run(folder) else no_run
+        reports, width = tail.read(), console.width
+        return render(reports, readings(), width, title=title, now=now, nothing=nothing, ended=ended)
 
     if not console.is_terminal:
         console.print(drawn())
@@ -494,7 +490,7 @@ def render(
     nothing: str = _NO_REPORT,
     ended: bool = False,
 ) -> RenderableType:
-    """Return the state of a run as a panel, from the records of its metrics and GPU readings, oldest first.
+    """Return the state of a run as a panel, from the records of its metrics and one reading of each GPU.
 
     With `now`, a time of day, a long silence is mentioned. `nothing` is shown until the first report.
     """
@@ -518,8 +514,8 @@ def render(
             notes.append(Text(end, style="bold"))
         elif now is not None and (silence := _silence(reports, now)):
             notes.append(Text(silence, style="red"))
-    for gpu, line in _gpu_lines(readings, bar_width):
-        rows.add_row(Text(gpu), line)
+    for reading in readings:
+        rows.add_row(Text(f"GPU {reading.get('gpu', '?')}"), _gpu_line(reading, bar_width))
     return Panel(Group(rows, *notes), title=Text(title) if title else None, title_align="left", width=width)
 
 
@@ -566,28 +562,19 @@ def _add_training(rows: Table, stage: StageHistory, bar_width: int, ended: bool)
         rows.add_row("skipped", Text(skipped, style="yellow"))
 
 
-def _gpu_lines(readings: Sequence[Record], bar_width: int) -> list[tuple[str, Text]]:
-    lines = []
-    for gpu in sorted({str(reading.get("gpu", "?")) for reading in readings}):
-        history = [reading for reading in readings if str(reading.get("gpu", "?")) == gpu]
-        last = history[-1]
-        use = number(last.get("utilisation"))
-        used_gb, total_gb = (number(last.get(f"memory_{part}_mb")) / 1024 for part in ("used", "total"))
-        facts = [percent(use)]
-        if math.isfinite(used_gb):
-            facts.append(f"{short(used_gb)}/{short(total_gb)} GB")
-        for name, unit in (("power_w", " W"), ("temperature_c", " °C"), ("sm_clock_mhz", " MHz")):
-            if math.isfinite(value := number(last.get(name))):
-                facts.append(short(value, unit))
-        for name, way in (("pcie_rx_mb_s", "PCIe in"), ("pcie_tx_mb_s", "out")):
-            rates = numbers(reading.get(name) for reading in history)  # read less often than the rest
-            if np.isfinite(rates).any():
-                facts.append(f"{way} {short(float(rates[np.isfinite(rates)][-1]))} MB/s")
-        line = Text.assemble(_bar(use, bar_width), " " + "  ".join(facts))
-        if reasons := last.get("throttled_by"):
-            line.append(f"  throttled: {', '.join(map(str, reasons))}", style="yellow")
-        lines.append((f"GPU {gpu}", line))
-    return lines
+def _gpu_line(reading: Record, bar_width: int) -> Text:
+    use = number(reading.get("utilisation"))
+    used_gb, total_gb = (number(reading.get(f"memory_{part}_mb")) / 1024 for part in ("used", "total"))
+    facts = [percent(use)]
+    if math.isfinite(used_gb):
+        facts.append(f"{short(used_gb)}/{short(total_gb)} GB")
+    for name, way, unit in _GPU_FACTS:
+        if math.isfinite(value := number(reading.get(name))):
+            facts.append(way + short(value, unit))
+    line = Text.assemble(_bar(use, bar_width), " " + "  ".join(facts))
+    if reasons := reading.get("throttled_by"):
+        line.append(f"  throttled: {', '.join(map(str, reasons))}", style="yellow")
+    return line
 
 
 def _silence(reports: Sequence[Record], now: float) -> str:
