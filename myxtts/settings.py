@@ -384,10 +384,9 @@ def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
         yield gpus, f"data.data_gpu and data.model_gpu are both {data.data_gpu}; {advice}"
     longest_s = data.max_mel_frames * config.HOP_SAMPLES / config.SAMPLE_RATE
     if data.min_clip_seconds >= longest_s:
-        limits = (
-            f"{data.min_clip_seconds:g} seconds and at most {data.max_mel_frames} mel frames ({longest_s:.2f} s)"
-        )
-        text = f"no clip can have at least {limits}; lower data.min_clip_seconds or raise data.max_mel_frames"
+        shortest = f"data.min_clip_seconds is {data.min_clip_seconds:g}"
+        longest = f"data.max_mel_frames is {data.max_mel_frames} ({longest_s:.2f} seconds)"
+        text = f"no clip fits: {shortest}, but {longest}; lower the first or raise the second"
         yield ("data.min_clip_seconds", "data.max_mel_frames"), text
 
 
