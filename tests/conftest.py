@@ -6,6 +6,7 @@ A machine that runs only the GPU tests may lack the audio libraries, so these ar
 from __future__ import annotations
 
 import logging
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -127,9 +128,6 @@ def graphs() -> GraphCounter:
     return GraphCounter()
 
 
-@pytest.fixture(scope="session")
-def voice() -> Callable[..., Wave]:
-    return make_voice
 
 
 def make_voice(seconds: float, rate: int = 22050, seed: int = 0) -> Wave:
@@ -174,6 +172,18 @@ def make_corpus(tmp_path: Path) -> Callable[..., Path]:
 def corpus(make_corpus: Callable[..., Path]) -> Path:
     """Six English clips."""
     return make_corpus()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"may not mount: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture
