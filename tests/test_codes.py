@@ -7,7 +7,6 @@ import errno
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -93,13 +92,10 @@ def test_a_known_row_is_seen_by_all_and_never_written_again(tmp_path: Path) -> N
     assert np.array_equal(read(cache)[1], codes_of())
 
 
-@pytest.mark.parametrize(
-    "other", [{"dvae": "others"}, {"audio": hashes(5, first=9)}, {"lengths": (6, 139, 2, 34, 3)}]
-)
-def test_codes_belong_to_a_dvae_and_to_their_audio(tmp_path: Path, other: dict) -> None:
+def test_codes_of_other_lengths_are_not_reused(tmp_path: Path) -> None:
     cache = open_codes(tmp_path)
     cache.write(every(cache), codes_of())
-    assert open_codes(tmp_path, **other).known(np.array([0, 1, 3, 4])).tolist() == [False] * 4
+    assert open_codes(tmp_path, lengths=(6, 139, 2, 34, 3)).num_known == 0
 
 
 def test_a_checksum_of_another_row_makes_a_row_absent(tmp_path: Path) -> None:
@@ -119,14 +115,14 @@ def test_data_takes_no_room_before_it_is_written(tmp_path: Path) -> None:
 
 
 def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    cache = open_codes(tmp_path, (3,))
+    cache, first = open_codes(tmp_path, (3,)), np.array([0])
     for bad in ([1, 2, -1], [1, 2, 0x10000], [1.0, 2.0, 3.0], [1, 2]):
         with pytest.raises(ValueError, match=r"whole numbers|more than"):
-            cache.write(np.array([0]), np.array([bad]))
-    assert not cache.known(np.array([0])).any()
-    cache.write(np.array([0]), np.array([[0, 1, 0xFFFF]]))
+            cache.write(first, np.array([bad]))
+    assert not cache.known(first).any()
+    cache.write(first, np.array([[0, 1, 0xFFFF]]))
     with pytest.raises(ValueError, match="more than"):
-        cache.read(np.array([0]), np.zeros((1, 2), np.int32))
+        cache.read(first, np.zeros((1, 2), np.int32))
 
 
 @pytest.mark.parametrize("reopened", [True, False])
@@ -141,12 +137,11 @@ def test_a_torn_row_is_absent_until_it_is_written_again(tmp_path: Path, reopened
     assert not cache.complete
     assert cache.known(every(cache)).tolist() == [True, False, True, True, True]
     whole, out = read(cache)
-    assert not whole
-    assert not out[1].any()
+    assert not whole and not out[1].any()
     assert cache.num_known == 4
     cache.write(every(cache), codes_of())
-    assert read(cache)[0]
-    assert np.array_equal(read(cache)[1], codes_of())
+    whole, out = read(cache)
+    assert whole and np.array_equal(out, codes_of())
     assert open_codes(tmp_path).complete
 
 
@@ -355,15 +350,3 @@ def test_a_closed_cache_writes_into_no_file(tmp_path: Path) -> None:
         assert os.fstat(first.fileno()).st_size == os.fstat(second.fileno()).st_size == 0
     assert cache.known(np.array([0, 1])).tolist() == [True, False]
     assert np.array_equal(read(cache)[1][0], codes_of()[0])
-
-
-def test_a_batch_is_read_in_far_less_than_a_millisecond(tmp_path: Path) -> None:
-    lengths = (140,) * 2000
-    cache, out, times = open_codes(tmp_path, lengths), np.zeros((64, 200), np.int32), []
-    cache.write(every(cache), codes_of(lengths))
-    for seed in range(50):
-        clips = np.random.default_rng(seed).permutation(2000)[:64]
-        started = time.perf_counter()
-        assert cache.read(clips, out)
-        times.append(time.perf_counter() - started)
-    assert np.median(times) < 0.7e-3

@@ -159,23 +159,6 @@ def test_half_a_character_at_the_end_of_utf16_costs_one_line(read: Read) -> None
     assert len(read("a|One.\nb|Two.\n".encode("utf-16") + b"c").set_aside) == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "cause"),
-    [
-        (b"id|text\na|caf\xe9\n", "byte 0xe9 is not UTF-8"),
-        (b"a;some text\n", "separated by ';'"),
-        (b"a,some text\n", "separated by ','"),
-        (b"a|b|c|d\n", "4 fields"),
-        (b"a|\n", "the text column is empty"),
-        (b"|text\n", "the id is empty"),
-        (b"absent|text\n", "no absent.wav"),
-    ],
-)
-def test_a_single_line_that_cannot_be_used_has_its_cause(read: Read, line: bytes, cause: str) -> None:
-    corpus = read(line)
-    assert corpus.clips == [] and len(corpus.set_aside) == 1 and cause in corpus.set_aside[0].detail
-
-
 def test_quotes(read: Read) -> None:
     corpus = read(
         '"a"|"She said ""no"" twice."\n'
@@ -194,25 +177,36 @@ def test_quotes(read: Read) -> None:
     assert reasons(corpus) == [("e", "empty text", "metadata.csv:5")]
 
 
+BAD_LINES = [
+    ("a|Again.", "a", "duplicate id", "metadata.csv:1"),
+    ("b|", "b", "empty text", "the text column is empty"),
+    ("b2|  |  ", "b2", "empty text", ""),
+    ("no separator", "no separator", "malformed line", ""),
+    ("c;some text", "c;some text", "malformed line", "separated by ';'"),
+    ("c,some text", "c,some text", "malformed line", "separated by ','"),
+    ("c|x|y|z", "c", "malformed line", "4 fields"),
+    ("|no id", "", "malformed line", "the id is empty"),
+    ("absent|Nothing there.", "absent", "missing file", "no absent.wav"),
+    ("nul\0id|Text.", "nul\0id", "missing file", ""),
+]
+
+
 def test_every_kind_of_bad_line(read: Read) -> None:
-    corpus = read(
-        "a|One.\na|Again.\nb|\nb2|  |  \nno separator\nc|x|y|z\n|no id\nabsent|Nothing there.\nnul\0id|Text.\n",
-        metadata_eval="a|Also in the other file.\n",
-    )
+    lines = ["a|One.", *(line for line, *_ in BAD_LINES)]
+    corpus = read("\n".join(lines), metadata_eval="a|Also in the other file.\n")
     assert list(texts(corpus)) == ["a"]
-    assert reasons(corpus) == [
-        ("a", "duplicate id", "metadata.csv:2"),
-        ("b", "empty text", "metadata.csv:3"),
-        ("b2", "empty text", "metadata.csv:4"),
-        ("no separator", "malformed line", "metadata.csv:5"),
-        ("c", "malformed line", "metadata.csv:6"),
-        ("", "malformed line", "metadata.csv:7"),
-        ("absent", "missing file", "metadata.csv:8"),
-        ("nul\0id", "missing file", "metadata.csv:9"),
-        ("a", "duplicate id", "metadata_eval.csv:1"),
-    ]
-    assert all(item.detail for item in corpus.set_aside)
-    assert "metadata.csv:1" in corpus.set_aside[0].detail
+    expected = [(name, reason, f"metadata.csv:{at}") for at, (_, name, reason, _) in enumerate(BAD_LINES, 2)]
+    assert reasons(corpus) == [*expected, ("a", "duplicate id", "metadata_eval.csv:1")]
+    for item, (*_, detail) in zip(corpus.set_aside, BAD_LINES, strict=False):
+        assert item.detail and detail in item.detail
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"), [(b"id|text\na|caf\xe9\n", "byte 0xe9"), (b"a;some text\n", "separated by ';'")]
+)
+def test_a_single_bad_line_has_its_cause(read: Read, line: bytes, cause: str) -> None:
+    corpus = read(line)
+    assert corpus.clips == [] and len(corpus.set_aside) == 1 and cause in corpus.set_aside[0].detail
 
 
 def test_an_unknown_language_is_named(read: Read) -> None:
