@@ -1,4 +1,4 @@
-# Every target installs what it needs into .venv first; Python 3.11 or newer and make are all that is assumed.
+# Every target first installs what it needs into .venv. Only Python 3.11 or newer and make are required.
 PYTHON ?= python3
 VENV := .venv
 JUDGE := .judge
@@ -31,15 +31,15 @@ soak: $(VENV)/installed-dev
 docs: $(VENV)/installed
 	$(BIN)/python -m myxtts.settings
 
-# The judges of `myxtts evaluate`, their weights included, in a venv of their own (about 2 GB); ends with a self-test.
+# Installs the judges of `myxtts evaluate` and their weights into a separate venv (about 2 GB); ends with a self-test.
 judge: $(JUDGE)/installed
 
 clean:
 	rm -rf $(VENV) $(JUDGE) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# torch is named with its version so that pip takes exactly the pinned build for this machine.
+# torch is named with its version so that pip installs exactly the pinned build for this machine.
 $(VENV)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version)'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required, found " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .

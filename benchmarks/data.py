@@ -1,7 +1,7 @@
-"""Preparing and loading a corpus, measured against the usual ways on this machine: `make bench`.
+"""Preparing and loading a corpus, compared with the usual ways on this machine: `make bench`.
 
-Every comparison runs both sides alternately in this one run and reports ratios; absolute figures of a shared
-machine mean little. `--only gather` (startup, text, decode, memory) runs one part.
+Both sides of a comparison run alternately, and ratios are reported: absolute figures of a shared machine mean
+little. `--only gather` (startup, text, decode, memory) runs one part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import soundfile as sf
-from rich.console import Console
+from harness import console, make_table
 from rich.table import Table
 
 from myxtts.config import SAMPLE_RATE, DataSettings
@@ -35,13 +35,12 @@ from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
 
 if TYPE_CHECKING:
-    import torch  # kept out of worker processes, which import this file and would start two seconds later
+    import torch  # not imported by worker processes, which would start two seconds later
 
 CLIPS = 2000
 LARGE_CLIPS = 13_100
 BATCH = 32
 ROUNDS = 5
-console = Console(width=110, highlight=False)
 PARTS: dict[str, Callable[[Path], Table]] = {}
 
 
@@ -111,48 +110,41 @@ def gather(folder: Path) -> Table:
         )
         return lambda: [None for _ in loading] and None
 
+    ours, plain_copy, spdl = "packed cache, gather", "memcpy of the same bytes", "SPDL load_wav, 2 threads"
     sides = {
-        "packed cache, gather": packed,
-        "memcpy of the same bytes": memcpy,
+        ours: packed,
+        plain_copy: memcpy,
         "DataLoader + soundfile, 0 workers": loader(0),
         "DataLoader + soundfile, 2 workers": loader(2),
         "the same reading int16, 0 workers": loader(0, "int16"),
-        "SPDL load_wav, 2 threads": lambda: spdl_batches(files),
+        spdl: lambda: spdl_batches(files),
     }
     first = time.perf_counter()
     packed()
     first = time.perf_counter() - first
     seconds = alternate(sides)
-    total = len(flat)
-    table = Table(
-        title=f"gather: {CLIPS} WAV clips of 1-12 s in batches of {BATCH}, page cache warm", title_justify="left"
-    )
-    for column in ("", "clips/s", "× gather"):
-        table.add_column(column, justify="left" if not column else "right")
+    title = f"gather: {CLIPS} WAV clips of 1-12 s in batches of {BATCH}, page cache warm"
+    table = make_table(title, "", "clips/s", "× gather")
     for name, value in seconds.items():
-        table.add_row(name, f"{total / value:,.0f}", f"{seconds['packed cache, gather'] / value:.3f}")
-    table.add_row("packed cache, first epoch (verifies checksums)", f"{total / first:,.0f}", "")
+        table.add_row(name, f"{len(flat) / value:,.0f}", f"{seconds[ours] / value:.3f}")
+    table.add_row("packed cache, first epoch (verifies checksums)", f"{len(flat) / first:,.0f}", "")
     best = min(value for name, value in seconds.items() if "DataLoader" in name)
-    ours = seconds["packed cache, gather"]
-    spdl, copy = seconds["SPDL load_wav, 2 threads"], seconds["memcpy of the same bytes"]
     table.caption = (
-        f"gather is {best / ours:.1f}× the better DataLoader, {spdl / ours:.1f}× SPDL, "
-        f"{copy / ours:.0%} of memcpy; padding {batches.padding(0):.2%}"
+        f"gather is {best / seconds[ours]:.1f}× the better DataLoader, {seconds[spdl] / seconds[ours]:.1f}× SPDL, "
+        f"{seconds[plain_copy] / seconds[ours]:.0%} of memcpy; padding {batches.padding(0):.2%}"
     )
     return table
 
 
 @part
 def startup(folder: Path) -> Table:
-    """A corpus of LJSpeech's size: building its cache, and opening it until the first batch is on the host."""
+    """Time to build the cache of a corpus of LJSpeech's size, and to open it up to the first batch."""
     corpus = folder / "startup"
     write_corpus(corpus, LARGE_CLIPS, "wav", distinct=400)
     arguments = ["startup", str(corpus)]
     built = child(arguments)
     opened = [child(arguments) for _ in range(ROUNDS)]
-    table = Table(title=f"startup: {LARGE_CLIPS} clips, a fresh process each time", title_justify="left")
-    for column in ("", "seconds"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = make_table(f"startup: {LARGE_CLIPS} clips, a fresh process each time", "", "seconds")
     seconds = statistics.median(run["seconds"] for run in opened)
     table.add_row("first start: build, open, first batch on the host", f"{built['seconds']:.1f}")
     table.add_row(f"second start, median of {ROUNDS}", f"{seconds:.3f}")
@@ -176,7 +168,7 @@ def child_startup(corpus: str) -> dict[str, float]:
 
 @part
 def text(folder: Path) -> Table:
-    """Detect, normalise and tokenise sentences of no known language: one loop against batches and processes."""
+    """Detect, normalise and tokenise unlabelled sentences: one loop against batches and processes."""
     sentences = folder / "sentences.txt"
     sentences.write_text("\n".join(make_sentences(LARGE_CLIPS)), encoding="utf-8")
     ways = {
@@ -193,9 +185,8 @@ def text(folder: Path) -> Table:
             runs[name].append(child(["text", str(sentences), way], cores)["seconds"])
     seconds = {name: statistics.median(values) for name, values in runs.items()}
     naive, loop, one, two, *_ = seconds.values()
-    table = Table(title=f"text: {LARGE_CLIPS} sentences, median of 3 fresh processes", title_justify="left")
-    for column in ("", "seconds", "× naive"):
-        table.add_column(column, justify="left" if not column else "right")
+    title = f"text: {LARGE_CLIPS} sentences, median of 3 fresh processes"
+    table = make_table(title, "", "seconds", "× naive")
     for name, value in seconds.items():
         table.add_row(name, f"{value:.2f}", f"{naive / value:.1f}")
     table.caption = f"1 to 2 cores: {one / two:.2f}×; not detecting every sentence: {naive / loop:.1f}×"
@@ -258,9 +249,7 @@ def per_sentence_detector() -> Callable[[str], str]:
 def decode(folder: Path) -> Table:
     """Decoding into the cache on one core and on two."""
     title = "decode: seconds of audio decoded per second, 3,000 clips, median of 3"
-    table = Table(title=title, title_justify="left")
-    for column in ("", "1 core", "2 cores", "scaling", "whole preparation, 2 cores"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = make_table(title, "", "1 core", "2 cores", "scaling", "whole preparation, 2 cores")
     for extension in ("wav", "flac", "mp3"):
         corpus = folder / extension
         write_corpus(corpus, 3000, extension, distinct=300)
@@ -281,7 +270,7 @@ def child_decode(corpus: str, cache: str) -> dict[str, float]:
     data = DataSettings(
         train_data=Path(corpus), cache_dir=Path(cache), max_mel_frames=1040, language="en", num_workers=cores()
     )
-    clock = StageClock()
+    clock = PhaseClock()
     start = time.perf_counter()
     prepared = prepare(data, clock)
     whole = time.perf_counter() - start
@@ -290,8 +279,8 @@ def child_decode(corpus: str, cache: str) -> dict[str, float]:
     return {"decoding": clock.seconds["Decoding audio"], "all": whole, "audio_seconds": audio_seconds}
 
 
-class StageClock:
-    """Notes how long each stage of a preparation takes."""
+class PhaseClock:
+    """A progress bar that records how long each phase of a preparation takes."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -307,7 +296,7 @@ class StageClock:
 
 @part
 def memory(folder: Path) -> Table:
-    """Peak memory of preparing ten hours of no known language, all processes together."""
+    """Peak memory of preparing ten hours without a language label, all processes together."""
     corpus = folder / "memory"
     write_corpus(corpus, 5600, "flac", distinct=300)
     command = [sys.executable, __file__, "--child", "decode_undetected", str(corpus), str(folder / "cache")]
@@ -317,9 +306,7 @@ def memory(folder: Path) -> Table:
         sizes = [proportional_bytes(pid) for pid in family(process.pid)]
         peak, own = max(peak, sum(size for size, _ in sizes)), max(own, sum(size for _, size in sizes))
         time.sleep(0.02)
-    table = Table(title="memory: preparing ten hours of FLAC on 2 cores, 5,600 clips", title_justify="left")
-    for column in ("", "MiB"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = make_table("memory: preparing ten hours of FLAC on 2 cores, 5,600 clips", "", "MiB")
     table.add_row("peak of all processes together, shared pages once", f"{peak / 2**20:.0f}")
     table.add_row("of which not backed by files", f"{own / 2**20:.0f}")
     shutil.rmtree(corpus)
@@ -340,7 +327,7 @@ CHILDREN = {
 
 
 def child(arguments: Sequence[str], num_cores: int | None = None) -> dict[str, float]:
-    """Run one side in a process of its own, bound to some cores."""
+    """Run one side in its own process, bound to some cores."""
     command = [sys.executable, __file__, "--child", *arguments]
     allowed = set(sorted(os.sched_getaffinity(0))[:num_cores])
     output = subprocess.run(
@@ -355,13 +342,13 @@ def cores() -> int:
 
 
 def alternate(sides: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Median seconds of each side, taken in turns so that noise hits all alike."""
+    """Median seconds of each side, measured in turns so that noise affects all alike."""
     runs: dict[str, list[float]] = {name: [] for name in sides}
     for round_number in range(ROUNDS + 1):
         for name, side in sides.items():
             start = time.perf_counter()
             side()
-            if round_number:  # the first warms up caches and worker processes
+            if round_number:  # the first round warms up caches and worker processes
                 runs[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in runs.items()}
 
@@ -406,7 +393,7 @@ def spdl_batches(files: Sequence[Sequence[Path]]) -> None:
 
 
 def write_corpus(folder: Path, num_clips: int, extension: str, distinct: int | None = None) -> None:
-    """Noise of 1-12 s as clips; beyond `distinct` recordings the others are links to them."""
+    """Write clips of 1-12 s; from `distinct` clips on they are hard links to the first ones."""
     rng = np.random.default_rng(7)
     wavs = folder / "wavs"
     wavs.mkdir(parents=True)
@@ -422,7 +409,7 @@ def write_corpus(folder: Path, num_clips: int, extension: str, distinct: int | N
 
 
 def make_sentences(count: int) -> Iterator[str]:
-    """Sentences as long as LJSpeech's from the words of the embedded corpus, some with numbers."""
+    """Sentences as long as LJSpeech's, made of the embedded corpus' words, some with numbers."""
     english = [clip.text for clip in read_corpus(EMBEDDED_CORPUS).clips if clip.language == "en"]
     words = [word for sentence in english for word in sentence.split()]
     choice = random.Random(11)
@@ -446,7 +433,7 @@ def family(pid: int) -> list[int]:
 
 
 def proportional_bytes(pid: int) -> tuple[int, int]:
-    """Memory of a process, shared pages divided among their users: all of it, and the part without files."""
+    """Proportional set size of a process, and its part that is not backed by files."""
     try:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:

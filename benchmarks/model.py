@@ -1,4 +1,4 @@
-"""One training step of the GPT on a GPU: clips per second, share of the matmul ceiling, memory, where time goes.
+"""One training step of the GPT on a GPU: clips per second, MFU, memory, compilation time.
 
 `python benchmarks/model.py` measures `normal` at several batch sizes and every size at one, eager and compiled;
 `--quick` only `normal` with 64 clips. Lengths are LJSpeech's. Forward, backward and AdamW; bf16 autocast.
@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
+from harness import LiveTable, clip_seconds, console, machine
 from torch import Tensor
 
 from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, SAMPLE_RATE
@@ -31,12 +30,11 @@ MAX_IDS, MAX_CODES, MAX_FRAMES = 200, 218, 517
 MODES = ("regions", "compiled", "eager")
 """Each kind of layer compiled once, as training does; everything compiled as one graph; not compiled."""
 NUM_BATCHES = 4
-"""Different batches in turn: a step that recompiles for new lengths would show."""
-console = Console(width=120, highlight=False)
+"""Different batches in turn, so that a recompilation for new lengths would show."""
 
 
 class Batch(NamedTuple):
-    """What the pipeline hands to the model role: padded ids and codes, packed conditioning mels, and lengths."""
+    """A batch as the model role receives it: padded ids and codes, packed conditioning mels, and lengths."""
 
     ids: Tensor
     num_ids: Tensor
@@ -46,20 +44,10 @@ class Batch(NamedTuple):
     num_frames: Tensor
 
 
-class Result(NamedTuple):
-    clips_per_s: float
-    step_ms: float
-    variation: float
-    teraflops: float
-    memory_gib: float
-    compile_s: float
-    recompilations: int
-
-
 def speech(num_clips: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Text tokens, codes and conditioning frames of clips as long as LJSpeech's (6.6 s on average)."""
+    """Numbers of text tokens, codes and conditioning frames of clips as long as LJSpeech's."""
     random = np.random.default_rng(seed)
-    seconds = random.normal(6.57, 2.18, num_clips).clip(1.2, 10.1)
+    seconds = clip_seconds(random, num_clips)
     num_ids = (seconds * 7.5 * random.uniform(0.8, 1.2, num_clips)).astype(np.int64).clip(4, MAX_IDS)
     frames = seconds * SAMPLE_RATE // HOP_SAMPLES + 1
     crop = random.uniform(3, 6, num_clips) * SAMPLE_RATE // HOP_SAMPLES
@@ -68,7 +56,7 @@ def speech(num_clips: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def make_batches(dims: GPTDims, batch_size: int) -> tuple[list[Batch], int, float]:
-    """Batches as `data.batches` makes them, their budget, and the arithmetic of a step on one of them."""
+    """Return batches as `data.batches` makes them, their token budget, and the mean FLOPs of a step."""
     num_ids, num_codes, num_frames = speech(max(2000, 8 * batch_size))
     plans = Batches(packed_length(num_ids, num_codes), batch_size, seed=1)
     chosen = [plan.clips for plan, _ in zip(plans.plans(Cursor()), range(NUM_BATCHES), strict=False)]
@@ -92,7 +80,7 @@ def make_batches(dims: GPTDims, batch_size: int) -> tuple[list[Batch], int, floa
 
 
 def step_flops(dims: GPTDims, num_ids: np.ndarray, num_codes: np.ndarray, num_frames: np.ndarray) -> float:
-    """Useful arithmetic of forward and backward: no padding, causal attention counted as half."""
+    """Useful FLOPs of forward and backward: no padding, causal attention counted as half."""
     d, tokens = dims.dim, packed_length(num_ids, num_codes).astype(np.float64)
     stack = dims.layers * (24 * d * d * tokens.sum() + 2 * d * np.square(tokens).sum())
     heads = 2 * d * (dims.text_tokens * (num_ids + 1).sum() + dims.audio_tokens * (num_codes + 4).sum())
@@ -106,7 +94,7 @@ def step_flops(dims: GPTDims, num_ids: np.ndarray, num_codes: np.ndarray, num_fr
 
 
 def step_of(model: GPT, budget: int) -> Callable[..., Tensor]:
-    """The loss of a batch, packing included."""
+    """Return a function that packs a batch and computes its loss."""
 
     def loss(batch: Batch) -> Tensor:
         frames = pack_frames(batch.mel, batch.num_frames, MAX_FRAMES)
@@ -117,7 +105,8 @@ def step_of(model: GPT, budget: int) -> Callable[..., Tensor]:
     return loss
 
 
-def measure(size: str, batch_size: int, mode: str, steps: int = 24) -> Result:
+def measure(size: str, batch_size: int, mode: str, peak: float, steps: int = 24) -> list[str]:
+    """Return the row of a case: speed, variation, MFU against `peak` TFLOP/s, memory, time of the first steps."""
     dims = SIZES[size].gpt
     torch._dynamo.reset()
     torch.cuda.empty_cache()
@@ -155,15 +144,12 @@ def measure(size: str, batch_size: int, mode: str, steps: int = 24) -> Result:
     torch.cuda.synchronize()
     times = [first.elapsed_time(second) for first, second in pairwise(events)]
     step_ms = statistics.median(times)
-    return Result(
-        batch_size / step_ms * 1000,
-        step_ms,
-        statistics.stdev(times) / statistics.mean(times),
-        flops / step_ms / 1e9,
-        torch.cuda.max_memory_allocated() / 2**30,
-        compile_s,
-        torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs,
-    )
+    tflops = flops / step_ms / 1e9
+    variation = statistics.stdev(times) / statistics.mean(times)
+    cells = (f"{batch_size / step_ms * 1000:,.0f}", f"{step_ms:.1f}", f"{variation:.1%}", f"{tflops:.0f}")
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}"
+    recompiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
+    return [*cells, f"{tflops / peak:.1%}", memory, f"{compile_s:.0f}", str(recompiled)]
 
 
 def conditioning_ms(size: str, batch_size: int) -> float:
@@ -177,31 +163,31 @@ def conditioning_ms(size: str, batch_size: int) -> float:
     def condition(batch: Batch) -> Tensor:
         return model.condition(pack_frames(batch.mel, batch.num_frames, MAX_FRAMES)).float().square().sum()
 
-    times = []
-    for number in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    def forward_and_backward(number: int) -> None:
         with torch.autocast("cuda", torch.bfloat16):
             loss = condition(batches[number % NUM_BATCHES])
         loss.backward()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[4:])
+
+    return median_ms(forward_and_backward, warm_up=4, count=8)
 
 
-def matmul_ceiling() -> float:
-    """TFLOP/s of a large bf16 product on random data."""
+def matmul_tflops() -> float:
+    """TFLOP/s of a large bf16 matmul on random data: the denominator of MFU."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / median_ms(lambda _: a @ b, warm_up=3, count=10) / 1e9
+
+
+def median_ms(work: Callable[[int], object], warm_up: int, count: int) -> float:
+    """Median device time of a call, after some that do not count."""
     times = []
-    for _ in range(13):
+    for number in range(warm_up + count):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        a @ b
+        work(number)
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
-    return 2 * 8192**3 / statistics.median(times[3:]) / 1e9
+    return statistics.median(times[warm_up:])
 
 
 def main() -> None:
@@ -209,25 +195,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only `normal`, 64 clips")
     parser.add_argument("--case", action="append", metavar="SIZE:CLIPS:MODE", help="such as tiny:64:eager")
     options = parser.parse_args()
-    ceiling = matmul_ceiling()
-    console.print(
-        f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, bf16 matmul {ceiling:.0f} TFLOP/s"
+    peak = matmul_tflops()
+    console.print(f"{machine()}, bf16 matmul {peak:.0f} TFLOP/s")
+    columns = ("clips/s", "step ms", "CV", "TFLOP/s", "MFU", "GiB", "first steps s", "recompiled")
+    table = LiveTable(
+        "one training step of the GPT, LJSpeech-like lengths", "size", "clips", "", *columns, left=[""]
     )
-    table = Table(title="one training step of the GPT, LJSpeech-like lengths", title_justify="left")
-    for column in (
-        "size",
-        "clips",
-        "",
-        "clips/s",
-        "step ms",
-        "CV",
-        "TFLOP/s",
-        "of ceiling",
-        "GiB",
-        "first steps s",
-        "recompiled",
-    ):
-        table.add_column(column, justify="right" if column else "left")
     cases = [("normal", 64, mode) for mode in MODES]
     if options.case:
         named = [case.split(":") for case in options.case]
@@ -236,19 +209,11 @@ def main() -> None:
             parser.error(f"MODE is one of {', '.join(MODES)}")
     elif not options.quick:
         cases += [("normal", count, mode) for count in (16, 32, 128) for mode in ("regions", "eager")]
-        others = ("tiny", "small", "big")
-        cases += [
-            (size, count, mode) for size in others for count in (16, 64, 128) for mode in ("regions", "eager")
-        ]
+        others = [(size, count) for size in ("tiny", "small", "big") for count in (16, 64, 128)]
+        cases += [(size, count, mode) for size, count in others for mode in ("regions", "eager")]
     for size, batch_size, mode in cases:
-        r = measure(size, batch_size, mode)
-        share = f"{r.teraflops / ceiling:.1%}"
-        row = (f"{r.clips_per_s:,.0f}", f"{r.step_ms:.1f}", f"{r.variation:.1%}", f"{r.teraflops:.0f}", share)
-        table.add_row(
-            size, str(batch_size), mode, *row, f"{r.memory_gib:.1f}", f"{r.compile_s:.0f}", str(r.recompilations)
-        )
-        console.print(size, batch_size, mode, *row, "GiB", f"{r.memory_gib:.1f}", f"{r.compile_s:.0f} s")
-    console.print(table)
+        table.add(size, batch_size, mode, *measure(size, batch_size, mode, peak))
+    table.show()
     if not options.case:
         alone = conditioning_ms("normal", 64)
         console.print(f"conditioning of 64 clips, normal, forward and backward: {alone:.1f} ms")

@@ -1,13 +1,13 @@
-"""The speed of speaking: ours, and coqui-tts' beside it on the same weights, by the same clock.
+"""The speed of synthesis, ours and coqui-tts', on the same weights and by the same clock.
 
     python benchmarks/speak.py weights --out DIR [--size normal]
     python benchmarks/speak.py ours --weights DIR --out ours.json
-    python benchmarks/speak.py rival --weights DIR --out rival.json         with coqui-tts: see rival.py
-    python benchmarks/speak.py compare ours.json rival.json
+    python benchmarks/speak.py coqui --weights DIR --out coqui.json         with coqui-tts: see coqui.py
+    python benchmarks/speak.py compare ours.json coqui.json
 
-Fresh weights would never end a sentence. In these one position embedding is so large that STOP is certain there:
-both sides write as many codes as `set_length` says, with the settings and guards that a user has. All sentences of
-a batch are then equally long, which real ones are not. Waves count once they are on the host.
+Fresh weights would never end a sentence. In these, one position embedding is so large that STOP is certain there:
+both sides generate as many codes as `set_length` sets, with the default settings and checks. All sentences of a
+batch are then equally long, which real ones are not. A wave counts once it is on the host.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from typing import Any, TypeVar
 import numpy as np
 import soundfile
 import torch
-from rich.console import Console
-from rich.table import Table
-from rival import DEVICE, DEVICE_NAME, import_rival, versions
+from coqui import DEVICE, import_coqui, versions
+from harness import add_command, console, fresh_weights, machine, make_table
 
 from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
@@ -36,7 +35,6 @@ from myxtts.model.xtts import SIZES, XTTS
 from myxtts.synthesis.synthesizer import load_synthesizer
 from myxtts.text.normalize import normalize
 from myxtts.text.tokenizer import train
-from myxtts.weights import save_folder
 
 OPENINGS = (
     "The harbour was quiet that morning and only two boats had gone out",
@@ -51,18 +49,17 @@ LONG_SENTENCE = (
     "them proud and some of them barely afloat, but he had never seen one that came in with all its lamps out."
 )
 CODES, LONG_CODES = 130, (150, 300, 600)
-"""About six seconds; and of one long sentence, whose pieces should not cost more the longer it gets."""
+"""About six seconds; and lengths of one long sentence, whose cost per code should not grow with its length."""
 MARK = 1e4
 STREAMS, VOICES, BATCHES, HEARD_PIECES = 5, 3, 3, 4
 RTF, FIRST_CHUNK, GAIN = "real-time factor of one sentence", "first chunk (ms)", "gain of the batch (times)"
 LINEAR = f"cost of a code in {LONG_CODES[-1]} / in {LONG_CODES[0]}"
 AIMS = {RTF: "≤ 0.1", FIRST_CHUNK: "≤ 200", GAIN: "≥ 6", LINEAR: "≤ 1.1"}
-console = Console(width=120, highlight=False)
 Result = TypeVar("Result")
 
 
 class Ours:
-    """Like `Rival` it returns numbers of samples, all of which are on the host."""
+    """MyXTTS. Like `Coqui` it returns numbers of samples, all of which are on the host."""
 
     name = "MyXTTS"
 
@@ -87,11 +84,11 @@ class Ours:
         return map(len, self._synthesizer.stream(text, self._voice, "en"))
 
 
-class Rival:
-    """coqui-tts as its documentation uses it, with the settings of the folder's config.json."""
+class Coqui:
+    """coqui-tts as in its documentation, with the settings of the folder's config.json."""
 
     def __init__(self, weights: Path, precision: str) -> None:
-        import_rival()
+        import_coqui()
         self.name = f"coqui-tts {versions()['coqui-tts']} {precision}"
         config = importlib.import_module("TTS.tts.configs.xtts_config").XttsConfig()
         config.load_json(str(weights / "config.json"))
@@ -114,12 +111,12 @@ class Rival:
         return (len(piece.cpu()) for piece in pieces)
 
 
-Speaker = Ours | Rival
+Speaker = Ours | Coqui
 
 
 @torch.no_grad()
 def set_length(gpt: Any, num_codes: int) -> None:
-    """Have a GPT of `weights` end every sentence after so many codes."""
+    """Make a GPT of `weights` end every sentence after so many codes."""
     rows = gpt.mel_pos_embedding.emb.weight
     rows[rows[:, 0] > MARK / 2] = rows[0].clone()
     rows[num_codes] = 0
@@ -127,41 +124,41 @@ def set_length(gpt: Any, num_codes: int) -> None:
 
 
 def weights(options: argparse.Namespace) -> None:
-    """Fresh weights in whose GPT the first channel of the last norm decides about STOP."""
+    """Write fresh weights in which the first channel of the GPT's last norm decides about STOP."""
     texts = [normalize(text, "en") for text in (*SENTENCES, LONG_SENTENCE)]
     vocabulary = train(texts, ["en"] * len(texts), 1000)
-    torch.manual_seed(0)
-    dims = SIZES[options.size].with_vocabulary(vocabulary.num_tokens, vocabulary.start_id, vocabulary.stop_id)
-    model = XTTS(dims)
-    head, stop = model.gpt.mel_head.requires_grad_(False), dims.gpt.stop_code
-    head.weight[stop], head.weight[stop, 0], head.bias[stop] = 0, 10, -100
-    set_length(model.gpt, CODES)
-    save_folder(options.out, model, vocabulary)
+
+    def make_stop_certain(model: XTTS) -> None:
+        head, stop = model.gpt.mel_head.requires_grad_(False), model.gpt.dims.stop_code
+        head.weight[stop], head.weight[stop, 0], head.bias[stop] = 0, 10, -100
+        set_length(model.gpt, CODES)
+
+    fresh_weights(options.out, options.size, vocabulary, make_stop_certain)
 
 
 def now() -> float:
-    """The time when the GPU has done what it was given."""
+    """The time at which the GPU has finished its queue."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def timed(work: Callable[..., Result], *arguments: Any) -> tuple[float, Result]:
-    """Seconds, and what came of it."""
+    """Return the seconds a call takes, and its result."""
     started_at = now()
     result = work(*arguments)
     return now() - started_at, result
 
 
 def require_length(num_samples: int, num_codes: int) -> None:
-    """The rival says the STOP code too, and pieces end in pauses; more would be another work than ours."""
+    """Check that both sides do the same work; coqui-tts also renders the STOP code, and chunks end in pauses."""
     spoken = num_samples / OUTPUT_SAMPLE_RATE * SAMPLE_RATE / SAMPLES_PER_CODE
     if abs(spoken - num_codes) > 2:
         raise RuntimeError(f"{spoken:.1f} codes were spoken instead of {num_codes}")
 
 
 def pieces_of(speaker: Speaker, text: str, num_codes: int, most: int | None = None) -> list[float]:
-    """Seconds from the call, or the piece before, to each piece of a stream; `most` pieces if it is not None."""
+    """Seconds from the call, or from the previous chunk, to each chunk of a stream; at most `most` chunks."""
     set_length(speaker.gpt, num_codes)
     moments, num_samples = [now()], 0
     for piece in speaker.stream(text):
@@ -175,7 +172,7 @@ def pieces_of(speaker: Speaker, text: str, num_codes: int, most: int | None = No
 
 
 def measure(speaker: Speaker, num_sentences: int) -> Iterator[tuple[str, float | None]]:
-    """Everything that is measured, each under its name as soon as it is known."""
+    """Yield every measurement with its name as soon as it is known."""
     with tempfile.TemporaryDirectory() as folder:
         reference = Path(folder) / "reference.wav"
         noise = np.random.default_rng(0).normal(0, 0.1, 10 * SAMPLE_RATE)
@@ -188,7 +185,7 @@ def measure(speaker: Speaker, num_sentences: int) -> Iterator[tuple[str, float |
 
 
 def measure_sentences(speaker: Speaker, num_sentences: int) -> Iterator[tuple[str, float | None]]:
-    """One by one, each with its own length, and all together."""
+    """Sentences one by one, each with its own length, and all in one batch."""
     set_length(speaker.gpt, CODES)
     yield "first sentence (s)", timed(speaker.speak, SENTENCES[0])[0]
     times, factors = [], []
@@ -204,7 +201,7 @@ def measure_sentences(speaker: Speaker, num_sentences: int) -> Iterator[tuple[st
     one_by_one = len(SENTENCES) * statistics.mean(times)
     yield f"{len(SENTENCES)} sentences one by one (s)", one_by_one
     set_length(speaker.gpt, CODES)
-    if isinstance(speaker, Ours):  # the rival has no batches
+    if isinstance(speaker, Ours):  # coqui-tts has no batches
         first, num_samples = timed(speaker.speak_all, SENTENCES)
         require_length(num_samples // len(SENTENCES), CODES)
         batch = statistics.median(timed(speaker.speak_all, SENTENCES)[0] for _ in range(BATCHES))
@@ -215,7 +212,7 @@ def measure_sentences(speaker: Speaker, num_sentences: int) -> Iterator[tuple[st
 
 
 def measure_streams(speaker: Speaker) -> Iterator[tuple[str, float | None]]:
-    """Of usual sentences and of one that gets longer and longer."""
+    """Streams of usual sentences, and of one that gets longer and longer."""
     first = pieces_of(speaker, SENTENCES[0], CODES, HEARD_PIECES)[0]
     yield "first chunk of the first stream (ms)", 1000 * first
     streams = [pieces_of(speaker, text, CODES, HEARD_PIECES) for text in SENTENCES[:STREAMS]]
@@ -238,7 +235,7 @@ def peak_memory() -> float | None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure one side, say what was found on the way, and keep it."""
+    """Measure one side, print the results as they come, and save them."""
     half = options.precision == "fp16"
     torch.backends.cuda.matmul.allow_tf32 = half
     load_s, speaker = timed(options.side, options.weights, options.precision)
@@ -247,20 +244,18 @@ def run(options: argparse.Namespace) -> None:
         for name, value in measure(speaker, options.sentences):
             found[name] = value
             console.print(f"{speaker.name}: {name} {shown(value)}")
-    machine = f"{DEVICE_NAME}, PyTorch {torch.__version__}"
-    result = {"name": speaker.name, "machine": machine, "versions": versions(), "found": found}
+    result = {"name": speaker.name, "machine": machine(), "versions": versions(), "found": found}
     options.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
     options.results = [options.out]
     compare(options)
 
 
 def compare(options: argparse.Namespace) -> None:
-    """A column for each result; beside more than one, how many times the first the last is."""
+    """Print a column for each result and, with several, the ratio of the last to the first."""
     results: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in options.results]
     machines = " / ".join(dict.fromkeys(result["machine"] for result in results))
-    table = Table(title=f"Speaking, {machines}", title_justify="left")
-    for column in ("", *(result["name"] for result in results), *["times"] * (len(results) > 1), "aim"):
-        table.add_column(column, justify="right" if column else "left")
+    names = [result["name"] for result in results]
+    table = make_table(f"Speaking, {machines}", "", *names, *["times"] * (len(results) > 1), "aim")
     for name in dict.fromkeys(name for result in results for name in result["found"]):
         values = [result["found"].get(name) for result in results]
         cells = [shown(value) for value in values]
@@ -277,21 +272,19 @@ def shown(value: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     commands = parser.add_subparsers(required=True)
-    weights_command = commands.add_parser("weights")
-    weights_command.add_argument("--out", type=Path, required=True)
-    weights_command.add_argument("--size", default="normal", choices=list(SIZES))
-    weights_command.set_defaults(call=weights)
-    for name, side, sentences in (("ours", Ours, len(SENTENCES)), ("rival", Rival, 3)):
-        command = commands.add_parser(name)
+    command = add_command(commands, "weights", weights)
+    command.add_argument("--out", type=Path, required=True)
+    command.add_argument("--size", default="normal", choices=list(SIZES))
+    for name, side, sentences in (("ours", Ours, len(SENTENCES)), ("coqui", Coqui, 3)):
+        command = add_command(commands, name, run)
+        command.set_defaults(side=side)
         command.add_argument("--weights", type=Path, required=True)
         command.add_argument("--out", type=Path, required=True)
-        command.add_argument("--sentences", type=int, default=sentences, help="said one by one")
-        choices = ("fp32", "fp16") if side is Rival else ("default",)
+        command.add_argument("--sentences", type=int, default=sentences, help="spoken one by one")
+        choices = ("fp32", "fp16") if side is Coqui else ("default",)
         command.add_argument("--precision", choices=choices, default=choices[0])
-        command.set_defaults(call=run, side=side)
-    compare_command = commands.add_parser("compare")
-    compare_command.add_argument("results", type=Path, nargs="+")
-    compare_command.set_defaults(call=compare)
+    command = add_command(commands, "compare", compare)
+    command.add_argument("results", type=Path, nargs="+")
     options = parser.parse_args()
     options.call(options)
 

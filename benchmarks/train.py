@@ -1,11 +1,12 @@
-"""Training end to end: real corpus folder, real pipeline, logging and checkpoints on; and the rival beside it.
+"""Training end to end: a corpus folder, the real pipeline, metrics, checkpoints; and compared with coqui-tts.
 
     python benchmarks/train.py speed                     clips/s of normal, small and tiny, LJSpeech-like noise
     python benchmarks/train.py memory                    fine-tuning `normal` under caps of 8 and 12 GB
+    python benchmarks/train.py weights --corpus DIR --out DIR    fresh weights that both trainers start from
     python benchmarks/train.py curve --corpus DIR --weights DIR --out FILE     losses on real speech, for `compare`
-    python benchmarks/train.py compare OURS RIVAL…       tables of what `curve` and benchmarks/rival.py wrote
+    python benchmarks/train.py compare OURS COQUI…       tables of what `curve` and benchmarks/coqui.py wrote
 
-Every measurement is one call of what `myxtts train` calls.
+Every measurement is one call of the function behind `myxtts train`.
 """
 
 from __future__ import annotations
@@ -18,180 +19,125 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import soundfile
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
-
-from myxtts.config import SAMPLE_RATE, DataSettings
-from myxtts.data.prepare import prepare
-from myxtts.errors import MyXTTSError, NoProgress
-from myxtts.model.xtts import SIZES, XTTS
-from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
-from myxtts.run import train
-from myxtts.settings import load
-from myxtts.weights import save_folder
-
-WORDS = (
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
+from harness import (
+    MAX_MEL_FRAMES,
+    LiveTable,
+    add_command,
+    console,
+    fresh_weights,
+    machine,
+    make_table,
+    train_reports,
+    write_corpus,
 )
-console = Console(width=140, highlight=False)
+
+from myxtts.config import DataSettings
+from myxtts.data.prepare import prepare
+from myxtts.errors import MyXTTSError
+from myxtts.model.xtts import SIZES
+from myxtts.observe.metrics import StepReport
+from myxtts.settings import load
+
+LORA, RECOMPUTE = {"model.lora_rank": 16}, {"model.gradient_checkpointing": True}
+MEMORY_CASES: list[tuple[int, int, dict[str, object]]] = [
+    (8192, 4, LORA | RECOMPUTE),
+    (8192, 8, LORA | RECOMPUTE),
+    (8192, 4, {**LORA}),
+    (12288, 16, LORA | RECOMPUTE),
+    (12288, 4, {**RECOMPUTE}),
+    (12288, 8, {**RECOMPUTE}),
+]
+"""Cap in MB, clips, settings."""
 
 
-class Collected:
-    """Keeps every report, and logs it as a run does."""
-
-    def __init__(self, folder: Path) -> None:
-        self.reports: list[StepReport] = []
-        self._log = MetricsLog(folder)
-
-    def begin(self, stage: str, step: int, total_steps: int) -> None:  # noqa: ARG002
-        self._log.begin(stage, step)
-
-    def tick(self, step: int) -> None: ...
-
-    def step(self, report: StepReport) -> None:
-        self.reports.append(report)
-        self._log.step(report)
-
-    def validation(self, report: ValidationReport) -> None:
-        self._log.validation(report)
-
-    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
-
-
-def run(folder: Path, **flags: object) -> list[StepReport]:
-    """One training run with these settings; what it reported."""
+def run(folder: Path, flags: dict[str, object]) -> list[StepReport]:
+    """One run of the GPT stage with these settings."""
     defaults = {"data.language": "en", "training.checkpoint_dir": str(folder), "training.stages": "gpt"}
-    loaded = load(None, {**defaults, **{name.replace("__", "."): value for name, value in flags.items()}})
-    collected = Collected(folder)
-    train(loaded, collected, NoProgress(), lambda _: None)
-    return collected.reports
-
-
-def write_corpus(folder: Path, num_clips: int) -> None:
-    """A folder of noise as long as LJSpeech's clips, with text as long as LJSpeech's."""
-    random = np.random.default_rng(0)
-    (folder / "wavs").mkdir(parents=True)
-    lines = []
-    for number in range(num_clips):
-        seconds = float(np.clip(random.normal(6.57, 2.18), 1.2, 10.1))
-        noise = random.integers(-3000, 3000, int(seconds * SAMPLE_RATE), np.int16)
-        soundfile.write(folder / "wavs" / f"c{number}.wav", noise, SAMPLE_RATE)
-        words = random.choice(WORDS, max(int(seconds * 2.6), 1))
-        lines.append(f"c{number}|{' '.join(words)}\n")
-    (folder / "metadata.csv").write_text("".join(lines))
+    return train_reports(load(None, {**defaults, **flags}), folder)
 
 
 def speed(options: argparse.Namespace) -> None:
-    table = Table(title=f"GPT stage end to end, {machine()}", title_justify="left")
-    for column in ("size", "clips", "clips/s", "step ms", "CV", "idle", "peak GiB", "ahead"):
-        table.add_column(column, justify="right")
+    columns = ("size", "clips", "clips/s", "step ms", "CV", "idle", "peak GiB", "ahead")
+    table = LiveTable(f"GPT stage end to end, {machine()}", *columns)
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder) / "corpus", options.corpus_clips)
         for size in options.size or ("normal", "small", "tiny"):
-            reports = run(
-                Path(folder) / size,
-                data__train_data=str(Path(folder) / "corpus"),
-                data__max_mel_frames=880,
-                data__batch_size=options.batch,
-                model__size=size,
-                training__max_steps=options.steps,
-                training__log_step=20,
-                training__save_step=max(options.steps // 2, 1),
-                training__val_step=10**6,
-            )
+            flags: dict[str, object] = {
+                "data.train_data": str(Path(folder) / "corpus"),
+                "data.max_mel_frames": MAX_MEL_FRAMES,
+                "data.batch_size": options.batch,
+                "model.size": size,
+                "training.max_steps": options.steps,
+                "training.log_step": 20,
+                "training.save_step": max(options.steps // 2, 1),
+                "training.val_step": 10**6,
+            }
+            reports = run(Path(folder) / size, flags)
             steady = [report for report in reports if report.step > options.steps // 4]
-            rate = statistics.median(report.clips_per_s for report in steady)
-            cells = [
-                f"{rate:,.0f}",
+            table.add(
+                size,
+                options.batch,
+                f"{statistics.median(report.clips_per_s for report in steady):,.0f}",
                 f"{statistics.median(report.step_ms for report in steady):.1f}",
                 f"{statistics.median(report.step_cv for report in steady):.1%}",
                 f"{statistics.mean(report.idle_share for report in steady):.2%}",
                 f"{max(reports[-1].memory_mb.values(), default=0) / 1024:.1f}",
-                str(round(statistics.median(report.ahead for report in steady))),
-            ]
-            table.add_row(size, str(options.batch), *cells)
-            console.print(size, *cells)
-    console.print(table)
+                round(statistics.median(report.ahead for report in steady)),
+            )
+    table.show()
 
 
 def memory(options: argparse.Namespace) -> None:
     """Peak memory and speed of fine-tuning `normal` under a cap, or the error that says why not."""
-    table = Table(title=f"fine-tuning `normal` under a cap, {machine()}", title_justify="left")
-    for column in ("cap MB", "clips", "options", "clips/s", "peak MB", "result"):
-        table.add_column(column, justify="right")
-    cases: list[tuple[int, int, dict[str, object]]] = [
-        (8192, 4, {"model__lora_rank": 16, "model__gradient_checkpointing": True}),
-        (8192, 8, {"model__lora_rank": 16, "model__gradient_checkpointing": True}),
-        (8192, 4, {"model__lora_rank": 16}),
-        (12288, 16, {"model__lora_rank": 16, "model__gradient_checkpointing": True}),
-        (12288, 4, {"model__gradient_checkpointing": True}),
-        (12288, 8, {"model__gradient_checkpointing": True}),
-    ]
+    columns = ("cap MB", "clips", "options", "clips/s", "peak MB", "result")
+    table = LiveTable(f"fine-tuning `normal` under a cap, {machine()}", *columns)
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder) / "corpus", 300)
-        for number, (cap, batch, extra) in enumerate(cases):
-            shown = ", ".join(f"{name.split('__')[1]} {value}" for name, value in extra.items())
+        for number, (cap, batch, extra) in enumerate(MEMORY_CASES):
+            flags: dict[str, object] = {
+                "data.train_data": str(Path(folder) / "corpus"),
+                "data.max_mel_frames": MAX_MEL_FRAMES,
+                "data.batch_size": batch,
+                "data.enable_memory_isolation": True,
+                "data.model_gpu_memory": cap,
+                "model.size": "normal",
+                "training.max_steps": options.steps,
+                "training.log_step": 5,
+                "training.enable_xla_compilation": False,
+            }
             try:
-                reports = run(
-                    Path(folder) / str(number),
-                    data__train_data=str(Path(folder) / "corpus"),
-                    data__max_mel_frames=880,
-                    data__batch_size=batch,
-                    data__enable_memory_isolation=True,
-                    data__model_gpu_memory=cap,
-                    model__size="normal",
-                    training__max_steps=options.steps,
-                    training__log_step=5,
-                    training__enable_xla_compilation=False,
-                    **extra,
-                )
-                peak = max(reports[-1].memory_mb.values())
-                cells = (f"{reports[-1].clips_per_s:,.0f}", f"{peak:,.0f}", "trains")
+                last = run(Path(folder) / str(number), flags | extra)[-1]
+                cells = (f"{last.clips_per_s:,.0f}", f"{max(last.memory_mb.values()):,.0f}", "trains")
             except MyXTTSError as error:
                 cells = ("", "", str(error).splitlines()[0][:60])
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.set_per_process_memory_fraction(1.0)
-            table.add_row(str(cap), str(batch), shown, *cells)
-            console.print(cap, batch, shown, *cells)
-    console.print(table)
+            shown = ", ".join(f"{name.split('.')[1]} {value}" for name, value in extra.items())
+            table.add(cap, batch, shown, *cells)
+    table.show()
 
 
 def curve(options: argparse.Namespace) -> None:
-    """Train from given weights on given speech as the rival does, and keep the losses of every step."""
+    """Train from given weights on given speech as coqui-tts does, and keep the losses of every step."""
+    flags: dict[str, object] = {
+        "data.train_data": str(options.corpus),
+        "data.batch_size": options.batch,
+        "data.max_mel_frames": options.max_mel_frames,
+        "data.val_fraction": 0,
+        "model.size": options.size,
+        "model.dropout": 0.1,
+        "training.init_from": str(options.weights),
+        "training.max_steps": options.steps,
+        "training.learning_rate": options.lr,
+        "training.warmup_steps": 0,
+        "training.grad_clip": 0,
+        "training.log_step": options.log_step,
+        "training.enable_xla_compilation": not options.no_compile,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        reports = run(
-            Path(folder),
-            data__train_data=str(options.corpus),
-            data__batch_size=options.batch,
-            data__max_mel_frames=options.max_mel_frames,
-            data__val_fraction=0,
-            model__size=options.size,
-            training__init_from=str(options.weights),
-            training__max_steps=options.steps,
-            training__learning_rate=options.lr,
-            training__warmup_steps=0,
-            training__grad_clip=0,
-            model__dropout=0.1,
-            training__log_step=options.log_step,
-            training__enable_xla_compilation=not options.no_compile,
-        )
+        reports = run(Path(folder), flags)
     losses = [[report.losses["text_loss"], report.losses["audio_loss"]] for report in reports]
     rate = statistics.median(report.clips_per_s for report in reports[len(reports) // 4 :])
     result = {"name": "MyXTTS", "clips_per_s": rate, "batch": options.batch, "losses": losses}
@@ -200,67 +146,51 @@ def curve(options: argparse.Namespace) -> None:
 
 
 def weights(options: argparse.Namespace) -> None:
-    """Write a folder of fresh weights with a vocabulary of the corpus: the common start of both trainers."""
+    """Write fresh weights with a vocabulary of the corpus: the common start of both trainers."""
     data = DataSettings(train_data=options.corpus, language="en", max_mel_frames=options.max_mel_frames)
-    vocabulary = prepare(data).tokenizer
-    torch.manual_seed(0)
-    dims = SIZES[options.size].with_vocabulary(vocabulary.num_tokens, vocabulary.start_id, vocabulary.stop_id)
-    save_folder(options.out, XTTS(dims), vocabulary)
+    fresh_weights(options.out, options.size, prepare(data).tokenizer)
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Speeds, and loss curves in means over twenty steps."""
+    """Speeds, and loss curves as means over twenty steps."""
     results: list[dict[str, Any]] = [json.loads(path.read_text()) for path in options.results]
     for result, path in zip(results, options.results, strict=True):
         result.setdefault("name", path.stem)
         console.print(f"{result['name']}: batch {result.get('batch')}, {result['clips_per_s']:.1f} clips/s")
-    table = Table(title="mean losses (text, audio)", title_justify="left")
-    table.add_column("steps")
-    for result in results:
-        table.add_column(result["name"], justify="right")
+    names = [result["name"] for result in results]
+    table = make_table("mean losses (text, audio)", "steps", *names, left=("steps",))
     length = min(len(result["losses"]) for result in results)
     for start in range(0, length, 20):
-        cells = []
-        for result in results:
-            text, audio = np.mean(result["losses"][start : start + 20], axis=0)
-            cells.append(f"{text:.3f}  {audio:.3f}")
+        means = [np.mean(result["losses"][start : start + 20], axis=0) for result in results]
+        cells = [f"{text:.3f}  {audio:.3f}" for text, audio in means]
         table.add_row(f"{start + 1}–{min(start + 20, length)}", *cells)
     console.print(table)
-
-
-def machine() -> str:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{name}, PyTorch {torch.__version__}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
-    speed_command = commands.add_parser("speed")
-    speed_command.add_argument("--size", action="append", choices=list(SIZES))
-    speed_command.add_argument("--batch", type=int, default=64)
-    speed_command.add_argument("--steps", type=int, default=200)
-    speed_command.add_argument("--corpus-clips", type=int, default=2000)
-    speed_command.set_defaults(call=speed)
-    memory_command = commands.add_parser("memory")
-    memory_command.add_argument("--steps", type=int, default=20)
-    memory_command.set_defaults(call=memory)
+    command = add_command(commands, "speed", speed)
+    command.add_argument("--size", action="append", choices=list(SIZES))
+    command.add_argument("--batch", type=int, default=64)
+    command.add_argument("--steps", type=int, default=200)
+    command.add_argument("--corpus-clips", type=int, default=2000)
+    command = add_command(commands, "memory", memory)
+    command.add_argument("--steps", type=int, default=20)
     for name, call in (("curve", curve), ("weights", weights)):
-        command = commands.add_parser(name)
+        command = add_command(commands, name, call)
         command.add_argument("--corpus", type=Path, required=True)
         command.add_argument("--weights", type=Path)
         command.add_argument("--out", type=Path, required=True)
         command.add_argument("--size", default="normal", choices=list(SIZES))
         command.add_argument("--batch", type=int, default=16)
         command.add_argument("--steps", type=int, default=200)
-        command.add_argument("--max-mel-frames", type=int, default=880)
+        command.add_argument("--max-mel-frames", type=int, default=MAX_MEL_FRAMES)
         command.add_argument("--lr", type=float, default=1e-4)
-        command.add_argument("--log-step", type=int, default=1, help="curves need 1; speed is better read with 20")
-        command.add_argument("--no-compile", action="store_true", help="spare the minute that compiling takes")
-        command.set_defaults(call=call)
-    compare_command = commands.add_parser("compare")
-    compare_command.add_argument("results", type=Path, nargs="+")
-    compare_command.set_defaults(call=compare)
+        command.add_argument("--log-step", type=int, default=1, help="1 for curves, 20 for speed")
+        command.add_argument("--no-compile", action="store_true", help="saves a minute of compilation")
+    command = add_command(commands, "compare", compare)
+    command.add_argument("results", type=Path, nargs="+")
     options = parser.parse_args()
     options.call(options)
 

@@ -83,7 +83,7 @@ def _inert_foreign_classes(path: Path) -> Iterator[None]:
     strangers = [name for name in names if not name.startswith(_KNOWN_FOREIGN)]
     if strangers:
         raise UnreadableWeights(
-            f"{path} refers to {strangers[0]}, which does not belong into a file of weights; it was not loaded"
+            f"{path} refers to {strangers[0]}, which does not belong in a file of weights; it was not loaded"
         )
     stand_ins: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (type(name.rpartition(".")[2], (), {}), name) for name in names

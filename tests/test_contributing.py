@@ -42,13 +42,13 @@ def copied(tmp_path: Path) -> Path:
     return shutil.copytree(PACKAGE, tmp_path / "copy" / "myxtts", ignore=shutil.ignore_patterns("wavs"))
 
 
-def run(copied: Path, *arguments: str) -> str:
+def run(copied: Path, *arguments: str, code: int | None = 0) -> str:
     environment = os.environ | {"PYTHONPATH": str(copied.parent)}
     command = [sys.executable, *arguments]
     done = subprocess.run(
         command, env=environment, cwd=copied.parent, capture_output=True, text=True, check=False, timeout=120
     )
-    assert done.returncode == 0, done.stderr
+    assert code is None or done.returncode == code, done.stderr
     return done.stdout + done.stderr
 
 
@@ -71,3 +71,40 @@ def test_adding_a_language(copied: Path, tmp_path: Path) -> None:
     log = run(copied, "-m", "myxtts.cli", "prepare", "--train-data", str(corpus), "--language", "xtk")
     assert "Tokilandic 3" in log
     assert len((corpus / ".myxtts" / "set_aside.csv").read_text().splitlines()) == 1
+
+
+FIELD = '''
+    patience: int = setting(3, minimum=1)
+    """Validations without improvement before a note is printed."""
+'''
+
+
+def test_adding_a_setting(copied: Path, tmp_path: Path) -> None:
+    """A field in config.py: flag, help, YAML key, limits and documentation follow."""
+    add_line(copied / "config.py", '"""What is trained, for how long, and what is saved."""\n', FIELD)
+    shown = run(copied, "-m", "myxtts.cli", "train", "--help")
+    assert "--patience" in shown and "Validations without improvement" in shown
+    (tmp_path / "c.yaml").write_text("training:\n  patience: 7\n")
+    read = (
+        f"from myxtts.settings import *; print(load(Path({str(tmp_path / 'c.yaml')!r}), {{}}).settings.training)"
+    )
+    assert "patience=7" in run(copied, "-c", read)
+    (tmp_path / "c.yaml").write_text("training:\n  patience: 0\n")
+    refused = run(copied, "-m", "myxtts.cli", "check", "--config", str(tmp_path / "c.yaml"), code=2)
+    assert "training.patience" in refused and "at least 1" in refused
+
+
+RULE = """
+    Rule(
+        "batch-size", "warn", "data.batch_size", 8,
+        "{s.settings.data.batch_size} is an odd number of clips", "this rule is made up", "give an even one",
+        when=lambda s: s.settings.data.batch_size % 2 == 1,
+    ),
+"""
+
+
+def test_adding_a_performance_rule(copied: Path) -> None:
+    """A row of the table: `check` shows it, with its fix and the flag."""
+    add_line(copied / "observe" / "findings.py", "\nRULES = (", RULE.rstrip("\n"))
+    flags = ("--json", "--batch-size", "7", "--train-data", str(PACKAGE / "embedded"))
+    assert "7 is an odd number of clips" in run(copied, "-m", "myxtts.cli", "check", *flags, code=None)

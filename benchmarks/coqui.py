@@ -1,11 +1,11 @@
-"""The same training in coqui-tts' own code: clips per second, step times, memory and losses, to hold ours against.
+"""The same training with coqui-tts: clips per second, step times, memory and losses, for comparison.
 
-    python benchmarks/rival.py --weights FOLDER --corpus FOLDER --batch 32 --precision bf16 --out rival.json
+    python benchmarks/coqui.py --weights FOLDER --corpus FOLDER --batch 32 --precision bf16 --out coqui.json
 
-`--weights` is a folder that `myxtts.weights.save_folder` wrote, `--corpus` an LJSpeech-style one. Dataset, loader,
-front ends, network, loss and optimizer are the rival's, with the settings of its LJSpeech recipe; only files are
-decoded by soundfile, and losses are fetched after the last step: both flatter it. The learning rate falls as ours
-does, so that curves can be compared.
+`--weights` is a folder written by `benchmarks/train.py weights`, `--corpus` an LJSpeech-style one. Dataset,
+loader, front ends, network, loss and optimiser are coqui-tts', with the settings of its LJSpeech recipe. It is
+favoured twice: files are decoded by soundfile, and losses are read after the last step. The learning rate falls as
+ours does, so that the curves can be compared.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ from typing import Any
 
 import soundfile
 import torch
-from rich.console import Console
-from rich.table import Table
+from harness import console, make_table
 from torch import Tensor
 
 from myxtts.training.optim import Schedule
 
 FALLBACK = Path(__file__).resolve().parent.parent / "vendor-coqui" / "fallback"
-"""What coqui-tts needs and a machine without registries may lack; what is installed there comes first."""
+"""Dependencies of coqui-tts for a machine without package registries; installed packages take precedence."""
 INSTALL = """coqui-tts cannot be imported: {error}
-In a virtual environment of its own, beside PyTorch (as for tests/test_parity_coqui.py):
+In a separate virtual environment with PyTorch (as for tests/test_parity_coqui.py):
   pip install librosa einops num2words transformers anyascii coqpit-config psutil ko-speech-tools six rich
   pip install --no-deps torchaudio==2.11.0 torchcodec==0.13.0 coqui-tts==0.28.0 coqui-tts-trainer==0.4.0"""
 PACKAGES = (
@@ -47,27 +46,26 @@ PACKAGES = (
 )
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DEVICE_NAME = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
-console = Console(width=120, highlight=False)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run gave; times are of the steps after warm-up, losses (text, mel) of all, unweighted."""
+    """Results of a run: times of the steps after warm-up, unweighted losses (text, mel) of all steps."""
 
     clips_per_s: float
     step_ms: float
-    """Median, from the end of an update on the device to the end of the next."""
+    """Median time from the end of one update on the device to the end of the next."""
     cv: float
     loader_ms: float
     """Mean wait for the loader within a step."""
     peak_gib: float | None
     epochs: int
-    """How often the loader's workers were started, which a small corpus pays for more often."""
+    """How often the loader's workers were started; a small corpus restarts them more often."""
     losses: list[tuple[float, float]]
 
 
-def import_rival() -> tuple[Any, Callable[[Any], Any]]:
-    """The rival's module of GPT training and what moves its batches; exits with 2 where it is not installed."""
+def import_coqui() -> tuple[Any, Callable[[Any], Any]]:
+    """Return coqui-tts' GPT trainer module and its `to_cuda`; exit with 2 if it is not installed."""
     if FALLBACK.is_dir():
         sys.path.append(str(FALLBACK))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -82,13 +80,13 @@ def import_rival() -> tuple[Any, Callable[[Any], Any]]:
 
 
 def load_wave(path: str) -> tuple[Tensor, int]:
-    """What `torchaudio.load` returns, (channels, samples) and the rate, without FFmpeg."""
+    """Return (channels, samples) and the sample rate, like `torchaudio.load` but without FFmpeg."""
     samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
     return torch.from_numpy(samples.T.copy()), rate
 
 
 def read_samples(corpus: Path, language: str) -> list[dict[str, str]]:
-    """The clips of a corpus as the rival's formatters list them; the last column is the text."""
+    """The clips of a corpus in the form of coqui-tts' formatters; the last column is the text."""
     lines = (corpus / "metadata.csv").read_text(encoding="utf-8").splitlines()
     rows = [line.split("|") for line in lines if "|" in line]
     files = {row[0]: corpus / "wavs" / f"{row[0]}.wav" for row in rows}
@@ -99,7 +97,7 @@ def read_samples(corpus: Path, language: str) -> list[dict[str, str]]:
 
 
 def build(trainer: Any, weights: Path, options: argparse.Namespace) -> Any:
-    """The rival's model with our weights, on the device, set up as its recipe sets it up."""
+    """coqui-tts' model with our weights, on the device, configured as in its recipe."""
     config = trainer.GPTTrainerConfig()
     config.load_json(str(weights / "config.json"))
     config.batch_size, config.num_loader_workers = options.batch, options.workers
@@ -118,31 +116,31 @@ def build(trainer: Any, weights: Path, options: argparse.Namespace) -> Any:
 
 
 def require_loaded(module: torch.nn.Module, exported: dict[str, Tensor], prefix: str) -> None:
-    """It loads what fits and says nothing of the rest: make sure that every weight is the exported one."""
+    """coqui-tts silently skips weights that do not fit: check that every weight is the exported one."""
     for name, value in module.state_dict().items():
         if not torch.equal(value, exported[prefix + name].to(value.dtype)):
-            raise RuntimeError(f"coqui-tts did not load {prefix}{name}: it would train another network than ours")
+            raise RuntimeError(f"coqui-tts did not load {prefix}{name}: it would train a different network")
 
 
 def make_loader(model: Any, samples: list[dict[str, str]]) -> Any:
-    """The rival's loader; a corpus whose every text it refuses would make its dataset draw clips for ever."""
+    """coqui-tts' loader. If it can read none of the texts, its dataset would draw clips for ever."""
     loader = model.get_data_loader(config=model.config, is_eval=False, samples=samples)
     readable = 0
     for sample in samples:
         try:
             readable += len(loader.dataset.get_text(sample["text"], sample["language"])) <= 200
-        except AssertionError:  # how it reports a letter that the vocabulary lacks
+        except AssertionError:  # raised for a letter that the vocabulary lacks
             continue
-    console.print(f"{readable} of {len(samples)} texts are readable to coqui-tts; it passes over the others")
+    console.print(f"{readable} of {len(samples)} texts are readable to coqui-tts; it skips the others")
     if not readable:
         raise RuntimeError("coqui-tts can read none of the texts: is this the vocabulary of the corpus' language?")
     return loader
 
 
 def train(model: Any, to_device: Callable[[Any], Any], loader: Any, options: argparse.Namespace) -> Run:
-    """The loop of its trainer without logging, evaluation and checkpoints."""
+    """The loop of coqui-tts' trainer without logging, evaluation and checkpoints."""
     optimizer, batches = model.get_optimizer(), endless(loader)
-    factor = Schedule(0, options.warm_up + options.steps).factor  # its own schedule never steps
+    factor = Schedule(0, options.warm_up + options.steps).factor  # coqui-tts never steps its own schedule
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     model.on_train_epoch_start(SimpleNamespace(model=model))
     waits, ends, clips, losses = [], [], [], []
@@ -184,7 +182,7 @@ def endless(loader: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """What takes part, by package."""
+    """Version by package."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -195,7 +193,7 @@ def versions() -> dict[str, str]:
 
 
 def check(trainer: Any) -> None:
-    """Touch what a run needs beyond imports, and say what was found where."""
+    """Exercise what a run needs beyond imports, and print versions and locations."""
     words = trainer.VoiceBpeTokenizer().preprocess_text("It is 12 o'clock.", "en")
     mel = trainer.TorchMelSpectrogram(mel_norm_file=None)(torch.randn(1, 22050))
     console.print(f"{words!r}, mel of a second {tuple(mel.shape)}")
@@ -208,7 +206,7 @@ def check(trainer: Any) -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only import everything and print versions")
-    parser.add_argument("--weights", type=Path, help="folder that myxtts exported")
+    parser.add_argument("--weights", type=Path, help="folder written by train.py weights")
     parser.add_argument("--corpus", type=Path, help="folder with metadata.csv and wavs/")
     parser.add_argument("--language", default="en", help="[en]")
     parser.add_argument("--batch", type=int, default=32, help="clips of a step [32]")
@@ -229,7 +227,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    trainer, to_device = import_rival()
+    trainer, to_device = import_coqui()
     if options.check:
         check(trainer)
         return
@@ -239,9 +237,8 @@ def main() -> None:
     model = build(trainer, options.weights, options)
     loader = make_loader(model, read_samples(options.corpus, options.language))
     run = train(model, to_device, loader, options)
-    table = Table(title=f"coqui-tts {versions()['coqui-tts']}, {DEVICE_NAME}", title_justify="left")
-    for column in ("precision", "batch", "clips/s", "step ms", "CV", "loader ms", "GiB", "text loss", "mel loss"):
-        table.add_column(column, justify="right")
+    columns = ("precision", "batch", "clips/s", "step ms", "CV", "loader ms", "GiB", "text loss", "mel loss")
+    table = make_table(f"coqui-tts {versions()['coqui-tts']}, {DEVICE_NAME}", *columns)
     (text, mel), peak = run.losses[-1], "-" if run.peak_gib is None else f"{run.peak_gib:.1f}"
     row = (f"{run.clips_per_s:,.1f}", f"{run.step_ms:.1f}", f"{run.cv:.1%}", f"{run.loader_ms:.1f}", peak)
     table.add_row(options.precision, str(options.batch), *row, f"{text:.3f}", f"{mel:.3f}")

@@ -1,6 +1,6 @@
-"""The trainings of the learning experiment: settings for a few hours of speech, stages that end in time and go on.
+"""Training stages of the learning experiment: settings for a few hours of speech, a time limit, resuming.
 
-Every training is one call of what `myxtts train` calls. Chooses no clips and judges nothing.
+A stage is one call of `myxtts.run.train`, which `myxtts train` calls too.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from learn_corpus import single_letters
+from corpus import character_vocabulary
 from rich.console import Console
-from torch import Tensor
 
-from myxtts.errors import NoProgress
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
 from myxtts.run import train
 from myxtts.settings import load
+from myxtts.training.trainer import Reporter
 
-MOMENTS = 8
-"""Checkpoints and validations of a stage, evenly over its steps."""
+NUM_CHECKPOINTS = 8
+"""Checkpoints and validations of a stage, evenly spaced."""
 MAX_MEL_FRAMES, MAX_IDS = 1680, 320
-"""The longest clip has 16.9 seconds, 19.3 at the slowest speed, and 259 letters: none is too long."""
+"""The longest clip has 16.9 seconds (19.3 at the slowest speed) and 259 letters, so none is set aside."""
 DVAE_MEL_FRAMES = 640
-"""Seven seconds: the DVAE trains on padded clips. None of the judged speakers' clips is longer, but most of the
-LibriVox reader's are, and are set aside."""
+"""Seven seconds, because the DVAE trains on padded clips. Longer are only most of the LibriVox reader's clips."""
 TRIM_DB = 35
-"""The speakers' clips then begin and end alike: of cmu_slt's it takes 8 %, of others' one or two."""
+"""Makes all speakers' clips begin and end alike: removes 8 % of cmu_slt's audio, 1 to 2 % of the others'."""
 WARM_UP_STEPS = 400
+EMA_WINDOWS = 40
+"""The GPT's moving average spans a fortieth of its steps, so that the first checkpoint has forgotten the random
+initial weights."""
 STAGE_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "dvae": {"training.learning_rate": 5e-4},
-    # Every text is seen many times: noise, dropout and decay against learning it by heart.
+    # Every text is seen many times: noise, dropout and weight decay reduce overfitting.
     "gpt": {
         "training.learning_rate": 2.5e-4,
         "training.weight_decay": 0.05,
@@ -45,14 +46,11 @@ STAGE_SETTINGS: Mapping[str, Mapping[str, object]] = {
     },
     "decoder": {"training.learning_rate": 2e-4},
 }
-AVERAGES = 40
-"""The GPT's average reaches over a fortieth of its steps: it starts from random weights, which must be forgotten
-at the first moment already."""
 console = Console(width=140, highlight=False)
 
 
-class Told:
-    """Prints every report, and logs it as a run does."""
+class PrintedReports(Reporter):
+    """Prints every report and writes it to the run's metrics."""
 
     def __init__(self, folder: Path) -> None:
         self._log = MetricsLog(folder)
@@ -60,8 +58,6 @@ class Told:
     def begin(self, stage: str, step: int, total_steps: int) -> None:
         console.print(f"{stage}: from step {step} to {total_steps}")
         self._log.begin(stage, step)
-
-    def tick(self, step: int) -> None: ...
 
     def step(self, report: StepReport) -> None:
         self._log.step(report)
@@ -75,11 +71,9 @@ class Told:
         losses = "  ".join(f"{name} {value:.3f}" for name, value in report.losses.items())
         console.print(f"{report.stage} {report.step:6d}  held out: {losses}{'  best' * report.is_best}")
 
-    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
-
 
 class Deadline:
-    """When this process has to be done; None never."""
+    """The time limit of this process; None for no limit."""
 
     def __init__(self, seconds: float | None) -> None:
         self._at = None if seconds is None else time.monotonic() + seconds
@@ -94,13 +88,13 @@ class Deadline:
 
     @contextlib.contextmanager
     def stops_training(self) -> Iterator[None]:
-        """A training in here gets the signal that lets it save and end, as if somebody had pressed ^C."""
+        """Send a training inside this block SIGTERM at the deadline: it saves and ends."""
         over = threading.Event()
 
         def stop() -> None:
             if over.wait(self.left_s):
                 return
-            while not over.wait(0.2):  # until the training listens, the signal would end the process
+            while not over.wait(0.2):  # without the training's handler the signal would end the process
                 if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
@@ -115,15 +109,13 @@ class Deadline:
 
 
 def train_stage(options: argparse.Namespace, stage: str, deadline: Deadline) -> bool:
-    """Train a stage to its end, from wherever an earlier call left it; whether it got there."""
-    if deadline.is_over:
-        return False
+    """Train a stage, resuming an earlier call; True if it reached its last step."""
     steps = {"dvae": options.dvae_steps, "gpt": options.gpt_steps, "decoder": options.decoder_steps}[stage]
-    every = max(steps // MOMENTS, 1)
+    every = max(steps // NUM_CHECKPOINTS, 1)
     flags: dict[str, object] = {
         "data.train_data": str(options.corpus / stage),
         "data.language": "en",
-        "data.tokenizer": str(single_letters(options.corpus / "gpt", options.phonemes)),
+        "data.tokenizer": str(character_vocabulary(options.corpus / "gpt", options.phonemes)),
         "data.use_phonemes": options.phonemes,
         "data.max_mel_frames": DVAE_MEL_FRAMES if stage == "dvae" else MAX_MEL_FRAMES,
         "data.max_text_length": MAX_IDS,
@@ -135,14 +127,19 @@ def train_stage(options: argparse.Namespace, stage: str, deadline: Deadline) -> 
         "training.epochs": 10**6,
         "training.warmup_steps": min(WARM_UP_STEPS, steps // 10),
         "training.max_steps": steps,
-        "training.ema_decay": max(1 - AVERAGES / steps, 0) if stage == "gpt" else 0,
+        "training.ema_decay": max(1 - EMA_WINDOWS / steps, 0) if stage == "gpt" else 0,
         "training.log_step": max(steps // 40, 1),
         "training.val_step": every,
         "training.save_step": every,
-        "training.keep_checkpoints": MOMENTS + 2 if stage == "gpt" else 1,
-        "training.enable_xla_compilation": stage == "gpt",  # the others have few layers that are alike
+        "training.keep_checkpoints": NUM_CHECKPOINTS + 2 if stage == "gpt" else 1,
+        "training.enable_xla_compilation": stage == "gpt",  # the others have few identical layers
         **STAGE_SETTINGS[stage],
     }
-    with deadline.stops_training():
-        states = train(load(None, flags), Told(options.run), NoProgress(), console.print)
-    return states[stage].done
+    done = False
+    if not deadline.is_over:
+        with deadline.stops_training():
+            result = train(load(None, flags), reporter=PrintedReports(options.run), say=console.print)
+        done = result.states[stage].done
+    if not done:
+        console.print(f"time is up in stage {stage}; the same command continues")
+    return done

@@ -1,8 +1,7 @@
-"""More speech than was recorded: the same clips at other speeds, and sentences put together from pieces of them.
+"""Augmentation: the same clips at other speeds, and new sentences spliced from pieces of several clips.
 
-From some hours of speech a GPT learns the recordings by heart before it learns to read. A clip that is faster or
-slower is another voice with other codes; pieces of some words, cut where a clip is quiet (`learn_align`), make any
-number of sentences that nobody has said, in voices of people. Does not know what is judged.
+A GPT overfits a few hours of speech before it learns to read. A clip at another speed is another voice with other
+codes; pieces of a few words, cut at quiet places (`align`), make any number of new sentences in a real voice.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 import torch
-from learn_align import RATE, Cut, cut
-from learn_corpus import Spoken
+from align import RATE, Cut, cut
+from corpus import Spoken
 
 SPEEDS, MORE_SPEEDS = (0.94, 1.06), (0.88, 0.94, 1.06, 1.12)
-"""Besides 1: of one voice, which should stay one, and of many."""
+"""In addition to 1: for the target voice, which should stay recognisable, and for other speakers."""
 WORDS = (2, 4)
-"""Wanted of one clip in a row; more where it cannot be cut between them."""
+"""Words wanted from one clip in a row; more where it cannot be cut between them."""
 ROUND = 256
-"""Sentences that are made before their length is looked at."""
+"""Sentences made between two checks of the total length."""
 SECONDS = (1.5, 6.0)
 FADE = 110
-"""Samples over which two pieces overlap: 5 ms."""
+"""Samples over which two pieces are cross-faded: 5 ms."""
 
 
 def at_other_speeds(clips: Sequence[Spoken], folder: Path, speeds: Sequence[float]) -> list[Spoken]:
-    """The clips faster and slower, each speed as a speaker of its own: samples at another rate."""
+    """Write the clips with scaled sample rates; every speed counts as a speaker of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [(number, clip, speed) for speed in speeds for number, clip in enumerate(clips)]
     with ThreadPoolExecutor() as pool:
@@ -52,43 +51,38 @@ def _at_speed(folder: Path, job: tuple[int, Spoken, float]) -> Spoken:
 
 
 def spliced(clips: Sequence[Spoken], folder: Path, hours: float, speeds: Sequence[float]) -> list[Spoken]:
-    """So much speech of the clips' speakers, made from some words of several clips each, at any of the speeds."""
+    """Write so many hours of sentences, each spliced from several clips of one speaker, at any of the speeds."""
     folder.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_use_one_core) as processes:
+    with ProcessPoolExecutor(
+        mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as processes:
         cuts = list(processes.map(cut, clips, chunksize=16))
     by_speaker: dict[str, list[Cut]] = {}
     for clip, one in zip(clips, cuts, strict=True):
         if one is not None:
             by_speaker.setdefault(clip.speaker, []).append(one)
     made: list[Spoken] = []
-    seconds, draw, any_speed = 0.0, random.Random(0), (1.0, *speeds)
+    rng, all_speeds = random.Random(0), (1.0, *speeds)
     with ThreadPoolExecutor() as threads:
-        while seconds < 3600 * hours:
-            jobs = [_sentence(folder / f"{len(made) + n}.wav", by_speaker, any_speed, draw) for n in range(ROUND)]
+        while sum(clip.seconds for clip in made) < 3600 * hours:
+            jobs = [_sentence(folder / f"{len(made) + n}.wav", by_speaker, all_speeds, rng) for n in range(ROUND)]
             made += threads.map(_write, jobs)
-            seconds = sum(clip.seconds for clip in made)
     return made
 
 
-def _use_one_core() -> None:
-    torch.set_num_threads(1)
-
-
 class _Sentence(NamedTuple):
-    """A sentence put together."""
-
     clip: Spoken
     wave: npt.NDArray[np.int16]
     sample_rate: int
 
 
 def _sentence(
-    file: Path, by_speaker: Mapping[str, Sequence[Cut]], speeds: Sequence[float], draw: random.Random
+    file: Path, by_speaker: Mapping[str, Sequence[Cut]], speeds: Sequence[float], rng: random.Random
 ) -> _Sentence:
     speakers = list(by_speaker)
-    (speaker,) = draw.choices(speakers, [len(by_speaker[name]) for name in speakers])
-    text, wave = _joined(by_speaker[speaker], draw)
-    speed = draw.choice(speeds)
+    (speaker,) = rng.choices(speakers, [len(by_speaker[name]) for name in speakers])
+    text, wave = _joined(by_speaker[speaker], rng)
+    speed = rng.choice(speeds)
     name, rate = speaker if speed == 1 else f"{speaker} at {speed}", round(speed * RATE)
     return _Sentence(Spoken(str(file.resolve()), name, "en", text, len(wave) / rate), wave, rate)
 
@@ -98,24 +92,24 @@ def _write(sentence: _Sentence) -> Spoken:
     return sentence.clip
 
 
-def _joined(cuts: Sequence[Cut], draw: random.Random) -> tuple[str, npt.NDArray[np.int16]]:
-    """Words of several clips, and how they sound."""
-    wanted, text, wave = draw.uniform(*SECONDS) * RATE, list[str](), np.zeros(FADE, np.float32)
+def _joined(cuts: Sequence[Cut], rng: random.Random) -> tuple[str, npt.NDArray[np.int16]]:
+    """Return the text and the samples of pieces from several clips."""
+    wanted, text, wave = rng.uniform(*SECONDS) * RATE, list[str](), np.zeros(FADE, np.float32)
     rise = np.linspace(0, 1, FADE, dtype=np.float32)
     while len(wave) < wanted:
-        words, piece = some_words(draw.choice(cuts), draw)
+        words, piece = some_words(rng.choice(cuts), rng)
         text += words
-        over = wave[-FADE:] * (1 - rise) + piece[:FADE] * rise
-        wave = np.concatenate([wave[:-FADE], over, piece[FADE:]])
+        overlap = wave[-FADE:] * (1 - rise) + piece[:FADE] * rise
+        wave = np.concatenate([wave[:-FADE], overlap, piece[FADE:]])
     return f"{' '.join(text).capitalize()}.", wave.astype(np.int16)
 
 
-def some_words(clip: Cut, draw: random.Random) -> tuple[list[str], npt.NDArray[np.int16]]:
-    """From one place to another, with so many words between them as wanted, or to the end of the clip."""
-    begin = draw.randrange(len(clip.places) - 1)
+def some_words(clip: Cut, rng: random.Random) -> tuple[list[str], npt.NDArray[np.int16]]:
+    """Return a random piece of the clip, of as many words as wanted or up to the clip's end."""
+    begin = rng.randrange(len(clip.places) - 1)
     end = begin + 1
-    wanted = draw.randint(*WORDS)
+    wanted = rng.randint(*WORDS)
     while end < len(clip.places) - 1 and clip.places[end][0] - clip.places[begin][0] < wanted:
         end += 1
-    (first, at), (last, until) = clip.places[begin], clip.places[end]
-    return clip.words[first:last], clip.wave[at:until]
+    (first, start), (last, stop) = clip.places[begin], clip.places[end]
+    return clip.words[first:last], clip.wave[start:stop]

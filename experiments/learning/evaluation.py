@@ -1,9 +1,9 @@
-"""What the runs of the learning experiment say, at several moments of their training, and what judges think of it.
+"""Held-out sentences spoken by several checkpoints of a run, and their scores.
 
-OUT/MOMENT/     an evaluation as `myxtts evaluate` writes it; the sets that would be the same at every moment
-                are judged only at the last
-OUT.zip         all of it, in Opus where the library writes that: to judge on another machine
-OUT/learning.json, OUT/learning.svg     the numbers, and curves where matplotlib is installed
+OUT/CHECKPOINT/    an evaluation as `myxtts evaluate` writes it; sets that do not depend on the checkpoint are
+                   judged only with the last one
+OUT.zip            all of it, in Opus if the library supports it, to be judged on another machine
+OUT/learning.json, OUT/learning.svg     the scores, and their curves
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import tempfile
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,8 @@ import soundfile
 import soxr
 import torch
 import torch.nn.functional as F
-from learn_corpus import RECORDINGS
+from corpus import RECORDINGS
+from curves import draw
 from rich.console import Console
 from rich.table import Table
 
@@ -58,8 +58,8 @@ PACKED = (ITEMS_FILE, ABOUT_FILE, SCORES_FILE)
 console = Console(width=140, highlight=False)
 
 
-class Moment(NamedTuple):
-    """A point of the training at which the model speaks."""
+class Checkpoint(NamedTuple):
+    """A step of the GPT and the vocoder it speaks through."""
 
     label: str
     gpt_step: int
@@ -68,14 +68,14 @@ class Moment(NamedTuple):
 
 
 def gpt_steps(run: Path) -> list[int]:
-    """Steps of the GPT of which there is a checkpoint."""
+    """The steps of the GPT's checkpoints."""
     return sorted(int(path.name.removeprefix("step-")) for path in (run / "gpt").glob("step-[0-9]*"))
 
 
-def moments(run: Path) -> list[Moment]:
-    """Every checkpoint of the GPT by Griffin-Lim; the last one with all that is compared, and by its decoder."""
+def checkpoints(run: Path) -> list[Checkpoint]:
+    """Every checkpoint of the GPT by Griffin-Lim; the last one with all sets, and also by the decoder."""
     steps = gpt_steps(run)
-    spoken = [Moment(f"gpt-{step:06d}", step, "griffin-lim", (SYNTHESISED,)) for step in steps]
+    spoken = [Checkpoint(f"gpt-{step:06d}", step, "griffin-lim", (SYNTHESISED,)) for step in steps]
     if spoken:
         spoken[-1] = spoken[-1]._replace(sets=(RECORDING, RECONSTRUCTED, SYNTHESISED, OTHER))
     if spoken and any((run / "decoder").glob("step-[0-9]*")):
@@ -84,31 +84,32 @@ def moments(run: Path) -> list[Moment]:
     return spoken
 
 
-def speak(run: Path, out: Path, moment: Moment, sampling: Mapping[str, Any]) -> None:
-    """Say the held-out sentences as the run would have at that moment; what is there already stays."""
-    folder = out / moment.label
+def speak(run: Path, out: Path, checkpoint: Checkpoint, sampling: Mapping[str, Any]) -> None:
+    """Speak the held-out sentences with a checkpoint, unless that was done before."""
+    folder = out / checkpoint.label
     if (folder / ITEMS_FILE).is_file():
         about = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
         if any(value not in (None, about.get(name)) for name, value in sampling.items()):
-            raise ConfigError(f"{folder} was spoken in another way; name another folder (--out)")
+            raise ConfigError(f"{folder} was spoken with other sampling settings; name another folder (--out)")
         return
-    console.print(f"speaking at {moment.label} by {moment.vocoder}")
-    asked = evaluate.EvaluationOptions(num_sentences=10**6, vocoder=moment.vocoder, **sampling)
-    with as_it_was(run, moment) as then:
+    console.print(f"speaking at {checkpoint.label} by {checkpoint.vocoder}")
+    asked = evaluate.EvaluationOptions(num_sentences=10**6, vocoder=checkpoint.vocoder, **sampling)
+    with run_at(run, checkpoint) as then:
         evaluate.synthesise(then, folder, asked, NoProgress())
-        losses = told_losses(then, folder) if moment.vocoder == "griffin-lim" else {}
+        losses = held_out_losses(then, folder) if checkpoint.vocoder == "griffin-lim" else {}
     about = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
-    about |= {"run": run.name, "gpt_step": moment.gpt_step, "gpt_seconds": gpt_seconds(run, moment.gpt_step)}
+    step = checkpoint.gpt_step
+    about |= {"run": run.name, "gpt_step": step, "gpt_seconds": gpt_seconds(run, step)}
     (folder / ABOUT_FILE).write_text(json.dumps(about | losses, indent=1), encoding="utf-8")
-    _keep_sets(folder, moment.sets)
+    _keep_sets(folder, checkpoint.sets)
 
 
 @torch.no_grad()
-def told_losses(run: Path, folder: Path) -> dict[str, float]:
-    """Loss of the held-out codes in nats: in a voice from another clip, from the clip itself, with a wrong text.
+def held_out_losses(run: Path, folder: Path) -> dict[str, float]:
+    """Cross-entropy of held-out codes in nats: conditioned on another clip, on the clip itself, on a wrong text.
 
-    If the second is much lower than the first, the GPT takes words from the reference instead of the text; by as
-    much as the third is higher, it reads.
+    If the second is much lower than the first, the GPT copies words from the reference. The difference between the
+    third and the first is how much it uses the text.
     """
     data = replace(load(run / "settings.yaml", {}).settings.data, tokenizer=run / "vocab.json")
     sentences = held_out_sentences(prepare(data), data, 10**6)
@@ -122,13 +123,13 @@ def told_losses(run: Path, folder: Path) -> dict[str, float]:
         for name in ("reference", "clip")
     )
     texts = [sentence.clip.ids for sentence in sentences]
-    told = {
+    cases = {
         "loss": (own, texts),
         "loss_hearing_clip": (clip, texts),
         "loss_wrong_text": (own, [*texts[1:], texts[0]]),
     }
     losses = {}
-    for name, (voices, ids) in told.items():
+    for name, (voices, ids) in cases.items():
         latents = evaluate.code_latents(model, voices, ids, codes)
         losses[name] = float(F.cross_entropy(model.gpt.mel_head(torch.cat(latents)), torch.cat(codes)))
     console.print("held-out codes: " + ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items()))
@@ -136,10 +137,10 @@ def told_losses(run: Path, folder: Path) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def as_it_was(run: Path, moment: Moment) -> Iterator[Path]:
-    """A folder that is the run, but for later checkpoints of the GPT; no weights are copied.
+def run_at(run: Path, checkpoint: Checkpoint) -> Iterator[Path]:
+    """Yield a copy of the run, made of links, whose only GPT checkpoint is this one.
 
-    Its corpus is the recordings alone: nobody is compared with himself at another speed.
+    Its corpus is the unmodified recordings: no speaker is compared with a speed-changed copy of themselves.
     """
     with tempfile.TemporaryDirectory() as name:
         then = Path(name)
@@ -152,14 +153,14 @@ def as_it_was(run: Path, moment: Moment) -> Iterator[Path]:
         if found != 1:
             raise ConfigError(f"{run}/settings.yaml does not name the corpus of a stage as train_data")
         (then / "settings.yaml").write_text(settings, encoding="utf-8")
-        step = f"step-{moment.gpt_step:08d}"
+        step = f"step-{checkpoint.gpt_step:08d}"
         (then / "gpt").mkdir()
         (then / "gpt" / step).symlink_to(run.resolve() / "gpt" / step)
         yield then
 
 
 def _keep_sets(folder: Path, sets: Collection[str]) -> None:
-    """Judge only these sets; files that no item needs go."""
+    """Drop the other sets and the audio files that no item refers to."""
     items = json.loads((folder / ITEMS_FILE).read_text(encoding="utf-8"))
     items = [item for item in items if item["set"] in sets]
     (folder / ITEMS_FILE).write_text(json.dumps(items, ensure_ascii=False, indent=1), encoding="utf-8")
@@ -170,14 +171,14 @@ def _keep_sets(folder: Path, sets: Collection[str]) -> None:
 
 
 def gpt_seconds(run: Path, step: int) -> float | None:
-    """How long the GPT had trained by a step, at the speed it mostly had."""
+    """Training time up to a step, at the median step time."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     speeds = [line["step_ms"] for line in lines if line.get("stage") == "gpt" and line["kind"] == "step"]
     return step * statistics.median(speeds) / 1000 if speeds else None
 
 
 def pack(out: Path, file: Path) -> None:
-    """Everything to be judged in one file; sound in Opus, about a tenth of its size."""
+    """Pack everything to be judged into one file; Opus takes about a tenth of the size of WAV."""
     is_opus = "OPUS" in soundfile.available_subtypes("OGG")
     with zipfile.ZipFile(file, "w") as packed:
         for path in sorted(out.rglob("*")):
@@ -201,7 +202,7 @@ def _opus(path: Path) -> bytes:
 
 
 def judge_all(out: Path, place: Judges) -> None:
-    """Judge every moment that was not judged yet; a table of all, and curves."""
+    """Judge every checkpoint that has no scores yet; print a table and write the curves."""
     rows: list[dict[str, Any]] = []
     for items in sorted(out.glob(f"*/{ITEMS_FILE}")):
         scores_file = items.with_name(SCORES_FILE)
@@ -209,47 +210,16 @@ def judge_all(out: Path, place: Judges) -> None:
             console.print(f"judging {items.parent.name}")
             score(items.parent, place, NoProgress())
         scores = json.loads(scores_file.read_text(encoding="utf-8"))
-        told = ("gpt_step", "gpt_seconds", "vocoder", "loss", "loss_hearing_clip", "loss_wrong_text")
-        about = {name: scores["about"].get(name) for name in told}
+        known = ("gpt_step", "gpt_seconds", "vocoder", "loss", "loss_hearing_clip", "loss_wrong_text")
+        about = {name: scores["about"].get(name) for name in known}
         for name, summary in scores["summary"].items():
-            rows.append({"moment": items.parent.name, "set": name, **about, **summary})
+            rows.append({"checkpoint": items.parent.name, "set": name, **about, **summary})
     (out / "learning.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    _draw(rows, out / "learning.svg")
-    table = Table(title="what the judges say", title_justify="left")
-    for column in ("moment", "set", "clips", *MEASURES.values()):
-        table.add_column(column, justify="left" if column in ("moment", "set") else "right")
+    draw(rows, out / "learning.svg")
+    table = Table(title="scores", title_justify="left")
+    for column in ("checkpoint", "set", "clips", *MEASURES.values()):
+        table.add_column(column, justify="left" if column in ("checkpoint", "set") else "right")
     for row in rows:
         values = ("" if row[name] is None else f"{row[name]:.2f}" for name in MEASURES)
-        table.add_row(row["moment"], row["set"], str(row["clips"]), *values)
+        table.add_row(row["checkpoint"], row["set"], str(row["clips"]), *values)
     console.print(table)
-
-
-def _draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """Curves over the steps of the GPT, with the recordings and what their codes allow as lines across."""
-    if find_spec("matplotlib") is None:
-        console.print("matplotlib is not installed: no curves are drawn")
-        return
-    import matplotlib  # type: ignore[import-not-found, unused-ignore]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = {"griffin-lim": "Griffin-Lim", "hifigan": "decoder"}
-    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.5))
-    for panel, name in zip(panels, ("wer", "similarity", "mos"), strict=True):
-        judged = [row for row in rows if row[name] is not None]
-        for vocoder, shown in names.items():
-            said = [row for row in judged if row["set"] == SYNTHESISED and row["vocoder"] == vocoder]
-            if said:
-                steps, values = [row["gpt_step"] for row in said], [row[name] for row in said]
-                panel.plot(steps, values, "o-", label=f"synthesised, {shown}")
-        for row in judged:
-            if row["set"] == RECORDING:
-                panel.axhline(row[name], linestyle=":", color="grey", label="recordings")
-            elif row["set"] == RECONSTRUCTED:
-                style, shown = "--" if row["vocoder"] == "griffin-lim" else "-.", names[row["vocoder"]]
-                panel.axhline(row[name], linestyle=style, color="grey", label=f"their codes, {shown}")
-        panel.set(title=MEASURES[name], xlabel="steps of the GPT", xlim=(0, None))
-    panels[0].legend(fontsize="x-small")
-    figure.tight_layout()
-    figure.savefig(file)

@@ -1,6 +1,6 @@
-"""The corpus of the learning experiment: which sentences are held out, and how text is spelled.
+"""The corpus of the learning experiment: which sentences are held out, and how text is tokenised.
 
-A sentence that is held out is so for every speaker who reads it. Trains and speaks nothing.
+A held-out sentence is held out for every speaker who reads it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from myxtts.errors import DatasetError, NoProgress
 from myxtts.text.tokenizer import train as train_vocabulary
 
 HELD_OUT = {"kathleen": 20, "cmu_slt": 10, "cmu_bdl": 10}
-"""Sentences to be judged, by who says them; all three read the same ones."""
-FEWEST_WORDS, MOST_WORDS = 5, 14
-"""Of a sentence that is judged: of shorter ones a single word decides too much."""
+"""Held-out sentences by speaker; all three read the same ones."""
+MIN_WORDS, MAX_WORDS = 5, 14
+"""Length of a held-out sentence: in a shorter one a single word decides too much of the WER."""
 COLUMNS = ("path", "speaker", "language", "text", "seconds", "sample_rate")
 RECORDINGS = "recordings"
-"""The corpus of the clips as they were recorded, from which voices and comparisons are taken."""
+"""The corpus of unmodified clips, from which reference voices and comparisons are taken."""
 HEADER = "audio_file|text|speaker_name|language\n"
 
 
@@ -43,16 +43,14 @@ class Split(NamedTuple):
     train: list[Spoken]
     held_out: list[Spoken]
     unused: list[Spoken]
-    """Held-out sentences as said by other speakers, and speakers that were left out."""
+    """Held-out sentences read by other speakers, and speakers excluded from training."""
 
 
 def read_speech(folder: Path) -> list[Spoken]:
-    """The clips of a folder with lines of `COLUMNS` in its metadata.csv."""
+    """Return the clips of a folder whose metadata.csv has the columns `COLUMNS`."""
     file = folder / "metadata.csv"
     if not file.is_file():
-        raise DatasetError(
-            f"{file} is missing; name a folder with recordings and lines of {'|'.join(COLUMNS)} there"
-        )
+        raise DatasetError(f"{file} is missing; name a folder of recordings with lines of {'|'.join(COLUMNS)}")
     header, *lines = file.read_text(encoding="utf-8").splitlines() or [""]
     if tuple(header.split("|")) != COLUMNS:
         raise DatasetError(f"{file} begins with {header[:60]!r}, expected the header {'|'.join(COLUMNS)}")
@@ -62,11 +60,11 @@ def read_speech(folder: Path) -> list[Spoken]:
     return [Spoken(str(folder.resolve() / row[0]), row[1], row[2], row[3], float(row[4])) for row in rows]
 
 
-def unpacked(speech: Path, beside: Path) -> Path:
-    """The folder of the speech; a zip file is unpacked once, beside the corpus."""
+def unpacked(speech: Path, corpus: Path) -> Path:
+    """Return the speech folder; a zip file is extracted once, into the corpus folder."""
     if speech.suffix != ".zip":
         return speech
-    folder = beside / "speech"
+    folder = corpus / "speech"
     if not folder.is_dir():
         with zipfile.ZipFile(speech) as packed:
             packed.extractall(folder)
@@ -74,52 +72,50 @@ def unpacked(speech: Path, beside: Path) -> Path:
 
 
 def plain(text: str) -> str:
-    """A sentence as it is compared: words alone."""
+    """Lower-case words without punctuation: the key by which sentences are compared."""
     return " ".join(re.sub(r"[^\w']+", " ", text.lower()).split())
 
 
 def split(clips: Sequence[Spoken], held_out: Mapping[str, int] = HELD_OUT, without: Collection[str] = ()) -> Split:
-    """Choose the sentences to hold out; the same clips give the same split, in any order.
+    """Choose the held-out sentences; the result does not depend on the order of the clips.
 
-    A speaker in `without` is not trained on. Held-out sentences are still said in that voice: it is then one that
-    the model never heard.
+    Speakers in `without` are not trained on but may still read held-out sentences: unseen voices.
     """
     by_sentence: dict[str, list[Spoken]] = {}
     for clip in clips:
         by_sentence.setdefault(plain(clip.text), []).append(clip)
     wanted, chosen = Counter(held_out), dict[str, Spoken]()
     for sentence in sorted(by_sentence, key=lambda text: hashlib.blake2b(text.encode()).digest()):
-        if not FEWEST_WORDS <= len(sentence.split()) <= MOST_WORDS:
+        if not MIN_WORDS <= len(sentence.split()) <= MAX_WORDS:
             continue
         readers = {clip.speaker: clip for clip in by_sentence[sentence]}
-        for speaker in wanted:  # the first named who still wants sentences
-            if wanted[speaker] and speaker in readers:
-                chosen[sentence] = readers[speaker]
-                wanted[speaker] -= 1
-                break
+        if speaker := next((name for name in wanted if wanted[name] and name in readers), None):
+            chosen[sentence] = readers[speaker]
+            wanted[speaker] -= 1
     if missing := +wanted:
-        raise DatasetError(f"Not enough sentences of {FEWEST_WORDS} to {MOST_WORDS} words to hold out: {missing}")
-    train: list[Spoken] = []
-    unused: list[Spoken] = []
+        raise DatasetError(f"Not enough sentences of {MIN_WORDS} to {MAX_WORDS} words to hold out: {missing}")
+    parts = Split([], [], [])
     for clip in clips:
-        left_out = plain(clip.text) in chosen or clip.speaker in without
-        (unused if left_out else train).append(clip)
-    judged = [clip for clip in clips if chosen.get(plain(clip.text)) is clip]
-    return Split(train, judged, [clip for clip in unused if clip not in judged])
+        sentence = plain(clip.text)
+        if chosen.get(sentence) is clip:
+            parts.held_out.append(clip)
+        else:
+            (parts.unused if sentence in chosen or clip.speaker in without else parts.train).append(clip)
+    return parts
 
 
 def write_corpus(parts: Split, folder: Path) -> None:
-    """A corpus folder whose recordings stay where they are."""
+    """Write the metadata of a corpus folder; the audio files are named by their absolute paths."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, clips in (("metadata_train.csv", parts.train), ("metadata_eval.csv", parts.held_out)):
         rows = (f"{clip.path}|{clip.text}|{clip.speaker}|{clip.language}\n" for clip in clips)
         (folder / name).write_text(HEADER + "".join(rows), encoding="utf-8")
 
 
-def single_letters(corpus: Path, use_phonemes: bool) -> Path:
-    """A vocabulary of single letters or phonemes, made once and kept in the corpus.
+def character_vocabulary(corpus: Path, use_phonemes: bool) -> Path:
+    """Write a vocabulary of single letters or phonemes to the corpus folder once, and return its path.
 
-    With some thousand sentences there is too little text to learn how each of a thousand pieces of words sounds.
+    A few thousand sentences are too few to learn the pronunciation of a thousand BPE tokens.
     """
     file = corpus / f"{'phonemes' if use_phonemes else 'letters'}.json"
     if not file.is_file():
