@@ -22,6 +22,7 @@ from myxtts.config import MAX_AUTO_BUFFER, MAX_AUTO_PREFETCH, DataSettings, most
 from myxtts.data.batches import (
     Batch,
     Batches,
+    Block,
     Cursor,
     Field,
     Gathered,
@@ -41,7 +42,6 @@ from myxtts.observe.trace import OFF, Trace
 from myxtts.pipeline.frontend import FRONTENDS, CudaGraphFrontend, Frontend
 from myxtts.pipeline.ring import Ring, RingClosed, Slot
 from myxtts.pipeline.workers import (
-    Block,
     BlockRing,
     Encode,
     EncodeBlock,
