@@ -18,8 +18,6 @@ from rich.table import Table
 from myxtts.config import SAMPLE_RATE
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from myxtts.observe.metrics import StepReport, ValidationReport
     from myxtts.settings import LoadedSettings
     from myxtts.text.tokenizer import Tokenizer
@@ -111,33 +109,23 @@ def fresh_weights(
 
 def train_reports(loaded: LoadedSettings, folder: Path) -> list[StepReport]:
     """Train as `myxtts train` does, metrics and checkpoints included; return the reports of the steps."""
-    from myxtts.errors import NoProgress
+    from myxtts.observe.metrics import MetricsLog
     from myxtts.run import train
+    from myxtts.training.trainer import Reporter
 
-    collected = _Reports(folder)
-    train(loaded, collected, NoProgress(), lambda _: None)
-    return collected.steps
+    log = MetricsLog(folder)
+    steps: list[StepReport] = []
 
+    class Collected(Reporter):
+        def begin(self, stage: str, step: int, total_steps: int) -> None:  # noqa: ARG002
+            log.begin(stage, step)
 
-class _Reports:
-    """Collects the reports of a run and writes its metrics."""
+        def step(self, report: StepReport) -> None:
+            steps.append(report)
+            log.step(report)
 
-    def __init__(self, folder: Path) -> None:
-        from myxtts.observe.metrics import MetricsLog
+        def validation(self, report: ValidationReport) -> None:
+            log.validation(report)
 
-        self.steps: list[StepReport] = []
-        self._log = MetricsLog(folder)
-
-    def begin(self, stage: str, step: int, total_steps: int) -> None:  # noqa: ARG002
-        self._log.begin(stage, step)
-
-    def tick(self, step: int) -> None: ...
-
-    def step(self, report: StepReport) -> None:
-        self.steps.append(report)
-        self._log.step(report)
-
-    def validation(self, report: ValidationReport) -> None:
-        self._log.validation(report)
-
-    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
+    train(loaded, reporter=Collected(), say=lambda _: None)
+    return steps

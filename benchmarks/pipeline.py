@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from harness import MAX_MEL_FRAMES, LiveTable, clip_seconds, console, machine
 
-from myxtts.config import SAMPLE_RATE, DataSettings, TrainingSettings, num_codes_of
+from myxtts.config import SAMPLE_RATE, DataSettings, Settings, num_codes_of
 from myxtts.data.batches import Batches, Gatherer, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
@@ -81,8 +81,9 @@ class Bench:
         self.model.gpt.requires_grad_(True)
         self.recipe = GptRecipe(self.model.gpt).to(device).train()
         optimizer = Optimizer(self.recipe, 1e-5, Schedule(10, None))
-        mode = choose_mode(TrainingSettings(), mixed_precision=True, static_shapes=True, on_gpu=True, world_size=1)
-        self.streams = Streams.of(Plan(device, device), self.data)
+        plan = Plan(device, device)
+        mode = choose_mode(Settings(), "gpt", plan)
+        self.streams = Streams.of(plan, self.data)
         self.stream = self.streams.model
         self.step = Step(self.recipe, optimizer, mode, self.stream)
         self.device = device
@@ -115,11 +116,7 @@ class Bench:
                     clock = StepClock(self.stream.handle)
                     num_allocations = allocations()
                     started_at = time.perf_counter()
-                with feed.next() as batch:
-                    clock.begin()
-                    self.step.micro(batch)
-                self.step.update(number)
-                clock.end()
+                self.step(feed.next, number, clock)
                 for name, (count, depth) in feed.readiness().items():
                     ready.setdefault(name, []).append(count / depth)
             self.stream.finish()

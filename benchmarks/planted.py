@@ -27,8 +27,9 @@ from myxtts.model.gpt import Block, GPTDims
 from myxtts.model.xtts import SIZES, XTTSDims
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.pipeline.workers import Upload
+from myxtts.run import prepare_corpus
 from myxtts.settings import LoadedSettings, load
-from myxtts.tools.dry_run import NotedRehearsal, Rehearsal, prepare_corpus, set_apart
+from myxtts.tools.dry_run import DryRun, temporary_codes
 from myxtts.tools.profile import Profile, profile
 from myxtts.training.trainer import Step
 
@@ -156,7 +157,7 @@ def recompilations(_: Baseline) -> Patch:
 
     def compiling_micro(self: Step, *arguments: Any, **named: Any) -> None:
         if (number := next(calls)) % RECOMPILE_STEP == 0:
-            compiled(torch.ones(8 + number, device=self._stream.device))
+            compiled(torch.ones(8 + number, device=self.stream.device))
         micro(self, *arguments, **named)
 
     stack = contextlib.ExitStack()
@@ -169,7 +170,7 @@ def leak(_: Baseline) -> Patch:
     """Allocate some memory in every step and keep it."""
     kept: list[Any] = []
     return _before_each_step(
-        lambda rehearsal, _: kept.append(torch.empty(LEAK_BYTES, dtype=torch.uint8, device=rehearsal.plan.model))
+        lambda step, _: kept.append(torch.empty(LEAK_BYTES, dtype=torch.uint8, device=step.stream.device))
     )
 
 
@@ -179,14 +180,14 @@ def saving(base: Baseline) -> Patch:
     return _before_each_step(lambda _, number: time.sleep(seconds if number and number % SAVE_STEP == 0 else 0))
 
 
-def _before_each_step(work: Callable[[Rehearsal, int], object]) -> Patch:
-    one_step = Rehearsal._one_step
+def _before_each_step(work: Callable[[Step, int], object]) -> Patch:
+    train = Step.__call__
 
-    def step(self: Rehearsal, feed: Any, clock: Any, trace: Any, number: int, accumulate: int) -> None:
+    def step(self: Step, next_batch: Any, number: int, *rest: Any) -> None:
         work(self, number)
-        one_step(self, feed, clock, trace, number, accumulate)
+        train(self, next_batch, number, *rest)
 
-    return mock.patch.object(Rehearsal, "_one_step", step)
+    return mock.patch.object(Step, "__call__", step)
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,7 @@ class Workload:
         try:
             with case.plant(base):
                 num_steps = case.num_steps if self.on_gpu else CPU_STEPS
-                return profile(loaded, prepared, num_steps=num_steps, kernels=case.kernels)
+                return profile(loaded.settings, prepared, num_steps=num_steps, kernels=case.kernels)
         finally:
             gc.collect()
             if self.on_gpu:
@@ -270,9 +271,9 @@ class Workload:
         """Measured once for all cases with the same model, batch size and training settings."""
         key = repr((loaded.settings.model, loaded.settings.data.batch_size, loaded.settings.training))
         if key not in self._step_s:
-            with set_apart(prepare_corpus(loaded.settings)) as apart:
-                rehearsal = NotedRehearsal(loaded, apart, "gpt")
-                times = rehearsal.measure(15 if self.on_gpu else 5, replay=True).times
+            with temporary_codes(prepare_corpus(loaded.settings)) as apart:
+                dry_run = DryRun(loaded.settings, apart, "gpt")
+                times = dry_run.measure(15 if self.on_gpu else 5, replay=True).times
             self._step_s[key] = float(np.median([step.step_ms for step in times])) / 1000
         return self._step_s[key]
 

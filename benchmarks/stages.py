@@ -19,7 +19,7 @@ from myxtts.config import STAGES
 from myxtts.data.prepare import prepare
 from myxtts.model.xtts import SIZES
 from myxtts.settings import load
-from myxtts.tools.dry_run import Rehearsal, mean_stage_ms
+from myxtts.tools.dry_run import DryRun
 
 PHASES = ("gather", "upload", "encode", "train", "update")
 
@@ -35,15 +35,15 @@ def measure(corpus: Path, stage: str, options: argparse.Namespace) -> list[str]:
         "training.enable_xla_compilation": not options.no_compile,
     }
     loaded = load(None, flags)
-    rehearsal = Rehearsal(loaded, prepare(loaded.settings.data), stage)
-    rehearsal.measure(options.steps)  # the epoch that computes codes
-    fed = rehearsal.measure(options.steps, traced=True)
-    replayed = rehearsal.measure(options.steps, replay=True)
-    means = mean_stage_ms(fed)
+    dry_run = DryRun(loaded.settings, prepare(loaded.settings.data), stage)
+    dry_run.measure(options.steps)  # the epoch that computes codes
+    fed = dry_run.measure(options.steps, traced=True)
+    replayed = dry_run.measure(options.steps, replay=True)
+    means = fed.phase_ms()
     return [
         stage,
         str(options.batch),
-        str(rehearsal.step.mode),
+        str(dry_run.step.mode),
         *(f"{means.get(phase, 0.0):.1f}" for phase in PHASES),
         f"{fed.clips_per_s:,.0f}",
         f"{replayed.clips_per_s:,.0f}",

@@ -30,14 +30,14 @@ from harness import LiveTable, add_command, console, make_table, train_reports
 from planted import CASES, Workload, run_planted, small_on_cpu
 
 from myxtts.config import MAX_AUTO_BUFFER
-from myxtts.data.batches import Cursor
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.observe.nvml import Sampler
 from myxtts.observe.trace import StepClock, Trace
 from myxtts.pipeline.feed import Feed
+from myxtts.run import prepare_corpus
 from myxtts.settings import LoadedSettings, with_values
 from myxtts.tools import tune as tune_module
-from myxtts.tools.dry_run import NotedRehearsal, Rehearsal, Trial, prepare_corpus, set_apart, try_out
+from myxtts.tools.dry_run import DryRun, Trial, temporary_codes, try_out
 from myxtts.tools.tune import Tuning, tune
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,7 +129,7 @@ def _tune(loaded: LoadedSettings, minutes: float, max_batch: int, on_gpu: bool) 
 
     def measure(candidate: LoadedSettings) -> Trial:
         _free_memory(on_gpu)
-        return try_out(candidate, prepare_corpus(candidate.settings), "gpt", num_steps)
+        return try_out(candidate.settings, prepare_corpus(candidate.settings), "gpt", num_steps)
 
     prepared = prepare_corpus(loaded.settings)
     say = lambda line: console.print("  ", line)  # noqa: E731
@@ -197,26 +197,25 @@ BLOCK_S, PERIOD_S = 1.0, 0.1
 class Blocks:
     """Blocks of steps, each observed in one way."""
 
-    rehearsal: Rehearsal
+    dry_run: DryRun
     feed: Feed
     trace: Trace
     sampler: Sampler
 
     def __post_init__(self) -> None:
-        self._clock, self._number = StepClock(self.rehearsal.stream.handle), 0
+        self._clock, self._number = StepClock(self.dry_run.stream.handle), 0
 
     def ms_per_step(self, how: str, num_steps: int) -> float:
         """Mean step time; the device's queue is empty before and after the block."""
         self.trace.enabled = how == "tracing"
         if how == "sampling":
             self.sampler.start()
-        self.rehearsal.stream.finish()
+        self.dry_run.stream.finish()
         started_at = time.perf_counter()
         for _ in range(num_steps):
-            # Not NotedRehearsal's method, which records more than a training does.
-            Rehearsal._one_step(self.rehearsal, self.feed, self._clock, self.trace, self._number, 1)
+            self.dry_run.step(self.feed.next, self._number, self._clock, self.trace)
             self._number += 1
-        self.rehearsal.stream.finish()
+        self.dry_run.stream.finish()
         seconds = time.perf_counter() - started_at
         self.sampler.stop()
         self._clock.collect()
@@ -229,18 +228,18 @@ def overhead(options: argparse.Namespace) -> bool:
     loaded = workload.settings({"data.batch_size": str(options.batch)}, "clips")
     times: dict[str, list[float]] = {way: [] for way in ("off", "tracing", "sampling", "off again")}
     trace, sampler = Trace(), Sampler([0], PERIOD_S)
-    with set_apart(prepare_corpus(loaded.settings)) as apart:
-        rehearsal = NotedRehearsal(loaded, apart, "gpt")
-        rehearsal.fill_codes()
-        device = rehearsal.plan.model
+    with temporary_codes(prepare_corpus(loaded.settings)) as apart:
+        dry_run = DryRun(loaded.settings, apart, "gpt")
+        dry_run.fill_codes()
+        device = dry_run.plan.model
         if device.type == "cuda":
             trace.anchor(device)
-        with rehearsal.maker.training(Cursor(), 1, trace) as feed, rehearsal.stream.use():
+        with dry_run.feed(trace=trace) as feed:
             feed.wait_until_warm(2.0)
-            blocks = Blocks(rehearsal, feed, trace, sampler)
+            blocks = Blocks(dry_run, feed, trace, sampler)
             blocks.ms_per_step("off", WARM_UP_STEPS)
             num_steps = max(int(BLOCK_S * 1000 / blocks.ms_per_step("off", WARM_UP_STEPS)), 3)
-            console.print(f"blocks of {num_steps} steps of {options.batch} clips, {rehearsal.step.mode}")
+            console.print(f"blocks of {num_steps} steps of {options.batch} clips, {dry_run.step.mode}")
             ends_at = time.monotonic() + options.seconds
             while time.monotonic() < ends_at or len(times["off"]) < FEWEST_ROUNDS:
                 for way in random.sample(list(times), len(times)):

@@ -252,17 +252,18 @@ def _train(options: argparse.Namespace) -> int:
     folder = settings.training.checkpoint_dir
     if not _is_first_process():
         logging.getLogger().setLevel(logging.WARNING)
-        train(loaded, None, NO_PROGRESS, lambda _: None)
+        train(loaded)
         return 0
     with (
         ProgressPrinter(is_silent=options.dashboard) as printer,
         _dashboard(folder, options.dashboard),
         contextlib.closing(TrainingReports(folder, printer)) as reports,
     ):
-        states = train(loaded, reports, ProgressLines(), lambda line: show_lines([line]), reports.corpus)
-    prepared = reports.prepared
-    is_done = all(state.done for state in states.values())
-    show_lines(closing(settings, prepared, reports.has_trained) if is_done else [stopped(settings, states)])
+        result = train(loaded, reporter=reports, progress=ProgressLines(), say=lambda line: show_lines([line]))
+    if all(state.done for state in result.states.values()):
+        show_lines(closing(settings, result.prepared, reports.has_trained))
+    else:
+        show_lines([stopped(settings, result.states)])
     return 0
 
 
@@ -355,7 +356,7 @@ def _profile(options: argparse.Namespace) -> int:
 
     loaded = _load(options)
     found = profile(
-        loaded,
+        loaded.settings,
         _prepare_for_tool(loaded),
         num_steps=options.num_steps,
         stage=_stage(options, loaded),
@@ -428,8 +429,8 @@ def _stage(options: argparse.Namespace, loaded: LoadedSettings) -> str:
 
 def _prepare_for_tool(loaded: LoadedSettings) -> PreparedCorpus:
     from myxtts.devices import make_plan
+    from myxtts.run import prepare_corpus
     from myxtts.terminal import ProgressLines
-    from myxtts.tools.dry_run import prepare_corpus
 
     make_plan(loaded.settings.data)  # reports a mistake about devices before a corpus is prepared
     return prepare_corpus(loaded.settings, ProgressLines())

@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from itertools import permutations
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from myxtts.config import MAX_AUTO_BUFFER, DataSettings
 from myxtts.errors import ConfigError, PipelineError
@@ -247,6 +250,15 @@ def explain_out_of_memory(plan: Plan, error: torch.OutOfMemoryError, role: str, 
     return explained
 
 
+@contextlib.contextmanager
+def explained_out_of_memory(plan: Plan, role: str, doing: str) -> Iterator[None]:
+    """Turn an OutOfMemoryError into the PipelineError that explains it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise explain_out_of_memory(plan, error, role, doing) from error
+
+
 def random_state(device: torch.device) -> torch.Tensor:
     """State of a device's random number generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -258,6 +270,38 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state.cpu(), device)
     else:
         torch.set_rng_state(state.cpu())
+
+
+def all_random_states(plan: Plan) -> dict[str, torch.Tensor]:
+    """The random states of the model role's devices in all processes, each of which must call this."""
+    own = random_state(plan.model)
+    if plan.world_size == 1:
+        return {"random.0": own}
+    states = [torch.empty_like(own, device=plan.model) for _ in range(plan.world_size)]
+    dist.all_gather(states, own.to(plan.model))
+    return {f"random.{rank}": state.cpu() for rank, state in enumerate(states)}
+
+
+@contextlib.contextmanager
+def process_group(plan: Plan) -> Iterator[None]:
+    """Connect the processes of a run, if there are several."""
+    if plan.world_size == 1:
+        yield
+        return
+    on_gpu = plan.model.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=timedelta(hours=2),  # rank 0 may decode a large corpus meanwhile
+        device_id=plan.model if on_gpu else None,
+    )
+    yield
+    dist.destroy_process_group()  # not after an error: it would wait for processes that wait in a collective
+
+
+def barrier(plan: Plan) -> None:
+    """Wait until every process of the run has come here."""
+    if plan.world_size > 1:
+        dist.barrier()
 
 
 def peak_memory_mb(plan: Plan) -> dict[str, float]:
@@ -354,3 +398,29 @@ class CudaGraph(Generic[Result]):
         """Launch the work on the current stream."""
         self._graph.replay()
         return self.result
+
+
+MATMUL_SIZE, MATMULS_PER_ROUND, MATMUL_ROUNDS = 4096, 3, 3
+"""Products that measure a GPU's peak: about 2 ms on an H200, 50 ms on an RTX 3060; the first round is slow."""
+
+
+def peak_flops(stream: Stream, dtype: torch.dtype) -> float | None:
+    """Measured operations per second of large matrix products on an idle GPU; None on the CPU or without room."""
+    if stream.handle is None:
+        return None
+    generator = torch.Generator(stream.device).manual_seed(0)  # leaves the random numbers of a training alone
+    shape, seconds = (MATMUL_SIZE, MATMUL_SIZE), []
+    try:
+        with stream.use():
+            factor = torch.randn(shape, dtype=dtype, device=stream.device, generator=generator)
+            product = factor @ factor
+            for _ in range(MATMUL_ROUNDS):
+                stream.finish()
+                started_at = time.perf_counter()
+                for _ in range(MATMULS_PER_ROUND):
+                    torch.mm(factor, factor, out=product)
+                stream.finish()
+                seconds.append(time.perf_counter() - started_at)
+    except torch.OutOfMemoryError:
+        return None
+    return MATMULS_PER_ROUND * 2 * MATMUL_SIZE**3 / min(seconds)

@@ -28,7 +28,7 @@ from myxtts.observe.report import write_report
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sample
 from myxtts.terminal import ProgressPrinter, show_corpus
-from myxtts.training.trainer import State
+from myxtts.training.trainer import Reporter, State
 
 FEW_STEPS = 1000
 """A GPT trained from scratch for fewer steps does not speak words yet."""
@@ -41,7 +41,7 @@ _ABOUT_THE_DEMO = (
 _log = logging.getLogger(__name__)
 
 
-class TrainingReports:
+class TrainingReports(Reporter):
     """Shows and stores the reports of the training loop, and warns when the pipeline is slow."""
 
     def __init__(self, folder: Path, printer: ProgressPrinter) -> None:
@@ -53,7 +53,6 @@ class TrainingReports:
         self._gpus = Sampler([gpu.index for gpu in Machine.look().gpus])
 
     def corpus(self, prepared: PreparedCorpus) -> None:
-        self.prepared = prepared
         show_corpus(prepared)
 
     def begin(self, stage: str, step: int, total_steps: int) -> None:

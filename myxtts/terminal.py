@@ -46,8 +46,9 @@ from myxtts.observe.metrics import (
 from myxtts.settings import format_setting, patched
 
 if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
+    from myxtts.observe.trace import Timing
     from myxtts.tools.dry_run import KernelView
-    from myxtts.tools.profile import DataAnalysis, Profile, Timing
+    from myxtts.tools.profile import DataAnalysis, Profile
     from myxtts.tools.tune import Tuning
 
 PERIOD_S = 1.0

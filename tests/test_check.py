@@ -31,7 +31,7 @@ from myxtts.terminal import show_findings
 from myxtts.tools import check as checks
 from myxtts.tools import dry_run
 from myxtts.tools.check import CHECKS, CheckContext, Host, check, passed, to_json
-from myxtts.tools.dry_run import Seen
+from myxtts.tools.dry_run import Observation
 from myxtts.training.trainer import StepMode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,10 +39,7 @@ CPU, OTHER_CPU = torch.device("cpu"), torch.device("cpu", 0)
 GB = 10**9
 
 
-@pytest.fixture(autouse=True)
-def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Away from the repository, whose configs/config.yaml would be read."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
 
 def settings(**given: object) -> LoadedSettings:
@@ -283,9 +280,9 @@ def test_a_cap_that_is_not_held_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [finding.level for finding in checks.caps_held(capped)] == ["pass"]
 
 
-def seen(**changes: Any) -> Seen:
+def seen(**changes: Any) -> Observation:
     mode = StepMode(autocast=True, compiled=True, captured=True)
-    good = Seen(
+    good = Observation(
         "gpt",
         Plan(CPU, OTHER_CPU, "dual"),
         mode,
@@ -427,7 +424,7 @@ def test_an_error_in_the_dry_run_is_a_finding(
     def fail(*_: object) -> Iterator[None]:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(dry_run, "Rehearsal", fail)
+    monkeypatch.setattr(dry_run, "DryRun", fail)
     (answer,) = tried(**prepared_corpus)
     assert (answer.level, answer.why) == ("fail", "no compiler")
 

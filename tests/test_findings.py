@@ -19,10 +19,7 @@ SOURCES = [ROOT / "myxtts/observe/findings.py", ROOT / "myxtts/observe/diagnosis
 SOURCES += [ROOT / f"myxtts/tools/{name}.py" for name in ("check", "profile", "tune")]
 
 
-@pytest.fixture(autouse=True)
-def _empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Away from the repository, whose configs/config.yaml would be read."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
 
 def settings(**given: object) -> Settings:

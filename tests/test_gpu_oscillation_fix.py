@@ -28,9 +28,9 @@ from myxtts.observe.breakdown import ProfileData
 from myxtts.observe.diagnosis import Diagnosis, diagnose
 from myxtts.observe.nvml import Reading
 from myxtts.observe.trace import Span
+from myxtts.run import prepare_corpus
 from myxtts.settings import load
 from myxtts.tools import dry_run
-from myxtts.tools.dry_run import prepare_corpus
 from myxtts.tools.profile import profile
 
 STEP_US = 50_000
@@ -121,7 +121,7 @@ class TheRealPipelineIsProfiled(unittest.TestCase):
             return fill(gatherer, batch, job)
 
         with mock.patch.object(Gatherer, "fill", bursts):
-            found = profile(self.loaded, self.prepared, num_steps=12, stage="dvae")
+            found = profile(self.loaded.settings, self.prepared, num_steps=12, stage="dvae")
         assert found.verdict is not None
         self.assertEqual(found.verdict.bound, "gather")
         self.assertGreater(found.verdict.step_cv, 0.3)

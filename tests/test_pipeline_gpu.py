@@ -28,10 +28,8 @@ from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, Frontend, Gp
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 MB = 2**20
-ONE_GPU = [
-    pytest.param(Plan(FIRST, FIRST, mode), id=mode, events=pytest.mark.gpu) for mode in ("buffered", "dual")
-]
-EVERY_PLAN = [*ONE_GPU, pytest.param(Plan(FIRST, SECOND, "dual"), id="two", events=pytest.mark.two_gpus)]
+ONE_GPU = [pytest.param(Plan(FIRST, FIRST, mode), id=mode, marks=pytest.mark.gpu) for mode in ("buffered", "dual")]
+EVERY_PLAN = [*ONE_GPU, pytest.param(Plan(FIRST, SECOND, "dual"), id="two", marks=pytest.mark.two_gpus)]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 MakeFrontend = Callable[[XTTS, DataSettings, int], Frontend]
@@ -180,7 +178,7 @@ def test_copies_and_the_front_end_run_beside_training(speech: Corpus, plan: Plan
         step = Step(feed, 4096, 40)
         feed.wait_until_warm(20)
         for number in range(40):
-            span = trace.device_span("train", "model stream", feed.model_stream.stream, number)
+            span = trace.device_span("train", "model stream", feed.model_stream.handle, number)
             with feed.next(), span:
                 step()
         trace.finish()
@@ -224,7 +222,7 @@ def test_a_cap_below_what_is_needed_names_the_role(short: Corpus, role: str, spa
         torch.cuda.set_per_process_memory_fraction(1.0, FIRST)
 
 
-class SlowLane(Stream):
+class SlowStream(Stream):
     """A stream in which the work of one thread is late: between waiting and working, and before it is done."""
 
     slow = ""
@@ -243,14 +241,14 @@ class SlowLane(Stream):
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 @pytest.mark.parametrize("slow", ["upload", "encode", "handoff", "reader"])
-def test_no_delay_of_any_lane_tears_a_batch(
+def test_no_delay_of_any_stream_tears_a_batch(
     short: Corpus, monkeypatch: pytest.MonkeyPatch, plan: Plan, slow: str
 ) -> None:
     with short.feed(PLANS["buffered"], only_stamps, num_batches=60) as feed:
         expected = read(feed)
-    monkeypatch.setattr("myxtts.pipeline.feed.Stream", SlowLane)
+    monkeypatch.setattr("myxtts.pipeline.feed.Stream", SlowStream)
     monkeypatch.setattr(threading.current_thread(), "name", "reader")
-    monkeypatch.setattr(SlowLane, "slow", slow)
+    monkeypatch.setattr(SlowStream, "slow", slow)
     copies = []
     with short.feed(plan, only_stamps, depths=Depths(2, 2, 2)) as feed:
         for _ in expected:

@@ -1,13 +1,13 @@
 """Presets and optimisation levels: what they set, and that the user's own values win."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import load_command
 
 from myxtts.config import OPTIMIZATION_LEVELS, PRESETS, Settings, preset_for
-from myxtts.settings import LoadedSettings, add_flags, apply_presets, flags_of, load, specs, to_yaml, value_of
+from myxtts.settings import LoadedSettings, apply_presets, load, specs, to_yaml, value_of
 
 COLUMNS = (
     "data.batch_size", "data.data_gpu_memory", "data.model_gpu_memory", "data.prefetch_buffer_size",
@@ -20,20 +20,11 @@ PROMISED = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The repository's own configs/config.yaml must not be found by accident."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
 
 def loaded(command: str = "", text: str | None = None) -> LoadedSettings:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(parser)
-    file = None
-    if text is not None:
-        file = Path("file.yaml")
-        file.write_text(text, encoding="utf-8")
-    return load(file, flags_of(parser.parse_args(["--train-data", "DIR", *command.split()])))
+    return load_command(f"--train-data DIR {command}", text)
 
 
 # The tables

@@ -49,7 +49,7 @@ def fill(ring: StampRing, count: int, seed: int) -> None:
 
 
 def move(source: StampRing, target: StampRing, seed: int) -> None:
-    """A stage: what it takes from one ring it copies to the next."""
+    """A worker: copies what it takes from one ring to the next."""
     dice = random.Random(seed)
     while (slot := source.take()) is not None:
         to = target.acquire()
@@ -254,7 +254,7 @@ def test_full_means_ready_or_in_use_and_also_that_nothing_more_will_come() -> No
     assert ring.is_full
 
 
-def test_the_marks_of_the_owners_need_no_device() -> None:
+def test_the_events_of_the_owners_need_no_device() -> None:
     slot = make_ring(1).acquire()
     slot.filled.wait_on_host()
     slot.emptied.wait_on_host()

@@ -1,449 +1,567 @@
-"""Checkpoints of a run: saved whole or not at all, found again after kills, full disks and damaged checkpoints."""
+"""Whole runs: where weights come from, what is trained, shown and left, what another start may change."""
 
-import errno
-import logging
-import os
-import subprocess
-import sys
-import threading
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import soundfile
 import torch
-from safetensors import safe_open
+from conftest import make_voice
 from torch import Tensor
+from training_fixtures import (
+    SMALL,
+    Clips,
+    assert_equal_tensors,
+    assert_same_run,
+    clips,
+    losses,
+    newest,
+    small,
+    steps,
+    stop_at,
+    train,
+)
 
-import myxtts.checkpoints
-from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, differences, require_same, to_host
-from myxtts.errors import ConfigError, DatasetError
+import myxtts.model.gpt
+from myxtts.checkpoints import UnreadableWeights
+from myxtts.cli import main
+from myxtts.config import SAMPLE_RATE, STAGES, DataSettings, Settings
+from myxtts.data.prepare import prepare
+from myxtts.devices import Plan
 from myxtts.files import lock
+from myxtts.model.mel import DVAE_MEL, LogMel
+from myxtts.model.xtts import SIZES, XTTS
+from myxtts.observe.findings import Finding
+from myxtts.observe.metrics import StepReport
+from myxtts.run_dir import RunDir
+from myxtts.settings import load
+from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer
+from myxtts.text.tokenizer import Tokenizer, extend
+from myxtts.tools.check import check
+from myxtts.training.recipes import DvaeRecipe
+from myxtts.training.trainer import StepMode, choose_mode
+from myxtts.weights import load_folder, save_folder
 
-LOCK_AND_WAIT = """
-import sys
-from pathlib import Path
-from myxtts.files import lock
-with lock(Path(sys.argv[1])):
-    print("locked", flush=True)
-    sys.stdin.read()
-"""
+__all__ = ["clips", "small"]
 
-# One process imports torch once and forks those that are killed: first at the n-th call to the system of two saves
-# (one of them of a step that exists) for n = 0, 1, ... until one survives, then at random moments of many saves.
-KILLED_WHILE_SAVING = """
-import os, random, shutil, signal, sys, time
-from pathlib import Path
-import torch
-from myxtts import checkpoint, run
+pytestmark = pytest.mark.usefixtures("small")
 
-torch.set_num_threads(1)
-folder = Path(sys.argv[1])
-calls_left = None
-
-def deadly(function):
-    def call(*arguments, **options):
-        global calls_left
-        if calls_left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if calls_left is not None:
-            calls_left -= 1
-        return function(*arguments, **options)
-    return call
-
-def make_calls_deadly():
-    os.fsync = lambda descriptor: None  # slow, and a kill of the process alone loses nothing that was written
-    for owner, names in (
-        (os, ("fsync", "unlink", "rmdir")), (checkpoint, ("save_file",)),
-        (Path, ("mkdir", "rename", "replace", "chmod", "write_text")),
-    ):
-        for name in names:
-            setattr(owner, name, deadly(getattr(owner, name)))
-
-def save(step):
-    tensors = {"a": torch.full((1000,), float(step)), "b": torch.arange(step)}
-    checkpoints.save(step, run.Snapshot(tensors, dict(tensors), {"mark": step}), best=True, background=False)
-    assert checkpoints.num_failed == 0
-    os.write(report, b"%d " % step)
-
-def child(deadly_call):
-    global checkpoints, calls_left
-    checkpoints = run.Checkpoints(folder, keep=1)
-    before = checkpoints.newest()
-    first = before.step if before else 1
-    if deadly_call is None:
-        for step in range(first + 1, 10**9):
-            save(step)
-    calls_left = deadly_call
-    make_calls_deadly()
-    save(first)
-    save(first + 1)
-    os._exit(0)
-
-def check(reported):
-    checkpoints = run.Checkpoints(folder, keep=1)
-    for path in folder.glob("step-*"):
-        checkpoints.load(int(path.name[5:]))
-    loaded = checkpoints.newest()
-    assert loaded.step >= reported[-1], (loaded.step, reported)
-    assert loaded.state == {"mark": loaded.step}
-    for tensors in loaded.weights, loaded.optimizer:
-        assert torch.equal(tensors["a"], torch.full((1000,), float(loaded.step)))
-        assert torch.equal(tensors["b"], torch.arange(loaded.step))
-
-random.seed(int(sys.argv[2]))
-reported = []
-for deadly_call in [10**9, *range(200)]:
-    reading, report = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        child(deadly_call)
-    os.close(report)
-    _, status = os.waitpid(pid, 0)
-    reported += map(int, os.read(reading, 10**6).split())
-    os.close(reading)
-    check(reported)
-    if status == 0 and deadly_call < 10**9:
-        break
-    assert deadly_call == 10**9 or os.WTERMSIG(status) == signal.SIGKILL, status
-print("deadly calls", deadly_call)
-assert deadly_call > 25
-for _ in range(8):
-    reading, report = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        child(None)
-    os.close(report)
-    time.sleep(random.uniform(0.01, 0.12))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    reported += map(int, os.read(reading, 10**6).split())
-    os.close(reading)
-    check(reported)
-print("last step", reported[-1])
-"""
+UNCHANGED = "--lr 1e-12 --max-steps 1"
+"""A training that leaves every weight where it was, to the last digits."""
 
 
-def snapshot(value: int) -> Snapshot:
-    tensors = {"layer.weight": torch.full((40, 5), float(value)), "layer.bias": torch.arange(7) + value}
-    return Snapshot(tensors, {"layer.weight.exp_avg": torch.full((40, 5), value / 3)}, {"value": value})
+@pytest.fixture
+def xtts(small: None, clips: Clips, tmp_path: Path) -> Path:  # noqa: ARG001 - patches sizes first
+    """A folder as XTTS-v2 is published, of a small network with the vocabulary of the corpus."""
+    data = DataSettings(train_data=clips(4), language="en", vocab_size=256, num_workers=1, val_fraction=0)
+    vocabulary = prepare(data).tokenizer
+    torch.manual_seed(99)
+    dims = SMALL.with_vocabulary(vocabulary.num_tokens, vocabulary.start_id, vocabulary.stop_id)
+    model = XTTS(dims)
+    model.mel_stats.copy_(torch.linspace(1, 2, 80))
+    save_folder(tmp_path / "xtts", model, vocabulary)
+    return tmp_path / "xtts"
 
 
-def assert_same(found: LoadedCheckpoint | None, step: int, expected: Snapshot) -> None:
-    assert found is not None
-    assert (found.step, found.state) == (step, expected.state)
-    for tensors, originals in ((found.weights, expected.weights), (found.optimizer, expected.optimizer)):
-        assert tensors.keys() == originals.keys()
-        for name, original in originals.items():
-            assert tensors[name].dtype == original.dtype
-            assert tensors[name].shape == original.shape
-            assert bytes_of(tensors[name]) == bytes_of(original), name
+def state_of(folder: Path) -> dict[str, Tensor]:
+    model = RunDir(folder).load_model() if RunDir(folder).exists else load_folder(folder).model
+    return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def bytes_of(tensor: Tensor) -> bytes:
-    return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+def part(state: dict[str, Tensor], *, gpt: bool) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if name.startswith("gpt.") is gpt}
 
 
-def saved(folder: Path, *steps: int, keep: int = 5) -> Checkpoints:
-    checkpoints = Checkpoints(folder, keep)
-    for step in steps:
-        checkpoints.save(step, snapshot(step), background=False)
-    checkpoints.close()
-    assert checkpoints.num_failed == 0
-    return Checkpoints(folder, keep)
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9, msg=name)
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+# Where weights come from
 
 
-def test_what_is_read_is_bit_for_bit_what_was_saved(tmp_path: Path) -> None:
-    tensors = {
-        "fp32": torch.tensor([[1.5, -0.0], [float("nan"), float("inf")]]),
-        "bf16": torch.randn(3, 5).to(torch.bfloat16),
-        "int64": torch.tensor([-(2**62), 2**62]),
-        "bool": torch.tensor([True, False, True]),
-        "uint8": torch.arange(11, dtype=torch.uint8),
-        "empty": torch.empty(0, 4),
-        "scalar": torch.tensor(7.0),
-        "transposed": torch.randn(3, 4).t(),
-    }
-    host = to_host(tensors)
-    state = {"cursor": {"epoch": 1, "at": [3, 4]}, "best_loss": float("inf"), "text": "سلام", "10": 1, "2": None}
-    original = Snapshot(host, {}, state)
-    checkpoints = Checkpoints(tmp_path / "run" / "gpt", keep=1)
-    checkpoints.save(12, original)
-    checkpoints.close()
-    assert checkpoints.wait() is None
-    assert_same(checkpoints.newest(), 12, original)
-    assert_same(checkpoints.load(12), 12, original)
-    assert torch.equal(original.weights["transposed"], tensors["transposed"])
-
-
-def test_other_programs_can_read_the_weights(tmp_path: Path) -> None:
-    saved(tmp_path / "gpt", 3)
-    folder = tmp_path / "gpt" / "step-00000003"
-    assert names(folder) == {"weights.safetensors", "optimizer.safetensors", "state.json"}
-    with safe_open(folder / "weights.safetensors", "pt") as file:
-        assert torch.equal(file.get_tensor("layer.weight"), snapshot(3).weights["layer.weight"])
-    modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
-    assert modes == {folder.stat().st_mode & 0o666}
-
-
-def test_a_background_save_does_not_see_later_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, save_file = threading.Event(), myxtts.checkpoints.save_file
-
-    def late_save_file(tensors: dict[str, Tensor], path: Path) -> None:
-        assert may_write.wait(30)
-        save_file(tensors, path)
-
-    monkeypatch.setattr(myxtts.checkpoints, "save_file", late_save_file)
-    live, state = torch.arange(6.0).requires_grad_(), {"losses": [1.0]}
-    checkpoints = Checkpoints(tmp_path / "gpt", keep=2)
-    checkpoints.save(1, Snapshot(to_host({"w": live}), {}, state))
-    with torch.no_grad():
-        live.mul_(-1)
-    state["losses"].append(2.0)
-    assert checkpoints.newest() is None
-    may_write.set()
-    assert checkpoints.wait() is None
-    assert_same(checkpoints.newest(), 1, Snapshot({"w": torch.arange(6.0)}, {}, {"losses": [1.0]}))
-    checkpoints.close()
-
-
-def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, save_file, at_work, most_at_work = threading.Event(), myxtts.checkpoints.save_file, [], []
-
-    def watched_save_file(tensors: dict[str, Tensor], path: Path) -> None:
-        at_work.append(path)
-        assert may_write.wait(30)
-        most_at_work.append(len(at_work))
-        save_file(tensors, path)
-        at_work.remove(path)
-
-    monkeypatch.setattr(myxtts.checkpoints, "save_file", watched_save_file)
-    checkpoints = Checkpoints(tmp_path / "gpt", keep=2)
-    checkpoints.save(1, snapshot(1))
-    second = threading.Thread(target=checkpoints.save, args=(2, snapshot(2)))
-    second.start()
-    second.join(0.1)
-    assert second.is_alive(), "the second save did not wait"
-    may_write.set()
-    second.join(30)
-    checkpoints.close()
-    assert set(most_at_work) == {1}
-    assert names(tmp_path / "gpt") == {"step-00000001", "step-00000002"}
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-writer")]
-
-
-def test_host_copies_reuse_their_memory_and_are_copies() -> None:
-    live = {"a": torch.randn(4, 3).t(), "b": torch.arange(5)}
-    first = to_host(live)
-    assert all(copy.is_contiguous() and torch.equal(copy, live[name]) for name, copy in first.items())
-    assert all(first[name].data_ptr() != tensor.data_ptr() for name, tensor in live.items())
-    live = {"a": torch.randn(3, 4), "b": torch.arange(6), "c": torch.ones(2)}
-    second = to_host(live, into=first)
-    assert second["a"].data_ptr() == first["a"].data_ptr()
-    assert all(torch.equal(copy, live[name]) for name, copy in second.items())
-
-
-def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "gpt", keep=2)
-    (tmp_path / "gpt").mkdir()
-    (tmp_path / "gpt" / "step-00000002-my-copy").mkdir()
-    for step in range(1, 7):
-        checkpoints.save(step, snapshot(step), best=step in (1, 3), background=False)
-    assert names(tmp_path / "gpt") == {
-        "step-00000003", "step-00000005", "step-00000006", "best", "step-00000002-my-copy"
-    }  # fmt: skip
-    assert_same(checkpoints.best(), 3, snapshot(3))
-    assert_same(checkpoints.newest(), 6, snapshot(6))
-    checkpoints.close()
-
-
-def test_after_starting_over_the_last_saved_is_the_newest(tmp_path: Path) -> None:
-    saved(tmp_path / "gpt", 8000, 9000, keep=2)
-    checkpoints = saved(tmp_path / "gpt", 1000, keep=2)
-    assert_same(checkpoints.newest(), 1000, snapshot(1000))
-    saved(tmp_path / "gpt", 2000, keep=2)
-    assert names(tmp_path / "gpt") == {"step-00001000", "step-00002000"}
-
-
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path / "gpt", 4)
-    checkpoints.save(4, snapshot(44), background=False)
-    checkpoints.close()
-    assert names(tmp_path / "gpt") == {"step-00000004"}
-    assert_same(checkpoints.newest(), 4, snapshot(44))
-
-
-def test_weights_alone_can_be_read_when_the_optimizer_is_damaged(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path / "gpt", 1)
-    (tmp_path / "gpt" / "step-00000001" / "optimizer.safetensors").unlink()
-    assert_same(checkpoints.newest(optimizer=False), 1, snapshot(1)._replace(optimizer={}))
-    with pytest.raises(DatasetError, match="optimizer"):
-        checkpoints.load(1)
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def flip_last_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-20] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", [truncate, flip_last_bit, Path.unlink])
-@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
-    file: str, damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_from_published_weights_only_the_gpt_is_trained_unless_told_otherwise(
+    xtts: Path, clips: Clips, tmp_path: Path
 ) -> None:
-    checkpoints = saved(tmp_path / "gpt", 1, 2)
-    damage(tmp_path / "gpt" / "step-00000002" / file)
-    assert_same(checkpoints.newest(), 1, snapshot(1))
-    assert f"step-00000002/{file}" in caplog.text
-    with pytest.raises(DatasetError, match=file):
-        checkpoints.load(2)
-    assert "step-00000002" in names(tmp_path / "gpt")
-    saved(tmp_path / "gpt", 2)
-    assert_same(checkpoints.newest(), 2, snapshot(2))
+    run, before = tmp_path / "run", state_of(xtts)
+    assert train(run, clips(4), f"--init-from {xtts}") == 0
+    assert [stage for stage in STAGES if (run / stage).exists()] == ["gpt"]
+    after = state_of(run)
+    assert_equal_tensors(part(after, gpt=False), part(before, gpt=False))
+    changed = [name for name, value in part(before, gpt=True).items() if not torch.equal(after[name], value)]
+    assert len(changed) > 0.9 * len(part(before, gpt=True))
+    assert train(tmp_path / "still", clips(4), f"--init-from {xtts} {UNCHANGED}") == 0
+    assert_close(state_of(tmp_path / "still"), before)
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_silently_started_over(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path / "gpt", 1)
-    assert Checkpoints(tmp_path / "dvae", keep=1).newest() is None
-    truncate(tmp_path / "gpt" / "step-00000001" / "weights.safetensors")
-    with pytest.raises(DatasetError, match=r"step-00000001.*\n.*--reset-training"):
-        checkpoints.newest()
+def test_every_stage_starts_from_the_weights_that_were_named(xtts: Path, clips: Clips, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", clips(4), f"--init-from {xtts} --stages dvae,gpt,decoder {UNCHANGED}") == 0
+    found, expected = state_of(tmp_path / "run"), state_of(xtts)
+    assert_close(found, {name: value for name, value in expected.items() if "codebook" not in name})
 
 
-def test_leftovers_of_a_killed_save_are_removed_by_the_next_save_only(tmp_path: Path) -> None:
-    saved(tmp_path / "gpt", 1)
-    leftover = tmp_path / "gpt" / "tmp-step-00000002"
-    leftover.mkdir()
-    (leftover / "weights.safetensors").write_bytes(b"half")
-    assert_same(Checkpoints(tmp_path / "gpt", keep=3).newest(), 1, snapshot(1))
-    assert leftover.exists(), "a reader removed what another process may be writing"
-    saved(tmp_path / "gpt", 3)
-    assert names(tmp_path / "gpt") == {"step-00000001", "step-00000003"}
+def test_a_run_may_start_from_another_run(clips: Clips, tmp_path: Path) -> None:
+    """From the averaged weights, where it kept them."""
+    assert train(tmp_path / "first", clips(4), "--stages dvae,gpt --ema-decay 0.5 --max-steps 3") == 0
+    assert train(tmp_path / "second", clips(4), f"--init-from {tmp_path / 'first'} {UNCHANGED}") == 0
+    assert not (tmp_path / "second" / "dvae").exists()
+    assert_close(state_of(tmp_path / "second"), state_of(tmp_path / "first"))
+    last = newest(tmp_path / "first").weights
+    started = part(state_of(tmp_path / "second"), gpt=True)
+    assert max(float((value - last[name]).abs().max()) for name, value in started.items()) > 1e-4
+
+
+@pytest.mark.usefixtures("xtts")
+@pytest.mark.parametrize("source", ["xtts", "run"])
+def test_weights_of_another_size_are_refused(
+    source: str, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if source == "run":
+        assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 1") == 0
+    assert train(tmp_path / "other", clips(4), f"--init-from {tmp_path / source} --model-size small") == 2
+    assert "are of size tiny, and --model-size is small; give --model-size tiny" in capsys.readouterr().err
+
+
+def test_a_run_does_not_fit_another_vocabulary(
+    xtts: Path, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", clips(7), "--stages dvae --max-steps 1") == 0
+    flags = f"--init-from {tmp_path / 'run'} --tokenizer {xtts / 'vocab.json'}"
+    assert train(tmp_path / "other", clips(4), flags) == 2
+    assert "leave out --tokenizer to use that of the run" in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableWeights, match="is no run of MyXTTS"):
+        RunDir(tmp_path).load_model()
+
+
+def test_stages_start_from_the_seed_however_they_are_reached(clips: Clips, tmp_path: Path) -> None:
+    """All in one process, or one after the other: initial weights, dropout and judges are the same."""
+    flags = "--dropout 0.2 --max-steps 2 --lr 1e-6"
+    assert train(tmp_path / "whole", clips(4), f"--stages dvae,gpt,decoder {flags}") == 0
+    for stages in ("dvae", "dvae,gpt", "dvae,gpt,decoder"):
+        torch.manual_seed(len(stages))
+        assert train(tmp_path / "parts", clips(4), f"--stages {stages} {flags}") == 0
+    for stage in STAGES:
+        expected = newest(tmp_path / "whole", stage).weights
+        for name, value in newest(tmp_path / "parts", stage).weights.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5, msg=name)
+        assert losses(tmp_path / "parts", stage) == pytest.approx(losses(tmp_path / "whole", stage), rel=1e-6)
+
+
+def follows_codebook(state: dict[str, Tensor]) -> bool:
+    """Whether codes are as far apart for the GPT as they are for the DVAE."""
+    heard, meant = state["gpt.mel_embedding.weight"], state["dvae.codebook.embed"].t()
+    apart = [torch.pdist(vectors[: len(meant)]) for vectors in (heard, meant)]
+    return float(torch.corrcoef(torch.stack(apart))[0, 1]) > 0.5
+
+
+def test_a_gpt_from_scratch_begins_with_the_codebook(clips: Clips, tmp_path: Path) -> None:
+    """Also when only the DVAE comes from elsewhere; never with adapters, which would not keep it."""
+    assert train(tmp_path / "dvae", clips(4), "--stages dvae --max-steps 2") == 0
+    begins = {"run": "--stages dvae,gpt", "after": f"--init-from {tmp_path / 'dvae'} --stages gpt"}
+    for name, flags in begins.items():
+        assert train(tmp_path / name, clips(4), f"{flags} {UNCHANGED}") == 0
+        assert follows_codebook(state_of(tmp_path / name)), name
+    assert train(tmp_path / "lora", clips(4), f"--stages dvae,gpt --lora-rank 2 {UNCHANGED}") == 0
+    assert not follows_codebook(state_of(tmp_path / "lora"))
+    trained = newest(tmp_path / "run").weights
+    assert_close(state_of(tmp_path / "run"), trained)
+
+
+def test_mels_are_divided_by_the_root_mean_square_of_the_corpus(clips: Clips, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 1") == 0
+    found = prepare(DataSettings(train_data=clips(4), language="en", num_workers=1, val_fraction=0)).train
+    waves = [torch.from_numpy(found.audio[row].copy()).float() / 32768 for row in found.audio_rows.tolist()]
+    stats = newest(tmp_path / "run", "dvae").weights["mel_stats"]
+    mels = torch.cat([LogMel(DVAE_MEL)(wave, stats)[:, : len(wave) // 256 + 1] for wave in waves], 1)
+    torch.testing.assert_close(mels.square().mean(1), torch.ones(80), rtol=1e-4, atol=0)
+
+
+# What is trained, and how
+
+
+def test_adapters_alone_are_kept_and_merge_into_the_weights_they_adapt(
+    xtts: Path, clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f"--init-from {xtts} --lora-rank 3 --dropout 0.2 --max-steps 4"
+    assert train(tmp_path / "whole", clips(4), flags) == 0
+    stop_at(monkeypatch, 2)
+    for _ in range(2):
+        assert train(tmp_path / "run", clips(4), flags) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "whole", "gpt")
+
+    kept, before, after = newest(tmp_path / "run").weights, state_of(xtts), state_of(tmp_path / "run")
+    assert kept
+    assert all(name.endswith((".lora_a", ".lora_b")) for name in kept)
+    adapted = {name.rpartition(".")[0] for name in kept}
+    assert len(adapted) == len(kept) / 2 == 4
+    for layer in adapted:
+        before[f"{layer}.weight"] = before[f"{layer}.weight"] + kept[f"{layer}.lora_a"] @ kept[f"{layer}.lora_b"]
+        assert kept[f"{layer}.lora_b"].abs().max() > 0
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, msg=name)
+
+
+def test_gradient_checkpointing_changes_memory_and_no_loss(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_calls, checkpoint = 0, myxtts.model.gpt.checkpoint
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return checkpoint(*arguments, **options)
+
+    monkeypatch.setattr(myxtts.model.gpt, "checkpoint", counted)
+    flags = "--stages gpt --dropout 0.2 --max-steps 3"
+    assert train(tmp_path / "plain", clips(4), flags) == 0
+    assert num_calls == 0
+    assert train(tmp_path / "sparing", clips(4), f"{flags} --gradient-checkpointing") == 0
+    assert num_calls == 3
+    assert losses(tmp_path / "sparing") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
+
+
+def test_named_speakers_lend_each_other_reference_voices(clips: Clips, tmp_path: Path) -> None:
+    corpus = tmp_path / "named"
+    shutil.copytree(clips(4), corpus, ignore=shutil.ignore_patterns(".myxtts"))
+    seen = {}
+    for speakers in ("ann", ""):
+        rows = "".join(f"clip{number:03}|{speakers}\n" for number in range(4))
+        (corpus / "speakers.csv").write_text(f"id|speaker\n{rows}")
+        for way in ("other", "same"):
+            run = tmp_path / f"{speakers or 'nobody'}-{way}"
+            assert train(run, corpus, f"--stages gpt --max-steps 2 --reference-clip {way}") == 0
+            seen[speakers, way] = losses(run)
+    assert seen["ann", "other"] != seen["ann", "same"]
+    assert seen["", "other"] == seen["", "same"] == seen["ann", "same"]
+
+
+GPU_PLAN = Plan(torch.device("cuda", 0), torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
-    ("owner", "function", "error"),
+    ("settings", "plan", "expected"),
     [
-        (os, "fsync", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
-        (os, "fsync", OSError(errno.EIO, os.strerror(errno.EIO))),
+        ({}, {}, StepMode(autocast=True, compiled=True, captured=True)),
+        ({"data.mixed_precision": False}, {}, StepMode(compiled=True, captured=True)),
+        ({"data.pad_to_fixed_length": False}, {}, StepMode(autocast=True)),
+        ({}, {"world_size": 2}, StepMode(autocast=True, compiled=True)),
+        ({}, {"model": torch.device("cpu")}, StepMode()),
+        ({"model.gradient_checkpointing": True, "model.dropout": 0.1}, {}, StepMode(autocast=True, compiled=True)),
+        ({"training.enable_xla_compilation": False}, {}, StepMode(autocast=True, captured=True)),
+        ({"training.enable_graph_mode": False}, {}, StepMode(autocast=True)),
+        ({"training.optimization_level": "experimental"}, {}, StepMode(True, True, True, tuned=True)),
         (
-            myxtts.checkpoints,
-            "save_file",
-            myxtts.checkpoints.SafetensorError("I/O error: No space left on device (os error 28)"),
+            {"training.optimization_level": "experimental", "training.enable_graph_mode": False},
+            {},
+            StepMode(autocast=True),
         ),
-        (Path, "rename", OSError(errno.EIO, os.strerror(errno.EIO))),
+        ({"training.enable_eager_debug": True}, {}, StepMode(autocast=True, debug=True)),
+        ({"training.enable_eager_debug": True}, {"model": torch.device("cpu")}, StepMode(debug=True)),
     ],
 )
-def test_a_save_that_fails_costs_a_checkpoint_and_nothing_else(
-    owner: object, function: str, error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_how_a_step_is_run(settings: dict[str, Any], plan: dict[str, Any], expected: StepMode) -> None:
+    chosen = Settings()
+    for key, value in settings.items():
+        section, name = key.split(".")
+        chosen = replace(chosen, **{section: replace(getattr(chosen, section), **{name: value})})
+    assert choose_mode(chosen, "gpt", replace(GPU_PLAN, **plan)) == expected
+
+
+# What is shown and left
+
+
+def test_a_run_announces_itself_and_leaves_everything_in_its_folder(
+    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    words = os.strerror(error.errno if isinstance(error, OSError) else errno.ENOSPC)
-    checkpoints = saved(tmp_path / "gpt", 1, keep=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, function, fail)
-        checkpoints.save(2, snapshot(2), best=True)
-        assert str(checkpoints.wait()) == words
-    assert checkpoints.num_failed == 1
-    assert names(tmp_path / "gpt") == {"step-00000001"}
-    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
-    for part in ("gpt/step-00000002", "MB needed", "MB free", f"failed: {words} ("):
-        assert part in record.getMessage()
-    checkpoints.save(3, snapshot(3))
-    assert checkpoints.wait() is None
-    assert checkpoints.num_failed == 1
-    assert_same(checkpoints.newest(), 3, snapshot(3))
-    checkpoints.close()
-
-
-def test_a_folder_that_cannot_be_made_is_a_failed_save(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    checkpoints = Checkpoints(tmp_path / "file" / "gpt", keep=1)
-    checkpoints.save(1, snapshot(1), background=False)
-    checkpoints.close()
-    assert checkpoints.num_failed == 1
-
-
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path / "gpt"), str(os.getpid())],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "last step" in run.stdout
-
-
-def test_a_run_directory_belongs_to_one_process_until_it_dies(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", LOCK_AND_WAIT, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    with holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"locked\n"
-        with pytest.raises(ConfigError, match=rf"process {holder.pid} on .+\n.*--checkpoint-dir"), lock(folder):
-            pass
-        holder.kill()
-        holder.wait()
-    with lock(folder):
-        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"), lock(folder):
-            pass
-        with lock(tmp_path / "another"):
-            pass
-    with lock(folder):
-        pass
-
-
-def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"Cannot keep a run in .*\n.*--checkpoint-dir"), lock(tmp_path / "file"):
-        pass
-
-
-def test_differences_name_each_setting_with_both_values() -> None:
-    run = {
-        "model": {"size": "tiny", "layers": [1, 2]},
-        "data": {"path": "/a", "gone": 1},
-        "training": {"epochs": 3},
-    }
-    now = {"model": {"size": "small", "layers": (1, 2)}, "data": {"path": Path("/a")}, "training": {"epochs": 9}}
-    now["model"]["extra"] = None
-    assert differences(run, now, ignore=["training.epochs"]) == [
-        "model.size: the run has tiny, now small",
-        "data.gone: the run has 1, now nothing",
-        "model.extra: the run has nothing, now None",
+    run = tmp_path / "run"
+    flags = f"--max-steps 2 --model-start-delay 0.5 --val-data {clips(3)}"
+    assert train(run, clips(4), flags) == 0
+    shown = capsys.readouterr().out
+    stages = [
+        rf"Stage {stage}\nBuffer size: 6 batches \(3 on the host, 3 on cpu\)\nTraining step: eager, fp32\n"
+        r"Waiting up to 0\.5s for data pipeline to warm up\nModel training starting now \(\d+ .*\n"
+        r"step 1/2  loss .*\nstep 2/2  loss .*\nvalidation at step 2  loss .*  the best so far\n"
+        for stage in STAGES
     ]
-    assert differences(run, now, ignore=["training", "model", "data.gone"]) == []
-    assert len(differences(run, now, ignore=["train", "mod"])) == 4
+    expected = (
+        r"training clips +4 [\s\S]*"
+        r"Intelligent GPU Pipeline: Single-GPU Buffered Mode.*\n[\s\S]*"
+        r"Buffer size: auto, up to 50 batches\nModel placed on .*\n"
+        rf"(Hint: .*\n)*{''.join(stages)}Speaking a sentence of the corpus …\n(.*\n)+"
+        rf"Done\. Everything is in {re.escape(str(run))}"
+    )
+    assert re.search(expected, shown), shown
+    reports = steps(run)
+    assert [(report["stage"], report["step"]) for report in reports] == [(s, n) for s in STAGES for n in (1, 2)]
+    names = {field.name for field in fields(StepReport)}
+    assert all(names <= report.keys() for report in reports)
+    assert all(report["clips_per_s"] > 0 and report["step_ms"] > 0 for report in reports)
+    for stage in STAGES:
+        (events,) = (run / "tensorboard" / stage).glob("events.out.tfevents.*")
+        content = events.read_bytes()
+        for tag in (b"loss/total", b"train/lr", b"speed/idle_share", b"validation/total", f"{stage}/".encode()):
+            assert tag in content, (stage, tag)
+    assert json.loads((run / "model.json").read_text())["dims"]["dvae_hidden"] == SIZES["tiny"].dvae_hidden
 
 
-def test_another_configuration_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    require_same(tmp_path, {"model": {"size": "tiny"}}, {"model": {"size": "tiny"}})
-    with pytest.raises(ConfigError) as refusal:
-        require_same(tmp_path, {"model": {"size": "tiny"}}, {"model": {"size": "small"}})
-    message = str(refusal.value)
-    assert "model.size: the run has tiny, now small" in message
-    assert all(part in message for part in (str(tmp_path), "--checkpoint-dir", "--reset-training"))
+def test_the_settings_it_leaves_continue_the_run(
+    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", clips(4), "--stages dvae --seed 77") == 0
+    capsys.readouterr()
+    assert main(["train", "--config", str(tmp_path / "run" / "settings.yaml")]) == 0
+    assert "Stage dvae: finished at step 4" in capsys.readouterr().out
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_pinned_host_copies_are_complete_on_return() -> None:
-    live = {f"w{number}": torch.randn(1000, 1000, device="cuda") for number in range(50)}
-    into = to_host(live, pin=True)
-    for _ in range(3):
-        for tensor in live.values():
-            tensor.add_(1)
-        into = to_host(live, into, pin=True)
-        expected = {name: tensor.cpu() for name, tensor in live.items()}
-        assert all(copy.is_pinned() and torch.equal(copy, expected[name]) for name, copy in into.items())
+def test_an_interrupt_while_the_corpus_is_prepared_ends_at_once(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("myxtts.run.prepare", lambda *_: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    try:
+        assert train(tmp_path / "run", clips(4)) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_in_use_is_refused(clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with lock(tmp_path / "run"):
+        assert train(tmp_path / "run", clips(4)) == 2
+    assert "is in use by process" in capsys.readouterr().err
+
+
+# Another start, and speaking from what a run left
+
+
+@pytest.fixture
+def base(clips: Clips, tmp_path: Path) -> Path:
+    """A folder in XTTS-v2's form, exported from a run."""
+    assert train(tmp_path / "first", clips(), "--stages gpt --max-steps 1") == 0
+    run = RunDir(tmp_path / "first")
+    save_folder(tmp_path / "base", run.load_model(), run.vocabulary())
+    return tmp_path / "base"
+
+
+def test_a_continued_run_remembers_where_it_came_from(
+    base: Path, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "tuned"
+    assert train(run, clips(), f"--init-from {base} --max-steps 1") == 0
+    assert train(run, clips(), "--max-steps 2") == 0, "without --init-from: still only the GPT is trained"
+    assert newest(run).step == 2
+    assert not RunDir(run).has_checkpoint("dvae")
+    capsys.readouterr()
+    assert train(run, clips(), f"--init-from {tmp_path / 'first'} --max-steps 3") == 2
+    assert "training.init_from: the run has" in capsys.readouterr().err
+
+
+def test_adapters_are_not_put_on_the_weights_of_an_earlier_start(base: Path, clips: Clips, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(run, clips(), f"--init-from {base} --lora-rank 2 --stages gpt --max-steps 1 --lr 1e-9") == 0
+    for path in (run / "gpt").glob("step-*"):  # as if it had died before anything was saved
+        path.rename(run / path.name.replace("step", "lost"))
+    assert train(run, clips(), f"--init-from {tmp_path / 'first'} --lora-rank 2 --stages gpt --max-steps 1") == 0
+    assert RunDir(run).started_with()["training.init_from"] == str(tmp_path / "first")
+
+
+def test_new_tokens_are_trained_beside_adapters(base: Path, clips: Clips, tmp_path: Path) -> None:
+    larger = extend(Tokenizer.load(base), ["zwölf boxkämpfer jagen viktor quer"] * 3, "de", 5)
+    larger.save(tmp_path / "larger.json")
+    flags = f"--init-from {base} --tokenizer {tmp_path / 'larger.json'} --lora-rank 2 --max-steps 1"
+    assert train(tmp_path / "run", clips(), flags) == 0
+    kept = newest(tmp_path / "run").weights
+    assert "gpt.text_embedding.weight" in kept and "gpt.text_head.weight" in kept
+    assert len(kept["gpt.text_embedding.weight"]) == larger.num_tokens
+    RunDir(tmp_path / "run").load_model()
+
+
+def test_a_stage_that_another_is_built_upon_is_not_prolonged_by_the_way(clips: Clips, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(run, clips(), "--max-steps 1 --decoder-steps 1") == 0
+    assert train(run, clips(), "--max-steps 3 --decoder-steps 2") == 0
+    assert [newest(run, stage).step for stage in ("dvae", "gpt", "decoder")] == [1, 1, 2]
+    assert train(run, clips(), "--max-steps 3 --decoder-steps 2 --stages gpt") == 0, "asked for by name it is"
+    assert newest(run, "gpt").step == 3
+
+
+def test_weights_that_were_never_trained_are_not_made_up(clips: Clips, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(run, clips(), "--max-steps 1 --stages dvae,gpt") == 0
+    for path in (run / "gpt").glob("step-*"):
+        path.rename(run / path.name.replace("step", "lost"))
+    with pytest.raises(UnreadableWeights, match="has not trained gpt yet"):
+        RunDir(run).load_model()
+
+
+def test_a_reset_that_cannot_start_leaves_the_old_run_alone(clips: Clips, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(run, clips(), "--stages gpt --max-steps 1") == 0
+    assert train(run, clips(), f"--stages gpt --max-steps 1 --reset-training --init-from {tmp_path / 'none'}") != 0
+    assert newest(run).step == 1
+    for number in (1, 2, 3):
+        (run / "evaluation").mkdir()
+        (run / "sample.wav").touch()
+        assert train(run, clips(), "--stages gpt --max-steps 1 --reset-training") == 0
+        assert (run / f"before-reset-{number}").is_dir()
+        assert not (run / "evaluation").exists() and not (run / "sample.wav").exists(), "these are not of this run"
+        if number == 2:
+            (run / "before-reset-1").rename(tmp_path / "elsewhere")
+    assert "reset_training: false" in (run / "settings.yaml").read_text()
+
+
+def test_a_run_started_from_an_unfinished_one_speaks_as_that_does(clips: Clips, tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    assert train(first, clips(), "--stages dvae,gpt --max-steps 1") == 0
+    for run, source in ((second, first), (third, second)):
+        assert train(run, clips(), f"--init-from {source} --max-steps 1") == 0
+        synthesizer = load_synthesizer(run, device=torch.device("cpu"))
+        assert synthesizer.sampling == OWN_SAMPLING
+        assert synthesizer.vocoder.name == "griffin-lim", "nobody ever trained the decoder"
+    with pytest.raises(UnreadableWeights, match="decoder of this model is not trained"):
+        load_synthesizer(third, vocoder="hifigan", device=torch.device("cpu"))
+
+
+def test_a_run_speaks_and_is_exported(clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, reference = tmp_path / "run", tmp_path / "reference.wav"
+    soundfile.write(reference, make_voice(6.5, seed=1), SAMPLE_RATE)
+    assert train(run, clips(), "--stages dvae,gpt --max-steps 1") == 0
+    arguments = ["speak", "Hello.", "--model", str(run), "--speaker", str(reference), "--language", "en"]
+    capsys.readouterr()
+    assert main([*arguments, "--seed", "1", "--out", str(tmp_path / "one.wav"), "--voice", "anna"]) == 0
+    assert "griffin" in capsys.readouterr().out.lower(), "no decoder was trained, and that is said"
+    wave, rate = soundfile.read(tmp_path / "one.wav")
+    assert rate == 24000 and len(wave) > 0
+    kept = ["speak", "Hello.", "--model", str(run), "--voice", "anna", "--language", "en", "--seed", "1"]
+    assert main([*kept, "--out", str(tmp_path / "two.wav")]) == 0
+    assert (tmp_path / "one.wav").read_bytes() == (tmp_path / "two.wav").read_bytes()
+    assert main(["speak", "Hello.", "--model", str(run), "--language", "en"]) == 2
+    capsys.readouterr()
+    out = tmp_path / "out"
+    assert main(["export", str(run), "--out", str(out)]) == 0
+    assert "WARNING: decoder: never trained, these weights are random" in capsys.readouterr().out
+    exported, own = (load_synthesizer(folder, device=torch.device("cpu")) for folder in (out, run))
+    assert exported.vocoder.name == "griffin-lim", "a random decoder would only hum"
+    assert exported.sampling == own.sampling == OWN_SAMPLING
+    assert exported.limits == own.limits
+    assert train(tmp_path / "tuned", clips(), f"--init-from {out} --max-steps 1") == 0
+    assert RunDir(tmp_path / "tuned").untrained() == ["decoder"]
+    assert main(["export", str(run), "--out", str(tmp_path / "tuned")]) == 2, "a run is not written over"
+
+
+def test_weights_that_are_not_there_are_named_before_anything_else(
+    base: Path, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (base / "vocab.json").unlink()
+    found = {
+        tmp_path / "XTTS-v2": "there is no such folder",
+        tmp_path / "empty": "holds neither XTTS weights (model.pth or best_model.pth) nor a run",
+        base: "has weights, but no vocab.json",
+        base / "model.pth": "that is a file",
+    }
+    for folder, why in found.items():
+        capsys.readouterr()
+        assert train(tmp_path / "first", clips(), f"--init-from {folder} --model-size small") == 2
+        shown = capsys.readouterr().err
+        assert f"--init-from {folder}: " in shown and why in shown and "Errno" not in shown
+
+
+def test_a_run_goes_on_without_the_weights_it_was_started_from(base: Path, clips: Clips, tmp_path: Path) -> None:
+    assert train(tmp_path / "tuned", clips(), f"--init-from {base} --max-steps 1") == 0
+    base.rename(tmp_path / "elsewhere")
+    assert train(tmp_path / "tuned", clips(), f"--init-from {base} --max-steps 2") == 0
+    assert newest(tmp_path / "tuned").step == 2
+
+
+def test_a_check_says_what_training_would_refuse(clips: Clips, tmp_path: Path) -> None:
+    def finding(**given: object) -> Finding:
+        named = {"data.train_data": str(clips()), "training.checkpoint_dir": str(tmp_path / "run")}
+        flags = named | {name.replace("__", "."): value for name, value in given.items()}
+        return next(found for found in check(load(None, flags)) if found.code == "run")
+
+    small = {"data__batch_size": "2", "data__max_mel_frames": "128", "data__max_text_length": "40"}
+    assert finding().level == "pass"
+    assert train(tmp_path / "run", clips(), "--stages dvae --max-steps 1") == 0
+    same = finding(**small)
+    assert (same.level, same.what) == ("pass", f"Continues the run in {tmp_path / 'run'}")
+    other = finding(**small | {"data__batch_size": "3", "training__seed": "7"})
+    assert other.level == "fail" and "--reset-training" in other.fix
+    assert "training.seed: the run has 1234, now 7" in other.why
+    assert "clips of a step (--batch-size × --grad-accum × processes): the run has 2, now 3" in other.why
+    assert (
+        finding(**small | {"data__batch_size": "1", "training__gradient_accumulation_steps": "2"}).level == "pass"
+    )
+    assert finding(training__init_from="elsewhere").level == "fail"
+    assert finding(training__reset_training=True).level == "pass"
+    elsewhere = finding(**small | {"data__train_data": str(clips(3))})
+    assert elsewhere.level == "warn" and str(clips()) in elsewhere.what and "--checkpoint-dir" in elsewhere.fix
+
+
+def test_texts_that_the_vocabulary_of_the_run_cannot_write_are_explained(
+    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 1") == 0
+    persian = tmp_path / "persian"
+    shutil.copytree(clips(4), persian)
+    names = [line.split("|")[0] for line in (persian / "metadata.csv").read_text().splitlines()]
+    lines = "".join(f"{name}|سلام.\n" for name in names)
+    (persian / "metadata.csv").write_text(lines, encoding="utf-8")
+    assert train(tmp_path / "run", persian, "--stages dvae --max-steps 2 --language fa") != 0
+    shown = capsys.readouterr().err
+    assert f"the vocabulary of the run in {tmp_path / 'run'}" in shown and "another --checkpoint-dir" in shown
+
+
+def test_the_best_gpt_can_be_had_instead_of_the_newest(
+    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    flags = f"--max-steps 3 --decoder-steps 1 --dvae-steps 1 --save-step 1 --keep 9 --val-data {clips(3)}"
+    assert train(run, clips(4), flags) == 0
+    (run / "gpt" / "best").write_text("step-00000001")
+    kept = RunDir(run).checkpoints("gpt")
+    for best, step in ((True, 1), (False, 3)):
+        model = RunDir(run).load_model(best_gpt=best)
+        assert torch.equal(model.gpt.mel_head.weight, kept.load(step).weights["gpt.mel_head.weight"])
+    assert main(["export", str(run), "--out", str(tmp_path / "best"), "--best"]) == 0
+    exported = load_folder(tmp_path / "best").model.gpt.mel_head.weight
+    assert torch.equal(exported, kept.load(1).weights["gpt.mel_head.weight"])
+    (run / "gpt" / "best").unlink()
+    assert main(["export", str(run), "--out", str(tmp_path / "none"), "--best"]) == 1
+    assert "Leave out --best to use the newest" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "best"), "--out", str(tmp_path / "none"), "--best"]) == 2
+
+
+def test_a_run_that_has_not_reached_a_stage_goes_on_without_it(clips: Clips, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = "--dvae-steps 4 --save-step 1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DvaeRecipe, "after_step", interrupt_at(2))
+        assert train(run, clips(4), f"--stages dvae,gpt {flags}") == 130
+    assert not RunDir(run).has_checkpoint("gpt")
+    assert train(run, clips(4), f"--stages dvae {flags}") == 0
+    assert newest(run, "dvae").step == 4
+    assert train(run, clips(4), f"--stages dvae,gpt {flags}") == 0
+
+
+def interrupt_at(last: int) -> Callable[..., None]:
+    """As if the process had been ended in this step."""
+    after_step = DvaeRecipe.after_step
+
+    def ended(self: DvaeRecipe, step: int) -> None:
+        if step == last:
+            raise KeyboardInterrupt
+        after_step(self, step)
+
+    return ended

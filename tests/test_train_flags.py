@@ -30,10 +30,10 @@ __all__ = ["clips", "run", "small"]
 pytestmark = pytest.mark.usefixtures("small")
 
 ELSEWHERE = {
-    "model.gradient_checkpointing": "test_assembly.py::test_gradient_checkpointing_changes_memory_and_no_loss",
-    "model.lora_rank": "test_assembly.py::test_adapters_alone_are_kept_and_merge_into_the_weights_they_adapt",
+    "model.gradient_checkpointing": "test_run.py::test_gradient_checkpointing_changes_memory_and_no_loss",
+    "model.lora_rank": "test_run.py::test_adapters_alone_are_kept_and_merge_into_the_weights_they_adapt",
     "data.val_fraction": "test_prepare.py::test_the_split_is_stable_under_other_clips",
-    "data.reference_clip": "test_assembly.py::test_named_speakers_lend_each_other_reference_voices",
+    "data.reference_clip": "test_run.py::test_named_speakers_lend_each_other_reference_voices",
     "data.vocab_size": "test_cache.py::test_settings_redo_only_what_they_decide",
     "data.use_phonemes": "test_prepare.py::test_phonemes_change_the_ids",
     "data.cache_dir": "test_cache.py::test_cache_dir",
@@ -43,13 +43,13 @@ ELSEWHERE = {
     "data.trim_silence_db": "test_cache.py::test_settings_redo_only_what_they_decide",
     "data.data_gpu_memory": "test_devices.py::test_caps_reach_the_allocator_of_each_gpu",
     "data.model_gpu_memory": "test_devices.py::test_caps_reach_the_allocator_of_each_gpu",
-    "data.mixed_precision": "test_assembly.py::test_how_a_step_is_run",
+    "data.mixed_precision": "test_run.py::test_how_a_step_is_run",
     "data.prefetch_to_gpu": (
         "test_feed_settings.py::test_without_prefetch_batches_are_uploaded_when_they_are_asked_for"
     ),
-    "data.enhanced_gpu_prefetch": "test_feed_settings.py::test_who_works_in_which_lane",
-    "data.optimize_cpu_gpu_overlap": "test_feed_settings.py::test_who_works_in_which_lane",
-    "training.init_from": "test_assembly.py::test_every_stage_starts_from_the_weights_that_were_named",
+    "data.enhanced_gpu_prefetch": "test_feed_settings.py::test_which_thread_works_in_which_stream",
+    "data.optimize_cpu_gpu_overlap": "test_feed_settings.py::test_which_thread_works_in_which_stream",
+    "training.init_from": "test_run.py::test_every_stage_starts_from_the_weights_that_were_named",
     "training.reset_training": "test_resume.py::test_a_reset_puts_the_old_run_aside_and_starts_over",
     "training.warmup_steps": "test_trainer.py::test_the_learning_rate_rises_and_falls_along_a_cosine",
     "training.ema_decay": "test_trainer.py::test_the_validation_loss_is_that_of_the_averaged_weights_per_token",
@@ -58,8 +58,8 @@ ELSEWHERE = {
     "training.val_step": "test_trainer.py::test_reports_validations_and_checkpoints_come_when_they_are_due",
     "training.save_step": "test_trainer.py::test_reports_validations_and_checkpoints_come_when_they_are_due",
     "training.keep_checkpoints": "test_trainer.py::test_the_newest_and_the_best_checkpoints_are_kept",
-    "training.enable_graph_mode": "test_assembly.py::test_how_a_step_is_run",
-    "training.enable_xla_compilation": "test_assembly.py::test_how_a_step_is_run",
+    "training.enable_graph_mode": "test_run.py::test_how_a_step_is_run",
+    "training.enable_xla_compilation": "test_run.py::test_how_a_step_is_run",
     "training.enable_eager_debug": (
         "test_trainer.py::test_eager_debugging_names_the_operation_and_says_that_it_is_slow"
     ),

@@ -22,7 +22,7 @@ from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import StepClock
 from myxtts.run_dir import RunDir
 from myxtts.training.recipes import GptRecipe
-from myxtts.training.trainer import MOST_SKIPPED
+from myxtts.training.trainer import MAX_SKIPPED
 
 __all__ = ["clips", "small"]
 
@@ -35,11 +35,11 @@ def saved_steps(folder: Path, stage: str = "gpt") -> list[int]:
 
 def test_every_stage_learns_its_clips(clips: Clips, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    flags = "--batch-size 3 --dvae-steps 45 --max-steps 12 --decoder-steps 16 --lr 3e-3"
+    flags = "--batch-size 3 --dvae-steps 20 --max-steps 8 --decoder-steps 10 --lr 3e-3"
     assert train(run, clips(3), flags) == 0
     for stage, name in (("dvae", "mel_loss"), ("gpt", "audio_loss"), ("decoder", "mel_loss")):
         history = losses(run, stage, name)
-        assert history[-1] < 0.5 * history[0], (stage, history)
+        assert history[-1] < 0.7 * history[0], (stage, history)
 
 
 @pytest.mark.parametrize("count", [4, 3], ids=["full batches", "with a filling clip"])
@@ -96,10 +96,10 @@ def test_many_skipped_steps_in_a_row_end_the_run_and_leave_its_checkpoints(
     flags = "--stages gpt --batch-size 1 --save-step 2 --max-steps 50 --keep 30"
     assert train(tmp_path / "run", clips(3), flags) == 1
     shown = capsys.readouterr().err
-    assert f"the gradients of the last {MOST_SKIPPED} steps were not finite" in shown
+    assert f"the gradients of the last {MAX_SKIPPED} steps were not finite" in shown
     assert "training.enable_eager_debug" in shown
     assert "Traceback" not in shown
-    assert saved_steps(tmp_path / "run") == list(range(2, 2 + MOST_SKIPPED, 2))
+    assert saved_steps(tmp_path / "run") == list(range(2, 2 + MAX_SKIPPED, 2))
     good = RunDir(tmp_path / "run").checkpoints("gpt").load(2)
     assert_equal_tensors(newest(tmp_path / "run").weights, good.weights)
 
@@ -130,9 +130,8 @@ def test_clips_that_only_fill_up_a_batch_are_not_counted(clips: Clips, tmp_path:
     flags = "--stages dvae --val-fraction 0 --max-steps 12 --log-step 12"
     assert train(tmp_path / "run", clips(4), f"{flags} --batch-size 3") == 0
     (report,) = steps(tmp_path / "run")
-    assert (
-        report["clips_per_s"] <= 1.2 * 2 * 12 / report["elapsed_s"]
-    )  # four clips in two batches, of which two fill
+    clips_per_step = report["clips_per_s"] * report["step_ms"] / 1000
+    assert clips_per_step < 2.5, "four clips in two batches of three, where two only fill up"
 
 
 def test_what_the_first_step_takes_to_compile_is_not_expected_of_the_others(
@@ -154,6 +153,26 @@ def test_what_the_first_step_takes_to_compile_is_not_expected_of_the_others(
 def test_nothing_is_expected_while_only_steps_that_compile_were_seen(clips: Clips, tmp_path: Path) -> None:
     assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 4 --log-step 2") == 0
     assert [report["eta_s"] for report in steps(tmp_path / "run")] == [None, 0]
+
+
+def test_useful_arithmetic_is_reported_as_a_share_of_the_measured_peak(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the GPT, and only on a GPU, where the peak can be measured; frozen weights take less arithmetic."""
+    assert train(tmp_path / "cpu", clips(4), "--stages gpt --max-steps 1") == 0
+    assert [report["mfu"] for report in steps(tmp_path / "cpu")] == [None]
+    monkeypatch.setattr("myxtts.run.peak_flops", lambda *_: 1e12)
+    assert train(tmp_path / "run", clips(4), "--stages dvae,gpt --max-steps 2") == 0
+    assert train(tmp_path / "lora", clips(4), "--stages gpt --lora-rank 2 --max-steps 1") == 0
+    dvae, _, *gpt = steps(tmp_path / "run")
+    assert dvae["mfu"] is None
+    (lora,) = steps(tmp_path / "lora")
+    whole, again, adapted = (report["mfu"] / report["clips_per_s"] for report in (*gpt, lora))
+    assert whole == pytest.approx(again)
+    assert 0.6 * whole < adapted < 0.9 * whole
+    weights = RunDir(tmp_path / "run").load_model().gpt
+    products = sum(p.numel() for name, p in weights.named_parameters() if p.dim() > 1 and "embedding" not in name)
+    assert 6 * products * 10 < 1e12 * whole < 6 * products * 100, "each clip has some tens of tokens"
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(
@@ -217,17 +236,11 @@ def test_the_validation_loss_is_that_of_the_averaged_weights_per_token(clips: Cl
     assert report["losses"]["total"] == pytest.approx(loss_heard_alone(averaged, corpora), rel=1e-5)
     assert 3 < report["losses"]["text"] < 5
 
-    plain = RunDir(run).load_model()
-    plain.load_state_dict(newest(run).weights, strict=False)
+    last, plain = newest(run), RunDir(run).load_model()
+    plain.load_state_dict(last.weights, strict=False)
     assert abs(loss_heard_alone(plain, corpora) - report["losses"]["total"]) > 1e-3
-    assert_equal_tensors(
-        {name: value for name, value in averaged.state_dict().items() if f"ema.{name}" in newest(run).optimizer},
-        {
-            name.removeprefix("ema."): value
-            for name, value in newest(run).optimizer.items()
-            if name.startswith("ema.")
-        },
-    )
+    kept = {name.removeprefix("ema."): value for name, value in last.optimizer.items() if name.startswith("ema.")}
+    assert_equal_tensors({name: averaged.state_dict()[name] for name in kept}, kept)
 
 
 @pytest.mark.parametrize("stage", ["dvae", "gpt"])
@@ -260,5 +273,5 @@ def test_eager_debugging_names_the_operation_and_says_that_it_is_slow(
         pytest.warns(match="Error detected in"),
     ):
         train(tmp_path / "run", clips(4), flags)
-    assert "training.enable_eager_debug = true: slow on purpose" in capsys.readouterr().out
+    assert "Training step: eager, with anomaly checks: slow on purpose" in capsys.readouterr().out
     assert not torch.is_anomaly_enabled()

@@ -19,6 +19,7 @@ from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Gpu, Machine
 from myxtts.errors import ConfigError, PipelineError
 from myxtts.observe.trace import Span
+from myxtts.run import prepare_corpus
 from myxtts.settings import (
     LoadedSettings,
     apply_patch,
@@ -30,7 +31,7 @@ from myxtts.settings import (
     with_values,
 )
 from myxtts.terminal import show_tuning
-from myxtts.tools.dry_run import Refused, Trial, drained_batches, prepare_corpus, try_out, try_out_apart
+from myxtts.tools.dry_run import Refused, Trial, num_drained, try_out, try_out_apart
 from myxtts.tools.tune import Tuning, tune
 
 __all__ = ["clips", "small"]
@@ -61,8 +62,8 @@ class Pretended:
         for key, factors in self.slower.items():
             fed *= factors.get(value_of(loaded.settings, key), 1.0)
         memory = {"gpu": 1000 + self.mb_per_clip * data.batch_size}
-        stage_ms = {"gather": 5.0, "encode": 10.0, "train": 40.0}
-        return Trial(min(fed, self.feed_per_worker * data.num_workers), fed, memory, stage_ms)
+        phase_ms = {"gather": 5.0, "encode": 10.0, "train": 40.0}
+        return Trial(min(fed, self.feed_per_worker * data.num_workers), fed, memory, phase_ms)
 
 
 @pytest.fixture
@@ -376,12 +377,12 @@ def feed_and_training(period_us: int, gathered_first: int) -> list[Span]:
 
 def test_what_buffers_held_before_does_not_count_as_speed() -> None:
     """Whatever rings say: on a GPU they call a batch ready when its work is ordered, not when it is done."""
-    assert drained_batches(feed_and_training(period_us=100, gathered_first=3)) == 0
-    assert drained_batches(feed_and_training(period_us=300, gathered_first=8)) == 6
+    assert num_drained(feed_and_training(period_us=100, gathered_first=3)) == 0
+    assert num_drained(feed_and_training(period_us=300, gathered_first=8)) == 6
     quick, slow = feed_and_training(100, 3), feed_and_training(300, 8)
     mixed = [span for span in quick if span.name != "encode"] + [span for span in slow if span.name == "encode"]
-    assert drained_batches(mixed) == 6
-    assert drained_batches([]) == 0
+    assert num_drained(mixed) == 6
+    assert num_drained([]) == 0
 
 
 def tiny(corpus: Path, **flags: str) -> LoadedSettings:
@@ -398,25 +399,25 @@ def test_a_trial_trains_and_leaves_nothing_in_the_cache(clips: Clips) -> None:
     loaded = tiny(clips(4))
     prepared = prepare_corpus(loaded.settings)
     before = set(prepared.root.iterdir())
-    trial = try_out(loaded, prepared, "gpt", 4)
+    trial = try_out(loaded.settings, prepared, "gpt", 4)
     assert trial.clips_per_s > 0
-    assert {"gather", "encode", "train", "update"} <= trial.stage_ms.keys()
+    assert {"gather", "encode", "train", "update"} <= trial.phase_ms.keys()
     assert set(prepared.root.iterdir()) == before
 
 
 @pytest.mark.usefixtures("small")
 def test_a_trial_in_a_process_of_its_own_answers_or_is_ended(clips: Clips) -> None:
     loaded = tiny(clips(4))
-    assert try_out_apart(loaded, "dvae", 1).clips_per_s > 0
+    assert try_out_apart(loaded.settings, "dvae", 1).clips_per_s > 0
     with pytest.raises(Refused, match="no answer within 0 s"):
-        try_out_apart(loaded, "dvae", 1, limit_s=0.1)
+        try_out_apart(loaded.settings, "dvae", 1, limit_s=0.1)
 
 
 @pytest.mark.usefixtures("small")
 def test_a_trial_that_asks_for_too_much_is_refused_with_the_reason(clips: Clips) -> None:
     loaded = tiny(clips(4), data__prefetch_buffer_size="100000000")
     with pytest.raises(Refused, match="Lower --buffer-size"):
-        try_out(loaded, prepare_corpus(loaded.settings), "dvae", 1)
+        try_out(loaded.settings, prepare_corpus(loaded.settings), "dvae", 1)
 
 
 # The file

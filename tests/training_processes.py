@@ -30,7 +30,7 @@ import myxtts.run_dir
 from myxtts.checkpoints import Checkpoints
 from myxtts.cli import main
 from myxtts.reports import TrainingReports
-from myxtts.training.trainer import State, Step, Trainer
+from myxtts.training.trainer import Reporter, State, Step, Trainer
 
 LONGEST_S = 60
 """No run here takes so long."""
@@ -189,9 +189,9 @@ def watch_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_and_keep(self: Trainer) -> State:
         state = run(self)
-        tensors = {name: tensor.clone() for name, tensor in self._around.weights().items()}
-        save_file(tensors, kept / f"{self.stage}-{rank}.safetensors")
-        (kept / f"{self.stage}-{rank}.json").write_text(json.dumps(reported))
+        tensors = {name: tensor.clone() for name, tensor in self.ctx.weights(self.step.recipe).items()}
+        save_file(tensors, kept / f"{self.ctx.stage}-{rank}.safetensors")
+        (kept / f"{self.ctx.stage}-{rank}.json").write_text(json.dumps(reported))
         return state
 
     def save_slowly(self: Checkpoints, *arguments: Any) -> Exception | None:
@@ -206,7 +206,7 @@ def watch_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "run", run_and_keep)
     monkeypatch.setattr(Checkpoints, "_save", save_slowly)
     monkeypatch.setattr(myxtts.run, "dvae_key", named_key)
-    reports = TrainingReports if rank == 0 else myxtts.run.NoReports
+    reports = TrainingReports if rank == 0 else Reporter
     monkeypatch.setattr(reports, "step", lambda _, report: reported.append(report.losses["total"]))
     if rank > 0:
         for name in ("write_tensors", "write_text_atomically"):

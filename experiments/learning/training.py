@@ -16,12 +16,11 @@ from pathlib import Path
 
 from corpus import character_vocabulary
 from rich.console import Console
-from torch import Tensor
 
-from myxtts.errors import NoProgress
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
 from myxtts.run import train
 from myxtts.settings import load
+from myxtts.training.trainer import Reporter
 
 NUM_CHECKPOINTS = 8
 """Checkpoints and validations of a stage, evenly spaced."""
@@ -50,7 +49,7 @@ STAGE_SETTINGS: Mapping[str, Mapping[str, object]] = {
 console = Console(width=140, highlight=False)
 
 
-class PrintedReports:
+class PrintedReports(Reporter):
     """Prints every report and writes it to the run's metrics."""
 
     def __init__(self, folder: Path) -> None:
@@ -59,8 +58,6 @@ class PrintedReports:
     def begin(self, stage: str, step: int, total_steps: int) -> None:
         console.print(f"{stage}: from step {step} to {total_steps}")
         self._log.begin(stage, step)
-
-    def tick(self, step: int) -> None: ...
 
     def step(self, report: StepReport) -> None:
         self._log.step(report)
@@ -73,8 +70,6 @@ class PrintedReports:
         self._log.validation(report)
         losses = "  ".join(f"{name} {value:.3f}" for name, value in report.losses.items())
         console.print(f"{report.stage} {report.step:6d}  held out: {losses}{'  best' * report.is_best}")
-
-    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
 
 
 class Deadline:
@@ -143,8 +138,8 @@ def train_stage(options: argparse.Namespace, stage: str, deadline: Deadline) -> 
     done = False
     if not deadline.is_over:
         with deadline.stops_training():
-            states = train(load(None, flags), PrintedReports(options.run), NoProgress(), console.print)
-        done = states[stage].done
+            result = train(load(None, flags), reporter=PrintedReports(options.run), say=console.print)
+        done = result.states[stage].done
     if not done:
         console.print(f"time is up in stage {stage}; the same command continues")
     return done

@@ -1,6 +1,6 @@
-"""Batches for a trainer: gather → upload → encode (→ handoff), every stage overlapped.
+"""Batches for a trainer: gather → upload → encode (→ handoff), all workers overlapped.
 
-Single-GPU buffered mode and dual-GPU mode are the same stages under another plan; in dual mode batches cross to
+Single-GPU buffered mode and dual-GPU mode are the same workers under another plan; in dual mode batches cross to
 the model role's device in a handoff. One thread reads a feed: `with feed.next() as batch`. The tensors of a batch
 may be used, in the feed's model stream, until the `with` block ends. This module knows no recipe.
 """
@@ -8,17 +8,14 @@ may be used, in the feed's model stream, until the `with` block ends. This modul
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
-from torch import nn
 
-from myxtts.config import MAX_AUTO_BUFFER, MAX_AUTO_PREFETCH, DataSettings, most_gatherers, num_codes_of
+from myxtts.config import MAX_AUTO_BUFFER, MAX_AUTO_PREFETCH, DataSettings, Settings, most_gatherers, num_codes_of
 from myxtts.data.batches import (
     Batch,
     Batches,
@@ -34,7 +31,7 @@ from myxtts.data.batches import (
 )
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.codes import CodesCache
-from myxtts.devices import Plan, Stream, explain_out_of_memory
+from myxtts.devices import Plan, Stream, explain_out_of_memory, explained_out_of_memory
 from myxtts.errors import ConfigError
 from myxtts.host import available_bytes, usable_cores
 from myxtts.model.xtts import XTTS
@@ -54,11 +51,20 @@ from myxtts.pipeline.workers import (
 )
 
 MODEL_DEPTH = 3
-"""The least on the model role's device: one being filled, one ready, one in use."""
+"""Fewest batches on the model role's device: one being filled, one ready, one in use."""
+UPLOAD_DEPTH = 2
+"""Uploaded batches on the data role's device: one arriving, one being encoded."""
+HANDOFF_DEPTH = 3
+"""Triple buffering between two GPUs: one batch being filled, one ready, one in use."""
+KEEP_DEPTH = 4
+"""Batches of fresh codes on their way to the disk."""
 DEVICE_SHARE = 0.05
-"""Of a device's memory, or of its cap, that waiting batches may take; the model needs the rest."""
+"""Share of a device's memory, or of its cap, that waiting batches may take; the model needs the rest."""
 HOST_SHARE, MAX_HOST_SHARE = 0.1, 0.5
-"""Fraction of the available host memory that buffers take when they are `auto`, and that numbers may ask for."""
+"""Share of the available host memory that buffers take when they are `auto`, and that numbers may ask for."""
+ENCODE_VERSION = 2
+"""Raise it whenever mels or codes of the same clip change: codes made before are then not read."""
+_POLL_S = 0.01
 
 
 class Depths(NamedTuple):
@@ -67,6 +73,9 @@ class Depths(NamedTuple):
     host: int
     model: int
     gatherers: int = 1
+
+
+VALIDATION_DEPTHS = Depths(host=2, model=3, gatherers=1)
 
 
 def choose_depths(data: DataSettings, plan: Plan, outputs: Layout) -> Depths:
@@ -107,22 +116,11 @@ def _device_bytes(plan: Plan) -> float:
     return float(torch.cuda.mem_get_info(plan.model)[1])
 
 
-UPLOAD_DEPTH = 2
-"""Uploaded batches on the data role's device: one arriving, one being encoded."""
-HANDOFF_DEPTH = 3
-"""Triple buffering where batches change hands: one being filled, one ready, one in use."""
-KEEP_DEPTH = 4
-"""Batches of fresh codes on their way to the disk."""
-_POLL_S = 0.01
-
-_log = logging.getLogger(__name__)
-
-
 class Streams(NamedTuple):
-    """Where the stages work, and the trainer."""
+    """The streams of the workers and of the trainer."""
 
     model: Stream
-    """The trainer's: ahead of the data role's kernels when both share a GPU."""
+    """The trainer's; it has priority over the data role's when both share a GPU."""
     encode: Stream
     upload: Stream
     handoff_from: Stream
@@ -130,7 +128,7 @@ class Streams(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, data: DataSettings) -> Streams:
-        """Not told to overlap, the front end works where the trainer does, and copies where the front end does."""
+        """Without overlap the front end shares the trainer's stream; without a copy stream uploads share that."""
         model = Stream(plan.model, high_priority=True)
         together = plan.data == plan.model and not data.optimize_cpu_gpu_overlap
         encode = model if together else Stream(plan.data)
@@ -158,9 +156,10 @@ class Feed:
         streams: Streams | None = None,
         trace: Trace = OFF,
     ) -> None:
-        """`captured=False` spares a short feed the time it takes to record the front end as a graph.
+        """Allocate all buffers; `captured=False` saves a short feed the time to record the front end as a graph.
 
-        Feeds that follow each other should share `streams`: PyTorch keeps working memory for every stream.
+        `replay` delivers the first batch for ever. Feeds of one stage should share `streams`: PyTorch keeps
+        working memory for every stream.
         """
         self.plan, self._data, self._gatherer, self._frontend = plan, data, gatherer, frontend
         self._cursor, self._trace = cursor or Cursor(), trace
@@ -173,12 +172,12 @@ class Feed:
         self._rings: list[Ring[Any, Any]] = []
         self._allocate(depths)
         self._workers: list[Worker] = []
-        self._works: list[Work] = []
-        """Device stages that run when a batch is asked for, if nothing is uploaded ahead."""
+        self._on_demand: list[Work] = []
+        """The device's work, done by the reader's thread if nothing is uploaded ahead."""
         self._num_gatherers = depths.gatherers
 
     def start(self) -> None:
-        """Start the stages; on CUDA with static shapes the front end is captured first, on an idle device."""
+        """Start the workers; on CUDA with static shapes the front end is captured first, on an idle device."""
         device_works = self._device_works(self._encoder())
         gather = Gather(self._gatherer, self._jobs, self.host_ring, self._trace)
         works: list[tuple[str, Work]] = [(f"gather-{number}", gather) for number in range(self._num_gatherers)]
@@ -187,13 +186,13 @@ class Feed:
         if self._data.prefetch_to_gpu:
             works += device_works
         else:
-            self._works = [work for _, work in device_works]
+            self._on_demand = [work for _, work in device_works]
         self._workers = [Worker(name, work, self._rings) for name, work in works]
-        for stage in self._workers:
-            stage.start()
+        for worker in self._workers:
+            worker.start()
 
     def wait_until_warm(self, delay_s: float) -> float:
-        """Return when the buffers are full, at the latest `delay_s` after the first batch; seconds since then."""
+        """Wait for full buffers, at most `delay_s` after the first batch; return the seconds since that batch."""
         last = self.model_ring if self._data.prefetch_to_gpu else self.host_ring
         ahead = (self.host_ring, last)
         while last.num_ready == 0 and not last.is_full:
@@ -207,7 +206,7 @@ class Feed:
 
     @contextlib.contextmanager
     def next(self) -> Iterator[Batch | None]:
-        """The next batch, held for the length of the `with` block; None behind the last one."""
+        """The next batch, leased for the length of the `with` block; None after the last one."""
         slot = self._lease()
         if slot is None:
             yield None
@@ -225,11 +224,11 @@ class Feed:
         self._cursor = gathered.after
 
     def cursor(self) -> Cursor:
-        """Where to continue after the batches that have been read."""
+        """The position after the batches that have been read."""
         return self._cursor
 
     def readiness(self) -> dict[str, tuple[int, int]]:
-        """Of every ring how many batches are ready, and how many it holds."""
+        """Batches that are ready, and the depth, of every ring by name."""
         return {ring.name: (ring.num_ready, ring.depth) for ring in self._rings}
 
     @property
@@ -238,20 +237,20 @@ class Feed:
         return sum(ring.num_ready for ring in self._rings if ring is not self._keep_ring)
 
     def close(self) -> None:
-        """Stop all stages and wait for their threads; may be called at any time, and again.
+        """Stop all workers and wait for their threads; may be called at any time, and again.
 
         Codes that are already on their way to the cache still get there.
         """
         for ring in self._rings:
             if ring is not self._keep_ring:
                 ring.poison(None)
-        for stage in self._workers:
-            if stage.name != "keep":
-                stage.join()
+        for worker in self._workers:
+            if worker.name != "keep":
+                worker.join()
         if self._keep_ring is not None:
             self._keep_ring.finish(self._keep_ring.num_acquired)
-        for stage in self._workers:
-            stage.join()
+        for worker in self._workers:
+            worker.join()
         self._workers = []
         for stream in set(self._streams):
             with contextlib.suppress(RuntimeError):  # a device that failed stays failed; the reader has its error
@@ -272,17 +271,12 @@ class Feed:
         plan, data, outputs = self.plan, self._data, self._frontend.outputs
         inputs, pinned = host_layout(data), data.enhanced_gpu_prefetch and plan.data.type == "cuda"
         batches = [HostBatch(inputs, pinned) for _ in range(depths.host)]
-        self._inputs, role = inputs, "data"
-        try:
-            self.host_ring: Ring[HostBatch, Gathered] = Ring("host", batches, plan.data)
-            self.upload_ring: BlockRing = _block_ring("device", inputs, plan.data, UPLOAD_DEPTH)
-            role = "model"
-            self.model_ring: BlockRing = _block_ring("model", outputs, plan.model, depths.model)
-            self.encoded_ring, role = self.model_ring, "data"
-            if plan.mode == "dual":
-                self.encoded_ring = _block_ring("handoff", outputs, plan.data, HANDOFF_DEPTH)
-        except torch.OutOfMemoryError as error:
-            raise explain_out_of_memory(plan, error, role, "allocating its buffers") from error
+        self._inputs = inputs
+        self.host_ring: Ring[HostBatch, Gathered] = Ring("host", batches, plan.data)
+        self.upload_ring = _block_ring("device", inputs, plan, "data", UPLOAD_DEPTH)
+        self.model_ring = self.encoded_ring = _block_ring("model", outputs, plan, "model", depths.model)
+        if plan.mode == "dual":
+            self.encoded_ring = _block_ring("handoff", outputs, plan, "data", HANDOFF_DEPTH)
         self._keep_ring: BlockRing | None = None
         if self._frontend.uses_codes and self._gatherer.codes is not None:
             layout = Layout({"codes": Field(outputs["codes"].shape, outputs["codes"].dtype)})
@@ -298,20 +292,15 @@ class Feed:
     def _encoder(self) -> EncodeBlock:
         if not self._captured:
             return self._frontend.encode_block
-        try:
+        with explained_out_of_memory(self.plan, "data", "preparing the front end"):
             sizes, stream = self._gatherer.static_sizes, self._streams.encode
             return CudaGraphFrontend(self._frontend, self._inputs, sizes, stream).encode_block
-        except torch.OutOfMemoryError as error:
-            raise explain_out_of_memory(self.plan, error, "data", "preparing the front end") from error
 
     def _device_works(self, encoder: EncodeBlock) -> list[tuple[str, Work]]:
-        streams, trace = self._streams, self._trace
+        streams, trace, encoded = self._streams, self._trace, self.encoded_ring
         works: list[tuple[str, Work]] = [
             ("upload", Upload(self.host_ring, self.upload_ring, streams.upload, trace)),
-            (
-                "encode",
-                Encode(encoder, self.upload_ring, self.encoded_ring, streams.encode, self._keep_ring, trace),
-            ),
+            ("encode", Encode(encoder, self.upload_ring, encoded, streams.encode, self._keep_ring, trace)),
         ]
         if self.encoded_ring is not self.model_ring:
             across = Handoff(self.encoded_ring, self.model_ring, streams.handoff_from, streams.handoff_to, trace)
@@ -323,7 +312,7 @@ class Feed:
             return self._leased
         try:
             if self.model_ring.num_ready == 0:
-                for work in self._works:
+                for work in self._on_demand:
                     work()
             with self._trace.span("wait", batch=self.model_ring.num_taken):
                 self._leased = self.model_ring.take()
@@ -338,101 +327,94 @@ class Feed:
         return self._leased
 
     def _check(self) -> None:
-        """Raise what ended a stage, if one has failed: the error itself, with its own traceback."""
-        for stage in self._workers:
-            if isinstance(stage.failure, torch.OutOfMemoryError):
-                doing = f"running its {stage.name} stage"
-                raise explain_out_of_memory(self.plan, stage.failure, "data", doing) from stage.failure
-            if stage.failure is not None:
-                raise stage.failure
+        """Raise the error that ended a worker, if one has failed, with its own traceback."""
+        for worker in self._workers:
+            if isinstance(worker.failure, torch.OutOfMemoryError):
+                doing = f"running its {worker.name} worker"
+                raise explain_out_of_memory(self.plan, worker.failure, "data", doing) from worker.failure
+            if worker.failure is not None:
+                raise worker.failure
 
 
-def _block_ring(name: str, layout: Layout, device: torch.device, depth: int) -> BlockRing:
-    return Ring(name, [Block(layout, device) for _ in range(depth)], device)
+def _block_ring(name: str, layout: Layout, plan: Plan, role: str, depth: int) -> BlockRing:
+    device = plan.data if role == "data" else plan.model
+    with explained_out_of_memory(plan, role, "allocating its buffers"):
+        return Ring(name, [Block(layout, device) for _ in range(depth)], device)
 
 
-VALIDATION_DEPTHS = Depths(host=2, model=3, gatherers=1)
-ENCODE_VERSION = 2
-"""Raise it whenever mels or codes of the same clip change: codes made before are then not read."""
-
-
-@dataclass(frozen=True)
-class FeedMaker:
-    """Everything the feeds of one stage have in common."""
+class FeedContext(Protocol):
+    """The training stage that a feed serves."""
 
     stage: str
-    model: XTTS
+    settings: Settings
     prepared: PreparedCorpus
-    data: DataSettings
     plan: Plan
-    seed: int
-    dvae_key: str
-    streams: Streams
+    model: XTTS
 
-    def batches(self, clips: ClipSet) -> Batches:
-        tokens = packed_tokens(clips.num_ids, clips.num_samples)
-        return Batches(tokens, self.data.batch_size, self.seed, self.plan.rank, self.plan.world_size)
+    @property
+    def streams(self) -> Streams: ...
+    @property
+    def codes_key(self) -> str:
+        """Names the codes that the DVAE makes; see `dvae_key`."""
 
-    def training(self, cursor: Cursor, accumulate: int, trace: Trace = OFF, replay: bool = False) -> Feed:
-        """Batches without end from the cursor on."""
-        gatherer = self._gatherer(self.prepared.train)
-        frontend = self._frontend(gatherer)
-        depths = choose_depths(self.data, self.plan, frontend.outputs)
-        return Feed(
-            gatherer,
-            frontend,
-            self.plan,
-            self.data,
-            depths,
-            cursor=cursor,
-            accumulate=accumulate,
-            trace=trace,
-            replay=replay,
-            streams=self.streams,
-        )
 
-    def validation(self) -> Feed:
-        """Every validation clip once, always cut alike; each rank has its share."""
-        gatherer = self._gatherer(self.prepared.val)
-        num_batches = self.batches(self.prepared.val).num_batches
-        return Feed(
-            gatherer,
-            self._frontend(gatherer),
-            self.plan,
-            self.data,
-            VALIDATION_DEPTHS,
-            num_batches=num_batches,
-            captured=False,
-            streams=self.streams,
-        )
+def build_feed(
+    ctx: FeedContext,
+    cursor: Cursor | None = None,
+    *,
+    validation: bool = False,
+    replay: bool = False,
+    trace: Trace = OFF,
+) -> Feed:
+    """Training batches without end from the cursor on, or every validation clip once, always cropped the same."""
+    data, plan = ctx.settings.data, ctx.plan
+    gatherer = build_gatherer(ctx, ctx.prepared.val if validation else ctx.prepared.train)
+    frontend = _frontend(ctx, gatherer.frame_budget)
+    return Feed(
+        gatherer,
+        frontend,
+        plan,
+        data,
+        VALIDATION_DEPTHS if validation else choose_depths(data, plan, frontend.outputs),
+        cursor=cursor,
+        accumulate=1 if validation else ctx.settings.training.gradient_accumulation_steps,
+        num_batches=gatherer.batches.num_batches if validation else None,
+        replay=replay,
+        captured=not validation,
+        streams=ctx.streams,
+        trace=trace,
+    )
 
-    def _gatherer(self, clips: ClipSet) -> Gatherer:
-        cache = None
-        if FRONTENDS[self.stage].uses_codes:
-            hashes = clips.audio.hashes[clips.audio_rows]
-            cache = CodesCache.open(self.prepared.root, hashes, num_codes_of(clips.num_samples), self.dvae_key)
-        voices = self.prepared.voices(clips) if self.data.reference_clip == "other" else None
-        return Gatherer(clips, self.batches(clips), self.data, self.seed, cache, voices)
 
-    def _frontend(self, gatherer: Gatherer) -> Frontend:
-        autocast = self.data.mixed_precision and self.plan.data.type == "cuda"
-        frontend = FRONTENDS[self.stage](self.model, self.data, gatherer.frame_budget, autocast)
-        try:
-            return frontend.to(self.plan.data).eval()
-        except torch.OutOfMemoryError as error:
-            raise explain_out_of_memory(self.plan, error, "data", "loading the frozen networks") from error
+def build_gatherer(ctx: FeedContext, clips: ClipSet) -> Gatherer:
+    """Batches of these clips in host memory, this rank's share of them."""
+    data, seed, plan = ctx.settings.data, ctx.settings.training.seed, ctx.plan
+    tokens = packed_tokens(clips.num_ids, clips.num_samples)
+    batches = Batches(tokens, data.batch_size, seed, plan.rank, plan.world_size)
+    cache = open_codes(ctx, clips) if FRONTENDS[ctx.stage].uses_codes else None
+    voices = ctx.prepared.voices(clips) if data.reference_clip == "other" else None
+    return Gatherer(clips, batches, data, seed, cache, voices)
+
+
+def open_codes(ctx: FeedContext, clips: ClipSet) -> CodesCache:
+    """The cached codes of these clips, and room for those that are missing."""
+    hashes = clips.audio.hashes[clips.audio_rows]
+    return CodesCache.open(ctx.prepared.root, hashes, num_codes_of(clips.num_samples), ctx.codes_key)
+
+
+def _frontend(ctx: FeedContext, frame_budget: int) -> Frontend:
+    data, device = ctx.settings.data, ctx.plan.data
+    frontend = FRONTENDS[ctx.stage](ctx.model, data, frame_budget, data.mixed_precision and device.type == "cuda")
+    with explained_out_of_memory(ctx.plan, "data", "loading the frozen networks"):
+        return frontend.to(device).eval()
 
 
 def dvae_key(model: XTTS, autocast: bool = False) -> str:
     """Names the codes that this DVAE makes: a hash of everything they depend on."""
     hasher = xxhash.xxh3_128(f"{ENCODE_VERSION} {'bf16' if autocast else 'fp32'}".encode())
     for module in (model.dvae.encoder, model.dvae.codebook):
-        _add(hasher, module)
+        for name, tensor in module.state_dict().items():
+            hasher.update(name.encode())
+            hasher.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     hasher.update(model.mel_stats.detach().cpu().numpy().tobytes())
     return hasher.hexdigest()
-
-
-def _add(hasher: xxhash.xxh3_128, module: nn.Module) -> None:
-    for name, tensor in module.state_dict().items():
-        hasher.update(name.encode())
-        hasher.update(tensor.detach().cpu().contiguous().numpy().tobytes())

@@ -1,13 +1,13 @@
-"""The stages of the pipeline: each takes a slot, does one thing in its own stream, and passes the batch on.
+"""The workers of the pipeline: each takes a slot, does one thing in its own stream, and passes the batch on.
 
     Gather   clips ─► host ring           host threads
     Upload   host ring ─► device ring     copy stream
-    Encode   device ring ─► model ring    data stream; keeps fresh codes through the `keep` ring
+    Encode   device ring ─► model ring    data stream; fresh codes also go to the `keep` ring
     Handoff  data role's device ─► model role's device
     Keep     fresh codes ─► the cache on disk
 
-The first stage that fails poisons all rings with its error, so that the trainer raises that error and every other
-stage ends. No stage knows how many there are of the others, nor whether it has a thread of its own.
+The first worker that fails poisons all rings with its error: the trainer raises that error and every other worker
+ends. No worker knows how many others there are, nor whether it has a thread of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from myxtts.observe.trace import OFF, Trace
 from myxtts.pipeline.ring import Ring, RingClosed
 
 Work = Callable[[], bool]
-"""Passes one batch on; False when there was none left."""
+"""Passes one batch on; returns False when none is left."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,17 +46,17 @@ class Gather:
         self._lock = threading.Lock()
 
     def __call__(self) -> bool:
-        with self._lock:  # a place in the order and its job belong together
+        with self._lock:  # a job and its place in the order belong together
             try:
                 job, number = next(self._jobs, None), self._ring.next_number()
-            except BaseException as error:  # jobs that failed must not look like the end to the next thread
+            except BaseException as error:  # to the next thread a failure must not look like the end
                 self._ring.poison(error)
                 raise
         if job is None:
             self._ring.finish(number)
             return False
         slot = self._ring.acquire(number)
-        slot.emptied.wait_on_host()  # this owner is no stream: it writes with the CPU
+        slot.emptied.wait_on_host()  # the CPU writes here, and no stream can wait for it
         with self._trace.span("gather", batch=number):
             gathered = self._gatherer.fill(slot.content, job)
         self._ring.commit(slot, gathered)
@@ -89,7 +89,7 @@ class Upload:
 
 
 class Encode:
-    """The front end's work; codes that it had to compute go to the keep ring as well, if there is one."""
+    """The front end's work. Codes that were not in the cache go to the keep ring as well, if there is one."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Encode:
 
 
 class Handoff:
-    """Batches cross to the model role's device; each side orders the copy in a stream of its own."""
+    """Copies batches to the model role's device; each side has its own stream for it."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Handoff:
 
 
 class Keep:
-    """Writes fresh codes to the cache; waits for the copies on the host, on a thread where nobody minds."""
+    """Writes fresh codes to the cache. It waits for the device on the host, which holds up nothing else."""
 
     def __init__(self, ring: BlockRing, cache: CodesCache) -> None:
         self._ring, self._cache = ring, cache
@@ -178,7 +178,7 @@ class Keep:
 
 
 class Worker:
-    """Runs a piece of work on a thread of its own until none is left; `failure` is what ended it early."""
+    """Repeats its work on a thread of its own until none is left; `failure` is the error that ended it early."""
 
     def __init__(self, name: str, work: Work, rings: Sequence[Ring[Any, Any]]) -> None:
         self.name = name
@@ -199,9 +199,9 @@ class Worker:
             while self._work():
                 pass
         except RingClosed:
-            _log.debug("stage %s was told to end", self.name)
+            _log.debug("worker %s ends: its ring is closed", self.name)
         except BaseException as error:
-            error.add_note(f"(in the {self.name} stage of the pipeline)")
+            error.add_note(f"(in the {self.name} worker of the pipeline)")
             self.failure = error
             for ring in self._rings:
                 ring.poison(error)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from myxtts.config import SAMPLES_PER_CODE, Settings
-from myxtts.data.batches import MAX_CROP_FRAMES, Sizes
+from myxtts.data.batches import MAX_CROP_FRAMES, Sizes, packed_tokens
+from myxtts.data.clips import ClipSet
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
 from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
@@ -485,3 +486,23 @@ class DecoderRecipe(Recipe):
 
 RECIPES: dict[str, type[Recipe]] = {"dvae": DvaeRecipe, "gpt": GptRecipe, "decoder": DecoderRecipe}
 """The recipe of each stage of `config.STAGES`."""
+
+
+def useful_flops(recipe: Recipe, clips: ClipSet) -> float | None:
+    """Approximate operations of training on one clip, without padding and recomputation; None except for the GPT.
+
+    Each weight takes two per token in the forward pass, two for the gradients of activations, and two for its own
+    gradient if it is trained. Attention is not counted.
+    """
+    if not isinstance(recipe, GptRecipe):
+        return None
+    embeddings = {
+        id(parameter)
+        for module in recipe.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters()
+    }
+    matrices = [p for p in recipe.parameters() if p.ndim > 1 and id(p) not in embeddings]
+    weights, trained = sum(p.numel() for p in matrices), sum(p.numel() for p in matrices if p.requires_grad)
+    tokens = float(packed_tokens(clips.num_ids, clips.num_samples).mean())
+    return (4 * weights + 2 * trained) * tokens

@@ -1,13 +1,13 @@
-"""The training loop of one stage, and nothing else.
+"""One optimiser step, and the loop that makes a training stage of it.
 
-It is handed a feed, a step, checkpoints and someone to report to, and cannot tell one GPU from two. Values of the
-device come to the host only through `_Readings`: copied in the stream, looked at when they have arrived.
+`Step` is the only place where gradients are accumulated and applied: training and every dry run use it. `Trainer`
+repeats it, validates, reports and saves. Neither can tell one GPU from two, nor knows where batches come from.
+Values of the device reach the host only through `AsyncScalars`: the loop never waits for the device.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 import warnings
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from myxtts.checkpoints import Checkpoints, Snapshot, to_host
-from myxtts.config import TrainingSettings
-from myxtts.data.batches import Batch, Cursor, Sizes
-from myxtts.devices import CudaGraph, Event, Stream
+from myxtts.config import Settings
+from myxtts.data.batches import Batch, Cursor, Sizes, mean_clips
+from myxtts.data.clips import PreparedCorpus
+from myxtts.devices import CudaGraph, Event, Plan, Stream, all_random_states, peak_memory_mb
 from myxtts.errors import PipelineError
 from myxtts.observe.metrics import StepReport, ValidationReport
 from myxtts.observe.trace import OFF, StepClock, Trace, idle_share, step_timing
@@ -30,21 +31,24 @@ from myxtts.training.optim import Optimizer
 from myxtts.training.recipes import Recipe
 
 STEPS_AHEAD = 2
+"""Steps that the host may launch before the device has finished them."""
+MAX_SKIPPED = 20
+"""Consecutive steps with non-finite gradients after which training ends."""
 
 
 @dataclass(frozen=True)
 class StepMode:
-    """How a step is run."""
+    """How a step is executed."""
 
     autocast: bool = False
-    """bf16 where that is safe."""
+    """Computes in bf16 where that is safe."""
     compiled: bool = False
     captured: bool = False
-    """Started with a few launches; needs a GPU, static shapes and a process of its own."""
+    """Replays a CUDA graph; needs a GPU, static shapes and a single process."""
     tuned: bool = False
     """Compiles everything as one graph and tries many kernels, which takes minutes."""
     debug: bool = False
-    """Names the operation that made a NaN, and waits for the device after every micro-step."""
+    """Names the operation that produced a NaN, and waits for the device after every micro-step."""
 
     def __str__(self) -> str:
         compiled = "compiled with many kernels tried" if self.tuned else "compiled"
@@ -58,42 +62,44 @@ class StepMode:
         return ", ".join(part for part in parts if part)
 
 
-def choose_mode(
-    training: TrainingSettings,
-    *,
-    mixed_precision: bool,
-    static_shapes: bool,
-    on_gpu: bool,
-    world_size: int,
-    redraws: bool = False,
-) -> StepMode:
-    """What the settings ask for, as far as the machine can do it.
-
-    `redraws` says that the backward pass draws the random numbers of the forward pass again, which a CUDA graph
-    cannot do.
-    """
+def choose_mode(settings: Settings, stage: str, plan: Plan) -> StepMode:
+    """The mode that the settings ask for, as far as the devices support it."""
+    training, on_gpu = settings.training, plan.model.type == "cuda"
+    autocast = settings.data.mixed_precision and on_gpu
     if training.enable_eager_debug:
-        return StepMode(autocast=mixed_precision and on_gpu, debug=True)
-    graph = training.enable_graph_mode and on_gpu and static_shapes  # every other shape would be compiled anew
+        return StepMode(autocast=autocast, debug=True)
+    # Without static shapes every new shape would be compiled and captured again.
+    graph = training.enable_graph_mode and on_gpu and settings.data.pad_to_fixed_length
     compiled = graph and training.enable_xla_compilation
+    # Checkpointing draws the dropout of the forward pass again, which a CUDA graph cannot replay.
+    redraws = stage == "gpt" and settings.model.gradient_checkpointing and settings.model.dropout > 0
     return StepMode(
-        autocast=mixed_precision and on_gpu,
+        autocast=autocast,
         compiled=compiled,
-        captured=graph and world_size == 1 and not redraws,
+        captured=graph and plan.world_size == 1 and not redraws,
         tuned=compiled and training.optimization_level == "experimental",
     )
 
 
-class Step:
-    """Micro-steps that add gradients, and the update that uses them.
+NextBatch = Callable[[], contextlib.AbstractContextManager[Batch | None]]
+"""Leases the next batch for the length of a `with` block: `Feed.next`."""
 
-    `micro` may be called any number of times before `update`; under DDP the last one must say so.
-    """
+
+class Step:
+    """One optimiser step: micro-steps that accumulate gradients, and the update that applies them."""
 
     def __init__(
-        self, recipe: Recipe, optimizer: Optimizer, mode: StepMode, stream: Stream, world_size: int = 1
+        self,
+        recipe: Recipe,
+        optimizer: Optimizer,
+        mode: StepMode,
+        stream: Stream,
+        *,
+        accumulate: int = 1,
+        world_size: int = 1,
     ) -> None:
-        self.recipe, self.optimizer, self.mode, self._stream = recipe, optimizer, mode, stream
+        self.recipe, self.optimizer, self.mode, self.stream = recipe, optimizer, mode, stream
+        self.accumulate = accumulate
         forward: nn.Module = recipe
         if mode.compiled:
             options = "max-autotune-no-cudagraphs" if mode.tuned else None
@@ -116,8 +122,29 @@ class Step:
         self._events = [Event(stream.device) for _ in range(STEPS_AHEAD)]
         self._num_updates = 0
 
+    def __call__(self, next_batch: NextBatch, number: int, clock: StepClock, trace: Trace = OFF) -> None:
+        """Train on the next batches, as optimiser step `number`; steps count from 0."""
+        for micro in range(self.accumulate):
+            with next_batch() as batch:
+                if batch is None:
+                    raise PipelineError("The feed ended before the training did.")
+                if number == 0 and micro == 0:
+                    self.recipe.before_first_step(batch.tensors)
+                if micro == 0:
+                    clock.begin()
+                with trace.device_span("train", "model stream", self.stream.handle, number):
+                    self.micro(batch, last=micro == self.accumulate - 1)
+        with trace.device_span("update", "model stream", self.stream.handle, number):
+            self.update(number)
+        clock.end()
+        if trace.enabled:
+            trace.collect()
+
     def micro(self, batch: Batch, last: bool = True) -> None:
-        """Add the gradients of one batch; its tensors are free again when the stream has passed this point."""
+        """Add the gradients of one batch; its tensors are free again when the stream has passed this point.
+
+        Any number of calls may precede `update`; under DDP the last of them exchanges the gradients.
+        """
         if self.mode.captured:
             if self._micro_graph is None:
                 self._capture(batch)
@@ -128,52 +155,64 @@ class Step:
             return
         alone = contextlib.nullcontext()
         with alone if last or self._distributed is None else self._distributed.no_sync():
-            self._add_gradients(batch.tensors, batch.sizes)
+            self.add_gradients(batch.tensors, batch.sizes)
 
-    def update(self, step: int) -> None:
-        """Clip, update the weights with the learning rate of this step, and start over with no gradients."""
-        self.optimizer.set_lr(step)
+    def update(self, number: int) -> None:
+        """Clip, update the weights with the learning rate of this step, and zero the gradients."""
+        self.optimizer.set_lr(number)
         if self._update_graph is not None:
             self._update_graph.replay()
         else:
             self.optimizer.update()
         self.optimizer.zero_grad()
-        self.recipe.after_step(step)
+        self.recipe.after_step(number)
         event = self._events[self._num_updates % STEPS_AHEAD]
         event.wait_on_host()
-        self._stream.record(event)
+        self.stream.record(event)
         self._num_updates += 1
 
-    def take_losses(self) -> tuple[list[str], Tensor]:
-        """Names and, still on the device, sums of the losses since the last call, with their number in the end."""
+    def scalars(self) -> dict[str, Tensor]:
+        """Mean losses since the last call, gradient norms and counts of skipped steps, all on the device."""
         assert self._sums is not None
-        taken = self._sums.clone()
+        means = self._sums[:-1] / self._sums[-1]
         self._sums.zero_()
-        return self._names, taken
+        optimizer = self.optimizer
+        return {
+            **{f"loss.{name}": mean for name, mean in zip(self._names, means, strict=True)},
+            **{f"norm.{name}": norm for name, norm in optimizer.last_norm.items()},
+            "skipped": optimizer.skipped.float(),
+            "skipped_in_a_row": optimizer.skipped_in_a_row.float(),
+        }
 
-    def _add_gradients(self, tensors: Mapping[str, Tensor], sizes: Sizes) -> None:
+    def forward(self, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+        """The losses of a batch, launched kernel by kernel."""
+        with torch.autocast(self.stream.device.type, torch.bfloat16, enabled=self.mode.autocast):
+            losses: dict[str, Tensor] = self._forward(tensors, sizes)
+        return losses
+
+    def add_gradients(self, tensors: Mapping[str, Tensor], sizes: Sizes) -> None:
+        """The forward and backward pass of a batch, launched kernel by kernel."""
         checked = torch.autograd.set_detect_anomaly(True) if self.mode.debug else contextlib.nullcontext()
         with checked:
-            with torch.autocast(self._stream.device.type, torch.bfloat16, enabled=self.mode.autocast):
-                losses = self._forward(tensors, sizes)
-            losses["total"].backward()
+            losses = self.forward(tensors, sizes)
+            losses["total"].backward()  # type: ignore[no-untyped-call]
         if self.mode.debug:
-            self._stream.finish()  # an error of the device then names its own step
+            self.stream.finish()  # an error of the device then names its own step
         if self._sums is None:
             self._names = list(losses)
-            self._sums = torch.zeros(len(losses) + 1, device=self._stream.device)
+            self._sums = torch.zeros(len(losses) + 1, device=self.stream.device)
         values = [value.detach().float() for value in losses.values()]
         self._sums += torch.stack([*values, torch.ones_like(values[0])])
 
     def _capture(self, batch: Batch) -> None:
-        """Record both graphs. Warming up must change nothing: neither weights, buffers nor sums."""
+        """Record both graphs. The warm-up must change nothing: neither weights, buffers nor sums."""
         self._static = {name: tensor.clone() for name, tensor in batch.tensors.items()}
         kept = {name: buffer.clone() for name, buffer in self.recipe.named_buffers()}
-        self._micro_graph = CudaGraph(lambda: self._add_gradients(self._static, batch.sizes), self._stream)
+        self._micro_graph = CudaGraph(lambda: self.add_gradients(self._static, batch.sizes), self.stream)
         self.optimizer.zero_grad()
         counters = [counter.clone() for counter in self.optimizer.counters()]
         self.optimizer.poison_gradients()  # an update with non-finite gradients leaves everything as it was
-        self._update_graph = CudaGraph(self.optimizer.update, self._stream, self._micro_graph.pool)
+        self._update_graph = CudaGraph(self.optimizer.update, self.stream, self._micro_graph.pool)
         self.optimizer.zero_grad()
         with torch.no_grad():
             for counter, value in zip(self.optimizer.counters(), counters, strict=True):
@@ -184,10 +223,23 @@ class Step:
         self._sums.zero_()
 
 
-MOST_SKIPPED = 20
-"""Steps in a row with non-finite gradients after which training ends: waiting longer has never helped anybody."""
+class Reporter:
+    """Receives how a training goes: override what is of interest, by default nothing happens.
 
-_log = logging.getLogger(__name__)
+    corpus      the corpus is prepared; once, before the first stage
+    begin       a stage begins, or continues after `step`
+    tick        a step was launched
+    step        the measurements of a step have arrived; every `log_step` steps
+    validation  the validation clips were evaluated
+    picture     an image [height, width] or a histogram [codes] of a validation batch
+    """
+
+    def corpus(self, prepared: PreparedCorpus) -> None: ...
+    def begin(self, stage: str, step: int, total_steps: int) -> None: ...
+    def tick(self, step: int) -> None: ...
+    def step(self, report: StepReport) -> None: ...
+    def validation(self, report: ValidationReport) -> None: ...
+    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
 
 
 class Feed(Protocol):
@@ -202,14 +254,27 @@ class Feed(Protocol):
     def num_ahead(self) -> int: ...
 
 
-class Reporter(Protocol):
-    """Who is told how training goes; may show and keep it as it likes."""
+class TrainerContext(Protocol):
+    """The stage that is trained, as far as the loop needs to know it."""
 
-    def begin(self, stage: str, step: int, total_steps: int) -> None: ...
-    def tick(self, step: int) -> None: ...
-    def step(self, report: StepReport) -> None: ...
-    def validation(self, report: ValidationReport) -> None: ...
-    def picture(self, name: str, picture: Tensor, step: int) -> None: ...
+    stage: str
+    settings: Settings
+    prepared: PreparedCorpus
+    plan: Plan
+    reporter: Reporter
+
+    @property
+    def checkpoints(self) -> Checkpoints: ...
+    def weights(self, recipe: Recipe) -> Mapping[str, Tensor]: ...
+    def notes(self) -> Mapping[str, Any]: ...
+    def validate(self, recipe: Recipe) -> tuple[Mapping[str, float], Mapping[str, Tensor]]: ...
+    def stop_requested(self, step: int) -> bool: ...
+
+
+def clips_per_step(ctx: TrainerContext) -> float:
+    """Mean clips of an optimiser step in all processes; clips that only fill up a batch do not count."""
+    clips_per_batch = mean_clips(len(ctx.prepared.train), ctx.settings.data.batch_size * ctx.plan.world_size)
+    return ctx.settings.training.gradient_accumulation_steps * clips_per_batch
 
 
 @dataclass
@@ -223,11 +288,9 @@ class State:
     done: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        best = None if math.isinf(self.best_loss) else self.best_loss
-        cursor = [self.cursor.epoch, self.cursor.batch]
         return {
-            "cursor": cursor,
-            "best_loss": best,
+            "cursor": [self.cursor.epoch, self.cursor.batch],
+            "best_loss": None if math.isinf(self.best_loss) else self.best_loss,
             "stale_validations": self.stale_validations,
             "done": self.done,
         }
@@ -238,208 +301,162 @@ class State:
         return cls(step, Cursor(*values["cursor"]), best, values["stale_validations"], values["done"])
 
 
-@dataclass(frozen=True)
-class TrainerContext:
-    """What the loop uses but does not own."""
-
-    reporter: Reporter
-    checkpoints: Checkpoints
-    weights: Callable[[], Mapping[str, Tensor]]
-    """What a checkpoint keeps of the model, by the names of the XTTS-v2 ecosystem; live tensors."""
-    random_states: Callable[[], Mapping[str, Tensor]]
-    """Of all processes; called by all of them."""
-    validate: Callable[[], tuple[Mapping[str, float], Mapping[str, Tensor]]] | None = None
-    """Mean losses over the validation clips, the deciding one called "total", and pictures of one batch."""
-    notes: Mapping[str, Any] | None = None
-    """Kept with every checkpoint: the configuration it belongs to."""
-    stop_requested: Callable[[], bool] = lambda: False
-    stop_every: int = 1
-    """Steps between two questions whether to stop: among several processes each costs a round of messages."""
-    peak_memory_mb: Callable[[], Mapping[str, float]] = dict
-    is_writer: bool = True
-    trace: Trace = OFF
-
-
+@dataclass
 class Trainer:
     """Trains one stage from where `state` stands to `total_steps`."""
 
-    def __init__(
-        self,
-        stage: str,
-        step: Step,
-        feed: Feed,
-        training: TrainingSettings,
-        around: TrainerContext,
-        *,
-        state: State,
-        total_steps: int,
-        clips_per_step: float,
-    ) -> None:
-        self.stage, self.state, self.total_steps = stage, state, total_steps
-        self._step, self._feed, self._training, self._around = step, feed, training, around
-        self._stream = feed.model_stream
-        self._clips_per_step = clips_per_step
-        self._clock = StepClock(self._stream.handle)
-        self._readings = _Readings(self._stream)
-        self._host_copies: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
-        self._started_at, self._started_step = time.perf_counter(), state.step
+    ctx: TrainerContext
+    step: Step
+    feed: Feed
+    state: State
+    total_steps: int
+    peak_clips_per_s: float | None = None
+    """Speed at which the GPUs would compute nothing but useful matrix products; None if unknown."""
+
+    def __post_init__(self) -> None:
+        self._stream, self._training = self.feed.model_stream, self.ctx.settings.training
+        self._clock, self._scalars = StepClock(self._stream.handle), AsyncScalars(self._stream)
+        self._host_copies: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._started_at, self._first_step = time.perf_counter(), self.state.step
 
     def run(self) -> State:
-        """Train; returns early, with everything saved, when a stop was requested."""
-        self._around.reporter.begin(self.stage, self.state.step, self.total_steps)
+        """Train to the last step, or until a stop is requested; everything is saved on return."""
+        training, state = self._training, self.state
+        self.ctx.reporter.begin(self.ctx.stage, state.step, self.total_steps)
         with self._stream.use():
-            while self.state.step < self.total_steps and not self._stops_early():
-                self._one_step()
-                step = self.state.step
-                if step % self._training.log_step == 0 or step == self.total_steps:
-                    self._readings.ask(self._step, step)
+            while state.step < self.total_steps and not self._stops_early():
+                self._train_step()
+                is_last = state.step == self.total_steps
+                if state.step % training.log_step == 0 or is_last:
+                    self._scalars.enqueue(state.step, self.step.scalars())
                 self._report_arrived()
-                last = step == self.total_steps
-                # On a GPU once at the start: if there is no memory for it, better to know before hours of work.
-                first = step == 1 and self._stream.handle is not None
-                is_best = self._validate() if step % self._training.val_step == 0 or last or first else False
-                if step % self._training.save_step == 0 or last or is_best:
-                    self.save(is_best, done=last)
-                if step % self._around.stop_every == 0 and self._around.stop_requested():
+                # On a GPU also after the first step: lack of memory should show before hours of work.
+                is_first = state.step == 1 and self._stream.handle is not None
+                validates = state.step % training.val_step == 0 or is_last or is_first
+                is_best = validates and self._validate()
+                if state.step % training.save_step == 0 or is_last or is_best:
+                    self._save(is_best, done=is_last)
+                if self.ctx.stop_requested(state.step):
                     break
             self._stream.finish()
             self._report_arrived()
-            if not self.state.done:
-                self.save(done=self.state.step >= self.total_steps or self._stops_early())
-        failure = self._around.checkpoints.wait()
+            if not state.done:
+                self._save(done=state.step >= self.total_steps or self._stops_early())
+        failure = self.ctx.checkpoints.wait()
         if failure is not None:
             raise PipelineError(
-                f"Step {self.state.step} of stage {self.stage} could not be saved: {failure}.\n"
+                f"Step {state.step} of stage {self.ctx.stage} could not be saved: {failure}.\n"
                 "Make room or choose another --checkpoint-dir; the same command continues from the last good "
                 "checkpoint."
             )
-        return self.state
+        return state
 
-    def _one_step(self) -> None:
-        accumulate = self._training.gradient_accumulation_steps
-        trace, number = self._around.trace, self.state.step
-        for micro in range(accumulate):
-            with self._feed.next() as batch:
-                if batch is None:
-                    raise PipelineError("the feed ended before the training did")
-                if number == 0 and micro == 0:
-                    self._step.recipe.before_first_step(batch.tensors)
-                if micro == 0:
-                    self._clock.begin()
-                with trace.device_span("train", "model stream", self._stream.handle, number):
-                    self._step.micro(batch, last=micro == accumulate - 1)
-        with trace.device_span("update", "model stream", self._stream.handle, number):
-            self._step.update(number)
-        self._clock.end()
-        if trace.enabled:
-            trace.collect()
-        self.state.step += 1
-        self.state.done = False  # a finished stage may be prolonged
-        self._around.reporter.tick(self.state.step)
-        self.state.cursor = self._feed.cursor()
+    def _train_step(self) -> None:
+        state = self.state
+        self.step(self.feed.next, state.step, self._clock)
+        state.step += 1
+        state.done = False  # a finished stage may be prolonged
+        state.cursor = self.feed.cursor()
+        self.ctx.reporter.tick(state.step)
 
-    def save(self, is_best: bool = False, done: bool = False) -> None:
-        """Snapshot to the host, written in the background; training goes on when the copy is made."""
+    def _save(self, is_best: bool = False, done: bool = False) -> None:
+        """Copy everything to the host and let it be written in the background."""
         self.state.done = done
-        random_states = self._around.random_states()
-        if not self._around.is_writer:
+        random_states = all_random_states(self.ctx.plan)  # every rank must take part
+        if self.ctx.plan.rank > 0:
             return
-        self._around.checkpoints.wait()  # it reads the copies that are overwritten now
+        self.ctx.checkpoints.wait()  # the writer reads the copies that are overwritten here
         pin = self._stream.device.type == "cuda"
-        weights, optimizer = self._host_copies or ({}, {})
-        weights = to_host(self._around.weights(), weights or None, pin=pin)
-        optimizer = to_host(self._step.optimizer.state_dict(), optimizer or None, pin=pin)
+        weights, optimizer = self._host_copies
+        weights = to_host(self.ctx.weights(self.step.recipe), weights, pin=pin)
+        optimizer = to_host(self.step.optimizer.state_dict(), optimizer, pin=pin)
         self._host_copies = (weights, optimizer)
-        state = {**self.state.to_json(), "stage": self.stage, "notes": dict(self._around.notes or {})}
+        state = {**self.state.to_json(), "stage": self.ctx.stage, "notes": dict(self.ctx.notes())}
         snapshot = Snapshot(weights, {**optimizer, **random_states}, state)
-        self._around.checkpoints.save(self.state.step, snapshot, best=is_best)
+        self.ctx.checkpoints.save(self.state.step, snapshot, best=is_best)
         self._clock.pause()
 
     def _validate(self) -> bool:
-        """Whether the validation was the best so far."""
-        if self._around.validate is None:
+        """Validate with the averaged weights; True if the loss is the best so far."""
+        ctx, state = self.ctx, self.state
+        if not len(ctx.prepared.val):
             return False
-        with self._step.optimizer.swap_ema(), self._around.trace.span("validate"):
-            losses, pictures = self._around.validate()
+        with self.step.optimizer.swap_ema():
+            losses, pictures = ctx.validate(self.step.recipe)
         for name, picture in pictures.items():
-            self._around.reporter.picture(f"{self.stage}/{name}", picture, self.state.step)
+            ctx.reporter.picture(f"{ctx.stage}/{name}", picture, state.step)
         self._clock.pause()
-        is_best = losses["total"] < self.state.best_loss
-        self.state.best_loss = losses["total"] if is_best else self.state.best_loss
-        self.state.stale_validations = 0 if is_best else self.state.stale_validations + 1
-        self._around.reporter.validation(ValidationReport(self.stage, self.state.step, losses, is_best))
+        is_best = losses["total"] < state.best_loss
+        state.best_loss = losses["total"] if is_best else state.best_loss
+        state.stale_validations = 0 if is_best else state.stale_validations + 1
+        ctx.reporter.validation(ValidationReport(ctx.stage, state.step, losses, is_best))
         return is_best
 
     def _stops_early(self) -> bool:
-        patience = self._training.early_stop
-        return 0 < patience <= self.state.stale_validations
+        return 0 < self._training.early_stop <= self.state.stale_validations
 
     def _report_arrived(self) -> None:
-        for step, values in self._readings.arrived():
-            if values["skipped_in_a_row"] >= MOST_SKIPPED:
+        for step, values in self._scalars.poll():
+            if values["skipped_in_a_row"] >= MAX_SKIPPED:
                 raise PipelineError(
                     f"Training stopped at step {step}: the gradients of the last {values['skipped_in_a_row']:.0f} "
                     "steps were not finite, so nothing was learnt from them.\nLower --lr, raise warmup_steps, or "
                     "look for the operation with training.enable_eager_debug. Earlier checkpoints are kept."
                 )
-            self._around.reporter.step(self._report(step, values))
+            self.ctx.reporter.step(self._report(step, values))
 
     def _report(self, step: int, values: Mapping[str, float]) -> StepReport:
         steps = self._clock.collect()
         times = step_timing(steps)
         elapsed_s = time.perf_counter() - self._started_at
-        seconds_per_step = times.mean_ms / 1000 or elapsed_s / max(step - self._started_step, 1)
-        if step > self._started_step + self._training.log_step:
-            expected_s = seconds_per_step
-        else:  # the first steps compile: what they took says nothing of those to come
-            expected_s = self._clock.timing().median_ms / 1000
+        seconds_per_step = times.mean_ms / 1000 or elapsed_s / max(step - self._first_step, 1)
+        clips_per_s = clips_per_step(self.ctx) / seconds_per_step if seconds_per_step else 0.0
+        # The first steps compile: their times do not predict those to come.
+        is_warm = step > self._first_step + self._training.log_step
+        expected_s = seconds_per_step if is_warm else self._clock.timing().median_ms / 1000
         losses = {name.removeprefix("loss."): value for name, value in values.items() if name.startswith("loss.")}
-        losses["total"] *= self._training.gradient_accumulation_steps  # a micro-step's is its share of the step
+        losses["total"] *= self.step.accumulate  # that of a micro-step is its share of the step
         norms = {name.removeprefix("norm."): value for name, value in values.items() if name.startswith("norm.")}
         return StepReport(
-            stage=self.stage,
+            stage=self.ctx.stage,
             step=step,
             total_steps=self.total_steps,
             epoch=self.state.cursor.epoch,
             losses=losses,
-            lr=self._step.optimizer.lr_at(step - 1),
+            lr=self.step.optimizer.lr_at(step - 1),
             grad_norm=norms,
-            clips_per_s=self._clips_per_step / seconds_per_step if seconds_per_step else 0.0,
+            clips_per_s=clips_per_s,
             step_ms=times.median_ms,
             step_cv=times.cv,
             idle_share=idle_share(steps),
-            ahead=self._feed.num_ahead,
-            rings=self._feed.readiness(),
-            memory_mb=self._around.peak_memory_mb(),
+            ahead=self.feed.num_ahead,
+            rings=self.feed.readiness(),
+            memory_mb=peak_memory_mb(self.ctx.plan),
             skipped=int(values["skipped"]),
             eta_s=(self.total_steps - step) * expected_s if expected_s else None,
             elapsed_s=elapsed_s,
+            mfu=clips_per_s / self.peak_clips_per_s if self.peak_clips_per_s else None,
         )
 
 
-class _Readings:
-    """Numbers on their way from the device: asked for at a step, there some steps later."""
+class AsyncScalars:
+    """Numbers copied from the device without waiting for it: enqueued at a step, available some steps later."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._pending: list[tuple[int, list[str], Tensor, Event]] = []
 
-    def ask(self, step: Step, number: int) -> None:
-        """Copy losses, gradient norms and the count of skipped steps, behind the work of this step."""
-        names, sums = step.take_losses()
-        optimizer = step.optimizer
-        norms = optimizer.last_norm
-        counters = [optimizer.skipped.float(), optimizer.skipped_in_a_row.float()]
-        values = torch.cat([sums[:-1] / sums[-1], torch.stack([*norms.values(), *counters])])
-        labels = [f"loss.{name}" for name in names] + [f"norm.{name}" for name in norms]
+    def enqueue(self, step: int, scalars: Mapping[str, Tensor]) -> None:
+        """Start the copy, after everything that is already in the stream."""
+        values = torch.stack(list(scalars.values()))
         on_host = torch.empty(len(values), pin_memory=self._stream.handle is not None)
         on_host.copy_(values, non_blocking=True)
         event = Event(self._stream.device)
         self._stream.record(event)
-        self._pending.append((number, [*labels, "skipped", "skipped_in_a_row"], on_host, event))
+        self._pending.append((step, list(scalars), on_host, event))
 
-    def arrived(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """What has come since the last call, by name."""
+    def poll(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """The scalars that have arrived since the last call, with their steps."""
         while self._pending and self._pending[0][3].is_passed:
-            number, names, values, _ = self._pending.pop(0)
-            yield number, dict(zip(names, values.tolist(), strict=True))
+            step, names, values, _ = self._pending.pop(0)
+            yield step, dict(zip(names, values.tolist(), strict=True))

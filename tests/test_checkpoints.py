@@ -1,0 +1,450 @@
+"""Checkpoints of a run: saved whole or not at all, found again after kills, full disks and damaged checkpoints."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import myxtts.checkpoints
+from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, differences, require_same, to_host
+from myxtts.errors import ConfigError, DatasetError
+from myxtts.files import lock
+
+LOCK_AND_WAIT = """
+import sys
+from pathlib import Path
+from myxtts.files import lock
+with lock(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+# One process imports torch once and forks those that are killed: first at the n-th call to the system of two saves
+# (one of them of a step that exists) for n = 0, 1, ... until one survives, then at random moments of many saves.
+KILLED_WHILE_SAVING = """
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+import torch
+from myxtts import checkpoints as module
+from myxtts.checkpoints import Checkpoints, Snapshot
+
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+calls_left = None
+
+def deadly(function):
+    def call(*arguments, **options):
+        global calls_left
+        if calls_left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if calls_left is not None:
+            calls_left -= 1
+        return function(*arguments, **options)
+    return call
+
+def make_calls_deadly():
+    os.fsync = lambda descriptor: None  # slow, and a kill of the process alone loses nothing that was written
+    for owner, names in (
+        (os, ("fsync", "unlink", "rmdir")), (module, ("save_file",)),
+        (Path, ("mkdir", "rename", "replace", "chmod", "write_text")),
+    ):
+        for name in names:
+            setattr(owner, name, deadly(getattr(owner, name)))
+
+def save(step):
+    tensors = {"a": torch.full((1000,), float(step)), "b": torch.arange(step)}
+    checkpoints.save(step, Snapshot(tensors, dict(tensors), {"mark": step}), best=True, background=False)
+    assert checkpoints.num_failed == 0
+    os.write(report, b"%d " % step)
+
+def child(deadly_call):
+    global checkpoints, calls_left
+    checkpoints = Checkpoints(folder, keep=1)
+    before = checkpoints.newest()
+    first = before.step if before else 1
+    if deadly_call is None:
+        for step in range(first + 1, 10**9):
+            save(step)
+    calls_left = deadly_call
+    make_calls_deadly()
+    save(first)
+    save(first + 1)
+    os._exit(0)
+
+def check(reported):
+    checkpoints = Checkpoints(folder, keep=1)
+    for path in folder.glob("step-*"):
+        checkpoints.load(int(path.name[5:]))
+    loaded = checkpoints.newest()
+    assert loaded.step >= reported[-1], (loaded.step, reported)
+    assert loaded.state == {"mark": loaded.step}
+    for tensors in loaded.weights, loaded.optimizer:
+        assert torch.equal(tensors["a"], torch.full((1000,), float(loaded.step)))
+        assert torch.equal(tensors["b"], torch.arange(loaded.step))
+
+random.seed(int(sys.argv[2]))
+reported = []
+for deadly_call in [10**9, *range(200)]:
+    reading, report = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        child(deadly_call)
+    os.close(report)
+    _, status = os.waitpid(pid, 0)
+    reported += map(int, os.read(reading, 10**6).split())
+    os.close(reading)
+    check(reported)
+    if status == 0 and deadly_call < 10**9:
+        break
+    assert deadly_call == 10**9 or os.WTERMSIG(status) == signal.SIGKILL, status
+print("deadly calls", deadly_call)
+assert deadly_call > 25
+for _ in range(8):
+    reading, report = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        child(None)
+    os.close(report)
+    time.sleep(random.uniform(0.01, 0.12))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    reported += map(int, os.read(reading, 10**6).split())
+    os.close(reading)
+    check(reported)
+print("last step", reported[-1])
+"""
+
+
+def snapshot(value: int) -> Snapshot:
+    tensors = {"layer.weight": torch.full((40, 5), float(value)), "layer.bias": torch.arange(7) + value}
+    return Snapshot(tensors, {"layer.weight.exp_avg": torch.full((40, 5), value / 3)}, {"value": value})
+
+
+def assert_same(found: LoadedCheckpoint | None, step: int, expected: Snapshot) -> None:
+    assert found is not None
+    assert (found.step, found.state) == (step, expected.state)
+    for tensors, originals in ((found.weights, expected.weights), (found.optimizer, expected.optimizer)):
+        assert tensors.keys() == originals.keys()
+        for name, original in originals.items():
+            assert tensors[name].dtype == original.dtype
+            assert tensors[name].shape == original.shape
+            assert bytes_of(tensors[name]) == bytes_of(original), name
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+
+
+def saved(folder: Path, *steps: int, keep: int = 5) -> Checkpoints:
+    checkpoints = Checkpoints(folder, keep)
+    for step in steps:
+        checkpoints.save(step, snapshot(step), background=False)
+    checkpoints.close()
+    assert checkpoints.num_failed == 0
+    return Checkpoints(folder, keep)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_what_is_read_is_bit_for_bit_what_was_saved(tmp_path: Path) -> None:
+    tensors = {
+        "fp32": torch.tensor([[1.5, -0.0], [float("nan"), float("inf")]]),
+        "bf16": torch.randn(3, 5).to(torch.bfloat16),
+        "int64": torch.tensor([-(2**62), 2**62]),
+        "bool": torch.tensor([True, False, True]),
+        "uint8": torch.arange(11, dtype=torch.uint8),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(7.0),
+        "transposed": torch.randn(3, 4).t(),
+    }
+    host = to_host(tensors)
+    state = {"cursor": {"epoch": 1, "at": [3, 4]}, "best_loss": float("inf"), "text": "سلام", "10": 1, "2": None}
+    original = Snapshot(host, {}, state)
+    checkpoints = Checkpoints(tmp_path / "run" / "gpt", keep=1)
+    checkpoints.save(12, original)
+    checkpoints.close()
+    assert checkpoints.wait() is None
+    assert_same(checkpoints.newest(), 12, original)
+    assert_same(checkpoints.load(12), 12, original)
+    assert torch.equal(original.weights["transposed"], tensors["transposed"])
+
+
+def test_other_programs_can_read_the_weights(tmp_path: Path) -> None:
+    saved(tmp_path / "gpt", 3)
+    folder = tmp_path / "gpt" / "step-00000003"
+    assert names(folder) == {"weights.safetensors", "optimizer.safetensors", "state.json"}
+    with safe_open(folder / "weights.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("layer.weight"), snapshot(3).weights["layer.weight"])
+    modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == {folder.stat().st_mode & 0o666}
+
+
+def test_a_background_save_does_not_see_later_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write, save_file = threading.Event(), myxtts.checkpoints.save_file
+
+    def late_save_file(tensors: dict[str, Tensor], path: Path) -> None:
+        assert may_write.wait(30)
+        save_file(tensors, path)
+
+    monkeypatch.setattr(myxtts.checkpoints, "save_file", late_save_file)
+    live, state = torch.arange(6.0).requires_grad_(), {"losses": [1.0]}
+    checkpoints = Checkpoints(tmp_path / "gpt", keep=2)
+    checkpoints.save(1, Snapshot(to_host({"w": live}), {}, state))
+    with torch.no_grad():
+        live.mul_(-1)
+    state["losses"].append(2.0)
+    assert checkpoints.newest() is None
+    may_write.set()
+    assert checkpoints.wait() is None
+    assert_same(checkpoints.newest(), 1, Snapshot({"w": torch.arange(6.0)}, {}, {"losses": [1.0]}))
+    checkpoints.close()
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write, save_file, at_work, most_at_work = threading.Event(), myxtts.checkpoints.save_file, [], []
+
+    def watched_save_file(tensors: dict[str, Tensor], path: Path) -> None:
+        at_work.append(path)
+        assert may_write.wait(30)
+        most_at_work.append(len(at_work))
+        save_file(tensors, path)
+        at_work.remove(path)
+
+    monkeypatch.setattr(myxtts.checkpoints, "save_file", watched_save_file)
+    checkpoints = Checkpoints(tmp_path / "gpt", keep=2)
+    checkpoints.save(1, snapshot(1))
+    second = threading.Thread(target=checkpoints.save, args=(2, snapshot(2)))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive(), "the second save did not wait"
+    may_write.set()
+    second.join(30)
+    checkpoints.close()
+    assert set(most_at_work) == {1}
+    assert names(tmp_path / "gpt") == {"step-00000001", "step-00000002"}
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-writer")]
+
+
+def test_host_copies_reuse_their_memory_and_are_copies() -> None:
+    live = {"a": torch.randn(4, 3).t(), "b": torch.arange(5)}
+    first = to_host(live)
+    assert all(copy.is_contiguous() and torch.equal(copy, live[name]) for name, copy in first.items())
+    assert all(first[name].data_ptr() != tensor.data_ptr() for name, tensor in live.items())
+    live = {"a": torch.randn(3, 4), "b": torch.arange(6), "c": torch.ones(2)}
+    second = to_host(live, into=first)
+    assert second["a"].data_ptr() == first["a"].data_ptr()
+    assert all(torch.equal(copy, live[name]) for name, copy in second.items())
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "gpt", keep=2)
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "step-00000002-my-copy").mkdir()
+    for step in range(1, 7):
+        checkpoints.save(step, snapshot(step), best=step in (1, 3), background=False)
+    assert names(tmp_path / "gpt") == {
+        "step-00000003", "step-00000005", "step-00000006", "best", "step-00000002-my-copy"
+    }  # fmt: skip
+    assert_same(checkpoints.best(), 3, snapshot(3))
+    assert_same(checkpoints.newest(), 6, snapshot(6))
+    checkpoints.close()
+
+
+def test_after_starting_over_the_last_saved_is_the_newest(tmp_path: Path) -> None:
+    saved(tmp_path / "gpt", 8000, 9000, keep=2)
+    checkpoints = saved(tmp_path / "gpt", 1000, keep=2)
+    assert_same(checkpoints.newest(), 1000, snapshot(1000))
+    saved(tmp_path / "gpt", 2000, keep=2)
+    assert names(tmp_path / "gpt") == {"step-00001000", "step-00002000"}
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path / "gpt", 4)
+    checkpoints.save(4, snapshot(44), background=False)
+    checkpoints.close()
+    assert names(tmp_path / "gpt") == {"step-00000004"}
+    assert_same(checkpoints.newest(), 4, snapshot(44))
+
+
+def test_weights_alone_can_be_read_when_the_optimizer_is_damaged(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path / "gpt", 1)
+    (tmp_path / "gpt" / "step-00000001" / "optimizer.safetensors").unlink()
+    assert_same(checkpoints.newest(optimizer=False), 1, snapshot(1)._replace(optimizer={}))
+    with pytest.raises(DatasetError, match="optimizer"):
+        checkpoints.load(1)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_last_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_last_bit, Path.unlink])
+@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
+    file: str, damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = saved(tmp_path / "gpt", 1, 2)
+    damage(tmp_path / "gpt" / "step-00000002" / file)
+    assert_same(checkpoints.newest(), 1, snapshot(1))
+    assert f"step-00000002/{file}" in caplog.text
+    with pytest.raises(DatasetError, match=file):
+        checkpoints.load(2)
+    assert "step-00000002" in names(tmp_path / "gpt")
+    saved(tmp_path / "gpt", 2)
+    assert_same(checkpoints.newest(), 2, snapshot(2))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_silently_started_over(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path / "gpt", 1)
+    assert Checkpoints(tmp_path / "dvae", keep=1).newest() is None
+    truncate(tmp_path / "gpt" / "step-00000001" / "weights.safetensors")
+    with pytest.raises(DatasetError, match=r"step-00000001.*\n.*--reset-training"):
+        checkpoints.newest()
+
+
+def test_leftovers_of_a_killed_save_are_removed_by_the_next_save_only(tmp_path: Path) -> None:
+    saved(tmp_path / "gpt", 1)
+    leftover = tmp_path / "gpt" / "tmp-step-00000002"
+    leftover.mkdir()
+    (leftover / "weights.safetensors").write_bytes(b"half")
+    assert_same(Checkpoints(tmp_path / "gpt", keep=3).newest(), 1, snapshot(1))
+    assert leftover.exists(), "a reader removed what another process may be writing"
+    saved(tmp_path / "gpt", 3)
+    assert names(tmp_path / "gpt") == {"step-00000001", "step-00000003"}
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "error"),
+    [
+        (os, "fsync", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        (os, "fsync", OSError(errno.EIO, os.strerror(errno.EIO))),
+        (
+            myxtts.checkpoints,
+            "save_file",
+            myxtts.checkpoints.SafetensorError("I/O error: No space left on device (os error 28)"),
+        ),
+        (Path, "rename", OSError(errno.EIO, os.strerror(errno.EIO))),
+    ],
+)
+def test_a_save_that_fails_costs_a_checkpoint_and_nothing_else(
+    owner: object, function: str, error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    words = os.strerror(error.errno if isinstance(error, OSError) else errno.ENOSPC)
+    checkpoints = saved(tmp_path / "gpt", 1, keep=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, function, fail)
+        checkpoints.save(2, snapshot(2), best=True)
+        assert str(checkpoints.wait()) == words
+    assert checkpoints.num_failed == 1
+    assert names(tmp_path / "gpt") == {"step-00000001"}
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    for part in ("gpt/step-00000002", "MB needed", "MB free", f"failed: {words} ("):
+        assert part in record.getMessage()
+    checkpoints.save(3, snapshot(3))
+    assert checkpoints.wait() is None
+    assert checkpoints.num_failed == 1
+    assert_same(checkpoints.newest(), 3, snapshot(3))
+    checkpoints.close()
+
+
+def test_a_folder_that_cannot_be_made_is_a_failed_save(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    checkpoints = Checkpoints(tmp_path / "file" / "gpt", keep=1)
+    checkpoints.save(1, snapshot(1), background=False)
+    checkpoints.close()
+    assert checkpoints.num_failed == 1
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path / "gpt"), str(os.getpid())],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "last step" in run.stdout
+
+
+def test_a_run_directory_belongs_to_one_process_until_it_dies(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", LOCK_AND_WAIT, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"locked\n"
+        with pytest.raises(ConfigError, match=rf"process {holder.pid} on .+\n.*--checkpoint-dir"), lock(folder):
+            pass
+        holder.kill()
+        holder.wait()
+    with lock(folder):
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"), lock(folder):
+            pass
+        with lock(tmp_path / "another"):
+            pass
+    with lock(folder):
+        pass
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"Cannot keep a run in .*\n.*--checkpoint-dir"), lock(tmp_path / "file"):
+        pass
+
+
+def test_differences_name_each_setting_with_both_values() -> None:
+    run = {
+        "model": {"size": "tiny", "layers": [1, 2]},
+        "data": {"path": "/a", "gone": 1},
+        "training": {"epochs": 3},
+    }
+    now = {"model": {"size": "small", "layers": (1, 2)}, "data": {"path": Path("/a")}, "training": {"epochs": 9}}
+    now["model"]["extra"] = None
+    assert differences(run, now, ignore=["training.epochs"]) == [
+        "model.size: the run has tiny, now small",
+        "data.gone: the run has 1, now nothing",
+        "model.extra: the run has nothing, now None",
+    ]
+    assert differences(run, now, ignore=["training", "model", "data.gone"]) == []
+    assert len(differences(run, now, ignore=["train", "mod"])) == 4
+
+
+def test_another_configuration_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    require_same(tmp_path, {"model": {"size": "tiny"}}, {"model": {"size": "tiny"}})
+    with pytest.raises(ConfigError) as refusal:
+        require_same(tmp_path, {"model": {"size": "tiny"}}, {"model": {"size": "small"}})
+    message = str(refusal.value)
+    assert "model.size: the run has tiny, now small" in message
+    assert all(part in message for part in (str(tmp_path), "--checkpoint-dir", "--reset-training"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_pinned_host_copies_are_complete_on_return() -> None:
+    live = {f"w{number}": torch.randn(1000, 1000, device="cuda") for number in range(50)}
+    into = to_host(live, pin=True)
+    for _ in range(3):
+        for tensor in live.values():
+            tensor.add_(1)
+        into = to_host(live, into, pin=True)
+        expected = {name: tensor.cpu() for name, tensor in live.items()}
+        assert all(copy.is_pinned() and torch.equal(copy, expected[name]) for name, copy in into.items())
