@@ -151,7 +151,8 @@ class _MelPower(nn.Module):
         if rows is not None:
             frames = frames[rows]
         spectrum = torch.fft.rfft(frames * window, n=self.fft_samples)
-        return (spectrum.real.square() + spectrum.imag.square()) @ filters
+        power: Tensor = (spectrum.real.square() + spectrum.imag.square()) @ filters
+        return power
 
 
 def _filterbank(front_end: FrontEnd) -> Tensor:
