@@ -5,6 +5,7 @@ A machine that runs only the GPU tests may lack the audio libraries, so these ar
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ import pytest
 
 from myxtts.config import DataSettings
 from myxtts.observe.metrics import StepReport
+from myxtts.settings import LoadedSettings, add_flags, flags_of, load
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
@@ -87,6 +89,18 @@ def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
+
+
+def load_command(command: str = "", text: str | bytes | None = None) -> LoadedSettings:
+    """Settings as `train` loads them from a command line and the text of a file."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser)
+    namespace, unrecognized = parser.parse_known_args(command.split())
+    file = namespace.config
+    if text is not None:
+        file = Path("file.yaml")
+        file.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    return load(file, flags_of(namespace), unrecognized)
 
 
 @pytest.fixture(autouse=True)
