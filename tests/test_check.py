@@ -39,10 +39,7 @@ CPU, OTHER_CPU = torch.device("cpu"), torch.device("cpu", 0)
 GB = 10**9
 
 
-@pytest.fixture(autouse=True)
-def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Away from the repository, whose configs/config.yaml would be read."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
 
 def settings(**given: object) -> LoadedSettings:
@@ -178,13 +175,9 @@ def test_a_check_and_its_finding(
     assert not finding.setting or finding.setting in specs()
 
 
-def test_every_check_is_made_in_order() -> None:
-    findings = check(settings(), machine(), host())
-    assert [finding.code for finding in findings if finding.code != "hint"] == list(CHECKS)
-
-
-def test_a_good_configuration_on_a_good_machine_gives_no_alarm() -> None:
+def test_every_check_is_made_in_order_and_a_good_configuration_gives_no_alarm() -> None:
     findings = check(settings(data__batch_size="32", training__preset="24gb", **FAST), machine(), host())
+    assert [finding.code for finding in findings if finding.code != "hint"] == list(CHECKS)
     assert [finding for finding in findings if finding.level in ("warn", "fail")] == []
 
 
@@ -284,11 +277,11 @@ def test_a_cap_that_is_not_held_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seen(**changes: Any) -> Observation:
-    mode = StepMode(autocast=True, compiled=True, captured=True)
+    """A good dry run on two devices, with some of what was seen replaced."""
     good = Observation(
         "gpt",
         Plan(CPU, OTHER_CPU, "dual"),
-        mode,
+        StepMode(autocast=True, compiled=True, captured=True),
         losses=[5.0, 4.0],
         spans={"gather", "upload", "encode", "handoff", "wait"},
         sizes={None},  # type: ignore[arg-type]
@@ -310,18 +303,16 @@ def seen(**changes: Any) -> Observation:
         ({"changed_tensors": {"ids"}}, "arrived changed: ids"),
         ({"losses": [5.0, float("nan")]}, "not finite"),
         ({"has_learnt": False}, "no weight"),
+        ({"model_devices": {CPU, OTHER_CPU}}, "cpu and cpu:0"),
+        ({"batch_devices": {CPU, OTHER_CPU}}, "cpu and cpu:0"),
+        ({"frozen_devices": {CPU, OTHER_CPU}}, "cpu and cpu:0"),
     ],
 )
 def test_what_makes_a_dry_run_fail(changes: dict[str, Any], says: str) -> None:
-    answer = checks._judge_pipeline(seen(**changes), settings().settings, 1.0)
-    assert answer.level == ("fail" if says else "pass") and says in answer.why
-
-
-@pytest.mark.parametrize("part", ["model_devices", "batch_devices", "frozen_devices"])
-def test_a_part_on_the_wrong_device_fails(part: str) -> None:
-    assert checks._judge_placement(seen()).level == "pass"
-    wrong = checks._judge_placement(seen(**{part: {CPU, OTHER_CPU}}))
-    assert wrong.level == "fail" and "cpu and cpu:0" in wrong.why
+    observed = seen(**changes)
+    answers = [checks._judge_pipeline(observed, settings().settings, 1.0), checks._judge_placement(observed)]
+    failed = [answer for answer in answers if answer.level != "pass"]
+    assert len(failed) == bool(says) and all(says in answer.why for answer in failed)
 
 
 @pytest.mark.parametrize(
@@ -348,14 +339,10 @@ def test_optimisations_are_judged_by_what_was_seen(
 def prepared_corpus(small: None, clips: Clips) -> dict[str, object]:  # noqa: F811, ARG001
     """Settings of a prepared corpus."""
     given = {
-        "data__train_data": str(clips(4)),
-        "data__language": "en",
-        "data__vocab_size": "256",
-        "data__max_mel_frames": "128",
-        "data__max_text_length": "40",
-        "data__val_fraction": "0",
+        "data__train_data": str(clips(4)), "data__language": "en", "data__vocab_size": "256",
+        "data__max_mel_frames": "128", "data__max_text_length": "40", "data__val_fraction": "0",
         "data__num_workers": "1",
-    }
+    }  # fmt: skip
     time.sleep(0.05)
     prepare(settings(**given).settings.data)
     return given
@@ -363,7 +350,7 @@ def prepared_corpus(small: None, clips: Clips) -> dict[str, object]:  # noqa: F8
 
 @pytest.mark.parametrize("dual", [False, True])
 def test_the_pipeline_is_tried_on_the_cpu_and_leaves_nothing(
-    prepared_corpus: dict[str, object], tmp_path: Path, dual: bool
+    prepared_corpus: dict[str, object], dual: bool
 ) -> None:
     said: list[str] = []
     given = prepared_corpus | (DUAL if dual else {})
@@ -372,16 +359,14 @@ def test_the_pipeline_is_tried_on_the_cpu_and_leaves_nothing(
     by_code = {finding.code: finding for finding in findings}
     assert by_code["rehearsal"].level == "pass", by_code["rehearsal"]
     assert ("handoff" in by_code["rehearsal"].what) == dual
-    assert by_code["placement"].level == "pass"
+    assert by_code["placement"].level == "pass" and by_code["driver"].level == "fail"
     assert "copies between GPUs" in by_code["not-checked"].what
-    assert by_code["driver"].level == "fail"
     assert by_code["devices"].level == ("fail" if dual else "pass")
     assert by_code.keys() >= {"native-loading", "corpus", "disk-checkpoints"}, "the other findings follow"
     codes = [finding.code for finding in findings if finding.code != "hint"]
     assert len(codes) == len(set(codes)), "nothing is said twice"
     assert not any("embedded" in line for line in said)
-    assert set(context(**given).cache_folder.iterdir()) == before
-    assert not (tmp_path / "checkpoints").exists()
+    assert set(context(**given).cache_folder.iterdir()) == before and not Path("checkpoints").exists()
 
 
 def test_the_corpus_of_the_dry_run_is_the_users_if_it_was_ever_prepared(
@@ -403,32 +388,26 @@ def test_the_corpus_of_the_dry_run_is_the_users_if_it_was_ever_prepared(
     assert asked[1:] == [None] and "embedded" in said[0]
 
 
-def tried(**given: object) -> Iterator[Finding]:
-    return checks.dry_run(context(NO_GPU, **given), Plan(CPU, CPU), NoProgress(), lambda _: None)
-
-
-def test_a_batch_that_arrives_changed_fails_the_dry_run(
+def test_changed_batches_and_errors_fail_the_dry_run(
     prepared_corpus: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def tried() -> Iterator[Finding]:
+        return checks.dry_run(context(NO_GPU, **prepared_corpus), Plan(CPU, CPU), NoProgress(), lambda _: None)
+
     encode = GptFrontend.encode
 
     def encode_and_spoil(self: GptFrontend, batch: Any, out: Any, *rest: Any) -> None:
         encode(self, batch, out, *rest)
         out["ids"][0, 0] += 1
 
-    monkeypatch.setattr(GptFrontend, "encode", encode_and_spoil)
-    answer = next(tried(**prepared_corpus))
-    assert answer.level == "fail" and "arrived changed: ids" in answer.why
-
-
-def test_an_error_in_the_dry_run_is_a_finding(
-    prepared_corpus: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
     def fail(*_: object) -> Iterator[None]:
         raise RuntimeError("no compiler")
 
+    monkeypatch.setattr(GptFrontend, "encode", encode_and_spoil)
+    answer = next(tried())
+    assert answer.level == "fail" and "arrived changed: ids" in answer.why
     monkeypatch.setattr(dry_run, "DryRun", fail)
-    (answer,) = tried(**prepared_corpus)
+    (answer,) = tried()
     assert (answer.level, answer.why) == ("fail", "no compiler")
 
 
@@ -458,16 +437,12 @@ def shown(findings: list[Finding]) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-def test_the_last_line_says_whether_nothing_fails() -> None:
+def test_the_table_shows_reasons_and_fixes_as_they_are_and_ends_with_the_outcome() -> None:
     assert shown(GOOD)[-2:] == ["All validation checks passed: 1 passed, 1 warning", "ALL CHECKS PASSED"]
-    assert shown(BAD)[-1] == "CHECKS FAILED: devices"
-    assert not any("PASSED" in line for line in shown(BAD))
-
-
-def test_the_table_shows_reasons_and_fixes_as_they_are() -> None:
-    text = "\n".join(shown(BAD))
+    *table, last = shown(BAD)
+    assert last == "CHECKS FAILED: devices" and not any("PASSED" in line for line in table)
     for part in ("PASS", "1 GPU [red]", "WARN", "because", "→ give more", "FAIL", "→ drop it (about 2 times"):
-        assert part in text
+        assert part in "\n".join(table)
 
 
 def test_json_holds_everything() -> None:
@@ -481,24 +456,18 @@ def test_json_holds_everything() -> None:
 # The command
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_the_command_passes_on_a_plain_configuration(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", *(["--json"] if as_json else [])]) == 0
-    out = capsys.readouterr().out
-    assert json.loads(out)["passed"] if as_json else out.splitlines()[-1] == "ALL CHECKS PASSED"
-
-
-def test_the_command_fails_when_something_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_passes_on_a_plain_configuration_and_fails_when_something_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", "--json"]) == 0 and json.loads(capsys.readouterr().out)["passed"]
+    assert main(["check"]) == 0 and capsys.readouterr().out.splitlines()[-1] == "ALL CHECKS PASSED"
     assert main(["check", "--train-data", "missing"]) == 1
     assert "CHECKS FAILED: corpus" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has two GPUs")
-def test_two_gpus_that_are_not_there_are_named_in_one_piece(
-    prepared_corpus: dict[str, object], capsys: pytest.CaptureFixture[str]
-) -> None:
-    corpus = ["--train-data", str(prepared_corpus["data__train_data"]), "--language", "en"]
-    assert main(["check", "--data-gpu", "0", "--model-gpu", "1", *corpus]) == 1
+def test_two_gpus_that_are_not_there_are_named_in_one_piece(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--data-gpu", "0", "--model-gpu", "1"]) == 1
     assert "Multi-GPU requires at least 2 GPUs. GPUs found: " in capsys.readouterr().out
 
 
