@@ -1,11 +1,11 @@
-"""The weights of a run: where it started, what each stage has trained since, and the model they make together.
+"""One run on disk: the weights it started with, the checkpoints of its stages, and the model they make together.
 
-    DIR/base.safetensors     initial weights of whatever no stage of the run trains in full
-    DIR/model.json           sizes of the network, and what the run was started with
+    DIR/base.safetensors     initial weights of all parts that no stage of the run trains in full
+    DIR/model.json           sizes of the network, and facts about the start of the run
     DIR/vocab.json           the vocabulary, pinned: a corpus that grows later does not change it
-    DIR/<stage>/step-*/      checkpoints (see `run`): what that stage trains
+    DIR/<stage>/step-*/      checkpoints: the part that this stage trains (see `checkpoints`)
 
-Trains nothing and needs no corpus: exporting and speaking read a run through here as well.
+Trains nothing and needs no corpus: `export` and `speak` read a run through this module too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BASE_FILE, DIMS_FILE, VOCABULARY_FILE = "base.safetensors", "model.json", "vocab
 
 
 class RunDir:
-    """One run on disk."""
+    """The folder of a run."""
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder = folder
@@ -51,14 +51,14 @@ class RunDir:
 
     @property
     def has_begun(self) -> bool:
-        """Whether something was trained: until then nothing binds another start in the same folder."""
+        """True if a checkpoint was saved; until then another start in the same folder is free to differ."""
         return self.exists and any(self.has_checkpoint(stage) for stage in STAGES)
 
     def has_checkpoint(self, stage: str) -> bool:
         return any(path.name.startswith(("step-", "replaced-")) for path in (self.folder / stage).glob("*step-*"))
 
     def num_steps(self, stage: str) -> int:
-        """Steps that the stage was trained for in this run, as far as they were saved."""
+        """Steps of the stage in its last checkpoint."""
         saved = (path.name.removeprefix("step-") for path in (self.folder / stage).glob("step-*"))
         return max((int(number) for number in saved if number.isdigit()), default=0)
 
@@ -72,7 +72,7 @@ class RunDir:
     def start(
         self, model: XTTS, vocabulary: Tokenizer, trained_in_full: Collection[str], facts: Mapping[str, Any]
     ) -> None:
-        """Write what every later look at the run needs; `facts` are what it was started with."""
+        """Write the folder of a new run; `facts` about its start are returned by `started_with`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {
             name: tensor
@@ -85,10 +85,10 @@ class RunDir:
         write_text_atomically(self.folder / DIMS_FILE, text)
 
     def reset(self) -> Path | None:
-        """Put everything of an earlier run aside; returns where it is now."""
+        """Move everything of an earlier run to a subfolder and return that; None if there is nothing."""
         files = (BASE_FILE, DIMS_FILE, VOCABULARY_FILE, "settings.yaml", "metrics.jsonl", "tensorboard")
-        told = ("readings.jsonl", "report.html", "sample.wav", "evaluation")
-        present = [path for name in (*STAGES, *files, *told) if (path := self.folder / name).exists()]
+        reports = ("readings.jsonl", "report.html", "sample.wav", "evaluation")
+        present = [path for name in (*STAGES, *files, *reports) if (path := self.folder / name).exists()]
         if not present:
             return None
         numbers = [path.name.removeprefix("before-reset-") for path in self.folder.glob("before-reset-*")]
@@ -115,17 +115,17 @@ class RunDir:
             raise UnreadableWeights(f"{self.folder} is no run of MyXTTS: {DIMS_FILE}: {error}") from None
 
     def started_with(self) -> dict[str, Any]:
-        """What `start` was told."""
+        """The facts about the start of the run."""
         return dict(self._description().get("started_with", {}))
 
     @property
     def from_scratch(self) -> bool:
-        """Whether no published weights are behind it, not even behind the run it was started from."""
+        """True if neither this run nor the one it was started from began with published weights."""
         facts = self.started_with()
         return bool(facts.get("from_scratch", facts.get("training.init_from") is None))
 
     def is_whole(self) -> bool:
-        """Whether every part of the model is on the disk: as it was at the start, or in a checkpoint."""
+        """True if every part of the model is on disk, in the initial weights or in a checkpoint."""
         with safe_open(self.folder / BASE_FILE, "pt") as file:
             kept = tuple(file.keys())
         return all(
@@ -133,7 +133,7 @@ class RunDir:
         )
 
     def untrained(self) -> list[str]:
-        """Stages whose weights are random: trained neither here nor in what the run was started from."""
+        """Stages whose weights are random: trained neither here nor in the weights the run was started from."""
         before = self.started_with().get("untrained", STAGES if self.from_scratch else ())
         return [stage for stage in STAGES if stage in before and not self.has_checkpoint(stage)]
 
@@ -148,10 +148,10 @@ class RunDir:
         return Tokenizer.load(self.vocabulary_file)
 
     def load_model(self, fresh: XTTS | None = None, without: Collection[str] = (), best_gpt: bool = False) -> XTTS:
-        """The model as the run has it: its start, and over it the newest checkpoint of every stage.
+        """The model of the run: its initial weights, then the newest checkpoint of every stage.
 
-        Parts that were never saved, because training them has just begun, come from `fresh`. Stages `without` are
-        left as they started, for someone who loads them himself. `best_gpt` takes the GPT that validated best.
+        Parts that were never saved come from `fresh`. Stages `without` keep their initial weights, for a caller
+        that loads them itself. `best_gpt` takes the GPT with the best validation loss instead of the newest.
         """
         dims = self.dims()
         state: Tensors = dict(read_tensors(self.folder / BASE_FILE))
@@ -191,7 +191,7 @@ class RunDir:
 def averaged_weights(
     stage: str, weights: Mapping[str, Tensor], averaged: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Weights with the running averages, where a run keeps them, in their place."""
+    """Weights, replaced by their running averages where the run keeps these."""
     names = {"decoder": {"generator.": f"{STAGE_PARTS['decoder'][0]}."}}.get(stage, {})
     merged = dict(weights)
     for name, value in averaged.items():
@@ -203,7 +203,7 @@ def averaged_weights(
 
 
 def initial_model(settings: Settings, vocabulary: Tokenizer) -> XTTS:
-    """The network a new run starts with: the weights of `init_from`, or fresh ones drawn from the seed."""
+    """The model that a new run starts with: that of `init_from`, or a random one from the seed."""
     torch.manual_seed(settings.training.seed)
     source = settings.training.init_from
     if source is not None:

@@ -83,12 +83,9 @@ def validation_record(step: int, loss: float) -> dict[str, Any]:
 
 
 @pytest.fixture
-def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Away from the repository, whose configs/config.yaml would be read."""
-    folder = tmp_path / "work"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
+    monkeypatch.chdir(tmp_path)
 
 
 def load_command(command: str = "", text: str | bytes | None = None) -> LoadedSettings:
@@ -139,6 +136,17 @@ def graphs() -> GraphCounter:
 
     torch._dynamo.reset()
     return GraphCounter()
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """PyTorch computes in the calling thread: small work is faster, and workers have the other cores."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

@@ -250,7 +250,7 @@ def nothing_left_behind() -> Iterator[None]:
     assert num_open_files() <= files
 
 
-def stage_threads() -> set[str]:
+def worker_threads() -> set[str]:
     """Names of the threads that work for a feed."""
     names = {thread.name for thread in threading.enumerate()}
     return {name for name in names if name.startswith(("gather-", "upload", "encode", "handoff", "keep"))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,16 +36,10 @@ from myxtts.model.xtts import XTTS
 from myxtts.pipeline.feed import Depths
 from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, Frontend, GptFrontend
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 EPOCH = 5
 """Batches of an epoch: fourteen clips by threes."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +269,7 @@ def test_later_epochs_of_the_same_feed_need_no_dvae(
     with short.feed(codes=cache, depths=depths) as feed:
         batches = read(feed, EPOCH)
         wait_for(lambda: cache.complete)
-        most = encodes.count + 6  # gathered before the last codes were kept, or in the hands of a stage
+        most = encodes.count + 6  # gathered before the last codes were kept, or in the hands of a worker
         batches += read(feed, len(plain) - EPOCH)
         assert_same(batches, plain)
         read(feed, 20)

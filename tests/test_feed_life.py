@@ -1,11 +1,11 @@
-"""A feed's life: it warms up, says what it does, fails with the error of the stage that failed, leaves nothing."""
+"""The life of a feed: it warms up, says what it does, raises the error of a failed worker, and leaves nothing."""
 
 from __future__ import annotations
 
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,15 +32,9 @@ from myxtts.pipeline.frontend import GptFrontend
 from myxtts.pipeline.ring import RingClosed
 from myxtts.pipeline.workers import Block, Worker
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 MB = 2**20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 class Broken(Exception):
-    """What no stage knows how to handle."""
+    """An error that no worker handles."""
 
 
 class Fuse:
@@ -81,7 +75,7 @@ def before(fuse: Fuse, call: Callable[..., object], *arguments: object, **named:
     return call(*arguments, **named)
 
 
-def break_stage(name: str, fuse: Fuse, feed: Feed, cache: CodesCache, patch: pytest.MonkeyPatch) -> None:
+def break_worker(name: str, fuse: Fuse, feed: Feed, cache: CodesCache, patch: pytest.MonkeyPatch) -> None:
     if name == "gather":
         patch.setattr(Gatherer, "fill", partial(before, fuse, feed._gatherer.fill))
     elif name == "encode":
@@ -95,14 +89,14 @@ def break_stage(name: str, fuse: Fuse, feed: Feed, cache: CodesCache, patch: pyt
 
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("name", ["gather", "upload", "encode", "handoff", "keep"])
-def test_what_fails_in_a_stage_is_raised_to_the_reader(
+def test_what_fails_in_a_worker_is_raised_to_the_reader(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ahead: bool
 ) -> None:
     fuse, cache = Fuse(), corpus.cache(tmp_path)
     data = replace(SHORT, prefetch_to_gpu=ahead)
     with nothing_left_behind():
         feed = corpus.feed(PLANS["dual"], codes=cache, data=data)
-        break_stage(name, fuse, feed, cache, monkeypatch)
+        break_worker(name, fuse, feed, cache, monkeypatch)
         with pytest.raises(Broken) as caught, feed:
             read(feed, 500)
         assert time.perf_counter() - fuse.blown_at < 1
@@ -238,7 +232,7 @@ def test_a_closed_feed_says_so(corpus: Corpus) -> None:
 
 def test_a_start_that_fails_halfway_leaves_nothing(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     fuse, start = Fuse(), Worker.start
-    monkeypatch.setattr(Worker, "start", lambda stage: (fuse.burn(), start(stage)))  # three of five come to life
+    monkeypatch.setattr(Worker, "start", lambda worker: (fuse.burn(), start(worker)))  # three of five come to life
     with nothing_left_behind(), pytest.raises(Broken), corpus.feed(make_frontend=only_stamps):
         pytest.fail("it has started")
 
@@ -251,13 +245,13 @@ def test_warm_up_returns_when_the_buffers_are_full(corpus: Corpus) -> None:
         assert feed.wait_until_warm(60) < 30
         ready = feed.readiness()
         assert ready["model"] == (3, 3)
-        assert ready["host"][0] >= 3  # one may be in the hands of the upload stage
+        assert ready["host"][0] >= 3  # one may be in the hands of the upload worker
         wait_for(lambda: feed.num_ahead >= 3 + 3 + 1 + 2)  # with those between the two
     with corpus.feed(make_frontend=only_stamps, num_batches=1) as feed:
         assert feed.wait_until_warm(60) < 30  # there is nothing more to wait for
 
 
-def test_warm_up_ends_after_the_delay_when_a_stage_is_slow(corpus: Corpus) -> None:
+def test_warm_up_ends_after_the_delay_when_a_worker_is_slow(corpus: Corpus) -> None:
     class Slow(Stamps):
         def encode(self, *arguments: object) -> None:
             time.sleep(0.4)

@@ -1,10 +1,9 @@
-"""Settings of the pipeline, each seen at work: who runs where and when, and what the trace says about it."""
+"""Settings of the pipeline at work: which thread uses which stream, spans, and how many batches wait where."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +11,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pipeline_fixtures import DEPTHS, PLANS, SHORT, Corpus, assert_same, only_stamps, read, stage_threads
+from pipeline_fixtures import (
+    CPU,
+    DEPTHS,
+    PLANS,
+    SHORT,
+    Corpus,
+    Stamps,
+    assert_same,
+    only_stamps,
+    read,
+    worker_threads,
+)
 
-from myxtts.devices import Stream
+from myxtts.config import DataSettings
+from myxtts.devices import Plan, Stream
+from myxtts.errors import ConfigError
 from myxtts.host import HostMemory
 from myxtts.observe.trace import Trace, now_us
+from myxtts.pipeline import feed as feed_module
+from myxtts.pipeline.feed import Depths, choose_depths
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+MB = 2**20
+GPU = torch.device("cuda", 0)
+"""Only its name is used: how much memory it has is given as its cap."""
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +47,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def test_without_prefetch_batches_are_uploaded_when_they_are_asked_for(corpus: Corpus, tmp_path: Path) -> None:
     plain, cache = replace(SHORT, prefetch_to_gpu=False), corpus.cache(tmp_path)
     with corpus.feed(PLANS["dual"], codes=cache, num_batches=8) as feed:
-        assert stage_threads() == {"gather-0", "gather-1", "upload", "encode", "handoff", "keep"}
+        assert worker_threads() == {"gather-0", "gather-1", "upload", "encode", "handoff", "keep"}
         expected = read(feed)
     trace, asked = Trace(), []
     with corpus.feed(PLANS["dual"], codes=cache, data=plain, trace=trace, num_batches=8) as feed:
-        assert stage_threads() == {"gather-0", "gather-1", "keep"}
+        assert worker_threads() == {"gather-0", "gather-1", "keep"}
         feed.wait_until_warm(60)
         assert feed.readiness()["model"] == (0, 3)
         found = []
@@ -111,19 +123,19 @@ def test_a_pipeline_on_the_cpu_asks_for_no_pinned_memory(corpus: Corpus, monkeyp
     assert asked == [False] * DEPTHS.host
 
 
-def test_spans_of_every_stage_carry_their_batches_and_rings_are_counted(corpus: Corpus, tmp_path: Path) -> None:
+def test_spans_of_every_phase_carry_their_batches_and_rings_are_counted(corpus: Corpus, tmp_path: Path) -> None:
     trace, cache = Trace(), corpus.cache(tmp_path)
     with corpus.feed(PLANS["dual"], codes=cache, num_batches=6, trace=trace) as feed:
         read(feed)
     batches: dict[str, list[int]] = defaultdict(list)
     for span in trace.spans():
         batches[span.name].append(span.batch)
-    for stage in ("gather", "upload", "encode", "handoff"):
-        assert sorted(batches[stage]) == list(range(6)), stage
+    for phase in ("gather", "upload", "encode", "handoff"):
+        assert sorted(batches[phase]) == list(range(6)), phase
     assert batches["wait"] == list(range(7))  # the last one found the end
     by_batch = {(span.name, span.batch): span for span in trace.spans()}
     for number in range(6):
-        order = [by_batch[stage, number].start_us for stage in ("gather", "upload", "encode", "handoff")]
+        order = [by_batch[phase, number].start_us for phase in ("gather", "upload", "encode", "handoff")]
         assert order == sorted(order)
     tracks = {span.track for span in trace.spans() if span.name == "gather"}
     assert tracks <= {"gather-0", "gather-1"}
@@ -131,3 +143,63 @@ def test_spans_of_every_stage_carry_their_batches_and_rings_are_counted(corpus: 
     assert {counter.name for counter in trace.counters()} == rings
     assert all(0 <= counter.value <= 4 for counter in trace.counters())
     cache.close()
+
+
+# How many batches wait where
+
+
+def depths_for(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: dict[str, object] | None = None,
+    *,
+    cores: int = 8,
+    host_mb: int = 64_000,
+    gpu_mb: int | None = 24_000,
+    **others: object,
+) -> Depths:
+    monkeypatch.setattr(feed_module, "usable_cores", lambda: cores)
+    monkeypatch.setattr(feed_module, "available_bytes", lambda: host_mb * MB)
+    settings = asked or {}
+    data = DataSettings(batch_size=16, **settings, **others)
+    plan = Plan(CPU, CPU) if gpu_mb is None else Plan(GPU, GPU, "buffered", gpu_mb, gpu_mb)
+    return choose_depths(data, plan, Stamps(data).outputs)
+
+
+def test_numbers_that_the_user_gives_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = {"prefetch_buffer_size": 7, "pipeline_buffer_size": 30}
+    assert depths_for(monkeypatch, both, cores=1) == Depths(host=7, model=23, gatherers=1)
+    assert depths_for(monkeypatch, both, gpu_mb=None)[:2] == (7, 23)
+    both = {"prefetch_buffer_size": 40, "pipeline_buffer_size": 30}
+    assert depths_for(monkeypatch, both) == Depths(host=40, model=3, gatherers=4)
+    assert depths_for(monkeypatch, {"prefetch_buffer_size": 11}).host == 11
+    assert sum(depths_for(monkeypatch, {"pipeline_buffer_size": 100})[:2]) == 100
+    assert depths_for(monkeypatch, {"pipeline_buffer_size": 1}) == Depths(host=1, model=3, gatherers=4)
+
+
+def test_what_does_not_fit_the_gpu_waits_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths = depths_for(monkeypatch, {"pipeline_buffer_size": 100}, gpu_mb=2000)
+    assert depths.host + depths.model == 100
+    assert depths.model == int(0.05 * 2000 * MB // Stamps(DataSettings(batch_size=16)).outputs.num_bytes)
+
+
+def test_defaults_follow_the_workers_and_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy = depths_for(monkeypatch)
+    assert roomy == Depths(host=8, model=42, gatherers=4)
+    assert depths_for(monkeypatch, num_workers=1) == Depths(4, 46, 1)
+    assert depths_for(monkeypatch, cores=2).gatherers == 2
+    assert depths_for(monkeypatch, native_loading=False, cores=12).gatherers == 12
+    assert depths_for(monkeypatch, native_loading=False, num_workers=6, cores=12) == Depths(12, 38, 6)
+    assert depths_for(monkeypatch, host_mb=300).host < roomy.host
+    assert depths_for(monkeypatch, gpu_mb=1000).model < roomy.model
+    assert depths_for(monkeypatch, gpu_mb=256).model == 3  # one being filled, one ready, one in use
+
+
+def test_on_the_cpu_few_batches_are_made_ahead_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert depths_for(monkeypatch, gpu_mb=None) == Depths(host=3, model=3, gatherers=4)
+
+
+def test_buffers_larger_than_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)2000 MB are available.*at most \d+ are possible.*--buffer-size"):
+        depths_for(monkeypatch, {"prefetch_buffer_size": 500}, host_mb=2000)
+    with pytest.raises(ConfigError, match="--prefetch-buffer-size"):
+        depths_for(monkeypatch, {"pipeline_buffer_size": 5000}, host_mb=2000)

@@ -16,8 +16,8 @@ from pipeline_fixtures import CPU, PLANS, SHORT, Corpus, assert_same, only_stamp
 
 from myxtts.config import DataSettings
 from myxtts.data.batches import Cursor
-from myxtts.devices import Gpu, Machine, Plan, announcements, make_plan
-from myxtts.pipeline.feed import Depths, choose_depths
+from myxtts.devices import Gpu, Machine, announcements, make_plan
+from myxtts.pipeline.feed import Depths
 from myxtts.pipeline.frontend import GptFrontend
 
 CARDS = Machine([Gpu(0, "Card 0", 24000), Gpu(1, "Card 1", 48000)], frozenset({(0, 1), (1, 0)}))
@@ -45,22 +45,6 @@ class ModesAreAnnounced(unittest.TestCase):
 
     def test_without_a_gpu_the_cpu_is_named(self) -> None:
         self.assertIn("(on the CPU: no GPU was found)", self.announced(Machine())[0])
-
-
-class BuffersFollowTheSettings(unittest.TestCase):
-    def depths(self, **asked: object) -> Depths:
-        data = DataSettings(batch_size=2, max_mel_frames=100, **asked)
-        outputs = only_stamps(None, data, 0).outputs
-        return choose_depths(data, Plan(CPU, CPU), outputs)
-
-    def test_what_the_user_asks_for_is_kept(self) -> None:
-        depths = self.depths(pipeline_buffer_size=20, prefetch_buffer_size=8, num_workers=1)
-        self.assertEqual(depths, Depths(host=8, model=12, gatherers=1))
-
-    def test_left_alone_there_are_at_least_three_buffers_at_the_model(self) -> None:
-        depths = self.depths()
-        self.assertGreaterEqual(depths.model, 3)
-        self.assertGreaterEqual(depths.host, 1)
 
 
 class BatchesReachTheModel(unittest.TestCase):

@@ -49,7 +49,7 @@ def fill(ring: StampRing, count: int, seed: int) -> None:
 
 
 def move(source: StampRing, target: StampRing, seed: int) -> None:
-    """A stage: what it takes from one ring it copies to the next."""
+    """A worker: copies what it takes from one ring to the next."""
     dice = random.Random(seed)
     while (slot := source.take()) is not None:
         to = target.acquire()

@@ -155,6 +155,26 @@ def test_nothing_is_expected_while_only_steps_that_compile_were_seen(clips: Clip
     assert [report["eta_s"] for report in steps(tmp_path / "run")] == [None, 0]
 
 
+def test_useful_arithmetic_is_reported_as_a_share_of_the_measured_peak(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the GPT, and only on a GPU, where the peak can be measured; frozen weights take less arithmetic."""
+    assert train(tmp_path / "cpu", clips(4), "--stages gpt --max-steps 1") == 0
+    assert [report["mfu"] for report in steps(tmp_path / "cpu")] == [None]
+    monkeypatch.setattr("myxtts.run.peak_flops", lambda *_: 1e12)
+    assert train(tmp_path / "run", clips(4), "--stages dvae,gpt --max-steps 2") == 0
+    assert train(tmp_path / "lora", clips(4), "--stages gpt --lora-rank 2 --max-steps 1") == 0
+    dvae, _, *gpt = steps(tmp_path / "run")
+    assert dvae["mfu"] is None
+    (lora,) = steps(tmp_path / "lora")
+    whole, again, adapted = (report["mfu"] / report["clips_per_s"] for report in (*gpt, lora))
+    assert whole == pytest.approx(again)
+    assert 0.6 * whole < adapted < 0.9 * whole
+    weights = RunDir(tmp_path / "run").load_model().gpt
+    products = sum(p.numel() for name, p in weights.named_parameters() if p.dim() > 1 and "embedding" not in name)
+    assert 6 * products * 10 < 1e12 * whole < 6 * products * 100, "each clip has some tens of tokens"
+
+
 def test_the_newest_and_the_best_checkpoints_are_kept(
     clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,5 +273,5 @@ def test_eager_debugging_names_the_operation_and_says_that_it_is_slow(
         pytest.warns(match="Error detected in"),
     ):
         train(tmp_path / "run", clips(4), flags)
-    assert "training.enable_eager_debug = true: slow on purpose" in capsys.readouterr().out
+    assert "Training step: eager, with anomaly checks: slow on purpose" in capsys.readouterr().out
     assert not torch.is_anomaly_enabled()

@@ -1,9 +1,9 @@
 """Slots of preallocated memory that pass batches from one owner to the next, in order.
 
-A slot is FREE, FILLING, READY or LEASED and has one owner at a time. Hand-overs carry a event of the stream that
-worked on the slot; the next owner's stream waits for it, never the host. The host only waits for a slot to change
-its state, and that is what paces the stages. An error poisons a ring: whoever waits for it, or comes later, is
-woken with it. This module knows neither batches nor what the stages do.
+A slot is FREE, FILLING, READY or LEASED and has one owner at a time. A hand-over carries an event of the stream
+that worked on the slot; the stream of the next owner waits for it, not the host. The host only waits for a slot to
+change its state, and that paces the workers. An error poisons a ring: it is raised to all who wait for the ring,
+and to all who come later. This module knows neither batches nor the work that is done on them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Ticket = TypeVar("Ticket")
 
 
 class State(enum.Enum):
-    """Whose turn it is."""
+    """Who may use a slot."""
 
     FREE = "free"
     FILLING = "filling"
@@ -32,31 +32,31 @@ class State(enum.Enum):
 
 
 class RingClosed(Exception):
-    """The ring was poisoned; `__cause__` is why, None when the pipeline was closed."""
+    """The ring was poisoned; `__cause__` is the error, or None if the pipeline was closed."""
 
 
 class Slot(Generic[Content, Ticket]):
-    """Memory for one batch, what is known about it on the host, and the events of its last two owners."""
+    """Memory for one batch, its ticket (what the host knows about it), and the events of its last two owners."""
 
     def __init__(self, content: Content, number: int, device: torch.device) -> None:
         self.content = content
         self.number = number
-        """Position in the order of all batches of the one that is, or will be next, in this slot."""
+        """Position, among all batches, of the batch that is or will be next in this slot."""
         self.state = State.FREE
         self.ticket: Ticket | None = None
         self.filled = Event(device)
         """Passed when the content is complete."""
         self.emptied = Event(device)
-        """Passed when the last reader no longer needs the content."""
+        """Passed when the last reader is done with the content."""
 
     def read_ticket(self) -> Ticket:
-        """What the producer said about the batch."""
+        """The ticket of a committed batch."""
         assert self.ticket is not None
         return self.ticket
 
 
 class Ring(Generic[Content, Ticket]):
-    """As many slots as there are contents; batch n lives in slot n modulo their number. Safe for many threads.
+    """One slot per content; batch n lives in slot n modulo the depth. Safe for many threads.
 
     `acquire` → fill, record `slot.filled` → `commit` → `take` → read, record `slot.emptied` → `release`.
     Producers may fill several slots at once and commit in any order; `take` hands them out in order.
@@ -75,9 +75,9 @@ class Ring(Generic[Content, Ticket]):
         self._poisoned = False
         self.num_taken = 0
         self.num_waits = 0
-        """How often `take` found its slot not ready: the ring starved."""
+        """How often `take` had to wait: the ring starved."""
         self.waited_s = 0.0
-        """How long `take` waited in all."""
+        """Total time that `take` waited."""
 
     @property
     def depth(self) -> int:
@@ -85,7 +85,7 @@ class Ring(Generic[Content, Ticket]):
 
     @property
     def num_acquired(self) -> int:
-        """Places in the order that producers have claimed."""
+        """Positions that producers have claimed."""
         with self._changed:
             return self._next_fill
 
@@ -97,19 +97,19 @@ class Ring(Generic[Content, Ticket]):
 
     @property
     def is_full(self) -> bool:
-        """Every slot is ready or in use, or the last batch is on its way."""
+        """True if every slot is ready or in use, or the last batch is on its way."""
         with self._changed:
             done = self._end is not None and self._next_fill >= self._end
             return done or all(slot.state in (State.READY, State.LEASED) for slot in self.slots)
 
     def next_number(self) -> int:
-        """A place in the order; the caller must fill exactly that one. For producers that work side by side."""
+        """Claim the next position, for producers that work in parallel; the caller must fill exactly that one."""
         with self._changed:
             self._next_fill += 1
             return self._next_fill - 1
 
     def acquire(self, number: int | None = None) -> Slot[Content, Ticket]:
-        """The slot to fill next, or that of a place from `next_number`, as soon as it is free."""
+        """The slot to fill next, or the slot of a claimed position, as soon as it is free."""
         number = self.next_number() if number is None else number
         slot = self.slots[number % self.depth]
         with self._changed:
@@ -118,7 +118,7 @@ class Ring(Generic[Content, Ticket]):
         return slot
 
     def commit(self, slot: Slot[Content, Ticket], ticket: Ticket) -> None:
-        """The slot is filled, or will be when its `filled` event is passed."""
+        """Hand over a slot that is filled, or will be when its `filled` event is passed."""
         with self._changed:
             self._require(slot, State.FILLING)
             slot.ticket = ticket
@@ -126,13 +126,13 @@ class Ring(Generic[Content, Ticket]):
             self._changed.notify_all()
 
     def finish(self, number: int) -> None:
-        """There are no batches from this place on."""
+        """End the order: there are no batches from this position on."""
         with self._changed:
             self._end = number if self._end is None else min(self._end, number)
             self._changed.notify_all()
 
     def take(self) -> Slot[Content, Ticket] | None:
-        """The next batch in order as soon as it is ready; None behind the last one."""
+        """Lease the next batch in order as soon as it is ready; None after the last one."""
 
         def due() -> bool:
             slot = self.slots[self._next_take % self.depth]
@@ -155,7 +155,7 @@ class Ring(Generic[Content, Ticket]):
         return slot
 
     def release(self, slot: Slot[Content, Ticket]) -> None:
-        """The content is needed no longer, or will not be when the `emptied` event is passed."""
+        """Free a slot whose content is used up, or will be when its `emptied` event is passed."""
         with self._changed:
             self._require(slot, State.LEASED)
             slot.state = State.FREE
@@ -164,7 +164,7 @@ class Ring(Generic[Content, Ticket]):
             self._changed.notify_all()
 
     def poison(self, error: BaseException | None) -> None:
-        """Wake everybody with this error; None closes the ring without blame. The first one counts."""
+        """Raise this error to all who wait, or close the ring with None. Only the first call counts."""
         with self._changed:
             if not self._poisoned:
                 self._poisoned, self._error = True, error
