@@ -203,7 +203,7 @@ def test_all_mistakes_at_once(corpus: Path) -> None:
         ("train --tokenizer absent.json", 1, "--tokenizer absent.json: there is no such file"),
         (
             "speak --from-file absent.txt --language en --speaker s.wav",
-            1,
+            2,
             "--from-file absent.txt cannot be read: No such file or directory",
         ),
     ],
