@@ -220,9 +220,8 @@ def test_home_is_expanded_and_null_unsets(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_buffer_size_is_auto_or_a_number() -> None:
-    data = load_command(
-        "--buffer-size auto", "data: {prefetch_buffer_size: 16, pipeline_buffer_size: 9}"
-    ).settings.data
+    text = "data: {prefetch_buffer_size: 16, pipeline_buffer_size: 9}"
+    data = load_command("--buffer-size auto", text).settings.data
     assert (data.prefetch_buffer_size, data.pipeline_buffer_size) == (16, None)
     assert load_command(text="data: {prefetch_buffer_size: auto}").settings == Settings()
     assert "a whole number of at least 1, or auto" in error_of("--buffer-size 0")
@@ -463,15 +462,7 @@ def test_settings_survive_being_written_down() -> None:
             "data:\n  use_tf_native_loading: true\n  enable_xla: true\n",
         ),
     ],
-    ids=[
-        "one line",
-        "no value",
-        "quotes",
-        "spaces and line ends",
-        "no file",
-        "absent keys and sections",
-        "aliases",
-    ],
+    ids=["one line", "no value", "quotes", "line ends", "no file", "absent keys and sections", "aliases"],
 )
 def test_only_the_characters_of_a_value_change(text: str, values: dict[str, Any], expected: str) -> None:
     assert patched(text, values or {"data.batch_size": 32}) == expected
@@ -489,10 +480,8 @@ def test_the_shipped_file_keeps_everything_but_the_changed_lines() -> None:
 
 
 def test_applying_writes_the_file_and_keeps_every_backup() -> None:
-    config, before = (
-        Path("config.yaml").resolve(),
-        "# my settings\ndata:\n  batch_size: 8  # fits\n  num_workers: 2\n",
-    )
+    config = Path("config.yaml").resolve()
+    before = "# my settings\ndata:\n  batch_size: 8  # fits\n  num_workers: 2\n"
     config.write_text(before)
     path, backup = apply_patch(load(config, {}), {"data.batch_size": 32, "model.size": "small"})
     assert (path, backup) == (config, config.with_name("config.yaml.bak")) and backup.read_text() == before
