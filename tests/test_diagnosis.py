@@ -590,8 +590,7 @@ def test_slow_arithmetic_is_mentioned_only_when_it_is_what_bounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "code", "level"),
-    [("thermal slowdown", "throttled", "warn"), ("power cap", "power-capped", "info")],
+    ("reason", "code", "level"), [("thermal slowdown", "throttled", "warn"), ("power cap", "power-capped", "info")]
 )
 def test_hot_gpus_and_capped_ones_are_told_apart(reason: str, code: str, level: str) -> None:
     readings = [Reading(us(20 * n), 0, throttled_by=(reason,)) for n in range(50)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import load_values
 
 from myxtts.config import Settings, stage_steps, stages_of
 from myxtts.observe import findings
@@ -23,10 +24,8 @@ pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
 
 def settings(**given: object) -> Settings:
-    """Settings by names without their sections, such as batch_size, with their preset."""
-    keys = {spec.name: spec.key for spec in specs().values()}
-    named = {keys[name]: value for name, value in given.items()}
-    return apply_presets(load(None, {"data.train_data": "DIR"} | named))[0].settings
+    """Settings of a training on data of the user's own, with their preset."""
+    return apply_presets(load_values(**{"train_data": "DIR"} | given))[0].settings
 
 
 def situation(given: dict[str, object], **facts: Any) -> Situation:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import load_values
 from rich.console import Console
 from training_fixtures import Clips, clips, small
 
@@ -20,7 +21,7 @@ from myxtts.devices import Gpu, Machine
 from myxtts.errors import PipelineError
 from myxtts.observe.trace import Span
 from myxtts.run import prepare_corpus
-from myxtts.settings import LoadedSettings, apply_presets, load, value_of
+from myxtts.settings import LoadedSettings, apply_presets, value_of
 from myxtts.terminal import show_tuning
 from myxtts.tools.dry_run import Refused, Trial, num_drained, try_out, try_out_apart
 from myxtts.tools.tune import Tuning, tune
@@ -67,8 +68,7 @@ def corpus(small: None, clips: Clips, run_prepare: Callable[..., PreparedCorpus]
 
 
 def loaded_with(**flags: str) -> LoadedSettings:
-    loaded, _ = apply_presets(load(None, {key.replace("__", "."): value for key, value in flags.items()}))
-    return loaded
+    return apply_presets(load_values(**flags))[0]
 
 
 @pytest.fixture
@@ -111,19 +111,19 @@ def test_the_largest_batch_that_leaves_room_is_found_by_bisection(tuned: Tune) -
     assert found.largest_batch == found.values["data.batch_size"]
     assert exact / 1.2 < found.largest_batch <= exact
     assert any(settings.data.batch_size > exact for settings in machine.tried)
-    capped = tuned(Pretended(), data__enable_memory_isolation="true", data__model_gpu_memory="6000")
+    capped = tuned(Pretended(), enable_memory_isolation="true", model_gpu_memory="6000")
     assert 1000 + 100 * capped.largest_batch <= 0.85 * 6000, "a cap counts instead of the card"
 
 
 def test_a_larger_batch_with_less_accumulation_keeps_the_effective_one(tuned: Tune) -> None:
-    flags = {"data__batch_size": "16", "training__gradient_accumulation_steps": "4"}
+    flags = {"batch_size": "16", "gradient_accumulation_steps": "4"}
     found = tuned(Pretended(mb_per_clip=1.0), max_batch=64, **flags)
     assert changes(found) == {"data.batch_size": (16, 64), "training.gradient_accumulation_steps": (4, 1)}
     assert "stays 64" in found.changes[0].why and found.changes[1].gain_measured is None
 
 
 def test_what_does_not_fit_is_made_to_fit(tuned: Tune) -> None:
-    found = tuned(Pretended(mb_per_clip=1000.0), data__batch_size="64")
+    found = tuned(Pretended(mb_per_clip=1000.0), batch_size="64")
     size, accumulate = (found.values[key] for key in ("data.batch_size", "training.gradient_accumulation_steps"))
     assert 1000 + 1000 * size <= 0.85 * 24000
     assert size * accumulate == pytest.approx(64, rel=0.15)
@@ -150,7 +150,7 @@ def test_a_batch_is_never_larger_than_the_corpus_or_asked_for(tuned: Tune, corpu
 
 def test_workers_follow_when_batches_come_too_slowly(tuned: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(myxtts.tools.tune, "usable_cores", lambda: 8)
-    found = tuned(Pretended(feed_per_worker=15.0, half_speed_batch=0), data__num_workers="1")
+    found = tuned(Pretended(feed_per_worker=15.0, half_speed_batch=0), num_workers="1")
     assert [(change.old, change.new) for change in found.changes] == [(1, 2), (2, 4)]
     assert (found.changes[0].gain_measured, found.gain) == pytest.approx((2.0, 4.0))
     assert [advice.code for advice in found.advice if advice.level == "warn"] == ["tune-feed-bound"]
@@ -161,19 +161,19 @@ def test_small_buffers_are_given_back_to_the_machine_if_that_helps(tuned: Tune) 
         is_small = loaded.settings.data.prefetch_buffer_size == 1
         return Trial(20.0 if is_small else 50.0, 50.0, {}, {})
 
-    found = tuned(measure, data__prefetch_buffer_size="1")
+    found = tuned(measure, prefetch_buffer_size="1")
     assert changes(found) == {"data.prefetch_buffer_size": (1, None)}
     assert found.gain == pytest.approx(2.5)
 
 
-BASIC = {"training__optimization_level": "basic"}
+BASIC = {"optimization_level": "basic"}
 
 
 @pytest.mark.parametrize(
     ("given", "slower", "machine", "expected"),
     [
-        ({"data__num_workers": "1", "data__prefetch_buffer_size": "2"}, {}, CARD, {}),
-        (BASIC | {"data__mixed_precision": "false"}, {}, Machine(), {}),
+        ({"num_workers": "1", "prefetch_buffer_size": "2"}, {}, CARD, {}),
+        (BASIC | {"mixed_precision": "false"}, {}, Machine(), {}),
         (
             BASIC,
             {"training.enable_graph_mode": {False: 0.5}},
@@ -181,13 +181,13 @@ BASIC = {"training__optimization_level": "basic"}
             {"training.optimization_level": ("basic", "enhanced")},
         ),
         (
-            {"model__gradient_checkpointing": "true"},
+            {"gradient_checkpointing": "true"},
             {"model.gradient_checkpointing": {True: 0.75}},
             CARD,
             {"model.gradient_checkpointing": (True, False)},
         ),
         (
-            {"data__data_gpu": "0", "data__model_gpu": "1"},
+            {"data_gpu": "0", "model_gpu": "1"},
             {"data.data_gpu": {0: 0.8}},
             TWO_CARDS,
             {"data.data_gpu": (0, None), "data.model_gpu": (1, None)},
@@ -209,7 +209,7 @@ def test_only_what_measurably_helps_is_changed(
 
 def test_switches_that_cost_speed_are_turned_on_and_others_left(tuned: Tune) -> None:
     slower = {"data.mixed_precision": {False: 0.4}, "data.optimize_cpu_gpu_overlap": {False: 0.99}}
-    flags = {"data__mixed_precision": "false", "data__optimize_cpu_gpu_overlap": "false"}
+    flags = {"mixed_precision": "false", "optimize_cpu_gpu_overlap": "false"}
     found = tuned(Pretended(slower=slower, half_speed_batch=0), **flags)
     assert changes(found) == {"data.mixed_precision": (False, True)}
     assert found.changes[0].gain_measured == pytest.approx(2.5)
@@ -227,7 +227,7 @@ def test_switches_are_tried_until_none_helps_beside_what_was_found(tuned: Tune) 
             speed *= 1.5 if speed > 5 and settings.data.optimize_cpu_gpu_overlap else 1.0
             return replace(trial, clips_per_s=speed * trial.clips_per_s)
 
-    off = ("data__mixed_precision", "training__enable_graph_mode", "data__optimize_cpu_gpu_overlap")
+    off = ("mixed_precision", "enable_graph_mode", "optimize_cpu_gpu_overlap")
     measure = OneAfterAnother(mb_per_clip=1.0, half_speed_batch=0)
     found = tuned(measure, max_batch=16, **dict.fromkeys(off, "false"))
     assert found.gain == pytest.approx(9) and len(measure.tried) < 12
@@ -246,9 +246,9 @@ def test_a_run_that_has_begun_keeps_its_batch(tuned: Tune, tmp_path: Path) -> No
     run = tmp_path / "run"
     (run / "gpt" / "step-00000010").mkdir(parents=True)
     (run / "model.json").write_text("{}")
-    found = tuned(Pretended(), training__checkpoint_dir=str(run))
+    found = tuned(Pretended(), checkpoint_dir=str(run))
     assert not found.changes and str(run) in found.notes[0]
-    assert tuned(Pretended(), training__checkpoint_dir=str(run), training__reset_training="true").changes
+    assert tuned(Pretended(), checkpoint_dir=str(run), reset_training="true").changes
 
 
 # When the time is over
@@ -283,7 +283,7 @@ def test_the_best_batch_so_far_is_kept(
     mb_per_clip: float, tried: list[int], kept: int | None, largest: int | None, tuned: Tune, a_minute_each: Any
 ) -> None:
     machine, minutes = Pretended(mb_per_clip=mb_per_clip), len(tried) + 0.5
-    found = tuned(a_minute_each(machine), minutes=minutes, data__batch_size=str(tried[0]))
+    found = tuned(a_minute_each(machine), minutes=minutes, batch_size=str(tried[0]))
     assert [settings.data.batch_size for settings in machine.tried] == tried
     assert (found.values.get("data.batch_size"), found.largest_batch) == (kept, largest)
     assert found.minutes == len(tried) and "time was over" in found.notes[-1]
@@ -291,7 +291,7 @@ def test_the_best_batch_so_far_is_kept(
 
 
 def test_one_gpu_alone_is_not_estimated_when_only_two_were_measured(tuned: Tune, a_minute_each: Any) -> None:
-    flags = {"data__data_gpu": "0", "data__model_gpu": "1"}
+    flags = {"data_gpu": "0", "model_gpu": "1"}
     found = tuned(a_minute_each(Pretended()), machine=TWO_CARDS, minutes=1.5, **flags)
     assert "tune-several-gpus" not in {advice.code for advice in found.advice}
 
@@ -303,7 +303,7 @@ def test_too_little_time_for_anything_is_an_error(tuned: Tune, a_minute_each: An
 
 
 def test_a_tuning_is_shown_as_a_table_and_as_a_patch_and_is_valid_json(tuned: Tune) -> None:
-    found = tuned(Pretended(slower={"data.mixed_precision": {False: 0.5}}), data__mixed_precision="false")
+    found = tuned(Pretended(slower={"data.mixed_precision": {False: 0.5}}), mixed_precision="false")
     screen = StringIO()
     show_tuning(found, Console(file=screen, width=150))
     assert "data:\n  mixed_precision: true\n" in screen.getvalue() and "2.00×" in screen.getvalue()
@@ -338,9 +338,9 @@ def test_what_buffers_held_before_does_not_count_as_speed() -> None:
 
 def tiny(corpus: Path, **flags: str) -> LoadedSettings:
     given = {
-        "data__train_data": str(corpus), "data__language": "en", "data__vocab_size": "256",
-        "data__batch_size": "2", "data__max_mel_frames": "128", "data__max_text_length": "40",
-        "data__num_workers": "1", "data__model_start_delay": "0", "data__val_fraction": "0",
+        "train_data": str(corpus), "language": "en", "vocab_size": "256",
+        "batch_size": "2", "max_mel_frames": "128", "max_text_length": "40",
+        "num_workers": "1", "model_start_delay": "0", "val_fraction": "0",
     }  # fmt: skip
     return loaded_with(**given | flags)
 
@@ -354,7 +354,7 @@ def test_a_trial_trains_and_leaves_nothing_in_the_cache(clips: Clips) -> None:
     assert trial.clips_per_s > 0
     assert {"gather", "encode", "train", "update"} <= trial.phase_ms.keys()
     assert set(prepared.root.iterdir()) == before
-    greedy = tiny(clips(4), data__prefetch_buffer_size="100000000")
+    greedy = tiny(clips(4), prefetch_buffer_size="100000000")
     with pytest.raises(Refused, match="Lower --buffer-size"):
         try_out(greedy.settings, prepared, "dvae", 1)
 
@@ -362,7 +362,7 @@ def test_a_trial_trains_and_leaves_nothing_in_the_cache(clips: Clips) -> None:
 @pytest.mark.usefixtures("small")
 def test_a_trial_in_a_process_of_its_own_answers_or_is_ended(clips: Clips) -> None:
     """The process trains the real tiny network, so the batch is as small as it gets."""
-    settings = tiny(clips(4), data__batch_size="1", data__max_mel_frames="112").settings
+    settings = tiny(clips(4), batch_size="1", max_mel_frames="112").settings
     assert try_out_apart(settings, "dvae", 1).clips_per_s > 0
     with pytest.raises(Refused, match="no answer within 0 s"):
         try_out_apart(settings, "dvae", 1, limit_s=0.1)
