@@ -20,7 +20,7 @@ import pytest
 
 from myxtts.config import DataSettings
 from myxtts.observe.metrics import StepReport
-from myxtts.settings import LoadedSettings, add_flags, flags_of, load
+from myxtts.settings import LoadedSettings, add_flags, flags_of, load, specs
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
@@ -99,6 +99,12 @@ def load_command(command: str = "", text: str | bytes | None = None) -> LoadedSe
         file = Path("file.yaml")
         file.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     return load(file, flags_of(namespace), unrecognized)
+
+
+def load_values(**values: object) -> LoadedSettings:
+    """Settings by names without their sections, such as batch_size."""
+    keys = {spec.name: spec.key for spec in specs().values()}
+    return load(None, {keys[name]: value for name, value in values.items()})
 
 
 @pytest.fixture(autouse=True)
