@@ -21,8 +21,7 @@ from corpus import Spoken, plain
 from soxr import resample
 
 from myxtts.model.mel import DVAE_MEL, LogMel
-from myxtts.text.normalize import normalize
-from myxtts.text.normalize import open_library
+from myxtts.text.normalize import normalize, open_library
 
 RATE, HOP = 22050, DVAE_MEL.hop_samples
 """espeak-ng synthesises at this sample rate; recordings are resampled to it."""
