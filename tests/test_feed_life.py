@@ -1,4 +1,4 @@
-"""A feed's life: it warms up, says what it does, fails with the error of the worker that failed, leaves nothing."""
+"""The life of a feed: it warms up, says what it does, raises the error of a failed worker, and leaves nothing."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ def corpus(tmp_path: Path) -> Corpus:
 
 def whole(clips: np.ndarray, epoch: int = 0) -> Job:
     """A job of these clips and no others."""
-    plan = BatchPlan(clips, np.ones(len(clips), np.float32), Cursor(), epoch)
+    weights = np.ones(len(clips), np.float32)
+    plan = BatchPlan(clips, weights, Cursor(), epoch, clips[None], weights[None])
     return Job(plan, np.arange(5, dtype=np.float32))
 
 

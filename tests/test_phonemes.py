@@ -10,8 +10,8 @@ import pytest
 
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError
-from myxtts.text import phonemes
-from myxtts.text.phonemes import phonemes_fingerprint, phonemize, voices
+from myxtts.text import normalize as phonemes
+from myxtts.text.normalize import phonemes_fingerprint, phonemize, voices
 
 try:
     import espeakng_loader  # noqa: F401
@@ -120,7 +120,7 @@ def test_system_library_is_used_without_the_wheel(monkeypatch: pytest.MonkeyPatc
 def test_unreadable_data_is_an_error_not_the_end_of_the_process() -> None:
     """In a process of its own: initialised twice, the library would lose its data for the other tests."""
     code = (
-        "from myxtts.errors import ConfigError; from myxtts.text import phonemes\n"
+        "from myxtts.errors import ConfigError; from myxtts.text import normalize as phonemes\n"
         "library, _ = phonemes._find_library()\n"
         "phonemes._find_library = lambda: (library, '/nowhere/espeak-ng-data')\n"
         "try: phonemes.phonemize(['hello'], 'en')\n"

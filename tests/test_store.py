@@ -245,12 +245,12 @@ def test_rows_of_other_processes_are_indexed_where_they_were_written(tmp_path: P
     rows = rows_of()
     writer = StoreWriter(tmp_path / "store", np.arange(5, dtype=np.uint64))
     writer.append([0], rows[:1])
-    block, records = pack(rows[1:])
+    block, records = pack(rows[1:], 2)
     offset = writer.end + 640
     with open(writer.data_path, "r+b") as file:
         file.seek(offset)
         file.write(block)
-    writer.add_to_index([4, 3, 2, 1], records, offset, 2)
+    writer.add_to_index([4, 3, 2, 1], records, offset)
     writer.finish({})
     opened = Store(tmp_path / "store", np.int16)
     assert [opened[row].tolist() for row in (0, 4, 3, 2, 1)] == [row.tolist() for row in rows]

@@ -34,6 +34,12 @@ def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
     return content(tokenizer)["model"]["vocab"]
 
 
+def spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of ids after the language token."""
+    tokens = {number: token for token, number in vocabulary(tokenizer).items()} | {2: " "}
+    return "".join(tokens[number] for number in ids[1:])
+
+
 def test_fixed_ids_and_order_of_a_trained_vocabulary() -> None:
     ids = vocabulary(BASE)
     by_id = sorted(ids, key=ids.__getitem__)
@@ -71,7 +77,7 @@ def test_encoding_is_that_of_the_reference_pipeline() -> None:
 @given(st.lists(st.text(OLD_LETTERS, max_size=40), max_size=5))
 def test_known_text_round_trips(texts: list[str]) -> None:
     for text, ids in zip(texts, BASE.encode_batch(texts, ["en"] * len(texts)), strict=True):
-        assert BASE.decode(ids) == text
+        assert spelled(BASE, ids) == text
         assert BASE.unknown_id not in ids
         assert BASE.unknown_characters(text, "en") == []
 
@@ -186,7 +192,7 @@ def test_extending_makes_the_language_short_and_fully_known() -> None:
         assert GROWN.unknown_characters(text, "fas") == []
         (short,), (long,) = GROWN.encode_batch([text], ["fas"]), letters_only.encode_batch([text], ["fas"])
         assert len(short) < 0.8 * len(long)
-        assert GROWN.decode(short) == text
+        assert spelled(GROWN, short) == text
     assert 0 < GROWN.num_tokens - letters_only.num_tokens <= 50
 
 
@@ -227,7 +233,7 @@ def test_extending_over_gaps_and_repeated_merges() -> None:
 def test_zero_width_non_joiner_stays_inside_its_word() -> None:
     (ids,) = GROWN.encode_batch(["می\u200cرود"], ["fas"])
     assert GROWN.unknown_id not in ids
-    assert GROWN.decode(ids) == "می\u200cرود"
+    assert spelled(GROWN, ids) == "می\u200cرود"
     assert any("\u200c" in token and len(token) > 1 for token in vocabulary(GROWN))
 
 

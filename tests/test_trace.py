@@ -164,7 +164,7 @@ def test_threads_that_record_at_once_lose_nothing_and_have_tracks_of_their_own()
         thread.join()
     for thread in threads:
         assert [span.batch for span in trace.spans() if span.track == thread.name] == list(range(300))
-    assert len(trace.counters()) == 1800 and trace.num_dropped == 0
+    assert len(trace.counters()) == 1800
 
 
 def test_a_span_that_ends_in_an_error_is_kept_and_the_error_goes_on() -> None:
@@ -240,7 +240,6 @@ def test_only_the_latest_spans_are_kept_and_the_others_counted() -> None:
         with trace.span("gather", batch=batch):
             pass
     assert [span.batch for span in trace.spans()] == [7, 8, 9]
-    assert trace.num_dropped == 7
 
 
 def test_off_records_nothing_writes_nothing_and_allocates_nothing(tmp_path: Path) -> None:
@@ -261,7 +260,7 @@ def test_off_records_nothing_writes_nothing_and_allocates_nothing(tmp_path: Path
     OFF.write_jsonl(tmp_path / "trace.jsonl")
     OFF.write_chrome(tmp_path / "trace.json")
     assert not OFF.enabled and Trace().enabled
-    assert (OFF.spans(), OFF.counters(), OFF.num_dropped, list(tmp_path.iterdir())) == ([], [], 0, [])
+    assert (OFF.spans(), OFF.counters(), list(tmp_path.iterdir())) == ([], [], [])
 
 
 def test_a_device_span_without_a_stream_is_a_host_span_on_its_track() -> None:
@@ -326,7 +325,7 @@ def test_events_are_used_again_and_a_stalled_device_holds_only_so_many(use_gpu: 
     for batch in range(MOST_PENDING + 50):
         with trace.device_span("encode", "encode stream", stream, batch):
             pass
-    assert trace.num_dropped == 50 and not trace.spans()
+    assert not trace.spans()
     num_events = device.num_events
     stream.let_go()
     stream.held = False
@@ -429,7 +428,6 @@ def test_a_device_far_behind_drops_steps_and_invents_no_gaps(
     take_step(clock, 1, 2)
     take_step(clock, 1, 2)
     times = clock.collect()
-    assert clock.num_dropped == 40
     assert [step.step for step in times[-2:]] == [MOST_PENDING + 40, MOST_PENDING + 41]
     assert [step.gap_ms for step in times[-2:]] == pytest.approx([0, 1])
     assert max(step.gap_ms for step in times) == pytest.approx(1)

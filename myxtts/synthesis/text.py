@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from myxtts.config import LANGUAGES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.errors import ConfigError
-from myxtts.text.normalize import normalize
-from myxtts.text.phonemes import phonemize
+from myxtts.text.normalize import normalize, phonemize
 from myxtts.text.tables import load_table
 from myxtts.text.tokenizer import Tokenizer, describe_characters
 
