@@ -80,11 +80,9 @@ def is_silent(pcm: Pcm) -> bool:
 def trim_silence(pcm: Pcm, sample_rate: int, below_db: float) -> Pcm:
     """Cut ends that are more than `below_db` below the loudest 20 ms, with a margin of 50 ms."""
     window = max(1, sample_rate // 50)
-    num_windows = len(pcm) // window
-    if num_windows == 0:
-        return pcm
-    power = np.square(pcm[: num_windows * window].astype(np.float32)).reshape(num_windows, window).mean(axis=1)
-    loud = np.flatnonzero(power > power.max() * 10 ** (-below_db / 10))
+    whole = pcm[: len(pcm) // window * window].astype(np.float32)
+    power = np.square(whole).reshape(-1, window).mean(axis=1)
+    loud = np.flatnonzero(power > power.max(initial=0) * 10 ** (-below_db / 10))
     if len(loud) == 0:
         return pcm
     margin = sample_rate // 20
@@ -174,15 +172,13 @@ def _check_mpeg(file: BinaryIO, size: int) -> None:
         # libmpg123 would search the whole file for a frame and print errors to stderr.
         raise UnusableAudio("not audio", "no MPEG audio at the start of the file")
     places = [at for tag in (b"Xing", b"Info") if 0 <= (at := start.find(tag)) <= len(start) - 16]
-    if not places:
-        if b"VBRI" not in start:
-            file.seek(tag_bytes)
-            _check_constant_bitrate(file.read())
-        return
-    flags = int.from_bytes(start[places[0] + 4 : places[0] + 8], "big")
-    promised = int.from_bytes(start[places[0] + 12 : places[0] + 16], "big")
-    if flags & 3 == 3 and promised > size - tag_bytes:
-        raise UnusableAudio(DAMAGED, f"{size - tag_bytes} of {promised} bytes are there")
+    if places:
+        flags, promised = (int.from_bytes(start[places[0] + at : places[0] + at + 4], "big") for at in (4, 12))
+        if flags & 3 == 3 and promised > size - tag_bytes:
+            raise UnusableAudio(DAMAGED, f"{size - tag_bytes} of {promised} bytes are there")
+    elif b"VBRI" not in start:
+        file.seek(tag_bytes)
+        _check_constant_bitrate(file.read())
 
 
 def _check_constant_bitrate(content: bytes) -> None:

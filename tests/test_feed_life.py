@@ -32,7 +32,7 @@ from myxtts.pipeline.frontend import GptFrontend
 from myxtts.pipeline.ring import RingClosed
 from myxtts.pipeline.workers import Block, Worker
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MB = 2**20
 

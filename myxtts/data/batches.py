@@ -34,6 +34,7 @@ from myxtts.errors import DatasetError
 from myxtts.host import HostMemory, host_memory
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 TOKEN_MULTIPLE = 8
@@ -224,6 +225,16 @@ class Layout(dict[str, Field]):
             name: block[place].view(getattr(torch, self[name].dtype)).view(self[name].shape)
             for name, place in self._places.items()
         }
+
+
+class Block:
+    """The memory of one batch on a device, zeroed, and named views of it."""
+
+    def __init__(self, layout: Layout, device: torch.device, pinned: bool = False) -> None:
+        import torch
+
+        self.memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.tensors = layout.tensors(self.memory)
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,11 @@ class _Part:
     def clip_set(self, tokenizer: Tokenizer, speaker_names: list[str]) -> ClipSet:
         """Return the usable clips with their rows, and add the others to `set_aside`."""
         audio_rows = self._audio()
-        ids = self._ids_store(tokenizer)
+        # Spoken text and language decide the ids, however they were found.
+        sources = self.text.hashes ^ self.text.labels.astype(np.uint64)
+        params = {"vocabulary": tokenizer.fingerprint, "code": tokenizer_fingerprint()}
+        spec = StoreSpec("ids", np.int32, sources, params)
+        ids = self._store(spec, "token", partial(build_ids, self.tools, self.text, tokenizer))
         problems = self._problems(audio_rows, ids)
         clips = self.corpus.clips
         self.set_aside += [SetAside(clips[row].id, *problems[row], clips[row].where) for row in sorted(problems)]
@@ -308,13 +312,6 @@ class _Part:
             return store
         paths = [str(corpus.folder.absolute() / path) for path, *_ in files]
         return LazyAudio(store, paths, np.array([stat for _, *stat in files], np.int64), options)
-
-    def _ids_store(self, tokenizer: Tokenizer) -> Store:
-        # Spoken text and language decide the ids, however they were found.
-        sources = self.text.hashes ^ self.text.labels.astype(np.uint64)
-        params = {"vocabulary": tokenizer.fingerprint, "code": tokenizer_fingerprint()}
-        spec = StoreSpec("ids", np.int32, sources, params)
-        return self._store(spec, "token", partial(build_ids, self.tools, self.text, tokenizer))
 
     def _problems(self, audio_rows: Store | LazyAudio, ids: Store) -> dict[int, tuple[str, str]]:
         """Return why clips cannot be used, by row; if several reasons hold, that of the audio is given."""

@@ -190,7 +190,8 @@ def judge(home: Path, items_file: Path, out: TextIO) -> None:
     items = json.loads(items_file.read_text(encoding="utf-8"))
     scored = ({**item, **judges.score(item, items_file.parent)} for item in items)
     for line in itertools.chain([{"judges": judges.names}], scored):
-        print(json.dumps(line, ensure_ascii=False, allow_nan=False), file=out, flush=True)
+        out.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        out.flush()
 
 
 def install(home: Path) -> None:
