@@ -1,4 +1,4 @@
-"""A feed's life: it warms up, says what it does, fails with the error of the worker that failed, leaves nothing."""
+"""A feed's life: it warms up, reports, fails with the error of the worker that failed, and leaves nothing."""
 
 from __future__ import annotations
 
