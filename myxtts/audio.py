@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -49,19 +50,17 @@ class UnusableAudio(Exception):
 def decode(path: Path, sample_rate: int, max_seconds: float, trim_silence_db: float = 0.0) -> Pcm:
     """Return the whole file as mono int16 at `sample_rate`; at most `max_seconds` are read into memory."""
     _check_complete(path)
+    problem = "not audio"
     try:
-        file = sf.SoundFile(path)
-    except (sf.LibsndfileError, RuntimeError, ValueError) as error:
-        raise UnusableAudio("not audio", _library_message(error)) from None
-    try:
-        with file:
-            limit = math.floor(max_seconds * file.samplerate)
-            header_frames = file.frames
-            already_right = file.samplerate == sample_rate and file.channels == 1 and file.subtype == "PCM_16"
+        with sf.SoundFile(path) as file:
+            problem = DAMAGED
+            rate, header_frames = file.samplerate, file.frames
+            limit = math.floor(max_seconds * rate)
+            already_right = rate == sample_rate and file.channels == 1 and file.subtype == "PCM_16"
             samples = file.read(frames=limit + 1, dtype="int16" if already_right else "float32", always_2d=True)
-            rate = file.samplerate
     except (sf.LibsndfileError, RuntimeError, ValueError) as error:
-        raise UnusableAudio(DAMAGED, _library_message(error)) from None
+        # str() of a LibsndfileError can itself raise.
+        raise UnusableAudio(problem, str(getattr(error, "error_string", "") or type(error).__name__)) from None
     if len(samples) > limit:
         seconds = max(header_frames, len(samples)) / rate
         raise UnusableAudio("too long", f"{seconds:.2f} s, the limit is {max_seconds:.2f} s")
@@ -81,11 +80,9 @@ def is_silent(pcm: Pcm) -> bool:
 def trim_silence(pcm: Pcm, sample_rate: int, below_db: float) -> Pcm:
     """Cut ends that are more than `below_db` below the loudest 20 ms, with a margin of 50 ms."""
     window = max(1, sample_rate // 50)
-    num_windows = len(pcm) // window
-    if num_windows == 0:
-        return pcm
-    power = np.square(pcm[: num_windows * window].astype(np.float32)).reshape(num_windows, window).mean(axis=1)
-    loud = np.flatnonzero(power > power.max() * 10 ** (-below_db / 10))
+    whole = pcm[: len(pcm) // window * window].astype(np.float32)
+    power = np.square(whole).reshape(-1, window).mean(axis=1)
+    loud = np.flatnonzero(power > power.max(initial=0) * 10 ** (-below_db / 10))
     if len(loud) == 0:
         return pcm
     margin = sample_rate // 20
@@ -110,12 +107,6 @@ def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:
     return pcm
 
 
-def _library_message(error: Exception) -> str:
-    # str() of a LibsndfileError can itself raise.
-    message = getattr(error, "error_string", None)
-    return str(message) if message else type(error).__name__
-
-
 def _check_complete(path: Path) -> None:
     """Compare the length in the container with the file: libsndfile silently accepts a truncated WAV or Ogg."""
     try:
@@ -124,86 +115,75 @@ def _check_complete(path: Path) -> None:
             size = file.seek(0, 2)
             if size == 0:
                 raise UnusableAudio("empty file", "0 bytes")
-            file.seek(max(0, size - _OGG_PAGE_MAX))
-            tail = file.read() if head[:4] == b"OggS" else b""
-        if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
-            _check_riff(path, size)
-        elif head[:4] == b"OggS":
-            _check_ogg(tail)
-        elif head[:4] == b"fLaC":
-            _check_flac(head)
-        elif path.suffix.lower() == ".mp3":
-            _check_mpeg(path, size)
+            if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
+                _check_riff(file, size)
+            elif head[:4] == b"OggS":
+                _check_ogg(file, size)
+            elif head[:4] == b"fLaC":
+                # Encoders that write to a pipe leave the length at 0; libsndfile cannot read that.
+                if len(head) == 26 and int.from_bytes(head[21:], "big") & 0xF_FFFF_FFFF == 0:
+                    raise UnusableAudio("unknown length", "the FLAC header names no length; encode it again")
+            elif path.suffix.lower() == ".mp3":
+                _check_mpeg(file, size)
     except FileNotFoundError:
         raise UnusableAudio("missing file", str(path)) from None
     except OSError as error:
         raise UnusableAudio("unreadable file", error.strerror or str(error)) from None
 
 
-def _check_riff(path: Path, size: int) -> None:
-    with open(path, "rb") as file:
-        position = 12
-        while position + 8 <= size:
-            file.seek(position)
-            header = file.read(8)
-            length = int.from_bytes(header[4:], "little")
-            if header[:4] == b"data":
-                # Programs that write to a pipe leave a huge value here: the length is unknown.
-                if length < 0x7FFF_0000 and position + 8 + length > size:
-                    there = size - position - 8
-                    raise UnusableAudio(DAMAGED, f"{there} of {length} bytes of samples are there")
-                return
-            position += 8 + length + length % 2
+def _check_riff(file: BinaryIO, size: int) -> None:
+    position = 12
+    while position + 8 <= size:
+        file.seek(position)
+        header = file.read(8)
+        position += 8
+        length = int.from_bytes(header[4:], "little")
+        if header[:4] == b"data":
+            # Programs that write to a pipe leave a huge value here: the length is unknown.
+            if length < 0x7FFF_0000 and position + length > size:
+                raise UnusableAudio(DAMAGED, f"{size - position} of {length} bytes of samples are there")
+            return
+        position += length + length % 2
     raise UnusableAudio(DAMAGED, "the file ends before its samples begin")
 
 
-def _check_ogg(tail: bytes) -> None:
-    page = tail.rfind(b"OggS")
-    header_end = page + 27
-    if page < 0 or len(tail) < header_end:
+def _check_ogg(file: BinaryIO, size: int) -> None:
+    file.seek(max(0, size - _OGG_PAGE_MAX))
+    tail = file.read()
+    page = tail[tail.rfind(b"OggS") :] if b"OggS" in tail else b""
+    num_segments = page[26] if len(page) > 26 else 256
+    segments = page[27 : 27 + num_segments]
+    if len(segments) < num_segments or 27 + num_segments + sum(segments) > len(page):
         raise UnusableAudio(DAMAGED, "the last Ogg page is cut")
-    num_segments = tail[page + 26]
-    segments = tail[header_end : header_end + num_segments]
-    if len(segments) < num_segments or header_end + num_segments + sum(segments) > len(tail):
-        raise UnusableAudio(DAMAGED, "the last Ogg page is cut")
-    end_of_stream = tail[page + 5] & 4
-    if not end_of_stream:
+    if not page[5] & 4:  # the flag of the last page
         raise UnusableAudio(DAMAGED, "the Ogg stream has no last page")
 
 
-def _check_flac(head: bytes) -> None:
-    """Raise if the length is 0, as encoders that write to a pipe leave it: libsndfile cannot read that."""
-    if len(head) >= 26 and int.from_bytes(head[21:26], "big") & 0xF_FFFF_FFFF == 0:
-        raise UnusableAudio("unknown length", "the FLAC header names no length; encode the file again to a file")
-
-
-def _check_mpeg(path: Path, size: int) -> None:
+def _check_mpeg(file: BinaryIO, size: int) -> None:
     """Compare the length in the first frame, which common encoders write, with the file."""
-    with open(path, "rb") as file:
-        head = file.read(10)
-        tag_bytes = 0
-        if head[:3] == b"ID3" and len(head) == 10:
-            tag_bytes = 10 + sum(byte << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
-        file.seek(tag_bytes)
-        start = file.read(4096).lstrip(b"\0")
+    file.seek(0)
+    head = file.read(10)
+    tag_bytes = 0
+    if head[:3] == b"ID3" and len(head) == 10:
+        tag_bytes = 10 + sum(byte << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
+    file.seek(tag_bytes)
+    start = file.read(4096).lstrip(b"\0")
     if len(start) < 2 or start[0] != 0xFF or start[1] & 0xE0 != 0xE0:
         # libmpg123 would search the whole file for a frame and print errors to stderr.
         raise UnusableAudio("not audio", "no MPEG audio at the start of the file")
     places = [at for tag in (b"Xing", b"Info") if 0 <= (at := start.find(tag)) <= len(start) - 16]
-    if not places:
-        if b"VBRI" not in start:
-            _check_constant_bitrate(path, tag_bytes)
-        return
-    flags = int.from_bytes(start[places[0] + 4 : places[0] + 8], "big")
-    promised = int.from_bytes(start[places[0] + 12 : places[0] + 16], "big")
-    if flags & 3 == 3 and promised > size - tag_bytes:
-        raise UnusableAudio(DAMAGED, f"{size - tag_bytes} of {promised} bytes are there")
+    if places:
+        flags, promised = (int.from_bytes(start[places[0] + at : places[0] + at + 4], "big") for at in (4, 12))
+        if flags & 3 == 3 and promised > size - tag_bytes:
+            raise UnusableAudio(DAMAGED, f"{size - tag_bytes} of {promised} bytes are there")
+    elif b"VBRI" not in start:
+        file.seek(tag_bytes)
+        _check_constant_bitrate(file.read())
 
 
-def _check_constant_bitrate(path: Path, tag_bytes: int) -> None:
+def _check_constant_bitrate(content: bytes) -> None:
     """Raise if the bitrate varies: libsndfile computes the length from the bitrate of the first frame."""
-    content = path.read_bytes()
-    position, bitrates = tag_bytes, set()
+    position, bitrates = 0, set()
     while position + 4 <= len(content) and content[position] == 0xFF:
         frame_bytes, bitrate = _mpeg_frame(content[position : position + 4])
         if not frame_bytes:
@@ -211,8 +191,9 @@ def _check_constant_bitrate(path: Path, tag_bytes: int) -> None:
         bitrates.add(bitrate)
         position += frame_bytes
     if len(bitrates) > 1:
-        detail = "an MP3 of varying bitrate whose header names no length; encode it again"
-        raise UnusableAudio("unknown length", detail)
+        raise UnusableAudio(
+            "unknown length", "a varying bitrate, and no length in the MP3 header; encode it again"
+        )
 
 
 def _mpeg_frame(header: bytes) -> tuple[int, int]:
@@ -222,7 +203,7 @@ def _mpeg_frame(header: bytes) -> tuple[int, int]:
         return 0, 0
     bitrate = _BITRATES[version == 3][header[2] >> 4]
     rate = (44100, 48000, 32000, 0)[header[2] >> 2 & 3] >> {3: 0, 2: 1, 0: 2}[version]
+    if not rate or not bitrate:
+        return 0, 0
     padding = header[2] >> 1 & 1
-    return (
-        ((144 if version == 3 else 72) * bitrate * 1000 // rate + padding, bitrate) if rate and bitrate else (0, 0)
-    )
+    return (144 if version == 3 else 72) * bitrate * 1000 // rate + padding, bitrate

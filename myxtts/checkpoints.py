@@ -6,7 +6,7 @@ Every stage of a run has a folder of its own:
     best              the name of the checkpoint with the best loss, which is never rotated away
 
 A checkpoint is written to `tmp-...`, synced and renamed; only then are older ones removed. The module knows names,
-tensors and bytes. It does not know models, optimisers, schedules or the other files of a run.
+tensors and bytes, but neither models nor optimisers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,30 +66,20 @@ def _read_safetensors(path: Path) -> Tensors:
 
 
 def _read_pth(path: Path) -> Any:
+    """The content of a PyTorch file; the settings objects of published checkpoints become empty classes."""
+    strangers: list[str] = []
     try:
-        with _inert_foreign_classes(path):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except UnreadableWeights:
-        raise
+        is_zip = zipfile.is_zipfile(path)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
+        strangers = [name for name in names if not name.startswith(_KNOWN_FOREIGN)]
+        stand_ins: list[Any] = [(type(name.rpartition(".")[2], (), {}), name) for name in names]
+        if not strangers:
+            with torch.serialization.safe_globals(stand_ins):
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # the unpickler raises whatever a damaged stream makes it raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UnreadableWeights(f"{path} is damaged or no PyTorch checkpoint: {reason[0][:200]}") from None
-
-
-@contextlib.contextmanager
-def _inert_foreign_classes(path: Path) -> Iterator[None]:
-    """Read the settings objects of published checkpoints as empty classes."""
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipfile.is_zipfile(path) else []
-    strangers = [name for name in names if not name.startswith(_KNOWN_FOREIGN)]
-    if strangers:
-        raise UnreadableWeights(
-            f"{path} refers to {strangers[0]}, which does not belong in a file of weights; it was not loaded"
-        )
-    stand_ins: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-        (type(name.rpartition(".")[2], (), {}), name) for name in names
-    ]
-    with torch.serialization.safe_globals(stand_ins):
-        yield
+    raise UnreadableWeights(f"{path} was not loaded: it refers to {strangers[0]}, which is no part of weights")
 
 
 def _named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -107,12 +97,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     write_atomically(path, lambda temporary: save_file(contiguous, temporary))
 
 
-def write_pth(path: Path, content: Mapping[str, Any]) -> None:
+def write_pth(path: Path, content: Any) -> None:
     """Write a PyTorch file of tensors, numbers and text, for other tools to read."""
 
     def write(temporary: Path) -> None:
         with open(temporary, "wb") as file:  # given a path, PyTorch hides the reason of an error
-            torch.save(dict(content), file)
+            torch.save(content, file)
 
     write_atomically(path, write)
 
@@ -191,21 +181,17 @@ class Checkpoints:
         for folder in found:
             with _damage_logged():
                 return _load(folder, optimizer)
-        if found:
-            raise UnreadableWeights(
-                f"Every checkpoint in {self.folder} is damaged: {', '.join(folder.name for folder in found)}.\n"
-                "Bring one back from a copy, or start over with --reset-training."
-            )
-        return None
+        if not found:
+            return None
+        damaged = f"Every checkpoint in {self.folder} is damaged: {', '.join(folder.name for folder in found)}."
+        raise UnreadableWeights(f"{damaged}\nRestore one from a backup, or start over with --reset-training.")
 
     def load(self, step: int, optimizer: bool = True) -> LoadedCheckpoint:
-        """The checkpoint of one step."""
         return _load(self.folder / _name(step), optimizer)
 
     def best(self, optimizer: bool = True) -> LoadedCheckpoint | None:
         """The checkpoint with the best loss; None if there is none or it is damaged."""
-        name = self._best_name()
-        if name:
+        if name := self._best_name():
             with _damage_logged():
                 return _load(self.folder / name, optimizer)
         return None
@@ -231,7 +217,14 @@ class Checkpoints:
             serial = 1 + max(map(_serial, self._newest_first()), default=0)
             notes = {"step": step, "stage": self.folder.name, "serial": serial, "state": snapshot.state}
             _write(temporary, {"weights": snapshot.weights, "optimizer": snapshot.optimizer}, notes)
-            self._move_into_place(temporary, final)
+            if (
+                final.exists()
+            ):  # `newest` reads this name too, in case the process is killed before the next rename
+                replaced = final.with_name(f"replaced-{final.name}")
+                shutil.rmtree(replaced, ignore_errors=True)
+                final.rename(replaced)
+            temporary.rename(final)
+            sync_path(self.folder)
             if best:
                 write_text_atomically(self.folder / "best", final.name)
             self._rotate()
@@ -241,20 +234,11 @@ class Checkpoints:
                 self._remove_leftovers()
             if isinstance(error, OSError) and error.strerror:
                 error = DatasetError(error.strerror)
-            _log.error(
-                "Saving %s failed: %s (%.0f MB needed, %.0f MB free). Older checkpoints are kept.",
-                *(final, error, _num_mb(snapshot), _free_mb(self.folder)),
-            )
+            num_bytes = sum(tensor.nbytes for tensor in (*snapshot.weights.values(), *snapshot.optimizer.values()))
+            room = f"{num_bytes / 1e6:.0f} MB needed, {_free_mb(self.folder):.0f} MB free"
+            _log.error("Saving %s failed: %s (%s). Older checkpoints are kept.", final, error, room)
             return error
         return None
-
-    def _move_into_place(self, temporary: Path, final: Path) -> None:
-        if final.exists():  # `newest` reads this name too, in case the process is killed before the next line
-            replaced = final.with_name(f"replaced-{final.name}")
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-        temporary.rename(final)
-        sync_path(self.folder)
 
     def _rotate(self) -> None:
         found = self._newest_first()
@@ -301,11 +285,9 @@ def require_same(
     """Raise an error if the checkpoints in `folder` were made with other settings."""
     found = differences(saved, now, ignore)
     if found:
-        raise ConfigError(
-            f"The run in {folder} was made with other settings:\n  " + "\n  ".join(found) + "\n"
-            "Use the settings of the run, keep the two apart with --checkpoint-dir DIR, "
-            "or start over with --reset-training."
-        )
+        listed = "\n  ".join([f"The run in {folder} was made with other settings:", *found])
+        keep_apart = "keep the two apart with --checkpoint-dir DIR"
+        raise ConfigError(f"{listed}\nUse its settings, {keep_apart}, or start over with --reset-training.")
 
 
 def _name(step: int) -> str:
@@ -394,10 +376,6 @@ def _damage_logged() -> Iterator[None]:
         yield
     except UnreadableWeights as error:
         _log.warning("A damaged checkpoint is passed over: %s", error)
-
-
-def _num_mb(snapshot: Snapshot) -> float:
-    return sum(tensor.nbytes for tensor in [*snapshot.weights.values(), *snapshot.optimizer.values()]) / 1e6
 
 
 def _free_mb(folder: Path) -> float:

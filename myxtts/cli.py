@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from myxtts import __version__
-from myxtts.config import LANGUAGES, PREPARE_KEYS, STAGES, Settings
+from myxtts.config import LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError
 from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.DEBUG if options.verbose else logging.INFO)
     logging.getLogger("torch").setLevel(logging.WARNING)  # it logs statistics when a process ends
     try:
-        return int(options.run(options))
+        return int(options.run(options) or 0)
     except MyXTTSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -54,21 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. `run` of its result is the function to call."""
+    """Return the parser of all commands. `run` of its result is the function to call, which may return a code."""
     parser = Parser(prog="myxtts", description="The XTTS trainer that never lets a GPU wait.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"myxtts {__version__}")
     parser.add_argument("--verbose", action="store_true", help="show debugging messages")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_training_commands(commands)
-    _add_tools(commands)
-    _add_speak(commands)
-    _add_evaluate(commands)
-    _add_export(commands)
+    for add_to in (_add_training_commands, _add_tools, _add_speak, _add_evaluate, _add_export):
+        add_to(commands)
     return parser
 
 
 def _command(
-    commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], int], strict: bool = False
+    commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], int | None], strict: bool = False
 ) -> argparse.ArgumentParser:
     """Add a command. A strict one refuses unknown flags itself; else `load` names them with all other mistakes."""
     command: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
@@ -88,9 +85,8 @@ def _add_training_commands(commands: Any) -> None:
     vocabulary = commands.add_parser("vocabulary", help=about, description=about)
     actions = vocabulary.add_subparsers(required=True, metavar="ACTION")
     new = _command(actions, "train", "train a new vocabulary", _vocabulary)
-    extend = _command(
-        actions, "extend", "add a language to an existing vocabulary; all old ids stay valid", _vocabulary
-    )
+    about = "add a language to an existing vocabulary; all old ids stay valid"
+    extend = _command(actions, "extend", about, _vocabulary)
     add = extend.add_argument
     add("--base", type=Path, required=True, metavar="FILE", help="vocab.json to extend")
     add("--merges", type=_whole_number(0), default=500, metavar="N", help="most merges to add [default: 500]")
@@ -209,20 +205,17 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
 
 
-# Settings
-
-
 def _load(options: argparse.Namespace) -> LoadedSettings:
     """Return the settings of a training, with presets and demonstration applied; prints what they set."""
     from myxtts.devices import Machine
-    from myxtts.terminal import show_lines
 
     loaded, lines = apply_presets(load(options.config, flags_of(options), options.unknown))
     if loaded.settings.data.train_data is None:
         loaded, demo = apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
         lines += demo
     if _is_first_process() and not getattr(options, "json", False):
-        show_lines(lines)
+        for line in lines:
+            print(line, flush=True)
     return loaded
 
 
@@ -230,49 +223,48 @@ def _is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _require_file(flag: str, path: Path | None) -> None:
-    """Raise an error unless a vocabulary exists: a file, or the folder that contains it."""
+def _load_data(options: argparse.Namespace) -> DataSettings:
+    data = load(options.config, flags_of(options), options.unknown).settings.data
+    _require_vocabulary("--tokenizer", data.tokenizer)
+    return data
+
+
+def _require_vocabulary(flag: str, path: Path | None) -> None:
     if path is not None and not path.exists():
-        raise DatasetError(
-            f"{flag} {path}: there is no such file; give a vocab.json, or the folder that contains it"
-        )
+        raise DatasetError(f"{flag} {path}: there is no such file; give a vocab.json or its folder")
 
 
 # Training
 
 
-def _train(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> None:
     from myxtts.reports import TrainingReports, closing, stopped
     from myxtts.run import train
     from myxtts.terminal import ProgressLines, ProgressPrinter, show_lines
 
     loaded = _load(options)
     settings = loaded.settings
-    _require_file("--tokenizer", settings.data.tokenizer)
+    _require_vocabulary("--tokenizer", settings.data.tokenizer)
     folder = settings.training.checkpoint_dir
     if not _is_first_process():
         logging.getLogger().setLevel(logging.WARNING)
         train(loaded)
-        return 0
+        return
     with (
         ProgressPrinter(is_silent=options.dashboard) as printer,
-        _dashboard(folder, options.dashboard),
+        _dashboard(folder) if options.dashboard else contextlib.nullcontext(),
         contextlib.closing(TrainingReports(folder, printer)) as reports,
     ):
         result = train(loaded, reporter=reports, progress=ProgressLines(), say=lambda line: show_lines([line]))
     if all(state.done for state in result.states.values()):
         show_lines(closing(settings, result.prepared, reports.has_trained))
     else:
-        show_lines([stopped(settings, result.states)])
-    return 0
+        print(stopped(settings, result.states))
 
 
 @contextlib.contextmanager
-def _dashboard(folder: Path, is_wanted: bool) -> Iterator[None]:
+def _dashboard(folder: Path) -> Iterator[None]:
     """Show the live view of a run on a thread of its own."""
-    if not is_wanted:
-        yield
-        return
     from myxtts.terminal import watch
 
     stop = threading.Event()
@@ -293,29 +285,26 @@ def _gpu_readings() -> Callable[[], list[dict[str, Any]]]:
     return lambda: [reading.to_json() for reading in sampler.read()]
 
 
-def _prepare(options: argparse.Namespace) -> int:
+def _prepare(options: argparse.Namespace) -> None:
     from myxtts.data.prepare import prepare
     from myxtts.terminal import ProgressLines, show_corpus
 
-    data = load(options.config, flags_of(options), options.unknown).settings.data
-    _require_file("--tokenizer", data.tokenizer)
+    data = _load_data(options)
     if data.train_data is None:
         logging.info("No --train-data given: using the embedded corpus")
     show_corpus(prepare(data, ProgressLines(), verify=True))
-    return 0
 
 
-def _vocabulary(options: argparse.Namespace) -> int:
+def _vocabulary(options: argparse.Namespace) -> None:
     from myxtts.data.prepare import spoken_corpus
     from myxtts.terminal import ProgressLines
     from myxtts.text import tokenizer
 
-    data = load(options.config, flags_of(options), options.unknown).settings.data
-    _require_file("--tokenizer", data.tokenizer)
+    data = _load_data(options)
     base: Path | None = getattr(options, "base", None)
     if base is not None and data.language is None:
         raise ConfigError("vocabulary extend: --language is missing; give the language to add, such as fa")
-    _require_file("--base", base)
+    _require_vocabulary("--base", base)
     old = tokenizer.Tokenizer.load(base) if base is not None else None
     texts, languages = spoken_corpus(data, ProgressLines())
     if old is None:
@@ -324,42 +313,39 @@ def _vocabulary(options: argparse.Namespace) -> int:
         spoken = [text for text, language in zip(texts, languages, strict=True) if language == data.language]
         if not spoken:
             found = " ".join(sorted(set(languages))) or "none"
-            raise ConfigError(
-                f"No sentence of the corpus is in {data.language} (languages in its metadata: {found})"
-            )
+            raise ConfigError(f"No sentence of the corpus is in {data.language} (its languages: {found})")
         vocabulary = tokenizer.extend(old, spoken, data.language or "", options.merges)
         print(f"{vocabulary.num_tokens - old.num_tokens} tokens added to the {old.num_tokens} of {base}")
     vocabulary.save(options.out)
     print(f"{options.out}: {vocabulary.num_tokens} tokens")
-    return 0
 
 
 # Tools
 
 
 def _check(options: argparse.Namespace) -> int:
-    from myxtts.terminal import ProgressLines, show_findings, show_lines
+    from myxtts.terminal import ProgressLines, show_findings
     from myxtts.tools.check import check, check_gpus, passed, to_json
 
     loaded = _load(options)
     findings = check_gpus(loaded, progress=ProgressLines(), say=logging.info) if options.gpus else check(loaded)
     if options.json:
-        show_lines([to_json(findings)])
+        print(to_json(findings))
     else:
         show_findings(findings)
     return 0 if passed(findings) else 1
 
 
-def _profile(options: argparse.Namespace) -> int:
-    from myxtts.terminal import show_lines, show_profile
+def _profile(options: argparse.Namespace) -> None:
+    from myxtts.terminal import show_profile
     from myxtts.tools.profile import profile
 
-    loaded = _load(options)
+    loaded, prepared, stage = _load_for_tool(options)
     found = profile(
         loaded.settings,
-        _prepare_for_tool(loaded),
+        prepared,
         num_steps=options.num_steps,
-        stage=_stage(options, loaded),
+        stage=stage,
         data_only=options.data_only,
         kernels=options.kernels,
         step_ms=options.step_ms,
@@ -370,82 +356,69 @@ def _profile(options: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"--trace {options.trace}: cannot be written ({error.strerror or error})") from error
     if options.json:
-        show_lines([_as_json(found.to_json())])
-        return 0
+        print(json.dumps(found.to_json(), indent=2, default=str))
+        return
     show_profile(found)
-    show_lines(_add_to_page(found, loaded.settings))
+    _add_to_page(found, loaded.settings)
     if options.trace is not None and found.trace is not None:
-        show_lines([f"Trace for ui.perfetto.dev: {options.trace}"])
-    return 0
+        print(f"Trace for ui.perfetto.dev: {options.trace}")
 
 
-def _add_to_page(found: Profile, settings: Settings) -> list[str]:
+def _add_to_page(found: Profile, settings: Settings) -> None:
     """Add a profile to the page of the run with this corpus, network and batch size, if there is one."""
     from myxtts.observe.report import write_report
     from myxtts.tools.profile import keep
 
+    def subject(of: Settings) -> tuple[Any, ...]:
+        return of.data.train_data, of.data.batch_size, of.model
+
     run_folder = settings.training.checkpoint_dir
     try:
         own = load(run_folder / "settings.yaml", {}).settings
-    except ConfigError:
-        return []
-    is_the_same = (own.data.train_data, own.data.batch_size, own.model) == (
-        settings.data.train_data,
-        settings.data.batch_size,
-        settings.model,
-    )
-    if found.verdict is None or not is_the_same:
-        return []
-    try:
-        keep(found, run_folder)
-        return [f"On the page of the run: {write_report(run_folder)}"]
+        if found.verdict is not None and subject(own) == subject(settings):
+            keep(found, run_folder)
+            print(f"On the page of the run: {write_report(run_folder)}")
+    except ConfigError:  # no run, or one with settings of another version
+        return
     except OSError as error:
         logging.warning("Cannot write the page of the run in %s: %s", run_folder, error)
-        return []
 
 
-def _tune(options: argparse.Namespace) -> int:
+def _tune(options: argparse.Namespace) -> None:
     from myxtts.settings import apply_patch
-    from myxtts.terminal import show_lines, show_tuning
+    from myxtts.terminal import show_tuning
     from myxtts.tools.tune import tune
 
-    loaded = _load(options)
+    loaded, prepared, stage = _load_for_tool(options)
     limits = {"minutes": options.minutes, "max_batch": options.max_batch}
-    found = tune(loaded, _prepare_for_tool(loaded), stage=_stage(options, loaded), say=logging.info, **limits)
+    found = tune(loaded, prepared, stage=stage, say=logging.info, **limits)
     if options.json:
-        show_lines([_as_json(found.to_json())])
+        print(json.dumps(found.to_json(), indent=2, default=str))
     else:
         show_tuning(found)
     if options.apply and found.values:
         path, backup = apply_patch(loaded, found.values)
         logging.info("%s: written%s", path, f"; the previous version is {backup}" if backup else "")
-    return 0
 
 
-def _stage(options: argparse.Namespace, loaded: LoadedSettings) -> str:
-    stages = loaded.settings.training.stages or STAGES
-    return str(options.stage or ("gpt" if "gpt" in stages else stages[0]))
-
-
-def _prepare_for_tool(loaded: LoadedSettings) -> PreparedCorpus:
+def _load_for_tool(options: argparse.Namespace) -> tuple[LoadedSettings, PreparedCorpus, str]:
+    """Return the settings, the prepared corpus and the stage to measure."""
     from myxtts.devices import make_plan
     from myxtts.run import prepare_corpus
     from myxtts.terminal import ProgressLines
 
+    loaded = _load(options)
     make_plan(loaded.settings.data)  # reports a mistake about devices before a corpus is prepared
-    return prepare_corpus(loaded.settings, ProgressLines())
+    stages = loaded.settings.training.stages or STAGES
+    stage = options.stage or ("gpt" if "gpt" in stages else stages[0])
+    return loaded, prepare_corpus(loaded.settings, ProgressLines()), stage
 
 
-def _as_json(record: dict[str, Any]) -> str:
-    return json.dumps(record, indent=2, default=str)
-
-
-def _watch(options: argparse.Namespace) -> int:
+def _watch(options: argparse.Namespace) -> None:
     from myxtts.terminal import watch
 
     _require_run(options.run_folder)
     watch(options.run_folder, threading.Event(), _gpu_readings())
-    return 0
 
 
 def _require_run(folder: Path) -> None:
@@ -453,32 +426,27 @@ def _require_run(folder: Path) -> None:
         raise ConfigError(f"There is no run in {folder}: no such folder; give the --checkpoint-dir of a training")
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     from myxtts.observe.report import write_report
-    from myxtts.terminal import show_lines
 
     try:
-        show_lines([str(write_report(options.run_folder, options.out))])
+        print(write_report(options.run_folder, options.out))
     except OSError as error:
-        no_run = isinstance(error, FileNotFoundError) and error.filename is None
-        problem = f"No report of {options.run_folder}: {error.strerror or error}"
-        raise ConfigError(str(error) if no_run else problem) from error
-    return 0
+        problem = f"No report of {options.run_folder}: {error.strerror}" if error.strerror else str(error)
+        raise ConfigError(problem) from error
 
 
 # Speech
 
 
-def _speak(options: argparse.Namespace) -> int:
+def _speak(options: argparse.Namespace) -> None:
     from myxtts.synthesis.synthesizer import check_output, load_synthesizer, override_sampling
     from myxtts.synthesis.voices import VoiceLibrary
-    from myxtts.terminal import ProgressLines, show_lines
+    from myxtts.terminal import ProgressLines
 
     text = _text(options)
     if not options.speaker and not options.voice:
-        raise ConfigError(
-            "speak: give a recording of the voice with --speaker FILE, or a saved voice with --voice NAME"
-        )
+        raise ConfigError("speak: give a recording with --speaker FILE, or a saved voice with --voice NAME")
     check_output(options.out)
     synthesizer = load_synthesizer(options.model, vocoder=options.vocoder, best_gpt=options.best)
     voices = VoiceLibrary(options.model)
@@ -502,8 +470,7 @@ def _speak(options: argparse.Namespace) -> int:
         speech = synthesizer.speak(text, voice, options.language, **how)
         speech.save(options.out)
         report = speech.report
-    show_lines([*report.notes(), str(options.out)])
-    return 0
+    print(*report.notes(), options.out, sep="\n")
 
 
 def _text(options: argparse.Namespace) -> str:
@@ -515,12 +482,11 @@ def _text(options: argparse.Namespace) -> str:
         path = Path("/dev/stdin") if str(options.from_file) == "-" else options.from_file
         return str(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
-        why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
+        why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror or error
         raise ConfigError(f"speak: --from-file {options.from_file} cannot be read: {why}") from None
 
 
 def _write_stream(path: Path, stream: SpeechStream) -> None:
-    """Write each piece of audio as it arrives."""
     import soundfile
 
     from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
@@ -531,8 +497,9 @@ def _write_stream(path: Path, stream: SpeechStream) -> None:
             file.flush()
 
 
-def _evaluate(options: argparse.Namespace) -> int:
-    from myxtts.terminal import ProgressLines, show_lines, show_scores
+def _evaluate(options: argparse.Namespace) -> None:
+    from myxtts.observe.report import write_report
+    from myxtts.terminal import ProgressLines, show_scores
     from myxtts.tools.evaluate import EvaluationOptions, find_judges, score, synthesise
 
     _require_run(options.run_folder)
@@ -552,35 +519,26 @@ def _evaluate(options: argparse.Namespace) -> int:
         synthesise(options.run_folder, out, asked, ProgressLines())
     if judges is None:
         there = f" --out {out}" if options.out else ""
-        show_lines([f"{out}: ready to be judged (myxtts evaluate {options.run_folder} --only judge{there})"])
-        return 0
+        print(f"{out}: ready to be judged (myxtts evaluate {options.run_folder} --only judge{there})")
+        return
     scores = score(out, judges, ProgressLines())
     show_scores(scores)
-    show_lines([str(scores["reading"]), str(out / "scores.json"), *_page_with_scores(options.run_folder, out)])
-    return 0
+    print(scores["reading"], out / "scores.json", sep="\n")
+    if out.resolve() == (options.run_folder / EVALUATION_FOLDER).resolve():
+        try:
+            print(write_report(options.run_folder))
+        except OSError as error:
+            print(f"No page was written: {error}")
 
 
-def _page_with_scores(run_folder: Path, out: Path) -> list[str]:
-    from myxtts.observe.report import write_report
-
-    if out.resolve() != (run_folder / EVALUATION_FOLDER).resolve():
-        return []
-    try:
-        return [str(write_report(run_folder))]
-    except OSError as error:
-        return [f"No page was written: {error}"]
-
-
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     from myxtts.run_dir import RunDir
     from myxtts.synthesis.synthesizer import provenance
     from myxtts.text.tokenizer import Tokenizer
     from myxtts.weights import load_folder, save_folder
 
-    if options.out.resolve() == options.source.resolve():
-        raise ConfigError(f"--out {options.out} is the folder to read; give another one")
-    replaced = _export_replaced(options.out)
-    _require_file("--tokenizer", options.tokenizer)
+    replaced = ", in place of the weights that were there" if _check_export(options.source, options.out) else ""
+    _require_vocabulary("--tokenizer", options.tokenizer)
     larger = Tokenizer.load(options.tokenizer) if options.tokenizer else None
     run, fresh = RunDir(options.source), ""
     if run.exists and larger is not None:
@@ -596,28 +554,23 @@ def _export(options: argparse.Namespace) -> int:
     save_folder(options.out, model, vocabulary, known)
     print(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{fresh}{replaced}")
     if known.untrained:
-        hum = (
-            "; coqui-tts will only hum, myxtts speak uses Griffin-Lim instead"
-            if "decoder" in known.untrained
-            else ""
-        )
-        print(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{hum}")
-    return 0
+        print(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random", end="")
+        print("; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else "")
 
 
-def _export_replaced(out: Path) -> str:
-    """Return a remark if an earlier export is overwritten; anything else in the way is an error."""
+def _check_export(source: Path, out: Path) -> bool:
+    """True if an earlier export will be overwritten; anything else in the way is an error."""
     from myxtts.weights import MODEL_FILES
 
+    if out.resolve() == source.resolve():
+        raise ConfigError(f"--out {out} is the folder to read; give another one")
     if out.is_file():
         raise ConfigError(f"--out {out} is a file; give a folder for the export")
     found = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    if found and not any(name in found for name in MODEL_FILES):
-        raise ConfigError(
-            f"--out {out} holds other files ({', '.join(found[:4])}{', …' if len(found) > 4 else ''}). "
-            "Give a new or empty folder, or that of an earlier export."
-        )
-    return ", in place of the weights that were there" if found else ""
+    if found and not set(found) & set(MODEL_FILES):
+        some = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
+        raise ConfigError(f"--out {out} holds other files ({some}); give a new folder, or an earlier export")
+    return bool(found)
 
 
 if __name__ == "__main__":

@@ -106,28 +106,20 @@ FINE_TUNING_KEYS = frozenset({"model.lora_rank"})
 
 DEMO_FOLDER = Path("demo")
 """Folder of runs on the embedded corpus, so that a user's first own training does not continue one of them."""
-DEMO: Mapping[str, Any] = {
-    "training.stages": ("dvae", "gpt"),
-    "data.batch_size": 2,
-    "training.dvae_steps": 450,
-    "training.max_steps": 500,
-    "training.decoder_steps": 2,
-    "training.save_step": 225,
-    "training.warmup_steps": 20,
-    "training.val_step": 225,
+_DEMO_ROWS: Mapping[str, tuple[Any, Any]] = {
+    "training.stages": (("dvae", "gpt"), ("dvae", "gpt")),
+    "data.batch_size": (2, 16),
+    "training.dvae_steps": (450, 2000),
+    "training.max_steps": (500, 2000),
+    "training.decoder_steps": (2, 500),
+    "training.save_step": (225, 500),
+    "training.warmup_steps": (20, 100),
+    "training.val_step": (225, 500),
 }
+DEMO: Mapping[str, Any] = {key: on_cpu for key, (on_cpu, _) in _DEMO_ROWS.items()}
 """The demonstration: a few minutes on two CPU cores, which favour small batches. The decoder would take as long
 for a few steps, so it is left out and Griffin-Lim speaks; its limit applies when the user names the stage."""
-DEMO_ON_GPU: Mapping[str, Any] = {
-    **DEMO,
-    "data.batch_size": 16,
-    "training.dvae_steps": 2000,
-    "training.max_steps": 2000,
-    "training.decoder_steps": 500,
-    "training.save_step": 500,
-    "training.warmup_steps": 100,
-    "training.val_step": 500,
-}
+DEMO_ON_GPU: Mapping[str, Any] = {key: on_gpu for key, (_, on_gpu) in _DEMO_ROWS.items()}
 """The demonstration on a GPU: a minute or two, long enough to memorise the embedded sentences."""
 
 
@@ -161,11 +153,9 @@ class ModelSettings:
     size: str = setting("tiny", flag="--model-size", choices=MODEL_SIZES)
     """Size of the network. `normal` is exactly XTTS-v2 and loads its weights. `tiny` and `small` are for
     experiments and small cards, `big` is for training from scratch on large corpora."""
-
     gradient_checkpointing: bool = setting(False)
     """Recomputes activations in the backward pass, layer by layer: less GPU memory, more time. Turn it on when a
     batch does not fit the card."""
-
     lora_rank: int = setting(0, minimum=0, maximum=1024)
     """Rank of the LoRA adapters that are trained instead of the whole GPT; 0 trains every weight. 16 to 64 is
     usual for fine-tuning `normal` on small cards."""
@@ -182,31 +172,25 @@ class DataSettings:
     train_data: Path | None = setting(None, metavar="DIR")
     """Folder of the training corpus in LJSpeech's layout: `metadata.csv` and `wavs/`. `null` uses the small
     corpus embedded in the package."""
-
     val_data: Path | None = setting(None, metavar="DIR")
     """Folder of the validation corpus. `null` holds out a fixed part of the training data (`val_fraction`)."""
-
     val_fraction: float = setting(0.02, minimum=0, maximum=0.5)
     """Fraction of the training clips held out for validation when `val_data` is not given. The choice depends
     only on the clips, so a continued run validates on the same ones."""
-
     reference_clip: str = setting("other", choices=("other", "same"))
     """Source of the reference voice of a training clip. `other` takes another clip of the same speaker in the
     batch, as synthesis does, so that the reference cannot leak the text; `same` takes the clip itself, as
     XTTS-v2's own training does. Clips without a speaker label, or without another clip of that speaker in the
     batch, use themselves."""
-
     language: str | None = setting(None, choices=LANGUAGES)
     """Language of the clips whose metadata does not give one. `null` detects it from the text. Set it when all
     clips share one language: that is faster and never wrong."""
 
     tokenizer: Path | None = setting(None, metavar="FILE")
     """A `vocab.json` to use as it is, such as XTTS-v2's. `null` trains a vocabulary on the corpus."""
-
     vocab_size: int = setting(1024, minimum=256, maximum=65535)
     """Size of a vocabulary trained on the corpus. 1024 suits one language and up to a few dozen hours; XTTS-v2
     uses 6681 for seventeen languages. Has no effect when `tokenizer` is given."""
-
     use_phonemes: bool = setting(False)
     """Feeds phonemes from espeak-ng to the model instead of letters. Needs the extra `myxtts[phonemes]` and a
     model trained that way; XTTS-v2's weights expect letters."""
@@ -214,17 +198,13 @@ class DataSettings:
     cache_dir: Path | None = setting(None, metavar="DIR")
     """Folder of prepared corpora. `null` uses `.myxtts` inside the corpus folder, or your user's cache folder
     when the corpus is read-only. A change of settings never reuses a stale cache, so nothing needs deleting."""
-
     min_clip_seconds: float = setting(0.5, above=0, metavar="SECONDS")
     """Shortest clip to train on. Shorter ones are set aside and listed with the reason."""
-
     max_text_length: int = setting(200, minimum=8, maximum=400)
     """Longest text in tokens. Clips with longer texts are set aside, never cut. XTTS-v2 has room for 400."""
-
     max_mel_frames: int = setting(800, minimum=64, maximum=2416)
     """Longest clip in mel frames of 256 samples. Longer clips are set aside, never cut. 800 frames are 9.3
     seconds; XTTS-v2 has room for 2416 (28 seconds). Memory grows with it."""
-
     trim_silence_db: float = setting(0.0, minimum=0, maximum=120, metavar="DB")
     """Trims both ends of a clip where it is at least this many decibels quieter than its loudest part; 0 is off.
     Try 40 when recordings start or end with long pauses."""
@@ -232,7 +212,6 @@ class DataSettings:
     batch_size: int = setting(16, minimum=1)
     """Clips per micro-step. Raise it until the GPU's memory is used. When a batch does not fit, halve it and
     double `gradient_accumulation_steps`."""
-
     pad_to_fixed_length: bool = setting(
         True, on_flags=("--enable-static-shapes",), off_flags=("--disable-static-shapes",)
     )
@@ -242,14 +221,11 @@ class DataSettings:
 
     num_workers: int = setting(16, minimum=1)
     """Threads and processes that prepare the corpus and load batches; never more than the machine has cores."""
-
     prefetch_buffer_size: int | None = setting(None, minimum=1, none="auto")
     """Batches kept ready in host memory. `auto` follows the workers and the free memory, up to 16."""
-
     pipeline_buffer_size: int | None = setting(None, flag="--buffer-size", minimum=1, none="auto")
     """Batches kept ready ahead of the model in total: as many as fit on the GPU, the rest in pinned host memory.
     `auto` follows the workers and the free memory, up to 50."""
-
     model_start_delay: float = setting(2.0, minimum=0, metavar="SECONDS")
     """Training starts when the buffers are full, but no later than this many seconds after the first batch is
     ready."""
@@ -257,33 +233,25 @@ class DataSettings:
     data_gpu: int | None = setting(None, minimum=0, metavar="I")
     """Index of the GPU that prepares batches and runs the frozen networks. Give it together with `model_gpu` to
     train on two GPUs; leave out both to use one."""
-
     model_gpu: int | None = setting(None, minimum=0, metavar="J")
     """Index of the GPU that trains. Give it together with `data_gpu`."""
-
     enable_memory_isolation: bool = setting(False)
     """Caps the memory of each GPU (`data_gpu_memory`, `model_gpu_memory`), so that neither role takes memory
     that another program needs. Exceeding a cap ends the run with an error that names the role."""
-
     data_gpu_memory: int = setting(8192, minimum=256, metavar="MB")
     """Memory cap of the data GPU in MB, with `enable_memory_isolation`."""
-
     model_gpu_memory: int = setting(16384, minimum=256, metavar="MB")
     """Memory cap of the model GPU in MB, with `enable_memory_isolation`."""
 
     native_loading: bool = setting(True, aliases=("use_tf_native_loading",))
     """Gathers batches from the packed cache, without any Python per sample. Off decodes the audio files for
     every batch: for comparison, and for corpora too large to pack."""
-
     mixed_precision: bool = setting(True)
     """Computes in bf16 where that is safe; weights and sums stay in fp32. Turn it off only for comparison."""
-
     prefetch_to_gpu: bool = setting(True)
     """Uploads batches before the model needs them."""
-
     enhanced_gpu_prefetch: bool = setting(True)
     """Uploads from pinned memory on a separate copy stream, so that copies overlap with computation."""
-
     optimize_cpu_gpu_overlap: bool = setting(True)
     """Runs the data role's kernels on a separate stream, so that they overlap with the training step."""
 
@@ -295,58 +263,45 @@ class TrainingSettings:
     stages: tuple[str, ...] | None = setting(None, choices=STAGES)
     """Parts to train, in this order: `dvae` (audio to codes), `gpt` (text to codes), `decoder` (codes to audio).
     `null` trains all three, or only `gpt` with `init_from`."""
-
     init_from: Path | None = setting(None, metavar="DIR")
     """Folder of weights to start from, such as a downloaded XTTS-v2. `null` starts from scratch."""
-
     checkpoint_dir: Path = setting(Path("checkpoints"), metavar="DIR")
     """Folder of the run: checkpoints, settings, logs. A run found there is continued from its newest good
     checkpoint."""
-
     reset_training: bool = setting(False)
     """Starts over instead of continuing the run in `checkpoint_dir`."""
 
     epochs: int = setting(500, minimum=1)
     """Passes over the training data. A stage ends here or at its step limit, whichever comes first."""
-
     max_steps: int | None = setting(None, minimum=1)
     """Most optimiser steps of a stage. `null` sets no limit: `epochs` ends the stage."""
-
     dvae_steps: int | None = setting(None, minimum=1)
     """Most optimiser steps of the `dvae` stage, in place of `max_steps`; `epochs` still applies. `null` uses
     `max_steps`."""
-
     decoder_steps: int | None = setting(None, minimum=1)
     """Most optimiser steps of the `decoder` stage, in place of `max_steps`; `epochs` still applies. `null` uses
     `max_steps`."""
 
     learning_rate: float | None = setting(None, flag="--lr", above=0, maximum=1)
     """Peak learning rate. `null` uses the stage's own default, which is lower with `init_from`."""
-
     warmup_steps: int = setting(500, minimum=0)
     """Optimiser steps over which the learning rate rises linearly from zero, before its cosine decay."""
-
     gradient_accumulation_steps: int = setting(1, flag="--grad-accum", minimum=1)
     """Micro-steps per optimiser step. The effective batch is this many times `batch_size`, in the memory of
     one."""
-
     weight_decay: float = setting(0.01, minimum=0, maximum=1)
     """Weight decay of AdamW. Norms, biases and embeddings are never decayed."""
-
     grad_clip: float = setting(1.0, minimum=0)
     """Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
 
     label_smoothing: float = setting(0.0, minimum=0, maximum=0.5)
     """Label smoothing of the GPT's losses. 0, as in XTTS-v2, is off."""
-
     code_noise: float = setting(0.0, minimum=0, maximum=0.9)
     """Fraction of the GPT's input codes that are replaced at random during training, which makes it rely more on
     the text. Helps with only a few hours of speech; 0, as in XTTS-v2, is off."""
-
     text_dropout: float = setting(0.0, minimum=0, maximum=0.5)
     """Probability of dropping a clip's text during training, so that the model can be sampled with
     classifier-free guidance (`myxtts speak --guidance`). 0, as in XTTS-v2, is off."""
-
     ema_decay: float = setting(0.0, minimum=0, maximum=0.99999)
     """Decay of an exponential moving average of the weights, which is then validated and exported instead of
     them. 0 is off; 0.999 is usual."""
@@ -360,20 +315,16 @@ class TrainingSettings:
 
     log_step: int = setting(10, minimum=1)
     """Optimiser steps between two progress lines and log entries."""
-
     val_step: int = setting(1000, minimum=1)
     """Optimiser steps between two validations."""
-
     save_step: int = setting(1000, minimum=1)
     """Optimiser steps between two checkpoints: the most work that a crash can cost."""
-
     keep_checkpoints: int = setting(3, flag="--keep", minimum=1)
     """Number of newest checkpoints to keep, in addition to the best one; older ones are deleted."""
 
     optimization_level: str = setting("enhanced", choices=tuple(OPTIMIZATION_LEVELS))
     """Named set of settings, printed when applied; your own values win over it. `basic` runs the plain,
     uncompiled step, `enhanced` is fast, `experimental` lets the compiler try many kernels."""
-
     preset: str | None = setting(None, choices=tuple(PRESETS))
     """Named set of settings for a card with this much memory, printed when applied; your own values win over it.
     `null` applies none."""
@@ -381,10 +332,8 @@ class TrainingSettings:
     enable_graph_mode: bool = setting(True)
     """Runs the training step compiled or as a CUDA graph. Off runs it eagerly, which is slower and easier to
     debug."""
-
     enable_xla_compilation: bool = setting(True, aliases=("data.enable_xla",))
     """Compiles the training step with `torch.compile`; the first step takes longer."""
-
     enable_eager_debug: bool = setting(False)
     """Runs eagerly and synchronously with anomaly detection, to find the operation that produces a NaN. Slow."""
 

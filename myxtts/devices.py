@@ -1,8 +1,7 @@
 """Devices of a process: which role runs where, memory caps, streams, events and CUDA graphs.
 
 A plan assigns devices to the roles `data` and `model`. It follows from the settings, the GPUs of the machine and
-torchrun's environment. A stream is an ordered queue of work: a CUDA stream, or the calling thread on the CPU, so
-that one pipeline serves both. The module does not know what the work is.
+torchrun's environment. A stream is an ordered queue of work: a CUDA stream, or the calling thread on the CPU.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from itertools import permutations
 from typing import Any, Generic, TypeVar
 
@@ -62,7 +62,6 @@ class Machine:
 
     @classmethod
     def look(cls) -> Machine:
-        """The machine that this process runs on."""
         indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
         cards = [torch.cuda.get_device_properties(index) for index in indices]
         return cls(
@@ -89,10 +88,7 @@ class _Place:
 def make_plan(
     data: DataSettings, machine: Machine | None = None, environment: Mapping[str, str] | None = None
 ) -> Plan:
-    """The plan of this process; a ConfigError lists every problem.
-
-    Machine and environment default to those of this process.
-    """
+    """The plan of this process; a ConfigError lists every problem."""
     machine = Machine.look() if machine is None else machine
     environment = os.environ if environment is None else environment
     problems: list[str] = []
@@ -125,8 +121,8 @@ def _read_place(environment: Mapping[str, str], problems: list[str]) -> _Place:
             return place
     found = ", ".join(f"{name}={value}" for name, value in given.items())
     problems.append(
-        f"the environment has {found}, which is no place among the processes of a run; expected are "
-        f"{', '.join(names)} as torchrun sets them: start with torchrun, or unset them to train with one process"
+        f"the environment has {found}, which is no place among the processes of a run; start with torchrun, which "
+        f"sets {', '.join(names)}, or unset them to train with one process"
     )
     return _Place()
 
@@ -167,10 +163,8 @@ def _gpu_problems(
         each = "two GPUs each" if given else "one GPU each"
         yield f"{num_processes} processes on this machine, {each}, lack GPU {', '.join(absent)}. {found}; {cure}"
     elif indices and len(set(used)) < len(used):
-        yield (
-            f"{num_processes} processes on this machine, each two GPUs further than the one before, would share "
-            f"GPUs; name neighbours, such as --data-gpu 0 --model-gpu 1, or {drop}. {found}"
-        )
+        share = f"{num_processes} processes on this machine, each two GPUs further than the last, would share GPUs"
+        yield f"{share}; name neighbours, such as --data-gpu 0 --model-gpu 1, or {drop}. {found}"
 
 
 def _cap_problems(data: DataSettings, machine: Machine, num_processes: int) -> Iterator[str]:
@@ -180,11 +174,11 @@ def _cap_problems(data: DataSettings, machine: Machine, num_processes: int) -> I
     caps = [("--model-gpu-memory", data.model_gpu_memory, index) for _, index in pairs]
     if data.data_gpu is not None:
         caps += [("--data-gpu-memory", data.data_gpu_memory, index) for index, _ in pairs]
+    cards = {gpu.index: gpu for gpu in machine.gpus}
     for flag, cap, index in caps:
-        for gpu in machine.gpus:
-            if gpu.index == index and cap > gpu.memory_mb:
-                cure = f"give at most {gpu.memory_mb}, or drop --enable-memory-isolation"
-                yield f"{flag} {cap} is more than the memory of GPU {gpu}; {cure}"
+        if (gpu := cards.get(index)) and cap > gpu.memory_mb:
+            cure = f"give at most {gpu.memory_mb}, or drop --enable-memory-isolation"
+            yield f"{flag} {cap} is more than the memory of GPU {gpu}; {cure}"
 
 
 def announcements(plan: Plan, buffer_size: int | None, machine: Machine | None = None) -> list[str]:
@@ -200,17 +194,13 @@ def announcements(plan: Plan, buffer_size: int | None, machine: Machine | None =
     size = f"auto, up to {MAX_AUTO_BUFFER}" if buffer_size is None else buffer_size
     lines += [f"Buffer size: {size} batches", f"Model placed on {machine.label(plan.model)}"]
     cap = f"{plan.model_cap_mb} MB on {plan.model}"
-    if plan.model_cap_mb is None:
-        pass
-    elif on_cpu:
+    if plan.model_cap_mb is not None and on_cpu:
         lines.append("Memory isolation has no effect on the CPU: nothing is capped")
-    elif plan.mode == "dual":
+    elif plan.model_cap_mb is not None and plan.mode == "dual":
         lines.append(f"Memory caps: data {plan.data_cap_mb} MB on {plan.data}, model {cap}")
-    else:
-        lines.append(
-            f"Memory cap: {cap} (--model-gpu-memory) for both roles together; PyTorch cannot hold two roles on "
-            "one GPU apart, so --data-gpu-memory has no effect"
-        )
+    elif plan.model_cap_mb is not None:
+        why = "PyTorch cannot tell two roles on one GPU apart, so --data-gpu-memory has no effect"
+        lines.append(f"Memory cap: {cap} (--model-gpu-memory) for both roles together; {why}")
     if plan.mode == "dual":
         is_direct = (plan.data.index, plan.model.index) in machine.peers
         way = "direct (peer access)" if is_direct else "through host memory, slower (no peer access)"
@@ -251,9 +241,10 @@ def explain_out_of_memory(plan: Plan, error: torch.OutOfMemoryError, role: str, 
     smaller_batch = "a smaller --batch-size with more --grad-accum: the effective batch stays the same"
     smaller_buffer = "a smaller --buffer-size: fewer batches wait on the GPU"
     less_model = "--gradient-checkpointing, or for fine-tuning --lora-rank 16"
-    advice += [smaller_buffer, smaller_batch] if role == "data" else [smaller_batch, less_model]
-    if is_shared:
-        advice.append(less_model if role == "data" else smaller_buffer)
+    cures = [smaller_batch, less_model, smaller_buffer]
+    if role == "data":
+        cures = [smaller_buffer, smaller_batch, less_model]
+    advice += cures if is_shared else cures[:2]
     explained = PipelineError("\n  - ".join([f"{text} Change one of:", *advice[:3]]))
     explained.__cause__ = error
     return explained
@@ -317,9 +308,7 @@ def peak_memory_mb(plan: Plan) -> dict[str, float]:
     """Peak memory allocated on the device of each role; "gpu" if both share one."""
     if plan.model.type != "cuda":
         return {}
-    if plan.data == plan.model:
-        return {"gpu": torch.cuda.max_memory_allocated(plan.model) / _MB}
-    roles = {"data": plan.data, "model": plan.model}
+    roles = {"gpu": plan.model} if plan.data == plan.model else {"data": plan.data, "model": plan.model}
     return {role: torch.cuda.max_memory_allocated(device) / _MB for role, device in roles.items()}
 
 
@@ -351,15 +340,13 @@ class Stream:
     def __init__(self, device: torch.device, *, high_priority: bool = False) -> None:
         self.device = device
         self.handle: torch.cuda.Stream | None = None
-        self._capture_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.handle = torch.cuda.Stream(device, priority=-1 if high_priority else 0)  # type: ignore[no-untyped-call]
 
+    @cached_property
     def capture_stream(self) -> torch.cuda.Stream:
         """A separate stream for captures, so that work from other threads stays out of the graphs."""
-        if self._capture_stream is None:
-            self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        return self._capture_stream
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def use(self) -> contextlib.AbstractContextManager[object]:
         """A context in which the calling thread launches work on this stream."""
@@ -390,7 +377,7 @@ class CudaGraph(Generic[Result]):
 
     def __init__(self, work: Callable[[], Result], stream: Stream, pool: Any = None) -> None:
         random_state = torch.cuda.get_rng_state(stream.device)
-        private = stream.capture_stream()
+        private = stream.capture_stream
         with torch.cuda.device(stream.device):
             torch.cuda.synchronize()
             with torch.cuda.stream(private):

@@ -37,6 +37,11 @@ _ABOUT_THE_DEMO = (
     "minutes of speech give babble, or on a GPU the memorised sentences of the corpus. A voice takes hours of "
     "recordings and of GPU time, or minutes of both with --init-from XTTS-v2 --model-size normal."
 )
+_ABOUT_FEW_STEPS = (
+    "What to expect: after {} of gpt from scratch, a model only babbles or hums. A voice takes many thousand "
+    "steps and hours of recordings; the same command with a larger --max-steps or --epochs continues from here. "
+    "With --init-from XTTS-v2 --model-size normal, minutes of both are enough."
+)
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +89,6 @@ class TrainingReports(Reporter):
             self._log.image(name, picture.numpy(), step)
 
     def close(self) -> None:
-        """Write the page of the run."""
         self._printer.end()
         self._log.close()
         self._gpus.close()
@@ -110,10 +114,7 @@ def machine() -> dict[str, str]:
 
 
 def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> Iterator[str]:
-    """Yield what a finished run tells its user: a spoken sample, where everything is, and what to type next.
-
-    The lines come one by one, because speaking takes seconds. A run that had finished before keeps its sample.
-    """
+    """Speak a sample unless there is one; yield where everything is, what to expect, and what to type next."""
     folder = settings.training.checkpoint_dir
     said = example(settings.data, prepared.train)
     if has_trained:
@@ -123,14 +124,17 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
         yield "Speaking a sentence of the corpus …"
         outcome, has_spoken = _sample(settings, said)
         yield from outcome
-    stages = [stage for stage in STAGES if (folder / stage).is_dir()]
     yield f"Done. Everything is in {folder}: checkpoints, report.html, metrics.jsonl, tensorboard/"
     if has_spoken:
         yield f"  sample       {folder / SAMPLE_FILE}"
     if (folder / "report.html").is_file():
         yield f"  report       {folder / 'report.html'}"
-    yield f"  checkpoints  {', '.join(str(folder / stage) for stage in stages)}"
-    yield from _expectation(settings)
+    yield f"  checkpoints  {', '.join(str(folder / stage) for stage in STAGES if (folder / stage).is_dir())}"
+    run = RunDir(folder)
+    if settings.data.train_data is None:
+        yield _ABOUT_THE_DEMO
+    elif run.from_scratch and 0 < (steps := run.num_steps("gpt")) < FEW_STEPS:
+        yield _ABOUT_FEW_STEPS.format(_steps(steps))
     yield "Next:"
     if settings.data.train_data is None:
         yield f"  {_command('train', '--train-data', 'DIR')}    # your recordings: DIR/metadata.csv, DIR/wavs/"
@@ -144,21 +148,8 @@ def stopped(settings: Settings, states: Mapping[str, State]) -> str:
     """Return where an interrupted training stopped, and how to continue it."""
     stage, state = next((stage, state) for stage, state in states.items() if not state.done)
     again = "the same command" + (" without --reset-training" if settings.training.reset_training else "")
-    place = f"everything is saved in {settings.training.checkpoint_dir}"
-    return f"Stopped at step {state.step} of stage {stage}: {place}; {again} continues from here"
-
-
-def _expectation(settings: Settings) -> Iterator[str]:
-    run = RunDir(settings.training.checkpoint_dir)
-    if settings.data.train_data is None:
-        yield _ABOUT_THE_DEMO
-    elif run.from_scratch and 0 < (steps := run.num_steps("gpt")) < FEW_STEPS:
-        yield (
-            f"What to expect: after {_steps(steps)} of gpt from scratch, a model only babbles or hums. A voice "
-            "takes many thousand steps and hours of recordings; the same command with a larger --max-steps or "
-            "--epochs continues from here. With --init-from XTTS-v2 --model-size normal, minutes of both are "
-            "enough."
-        )
+    saved = f"everything is saved in {settings.training.checkpoint_dir}"
+    return f"Stopped at step {state.step} of stage {stage}: {saved}; {again} continues from here"
 
 
 def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:

@@ -63,7 +63,6 @@ class Spec:
 
     @property
     def key(self) -> str:
-        """The canonical key: section and field."""
         return f"{self.section}.{self.name}"
 
     def expected(self) -> str:
@@ -77,14 +76,12 @@ class Spec:
         elif self.kind is Path:
             text = "the path of a file" if self.metavar == "FILE" else "the path of a folder"
         else:
-            text = ("a whole number" if self.kind is int else "a number") + self._limits()
+            text = "a whole number" if self.kind is int else "a number"
+            of_at_least = "of at least" if self.maximum is None else "from"
+            up_to = "and up to" if self.minimum is None else "to"
+            for word, limit in ((of_at_least, self.minimum), ("above", self.above), (up_to, self.maximum)):
+                text += f" {word} {limit:.15g}" if limit is not None else ""
         return text + (f", or {self.none}" if self.optional else "")
-
-    def _limits(self) -> str:
-        if self.minimum is not None and self.maximum is not None:
-            return f" from {self.minimum:.15g} to {self.maximum:.15g}"
-        words = ((" of at least", self.minimum), (" above", self.above), (" up to", self.maximum))
-        return " and".join(f"{word} {limit:.15g}" for word, limit in words if limit is not None)
 
     def accepts(self, value: Any) -> bool:
         """True if a value of the setting's own type is one of the accepted ones."""
@@ -97,7 +94,6 @@ class Spec:
         return is_high_enough and value <= highest and (self.above is None or value > self.above)
 
     def flag_for(self, value: Any) -> str:
-        """The flag that sets this value."""
         return self.off_flags[0] if value is False else self.flags[0]
 
     def placeholder(self) -> str:
@@ -110,8 +106,8 @@ class Spec:
 @cache
 def specs() -> Mapping[str, Spec]:
     """All settings by canonical key, in the order of `myxtts.config`."""
-    sections: dict[str, Any] = {section.name: section.default for section in fields(Settings)}
-    found = (_spec_of(section, item) for section, default in sections.items() for item in fields(default))
+    sections: list[Any] = list(fields(Settings))
+    found = [_spec_of(section.name, item) for section in sections for item in fields(section.default)]
     return {spec.key: spec for spec in found}
 
 
@@ -143,7 +139,7 @@ def _sections() -> Iterator[tuple[str, str, list[Spec]]]:
         yield section.name, getdoc(type(section.default)) or "", members
 
 
-class InvalidValue(Exception):
+class _InvalidValue(Exception):
     """A setting does not accept a value; the text says what was found, what is expected, and what to do."""
 
     def __init__(self, spec: Spec, raw: Any) -> None:
@@ -157,8 +153,8 @@ class InvalidValue(Exception):
         super().__init__(f"found {found}, expected {spec.expected()}; {advice}")
 
 
-def parse_value(spec: Spec, raw: Any) -> Any:
-    """Return a value in the setting's own type; raise InvalidValue if the setting does not accept it."""
+def _parse_value(spec: Spec, raw: Any) -> Any:
+    """Return a value in the setting's own type."""
     if spec.optional and (raw is None or (isinstance(raw, str) and raw.lower() in ("none", "null", spec.none))):
         return None
     value = raw
@@ -177,7 +173,7 @@ def parse_value(spec: Spec, raw: Any) -> Any:
     # Python counts true as the whole number 1.
     is_of_kind = isinstance(value, spec.kind) and isinstance(value, bool) is (spec.kind is bool)
     if not is_of_kind or not spec.accepts(value):
-        raise InvalidValue(spec, raw)
+        raise _InvalidValue(spec, raw)
     return value
 
 
@@ -251,7 +247,7 @@ def _unknown_arguments(arguments: Sequence[str]) -> Iterator[str]:
         after_flag = argument.startswith("-") and not is_complete
 
 
-def read_entries(path: Path, problems: list[str]) -> list[Entry]:
+def _read_entries(path: Path, problems: list[str]) -> list[Entry]:
     """Return all values of the file as text; mistakes in its form are added to the problems."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -290,11 +286,11 @@ def _entries(root: Any, path: Path, problems: list[str]) -> Iterator[Entry]:
 
 def _pairs(node: Any) -> list[tuple[Any, Any]]:
     """Key and value nodes of a mapping; none for any other node."""
-    pairs = node.value if node is not None and node.id == "mapping" else []
+    pairs: list[tuple[Any, Any]] = node.value if node is not None and node.id == "mapping" else []
     for key, _ in pairs:
         if key.id != "scalar":
             raise ValueError(f"the key on line {key.start_mark.line + 1} is not a name")
-    return list(pairs)
+    return pairs
 
 
 def _raw_value(node: Any) -> Any:
@@ -332,11 +328,11 @@ def load(config_file: Path | None, flags: Mapping[str, Any], unrecognized: Seque
     if config_file is None and DEFAULT_CONFIG_FILE.is_file():
         config_file = DEFAULT_CONFIG_FILE
     problems: list[str] = []
-    values: dict[str, Any] = {key: spec.default for key, spec in specs().items()}
-    origin: dict[str, Origin] = dict.fromkeys(values, "default")
+    values: dict[str, Any] = {}
+    origin: dict[str, Origin] = dict.fromkeys(specs(), "default")
     where: dict[str, str] = {}
     invalid: set[str] = set()
-    from_file = [] if config_file is None else read_entries(config_file, problems)
+    from_file = [] if config_file is None else _read_entries(config_file, problems)
     flag_of = {name: f"flag {specs()[key].flags[0]}" for name, key in canonical().items()}
     from_flags = [(key, value, flag_of.get(key, "flags")) for key, value in flags.items()]
     sources: tuple[tuple[Origin, list[Entry]], ...] = (("file", from_file), ("flag", from_flags))
@@ -363,8 +359,8 @@ def _settle(entries: list[Entry], problems: list[str], invalid: set[str]) -> Ite
             problems.append(f"{place}: {_unknown_key(written)}")
             continue
         try:
-            value = parse_value(specs()[key], raw)
-        except InvalidValue as reason:
+            value = _parse_value(specs()[key], raw)
+        except _InvalidValue as reason:
             problems.append(f"{place}: {written}: {reason}")
             invalid.add(key)
             continue
@@ -386,14 +382,13 @@ def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
     elif data.data_gpu is not None and data.data_gpu == data.model_gpu:
         advice = "name two different GPUs, or leave out both to use one"
         yield gpus, f"data.data_gpu and data.model_gpu are both {data.data_gpu}; {advice}"
-    longest_seconds = data.max_mel_frames * config.HOP_SAMPLES / config.SAMPLE_RATE
-    if data.min_clip_seconds >= longest_seconds:
-        yield (
-            ("data.min_clip_seconds", "data.max_mel_frames"),
-            f"no clip can be at least {data.min_clip_seconds:g} seconds (data.min_clip_seconds) and at most "
-            f"{data.max_mel_frames} mel frames (data.max_mel_frames, {longest_seconds:.2f} seconds) long; "
-            "lower the first or raise the second",
+    longest_s = data.max_mel_frames * config.HOP_SAMPLES / config.SAMPLE_RATE
+    if data.min_clip_seconds >= longest_s:
+        limits = (
+            f"{data.min_clip_seconds:g} seconds and at most {data.max_mel_frames} mel frames ({longest_s:.2f} s)"
         )
+        text = f"no clip can have at least {limits}; lower data.min_clip_seconds or raise data.max_mel_frames"
+        yield ("data.min_clip_seconds", "data.max_mel_frames"), text
 
 
 def value_of(settings: Settings, key: str) -> Any:
@@ -455,15 +450,16 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = No
             continue
         group = parser.add_argument_group(f"{section} settings", about)
         for spec in wanted:
-            is_switch = spec.kind is bool
             default = format_setting(spec.key, spec.default)
             default = {"true": "on", "false": "off"}.get(default, default)
             text = f"{descriptions()[spec.key]} [default: {default}]".replace("%", "%%")
-            options: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": spec.placeholder()}
-            group.add_argument(*spec.flags, dest=spec.key, default=argparse.SUPPRESS, help=text, **options)
-            if is_switch:
-                text, options = f"Turns {spec.name} off.", {"dest": spec.key, "default": argparse.SUPPRESS}
-                group.add_argument(*spec.off_flags, action="store_false", help=text, **options)
+            target: dict[str, Any] = {"dest": spec.key, "default": argparse.SUPPRESS}
+            if spec.kind is bool:
+                group.add_argument(*spec.flags, action="store_true", help=text, **target)
+                off = f"Turns {spec.name} off."
+                group.add_argument(*spec.off_flags, action="store_false", help=off, **target)
+            else:
+                group.add_argument(*spec.flags, metavar=spec.placeholder(), help=text, **target)
 
 
 def flags_of(namespace: argparse.Namespace) -> dict[str, Any]:

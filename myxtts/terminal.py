@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -47,8 +48,7 @@ from myxtts.settings import format_setting, patched
 
 if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
     from myxtts.observe.trace import Timing
-    from myxtts.tools.dry_run import KernelView
-    from myxtts.tools.profile import DataAnalysis, Profile
+    from myxtts.tools.profile import DataAnalysis, GpuUse, Profile
     from myxtts.tools.tune import Tuning
 
 PERIOD_S = 1.0
@@ -61,6 +61,10 @@ _NAME_WIDTH = 60
 _LENGTH_STEP_S, _BAR_WIDTH = 2, 30
 _STYLES = {"pass": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 _LEVELS = "▁▂▃▄▅▆▇█"
+_GPU_FACTS = (
+    ("power_w", "", " W"), ("temperature_c", "", " °C"), ("sm_clock_mhz", "", " MHz"),
+    ("pcie_rx_mb_s", "PCIe in ", " MB/s"), ("pcie_tx_mb_s", "out ", " MB/s"),
+)  # fmt: skip
 _NO_REPORT = "Waiting for the first report."
 _NO_RUN = "Nothing is training here yet."
 _WAITS = " Waiting for it; Ctrl-C ends the view."
@@ -128,18 +132,19 @@ class ProgressPrinter:
         """Show that a stage starts, or continues after `step`."""
         self.end()
         self._title, self._step, self._total_steps, self._report = stage, step, total_steps, None
-        if self._console.is_terminal and not self._is_silent:
-            self._live = Live(
-                console=self._console,
-                get_renderable=self._live_line,
-                transient=True,
-                redirect_stderr=self._stderr.isatty(),
-            )
-            self._live.start(refresh=True)
-            self._move_handlers()
+        if not self._console.is_terminal or self._is_silent:
+            return
+        redirects = self._stderr.isatty()
+        self._live = Live(
+            console=self._console, get_renderable=self._live_line, transient=True, redirect_stderr=redirects
+        )
+        self._live.start(refresh=True)
+        for handler in logging.getLogger().handlers:  # so that messages appear above the live line, not in it
+            if isinstance(handler, logging.StreamHandler) and handler.stream is self._stderr:
+                handler.setStream(sys.stderr)
+                self._moved_handlers.append(handler)
 
     def tick(self, step: int) -> None:
-        """Count a step on the live line."""
         self._step = step
 
     def report(self, report: StepReport) -> None:
@@ -188,16 +193,8 @@ class ProgressPrinter:
             line = progress_line(replace(last, step=self._step, eta_s=left_s))
         return Text(line, no_wrap=True, overflow="ellipsis", style="bold")
 
-    def _move_handlers(self) -> None:
-        """Let log messages appear above the live line instead of in it."""
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is self._stderr:
-                handler.setStream(sys.stderr)
-                self._moved_handlers.append(handler)
-
 
 def progress_line(report: StepReport) -> str:
-    """Return a report as one line."""
     num_slots = sum(depth for name, (_, depth) in report.rings.items() if name != "keep")
     memory = [(role, used / 1024) for role, used in report.memory_mb.items()]
     parts = [
@@ -217,13 +214,11 @@ def progress_line(report: StepReport) -> str:
 
 
 def validation_line(report: ValidationReport) -> str:
-    """Return a validation as one line."""
     best = "  the best so far" if report.is_best else ""
     return f"validation at step {report.step}  {_losses(report.losses)}{best}"
 
 
 def _losses(losses: Mapping[str, float]) -> str:
-    """Return the total and, in parentheses, its parts."""
     others = [f"{name.removesuffix('_loss')} {short(loss)}" for name, loss in losses.items() if name != "total"]
     total = [f"loss {losses['total']:.3f}"] if "total" in losses else []
     return " ".join(total + ([f"({' '.join(others)})"] if others else []))
@@ -235,12 +230,10 @@ def _of(count: int, total: int | None) -> str:
 
 def _clock(seconds: float) -> str:
     """Return 12:34, 5:12:34 or 2 d 5:12:34."""
-    minutes, whole_seconds = divmod(max(round(seconds), 0), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if not days and not hours:
-        return f"{minutes}:{whole_seconds:02d}"
-    return (f"{days} d " if days else "") + f"{hours}:{minutes:02d}:{whole_seconds:02d}"
+    whole = timedelta(seconds=max(round(seconds), 0))
+    hours, minutes = divmod(whole.seconds // 60, 60)
+    clock = f"{hours}:{minutes:02d}:" if whole.days or hours else f"{minutes}:"
+    return (f"{whole.days} d " if whole.days else "") + f"{clock}{whole.seconds % 60:02d}"
 
 
 def show_corpus(prepared: PreparedCorpus) -> None:
@@ -250,14 +243,11 @@ def show_corpus(prepared: PreparedCorpus) -> None:
     for split, clips in (("training", prepared.train), ("validation", prepared.val)):
         table.add_row(f"{split} clips", f"{len(clips)}", _duration(clips))
     both = (prepared.train, prepared.val)
-    speakers = Counter(number for clips in both for number in clips.speakers.tolist())
-    languages = Counter(number for clips in both for number in clips.languages.tolist())
-    named = ", ".join(
-        f"{escape(prepared.speaker_names[number] or 'unnamed')} {count}"
-        for number, count in speakers.most_common(8)
-    )
-    table.add_row("speakers", str(len(speakers)), named + (", …" if len(speakers) > 8 else ""))
-    spoken = (f"{LANGUAGE_NAMES[LANGUAGES[number]]} {count}" for number, count in languages.most_common())
+    speakers = Counter(prepared.speaker_names[number] for clips in both for number in clips.speakers.tolist())
+    languages = Counter(LANGUAGES[number] for clips in both for number in clips.languages.tolist())
+    named = [f"{escape(name or 'unnamed')} {count}" for name, count in speakers.most_common(8)]
+    table.add_row("speakers", str(len(speakers)), ", ".join(named + ["…"] * (len(speakers) > 8)))
+    spoken = (f"{LANGUAGE_NAMES[code]} {count}" for code, count in languages.most_common())
     table.add_row("languages", str(len(languages)), ", ".join(spoken))
     table.add_row("vocabulary", str(prepared.tokenizer.num_tokens), "tokens")
     table.add_row("set aside", str(len(prepared.set_aside)), "clips")
@@ -266,9 +256,8 @@ def show_corpus(prepared: PreparedCorpus) -> None:
     console.print(table)
     console.print(_length_table(np.concatenate([clips.num_samples for clips in both]) / SAMPLE_RATE))
     if prepared.set_aside:
-        listed = escape(str(set_aside_list(prepared.root)))
-        console.print(f"Each clip set aside is listed in {listed}", soft_wrap=True)
-    console.print(f"Ready: cache in {escape(str(prepared.root))}", soft_wrap=True)
+        show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
+    show_lines([f"Ready: cache in {prepared.root}"])
 
 
 def _duration(clips: ClipSet) -> str:
@@ -276,13 +265,14 @@ def _duration(clips: ClipSet) -> str:
     return f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:.2f} hours"
 
 
-def _length_table(seconds: np.typing.NDArray[np.float64]) -> Table:
-    edges = np.arange(0, seconds.max() + _LENGTH_STEP_S, _LENGTH_STEP_S)
-    counts, _ = np.histogram(seconds, bins=edges)
+def _length_table(seconds: Numbers) -> Table:
+    counts = np.bincount((seconds // _LENGTH_STEP_S).astype(int))
     table = _table()
-    for start, count in zip(edges, counts, strict=False):
-        bar = "█" * round(_BAR_WIDTH * count / counts.max())
-        table.add_row(f"{start:.0f}–{start + _LENGTH_STEP_S:.0f} s", str(count), bar)
+    for index, count in enumerate(counts.tolist()):
+        start = index * _LENGTH_STEP_S
+        table.add_row(
+            f"{start}–{start + _LENGTH_STEP_S} s", str(count), "█" * round(_BAR_WIDTH * count / counts.max())
+        )
     return table
 
 
@@ -292,10 +282,9 @@ def show_findings(findings: Sequence[Finding], console: Console | None = None) -
     _print_findings(findings, console)
     counts = Counter(finding.level for finding in findings)
     warnings = "1 warning" if counts["warn"] == 1 else f"{counts['warn']} warnings"
-    if counts["fail"]:
-        failed = ", ".join(finding.code for finding in findings if finding.level == "fail")
-        console.print(Text(f"{counts['fail']} failed, {warnings}, {counts['pass']} passed"))
-        console.print(Text(f"CHECKS FAILED: {failed}", style=_STYLES["fail"]))
+    if failed := [finding.code for finding in findings if finding.level == "fail"]:
+        console.print(Text(f"{len(failed)} failed, {warnings}, {counts['pass']} passed"))
+        console.print(Text(f"CHECKS FAILED: {', '.join(failed)}", style=_STYLES["fail"]))
     else:
         console.print(Text(f"All validation checks passed: {counts['pass']} passed, {warnings}"))
         console.print(Text("ALL CHECKS PASSED", style="bold green"))
@@ -335,18 +324,28 @@ def show_profile(profile: Profile, console: Console | None = None) -> None:
         console.print(Text("  ".join(filter(None, [_speed(profile), grade]))))
         for note in [*profile.notes, *verdict.grade_notes]:
             console.print(Text(f"({note})", style="dim"))
-        console.print(_phase_table(profile))
+        phases = _table("phase", "where", "mean ms>", "p95 ms>", "busy>", "")
+        for row in profile.rows:
+            times = (f"{row.mean_ms:.2f}", f"{row.p95_ms:.2f}", percent(row.share, 0))
+            phases.add_row(row.phase, row.where, *times, Text(row.note, style="dim"))
+        console.print(phases)
         shares = "  ".join(f"{name} {percent(share, 0)}" for name, share in verdict.shares.items())
         console.print(Text(f"Of the step: {shares}"))
         for name, ring in verdict.rings.items():
-            if name == "keep":  # it leaves the model, and should be empty
-                continue
-            depth = f" of {ring.depth}" if ring.depth else ""
-            empty = f", empty {percent(ring.empty_share, 0)} of the time" if ring.empty_share else ""
-            console.print(Text(f"Ring {name}: {ring.mean_ready:.1f}{depth} ready{empty}"))
-        _show_gpus(profile, console)
+            if name != "keep":  # it leaves the model, and should be empty
+                depth = f" of {ring.depth}" if ring.depth else ""
+                empty = f", empty {percent(ring.empty_share, 0)} of the time" if ring.empty_share else ""
+                console.print(Text(f"Ring {name}: {ring.mean_ready:.1f}{depth} ready{empty}"))
+        for gpu in profile.gpus:
+            console.print(Text(_gpu_use(gpu)))
     if profile.kernels is not None:
-        console.print(_kernel_table(profile.kernels))
+        kernels = _table("kernel", "calls/step>", "ms/step>", "share>")
+        for kernel in profile.kernels.kernels:
+            called = Text(kernel.name)
+            called.truncate(_NAME_WIDTH, overflow="ellipsis")
+            times = (f"{kernel.calls_per_step:.1f}", f"{kernel.ms_per_step:.3f}", percent(kernel.share))
+            kernels.add_row(called, *times)
+        console.print(kernels)
     if profile.data is not None:
         _show_data(profile.data, console)
     _print_findings(profile.findings, console)
@@ -390,32 +389,14 @@ def _speed(profile: Profile) -> str:
     return ", ".join(parts)
 
 
-def _phase_table(profile: Profile) -> Table:
-    table = _table("phase", "where", "mean ms>", "p95 ms>", "busy>", "")
-    for row in profile.rows:
-        times = (f"{row.mean_ms:.2f}", f"{row.p95_ms:.2f}", percent(row.share, 0))
-        table.add_row(row.phase, row.where, *times, Text(row.note, style="dim"))
-    return table
-
-
-def _show_gpus(profile: Profile, console: Console) -> None:
-    for use in profile.gpus:
-        parts = [f"GPU {use.gpu} ({use.role})"]
-        parts += [f"{percent(use.utilisation, 0)} utilised"] if use.utilisation is not None else []
-        if use.memory_used_mb is not None and use.memory_total_mb is not None:
-            parts.append(f"{use.memory_used_mb / 1024:.1f} of {use.memory_total_mb / 1024:.0f} GB")
-        parts += [f"{use.power_w:.0f} W"] if use.power_w is not None else []
-        parts += [f"{use.temperature_c:.0f} °C"] if use.temperature_c is not None else []
-        console.print(Text("  ".join(parts)))
-
-
-def _kernel_table(view: KernelView) -> Table:
-    table = _table("kernel", "calls/step>", "ms/step>", "share>")
-    for kernel in view.kernels:
-        name = kernel.name if len(kernel.name) <= _NAME_WIDTH else f"{kernel.name[: _NAME_WIDTH - 1]}…"
-        calls, taken = f"{kernel.calls_per_step:.1f}", f"{kernel.ms_per_step:.3f}"
-        table.add_row(Text(name), calls, taken, percent(kernel.share))
-    return table
+def _gpu_use(use: GpuUse) -> str:
+    parts = [f"GPU {use.gpu} ({use.role})"]
+    parts += [f"{percent(use.utilisation, 0)} utilised"] if use.utilisation is not None else []
+    if use.memory_used_mb is not None and use.memory_total_mb is not None:
+        parts.append(f"{use.memory_used_mb / 1024:.1f} of {use.memory_total_mb / 1024:.0f} GB")
+    parts += [f"{use.power_w:.0f} W"] if use.power_w is not None else []
+    parts += [f"{use.temperature_c:.0f} °C"] if use.temperature_c is not None else []
+    return "  ".join(parts)
 
 
 def _show_data(data: DataAnalysis, console: Console) -> None:
@@ -439,8 +420,8 @@ def _show_data(data: DataAnalysis, console: Console) -> None:
     console.print(table)
     console.print(Text(f"Estimated GPU idle: {percent(feed.idle_share, 0)}"))
     if not feed.on_gpu and not feed.step_is_given:
-        hint = "the step was measured on this CPU; give the time of a step on your GPU with --step-ms"
-        console.print(Text(f"({hint})", style="dim"))
+        hint = "(the step was measured on this CPU; give the time of a step on your GPU with --step-ms)"
+        console.print(Text(hint, style="dim"))
 
 
 def _timing_cells(timing: Timing) -> list[str]:
@@ -479,25 +460,16 @@ def watch(
     readings: Callable[[], Sequence[Record]] = tuple,
     console: Console | None = None,
 ) -> None:
-    """Show a run until `stop` is set or Ctrl-C; once if the output is not a terminal.
-
-    `readings` returns the current readings of the GPUs as JSON records.
-    """
+    """Show a run and the readings of its GPUs until `stop` is set or Ctrl-C; once if there is no terminal."""
     console = console or Console(highlight=False)
     tail = MetricsTail(folder / "metrics.jsonl")
+    title, no_run = folder.resolve().name, _NO_RUN + (_WAITS if console.is_terminal else "")
 
     def drawn() -> RenderableType:
         ended = has_ended(folder)  # looked at first, because the last report may come in between
-        no_run = _NO_RUN + (_WAITS if console.is_terminal else "")
-        return render(
-            tail.read(),
-            readings(),
-            console.width,
-            title=folder.resolve().name,
-            now=time.time(),
-            nothing=_NO_REPORT if is_run(folder) else no_run,
-            ended=ended,
-        )
+        now, nothing = time.time(), _NO_REPORT if is_run(folder) else no_run
+        reports, width = tail.read(), console.width
+        return render(reports, readings(), width, title=title, now=now, nothing=nothing, ended=ended)
 
     if not console.is_terminal:
         console.print(drawn())
@@ -518,10 +490,9 @@ def render(
     nothing: str = _NO_REPORT,
     ended: bool = False,
 ) -> RenderableType:
-    """Return the state of a run as a panel, from the records of its metrics and GPU readings, oldest first.
+    """Return the state of a run as a panel, from the records of its metrics and one reading of each GPU.
 
-    With `now`, a time of day, a long silence is mentioned. `nothing` is shown until the first report. `ended`
-    means that no more reports will come.
+    With `now`, a time of day, a long silence is mentioned. `nothing` is shown until the first report.
     """
     stages = stages_of(reports)
     bar_width = min(max(width // 4, 8), 32)
@@ -537,19 +508,22 @@ def render(
         _add_training(rows, running, bar_width, ended)
         notes = [Text(f"WARNING: {warning.text}", style="yellow") for warning in warnings_of(running.steps)]
         if ended:
-            notes.append(Text(_end(running.steps[-1]), style="bold"))
+            last = running.steps[-1]
+            step = f"step {last.step:,}" + (f" of {last.total_steps:,}" if last.total_steps else "")
+            end = f"The training has ended. Its last report is of {step} of stage {last.stage}."
+            notes.append(Text(end, style="bold"))
         elif now is not None and (silence := _silence(reports, now)):
             notes.append(Text(silence, style="red"))
-    for gpu, line in _gpu_lines(readings, bar_width):
-        rows.add_row(Text(gpu), line)
+    for reading in readings:
+        rows.add_row(Text(f"GPU {reading.get('gpu', '?')}"), _gpu_line(reading, bar_width))
     return Panel(Group(rows, *notes), title=Text(title) if title else None, title_align="left", width=width)
 
 
 def _stages(stages: Sequence[StageHistory], running: StageHistory) -> Text:
     parts = []
     for stage in stages:
-        step = stage.steps[-1] if stage.steps else None
-        count = f"{step.step:,}" + (f"/{step.total_steps:,}" if step.total_steps else "") if step else ""
+        last = stage.steps[-1] if stage.steps else None
+        count = f"{last.step:,}" + (f"/{last.total_steps:,}" if last.total_steps else "") if last else ""
         parts.append(Text(f"{stage.name} {count}", style="bold" if stage is running else "dim"))
     return Text("  ").join(parts)
 
@@ -584,38 +558,23 @@ def _add_training(rows: Table, stage: StageHistory, bar_width: int, ended: bool)
         used = "  ".join(f"{role} {short(mb / 1024)} GB" for role, mb in last.memory_mb.items())
         rows.add_row("memory", Text(used))
     if last.skipped:
-        rows.add_row(
-            "skipped", Text(f"{last.skipped:,} steps with gradients that were not finite", style="yellow")
-        )
+        skipped = f"{last.skipped:,} steps with gradients that were not finite"
+        rows.add_row("skipped", Text(skipped, style="yellow"))
 
 
-def _gpu_lines(readings: Sequence[Record], bar_width: int) -> list[tuple[str, Text]]:
-    lines = []
-    for gpu in sorted({str(reading.get("gpu", "?")) for reading in readings}):
-        history = [reading for reading in readings if str(reading.get("gpu", "?")) == gpu]
-        last = history[-1]
-        use = number(last.get("utilisation"))
-        used_gb, total_gb = (number(last.get(f"memory_{part}_mb")) / 1024 for part in ("used", "total"))
-        facts = [percent(use)]
-        if math.isfinite(used_gb):
-            facts.append(f"{short(used_gb)}/{short(total_gb)} GB")
-        for name, unit in (("power_w", " W"), ("temperature_c", " °C"), ("sm_clock_mhz", " MHz")):
-            if math.isfinite(value := number(last.get(name))):
-                facts.append(short(value, unit))
-        for name, way in (("pcie_rx_mb_s", "PCIe in"), ("pcie_tx_mb_s", "out")):
-            rates = numbers(reading.get(name) for reading in history)  # read less often than the rest
-            if np.isfinite(rates).any():
-                facts.append(f"{way} {short(float(rates[np.isfinite(rates)][-1]))} MB/s")
-        line = Text.assemble(_bar(use, bar_width), " " + "  ".join(facts))
-        if reasons := last.get("throttled_by"):
-            line.append(f"  throttled: {', '.join(map(str, reasons))}", style="yellow")
-        lines.append((f"GPU {gpu}", line))
-    return lines
-
-
-def _end(last: StepReport) -> str:
-    of_total = f" of {last.total_steps:,}" if last.total_steps else ""
-    return f"The training has ended. Its last report is of step {last.step:,}{of_total} of stage {last.stage}."
+def _gpu_line(reading: Record, bar_width: int) -> Text:
+    use = number(reading.get("utilisation"))
+    used_gb, total_gb = (number(reading.get(f"memory_{part}_mb")) / 1024 for part in ("used", "total"))
+    facts = [percent(use)]
+    if math.isfinite(used_gb):
+        facts.append(f"{short(used_gb)}/{short(total_gb)} GB")
+    for name, way, unit in _GPU_FACTS:
+        if math.isfinite(value := number(reading.get(name))):
+            facts.append(way + short(value, unit))
+    line = Text.assemble(_bar(use, bar_width), " " + "  ".join(facts))
+    if reasons := reading.get("throttled_by"):
+        line.append(f"  throttled: {', '.join(map(str, reasons))}", style="yellow")
+    return line
 
 
 def _silence(reports: Sequence[Record], now: float) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from myxtts.checkpoints import Tensors, UnreadableWeights, read_tensors, require_match, write_pth
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, STAGE_PARTS, STAGES, DataSettings
-from myxtts.files import write_atomically, write_text_atomically
+from myxtts.files import write_text_atomically
 from myxtts.model.gpt import grow_text_vocabulary
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS, XTTSDims, canonical_names, dims_of
@@ -58,9 +58,8 @@ class Provenance:
             untrained = tuple(stage for stage in STAGES if stage in found["untrained"])
             return cls(**{**found, "untrained": untrained})
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UnreadableWeights(
-                f"{path} is not what an export wrote ({error}); export the run again"
-            ) from None
+            message = f"{path} is not what an export wrote ({error}); export the run again"
+            raise UnreadableWeights(message) from None
 
     @property
     def untrained_parts(self) -> list[str]:
@@ -88,10 +87,9 @@ def load_folder(folder: Path, vocabulary: Tokenizer | None = None) -> LoadedFold
     used = vocabulary or own
     rows = len(state["gpt.text_embedding.weight"])
     if own.num_tokens > rows or used.num_tokens < rows:
-        raise UnreadableWeights(
-            f"The weights in {folder} know {rows} text tokens, its vocabulary has {own.num_tokens}, the one to be "
-            f"used {used.num_tokens}. To add a language, extend the folder's own: myxtts vocabulary extend"
-        )
+        sizes = f"{rows} text tokens, its vocabulary has {own.num_tokens}, the one to use {used.num_tokens}"
+        extend = "To add a language, extend the folder's own: myxtts vocabulary extend"
+        raise UnreadableWeights(f"The weights in {folder} know {sizes}. {extend}")
     state = grow_text_vocabulary(state, used.num_tokens, torch.Generator().manual_seed(0), prefix="gpt.")
     dims = dims_of(state).with_vocabulary(used.num_tokens, used.start_id, used.stop_id)
     with torch.device("meta"):  # the weights are replaced at once
@@ -144,11 +142,10 @@ def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Pr
     folder.mkdir(parents=True, exist_ok=True)
     write_text_atomically(folder / _PROVENANCE_FILE, json.dumps(asdict(provenance), indent=2))
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-    dvae = {name.removeprefix("dvae."): tensor for name, tensor in state.items() if name.startswith("dvae.")}
     main = {name: tensor for name, tensor in state.items() if not name.startswith("dvae.")}
     write_pth(folder / MODEL_FILES[0], {"model": main, "step": 0, "epoch": 0})
-    write_pth(folder / _DVAE_FILE, dvae)
-    write_atomically(folder / _STATS_FILE, lambda path: torch.save(state["mel_stats"], path))
+    write_pth(folder / _DVAE_FILE, {name.removeprefix("dvae."): state[name] for name in state if name not in main})
+    write_pth(folder / _STATS_FILE, state["mel_stats"])
     vocabulary.save(folder / VOCABULARY_FILE)
     write_text_atomically(folder / _CONFIG_FILE, json.dumps(coqui_settings(model.dims, vocabulary), indent=2))
 

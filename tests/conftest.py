@@ -5,7 +5,9 @@ A machine that runs only the GPU tests may lack the audio libraries, so these ar
 
 from __future__ import annotations
 
+import argparse
 import logging
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +20,7 @@ import pytest
 
 from myxtts.config import DataSettings
 from myxtts.observe.metrics import StepReport
+from myxtts.settings import LoadedSettings, add_flags, flags_of, load, specs
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
@@ -81,12 +84,27 @@ def validation_record(step: int, loss: float) -> dict[str, Any]:
 
 
 @pytest.fixture
-def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Away from the repository, whose configs/config.yaml would be read."""
-    folder = tmp_path / "work"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
+    monkeypatch.chdir(tmp_path)
+
+
+def load_command(command: str = "", text: str | bytes | None = None) -> LoadedSettings:
+    """Settings as `train` loads them from a command line and the text of a file."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser)
+    namespace, unrecognized = parser.parse_known_args(command.split())
+    file = namespace.config
+    if text is not None:
+        file = Path("file.yaml")
+        file.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    return load(file, flags_of(namespace), unrecognized)
+
+
+def load_values(**values: object) -> LoadedSettings:
+    """Settings by names without their sections, such as batch_size."""
+    keys = {spec.name: spec.key for spec in specs().values()}
+    return load(None, {keys[name]: value for name, value in values.items()})
 
 
 @pytest.fixture(autouse=True)
@@ -125,22 +143,6 @@ def graphs() -> GraphCounter:
 
     torch._dynamo.reset()
     return GraphCounter()
-
-
-@pytest.fixture(scope="module")
-def one_torch_thread() -> Iterator[None]:
-    """PyTorch computes in the calling thread: small work is faster, and workers have the other cores."""
-    import torch
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(scope="session")
-def voice() -> Callable[..., Wave]:
-    return make_voice
 
 
 def make_voice(seconds: float, rate: int = 22050, seed: int = 0) -> Wave:
@@ -185,6 +187,18 @@ def make_corpus(tmp_path: Path) -> Callable[..., Path]:
 def corpus(make_corpus: Callable[..., Path]) -> Path:
     """Six English clips."""
     return make_corpus()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"may not mount: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture

@@ -1,16 +1,44 @@
-"""Batches: every clip once, never over budget, the same order wherever and whenever it is asked for."""
+"""Batches: every clip once within the budget, crops inside their clips, and memory that never mixes clips."""
+
+from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pipeline_fixtures import SEED, SHORT, Corpus
 
-from myxtts.config import CONDITIONING_TOKENS, NUM_STOPS, SAMPLE_RATE
-from myxtts.data.batches import Batches, Cursor, mean_clips, packed_tokens
+from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, NUM_STOPS, SAMPLE_RATE, DataSettings, num_codes_of
+from myxtts.data.batches import (
+    ALIGNMENT_BYTES,
+    FRAME_MULTIPLE,
+    MAX_CROP_FRAMES,
+    SEGMENT_CODES,
+    Batches,
+    BatchPlan,
+    Cursor,
+    Gatherer,
+    HostBatch,
+    Job,
+    crops,
+    fit,
+    frame_budget,
+    host_layout,
+    mean_clips,
+    packed_tokens,
+    segments,
+    voices_of,
+)
+from myxtts.data.clips import ClipSet
 from myxtts.data.store import Rows
 from myxtts.errors import DatasetError
+
+DATA = replace(SHORT, batch_size=5)
 
 
 def speech_like_tokens(num_clips: int, seed: int = 0) -> Rows:
@@ -30,7 +58,7 @@ def test_packed_tokens_by_hand() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     num_clips=st.integers(1, 120),
     batch_size=st.integers(1, 33),
@@ -48,7 +76,6 @@ def test_every_clip_once_per_epoch_over_all_ranks(num_clips, batch_size, world_s
         clips, weights = batches.epoch(epoch)
         assert clips.shape == weights.shape == (batches.num_batches, batch_size)
         assert set(weights.ravel().tolist()) <= {0.0, 1.0}
-        assert tokens[clips].sum(axis=1).max() <= batches.budget
         seen += clips[weights == 1].tolist()
     assert sorted(seen) == list(range(num_clips))
     assert batches.num_batches * batch_size * world_size - num_clips < batch_size * world_size
@@ -62,49 +89,42 @@ def test_every_clip_once_per_epoch_over_all_ranks(num_clips, batch_size, world_s
 )
 @example(tokens=[40] * 20 + [900], batch_size=4, world_size=1)
 @example(tokens=[900] + [37] * 3, batch_size=2, world_size=1)
-def test_any_lengths_never_exceed_the_budget_in_fifty_epochs(tokens, batch_size, world_size) -> None:
+def test_any_lengths_never_exceed_the_budget(tokens, batch_size, world_size) -> None:
     num_tokens = np.array(tokens, np.int64)
     batches = Batches(num_tokens, batch_size, 1234, 0, world_size)
-    for epoch in range(50):
+    for epoch in range(20):
         clips, _ = batches.epoch(epoch)
         assert num_tokens[clips].sum(axis=1).max() <= batches.budget
 
 
 @pytest.mark.parametrize(
-    ("num_clips", "batch_size", "world_size"),
-    [(200, 4, 1), (200, 16, 1), (500, 8, 2), (1000, 32, 1), (1024, 16, 4), (3000, 4, 1), (13100, 16, 1)],
+    ("num_clips", "batch_size", "world_size", "num_epochs"),
+    [(200, 4, 1, 30), (200, 16, 1, 30), (500, 8, 2, 30), (1024, 16, 4, 10), (3000, 4, 1, 5), (13100, 16, 1, 3)],
 )
-def test_padding_is_at_most_two_per_cent(num_clips: int, batch_size: int, world_size: int) -> None:
+def test_padding_is_at_most_two_per_cent(
+    num_clips: int, batch_size: int, world_size: int, num_epochs: int
+) -> None:
     tokens = speech_like_tokens(num_clips)
     batches = Batches(tokens, batch_size, 1234, world_size - 1, world_size)
-    num_epochs = 50 if num_clips <= 500 else 10 if num_clips < 5000 else 3
-    full = num_clips % (batch_size * world_size) == 0
     for epoch in range(num_epochs):
         clips, weights = batches.epoch(epoch)
-        totals = tokens[clips].sum(axis=1)
-        assert totals.max() <= batches.budget
+        assert tokens[clips].sum(axis=1).max() <= batches.budget
         useful = (tokens[clips] * weights).sum(axis=1)  # clips that only fill up a batch train nothing
         assert batches.padding(epoch) == pytest.approx(1 - useful.mean() / batches.budget)
         assert batches.padding(epoch) <= 0.02
-        if full:
-            assert weights.all()
+        assert weights.all() or num_clips % (batch_size * world_size)
 
 
-def test_the_order_is_a_pure_function() -> None:
+def test_seed_epoch_and_rank_alone_change_the_order() -> None:
     tokens = speech_like_tokens(300)
-    first = Batches(tokens, 8, 5, 1, 2)
-    for epoch in (3, 0, 7):  # asked in another order, by another object
-        again = Batches(tokens.copy(), 8, 5, 1, 2).epoch(epoch)
-        assert all(np.array_equal(one, two) for one, two in zip(first.epoch(epoch), again, strict=True))
 
+    def order(seed: int, epoch: int, rank: int) -> bytes:
+        return b"".join(array.tobytes() for array in Batches(tokens.copy(), 8, seed, rank, 2).epoch(epoch))
 
-def test_seed_epoch_and_rank_change_the_order() -> None:
-    tokens = speech_like_tokens(300)
-    orders = [
-        Batches(tokens, 8, seed, rank, 2).epoch(epoch)[0].tobytes()
-        for seed, epoch, rank in itertools.product((1, 2), (0, 1), (0, 1))
-    ]
+    choices = list(itertools.product((1, 2), (0, 1), (0, 1)))
+    orders = [order(*choice) for choice in choices]
     assert len(set(orders)) == len(orders)
+    assert [order(*choice) for choice in reversed(choices)] == orders[::-1]
 
 
 def test_clips_meet_other_clips_in_the_next_epoch() -> None:
@@ -127,7 +147,7 @@ def test_long_and_short_clips_come_at_any_time() -> None:
     assert abs(tokens[clips[:, 0]].mean() / tokens.mean() - 1) < 0.1  # nor are clips within a batch
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 3), st.integers(0, 30))
 def test_a_cursor_continues_exactly(num_clips: int, batch_size: int, world_size: int, taken: int) -> None:
     batches = Batches(speech_like_tokens(num_clips), batch_size, 7, 0, world_size)
@@ -135,12 +155,11 @@ def test_a_cursor_continues_exactly(num_clips: int, batch_size: int, world_size:
     cursor = whole[taken - 1].after if taken else Cursor()
     fresh = Batches(speech_like_tokens(num_clips), batch_size, 7, 0, world_size)
     for old, new in zip(whole[taken:], fresh.plans(cursor), strict=False):
-        assert np.array_equal(old.clips, new.clips)
-        assert np.array_equal(old.weights, new.weights)
+        assert np.array_equal([old.clips, old.weights], [new.clips, new.weights])
         assert old.after == new.after
 
 
-def test_clips_of_a_batch_on_average_are_those_that_count() -> None:
+def test_mean_clips_of_a_batch_counts_only_those_that_train() -> None:
     assert [mean_clips(number, 4) for number in (4, 8, 5, 3)] == [4, 4, 2.5, 3]
 
 
@@ -169,3 +188,304 @@ def test_every_rank_knows_what_all_of_them_train_on_at_the_same_time() -> None:
             assert np.array_equal(plan.peers, [other.clips for other in together])
             assert np.array_equal(plan.peer_weights, [other.weights for other in together])
     assert [plan.epoch for plan in plans[0]] == [0] * ranks[0].num_batches + [1, 1]
+
+
+# Reference voices and pieces for the decoder.
+
+
+def lengths(num_clips: int, seed: int = 0, least_s: float = 0.5, most_s: float = 12.0) -> Rows:
+    seconds = np.random.default_rng(seed).uniform(least_s, most_s, num_clips)
+    return (seconds * SAMPLE_RATE).astype(np.int64)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 5))
+def test_the_reference_is_the_next_clip_of_the_same_voice(voices: list[int], epoch: int) -> None:
+    size = len(voices)
+    num_samples = lengths(2 * size, seed=size).reshape(2, size)
+    rows = np.array([voices, voices[::-1]])
+    found = crops(1, epoch, np.arange(2 * size).reshape(2, size), num_samples, rows)
+    for row, of_batch in enumerate(rows.tolist()):
+        for slot, voice in enumerate(of_batch):
+            others = [(slot + step) % size for step in range(1, size) if of_batch[(slot + step) % size] == voice]
+            source = found.slots[row, slot]
+            assert source == (others[0] if others else slot)
+            end = found.starts[row, slot] + found.samples[row, slot]
+            assert 0 <= found.starts[row, slot] < end <= num_samples[row, source]
+            if others and num_samples[row, source] < 3 * SAMPLE_RATE:
+                assert found.samples[row, slot] == num_samples[row, source], "all of it may be used"
+
+
+def test_a_clip_that_only_fills_a_batch_up_is_no_reference() -> None:
+    num_samples = lengths(20, seed=3)
+    clips, weights = Batches(packed_tokens(np.full(20, 30), num_samples), batch_size=32, seed=1).epoch(0)
+    assert (weights == 0).sum() == 12
+    alike = voices_of(clips, weights, np.zeros(20, np.int64))
+    slots = crops(1, 0, clips, num_samples[clips], alike).slots
+    references = np.take_along_axis(clips, slots, -1)[weights > 0]
+    assert sorted(references) == list(range(20)), "each is a reference once"
+    assert (references != clips[weights > 0]).all(), "none is its own reference"
+
+
+def test_the_cut_of_a_clip_depends_on_nothing_but_seed_epoch_and_clip() -> None:
+    num_samples, clips = lengths(200), np.arange(200)
+    whole = crops(1, 7, clips, num_samples)
+    order = np.random.default_rng(4).permutation(200)[:50]  # fewer, in another order, in another company
+    part = crops(1, 7, order, num_samples[order])
+    assert np.array_equal(whole.starts[order], part.starts)
+    assert np.array_equal(whole.samples[order], part.samples)
+    pieces = segments(1, 7, clips, num_samples // 1024, 32)
+    assert np.array_equal(pieces[order], segments(1, 7, order, num_samples[order] // 1024, 32))
+
+
+def test_these_cuts_never_change() -> None:
+    """A run that is resumed with another version must use the same reference voices."""
+    found = crops(1234, 3, np.array([0, 1, 99_999]), np.array([200_000, 90_000, 30_000]))
+    assert found.starts.tolist() == [45451, 1555, 7119]
+    assert found.samples.tolist() == [80074, 85138, 15000]
+    assert segments(1234, 3, np.array([0, 1, 99_999]), np.array([200, 90, 30]), 32).tolist() == [77, 9, 0]
+
+
+@pytest.mark.parametrize("other", [(2, 7), (1, 8), (2**32 - 1, 7), (1, 100_000)])
+def test_another_seed_or_epoch_cuts_otherwise(other: tuple[int, int]) -> None:
+    num_samples, clips = lengths(500, least_s=7.0), np.arange(500)
+    one, two = crops(1, 7, clips, num_samples), crops(*other, clips, num_samples)
+    assert (one.starts != two.starts).mean() > 0.99
+    assert (one.samples != two.samples).mean() > 0.99
+    pieces = [segments(*key, clips, num_samples // 1024, 32) for key in ((1, 7), other)]
+    assert (pieces[0] != pieces[1]).mean() > 0.9
+
+
+def test_length_start_and_piece_are_independent_and_use_their_whole_range() -> None:
+    num_samples, clips = np.full(20_000, 10 * SAMPLE_RATE), np.arange(20_000)
+    chosen = crops(3, 0, clips, num_samples)
+    pieces = segments(3, 0, clips, np.full(20_000, 215), 32)
+    length = (chosen.samples - 3 * SAMPLE_RATE) / (3 * SAMPLE_RATE)
+    start = chosen.starts / (num_samples - chosen.samples)
+    for values in (length, start, pieces / 183):
+        assert (values.min(), values.max()) == pytest.approx((0, 1), abs=0.002)
+        assert np.histogram(values, 10)[0] / 2000 == pytest.approx(np.ones(10), abs=0.15)
+    assert np.abs(np.corrcoef([length, start, pieces]) - np.eye(3)).max() < 0.03
+    assert abs(np.corrcoef(length[1:], length[:-1])[0, 1]) < 0.03  # neighbours neither
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(0, 2**32 - 1), st.integers(0, 10**6), st.lists(st.integers(1, 700_000), min_size=1, max_size=40)
+)
+def test_crops_and_pieces_lie_inside_their_clips(seed: int, epoch: int, samples: list[int]) -> None:
+    num_samples, clips = np.array(samples), np.arange(len(samples))
+    chosen = crops(seed, epoch, clips, num_samples)
+    assert chosen.starts.min() >= 0 and chosen.samples.min() >= 1
+    assert (chosen.starts + chosen.samples <= num_samples).all()
+    full = (chosen.samples >= 3 * SAMPLE_RATE) & (chosen.samples <= 6 * SAMPLE_RATE)
+    assert (full | (chosen.samples == np.maximum(num_samples // 2, 1))).all()
+    assert full[num_samples >= 6 * SAMPLE_RATE].all()
+    assert not full[num_samples < 3 * SAMPLE_RATE].any()
+    assert (chosen.frames == chosen.samples // HOP_SAMPLES + 1).all()
+    assert chosen.frames.max() <= MAX_CROP_FRAMES
+    num_codes = num_codes_of(num_samples)
+    starts = segments(seed, epoch, clips, num_codes, 32)
+    assert starts.min() >= 0
+    assert (starts + 32 <= np.maximum(num_codes, 32)).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 20), st.integers(0, 1000), st.floats(0, 1))
+def test_fitted_crops_keep_to_the_budget_and_their_starts(num_clips: int, seed: int, share: float) -> None:
+    num_samples = lengths(num_clips, seed)
+    chosen = crops(1, 0, np.arange(num_clips), num_samples)
+    budget = int(2 * num_clips + share * (chosen.frames.sum() + 10 - 2 * num_clips))
+    fitted = fit(chosen, budget)
+    assert fitted.frames.sum() <= budget
+    assert np.array_equal(fitted.starts, chosen.starts)
+    assert (fitted.samples <= chosen.samples).all()
+    assert (fitted.samples >= np.minimum(chosen.samples, HOP_SAMPLES)).all()
+    if chosen.frames.sum() <= budget:
+        assert np.array_equal(fitted.samples, chosen.samples)
+
+
+def test_a_small_excess_is_shared_by_all() -> None:
+    num_samples = lengths(10, least_s=8.0)
+    chosen = crops(1, 0, np.arange(10), num_samples)
+    fitted = fit(chosen, int(chosen.frames.sum()) - 15)
+    assert set((chosen.samples - fitted.samples).tolist()) == {2 * HOP_SAMPLES}
+
+
+@pytest.mark.parametrize(("num_clips", "batch_size"), [(40, 4), (500, 16), (2000, 8)])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_frame_budget_is_enough_for_nearly_every_batch(num_clips: int, batch_size: int, seed: int) -> None:
+    num_samples = lengths(num_clips, seed)
+    batches = Batches(packed_tokens(num_samples // 2000, num_samples), batch_size, seed)
+    budget = frame_budget(batches, num_samples, seed)
+    assert budget % FRAME_MULTIPLE == 0
+    needed = []
+    for epoch in range(12):
+        clips, _ = batches.epoch(epoch)
+        needed.append(crops(seed, epoch, clips, num_samples[clips]).frames.sum(axis=1))
+    largest = max(needed[0].max(), needed[1].max())
+    assert largest <= budget < largest + FRAME_MULTIPLE
+    excess = np.maximum(np.concatenate(needed) - budget, 0)
+    assert (excess == 0).mean() > 0.9
+    assert excess.sum() < 0.002 * np.concatenate(needed).sum()  # what the others lose is not worth a longer row
+
+
+# Gathered batches.
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    return Corpus.make(tmp_path / "clips", DATA, 23)
+
+
+def whole(clips: np.ndarray, epoch: int = 0) -> Job:
+    """A job of these clips and no others."""
+    weights = np.ones(len(clips), np.float32)
+    plan = BatchPlan(clips, weights, Cursor(), epoch, clips[None], weights[None])
+    return Job(plan, np.arange(5, dtype=np.float32))
+
+
+def check_gathered(batch: HostBatch, clips: ClipSet, job: Job, frame_budget: int) -> None:
+    plan, num_samples = job.plan, clips.num_samples[job.plan.clips]
+    for slot, clip in enumerate(plan.clips.tolist()):
+        pcm, ids = clips.audio[clips.audio_rows[clip]], clips.ids[clips.ids_rows[clip]]
+        assert np.array_equal(batch["pcm"][slot, : len(pcm)], pcm)
+        assert batch["ids"][slot].tolist() == ids.tolist() + [0] * (DATA.max_text_length - len(ids))
+        assert (batch["num_samples"][slot], batch["num_ids"][slot]) == (len(pcm), len(ids))
+    chosen = fit(crops(SEED, plan.epoch, plan.clips, num_samples), frame_budget)
+    expected = {
+        "num_codes": -(-(num_samples // HOP_SAMPLES + 1) // 4),
+        "clips": plan.clips,
+        "weights": plan.weights,
+        "crop_slots": np.arange(len(plan.clips)),
+        "crop_starts": chosen.starts,
+        "crop_samples": chosen.samples,
+        "segments": segments(SEED, plan.epoch, plan.clips, num_codes_of(num_samples), SEGMENT_CODES),
+        "totals": job.totals,
+    }
+    for name, values in expected.items():
+        assert np.array_equal(batch[name], values), name
+
+
+def test_one_host_batch_used_again_never_mixes_clips(corpus: Corpus) -> None:
+    gatherer, batch = corpus.gatherer(), HostBatch(host_layout(DATA))
+    for job in gatherer.jobs(Cursor(), 1, 40):
+        gathered = gatherer.fill(batch, job)
+        check_gathered(batch, corpus.clips, job, gatherer.frame_budget)
+        assert (gathered.after, gathered.codes_known) == (job.plan.after, False)
+        assert np.array_equal(gathered.clips, job.plan.clips)
+
+
+def test_the_longest_clip_fills_its_slot(corpus: Corpus) -> None:
+    longest = int(corpus.clips.num_samples.argmax())
+    assert corpus.clips.num_samples[longest] == DATA.max_mel_frames * HOP_SAMPLES - 1
+    gatherer, batch, job = corpus.gatherer(), HostBatch(host_layout(DATA)), whole(np.array([longest] * 5))
+    gatherer.fill(batch, job)
+    check_gathered(batch, corpus.clips, job, gatherer.frame_budget)
+    assert batch["num_codes"].tolist() == [batch["codes"].shape[1]] * 5
+
+
+def test_a_selection_gathers_its_own_clips(corpus: Corpus) -> None:
+    chosen = np.array([20, 2, 11, 5, 22])
+    selected = corpus.clips.select(chosen)
+    gatherer = replace(corpus, clips=selected).gatherer()
+    batch, job = HostBatch(host_layout(DATA)), whole(np.arange(5))
+    gatherer.fill(batch, job)
+    check_gathered(batch, selected, job, gatherer.frame_budget)
+    assert selected.names == [corpus.clips.names[at] for at in chosen]
+    assert np.array_equal(batch["num_samples"], corpus.clips.num_samples[chosen])
+
+
+def test_codes_come_from_the_cache_only_if_all_are_there(corpus: Corpus, tmp_path: Path) -> None:
+    cache = corpus.cache(tmp_path / "codes")
+    gatherer, batch = corpus.gatherer(cache), HostBatch(host_layout(DATA))
+    clips, width = np.array([4, 9, 1, 17, 6]), batch["codes"].shape[1]
+    codes = np.random.default_rng(1).integers(1, 1024, (5, width))
+    cache.write(clips[:4], codes[:4])
+    assert not gatherer.fill(batch, whole(clips)).codes_known
+    cache.write(clips[4:], codes[4:])
+    batch["codes"][:] = -7
+    assert gatherer.fill(batch, whole(clips)).codes_known
+    inside = np.arange(width) < batch["num_codes"][:, None]
+    assert np.array_equal(batch["codes"], np.where(inside, codes, 0))
+    cache.close()
+
+
+def test_totals_count_every_batch_and_rank_of_an_optimiser_step_once(corpus: Corpus) -> None:
+    clips = corpus.clips
+    tokens = packed_tokens(clips.num_ids, clips.num_samples)
+    ranks = [Gatherer(clips, Batches(tokens, 5, SEED, rank, 2), DATA, SEED) for rank in range(2)]
+    steps = [list(itertools.islice(gatherer.jobs(Cursor(), accumulate=2), 8)) for gatherer in ranks]
+    num_codes, num_frames = num_codes_of(clips.num_samples), clips.num_samples // HOP_SAMPLES + 1
+    for step in range(4):
+        together = [job for jobs in steps for job in jobs[2 * step : 2 * step + 2]]
+        counted = np.concatenate([job.plan.clips[job.plan.weights == 1] for job in together])
+        expected = [
+            (clips.num_ids[counted] + 1).sum(),
+            (num_codes[counted] + NUM_STOPS).sum(),
+            num_codes[counted].sum(),
+            num_frames[counted].sum(),
+            len(counted),
+        ]
+        assert [job.totals.tolist() for job in together] == [expected] * 4
+    assert min(job.plan.weights.min() for jobs in steps for job in jobs) == 0  # some only fill up
+
+
+def test_sizes_are_the_same_for_all_batches_or_follow_each(corpus: Corpus) -> None:
+    static, loose = corpus.gatherer(), corpus.gatherer(data=replace(DATA, pad_to_fixed_length=False))
+    batch = HostBatch(host_layout(DATA))
+    seen = set()
+    for job in static.jobs(Cursor(), 1, 10):
+        assert static.fill(batch, job).sizes == static.static_sizes
+        sizes = loose.fill(batch, job).sizes
+        seen.add(sizes)
+        clips = corpus.clips.select(job.plan.clips)
+        assert sizes.ids == clips.num_ids.max()
+        assert sizes.tokens - packed_tokens(clips.num_ids, clips.num_samples).sum() in range(8)
+        assert sizes.samples - clips.num_samples.max() in range(1, 1025)
+        frames = (batch["crop_samples"] // HOP_SAMPLES + 1).sum()
+        assert sizes.frames - frames in range(64)
+    assert len(seen) > 3
+
+
+def test_a_host_batch_is_one_block_of_aligned_arrays() -> None:
+    layout = host_layout(DATA)
+    batch = HostBatch(layout)
+    start = batch.memory.__array_interface__["data"][0]
+    for number, name in enumerate(layout):
+        array = batch[name]
+        offset = array.__array_interface__["data"][0] - start
+        assert offset % ALIGNMENT_BYTES == 0
+        assert 0 <= offset <= batch.memory.nbytes - array.nbytes
+        assert (array.shape, array.dtype.name) == (layout[name].shape, layout[name].dtype)
+        array[:] = number
+    for number, name in enumerate(layout):  # nothing overlaps
+        assert (batch[name] == number).all()
+
+
+def test_without_a_driver_memory_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("myxtts.host.nvidia_driver", lambda: "")
+    assert not HostBatch(host_layout(DATA)).memory.any()
+
+
+@pytest.mark.gpu
+def test_memory_is_pinned() -> None:
+    import torch
+
+    batch = HostBatch(host_layout(DATA))
+    assert torch.from_numpy(batch.memory).is_pinned()
+    assert torch.from_numpy(batch["pcm"]).is_pinned()
+    on_device = torch.from_numpy(batch.memory).to("cuda", non_blocking=True)
+    assert on_device.numel() == batch.memory.nbytes
+    assert not torch.from_numpy(HostBatch(host_layout(DATA), pinned=False).memory).is_pinned()
+
+
+def test_a_prepared_corpus_becomes_batches(make_corpus: Callable[..., Path], run_prepare) -> None:
+    train = run_prepare(make_corpus(), val_fraction=0.0).train
+    data = DataSettings(batch_size=4)
+    batches = Batches(packed_tokens(train.num_ids, train.num_samples), data.batch_size, 1)
+    gatherer, batch = Gatherer(train, batches, data, 1), HostBatch(host_layout(data))
+    for job in gatherer.jobs(Cursor(), 1, batches.num_batches):
+        gatherer.fill(batch, job)
+        for slot, clip in enumerate(job.plan.clips.tolist()):
+            pcm = train.audio[train.audio_rows[clip]]
+            assert np.array_equal(batch["pcm"][slot, : batch["num_samples"][slot]], pcm)

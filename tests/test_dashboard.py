@@ -24,14 +24,9 @@ from myxtts.observe.metrics import MetricsLog, MetricsTail, ValidationReport, re
 from myxtts.terminal import render, sparkline, watch
 
 READING = {
-    "gpu": 0,
-    "utilisation": 0.5,
-    "memory_used_mb": 10240.0,
-    "memory_total_mb": 81920.0,
-    "power_w": 412.0,
-    "temperature_c": 61,
-    "throttled_by": [],
-}
+    "gpu": 0, "utilisation": 0.5, "memory_used_mb": 10240.0, "memory_total_mb": 81920.0, "power_w": 412.0,
+    "temperature_c": 61, "throttled_by": [],
+}  # fmt: skip
 
 
 def drawn(*reports: dict[str, Any], readings: Any = (), width: int = 100, **options: Any) -> str:
@@ -52,24 +47,21 @@ def line_of(text: str, label: str) -> str:
 
 
 def test_the_state_of_a_training_is_seen_at_a_glance() -> None:
-    used = {"data": 2048.0, "model": 12288.0}
     before = [step_record(300, stage="dvae", total_steps=300), step_record(240, losses={"total": 5.0})]
-    text = drawn(
-        *before,
-        validation_record(200, 3.3),
-        validation_record(240, 3.6),
-        step_record(memory_mb=used),
-        title="my-voice",
-    )
+    validations = [validation_record(200, 3.3), validation_record(240, 3.6)]
+    now = step_record(memory_mb={"data": 2048.0, "model": 12288.0})
+    text = drawn(*before, *validations, now, title="my-voice")
     assert "my-voice" in text
-    assert "dvae 300/300  gpt 250/1,000" in line_of(text, "stages")
-    for part in ("██████░░░", "25 %", "epoch 3", "ETA 12 min"):
-        assert part in line_of(text, "progress")
-    assert "█▁" in line_of(text, "loss") and "3.41  text_loss 4.1  audio_loss 3.37" in line_of(text, "loss")
-    assert "3.6 at step 240, best 3.3 at step 200" in line_of(text, "validation")
-    assert "512" in line_of(text, "clips/s")
-    assert "107 ms  varies 2.0 %  model waits 0.3 %  MFU 47.0 %" in line_of(text, "step time")
-    assert "data 2 GB  model 12 GB" in line_of(text, "memory")
+    for label, parts in {
+        "stages": ["dvae 300/300  gpt 250/1,000"],
+        "progress": ["██████░░░", "25 %", "epoch 3", "ETA 12 min"],
+        "loss": ["█▁", "3.41  text_loss 4.1  audio_loss 3.37"],
+        "validation": ["3.6 at step 240, best 3.3 at step 200"],
+        "clips/s": ["512"],
+        "step time": ["107 ms  varies 2.0 %  model waits 0.3 %  MFU 47.0 %"],
+        "memory": ["data 2 GB  model 12 GB"],
+    }.items():
+        assert all(part in line_of(text, label) for part in parts), label
 
 
 def test_rings_are_bars_as_full_as_they_are() -> None:
@@ -79,27 +71,25 @@ def test_rings_are_bars_as_full_as_they_are() -> None:
     assert "8/16 ready" in text and "1/4 to be kept" in text
 
 
-def test_each_gpu_has_a_line_and_what_is_not_told_is_not_shown() -> None:
+def test_each_gpu_has_a_line_and_what_is_unknown_is_not_shown() -> None:
     other = {"gpu": 1, "utilisation": None, "memory_used_mb": None, "throttled_by": ["power cap"]}
-    earlier = {**READING, "utilisation": 0.1, "pcie_rx_mb_s": 900.0}
-    text = drawn(step_record(), readings=[earlier, other, READING], width=140)
+    text = drawn(step_record(), readings=[{**READING, "pcie_rx_mb_s": 900.0}, other], width=140)
     for part in ("50.0 %", "10/80 GB", "412 W", "61 °C", "PCIe in 900 MB/s"):
         assert part in line_of(text, "GPU 0")
     second = line_of(text, "GPU 1")
     assert "throttled: power cap" in second and "– " in second
     assert not any(part in second for part in ("GB", " W", "°C", "PCIe", "0.0 %"))
     assert "GPU" not in drawn(step_record())
-
-
-def test_gpus_are_shown_before_the_first_report() -> None:
-    text = drawn(readings=[READING])
-    assert "Waiting for the first report." in text and "412 W" in text
+    early = drawn(readings=[READING])
+    assert "Waiting for the first report." in early and "412 W" in early
 
 
 def test_warnings_stand_below_with_what_to_do() -> None:
     starved = drawn(*(step_record(step, rings=EMPTY_RINGS, idle_share=0.3) for step in range(20)))
     assert "WARNING" in starved and "--num-workers" in starved
     assert "WARNING" not in drawn(*(step_record(step) for step in range(20)))
+    for step, now, is_silent in ((250, 1300.0, True), (250, 1030.0, False), (1000, 1300.0, False)):
+        assert ("Nothing was reported for 5 min" in drawn(step_record(step), now=now)) == is_silent
 
 
 @pytest.mark.parametrize("width", [40, 72, 160])
@@ -123,12 +113,6 @@ def test_names_from_files_are_no_markup() -> None:
         assert part in text
 
 
-def test_a_long_silence_is_mentioned_until_the_training_is_done() -> None:
-    assert "Nothing was reported for 5 min" in drawn(step_record(), now=1300.0)
-    assert "Nothing was reported" not in drawn(step_record(), now=1030.0)
-    assert "Nothing was reported" not in drawn(step_record(1000), now=1300.0)
-
-
 def test_a_run_whose_process_is_gone_has_ended_at_its_last_step(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step_record())}\n")
     gone = subprocess.Popen(["true"])
@@ -143,11 +127,6 @@ def test_a_run_whose_process_is_gone_has_ended_at_its_last_step(tmp_path: Path) 
     assert "running" not in text and "ETA" not in text and "paused" not in text
     for holder in (f"process {os.getpid()} on {socket.gethostname()}", f"process {gone.pid} on elsewhere", "?"):
         assert "has ended. Its" not in shown(holder) and "running" in shown(holder)
-
-
-def test_a_folder_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
-    shown = watched(tmp_path)
-    assert "Nothing is training here yet." in shown and "Waiting" not in shown
 
 
 def test_a_sparkline_shows_the_course_and_leaves_out_what_is_unknown() -> None:
@@ -193,6 +172,8 @@ def test_a_long_run_is_followed_in_little_memory(tmp_path: Path, monkeypatch: py
 
 
 def test_without_a_terminal_the_state_is_shown_once(tmp_path: Path) -> None:
+    shown = watched(tmp_path)
+    assert "Nothing is training here yet." in shown and "Waiting" not in shown
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step_record())}\n")
     shown = watched(tmp_path)
     assert shown.count("512") == 1 and tmp_path.name in shown

@@ -52,6 +52,7 @@ def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(clips: Clips, c
     assert "demonstration: training.stages = [dvae, gpt] (default null)" in shown
     assert "embedded corpus: training.checkpoint_dir = demo (default checkpoints)" in shown
     assert "decoder_steps" not in shown, "no decoder is trained"
+    assert "Persian" in shown and "English" in shown
     assert f"in the voice of {EMBEDDED_CORPUS}" in shown and "by Griffin-Lim (gpt: 2 steps)" in shown
     for place in ("sample.wav", "report.html", "gpt"):
         assert str(run / place) in shown.partition("Done.")[2]
@@ -111,47 +112,38 @@ def test_a_sample_that_fails_spoils_nothing(
     def fail(*_: object) -> None:
         raise PipelineError("The model said nothing in 3 attempts")
 
-    run = tmp_path / "run"
+    run, corpus = tmp_path / "run", tmp_path / "corpus"
+    shutil.copytree(clips(), corpus)
     run.mkdir()
-    (run / "sample.wav").write_bytes(b"of an older training")
-    monkeypatch.setattr(reports, "speak_sample", fail)
-    assert train(run, clips(), "--stages dvae,gpt --max-steps 1") == 0
+    with monkeypatch.context() as patched:
+        (run / "sample.wav").write_bytes(b"of an older training")
+        patched.setattr(reports, "speak_sample", fail)
+        assert train(run, corpus, "--stages dvae,gpt --max-steps 1") == 0
     shown = capsys.readouterr().out
     assert "No sample was spoken: The model said nothing in 3 attempts" in shown
     assert "Done." in shown and "speak" not in next_commands(shown)
     assert not (run / "sample.wav").exists()
 
-
-def test_a_corpus_that_is_gone_when_the_training_ends_spoils_nothing(
-    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
-) -> None:
-    run, corpus = tmp_path / "run", tmp_path / "corpus"
-    shutil.copytree(clips(), corpus)
-    run.mkdir()
-    (run / "sample.wav").write_bytes(b"of an older training")
     write_page = TrainingReports.close
 
     def close(reports: TrainingReports) -> None:
         write_page(reports)
         shutil.rmtree(corpus)
 
+    (run / "sample.wav").write_bytes(b"of an older training")
     monkeypatch.setattr(TrainingReports, "close", close)
-    assert train(run, corpus, "--stages dvae,gpt --max-steps 1") == 0
+    assert train(run, corpus, "--stages dvae,gpt --max-steps 2") == 0, "the corpus is gone when the training ends"
     assert next_commands(capsys.readouterr().out).keys() == {"report"}
     assert not (run / "sample.wav").exists()
 
 
-def test_a_run_that_cannot_speak_yet_says_so(clips: Clips, tmp_path: Path, capsys: Screen) -> None:
+def test_a_training_that_cannot_speak_yet_or_is_interrupted_speaks_nothing(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
+) -> None:
     run = tmp_path / "run"
     assert train(run, clips(), "--stages dvae --max-steps 1") == 0
     assert "No sample was spoken: The model has no gpt" in capsys.readouterr().out
     assert not (run / "sample.wav").exists()
-
-
-def test_an_interrupted_training_speaks_nothing(
-    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
-) -> None:
-    run = tmp_path / "run"
     stop_at(monkeypatch, 1)
     assert train(run, clips(), "--stages gpt --max-steps 3") == 0
     shown = capsys.readouterr().out

@@ -237,11 +237,6 @@ class TestCodebook:
         assert torch.isin(drawn, latents[mask > 0]).all()
         assert torch.equal(books[0].embed, books[1].embed)
         assert not torch.equal(books[0].embed, books[2].embed)
-        shared = Codebook(1, 30)
-        shared.revive(
-            latents, torch.Generator().manual_seed(2), mask, share=lambda fresh: fresh.copy_(drawn[None])
-        )
-        assert torch.equal(shared.embed, books[0].embed)
 
     def test_fewer_latents_than_codes_repeat(self) -> None:
         book = Codebook(1, 30)

@@ -36,7 +36,7 @@ from myxtts.model.xtts import XTTS
 from myxtts.pipeline.feed import Depths
 from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, Frontend, GptFrontend
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EPOCH = 5
 """Batches of an epoch: fourteen clips by threes."""

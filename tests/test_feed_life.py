@@ -1,4 +1,4 @@
-"""A feed's life: it warms up, reports, fails with the error of the worker that failed, and leaves nothing."""
+"""The life of a feed: it warms up, says what it does, raises the error of a failed worker, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from myxtts.pipeline.frontend import GptFrontend
 from myxtts.pipeline.ring import RingClosed
 from myxtts.pipeline.workers import Block, Worker
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MB = 2**20
 

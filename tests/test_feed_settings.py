@@ -32,7 +32,7 @@ from myxtts.observe.trace import Trace, now_us
 from myxtts.pipeline import feed as feed_module
 from myxtts.pipeline.feed import Depths, choose_depths
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MB = 2**20
 GPU = torch.device("cuda", 0)

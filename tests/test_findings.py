@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import load_values
 
 from myxtts.config import Settings, stage_steps, stages_of
 from myxtts.observe import findings
@@ -19,16 +20,12 @@ SOURCES = [ROOT / "myxtts/observe/findings.py", ROOT / "myxtts/observe/diagnosis
 SOURCES += [ROOT / f"myxtts/tools/{name}.py" for name in ("check", "profile", "tune")]
 
 
-@pytest.fixture(autouse=True)
-def _empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Away from the repository, whose configs/config.yaml would be read."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
 
 def settings(**given: object) -> Settings:
-    """Settings by names such as data__batch_size, with their preset."""
-    named = {"data.train_data": "DIR"} | {key.replace("__", "."): value for key, value in given.items()}
-    return apply_presets(load(None, named))[0].settings
+    """Settings of a training on data of the user's own, with their preset."""
+    return apply_presets(load_values(**{"train_data": "DIR"} | given))[0].settings
 
 
 def situation(given: dict[str, object], **facts: Any) -> Situation:
@@ -65,18 +62,17 @@ def test_no_sentence_stands_in_the_table_twice() -> None:
 
 
 def test_no_sentence_about_a_switch_stands_outside_the_table() -> None:
-    written = [rule.what for rule in SWITCHES.values()] + [rule.why for rule in SWITCHES.values()]
-    written += [rule.fix for rule in SWITCHES.values()]
+    written = [text for rule in SWITCHES.values() for text in (rule.what, rule.why, rule.fix) if len(text) > 12]
     for path in (ROOT / "myxtts").rglob("*.py"):
         if path.name != "findings.py":
             text = path.read_text(encoding="utf-8").lower()
-            assert not [sentence for sentence in written if len(sentence) > 12 and sentence.lower() in text], path
+            assert not [sentence for sentence in written if sentence.lower() in text], path
 
 
 def test_rules_render_in_any_situation_in_which_they_hold() -> None:
-    poor = {rule.setting.replace(".", "__"): str(not rule.value).lower() for rule in SWITCHES.values()}
-    poor |= {"data__num_workers": "1", "data__prefetch_buffer_size": "1", "data__batch_size": "2"}
-    poor |= {"training__early_stop": "3", "training__max_steps": "100", "model__lora_rank": "4"}
+    poor = {rule.setting.split(".")[1]: str(not rule.value).lower() for rule in SWITCHES.values()}
+    poor |= {"num_workers": "1", "prefetch_buffer_size": "1", "batch_size": "2"}
+    poor |= {"early_stop": "3", "max_steps": "100", "lora_rank": "4"}
     s = situation(poor, num_gpus=2, gpu_memory_mb=8000, num_clips=1, num_val_clips=0, speech_hours=0.1)
     found = [rule.finding(s) for rule in RULES if rule.holds(s)]
     assert {finding.setting for finding in found} >= SWITCHES.keys() | {"data.num_workers", "data.batch_size"}
@@ -109,65 +105,53 @@ def test_every_code_stands_in_the_documentation_exactly_once() -> None:
     ("given", "stage", "expected"),
     [
         ({}, "gpt", (7, "--epochs")),
-        ({"training__max_steps": "5"}, "gpt", (5, "--max-steps")),
-        ({"training__max_steps": "7"}, "dvae", (7, "--max-steps")),
-        ({"training__max_steps": "5", "training__dvae_steps": "3"}, "dvae", (3, "--dvae-steps")),
-        ({"training__max_steps": "5", "training__decoder_steps": "6"}, "decoder", (6, "--decoder-steps")),
-        ({"training__dvae_steps": "99"}, "dvae", (7, "--epochs")),
+        ({"max_steps": "5"}, "gpt", (5, "--max-steps")),
+        ({"max_steps": "7"}, "dvae", (7, "--max-steps")),
+        ({"max_steps": "5", "dvae_steps": "3"}, "dvae", (3, "--dvae-steps")),
+        ({"max_steps": "5", "decoder_steps": "6"}, "decoder", (6, "--decoder-steps")),
+        ({"dvae_steps": "99"}, "dvae", (7, "--epochs")),
     ],
 )
 def test_the_steps_of_a_stage_end_with_its_epochs_or_its_limit(
     given: dict[str, object], stage: str, expected: tuple[int, str]
 ) -> None:
-    training = settings(training__epochs="2", **given).training
+    training = settings(epochs="2", **given).training
     assert stage_steps(training, stage, num_clips=50, batch_clips=16, accumulate=1)[0] <= 8
     assert stage_steps(training, stage, num_clips=100, batch_clips=16, accumulate=2) == expected
 
 
 def test_a_start_from_weights_trains_only_the_gpt_unless_stages_are_named() -> None:
     assert stages_of(settings()) == ("dvae", "gpt", "decoder")
-    assert stages_of(settings(training__init_from="DIR")) == ("gpt",)
-    assert stages_of(settings(training__init_from="DIR", training__stages="dvae,gpt")) == ("dvae", "gpt")
+    assert stages_of(settings(init_from="DIR")) == ("gpt",)
+    assert stages_of(settings(init_from="DIR", stages="dvae,gpt")) == ("dvae", "gpt")
 
 
 # Hints
 
 
 UNSUITABLE: list[tuple[dict[str, object], dict[str, Any], str, Any, str]] = [
-    ({"data__batch_size": "16"}, {"num_clips": 9}, "data.batch_size", 9, "only 9 training clips"),
-    ({"data__batch_size": "16"}, {"num_clips": 30, "processes": 2}, "data.batch_size", 15, "only 15"),
-    ({"data__num_workers": "24"}, {"cores": 4}, "data.num_workers", 4, "4 usable cores"),
-    ({"data__pipeline_buffer_size": "400"}, {}, "data.pipeline_buffer_size", 375, "375 batches"),
-    ({"data__prefetch_buffer_size": "400"}, {}, "data.prefetch_buffer_size", 375, "375 batches"),
+    ({"batch_size": "16"}, {"num_clips": 9}, "data.batch_size", 9, "only 9 training clips"),
+    ({"batch_size": "16"}, {"num_clips": 30, "processes": 2}, "data.batch_size", 15, "only 15"),
+    ({"num_workers": "24"}, {"cores": 4}, "data.num_workers", 4, "4 usable cores"),
+    ({"pipeline_buffer_size": "400"}, {}, "data.pipeline_buffer_size", 375, "375 batches"),
+    ({"prefetch_buffer_size": "400"}, {}, "data.prefetch_buffer_size", 375, "375 batches"),
     ({}, {"num_gpus": 2}, "", None, "2 GPUs were found and one is used"),
-    ({"training__preset": "40gb"}, {}, "training.preset", "24gb", "40gb is for a larger card"),
-    ({"model__size": "normal"}, {"gpu_memory_mb": 11910}, "model.size", None, "11910 MB"),
-    ({"training__max_steps": "500", "training__save_step": "50"}, {}, "training.warmup_steps", 50, "--max-steps"),
-    ({"training__epochs": "1", "training__save_step": "50"}, {}, "training.warmup_steps", 37, "step 375"),
-    (
-        {"training__dvae_steps": "300", "training__save_step": "50"},
-        {},
-        "training.warmup_steps",
-        30,
-        "--dvae-steps",
-    ),
-    ({"training__max_steps": "900"}, {}, "training.save_step", None, "step 900"),
-    ({"training__max_steps": "2500", "training__early_stop": "2"}, {}, "training.early_stop", None, "step 3000"),
+    ({"preset": "40gb"}, {}, "training.preset", "24gb", "40gb is for a larger card"),
+    ({"size": "normal"}, {"gpu_memory_mb": 11910}, "model.size", None, "11910 MB"),
+    ({"max_steps": "500", "save_step": "50"}, {}, "training.warmup_steps", 50, "--max-steps"),
+    ({"epochs": "1", "save_step": "50"}, {}, "training.warmup_steps", 37, "step 375"),
+    ({"dvae_steps": "300", "save_step": "50"}, {}, "training.warmup_steps", 30, "--dvae-steps"),
+    ({"max_steps": "900"}, {}, "training.save_step", None, "step 900"),
+    ({"max_steps": "2500", "early_stop": "2"}, {}, "training.early_stop", None, "step 3000"),
     ({}, {"num_val_clips": 0}, "", None, "no clip is left for validation"),
-    ({"data__val_fraction": "0"}, {"num_val_clips": None}, "", None, "no clip is left for validation"),
-    ({"training__early_stop": "3"}, {"num_val_clips": 0}, "training.early_stop", None, "never acts"),
-    ({"model__size": "big"}, {"speech_hours": 3.2}, "model.size", None, "3.2 hours"),
-    ({"model__size": "normal"}, {"speech_hours": None, "num_clips": 1000}, "model.size", None, "2.6 hours"),
-    ({"data__pad_to_fixed_length": "false"}, {}, "data.pad_to_fixed_length", True, "is compiled, captured"),
-    ({"training__enable_eager_debug": "true"}, {}, "training.enable_eager_debug", False, "slow on purpose"),
-    (
-        {"training__init_from": "DIR", "training__learning_rate": "0.002"},
-        {},
-        "training.learning_rate",
-        None,
-        "rate",
-    ),
-    ({"model__lora_rank": "16"}, {}, "model.lora_rank", 0, "without --init-from"),
+    ({"val_fraction": "0"}, {"num_val_clips": None}, "", None, "no clip is left for validation"),
+    ({"early_stop": "3"}, {"num_val_clips": 0}, "training.early_stop", None, "never acts"),
+    ({"size": "big"}, {"speech_hours": 3.2}, "model.size", None, "3.2 hours"),
+    ({"size": "normal"}, {"speech_hours": None, "num_clips": 1000}, "model.size", None, "2.6 hours"),
+    ({"pad_to_fixed_length": "false"}, {}, "data.pad_to_fixed_length", True, "is compiled, captured"),
+    ({"enable_eager_debug": "true"}, {}, "training.enable_eager_debug", False, "slow on purpose"),
+    ({"init_from": "DIR", "learning_rate": "0.002"}, {}, "training.learning_rate", None, "rate"),
+    ({"lora_rank": "16"}, {}, "model.lora_rank", 0, "without --init-from"),
 ]
 
 
@@ -187,26 +171,26 @@ def test_unsuitable_settings_are_named_with_the_fix(
     ("given", "facts"),
     [
         ({}, {}),
-        ({"training__preset": "24gb"}, {}),
-        ({"data__data_gpu": "0", "data__model_gpu": "1"}, {"num_gpus": 2}),
-        ({"data__num_workers": "4"}, {"cores": 4}),
+        ({"preset": "24gb"}, {}),
+        ({"data_gpu": "0", "model_gpu": "1"}, {"num_gpus": 2}),
+        ({"num_workers": "4"}, {"cores": 4}),
         ({}, {"cores": 2, "num_clips": 320}),  # the defaults follow the machine and the corpus by themselves
-        ({"training__warmup_steps": "0", "training__save_step": "100"}, {"num_clips": 16}),
-        ({"training__max_steps": "501", "training__save_step": "501"}, {}),
-        ({"training__max_steps": "3000", "training__early_stop": "2"}, {}),
-        ({"training__stages": "gpt", "training__dvae_steps": "300"}, {}),
-        ({"training__init_from": "DIR", "training__decoder_steps": "300"}, {}),
-        ({"model__size": "normal", "training__stages": "decoder"}, {"speech_hours": 1.0}),
-        ({"model__size": "normal", "training__init_from": "DIR"}, {"speech_hours": 1.0}),
-        ({"model__size": "small"}, {"speech_hours": 1.0}),
-        ({"model__size": "normal", "model__gradient_checkpointing": "true"}, {"gpu_memory_mb": 11910}),
-        ({"model__size": "normal"}, {"num_gpus": 0}),
-        ({"data__pad_to_fixed_length": "false", "training__optimization_level": "basic"}, {}),
-        ({"data__pad_to_fixed_length": "false"}, {"num_gpus": 0}),
-        ({"training__init_from": "DIR", "training__learning_rate": "0.001"}, {}),
-        ({"training__learning_rate": "0.002"}, {}),
-        ({"training__init_from": "DIR", "model__lora_rank": "16"}, {}),
-        ({"data__val_data": "DIR", "data__val_fraction": "0"}, {"num_val_clips": None}),
+        ({"warmup_steps": "0", "save_step": "100"}, {"num_clips": 16}),
+        ({"max_steps": "501", "save_step": "501"}, {}),
+        ({"max_steps": "3000", "early_stop": "2"}, {}),
+        ({"stages": "gpt", "dvae_steps": "300"}, {}),
+        ({"init_from": "DIR", "decoder_steps": "300"}, {}),
+        ({"size": "normal", "stages": "decoder"}, {"speech_hours": 1.0}),
+        ({"size": "normal", "init_from": "DIR"}, {"speech_hours": 1.0}),
+        ({"size": "small"}, {"speech_hours": 1.0}),
+        ({"size": "normal", "gradient_checkpointing": "true"}, {"gpu_memory_mb": 11910}),
+        ({"size": "normal"}, {"num_gpus": 0}),
+        ({"pad_to_fixed_length": "false", "optimization_level": "basic"}, {}),
+        ({"pad_to_fixed_length": "false"}, {"num_gpus": 0}),
+        ({"init_from": "DIR", "learning_rate": "0.001"}, {}),
+        ({"learning_rate": "0.002"}, {}),
+        ({"init_from": "DIR", "lora_rank": "16"}, {}),
+        ({"val_data": "DIR", "val_fraction": "0"}, {"num_val_clips": None}),
     ],
 )
 def test_settings_at_the_edge_of_suitable_get_no_hint(given: dict[str, object], facts: dict[str, Any]) -> None:
@@ -219,15 +203,15 @@ def test_settings_at_the_edge_of_suitable_get_no_hint(given: dict[str, object], 
 @pytest.mark.parametrize(
     ("phase", "given", "num_gpus", "setting", "value"),
     [
-        ("gather", {"data__num_workers": "1"}, 1, "data.num_workers", 4),
-        ("gather", {"data__native_loading": "false"}, 1, "data.native_loading", True),
+        ("gather", {"num_workers": "1"}, 1, "data.num_workers", 4),
+        ("gather", {"native_loading": "false"}, 1, "data.native_loading", True),
         ("gather", {}, 1, "data.cache_dir", None),
-        ("upload", {"data__prefetch_to_gpu": "false"}, 1, "data.prefetch_to_gpu", True),
-        ("upload", {"data__enhanced_gpu_prefetch": "false"}, 1, "data.enhanced_gpu_prefetch", True),
-        ("encode", {"data__optimize_cpu_gpu_overlap": "false"}, 1, "data.optimize_cpu_gpu_overlap", True),
+        ("upload", {"prefetch_to_gpu": "false"}, 1, "data.prefetch_to_gpu", True),
+        ("upload", {"enhanced_gpu_prefetch": "false"}, 1, "data.enhanced_gpu_prefetch", True),
+        ("encode", {"optimize_cpu_gpu_overlap": "false"}, 1, "data.optimize_cpu_gpu_overlap", True),
         ("encode", {}, 2, "data.data_gpu", 1),
         ("encode", {}, 1, "", None),
-        ("encode", {"data__optimize_cpu_gpu_overlap": "false"}, 0, "", None),  # without a GPU it has no effect
+        ("encode", {"optimize_cpu_gpu_overlap": "false"}, 0, "", None),  # without a GPU it has no effect
         ("handoff", {}, 2, "data.data_gpu", None),
     ],
 )

@@ -29,7 +29,6 @@ from myxtts.synthesis.generation import (
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DIMS = GPTDims(layers=2, dim=64, heads=4, text_tokens=300)
-CPU = torch.device("cpu")
 GREEDY = Sampling(greedy=True)
 PLAIN = Sampling(temperature=1, top_k=0, top_p=1, repetition_penalty=1)
 STOP = DIMS.stop_code
@@ -59,33 +58,34 @@ def padded(reference: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 def prompts(padded: tuple[Tensor, Tensor, Tensor]) -> Sentences:
     """The same, to generate up to 60 codes of each."""
     voices, ids, num_ids = padded
-    return [
-        Prompt(ids[row, : int(num_ids[row])].tolist(), voices[row : row + 1], draws(0, row, 0, 60))
-        for row in range(3)
-    ]
+    texts = [text[:length].tolist() for text, length in zip(ids, num_ids, strict=True)]
+    return [Prompt(text, voices[row : row + 1], draws(0, row, 0, 60)) for row, text in enumerate(texts)]
 
 
 def up_to(num_codes: int, prompts: Sentences) -> Sentences:
     return [prompt._replace(draws=draws(0, 0, 0, num_codes)) for prompt in prompts]
 
 
-def generate(model: GPT, prompts: Sentences, sampling: Sampling = GREEDY) -> list[Generated]:
-    device = next(model.parameters()).device
-    generator = CodeGenerators(model, device, capture=False).begin(prompts, sampling)
+def generate(
+    model: GPT, prompts: Sentences, sampling: Sampling = GREEDY, *, capture: bool = False
+) -> list[Generated]:
+    generator = CodeGenerators(model, capture=capture).begin(prompts, sampling)
     generator.finish()
     return [generator.generated(row) for row in range(len(prompts))]
 
 
-def likelier(model: GPT, code: int, by: float) -> GPT:
-    with torch.no_grad():
-        model.mel_head.bias[code] += by
-    return model
+def likelier(model: GPT, code: int, by: float) -> None:
+    model.mel_head.bias.data[code] += by
 
 
-def test_greedy_codes_equal_the_reference(model: GPT, prompts: Sentences, reference: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_greedy_codes_equal_the_reference(
+    model: GPT, prompts: Sentences, reference: dict[str, Any], device: str
+) -> None:
     (expected,) = reference["greedy_codes"]
-    (found,) = generate(model, up_to(len(expected), prompts[:1]))
-    assert torch.equal(found.codes, expected)
+    for capture in (False, True):
+        found = generate(model.to(device), up_to(len(expected), prompts), capture=capture)
+        assert torch.equal(found[0].codes, expected)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), replace(PLAIN, guidance=2.0)])
@@ -120,9 +120,10 @@ def test_the_cache_equals_computing_everything_again(
 def test_generation_stops_with_the_last_sentence(model: GPT, prompts: Sentences) -> None:
     steps: list[int] = []
     model.mel_head.register_forward_hook(lambda *_: steps.append(1))
-    found = generate(likelier(model, STOP, 100.0), prompts)
+    likelier(model, STOP, 100.0)
+    found = generate(model, prompts)
     assert len(steps) == 1 and all(one.latents.shape == (0, 64) for one in found)
-    generator = CodeGenerators(model, CPU).begin(prompts, GREEDY)
+    generator = CodeGenerators(model).begin(prompts, GREEDY)
     ended: list[int] = []
     generator.finish(ended.append)
     assert sum(ended) == len(prompts)
@@ -140,7 +141,7 @@ def test_dropout_and_overlong_requests_are_refused(model: GPT, prompts: Sentence
 def test_a_step_can_be_captured(model: GPT, prompts: Sentences, sampling: Sampling) -> None:
     """It traces as one graph that serves every step: no value goes to the host."""
     vectors = torch.randn(DIMS.num_codes, 8, generator=torch.Generator().manual_seed(0))
-    plain, traced = (CodeGenerator(model, Shape(3, 20, 60), sampling, CPU, vectors=vectors) for _ in range(2))
+    plain, traced = (CodeGenerator(model, Shape(3, 20, 60), sampling, vectors=vectors) for _ in range(2))
     torch._dynamo.reset()
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for generator in (plain, traced):
@@ -150,14 +151,13 @@ def test_a_step_can_be_captured(model: GPT, prompts: Sentences, sampling: Sampli
             step()
         plain.advance(8)
     for row in range(3):
-        assert len(plain.generated(row).codes) and torch.equal(
-            plain.generated(row).codes, traced.generated(row).codes
-        )
+        expected, found = (generator.generated(row).codes for generator in (plain, traced))
+        assert len(expected) and torch.equal(expected, found)
 
 
 def test_a_generator_serves_batch_after_batch(model: GPT, prompts: Sentences) -> None:
     likelier(model, STOP, 1.2)
-    generator = CodeGenerator(model, Shape(4, 20, 60), Sampling(), CPU)
+    generator = CodeGenerator(model, Shape(4, 20, 60), Sampling())
     generator.begin([prompt._replace(voice=torch.full((1, 32, 64), torch.nan)) for prompt in prompts])
     generator.advance(5)  # fills the cache with NaN, of which nothing may stay
     for batch in (prompts, prompts[::-1][:2]):  # rows without a prompt count as ended
@@ -182,13 +182,9 @@ def test_few_shapes_are_captured_for_all_sentences() -> None:
 
 def expected_share(logits: Tensor, used: Tensor, sampling: Sampling) -> Tensor:
     """The probability of each code by the definitions of the penalty, top-k and top-p."""
-    scores = [
-        value / sampling.temperature
-        if not is_used
-        else (value * sampling.repetition_penalty if value < 0 else value / sampling.repetition_penalty)
-        / sampling.temperature
-        for value, is_used in zip(logits.tolist(), used.tolist(), strict=True)
-    ]
+    penalties = [sampling.repetition_penalty if is_used else 1 for is_used in used.tolist()]
+    penalised = [x * by if x < 0 else x / by for x, by in zip(logits.tolist(), penalties, strict=True)]
+    scores = [x / sampling.temperature for x in penalised]
     order = sorted(range(len(scores)), key=lambda code: -scores[code])[: sampling.top_k or None]
     share = dict(zip(order, torch.tensor([scores[code] for code in order]).softmax(0).tolist(), strict=True))
     kept, reached = [], 0.0
@@ -202,18 +198,12 @@ def expected_share(logits: Tensor, used: Tensor, sampling: Sampling) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(),
-        PLAIN,
-        replace(PLAIN, temperature=0.25),
-        replace(PLAIN, top_k=2),
-        Sampling(top_p=0.3),
-        Sampling(top_k=2, top_p=1, repetition_penalty=3),
-        *[replace(PLAIN, top_p=0.1 * tenths) for tenths in range(1, 10)],
-    ],
-)
+SAMPLINGS = [Sampling(), Sampling(top_p=0.3), Sampling(top_k=2, top_p=1, repetition_penalty=3), PLAIN]
+SAMPLINGS += [replace(PLAIN, temperature=0.25), replace(PLAIN, top_k=2)]
+SAMPLINGS += [replace(PLAIN, top_p=0.1 * tenths) for tenths in range(1, 10)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_codes_follow_the_penalised_and_cut_distribution(sampling: Sampling) -> None:
     logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(0))
     used, times = torch.arange(12) % 3 == 0, 20000
@@ -241,7 +231,8 @@ def test_the_prompt_counts_as_used_unless_switched_off(model: GPT, prompts: Sent
 
 
 def test_start_is_never_chosen(model: GPT, prompts: Sentences) -> None:
-    likelier(likelier(model, DIMS.start_code, 1000.0), STOP, -1000.0)
+    likelier(model, DIMS.start_code, 1000.0)
+    likelier(model, STOP, -1000.0)
     (found,) = generate(model, up_to(12, prompts[:1]), Sampling())
     assert len(found.codes) == 12 and found.codes.max() < DIMS.num_codes
 
@@ -259,9 +250,11 @@ def test_guidance_scales_what_the_text_adds(
     voices, ids, num_ids = padded
     scale = 3.0
     found = generate(model, up_to(12, prompts), Sampling(greedy=True, repetition_penalty=1, guidance=scale))
-    with_text, without = (Decoding(model, voices, ids, lengths, 12) for lengths in (num_ids, 0 * num_ids))
+    with_text, without = (Decoding(model, Shape(3, ids.shape[1], 12)) for _ in range(2))
     codes = torch.full((3,), DIMS.start_code)
     with torch.no_grad():
+        with_text.prefill(voices, ids, num_ids)
+        without.prefill(voices, ids, 0 * num_ids)
         for step in range(12):
             place = with_text.slots[step : step + 1]
             (logits, latents), (other, _) = with_text.step(codes, place), without.step(codes, place)
@@ -282,14 +275,3 @@ def test_the_central_code_is_nearest_to_the_mean_of_the_likely_ones() -> None:
     chosen = choose(likely, used, replace(PLAIN, central=True), torch.linspace(0, 0.999, 100), vectors)
     assert set(chosen.tolist()) == {3, 6}, "the middle of the first three, and STOP as often as it is drawn"
     assert 3 <= int((chosen == 6).sum()) <= 7
-
-
-@pytest.mark.gpu
-def test_greedy_codes_on_the_gpu(model: GPT, prompts: Sentences, reference: dict[str, Any]) -> None:
-    (expected,) = reference["greedy_codes"]
-    model = model.cuda()
-    for capture in (False, True):
-        generators = CodeGenerators(model, torch.device("cuda", 0), capture=capture)
-        generator = generators.begin(up_to(len(expected), prompts), GREEDY)
-        generator.finish()
-        assert torch.equal(generator.generated(0).codes, expected)

@@ -413,7 +413,7 @@ def test_adapters_train_alone_and_merge(model: GPT) -> None:
     row = packed(random_batch(2, num_clips=2), 300)
     before = model(row).audio
     base = {name: value.clone() for name, value in model.state_dict().items()}
-    add_adapters(model, rank=4, alpha=8, train_also=["text_head"])
+    add_adapters(model, rank=4, train_also=["text_head"])
     assert torch.equal(model(row).audio, before)
 
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -432,7 +432,7 @@ def test_adapters_train_alone_and_merge(model: GPT) -> None:
     assert set(adapter_state(model)) == trained
     copy = GPT(DIMS).eval()
     copy.load_state_dict(base)
-    add_adapters(copy, rank=4, alpha=8)
+    add_adapters(copy, rank=4)
     assert not copy.load_state_dict(adapter_state(model), strict=False).unexpected_keys
     assert torch.equal(copy(row).audio, adapted)
 

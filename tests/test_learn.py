@@ -16,7 +16,7 @@ from augment import SPEEDS, some_words, spliced
 from corpus import COLUMNS, RECORDINGS, Spoken, character_vocabulary, plain, split
 
 from myxtts.data.corpus import read_corpus
-from myxtts.text.phonemes import phonemize
+from myxtts.text.normalize import phonemize
 from myxtts.text.tokenizer import Tokenizer
 
 WANTED, SPEAKERS = {"ada": 3, "ben": 2}, ("ada", "ben", "eve")

@@ -48,6 +48,16 @@ def steps_in(path: Path) -> list[tuple[str, int, float]]:
     return [(line["stage"], line["step"], line["losses"]["total"]) for line in read_metrics(path)]
 
 
+def log_steps(folder: Path, *steps: int, begin_at: int = 0, stage: str = "gpt", **values: Any) -> Path:
+    """Writes reports of some steps as a training that begins does; returns the file."""
+    log = MetricsLog(folder)
+    log.begin(stage, begin_at)
+    for step in steps:
+        log.step(on_step(step, stage=stage, **values))
+    log.close()
+    return log.path
+
+
 @pytest.fixture
 def curves(tmp_path: Path) -> Callable[..., Any]:
     """What TensorBoard reads of a stage."""
@@ -63,6 +73,7 @@ def curves(tmp_path: Path) -> Callable[..., Any]:
 
 
 def test_reports_come_back_as_they_were_written(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
     log = MetricsLog(tmp_path)
     log.begin("gpt", 0)
     log.step(REPORT)
@@ -73,10 +84,6 @@ def test_reports_come_back_as_they_were_written(tmp_path: Path) -> None:
     lists = {name: list(counts) for name, counts in REPORT.rings.items()}
     assert first == {"kind": "step", **vars(REPORT), "rings": lists}
     assert second == {"kind": "validation", "stage": "gpt", "step": 120, "losses": {"total": 3.5}, "is_best": True}
-
-
-def test_a_run_without_metrics_has_none(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 def test_numbers_that_are_not_finite_leave_the_json_strict(tmp_path: Path) -> None:
@@ -93,34 +100,23 @@ def test_numbers_that_are_not_finite_leave_the_json_strict(tmp_path: Path) -> No
 
 
 def test_a_line_cut_off_by_a_kill_costs_only_itself(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path)
-    for step in (10, 20, 30):
-        log.step(on_step(step))
-    log.close()
-    path = tmp_path / "metrics.jsonl"
+    path = log_steps(tmp_path, 10, 20, 30)
     path.write_bytes(path.read_bytes()[:-40])
     assert [step for _, step, _ in steps_in(path)] == [10, 20]
-    continued = MetricsLog(tmp_path)
-    continued.begin("gpt", 25)
-    continued.step(on_step(30))
-    continued.close()
+    log_steps(tmp_path, 30, begin_at=25)
     assert [step for _, step, _ in steps_in(path)] == [10, 20, 30]
 
 
-def test_continuing_a_stage_outdates_its_later_steps_and_no_others(tmp_path: Path) -> None:
-    first = MetricsLog(tmp_path)
+def test_continuing_a_stage_outdates_its_later_steps_and_no_others(
+    tmp_path: Path, curves: Callable[..., Any]
+) -> None:
     for stage in ("dvae", "gpt"):
-        first.begin(stage, 0)
-        for step in (10, 20, 30):
-            first.step(on_step(step, stage=stage, losses={"total": 1.0}))
-    first.close()
-    second = MetricsLog(tmp_path)
-    second.begin("gpt", 15)
-    second.step(on_step(25, losses={"total": 2.0}))
-    second.step(on_step(25, losses={"total": 3.0}))
-    second.close()
-    kept = steps_in(tmp_path / "metrics.jsonl")
-    assert kept == [*(("dvae", step, 1.0) for step in (10, 20, 30)), ("gpt", 10, 1.0), ("gpt", 25, 3.0)]
+        path = log_steps(tmp_path, 10, 20, 30, stage=stage, losses={"total": 1.0})
+    log_steps(tmp_path, 25, begin_at=15, losses={"total": 2.0})
+    log_steps(tmp_path, 25, begin_at=25, losses={"total": 3.0})  # of a step reported twice the last report holds
+    kept = [*(("dvae", step, 1.0) for step in (10, 20, 30)), ("gpt", 10, 1.0), ("gpt", 25, 3.0)]
+    assert steps_in(path) == kept
+    assert {event.step: event.value for event in curves().Scalars("loss/total")} == {10: 1.0, 25: 3.0}
 
 
 def test_tensorboard_has_the_curves_of_a_report(tmp_path: Path, curves: Callable[..., Any]) -> None:
@@ -143,17 +139,6 @@ def test_tensorboard_has_the_curves_of_a_report(tmp_path: Path, curves: Callable
     }  # fmt: skip
     assert {tag: events.Scalars(tag)[-1].value for tag in expected} == pytest.approx(expected)
     assert [event.step for event in events.Scalars("speed/mfu")] == [250, 260], "unknown is not a number"
-
-
-def test_tensorboard_forgets_what_a_continued_stage_outdates(tmp_path: Path, curves: Callable[..., Any]) -> None:
-    for begun_at, value in ((0, 1.0), (20, 2.0)):
-        log = MetricsLog(tmp_path)
-        log.begin("gpt", begun_at)
-        for step in range(begun_at + 10, begun_at + 40, 10):
-            log.step(on_step(step, losses={"total": value}))
-        log.close()
-    found = [(event.step, event.value) for event in curves().Scalars("loss/total")]
-    assert found == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0), (50, 2.0)]
 
 
 def test_tensorboard_has_pictures_of_mels_and_code_usage(tmp_path: Path, curves: Callable[..., Any]) -> None:
@@ -231,10 +216,7 @@ def test_a_machine_without_tensorboard_keeps_the_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    log = MetricsLog(tmp_path)
-    log.step(REPORT)
-    log.close()
-    assert len(steps_in(log.path)) == 1
+    assert len(steps_in(log_steps(tmp_path, 10))) == 1
     assert "tensorboard" in warned(caplog)
 
 
@@ -277,6 +259,7 @@ def test_a_model_that_waits_for_batches_is_starving() -> None:
     assert "20 %" in warning.text and "--num-workers" in warning.text
     assert warnings_of(history(idle_share=0.04, rings=EMPTY_RINGS)) == [], "an empty ring alone costs nothing"
     assert warnings_of(history(idle_share=0.2)) == [], "idle with batches ready is not for want of batches"
+    assert warnings_of(history(WARMUP_REPORTS + 1, step_cv=0.9)) == [], "the warm-up"
 
 
 def test_memory_that_keeps_growing_is_called_a_leak() -> None:
@@ -293,27 +276,23 @@ def test_memory_that_keeps_growing_is_called_a_leak() -> None:
     assert warnings_of(using(*(100 * min(number, 3) for number in range(count)))) == [], "the warm-up"
 
 
-def test_nothing_is_said_during_the_warmup_or_when_all_is_well() -> None:
-    assert warnings_of(history(WARMUP_REPORTS + 1, step_cv=0.9)) == []
-    assert warnings_of(history()) == []
+def num_warnings(watch: LiveWarnings, step_cv: float, count: int, **values: Any) -> int:
+    given = [warning.code for report in history(count, step_cv=step_cv, **values) for warning in watch.add(report)]
+    assert set(given) <= {"variation"}
+    return len(given)
 
 
 def test_a_warning_is_given_once_until_it_clears() -> None:
     watch = LiveWarnings()
-
-    def given(step_cv: float, count: int, stage: str = "gpt") -> list[str]:
-        reports = history(count, step_cv=step_cv, stage=stage)
-        return [warning.code for report in reports for warning in watch.add(report)]
-
-    assert given(0.5, 20) == ["variation"]
-    assert given(0.1, CLEAR_REPORTS - 1) == []
-    assert given(0.5, 20) == [], "it came back before it was really gone"
-    assert given(0.1, CLEAR_REPORTS) == []
-    assert given(0.5, 20) == ["variation"]
-    assert given(0.5, 20, "decoder") == ["variation"], "another stage is another matter"
+    assert num_warnings(watch, 0.5, 20) == 1
+    assert num_warnings(watch, 0.1, CLEAR_REPORTS - 1) == 0
+    assert num_warnings(watch, 0.5, 20) == 0, "it came back before it was really gone"
+    assert num_warnings(watch, 0.1, CLEAR_REPORTS) == 0
+    assert num_warnings(watch, 0.5, 20) == 1
+    assert num_warnings(watch, 0.5, 20, stage="decoder") == 1, "another stage is another matter"
 
 
-def test_on_a_cpu_varying_steps_are_put_down_to_what_uses_its_cores_and_seldom_told() -> None:
+def test_on_a_cpu_varying_steps_are_put_down_to_what_uses_its_cores_and_seldom_said() -> None:
     (warning,) = warnings_of(history(step_cv=0.42, memory_mb={}))
     assert "42 %" in warning.text and "cores" in warning.text
     empty = {"host": (16, 16), "device": (0, 2), "model": (0, 3)}
@@ -321,15 +300,11 @@ def test_on_a_cpu_varying_steps_are_put_down_to_what_uses_its_cores_and_seldom_t
     for text in (warning.text, slow.text):
         assert not any(word in text for word in ("GPU", "gpu", "nvidia", "compiled"))
     watch = LiveWarnings()
-
-    def given(step_cv: float, count: int, stage: str = "gpt") -> int:
-        reports = history(count, step_cv=step_cv, stage=stage, memory_mb={})
-        return sum(len(watch.add(report)) for report in reports)
-
-    assert given(0.5, 20) == 1
-    assert sum(given(cv, 10, stage) for stage in ("gpt", "decoder") for cv in (0.1, 0.5) * 4) == 0
-    assert given(0.1, CPU_CLEAR_REPORTS) == 0
-    assert given(0.5, 20) == 1, "long after the last time it is news again"
+    assert num_warnings(watch, 0.5, 20, memory_mb={}) == 1
+    for stage in ("gpt", "decoder"):
+        assert sum(num_warnings(watch, cv, 10, stage=stage, memory_mb={}) for cv in (0.1, 0.5) * 4) == 0
+    assert num_warnings(watch, 0.1, CPU_CLEAR_REPORTS, memory_mb={}) == 0
+    assert num_warnings(watch, 0.5, 20, memory_mb={}) == 1, "long after the last time it is news again"
 
 
 def test_the_progress_line_says_everything_in_one_line() -> None:
@@ -338,56 +313,37 @@ def test_the_progress_line_says_everything_in_one_line() -> None:
         "ahead 12/21  12.0 GB  lr 1.2e-04  ETA 12:34"
     )
     unknown = replace(
-        REPORT,
-        total_steps=None,
-        losses={"total": float("nan"), "codes_used": 1024.0},
-        clips_per_s=3.26,
-        rings={},
-        memory_mb={"data": 2048, "model": 12595},
-        skipped=2,
-        eta_s=None,
-        mfu=None,
-    )
+        REPORT, total_steps=None, losses={"total": float("nan"), "codes_used": 1024.0}, clips_per_s=3.26, rings={},
+        memory_mb={"data": 2048, "model": 12595}, skipped=2, eta_s=None, mfu=None,
+    )  # fmt: skip
     assert progress_line(unknown) == (
         "step 250  loss nan (codes_used 1,024)  3.3 clips/s  107.2 ms  idle 0.3 %  ahead 12  "
         "data 2.0 GB  model 12.3 GB  lr 1.2e-04  skipped 2"
     )
+    for seconds, shown in ((-3, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (93784, "1 d 2:03:04")):
+        assert progress_line(replace(REPORT, eta_s=seconds)).endswith(f"ETA {shown}")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"), [(-3, "0:00"), (59.6, "1:00"), (3600, "1:00:00"), (93784, "1 d 2:03:04")]
-)
-def test_the_time_left_is_readable(seconds: float, shown: str) -> None:
-    assert progress_line(replace(REPORT, eta_s=seconds)).endswith(f"ETA {shown}")
-
-
-def test_plain_lines_when_not_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    show_lines(["Intelligent GPU Pipeline: Single-GPU Buffered Mode"])
+def test_plain_lines_when_not_on_a_terminal_and_none_when_silent(capsys: pytest.CaptureFixture[str]) -> None:
     best = ValidationReport("gpt", 120, {"total": 3.2, "text_loss": 4.0}, is_best=True)
-    with ProgressPrinter() as progress:
-        progress.begin("gpt", 0, 1000)
-        progress.tick(3)
-        progress.report(REPORT)
-        progress.validation(best)
-        progress.validation(replace(best, is_best=False))
-        progress.warn([Warning("variation", "The time of a step varies [a lot]: do this.")])
+    for is_silent in (False, True):
+        with ProgressPrinter(is_silent=is_silent) as progress:
+            progress.begin("gpt", 0, 1000)
+            progress.tick(3)
+            progress.report(REPORT)
+            progress.validation(best)
+            progress.validation(replace(best, is_best=False))
+            progress.warn([Warning("variation", "The time of a step varies [a lot]: do this.")])
+    show_lines(["Intelligent GPU Pipeline: Single-GPU Buffered Mode"])
     shown = capsys.readouterr().out.splitlines()
     assert shown == [
-        "Intelligent GPU Pipeline: Single-GPU Buffered Mode",
         progress_line(REPORT),
         "validation at step 120  loss 3.200 (text 4)  the best so far",
         validation_line(replace(best, is_best=False)),
         "WARNING: The time of a step varies [a lot]: do this.",
+        "Intelligent GPU Pipeline: Single-GPU Buffered Mode",
     ]
-    assert "best" not in shown[3]
-
-
-def test_a_silent_printer_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressPrinter(is_silent=True) as progress:
-        progress.begin("gpt", 0, 1000)
-        progress.report(REPORT)
-        progress.warn([Warning("variation", "text")])
-    assert capsys.readouterr().out == ""
+    assert "best" not in shown[2]
 
 
 def test_a_terminal_has_a_moving_line_below_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:

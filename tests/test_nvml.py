@@ -79,18 +79,10 @@ def gpu_read(nvml: FakeNvml, index: int, **options: Any) -> int | None:
 def test_a_reading_holds_what_the_driver_tells_in_the_units_of_its_names() -> None:
     (reading,) = sampler(FakeNvml(), [1]).read()
     assert reading._replace(at_us=0) == Reading(
-        at_us=0,
-        gpu=1,
-        utilisation=0.51,
-        memory_used_mb=3072,
-        memory_total_mb=12288,
-        power_w=170.5,
-        sm_clock_mhz=1800,
-        temperature_c=64,
-        pcie_rx_mb_s=4,
-        pcie_tx_mb_s=2,
+        at_us=0, gpu=1, utilisation=0.51, memory_used_mb=3072, memory_total_mb=12288, power_w=170.5,
+        sm_clock_mhz=1800, temperature_c=64, pcie_rx_mb_s=4, pcie_tx_mb_s=2,
         throttled_by=("power cap", "hardware thermal slowdown"),
-    )
+    )  # fmt: skip
     assert json.loads(json.dumps(reading.to_json()))["power_w"] == 170.5
 
 
@@ -132,30 +124,24 @@ def test_a_sampler_reads_in_the_background_until_stopped_and_can_go_on() -> None
     assert len(watch.samples()) > len(kept), "readings outlive the sampler"
 
 
-def test_only_the_latest_readings_are_kept() -> None:
-    nvml = FakeNvml()
-    with sampler(nvml, [0], limit=5) as watch:
-        wait_for(lambda: nvml.asked.count("DeviceGetPowerUsage") > 20)
-        assert len(watch.samples()) == 5
-
-
-def test_traffic_is_asked_seldom_because_the_answer_takes_long() -> None:
+def test_traffic_is_asked_seldom_and_only_the_latest_readings_are_kept() -> None:
     nvml = FakeNvml()
     with sampler(nvml, [0]) as watch:
         wait_for(lambda: len(watch.samples()) > 2 * PCIE_EVERY)
         first = watch.samples()[: PCIE_EVERY + 1]
     told = [number for number, reading in enumerate(first) if reading.pcie_rx_mb_s is not None]
-    assert told == [0, PCIE_EVERY]
+    assert told == [0, PCIE_EVERY], "the answer takes long"
+    with sampler(nvml, [0], limit=5) as watch:
+        wait_for(lambda: nvml.asked.count("DeviceGetPowerUsage") > 20 + 2 * PCIE_EVERY)
+        assert len(watch.samples()) == 5
 
 
-def test_without_a_driver_there_are_no_readings_and_a_reason() -> None:
-    watch = sampler(FakeNvml(silent=("Init",)), [0])
-    with watch:
+def test_without_a_driver_or_its_library_there_are_no_readings_and_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with sampler(FakeNvml(silent=("Init",)), [0]) as watch:
         assert not watch.available and "driver" in watch.reason
         assert watch.read() == [] and watch.samples() == []
-
-
-def test_without_the_library_there_are_no_readings_and_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with Sampler([0]) as watch:
         assert not watch.available and "pip install nvidia-ml-py" in watch.reason
@@ -192,11 +178,9 @@ def test_gpus_are_counted_as_cuda_counts_the_visible_ones(
 
 
 def test_the_uuids_of_pytorch_win_over_any_order() -> None:
-    environment = {"CUDA_VISIBLE_DEVICES": "0,1"}
-    uuids = ["1ABC-def", "0abc-def"]
-    assert gpu_read(FakeNvml(), 0, environment=environment, uuids=uuids) == 1
-    assert gpu_read(FakeNvml(), 1, environment=environment, uuids=uuids) == 0
-    assert gpu_read(FakeNvml(), 0, environment=environment, uuids=["9abc"]) is None
+    environment, swapped = {"CUDA_VISIBLE_DEVICES": "0,1"}, ["1ABC-def", "0abc-def"]
+    for index, uuids, expected in ((0, swapped, 1), (1, swapped, 0), (0, ["9abc"], None)):
+        assert gpu_read(FakeNvml(), index, environment=environment, uuids=uuids) == expected
 
 
 def test_a_gpu_lost_while_reading_ends_neither_thread_nor_program() -> None:

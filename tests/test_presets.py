@@ -1,13 +1,13 @@
 """Presets and optimisation levels: what they set, and that the user's own values win."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import load_command
 
 from myxtts.config import OPTIMIZATION_LEVELS, PRESETS, Settings, preset_for
-from myxtts.settings import LoadedSettings, add_flags, apply_presets, flags_of, load, specs, to_yaml, value_of
+from myxtts.settings import LoadedSettings, apply_presets, load, specs, to_yaml, value_of
 
 COLUMNS = (
     "data.batch_size", "data.data_gpu_memory", "data.model_gpu_memory", "data.prefetch_buffer_size",
@@ -20,20 +20,12 @@ PROMISED = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _empty_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The repository's own configs/config.yaml must not be found by accident."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
 
-def loaded(command: str = "", text: str | None = None) -> LoadedSettings:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(parser)
-    file = None
-    if text is not None:
-        file = Path("file.yaml")
-        file.write_text(text, encoding="utf-8")
-    return load(file, flags_of(parser.parse_args(["--train-data", "DIR", *command.split()])))
+def presets_of(command: str = "", text: str | None = None) -> tuple[LoadedSettings, list[str]]:
+    """The settings of a training on data of the user's own, and what was said about them."""
+    return apply_presets(load_command(f"--train-data DIR {command}", text))
 
 
 # The tables
@@ -79,7 +71,8 @@ def test_a_card_gets_the_largest_preset_that_its_reported_memory_carries(memory_
 
 
 def test_nothing_is_changed_or_said_when_neither_is_asked_for() -> None:
-    for before in (loaded(), loaded(text=to_yaml(Settings(), comments=True))):
+    for text in (None, to_yaml(Settings(), comments=True)):
+        before = load_command("--train-data DIR", text)
         assert apply_presets(before) == (before, [])
 
 
@@ -94,65 +87,55 @@ def test_a_run_on_the_embedded_corpus_has_a_folder_of_its_own_unless_one_is_name
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_all_its_settings_says_each_and_survives_being_written_down(name: str) -> None:
-    before = loaded(f"--preset {name} --init-from DIR")
-    after, lines = apply_presets(before)
-    given = PRESETS[name]
-    assert [line.split()[2] for line in lines] == list(given)
+    after, lines = presets_of(f"--preset {name} --init-from DIR")
+    before, given = presets_of("--init-from DIR")[0], PRESETS[name] | {"training.preset": name}
+    assert [line.split()[2] for line in lines] == list(PRESETS[name])
     assert all(line.startswith(f"preset {name}: ") for line in lines)
     for key in specs():
         assert value_of(after.settings, key) == given.get(key, value_of(before.settings, key))
-    again, _ = apply_presets(loaded(text=to_yaml(after.settings)))
-    assert again.settings == after.settings
+    assert presets_of(text=to_yaml(after.settings))[0].settings == after.settings
 
 
 def test_lines_show_the_default_that_is_replaced() -> None:
-    _, lines = apply_presets(loaded("--preset 12gb"))
+    _, lines = presets_of("--preset 12gb")
     assert "preset 12gb: data.batch_size = 8 (default 16)" in lines
     assert "preset 12gb: data.prefetch_buffer_size = 8 (default auto)" in lines
     assert "preset 12gb: model.gradient_checkpointing = true (default false)" in lines
-    assert "preset 16gb: data.num_workers = 16 (the default)" in apply_presets(loaded("--preset 16gb"))[1]
+    assert "preset 16gb: data.num_workers = 16 (the default)" in presets_of("--preset 16gb")[1]
 
 
 def test_what_a_preset_set_counts_as_asked_for() -> None:
-    before = loaded("--preset 24gb")
-    after, _ = apply_presets(before)
+    after, _ = presets_of("--preset 24gb")
     assert after.origin["data.batch_size"] == "preset" and after.is_set("data.batch_size")
     assert after.is_set("data.num_workers"), "also where the preset repeats the default"
     assert not after.is_set("data.pipeline_buffer_size")
-    assert not before.is_set("data.batch_size"), "the settings given in are not changed"
 
 
 def test_flags_and_lines_of_the_file_win_over_a_preset_and_are_said() -> None:
-    after, lines = apply_presets(loaded("--batch-size 16 --preset 12gb", "data: {num_workers: 3}"))
+    after, lines = presets_of("--batch-size 16 --preset 12gb", "data: {num_workers: 3}")
     data = after.settings.data
     assert (data.batch_size, data.num_workers, data.prefetch_buffer_size) == (16, 3, 8)
     assert (after.origin["data.batch_size"], after.origin["data.num_workers"]) == ("flag", "file")
     assert "preset 12gb: data.batch_size stays 16 (flag --batch-size)" in lines
     assert "preset 12gb: data.num_workers stays 3 (file.yaml)" in lines
     assert len(lines) == len(PRESETS["12gb"])
-
-
-def test_a_preset_named_in_the_shipped_file_works_although_the_file_lists_every_key() -> None:
-    text = to_yaml(Settings(), comments=True).replace("preset: null", "preset: 24gb")
-    assert apply_presets(loaded(text=text))[0].settings.data.batch_size == 32
+    shipped = to_yaml(Settings(), comments=True).replace("preset: null", "preset: 24gb")
+    assert presets_of(text=shipped)[0].settings.data.batch_size == 32, "lines that repeat the default do not win"
 
 
 def test_adapters_are_left_out_of_a_start_from_scratch() -> None:
-    after, lines = apply_presets(loaded("--preset 8gb"))
-    assert after.settings.model.lora_rank == 0
-    assert not after.is_set("model.lora_rank")
+    after, lines = presets_of("--preset 8gb")
+    assert after.settings.model.lora_rank == 0 and not after.is_set("model.lora_rank")
     assert "preset 8gb: model.lora_rank stays 0 (only for fine-tuning: with --init-from)" in lines
-    assert apply_presets(loaded("--preset 8gb --init-from DIR"))[0].settings.model.lora_rank == 16
+    assert presets_of("--preset 8gb --init-from DIR")[0].settings.model.lora_rank == 16
 
 
 def test_the_basic_level_runs_the_plain_step_unless_the_user_says_otherwise() -> None:
-    after, lines = apply_presets(loaded("--optimization-level basic"))
-    assert not after.settings.training.enable_graph_mode
-    assert not after.settings.training.enable_xla_compilation
+    after, lines = presets_of("--optimization-level basic")
+    training = after.settings.training
+    assert not training.enable_graph_mode and not training.enable_xla_compilation
     assert "optimization level basic: training.enable_graph_mode = false (default true)" in lines
-    after, lines = apply_presets(
-        loaded("--optimization-level basic --enable-graph-mode --disable-xla-compilation")
-    )
+    after, lines = presets_of("--optimization-level basic --enable-graph-mode --disable-xla-compilation")
     assert after.settings.training.enable_graph_mode
     assert lines == [
         "optimization level basic: training.enable_graph_mode stays true (flag --enable-graph-mode)",
@@ -162,14 +145,14 @@ def test_the_basic_level_runs_the_plain_step_unless_the_user_says_otherwise() ->
 
 @pytest.mark.parametrize("level", ["enhanced", "experimental"])
 def test_levels_that_set_nothing_say_so_when_asked_for(level: str) -> None:
-    after, lines = apply_presets(loaded(f"--optimization-level {level}"))
-    assert len(lines) == 1 and lines[0].startswith(f"optimization level {level}: no setting is changed")
-    assert ("many kernels" in lines[0]) == (level == "experimental")
+    after, (line,) = presets_of(f"--optimization-level {level}")
+    assert line.startswith(f"optimization level {level}: no setting is changed")
+    assert ("many kernels" in line) == (level == "experimental")
     assert after.settings.training.enable_graph_mode
 
 
 def test_level_and_preset_go_together_and_applying_twice_changes_nothing() -> None:
-    once = apply_presets(loaded("--optimization-level basic --preset 8gb --init-from DIR --num-workers 2"))
+    once = presets_of("--optimization-level basic --preset 8gb --init-from DIR --num-workers 2")
     assert once[0].settings.data.batch_size == 4
     assert not once[0].settings.training.enable_graph_mode
     assert apply_presets(once[0]) == once

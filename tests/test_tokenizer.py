@@ -34,6 +34,12 @@ def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
     return content(tokenizer)["model"]["vocab"]
 
 
+def spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of ids after the language token."""
+    tokens = {number: token for token, number in vocabulary(tokenizer).items()} | {2: " "}
+    return "".join(tokens[number] for number in ids[1:])
+
+
 def test_fixed_ids_and_order_of_a_trained_vocabulary() -> None:
     ids = vocabulary(BASE)
     by_id = sorted(ids, key=ids.__getitem__)
@@ -71,7 +77,7 @@ def test_encoding_is_that_of_the_reference_pipeline() -> None:
 @given(st.lists(st.text(OLD_LETTERS, max_size=40), max_size=5))
 def test_known_text_round_trips(texts: list[str]) -> None:
     for text, ids in zip(texts, BASE.encode_batch(texts, ["en"] * len(texts)), strict=True):
-        assert BASE.decode(ids) == text
+        assert spelled(BASE, ids) == text
         assert BASE.unknown_id not in ids
         assert BASE.unknown_characters(text, "en") == []
 
@@ -109,10 +115,9 @@ def test_brackets_in_a_corpus_do_not_become_letters() -> None:
 
 
 def test_language_without_token_names_the_command() -> None:
-    with pytest.raises(DatasetError, match=r"no language token for fas.*myxtts vocabulary extend"):
-        BASE.encode_batch(["a"], ["fas"])
-    with pytest.raises(DatasetError, match="myxtts vocabulary extend"):
-        BASE.unknown_characters("a", "fas")
+    for call in (lambda: BASE.encode_batch(["a"], ["fas"]), lambda: BASE.unknown_characters("a", "fas")):
+        with pytest.raises(DatasetError, match=r"no language token for fas.*myxtts vocabulary extend"):
+            call()
 
 
 def test_training_is_deterministic_across_processes_and_order() -> None:
@@ -157,17 +162,15 @@ def test_small_corpus_gets_fewer_merges_and_too_small_a_size_is_refused() -> Non
         train(["ab"], [], 30)
 
 
-@settings(max_examples=200)
-@given(st.text(OLD_LETTERS, max_size=60), st.sampled_from(LANGUAGES))
-def test_extending_leaves_every_old_text_as_it_was(text: str, language: str) -> None:
-    assert GROWN.encode_batch([text], [language]) == BASE.encode_batch([text], [language])
-
-
 @settings(max_examples=25)
-@given(st.lists(st.text(OLD_LETTERS + "ñøپگژ\u200c", max_size=30), max_size=6), st.text(OLD_LETTERS))
-def test_extending_with_any_texts_leaves_old_text_as_it_was(texts: list[str], old: str) -> None:
-    grown = extend(BASE, texts * 2 + [old] * 3, "xx", 30)
-    assert grown.encode_batch([old], ["en"]) == BASE.encode_batch([old], ["en"])
+@given(
+    texts=st.lists(st.text(OLD_LETTERS + "ñøپگژ\u200c", max_size=30), max_size=6),
+    old=st.text(OLD_LETTERS, max_size=60),
+    language=st.sampled_from(LANGUAGES),
+)
+def test_extending_leaves_every_old_text_as_it_was(texts: list[str], old: str, language: str) -> None:
+    for grown in (GROWN, extend(BASE, texts * 2 + [old] * 3, "xx", 30)):
+        assert grown.encode_batch([old], [language]) == BASE.encode_batch([old], [language])
 
 
 def test_extending_keeps_old_ids_and_appends_the_rest() -> None:
@@ -186,7 +189,7 @@ def test_extending_makes_the_language_short_and_fully_known() -> None:
         assert GROWN.unknown_characters(text, "fas") == []
         (short,), (long,) = GROWN.encode_batch([text], ["fas"]), letters_only.encode_batch([text], ["fas"])
         assert len(short) < 0.8 * len(long)
-        assert GROWN.decode(short) == text
+        assert spelled(GROWN, short) == text
     assert 0 < GROWN.num_tokens - letters_only.num_tokens <= 50
 
 
@@ -226,16 +229,14 @@ def test_extending_over_gaps_and_repeated_merges() -> None:
 
 def test_zero_width_non_joiner_stays_inside_its_word() -> None:
     (ids,) = GROWN.encode_batch(["می\u200cرود"], ["fas"])
-    assert GROWN.unknown_id not in ids
-    assert GROWN.decode(ids) == "می\u200cرود"
+    assert GROWN.unknown_id not in ids and spelled(GROWN, ids) == "می\u200cرود"
     assert any("\u200c" in token and len(token) > 1 for token in vocabulary(GROWN))
 
 
 def test_saving_and_loading(tmp_path: Path) -> None:
-    GROWN.save(tmp_path)
-    GROWN.save(tmp_path / "other.json")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["other.json", "vocab.json"]
-    for path in (tmp_path, tmp_path / "other.json"):
+    for path, name in ((tmp_path, "vocab.json"), (tmp_path / "other.json", "other.json")):
+        GROWN.save(path)
+        assert (tmp_path / name).is_file()
         again = Tokenizer.load(path)
         assert again.fingerprint == GROWN.fingerprint
         assert again.encode_batch(PERSIAN, ["fas"] * 12) == GROWN.encode_batch(PERSIAN, ["fas"] * 12)
@@ -266,14 +267,13 @@ def test_fingerprint_follows_meaning_not_layout() -> None:
 
 def without(token: str) -> str:
     found = content(BASE)
-    found["added_tokens"] = [entry for entry in found["added_tokens"] if entry["content"] != token]
-    return json.dumps(found)
+    kept = [entry for entry in found["added_tokens"] if entry["content"] != token]
+    return json.dumps(found | {"added_tokens": kept})
 
 
 def changed(**model: object) -> str:
     found = content(BASE)
-    found["model"] |= model
-    return json.dumps(found)
+    return json.dumps(found | {"model": found["model"] | model})
 
 
 @pytest.mark.parametrize(
@@ -295,11 +295,10 @@ def test_unusable_vocabularies_are_named_and_explained(tmp_path: Path, text: str
 
 
 def test_missing_and_undecodable_files(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="cannot be read"):
-        Tokenizer.load(tmp_path)
-    (tmp_path / "vocab.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DatasetError, match="cannot be read"):
-        Tokenizer.load(tmp_path)
+    (tmp_path / "undecodable.json").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path, tmp_path / "undecodable.json"):
+        with pytest.raises(DatasetError, match="cannot be read"):
+            Tokenizer.load(path)
 
 
 def test_characters_are_described_for_people() -> None:

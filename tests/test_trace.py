@@ -157,21 +157,14 @@ def test_threads_that_record_at_once_lose_nothing_and_have_tracks_of_their_own()
             with trace.span("gather", batch=batch):
                 trace.count("ready", batch)
 
-    threads = [threading.Thread(target=record, name=f"gather-{number}") for number in range(6)]
+    names = [f"gather-{number}" for number in range(6)]
+    threads = [threading.Thread(target=record, name=name) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for thread in threads:
-        assert [span.batch for span in trace.spans() if span.track == thread.name] == list(range(300))
-    assert len(trace.counters()) == 1800 and trace.num_dropped == 0
-
-
-def test_a_span_that_ends_in_an_error_is_kept_and_the_error_goes_on() -> None:
-    trace = Trace()
-    with pytest.raises(KeyError), trace.span("gather"):
-        raise KeyError
-    assert [span.name for span in trace.spans()] == ["gather"]
+    assert all([span.batch for span in trace.spans() if span.track == name] == list(range(300)) for name in names)
+    assert len(trace.counters()) == 1800
 
 
 def test_jsonl_gives_back_what_was_written(tmp_path: Path) -> None:
@@ -192,55 +185,43 @@ def test_chrome_trace_has_named_tracks_on_host_and_device_processes(tmp_path: Pa
     events = chrome_events(trace, tmp_path)
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    work = [e for e in events if e["ph"] == "X"]
-    assert [(e["name"], e["ts"], e["dur"], e["args"]) for e in work] == [
-        ("gather", 10, 5, {"batch": 3}),
-        ("encode", 20, 8, {"batch": 3}),
+    work = [
+        (e["name"], e["ts"], e["dur"], e["args"], processes[e["pid"]], tracks[e["pid"], e["tid"]])
+        for e in events
+        if e["ph"] == "X"
     ]
-    assert [(processes[e["pid"]], tracks[e["pid"], e["tid"]]) for e in work] == [
-        ("host", "gather-0"),
-        ("devices", "encode stream"),
+    assert work == [
+        ("gather", 10, 5, {"batch": 3}, "host", "gather-0"),
+        ("encode", 20, 8, {"batch": 3}, "devices", "encode stream"),
     ]
     assert [(e["name"], e["args"]) for e in events if e["ph"] == "C"] == [("ring", {"value": 2})]
 
 
 def test_chrome_trace_keeps_nested_spans_in_a_row_and_never_lets_spans_cross(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    starts, lengths = random.integers(0, 3000, 400), random.integers(0, 60, 400)
-    crossing = [
-        Span("x", "shared", int(start), int(length)) for start, length in zip(starts, lengths, strict=True)
-    ]
+    starts, lengths = np.random.default_rng(0).integers(0, [[3000], [60]], (2, 400)).tolist()
+    crossing = [Span("x", "shared", start, length) for start, length in zip(starts, lengths, strict=True)]
     nested = [Span("outer", "stream", 0, 100), Span("inner", "stream", 95, 5), Span("next", "stream", 99, 50)]
-    events = chrome_events(trace_of(*crossing, *nested), tmp_path)
-    work = [e for e in events if e["ph"] == "X"]
+    work = [e for e in chrome_events(trace_of(*crossing, *nested), tmp_path) if e["ph"] == "X"]
     assert len(work) == 403
-    rows: dict[int, list[dict[str, Any]]] = {}
+    last_start, open_ends = dict[int, int](), dict[int, list[int]]()
     for event in work:
-        rows.setdefault(event["tid"], []).append(event)
-    for row in rows.values():
-        assert [e["ts"] for e in row] == sorted(e["ts"] for e in row)
-        open_ends: list[int] = []
-        for event in row:
-            while open_ends and open_ends[-1] <= event["ts"]:
-                open_ends.pop()
-            assert not open_ends or event["ts"] + event["dur"] <= open_ends[-1]
-            open_ends.append(event["ts"] + event["dur"])
-    stream = [e for e in work if e["name"] != "x"]
-    assert len({e["tid"] for e in stream}) == 1
-    assert [(e["name"], e["ts"], e["dur"]) for e in stream] == [
-        ("outer", 0, 100),
-        ("inner", 95, 5),
-        ("next", 100, 49),
-    ]
+        row, start, end = event["tid"], event["ts"], event["ts"] + event["dur"]
+        assert start >= last_start.get(row, 0), "a row is in the order of time"
+        last_start[row] = start
+        open_ends[row] = [other for other in open_ends.get(row, []) if other > start]
+        assert all(end <= other for other in open_ends[row]), "spans of a row lie in each other or apart"
+        open_ends[row].append(end)
+    stream = [(e["name"], e["ts"], e["dur"]) for e in work if e["name"] != "x"]
+    assert stream == [("outer", 0, 100), ("inner", 95, 5), ("next", 100, 49)]
+    assert len({e["tid"] for e in work if e["name"] != "x"}) == 1
 
 
-def test_only_the_latest_spans_are_kept_and_the_others_counted() -> None:
+def test_only_the_latest_spans_are_kept() -> None:
     trace = Trace(limit=3)
     for batch in range(10):
         with trace.span("gather", batch=batch):
             pass
     assert [span.batch for span in trace.spans()] == [7, 8, 9]
-    assert trace.num_dropped == 7
 
 
 def test_off_records_nothing_writes_nothing_and_allocates_nothing(tmp_path: Path) -> None:
@@ -261,7 +242,7 @@ def test_off_records_nothing_writes_nothing_and_allocates_nothing(tmp_path: Path
     OFF.write_jsonl(tmp_path / "trace.jsonl")
     OFF.write_chrome(tmp_path / "trace.json")
     assert not OFF.enabled and Trace().enabled
-    assert (OFF.spans(), OFF.counters(), OFF.num_dropped, list(tmp_path.iterdir())) == ([], [], 0, [])
+    assert (OFF.spans(), OFF.counters(), list(tmp_path.iterdir())) == ([], [], [])
 
 
 def test_a_device_span_without_a_stream_is_a_host_span_on_its_track() -> None:
@@ -326,7 +307,7 @@ def test_events_are_used_again_and_a_stalled_device_holds_only_so_many(use_gpu: 
     for batch in range(MOST_PENDING + 50):
         with trace.device_span("encode", "encode stream", stream, batch):
             pass
-    assert trace.num_dropped == 50 and not trace.spans()
+    assert not trace.spans()
     num_events = device.num_events
     stream.let_go()
     stream.held = False
@@ -337,50 +318,42 @@ def test_events_are_used_again_and_a_stalled_device_holds_only_so_many(use_gpu: 
     assert device.num_events == num_events and len(trace.spans()) == 4 * MOST_PENDING
 
 
-def test_an_error_inside_a_device_span_is_not_hidden_and_its_events_return(
+def test_an_error_inside_a_span_goes_on_and_a_device_span_gives_its_events_back(
     use_gpu: Callable[..., FakeGpu],
 ) -> None:
     device, trace = use_gpu(), Trace()
+    with pytest.raises(KeyError), trace.span("gather"):
+        raise KeyError
     stream = device.stream()
     for _ in range(20):
         with pytest.raises(KeyError), trace.device_span("encode", "encode stream", stream):
             raise KeyError
     trace.finish()
-    assert not trace.spans() and device.num_events < 20
+    assert [span.name for span in trace.spans()] == ["gather"] and device.num_events < 20
 
 
-def test_timing_of_durations() -> None:
+def test_timing_idle_share_and_outliers() -> None:
     timing = Timing.of([8, 12, 10, 30])
     assert (timing.count, timing.mean_ms, timing.median_ms, timing.longest_ms) == (4, 15, 11, 30)
     assert timing.p95_ms == pytest.approx(27.3)
     assert timing.cv == pytest.approx(((49 + 9 + 25 + 225) / 4) ** 0.5 / 15)
-    assert Timing.of(iter([])) == Timing() and Timing().cv == 0
-    assert Timing.of([0.0]).cv == 0
-
-
-def test_idle_share_and_outliers_of_steps() -> None:
+    assert Timing.of(iter([])) == Timing() and Timing().cv == Timing.of([0.0]).cv == 0
     steps = [StepTime(0, 8, 0), StepTime(1, 12, 1), StepTime(2, 10, 2), StepTime(3, 30, 12)]
-    assert idle_share(steps) == pytest.approx(15 / 60)
-    assert outliers(steps) == [steps[3]]
+    assert idle_share(steps) == pytest.approx(15 / 60) and outliers(steps) == [steps[3]]
     assert (idle_share([]), outliers([])) == (0, [])
 
 
-def test_a_step_is_its_work_and_the_gap_before_it(take_step: Steps) -> None:
+def test_a_step_is_its_work_and_the_gap_before_it(host_clock: list[int], take_step: Steps) -> None:
     clock = StepClock(None, first_step=7)
-    for gap_ms, work_ms in ((3, 10), (2, 20), (0, 30)):
+    clock.begin()  # this step is given up, and begun again
+    host_clock[0] += 500_000
+    for gap_ms, work_ms in ((0, 10), (2, 20), (0, 30)):
         take_step(clock, gap_ms, work_ms)
-    assert clock.collect() == [StepTime(7, 10, 0), StepTime(8, 22, 2), StepTime(9, 30, 0)]
-    assert clock.collect() == []
-    assert clock.step == 10
-
-
-def test_a_pause_is_not_idle_time(take_step: Steps) -> None:
-    clock = StepClock(None)
-    for pause_ms in (0, 5000, 4):
-        if pause_ms == 5000:
-            clock.pause()
-        take_step(clock, pause_ms, 10)
-    assert [step.gap_ms for step in clock.collect()] == [0, 0, 4]
+    clock.pause()
+    take_step(clock, 5000, 10)  # a pause is not idle time
+    steps = [StepTime(7, 10, 0), StepTime(8, 22, 2), StepTime(9, 30, 0), StepTime(10, 10, 0)]
+    assert clock.collect() == steps
+    assert clock.collect() == [] and clock.step == 11
 
 
 def test_the_timing_of_a_clock_leaves_the_warmup_out(take_step: Steps) -> None:
@@ -429,18 +402,8 @@ def test_a_device_far_behind_drops_steps_and_invents_no_gaps(
     take_step(clock, 1, 2)
     take_step(clock, 1, 2)
     times = clock.collect()
-    assert clock.num_dropped == 40
-    assert [step.step for step in times[-2:]] == [MOST_PENDING + 40, MOST_PENDING + 41]
-    assert [step.gap_ms for step in times[-2:]] == pytest.approx([0, 1])
+    assert [(step.step, step.gap_ms) for step in times[-2:]] == [(MOST_PENDING + 40, 0), (MOST_PENDING + 41, 1)]
     assert max(step.gap_ms for step in times) == pytest.approx(1)
-
-
-def test_a_step_that_was_given_up_is_begun_again(host_clock: list[int], take_step: Steps) -> None:
-    clock = StepClock(None)
-    clock.begin()
-    host_clock[0] += 500_000
-    take_step(clock, 0, 10)
-    assert clock.collect() == [StepTime(0, 10, 0)]
 
 
 @pytest.mark.gpu
@@ -516,8 +479,6 @@ def test_gaps_on_a_gpu_are_measured_without_waiting() -> None:
     work()
     stream.synchronize()
     first, after_gap, back_to_back = clock.collect()
-    assert first.gap_ms == 0
-    assert 0 < first.step_ms <= 1000 * worked_s
-    assert 95 < after_gap.gap_ms < 300
+    assert first.gap_ms == 0 and 0 < first.step_ms <= 1000 * worked_s
+    assert 95 < after_gap.gap_ms < 300 and back_to_back.gap_ms < 1
     assert after_gap.step_ms - after_gap.gap_ms == pytest.approx(first.step_ms, rel=0.5)
-    assert back_to_back.gap_ms < 1

@@ -49,6 +49,7 @@ ELSEWHERE = {
     ),
     "data.enhanced_gpu_prefetch": "test_feed_settings.py::test_which_thread_works_in_which_stream",
     "data.optimize_cpu_gpu_overlap": "test_feed_settings.py::test_which_thread_works_in_which_stream",
+    "training.checkpoint_dir": "test_train_flags.py::test_a_configuration_file_is_read_and_flags_win_over_it",
     "training.init_from": "test_run.py::test_every_stage_starts_from_the_weights_that_were_named",
     "training.reset_training": "test_resume.py::test_a_reset_puts_the_old_run_aside_and_starts_over",
     "training.warmup_steps": "test_trainer.py::test_the_learning_rate_rises_and_falls_along_a_cosine",
@@ -67,18 +68,10 @@ ELSEWHERE = {
 """Settings whose effect another test observes."""
 
 
-def see_train_data(run: Observe) -> None:
-    assert "training clips    5" in run(num_clips=5).out
-
-
-def see_val_data(run: Observe) -> None:
-    seen = run(f"--val-data {run(num_clips=3).corpus}")
-    assert "validation clips  3" in seen.out
+def see_data_and_language(run: Observe) -> None:
+    seen = run(f"--val-data {run(num_clips=3).corpus} --language de", num_clips=5)
+    assert "training clips    5" in seen.out and "validation clips  3" in seen.out and "German 8" in seen.out
     assert [report["step"] for report in steps(seen.folder, "validation")] == [2]
-
-
-def see_language(run: Observe) -> None:
-    assert "German 4" in run("--language de").out
 
 
 def see_tokenizer(run: Observe) -> None:
@@ -91,43 +84,30 @@ def see_model_size(run: Observe) -> None:
     assert RunDir(run("--model-size small").folder).dims().dvae_hidden == 32
 
 
-def see_batch_size(run: Observe) -> None:
-    assert {shape[0] for shape in run("--batch-size 3").shapes} == {3}
+def see_batch_size_and_accumulation(run: Observe) -> None:
+    shapes = run("--batch-size 3 --grad-accum 3").shapes
+    assert {shape[0] for shape in shapes} == {3} and len(shapes) == 3 * 2
 
 
-def see_accumulation(run: Observe) -> None:
-    assert len(run("--grad-accum 3").shapes) == 3 * 2
-
-
-def see_epochs(run: Observe) -> None:
-    """Two batches each."""
-    assert run("--epochs 3 --max-steps 100").last_step == 6
-
-
-def see_max_steps(run: Observe) -> None:
+def see_epochs_and_max_steps(run: Observe) -> None:
+    assert run("--epochs 3 --max-steps 100").last_step == 6  # of two batches each
     assert run("--max-steps 3").last_step == 3
 
 
-def see_own_steps(run: Observe) -> None:
+def see_stages_and_their_own_steps(run: Observe) -> None:
     seen = run("--stages dvae,decoder --max-steps 100 --dvae-steps 3 --decoder-steps 1")
+    assert [stage for stage in STAGES if (seen.folder / stage).exists()] == ["dvae", "decoder"]
     assert (seen.last_step, newest(seen.folder, "decoder").step) == (3, 1)
 
 
-def see_workers(run: Observe) -> None:
-    assert [run(f"--num-workers {count}").depths[0].gatherers for count in (1, 3)] == [1, 3]
-
-
-def see_prefetch(run: Observe) -> None:
-    seen = run("--prefetch-buffer-size 9")
-    assert seen.depths[0].host >= 9
+def see_workers_and_buffers(run: Observe) -> None:
+    plain = run("--num-workers 1").depths[0]
+    assert plain.gatherers == 1 and plain.host < 9
+    seen = run("--num-workers 3 --prefetch-buffer-size 9")
+    assert seen.depths[0].gatherers == 3 and seen.depths[0].host >= 9
     assert steps(seen.folder)[0]["rings"]["host"][1] == seen.depths[0].host
-    assert run().depths[0].host < 9
-
-
-def see_buffer(run: Observe) -> None:
-    seen = run("--buffer-size 13")
-    assert seen.depths[0].host + seen.depths[0].model == 13
-    assert "Buffer size: 13 batches" in seen.out
+    whole = run("--buffer-size 13")
+    assert whole.depths[0].host + whole.depths[0].model == 13 and "Buffer size: 13 batches" in whole.out
 
 
 def see_gpus(run: Observe) -> None:
@@ -139,14 +119,11 @@ def see_gpus(run: Observe) -> None:
     assert not both.folder.joinpath("dvae").exists()
 
 
-def see_start_delay(run: Observe) -> None:
-    seen = run("--model-start-delay 7")
+def see_start_delay_and_memory_isolation(run: Observe) -> None:
+    seen = run("--model-start-delay 7 --enable-memory-isolation")
     assert "Waiting up to 7s for data pipeline to warm up" in seen.out
     assert "Model training starting now" in seen.out
-
-
-def see_memory_isolation(run: Observe) -> None:
-    assert "Memory isolation has no effect on the CPU" in run("--enable-memory-isolation").out
+    assert "Memory isolation has no effect on the CPU" in seen.out
 
 
 def see_static_shapes(run: Observe) -> None:
@@ -162,25 +139,17 @@ def see_native_loading(run: Observe) -> None:
     assert not list(Path("loose").rglob("audio-*"))
 
 
-def see_stages(run: Observe) -> None:
-    seen = run("--stages dvae,decoder --max-steps 1")
-    assert [stage for stage in STAGES if (seen.folder / stage).exists()] == ["dvae", "decoder"]
-
-
-def see_learning_rate(run: Observe) -> None:
-    assert steps(run("--lr 0.25").folder)[0]["lr"] == 0.25
+def see_learning_rate_and_weight_decay(run: Observe) -> None:
+    name = "dvae.decoder.0.weight"
+    plain, decayed = (run(f"--lr 0.1 --weight-decay {decay}") for decay in (0, 1))
+    assert steps(plain.folder)[0]["lr"] == 0.1
+    assert decayed.weights[name].norm() < 0.97 * plain.weights[name].norm()
 
 
 def see_seed(run: Observe) -> None:
     first, second = run("--seed 5"), run("--seed 5")
     assert_equal_tensors(first.weights, second.weights)
     assert not torch.equal(run("--seed 6").weights["dvae.codebook.embed"], first.weights["dvae.codebook.embed"])
-
-
-def see_weight_decay(run: Observe) -> None:
-    name = "dvae.decoder.0.weight"
-    plain, decayed = (run(f"--lr 0.1 --weight-decay {decay}").weights[name].norm() for decay in (0, 1))
-    assert decayed < 0.97 * plain
 
 
 def see_grad_clip(run: Observe) -> None:
@@ -210,51 +179,35 @@ def see_regularisation(run: Observe) -> None:
     assert len(set(first_losses.values())) == 5
 
 
-OBSERVED: dict[str, Callable[[Observe], None]] = {
-    "model.size": see_model_size,
-    "model.dropout": see_regularisation,
-    "training.label_smoothing": see_regularisation,
-    "training.code_noise": see_regularisation,
-    "training.text_dropout": see_regularisation,
-    "data.train_data": see_train_data,
-    "data.val_data": see_val_data,
-    "data.language": see_language,
-    "data.tokenizer": see_tokenizer,
-    "data.batch_size": see_batch_size,
-    "data.pad_to_fixed_length": see_static_shapes,
-    "data.num_workers": see_workers,
-    "data.prefetch_buffer_size": see_prefetch,
-    "data.pipeline_buffer_size": see_buffer,
-    "data.model_start_delay": see_start_delay,
-    "data.data_gpu": see_gpus,
-    "data.model_gpu": see_gpus,
-    "data.enable_memory_isolation": see_memory_isolation,
-    "data.native_loading": see_native_loading,
-    "training.stages": see_stages,
-    "training.epochs": see_epochs,
-    "training.max_steps": see_max_steps,
-    "training.dvae_steps": see_own_steps,
-    "training.decoder_steps": see_own_steps,
-    "training.learning_rate": see_learning_rate,
-    "training.gradient_accumulation_steps": see_accumulation,
-    "training.weight_decay": see_weight_decay,
-    "training.grad_clip": see_grad_clip,
-    "training.seed": see_seed,
-    "training.optimization_level": see_optimization_level,
-    "training.preset": see_preset,
+OBSERVED: dict[Callable[[Observe], None], str] = {
+    see_data_and_language: "data.train_data data.val_data data.language",
+    see_tokenizer: "data.tokenizer",
+    see_model_size: "model.size",
+    see_batch_size_and_accumulation: "data.batch_size training.gradient_accumulation_steps",
+    see_epochs_and_max_steps: "training.epochs training.max_steps",
+    see_stages_and_their_own_steps: "training.stages training.dvae_steps training.decoder_steps",
+    see_workers_and_buffers: "data.num_workers data.prefetch_buffer_size data.pipeline_buffer_size",
+    see_gpus: "data.data_gpu data.model_gpu",
+    see_start_delay_and_memory_isolation: "data.model_start_delay data.enable_memory_isolation",
+    see_static_shapes: "data.pad_to_fixed_length",
+    see_native_loading: "data.native_loading",
+    see_learning_rate_and_weight_decay: "training.learning_rate training.weight_decay",
+    see_seed: "training.seed",
+    see_grad_clip: "training.grad_clip",
+    see_optimization_level: "training.optimization_level",
+    see_preset: "training.preset",
+    see_regularisation: ("model.dropout training.label_smoothing training.code_noise training.text_dropout"),
 }
-OWN_TESTS = {"training.checkpoint_dir"}
 
 
-@pytest.mark.parametrize(
-    "see", dict.fromkeys(OBSERVED.values()), ids=lambda see: see.__name__.removeprefix("see_")
-)
+@pytest.mark.parametrize("see", OBSERVED, ids=lambda see: see.__name__.removeprefix("see_"))
 def test_a_setting_shows_in_the_run(see: Callable[[Observe], None], run: Observe) -> None:
     see(run)
 
 
 def test_every_setting_is_observed_somewhere() -> None:
-    assert OBSERVED.keys() | ELSEWHERE.keys() | OWN_TESTS == specs().keys()
+    observed = {key for keys in OBSERVED.values() for key in keys.split()}
+    assert observed | ELSEWHERE.keys() == specs().keys()
     for place in ELSEWHERE.values():
         file, name = place.split("::")
         assert f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8"), place
@@ -265,19 +218,10 @@ def test_a_configuration_file_is_read_and_flags_win_over_it(clips: Clips, tmp_pa
     path = tmp_path / "mine.yaml"
     path.write_text("data: {batch_size: 3}\ntraining: {seed: 8, max_steps: 1, stages: [dvae]}\n")
     command = arguments(tmp_path / "run", clips(4))
-    given = command.index("--batch-size")
-    del command[given : given + 2]
+    for flag in ("--batch-size", "--checkpoint-dir"):
+        at = command.index(flag)
+        del command[at : at + 2]
     assert main([*command, "--max-steps", "2", "--config", str(path)]) == 0
-    last = newest(tmp_path / "run", "dvae")
+    last = newest(Path("checkpoints"), "dvae")
     identity = last.state["notes"]["identity"]
     assert (last.step, identity["data.batch_size"], identity["training.seed"]) == (2, 3, 8)
-
-
-def test_a_run_is_kept_in_its_own_folder_or_in_checkpoints(clips: Clips, tmp_path: Path) -> None:
-    command = arguments(tmp_path / "own", clips(4), "--stages dvae --max-steps 1")
-    assert main(command) == 0
-    at = command.index("--checkpoint-dir")
-    del command[at : at + 2]
-    assert main(command) == 0
-    own, default = (newest(folder, "dvae").folder for folder in (tmp_path / "own", Path("checkpoints")))
-    assert (own.parent.parent, default.parent.parent) == (tmp_path / "own", Path("checkpoints"))

@@ -12,6 +12,7 @@ from conftest import make_voice
 from synthesis_fixtures import make_model, one_thread
 from torch import Tensor
 
+from myxtts.errors import NO_PROGRESS
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, HifiGanDecoder
 from myxtts.synthesis.generation import Generated
@@ -20,7 +21,7 @@ from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, REACH_FRAMES, GriffinLim,
 __all__ = ["one_thread"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def decoder() -> HifiGanDecoder:
     return make_model().hifigan_decoder.eval()
 
@@ -43,27 +44,21 @@ def frames_met(decoder: HifiGanDecoder) -> list[int]:
 
 def streamed(vocoder: HifiGan, sentence: Generated, chunk_codes: int, speed: float) -> list[Tensor]:
     stream = vocoder.begin(SPEAKER, speed)
-    length = len(sentence.codes)
-    pieces = []
-    for first in range(0, length, chunk_codes):
-        some = slice(first, first + chunk_codes)
-        given = Generated(sentence.codes[some], sentence.latents[some])
-        pieces.append(stream.push(given, last=first + chunk_codes >= length))
-    return pieces
+    parts = [Generated(*part) for part in zip(*(both.split(chunk_codes) for both in sentence), strict=True)]
+    return [stream.push(part, last=part is parts[-1]) for part in parts]
 
 
 def test_stretching_in_parts_equals_interpolating_the_whole() -> None:
     rows = torch.randn(41, 3)
     for factor in (Fraction(4), Fraction(160, 147), Fraction(4, 5), Fraction(3, 2), Fraction(1)):
-        stretch, parts = Stretch(factor), []
-        for first in range(0, 41, 7):
-            parts.append(stretch.push(rows[first : first + 7], last=first == 35))
+        stretch = Stretch(factor)
+        parts = [stretch.push(some, last=len(some) < 7) for some in rows.split(7)]
         whole = F.interpolate(rows.t()[None], scale_factor=float(factor), mode="linear")[0].t()
         torch.testing.assert_close(torch.cat(parts), whole, atol=1e-4, rtol=1e-4)
 
 
 def test_waves_of_a_batch_equal_the_decoder(decoder: HifiGanDecoder, sentences: list[Generated]) -> None:
-    waves = HifiGan(decoder, 2).waves(sentences, [SPEAKER, SPEAKER], 1.0)
+    waves = HifiGan(decoder, 2).waves(sentences, [SPEAKER, SPEAKER], 1.0, NO_PROGRESS.advance)
     for sentence, wave in zip(sentences, waves, strict=True):
         with torch.no_grad():
             expected = decoder(sentence.latents[None], SPEAKER[None, :, None])[0, 0]
@@ -87,14 +82,13 @@ def test_the_generator_sees_no_farther_than_its_reach(decoder: HifiGanDecoder) -
 @pytest.mark.parametrize(("chunk_codes", "speed"), [(3, 1.0), (20, 1.0), (20, 1.3), (1000, 0.7)])
 @pytest.mark.parametrize("frames_step", [1, GPU_FRAMES_STEP])
 def test_pieces_equal_the_whole(
-    sentences: list[Generated], chunk_codes: int, speed: float, frames_step: int
+    decoder: HifiGanDecoder, sentences: list[Generated], chunk_codes: int, speed: float, frames_step: int
 ) -> None:
     """With frames padded to a few lengths, as on a GPU, too."""
-    decoder = make_model().hifigan_decoder.eval()
     met = frames_met(decoder)
     vocoder = HifiGan(decoder, 2, frames_step)
     for sentence in sentences:
-        (whole,) = HifiGan(decoder, 2).waves([sentence], [SPEAKER], speed)
+        (whole,) = HifiGan(decoder, 2).waves([sentence], [SPEAKER], speed, NO_PROGRESS.advance)
         met.clear()
         pieces = streamed(vocoder, sentence, chunk_codes, speed)
         torch.testing.assert_close(torch.cat(pieces), whole, atol=2e-4, rtol=1e-3)
@@ -102,8 +96,7 @@ def test_pieces_equal_the_whole(
         assert frames_step == 1 or chunk_codes > 20 or set(met) == {GPU_FRAMES_STEP}
 
 
-def test_pieces_cost_what_is_new_in_them(sentences: list[Generated]) -> None:
-    decoder = make_model().hifigan_decoder.eval()
+def test_pieces_cost_what_is_new_in_them(decoder: HifiGanDecoder, sentences: list[Generated]) -> None:
     met = frames_met(decoder)
     streamed(HifiGan(decoder, 1), sentences[1], 4, 1.0)
     assert len(met) > 4 and max(met) <= 4 * 4.36 + 3 * REACH_FRAMES

@@ -107,8 +107,6 @@ def test_voices_are_saved_by_name(synthesizer: Synthesizer, anna: Voice, tmp_pat
     assert library.names() == sorted(["anna", "خانم آنا"])
     kept = library.load("anna", synthesizer.fingerprint)
     assert torch.equal(kept.latents, anna.latents) and torch.equal(kept.speaker, anna.speaker)
-    speeches = [synthesizer.speak(TEXTS[0], one, "en", seed=4) for one in (anna, kept)]
-    assert np.array_equal(speeches[0].wave, speeches[1].wave)
     with pytest.raises(ConfigError, match="there are: anna"):
         library.load("bert", synthesizer.fingerprint)
     with pytest.raises(ConfigError, match="cannot name a voice"):
@@ -120,8 +118,7 @@ def test_voices_are_saved_by_name(synthesizer: Synthesizer, anna: Voice, tmp_pat
 
 def test_a_voice_of_other_weights_is_refused(synthesizer: Synthesizer, anna: Voice, tmp_path: Path) -> None:
     trained = make_model()
-    with torch.no_grad():
-        trained.gpt.conditioning_perceiver.latents.add_(1e-4)
+    trained.gpt.conditioning_perceiver.latents.data.add_(1e-4)
     other = speaking(trained)
     library = VoiceLibrary(tmp_path)
     library.save(anna)
@@ -137,33 +134,26 @@ PUBLISHED = ["Claribel Dervla", "Daisy Studious", "Gracie Wise", "Tammie Ema", "
              "Annmarie Nele", "Asya Anara", "Brenda Stern", "Alma María"]  # fmt: skip
 
 
-@pytest.fixture
-def published(tmp_path: Path) -> Path:
-    """A folder like XTTS-v2's, with speakers."""
+def test_published_speakers_are_found_by_name(
+    tmp_path: Path, synthesizer: Synthesizer, anna: Voice, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def speak(name: str) -> int:
+        given = ["--model", str(tmp_path), "--language", "en", "--seed", "4", "--out", str(tmp_path / "out.wav")]
+        return main(["speak", LONG_TEXT, "--voice", name, *given])
+
     speaker = {"gpt_cond_latent": torch.zeros(1, 32, 64), "speaker_embedding": torch.ones(1, 16, 1) / 4}
     save_folder(tmp_path, make_model(), vocabulary())
     write_pth(tmp_path / "speakers_xtts.pth", dict.fromkeys(PUBLISHED, speaker))
-    return tmp_path
-
-
-def test_published_speakers_are_found_by_name(
-    published: Path, synthesizer: Synthesizer, anna: Voice, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def speak(name: str) -> int:
-        given = ["--model", str(published), "--language", "en", "--seed", "4", "--out", str(published / "out.wav")]
-        return main(["speak", LONG_TEXT, "--voice", name, *given])
-
     assert speak("Alma María") == 0
     expected = Voice("Alma María", torch.zeros(1, 32, 64), torch.full((16,), 0.25))
-    wave, _ = sf.read(published / "out.wav", dtype="float32")
-    np.testing.assert_allclose(
-        wave, synthesizer.speak(LONG_TEXT, expected, "en", seed=4).wave.clip(-1, 1), atol=1e-4
-    )
+    wave, _ = sf.read(tmp_path / "out.wav", dtype="float32")
+    spoken = synthesizer.speak(LONG_TEXT, expected, "en", seed=4).wave
+    np.testing.assert_allclose(wave, spoken.clip(-1, 1), atol=1e-4)
     capsys.readouterr()
     assert speak("claribel") == 2
     told = capsys.readouterr().err
     assert "the nearest: Claribel Dervla" in told and "--voice list shows all 10" in told
-    library = VoiceLibrary(published)
+    library = VoiceLibrary(tmp_path)
     with pytest.raises(ConfigError, match=", ".join(sorted(PUBLISHED))):
         library.load("list", "")
     library.save(replace(anna, name="Ana Florence"))

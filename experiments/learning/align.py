@@ -21,8 +21,7 @@ from corpus import Spoken, plain
 from soxr import resample
 
 from myxtts.model.mel import DVAE_MEL, LogMel
-from myxtts.text.normalize import normalize
-from myxtts.text.phonemes import open_library
+from myxtts.text.normalize import normalize, open_library
 
 RATE, HOP = 22050, DVAE_MEL.hop_samples
 """espeak-ng synthesises at this sample rate; recordings are resampled to it."""
@@ -181,7 +180,7 @@ _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctype
 
 
 class _Espeak:
-    """espeak-ng's C library, opened once per process (`myxtts.text.phonemes` uses the same one)."""
+    """espeak-ng's C library, opened once per process (`myxtts.text.normalize` uses the same one)."""
 
     def __init__(self) -> None:
         self._library = open_library()

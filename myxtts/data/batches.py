@@ -34,6 +34,7 @@ from myxtts.errors import DatasetError
 from myxtts.host import HostMemory, host_memory
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 TOKEN_MULTIPLE = 8
@@ -68,10 +69,10 @@ class BatchPlan:
     weights: Weights
     after: Cursor
     """Where to continue once this batch has been trained on."""
-    epoch: int = 0
-    peers: Rows | None = None
-    """[ranks, clips]: the clips of all ranks at this step, this rank included."""
-    peer_weights: Weights | None = None
+    epoch: int
+    peers: Rows
+    """[ranks, clips] of this step, this rank included."""
+    peer_weights: Weights
 
 
 def mean_clips(num_clips: int, batch_size: int) -> float:
@@ -87,63 +88,56 @@ class Batches:
             raise DatasetError("There is no clip to batch.")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
-        self._num_tokens = num_tokens
-        self._batch_size = batch_size
-        self._seed = seed
-        self._rank = rank
-        self._world_size = world_size
+        self._num_tokens, self._batch_size, self._seed = num_tokens, batch_size, seed
+        self._rank, self._world_size = rank, world_size
         self.num_batches = math.ceil(len(num_tokens) / (batch_size * world_size))
         """Batches of an epoch on each rank."""
         self.budget = self._find_budget()
         """The most packed tokens of any batch of any epoch."""
 
-    def epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def epoch(self, epoch: int) -> tuple[Rows, Weights]:
         """Return clips and weights of this rank's batches in one epoch: [num_batches, batch_size] each."""
         clips, weights = self._all_ranks(epoch)
         return clips[:, self._rank], weights[:, self._rank]
 
-    def _all_ranks(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def _all_ranks(self, epoch: int) -> tuple[Rows, Weights]:
         """Return clips and weights of all ranks: [num_batches, ranks, batch_size] each."""
         for attempt in range(_ATTEMPTS):
             clips, weights = self._arrange(epoch, attempt)
             if self._num_tokens[clips].sum(axis=1).max() <= self.budget:
                 shape = (self.num_batches, self._world_size, self._batch_size)
                 return clips.reshape(shape), weights.reshape(shape)
-        raise DatasetError(
-            f"Epoch {epoch} could not be arranged in batches of {self._batch_size} clips with at most "
-            f"{self.budget} tokens; use another batch size or seed"
-        )
+        what = f"batches of {self._batch_size} clips with at most {self.budget} tokens"
+        raise DatasetError(f"Epoch {epoch} could not be arranged in {what}; use another batch size or seed")
 
     def plans(self, cursor: Cursor) -> Iterator[BatchPlan]:
         """Yield batches from the cursor on, forever."""
-        epoch, batch = cursor.epoch, cursor.batch
-        while True:
+        first, rank = cursor.batch, self._rank
+        for epoch in itertools.count(cursor.epoch):
             clips, weights = self._all_ranks(epoch)
-            for at in range(batch, self.num_batches):
+            for at in range(first, self.num_batches):
                 after = Cursor(epoch, at + 1) if at + 1 < self.num_batches else Cursor(epoch + 1)
-                mine = (clips[at, self._rank], weights[at, self._rank])
-                yield BatchPlan(*mine, after, epoch, clips[at], weights[at])
-            epoch, batch = epoch + 1, 0
+                yield BatchPlan(clips[at, rank], weights[at, rank], after, epoch, clips[at], weights[at])
+            first = 0
 
     def padding(self, epoch: int) -> float:
         """Return the share of the budget that is unused or spent on padding clips, over this rank's epoch."""
         clips, weights = self.epoch(epoch)
         return 1.0 - float((self._num_tokens[clips] * weights).sum()) / (self.budget * self.num_batches)
 
-    def _arrange(self, epoch: int, attempt: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def _arrange(self, epoch: int, attempt: int) -> tuple[Rows, Weights]:
         """Return all clips once, in random batches of nearly equal token totals.
 
-        Clips are sorted by length with some noise and dealt stratum by stratum, one to each batch: the longest of
-        a stratum goes to the batch with the fewest tokens so far. Rounds of swaps then even out the totals, which
-        matters for small batches and small corpora.
+        Clips are sorted by length with some noise and dealt stratum by stratum, one to each batch: the longest
+        goes to the batch with the fewest tokens so far. Swaps then even out the totals.
         """
         random = default_rng([self._seed, epoch, attempt])
         num_clips, batch_size = len(self._num_tokens), self._batch_size
         num_batches = self.num_batches * self._world_size
-        clips = random.permutation(num_clips)
-        fill = np.full(num_batches * batch_size - num_clips, self._num_tokens.argmin())
-        items = np.concatenate([clips, fill])
-        weights = np.repeat(np.array([1, 0], np.float32), [len(clips), len(fill)])
+        num_padding = num_batches * batch_size - num_clips
+        padding = np.full(num_padding, self._num_tokens.argmin())
+        items = np.concatenate([random.permutation(num_clips), padding])
+        weights = np.repeat(np.array([1, 0], np.float32), [num_clips, num_padding])
         noisy = self._num_tokens[items] * random.uniform(0.8, 1.25, len(items))
         strata = np.argsort(-noisy, kind="stable").reshape(batch_size, num_batches)
         batches = np.empty((num_batches, batch_size), np.int64)
@@ -164,16 +158,14 @@ class Batches:
         """Return the smallest budget that every epoch fits within a few of its `_ATTEMPTS` arrangements."""
         epochs = range(16 if len(self._num_tokens) < 5000 else 2)
         totals = [self._num_tokens[self._arrange(epoch, 0)[0]].sum(axis=1) for epoch in epochs]
-        mean = float(totals[0].mean())
         largest = float(np.quantile([batch_totals.max() for batch_totals in totals], 0.75))
-        return _round_up(max(mean * (1 + BUDGET_SLACK), largest), TOKEN_MULTIPLE)
+        return _round_up(max(float(totals[0].mean()) * (1 + BUDGET_SLACK), largest), TOKEN_MULTIPLE)
 
 
 def _swap_towards_mean(batches: Rows, num_tokens: Rows, totals: Rows, shift: int) -> Rows:
     """Pair the fullest batches with the emptiest and swap in each pair the two clips that even it out best.
 
-    Changes `batches` in place and returns the new totals. Each `shift` makes different pairs, so that a batch
-    finds a partner that has a clip of the right length.
+    Changes `batches` in place and returns the new totals. Each `shift` makes different pairs.
     """
     order = np.argsort(totals, kind="stable")
     empty, full = np.roll(order[: len(order) // 2], shift), order[::-1][: len(order) // 2]
@@ -212,17 +204,17 @@ class Layout(dict[str, Field]):
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
         super().__init__(fields)
-        self._starts: dict[str, int] = {}
+        self._places: dict[str, slice] = {}
         self.num_bytes = 0
         for name, field in fields.items():
-            self._starts[name] = self.num_bytes
+            self._places[name] = slice(self.num_bytes, self.num_bytes + field.num_bytes)
             self.num_bytes += _round_up(field.num_bytes, ALIGNMENT_BYTES)
 
     def arrays(self, block: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
         """Return views of a block of host memory."""
         return {
-            name: block[start : start + self[name].num_bytes].view(self[name].dtype).reshape(self[name].shape)
-            for name, start in self._starts.items()
+            name: block[place].view(self[name].dtype).reshape(self[name].shape)
+            for name, place in self._places.items()
         }
 
     def tensors(self, block: Tensor) -> dict[str, Tensor]:
@@ -230,11 +222,19 @@ class Layout(dict[str, Field]):
         import torch
 
         return {
-            name: block[start : start + self[name].num_bytes]
-            .view(getattr(torch, self[name].dtype))
-            .view(self[name].shape)
-            for name, start in self._starts.items()
+            name: block[place].view(getattr(torch, self[name].dtype)).view(self[name].shape)
+            for name, place in self._places.items()
         }
+
+
+class Block:
+    """The memory of one batch on a device, zeroed, and named views of it."""
+
+    def __init__(self, layout: Layout, device: torch.device, pinned: bool = False) -> None:
+        import torch
+
+        self.memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.tensors = layout.tensors(self.memory)
 
 
 @dataclass(frozen=True)
@@ -271,8 +271,6 @@ FRAME_MULTIPLE = 64
 """Frames of a batch are rounded up to this: the conditioning encoder splits them into as many parts."""
 _LENGTH, _START, _SEGMENT = range(3)
 
-Draws = npt.NDArray[np.float64]
-
 
 class Crops(NamedTuple):
     """The reference voices of a batch, in samples."""
@@ -304,10 +302,9 @@ def crops(seed: int, epoch: int, clips: Rows, num_samples: Rows, voices: Rows | 
 
 
 def voices_of(clips: Rows, weights: Weights, voices: Rows | None) -> Rows | None:
-    """Return the voice of each clip of one batch or several, as `crops` takes it.
+    """Return the voice of each clip of one batch or several, as `crops` takes it; padding clips get unique ones.
 
-    Every padding clip gets its own number. It is the shortest clip, repeated, and in a batch that is mostly
-    padding it would become the reference of most others.
+    In a batch that is mostly padding, the shortest clip, repeated, would become the reference of most others.
     """
     if voices is None:
         return None
@@ -355,21 +352,17 @@ def segments(seed: int, epoch: int, clips: Rows, num_codes: Rows, length: int) -
     return starts
 
 
-def _uniform(seed: int, epoch: int, clips: Rows, purpose: int) -> Draws:
+def _uniform(seed: int, epoch: int, clips: Rows, purpose: int) -> npt.NDArray[np.float64]:
     """Return numbers in [0, 1), each a SplitMix64 hash of its own counter, so the order of draws is irrelevant."""
     with np.errstate(over="ignore"):
         state = np.array(seed, np.uint64)
         for part in (np.uint64(epoch), np.uint64(purpose), clips.astype(np.uint64)):
-            state = _mixed(state + np.uint64(0x9E3779B97F4A7C15) * (part + np.uint64(1)))
-    draws: Draws = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+            state = state + np.uint64(0x9E3779B97F4A7C15) * (part + np.uint64(1))
+            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            state = state ^ (state >> np.uint64(31))
+    draws: npt.NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return draws
-
-
-def _mixed(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = value ^ (value >> np.uint64(31))
-    return mixed
 
 
 SEGMENT_CODES = 32
@@ -416,10 +409,9 @@ class Job:
 
 
 class HostBatch:
-    """Host memory of one batch, allocated once and reused; pinned if CUDA exists.
+    """Host memory of one batch, reused; pinned if CUDA exists. One block, so that one copy brings it to a GPU.
 
-    All arrays are views of one block, so that a batch reaches a GPU in one copy. Samples after `num_samples` are
-    left over from earlier batches: the front end masks them on the device, where that costs nothing.
+    Samples after `num_samples` are left over from earlier batches: the front end masks them on the device.
     """
 
     def __init__(self, layout: Layout, pinned: bool = True) -> None:
@@ -474,8 +466,8 @@ class Gatherer:
         """Copy the clips of a job into the memory of a batch."""
         plan, source = job.plan, self._source
         clips, num_samples = plan.clips, self._num_samples[plan.clips]
-        known = self.codes is not None and bool(self.codes.known(clips).all())
-        if self.codes is not None and known:
+        known = False
+        if self.codes is not None and self.codes.known(clips).all():
             known = self.codes.read(clips, batch["codes"])
         source.audio.gather(source.audio_rows[clips], batch["pcm"])
         source.ids.gather_padded(source.ids_rows[clips], batch["ids"])
@@ -519,13 +511,11 @@ class Gatherer:
         )
 
     def _find_code_budget(self) -> int:
-        """Return the most that batches of two epochs need; later batches rarely need more."""
         totals = [(self._num_codes[self.batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
         return _round_up(int(max(totals)), FRAME_MULTIPLE)
 
     def _totals(self, plan: BatchPlan) -> npt.NDArray[np.float32]:
-        clips = plan.clips if plan.peers is None else plan.peers.ravel()
-        weights: Weights = plan.weights if plan.peer_weights is None else plan.peer_weights.ravel()
+        clips, weights = plan.peers.ravel(), plan.peer_weights.ravel()
         codes = self._num_codes[clips]
         counts = (self._num_ids[clips] + 1, codes + NUM_STOPS, codes, num_frames_of(self._num_samples[clips]), 1)
         return np.array([(weights * count).sum() for count in counts], np.float32)

@@ -123,9 +123,8 @@ class LazyAudio:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "%s decodes to other samples than when it was prepared, although the file has not changed: "
-                "was it prepared on another machine, or is the disk failing?",
-                path,
+                f"{path} decodes to other samples than when it was prepared, although the file has not changed: "
+                "was it prepared on another machine, or is the disk failing?"
             )
 
 
@@ -252,11 +251,14 @@ def load_snapshot(root: Path, state: str) -> PreparedCorpus | None:
         stats = stats.reshape(-1, 3)
         if not _unchanged(texts["folders"], texts["paths"], stats):
             return None
-        per_part = len(_ROW_FIELDS)
-        train = _clip_set(texts, 0, numbers[:per_part], stats, None)
-        val = _clip_set(texts, 1, numbers[per_part:], stats, train)
+        first = _open_stores(texts, 0, stats)
+        second = first if texts["stores"][0] == texts["stores"][1] else _open_stores(texts, 1, stats)
     except (OSError, CacheDamaged):
         return None
+    per_part = len(_ROW_FIELDS)
+    rows = [dict(zip(_ROW_FIELDS, part, strict=True)) for part in (numbers[:per_part], numbers[per_part:])]
+    train = ClipSet(first[0], first[1], **rows[0], names=texts["names"][0])
+    val = ClipSet(second[0], second[1], **rows[1], names=texts["names"][1])
     set_aside = [SetAside(*item) for item in texts["set_aside"]]
     return PreparedCorpus(train, val, texts["speakers"], set_aside, texts["vocabulary"], root)
 
@@ -264,25 +266,18 @@ def load_snapshot(root: Path, state: str) -> PreparedCorpus | None:
 def _snapshot_spec(state: str) -> StoreSpec:
     """One row of JSON, the size and times of every file, then four rows for each side of the split."""
     sources = np.array([hash64(state, row) for row in range(2 + 2 * len(_ROW_FIELDS))], np.uint64)
-    return StoreSpec("snapshot", np.uint8, sources, params={}, filters={})
+    return StoreSpec("snapshot", np.uint8, sources, params={})
 
 
-def _clip_set(texts: Any, side: int, numbers: list[Array], stats: Array, other: ClipSet | None) -> ClipSet:
-    """Return one side of the split; stores that `other` has open are shared with it."""
+def _open_stores(texts: Any, side: int, stats: Array) -> tuple[Store | LazyAudio, Store]:
+    """Return the audio and the ids of one side of the split."""
     audio_folder, ids_folder = map(Path, texts["stores"][side])
-    audio: Store | LazyAudio
-    if other is not None and other.audio.folder == audio_folder:
-        audio = other.audio
-    elif texts["decoding"] is None:
-        audio = _require_store(audio_folder, np.int16)
-    else:
-        files = slice(*texts["files"][side])
-        kept = _require_store(audio_folder, np.uint64)
-        audio = LazyAudio(kept, texts["paths"][files], stats[files], DecodeOptions(**texts["decoding"]))
-    shared = other is not None and other.ids.folder == ids_folder
-    ids = other.ids if other is not None and shared else _require_store(ids_folder, np.int32)
-    rows = dict(zip(_ROW_FIELDS, numbers, strict=True))
-    return ClipSet(audio, ids, **rows, names=texts["names"][side])
+    ids = _require_store(ids_folder, np.int32)
+    if texts["decoding"] is None:
+        return _require_store(audio_folder, np.int16), ids
+    files, kept = slice(*texts["files"][side]), _require_store(audio_folder, np.uint64)
+    options = DecodeOptions(**texts["decoding"])
+    return LazyAudio(kept, texts["paths"][files], stats[files], options), ids
 
 
 def _require_store(folder: Path, dtype: type[np.generic]) -> Store:

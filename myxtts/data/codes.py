@@ -85,19 +85,18 @@ class CodesCache:
         index = np.zeros(len(audio_hashes), _INDEX)
         index["audio"], index["length"] = audio_hashes, num_codes
         family = f"codes-{hash64(CODES_VERSION, dvae_key):016x}"
-        folder = root / f"{family}-{_index_hash(index.tobytes())}"
+        folder = root / f"{family}-{xxhash.xxh3_64_hexdigest(index.tobytes())}"
         try:
             with only_process(root, "codes.lock"):  # the next process finds the rows already copied
                 cache = cls(_files_on_disk(folder, index), index, folder)
                 cache._copy_known_rows(other for other in by_last_use(root, family) if other != folder)
                 _remove_old_folders(root)
         except OSError as error:
-            _log.warning(
-                "Codes cannot be kept in %s (%s): they stay in memory, and the next run computes them again",
-                root,
-                error.strerror or error,
-            )
-            cache = cls(_files_in_memory(index), index, "memory")
+            reason = error.strerror or error
+            message = "Codes cannot be kept in %s (%s): they stay in memory, and the next run computes them again"
+            _log.warning(message, root, reason)
+            files = (os.fdopen(os.memfd_create(name), "r+b", buffering=0) for name in _Files._fields)
+            cache = cls(_sized(_Files(*files), index), index, "memory")
             with contextlib.suppress(OSError):
                 cache._copy_known_rows(by_last_use(root, family))
         return cache
@@ -158,11 +157,8 @@ class CodesCache:
                     self._write_rows(clips[absent], codes[absent].astype("<u2"))
                 except OSError as error:
                     self._accepts_rows = False
-                    _log.warning(
-                        "No more codes can be kept in %s (%s): those of other clips will be computed again",
-                        self._place,
-                        error.strerror or error,
-                    )
+                    message = "No more codes can be kept in %s (%s): those of other clips will be computed again"
+                    _log.warning(message, self._place, error.strerror or error)
 
     def close(self) -> None:
         """Release the folder. Rows can still be read; writes are ignored."""
@@ -195,27 +191,25 @@ class CodesCache:
     def _copy_known_rows(self, folders: Iterable[Path]) -> None:
         """Copy absent rows from the first of `folders` that has them; every copied row is checked."""
         for folder in folders:
-            if self.num_known == len(self):
+            absent = np.flatnonzero(~self._held())
+            if not len(absent):
                 return
             try:
                 donor = _open_donor(folder)
             except (OSError, ValueError):  # gone, not readable, or damaged
                 continue
-            self._copy_rows_of(donor)
+            held = np.flatnonzero(donor._held())
+            found, places = equal_sources(self._audio[absent], donor._audio[held])
+            wanted, rows = absent[found], held[places]
+            same_length = self._lengths[wanted] == donor._lengths[rows]
+            wanted, rows = wanted[same_length], rows[same_length]
+            for start in range(0, len(wanted), ROWS_PER_COPY):
+                chunk = rows[start : start + ROWS_PER_COPY]
+                codes = np.zeros((len(chunk), donor._lengths[chunk].max()), np.uint16)
+                donor.read(chunk, codes)
+                intact = donor.known(chunk)
+                self.write(wanted[start : start + ROWS_PER_COPY][intact], codes[intact])
             donor.close()
-
-    def _copy_rows_of(self, donor: CodesCache) -> None:
-        held, absent = np.flatnonzero(donor._held()), np.flatnonzero(~self._held())
-        found, places = equal_sources(self._audio[absent], donor._audio[held])
-        wanted, rows = absent[found], held[places]
-        same_length = self._lengths[wanted] == donor._lengths[rows]
-        wanted, rows = wanted[same_length], rows[same_length]
-        for start in range(0, len(wanted), ROWS_PER_COPY):
-            chunk = rows[start : start + ROWS_PER_COPY]
-            codes = np.zeros((len(chunk), donor._lengths[chunk].max()), np.uint16)
-            donor.read(chunk, codes)
-            intact = donor.known(chunk)
-            self.write(wanted[start : start + ROWS_PER_COPY][intact], codes[intact])
 
 
 def _files_on_disk(folder: Path, index: Array) -> _Files:
@@ -232,15 +226,10 @@ def _files_on_disk(folder: Path, index: Array) -> _Files:
     return _sized(files, index)
 
 
-def _files_in_memory(index: Array) -> _Files:
-    files = (os.fdopen(os.memfd_create(name), "r+b", buffering=0) for name in _Files._fields)
-    return _sized(_Files(*files), index)
-
-
 def _open_donor(folder: Path) -> CodesCache:
     """Open the codes of another set of clips for reading. The folder's name holds the checksum of its index."""
     content = (folder / "index.bin").read_bytes()
-    if not folder.name.endswith(_index_hash(content)):
+    if not folder.name.endswith(xxhash.xxh3_64_hexdigest(content)):
         raise ValueError(f"{folder}: the index is not what was written")
     return CodesCache(_open_files(folder, "rb"), np.frombuffer(content, _INDEX), folder)
 
@@ -276,10 +265,6 @@ def _check_width(lengths: Rows, codes: Array) -> None:
 def _checksum(row: bytes, audio_hash: int) -> int:
     """Never 0, which means absent. The seed gives equal codes of different audio different checksums."""
     return xxhash.xxh3_64_intdigest(row, seed=audio_hash) or 1
-
-
-def _index_hash(content: bytes) -> str:
-    return xxhash.xxh3_64_hexdigest(content)
 
 
 def _remove_old_folders(root: Path) -> None:

@@ -41,6 +41,7 @@ COLUMN_NAMES = {
     "language": ("language", "lang", "locale"),
 }
 """Header names by meaning; if a file has several with one meaning, the first in this list is used."""
+_LANGUAGE_CODES = {name.lower(): code for code, name in LANGUAGE_NAMES.items()} | {"farsi": "fa"}
 
 _log = logging.getLogger(__name__)
 
@@ -85,24 +86,22 @@ def read_rows(path: Path) -> Iterator[Row | SetAside]:
     """Yield the lines of a metadata file, with or without a header."""
     lines, undecodable = _lines(path)
     if not lines:
-        if undecodable:
-            first = undecodable[0]
-            raise DatasetError(f"{path} holds no usable line. {first.where}: {first.detail}.")
-        raise DatasetError(f"{path} holds no usable line. Expected one of these forms:\n{FORMS}")
+        found = [f"{item.where}: {item.detail}." for item in undecodable]
+        reason = found[0] if found else f"Expected one of these forms:\n{FORMS}"
+        raise DatasetError(f"{path} holds no usable line. {reason}")
     yield from undecodable
-    columns, num_columns = _header(lines[0][1])
+    header = _fields(lines[0][1])
+    columns = _columns(path, header)
     if columns:
-        unused = [name for at, name in enumerate(_fields(lines[0][1])) if at not in columns.values()]
+        unused = [name for at, name in enumerate(header) if at not in columns.values()]
         if unused:
             _log.info("%s: columns not used: %s", path, ", ".join(unused))
-        fewest = max(columns["audio"], columns["text"]) + 1
-        for where, line in lines[1:]:
-            yield _row(where, _fields(line), fewest, num_columns, columns)
+        fewest, most = max(columns["audio"], columns["text"]) + 1, len(header)
     else:
-        _refuse_unfinished_header(path, lines[0][1])
         _refuse_speaker_column(path, [line for _, line in lines])
-        for where, line in lines:
-            yield _row(where, _fields(line), 2, 3, {})
+        fewest, most = 2, 3
+    for where, line in lines[1 if columns else 0 :]:
+        yield _row(where, _fields(line), fewest, most, columns)
 
 
 def _row(where: str, fields: list[str], fewest: int, most: int, columns: dict[str, int]) -> Row | SetAside:
@@ -148,42 +147,36 @@ def _lines(path: Path) -> tuple[list[tuple[str, str]], list[SetAside]]:
 
 
 def _fields(line: str) -> list[str]:
+    """Return the fields without the quotes a spreadsheet puts around them ("…", inner quotes doubled)."""
     fields = [value.strip() for value in line.split("|")]
-    return [_unquoted(value) for value in fields] if '"' in line else fields
+    for at, value in enumerate(fields if '"' in line else []):
+        inner = value[1:-1]
+        if len(value) >= 2 and value[0] == value[-1] == '"' and '"' not in inner.replace('""', ""):
+            fields[at] = inner.replace('""', '"').strip()
+    return fields
 
 
-def _header(line: str) -> tuple[dict[str, int], int]:
-    """Return the positions of the columns by meaning, empty if the line is no header, and their number."""
-    names = [name.lower() for name in _fields(line)]
+def _columns(path: Path, header: list[str]) -> dict[str, int]:
+    """Return the positions of the columns by meaning, empty if the line is no header.
+
+    Raises if it is a header without audio or text column, which would be read as a clip.
+    """
+    names = [name.lower() for name in header]
     columns: dict[str, int] = {}
     for meaning, known in COLUMN_NAMES.items():
         present = [name for name in known if name in names]
         if present:
             columns[meaning] = names.index(present[0])
-    return (columns, len(names)) if {"audio", "text"} <= columns.keys() else ({}, len(names))
-
-
-def _refuse_unfinished_header(path: Path, line: str) -> None:
-    """Raise if the first line is a header without audio or text column; it would be read as a clip."""
-    names = [name.lower() for name in _fields(line)]
-    known = {name: meaning for meaning, names in COLUMN_NAMES.items() for name in names}
-    meanings = {known[name] for name in names if name in known}
-    if (names[0] in known and all(map(str.isidentifier, names))) or len(meanings) > 1:
-        missing = [meaning for meaning in ("audio", "text") if meaning not in meanings]
+    missing = [meaning for meaning in ("audio", "text") if meaning not in columns]
+    if not missing:
+        return columns
+    first_known = any(names[0] in known for known in COLUMN_NAMES.values())
+    if len(columns) > 1 or (first_known and all(map(str.isidentifier, names))):
         lacks = " and ".join({"audio": "the recordings", "text": "the text"}[meaning] for meaning in missing)
         expected = " and ".join(f"one of {', '.join(COLUMN_NAMES[meaning])}" for meaning in missing)
-        raise DatasetError(
-            f"{path}: the header {'|'.join(names)[:80]} has no column for {lacks}; expected {expected}."
-        )
-
-
-def _unquoted(value: str) -> str:
-    """Return a field without the quotes a spreadsheet puts around it ("…", inner quotes doubled)."""
-    if len(value) >= 2 and value[0] == value[-1] == '"':
-        inner = value[1:-1]
-        if '"' not in inner.replace('""', ""):
-            return inner.replace('""', '"').strip()
-    return value
+        shown = "|".join(names)[:80]
+        raise DatasetError(f"{path}: the header {shown} has no column for {lacks}; expected {expected}.")
+    return {}
 
 
 def _refuse_speaker_column(path: Path, lines: list[str]) -> None:
@@ -191,10 +184,9 @@ def _refuse_speaker_column(path: Path, lines: list[str]) -> None:
     rows = [fields for line in lines if len(fields := line.split("|")) == 3 and fields[2].strip()]
     texts, thirds = {row[1] for row in rows}, {row[2] for row in rows}
     if len(rows) >= 10 and len(thirds) * 5 <= len(rows) and len(thirds) * 2 < len(texts):
-        example = sorted(thirds)[0].strip()[:40]
+        found = f"only {len(thirds)} different values in {len(rows)} lines (such as '{min(thirds).strip()[:40]}')"
         raise DatasetError(
-            f"{path}: the third column holds only {len(thirds)} different values in {len(rows)} lines "
-            f"(such as '{example}'), so it is not text.\n"
+            f"{path}: the third column holds {found}, so it is not text.\n"
             "If it names speakers, put this line first: audio_file|text|speaker_name"
         )
 
@@ -208,17 +200,13 @@ def read_speakers(path: Path) -> dict[str, Row]:
         raise DatasetError(f"{path.parent / undecodable[0].where}: {undecodable[0].detail}")
     names = [name.lower() for name in _fields(lines[0][1])] if lines else []
     if names[:2] != ["id", "speaker"]:
-        raise DatasetError(
-            f"{path} starts with '{'|'.join(names)[:60]}'; expected the header id|speaker or id|speaker|language"
-        )
+        first = "|".join(names)[:60]
+        raise DatasetError(f"{path} starts with '{first}'; expected the header id|speaker or id|speaker|language")
     named = {}
     for where, line in lines[1:]:
         clip_id, speaker, *rest = [*_fields(line), "", ""]
         named[clip_id] = Row(where, clip_id, "", speaker, rest[0] if names[2:3] == ["language"] else "")
     return named
-
-
-_LANGUAGE_CODES = {name.lower(): code for code, name in LANGUAGE_NAMES.items()} | {"farsi": "fa"}
 
 
 class Clip(NamedTuple):
@@ -258,18 +246,17 @@ def read_corpus(folder: Path) -> Corpus:
     speakers = read_speakers(folder / "speakers.csv")
     for path, held_out in metadata:
         for row in read_rows(path):
+            found: Clip | SetAside
             if isinstance(row, SetAside):
-                corpus.set_aside.append(row)
-            elif row.audio in first_seen:
-                detail = f"first seen at {first_seen[row.audio]}"
-                corpus.set_aside.append(SetAside(row.audio, "duplicate id", detail, row.where))
+                found = row
+            elif (seen_at := first_seen.setdefault(row.audio, row.where)) != row.where:
+                found = SetAside(row.audio, "duplicate id", f"first seen at {seen_at}", row.where)
             else:
-                first_seen[row.audio] = row.where
-                clip = _clip(row, files, speakers.get(row.audio), held_out)
-                if isinstance(clip, Clip):
-                    corpus.clips.append(clip)
-                else:
-                    corpus.set_aside.append(clip)
+                found = _clip(row, files, speakers.get(row.audio), held_out)
+            if isinstance(found, Clip):
+                corpus.clips.append(found)
+            else:
+                corpus.set_aside.append(found)
     corpus.listed = files.listed
     return corpus
 
@@ -284,8 +271,7 @@ def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Cl
     if language and not code:
         detail = f"'{language}' is none of {' '.join(LANGUAGES)}"
         return SetAside(row.audio, "unknown language", detail, row.where)
-    found = files.find(row.audio)
-    if found is None:
+    if (found := files.find(row.audio)) is None:
         has_extension = row.audio.lower().endswith(EXTENSIONS)
         name = f"file {row.audio}" if has_extension else f"{row.audio}{'|'.join(EXTENSIONS)}"
         detail = f"no {name} in {files.folder / 'wavs'} or {files.folder}"

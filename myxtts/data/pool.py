@@ -78,9 +78,14 @@ class ProcessPool:
 
     def start(self) -> None:
         """Start the processes in the background."""
-        threading.Thread(
-            target=_start_processes, args=(self._started_pool(), self.num_workers), daemon=True
-        ).start()
+        pool = self._started_pool()
+
+        def occupy() -> None:
+            with contextlib.suppress(RuntimeError):  # the pool was closed or broke in the meantime
+                for _ in range(self.num_workers):
+                    pool.submit(os.getpid)
+
+        threading.Thread(target=occupy, daemon=True).start()
 
     def run(
         self, work: Work[Item, Result], chunks: Iterable[Sequence[Item]]
@@ -154,9 +159,8 @@ class ProcessPool:
             try:
                 pool.submit(os.getpid).result()
             except BrokenProcessPool:
-                raise DatasetError(
-                    "Worker processes die as soon as they start; is the machine out of memory?"
-                ) from None
+                message = "Worker processes die as soon as they start; is the machine out of memory?"
+                raise DatasetError(message) from None
 
     def _started_pool(self) -> ProcessPoolExecutor:
         self._pool = self._pool or self._new_pool(self.num_workers)
@@ -164,12 +168,6 @@ class ProcessPool:
 
     def _new_pool(self, num_workers: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(num_workers, self._context, _start_worker, (self.reserved,))
-
-
-def _start_processes(pool: ProcessPoolExecutor, num_workers: int) -> None:
-    with contextlib.suppress(RuntimeError):  # the pool was closed or broke in the meantime
-        for _ in range(num_workers):
-            pool.submit(os.getpid)
 
 
 def reserve(num_bytes: int) -> int:

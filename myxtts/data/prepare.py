@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -43,8 +43,7 @@ from myxtts.data.pool import ProcessPool, reserve
 from myxtts.data.store import (
     FORMAT_VERSION,
     Array,
-    Rows,
-    Sources,
+    Labels,
     Store,
     StoreSpec,
     StoreWriter,
@@ -59,8 +58,7 @@ from myxtts.data.store import (
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, Progress
 from myxtts.host import usable_cores
 from myxtts.text.language import detect_languages, language_fingerprint, warn_of_other_script
-from myxtts.text.normalize import normalize, normalize_fingerprint
-from myxtts.text.phonemes import phonemes_fingerprint, phonemize
+from myxtts.text.normalize import normalize, normalize_fingerprint, phonemes_fingerprint, phonemize
 from myxtts.text.tokenizer import Tokenizer, describe_characters, tokenizer_fingerprint, train
 
 EMBEDDED_CORPUS = Path(__file__).parent.parent / "embedded"
@@ -90,7 +88,7 @@ def prepare(
     with _process_pool(data) as pool:
         tools = Tools(pool, progress or NO_PROGRESS, verify)
         parts = [_Part(data, folders[0], tools)]
-        tokenizer = _tokenizer(data, parts[0])
+        tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else parts[0].trained_tokenizer()
         parts += [_Part(data, folder, tools) for folder in folders[1:]]
         speaker_names = sorted({clip.speaker for part in parts for clip in part.corpus.clips})
         clips = [part.clip_set(tokenizer, speaker_names) for part in parts]
@@ -139,9 +137,7 @@ def with_tokenizer_of_run(data: DataSettings, run: Path | None, init_from: Path 
     A run that has begun keeps its own, the file `run`. A new one uses the tokenizer named in the settings, then
     that of the weights it starts from; without either, `prepare` trains one.
     """
-    if run is not None:
-        return replace(data, tokenizer=run)
-    return replace(data, tokenizer=data.tokenizer or init_from)
+    return replace(data, tokenizer=run or data.tokenizer or init_from)
 
 
 def _state_of(data: DataSettings) -> str:
@@ -175,14 +171,6 @@ def _process_pool(data: DataSettings) -> ProcessPool:
         raise DatasetError(f"Cannot set up worker processes: {error} (is /dev/shm or /tmp full?)") from error
 
 
-def _tokenizer(data: DataSettings, part: _Part) -> Tokenizer:
-    """Return the tokenizer that is named, or one trained on this corpus."""
-    if data.tokenizer is not None:
-        return Tokenizer.load(data.tokenizer)
-    store = part.vocabulary_store()
-    return Tokenizer(store[0].tobytes().decode(), source=str(store.folder))
-
-
 def _nothing_usable(folder: Path, set_aside: Sequence[SetAside]) -> DatasetError:
     counts = Counter(item.reason for item in set_aside).most_common()
     reasons = "\n".join(f"  {count} × {reason}" for reason, count in counts) or "  the metadata is empty"
@@ -206,6 +194,14 @@ class Tools:
     verify: bool = False
     """Every store is verified when it is opened."""
 
+    def announce(self, title: str, num_samples: int) -> None:
+        for line in (
+            title,
+            f"Processing {num_samples} samples",
+            f"Using {self.pool.num_workers} parallel workers",
+        ):
+            _log.info("%s", line)
+
 
 class _Part:
     """One folder of recordings on its way through the stores."""
@@ -215,8 +211,12 @@ class _Part:
         self.tools = tools
         self.root = _cache_of(folder, data)
         self.corpus = read_corpus(folder)
-        self.sentences, self.sentence_rows = _distinct_sentences(self.corpus.clips, self._languages())
-        self.text = self._text_store()
+        rows: dict[Sentence, int] = {}
+        pairs = zip(self.corpus.clips, self._languages(), strict=True)
+        sentence_rows = [rows.setdefault(Sentence(clip.text, code), len(rows)) for clip, code in pairs]
+        self.sentence_rows = np.array(sentence_rows, np.int64)
+        """For each clip the row of its sentence; equal sentences share one."""
+        self.text = self._text_store(list(rows))
         self.set_aside = list(self.corpus.set_aside)
         self.usable: list[Clip] = []
 
@@ -239,27 +239,26 @@ class _Part:
             found = detect_languages([clip.text for clip in unknown], [clip.speaker for clip in unknown])
             writer.append(rows, [np.array([LANGUAGES.index(code) for code in found], np.uint8)])
 
-        sources = _sources([hash64(*(part for clip in unknown for part in (clip.text, clip.speaker)))])
-        spec = StoreSpec("languages", np.uint8, sources, {"detector": language_fingerprint()}, filters={})
+        sources = np.array([hash64(*(part for clip in unknown for part in (clip.text, clip.speaker)))], np.uint64)
+        spec = StoreSpec("languages", np.uint8, sources, {"detector": language_fingerprint()})
         detected = iter(self._store(spec, "language", build)[0].tolist())
         return [code or LANGUAGES[next(detected)] for code in named]
 
-    def _text_store(self) -> Store:
+    def _text_store(self, sentences: list[Sentence]) -> Store:
         params = {"normalize": normalize_fingerprint()}
         if self.data.use_phonemes:
             params["phonemes"] = phonemes_fingerprint()
-        sources = _sources(hash64(*sentence) for sentence in self.sentences)
-        spec = StoreSpec("text", np.uint8, sources, params, filters={})
-        build = partial(build_text, self.tools, self.sentences, self.data.use_phonemes)
-        return self._store(spec, "text", build)
+        sources = np.fromiter((hash64(*sentence) for sentence in sentences), np.uint64)
+        spec = StoreSpec("text", np.uint8, sources, params)
+        return self._store(spec, "text", partial(build_text, self.tools, sentences, self.data.use_phonemes))
 
     def spoken(self) -> tuple[list[str], list[str]]:
         """Return every sentence as it is spoken, and its language."""
-        rows = [row for row in range(len(self.text)) if row not in self.text.set_aside]
-        return _spoken_texts(self.text, rows), [LANGUAGES[self.text.labels[row]] for row in rows]
+        sentences = [sentence for _, sentence in _spoken(self.text, range(len(self.text)))]
+        return [sentence.text for sentence in sentences], [sentence.language for sentence in sentences]
 
-    def vocabulary_store(self) -> Store:
-        """One row: the JSON of a tokenizer trained on the spoken texts."""
+    def trained_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer trained on the spoken texts; it is stored as one row of JSON."""
         num_tokens = self.data.vocab_size
 
         def build(writer: StoreWriter, rows: list[int]) -> None:
@@ -268,14 +267,19 @@ class _Part:
             tokenizer = train(texts, languages, num_tokens)
             writer.append(rows, [np.frombuffer(tokenizer.to_json().encode(), np.uint8)])
 
-        sources = _sources([hash64(self.text.hashes.tobytes(), self.text.labels.tobytes())])
+        sources = np.array([hash64(self.text.hashes.tobytes(), self.text.labels.tobytes())], np.uint64)
         params = {"code": tokenizer_fingerprint(), "num_tokens": num_tokens}
-        return self._store(StoreSpec("vocabulary", np.uint8, sources, params, filters={}), "vocabulary", build)
+        store = self._store(StoreSpec("vocabulary", np.uint8, sources, params), "vocabulary", build)
+        return Tokenizer(store[0].tobytes().decode(), source=str(store.folder))
 
     def clip_set(self, tokenizer: Tokenizer, speaker_names: list[str]) -> ClipSet:
         """Return the usable clips with their rows, and add the others to `set_aside`."""
         audio_rows = self._audio()
-        ids = self._ids_store(tokenizer)
+        # Spoken text and language decide the ids, however they were found.
+        sources = self.text.hashes ^ self.text.labels.astype(np.uint64)
+        params = {"vocabulary": tokenizer.fingerprint, "code": tokenizer_fingerprint()}
+        spec = StoreSpec("ids", np.int32, sources, params)
+        ids = self._store(spec, "token", partial(build_ids, self.tools, self.text, tokenizer))
         problems = self._problems(audio_rows, ids)
         clips = self.corpus.clips
         self.set_aside += [SetAside(clips[row].id, *problems[row], clips[row].where) for row in sorted(problems)]
@@ -298,13 +302,9 @@ class _Part:
         if options.trim_silence_db > 0:  # the length of a row is then not that of its file
             params |= {"trim": options.trim_silence_db, "max_seconds": options.max_seconds}
         files = [(clip.path, clip.size_bytes, clip.modified_ns, clip.changed_ns) for clip in corpus.clips]
-        spec = StoreSpec(
-            kind="audio" if packed else "lengths",
-            dtype=np.int16 if packed else np.uint64,
-            sources=_sources(hash64(*file) for file in files),
-            params=params,
-            filters={"max_seconds": options.max_seconds},
-        )
+        kind, dtype = ("audio", np.int16) if packed else ("lengths", np.uint64)
+        sources = np.fromiter((hash64(*file) for file in files), np.uint64)
+        spec = StoreSpec(kind, dtype, sources, params, {"max_seconds": options.max_seconds})
         build = partial(_build_audio, self.tools, corpus, options, packed)
         # Lengths are few bytes and all read at once, so they are always verified.
         store = self._store(spec, spec.kind, build, verify=not packed)
@@ -312,13 +312,6 @@ class _Part:
             return store
         paths = [str(corpus.folder.absolute() / path) for path, *_ in files]
         return LazyAudio(store, paths, np.array([stat for _, *stat in files], np.int64), options)
-
-    def _ids_store(self, tokenizer: Tokenizer) -> Store:
-        # Spoken text and language decide the ids, however they were found.
-        sources = self.text.hashes ^ self.text.labels.astype(np.uint64)
-        params = {"vocabulary": tokenizer.fingerprint, "code": tokenizer_fingerprint()}
-        spec = StoreSpec("ids", np.int32, sources, params, filters={})
-        return self._store(spec, "token", partial(build_ids, self.tools, self.text, tokenizer))
 
     def _problems(self, audio_rows: Store | LazyAudio, ids: Store) -> dict[int, tuple[str, str]]:
         """Return why clips cannot be used, by row; if several reasons hold, that of the audio is given."""
@@ -349,61 +342,52 @@ class _Part:
     def _store(
         self, spec: StoreSpec, name: str, build: Callable[[StoreWriter, list[int]], None], verify: bool = False
     ) -> Store:
-        store = open_store(spec.folder(self.root), spec.dtype)
-        if store is not None:
+        if (store := open_store(spec.folder(self.root), spec.dtype)) is not None:
             _log.info("LOADING %s CACHE FROM DISK", name.upper())
-        if store is not None and (verify or self.tools.verify) and not store.all_intact():
+            if not (verify or self.tools.verify) or store.all_intact():
+                return store
             _log.warning("Some rows of %s are not what was written; they are prepared again", store.folder)
-            store = None
-        return store or build_store(self.root, spec, build)
+        return build_store(self.root, spec, build)
 
 
-def _distinct_sentences(clips: Sequence[Clip], languages: Sequence[str]) -> tuple[list[Sentence], Rows]:
-    """Return every sentence once, and for each clip the row of its sentence."""
-    rows: dict[Sentence, int] = {}
-    clip_rows = [
-        rows.setdefault(Sentence(clip.text, code), len(rows)) for clip, code in zip(clips, languages, strict=True)
-    ]
-    return list(rows), np.array(clip_rows, np.int64)
-
-
-def _spoken_texts(text: Store, rows: Sequence[int]) -> list[str]:
-    return [text[row].tobytes().decode() for row in rows]
-
-
-def _sources(hashes: Iterable[int]) -> Sources:
-    return np.fromiter(hashes, np.uint64)
+def _spoken(text: Store, rows: Iterable[int]) -> Iterator[tuple[int, Sentence]]:
+    """Yield the rows that can be spoken."""
+    labels = text.labels.tolist()
+    for row in rows:
+        if row not in text.set_aside:
+            yield row, Sentence(text[row].tobytes().decode(), LANGUAGES[labels[row]])
 
 
 Job = tuple[int, Any]
 """A row to be built, and what it is built from."""
+NotBuilt = list[tuple[int, str, str]]
+"""Rows that are set aside, with reason and detail."""
 
 
-class _Built(NamedTuple):
-    """Rows of one chunk that a worker wrote to the data file at `offset`, and those it set aside."""
+class _Made(NamedTuple):
+    """What a worker makes of one chunk of jobs."""
 
     rows: list[int]
-    records: Array
-    offset: int
-    set_aside: list[tuple[int, str, str]]
+    arrays: Sequence[Array]
+    set_aside: NotBuilt
+    labels: Labels = 0
 
 
 def _build_audio(
     tools: Tools, corpus: Corpus, options: DecodeOptions, packed: bool, writer: StoreWriter, rows: Sequence[int]
 ) -> None:
     """Decode the clips at `rows`; unless `packed`, store only their lengths and checksums."""
-    _announce("BUILDING AUDIO CACHE" if packed else "BUILDING LENGTHS CACHE", len(rows), tools)
-    work = partial(_decode_chunk, writer.data_path, corpus.folder, options, packed)
+    tools.announce("BUILDING AUDIO CACHE" if packed else "BUILDING LENGTHS CACHE", len(rows))
     jobs = [(row, corpus.clips[row]) for row in rows]
-    crash = ("crashed the decoder", "decoding this file alone kills the process")
-    _build_rows(tools, writer, work, jobs, AUDIO_CHUNK, "Decoding audio", crash)
+    make = partial(_decode_chunk, corpus.folder, options, packed)
+    _build_rows(tools, writer, make, jobs, AUDIO_CHUNK, "Decoding audio", "decoder")
 
 
 def build_text(
     tools: Tools, sentences: Sequence[Sentence], use_phonemes: bool, writer: StoreWriter, rows: Sequence[int]
 ) -> None:
     """Write the sentences at `rows` as they are spoken, labelled with their language."""
-    _announce("BUILDING TEXT CACHE (Text Preprocessing)", len(rows), tools)
+    tools.announce("BUILDING TEXT CACHE (Text Preprocessing)", len(rows))
     jobs = []
     for row in rows:
         length = len(sentences[row].text)
@@ -411,78 +395,69 @@ def build_text(
             jobs.append((row, sentences[row]))
         else:
             writer.set_aside(row, "text too long", f"{length} characters, the limit is {MAX_TEXT_CHARACTERS}")
-    work = partial(_normalize_chunk, writer.data_path, use_phonemes)
-    crash = ("crashed the normaliser", "normalising this text kills the process")
-    labels = {row: LANGUAGES.index(sentence.language) for row, sentence in jobs}
-    _build_rows(tools, writer, work, jobs, TEXT_CHUNK, "Preparing text", crash, labels)
+    make = partial(_normalize_chunk, use_phonemes)
+    _build_rows(tools, writer, make, jobs, TEXT_CHUNK, "Preparing text", "normaliser")
 
 
 def build_ids(tools: Tools, text: Store, tokenizer: Tokenizer, writer: StoreWriter, rows: Sequence[int]) -> None:
     """Write the token ids of the spoken texts at `rows`; texts with unknown characters are set aside."""
-    labels = text.labels.tolist()
-    known = []
-    for row in rows:
-        language = LANGUAGES[labels[row]]
-        if row in text.set_aside:
-            continue
-        if language in tokenizer.languages:
-            known.append(row)
+    jobs = []
+    for row, sentence in _spoken(text, rows):
+        if (language := sentence.language) in tokenizer.languages:
+            jobs.append((row, sentence))
         else:
             fix = f"the vocabulary has no [{language}]; see myxtts vocabulary extend --language {language}"
             writer.set_aside(row, "language not in vocabulary", fix)
-    spoken = _spoken_texts(text, known)
-    jobs = [(row, Sentence(line, LANGUAGES[labels[row]])) for row, line in zip(known, spoken, strict=True)]
-    work = partial(_encode_chunk, writer.data_path, tokenizer.to_json())
-    crash = ("crashed the tokenizer", "encoding this text kills the process")
-    _build_rows(tools, writer, work, jobs, TEXT_CHUNK, "Tokenising", crash)
-
-
-def _announce(title: str, num_samples: int, tools: Tools) -> None:
-    _log.info("%s", title)
-    _log.info("Processing %d samples", num_samples)
-    _log.info("Using %d parallel workers", tools.pool.num_workers)
+    make = partial(_encode_chunk, tokenizer.to_json())
+    _build_rows(tools, writer, make, jobs, TEXT_CHUNK, "Tokenising", "tokenizer")
 
 
 def _build_rows(
     tools: Tools,
     writer: StoreWriter,
-    work: Callable[[Sequence[Job]], _Built],
+    make: Callable[[Sequence[Job]], _Made],
     jobs: Sequence[Job],
     chunk_size: int,
     title: str,
-    crash: tuple[str, str],
-    labels: dict[int, int] | None = None,
+    program: str,
 ) -> None:
-    """Run `work` on all jobs in the pool and add to the index what the workers write to the data file.
-
-    A row that kills its process is set aside with reason and detail `crash`.
-    """
+    """Make all rows in the pool and add to the index what the workers write to the data file."""
     pool, progress = tools.pool, tools.progress
     pool.reserved.value = writer.end
     chunks = (jobs[start : start + chunk_size] for start in range(0, len(jobs), chunk_size))
     progress.begin(title, len(jobs))
     try:
-        for chunk, built in pool.run(work, chunks):
+        for chunk, built in pool.run(partial(_write_chunk, writer.data_path, make), chunks):
             if built is None:
-                writer.set_aside(chunk[0][0], *crash)
+                set_aside = [(chunk[0][0], f"crashed the {program}", "processing it alone kills the process")]
             else:
-                of_rows = [labels[row] for row in built.rows] if labels else 0
-                writer.add_to_index(built.rows, built.records, built.offset, of_rows)
-                for row, reason, detail in built.set_aside:
-                    writer.set_aside(row, reason, detail)
+                rows, records, offset, set_aside = built
+                writer.add_to_index(rows, records, offset)
+            for item in set_aside:
+                writer.set_aside(*item)
             progress.advance(len(chunk))
     finally:
         progress.end()
     writer.end = pool.reserved.value
 
 
-def _decode_chunk(
-    data_path: Path, folder: Path, options: DecodeOptions, packed: bool, chunk: Sequence[tuple[int, Clip]]
-) -> _Built:
+def _write_chunk(
+    data_path: Path, make: Callable[[Sequence[Job]], _Made], chunk: Sequence[Job]
+) -> tuple[list[int], Array, int, NotBuilt]:
+    """In a worker: make rows, write them to a reserved place in the data file, and return where they are."""
+    rows, arrays, set_aside, labels = make(chunk)
+    block, records = pack(arrays, labels)
+    offset = reserve(len(block))
+    with open(data_path, "r+b") as file:
+        write_at(file.fileno(), block, offset)
+    return rows, records, offset, set_aside
+
+
+def _decode_chunk(folder: Path, options: DecodeOptions, packed: bool, chunk: Sequence[tuple[int, Clip]]) -> _Made:
     """In a worker: decode clips."""
     rows: list[int] = []
     arrays: list[Array] = []
-    set_aside: list[tuple[int, str, str]] = []
+    set_aside: NotBuilt = []
     for row, clip in chunk:
         try:
             arrays.append(_decode_clip(folder, options, clip))
@@ -490,9 +465,7 @@ def _decode_chunk(
         except audio.UnusableAudio as error:
             setting = " (max_mel_frames)" if error.reason == "too long" else ""
             set_aside.append((row, error.reason, error.detail + setting))
-    if not packed:
-        arrays = lengths_and_hashes(pack(arrays)[1])
-    return _written(data_path, rows, arrays, set_aside)
+    return _Made(rows, arrays if packed else lengths_and_hashes(pack(arrays)[1]), set_aside)
 
 
 def _decode_clip(folder: Path, options: DecodeOptions, clip: Clip) -> audio.Pcm:
@@ -510,50 +483,36 @@ def _decode_clip(folder: Path, options: DecodeOptions, clip: Clip) -> audio.Pcm:
     return pcm
 
 
-def _normalize_chunk(data_path: Path, use_phonemes: bool, chunk: Sequence[tuple[int, Sentence]]) -> _Built:
+def _normalize_chunk(use_phonemes: bool, chunk: Sequence[tuple[int, Sentence]]) -> _Made:
     """In a worker: turn texts into what is spoken, as UTF-8."""
-    spoken: list[str] = []
-    set_aside: list[tuple[int, str, str]] = []
+    arrays: list[Array] = []
+    set_aside: NotBuilt = []
     for row, (text, language) in chunk:
+        spoken = ""
+        problem = ("empty text", f"nothing to speak in '{text[:40]}'")
         try:
             words = normalize(text, language)
-            spoken.append(phonemize([words], language)[0] if use_phonemes else words)
+            spoken = phonemize([words], language)[0] if use_phonemes else words
         except ConfigError as error:  # the language needs a package that is not installed
-            spoken.append("")
-            set_aside.append((row, "language not available", str(error)))
-        else:
-            if not spoken[-1]:
-                set_aside.append((row, "empty text", f"nothing to speak in '{text[:40]}'"))
-    arrays = [np.frombuffer(text.encode(), np.uint8) for text in spoken]
-    return _written(data_path, [row for row, _ in chunk], arrays, set_aside)
+            problem = ("language not available", str(error))
+        if not spoken:
+            set_aside.append((row, *problem))
+        arrays.append(np.frombuffer(spoken.encode(), np.uint8))
+    labels = [LANGUAGES.index(sentence.language) for _, sentence in chunk]
+    return _Made([row for row, _ in chunk], arrays, set_aside, labels)
 
 
-def _encode_chunk(data_path: Path, vocabulary: str, chunk: Sequence[tuple[int, Sentence]]) -> _Built:
+def _encode_chunk(vocabulary: str, chunk: Sequence[tuple[int, Sentence]]) -> _Made:
     """In a worker: turn spoken texts into token ids."""
     tokenizer = _tokenizer_of(vocabulary)
-    ids = tokenizer.encode_batch(
-        [sentence.text for _, sentence in chunk], [sentence.language for _, sentence in chunk]
-    )
+    rows, sentences = [row for row, _ in chunk], [sentence for _, sentence in chunk]
+    ids = tokenizer.encode_batch([text for text, _ in sentences], [language for _, language in sentences])
     set_aside = [
         (row, "unknown characters", describe_characters(tokenizer.unknown_characters(*sentence)))
-        for (row, sentence), row_ids in zip(chunk, ids, strict=True)
+        for row, sentence, row_ids in zip(rows, sentences, ids, strict=True)
         if tokenizer.unknown_id in row_ids
     ]
-    arrays = [np.asarray(row_ids, np.int32) for row_ids in ids]
-    return _written(data_path, [row for row, _ in chunk], arrays, set_aside)
+    return _Made(rows, [np.asarray(row_ids, np.int32) for row_ids in ids], set_aside)
 
 
-@lru_cache(maxsize=1)
-def _tokenizer_of(vocabulary: str) -> Tokenizer:
-    return Tokenizer(vocabulary)
-
-
-def _written(
-    data_path: Path, rows: list[int], arrays: Sequence[Array], set_aside: list[tuple[int, str, str]]
-) -> _Built:
-    """In a worker: write rows to a reserved place in the data file."""
-    block, records = pack(arrays)
-    offset = reserve(len(block))
-    with open(data_path, "r+b") as file:
-        write_at(file.fileno(), block, offset)
-    return _Built(rows, records, offset, set_aside)
+_tokenizer_of = lru_cache(maxsize=1)(Tokenizer)

@@ -21,7 +21,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ TRANSIENT_REASONS = ("crashed", "unreadable", "changed")
 Array = npt.NDArray[Any]
 Rows = npt.NDArray[np.int64]
 Sources = npt.NDArray[np.uint64]
+Labels = Sequence[int] | int
 
 _INDEX = np.dtype([("offset", "<u8"), ("length", "<u4"), ("label", "<u4"), ("hash", "<u8"), ("source", "<u8")])
 _log = logging.getLogger(__name__)
@@ -61,17 +62,21 @@ class Store:
         self.folder = folder
         self.dtype = np.dtype(dtype)
         try:
-            meta = _read_meta(folder / "meta.json")
+            content = json.loads((folder / "meta.json").read_bytes())
+            meta = content["body"]
             index_hash = xxhash.xxh3_128_hexdigest((folder / "index.npy").read_bytes())
             data_bytes = (folder / "data.bin").stat().st_size
-            if (meta["index_hash"], meta["data_bytes"]) != (index_hash, data_bytes):
-                raise CacheDamaged(f"{folder}: the files are not those that were written")
+            found = (content["hash"], FORMAT_VERSION, index_hash, data_bytes)
+            if found != (_meta_hash(meta), meta["format"], meta["index_hash"], meta["data_bytes"]):
+                raise ValueError
             index: Array = np.load(folder / "index.npy", allow_pickle=False)
-            self._data: Array = (
-                np.memmap(folder / "data.bin", self.dtype, mode="r") if data_bytes else np.empty(0, dtype)
-            )
+            self._data: Array = np.empty(0, dtype)
+            if data_bytes:
+                self._data = np.memmap(folder / "data.bin", self.dtype, mode="r")
         except OSError as error:
             raise CacheDamaged(f"{folder}: {error.strerror or error}") from None
+        except (ValueError, KeyError, TypeError):
+            raise CacheDamaged(f"{folder}: the files are not those that were written") from None
         self.params: dict[str, Any] = meta["params"]
         self.filters: dict[str, Any] = meta["filters"]
         self.set_aside = {int(row): (str(reason), str(detail)) for row, reason, detail in meta["set_aside"]}
@@ -91,18 +96,14 @@ class Store:
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy row `rows[i]` to the start of `out[i]`; the rest of `out[i]` is left as it is."""
-        if not self._verified[rows].all():
-            self.verify(rows)
-        starts = self._starts[rows]
-        ends = starts + self.lengths[rows]
-        data = self._data
-        for slot, start, end in zip(out, starts.tolist(), ends.tolist(), strict=True):
-            slot[: end - start] = data[start:end]
+        self.verify(rows)
+        starts, lengths = self._starts[rows].tolist(), self.lengths[rows].tolist()
+        for slot, start, length in zip(out, starts, lengths, strict=True):
+            slot[:length] = self._data[start : start + length]
 
     def gather_padded(self, rows: Rows, out: Array) -> None:
         """Copy short rows in one indexing call and pad each with zeros."""
-        if not self._verified[rows].all():
-            self.verify(rows)
+        self.verify(rows)
         columns = np.arange(out.shape[1])
         places = np.minimum(self._starts[rows, None] + columns, len(self._data) - 1)
         np.multiply(self._data[places], columns < self.lengths[rows, None], out=out)
@@ -149,22 +150,19 @@ class StoreWriter:
         self._index["source"] = sources
         self._set_aside: list[tuple[int, str, str]] = []
 
-    def append(self, rows: Sequence[int], arrays: Sequence[Array], labels: Sequence[int] | int = 0) -> None:
+    def append(self, rows: Sequence[int], arrays: Sequence[Array], labels: Labels = 0) -> None:
         """Write rows and add them to the index."""
-        block, records = pack(arrays)
+        block, records = pack(arrays, labels)
         with open(self.data_path, "r+b") as file:
             write_at(file.fileno(), block, self.end)
-        self.add_to_index(rows, records, self.end, labels)
+        self.add_to_index(rows, records, self.end)
         self.end += len(block)
 
-    def add_to_index(
-        self, rows: Sequence[int], records: Array, offset: int, labels: Sequence[int] | int = 0
-    ) -> None:
+    def add_to_index(self, rows: Sequence[int], records: Array, offset: int) -> None:
         """Add rows that `pack` made and that are already written at `offset`."""
         at = np.asarray(rows, np.int64)
         records = records.copy()
         records["offset"] += np.uint64(offset)
-        records["label"] = labels
         records["source"] = self._index["source"][at]
         self._index[at] = records
 
@@ -189,7 +187,7 @@ class StoreWriter:
             sync_path(path)
 
 
-def pack(arrays: Sequence[Array]) -> tuple[bytearray, Array]:
+def pack(arrays: Sequence[Array], labels: Labels = 0) -> tuple[bytearray, Array]:
     """Return rows as one aligned block, and their index records with offsets from its start."""
     records = np.zeros(len(arrays), _INDEX)
     sizes = [-(-array.nbytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES for array in arrays]
@@ -199,6 +197,7 @@ def pack(arrays: Sequence[Array]) -> tuple[bytearray, Array]:
         block[offset : offset + array.nbytes] = _bytes(array)
         records[number] = (offset, len(array), 0, checksum(array), 0)
         offset += size
+    records["label"] = labels
     return block, records
 
 
@@ -225,17 +224,6 @@ def _bytes(array: Array) -> memoryview:
     return memoryview(contiguous).cast("B") if array.size else memoryview(b"")
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
-    try:
-        meta = json.loads(path.read_bytes())
-        body = meta["body"]
-        if meta["hash"] == _meta_hash(body) and body["format"] == FORMAT_VERSION:
-            return dict(body)
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise CacheDamaged(f"{path} is not what was written")
-
-
 def _meta_hash(body: Mapping[str, object]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
@@ -255,7 +243,7 @@ class StoreSpec:
     """A hash of what each row is made from."""
     params: Mapping[str, object]
     """Everything else that decides the content of a row. Stores with equal params share rows."""
-    filters: Mapping[str, object]
+    filters: Mapping[str, object] = field(default_factory=dict)
     """Everything that decides if a source becomes a row at all."""
 
     def folder(self, root: Path) -> Path:
@@ -303,13 +291,18 @@ def build_store(
                 if missing:
                     build(writer, missing)
                 writer.finish(spec.params, spec.filters)
-                _move_into_place(temporary, folder)
+                if folder.exists():  # damaged or out of date; processes that mapped it go on reading the old files
+                    aside = root / f"{temporary.name}-old"
+                    folder.rename(aside)
+                    shutil.rmtree(aside, ignore_errors=True)
+                temporary.rename(folder)
+                sync_path(root)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
             for old in by_last_use(root, spec.kind)[STORES_KEPT:]:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise cannot_write(root, error) from error
+        raise _cannot_write(root, error) from error
     return Store(folder, spec.dtype)
 
 
@@ -327,38 +320,26 @@ def _copy_known_rows(writer: StoreWriter, spec: StoreSpec, folders: Sequence[Pat
             continue
         if donor.params != spec.params:
             continue
-        repeatable = donor.filters == spec.filters
-        usable = [
-            row not in donor.set_aside
-            or (repeatable and not donor.set_aside[row][0].startswith(TRANSIENT_REASONS))
-            for row in range(len(donor))
+        lasting = donor.filters == spec.filters
+        unfit = [
+            row
+            for row, (reason, _) in donor.set_aside.items()
+            if not lasting or reason.startswith(TRANSIENT_REASONS)
         ]
-        offered = np.flatnonzero(usable)
+        offered = np.setdiff1d(np.arange(len(donor)), unfit)
         found, places = equal_sources(spec.sources[missing], donor.sources[offered])
         rows, donor_rows = missing[found], offered[places]
         intact = np.array([donor.is_intact(row) for row in donor_rows.tolist()], bool)
-        _copy_rows(writer, rows[intact], donor, donor_rows[intact])
-        missing = np.setdiff1d(missing, rows[intact])
+        rows, donor_rows = rows[intact], donor_rows[intact]
+        for start in range(0, len(rows), ROWS_PER_COPY):
+            chunk = donor_rows[start : start + ROWS_PER_COPY]
+            arrays = [donor[row] for row in chunk.tolist()]
+            writer.append(rows[start : start + ROWS_PER_COPY].tolist(), arrays, donor.labels[chunk].tolist())
+        for row, donor_row in zip(rows.tolist(), donor_rows.tolist(), strict=True):
+            if donor_row in donor.set_aside:
+                writer.set_aside(row, *donor.set_aside[donor_row])
+        missing = np.setdiff1d(missing, rows)
     return [int(row) for row in missing]
-
-
-def _copy_rows(writer: StoreWriter, rows: Rows, donor: Store, donor_rows: Rows) -> None:
-    for start in range(0, len(rows), ROWS_PER_COPY):
-        chunk = donor_rows[start : start + ROWS_PER_COPY]
-        arrays = [donor[row] for row in chunk.tolist()]
-        writer.append(rows[start : start + ROWS_PER_COPY].tolist(), arrays, donor.labels[chunk].tolist())
-    for row, donor_row in zip(rows.tolist(), donor_rows.tolist(), strict=True):
-        if donor_row in donor.set_aside:
-            writer.set_aside(row, *donor.set_aside[donor_row])
-
-
-def _move_into_place(temporary: Path, final: Path) -> None:
-    if final.exists():  # damaged or out of date; a process that has it mapped goes on reading the old files
-        aside = temporary.with_name(f"{temporary.name}-old")
-        final.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
-    temporary.rename(final)
-    sync_path(final.parent)
 
 
 def equal_sources(wanted: Sources, held: Sources) -> tuple[Rows, Rows]:
@@ -378,12 +359,9 @@ def by_last_use(root: Path, kind: str) -> list[Path]:
 
 @contextlib.contextmanager
 def only_process(root: Path, name: str, waiting: str = "") -> Iterator[None]:
-    """Hold the lock file `name` below `root`; the kernel releases it if the process dies.
-
-    `waiting` is logged, with `root`, if another process holds the lock.
-    """
+    """Hold the lock file `name` below `root`, after logging `waiting` with `root` if another process holds it."""
     root.mkdir(parents=True, exist_ok=True)
-    with open(root / name, "ab") as lock:
+    with open(root / name, "ab") as lock:  # the kernel releases the lock if the process dies
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -393,18 +371,13 @@ def only_process(root: Path, name: str, waiting: str = "") -> Iterator[None]:
         yield
 
 
-def cannot_write(root: Path, error: OSError) -> DatasetError:
-    """Return the error a user sees when the cache below `root` could not be written."""
+def _cannot_write(root: Path, error: OSError) -> DatasetError:
     if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-        place = error.filename or root
-        return DatasetError(
-            f"Cannot write the cache at {place}: {error.strerror or error}.\n"
-            "Choose a folder you can write to with --cache-dir DIR."
-        )
-    free_mb = shutil.disk_usage(root).free / 1e6
+        what = f"Cannot write the cache at {error.filename or root}: {error.strerror or error}."
+        return DatasetError(f"{what}\nChoose a folder you can write to with --cache-dir DIR.")
+    room = f"{shutil.disk_usage(root).free / 1e6:.0f} MB are free; an hour of audio takes 159 MB"
     return DatasetError(
-        f"No room for the cache in {root}: {error.strerror} "
-        f"({free_mb:.0f} MB are free; an hour of audio takes 159 MB).\n"
+        f"No room for the cache in {root}: {error.strerror} ({room}).\n"
         "No partial files were left. Free some space or choose another disk with --cache-dir DIR."
     )
 

@@ -80,17 +80,11 @@ def packed_attention(
         out = varlen_attn(q, k, v, offsets_q, offsets_k, max_q, max_k, window_size=window)
         assert isinstance(out, Tensor)  # a tuple only if auxiliary outputs are requested
         return out
-    return _padded_attention(q, k, v, offsets_q, offsets_k, max_q, max_k, causal)
-
-
-def _padded_attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, max_q: int, max_k: int, causal: bool
-) -> Tensor:
-    """The same for CPUs and fp32, which packed kernels do not support: pad on the right, attend, pack again."""
+    # Packed kernels support neither CPUs nor fp32: pad on the right, attend, pack again.
     index_q, _ = _unpacking(offsets_q, max_q, len(q))
     index_k, present = _unpacking(offsets_k, max_k, len(k))
     queries, keys, values = (x[index].transpose(1, 2) for x, index in ((q, index_q), (k, index_k), (v, index_k)))
-    if causal:  # padding on the right is in the future of every real query
+    if causal:  # the padding is in the future of every real query
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
     else:
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=present[:, None, None, :])

@@ -2,7 +2,7 @@
 
 The encoder is a bidirectional transformer without position embeddings or feed-forward layers; in the perceiver
 resampler 32 learned queries attend to its output. Clips are packed, [frames, 80] with offsets, and padding is
-never attended to. Neither module knows where the mel comes from or how the GPT uses the latents.
+never attended to.
 """
 
 from __future__ import annotations
@@ -160,13 +160,8 @@ def latent_keys(frames: PackedFrames) -> LatentKeys:
     owner = segment_of(frame, frame_offsets)
     of_latents = latent + frame_offsets[latent // CONDITIONING_TOKENS]
     of_frames = torch.where(owner < num_clips, frame + (owner + 1) * CONDITIONING_TOKENS, -1)
-    return LatentKeys(
-        index,
-        torch.cat([of_latents, of_frames]),
-        (clips * CONDITIONING_TOKENS).int(),
-        offsets_k.int(),
-        frames.max_frames + CONDITIONING_TOKENS,
-    )
+    inverse, offsets_q = torch.cat([of_latents, of_frames]), clips * CONDITIONING_TOKENS
+    return LatentKeys(index, inverse, offsets_q.int(), offsets_k.int(), frames.max_frames + CONDITIONING_TOKENS)
 
 
 class CrossAttention(nn.Module):
@@ -183,9 +178,8 @@ class CrossAttention(nn.Module):
         q = self.to_q(latents).unflatten(-1, (self.heads, -1))
         kv = torch.cat([self.to_kv(latents), self.to_kv(features)])
         k, v = take_rows(kv, keys.rows, keys.inverse).view(len(kv), 2, self.heads, -1).unbind(1)
-        attended = packed_attention(
-            q, k, v, keys.offsets_q, keys.offsets_k, CONDITIONING_TOKENS, keys.max_k, causal=False
-        )
+        lengths = (CONDITIONING_TOKENS, keys.max_k)
+        attended = packed_attention(q, k, v, keys.offsets_q, keys.offsets_k, *lengths, causal=False)
         out: Tensor = self.to_out(attended.flatten(-2))
         return out
 
@@ -218,15 +212,11 @@ class PerceiverResampler(nn.Module):
         inner = dim * 8 // 3
         self.latents = nn.Parameter(torch.empty(CONDITIONING_TOKENS, dim))
         nn.init.normal_(self.latents, std=0.02)
-        self.layers = nn.ModuleList(
-            nn.ModuleList(
-                [
-                    CrossAttention(dim, heads, head_dim),
-                    nn.Sequential(nn.Linear(dim, 2 * inner), GatedGELU(), nn.Linear(inner, dim)),
-                ]
-            )
-            for _ in range(depth)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(depth):
+            attention = CrossAttention(dim, heads, head_dim)
+            feed_forward = nn.Sequential(nn.Linear(dim, 2 * inner), GatedGELU(), nn.Linear(inner, dim))
+            self.layers.append(nn.ModuleList([attention, feed_forward]))
         self.norm = RMSNorm(dim)
 
     def forward(self, features: Tensor, frames: PackedFrames) -> Tensor:

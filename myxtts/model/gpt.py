@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,6 @@ LONGEST_WAVE, WAVE_AMPLITUDE = 1000.0, 0.03
 """Initial position embeddings: longest wavelength / 2π in positions; amplitude, like that of other embeddings."""
 INITIAL_EMBEDDING_STD, INITIAL_LOGIT_STD = 0.02, 0.8
 
-Counts = TypeVar("Counts")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention of q, k and v, each [..., heads, head_dim]: over a packed row, or over a cache."""
 
@@ -76,12 +75,9 @@ class GPTDims:
         return self.max_codes + 3
 
 
-def packed_length(num_ids: Counts, num_codes: Counts) -> Counts:
+def packed_length(num_ids: Any, num_codes: Any) -> Any:
     """Positions of a clip in the row; for numbers, arrays and tensors."""
-    ids: Any = num_ids
-    codes: Any = num_codes
-    length: Counts = CONDITIONING_TOKENS + (ids + 2) + (codes + NUM_STOPS)
-    return length
+    return CONDITIONING_TOKENS + (num_ids + 2) + (num_codes + NUM_STOPS)
 
 
 class PackedBatch(NamedTuple):
@@ -171,14 +167,23 @@ def pack(
     `weights` [clips] default to 1.
     """
     num_clips, max_ids, max_codes = len(ids), ids.shape[1], codes.shape[1]
-    _check_positions(dims, max_ids, max_codes + NUM_STOPS)
+    if max_ids > dims.max_text:
+        raise ValueError(f"room for {max_ids} text tokens, but the GPT has positions for {dims.max_text}")
+    if max_codes + NUM_STOPS > dims.audio_positions:
+        raise ValueError(
+            f"room for {max_codes + NUM_STOPS} codes and stops, but the GPT has {dims.audio_positions} positions"
+        )
     text = PaddedTokens(ids, num_ids.long(), dims.start_text, dims.stop_text, num_stops=1)
     audio = PaddedTokens(codes, num_codes.long(), dims.start_code, dims.stop_code, NUM_STOPS)
     max_targets = budget - num_clips * (CONDITIONING_TOKENS + 1)  # conditioning and one STOP have no target
     text_budget, audio_budget = min(text.budget, max_targets), min(audio.budget, max_targets)
 
     starts = offsets_of(packed_length(text.lengths, audio.lengths))
-    _assert_fits(text, audio, starts, (budget, text_budget, audio_budget))
+    # Checked on the device: reading the result here would make the host wait.
+    totals = (starts[-1], text.target_offsets[-1], audio.target_offsets[-1])
+    fits = [total <= most for total, most in zip(totals, (budget, text_budget, audio_budget), strict=True)]
+    fits += [text.lengths.max() <= max_ids, audio.lengths.max() <= max_codes]
+    torch._assert_async(torch.stack(fits).all(), "a batch exceeds its budget, or a clip the width of its tensor")
     first_text = starts[:-1] + CONDITIONING_TOKENS
     first_code = first_text + text.lengths + 2
     weights = torch.ones(num_clips, device=ids.device) if weights is None else weights.float()
@@ -228,23 +233,6 @@ def _row(
     audio_index = text_budget + audio.target_offsets[known] + audio_place
     loss_index = torch.where(is_text, text_index, torch.where(is_audio, audio_index, -1))
     return kind, token, position, clip, loss_index
-
-
-def _assert_fits(text: PaddedTokens, audio: PaddedTokens, starts: Tensor, budgets: tuple[int, int, int]) -> None:
-    """Check the budgets on the device: reading the result here would make the host wait."""
-    totals = (starts[-1], text.target_offsets[-1], audio.target_offsets[-1])
-    fits = [total <= budget for total, budget in zip(totals, budgets, strict=True)]
-    fits += [padded.lengths.max() <= padded.tokens.shape[1] for padded in (text, audio)]
-    torch._assert_async(torch.stack(fits).all(), "a batch exceeds its budget, or a clip the width of its tensor")
-
-
-def _check_positions(dims: GPTDims, num_ids: int, num_codes: int) -> None:
-    if num_ids + 2 > dims.text_positions:
-        raise ValueError(
-            f"room for {num_ids} text tokens, but the GPT has positions for {dims.text_positions - 2}"
-        )
-    if num_codes > dims.audio_positions:
-        raise ValueError(f"room for {num_codes} codes and stops, but the GPT has {dims.audio_positions} positions")
 
 
 class Losses(NamedTuple):
@@ -477,9 +465,7 @@ def grow_text_vocabulary(
         old = state[prefix + name]
         num_added = new_size - len(old)
         if num_added < 0:
-            raise ValueError(
-                f"{prefix}{name} has {len(old)} rows; a vocabulary can grow, not shrink to {new_size}"
-            )
+            raise ValueError(f"{prefix}{name} has {len(old)} rows; it can grow, not shrink to {new_size}")
         rows = old.float()
         added = rows.mean(0, keepdim=True).expand(num_added, *old.shape[1:]).clone()
         if rows.dim() == 2:
@@ -490,32 +476,31 @@ def grow_text_vocabulary(
 
 
 class AdaptedLinear(InOutLinear):
-    """LoRA: x·W + b + scale·x·A·B with W and b frozen. B starts at zero, so the output is unchanged at first."""
+    """LoRA: x·W + b + x·A·B with W and b frozen. B starts at zero, so the output is unchanged at first."""
 
-    def __init__(self, base: InOutLinear, rank: int, alpha: float) -> None:
+    def __init__(self, base: InOutLinear, rank: int) -> None:
         nn.Module.__init__(self)
         num_inputs, num_outputs = base.weight.shape
         self.weight, self.bias = base.weight, base.bias
-        self.scale = alpha / rank
         self.lora_a = nn.Parameter(base.weight.new_empty(num_inputs, rank, dtype=torch.float32))
         self.lora_b = nn.Parameter(base.weight.new_zeros(rank, num_outputs, dtype=torch.float32))
         nn.init.normal_(self.lora_a, std=num_inputs**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + (x @ self.lora_a) @ (self.lora_b * self.scale)
+        return super().forward(x) + (x @ self.lora_a) @ self.lora_b
 
     @torch.no_grad()
     def merged(self) -> InOutLinear:
         """An equivalent layer without adapter."""
         plain = InOutLinear.__new__(InOutLinear)
         nn.Module.__init__(plain)
-        weight = self.weight.float() + self.scale * (self.lora_a @ self.lora_b)
+        weight = self.weight.float() + self.lora_a @ self.lora_b
         plain.weight, plain.bias = nn.Parameter(weight.to(self.weight.dtype)), self.bias
         return plain
 
 
-def add_adapters(model: GPT, rank: int, alpha: float | None = None, train_also: Sequence[str] = ()) -> None:
-    """Freeze the model and put adapters on all four matrices of every block; `alpha` defaults to the rank.
+def add_adapters(model: GPT, rank: int, train_also: Sequence[str] = ()) -> None:
+    """Freeze the model and put adapters on all four matrices of every block.
 
     `train_also` lists prefixes of parameters that are trained in full, such as "text_embedding" and "text_head"
     after the vocabulary has grown: adapters cannot learn the embedding of a new token.
@@ -527,7 +512,7 @@ def add_adapters(model: GPT, rank: int, alpha: float | None = None, train_also: 
     for parent, name, layer in list(_layers(model)):
         if isinstance(layer, AdaptedLinear):
             raise ValueError("the model has adapters already")
-        setattr(parent, name, AdaptedLinear(layer, rank, rank if alpha is None else alpha))
+        setattr(parent, name, AdaptedLinear(layer, rank))
 
 
 def store_frozen_in_bf16(model: GPT) -> None:

@@ -1,9 +1,8 @@
 """Audio features: PCM to waveforms, log-mel spectrograms, and resampling.
 
-There is one log-mel module, `LogMel`. The DVAE, the GPT's conditioning encoder and the speaker encoder differ only
-in its parameters, a `FrontEnd`. Everything is computed in float32, regardless of autocast or `module.bfloat16()`:
-a mel in half precision changes codes. The module does not know files, corpora or trained weights; `mel_norms`, the
-one statistic that belongs to a checkpoint, is an argument.
+The DVAE, the GPT's conditioning encoder and the speaker encoder use one module, `LogMel`, with different
+parameters, a `FrontEnd`. Everything is computed in float32, regardless of autocast or `module.bfloat16()`: a mel
+in half precision changes codes. `mel_norms`, the one statistic that belongs to a checkpoint, is an argument.
 """
 
 from __future__ import annotations
@@ -122,60 +121,38 @@ class _PreEmphasis(nn.Module):
 
 
 class _MelPower(nn.Module):
-    """Waveforms [clips, samples] to mel power [clips, frames, mels], or [rows, mels] of selected frames."""
+    """Waveforms [clips, samples] to mel power [clips, frames, mels] around every `hop`-th sample, or [rows, mels].
 
-    def __init__(self, front_end: FrontEnd, persistent: bool) -> None:
-        super().__init__()
-        self.spectrogram = _Spectrogram(front_end, persistent)
-        self.mel_scale = _MelScale(front_end, persistent)
-
-    def forward(
-        self, wave: Tensor, num_samples: Tensor | None, rows: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
-        power: Tensor = self.mel_scale(self.spectrogram(wave, num_samples, rows))
-        return power
-
-
-class _Spectrogram(nn.Module):
-    """Waveforms [clips, samples] to the power spectrum [clips, frames, bins] around every `hop`-th sample."""
-
-    window: Tensor
+    The submodules hold one table each, under its name in checkpoints.
+    """
 
     def __init__(self, front_end: FrontEnd, persistent: bool) -> None:
         super().__init__()
         make = torch.hann_window if front_end.window == "hann" else torch.hamming_window
         window = make(front_end.window_samples, periodic=True, dtype=torch.float64).float()
-        self.register_buffer("window", window, persistent=persistent)
+        self.spectrogram, self.mel_scale = nn.Module(), nn.Module()
+        self.spectrogram.register_buffer("window", window, persistent=persistent)
+        self.mel_scale.register_buffer("fb", _filterbank(front_end).float(), persistent=persistent)
         self.fft_samples, self.hop_samples = front_end.fft_samples, front_end.hop_samples
 
-    def forward(
-        self, wave: Tensor, num_samples: Tensor | None, rows: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
+    def forward(self, wave: Tensor, num_samples: Tensor | None, rows: tuple[Tensor, Tensor] | None) -> Tensor:
+        window: Tensor = self.spectrogram.window  # type: ignore[assignment]
+        filters: Tensor = self.mel_scale.fb  # type: ignore[assignment]
         # An STFT centres the window in `fft_samples`. The position of the zeros around it changes only the phase,
         # which the power does not depend on: so frames are as long as the window and the FFT pads at their end.
-        reach = len(self.window) // 2
+        reach = len(window) // 2
         wave = F.pad(wave.unsqueeze(1), (reach, reach), mode="reflect").squeeze(1)
-        if num_samples is not None:
-            wave = _reflect_ends(wave, num_samples, reach)
-        frames = wave.unfold(-1, len(self.window), self.hop_samples)
+        if num_samples is not None:  # each clip continues with its own reflection
+            steps = torch.arange(reach, device=wave.device)
+            ends = (reach + num_samples.long())[:, None]
+            mirrored = wave.gather(1, (ends - 2 - steps).clamp(min=0))  # an empty clip has nothing to reflect
+            wave = wave.scatter(1, ends + steps, mirrored)
+        frames = wave.unfold(-1, len(window), self.hop_samples)
         if rows is not None:
             frames = frames[rows]
-        spectrum = torch.fft.rfft(frames * self.window, n=self.fft_samples)
-        power: Tensor = spectrum.real.square() + spectrum.imag.square()
+        spectrum = torch.fft.rfft(frames * window, n=self.fft_samples)
+        power: Tensor = (spectrum.real.square() + spectrum.imag.square()) @ filters
         return power
-
-
-class _MelScale(nn.Module):
-    """Power per bin [.., bins] to power per mel band [.., mels]."""
-
-    fb: Tensor
-
-    def __init__(self, front_end: FrontEnd, persistent: bool) -> None:
-        super().__init__()
-        self.register_buffer("fb", _filterbank(front_end).float(), persistent=persistent)
-
-    def forward(self, power: Tensor) -> Tensor:
-        return power @ self.fb
 
 
 def _filterbank(front_end: FrontEnd) -> Tensor:
@@ -189,14 +166,6 @@ def _filterbank(front_end: FrontEnd) -> Tensor:
     falling = (right - bins[:, None]) / (right - peak)
     triangles = torch.minimum(rising, falling).clamp(min=0)
     return triangles * 2 / (right - left) if front_end.equal_area else triangles
-
-
-def _reflect_ends(padded: Tensor, num_samples: Tensor, reach: int) -> Tensor:
-    """Continue each clip in `padded` [rows, reach + samples + reach] with its own reflection."""
-    steps = torch.arange(reach, device=padded.device)
-    ends = (reach + num_samples.long())[:, None]
-    mirrored = padded.gather(1, (ends - 2 - steps).clamp(min=0))  # an empty row has nothing to reflect
-    return padded.scatter(1, ends + steps, mirrored)
 
 
 def pcm_to_wave(pcm: Tensor, num_samples: Tensor) -> Tensor:

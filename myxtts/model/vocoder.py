@@ -1,5 +1,4 @@
-"""The vocoder (the GPT's latents and a speaker embedding to a waveform), its discriminators, and the speaker
-encoder.
+"""The vocoder (GPT latents and a speaker embedding to a waveform), its discriminators, and the speaker encoder.
 
     latents [B, T, 1024] ─ ×4 ─► mel-frame rate ─ ×24000/22050 ─► 24 kHz frames ─ generator ×256 ─► [B, 1, N]
 
@@ -9,8 +8,7 @@ samples at 24 kHz, although a latent stands for 1024 samples at 22.05 kHz. The d
 periods and UnivNet's on spectrograms (Jang et al. 2021); only training uses them. The speaker encoder is a
 ResNet-34 with squeeze-and-excitation and attentive pooling (Heo et al. 2020).
 
-Attribute names are those of XTTS-v2's `model.pth` below `hifigan_decoder.`. Where latents come from and how the
-networks are trained is not decided here.
+Attribute names are those of XTTS-v2's `model.pth` below `hifigan_decoder.`.
 """
 
 from __future__ import annotations
@@ -204,10 +202,7 @@ class Discriminators(nn.Module):
         return [*self.periods, *self.resolutions]
 
     def forward(self, real: Tensor, fake: Tensor) -> tuple[list[DiscriminatorOutput], list[DiscriminatorOutput]]:
-        """Outputs of each network for real and generated waveforms [B, 1, N], in one pass over both.
-
-        Detach `fake` to train the discriminators.
-        """
+        """Outputs of each network for real and generated waveforms [B, 1, N], in one pass over both."""
         outputs: tuple[list[DiscriminatorOutput], list[DiscriminatorOutput]] = ([], [])
         both = torch.cat([real, fake])
         for network in self.networks:
@@ -219,12 +214,9 @@ class Discriminators(nn.Module):
 
 
 class PeriodDiscriminator(nn.Module):
-    """Discriminates the waveform reshaped into rows of `period` samples.
+    """Discriminates the waveform in rows of `period` samples; kernels see one column, every p-th sample."""
 
-    Kernels are one column wide, so each column, every p-th sample, is processed on its own.
-    """
-
-    def __init__(self, period: int, widths: Sequence[int] = PERIOD_WIDTHS) -> None:
+    def __init__(self, period: int, widths: Sequence[int]) -> None:
         super().__init__()
         self.period = period
         strides = [3] * (len(widths) - 1) + [1]
@@ -244,7 +236,7 @@ class ResolutionDiscriminator(nn.Module):
 
     window: Tensor
 
-    def __init__(self, resolution: Resolution, width: int = RESOLUTION_WIDTH) -> None:
+    def __init__(self, resolution: Resolution, width: int) -> None:
         super().__init__()
         self.resolution = resolution
         self.register_buffer("window", torch.hann_window(resolution.window_samples), persistent=False)
@@ -265,9 +257,8 @@ class ResolutionDiscriminator(nn.Module):
         with torch.autocast(wave.device.type, enabled=False):
             # Frame i is centred on hop i, so N samples give N // hop frames.
             padded = F.pad(wave.float(), ((fft - hop) // 2, (fft - hop) // 2), mode="reflect").squeeze(1)
-            spectrum = torch.stft(
-                padded, fft, hop, window_samples, self.window.float(), center=False, return_complex=True
-            )
+            window = self.window.float()
+            spectrum = torch.stft(padded, fft, hop, window_samples, window, center=False, return_complex=True)
             return (torch.view_as_real(spectrum).square().sum(-1) + _LEAST_POWER).sqrt()
 
 
@@ -297,12 +288,8 @@ class SpeakerEncoder(nn.Module):
         self.conv1 = nn.Conv2d(1, num_filters[0], kernel_size=3, padding=1)
         self.bn1 = nn.BatchNorm2d(num_filters[0])
         inputs = (num_filters[0], *num_filters[:-1])
-        self.layer1, self.layer2, self.layer3, self.layer4 = (
-            _layer(num_inputs, num_outputs, num_blocks, stride)
-            for num_inputs, num_outputs, num_blocks, stride in zip(
-                inputs, num_filters, BLOCKS_PER_LAYER, LAYER_STRIDES, strict=True
-            )
-        )
+        shapes = zip(inputs, num_filters, BLOCKS_PER_LAYER, LAYER_STRIDES, strict=True)
+        self.layer1, self.layer2, self.layer3, self.layer4 = (_layer(*shape) for shape in shapes)
         self.torch_spec = LogMel(replace(SPEAKER_MEL, num_mels=input_dim), persistent=True)
         channels = num_filters[-1] * (input_dim // 8)  # the strides divide the mels by eight
         self.attention = nn.Sequential(

@@ -25,9 +25,8 @@ HEAD_DIM = 64
 """Channels per attention head in every size: packed attention kernels are fastest at 64."""
 TRAINER_PREFIX = "xtts."
 """Prefix of the model in checkpoints of Coqui's trainer, which also hold the DVAE and two mel front ends."""
-_NOT_WEIGHTS = ("torch_mel_spectrogram_style_encoder.", "torch_mel_spectrogram_dvae.")
-_LEFT_OVER = ("gpt.gpt_inference.", "gpt.gpt.wte.", "gpt.gpt.wpe.")
-"""In old checkpoints: a second view of the same weights, and GPT-2 embeddings that XTTS does not use."""
+_UNUSED = ("torch_mel_spectrogram_", "gpt.gpt_inference.", "gpt.gpt.wte.", "gpt.gpt.wpe.")
+"""The mel front ends, and in old checkpoints a second view of the GPT and embeddings that XTTS does not use."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +85,17 @@ class XTTS(nn.Module):
 
     mel_stats: Tensor
 
-    def __init__(self, dims: XTTSDims, *, dropout: float = 0.0, checkpointing: bool = False) -> None:
+    def __init__(self, dims: XTTSDims) -> None:
         super().__init__()
         self.dims = dims
-        self.gpt = GPT(dims.gpt, dropout=dropout, checkpointing=checkpointing)
+        self.gpt = GPT(dims.gpt)
         self.hifigan_decoder = HifiGanDecoder(
             decoder_input_dim=dims.gpt.dim,
             upsample_initial_channel=dims.vocoder_channels,
             d_vector_dim=dims.speaker_dim,
         )
-        self.hifigan_decoder.speaker_encoder = SpeakerEncoder(
-            proj_dim=dims.speaker_dim, num_filters=dims.speaker_filters
-        )
+        speaker_encoder = SpeakerEncoder(proj_dim=dims.speaker_dim, num_filters=dims.speaker_filters)
+        self.hifigan_decoder.speaker_encoder = speaker_encoder
         self.dvae = DVAE(
             num_tokens=dims.gpt.num_codes,
             codebook_dim=dims.dvae_codebook_dim,
@@ -114,7 +112,7 @@ def canonical_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     named = {}
     for name, value in state.items():
         bare = name.removeprefix(TRAINER_PREFIX)
-        if not bare.startswith((*_NOT_WEIGHTS, *_LEFT_OVER)):
+        if not bare.startswith(_UNUSED):
             named[bare] = value
     return modern_names(named)
 
@@ -144,9 +142,8 @@ def dims_of(state: Mapping[str, Tensor]) -> XTTSDims:
     if "dvae.codebook.embed" in state:
         values["dvae_hidden"] = len(state["dvae.encoder.0.0.weight"])
         values["dvae_codebook_dim"] = len(state["dvae.codebook.embed"])
-        values["dvae_blocks"] = sum(
-            bool(re.fullmatch(r"dvae\.encoder\.\d+\.net\.0\.weight", name)) for name in state
-        )
+        blocks = (re.fullmatch(r"dvae\.encoder\.\d+\.net\.0\.weight", name) for name in state)
+        values["dvae_blocks"] = sum(map(bool, blocks))
     return XTTSDims(**values)
 
 

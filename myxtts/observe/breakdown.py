@@ -1,6 +1,6 @@
 """Where the time of measured training steps goes: shares, waits, variation, oscillation, headroom.
 
-`ProfileStats` turns what was recorded into numbers. What they mean, and what to change, is in `findings`.
+`Breakdown` turns what was recorded into numbers; `diagnosis` says what they mean.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from myxtts.config import Settings
 from myxtts.observe.nvml import Reading
 from myxtts.observe.trace import Counter, Span, StepTime, Timing, outliers, step_timing
 
-DATA_PHASES = ("gather", "upload", "encode", "handoff")
-"""In the order in which a batch passes them."""
+DATA_PHASES, UNKNOWN_PHASE = ("gather", "upload", "encode", "handoff"), "feed"
+"""In the order in which a batch passes them, and a name for a phase without spans."""
 GPU_PHASES = DATA_PHASES[1:]
 """The phases that run on the data GPU, if there is one; without a GPU all of them use the processor."""
 MODEL_PHASES = ("train", "update")
 """The work of the model stream; `batch` of such a span is the number of its step."""
-UNKNOWN_PHASE = "feed"
-"""Stands for a phase without spans."""
 COPIES = ("upload", "handoff")
 PAUSES = {"save": "save_step", "validate": "val_step"}
 """Deliberate pauses between steps, by the name of their spans, and the setting that says how often."""
@@ -55,12 +53,11 @@ WAITED = "waited for "
 
 Interval = tuple[int, int]
 """Start and end in microseconds of the host clock."""
-Series = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileData:
-    """Some recorded steps of one stage after the warm-up, their settings and their machine."""
+    """The record of some steps of one stage after the warm-up, with their settings and machine."""
 
     spans: Sequence[Span] = ()
     counters: Sequence[Counter] = ()
@@ -93,9 +90,12 @@ class ProfileData:
     ran_out_of_memory: bool = False
 
     @property
+    def on_gpu(self) -> bool:
+        return self.model_gpu is not None
+
+    @property
     def is_dual(self) -> bool:
-        """True if each role has its own GPU."""
-        return self.model_gpu is not None and self.data_gpu != self.model_gpu
+        return self.on_gpu and self.data_gpu != self.model_gpu
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,10 @@ class RingState:
     mean_ready: float
     empty_share: float
 
+    @property
+    def is_full(self) -> bool:
+        return self.depth is not None and self.mean_ready > 0.9 * self.depth
+
 
 @dataclass(frozen=True)
 class Oscillation:
@@ -147,57 +151,49 @@ class Outlier:
 
 
 class Contention(NamedTuple):
-    """The cost of the feed to the training step on a device that they share."""
+    """The relative slowdown of steps by a feed on the same device, and its cost as a share of the time."""
 
     slowdown: float
-    """Relative slowdown of a step while the feed runs on the same device."""
     cost: float
-    """Share of the time."""
 
 
 @dataclass(frozen=True)
-class StepBreakdown:
-    """Where the time of the steps that count goes; `shares` add to 1."""
+class Breakdown:
+    """The numbers of one profile, each computed when it is first read. Shares are of the time of its steps."""
 
-    window: Interval = (0, 0)
-    num_batches: int = 0
-    busy: float = 0.0
-    """Share of the time in which the model stream has work, whether or not a kernel runs."""
-    shares: dict[str, float] = field(default_factory=dict)
-    """compute; wait for a batch; copy of a batch between memories; host: late launches; other: pauses."""
-    waits: dict[str, float] = field(default_factory=dict)
-    """`wait` and `copy` by the phase that the model waited for."""
-    active: dict[str, float] = field(default_factory=dict)
-    """Share of the wait for a phase in which that phase worked on any batch."""
-    pauses_ms: dict[str, float] = field(default_factory=dict)
-    """Mean length of a pause, by its name."""
-    waited_for: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """By step: the phase that it waited for longest, and for how many ms."""
+    data: ProfileData
+
+    @cached_property
+    def window(self) -> Interval:
+        """From the first to the last work of the model stream; empty if fewer than two spans were recorded."""
+        return (self._work[0].start_us, max(map(end_us, self._work))) if self._work else (0, 0)
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """compute; wait for a batch; copy of a batch between memories; host: late launches; other: pauses.
+
+        They add to 1. Empty if nothing was measured.
+        """
+        if not self._work:
+            return {}
+        copy = sum(share for phase, share in self.waits.items() if phase in COPIES)
+        kernel_share = 1.0 if self.data.kernel_share is None else min(self.data.kernel_share, 1.0)
+        late = length_us(self._lost.get("host", ())) / self._total_us
+        shares = {"compute": kernel_share * self._busy, "wait": sum(self.waits.values()) - copy, "copy": copy}
+        shares["host"] = late + (1 - kernel_share) * self._busy
+        shares["other"] = max(1 - sum(shares.values()), 0.0)
+        return shares
+
+    @cached_property
+    def waits(self) -> dict[str, float]:
+        """Share of the time in which the model waited for each phase."""
+        feed = (*DATA_PHASES, UNKNOWN_PHASE)
+        return {name: length_us(gaps) / self._total_us for name, gaps in self._lost.items() if name in feed}
 
     @property
     def starved(self) -> float:
         """Share of the time that a perfect feed would save."""
         return self.shares.get("wait", 0.0) + self.shares.get("copy", 0.0)
-
-
-@dataclass(frozen=True)
-class ProfileStats:
-    """The numbers of one profile, each computed when it is first read."""
-
-    data: ProfileData
-
-    @cached_property
-    def breakdown(self) -> StepBreakdown:
-        work = sorted((span for span in self.data.spans if span.name in MODEL_PHASES), key=_start_us)
-        return _ModelStream(self.data, work).breakdown() if len(work) >= 2 else StepBreakdown()
-
-    @property
-    def shares(self) -> dict[str, float]:
-        return self.breakdown.shares
-
-    @property
-    def waits(self) -> dict[str, float]:
-        return self.breakdown.waits
 
     @cached_property
     def bound(self) -> str:
@@ -205,14 +201,26 @@ class ProfileStats:
         if not self.shares:
             return ""
         slowest = max(self.waits, key=lambda phase: self.waits[phase], default=UNKNOWN_PHASE)
-        lost = {slowest: self.breakdown.starved, "host": self.shares["host"]}
-        lost |= dict.fromkeys(list(self.breakdown.pauses_ms)[:1], self.shares["other"])
+        lost = {slowest: self.starved, "host": self.shares["host"]}
+        lost |= dict.fromkeys(list(self.pauses_ms)[:1], self.shares["other"])
         worst = max(lost, key=lambda name: lost[name])
         return worst if lost[worst] >= MIN_LOSS else "train"
 
     @cached_property
+    def pauses_ms(self) -> dict[str, float]:
+        """Mean length of a pause, by its name."""
+        pauses = {name: merged(self._lost[name]) for name in PAUSES if name in self._lost}
+        return {name: length_us(found) / 1000 / len(found) for name, found in pauses.items()}
+
+    @cached_property
     def phases(self) -> dict[str, PhaseTime]:
-        return phase_times(self.data.spans, self.breakdown.window)
+        return phase_times(self.data.spans, self.window)
+
+    def active_share(self, phase: str) -> float:
+        """Return the share of the wait for a phase in which that phase worked on any batch; 1 without a wait."""
+        waited = self._lost.get(phase, [])
+        worked = _split(waited, _union(self.data.spans, (phase,)))[0]
+        return length_us(worked) / length_us(waited) if waited else 1.0
 
     @cached_property
     def rings(self) -> dict[str, RingState]:
@@ -224,16 +232,16 @@ class ProfileStats:
     @property
     def batch_ms(self) -> float:
         """Mean time between two batches, without pauses."""
-        return self._per_batch_ms(1 - self.shares["other"])
+        return self._per_batch_ms(1 - self.shares.get("other", 0.0))
 
     @property
     def train_ms(self) -> float:
         """Time that training on a batch takes, without any wait."""
-        return self._per_batch_ms(self.shares["compute"] + self.shares["host"])
+        return self._per_batch_ms(self.shares.get("compute", 0.0) + self.shares.get("host", 0.0))
 
     def _per_batch_ms(self, share: float) -> float:
-        (start, end), count = self.breakdown.window, self.breakdown.num_batches
-        return (end - start) / 1000 * share / count if count else 0.0
+        num_batches = sum(span.name == "train" for span in self._work)
+        return self._total_us / 1000 * share / num_batches if num_batches else 0.0
 
     def gain_without(self, phase: str, period_ms: float = 0.0) -> float:
         """Return the speedup if the model did not wait for a phase, or if it had this period.
@@ -252,11 +260,9 @@ class ProfileStats:
     def steps(self) -> list[StepTime]:
         """The steps, from the spans of the model stream; pauses that left spans are no part of them."""
         work: defaultdict[int, list[Span]] = defaultdict(list)
-        for span in sorted(self.data.spans, key=_start_us):
-            if span.name in MODEL_PHASES:
-                work[span.batch].append(span)
-        steps, pauses = list[StepTime](), _union(self.data.spans, PAUSES)
-        before_us = self.breakdown.window[0]
+        for span in self._work:
+            work[span.batch].append(span)
+        steps, pauses, before_us = list[StepTime](), _union(self.data.spans, PAUSES), self.window[0]
         for number, parts in work.items():
             start, last = parts[0].start_us, max(map(end_us, parts))
             gap_ms = length_us(_split([(before_us, max(start, before_us))], pauses)[1]) / 1000
@@ -276,7 +282,6 @@ class ProfileStats:
 
     @cached_property
     def outliers(self) -> list[Outlier]:
-        """The steps that took more than twice the median, and why."""
         median_ms = step_timing(self.steps).median_ms
         return [
             Outlier(step.step, step.step_ms, self._reason(step, (step.step_ms - median_ms) / 2))
@@ -284,10 +289,14 @@ class ProfileStats:
         ]
 
     def _reason(self, step: StepTime, half_excess_ms: float) -> str:
-        phase, waited_ms = self.breakdown.waited_for.get(step.step, ("", 0.0))
-        training = self.data.settings.training
-        if waited_ms > half_excess_ms:
+        waited_us: defaultdict[str, int] = defaultdict(int)
+        for number, cause, interval in self._gaps:
+            if number == step.step and cause in self.waits:
+                waited_us[cause] += length_us([interval])
+        phase = max(waited_us, key=lambda name: waited_us[name], default="")
+        if waited_us[phase] / 1000 > half_excess_ms:
             return f"{WAITED}{phase}"
+        training = self.data.settings.training
         if step.step > 0 and any(step.step % getattr(training, key) == 0 for key in PAUSES.values()):
             return "saving or validation"
         if self.data.recompilations:
@@ -303,20 +312,15 @@ class ProfileStats:
     @cached_property
     def oscillation(self) -> Oscillation | None:
         """The cycle in the work of the model stream or else in the driver's utilisation, if there is one."""
-        (start, end), data = self.breakdown.window, self.data
-        bin_us = max(2000 * step_timing(self.steps).median_ms, 1.0)  # two steps: the feed cycles no faster
-        busy = _union(data.spans, (*MODEL_PHASES, *PAUSES))
-        if (num_bins := int((end - start) / bin_us)) >= MIN_SAMPLES:
-            bounds = np.array(busy, dtype=np.float64)
-            done = np.repeat(np.concatenate([[0.0], np.cumsum(bounds[:, 1] - bounds[:, 0])]), 2)[1:-1]
-            edges = start + bin_us * np.arange(num_bins + 1)
-            if found := _cycle(np.diff(np.interp(edges, bounds.ravel(), done)) / bin_us, bin_us / 1e6, "spans"):
-                return found
-        of_model = [r for r in self._readings if r.gpu == data.model_gpu and r.utilisation is not None]
-        if len(of_model) < MIN_SAMPLES:
-            return None
-        period_us = (of_model[-1].at_us - of_model[0].at_us) / (len(of_model) - 1)
-        return _cycle(np.array([r.utilisation for r in of_model], dtype=np.float64), period_us / 1e6, "nvml")
+        bin_us = max(round(2000 * step_timing(self.steps).median_ms), 1)  # two steps: the feed cycles no faster
+        bins = pairwise(range(self.window[0], self.window[1] + 1, bin_us))
+        busy = _union(self.data.spans, (*MODEL_PHASES, *PAUSES))
+        if found := _cycle([length_us(_inside(busy, part)) / bin_us for part in bins], bin_us / 1e6, "spans"):
+            return found
+        known = [(r.at_us, r.utilisation) for r in self._readings if r.gpu == self.data.model_gpu]
+        used = [(at_us, share) for at_us, share in known if share is not None]
+        period_s = (used[-1][0] - used[0][0]) / 1e6 / max(len(used) - 1, 1) if used else 0.0
+        return _cycle([share for _, share in used], period_s, "nvml")
 
     @cached_property
     def growth_mb(self) -> dict[str, float]:
@@ -349,8 +353,8 @@ class ProfileStats:
         of those without, and the loss must not exceed what the phases on the device can have taken.
         """
         work_us: defaultdict[int, int] = defaultdict(int)
-        for span in self.data.spans:
-            work_us[span.batch] += span.duration_us if span.name in MODEL_PHASES else 0
+        for span in self._work:
+            work_us[span.batch] += span.duration_us
         fed = [work_us[step.step] / 1000 for step in self.steps]
         alone = [step.step_ms - step.gap_ms for step in self.data.replayed]
         if self.data.is_dual or min(len(fed), len(alone)) < MIN_STEPS:
@@ -358,9 +362,9 @@ class ProfileStats:
         if np.quantile(fed, 0.25) <= np.quantile(alone, 0.75):
             return None
         slowdown = median(fed) / max(median(alone), 1e-9) - 1
-        cost = self.breakdown.busy * (1 - median(alone) / median(fed))
-        phases = GPU_PHASES if self.data.model_gpu is not None else DATA_PHASES
-        most = MAX_CONTENTION * busy_share(self.data.spans, phases, self.breakdown.window)
+        cost = self._busy * (1 - median(alone) / median(fed))
+        phases = GPU_PHASES if self.data.on_gpu else DATA_PHASES
+        most = MAX_CONTENTION * busy_share(self.data.spans, phases, self.window)
         return Contention(slowdown, cost) if MIN_LOSS <= cost <= most else None
 
     @property
@@ -375,36 +379,69 @@ class ProfileStats:
         Steps that are late for another reason do not count. On a CPU, which other programs use too, replayed
         steps that are faster for no visible reason are noise.
         """
-        starved, odd = self.breakdown.starved, set(outliers(self.data.replayed))
+        starved, odd = self.starved, set(outliers(self.data.replayed))
         replayed_ms = step_timing(step for step in self.data.replayed if step not in odd).mean_ms
         if not replayed_ms:
             return 1 / max(1 - starved, 0.01) if self.shares else None
         late_otherwise = {found.step for found in self.outliers if not found.reason.startswith(WAITED)}
         real_ms = step_timing(step for step in self.steps if step.step not in late_otherwise).mean_ms
         measured = real_ms / replayed_ms
-        if self.data.model_gpu is None:
+        if not self.data.on_gpu:
             lost = starved + self.shares.get("host", 0.0) + (self.contention.cost if self.contention else 0.0)
             worked = 1 - self.shares.get("other", 0.0)
             measured = min(measured, 1 / max(1 - lost / max(worked, 0.01), 0.01))
         return max(measured, 1.0)
 
     @cached_property
+    def _work(self) -> list[Span]:
+        """The spans of the model stream in order; one alone shows nothing."""
+        work = [span for span in self.data.spans if span.name in MODEL_PHASES]
+        return sorted(work, key=attrgetter("start_us")) if len(work) >= 2 else []
+
+    @property
+    def _total_us(self) -> int:
+        return max(self.window[1] - self.window[0], 1)
+
+    @cached_property
+    def _busy(self) -> float:
+        """Share of the time in which the model stream has work, whether or not a kernel runs."""
+        idle_us = length_us(gap.interval for gap in self._gaps)
+        return (self._total_us - idle_us) / self._total_us
+
+    @cached_property
+    def _gaps(self) -> list[_Gap]:
+        causes, gaps, at_us = _Causes(self.data, self._work), list[_Gap](), self.window[0]
+        for span in self._work:
+            if span.start_us > at_us:
+                gaps += causes.split((at_us, span.start_us), span)
+            at_us = max(at_us, end_us(span))
+        waited_us = {name: length_us(gap.interval for gap in gaps if gap.cause == name) for name in DATA_PHASES}
+        most = max(waited_us, key=lambda name: waited_us[name])
+        if not waited_us[most]:
+            return gaps
+        # The first spans of some batches are older than the trace: charge them to the phase waited for most.
+        return [gap._replace(cause=most) if gap.cause == UNKNOWN_PHASE else gap for gap in gaps]
+
+    @cached_property
+    def _lost(self) -> dict[str, list[Interval]]:
+        lost: defaultdict[str, list[Interval]] = defaultdict(list)
+        for gap in self._gaps:
+            lost[gap.cause].append(gap.interval)
+        return dict(lost)
+
+    @cached_property
     def _readings(self) -> list[Reading]:
-        start, end = self.breakdown.window
+        start, end = self.window
         return [reading for reading in self.data.readings if start <= reading.at_us <= end]
 
     def _samples(self, suffix: str) -> dict[str, list[float]]:
         """Return the counters whose names end so, by the rest of their names."""
-        start, end = self.breakdown.window
+        start, end = self.window
         found: defaultdict[str, list[float]] = defaultdict(list)
         for name, at_us, value in self.data.counters:
             if name.endswith(suffix) and start <= at_us <= end:
                 found[name.removesuffix(suffix)].append(value)
         return found
-
-
-def _start_us(span: Span) -> int:
-    return span.start_us
 
 
 def end_us(span: Span) -> int:
@@ -488,11 +525,11 @@ class _Gap(NamedTuple):
     interval: Interval
 
 
-class _ModelStream:
-    """Follows the model stream and attributes each of its gaps."""
+class _Causes:
+    """Finds why the model stream has no work."""
 
     def __init__(self, data: ProfileData, work: Sequence[Span]) -> None:
-        self._data, self._work = data, work
+        self._data = data
         self._waits = _waits_by_span(work, [span for span in data.spans if span.name == "wait"])
         self._batches: defaultdict[int, dict[str, Span]] = defaultdict(dict)
         for span in data.spans:
@@ -501,42 +538,7 @@ class _ModelStream:
         self._active = {name: _union(data.spans, (name,)) for name in DATA_PHASES}
         self._pauses = {name: _union(data.spans, (name,)) for name in PAUSES}
 
-    def breakdown(self) -> StepBreakdown:
-        start_us = at_us = self._work[0].start_us
-        busy_us, gaps = 0, list[_Gap]()
-        for span in self._work:
-            if span.start_us > at_us:
-                gaps += self._attributed((at_us, span.start_us), span)
-            end = max(end_us(span), at_us)
-            busy_us += end - max(span.start_us, at_us)
-            at_us = end
-        causes: defaultdict[str, list[Interval]] = defaultdict(list)
-        per_step: defaultdict[int, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
-        for step, cause, interval in _with_known_phases(gaps):
-            causes[cause].append(interval)
-            per_step[step][cause] += length_us([interval])
-        host_us = length_us(causes.pop("host", []))
-        pauses = {name: merged(causes.pop(name)) for name in PAUSES if name in causes}
-        total_us = max(at_us - start_us, 1)
-        waits = {phase: length_us(found) / total_us for phase, found in causes.items()}
-        copy = sum(share for phase, share in waits.items() if phase in COPIES)
-        busy = busy_us / total_us
-        kernel_share = 1.0 if self._data.kernel_share is None else min(self._data.kernel_share, 1.0)
-        shares = {"compute": kernel_share * busy, "wait": sum(waits.values()) - copy, "copy": copy}
-        shares["host"] = host_us / total_us + (1 - kernel_share) * busy
-        shares["other"] = max(1 - sum(shares.values()), 0.0)
-        return StepBreakdown(
-            window=(start_us, at_us),
-            num_batches=sum(span.name == "train" for span in self._work),
-            busy=busy,
-            shares=shares,
-            waits=waits,
-            active={phase: self._active_share(phase, found) for phase, found in causes.items()},
-            pauses_ms={name: length_us(found) / 1000 / len(found) for name, found in pauses.items()},
-            waited_for={step: found for step, lost in per_step.items() if (found := _longest_wait(lost))},
-        )
-
-    def _attributed(self, gap: Interval, span: Span) -> Iterator[_Gap]:
+    def split(self, gap: Interval, span: Span) -> Iterator[_Gap]:
         """Yield the gap before a span in parts: for a late batch, a pause, blocking work, and for the host."""
         rest = [gap]
         explanations = [*self._pauses.items(), *self._blocking.items()]
@@ -570,42 +572,21 @@ class _ModelStream:
 
     @cached_property
     def _blocking(self) -> dict[str, list[Interval]]:
-        """The work of the data role that blocks the model stream because it is set not to overlap.
+        """The work of the data role that blocks the model stream of the same GPU because it does not overlap.
 
         The driver copies from pageable memory in pieces, and meanwhile no other thread launches kernels.
         """
-        settings = self._data.settings.data
-        if self._data.model_gpu is None or self._data.is_dual:
-            return {}
-        names = [] if settings.optimize_cpu_gpu_overlap else ["encode"]
-        names += [] if settings.enhanced_gpu_prefetch else ["upload"]
-        return {name: self._active[name] for name in names}
+        settings, shares_gpu = self._data.settings.data, self._data.on_gpu and not self._data.is_dual
+        overlaps = {"encode": settings.optimize_cpu_gpu_overlap, "upload": settings.enhanced_gpu_prefetch}
+        return {name: self._active[name] for name, free in overlaps.items() if shares_gpu and not free}
 
     @cached_property
     def _copies_delay_encoding(self) -> bool:
         """True if uploads share the front end's stream and take more of its time than encoding."""
-        if self._data.model_gpu is None or self._data.settings.data.enhanced_gpu_prefetch:
+        if not self._data.on_gpu or self._data.settings.data.enhanced_gpu_prefetch:
             return False
         uploads = self._active["upload"]
         return length_us(uploads) > length_us(_split(self._active["encode"], uploads)[1])
-
-    def _active_share(self, phase: str, waited: Sequence[Interval]) -> float:
-        return length_us(_split(waited, self._active.get(phase, []))[0]) / max(length_us(waited), 1)
-
-
-def _with_known_phases(gaps: Sequence[_Gap]) -> list[_Gap]:
-    """Charge batches whose first spans are older than the trace to the phase that was waited for most."""
-    waited_us = {name: length_us(gap.interval for gap in gaps if gap.cause == name) for name in DATA_PHASES}
-    most = max(waited_us, key=lambda name: waited_us[name])
-    if not waited_us[most]:
-        return list(gaps)
-    return [gap._replace(cause=most) if gap.cause == UNKNOWN_PHASE else gap for gap in gaps]
-
-
-def _longest_wait(lost_us: Mapping[str, int]) -> tuple[str, float] | None:
-    waits_us = {name: lost for name, lost in lost_us.items() if name in (*DATA_PHASES, UNKNOWN_PHASE)}
-    phase = max(waits_us, key=lambda name: waits_us[name], default=None)
-    return (phase, waits_us[phase] / 1000) if phase is not None else None
 
 
 def _waits_by_span(work: Sequence[Span], waits: Sequence[Span]) -> dict[Span, Span]:
@@ -614,15 +595,17 @@ def _waits_by_span(work: Sequence[Span], waits: Sequence[Span]) -> dict[Span, Sp
     A trace that is still being written ends with waits ahead of the device; one that overflowed lost its first.
     """
     trained = [span for span in work if span.name == "train"]
-    waits = sorted(waits, key=lambda wait: wait.start_us)
+    waits = sorted(waits, key=attrgetter("start_us"))
     if len(waits) > len(trained):
         return dict(zip(trained, waits, strict=False))
     return dict(zip(reversed(trained), reversed(waits), strict=False))
 
 
-def _cycle(shares: Series, sample_s: float, source: str) -> Oscillation | None:
+def _cycle(series: Sequence[float], sample_s: float, source: str) -> Oscillation | None:
     """Return the period after which a series resembles itself most, by FFT autocorrelation."""
-    count = len(shares)
+    shares, count = np.array(series), len(series)
+    if count < MIN_SAMPLES:
+        return None
     low, high = np.quantile(shares, [0.1, 0.9])
     if high - low < MIN_DEPTH:
         return None

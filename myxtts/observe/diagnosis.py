@@ -1,4 +1,4 @@
-"""The diagnosis of a profile: findings, a grade and a sentence. And the live warnings of a training."""
+"""What a profile means: findings, a grade and a sentence; and the live warnings of a training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from myxtts.observe.breakdown import (
     MIN_LOSS,
     PAUSES,
     UNKNOWN_PHASE,
+    Breakdown,
     ProfileData,
-    ProfileStats,
     busy_share,
 )
 from myxtts.observe.findings import (
@@ -80,13 +80,12 @@ _JSON = (
 
 
 def diagnose(data: ProfileData) -> Diagnosis:
-    """Return what these steps show."""
     return Diagnosis(data)
 
 
 @dataclass(frozen=True)
-class Diagnosis(ProfileStats):
-    """The numbers of a profile and what they mean. All shares are of the time of its steps, between 0 and 1."""
+class Diagnosis(Breakdown):
+    """The numbers of a profile and what they mean."""
 
     @cached_property
     def findings(self) -> list[Finding]:
@@ -94,23 +93,21 @@ class Diagnosis(ProfileStats):
         if not self.shares:
             fix = Fix("train at least a few steps; look for an error before the first one")
             return [_found("no-steps", "fail", "No step was measured", "there are no spans of the model", fix)]
-        num_gpus = max(self.data.num_gpus, 1) if self.data.model_gpu is not None else 0
-        wait = Wait(
-            phase=UNKNOWN_PHASE, stats=self, settings=self.data.settings, num_gpus=num_gpus, cores=self.data.cores
+        groups = (_waits, _drained, _contention, _host, _pauses, _memory, _compute, _throttling)
+        costed = [cause for group in groups for cause in group(self)]
+        costed.sort(key=lambda cause: (cause[1].level != "warn", -cause[0]))
+        causes = [finding for _, finding in costed]
+        return [*causes, *_symptoms(self, causes), *_information(self)]
+
+    def wait(self, phase: str = UNKNOWN_PHASE) -> Wait:
+        """Return the situation of these steps, in which the model waits for a phase."""
+        return Wait(
+            phase=phase if phase in self.phases else UNKNOWN_PHASE,
+            profile=self,
+            settings=self.data.settings,
+            num_gpus=max(self.data.num_gpus, 1) if self.data.on_gpu else 0,
+            cores=self.data.cores,
         )
-        causes = [
-            *_waits(self, wait),
-            *_drained(self, wait),
-            *_contention(self, wait),
-            *_host(self, wait),
-            *_pauses(self),
-            *_memory(self, wait),
-            *_compute(self, wait),
-            *_throttling(self),
-        ]
-        causes.sort(key=lambda costed: (costed[1].level != "warn", -costed[0]))
-        found = [cause for _, cause in causes]
-        return [*found, *_symptoms(self, found), *_information(self)]
 
     @cached_property
     def sentence(self) -> str:
@@ -119,7 +116,7 @@ class Diagnosis(ProfileStats):
             return "Nothing was measured: no step was trained."
         headroom, share = self.headroom if self.headroom is not None else 1.0, _percent(self.shares["compute"])
         if self.bound == "train" and self.contention is not None and headroom >= 1 + MIN_LOSS:
-            shared = "processor" if self.data.model_gpu is None else "GPU"
+            shared = "GPU" if self.data.on_gpu else "processor"
             text = f"Training shares its {shared} with the feed: the model computes {share} of the time and never "
             return f"{text}waits for batches, but alone it would be {headroom:.1f}× as fast{self._first_change}."
         if self.bound == "train":
@@ -131,7 +128,7 @@ class Diagnosis(ProfileStats):
             text = f"Training stands still {_percent(self.shares['other'])} of the time to {self.bound}"
         else:
             phase = self.bound if self.bound in DATA_PHASES else "the feed"
-            starved = _percent(self.breakdown.starved)
+            starved = _percent(self.starved)
             text = f"Training is bound by {phase}: the model waits for batches {starved} of the time"
         if headroom >= MIN_HEADROOM:
             text += f", and a perfect feed would be {headroom:.{1 if headroom >= 1.1 else 2}f}× faster"
@@ -159,15 +156,14 @@ class Diagnosis(ProfileStats):
     @cached_property
     def _graded(self) -> tuple[str, list[str]]:
         data = self.data
-        if data.model_gpu is None or not self.shares:
+        if not data.on_gpu or not self.shares:
             return "", ["grades are for GPUs"] if self.shares else []
         if data.ran_out_of_memory:
             return _BELOW, ["the GPU ran out of memory"]
-        notes: list[str] = []
-        data_busy: float | None = None
+        notes, data_busy = list[str](), None
         if data.is_dual:
-            data_busy = busy_share(data.spans, GPU_PHASES, self.breakdown.window)
-            if data_busy <= _GRADES[-1].data_busy and self.breakdown.starved < MIN_LOSS:
+            data_busy = busy_share(data.spans, GPU_PHASES, self.window)
+            if data_busy <= _GRADES[-1].data_busy and self.starved < MIN_LOSS:
                 busy = f"the stage gives the data GPU little to do ({_percent(data_busy)} busy)"
                 notes.append(f"{busy}, and the model does not wait for it: this does not count")
                 data_busy = None
@@ -183,12 +179,10 @@ class Diagnosis(ProfileStats):
     def _missing_for(self, grade: _Grade, data_busy: float | None) -> list[str]:
         """Return what a grade asks for and the run does not reach; a `data_busy` of None does not count."""
         speed, model_busy = self.data.baseline, self.shares["compute"] / max(1 - self.shares["other"], 0.01)
+        roles = ("model", model_busy, grade.model_busy), ("data", data_busy, grade.data_busy)
         missing = [
             f"the {role} GPU is busy {_percent(busy)} of the time, not over {_percent(least)}"
-            for role, busy, least in (
-                ("model", model_busy, grade.model_busy),
-                ("data", data_busy, grade.data_busy),
-            )
+            for role, busy, least in roles
             if busy is not None and busy <= least
         ]
         if self.step_cv >= grade.cv:
@@ -229,33 +223,27 @@ def _found(
     return Finding(code, level, sentence(what), sentence(why), sentence(text), setting, value, gain)
 
 
-def _waits(stats: ProfileStats, wait: Wait) -> Costed:
+def _waits(stats: Diagnosis) -> Costed:
     waits = dict(stats.waits)
-    if not wait.data.prefetch_to_gpu and "encode" in waits:
+    if not stats.data.settings.data.prefetch_to_gpu and "encode" in waits:
         waits["upload"] = waits.get("upload", 0.0) + waits.pop("encode")  # one cause, one finding
     for phase, share in waits.items():
-        if share >= MIN_SHARE:
-            code, why, fix, gain = _explained(stats, replace(wait, phase=phase), share)
-            who = phase if phase in stats.phases else "the feed"
-            what = f"The model waits for {who} {_percent(share)} of the time"
-            yield share, _found(code, "warn" if share >= MIN_LOSS else "info", what, why, fix, gain)
+        if share < MIN_SHARE:
+            continue
+        wait = stats.wait(phase)
+        rule = wait_rule(wait)
+        fix = rule.fix(wait)
+        if rule.code == "upload-late":
+            gain = 1 / max(1 - share, 0.01)
+        else:
+            period_ms = wait.time.mean_ms / fix.value if rule.code == "workers-few" else 0.0
+            gain = stats.gain_without(wait.phase, period_ms)
+        who = phase if phase in stats.phases else "the feed"
+        what, why = f"The model waits for {who} {_percent(share)} of the time", rule.why.format(s=wait)
+        yield share, _found(rule.code, "warn" if share >= MIN_LOSS else "info", what, why, fix, gain)
 
 
-def _explained(stats: ProfileStats, wait: Wait, share: float) -> tuple[str, str, Fix, float]:
-    """Return code, reason, fix and gain of a wait."""
-    if wait.phase not in stats.phases:
-        wait = replace(wait, phase=UNKNOWN_PHASE)
-    rule = wait_rule(wait)
-    fix = rule.fix(wait)
-    if rule.code == "upload-late":
-        gain = 1 / max(1 - share, 0.01)
-    else:
-        period_ms = wait.time.mean_ms / fix.value if rule.code == "workers-few" else 0.0
-        gain = stats.gain_without(wait.phase, period_ms)
-    return rule.code, rule.why.format(s=wait), fix, gain
-
-
-def _drained(stats: ProfileStats, wait: Wait) -> Costed:
+def _drained(stats: Diagnosis) -> Costed:
     """Yield phases that are slower than the model, though buffers hid it during the measurement."""
     for phase in DATA_PHASES:
         time = stats.phases.get(phase)
@@ -265,24 +253,23 @@ def _drained(stats: ProfileStats, wait: Wait) -> Costed:
             cost = 1 - stats.batch_ms / time.period_ms
             pace = f"every {time.period_ms:.1f} ms and are used every {stats.batch_ms:.1f} ms"
             why = f"full buffers hide it; once they are empty, the model waits {_percent(cost)} of the time"
-            _, _, fix, _ = _explained(stats, replace(wait, phase=phase), cost)
+            fix = wait_rule(wait := stats.wait(phase)).fix(wait)
             yield cost, _found("buffers-drain", "warn", f"Batches leave {phase} {pace}", why, fix)
 
 
-def _contention(stats: ProfileStats, wait: Wait) -> Costed:
+def _contention(stats: Diagnosis) -> Costed:
     """Yield the slowdown of steps that share their device with the feed, waits and pauses left out."""
     if stats.contention is None:
         return
-    slowdown, cost = stats.contention
-    fix = second_gpu(wait)
+    (slowdown, cost), fix, on_gpu = stats.contention, second_gpu(stats.wait()), stats.data.on_gpu
     what = f"Training takes {_percent(slowdown)} longer while the feed runs than alone"
-    why = f"data and model role share the {'GPU' if wait.on_gpu else 'processor'}, and their work takes turns"
+    why = f"data and model role share the {'GPU' if on_gpu else 'processor'}, and their work takes turns"
     gain = 1 / (1 - cost) if fix is not None else None
-    yield cost, _found("roles-compete", "warn" if wait.on_gpu else "info", what, why, fix, gain)
+    yield cost, _found("roles-compete", "warn" if on_gpu else "info", what, why, fix, gain)
 
 
-def _host(stats: ProfileStats, wait: Wait) -> Costed:
-    data, host = stats.data, stats.shares["host"]
+def _host(stats: Diagnosis) -> Costed:
+    data, host, wait = stats.data, stats.shares["host"], stats.wait()
     if data.recompilations:
         cost = stats.excess_share("recompilation")
         host -= cost
@@ -291,7 +278,7 @@ def _host(stats: ProfileStats, wait: Wait) -> Costed:
         gain = 1 / (1 - cost) if cost >= MIN_SHARE else None
         yield max(cost, MIN_SHARE), _found("recompiling", "warn", what, "shapes or types changed", fix, gain)
     gain = 1 / max(1 - host, 0.01) if host >= MIN_SHARE else None
-    names = STEP_SWITCHES if wait.on_gpu else STEP_SWITCHES[:1]
+    names = STEP_SWITCHES if data.on_gpu else STEP_SWITCHES[:1]
     turned = next((found for name in names if (found := switch(name, wait))), None)
     fix = turned or Fix("look for `.item()`, printing and other work of the host between the steps")
     if data.syncs_per_step is not None and data.syncs_per_step >= 0.5:
@@ -309,7 +296,7 @@ def _host(stats: ProfileStats, wait: Wait) -> Costed:
         yield host, _found("host-late", "warn" if host >= MIN_LOSS else "info", what, why, fix, gain)
 
 
-def _larger_batch(stats: ProfileStats, most_gain: float | None = None) -> tuple[Fix, float | None]:
+def _larger_batch(stats: Diagnosis, most_gain: float | None = None) -> tuple[Fix, float | None]:
     """Return a batch up to four times as large, as far as the memory allows, and its gain."""
     used = [
         reading.memory_used_mb / reading.memory_total_mb
@@ -323,9 +310,9 @@ def _larger_batch(stats: ProfileStats, most_gain: float | None = None) -> tuple[
     return LARGER_BATCH._replace(value=factor * stats.data.settings.data.batch_size), gain
 
 
-def _pauses(stats: ProfileStats) -> Costed:
+def _pauses(stats: Diagnosis) -> Costed:
     training = stats.data.settings.training
-    for name, pause_ms in stats.breakdown.pauses_ms.items():
+    for name, pause_ms in stats.pauses_ms.items():
         every = getattr(training, PAUSES[name])
         work_ms = every * stats.batch_ms * training.gradient_accumulation_steps
         cost = pause_ms / (work_ms + pause_ms)
@@ -337,24 +324,25 @@ def _pauses(stats: ProfileStats) -> Costed:
             yield cost, _found(f"{name}-stall", "warn", what, "the model is idle meanwhile", fix, gain)
 
 
-def _memory(stats: ProfileStats, wait: Wait) -> Costed:
+def _memory(stats: Diagnosis) -> Costed:
     for role, grown in stats.growth_mb.items():
         what = f"The memory of the {role} role grew by {grown:.0f} MB in {len(stats.steps)} steps"
-        fix = switch(SHAPES, wait) or Fix("save more often, so that a restart costs little; please report it")
+        fix = switch(SHAPES, stats.wait()) or Fix(
+            "save more often, so that a restart loses little; please report it"
+        )
         yield 1.0, _found("memory-growth", "warn", what, "this ends in an out-of-memory error", fix)
 
 
-def _compute(stats: ProfileStats, wait: Wait) -> Costed:
+def _compute(stats: Diagnosis) -> Costed:
     """Yield what makes training itself slow; it gains nothing as long as the model waits for data."""
     compute, settings = stats.shares["compute"], stats.data.settings
-    if not wait.on_gpu or stats.breakdown.starved >= 2 * MIN_LOSS:
+    if not stats.data.on_gpu or stats.starved >= 2 * MIN_LOSS:
         return
     for code, names, cost in (("precision-off", PRECISION, compute / 2), ("graph-off", GRAPH, MIN_LOSS)):
-        off = next((name for name in names if SWITCHES[name].is_off(settings)), None)
+        off = next((SWITCHES[name] for name in names if SWITCHES[name].is_off(settings)), None)
         if off is not None:
-            rule = SWITCHES[off]
             gain = 1 / (1 - cost) if code == "precision-off" else None
-            yield cost, _found(code, "warn", rule.what, rule.why, switch(off, wait), gain)
+            yield cost, _found(code, "warn", off.what, off.why, Fix(off.fix, off.setting, off.value), gain)
     is_plain = settings.data.mixed_precision and settings.training.enable_graph_mode
     if stats.mfu is not None and stats.mfu < MIN_MFU and compute >= 0.8 and is_plain:
         what = f"The GPU computes {_percent(compute)} of the time and reaches {_percent(stats.mfu)} of its speed"
@@ -362,7 +350,7 @@ def _compute(stats: ProfileStats, wait: Wait) -> Costed:
         yield 0.0, _found("flops-low", "info", what, why, _larger_batch(stats)[0])
 
 
-def _throttling(stats: ProfileStats) -> Costed:
+def _throttling(stats: Diagnosis) -> Costed:
     known = [reading.throttled_by for reading in stats.data.readings if reading.throttled_by is not None]
     hot = [reasons for reasons in known if any("slowdown" in name or "brake" in name for name in reasons)]
     capped = [reasons for reasons in known if "power cap" in reasons]
@@ -376,15 +364,15 @@ def _throttling(stats: ProfileStats) -> Costed:
         yield 0.0, _found("power-capped", "info", what, "it is well used; a higher cap may help")
 
 
-def _symptoms(stats: ProfileStats, causes: list[Finding]) -> Iterator[Finding]:
+def _symptoms(stats: Diagnosis, causes: list[Finding]) -> Iterator[Finding]:
     """Yield what users see; it goes away with the first cause."""
     cause = next((found for found in causes if found.level == "warn"), None)
-    where = "machine" if stats.data.model_gpu is None else "GPU"
-    unknown = f"No cause shows in the trace; look for other processes on this {where}."
-    why = f"See {cause.code}." if cause else unknown
-    fix = (cause.fix, cause.setting, cause.value) if cause else ("", "", None)
+    fix: tuple[str, str, Any] = ("", "", None)
+    who, where = ("GPU", "GPU") if stats.data.on_gpu else ("model", "machine")
+    why = f"No cause shows in the trace; look for other processes on this {where}."
+    if cause is not None:
+        why, fix = f"See {cause.code}.", (cause.fix, cause.setting, cause.value)
     if (cycle := stats.oscillation) is not None:
-        who = "model" if stats.data.model_gpu is None else "GPU"
         depth = f"({_percent(cycle.depth)} deep)"
         what = f"Every {cycle.period_s:.1f} s the {who} goes from busy to idle and back {depth}."
         yield Finding("oscillating", "warn", what, why, *fix)
@@ -396,15 +384,14 @@ def _symptoms(stats: ProfileStats, causes: list[Finding]) -> Iterator[Finding]:
         yield Finding("uneven-steps", "warn", what, why, *fix)
 
 
-def _information(stats: ProfileStats) -> Iterator[Finding]:
-    data, mfu, starved = stats.data, stats.mfu, stats.breakdown.starved
-    utilised = stats.utilisation.get(-1 if data.model_gpu is None else data.model_gpu)
+def _information(stats: Diagnosis) -> Iterator[Finding]:
+    data, mfu, starved = stats.data, stats.mfu, stats.starved
+    utilised = None if data.model_gpu is None else stats.utilisation.get(data.model_gpu)
     if utilised is not None and mfu is not None and utilised - mfu > 0.3:
         what = f"The driver reports {_percent(utilised)} utilisation; the GPU reaches {_percent(mfu)} of its speed"
         why = "the driver counts the time in which any kernel runs, however small; FLOP/s count the work"
         yield _found("utilisation-misleads", "info", what, why)
-    encode = stats.phases.get("encode")
-    busy = encode.busy_share if encode is not None else 0.0
+    busy = stats.phases["encode"].busy_share if "encode" in stats.phases else 0.0
     if data.is_dual and starved < MIN_LOSS and busy < 0.4:
         why = "the stage gives it little to do; two processes that both train (torchrun) may use both GPUs better"
         what = f"The data GPU is busy {_percent(busy)} of the time, and that is enough"
@@ -428,7 +415,6 @@ _RINGS = ("host", "device", "handoff", "model")
 
 
 def _listed(cause: str, *fixes: Fix | str) -> str:
-    """Return a cause and what to do, with the settings."""
     named = [Fix(SWITCHES[fix].fix, fix) if isinstance(fix, str) else fix for fix in fixes]
     return f"{cause}: {', or '.join(f'{fix.text} ({fix.setting})' for fix in named)}"
 
@@ -449,6 +435,10 @@ _CPU_CAUSES = {
     "": "other programs probably use the same cores (top lists them); on a CPU this is common and harmless",
 }
 """On a CPU nothing is uploaded, and the cores are all there is."""
+_LEAK = (
+    "this looks like a leak that ends in an out-of-memory error. Keep --enable-static-shapes on; if it is on, "
+    "lower --save-step, so that a restart costs little."
+)
 
 
 class Warning(NamedTuple):
@@ -464,17 +454,21 @@ def warnings_of(history: Sequence[StepReport]) -> list[Warning]:
     reports = history[WARMUP_REPORTS:][-WINDOW_REPORTS:]
     if len(reports) < FEWEST_REPORTS:
         return []
-    found = []
-    empty, causes = _empty_ring(reports), _CPU_CAUSES if _is_on_cpu(reports[-1]) else _CAUSES
-    cause = causes[_cause(empty, reports[-1])]
+    found, empty = [], _empty_ring(reports)
+    cause = _cause(empty, reports[-1])
     if (cv := reports[-1].step_cv) > MAX_LIVE_CV:
         limit = f"more than {100 * MAX_LIVE_CV:.0f} %"
         found.append(Warning("variation", f"The time of a step varies by {100 * cv:.0f} % ({limit}): {cause}."))
     idle = sum(report.idle_share for report in reports) / len(reports)
     if idle > MAX_IDLE and empty and _is_mostly_empty(reports, "model"):
         found.append(Warning("starving", f"The model waits for batches {100 * idle:.0f} % of the time: {cause}."))
-    roles = [role for role in reports[0].memory_mb if all(role in report.memory_mb for report in reports)]
-    return found + [_growth_warning(role, reports) for role in roles if _grows(role, reports)]
+    for role in reports[0].memory_mb:
+        used_mb = [report.memory_mb[role] for report in reports if role in report.memory_mb]
+        if len(used_mb) == WINDOW_REPORTS and _grows(used_mb):
+            grown = f"from {used_mb[0]:.0f} to {used_mb[-1]:.0f} MB between steps"
+            what = f"The memory of the {role} role grew {grown} {reports[0].step} and {reports[-1].step}"
+            found.append(Warning(f"memory-{role}", f"{what}: {_LEAK}"))
+    return found
 
 
 class LiveWarnings:
@@ -487,10 +481,11 @@ class LiveWarnings:
 
     def add(self, report: StepReport) -> list[Warning]:
         """Return the new warnings after this report; another stage starts afresh."""
-        clear_reports = CPU_CLEAR_REPORTS if _is_on_cpu(report) else CLEAR_REPORTS
+        on_gpu = bool(report.memory_mb)
+        clear_reports = CLEAR_REPORTS if on_gpu else CPU_CLEAR_REPORTS
         if self._history and self._history[-1].stage != report.stage:
             self._history.clear()
-            if not _is_on_cpu(report):  # there the cause is another program, whatever is trained
+            if on_gpu:  # on a CPU the cause is another program, whatever is trained
                 self._given.clear()
         self._history.append(report)
         holding = warnings_of(list(self._history))
@@ -501,17 +496,12 @@ class LiveWarnings:
 
 
 def _cause(empty: str, report: StepReport) -> str:
-    """Return the key of the cause that keeps a ring empty; "" if none is."""
-    if _is_on_cpu(report):
-        return empty if empty in ("", "host") else "later"
+    """Return why a ring is empty, or with "" why steps vary although none is."""
+    if not report.memory_mb:
+        return _CPU_CAUSES[empty if empty in ("", "host") else "later"]
     if empty == "handoff" or (empty == "model" and "handoff" not in report.rings):
-        return "encode"
-    return "handoff" if empty == "model" else empty
-
-
-def _is_on_cpu(report: StepReport) -> bool:
-    """True if there is no GPU memory to report."""
-    return not report.memory_mb
+        return _CAUSES["encode"]
+    return _CAUSES["handoff" if empty == "model" else empty]
 
 
 def _empty_ring(reports: Sequence[StepReport]) -> str:
@@ -526,19 +516,8 @@ def _is_mostly_empty(reports: Sequence[StepReport], ring: str) -> bool:
     return sum(report.rings.get(ring, (0, 0))[0] == 0 for report in reports) > len(reports) / 2
 
 
-def _grows(role: str, reports: Sequence[StepReport]) -> bool:
+def _grows(used_mb: Sequence[float]) -> bool:
     """True if memory never falls and rises in most reports: one jump is a validation, not a leak."""
-    used_mb = [report.memory_mb[role] for report in reports]
     rises = [later - earlier for earlier, later in pairwise(used_mb)]
     steadily = min(rises) >= 0 and sum(rise > 0 for rise in rises) > len(rises) / 2
-    return steadily and len(reports) == WINDOW_REPORTS and used_mb[-1] > (1 + MAX_GROWTH) * used_mb[0]
-
-
-def _growth_warning(role: str, reports: Sequence[StepReport]) -> Warning:
-    first, last = reports[0], reports[-1]
-    text = (
-        f"The memory of the {role} role grew from {first.memory_mb[role]:.0f} to {last.memory_mb[role]:.0f} MB "
-        f"between steps {first.step} and {last.step}: this looks like a leak that ends in an out-of-memory error. "
-        "Keep --enable-static-shapes on; if it is on, lower --save-step, so that a restart costs little."
-    )
-    return Warning(f"memory-{role}", text)
+    return steadily and used_mb[-1] > (1 + MAX_GROWTH) * used_mb[0]

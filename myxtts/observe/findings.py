@@ -29,7 +29,7 @@ from myxtts.config import (
     stage_steps,
     stages_of,
 )
-from myxtts.observe.breakdown import DATA_PHASES, UNKNOWN_PHASE, PhaseTime, ProfileStats
+from myxtts.observe.breakdown import DATA_PHASES, UNKNOWN_PHASE, Breakdown, PhaseTime, ProfileData
 
 Level = Literal["pass", "info", "warn", "fail"]
 
@@ -127,7 +127,6 @@ class Situation:
 
     @property
     def most_workers(self) -> int:
-        """Workers that gathering can use."""
         return most_gatherers(self.data, self.cores)
 
     @property
@@ -161,7 +160,6 @@ class Situation:
 
     @property
     def first_early_stop(self) -> int:
-        """The first step at which `early_stop` can act."""
         return (self.training.early_stop + 1) * self.training.val_step
 
 
@@ -409,19 +407,18 @@ SHALLOW = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Wait(Situation):
-    """A situation in which the model waits for a phase; without a profile only the settings count."""
+    """A situation in which the model waits for a phase; with an empty profile only the settings count."""
 
     phase: str
-    stats: ProfileStats | None = None
+    profile: Breakdown = field(default_factory=lambda: Breakdown(ProfileData()))
 
     @property
     def time(self) -> PhaseTime:
-        empty = PhaseTime(workers=self.data.num_workers)
-        return self.stats.phases.get(self.phase, empty) if self.stats is not None else empty
+        return self.profile.phases.get(self.phase, PhaseTime(workers=self.data.num_workers))
 
     @property
     def train_ms(self) -> float:
-        return self.stats.train_ms if self.stats is not None else 0.0
+        return self.profile.train_ms
 
     @property
     def pace(self) -> str:
@@ -430,15 +427,11 @@ class Wait(Situation):
 
     @property
     def is_dual(self) -> bool:
-        return self.stats.data.is_dual if self.stats is not None else self.data.data_gpu is not None
+        return self.profile.data.is_dual or self.data.data_gpu is not None
 
     @property
     def keeps_up(self) -> bool:
         return self.time.period_ms < 0.95 * self.train_ms
-
-    @property
-    def is_uneven(self) -> bool:
-        return 0 < self.time.long_share < 0.4 and self.time.long_time_share > 0.5
 
     @property
     def one_in(self) -> float:
@@ -447,16 +440,11 @@ class Wait(Situation):
     @property
     def is_late(self) -> bool:
         """True if the phase is idle while the model waits for it."""
-        return self.stats is not None and self.stats.breakdown.active.get(self.phase, 1.0) < MIN_ACTIVE
-
-    @property
-    def keep_ring_is_full(self) -> bool:
-        keep = self.stats.rings.get("keep") if self.stats is not None else None
-        return keep is not None and keep.depth is not None and keep.mean_ready > 0.9 * keep.depth
+        return self.profile.active_share(self.phase) < MIN_ACTIVE
 
     @property
     def host_depth(self) -> int:
-        return self.stats.data.depths.get("host", 0) if self.stats is not None else 0
+        return self.profile.data.depths.get("host", 0)
 
     @property
     def clip_ms(self) -> float:
@@ -470,8 +458,7 @@ class Wait(Situation):
 
     @property
     def traffic(self) -> str:
-        readings = self.stats.data.readings if self.stats is not None else ()
-        seen = [reading.pcie_rx_mb_s for reading in readings if reading.pcie_rx_mb_s is not None]
+        seen = [reading.pcie_rx_mb_s for reading in self.profile.data.readings if reading.pcie_rx_mb_s is not None]
         return f"; the driver reports up to {max(seen):.0f} MB/s" if seen else ""
 
     @property
@@ -511,8 +498,7 @@ def _deeper_ring(s: Wait) -> Fix:
 def second_gpu(s: Wait) -> Fix | None:
     if s.num_gpus < 2 or s.is_dual:
         return None
-    model_gpu = s.stats.data.model_gpu if s.stats is not None else 0
-    return SECOND_GPU._replace(value=0 if model_gpu else 1)
+    return SECOND_GPU._replace(value=0 if s.profile.data.model_gpu else 1)
 
 
 @dataclass(frozen=True)
@@ -548,7 +534,7 @@ WAIT_RULES = (
         "one batch in {s.one_in:.0f} takes up to {s.time.longest_ms:.0f} ms, most take {s.time.median_ms:.1f} ms",
         ("data.native_loading", lambda s: _deeper_ring(s) if s.keeps_up else None,
          Fix("look for clips that are very long, damaged, or on a slow disk", "data.cache_dir")),
-        lambda s: s.is_uneven,
+        lambda s: 0 < s.time.long_share < 0.4 and s.time.long_time_share > 0.5,
     ),
     WaitRule(
         "host-ring-small", ("gather",),
@@ -558,7 +544,7 @@ WAIT_RULES = (
     WaitRule(
         "pipeline-late", ("encode",),
         "fresh codes are written to the cache too slowly, and the front end waits for that",
-        (FASTER_DISK,), lambda s: s.is_late and s.keep_ring_is_full,
+        (FASTER_DISK,), lambda s: s.is_late and "keep" in s.profile.rings and s.profile.rings["keep"].is_full,
     ),
     WaitRule(
         "pipeline-late", DATA_PHASES,

@@ -25,9 +25,8 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-BOARD_FLUSH_S = 30
-BOARD_QUEUE = 1000
-"""Events that may wait for the disk before the training does."""
+BOARD = {"max_queue": 1000, "flush_secs": 30}
+"""Options of TensorBoard's writer: so many events may wait for the disk before the training does."""
 USAGE_PICTURE = (64, 256)
 """Rows and columns of the picture of code usage."""
 MOST_KEPT = 4000
@@ -84,7 +83,7 @@ class StepReport:
     """Model FLOP/s as a share of this GPU's measured matmul rate; None if not measured."""
 
     def scalars(self) -> dict[str, float]:
-        """Return every number that makes a curve, by its name in TensorBoard."""
+        """Return the numbers of the curves, by their names in TensorBoard."""
         groups = {"loss": self.losses, "grad_norm": self.grad_norm, "memory_mb": self.memory_mb}
         named = {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
         named |= {f"ring/{name}": ready for name, (ready, _) in self.rings.items()}
@@ -105,7 +104,6 @@ class ValidationReport:
     is_best: bool
 
     def scalars(self) -> dict[str, float]:
-        """Return the losses by their names in TensorBoard."""
         return {f"validation/{name}": value for name, value in self.losses.items()}
 
 
@@ -124,8 +122,11 @@ class MetricsLog:
         self.close()
         self._stage = stage
         self._append({"kind": "begin", "stage": stage, "step": step})
+        folder = str(self._board_folder / stage)
         try:
-            self._board = _open_board(self._board_folder / stage, step + 1)
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(folder, purge_step=step + 1, **BOARD)
         except (OSError, ImportError) as error:
             self._give_up_board(error)
 
@@ -146,7 +147,6 @@ class MetricsLog:
         self.image("codes/most_used_first", usage_bars(counts), step)
 
     def close(self) -> None:
-        """Flush and close TensorBoard's files."""
         board, self._board = self._board, None
         if board is not None:
             with contextlib.suppress(OSError):  # the failed write has been reported
@@ -194,8 +194,8 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the valid reports, each with its "kind" (step, validation); numbers that were not finite are None.
 
-    When a stage was continued after a step, or started over, its earlier reports of later steps are void. Lines
-    that were cut short are skipped.
+    After a stage was continued or started over, its earlier reports of later steps are void. Damaged lines are
+    skipped.
     """
     kept: _Kept = {}
     for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -271,12 +271,6 @@ def usage_bars(counts: npt.NDArray[Any]) -> Pixels:
     return np.where(filled[..., None], np.array([188, 55, 84]), 255).astype(np.uint8)
 
 
-def _open_board(folder: Path, first_step: int) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=first_step, max_queue=BOARD_QUEUE, flush_secs=BOARD_FLUSH_S)
-
-
 def _add_scalars(board: SummaryWriter, scalars: Mapping[str, float], step: int) -> None:
     """Write all numbers of a report as one event, because `add_scalar` reopens its file for each."""
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
@@ -332,14 +326,14 @@ def stages_of(records: Iterable[Record]) -> list[StageHistory]:
     stages: dict[str, StageHistory] = {}
     total_s = last_s = 0.0
     for record in records:
-        name = str(record.get("stage", ""))
+        stage = StageHistory(str(record.get("stage", "")))
         if record.get("kind") == "validation":
-            stage = stages.setdefault(name, StageHistory(name))
+            stage = stages.setdefault(stage.name, stage)
             losses = record.get("losses")
             loss = losses.get("total") if isinstance(losses, Mapping) else None
             stage.validations.append((record["step"], number(loss)))
         elif record.get("kind") == "step" and (report := step_report(record)) is not None:
-            stage = stages.setdefault(name, StageHistory(name))
+            stage = stages.setdefault(stage.name, stage)
             if math.isfinite(report.elapsed_s):  # counts from the start of the stage, or from where it resumed
                 begins = not stage.steps or report.elapsed_s < last_s
                 total_s += report.elapsed_s - (0.0 if begins else last_s)
@@ -355,9 +349,9 @@ _FROM_JSON: Mapping[str, Callable[[Any], Any]] = {
     "int | None": lambda value: None if value is None else int(value),
     "float": lambda value: number(value),
     "float | None": lambda value: None if value is None else float(value),
-    "Mapping[str, float]": lambda value: {str(name): number(one) for name, one in (value or {}).items()},
+    "Mapping[str, float]": lambda value: {name: number(one) for name, one in (value or {}).items()},
     "Mapping[str, tuple[int, int]]": lambda value: {
-        str(name): (int(ready), int(depth)) for name, (ready, depth) in (value or {}).items()
+        name: (int(ready), int(depth)) for name, (ready, depth) in (value or {}).items()
     },
 }
 _FIELDS = {item.name: _FROM_JSON[str(item.type)] for item in fields(StepReport)}

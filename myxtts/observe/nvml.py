@@ -8,6 +8,7 @@ counts them; CUDA_VISIBLE_DEVICES and CUDA's order can make that differ from the
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 import threading
@@ -93,14 +94,13 @@ class Sampler:
         return bool(self._handles)
 
     def start(self) -> None:
-        """Start sampling, or continue after `stop`; does nothing without a GPU."""
+        """Start sampling, or continue after `stop`."""
         if self._thread is None and self.available:
             self._ended.clear()
             self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop sampling; the readings stay."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -118,7 +118,6 @@ class Sampler:
         return [_read(self._nvml, handle, index, pcie) for index, handle in self._handles.items()]
 
     def samples(self) -> list[Reading]:
-        """Return the readings kept so far, oldest first."""
         with self._lock:
             return list(self._samples)
 
@@ -144,12 +143,10 @@ class Sampler:
         return nvml
 
     def _run(self) -> None:
-        count = 0
-        while True:
+        for count in itertools.count():
             readings = self.read(pcie=count % PCIE_EVERY == 0)
             with self._lock:
                 self._samples.extend(readings)
-            count += 1
             if self._ended.wait(self._period_s):
                 return
 
@@ -168,10 +165,9 @@ def _read(nvml: Any, handle: Any, index: int, pcie: bool) -> Reading:
     power_mw = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
     # Newer drivers call these event reasons; all of them still accept this name.
     reasons = _ask(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
-    counters = (nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES)
-    traffic = [
-        _ask(nvml, nvml.nvmlDeviceGetPcieThroughput, handle, counter) if pcie else None for counter in counters
-    ]
+    counters = (nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES) if pcie else ()
+    traffic = [_ask(nvml, nvml.nvmlDeviceGetPcieThroughput, handle, counter) for counter in counters]
+    received, sent = (None if value is None else value / 1024 for value in traffic or (None, None))
     return Reading(
         at_us=now_us(),
         gpu=index,
@@ -181,8 +177,8 @@ def _read(nvml: Any, handle: Any, index: int, pcie: bool) -> Reading:
         power_w=None if power_mw is None else power_mw / 1000,
         sm_clock_mhz=_ask(nvml, nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
         temperature_c=_ask(nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-        pcie_rx_mb_s=None if traffic[0] is None else traffic[0] / 1024,
-        pcie_tx_mb_s=None if traffic[1] is None else traffic[1] / 1024,
+        pcie_rx_mb_s=received,
+        pcie_tx_mb_s=sent,
         throttled_by=None if reasons is None else tuple(name for bit, name in THROTTLES.items() if reasons & bit),
     )
 

@@ -70,10 +70,8 @@ Scores = Mapping[str, Mapping[str, float]]
 def write_report(run_folder: Path, out: Path | None = None) -> Path:
     """Write the page of a run, into its folder unless `out` is given, and return its path."""
     if not is_run(run_folder):
-        found = "it contains no file of a run" if run_folder.is_dir() else "no such folder"
-        raise FileNotFoundError(
-            f"There is no run in {run_folder}: {found}; give the --checkpoint-dir of a training"
-        )
+        why = "it contains no file of a run" if run_folder.is_dir() else "no such folder"
+        raise FileNotFoundError(f"There is no run in {run_folder}: {why}; give the --checkpoint-dir of a training")
     out = out or run_folder / REPORT_FILE
     spans, _ = read_jsonl(run_folder / "trace.jsonl")
     page = render_report(
@@ -112,9 +110,7 @@ def render_report(
         "short": lambda value, unit="": short(number(value), unit),
         "percent": lambda share, digits=1: percent(number(share), digits),
         "score": lambda value: _score(number(value)),
-        "plain": lambda value: (
-            value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-        ),
+        "json": lambda value: json.dumps(value, default=str, ensure_ascii=False),
         "settled": settled,
         "duration": duration,
         "mean": _mean,
@@ -132,7 +128,8 @@ def render_report(
         grade_notes=" ".join(str(note) for note in _sequence(verdict.get("grade_notes"))),
         sentence=verdict.get("sentence") or _sentence(trained),
         shares=_stacked({str(name): number(share) for name, share in _mapping(verdict.get("shares")).items()}),
-        **_findings(verdict, stages),
+        findings=_findings(verdict, stages),
+        has_enough=any(len(stage.steps) >= WARMUP_REPORTS + FEWEST_REPORTS for stage in stages),
         over_time=_charts_over_time(trained, gpus),
         timelines=_timelines(spans),
         rings=[part for part in map(_rings, trained) if part["rows"]],
@@ -155,22 +152,16 @@ def _sentence(trained: Sequence[StageHistory]) -> str:
     return f"Stage {stage.name} trains {short(speed)} clips/s, and {waits}"
 
 
-def _findings(verdict: Record, stages: Sequence[StageHistory]) -> dict[str, Any]:
+def _findings(verdict: Record, stages: Sequence[StageHistory]) -> Sequence[Any]:
     """Return the findings of the profile; without one, the warnings of the training."""
     if "findings" in verdict:
-        return {"findings": _sequence(verdict["findings"]), "nothing_found": "Nothing to change was found."}
+        return _sequence(verdict["findings"])
     warnings = [(stage.name, *warning) for stage in stages for warning in warnings_of(stage.steps)]
-    enough = any(len(stage.steps) >= WARMUP_REPORTS + FEWEST_REPORTS for stage in stages)
-    return {
-        "findings": [Finding(code, "warn", f"Stage {stage}: {text}") for stage, code, text in warnings],
-        "nothing_found": "Nothing to change was found."
-        if enough
-        else "There are too few reports to find anything.",
-    }
+    return [Finding(code, "warn", f"Stage {stage}: {text}") for stage, code, text in warnings]
 
 
 class Curve(NamedTuple):
-    """Points to draw in order; NaN in y leaves a gap."""
+    """Points in the order of drawing; NaN in y leaves a gap."""
 
     label: str
     x: Numbers
@@ -203,19 +194,14 @@ def line_chart(
             paths = [("line faint", paths[0][1])] if look == "line" else []
             y = _stretch_means(np.clip(y, y_low, y_high))  # unclipped, an outlier would shift its stretch
             paths.append(("line", draw(_stretch_means(x), y)))
-        last = short(float(y[np.isfinite(y)][-1]))
-        drawn.append({"label": label, "last": last, "paths": paths})
+        drawn.append({"label": label, "last": short(float(y[np.isfinite(y)][-1])), "paths": paths})
     outside = every_y[(every_y > y_high) | (every_y < y_low)]
-    extreme = "" if not len(outside) else short(float(outside.max() if outside.max() > y_high else outside.min()))
-    return {
-        "title": title,
-        "unit": unit,
-        "x_label": x_label,
-        "curves": drawn,
-        "outside": f"{len(outside):,} beyond the edge, up to {extreme}" if len(outside) else "",
-        "x_ticks": _ticks(x_low, x_high),
-        "y_ticks": _ticks(y_low, y_high),
-    }
+    note = ""
+    if len(outside):
+        extreme = float(outside.max() if outside.max() > y_high else outside.min())
+        note = f"{len(outside):,} beyond the edge, up to {short(extreme)}"
+    ticks = {"x_ticks": _ticks(x_low, x_high), "y_ticks": _ticks(y_low, y_high)}
+    return {"title": title, "unit": unit, "x_label": x_label, "curves": drawn, "outside": note, **ticks}
 
 
 def _path(x: Numbers, y: Numbers, ends: tuple[float, float, float, float], dots: bool = False) -> str:
@@ -223,12 +209,11 @@ def _path(x: Numbers, y: Numbers, ends: tuple[float, float, float, float], dots:
     x, y = _thinned(x, y)
     across = 1000 * (x - ends[0]) / (ends[1] - ends[0])
     down = 300 * (1 - np.clip((y - ends[2]) / (ends[3] - ends[2]), 0, 1))
-    known = np.concatenate([[False], np.isfinite(y), [False]])
+    joined = np.isfinite(np.append(y, math.nan)) & (not dots)  # with one more, so that [-1] has no neighbour
     pieces = []
-    for index in np.flatnonzero(known[1:-1]):
-        starts, ends_here = dots or not known[index], dots or not known[index + 2]
-        dot = "h0" if starts and ends_here else ""
-        pieces.append(f"{'M' if starts else 'L'}{across[index]:.1f} {down[index]:.1f}{dot}")
+    for index in np.flatnonzero(np.isfinite(y)):
+        move, dot = "L" if joined[index - 1] else "M", "" if joined[index - 1] or joined[index + 1] else "h0"
+        pieces.append(f"{move}{across[index]:.1f} {down[index]:.1f}{dot}")
     return "".join(pieces)
 
 
@@ -288,8 +273,8 @@ def _charts_over_time(trained: Sequence[StageHistory], gpus: Mapping[str, Record
 
     def of_stages(name: str, factor: float = 1, offset: float = 0) -> list[Curve]:
         times = [np.array(stage.seconds) / unit_s for stage in trained]
-        values = [offset + factor * stage.column(name) for stage in trained]
-        return [Curve(stage.name, x, y) for stage, x, y in zip(trained, times, values, strict=True)]
+        columns = [offset + factor * stage.column(name) for stage in trained]
+        return [Curve(stage.name, x, y) for stage, x, y in zip(trained, times, columns, strict=True)]
 
     def of_gpus(name: str, factor: float) -> list[Curve]:
         times = [(gpu["at_us"] - first_us) / (1e6 * gpu_unit_s) for gpu in gpus.values()]
@@ -307,15 +292,13 @@ def _charts_over_time(trained: Sequence[StageHistory], gpus: Mapping[str, Record
 
 
 def _training_charts(stage: StageHistory) -> list[Chart]:
-    steps = numbers(step.step for step in stage.steps)
-    validations = [numbers(column) for column in zip(*stage.validations, strict=True)] or [steps[:0]] * 2
-    curves = [
-        Curve("training", steps, stage.column("losses.total")),
-        Curve("validation", validations[0], validations[1], "dots"),
-    ]
+    steps, validated_at = stage.column("step"), numbers(step for step, _ in stage.validations)
+    training = Curve("training", steps, stage.column("losses.total"))
+    validation = Curve("validation", validated_at, numbers(loss for _, loss in stage.validations), "dots")
     speed = Curve("clips/s", steps, stage.column("clips_per_s"))
     return _drawn(
-        line_chart("Loss", "total", curves, "step"), line_chart("Throughput", "clips/s", [speed], "step", 0)
+        line_chart("Loss", "total", [training, validation], "step"),
+        line_chart("Throughput", "clips/s", [speed], "step", 0),
     )
 
 
@@ -331,19 +314,15 @@ def _time_unit(longest_s: float) -> tuple[float, str]:
 
 def _rings(stage: StageHistory) -> dict[str, Any]:
     """Return how full the rings of a stage were, and how often empty."""
-    steps = numbers(step.step for step in stage.steps)
-    fills = {ring: stage.readiness(ring) for ring in stage.ring_names}
-    fills = {ring: fill for ring, fill in fills.items() if np.isfinite(fill).any()}
     slots = {ring: depth for step in stage.steps for ring, (_, depth) in step.rings.items()}
-    curves = [Curve(ring, steps, 100 * fill, "mean") for ring, fill in fills.items()]
-    rows = [
-        (ring, slots[ring], _mean(fill), _mean((fill == 0)[np.isfinite(fill)])) for ring, fill in fills.items()
-    ]
-    return {
-        "stage": stage.name,
-        "rows": rows,
-        "chart": line_chart("Ready", "% of the slots", curves, "step", 0, 100),
-    }
+    steps, rows, curves = stage.column("step"), [], []
+    for ring in stage.ring_names:
+        fill = stage.readiness(ring)
+        if np.isfinite(fill).any():
+            rows.append((ring, slots[ring], _mean(fill), _mean((fill == 0)[np.isfinite(fill)])))
+            curves.append(Curve(ring, steps, 100 * fill, "mean"))
+    chart = line_chart("Ready", "% of the slots", curves, "step", 0, 100)
+    return {"stage": stage.name, "rows": rows, "chart": chart}
 
 
 def _by_gpu(readings: Sequence[Record]) -> dict[str, dict[str, Any]]:
@@ -354,9 +333,9 @@ def _by_gpu(readings: Sequence[Record]) -> dict[str, dict[str, Any]]:
             groups[str(reading.get("gpu", "?"))].append(reading)
     found: dict[str, dict[str, Any]] = {}
     for gpu, group in sorted(groups.items()):
-        found[gpu] = {name: numbers(reading.get(name) for reading in group) for name in GPU_COLUMNS}
         reasons = {str(reason) for reading in group for reason in _sequence(reading.get("throttled_by"))}
-        found[gpu]["throttled_by"] = sorted(reasons)
+        columns = {name: numbers(reading.get(name) for reading in group) for name in GPU_COLUMNS}
+        found[gpu] = {**columns, "throttled_by": sorted(reasons)}
     return found
 
 
@@ -377,11 +356,9 @@ class Bar(NamedTuple):
 
 def _stacked(sizes: Mapping[str, float]) -> list[Bar]:
     sizes = {name: size for name, size in sizes.items() if size > 0}
-    ends = list(accumulate(size / sum(sizes.values()) for size in sizes.values()))
-    return [
-        Bar(name, start, end, f"s-{name}", percent(end - start))
-        for name, start, end in zip(sizes, [0.0, *ends], ends, strict=False)
-    ]
+    ends = [0.0, *accumulate(size / sum(sizes.values()) for size in sizes.values())]
+    parts = zip(sizes, pairwise(ends), strict=True)
+    return [Bar(name, start, end, f"s-{name}", percent(end - start)) for name, (start, end) in parts]
 
 
 def _timelines(spans: Sequence[Span]) -> list[Chart]:
@@ -426,12 +403,9 @@ def _timeline(title: str, spans: Sequence[Span], start_us: int, end_us: int) -> 
         tracks[span.device, span.track].append(Bar(span.name, first, last, colour, tip))
     place = {name: index for index, name in enumerate(FLOW)}
     in_order = sorted(tracks.items(), key=lambda item: (min(place.get(bar.label, 99) for bar in item[1]), item[0]))
-    return {
-        "title": title,
-        "rows": [(f"{track} (GPU)" if device else track, bars) for (device, track), bars in in_order],
-        "ticks": _ticks(0, length_us / 1000),
-        "legend": {bar.label: bar.colour for _, bars in in_order for bar in bars},
-    }
+    rows = [(f"{track} (GPU)" if device else track, bars) for (device, track), bars in in_order]
+    legend = {bar.label: bar.colour for _, bars in rows for bar in bars}
+    return {"title": title, "rows": rows, "ticks": _ticks(0, length_us / 1000), "legend": legend}
 
 
 def _evaluation(scores: Record) -> dict[str, Any] | None:
@@ -442,15 +416,16 @@ def _evaluation(scores: Record) -> dict[str, Any] | None:
     summary = {name: {key: number(row.get(key)) for key in SCORES} for name, row in rows.items()}
     clips = [clip for clip in _sequence(scores.get("clips")) if isinstance(clip, Mapping)]
     misheard = [clip for clip in clips if clip.get("set") == "synthesised" and number(clip.get("wer")) > 0]
+    threshold = number(scores.get("same_speaker_from"))
     charts = [
         _score_chart("Words misheard", "WER, 1 is all of them", "wer", summary, 0, 1),
         _score_chart("Letters misheard", "CER, 1 is all of them", "cer", summary, 0, 1),
-        _similarity_chart(summary, clips, number(scores.get("same_speaker_from"))),
+        _similarity_chart(summary, clips, threshold),
         _score_chart("Quality", "MOS, 5 is excellent", "mos", summary, 1, 5),
     ]
     return {
         "reading": scores.get("reading") or "",
-        "threshold": number(scores.get("same_speaker_from")),
+        "threshold": threshold,
         "summary": summary,
         "charts": [chart for chart in charts if chart["rows"]],
         "worst": sorted(misheard, key=lambda clip: (-clip["wer"], str(clip.get("clip"))))[:NUM_WORST],

@@ -131,21 +131,16 @@ class _EventPairs:
     """Reusable event pairs; no more than `MOST_PENDING` exist, so a stalled device cannot exhaust memory."""
 
     def __init__(self, make_event: Callable[[], _Event]) -> None:
+        self.free: list[_EventPair] = []
         self._make_event = make_event
-        self._free: list[_EventPair] = []
         self._num_made = 0
 
     def take(self) -> _EventPair | None:
-        """A pair to record, or None if all are in use."""
-        if self._free:
-            return self._free.pop()
-        if self._num_made == MOST_PENDING:
-            return None
-        self._num_made += 1
-        return _EventPair(self._make_event(), self._make_event())
-
-    def give_back(self, pair: _EventPair) -> None:
-        self._free.append(pair)
+        """Return a pair to record, or None if all are in use."""
+        if not self.free and self._num_made < MOST_PENDING:
+            self._num_made += 1
+            return _EventPair(self._make_event(), self._make_event())
+        return self.free.pop() if self.free else None
 
 
 class Trace:
@@ -153,8 +148,6 @@ class Trace:
 
     def __init__(self, limit: int = 200_000, *, enabled: bool = True) -> None:
         self.enabled = enabled
-        self.num_dropped = 0
-        """Spans and samples that were discarded or never measured."""
         self._spans: deque[Span] = deque(maxlen=limit)
         self._counters: deque[Counter] = deque(maxlen=limit)
         self._clocks: dict[torch.device, _DeviceClock] = {}
@@ -186,7 +179,7 @@ class Trace:
         """Record the current value of a number."""
         if self.enabled:
             with self._lock:
-                self._keep(self._counters, Counter(name, now_us(), value))
+                self._counters.append(Counter(name, now_us(), value))
 
     def anchor(self, device: torch.device) -> None:
         """Tie the clock of a CUDA device to the host's. Waits for the device once; later calls do nothing."""
@@ -207,7 +200,7 @@ class Trace:
                 while queue and queue[0][1].end.query():
                     span, pair = queue.popleft()
                     start_us, end_us = self._clocks[stream.device].read(pair, span.start_us)
-                    self._keep(self._spans, span._replace(start_us=start_us, duration_us=end_us - start_us))
+                    self._spans.append(span._replace(start_us=start_us, duration_us=end_us - start_us))
 
     def finish(self) -> None:
         """Wait for every device span that has been closed, and read it."""
@@ -218,12 +211,11 @@ class Trace:
         self.collect()
 
     def spans(self) -> list[Span]:
-        """The spans read so far, in the order in which they were read."""
+        """Return the spans read so far, in the order in which they were read."""
         with self._lock:
             return list(self._spans)
 
     def counters(self) -> list[Counter]:
-        """The samples taken so far."""
         with self._lock:
             return list(self._counters)
 
@@ -248,12 +240,19 @@ class Trace:
         finally:
             span = Span(name, track, start_us, now_us() - start_us, batch)
             with self._lock:
-                self._keep(self._spans, span)
+                self._spans.append(span)
 
     @contextmanager
     def _stream_span(self, name: str, track: str, stream: torch.cuda.Stream, batch: int) -> Iterator[None]:
-        pair = self._take_pair(stream.device)
+        self.anchor(stream.device)
+        pairs = self._clocks[stream.device].pairs
+        with self._lock:
+            pair = pairs.take()
         if pair is None:
+            self.collect()
+            with self._lock:
+                pair = pairs.take()
+        if pair is None:  # the device is too far behind: this work is not measured
             yield
             return
         launched = Span(name, track, now_us(), 0, batch, device=True)
@@ -262,27 +261,11 @@ class Trace:
             yield
         except BaseException:  # the device may have failed: touching it again would hide the error
             with self._lock:
-                self._clocks[stream.device].pairs.give_back(pair)
+                pairs.free.append(pair)
             raise
         pair.end.record(stream)
         with self._lock:
             self._pending[stream].append((launched, pair))
-
-    def _take_pair(self, device: torch.device) -> _EventPair | None:
-        self.anchor(device)
-        pairs = self._clocks[device].pairs
-        with self._lock:
-            pair = pairs.take()
-        if pair is None:
-            self.collect()
-            with self._lock:
-                pair = pairs.take()
-                self.num_dropped += pair is None
-        return pair
-
-    def _keep(self, records: deque[Any], record: Span | Counter) -> None:
-        self.num_dropped += len(records) == records.maxlen
-        records.append(record)
 
 
 _NOTHING = nullcontext()
@@ -308,7 +291,7 @@ class _DeviceClock:
         _, self._anchor_us, self._anchor = min(tries, key=lambda found: found[0])
 
     def read(self, pair: _EventPair, launched_us: int) -> tuple[int, int]:
-        """Start and end in microseconds of a pair that the device has passed; the pair becomes free.
+        """Return start and end in microseconds of a pair that the device has passed; the pair becomes free.
 
         The two clocks drift apart. A start before its launch or an end in the future shows the least drift there
         must be, and the anchor moves by that much.
@@ -319,12 +302,9 @@ class _DeviceClock:
         drift_us = max(launched_us - start_us, 0) or min(seen_us - end_us, 0)
         self._anchor_us += drift_us
         if reach_ms > ANCHOR_REACH_MS:
-            self._anchor_us, self._anchor, pair = (
-                start_us + drift_us,
-                pair.start,
-                _EventPair(self._anchor, pair.end),
-            )
-        self.pairs.give_back(pair)
+            freed = _EventPair(self._anchor, pair.end)
+            self._anchor_us, self._anchor, pair = start_us + drift_us, pair.start, freed
+        self.pairs.free.append(pair)
         return math.floor(start_us + drift_us), math.floor(end_us + drift_us)
 
 
@@ -336,10 +316,9 @@ def read_jsonl(path: Path) -> tuple[list[Span], list[Counter]]:
     for line in text.splitlines():
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             record = json.loads(line)
-            kind = record.pop("kind")
-            if kind == "span":
+            if record.pop("kind") == "span":
                 spans.append(Span(**record))
-            elif kind == "counter":
+            else:
                 counters.append(Counter(**record))
     return spans, counters
 
@@ -396,13 +375,13 @@ def step_timing(steps: Iterable[StepTime]) -> Timing:
 
 
 def idle_share(steps: Sequence[StepTime]) -> float:
-    """Share of the time of these steps in which the stream was idle."""
+    """Return the share of the time of these steps in which the stream was idle."""
     total_ms = sum(step.step_ms for step in steps)
     return sum(step.gap_ms for step in steps) / total_ms if total_ms else 0.0
 
 
 def outliers(steps: Sequence[StepTime]) -> list[StepTime]:
-    """The steps that take more than `OUTLIER_FACTOR` times the median."""
+    """Return the steps that take more than `OUTLIER_FACTOR` times the median."""
     limit_ms = OUTLIER_FACTOR * step_timing(steps).median_ms
     return [step for step in steps if step.step_ms > limit_ms]
 
@@ -417,8 +396,6 @@ class StepClock:
     def __init__(self, stream: torch.cuda.Stream | None, limit: int = 1000, first_step: int = 0) -> None:
         self.step = first_step
         """The current step, or the next one."""
-        self.num_dropped = 0
-        """Steps that were not measured because the device was too far behind."""
         self._stream = stream
         self._pairs = _EventPairs(_HostEvent if stream is None else _device_event)
         self._open: _EventPair | None = None
@@ -432,19 +409,15 @@ class StepClock:
         self._warm_at = first_step + WARMUP_STEPS
 
     def begin(self) -> None:
-        """Record the start of a step's work."""
         self._read_passed()
         self._open = self._open or self._pairs.take()
         if self._open is not None:
             self._open.start.record(self._stream)
 
     def end(self) -> None:
-        """Record the end of the step's work."""
-        if self._open is not None:
+        if self._open is not None:  # else the device is too far behind, and the step is not measured
             self._open.end.record(self._stream)
             self._pending.append((self.step, self._open, self._follows))
-        else:
-            self.num_dropped += 1
         self._follows = self._open is not None
         self._open = None
         self.step += 1
@@ -454,14 +427,14 @@ class StepClock:
         self._follows = False
 
     def collect(self) -> list[StepTime]:
-        """The steps that the device has passed since the last call, at most the latest `limit`."""
+        """Return the steps that the device has passed since the last call, at most the latest `limit`."""
         self._read_passed()
         times = list(self._uncollected)
         self._uncollected.clear()
         return times
 
     def timing(self) -> Timing:
-        """Timing of the latest `limit` steps that the device has passed, without the first `WARMUP_STEPS`."""
+        """Return the timing of the latest `limit` steps that the device has passed, without the warm-up."""
         self._read_passed()
         return step_timing(self._recent)
 
@@ -474,5 +447,5 @@ class StepClock:
             if step >= self._warm_at:
                 self._recent.append(measured)
             if self._last is not None:
-                self._pairs.give_back(self._last)
+                self._pairs.free.append(self._last)
             self._last = pair

@@ -19,6 +19,7 @@ from myxtts.config import MAX_AUTO_BUFFER, MAX_AUTO_PREFETCH, DataSettings, Sett
 from myxtts.data.batches import (
     Batch,
     Batches,
+    Block,
     Cursor,
     Field,
     Gathered,
@@ -38,7 +39,6 @@ from myxtts.observe.trace import OFF, Trace
 from myxtts.pipeline.frontend import FRONTENDS, CudaGraphFrontend, Frontend
 from myxtts.pipeline.ring import Ring, RingClosed, Slot
 from myxtts.pipeline.workers import (
-    Block,
     BlockRing,
     Encode,
     EncodeBlock,

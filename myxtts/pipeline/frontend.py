@@ -1,8 +1,8 @@
-"""Front ends: compute the inputs of a recipe from an uploaded batch, on the data role's device, with frozen
-networks.
+"""Front ends: frozen networks that compute a recipe's inputs from an uploaded batch, on the data role's device.
 
-    dvae     PCM ─► mel gpt      PCM ─► codes (unless cached), reference audio ─► conditioning mel decoder  as gpt,
-    then the frozen GPT ─► latents of a segment of each clip; the segment at 24 kHz; speaker embedding
+    dvae      PCM ─► mel
+    gpt       PCM ─► codes, unless cached; reference audio ─► conditioning mel
+    decoder   as gpt, then GPT ─► latents of a segment of each clip; the segment at 24 kHz; speaker embedding
 
 On CUDA with static shapes a front end is captured as a CUDA graph: one launch per batch, which hardly disturbs the
 trainer's thread. Nothing here waits for the device or knows rings and threads.
@@ -25,6 +25,7 @@ from myxtts.data.batches import (
     MIN_CROP_SAMPLES,
     SEGMENT_CODES,
     TOTALS,
+    Block,
     Field,
     Gathered,
     Layout,
@@ -39,7 +40,6 @@ from myxtts.model.gpt import pack
 from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, pcm_to_wave, resample
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, num_samples
 from myxtts.model.xtts import XTTS
-from myxtts.pipeline.workers import Block
 
 Tensors = Mapping[str, Tensor]
 
@@ -55,16 +55,17 @@ class Frontend(nn.Module, ABC):
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
         """Fill `out` from an uploaded batch; `codes_known` if the batch holds codes from the cache."""
 
-    @abstractmethod
-    def used(self, out: Tensors, sizes: Sizes) -> Tensors:
+    def used(self, out: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002 - the sizes of some outputs are fixed
         """The part of `out` that a batch of these sizes fills; all of it under static shapes."""
+        return out
 
     def encode_block(self, source: Block, target: Block, gathered: Gathered) -> None:
         self.encode(source.tensors, target.tensors, gathered.sizes, gathered.codes_known)
 
 
-def _weight_fields(batch_size: int) -> dict[str, Field]:
-    return {"weights": Field((batch_size,), "float32"), "totals": Field((len(TOTALS),), "float32")}
+def _outputs(batch_size: int, **fields: Field) -> Layout:
+    weights, totals = Field((batch_size,), "float32"), Field((len(TOTALS),), "float32")
+    return Layout({**fields, "weights": weights, "totals": totals})
 
 
 class GptFrontend(Frontend):
@@ -80,16 +81,14 @@ class GptFrontend(Frontend):
         self.dvae = model.dvae
         self.dvae_mel, self.conditioning_mel = LogMel(DVAE_MEL), LogMel(CONDITIONING_MEL)
         self.register_buffer("mel_stats", model.mel_stats)
-        self.outputs = Layout(
-            {
-                "ids": Field((size, data.max_text_length), "int32"),
-                "num_ids": numbers,
-                "codes": Field((size, max_codes(data)), "int32"),
-                "num_codes": numbers,
-                "mel": Field((frame_budget, model.dims.gpt.mel_channels), "float32"),
-                "num_frames": numbers,
-                **_weight_fields(size),
-            }
+        self.outputs = _outputs(
+            size,
+            ids=Field((size, data.max_text_length), "int32"),
+            num_ids=numbers,
+            codes=Field((size, max_codes(data)), "int32"),
+            num_codes=numbers,
+            mel=Field((frame_budget, model.dims.gpt.mel_channels), "float32"),
+            num_frames=numbers,
         )
 
     @torch.no_grad()
@@ -101,20 +100,26 @@ class GptFrontend(Frontend):
             out["codes"].copy_(batch["codes"])
         else:
             with torch.autocast(wave.device.type, torch.bfloat16, enabled=self.autocast):
-                codes = self._packed_codes(wave, batch, sizes.codes) if sizes.codes else self._codes(wave, batch)
+                codes = self._codes(wave, batch, sizes.codes)
             inside = torch.arange(codes.shape[1], device=codes.device) < batch["num_codes"][:, None]
             out["codes"][:, : codes.shape[1]].copy_(torch.where(inside, codes, 0))
         out["num_frames"].copy_(num_frames_of(batch["crop_samples"]))
         out["mel"][: sizes.frames].copy_(self._crop_mels(wave, batch, out["num_frames"], sizes.frames))
 
     def used(self, out: Tensors, sizes: Sizes) -> Tensors:
-        codes = sizes.samples // SAMPLES_PER_CODE
-        ids, codes_used, mel = out["ids"][:, : sizes.ids], out["codes"][:, :codes], out["mel"][: sizes.frames]
-        return {**out, "ids": ids, "codes": codes_used, "mel": mel}
+        codes = out["codes"][:, : sizes.samples // SAMPLES_PER_CODE]
+        return {**out, "ids": out["ids"][:, : sizes.ids], "codes": codes, "mel": out["mel"][: sizes.frames]}
 
-    def _packed_codes(self, wave: Tensor, batch: Tensors, budget: int) -> Tensor:
-        """Codes [clips, most codes] of clips packed with one code between them: no padding is encoded."""
-        num_codes, num_frames = batch["num_codes"].long(), num_frames_of(batch["num_samples"].long())
+    def _codes(self, wave: Tensor, batch: Tensors, budget: int) -> Tensor:
+        """Codes [clips, most codes], packed with one code between two clips so that no padding is encoded.
+
+        Without a budget, for the rare batch that exceeds it, the padded clips are encoded.
+        """
+        lengths = batch["num_samples"]
+        if budget == 0:
+            mel = self.dvae_mel(wave, self.mel_stats, lengths)[..., : wave.shape[1] // HOP_SAMPLES]
+            return self.dvae.encode(mel, num_frames_of(lengths))
+        num_codes, num_frames = batch["num_codes"].long(), num_frames_of(lengths.long())
         offsets = offsets_of(num_codes + 1)
         clip, place = _places(offsets, budget)
         is_code = place < num_codes[clip]
@@ -128,16 +133,10 @@ class GptFrontend(Frontend):
         frame = FRAMES_PER_CODE * place[:, None] + torch.arange(FRAMES_PER_CODE, device=wave.device)
         frame = frame.flatten().clamp(0, wave.shape[1] // HOP_SAMPLES)
         rows = (clip.repeat_interleave(FRAMES_PER_CODE), frame)
-        mel = self.dvae_mel(wave, self.mel_stats, batch["num_samples"], rows)
+        mel = self.dvae_mel(wave, self.mel_stats, lengths, rows)
         codes = self.dvae.encode_packed(mel, (inside(4), inside(2), is_code))
         places = torch.arange(-(-wave.shape[1] // SAMPLES_PER_CODE), device=wave.device)
         return codes[(offsets[:-1, None] + places).clamp(max=budget - 1)]
-
-    def _codes(self, wave: Tensor, batch: Tensors) -> Tensor:
-        """The same without packing, for the rare batch with more codes than the packed budget."""
-        lengths = batch["num_samples"]
-        mel = self.dvae_mel(wave, self.mel_stats, lengths)[..., : wave.shape[1] // HOP_SAMPLES]
-        return self.dvae.encode(mel, num_frames_of(lengths))
 
     def _crop_mels(self, wave: Tensor, batch: Tensors, num_frames: Tensor, budget: int) -> Tensor:
         """Packed mels of the reference crops, [budget, channels], zeros after the last."""
@@ -168,16 +167,11 @@ class DvaeFrontend(Frontend):
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0, autocast: bool = False) -> None:  # noqa: ARG002
         super().__init__()
-        size = data.batch_size
         self.mel = LogMel(DVAE_MEL)
         self.register_buffer("mel_stats", model.mel_stats)
-        self.outputs = Layout(
-            {
-                "mel": Field((size, model.dims.gpt.mel_channels, max_codes(data) * FRAMES_PER_CODE), "float32"),
-                "num_frames": Field((size,), "int32"),
-                **_weight_fields(size),
-            }
-        )
+        shape = (data.batch_size, model.dims.gpt.mel_channels, max_codes(data) * FRAMES_PER_CODE)
+        numbers = Field((data.batch_size,), "int32")
+        self.outputs = _outputs(data.batch_size, mel=Field(shape, "float32"), num_frames=numbers)
 
     @torch.no_grad()
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:  # noqa: ARG002
@@ -201,26 +195,23 @@ class DecoderFrontend(Frontend):
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
         super().__init__()
-        size, dims = data.batch_size, model.dims
         self.inputs = GptFrontend(model, data, frame_budget, autocast)
         self.gpt = model.gpt
         self.speaker_encoder: nn.Module = model.hifigan_decoder.speaker_encoder  # type: ignore[assignment]
         self.autocast = autocast
-        self.outputs = Layout(
-            {
-                "latents": Field((size, SEGMENT_CODES, dims.gpt.dim), "float32"),
-                "wave": Field((size, num_samples(SEGMENT_CODES)), "float32"),
-                "speaker": Field((size, dims.speaker_dim), "float32"),
-                **_weight_fields(size),
-                "codes": self.inputs.outputs["codes"],
-            }
+        size = data.batch_size
+        self.outputs = _outputs(
+            size,
+            latents=Field((size, SEGMENT_CODES, model.dims.gpt.dim), "float32"),
+            wave=Field((size, num_samples(SEGMENT_CODES)), "float32"),
+            speaker=Field((size, model.dims.speaker_dim), "float32"),
+            codes=self.inputs.outputs["codes"],
         )
-        self._between = self.inputs.outputs
 
     @torch.no_grad()
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
-        device = batch["pcm"].device
-        between = self._between.tensors(torch.empty(self._between.num_bytes, dtype=torch.uint8, device=device))
+        device, layout = batch["pcm"].device, self.inputs.outputs
+        between = layout.tensors(torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
         self.inputs.encode(batch, between, sizes, codes_known)
         frames = pack_frames(between["mel"][: sizes.frames], between["num_frames"], MAX_CROP_FRAMES)
         texts = (between["ids"][:, : sizes.ids], between["num_ids"])
@@ -235,21 +226,14 @@ class DecoderFrontend(Frontend):
         out["latents"].copy_(torch.where(present[..., None], chosen, 0))
         wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
         out["wave"].copy_(_segment_24k(wave, batch["segments"], out["wave"].shape[1]))
-        out["speaker"].copy_(self._speaker(wave, batch))
+        # The voice of three seconds from the start of the reference crop on; shorter clips are repeated.
+        slots = batch["crop_slots"][:, None].long()
+        places = batch["crop_starts"][:, None].long() + torch.arange(MIN_CROP_SAMPLES, device=device)
+        reference = wave[slots, places % batch["num_samples"].long()[slots]]
+        out["speaker"].copy_(self.speaker_encoder(resample(reference, SPEAKER_SAMPLE_RATE), l2_norm=True))
         out["codes"].copy_(between["codes"])
         for name in ("weights", "totals"):
             out[name].copy_(batch[name])
-
-    def used(self, out: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002 - all segments have the same size
-        return out
-
-    def _speaker(self, wave: Tensor, batch: Tensors) -> Tensor:
-        """Embeddings of three seconds from the start of the reference crop; shorter clips are repeated."""
-        slots = batch["crop_slots"][:, None].long()
-        places = batch["crop_starts"][:, None].long() + torch.arange(MIN_CROP_SAMPLES, device=wave.device)
-        reference = wave[slots, places % batch["num_samples"].long()[slots]]
-        embedding: Tensor = self.speaker_encoder(resample(reference, SPEAKER_SAMPLE_RATE), l2_norm=True)
-        return embedding
 
 
 def _segment_24k(wave: Tensor, segments: Tensor, width: int) -> Tensor:
@@ -273,7 +257,7 @@ FRONTENDS: dict[str, type[GptFrontend | DvaeFrontend | DecoderFrontend]] = {
 }
 """The front end of each stage of `config.STAGES`."""
 _WAYS = ((True, True), (False, True), (False, False))
-"""(codes known, packed): codes from the cache, computed packed, or computed clip by clip."""
+"""(codes known, packed): codes from the cache, encoded packed, or encoded with padding."""
 
 
 class CudaGraphFrontend:
@@ -284,24 +268,20 @@ class CudaGraphFrontend:
     """
 
     def __init__(self, frontend: Frontend, inputs: Layout, sizes: Sizes, stream: Stream) -> None:
-        device, outputs = stream.device, frontend.outputs
         self._uses_codes = frontend.uses_codes
-        self._in = torch.zeros(inputs.num_bytes, dtype=torch.uint8, device=device)
-        self._out = torch.zeros(outputs.num_bytes, dtype=torch.uint8, device=device)
-        batch, out = inputs.tensors(self._in), outputs.tensors(self._out)
+        self._in, self._out = Block(inputs, stream.device), Block(frontend.outputs, stream.device)
         for name in ("num_samples", "num_ids", "num_codes", "crop_samples"):
-            batch[name].fill_(1)  # no length may be 0
+            self._in.tensors[name].fill_(1)  # no length may be 0
         self._graphs: dict[tuple[bool, bool], CudaGraph[None]] = {}
-        pool = None
+        encode, pool = partial(frontend.encode, self._in.tensors, self._out.tensors), None
         for codes_known, packed in _WAYS if frontend.uses_codes else _WAYS[:1]:
-            work = partial(frontend.encode, batch, out, sizes if packed else replace(sizes, codes=0), codes_known)
+            work = partial(encode, sizes if packed else replace(sizes, codes=0), codes_known)
             self._graphs[codes_known, packed] = CudaGraph(work, stream, pool)
             pool = self._graphs[codes_known, packed].pool
 
     def encode_block(self, source: Block, target: Block, gathered: Gathered) -> None:
         """The same as `Frontend.encode_block`, in the current stream."""
-        codes_known = gathered.codes_known
-        way = (codes_known, codes_known or gathered.sizes.codes > 0) if self._uses_codes else _WAYS[0]
-        self._in.copy_(source.memory)
-        self._graphs[way].replay()
-        target.memory.copy_(self._out)
+        codes_known = gathered.codes_known or not self._uses_codes
+        self._in.memory.copy_(source.memory)
+        self._graphs[codes_known, codes_known or gathered.sizes.codes > 0].replay()
+        target.memory.copy_(self._out.memory)

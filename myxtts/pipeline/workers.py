@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job, Layout
+from myxtts.data.batches import Block, Gathered, Gatherer, HostBatch, Job
 from myxtts.data.codes import CodesCache
 from myxtts.devices import Stream
 from myxtts.observe.trace import OFF, Trace
@@ -29,14 +29,6 @@ Work = Callable[[], bool]
 """Passes one batch on; returns False when none is left."""
 
 _log = logging.getLogger(__name__)
-
-
-class Block:
-    """The memory of one batch on a device, and named views of it."""
-
-    def __init__(self, layout: Layout, device: torch.device, pinned: bool = False) -> None:
-        self.memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-        self.tensors = layout.tensors(self.memory)
 
 
 BlockRing = Ring[Block, Gathered]

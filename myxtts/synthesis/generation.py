@@ -65,26 +65,32 @@ class Sampling:
     ones: code 1 is hardly ever chosen, and published models were tuned that way."""
 
 
-class Decoding:
-    """GPT decoding with a key-value cache. Its memory can be used for batch after batch of one shape."""
+class Shape(NamedTuple):
+    """The size of a batch: its sentences, and the most text tokens and codes of one."""
 
-    def __init__(self, model: GPT, voice: Tensor, ids: Tensor, num_ids: Tensor, num_steps: int) -> None:
-        """Allocate room for `num_steps` codes after prefixes of this shape, and run them: see `prefill`."""
-        dims = model.dims
+    sentences: int
+    ids: int
+    steps: int
+
+
+class Decoding:
+    """GPT decoding with a key-value cache. Its memory serves batch after batch; each begins with `prefill`."""
+
+    def __init__(self, model: GPT, shape: Shape) -> None:
+        dims, like = model.dims, model.mel_embedding.weight
         if model.training:
             raise ValueError("generation needs model.eval(): dropout would change the codes")
-        if ids.shape[1] + 2 > dims.text_positions or num_steps > dims.audio_positions:
+        if shape.ids + 2 > dims.text_positions or shape.steps > dims.audio_positions:
             raise ValueError(
-                f"{ids.shape[1]} text tokens and {num_steps} codes, but the GPT has positions for {dims}"
+                f"{shape.ids} text tokens and {shape.steps} codes, but the GPT has positions for {dims}"
             )
         self.model = model
-        self.prefix = CONDITIONING_TOKENS + ids.shape[1] + 2
-        num_slots = -(-(self.prefix + num_steps) // _SLOTS_STEP) * _SLOTS_STEP
-        self.slots = torch.arange(num_slots, device=ids.device)
-        self.is_prefix = torch.zeros(len(ids), num_slots, dtype=torch.bool, device=ids.device)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.prefill(voice, ids, num_ids)
+        self.prefix = CONDITIONING_TOKENS + shape.ids + 2
+        num_slots = -(-(self.prefix + shape.steps) // _SLOTS_STEP) * _SLOTS_STEP
+        self.slots = torch.arange(num_slots, device=like.device)
+        self.is_prefix = torch.zeros(shape.sentences, num_slots, dtype=torch.bool, device=like.device)
+        size = (dims.layers, shape.sentences, dims.heads, num_slots, dims.dim // dims.heads)
+        self.keys, self.values = like.new_zeros(size), like.new_zeros(size)
 
     def prefill(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> None:
         """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths."""
@@ -101,11 +107,7 @@ class Decoding:
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
                 k, v = k.transpose(1, 2), v.transpose(1, 2)
-                for cache, computed in ((self.keys, k), (self.values, v)):
-                    if layer == len(cache):
-                        cache.append(F.pad(computed, room))
-                    else:
-                        cache[layer].copy_(F.pad(computed, room))
+                self.keys[layer], self.values[layer] = F.pad(k, room), F.pad(v, room)
                 return _attend(q, k, v, None)
 
             x = block(x, attend)
@@ -117,7 +119,7 @@ class Decoding:
         seen = self.is_prefix | ((self.slots >= self.prefix) & (self.slots <= slot))
         x = (model.mel_embedding(codes) + model.mel_pos_embedding.emb(place))[:, None]
         # An additive mask: from booleans every layer would compute it again.
-        mask = torch.zeros_like(seen, dtype=self.keys[0].dtype).masked_fill(~seen, -torch.inf)[:, None, None, :]
+        mask = torch.zeros_like(seen, dtype=self.keys.dtype).masked_fill(~seen, -torch.inf)[:, None, None, :]
         for layer, block in enumerate(model.gpt.h):
             keys, values = self.keys[layer], self.values[layer]
 
@@ -205,12 +207,6 @@ def guided(logits: Tensor, scale: float) -> Tensor:
     return without + scale * (with_text - without)
 
 
-class Shape(NamedTuple):
-    sentences: int
-    ids: int
-    steps: int
-
-
 def captured_shape(dims: GPTDims, fitting: Shape) -> Shape:
     """The smallest shape to capture that has room for `fitting`."""
     shapes = (*CAPTURED_SHAPES, (dims.max_text, dims.max_codes))
@@ -226,17 +222,15 @@ class CodeGenerator:
         gpt: GPT,
         shape: Shape,
         sampling: Sampling,
-        device: torch.device,
         stream: Stream | None = None,
         vectors: Tensor | None = None,
     ) -> None:
-        self.shape = shape
-        self._gpt, self._sampling, self._stream, self._vectors = gpt, sampling, stream, vectors
-        self._num_copies = (
-            1 if sampling.guidance == 1 else 2
-        )  # guidance decodes every sentence without its text too
+        self._gpt, self._shape, self._sampling, self._stream, self._vectors = gpt, shape, sampling, stream, vectors
         rows, steps = shape.sentences, shape.steps
-        self._stop = gpt.dims.stop_code
+        # Guidance decodes every sentence a second time, without its text.
+        self._num_copies = 1 if sampling.guidance == 1 else 2
+        self._decoding = Decoding(gpt, shape._replace(sentences=self._num_copies * rows))
+        self._stop, device = gpt.dims.stop_code, self._decoding.slots.device
         self._last_codes = torch.zeros(rows, dtype=torch.long, device=device)
         self._place = torch.zeros(1, dtype=torch.long, device=device)
         self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -245,28 +239,23 @@ class CodeGenerator:
         self._draws = torch.zeros(rows, steps, device=device)
         self._codes = torch.zeros(rows, steps, dtype=torch.long, device=device)
         self._latents = torch.zeros(rows, steps, gpt.dims.dim, device=device)
-        self._decoding: Decoding | None = None
         self._graph: CudaGraph[None] | None = None
         self._num_steps = 0
 
     @torch.no_grad()
     def begin(self, prompts: Sequence[Prompt]) -> None:
         """Run the prefixes of a batch; rows without a prompt count as ended."""
-        device = self._last_codes.device
-        ids = torch.zeros(self.shape.sentences, self.shape.ids, dtype=torch.long)
-        num_ids = torch.zeros(self.shape.sentences, dtype=torch.long)
+        device, num_sentences = self._last_codes.device, self._shape.sentences
+        ids = torch.zeros(num_sentences, self._shape.ids, dtype=torch.long)
+        num_ids = torch.zeros(num_sentences, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt.ids)] = torch.tensor(prompt.ids)
             num_ids[row] = len(prompt.ids)
         voices = [prompt.voice for prompt in prompts]
-        voices += voices[:1] * (self.shape.sentences - len(prompts))
+        voices += voices[:1] * (num_sentences - len(prompts))
         if self._num_copies == 2:
             voices, ids, num_ids = voices * 2, ids.repeat(2, 1), torch.cat([num_ids, torch.zeros_like(num_ids)])
-        prefixes = torch.cat(voices).to(device), ids.to(device), num_ids.to(device)
-        if self._decoding is None:
-            self._decoding = Decoding(self._gpt, *prefixes, self.shape.steps)
-        else:
-            self._decoding.prefill(*prefixes)
+        self._decoding.prefill(torch.cat(voices).to(device), ids.to(device), num_ids.to(device))
         self._reset(prompts)
         if self._stream is not None and self._graph is None:
             self._graph = CudaGraph(self.step, self._stream)
@@ -275,13 +264,13 @@ class CodeGenerator:
     @torch.no_grad()
     def advance(self, num_steps: int) -> bool:
         """Take `num_steps` steps, or as many as there is room for; True if all sentences have ended."""
-        for _ in range(min(num_steps, self.shape.steps - self._num_steps)):
+        for _ in range(min(num_steps, self._shape.steps - self._num_steps)):
             if self._graph is None:
                 self.step()
             else:
                 self._graph.replay()
             self._num_steps += 1
-        return self._num_steps == self.shape.steps or bool(self._ended.all())
+        return self._num_steps == self._shape.steps or bool(self._ended.all())
 
     def finish(self, advance: Advance = NO_PROGRESS.advance) -> None:
         """Generate until all sentences have ended; calls `advance` with the number that just did."""
@@ -300,14 +289,12 @@ class CodeGenerator:
         latents = self._latents[row, start : start + len(codes)].clone()
         if not bool(latents.isfinite().all()):
             raise PipelineError(
-                "The GPT computes NaN or infinity: its weights are damaged, or its training diverged. "
-                "Use an earlier checkpoint."
+                "The GPT computes NaN or infinity: its weights are damaged or diverged. Use an earlier checkpoint."
             )
         return Generated(codes, latents)
 
     def step(self) -> None:
         """Choose the next code of every sentence; touches only memory that stays, so it can be captured."""
-        assert self._decoding is not None
         logits, latents = self._decoding.step(self._last_codes.repeat(self._num_copies), self._place)
         if self._num_copies == 2:
             logits, latents = guided(logits, self._sampling.guidance), latents.chunk(2)[0]
@@ -342,10 +329,16 @@ class CodeGenerators:
     """Makes generators for batches of any shape; on a GPU keeps the most recent ones with their CUDA graphs."""
 
     def __init__(
-        self, gpt: GPT, device: torch.device, vectors: Tensor | None = None, *, capture: bool = True
+        self, gpt: GPT, vectors: Tensor | None = None, dtype: torch.dtype = torch.float32, *, capture: bool = True
     ) -> None:
-        """`vectors` [codes, dim] are the DVAE's codebook, needed for central codes."""
-        self._gpt, self._device = gpt, device
+        """`vectors` [codes, dim] are the DVAE's codebook, needed for central codes.
+
+        Converts what runs once per code to `dtype`; the conditioning encoder keeps its precision.
+        """
+        embeddings = (gpt.mel_embedding, gpt.text_embedding, gpt.mel_pos_embedding, gpt.text_pos_embedding)
+        for module in (gpt.gpt, gpt.final_norm, gpt.mel_head, *embeddings):
+            module.to(dtype)
+        self._gpt, device = gpt, gpt.mel_embedding.weight.device
         self.has_codebook = vectors is not None
         self._vectors = None if vectors is None else vectors.float().contiguous()
         self._stream = Stream(device) if capture and device.type == "cuda" else None
@@ -353,24 +346,16 @@ class CodeGenerators:
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> CodeGenerator:
         """A generator that has run the prompts; the caller may use it until the next call."""
-        shape = Shape(
-            len(prompts), max(len(prompt.ids) for prompt in prompts), max(len(prompt.draws) for prompt in prompts)
-        )
+        longest = max(len(prompt.ids) for prompt in prompts), max(len(prompt.draws) for prompt in prompts)
+        shape = Shape(len(prompts), *longest)
         if self._stream is not None:
             shape = captured_shape(self._gpt.dims, shape)
         generator = self._kept.pop((shape, sampling), None)
         if generator is None:
             while len(self._kept) >= KEPT_GENERATORS:
                 self._kept.popitem(last=False)
-            generator = CodeGenerator(self._gpt, shape, sampling, self._device, self._stream, self._vectors)
+            generator = CodeGenerator(self._gpt, shape, sampling, self._stream, self._vectors)
         if self._stream is not None:
             self._kept[shape, sampling] = generator
         generator.begin(prompts)
         return generator
-
-
-def round_weights(gpt: GPT, dtype: torch.dtype) -> None:
-    """Convert everything that runs once per code; the conditioning encoder keeps its precision."""
-    embeddings = (gpt.mel_embedding, gpt.text_embedding, gpt.mel_pos_embedding, gpt.text_pos_embedding)
-    for module in (gpt.gpt, gpt.final_norm, gpt.mel_head, *embeddings):
-        module.to(dtype)

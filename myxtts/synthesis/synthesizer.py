@@ -30,7 +30,7 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.generation import CodeGenerators, Generated, Prompt, Sampling, draws, round_weights
+from myxtts.synthesis.generation import MAX_NEW_CODES, CodeGenerators, Generated, Prompt, Sampling, draws
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
@@ -54,9 +54,14 @@ SILENT = 1e-3
 """The wave of a sentence that never reaches this is silent."""
 FAINT_NOTE = "hardly anything can be heard: the model has not learnt to make sound yet"
 _FORMATS = (".wav", ".flac")
-_DECODER, _SPEAKER, _DVAE = "hifigan_decoder.waveform_decoder", "hifigan_decoder.speaker_encoder", "dvae"
-
 VocoderName = Literal["hifigan", "griffin-lim"]
+_VOCODER_PARTS: dict[VocoderName, tuple[str, ...]] = {
+    "hifigan": ("hifigan_decoder.waveform_decoder", "hifigan_decoder.speaker_encoder"),
+    "griffin-lim": ("dvae",),
+}
+
+Work = Sequence[tuple[Sentence, Voice]]
+"""Sentences, each with its voice."""
 
 
 class SynthesisArguments(TypedDict, total=False):
@@ -127,9 +132,6 @@ class Attempt(NamedTuple):
     """The finding of the quality check."""
     num_attempts: int
 
-    def severity(self) -> int:
-        return PROBLEMS.index(self.problem)
-
 
 def checked(generated: Generated, sentence: Sentence, attempt: int) -> Attempt:
     """A whole sentence with the result of the quality check."""
@@ -184,13 +186,11 @@ class Report:
             pairs = (f"{a!r} as {b!r}" if b else f"{a!r} left out" for a, b in self.unknown_characters.items())
             notes.append(f"the vocabulary lacks characters of the text: {', '.join(pairs)}")
         for number, sentence in enumerate(self.sentences, 1):
+            attempts, quoted = f"{sentence.num_attempts} attempts", repr(sentence.text[:60])
             if sentence.problem:
-                notes.append(
-                    f"sentence {number} came out badly ({sentence.problem}, {sentence.num_attempts} attempts): "
-                    f"{sentence.text[:60]!r}"
-                )
+                notes.append(f"sentence {number} came out badly ({sentence.problem}, {attempts}): {quoted}")
             elif sentence.num_attempts > 1:
-                notes.append(f"sentence {number} needed {sentence.num_attempts} attempts: {sentence.text[:60]!r}")
+                notes.append(f"sentence {number} needed {attempts}: {quoted}")
         if all(sentence.is_faint for sentence in self.sentences):
             notes.append(FAINT_NOTE)
         return notes
@@ -244,7 +244,7 @@ def save_wave(path: Path, wave: Wave, rate: int) -> None:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
-class SpeechStream:
+class SpeechStream(Iterator[Wave]):
     """An iterator over waves of 24 kHz; `report` is available once it is exhausted.
 
     Do not use the synthesizer for anything else before the stream is exhausted or closed.
@@ -254,9 +254,6 @@ class SpeechStream:
         self._waves = waves
         self._report: Report | None = None
 
-    def __iter__(self) -> Iterator[Wave]:
-        return self
-
     def __next__(self) -> Wave:
         try:
             return next(self._waves)
@@ -265,7 +262,6 @@ class SpeechStream:
             raise
 
     def close(self) -> None:
-        """Stop before the end."""
         self._waves.close()
 
     @property
@@ -277,20 +273,19 @@ class SpeechStream:
 
 def usable_vocoder(fresh_parts: Collection[str], wanted: VocoderName | None = None) -> VocoderName:
     """The vocoder for a model whose `fresh_parts` (of `weights.PARTS`) were never trained, or an error."""
-    needed = {"hifigan": (_DECODER, _SPEAKER), "griffin-lim": (_DVAE,)}
     for part in ("gpt", "mel_stats"):
         if part in fresh_parts:
             raise UnreadableWeights(f"The model has no {part}, without which it cannot speak.")
     names: tuple[VocoderName, ...] = (wanted,) if wanted else ("hifigan", "griffin-lim")
-    for name in names:
-        if not set(needed[name]) & set(fresh_parts):
+    missing = {name: [part for part in _VOCODER_PARTS[name] if part in fresh_parts] for name in names}
+    for name, parts in missing.items():
+        if not parts:
             return name
-    words = {_DECODER: "decoder", _SPEAKER: "speaker encoder", _DVAE: "dvae"}
-    missing = [words[part] for name in names for part in needed[name] if part in fresh_parts]
-    stages = " or ".join(f"--stages {name}" for name in missing if name != words[_SPEAKER]) or "--stages decoder"
-    other = " or use --vocoder griffin-lim" if wanted == "hifigan" and _DVAE not in fresh_parts else ""
+    words = [part.split(".")[-1].replace("_", " ") for parts in missing.values() for part in parts]
+    stages = " or ".join(f"--stages {'decoder' if name == 'hifigan' else 'dvae'}" for name in missing)
+    other = " or use --vocoder griffin-lim" if wanted == "hifigan" and "dvae" not in fresh_parts else ""
     raise UnreadableWeights(
-        f"The {' and the '.join(missing)} of this model {'is' if len(missing) == 1 else 'are'} not trained, so "
+        f"The {' and the '.join(words)} of this model {'is' if len(words) == 1 else 'are'} not trained, so "
         f"nothing turns its codes into sound: train it ({stages}){other}."
     )
 
@@ -323,22 +318,18 @@ class Synthesizer:
         model.hifigan_decoder.remove_weight_norm()
         self._dims, self._batch_size, self._batches_at_once = model.dims, batch_size, batches_at_once
         self.sampling = sampling
-        self.limits = limits or Limits.of(model.dims.gpt)
+        self.limits = limits or Limits(model.dims.gpt.max_text, min(MAX_NEW_CODES, model.dims.gpt.max_codes))
         self._encoder = VoiceEncoder(model, device)
+        self.fingerprint = self._encoder.fingerprint
         self._frontend = TextFrontend(vocabulary, self.limits, use_phonemes=use_phonemes)
-        round_weights(model.gpt, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32))
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         vectors = model.dvae.codebook.embed.t() if model.dvae.codebook.is_trained else None
-        self._generators = CodeGenerators(model.gpt, device, vectors, capture=capture)
+        self._generators = CodeGenerators(model.gpt, vectors, dtype, capture=capture)
         self.vocoder: HifiGan | GriffinLim = (
             HifiGan(model.hifigan_decoder, batch_size, GPU_FRAMES_STEP if device.type == "cuda" else 1)
             if vocoder == "hifigan"
             else GriffinLim(model.dvae, model.mel_stats)
         )
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the weights that voices belong to, for `VoiceLibrary.load`."""
-        return self._encoder.fingerprint
 
     def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""
@@ -371,10 +362,9 @@ class Synthesizer:
         spoken = self._spoken(work, options)
         speeches = []
         for utterance in utterances:
-            some = [(sentence, *next(spoken)) for sentence in utterance.sentences]
-            reports = [SentenceReport.of(*each) for each in some]
-            waves = [wave for _, _, wave in some]
-            speeches.append(Speech(joined(waves), self._report(utterance, reports, options)))
+            some = [next(spoken) for _ in utterance.sentences]
+            report = self._report(utterance, [sentence for sentence, _ in some], options)
+            speeches.append(Speech(joined([wave for _, wave in some]), report))
         return speeches
 
     def stream(
@@ -397,21 +387,19 @@ class Synthesizer:
     def _stream(
         self, utterance: Utterance, options: SynthesisOptions, chunk_codes: int
     ) -> Generator[Wave, None, Report]:
-        has_sound = False
         reports: list[SentenceReport] = []
         with progress_bar(options.progress, "Speaking", len(utterance.sentences)) as advance:
             for sentence in utterance.sentences:
+                has_sound = any(report.seconds for report in reports)
                 pieces = self._stream_sentence(sentence, utterance.voice, options, chunk_codes, has_sound)
-                attempt, wave = yield from pieces
-                has_sound = has_sound or len(wave) > 0
-                reports.append(SentenceReport.of(sentence, attempt, wave))
+                reports.append((yield from pieces))
                 advance(1)
         return self._report(utterance, reports, options).require_sound()
 
     def _stream_sentence(
         self, sentence: Sentence, voice: Voice, options: SynthesisOptions, chunk_codes: int, after_sound: bool
-    ) -> Generator[Wave, None, tuple[Attempt, Wave]]:
-        """The pieces of a sentence, with a pause first if `after_sound`; returns attempt and whole wave."""
+    ) -> Generator[Wave, None, SentenceReport]:
+        """The pieces of a sentence, with a pause first if `after_sound`."""
         pieces: list[Wave] = []
         for number in options.attempts:
             prompts = [options.prompt(sentence, voice, number)]
@@ -438,7 +426,7 @@ class Synthesizer:
             if pieces or attempt.problem is None:
                 break
         assert attempt is not None
-        return attempt, np.concatenate(pieces or [np.zeros(0, np.float32)])
+        return SentenceReport.of(sentence, attempt, np.concatenate(pieces or [np.zeros(0, np.float32)]))
 
     def _options(self, arguments: SynthesisArguments) -> SynthesisOptions:
         defaults: dict[str, Any] = {"sampling": self.sampling, "seed": secrets.randbits(31)}
@@ -457,23 +445,11 @@ class Synthesizer:
         code = self._frontend.language_code(language)
         return Utterance(voice, code, *self._frontend.sentences(text, code))
 
-    def _report(
-        self, utterance: Utterance, sentences: Sequence[SentenceReport], options: SynthesisOptions
-    ) -> Report:
-        return Report(
-            utterance.language,
-            utterance.voice.name,
-            self.vocoder.name,
-            options.seed,
-            options.speed,
-            tuple(sentences),
-            utterance.unknown_characters,
-            utterance.voice.notes,
-        )
+    def _report(self, said: Utterance, sentences: Sequence[SentenceReport], options: SynthesisOptions) -> Report:
+        voice, how = said.voice, (self.vocoder.name, options.seed, options.speed)
+        return Report(said.language, voice.name, *how, tuple(sentences), said.unknown_characters, voice.notes)
 
-    def _spoken(
-        self, work: Sequence[tuple[Sentence, Voice]], options: SynthesisOptions
-    ) -> Iterator[tuple[Attempt, Wave]]:
+    def _spoken(self, work: Work, options: SynthesisOptions) -> Iterator[tuple[SentenceReport, Wave]]:
         """Every sentence with its wave, in order; a few batches at a time, to spare the GPU's memory."""
         at_once = self._batches_at_once * self._batch_size
         for first in range(0, len(work), at_once):
@@ -482,11 +458,10 @@ class Synthesizer:
             with progress_bar(options.progress, "Making the sound", len(work), first) as advance:
                 generated = [attempt.generated for attempt in attempts]
                 waves = self.vocoder.waves(generated, [voice.speaker for _, voice in some], options.speed, advance)
-            yield from ((attempt, wave.numpy()) for attempt, wave in zip(attempts, waves, strict=True))
+            for (sentence, _), attempt, wave in zip(some, attempts, waves, strict=True):
+                yield SentenceReport.of(sentence, attempt, wave.numpy()), wave.numpy()
 
-    def _attempts(
-        self, work: Sequence[tuple[Sentence, Voice]], options: SynthesisOptions, total: int, num_before: int
-    ) -> list[Attempt]:
+    def _attempts(self, work: Work, options: SynthesisOptions, total: int, num_before: int) -> list[Attempt]:
         """The best attempt at each sentence, in order; sentences of similar length are generated together."""
         best: dict[int, Attempt] = {}
         waiting = sorted(range(len(work)), key=lambda index: work[index][0].bounds.most)
@@ -501,7 +476,9 @@ class Synthesizer:
                     generator.finish(advance)
                     for row, index in enumerate(batch):
                         found = checked(generator.generated(row), work[index][0], number)
-                        best[index] = min(best.get(index, found), found, key=Attempt.severity)
+                        known = best.setdefault(index, found)
+                        if PROBLEMS.index(found.problem) < PROBLEMS.index(known.problem):
+                            best[index] = found
             waiting = [index for index in waiting if best[index].problem]
             for index in waiting:
                 best[index] = best[index]._replace(num_attempts=number + 1)
@@ -556,9 +533,9 @@ def provenance(run: RunDir) -> Provenance:
     try:
         data = load(run.folder / "settings.yaml", {}).settings.data
     except ConfigError:
-        return Provenance(tuple(run.untrained()), run.from_scratch)
-    lengths = {"max_text_length": data.max_text_length, "max_mel_frames": data.max_mel_frames}
-    return Provenance(tuple(run.untrained()), run.from_scratch, use_phonemes=data.use_phonemes, **lengths)
+        data = DataSettings()
+    known = (data.max_text_length, data.max_mel_frames, data.use_phonemes)
+    return Provenance(tuple(run.untrained()), run.from_scratch, *known)
 
 
 SAMPLE_FILE = "sample.wav"
@@ -567,8 +544,7 @@ _ENOUGH_SECONDS = 3.0
 """A recording of this length is enough for a voice."""
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """A clip of the corpus to try a run with: its voice and its text."""
 
     recording: Path

@@ -10,18 +10,15 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 from myxtts.config import LANGUAGES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.errors import ConfigError
-from myxtts.model.gpt import GPTDims
-from myxtts.synthesis.generation import MAX_NEW_CODES
-from myxtts.text.normalize import normalize
-from myxtts.text.phonemes import phonemize
-from myxtts.text.tables import LanguageTable, load_table
+from myxtts.text.normalize import normalize, phonemize
+from myxtts.text.tables import load_table
 from myxtts.text.tokenizer import Tokenizer, describe_characters
 
 CODES_PER_SECOND = SAMPLE_RATE / SAMPLES_PER_CODE
@@ -64,19 +61,13 @@ def find_problem(codes: Sequence[int], limits: Bounds) -> str | None:
 
 def has_loop(codes: Sequence[int]) -> bool:
     """True if some stretch of the codes repeats in a row."""
-    return any(
-        _longest_echo(codes, period) + period >= max(REPEATED_CODES, REPETITIONS * period)
-        for period in range(1, LONGEST_PERIOD + 1)
-    )
-
-
-def _longest_echo(codes: Sequence[int], period: int) -> int:
-    """The longest run of codes that equal those `period` places before them."""
-    longest = run = 0
-    for code, earlier in zip(codes[period:], codes, strict=False):
-        run = run + 1 if code == earlier else 0
-        longest = max(longest, run)
-    return longest
+    for period in range(1, LONGEST_PERIOD + 1):
+        run = 0  # codes in a row that equal those one period earlier
+        for code, earlier in zip(codes[period:], codes, strict=False):
+            run = run + 1 if code == earlier else 0
+            if run + period >= max(REPEATED_CODES, REPETITIONS * period):
+                return True
+    return False
 
 
 def ends_in_loop(codes: Sequence[int], num_added: int) -> bool:
@@ -89,8 +80,9 @@ SHORT_SHARE = 0.1
 
 _QUESTIONS, _WIDE_ENDS = "!?…؟।॥۔", "。！？｡"
 _CLOSING = "\"'”’»›)\\]」』】"
-_END = re.compile(rf"[.{_QUESTIONS}{_WIDE_ENDS}]+[{_CLOSING}]*")
-_OPENING = re.compile(r"[\s\"'“‘„«‹(\[「『【¿¡–—-]*")
+_OPENING = r"\s\"'“‘„«‹(\[「『【¿¡–—-"
+_END = re.compile(rf"[.{_QUESTIONS}{_WIDE_ENDS}]+[{_CLOSING}]*(?=[{_OPENING}]*(?P<following>.?))")
+"""Marks that may end a sentence, and the character that follows them, past spaces and opening quotes."""
 _PARAGRAPHS = re.compile(r"\n\s*\n|[\u2028\u2029]+")
 _INITIAL = re.compile(r"(?:^|[^\w.])[^\W\d_]\.$|\w\.\w{1,3}\.$")
 """A single letter or dots inside a word: J. R. Smith, z. B., U.S., ه.ش."""
@@ -132,82 +124,62 @@ def _cut(sentence: str) -> int:
         if inside := [end for end in ends if 0 < end < length]:
             return min(inside, key=lambda end: abs(2 * end - length))
     cut = max(1, length // 2)
-    while cut < length - 1 and _joins_previous(sentence[cut]):
+    # Accents, joiners and variation selectors stay with the letter before them.
+    while cut < length - 1 and unicodedata.category(sentence[cut]) in ("Mn", "Mc", "Me", "Cf"):
         cut += 1
     return cut
 
 
-def _joins_previous(character: str) -> bool:
-    """True for accents, joiners and variation selectors."""
-    return unicodedata.category(character) in ("Mn", "Mc", "Me", "Cf")
-
-
 def _sentences(paragraph: str, language: str) -> Iterator[str]:
     text = " ".join(paragraph.split())
-    ends = _Ends(text, language)
+    has_capitals = any(map(str.isupper, text))
     start = 0
     for match in _END.finditer(text):
-        if ends.sentence(match, start):
+        if _ends_sentence(match, start, language, has_capitals):
             yield text[start : match.end()].strip()
             start = match.end()
     if rest := text[start:].strip():
         yield rest
 
 
-class _Ends:
-    """Decides which punctuation marks of a text end a sentence."""
-
-    def __init__(self, text: str, language: str) -> None:
-        self._text = text
-        self._is_abbreviation, self._ordinal = _dots_of(language)
-        # In a text without capitals, a lower-case letter after a dot says nothing.
-        self._has_capitals = any(map(str.isupper, text))
-
-    def sentence(self, match: re.Match[str], start: int) -> bool:
-        """True if a match of `_END` ends the sentence that began at `start`."""
-        text, marks, end = self._text, match[0], match.end()
-        if end == len(text) or any(mark in _WIDE_ENDS for mark in marks):
-            return True
-        only_dots = not any(mark in _QUESTIONS for mark in marks)
-        if not text[end].isspace():
-            return self._ends_without_space(match.start(), end, only_dots)
-        opening = _OPENING.match(text, end)
-        following = text[opening.end() : opening.end() + 1] if opening else ""
-        if following.islower() and self._has_capitals:
-            return False
-        return not (only_dots and marks.startswith(".") and self._belongs_to_word(match.start(), start))
-
-    def _ends_without_space(self, mark: int, end: int, only_dots: bool) -> bool:
-        """Persian and similar scripts are often typed without a space after the mark."""
-        before = self._text[max(0, mark - 2) : mark] if only_dots else ""
-        is_abbreviation = only_dots and len(before) < 2
-        around = before + self._text[end]
+def _ends_sentence(match: re.Match[str], start: int, language: str, has_capitals: bool) -> bool:
+    """True if a match of `_END` ends the sentence that began at `start`."""
+    text, marks, mark, end = match.string, match[0], match.start(), match.end()
+    if end == len(text) or any(character in _WIDE_ENDS for character in marks):
+        return True
+    only_dots = not any(character in _QUESTIONS for character in marks)
+    if not text[end].isspace():
+        # Persian and similar scripts are often typed without a space after the mark.
+        around = (text[max(0, mark - 2) : mark] if only_dots else "") + text[end]
+        is_abbreviation = only_dots and mark < 2
         return not is_abbreviation and all(unicodedata.category(letter) == "Lo" for letter in around)
+    # In a text without capitals, a lower-case letter after a dot says nothing.
+    if match["following"].islower() and has_capitals:
+        return False
+    return not (only_dots and marks.startswith(".") and _belongs_to_word(text, mark, start, language))
 
-    def _belongs_to_word(self, mark: int, start: int) -> bool:
-        """True if a dot is part of an abbreviation, an initial, an ordinal or the number of a list item."""
-        text = self._text
-        before = text[max(start, mark + 1 - _LOOK_BACK) : mark + 1]
-        if _NUMBER.search(before):
-            is_item = before.strip()[:-1].isdigit()
-            return is_item or (self._ordinal is not None and self._ordinal.match(text, mark) is not None)
-        follows_number = text[mark + 1 :].lstrip()[:1].isdigit()
-        return bool(_INITIAL.search(before)) or self._is_abbreviation(before.lower(), follows_number)
+
+def _belongs_to_word(text: str, mark: int, start: int, language: str) -> bool:
+    """True if a dot is part of an abbreviation, an initial, an ordinal or the number of a list item."""
+    always, before_number, ordinal = _dots_of(language)
+    before = text[max(start, mark + 1 - _LOOK_BACK) : mark + 1]
+    if _NUMBER.search(before):
+        is_item = before.strip()[:-1].isdigit()
+        return is_item or ordinal.match(text, mark) is not None
+    if _INITIAL.search(before) or always.search(before.lower()):
+        return True
+    return text[mark + 1 :].lstrip()[:1].isdigit() and before_number.search(before.lower()) is not None
 
 
 @cache
-def _dots_of(language: str) -> tuple[Callable[[str, bool], bool], re.Pattern[str] | None]:
-    """A test for abbreviations (some only before a number), and the pattern of ordinals with a dot."""
-    table: LanguageTable = load_table(language)
+def _dots_of(language: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """Patterns of abbreviations, of those before a number only, and of ordinals with a dot."""
+    table = load_table(language)
     always, before_number = (
         re.compile(rf"(?:^|\W)(?:{'|'.join(map(re.escape, words)) or '(?!)'})$")
         for words in (table.abbreviations, table.before_number)
     )
-
-    def is_abbreviation(before: str, follows_number: bool) -> bool:
-        return bool(always.search(before) or (follows_number and before_number.search(before)))
-
-    return is_abbreviation, re.compile(table.ordinal) if r"\." in table.ordinal else None
+    return always, before_number, re.compile(table.ordinal if r"\." in table.ordinal else "(?!)")
 
 
 def _join_short(pieces: list[str], limit: int) -> list[str]:
@@ -238,11 +210,6 @@ class Limits:
     max_ids: int
     max_codes: int
 
-    @classmethod
-    def of(cls, dims: GPTDims) -> Limits:
-        """The limits of the GPT's positions."""
-        return cls(dims.max_text, min(MAX_NEW_CODES, dims.max_codes))
-
     def characters(self, language: str) -> int:
         """The most characters of one sentence."""
         return max(8, int(load_table(language).max_characters * min(1.0, self.max_codes / FULL_LIMIT_CODES)))
@@ -263,9 +230,7 @@ class TextFrontend:
     """Turns texts into sentences for one vocabulary."""
 
     def __init__(self, vocabulary: Tokenizer, limits: Limits, *, use_phonemes: bool = False) -> None:
-        self._vocabulary = vocabulary
-        self._limits = limits
-        self._use_phonemes = use_phonemes
+        self._vocabulary, self._limits, self._use_phonemes = vocabulary, limits, use_phonemes
 
     def language_code(self, language: str) -> str:
         """The language without its region; an error if we or the vocabulary do not support it."""
@@ -296,7 +261,9 @@ class TextFrontend:
             spoken = phonemize([words], language)[0] if self._use_phonemes and words else words
             for character in self._vocabulary.unknown_characters(spoken, language):
                 replaced.setdefault(character, self._replacement(character, language))
-            ids = self._encode("".join(replaced.get(character, character) for character in spoken), language)
+            said = " ".join("".join(replaced.get(character, character) for character in spoken).split())
+            has_words = any(map(str.isalnum, said))
+            ids = self._vocabulary.encode_batch([said], [language])[0] if has_words else []
             if len(ids) > self._limits.max_ids:
                 if len(piece) == 1:
                     raise UnspeakableText(
@@ -322,13 +289,6 @@ class TextFrontend:
                 "Is the text written in that language, and was the model trained on it?"
             )
         return sentences, replaced
-
-    def _encode(self, spoken: str, language: str) -> list[int]:
-        """Token ids; none if there is no letter or digit."""
-        if not any(map(str.isalnum, spoken)):
-            return []
-        (ids,) = self._vocabulary.encode_batch([" ".join(spoken.split())], [language])
-        return ids
 
     def _replacement(self, character: str, language: str) -> str:
         plain = unicodedata.normalize("NFKD", character)[0]

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
-from myxtts.errors import NO_PROGRESS
 from myxtts.model.dvae import DVAE
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, SAMPLES_PER_FRAME, HifiGanDecoder, num_frames
@@ -48,11 +47,7 @@ class GriffinLim:
 
     @torch.no_grad()
     def waves(
-        self,
-        sentences: Sequence[Generated],
-        speakers: Sequence[Tensor],
-        speed: float,
-        advance: Advance = NO_PROGRESS.advance,
+        self, sentences: Sequence[Generated], speakers: Sequence[Tensor], speed: float, advance: Advance
     ) -> list[Tensor]:
         """Waves [samples] of 24 kHz on the host. `speakers` are ignored."""
         assert len(speakers) == len(sentences)
@@ -63,7 +58,6 @@ class GriffinLim:
         return waves
 
     def begin(self, speaker: Tensor, speed: float) -> GriffinLimStream:  # noqa: ARG002 (as `HifiGan`)
-        """Start the wave of a sentence that is still being generated."""
         return GriffinLimStream(self, speed)
 
     @torch.no_grad()
@@ -96,9 +90,8 @@ class GriffinLim:
         before = torch.zeros_like(phase)
         for _ in range(PHASE_ROUNDS):
             wave = torch.istft(magnitude * phase, size, HOP_SAMPLES, window=window, length=num_samples)
-            found = torch.stft(wave, size, HOP_SAMPLES, window=window, pad_mode="constant", return_complex=True)[
-                :, : magnitude.shape[1]
-            ]
+            found = torch.stft(wave, size, HOP_SAMPLES, window=window, pad_mode="constant", return_complex=True)
+            found = found[:, : magnitude.shape[1]]
             phase = found - MOMENTUM / (1 + MOMENTUM) * before
             phase = phase / phase.abs().clamp(min=1e-16)
             before = found
@@ -191,19 +184,13 @@ class HifiGan:
 
     def __init__(self, decoder: HifiGanDecoder, batch_size: int, frames_step: int = 1) -> None:
         """Frames are padded to multiples of `frames_step`, out of reach of the samples that are kept."""
-        self._generator = decoder.waveform_decoder
-        self._batch_size = batch_size
-        self._frames_step = frames_step
+        self._generator, self._batch_size, self._frames_step = decoder.waveform_decoder, batch_size, frames_step
 
     @torch.no_grad()
     def waves(
-        self,
-        sentences: Sequence[Generated],
-        speakers: Sequence[Tensor],
-        speed: float,
-        advance: Advance = NO_PROGRESS.advance,
+        self, sentences: Sequence[Generated], speakers: Sequence[Tensor], speed: float, advance: Advance
     ) -> list[Tensor]:
-        """Waves [samples] on the host; `speakers` [speaker_dim] each."""
+        """Waves [samples] of 24 kHz on the host; `speakers` [speaker_dim] each."""
         waves: dict[int, Tensor] = {}
         by_length = sorted(range(len(sentences)), key=lambda index: len(sentences[index].codes))
         for first in range(0, len(by_length), self._batch_size):
@@ -250,8 +237,7 @@ class HifiGanStream:
         if ready <= self._num_done + FADE_FRAMES and not (last and ready > self._num_done):
             self._kept = kept
             return torch.zeros(0)
-        speaker = self._speaker.to(kept)[None]
-        whole = self._vocoder.generate(kept[None], speaker)[0]
+        whole = self._vocoder.generate(kept[None], self._speaker.to(kept)[None])[0]
         first = self._num_done - self._num_dropped
         wave = whole[first * SAMPLES_PER_FRAME : (ready - self._num_dropped) * SAMPLES_PER_FRAME]
         if self._overlap is not None:

@@ -85,7 +85,7 @@ class VoiceEncoder:
         latents = self._gpt.voice(mels)
         if not (latents.isfinite().all() and speaker.isfinite().all()):
             raise DatasetError("The voice is NaN or infinite: the weights are damaged, or training diverged.")
-        return Voice(name or Path(files[0]).stem, latents.cpu(), speaker.cpu(), self.fingerprint, tuple(notes))
+        return Voice(name or files[0].stem, latents.cpu(), speaker.cpu(), self.fingerprint, tuple(notes))
 
 
 def read_references(files: Sequence[Path]) -> tuple[list[Pcm], list[str]]:
@@ -93,7 +93,7 @@ def read_references(files: Sequence[Path]) -> tuple[list[Pcm], list[str]]:
     if not files:
         raise UnusableReference("A voice needs at least one recording: a few seconds of clean speech.")
     recordings, problems, speech_seconds = [], [], 0.0
-    for path in map(Path, files):
+    for path in files:
         try:
             pcm = decode(path, SAMPLE_RATE, LONGEST_SECONDS)
         except UnusableAudio as error:
@@ -135,11 +135,10 @@ def fingerprint(model: XTTS) -> str:
     Training changes all of these weights, so the large ones need not be read. Adapters of the GPT change none:
     voices stay valid.
     """
-    gpt, speaker_encoder = model.gpt, model.hifigan_decoder.speaker_encoder
-    parts = (gpt.conditioning_encoder, gpt.conditioning_perceiver, speaker_encoder)
+    gpt, speaker_encoder = model.gpt, cast(nn.Module, model.hifigan_decoder.speaker_encoder)
     digest = xxhash.xxh3_128(model.mel_stats.detach().float().cpu().numpy().tobytes())
-    for part in parts:
-        for name, tensor in cast(nn.Module, part).state_dict().items():
+    for part in (gpt.conditioning_encoder, gpt.conditioning_perceiver, speaker_encoder):
+        for name, tensor in part.state_dict().items():
             if tensor.numel() <= _FINGERPRINTED:
                 digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
@@ -153,7 +152,6 @@ class VoiceLibrary:
         self.folder = model_folder / "voices"
 
     def names(self) -> list[str]:
-        """The names of all voices, saved and published."""
         saved = {path.stem for path in self.folder.glob("*.safetensors")}
         return sorted(saved | published_voices(self._published).keys())
 
@@ -179,8 +177,7 @@ class VoiceLibrary:
         made_by = bytes(tensors["fingerprint"].tolist()).decode(errors="replace")
         if made_by != expected:
             raise DatasetError(
-                f"The voice {name!r} in {self.folder} was made by other weights and does not fit these. Make it "
-                "again from its recordings."
+                f"The voice {name!r} in {self.folder} was made by other weights; make it again from recordings."
             )
         return Voice(name, tensors["latents"], tensors["speaker"], made_by)
 
@@ -206,14 +203,11 @@ class VoiceLibrary:
 def published_voices(path: Path) -> dict[str, Voice]:
     """The speakers published with XTTS-v2 in `speakers_xtts.pth`, by name; none if there is no such file."""
     tensors = read_tensors(path) if path.is_file() else {}
-    latents, speaker = ".gpt_cond_latent", ".speaker_embedding"
-    names = [name.removesuffix(latents) for name in tensors if name.endswith(latents)]
-    return {
-        name: Voice(
-            name,
-            tensors[name + latents].reshape(1, CONDITIONING_TOKENS, -1).float(),
-            tensors[name + speaker].flatten().float(),
-        )
-        for name in names
-        if name + speaker in tensors
-    }
+    voices = {}
+    for key, latents in tensors.items():
+        name, _, kind = key.rpartition(".")
+        speaker = tensors.get(f"{name}.speaker_embedding")
+        if kind == "gpt_cond_latent" and speaker is not None:
+            latents = latents.reshape(1, CONDITIONING_TOKENS, -1).float()
+            voices[name] = Voice(name, latents, speaker.flatten().float())
+    return voices

@@ -88,8 +88,7 @@ def detect_languages(texts: Sequence[str], speakers: Sequence[str]) -> list[str]
     most frequent language of their speaker, or of the corpus.
     """
     scripts = {text: _script_of(text) for text in texts}
-    certain = {text: _language_in_script(text, script) for text, script in scripts.items()}
-    languages = [certain[text] for text in texts]
+    languages = [_language_in_script(text, scripts[text]) for text in texts]
     _settle_by_speaker(languages, [scripts[text] for text in texts], speakers)
 
     open_texts: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -97,10 +96,10 @@ def detect_languages(texts: Sequence[str], speakers: Sequence[str]) -> list[str]
         if language is None and scripts[text] in _languages_by_script():
             open_texts[scripts[text], speaker].add(text)
     found = _detect_by_speaker(open_texts)
-    for i, (text, speaker) in enumerate(zip(texts, speakers, strict=True)):
-        if languages[i] is None:
-            languages[i] = found.get((speaker, text))
-    return _fill_gaps(languages, speakers)
+    pairs = zip(speakers, texts, strict=True)
+    return _fill_gaps(
+        [language or found.get(pair) for language, pair in zip(languages, pairs, strict=True)], speakers
+    )
 
 
 def _script_of(text: str) -> str:
@@ -130,11 +129,7 @@ def _language_in_script(text: str, script: str) -> str | None:
 
 
 def _settle_by_speaker(languages: list[str | None], scripts: Sequence[str], speakers: Sequence[str]) -> None:
-    """Decide unclear texts by the speaker's clear ones in the same script, in place.
-
-    These are kanji-only sentences of a Japanese speaker, and sentences without a distinctive letter of a speaker
-    whose other sentences are all Persian or all Arabic.
-    """
+    """Decide by the speaker's other texts: kanji-only ones, and Arabic script without a telling letter."""
     counts: dict[str, Counter[str | None]] = defaultdict(Counter)
     for speaker, language in zip(speakers, languages, strict=True):
         counts[speaker][language] += 1
@@ -158,7 +153,9 @@ def _detect_by_speaker(open_texts: dict[tuple[str, str], set[str]]) -> dict[tupl
     answers: dict[_Group, _Languages] = {}
     for script in {group[0]: None for group in groups}:
         of_script = {group: texts for group, texts in groups.items() if group[0] == script}
-        candidates = _known_to_lingua(_languages_by_script()[script])
+        # Languages that lingua does not know are found by script, --language or metadata only.
+        known = _lingua().IsoCode639_1
+        candidates = tuple(code for code in _languages_by_script()[script] if hasattr(known, code.upper()))
         if len(candidates) < 2:
             only = candidates[0] if candidates else None
             answers |= {group: dict.fromkeys(texts, only) for group, texts in of_script.items()}
@@ -216,9 +213,8 @@ def _detect_each(
 ) -> dict[_Group, _Languages]:
     """Return the language of every text by itself: the small models narrow the choice, the large ones decide.
 
-    The large models of all eleven Latin languages would take 500 MB and three seconds to load. So only a few are
-    loaded at a time, for all groups with that choice at once; for a group that mixes more languages than that, the
-    small models decide.
+    The large models of all eleven Latin languages take 500 MB and three seconds to load. So only a few are loaded
+    at a time, for all groups with that choice; if a group mixes more languages, the small models decide.
     """
     answers: dict[_Group, _Languages] = {}
     choices: dict[_Codes, list[_Group]] = defaultdict(list)
@@ -243,22 +239,20 @@ def _narrow(texts: list[str], candidates: _Codes, seen: set[str]) -> tuple[_Lang
     best: _Languages = {}
     for text, ranking in zip(texts, rankings, strict=True):
         for value in ranking:
-            weights[value.language.iso_code_639_1.name.lower()] += value.value
+            weights[_code_of(value.language)] += value.value
         first, second = ranking[:2]
-        best[text] = first.language.iso_code_639_1.name.lower() if first.value > second.value else None
+        best[text] = _code_of(first.language) if first.value > second.value else None
     least = _CANDIDATE_SHARE * sum(weights.values())
     return best, tuple(code for code in candidates if weights[code] > least or code in seen)
 
 
 def _detect(texts: list[str], candidates: _Codes, *, accurate: bool) -> list[str | None]:
     """Return the language of each text, None if undecided; one native call on all cores."""
-    if not texts:
-        return []
     detector = _detector(candidates, accurate)
     found = detector.detect_languages_in_parallel_of(texts)
     if accurate:
         detector.unload_language_models()  # type: ignore[no-untyped-call]
-    return [language.iso_code_639_1.name.lower() if language else None for language in found]
+    return [_code_of(language) if language else None for language in found]
 
 
 @cache
@@ -270,22 +264,19 @@ def _detector(candidates: _Codes, accurate: bool) -> LanguageDetector:
     return detector
 
 
-def _known_to_lingua(candidates: _Codes) -> _Codes:
-    """Return the languages that lingua knows; the others are found by script, --language or metadata only."""
-    codes = _lingua().IsoCode639_1
-    return tuple(code for code in candidates if hasattr(codes, code.upper()))
-
-
 def _lingua() -> Any:
     try:
         import lingua
     except ImportError:
         raise DatasetError(
-            "The letters of some texts do not decide their language, and lingua is not installed. Name "
-            "the language with --language, add a language column to the metadata, or run: "
-            "pip install lingua-language-detector"
+            "Some texts need lingua to find their language, and it is not installed. Name the language with "
+            "--language, add a language column to the metadata, or run: pip install lingua-language-detector"
         ) from None
     return lingua
+
+
+def _code_of(language: Any) -> str:
+    return str(language.iso_code_639_1.name.lower())
 
 
 def _fill_gaps(languages: list[str | None], speakers: Sequence[str]) -> list[str]:
@@ -300,12 +291,10 @@ def _fill_gaps(languages: list[str | None], speakers: Sequence[str]) -> list[str
             f"No text of the corpus could be recognised as one of {', '.join(LANGUAGES)}. Name the language "
             "with --language or add a language column to the metadata."
         )
-
-    def usual(speaker: str) -> str:
-        counts = known.get(speaker) or known[None]
-        return min(counts, key=lambda code: (-counts[code], code))
-
-    return [language or usual(speaker) for speaker, language in zip(speakers, languages, strict=True)]
+    usual = {who: min(counts, key=lambda code: (-counts[code], code)) for who, counts in known.items()}
+    return [
+        language or usual.get(speaker, usual[None]) for speaker, language in zip(speakers, languages, strict=True)
+    ]
 
 
 MOST_TEXTS = 1000
@@ -321,10 +310,8 @@ def warn_of_other_script(language: str, texts: Sequence[str]) -> None:
     scripts = [(text, found) for text in texts[:: 1 + len(texts) // MOST_TEXTS] if (found := _script_of(text))]
     others = [text for text, found in scripts if found not in expected]
     if others and len(others) >= NEARLY_ALL * len(scripts):
+        named = f"--language {language} means {LANGUAGE_NAMES[language]}"
         _log.warning(
-            "WARNING: --language %s means %s, but nearly all texts are written in other letters, such as %r: "
-            "name another language, or leave it out to have it detected",
-            language,
-            LANGUAGE_NAMES[language],
-            others[0][:40],
+            f"WARNING: {named}, but nearly all texts are written in other letters, such as {others[0][:40]!r}: "
+            "name another language, or leave it out to have it detected"
         )

@@ -7,7 +7,7 @@ Persian, Hindi and Chinese. Persian sentences have their own module, because the
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from myxtts.errors import ConfigError
@@ -36,9 +36,11 @@ def ordinal(digits: str, language: str) -> str:
     if len(digits) > LONGEST_NUMBER or digits[0] == "0":
         return cardinal(digits, language)
     if language == "fa":
-        return _persian_ordinal(_persian(int(digits)))
-    words = load_table(language).ordinal_words
-    if words:
+        number = _persian(int(digits))
+        if number.endswith("سه"):
+            return number[:-1] + "وم"
+        return number + ("\u200cام" if number.endswith("ی") else "م")
+    if words := load_table(language).ordinal_words:
         return _ordinal_from_table(int(digits), language, words)
     try:
         return str(_num2words(int(digits), lang=language, to="ordinal"))
@@ -47,14 +49,9 @@ def ordinal(digits: str, language: str) -> str:
 
 
 def _whole_number(value: int, language: str) -> str:
-    if language == "fa":
-        return _persian(value)
-    if language == "hi":
-        return _hindi(value)
-    if language == "zh":
-        return _chinese(value)
-    digits = load_table(language).digits
-    if digits:
+    if language in _OWN_RULES:
+        return _OWN_RULES[language](value)
+    if digits := load_table(language).digits:
         return " ".join(digits[int(digit)] for digit in str(value))
     try:
         return str(_num2words(value, lang=language))
@@ -74,13 +71,12 @@ def _ordinal_from_table(value: int, language: str, words: dict[str, str]) -> str
     """Return an ordinal built word by word: hundreds stay cardinal, tens and units change."""
     if str(value) in words:
         return words[str(value)]
-    hundreds, rest = divmod(value, 100)
+    hundreds, rest = value - value % 100, value % 100
     if rest == 0:
         return cardinal(str(value), language)
-    tens = str(rest) if str(rest) in words else str(rest - rest % 10)
-    units = "" if str(rest) in words else str(rest % 10)
-    front = cardinal(str(hundreds * 100), language) if hundreds else ""
-    return " ".join(part for part in (front, words[tens], words.get(units, "")) if part)
+    spoken = [cardinal(str(hundreds), language)] if hundreds else []
+    parts = [rest] if str(rest) in words else [rest - rest % 10, rest % 10]
+    return " ".join(spoken + [words[str(part)] for part in parts if str(part) in words])
 
 
 def _persian(value: int) -> str:
@@ -107,12 +103,6 @@ def _persian_group(value: int, words: dict[str, Any]) -> str:
     if rest:
         parts.append(words["ones"][rest])
     return " و ".join(parts)
-
-
-def _persian_ordinal(words: str) -> str:
-    if words.endswith("سه"):
-        return words[:-1] + "وم"
-    return words + ("\u200cام" if words.endswith("ی") else "م")
 
 
 def _hindi(value: int) -> str:
@@ -161,9 +151,13 @@ def _chinese_group(group: int, *, first: bool) -> str:
     return spoken
 
 
-YEAR_FIRST_DATE = re.compile(r"(?<![0-9A-Za-z.,/-])(?P<y>\d{4})([-/.])(?P<m>\d{1,2})\2(?P<d>\d{1,2})\.?(?![\w/-])")
+_OWN_RULES = {"fa": _persian, "hi": _hindi, "zh": _chinese}
+
+YEAR_FIRST_DATE = re.compile(
+    r"(?<![0-9A-Za-z.,/-])(?P<year>\d{4})([-/.])(?P<month>\d{1,2})\2(?P<day>\d{1,2})\.?(?![\w/-])"
+)
 YEAR_LAST_DATE = re.compile(
-    r"(?<![0-9A-Za-z.,/-])(?P<a>\d{1,2})([-/.])\s?(?P<b>\d{1,2})\2\s?(?P<y>\d{4})(?![\w/-]|[.,]\d)"
+    r"(?<![0-9A-Za-z.,/-])(?P<day>\d{1,2})([-/.])\s?(?P<month>\d{1,2})\2\s?(?P<year>\d{4})(?![\w/-]|[.,]\d)"
 )
 CLOCK = re.compile(r"(?<![0-9A-Za-z:.,])([01]?\d|2[0-4]):([0-5]\d)(?::([0-5]\d))?(?![\d:])")
 PHONE = re.compile(
@@ -185,9 +179,8 @@ def split_number(number: str, thousands: str) -> tuple[str, str] | None:
     if len(marks) == 1:
         grouped = marks[0] in thousands and len(parts[1]) == 3 and len(parts[0]) <= 3 and parts[0][0] != "0"
         return (parts[0] + parts[1], "") if grouped else (parts[0], parts[1])
-    same = len(set(marks)) == 1
     middle_fits = all(len(part) in (2, 3) for part in parts[1:-1])
-    if same and middle_fits and len(parts[-1]) == 3 and len(parts[0]) <= 3:
+    if len(set(marks)) == 1 and middle_fits and len(parts[-1]) == 3 and len(parts[0]) <= 3:
         return "".join(parts), ""
     if len(set(marks[:-1])) == 1 and marks[-1] != marks[0] and middle_fits and len(parts[-2]) == 3:
         return "".join(parts[:-1]), parts[-1]
@@ -263,8 +256,7 @@ class NumberReader:
         if " " in table.thousands:
             text = _BLANK_GROUPS.sub(lambda m: m[1] + m[2].replace(" ", ""), text)
         if table.dates:
-            text = YEAR_FIRST_DATE.sub(lambda m: self._date(m, m["d"], m["m"]), text)
-            text = YEAR_LAST_DATE.sub(self._year_last, text)
+            text = YEAR_LAST_DATE.sub(self._date, YEAR_FIRST_DATE.sub(self._date, text))
         text = self._clock_time.sub(self._clock, text)
         text = PHONE.sub(self._phone, text)
         if table.spelled:
@@ -272,30 +264,28 @@ class NumberReader:
         if table.quotient:
             text = QUOTIENT.sub(self._quotient, text)
         if table.range:
-            text = RANGE.sub(self._range, text)
+            rising = partial(is_rising, thousands=table.thousands)
+            text = RANGE.sub(lambda m: f"{m[1]} {table.range} {m[2]}" if rising(m[1], m[2]) else m[0], text)
         text = self._amount.sub(self._read_amount, text)
         return substitute(table.repairs, text)
 
     def _cardinal(self, digits: str) -> str:
         return cardinal(digits, self._table.code)
 
-    def _year_last(self, match: re.Match[str]) -> str:
-        assert self._table.dates
-        day, month = match["a"], match["b"]
-        if (self._table.dates.order == "mdy" and int(day) <= 12) or int(month) > 12:
+    def _date(self, match: re.Match[str]) -> str:
+        dates, day, month = self._table.dates, match["day"], match["month"]
+        assert dates
+        month_first = (dates.order == "mdy" and int(day) <= 12) or int(month) > 12
+        if match.re is YEAR_LAST_DATE and month_first:
             day, month = month, day
-        return self._date(match, day, month)
-
-    def _date(self, match: re.Match[str], day: str, month: str) -> str:
-        dates = self._table.dates
-        if not dates or not (1 <= int(month) <= 12 and 1 <= int(day) <= 31):
+        if not (1 <= int(month) <= 12 and 1 <= int(day) <= 31):
             return match[0]
         day = day.lstrip("0")
         return dates.spoken.format(
             day=self._cardinal(day),
             ordinal=ordinal(day, self._table.code),
             month=dates.months[int(month) - 1],
-            year=self._cardinal(match["y"]),
+            year=self._cardinal(match["year"]),
         )
 
     def _clock(self, match: re.Match[str]) -> str:
@@ -320,18 +310,17 @@ class NumberReader:
         numerator, denominator = map(self._cardinal, match.groups())
         return self._table.quotient.format(numerator=numerator, denominator=denominator)
 
-    def _range(self, match: re.Match[str]) -> str:
-        rising = is_rising(match[1], match[2], self._table.thousands)
-        return f"{match[1]} {self._table.range} {match[2]}" if rising else match[0]
-
     def _read_amount(self, match: re.Match[str]) -> str:
         table = self._table
         parts = split_number(match["number"], table.thousands)
         unit = match["before"] or match["after"]
-        if parts is None:
-            words = self._chain(match["number"])
+        if parts is None:  # 1.2.3 or 1,2,3: number by number, the dot as a word, the comma as a pause
+            spoken = {".": f" {table.dot} ", ",": ", "}
+            pieces = re.findall(r"\d+|[.,]", match["number"].replace("'", ""))
+            words = "".join(spoken.get(piece) or self._cardinal(piece) for piece in pieces)
         elif match["ordinal"] and not parts[1]:
-            words = self._ordinal(parts[0], match["ordinal"])
+            endings = table.ordinal_endings.get(match["ordinal"].lower(), [])
+            words = substitute(endings, ordinal(parts[0], table.code))
         elif unit == "%" and table.percent_first:
             words = f"{table.percent_first}{self._decimal(*parts)}"
         elif unit:
@@ -344,27 +333,21 @@ class NumberReader:
             words = table.minus + table.word_space + words
         return keep_apart(words, match) if table.spaced else words
 
-    def _chain(self, number: str) -> str:
-        """Read 1.2.3 or 1,2,3: number by number, the dot as a word, the comma as a pause."""
-        spoken = {".": f" {self._table.dot} ", ",": ", "}
-        pieces = re.findall(r"\d+|[.,]", number.replace("'", ""))
-        return "".join(spoken.get(piece) or self._cardinal(piece) for piece in pieces)
-
     def _decimal(self, whole: str, decimals: str) -> str:
         table = self._table
         if not decimals:
             return self._cardinal(whole)
         if table.fraction == "named" and len(decimals) <= 3 and len(whole) <= 12 and decimals.strip("0"):
-            return _named_fraction(whole, decimals, table.code)
+            from decimal import Decimal
+
+            # Tenths and hundredths, for languages whose grammar needs it.
+            return str(_num2words(Decimal(f"{whole}.{decimals}"), lang=table.code))
         zeros = len(decimals) - len(decimals.lstrip("0"))
         if table.fraction == "digits" or zeros == len(decimals) or len(decimals) > 6:
             fraction = spell_digits(decimals, table.code)
         else:
             fraction = " ".join(self._cardinal(part) for part in (*decimals[:zeros], decimals[zeros:]))
         return table.word_space.join((self._cardinal(whole), table.point, fraction))
-
-    def _ordinal(self, digits: str, suffix: str) -> str:
-        return substitute(self._table.ordinal_endings.get(suffix.lower(), []), ordinal(digits, self._table.code))
 
     def _with_unit(self, whole: str, decimals: str, unit: str, magnitude: str | None) -> str:
         """Read an amount and its unit, agreeing in number; two decimals of money are its hundredths."""
@@ -385,10 +368,3 @@ class NumberReader:
         number = substitute(table.before_feminine if feminine else table.before_noun, self._cardinal(count))
         joint = "" if table.code == "ko" else table.word_space
         return f"{number}{joint}{plural_form(count, forms, table.plural)}"
-
-
-def _named_fraction(whole: str, decimals: str, language: str) -> str:
-    """Read decimals as tenths and hundredths, as num2words does, for languages whose grammar needs it."""
-    from decimal import Decimal
-
-    return str(_num2words(Decimal(f"{whole}.{decimals}"), lang=language))

@@ -18,7 +18,6 @@ Word lists are in `languages/fa.toml`; `numbers` spells whole numbers.
 
 import re
 import unicodedata
-from functools import lru_cache
 
 from myxtts.text.numbers import (
     CLOCK,
@@ -49,7 +48,6 @@ _EDGE_ZWNJ = re.compile(rf"(?<![{_LETTERS}0-9]){ZWNJ}|{ZWNJ}(?!{LETTER})|(?<=[{_
 _USELESS_ZWNJ = re.compile(rf"(?<!{LETTER}){ZWNJ}|{ZWNJ}(?!{LETTER})|(?<=[{_NON_JOINERS}]){ZWNJ}")
 _TA_MARBUTA = re.compile(rf"ة(?=[\s{ZWNJ}]?ال{LETTER})")
 _EZAFE = re.compile(rf"(?<={LETTER})ه(?:ٔ|[ {ZWNJ}]ی(?!{LETTER}|{ZWNJ}))")
-_TANVIN_FIRST = re.compile(r"ًا")
 _SPACE_BEFORE_MARK = re.compile(r"\s+(?=[,;:?!.)](?:\s|$|[,;:?!.)]))")
 _GLUED_MARK = re.compile(rf"([,;?!:]|(?<={LETTER}{{2}})\.)(?={LETTER})")
 
@@ -68,23 +66,6 @@ _AMOUNT = re.compile(
 )
 
 
-def normalize_persian(text: str) -> str:
-    """Return Persian text as it is spoken."""
-    table = load_table("fa")
-    text = clean_characters(text, _characters()).lower()
-    text = _unify_spelling(text)
-    if _patterns()["special"].search(text):
-        text = _read_numbers(text)
-        text = _patterns()["symbol"].sub(lambda match: f" {table.symbols[match[0]]} ", text)
-    text = _patterns()["abbreviation"].sub(lambda match: f" {table.abbreviations[match[0]]}", text)
-    text = " ".join(text.split())
-    text = _join_affixes(text)
-    text = _SPACE_BEFORE_MARK.sub("", _GLUED_MARK.sub(r"\1 ", text))
-    if ZWNJ in text:
-        text = _USELESS_ZWNJ.sub("", text)
-    return unicodedata.normalize("NFC", " ".join(text.split()))
-
-
 class _PersianCharacters(CharacterTable):
     """A table applied to its own results: presentation forms decompose into Arabic letters."""
 
@@ -93,33 +74,30 @@ class _PersianCharacters(CharacterTable):
         return cleaned
 
 
-@lru_cache(maxsize=1)
-def _characters() -> CharacterTable:
-    return _PersianCharacters(load_table("fa").characters)
+_TABLE = load_table("fa")
+_WORDS = _TABLE.words
+_CHARACTERS = _PersianCharacters(_TABLE.characters)
 
 
-@lru_cache(maxsize=1)
 def _patterns() -> dict[str, re.Pattern[str]]:
     """Return the patterns that need the word lists."""
-    table = load_table("fa")
-    words = table.words
     verb = (
-        f"(?:(?:{any_of(words['present_stems'])}){_PERSON}|(?:{any_of(words['past_stems'])}){_PERSON}?"
-        f"|{any_of(words['colloquial_verbs'])}){_CLITIC}"
+        f"(?:(?:{any_of(_WORDS['present_stems'])}){_PERSON}|(?:{any_of(_WORDS['past_stems'])}){_PERSON}?"
+        f"|{any_of(_WORDS['colloquial_verbs'])}){_CLITIC}"
     )
     start, end = rf"(?<!{LETTER})(?<!{ZWNJ})", rf"(?!{LETTER}|{ZWNJ})"
     verb_end = rf"(?!{LETTER}|{ZWNJ}(?!(?:ام|ای|است|ایم|اید|اند)(?!{LETTER})))"  # می خورده‌اند
-    bracketed = {short: long for short, long in table.abbreviations.items() if short[0] == "("}
-    abbreviation = rf"(?<!{LETTER})(?<!\.)(?:{any_of(table.abbreviations)})|{any_of(bracketed)}"
+    bracketed = [short for short in _TABLE.abbreviations if short[0] == "("]
+    abbreviation = rf"(?<!{LETTER})(?<!\.)(?:{any_of(_TABLE.abbreviations)})|{any_of(bracketed)}"
     superlative = rf"ترین(?:{ZWNJ}?{_PLURALS})?"
     several = rf"{LETTER}(?:{LETTER}|{ZWNJ})+"
     degree = rf"تر(?:ی|ها|های)?|{superlative}"
-    comparable = any_of(words["comparable"])
+    comparable = any_of(_WORDS["comparable"])
     return {
-        "special": re.compile(rf"[0-9{''.join(map(re.escape, {**table.symbols, **table.units}))}]"),
-        "symbol": re.compile(f"[{''.join(map(re.escape, table.symbols))}]"),
+        "special": re.compile(rf"[0-9{''.join(map(re.escape, {**_TABLE.symbols, **_TABLE.units}))}]"),
+        "symbol": re.compile(f"[{''.join(map(re.escape, _TABLE.symbols))}]"),
         "abbreviation": re.compile(rf"(?:{abbreviation})(?!{LETTER})"),
-        "before_number": re.compile(rf"(?<!{LETTER})({any_of(table.before_number)})\s?(?=\d)"),
+        "before_number": re.compile(rf"(?<!{LETTER})({any_of(_TABLE.before_number)})\s?(?=\d)"),
         "spaced_verb": re.compile(rf"(?<!ماه ){start}(ن?می) ({verb}){verb_end}"),
         "glued_verb": re.compile(rf"{start}(ن?می)({verb}){verb_end}"),
         "plural": re.compile(rf"{start}({several}(?<!ها)(?<!های)(?<!هایی)) ({_PLURALS}|{_SPOKEN_PLURALS}){end}"),
@@ -132,30 +110,56 @@ def _patterns() -> dict[str, re.Pattern[str]]:
     }
 
 
+_PATTERNS = _patterns()
+_KEPT_APART = {
+    "glued_verb": frozenset(_WORDS["not_verbs"]),
+    "superlative": frozenset(_WORDS["never_joined"]),
+    "plural": frozenset(_WORDS["never_joined"]),
+    "glued_plural": frozenset(_WORDS["never_joined"] + _WORDS["not_plurals"]),
+    "pronoun": frozenset(_WORDS["never_joined"] + _WORDS["ending_in_h"]),
+}
+"""Words that only look as if they had the affix of a pattern."""
+
+
+def normalize_persian(text: str) -> str:
+    """Return Persian text as it is spoken."""
+    text = clean_characters(text, _CHARACTERS).lower()
+    text = _unify_spelling(text)
+    if _PATTERNS["special"].search(text):
+        text = _read_numbers(text)
+        text = _PATTERNS["symbol"].sub(lambda match: f" {_TABLE.symbols[match[0]]} ", text)
+    text = _PATTERNS["abbreviation"].sub(lambda match: f" {_TABLE.abbreviations[match[0]]}", text)
+    text = " ".join(text.split())
+    text = _join_affixes(text)
+    text = _SPACE_BEFORE_MARK.sub("", _GLUED_MARK.sub(r"\1 ", text))
+    if ZWNJ in text:
+        text = _USELESS_ZWNJ.sub("", text)
+    return unicodedata.normalize("NFC", " ".join(text.split()))
+
+
 def _unify_spelling(text: str) -> str:
     """Bring letters and half-spaces to one standard spelling."""
     if ZWNJ in text:
         text = _EDGE_ZWNJ.sub("", _ZWNJ_RUN.sub(ZWNJ, text))
     text = _TA_MARBUTA.sub("ت", text).replace("ة", "ه")
     # Composing (NFC) can restore an alef with hamza after the character table was applied.
-    return _TANVIN_FIRST.sub("اً", text).replace("أ", "ا")
+    return text.replace("ًا", "اً").replace("أ", "ا")
 
 
 def _join_affixes(text: str) -> str:
     """Insert a half-space before affixes that were written separately or without any space."""
-    patterns = _patterns()
 
     def joined(name: str, text: str, group: int = 1) -> str:
         """Insert a half-space between the two groups of a pattern, except in words it must not touch."""
-        apart = _kept_apart(name)
-        return patterns[name].sub(lambda m: m[0] if m[group] in apart else f"{m[1]}{ZWNJ}{m[2]}", text)
+        apart = _KEPT_APART.get(name, ())
+        return _PATTERNS[name].sub(lambda m: m[0] if m[group] in apart else f"{m[1]}{ZWNJ}{m[2]}", text)
 
     text = _EZAFE.sub(f"ه{ZWNJ}ی", text).replace(HAMZA_ABOVE, "")
     if "می" in text:
         text = joined("glued_verb", joined("spaced_verb", text), group=0)
     if "تر" in text:
         text = joined("comparative", joined("superlative", text))
-        text = patterns["one_piece"].sub(r"\1\2", text)
+        text = _PATTERNS["one_piece"].sub(r"\1\2", text)
     if "ها" in text:
         text = joined("plural", joined("glued_plural", text))
     if "ه " in text:
@@ -163,32 +167,16 @@ def _join_affixes(text: str) -> str:
     return joined("thirtieth", text) if "سی ا" in text else text
 
 
-@lru_cache(maxsize=16)
-def _kept_apart(name: str) -> frozenset[str]:
-    """Return the words that only look as if they had the affix of a pattern."""
-    words = load_table("fa").words
-    alone = words["never_joined"]
-    lists = {
-        "glued_verb": words["not_verbs"],
-        "superlative": alone,
-        "plural": alone,
-        "glued_plural": alone + words["not_plurals"],
-        "pronoun": alone + words["ending_in_h"],
-    }
-    return frozenset(lists.get(name, []))
-
-
 def _read_numbers(text: str) -> str:
     """Read every number as words, the more specific readings first."""
-    table = load_table("fa")
-    text = _patterns()["before_number"].sub(lambda m: f"{table.before_number[m[1]]} ", text)
+    text = _PATTERNS["before_number"].sub(lambda m: f"{_TABLE.before_number[m[1]]} ", text)
     text = _YEAR.sub(lambda m: f"{m[1].strip()} {_ERAS[m[2]]}", _AFTER_CHRIST.sub(" میلادی", text))
     text = _CELSIUS.sub(f"° سانتی{ZWNJ}گراد", text)
     text = _FIRST_PERCENT.sub("", _MIXED_FRACTION.sub(" و ", text))
     text = _DATE.sub(_date, text)
     text = CLOCK.sub(_clock, text)
     text = PHONE.sub(_phone, text)
-    text = RANGE.sub(_range, text)
+    text = RANGE.sub(lambda m: f"{m[1]} تا {m[2]}" if is_rising(m[1], m[2], ",") else m[0], text)
     text = _ORDINAL.sub(_ordinal, text)
     return _AMOUNT.sub(_amount, text)
 
@@ -201,7 +189,7 @@ def _date(match: re.Match[str]) -> str:
     if not (is_year and 1 <= int(month) <= 12 and 1 <= int(day) <= 31):
         return match[0]
     # The Persian calendar differs by some 621 years, so dates written in digits are not ambiguous.
-    months = load_table("fa").words["solar_months" if int(year) < 1600 else "western_months"]
+    months = _WORDS["solar_months" if int(year) < 1600 else "western_months"]
     return f"{ordinal(day.lstrip('0'), 'fa')} {months[int(month) - 1]} {cardinal(year, 'fa')}"
 
 
@@ -220,10 +208,6 @@ def _phone(match: re.Match[str]) -> str:
     return plus + ", ".join(spell_digits(group, "fa") for group in re.findall(r"\d+", match[0]))
 
 
-def _range(match: re.Match[str]) -> str:
-    return f"{match[1]} تا {match[2]}" if is_rising(match[1], match[2], ",") else match[0]
-
-
 def _ordinal(match: re.Match[str]) -> str:
     words = ordinal(match[1], "fa")
     return words + "ین" if match[0].endswith("ین") else words
@@ -231,7 +215,6 @@ def _ordinal(match: re.Match[str]) -> str:
 
 def _amount(match: re.Match[str]) -> str:
     """Read a number with its sign and unit; two decimals of money are its hundredths."""
-    table = load_table("fa")
     number = match["number"]
     if _SLASHED_THOUSANDS.fullmatch(number):
         number = number[:-4] + "000"
@@ -239,18 +222,18 @@ def _amount(match: re.Match[str]) -> str:
     unit = match["before"] or match["after"]
     magnitude = f" {match['magnitude']}" if match["magnitude"] else ""
     if parts is None:
-        words = f" {table.point} ".join(cardinal(part, "fa") for part in re.findall(r"\d+", number))
-    elif unit and len(table.units[unit]) == 2 and len(parts[1]) == 2 and not magnitude:
-        (name,), (hundredth,) = table.units[unit]
+        words = f" {_TABLE.point} ".join(cardinal(part, "fa") for part in re.findall(r"\d+", number))
+    elif unit and len(_TABLE.units[unit]) == 2 and len(parts[1]) == 2 and not magnitude:
+        (name,), (hundredth,) = _TABLE.units[unit]
         words, unit = f"{cardinal(parts[0], 'fa')} {name}", None
         if parts[1] != "00":
             words += f" و {cardinal(parts[1].lstrip('0'), 'fa')} {hundredth}"
     else:
         words = _decimal(*parts) + magnitude
     if unit:
-        words += f" {table.units[unit][0][0]}"
+        words += f" {_TABLE.units[unit][0][0]}"
     if match["sign"]:
-        words = f"{table.plus if match['sign'] == '+' else table.minus} {words}"
+        words = f"{_TABLE.plus if match['sign'] == '+' else _TABLE.minus} {words}"
     return keep_apart(words, match)
 
 
@@ -260,4 +243,4 @@ def _decimal(whole: str, decimals: str) -> str:
         return cardinal(whole, "fa")
     zeros = len(decimals) - len(decimals.lstrip("0"))
     parts = [*decimals[:zeros], *([decimals[zeros:]] if decimals[zeros:] else [])]
-    return f"{cardinal(whole, 'fa')} {load_table('fa').point} {' '.join(cardinal(part, 'fa') for part in parts)}"
+    return f"{cardinal(whole, 'fa')} {_TABLE.point} {' '.join(cardinal(part, 'fa') for part in parts)}"

@@ -15,10 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_METADATA = (".dist-info", ".egg-info")
 
-
-def fingerprint_of(files: Iterable[Path], packages: Iterable[str] = ()) -> str:
+def fingerprint_of(files: Iterable[Path], packages: Iterable[str]) -> str:
     """Return a hash of the files, the versions of the installed packages, and Unicode's version."""
     import hashlib  # opens a shared library
 
@@ -26,20 +24,16 @@ def fingerprint_of(files: Iterable[Path], packages: Iterable[str] = ()) -> str:
     for file in files:
         content = file.read_bytes()
         digest.update(f"{file.name} {len(content)}\n".encode() + content)
-    digest.update("\n".join(sorted(_installed(tuple(packages)))).encode())
+    digest.update("\n".join(_installed(tuple(packages))).encode())
     return digest.hexdigest()[:16]
 
 
 @cache
 def _installed(packages: tuple[str, ...]) -> list[str]:
     """Return name-version of the packages from folder names; `importlib.metadata` would import far more."""
-    prefixes = tuple(f"{package}-" for package in packages)
-    found: set[str] = set()
-    for folder in map(Path, sys.path):
-        if prefixes and folder.is_dir():
-            names = (entry.name for entry in folder.iterdir())
-            found.update(name for name in names if name.lower().startswith(prefixes) and name.endswith(_METADATA))
-    return sorted(found)
+    starts, ends = tuple(f"{package}-" for package in packages), (".dist-info", ".egg-info")
+    names = {entry.name for folder in map(Path, sys.path) if folder.is_dir() for entry in folder.iterdir()}
+    return sorted(name for name in names if name.lower().startswith(starts) and name.endswith(ends))
 
 
 _APOSTROPHES = "\u2018\u2019\u201b\u02bc\u02b9\u2032\u00b4\u0060\u02bb\uff07\u055a\ua78c"
@@ -87,12 +81,10 @@ def _clean(character: str) -> str:
         return str(digit)
     if category in _REMOVED_CATEGORIES or code in _VARIATION_SELECTORS:
         return ""
-    if category in ("Zs", "Zl", "Zp") or category == "So":
+    if category in ("Zs", "Zl", "Zp", "So"):
         return " "
     plain = unicodedata.normalize("NFKC", character)
-    if plain == character:
-        return character
-    return "".join(map(_clean, plain))
+    return character if plain == character else "".join(map(_clean, plain))
 
 
 class CharacterTable(dict[int, str]):

@@ -96,14 +96,11 @@ def learn_merges(
 def joined(pieces: list[str], pair: Pair) -> list[str]:
     """Return the pieces with every occurrence of the pair joined, from the left."""
     result: list[str] = []
-    position = 0
-    while position < len(pieces):
-        if tuple(pieces[position : position + 2]) == pair:
-            result.append(pair[0] + pair[1])
-            position += 2
+    for piece in pieces:
+        if result and (result[-1], piece) == pair:
+            result[-1] += piece
         else:
-            result.append(pieces[position])
-            position += 1
+            result.append(piece)
     return result
 
 
@@ -138,9 +135,7 @@ class Tokenizer:
             raise DatasetError(f"{source} is not a usable vocabulary: {error}") from error
         self._vocabulary: dict[str, int] = self._content["model"]["vocab"]
         self.num_tokens = max(self._vocabulary.values()) + 1
-        self.start_id = self._vocabulary[START]
-        self.stop_id = self._vocabulary[STOP]
-        self.unknown_id = self._vocabulary[UNKNOWN]
+        self.start_id, self.stop_id, self.unknown_id = (self._vocabulary[name] for name in (START, STOP, UNKNOWN))
         self._prefixes = {
             match[1]: token["content"]
             for token in self._content["added_tokens"]
@@ -156,10 +151,9 @@ class Tokenizer:
         file = path / FILE_NAME if path.is_dir() else path
         try:
             text = file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise DatasetError(f"The vocabulary {file} cannot be read: {error.strerror or error}") from error
-        except UnicodeDecodeError as error:
-            raise DatasetError(f"The vocabulary {file} cannot be read: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise DatasetError(f"The vocabulary {file} cannot be read: {reason}") from error
         return cls(text, source=str(file))
 
     def save(self, path: Path) -> None:
@@ -197,13 +191,9 @@ class Tokenizer:
         return [encoding.ids for encoding in self._native.encode_batch_fast(marked, add_special_tokens=False)]
 
     def unknown_characters(self, text: str, language: str) -> list[str]:
-        """Return the distinct characters that have no id, in order.
-
-        Whitespace other than the space is among them, because the encoder silently drops it.
-        """
+        """Return the distinct characters without an id, in order; also whitespace that the encoder would drop."""
         self._require([language])
-        strange = set(text) - self._letters
-        return [character for character in dict.fromkeys(text) if character in strange] if strange else []
+        return [character for character in dict.fromkeys(text) if character not in self._letters]
 
     def _require(self, languages: Sequence[str]) -> None:
         if missing := sorted(set(languages) - self.languages):
@@ -211,13 +201,6 @@ class Tokenizer:
                 f"The vocabulary has no language token for {', '.join(missing)} (it has "
                 f"{', '.join(sorted(self.languages))}). Add the language with `myxtts vocabulary extend`."
             )
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids without language, START and STOP, and with U+FFFD for unknown."""
-        shown = {START: "", STOP: "", SPACE: " ", UNKNOWN: "\ufffd"}
-        shown |= dict.fromkeys(self._prefixes.values(), "")
-        tokens = (self._native.id_to_token(number) or "\ufffd" for number in ids)
-        return "".join(shown.get(token, token) for token in tokens)
 
 
 @cache
@@ -228,10 +211,8 @@ def tokenizer_fingerprint() -> str:
 
 def describe_characters(characters: Iterable[str]) -> str:
     """Return characters with code point and name, so that invisible and similar ones can be found."""
-    return ", ".join(
-        f"{character!r} U+{ord(character):04X} {unicodedata.name(character, 'unnamed')}"
-        for character in characters
-    )
+    named = (f"{one!r} U+{ord(one):04X} {unicodedata.name(one, 'unnamed')}" for one in characters)
+    return ", ".join(named)
 
 
 def train(texts: Iterable[str], languages: Iterable[str], num_tokens: int) -> Tokenizer:
@@ -247,10 +228,8 @@ def train(texts: Iterable[str], languages: Iterable[str], num_tokens: int) -> To
     tokens = [*special, *_FIRST_LETTERS, START, *map(_language_token, codes)]
     tokens += sorted({letter for word in words for letter in word} - set(_FIRST_LETTERS))
     if len(tokens) > num_tokens:
-        raise ConfigError(
-            f"A vocabulary of {num_tokens} tokens is too small: the letters of these texts and the special "
-            f"tokens alone are {len(tokens)}."
-        )
+        what = f"the letters of these texts and the special tokens alone are {len(tokens)}"
+        raise ConfigError(f"A vocabulary of {num_tokens} tokens is too small: {what}.")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     pieces = [(list(word), count) for word, count in words.items()]
     merges = learn_merges(pieces, vocabulary, num_tokens - len(vocabulary))
@@ -297,17 +276,13 @@ def _checked_content(text: str, source: str) -> dict[str, Any]:
     unlike = [name for name in _UNUSED_OPTIONS if model.get(name)]
     unlike += [name for name in ("normalizer", "post_processor") if content.get(name)]
     if kind != "BPE" or cutting != "Whitespace" or unlike:
-        raise DatasetError(
-            f"{source} holds a {kind} model, pre-tokenizer {cutting}, {', '.join(unlike) or 'no options'}; "
-            "expected is XTTS-v2's form: BPE, pre-tokenizer Whitespace, no options."
-        )
+        found = f"a {kind} model, pre-tokenizer {cutting}, {', '.join(unlike) or 'no options'}"
+        expected = "XTTS-v2's form: BPE, pre-tokenizer Whitespace, no options"
+        raise DatasetError(f"{source} holds {found}; expected is {expected}.")
     if missing := [token for token in (STOP, UNKNOWN, SPACE, START) if token not in known]:
         raise DatasetError(f"{source} lacks special tokens of every XTTS vocabulary: {', '.join(missing)}.")
     if stray := sorted(token for token in special if not (token.startswith("[") and token.endswith("]"))):
-        raise DatasetError(
-            f"{source} has the special token {stray[0]!r}; only names in square brackets are never mistaken "
-            "for text."
-        )
+        raise DatasetError(f"{source} has the special token {stray[0]!r}; expected are names in square brackets.")
     return content
 
 

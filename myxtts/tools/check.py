@@ -12,6 +12,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from operator import attrgetter
@@ -24,9 +25,7 @@ from myxtts.config import (
     PRESETS,
     SAMPLE_RATE,
     DataSettings,
-    ModelSettings,
     Settings,
-    TrainingSettings,
     stages_of,
 )
 from myxtts.data.batches import MAX_CROP_FRAMES, host_layout
@@ -62,6 +61,7 @@ EXPANSION, COMPRESSED_EXPANSION = {".wav": 1.0, ".flac": 2.0}, 12.0
 """How much larger audio is in the packed cache than in its file; for lossy formats a guess."""
 KEEP_APART = "keep the two apart with --checkpoint-dir DIR, or give --reset-training"
 MORE_SPACE = "free some space, or name another disk with --cache-dir"
+GET_DRIVER = "install the driver, or start the container with --gpus all"
 
 
 @dataclass(frozen=True)
@@ -77,37 +77,17 @@ class Host:
 
     @classmethod
     def look(cls) -> Host:
-        """Return the machine that this process runs on."""
         return cls(usable_cores(), available_bytes(), nvidia_driver(), _free_bytes)
 
 
-@dataclass(frozen=True)
 class CheckContext:
-    """Settings on a machine."""
+    """Settings on a machine, and what follows from them."""
 
-    loaded: LoadedSettings
-    machine: Machine
-    host: Host
-
-    @property
-    def model(self) -> ModelSettings:
-        return self.loaded.settings.model
-
-    @property
-    def data(self) -> DataSettings:
-        return self.loaded.settings.data
-
-    @property
-    def training(self) -> TrainingSettings:
-        return self.loaded.settings.training
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        return stages_of(self.loaded.settings)
-
-    @property
-    def on_gpu(self) -> bool:
-        return bool(self.machine.gpus)
+    def __init__(self, loaded: LoadedSettings, machine: Machine, host: Host) -> None:
+        self.loaded, self.machine, self.host = loaded, machine, host
+        settings = loaded.settings
+        self.model, self.data, self.training = settings.model, settings.data, settings.training
+        self.stages, self.on_gpu = stages_of(settings), bool(machine.gpus)
 
     @cached_property
     def plan(self) -> Plan | ConfigError:
@@ -120,10 +100,9 @@ class CheckContext:
     @property
     def model_gpu(self) -> Gpu | None:
         """The GPU that would train; without a plan the one asked for, else the first; None on the CPU."""
-        by_index: dict[int | None, Gpu] = {gpu.index: gpu for gpu in self.machine.gpus}
-        if isinstance(self.plan, Plan):
-            return by_index.get(self.plan.model.index)
-        return by_index.get(self.data.model_gpu) or next(iter(self.machine.gpus), None)
+        index = self.plan.model.index if isinstance(self.plan, Plan) else self.data.model_gpu
+        found = [gpu for gpu in self.machine.gpus if gpu.index == index]
+        return next(iter([*found, *self.machine.gpus]), None)
 
     @property
     def model_memory_mb(self) -> int:
@@ -135,7 +114,7 @@ class CheckContext:
     @cached_property
     def situation(self) -> Situation:
         """The facts for the rules; of an unprepared corpus only the number of clips is known."""
-        gpu, num_clips, num_val_clips, hours = self.model_gpu, 1, None, None
+        num_clips, num_val_clips, hours = 1, None, None
         if self.prepared is not None:
             num_clips, num_val_clips = len(self.prepared.train), len(self.prepared.val)
             hours = float(self.prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600
@@ -147,7 +126,7 @@ class CheckContext:
             settings=self.loaded.settings,
             num_gpus=len(self.machine.gpus),
             cores=self.host.cores,
-            gpu_memory_mb=gpu.memory_mb if gpu is not None else 0,
+            gpu_memory_mb=self.model_gpu.memory_mb if self.model_gpu is not None else 0,
             num_clips=num_clips,
             num_val_clips=num_val_clips,
             speech_hours=hours,
@@ -179,7 +158,6 @@ class CheckContext:
 
     @property
     def cache_folder(self) -> Path:
-        """Where the prepared corpus is or will be."""
         return cache_folder(self.data)
 
     @cached_property
@@ -203,11 +181,11 @@ class CheckContext:
     @property
     def packed_bytes(self) -> int:
         """The approximate size of the corpus in the packed cache."""
-        if isinstance(self.corpora, DatasetError):
-            return 0
-        clips = [clip for corpus in self.corpora for clip in corpus.clips]
-        factors = (EXPANSION.get(Path(clip.path).suffix.lower(), COMPRESSED_EXPANSION) for clip in clips)
-        return int(sum(clip.size_bytes * factor for clip, factor in zip(clips, factors, strict=True)))
+        corpora = [] if isinstance(self.corpora, DatasetError) else self.corpora
+        sizes: Counter[str] = Counter()
+        for clip in (clip for corpus in corpora for clip in corpus.clips):
+            sizes[Path(clip.path).suffix.lower()] += clip.size_bytes
+        return int(sum(size * EXPANSION.get(kind, COMPRESSED_EXPANSION) for kind, size in sizes.items()))
 
 
 @cache
@@ -234,16 +212,12 @@ def check(loaded: LoadedSettings, machine: Machine | None = None, host: Host | N
 def run_checks(ctx: CheckContext) -> list[Finding]:
     """Return what every check finds, then the hints about other settings."""
     findings = [check_one(ctx) for check_one in CHECKS.values()]
-    settled = {finding.setting for finding in findings if finding.level != "pass" and finding.setting}
     if isinstance(ctx.corpora, DatasetError):
         return findings
-    return findings + [
-        _with_flag(hint)
-        for hint in hints(ctx.situation)
-        if hint.code == "hint"
-        and hint.setting not in settled
-        and ctx.loaded.origin.get(hint.setting) != "preset"  # the user did not choose what a preset sets
-    ]
+    settled = {finding.setting for finding in findings if finding.level != "pass" and finding.setting}
+    settled |= {key for key, origin in ctx.loaded.origin.items() if origin == "preset"}  # not the user's choice
+    more = [hint for hint in hints(ctx.situation) if hint.code == "hint" and hint.setting not in settled]
+    return findings + [_with_flag(hint) for hint in more]
 
 
 def passed(findings: Sequence[Finding]) -> bool:
@@ -266,19 +240,17 @@ def _with_flag(finding: Finding) -> Finding:
 
 
 def by_rule(code: str, ctx: CheckContext, otherwise: str) -> Finding:
-    """Return what the rules of a check find, or that all is well."""
     found = rule_finding(code, ctx.situation)
     return Finding(code, "pass", otherwise) if found is None else _with_flag(found)
 
 
 def gpus(ctx: CheckContext) -> Finding:
-    """Check that PyTorch can use a GPU."""
     if ctx.machine.gpus:
         found = "; ".join(map(str, ctx.machine.gpus))
         return Finding("gpus", "pass", f"{len(ctx.machine.gpus)} GPU(s) found: {found}")
     if not ctx.host.driver:
         why = "no NVIDIA driver is installed on this machine, or the container was started without its GPUs"
-        fix = "install the driver, or start the container with --gpus all; without a GPU training works, slowly"
+        fix = f"{GET_DRIVER}; without a GPU training works, slowly"
         return Finding("gpus", "warn", "No GPU: training runs on the CPU", why, fix)
     why = f"the driver ({ctx.host.driver}) is installed, but PyTorch {torch.__version__} sees no GPU"
     fix = f"check CUDA_VISIBLE_DEVICES, and that the driver is new enough for CUDA {torch.version.cuda}"
@@ -288,7 +260,6 @@ def gpus(ctx: CheckContext) -> Finding:
 
 
 def devices(ctx: CheckContext) -> Finding:
-    """Check that the devices asked for exist and suit their roles."""
     try:
         plan = make_plan(replace(ctx.data, enable_memory_isolation=False), ctx.machine)
     except ConfigError as error:
@@ -307,7 +278,6 @@ def devices(ctx: CheckContext) -> Finding:
 
 
 def caps(ctx: CheckContext) -> Finding:
-    """Check that memory caps are possible and have an effect."""
     keys = ("data.data_gpu_memory", "data.model_gpu_memory")
     chosen = [key for key in keys if ctx.loaded.origin[key] in ("file", "flag")]
     if not ctx.data.enable_memory_isolation:
@@ -338,13 +308,11 @@ def native_loading(ctx: CheckContext) -> Finding:
 
 
 def prefetch(ctx: CheckContext) -> Finding:
-    """Check that enough batches wait in host memory."""
     size, auto = ctx.data.prefetch_buffer_size, "Batches ready on the host: as workers and memory suggest"
     return by_rule("prefetch", ctx, auto if size is None else f"{size} batches are kept ready on the host")
 
 
 def upload(ctx: CheckContext) -> Finding:
-    """Check that uploads overlap with training."""
     if not ctx.on_gpu:
         return Finding("upload", "info", "No GPU: nothing is uploaded")
     return by_rule("upload", ctx, "Batches are uploaded ahead, from pinned memory, on streams of their own")
@@ -389,7 +357,6 @@ def buffers(ctx: CheckContext) -> Finding:
 
 
 def card_preset(ctx: CheckContext) -> Finding:
-    """Check that the preset suits the GPU."""
     card = ctx.situation.card
     if card is None:
         return Finding("preset", "info", "No GPU: there is no preset for this machine")
@@ -404,7 +371,6 @@ def card_preset(ctx: CheckContext) -> Finding:
 
 
 def weights(ctx: CheckContext) -> Finding:
-    """Check that the weights and the vocabulary to start from exist."""
     for key in ("training.init_from", "data.tokenizer"):
         path: Path | None = attrgetter(key)(ctx.loaded.settings)
         if path is not None and not path.exists():
@@ -415,7 +381,6 @@ def weights(ctx: CheckContext) -> Finding:
 
 
 def run(ctx: CheckContext) -> Finding:
-    """Check that training would continue the run in its folder, or start a new one."""
     folder = ctx.training.checkpoint_dir
     if ctx.continued is None:
         over = f"Starts over in {folder}; the run there is put aside"
@@ -426,25 +391,17 @@ def run(ctx: CheckContext) -> Finding:
         what, *why = str(error).splitlines()
         fix = why.pop() if why else KEEP_APART
         return Finding("run", "fail", what.rstrip(":"), "; ".join(line.strip() for line in why), fix)
-    if ctx.prepared is None and (other := _other_corpus(ctx, folder)):
-        what = f"The run in {folder} was made with another corpus: {other}"
-        only_if = "training continues it only if clips and vocabulary are the same"
-        return Finding("run", "warn", what, only_if, KEEP_APART)
+    with suppress(ConfigError):
+        own = load(folder / "settings.yaml", {}).settings.data.train_data
+        then, now = (path and path.resolve() for path in (own, ctx.data.train_data))
+        if ctx.prepared is None and then != now:
+            what = f"The run in {folder} was made with another corpus: {own or 'the embedded one'}"
+            only_if = "training continues it only if clips and vocabulary are the same"
+            return Finding("run", "warn", what, only_if, KEEP_APART)
     return Finding("run", "pass", f"Continues the run in {folder}")
 
 
-def _other_corpus(ctx: CheckContext, folder: Path) -> str:
-    """Return the corpus of the run, if it is known to be another one."""
-    try:
-        own = load(folder / "settings.yaml", {}).settings.data.train_data
-    except ConfigError:
-        return ""
-    then, now = (path and path.resolve() for path in (own, ctx.data.train_data))
-    return "" if then == now else str(own or "the embedded one")
-
-
 def corpus(ctx: CheckContext) -> Finding:
-    """Check that there is a corpus, and that most of it is usable."""
     if isinstance(ctx.corpora, DatasetError):
         fix = "correct --train-data and --val-data; docs/recordings.md shows the forms of a corpus"
         return Finding("corpus", "fail", "The corpus cannot be read", str(ctx.corpora), fix)
@@ -453,7 +410,7 @@ def corpus(ctx: CheckContext) -> Finding:
     if ctx.prepared is not None:
         num_clips, aside = len(ctx.prepared.train) + len(ctx.prepared.val), ctx.prepared.set_aside
     reasons = ", ".join(f"{count} × {why}" for why, count in Counter(item.reason for item in aside).most_common(3))
-    if not len(ctx.corpora[0].clips):
+    if not ctx.corpora[0].clips:
         what = "No line of the metadata has an audio file"
         return Finding("corpus", "fail", what, reasons, "correct the metadata")
     what = f"{num_clips} clips in {' and '.join(map(str, corpus_folders(ctx.data)))}"
@@ -467,23 +424,21 @@ def corpus(ctx: CheckContext) -> Finding:
 
 
 def prepared(ctx: CheckContext) -> Finding:
-    """Check that the cache has the corpus as these settings need it."""
     if ctx.prepared is not None:
         return Finding("prepared", "pass", f"The corpus is prepared in {ctx.cache_folder}")
     if isinstance(ctx.corpora, DatasetError):
         return Finding("prepared", "info", "Not checked: the corpus cannot be read")
-    what, why = "The corpus is not prepared yet", "training prepares it when it starts"
+    what, why, fix = "The corpus is not prepared yet", "training prepares it when it starts", ""
     if ctx.has_stores:
         what = f"The cache in {ctx.cache_folder} was last used with other settings or clips"
         why = "training looks through it when it starts, and redoes what has changed"
-    folder = "" if ctx.data.train_data is None else f" --train-data {ctx.data.train_data}"
-    fix = f"run myxtts prepare{folder} to do it now"
-    # A run that continues has its own vocabulary, with which only training can prepare.
-    return Finding("prepared", "info", what, why, fix if ctx.continued is None else "")
+    if ctx.continued is None:  # a run that continues has its own vocabulary: only training can prepare with it
+        folder = "" if ctx.data.train_data is None else f" --train-data {ctx.data.train_data}"
+        fix = f"run myxtts prepare{folder} to do it now"
+    return Finding("prepared", "info", what, why, fix)
 
 
 def disk_cache(ctx: CheckContext) -> Finding:
-    """Check that the disk has room for the prepared corpus."""
     if ctx.prepared is not None or not ctx.data.native_loading:
         return Finding("disk-cache", "pass", "No more room is needed for the cache")
     return _room(ctx, "disk-cache", "the prepared corpus", ctx.packed_bytes, ctx.cache_folder, MORE_SPACE)
@@ -491,12 +446,11 @@ def disk_cache(ctx: CheckContext) -> Finding:
 
 def disk_checkpoints(ctx: CheckContext) -> Finding:
     """Check that the disk has room for all checkpoints: those kept, the best, and one being written."""
-    kept = ctx.training.keep_checkpoints + 2
+    kept, folder = ctx.training.keep_checkpoints + 2, ctx.training.checkpoint_dir
     per_weight = BYTES_PER_SAVED_WEIGHT + (4 if ctx.training.ema_decay else 0)
     needed = kept * per_weight * sum(ctx.num_trained(stage) for stage in ctx.stages)
     fix = "free some space, name another disk with --checkpoint-dir, or give --keep 1"
-    what, folder = f"{kept} checkpoints of each stage", ctx.training.checkpoint_dir
-    return _room(ctx, "disk-checkpoints", what, needed, folder, fix)
+    return _room(ctx, "disk-checkpoints", f"{kept} checkpoints of each stage", needed, folder, fix)
 
 
 def _room(ctx: CheckContext, code: str, what: str, needed: int, folder: Path, fix: str) -> Finding:
@@ -568,7 +522,10 @@ def check_gpus(
 ) -> list[Finding]:
     """Return findings about the GPUs, then those of `check`; compiling for the dry run may take minutes."""
     ctx = CheckContext(loaded, machine or Machine.look(), host or Host.look())
-    plan = ctx.plan if isinstance(ctx.plan, Plan) else _fallback(ctx)
+    plan = ctx.plan
+    if isinstance(plan, ConfigError):  # both roles on one device, with a handoff if two were asked for
+        device = torch.device("cuda", ctx.machine.gpus[0].index) if ctx.on_gpu else CPU
+        plan = Plan(device, device, "buffered" if ctx.data.data_gpu is None else "dual")
     tried = [driver(ctx), gpus(ctx), devices(ctx), *peers(ctx), caps(ctx)]
     if ctx.on_gpu:
         tried += [*caps_held(plan), transfer(plan)]
@@ -582,8 +539,7 @@ def driver(ctx: CheckContext) -> Finding:
     if ctx.host.driver or ctx.on_gpu:
         version = ctx.host.driver or "of unknown version"
         return Finding("driver", "pass", f"NVIDIA driver {version}, PyTorch {torch.__version__}")
-    fix = "install the driver, or start the container with its GPUs (--gpus all); the CPU trains without"
-    return Finding("driver", "fail", "No NVIDIA driver was found", "", fix)
+    return Finding("driver", "fail", "No NVIDIA driver was found", "", f"{GET_DRIVER}; the CPU trains without")
 
 
 def peers(ctx: CheckContext) -> Iterator[Finding]:
@@ -678,14 +634,13 @@ def _judge_pipeline(seen: Observation, settings: Settings, seconds: float) -> Fi
 
 def _judge_placement(seen: Observation) -> Finding:
     plan = seen.plan
-    expected = [
-        ("the model", seen.model_devices, plan.model),
-        ("its batches", seen.batch_devices, plan.model),
-        ("frozen networks", seen.frozen_devices or {plan.data}, plan.data),
-    ]
     wrong = [
         f"{what} on {' and '.join(sorted(map(str, found))) or 'no device'} instead of {device}"
-        for what, found, device in expected
+        for what, found, device in (
+            ("the model", seen.model_devices, plan.model),
+            ("its batches", seen.batch_devices, plan.model),
+            ("frozen networks", seen.frozen_devices or {plan.data}, plan.data),
+        )
         if found != {device}
     ]
     if wrong:
@@ -725,12 +680,6 @@ def not_checked(ctx: CheckContext, plan: Plan) -> Iterator[Finding]:
     where = f"both roles were tried on {plan.model}"
     smaller = "" if ctx.on_gpu else f", with `{CPU_SIZE}` and batches of at most {CPU_BATCH} clips"
     yield Finding("not-checked", "info", f"Not checked here: {', '.join(unseen)}", f"{where}{smaller}")
-
-
-def _fallback(ctx: CheckContext) -> Plan:
-    """Return both roles on one device, with the handoff between them if two GPUs were asked for."""
-    device = torch.device("cuda", ctx.machine.gpus[0].index) if ctx.on_gpu else CPU
-    return Plan(device, device, "buffered" if ctx.data.data_gpu is None else "dual")
 
 
 def _for_cpu(loaded: LoadedSettings) -> LoadedSettings:

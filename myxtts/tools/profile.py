@@ -36,8 +36,7 @@ from myxtts.observe.findings import MIN_SHARE, SWITCHES, Finding, Level, Wait, s
 from myxtts.observe.nvml import Reading, Sampler
 from myxtts.observe.trace import Span, Timing, Trace
 from myxtts.text.language import detect_languages
-from myxtts.text.normalize import normalize
-from myxtts.text.phonemes import phonemize
+from myxtts.text.normalize import normalize, phonemize
 from myxtts.tools.dry_run import DryRun, KernelView, Measurement, kernel_view, temporary_codes
 from myxtts.training.recipes import useful_flops
 

@@ -7,9 +7,8 @@ no gradient checkpointing, one or two GPUs. It writes nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 from myxtts.config import OPTIMIZATION_LEVELS, most_gatherers
@@ -23,7 +22,6 @@ from myxtts.run_dir import RunDir
 from myxtts.settings import LoadedSettings, format_setting, specs, value_of, with_values
 from myxtts.tools.dry_run import Refused, Trial, try_out_apart
 
-Measure = Callable[[LoadedSettings], Trial]
 MIN_GAIN_GPU, MIN_GAIN_CPU = 1.03, 1.1
 """Speedup below which a change may be chance; training on a CPU shares its cores."""
 MAX_MEMORY_SHARE = 0.85
@@ -38,6 +36,8 @@ WORKERS, CHECKPOINTING = "data.num_workers", "model.gradient_checkpointing"
 DATA_GPU, MODEL_GPU = "data.data_gpu", "data.model_gpu"
 BUFFERS = ("data.prefetch_buffer_size", "data.pipeline_buffer_size")
 LEVEL = "training.optimization_level"
+Say = Callable[[str], None]
+Measure = Callable[[LoadedSettings], Trial]
 
 
 @dataclass(frozen=True)
@@ -91,22 +91,25 @@ class Search:
     """The best settings so far, and the speed they reach."""
 
     def __init__(
-        self,
-        loaded: LoadedSettings,
-        measure: Measure,
-        machine: Machine,
-        ends_at: float,
-        say: Callable[[str], None],
+        self, loaded: LoadedSettings, measure: Measure, machine: Machine, ends_at: float, most_clips: int, say: Say
     ) -> None:
         self.loaded, self.machine, self.found = loaded, machine, Tuning()
-        self.refusal: Refused | None = None
-        """Why the last trial failed, if it did."""
-        self._measure, self._ends_at, self._say = measure, ends_at, say
+        self.min_gain = MIN_GAIN_GPU if machine.gpus else MIN_GAIN_CPU
+        self._measure, self._ends_at, self._most_clips, self._say = measure, ends_at, most_clips, say
         self._longest_s = 0.0
-
-    @property
-    def min_gain(self) -> float:
-        return MIN_GAIN_GPU if self.machine.gpus else MIN_GAIN_CPU
+        self._refusal: Refused | None = None
+        """Why the last trial failed, if it did."""
+        self._effective = self.value(BATCH) * self.value(ACCUMULATE)
+        self._largest_under: LoadedSettings | None = None
+        """The settings whose largest batch is known."""
+        training = loaded.settings.training
+        self._batch_is_free = training.reset_training or not RunDir(training.checkpoint_dir).has_begun
+        if not self._batch_is_free:
+            self.found.notes.append(
+                f"The batch is not changed because the run in {training.checkpoint_dir} has begun with it: give "
+                "another --checkpoint-dir, or --reset-training, to tune it for a new run; a smaller --batch-size "
+                "with as much more --grad-accum would continue this one"
+            )
 
     @property
     def best(self) -> Trial:
@@ -116,58 +119,50 @@ class Search:
     def value(self, key: str) -> Any:
         return value_of(self.loaded.settings, key)
 
-    def attempt(self, values: Mapping[str, Any]) -> Trial | None:
-        """Measure the best settings so far with these values; None if they cannot be trained, see `refusal`."""
+    def run(self) -> None:
+        """Try everything, in the order that the top of this file names."""
+        single = None
+        try:
+            self.found.before = self.found.after = self._attempt({})
+            if self.found.before is None:
+                self._shrink_batch()
+            self._try_switches()
+            self._try_feed()
+            if self._grow_batch():
+                self._try_feed()
+            if self.value(CHECKPOINTING):
+                self._keep_if_faster({CHECKPOINTING: False}, "the batch fits without recomputing activations")
+            single = self._try_roles()
+        except OutOfTime:
+            if self.found.after is None:
+                too_short = "The time was over before anything was measured; give more --minutes"
+                raise PipelineError(too_short) from None
+            self.found.notes.append("The time was over before everything was tried: give more --minutes")
+        if single is None and self.value(DATA_GPU) is None:
+            single = self.best
+        self.found.advice = list(_advice(self, single))
+
+    def _attempt(self, values: Mapping[str, Any]) -> Trial | None:
+        """Measure the best settings so far with these values; None if they cannot be trained, see `_refusal`."""
         started_at = time.monotonic()
         if started_at + self._longest_s > self._ends_at:
             raise OutOfTime
         candidate = with_values(self.loaded, values)
         described = _listed(values) or "the present settings"
         self.found.num_trials += 1
-        self.refusal = None
+        self._refusal = None
         try:
             trial = self._measure(candidate)
             self._check_memory(candidate, trial)
         except Refused as refusal:
             if time.monotonic() >= self._ends_at:
                 raise OutOfTime from None
-            self.refusal = refusal
+            self._refusal = refusal
             self._say(f"{described}: {str(refusal).splitlines()[0]}")
             return None
         self._longest_s = max(self._longest_s, time.monotonic() - started_at)
         self._say(f"{described}: {trial.clips_per_s:.1f} clips/s")
         return trial
-
-    def begin(self) -> bool:
-        """Measure the present settings; False if they cannot be trained."""
-        self.found.before = self.found.after = self.attempt({})
-        return self.found.before is not None
-
-    def keep(self, values: Mapping[str, Any], trial: Trial, why: str) -> None:
-        """Continue with these values. What a level implies changes with the level and is not listed."""
-        best = self.found.after
-        gain = trial.clips_per_s / best.clips_per_s if best is not None else None
-        for key, value in values.items():
-            is_implied = self.loaded.origin[key] == "preset" and key in OPTIMIZATION_LEVELS["basic"]
-            if self.value(key) != value and not is_implied:
-                self.found.changes.append(Change(key, self.value(key), value, gain, why))
-                gain, why = None, "belongs to the line above"
-        self.loaded, self.found.after = with_values(self.loaded, values), trial
-
-    def keep_if_faster(self, values: Mapping[str, Any], why: str) -> Trial | None:
-        """Try values, and continue with them if they help; returns their trial, if they can be trained."""
-        trial = self.attempt(values)
-        self.found.notes = [note for note in self.found.notes if not note.startswith(f"{_listed(values)} ")]
-        if trial is not None and trial.clips_per_s >= self.min_gain * self.best.clips_per_s:
-            self.keep(values, trial, why)
-        elif trial is not None:
-            self.note(f"{_listed(values)} would be {trial.clips_per_s / self.best.clips_per_s:.2f}× as fast")
-        else:
-            self.note(f"{_listed(values)} is not possible here: {str(self.refusal).splitlines()[0]}")
-        return trial
-
-    def note(self, text: str) -> None:
-        self.found.notes.append(text)
 
     def _check_memory(self, candidate: LoadedSettings, trial: Trial) -> None:
         data = candidate.settings.data
@@ -183,6 +178,147 @@ class Search:
                 spared = f"{100 - 100 * MAX_MEMORY_SHARE:.0f} % are kept free for validation and other programs"
                 raise Refused(f"it takes {used_mb:.0f} of {limit} MB, and {spared}", out_of_memory=True)
 
+    def _keep(self, values: Mapping[str, Any], trial: Trial, why: str) -> None:
+        """Continue with these values. What a level implies changes with the level and is not listed."""
+        best = self.found.after
+        gain = trial.clips_per_s / best.clips_per_s if best is not None else None
+        for key, value in values.items():
+            is_implied = self.loaded.origin[key] == "preset" and key in OPTIMIZATION_LEVELS["basic"]
+            if self.value(key) != value and not is_implied:
+                self.found.changes.append(Change(key, self.value(key), value, gain, why))
+                gain, why = None, "belongs to the line above"
+        self.loaded, self.found.after = with_values(self.loaded, values), trial
+
+    def _keep_if_faster(self, values: Mapping[str, Any], why: str) -> Trial | None:
+        """Try values, and continue with them if they help; returns their trial, if they can be trained."""
+        trial, named = self._attempt(values), _listed(values)
+        self.found.notes = [note for note in self.found.notes if not note.startswith(f"{named} ")]
+        if trial is None:
+            self.found.notes.append(f"{named} is not possible here: {str(self._refusal).splitlines()[0]}")
+        elif (gain := trial.clips_per_s / self.best.clips_per_s) >= self.min_gain:
+            self._keep(values, trial, why)
+        else:
+            self.found.notes.append(f"{named} would be {gain:.2f}× as fast")
+        return trial
+
+    def _try_switches(self) -> None:
+        """Try the switches that are off until none helps: one may help only after another."""
+        on_gpu, level = bool(self.machine.gpus), self.value(LEVEL)
+        if level == "basic" and on_gpu:
+            values = {LEVEL: "enhanced"} | {key: specs()[key].default for key in OPTIMIZATION_LEVELS[level]}
+            self._keep_if_faster(values, "the step is compiled and launched as one graph")
+        rules = [rule for rule in SWITCHES.values() if on_gpu or not rule.gpu_only]
+        tried_with: dict[str, LoadedSettings] = {}
+
+        def is_open(rule: Rule) -> bool:
+            return rule.is_off(self.loaded.settings) and tried_with.get(rule.setting) is not self.loaded
+
+        while open_rules := [rule for rule in rules if is_open(rule)]:
+            for rule in open_rules:
+                if is_open(rule):
+                    self._keep_if_faster({rule.setting: rule.value}, rule.why)
+                    tried_with[rule.setting] = self.loaded
+
+    def _try_feed(self) -> None:
+        """Try workers and buffers, if batches come too late."""
+        if self.best.headroom < self.min_gain:
+            return
+        most, workers = most_gatherers(self.loaded.settings.data, usable_cores()), self.value(WORKERS)
+        for count in sorted({min(2 * workers, most), most}):
+            if count > self.value(WORKERS):
+                self._keep_if_faster({WORKERS: count}, "more threads gather batches")
+        chosen = {key: specs()[key].default for key in BUFFERS if self.loaded.is_set(key)}
+        if chosen and self.best.headroom >= self.min_gain:
+            self._keep_if_faster(chosen, "automatic buffers follow the workers and the free memory")
+
+    def _try_roles(self) -> Trial | None:
+        """Try two GPUs for the two roles, or one; returns the trial on one GPU, if there was one."""
+        gpus, alone = [gpu.index for gpu in self.machine.gpus], self.best
+        if len(gpus) < 2:
+            return alone
+        if self.value(DATA_GPU) is None:
+            self._keep_if_faster({DATA_GPU: gpus[0], MODEL_GPU: gpus[1]}, "the data role has its own GPU")
+            return alone
+        values = {DATA_GPU: None, MODEL_GPU: None}
+        return self._keep_if_faster(values, "one GPU does the work of both roles faster")
+
+    def _with_batch(self, size: int) -> dict[str, Any]:
+        """Return this batch size and the accumulation that keeps the effective batch about the same."""
+        return {BATCH: size, ACCUMULATE: max(1, round(self._effective / size))}
+
+    def _shrink_batch(self) -> None:
+        """Find the largest batch that fits, if the present one does not."""
+        refusal = self._refusal
+        assert refusal is not None
+        if not refusal.out_of_memory or not self._batch_is_free:
+            raise refusal
+        asked = too_large = self.value(BATCH)
+        fitting: dict[int, Trial] = {}
+        while too_large > 1 and not fitting:
+            half = too_large // 2
+            if (trial := self._attempt(self._with_batch(half))) is None:
+                too_large = half
+            else:
+                fitting[half] = trial
+        if not fitting:
+            fix = "Give --gradient-checkpointing, for fine-tuning --lora-rank 16, or a smaller --model-size."
+            raise PipelineError(f"Not even one clip fits. {fix}\n{refusal}")
+        try:
+            self._bisect_batch(fitting, too_large)
+        finally:
+            size = max(fitting)
+            why = f"{asked} clips do not fit: {str(refusal).splitlines()[0]}"
+            self._keep(self._with_batch(size), fitting[size], why)
+            self._largest_under = self.loaded
+
+    def _grow_batch(self) -> bool:
+        """Double the batch while that helps; if one does not fit, find the largest that does."""
+        if not self._batch_is_free or self.loaded is self._largest_under:
+            return False
+        start = size = self.value(BATCH)
+        tried = {size: self.best}
+        try:
+            while size < self._most_clips:
+                doubled = min(2 * size, self._most_clips)
+                if (trial := self._attempt(self._with_batch(doubled))) is None:
+                    self._bisect_batch(tried, doubled)
+                    break
+                tried[doubled] = trial
+                if trial.clips_per_s < self.min_gain * tried[size].clips_per_s:
+                    break
+                size = doubled
+        except OutOfTime:
+            self._keep_fastest_batch(start, tried)
+            raise
+        return self._keep_fastest_batch(start, tried)
+
+    def _keep_fastest_batch(self, start: int, tried: Mapping[int, Trial]) -> bool:
+        """Keep the batch that trained most clips per second, if it gains enough."""
+        size = max(tried, key=lambda size: tried[size].clips_per_s)
+        if tried[size].clips_per_s < self.min_gain * tried[start].clips_per_s:
+            if len(tried) > 1:
+                self.found.notes.append(f"The batch stays {start}: no other that was tried is faster")
+            return False
+        now = size * self._with_batch(size)[ACCUMULATE]
+        effect = f"stays {now}" if now == self._effective else f"becomes {now}, it was {self._effective}"
+        taken = ", ".join(f"{used / 1024:.1f} GB of {role}" for role, used in tried[size].memory_mb.items())
+        why = f"more clips at once use the machine better; the effective batch {effect}"
+        self._keep(self._with_batch(size), tried[size], why + (f"; takes {taken}" if taken else ""))
+        return True
+
+    def _bisect_batch(self, fitting: dict[int, Trial], too_large: int) -> None:
+        """Find the largest batch below one that does not fit, to an eighth; adds each that fits to `fitting`."""
+        try:
+            while too_large - (fits := max(fitting)) > max(1, fits // 8):
+                middle = (fits + too_large) // 2
+                middle -= middle % 8 if middle - middle % 8 > fits else 0
+                if (trial := self._attempt(self._with_batch(middle))) is None:
+                    too_large = middle
+                else:
+                    fitting[middle] = trial
+        finally:
+            self.found.largest_batch = max(fitting)
+
 
 def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {format_setting(key, value)}" for key, value in values.items())
@@ -197,196 +333,27 @@ def tune(
     max_batch: int | None = None,
     machine: Machine | None = None,
     measure: Measure | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> Tuning:
     """Search for so many minutes, from settings with their presets applied; `say` gets a line per trial."""
     machine = Machine.look() if machine is None else machine
+    num_steps, most = (GPU_STEPS, MAX_BATCH_GPU) if machine.gpus else (CPU_STEPS, MAX_BATCH_CPU)
     started_at = time.monotonic()
     ends_at = started_at + 60 * minutes
-    if measure is None:
-        measure = partial(_measure_until, ends_at, stage, GPU_STEPS if machine.gpus else CPU_STEPS)
-    most = max_batch or (MAX_BATCH_GPU if machine.gpus else MAX_BATCH_CPU)
-    search = Search(loaded, measure, machine, ends_at, say)
-    _run(search, _BatchSearch(search, min(most, len(prepared.train))))
+
+    def train(loaded: LoadedSettings) -> Trial:
+        return try_out_apart(loaded.settings, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
+
+    most_clips = min(max_batch or most, len(prepared.train))
+    search = Search(loaded, measure or train, machine, ends_at, most_clips, say)
+    search.run()
     search.found.minutes = (time.monotonic() - started_at) / 60
     return search.found
 
 
-def _measure_until(ends_at: float, stage: str, num_steps: int, loaded: LoadedSettings) -> Trial:
-    return try_out_apart(loaded.settings, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
-
-
-def _run(search: Search, batch: _BatchSearch) -> None:
-    single = None
-    try:
-        if not search.begin():
-            batch.shrink()
-        _try_switches(search)
-        _try_feed(search)
-        if batch.grow():
-            _try_feed(search)
-        if search.value(CHECKPOINTING):
-            search.keep_if_faster({CHECKPOINTING: False}, "the batch fits without recomputing activations")
-        single = _try_roles(search)
-    except OutOfTime:
-        if search.found.after is None:
-            raise PipelineError("The time was over before anything was measured; give more --minutes") from None
-        search.note("The time was over before everything was tried: give more --minutes")
-    if single is None and search.value(DATA_GPU) is None:
-        single = search.best
-    _advise(search, single)
-
-
-def _try_switches(search: Search) -> None:
-    """Try the switches that are off until none helps: one may help only after another."""
-    on_gpu, level = bool(search.machine.gpus), search.value(LEVEL)
-    if level == "basic" and on_gpu:
-        values = {LEVEL: "enhanced"} | {key: specs()[key].default for key in OPTIMIZATION_LEVELS[level]}
-        search.keep_if_faster(values, "the step is compiled and launched as one graph")
-    rules = [rule for rule in SWITCHES.values() if on_gpu or not rule.gpu_only]
-    tried_with: dict[str, LoadedSettings] = {}
-
-    def is_open(rule: Rule) -> bool:
-        is_off = rule.is_off(search.loaded.settings)
-        return is_off and tried_with.get(rule.setting) is not search.loaded
-
-    while open_rules := [rule for rule in rules if is_open(rule)]:
-        for rule in open_rules:
-            if is_open(rule):
-                search.keep_if_faster({rule.setting: rule.value}, rule.why)
-                tried_with[rule.setting] = search.loaded
-
-
-def _try_feed(search: Search) -> None:
-    """Try workers and buffers, if batches come too late."""
-    if search.best.headroom < search.min_gain:
-        return
-    most, workers = most_gatherers(search.loaded.settings.data, usable_cores()), search.value(WORKERS)
-    for count in sorted({min(2 * workers, most), most}):
-        if count > search.value(WORKERS):
-            search.keep_if_faster({WORKERS: count}, "more threads gather batches")
-    chosen = {key: specs()[key].default for key in BUFFERS if search.loaded.is_set(key)}
-    if chosen and search.best.headroom >= search.min_gain:
-        search.keep_if_faster(chosen, "automatic buffers follow the workers and the free memory")
-
-
-def _try_roles(search: Search) -> Trial | None:
-    """Try two GPUs for the two roles, or one; returns the trial on one GPU, if there was one."""
-    gpus = [gpu.index for gpu in search.machine.gpus]
-    if len(gpus) < 2:
-        return search.best
-    if search.value(DATA_GPU) is None:
-        alone = search.best
-        values = {DATA_GPU: gpus[0], MODEL_GPU: gpus[1]}
-        search.keep_if_faster(values, "the data role has its own GPU")
-        return alone
-    return search.keep_if_faster({DATA_GPU: None, MODEL_GPU: None}, "one GPU does the work of both roles faster")
-
-
-class _BatchSearch:
-    """Searches the batch size; accumulation follows to keep the effective batch about the same."""
-
-    def __init__(self, search: Search, largest: int) -> None:
-        self._search, self._largest = search, largest
-        training = search.loaded.settings.training
-        self._effective = search.value(BATCH) * search.value(ACCUMULATE)
-        self._largest_under: LoadedSettings | None = None
-        """The settings whose largest batch is known."""
-        self._is_free = training.reset_training or not RunDir(training.checkpoint_dir).has_begun
-        if not self._is_free:
-            search.note(
-                f"The batch is not changed because the run in {training.checkpoint_dir} has begun with it: give "
-                "another --checkpoint-dir, or --reset-training, to tune it for a new run; a smaller --batch-size "
-                "with as much more --grad-accum would continue this one"
-            )
-
-    def shrink(self) -> None:
-        """Find the largest batch that fits, if the present one does not."""
-        search, refusal = self._search, self._search.refusal
-        assert refusal is not None
-        if not refusal.out_of_memory or not self._is_free:
-            raise refusal
-        asked = too_large = search.value(BATCH)
-        fitting: dict[int, Trial] = {}
-        while too_large > 1 and not fitting:
-            trial = search.attempt(self._values(too_large // 2))
-            if trial is None:
-                too_large //= 2
-            else:
-                fitting[too_large // 2] = trial
-        if not fitting:
-            fix = "Give --gradient-checkpointing, for fine-tuning --lora-rank 16, or a smaller --model-size."
-            raise PipelineError(f"Not even one clip fits. {fix}\n{refusal}")
-        try:
-            self._bisect(fitting, too_large)
-        finally:
-            size = max(fitting)
-            why = f"{asked} clips do not fit: {str(refusal).splitlines()[0]}"
-            search.keep(self._values(size), fitting[size], why)
-            self._largest_under = search.loaded
-
-    def grow(self) -> bool:
-        """Double the batch while that helps; if one does not fit, find the largest that does."""
-        search = self._search
-        if not self._is_free or search.loaded is self._largest_under:
-            return False
-        start = size = search.value(BATCH)
-        tried = {size: search.best}
-        try:
-            while size < self._largest:
-                doubled = min(2 * size, self._largest)
-                trial = search.attempt(self._values(doubled))
-                if trial is None:
-                    self._bisect(tried, doubled)
-                    break
-                tried[doubled] = trial
-                if trial.clips_per_s < search.min_gain * tried[size].clips_per_s:
-                    break
-                size = doubled
-        except OutOfTime:
-            self._keep_fastest(start, tried)
-            raise
-        return self._keep_fastest(start, tried)
-
-    def _keep_fastest(self, start: int, tried: Mapping[int, Trial]) -> bool:
-        """Keep the batch that trained most clips per second, if it gains enough."""
-        search = self._search
-        size = max(tried, key=lambda size: tried[size].clips_per_s)
-        if tried[size].clips_per_s < search.min_gain * tried[start].clips_per_s:
-            if len(tried) > 1:
-                search.note(f"The batch stays {start}: no other that was tried is faster")
-            return False
-        now = size * self._values(size)[ACCUMULATE]
-        effect = f"stays {now}" if now == self._effective else f"becomes {now}, it was {self._effective}"
-        taken = ", ".join(f"{used / 1024:.1f} GB of {role}" for role, used in tried[size].memory_mb.items())
-        why = f"more clips at once use the machine better; the effective batch {effect}"
-        search.keep(self._values(size), tried[size], why + (f"; takes {taken}" if taken else ""))
-        return True
-
-    def _bisect(self, fitting: dict[int, Trial], too_large: int) -> None:
-        """Find the largest batch below one that does not fit, to an eighth; adds each that fits to `fitting`."""
-        try:
-            while too_large - (fits := max(fitting)) > max(1, fits // 8):
-                middle = (fits + too_large) // 2
-                middle -= middle % 8 if middle - middle % 8 > fits else 0
-                trial = self._search.attempt(self._values(middle))
-                if trial is None:
-                    too_large = middle
-                else:
-                    fitting[middle] = trial
-        finally:
-            self._search.found.largest_batch = max(fitting)
-
-    def _values(self, size: int) -> dict[str, Any]:
-        return {BATCH: size, ACCUMULATE: max(1, round(self._effective / size))}
-
-
-def _advise(search: Search, single: Trial | None) -> None:
-    """Add what follows from the measured times but is no setting, or needs several processes.
-
-    `single` is the trial on one GPU, if there was one.
-    """
-    num_gpus, best, advice = len(search.machine.gpus), search.best, search.found.advice
+def _advice(search: Search, single: Trial | None) -> Iterator[Finding]:
+    """Yield what follows from the measured times but is no setting; `single` is the trial on one GPU, if any."""
+    num_gpus, best = len(search.machine.gpus), search.best
     encode, train = best.phase_ms.get("encode", 0.0), best.phase_ms.get("train", 0.0)
     if num_gpus > 1 and single is not None:
         gain = DDP_EFFICIENCY * num_gpus * single.clips_per_s / best.clips_per_s
@@ -395,17 +362,17 @@ def _advise(search: Search, single: Trial | None) -> None:
         drop = " and without --data-gpu and --model-gpu" if search.value(DATA_GPU) is not None else ""
         fix = f"Start with torchrun --nproc-per-node {num_gpus} train_main.py{drop}."
         if gain >= search.min_gain:
-            advice.append(Finding("tune-several-gpus", "info", what, why, fix, gain=gain))
+            yield Finding("tune-several-gpus", "info", what, why, fix, gain=gain)
     elif num_gpus == 1 and train:
         gain = (train + encode) / max(train, encode)
         both = f"about {2 * DDP_EFFICIENCY:.1f}× if it trains as well"
         what = f"A second GPU would bring at most {gain:.2f}× as data GPU, {both}."
         why = f"The data role takes {encode:.1f} ms for a batch, training on it {train:.1f} ms."
-        advice.append(Finding("tune-second-gpu", "info", what, why))
+        yield Finding("tune-second-gpu", "info", what, why)
     if best.headroom >= search.min_gain:
         feed_ms = {name: best.phase_ms.get(name, 0.0) for name in DATA_PHASES}
         slowest = max(feed_ms, key=lambda name: feed_ms[name])
         what = f"A perfect feed would still be {best.headroom:.2f}× as fast."
         why = f"Of the feed's phases {slowest} takes longest: {feed_ms[slowest]:.1f} ms for a batch."
         fix = "See myxtts profile: it names the phase that bounds, and why."
-        advice.append(Finding("tune-feed-bound", "warn", what, why, fix, gain=best.headroom))
+        yield Finding("tune-feed-bound", "warn", what, why, fix, gain=best.headroom)

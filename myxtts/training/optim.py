@@ -47,24 +47,18 @@ class ParameterGroup(NamedTuple):
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[ParameterGroup]:
     """The trained parameters by name: matrices with weight decay; norms, biases and embeddings without."""
-    spared_ids = {
-        id(parameter)
-        for owner in module.modules()
-        for name, parameter in owner.named_parameters(recurse=False)
-        if _is_spared(owner, name, parameter)
-    }
+    spared_ids = set()
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            # One number per channel: biases, scales of norms, magnitudes of weight-normalised convolutions.
+            is_per_channel = parameter.dim() < 2 or parameter.numel() == len(parameter)
+            if is_per_channel or name == "latents" or isinstance(owner, nn.Embedding | nn.LayerNorm):
+                spared_ids.add(id(parameter))
     decayed, spared = ParameterGroup(weight_decay, {}), ParameterGroup(0.0, {})
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             (spared if id(parameter) in spared_ids else decayed).parameters[name] = parameter
     return [decayed, spared]
-
-
-def _is_spared(owner: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    # One number per channel: biases, scales of norms, magnitudes of weight-normalised convolutions.
-    is_per_channel = parameter.dim() < 2 or parameter.numel() == len(parameter)
-    is_embedding = isinstance(owner, nn.Embedding) or name == "latents"
-    return is_per_channel or is_embedding or isinstance(owner, nn.LayerNorm)
 
 
 class ParamState(NamedTuple):
@@ -236,10 +230,7 @@ class Optimizer:
 
     @contextlib.contextmanager
     def swap_ema(self) -> Iterator[None]:
-        """Put the averaged weights into the modules inside the context; no update or save may happen there.
-
-        Does nothing if there is no EMA.
-        """
+        """Put the averaged weights, if any, into the modules; no update or save may happen in the context."""
         self._exchange()
         try:
             yield
@@ -274,9 +265,8 @@ class Optimizer:
         if wrong:
             raise ConfigError(
                 f"The saved optimiser state does not fit what is trained now: {len(wrong)} entries are missing, "
-                f"unknown or of another shape, among them {', '.join(wrong[:3])}.\n"
-                "Continue with the settings the run was started with (what is trained, its size, ema_decay), "
-                "or start over with --reset-training."
+                f"unknown or of another shape, among them {', '.join(wrong[:3])}.\nContinue with the settings of "
+                "the run (what is trained, its size, ema_decay), or start over with --reset-training."
             )
         for name, tensor in own.items():
             tensor.copy_(state[name])

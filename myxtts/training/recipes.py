@@ -1,8 +1,7 @@
 """Recipes: the networks that a training stage trains, and the losses of one micro-step.
 
-A recipe does not know devices, batches of a corpus, optimisers or checkpoints. To add a stage, write a recipe, add
-it to `RECIPES`, its trained parts to `config.STAGE_PARTS` and the front end it reads from to
-`pipeline.frontend.FRONTENDS`.
+A recipe does not know devices, corpora, optimisers or checkpoints. To add a stage, write a recipe, add it to
+`RECIPES`, its trained parts to `config.STAGE_PARTS` and its front end to `pipeline.frontend.FRONTENDS`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from myxtts.data.batches import MAX_CROP_FRAMES, Sizes, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
-from myxtts.model.gpt import AUDIO, GPT, Losses, PackedBatch, add_adapters, pack
+from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
 from myxtts.model.mel import FrontEnd, LogMel
 from myxtts.model.vocoder import (
     OUTPUT_SAMPLE_RATE,
@@ -214,7 +213,7 @@ class DvaeRecipe(Recipe):
         self._ddp_params_and_buffers_to_ignore = ["counts_and_sums", "candidates", "candidate_weights"]
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-        out, sums = self._reconstruct(tensors, sizes.samples)
+        out, sums = self._reconstruct(tensors, sizes)
         self._accumulate(out, tensors["weights"])
         totals, usage = Totals.of(tensors), self.dvae.codebook.usage()
         mel, commitment = sums["sum"] / totals.frames, sums["commitment_sum"] / totals.codes
@@ -227,11 +226,11 @@ class DvaeRecipe(Recipe):
         }
 
     def sums(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-        return self._reconstruct(tensors, sizes.samples)[1]
+        return self._reconstruct(tensors, sizes)[1]
 
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-        out, _ = self._reconstruct(tensors, sizes.samples)
+        out, _ = self._reconstruct(tensors, sizes)
         mel, decoded = tensors["mel"][0], out.reconstruction[0].float()
         counts = self.dvae.codebook.usage().counts
         return {"mel": mel[:, : decoded.shape[1]], "reconstruction": decoded, "code_usage": counts}
@@ -239,7 +238,7 @@ class DvaeRecipe(Recipe):
     @torch.no_grad()
     def before_first_step(self, tensors: Tensors) -> None:
         """Move all codes to latents of a first batch: random ones would never be near any latent."""
-        out, _ = self._reconstruct(tensors)
+        out, _ = self._reconstruct(tensors, None)
         self._revive(out.latents, out.mask * tensors["weights"][:, None], step=0)
 
     @torch.no_grad()
@@ -249,22 +248,18 @@ class DvaeRecipe(Recipe):
         codes = torch.arange(len(counts), device=counts.device)
         # The mean latent of each code, weighted by its count, gives the same update as the latents themselves.
         means = (sums / counts.clamp_min(LEAST)).t()
-        self.dvae.codebook.update(means, codes, counts, self.all_reduce, self._decay(step))
+        # Shorter running means at first: slow codes lose the latents of a new encoder and die.
+        own = self.dvae.codebook.decay
+        decay = own if self.fine_tuning else min(own, (1 + step) / (10 + step))
+        self.dvae.codebook.update(means, codes, counts, self.all_reduce, decay)
         self.counts_and_sums.zero_()
         if step % REVIVE_STEPS == 0:
             self._revive(self.candidates, self.candidate_weights, step)
 
-    def _decay(self, step: int) -> float:
-        """Shorter running means at first: slow codes lose the latents of a new encoder and die."""
-        own = self.dvae.codebook.decay
-        return own if self.fine_tuning else min(own, (1 + step) / (10 + step))
-
-    def _reconstruct(
-        self, tensors: Tensors, max_samples: int | None = None
-    ) -> tuple[Reconstruction, dict[str, Tensor]]:
+    def _reconstruct(self, tensors: Tensors, sizes: Sizes | None) -> tuple[Reconstruction, dict[str, Tensor]]:
         mel, weights = tensors["mel"], tensors["weights"]
-        if max_samples is not None:
-            mel = mel[..., : FRAMES_PER_CODE * math.ceil(max_samples / SAMPLES_PER_CODE)]
+        if sizes is not None:
+            mel = mel[..., : FRAMES_PER_CODE * math.ceil(sizes.samples / SAMPLES_PER_CODE)]
         num_frames = torch.where(weights > 0, tensors["num_frames"], 0)
         inside = torch.arange(mel.shape[-1], device=mel.device) < num_frames[:, None]
         # Padding must be zeroed: a NaN there would reach the weights through the error, even times 0.
@@ -282,13 +277,10 @@ class DvaeRecipe(Recipe):
         latents, weights = out.latents.flatten(0, 1), (out.mask * weights[:, None]).flatten()
         finite = latents.isfinite().all(1)  # a NaN would stay in the running means forever
         latents, weights = torch.where(finite[:, None], latents, 0), torch.where(finite, weights, 0)
+        self.counts_and_sums += self.dvae.codebook.counts_and_sums(latents, out.codes, weights)
         num_codes, num_latents = len(self.candidates), len(latents)
-        numbers = torch.arange(num_codes, device=latents.device)
-        with torch.autocast(latents.device.type, enabled=False):
-            chosen = (out.codes.flatten()[:, None] == numbers) * weights[:, None]
-            self.counts_and_sums += torch.cat([chosen.sum(0, keepdim=True), latents.t() @ chosen])
         num_drawn = min(num_codes, num_latents)
-        drawn = numbers[:num_drawn] * num_latents // num_drawn  # evenly over the batch
+        drawn = torch.arange(num_drawn, device=latents.device) * num_latents // num_drawn  # evenly over the batch
         drawn_weights = F.pad(weights[drawn], (0, num_codes - num_drawn))
         drawn_latents = F.pad(latents[drawn], (0, 0, 0, num_codes - num_drawn))
         some = drawn_weights.any()  # a batch may consist of filler clips only
@@ -315,9 +307,8 @@ WIDE_DIM = 1024
 class GptRecipe(Recipe):
     """The GPT: text and voice to codes.
 
-    Reads ids int32 [B, T] and num_ids [B], codes int32 [B, N] and num_codes [B], mel float32 [frames, 80] with
-    packed conditioning mels, and num_frames [B]; `sizes` bounds each. Validation loss: cross-entropy per code or
-    STOP.
+    Reads ids int32 [B, T] and num_ids [B], codes int32 [B, N] and num_codes [B], mel float32 [frames, 80], packed,
+    and num_frames [B]; `sizes` bounds each. Validation loss: cross-entropy per code or STOP.
     """
 
     betas = (0.9, 0.96)
@@ -362,12 +353,8 @@ class GptRecipe(Recipe):
     def sums(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         """Never with label smoothing, so that runs with and without it can be compared."""
         losses = self._losses(tensors, sizes, label_smoothing=0.0)
-        return {
-            "sum": losses.audio_sum,
-            "count": losses.audio_count,
-            "text_sum": losses.text_sum,
-            "text_count": losses.text_count,
-        }
+        text = {"text_sum": losses.text_sum, "text_count": losses.text_count}
+        return {"sum": losses.audio_sum, "count": losses.audio_count, **text}
 
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
@@ -378,8 +365,7 @@ class GptRecipe(Recipe):
         return {"reference_voice": tensors["mel"][: int(tensors["num_frames"][0])].t(), "code_usage": counts}
 
     def regions(self) -> list[nn.Module]:
-        """Three kinds of modules with nearly all the arithmetic: one graph of 30 layers compiles for over a
-        minute.
+        """The blocks and the perceiver, nearly all the arithmetic: one graph of 30 layers compiles for a minute.
 
         With few layers the whole recipe is one region: it compiles quickly, and the rest matters more.
         """
@@ -401,16 +387,13 @@ class GptRecipe(Recipe):
         codes = tensors["codes"][:, : math.ceil(sizes.samples / SAMPLES_PER_CODE)]
         tokens = (ids, num_ids, codes, tensors["num_codes"])
         packed = pack(self.gpt.dims, frames, *tokens, budget=sizes.tokens, weights=tensors["weights"])
-        if self.training and self.code_noise:
-            packed = packed._replace(token=self._noisy_tokens(packed))
+        if self.training and self.code_noise:  # replaces some input codes at random; targets are unchanged
+            token, num_codes = packed.token, self.gpt.dims.num_codes
+            is_code = (packed.kind == AUDIO) & (token < num_codes)
+            is_other = is_code & (torch.rand(token.shape, device=token.device) < self.code_noise)
+            packed = packed._replace(token=torch.where(is_other, torch.randint_like(token, num_codes), token))
         losses: Losses = self.gpt(packed, label_smoothing)
         return losses
-
-    def _noisy_tokens(self, packed: PackedBatch) -> Tensor:
-        """Input tokens with some codes replaced at random; targets are unchanged."""
-        is_code = (packed.kind == AUDIO) & (packed.token < self.gpt.dims.num_codes)
-        is_other = is_code & (torch.rand(packed.token.shape, device=packed.token.device) < self.code_noise)
-        return torch.where(is_other, torch.randint_like(packed.token, self.gpt.dims.num_codes), packed.token)
 
 
 FEATURE_WEIGHT, MEL_WEIGHT = 2.0, 45.0
@@ -454,7 +437,11 @@ class DecoderRecipe(Recipe):
         """The loss "disc" has gradients for the discriminators only, the other losses for the generator only."""
         real, fake = self._waves(tensors)
         real_outputs, fake_outputs = self.discriminators(real, fake.detach())
-        generated = self._discriminate_frozen(fake)
+        # The weights are passed as constants: switching `requires_grad` off and on cannot be compiled.
+        generated = [
+            functional_call(network, {name: weight.detach() for name, weight in network.named_parameters()}, fake)
+            for network in self.discriminators.networks
+        ]
         losses = {
             "gen_adv": generator_loss(generated),
             "feature_matching": feature_matching(real_outputs, generated),
@@ -490,16 +477,6 @@ class DecoderRecipe(Recipe):
         speaker = torch.where(present, tensors["speaker"].unsqueeze(-1), 0)
         fake: Tensor = self.generator(HifiGanDecoder.frames(latents), speaker)
         return torch.where(present, tensors["wave"].unsqueeze(1), 0), fake
-
-    def _discriminate_frozen(self, fake: Tensor) -> list[DiscriminatorOutput]:
-        """Outputs of the discriminators for generated waveforms, without gradients for their weights.
-
-        The weights are passed as constants: switching `requires_grad` off and on cannot be compiled.
-        """
-        return [
-            functional_call(network, {name: weight.detach() for name, weight in network.named_parameters()}, fake)
-            for network in self.discriminators.networks
-        ]
 
     def _mel_distance(self, real: Tensor, fake: Tensor) -> Tensor:
         """L1 distance of the log-mels, [B]; halved, because HiFi-GAN compares magnitudes, and these are powers."""
