@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_fixtures import error, load_reference
 
 from myxtts.model.dvae import DVAE, Codebook
 
-FIXTURES = Path(__file__).parent / "fixtures"
 SIZES = ("num_tokens", "codebook_dim", "hidden_dim", "num_resnet_blocks")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Relative; shapes must agree."""
-    assert ours.shape == theirs.shape
-    ours, theirs = ours.detach().double().cpu(), theirs.detach().double().cpu()
-    return float((ours - theirs).norm() / theirs.norm())
-
-
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Any]:
-    return torch.load(FIXTURES / "dvae.pt", weights_only=True)
+    return load_reference("dvae")
 
 
 @pytest.fixture
@@ -62,33 +54,13 @@ def slowly_nearest(latents: torch.Tensor, codebook: Codebook) -> torch.Tensor:
     ).argmin(-1)
 
 
-class TestEqualsTheReference:
-    def test_names_shapes_and_counts_of_the_full_size(self) -> None:
-        with torch.device("meta"):
-            model = DVAE()
-        parameters = dict(model.named_parameters())
-        found = {
-            name: (str(tuple(value.shape)), str(value.dtype), "param" if name in parameters else "buffer")
-            for name, value in model.state_dict().items()
-        }
-        listed = [line.split("\t") for line in (FIXTURES / "state_dict_dvae.txt").read_text().splitlines()]
-        expected = {row[0]: (row[1], f"torch.{row[2]}", row[3]) for row in listed if len(row) == 4}
-        assert len(expected) == 56
-        assert found == expected
-        assert sum(value.numel() for value in parameters.values()) == 51_567_184
-
-    def test_codes(self, dvae: DVAE, reference: dict[str, Any]) -> None:
-        assert torch.equal(dvae.encode(reference["mel"]), reference["codes"])
-
-    def test_decoded_mel(self, dvae: DVAE, reference: dict[str, Any]) -> None:
-        assert error(dvae.decode(reference["codes"]), reference["decoded"]) <= 1e-4
-
-    def test_forward(self, dvae: DVAE, reference: dict[str, Any]) -> None:
-        out = dvae(reference["mel"])
-        assert out.codes.shape[1] == reference["mel"].shape[2] // 4
-        assert error(out.reconstruction, reference["forward_out_eval"]) <= 1e-4
-        assert error(out.mse, reference["recon_loss_elementwise"]) <= 1e-4
-        assert error(out.commitment.mean(), reference["commit_loss"]) <= 1e-4
+def test_equals_the_reference(dvae: DVAE, reference: dict[str, Any]) -> None:
+    assert torch.equal(dvae.encode(reference["mel"]), reference["codes"])
+    assert error(dvae.decode(reference["codes"]), reference["decoded"]) <= 1e-4
+    out = dvae(reference["mel"])
+    assert error(out.reconstruction, reference["forward_out_eval"]) <= 1e-4
+    assert error(out.mse, reference["recon_loss_elementwise"]) <= 1e-4
+    assert error(out.commitment.mean(), reference["commit_loss"]) <= 1e-4
 
 
 class TestCodes:
@@ -152,10 +124,8 @@ class TestTraining:
             alone = model.encode(mel[row : row + 1, :, :length])[0]
             assert torch.equal(codes[row, : len(alone)], alone)
             assert out.mask[row].sum() == len(alone)
-            whole = length // 4 * 4
-            if whole == length:
-                decoded = model.decode(alone[None])[0]
-                assert error(out.reconstruction[row, :, :length], decoded) <= 1e-4
+            if length % 4 == 0:
+                assert error(out.reconstruction[row, :, :length], model.decode(alone[None])[0]) <= 1e-4
         distances = (model.codebook.vectors(out.codes) - out.latents).square().mean(-1)
         torch.testing.assert_close(out.commitment, distances * out.mask)
 
@@ -241,9 +211,7 @@ class TestCodebook:
     def test_fewer_latents_than_codes_repeat(self) -> None:
         book = Codebook(1, 30)
         book.revive(torch.arange(4.0).view(4, 1), torch.Generator().manual_seed(0))
-        assert (
-            torch.bincount(book.embed.flatten().long()).tolist() == [8, 8, 7, 7] or len(book.embed.unique()) == 4
-        )
+        assert len(book.embed.unique()) == 4
 
     def test_usage(self) -> None:
         book = Codebook(4, 10)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_fixtures import entries_of, published_entries
 from torch import Tensor
 
 from myxtts.checkpoints import UnreadableWeights, read_tensors, require_match, write_pth, write_tensors
@@ -18,15 +19,7 @@ from myxtts.run_dir import inherited
 from myxtts.text.tokenizer import Tokenizer, extend, train
 from myxtts.weights import Provenance, load_folder, read_folder, save_folder
 
-FIXTURES = Path(__file__).parent / "fixtures"
 ENGLISH = ["the quick brown fox", "the lazy dog", "nothing but the truth"] * 2
-
-
-def list_of(name: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a published state dict."""
-    lines = (FIXTURES / f"state_dict_{name}.txt").read_text(encoding="utf-8").splitlines()
-    rows = [line.split("\t") for line in lines if line and not line.startswith("#")]
-    return {row[0]: tuple(int(size) for size in row[1].strip("(),").replace(",", " ").split()) for row in rows}
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +44,15 @@ def same_weights(one: XTTS, other: XTTS) -> bool:
 def test_normal_is_xtts_v2_entry_for_entry() -> None:
     with torch.device("meta"):
         model = XTTS(SIZES["normal"])
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    published = {f"gpt.{name}": shape for name, shape in list_of("gpt").items()}
-    published |= {f"hifigan_decoder.{name}": shape for name, shape in list_of("hifigan").items()}
-    published |= {f"hifigan_decoder.{name}": shape for name, shape in list_of("speaker_encoder").items()}
-    published |= {f"dvae.{name}": shape for name, shape in list_of("dvae").items()} | {"mel_stats": (80,)}
-    assert shapes == published
-    count = {part: sum(p.numel() for p in module.parameters()) for part, module in model.named_children()}
-    assert count["gpt"] == 441_018_563
-    assert sum(count.values()) == 518_442_047
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_dims_survive_a_checkpoint(size: str) -> None:
-    assert XTTSDims.from_dict(SIZES[size].to_dict()) == SIZES[size]
+    published = {"mel_stats": ("(80,)", "float32", "buffer")}
+    lists = {"gpt": "gpt", "hifigan": "hifigan_decoder", "speaker_encoder": "hifigan_decoder", "dvae": "dvae"}
+    counts = []
+    for name, part in lists.items():
+        listed = {f"{part}.{entry}": facts for entry, facts in published_entries(name).items()}
+        counts.append((len(listed), sum(p.numel() for entry, p in model.named_parameters() if entry in listed)))
+        published |= listed
+    assert entries_of(model) == published
+    assert counts == [(426, 441_018_563), (241, 17_827_808), (295, 8_028_492), (56, 51_567_184)]
 
 
 def test_round_trip_is_bit_identical(model: XTTS, vocabulary: Tokenizer, tmp_path: Path) -> None:
@@ -80,7 +68,7 @@ def test_round_trip_is_bit_identical(model: XTTS, vocabulary: Tokenizer, tmp_pat
 def test_sizes_are_read_off_the_weights(size: str) -> None:
     with torch.device("meta"):
         state = XTTS(SIZES[size]).state_dict()
-    assert dims_of(state) == SIZES[size]
+    assert dims_of(state) == SIZES[size] == XTTSDims.from_dict(SIZES[size].to_dict())
 
 
 def test_every_published_form_has_the_same_names(model: XTTS) -> None:
