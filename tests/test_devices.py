@@ -172,15 +172,20 @@ def test_the_machine_is_what_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> No
     assert not Machine.look().gpus
 
 
-def test_buffered_mode_is_announced() -> None:
+def test_buffered_mode_is_announced_with_one_cap_for_both_roles() -> None:
     plan = make_plan(DataSettings(), machine(1), {})
-    assert announcements(plan, 50, machine(1)) == [
+    expected = [
         "Intelligent GPU Pipeline: Single-GPU Buffered Mode",
         "Data GPU: cuda:0 (Card 0, 24000 MB)",
         "Model GPU: cuda:0 (Card 0, 24000 MB)",
         "Buffer size: 50 batches",
         "Model placed on cuda:0 (Card 0, 24000 MB)",
     ]
+    assert announcements(plan, 50, machine(1)) == expected
+    isolated = make_plan(DataSettings(**ISOLATED), machine(1), {})
+    (line,) = (line for line in announcements(isolated, 50, machine(1)) if line not in expected)
+    assert "16384 MB on cuda:0" in line and "both roles together" in line
+    assert "--data-gpu-memory has no effect" in line
 
 
 def test_dual_mode_is_announced_with_caps_rank_and_the_way_of_copies() -> None:
@@ -197,13 +202,6 @@ def test_dual_mode_is_announced_with_caps_rank_and_the_way_of_copies() -> None:
         "Rank 1 of 2",
     ]
     assert any("through host memory, slower" in line for line in announcements(plan, 100, machine(4)))
-
-
-def test_one_cap_for_two_roles_is_announced_as_what_it_is() -> None:
-    plan = make_plan(DataSettings(enable_memory_isolation=True), machine(1), {})
-    (line,) = (line for line in announcements(plan, 50, machine(1)) if "cap" in line)
-    assert "16384 MB on cuda:0" in line and "both roles together" in line
-    assert "--data-gpu-memory has no effect" in line
 
 
 def test_the_cpu_is_announced_as_slow_and_without_caps() -> None:
@@ -229,7 +227,7 @@ def test_running_out_of_memory_names_role_device_cap_numbers_and_what_to_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     error = measured(monkeypatch, free_mb=8000)
-    plan = Plan(cuda(0), cuda(1), "dual", data_cap_mb=8192, model_cap_mb=16384)
+    plan = Plan(cuda(0), cuda(1), "dual", data_cap_mb=16000, model_cap_mb=16384)
     explained = explain_out_of_memory(plan, error, "model", "computing gradients")
     assert isinstance(explained, PipelineError) and explained.__cause__ is error
     text, *advice = str(explained).split("\n  - ")
@@ -247,10 +245,6 @@ def test_running_out_of_memory_names_role_device_cap_numbers_and_what_to_change(
     assert "--gradient-checkpointing" in advice[2] and "--lora-rank" in advice[2]
     assert len(advice) == 3
 
-
-def test_the_data_role_is_advised_to_buffer_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(cuda(0), cuda(1), "dual", data_cap_mb=16000, model_cap_mb=16384)
-    error = measured(monkeypatch, free_mb=8000)
     text, *advice = str(explain_out_of_memory(plan, error, "data", "encoding a batch")).split("\n  - ")
     assert "data role" in text and "cuda:0" in text and "16000 MB (--data-gpu-memory)" in text
     assert "--data-gpu-memory above 16000" in advice[0] and "--buffer-size" in advice[1]

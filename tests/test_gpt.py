@@ -254,28 +254,24 @@ def test_a_row_by_hand() -> None:
     assert torch.equal(row.loss_index, places)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_packed_equals_one_by_one(model: GPT, seed: int) -> None:
-    batch = random_batch(seed, num_clips=2 + seed)
+@pytest.mark.parametrize(
+    ("seed", "clip_weights", "padding"),
+    [(0, [1, 1], 8), (1, [1, 1, 1], 56), (2, [1] * 4, 392), (3, [1] * 5, 8), (9, [1, 0, 1, 0.5], 1000)],
+)
+def test_packed_equals_one_by_one(model: GPT, seed: int, clip_weights: list[float], padding: int) -> None:
+    batch = random_batch(seed, num_clips=len(clip_weights)) | {"weights": torch.tensor(clip_weights).float()}
     alone = [model(packed(clip, length_of(clip))) for clip in clips_of(batch)]
-    together = model(packed(batch, length_of(batch) + 8 * 7 ** (seed % 3)))
-    for name in Losses._fields:
-        expected = torch.stack([getattr(losses, name) for losses in alone]).sum()
-        assert relative_error(getattr(together, name), expected) < 1e-5
-    expected_gradients = gradients(model, torch.stack([total(losses) for losses in alone]).sum())
-    assert all(gradient.any() for gradient in expected_gradients.values())
-    assert_same_gradients(gradients(model, total(together)), expected_gradients)
-
-
-def test_clips_of_weight_zero_and_much_padding_are_inert(model: GPT) -> None:
-    batch = random_batch(9, num_clips=4)
-    batch["weights"] = torch.tensor([1.0, 0.0, 1.0, 0.5])
-    alone = [model(packed(clip, length_of(clip))) for clip in clips_of(batch)]
+    together = model(packed(batch, length_of(batch) + padding))
     for clip, losses in zip(clips_of(batch), alone, strict=True):
         assert losses.text_count == float(clip["weights"]) * (int(clip["num_ids"]) + 1)
         assert losses.audio_count == float(clip["weights"]) * (int(clip["num_codes"]) + 4)
-    expected = gradients(model, total(alone[0]) + total(alone[2]) + total(alone[3]))
-    assert_same_gradients(gradients(model, total(model(packed(batch, 2000)))), expected)
+    for name in Losses._fields:
+        expected = torch.stack([getattr(losses, name) for losses in alone]).sum()
+        assert relative_error(getattr(together, name), expected) < 1e-5
+    used = [total(losses) for losses, weight in zip(alone, clip_weights, strict=True) if weight]
+    expected_gradients = gradients(model, torch.stack(used).sum())
+    assert all(gradient.any() for gradient in expected_gradients.values())
+    assert_same_gradients(gradients(model, total(together)), expected_gradients)
 
 
 def test_too_much_for_a_budget_is_an_error() -> None:

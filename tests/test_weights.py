@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -148,20 +150,14 @@ def test_code_in_a_checkpoint_is_never_executed(tmp_path: Path, capsys: pytest.C
     assert "executed" not in capsys.readouterr().out
 
 
-def test_settings_objects_of_coqui_are_read_as_nothing(tmp_path: Path) -> None:
-    import sys
-    import types
-
-    module = types.ModuleType("TTS.tts.configs.xtts_config")
-    settings = type("XttsConfig", (), {"__module__": module.__name__})
-    module.XttsConfig = settings  # type: ignore[attr-defined]
-    names = ("TTS", "TTS.tts", "TTS.tts.configs", module.__name__)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setitem(sys.modules, name, module if name == module.__name__ else types.ModuleType(name))
-        thing = settings()
-        thing.lr = 5e-6
-        torch.save({"model": {"weight": torch.ones(2)}, "config": thing}, tmp_path / "model.pth")
+def test_settings_objects_of_coqui_are_read_as_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TTS.tts.configs.xtts_config"
+    settings = type("XttsConfig", (), {"__module__": name, "lr": 5e-6})
+    with monkeypatch.context() as patch:
+        for package in ("TTS", "TTS.tts", "TTS.tts.configs", name):
+            patch.setitem(sys.modules, package, types.ModuleType(package))
+        sys.modules[name].XttsConfig = settings  # type: ignore[attr-defined]
+        torch.save({"model": {"weight": torch.ones(2)}, "config": settings()}, tmp_path / "model.pth")
     assert list(read_tensors(tmp_path / "model.pth")) == ["model.weight"]
 
 
@@ -180,35 +176,30 @@ def test_export_from_the_command_line(
 ) -> None:
     from myxtts.cli import main
 
+    def export(source: str, out: str, *flags: str) -> tuple[int, str]:
+        code = main(["export", str(tmp_path / source), "--out", str(tmp_path / out), *flags])
+        return code, "".join(capsys.readouterr())
+
     save_folder(tmp_path / "in", model, vocabulary)
     extend(vocabulary, ["سلام دنیا"] * 3, "fas", 20).save(tmp_path / "larger.json")
-    out = ["--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "larger.json")]
-    assert main(["export", str(tmp_path / "in"), "--to", "coqui", *out]) == 0
+    flags = ("--to", "coqui", "--tokenizer", str(tmp_path / "larger.json"))
+    code, shown = export("in", "out", *flags)
+    assert code == 0 and "text tokens" in shown and "WARNING" not in shown and "in place of" not in shown
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "model.pth", "dvae.pth", "mel_stats.pth", "vocab.json", "config.json", "myxtts.json"
     }  # fmt: skip
-    shown = capsys.readouterr().out
-    assert "text tokens" in shown and "WARNING" not in shown and "in place of" not in shown
-    assert main(["export", str(tmp_path / "in"), "--to", "coqui", *out]) == 0
-    assert "in place of the weights that were there" in capsys.readouterr().out
-    assert main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "in")]) == 2
-    assert main(["export", str(tmp_path / "absent"), "--out", str(tmp_path / "out")]) == 1
-    assert "no folder" in capsys.readouterr().err
-
-
-def test_an_export_is_not_written_among_other_files(
-    model: XTTS, vocabulary: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from myxtts.cli import main
-
-    save_folder(tmp_path / "in", model, vocabulary)
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "vocab.json").write_text("mine")
-    for out, why in (("own", "holds other files (vocab.json)"), ("own/vocab.json", "is a file")):
-        assert main(["export", str(tmp_path / "in"), "--out", str(tmp_path / out)]) == 2
-        assert why in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "own").iterdir()] == ["vocab.json"]
-    assert (tmp_path / "own" / "vocab.json").read_text() == "mine"
+    for source, out, expected, why in (
+        ("in", "out", 0, "in place of the weights that were there"),
+        ("in", "in", 2, ""),
+        ("absent", "out", 1, "no folder"),
+        ("in", "own", 2, "holds other files (vocab.json)"),
+        ("in", "own/vocab.json", 2, "is a file"),
+    ):
+        code, shown = export(source, out)
+        assert code == expected and why in shown
+    assert [path.read_text() for path in (tmp_path / "own").iterdir()] == ["mine"]
 
 
 def test_what_an_export_says_of_itself_is_honoured_and_carried_on(
