@@ -71,47 +71,36 @@ class TestCodes:
         assert codes.dtype == torch.int64
         assert dvae.decode(codes).shape == (3, 80, 4 * codes.shape[1])
 
-    def test_are_of_the_nearest_vectors(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+    def test_are_of_the_first_nearest_vectors_in_float32(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
         model, mel = fitted
         out = model(mel)
+        expected = slowly_nearest(out.latents, model.codebook)
         assert len(out.codes.unique()) > 30
-        assert torch.equal(out.codes, slowly_nearest(out.latents, model.codebook))
-        assert torch.equal(out.codes, model.encode(mel))
-
-    def test_of_two_equal_vectors_the_first(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
-        model, mel = fitted
-        before = model.encode(mel)
-        vectors = model.codebook.embed
-        model.codebook.embed = torch.cat([vectors, vectors], dim=1)
-        assert torch.equal(model.encode(mel), before)
-
-    def test_are_chosen_in_float32_under_autocast(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
-        model, mel = fitted
-        latents = model(mel).latents
+        assert torch.equal(out.codes, expected) and torch.equal(model.encode(mel), expected)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            codes = model.codebook.nearest(latents)
+            assert torch.equal(model.codebook.nearest(out.latents), expected)
             out = model(mel)
-        assert torch.equal(codes, slowly_nearest(latents, model.codebook))
         assert out.latents.dtype == out.mse.dtype == out.commitment.dtype == torch.float32
+        model.codebook.embed = torch.cat([model.codebook.embed] * 2, dim=1)
+        assert torch.equal(model.encode(mel), expected)
 
 
 class TestTraining:
-    def test_gradients_pass_straight_through(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
+    def test_gradients_pass_straight_through_and_commitment_reaches_only_the_encoder(
+        self, fitted: tuple[DVAE, torch.Tensor]
+    ) -> None:
         model, mel = fitted
-        model.train()
-        out = model(mel)
+        out = model.train()(mel)
+        out.commitment.mean().backward(retain_graph=True)
+        assert model.encoder[0][0].weight.grad.abs().sum() > 0
+        assert all(parameter.grad is None for parameter in model.decoder.parameters())
+        model.zero_grad()
         out.mse.mean().backward()
         vectors = model.codebook.vectors(out.codes).requires_grad_()
         (model._mel(vectors) - mel).square().mean().backward()
         # The bias ends the encoder, so its gradient is that of the latents, summed over all of them.
         torch.testing.assert_close(model.encoder[-1].bias.grad, vectors.grad.sum((0, 1)))
         assert all(parameter.grad.abs().sum() > 0 for parameter in model.encoder.parameters())
-
-    def test_commitment_reaches_only_the_encoder(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
-        model, mel = fitted
-        model.train()(mel).commitment.mean().backward()
-        assert model.encoder[0][0].weight.grad.abs().sum() > 0
-        assert all(parameter.grad is None for parameter in model.decoder.parameters())
 
     def test_a_clip_is_treated_as_if_it_were_alone(self, fitted: tuple[DVAE, torch.Tensor]) -> None:
         model, mel = fitted
@@ -208,15 +197,12 @@ class TestCodebook:
         assert torch.equal(books[0].embed, books[1].embed)
         assert not torch.equal(books[0].embed, books[2].embed)
 
-    def test_fewer_latents_than_codes_repeat(self) -> None:
-        book = Codebook(1, 30)
+    def test_usage_and_fewer_latents_than_codes_repeat(self) -> None:
+        book = Codebook(1, 10)
+        assert int(book.usage().used) == 0
         book.revive(torch.arange(4.0).view(4, 1), torch.Generator().manual_seed(0))
         assert len(book.embed.unique()) == 4
-
-    def test_usage(self) -> None:
-        book = Codebook(4, 10)
-        assert int(book.usage().used) == 0
-        book.cluster_size[:5] = 3
+        book.cluster_size[:5], book.cluster_size[5:] = 3, 0
         usage = book.usage()
         assert (int(usage.used), round(float(usage.perplexity), 3)) == (5, 5.0)
         assert torch.equal(usage.counts, book.cluster_size)
