@@ -21,8 +21,7 @@ Wave = npt.NDArray[np.float32]
 EXTENSIONS = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 DECODE_VERSION = 2
 """Part of every audio cache key: raise it if a file would decode to other samples, be rejected, or be accepted."""
-SILENCE = 100
-"""Loudest sample of a silent recording, of 32768."""
+SILENCE = 100  # loudest sample of a silent recording, of 32768
 
 LIBRARIES = f"libsndfile {sf.__libsndfile_version__}, soxr {soxr.__version__}"
 """The decoder and resampler, also part of every audio cache key."""
@@ -34,8 +33,7 @@ _BITRATES = (
     (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0),
 )
 """kbit/s of layer III by the index in a frame header, for MPEG 2 and 2.5 and for MPEG 1."""
-_LOUDEST = 16.0
-"""The most that a recording in floats plausibly reaches; values above 1 are clipped."""
+_LOUDEST = 16.0  # the most that a recording in floats plausibly reaches; values above 1 are clipped
 
 
 class UnusableAudio(Exception):

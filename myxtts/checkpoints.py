@@ -127,8 +127,7 @@ class Snapshot(NamedTuple):
 
     weights: Tensors
     optimizer: Tensors
-    state: dict[str, Any]
-    """JSON values: cursor, best loss, settings."""
+    state: dict[str, Any]  # JSON values: cursor, best loss, settings
 
 
 class LoadedCheckpoint(NamedTuple):

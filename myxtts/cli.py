@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from myxtts.synthesis.synthesizer import SpeechStream
     from myxtts.tools.profile import Profile
 
-MOST_GPUS = 16
-"""GPUs that the live view looks for."""
-EVALUATION_FOLDER = "evaluation"
-"""Inside a run; the scores in it appear on the page of the run."""
+MOST_GPUS = 16  # GPUs that the live view looks for
+EVALUATION_FOLDER = "evaluation"  # inside a run; the scores in it appear on the page of the run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -313,8 +313,7 @@ def peak_memory_mb(plan: Plan) -> dict[str, float]:
 
 
 Result = TypeVar("Result")
-WARM_UPS = 3
-"""Runs before a capture: libraries initialise, compilers compile, gradients are allocated."""
+WARM_UPS = 3  # runs before a capture: libraries initialise, compilers compile, gradients are allocated
 
 
 class Event:

@@ -30,8 +30,7 @@ from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sa
 from myxtts.terminal import ProgressPrinter, show_corpus
 from myxtts.training.trainer import Reporter, State
 
-FEW_STEPS = 1000
-"""A GPT trained from scratch for fewer steps does not speak words yet."""
+FEW_STEPS = 1000  # A GPT trained from scratch for fewer steps does not speak words yet
 _ABOUT_THE_DEMO = (
     "What to expect: this only checks the installation. A few minutes of training the smallest network on four "
     "minutes of speech give babble, or on a GPU the memorised sentences of the corpus. A voice takes hours of "

@@ -61,6 +61,8 @@ BATCH_SPLIT_KEYS = ("data.batch_size", "training.gradient_accumulation_steps", "
 """How the clips of a step are divided: a run may change these as long as their product stays the same."""
 CLIPS_PER_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
 
+Say = Callable[[str], None]
+
 _log = logging.getLogger(__name__)
 
 
@@ -77,7 +79,7 @@ def train(
     *,
     reporter: Reporter | None = None,
     progress: Progress = NO_PROGRESS,
-    say: Callable[[str], None] | None = None,
+    say: Say | None = None,
 ) -> TrainingResult:
     """Train every stage that the settings ask for, or continue the run in their `checkpoint_dir`.
 
@@ -98,8 +100,11 @@ def train(
         apply_caps(plan)
         if continues:
             settings = as_started(settings, run_dir)
-        with _first_rank_first(plan):
-            prepared = prepare_corpus(settings, progress, run_dir if continues else None)
+        if not is_first:
+            barrier(plan)  # rank 0 prepares the corpus, the others read it
+        prepared = prepare_corpus(settings, progress, run_dir if continues else None)
+        if is_first:
+            barrier(plan)
         reporter.corpus(prepared)
         for line in [*announcements(plan, settings.data.pipeline_buffer_size), *_hints(settings, prepared, plan)]:
             say(line)
@@ -164,18 +169,13 @@ def prepare_corpus(
 
 
 def _start(
-    settings: Settings,
-    run_dir: RunDir,
-    prepared: PreparedCorpus,
-    plan: Plan,
-    continues: bool,
-    say: Callable[[str], None],
+    settings: Settings, run_dir: RunDir, prepared: PreparedCorpus, plan: Plan, continues: bool, say: Say
 ) -> XTTS | None:
     """Return the initial model, or None if all of it is on disk; write the folder of a new run.
 
     An old run in the same folder is put aside only once the new model exists.
     """
-    training, stages = settings.training, stages_of(settings)
+    training, stages, source = settings.training, stages_of(settings), settings.training.init_from
     is_saved = continues and run_dir.is_whole()
     barrier(plan)
     model = None if is_saved else initial_model(settings, prepared.tokenizer)
@@ -183,7 +183,6 @@ def _start(
         if training.reset_training and (aside := run_dir.reset()) is not None:
             say(f"Starting over; what the folder held is now in {aside}")
         if model is not None and not continues:
-            source = training.init_from
             facts = {
                 "training.init_from": None if source is None else str(source),
                 "model.size": settings.model.size,
@@ -192,7 +191,7 @@ def _start(
             }
             trained_in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
             run_dir.start(model, prepared.tokenizer, trained_in_full, facts)
-        if "gpt" in stages and "dvae" not in stages and training.init_from is None and not continues:
+        if "gpt" in stages and "dvae" not in stages and source is None and not continues:
             say("Hint: stage gpt without a trained DVAE learns the codes of a random one; train dvae before it")
         again = replace(settings, training=replace(training, reset_training=False))
         write_text_atomically(run_dir.folder / "settings.yaml", to_yaml(again))
@@ -209,12 +208,11 @@ def _num_tokens(source: Path) -> int:
 
 def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan) -> Iterator[str]:
     gpus = Machine.look().gpus
-    memory_mb = next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0)
     situation = Situation(
         settings=settings,
         num_gpus=len(gpus) if plan.world_size == 1 else min(len(gpus), 1),
         cores=usable_cores(),
-        gpu_memory_mb=memory_mb,
+        gpu_memory_mb=next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0),
         num_clips=len(prepared.train),
         num_val_clips=len(prepared.val),
         speech_hours=float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600,
@@ -243,7 +241,7 @@ class StageContext:
     model: XTTS
     run_dir: RunDir
     reporter: Reporter = field(default_factory=Reporter)
-    say: Callable[[str], None] = _silent
+    say: Say = _silent
     stop: Callable[[], bool] = lambda: False
 
     @property
@@ -262,8 +260,7 @@ class StageContext:
     @cached_property
     def codes_key(self) -> str:
         """Names the codes in the cache; not known before the DVAE has its final weights."""
-        autocast = self.settings.data.mixed_precision and self.plan.data.type == "cuda"
-        return dvae_key(self.model, autocast)
+        return dvae_key(self.model, self.settings.data.mixed_precision and self.plan.data.type == "cuda")
 
     def notes(self) -> dict[str, Any]:
         known = identity(self.settings, self.prepared, self.plan)
@@ -294,16 +291,16 @@ class StageContext:
             module.load_state_dict({name.removeprefix(f"{prefix}."): own.pop(name) for name in names})
         unknown = self.model.load_state_dict(own, strict=False).unexpected_keys
         if unknown:
-            misfit = f"The checkpoint of stage {self.stage} does not fit this model"
-            raise UnreadableWeights(f"{misfit}: it holds {unknown[:3]}")
+            raise UnreadableWeights(
+                f"The checkpoint of {self.stage} does not fit this model: it holds {unknown[:3]}"
+            )
 
 
 def train_stage(ctx: StageContext) -> State:
     """Train one stage to its end or until a stop is requested, from its newest checkpoint if there is one."""
     try:
         now = identity(ctx.settings, ctx.prepared, ctx.plan)
-        loaded, state = ctx.checkpoints.newest(), State()
-        total = total_steps(ctx, now)
+        loaded, state, total = ctx.checkpoints.newest(), State(), total_steps(ctx, now)
         if loaded is not None:
             saved = loaded.state["notes"]["identity"]
             same_batches = require_continuable(ctx.run_dir.folder, saved, now)
@@ -351,8 +348,8 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     doing = f"training on batches of {data.batch_size} clips"
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
         on_host, on_device = feed.host_ring.depth, feed.model_ring.depth
-        where = f"{on_host} on the host, {on_device} on {plan.model}"
-        ctx.say(f"Buffer size: {on_host + on_device} batches ({where})")
+        total_depth = on_host + on_device
+        ctx.say(f"Buffer size: {total_depth} batches ({on_host} on the host, {on_device} on {plan.model})")
         ctx.say(f"Training step: {step.mode}")
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)
@@ -409,11 +406,9 @@ def peak_clips_per_s(ctx: StageContext, step: Step) -> float | None:
 @torch.no_grad()
 def mel_statistics(clips: ClipSet, device: torch.device) -> Tensor:
     """The divisors of mels, [80]: the root mean square of each band over some training clips."""
-    log_mel = LogMel(DVAE_MEL).to(device)
-    chosen = range(0, len(clips), max(len(clips) // MEL_STATISTICS_CLIPS, 1))
+    log_mel, num_frames = LogMel(DVAE_MEL).to(device), 0
     total = torch.zeros(DVAE_MEL.num_mels, dtype=torch.float64, device=device)
-    num_frames = 0
-    for clip in chosen:
+    for clip in range(0, len(clips), max(len(clips) // MEL_STATISTICS_CLIPS, 1)):
         pcm = torch.from_numpy(clips.audio[int(clips.audio_rows[clip])].copy()).to(device)
         mel = log_mel(pcm.float() / 32768)[:, : num_frames_of(len(pcm))]
         total += mel.double().square().sum(1)
@@ -442,10 +437,8 @@ def validate(ctx: StageContext, recipe: Recipe) -> tuple[dict[str, float], dict[
             dist.all_reduce(values)
         totals = dict(zip(sums, values.tolist(), strict=True))
     losses = {"total": totals["sum"] / max(totals["count"], 1e-6)}
-    for name in totals:
-        if name.endswith("_sum"):
-            part = name.removesuffix("_sum")
-            losses[part] = totals[name] / max(totals[f"{part}_count"], 1e-6)
+    for part in [name.removesuffix("_sum") for name in totals if name.endswith("_sum")]:
+        losses[part] = totals[f"{part}_sum"] / max(totals[f"{part}_count"], 1e-6)
     return losses, pictures
 
 
@@ -520,8 +513,7 @@ class _StopRequest:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._received = False
+        self._plan, self._received = plan, False
         self._before: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> bool:
@@ -546,13 +538,3 @@ class _StopRequest:
             os._exit(128 + number)
         self._received = True
         _log.info("Finishing this step and saving; the same signal again ends at once")
-
-
-@contextlib.contextmanager
-def _first_rank_first(plan: Plan) -> Iterator[None]:
-    """Let the other ranks do something only after rank 0 has done it."""
-    if plan.rank > 0:
-        barrier(plan)
-    yield
-    if plan.rank == 0:
-        barrier(plan)

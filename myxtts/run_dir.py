@@ -19,14 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from myxtts.checkpoints import (
-    Checkpoints,
-    LoadedCheckpoint,
-    Tensors,
-    UnreadableWeights,
-    read_tensors,
-    write_tensors,
-)
+from myxtts.checkpoints import Checkpoints, Tensors, UnreadableWeights, read_tensors, write_tensors
 from myxtts.config import STAGE_PARTS, STAGES, Settings
 from myxtts.errors import ConfigError
 from myxtts.files import write_text_atomically
@@ -99,15 +92,6 @@ class RunDir:
             path.rename(aside / path.name)
         return aside
 
-    def _best(self, stage: str) -> LoadedCheckpoint:
-        loaded = self.checkpoints(stage).best(optimizer=False)
-        if loaded is None:
-            raise UnreadableWeights(
-                f"No checkpoint of {stage} in {self.folder} is known to be the best: none was validated, or it is "
-                "damaged. Leave out --best to use the newest."
-            )
-        return loaded
-
     def dims(self) -> XTTSDims:
         try:
             return XTTSDims.from_dict(self._description()["dims"])
@@ -162,7 +146,12 @@ class RunDir:
             if loaded is None:
                 continue
             if stage == "gpt" and best_gpt:
-                loaded = self._best(stage)
+                loaded = self.checkpoints(stage).best(optimizer=False)
+                if loaded is None:
+                    raise UnreadableWeights(
+                        f"No checkpoint of {stage} in {self.folder} is known to be the best: none was validated, "
+                        "or it is damaged. Leave out --best to use the newest."
+                    )
             if loaded.state["notes"]["identity"].get("training.ema_decay"):
                 loaded = self.checkpoints(stage).load(loaded.step)
             averaged = {name.removeprefix("ema."): value for name, value in loaded.optimizer.items()}
@@ -192,11 +181,10 @@ def averaged_weights(
     stage: str, weights: Mapping[str, Tensor], averaged: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Weights, replaced by their running averages where the run keeps these."""
-    names = {"decoder": {"generator.": f"{STAGE_PARTS['decoder'][0]}."}}.get(stage, {})
     merged = dict(weights)
     for name, value in averaged.items():
-        for ours, canonical in names.items():
-            name = name.replace(ours, canonical, 1) if name.startswith(ours) else name
+        if stage == "decoder" and name.startswith("generator."):
+            name = name.replace("generator", STAGE_PARTS["decoder"][0], 1)
         if name in merged:
             merged[name] = value
     return merged
@@ -209,7 +197,12 @@ def initial_model(settings: Settings, vocabulary: Tokenizer) -> XTTS:
     if source is not None:
         is_run = RunDir(source).exists
         model = RunDir(source).load_model() if is_run else load_folder(source, vocabulary).model
-        _check_size(settings, model)
+        found = [name for name, dims in SIZES.items() if dims.gpt.dim == model.dims.gpt.dim]
+        if settings.model.size not in found:
+            raise ConfigError(
+                f"The weights in {source} are of size {found[0] if found else 'unknown'}, and --model-size is "
+                f"{settings.model.size}; give --model-size {found[0] if found else 'normal'}"
+            )
         if model.dims.gpt.text_tokens != vocabulary.num_tokens:
             raise ConfigError(
                 f"The run in {source} knows {model.dims.gpt.text_tokens} text tokens, and the vocabulary given "
@@ -229,12 +222,3 @@ def inherited(source: Path | None) -> dict[str, Any]:
         return {"from_scratch": run.from_scratch, "untrained": run.untrained()}
     known = Provenance.read(source)
     return {"from_scratch": known.from_scratch, "untrained": list(known.untrained)}
-
-
-def _check_size(settings: Settings, model: XTTS) -> None:
-    found = [name for name, dims in SIZES.items() if dims.gpt.dim == model.dims.gpt.dim]
-    if settings.model.size not in found:
-        raise ConfigError(
-            f"The weights in {settings.training.init_from} are of size {found[0] if found else 'unknown'}, and "
-            f"--model-size is {settings.model.size}; give --model-size {found[0] if found else 'normal'}"
-        )

@@ -28,18 +28,14 @@ from myxtts.files import write_atomically
 
 DEFAULT_CONFIG_FILE = Path("configs/config.yaml")
 """Read when no file is given, if it exists in the working folder."""
-MAX_FILE_BYTES = 100_000
-"""Six times the shipped file; parsing takes up to a minute per megabyte."""
-_MAX_NUMBER = 10**15
-"""Far above anything a setting can mean, and exact as a float."""
+MAX_FILE_BYTES = 100_000  # six times the shipped file; parsing takes up to a minute per megabyte
+_MAX_NUMBER = 10**15  # far above anything a setting can mean, and exact as a float
 _SWITCH_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_PLAIN_TEXT = re.compile(r"[\w./]([\w./ -]*[\w./-])?")
-"""Text that YAML reads back unchanged without quotes."""
+_PLAIN_TEXT = re.compile(r"[\w./]([\w./ -]*[\w./-])?")  # text that YAML reads back unchanged without quotes
 _SECTIONS = tuple(field.name for field in fields(Settings))
 
 Origin = Literal["default", "file", "flag", "preset"]
-Entry = tuple[str, Any, str]
-"""A setting as the user gave it: its key, its value and its place."""
+Entry = tuple[str, Any, str]  # a setting as the user gave it: its key, its value and its place
 
 
 @dataclass(frozen=True)
@@ -225,7 +221,7 @@ def _unknown_key(written: str) -> str:
     if not section:
         near = _nearest(name, _SECTIONS)
         return f"unknown section {reprlib.repr(name)}; the nearest known one of {', '.join(_SECTIONS)} is {near}"
-    # A user who knows the flag writes its name into the file.
+    # a user who knows the flag writes its name into the file.
     spellings = {spec.flags[0].lstrip("-").replace("-", "_"): spec.key for spec in specs().values()}
     spellings |= {key.partition(".")[2]: known for key, known in canonical().items()}
     return f"unknown key {reprlib.repr(written)}; the nearest known key is {spellings[_nearest(name, spellings)]}"
@@ -384,10 +380,9 @@ def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
         yield gpus, f"data.data_gpu and data.model_gpu are both {data.data_gpu}; {advice}"
     longest_s = data.max_mel_frames * config.HOP_SAMPLES / config.SAMPLE_RATE
     if data.min_clip_seconds >= longest_s:
-        limits = (
-            f"{data.min_clip_seconds:g} seconds and at most {data.max_mel_frames} mel frames ({longest_s:.2f} s)"
-        )
-        text = f"no clip can have at least {limits}; lower data.min_clip_seconds or raise data.max_mel_frames"
+        shortest = f"data.min_clip_seconds is {data.min_clip_seconds:g}"
+        longest = f"data.max_mel_frames is {data.max_mel_frames} ({longest_s:.2f} seconds)"
+        text = f"no clip fits: {shortest}, but {longest}; lower the first or raise the second"
         yield ("data.min_clip_seconds", "data.max_mel_frames"), text
 
 

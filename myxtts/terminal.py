@@ -51,8 +51,7 @@ if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
     from myxtts.tools.profile import DataAnalysis, GpuUse, Profile
     from myxtts.tools.tune import Tuning
 
-PERIOD_S = 1.0
-"""Time between two pictures of the live view."""
+PERIOD_S = 1.0  # time between two pictures of the live view
 SILENCE_S = 60.0
 """The live view mentions missing reports after this long, and five times as long as reports usually take."""
 _FILE_WIDTH = 100_000

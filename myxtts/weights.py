@@ -39,8 +39,7 @@ _PROVENANCE_FILE = "myxtts.json"
 class Provenance:
     """The origin of weights, as far as synthesis depends on it; the defaults are XTTS-v2's."""
 
-    untrained: tuple[str, ...] = ()
-    """Stages that were never trained: their weights are random."""
+    untrained: tuple[str, ...] = ()  # stages that were never trained: their weights are random
     from_scratch: bool = False
     """True if training did not start from published weights: the model knows only what it was trained on."""
     max_text_length: int = DataSettings.max_text_length

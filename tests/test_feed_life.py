@@ -162,7 +162,7 @@ def test_buffers_that_do_not_fit_name_their_role(
         made.append(Block(layout, device))
         return made[-1]
 
-    monkeypatch.setattr("myxtts.pipeline.feed.Block", make)
+    monkeypatch.setattr("myxtts.pipeline.workers.Block", make)
     with pytest.raises(
         PipelineError, match=f"The {role} role ran out of memory.*allocating its buffers.*6.00 MiB"
     ):

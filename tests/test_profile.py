@@ -109,7 +109,7 @@ def rows(found: Profile) -> dict[str, Any]:
 def test_slow_gathering_is_named_with_its_cost_and_what_to_do(
     run: Callable[..., Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant_slow_gathering(monkeypatch)
+    plant_slow_gathering(monkeypatch, 3 * SLOW_S)  # far above a step of a busy machine too
     found = run()
     assert found.verdict is not None
     assert found.verdict.bound == "gather"
@@ -435,7 +435,7 @@ def test_the_commands_run_and_answer_in_json(
         "--num-workers 1 --model-start-delay 0 --val-fraction 0 --stage dvae --json"
     )
     options = command(f"profile --batch-size 2 --num-batches 2 {shared} --trace {tmp_path / 'trace.json'}")
-    assert options.run(options) == 0
+    assert not options.run(options), "no exit code other than 0"
     assert json.loads(capsys.readouterr().out)["num_steps"] == 2
     assert (tmp_path / "trace.json").exists()
 
@@ -446,6 +446,6 @@ def test_the_commands_run_and_answer_in_json(
         "myxtts.tools.tune.try_out_apart", lambda settings, *_: measure(SimpleNamespace(settings=settings))
     )
     options = command(f"tune --batch-size 2 --max-batch 4 --minutes 1 --apply {shared}")
-    assert options.run(options) == 0
+    assert not options.run(options), "no exit code other than 0"
     assert json.loads(capsys.readouterr().out)["values"] == {"data.batch_size": 4}
     assert (tmp_path / "configs" / "config.yaml").read_text() == "data:\n  batch_size: 4\n"

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-TOKEN_MULTIPLE = 8
-"""The budget is rounded up to a multiple of this, which tensor cores need."""
+TOKEN_MULTIPLE = 8  # the budget is rounded up to a multiple of this, which tensor cores need
 BUDGET_SLACK = 0.003
 """The least share by which the budget exceeds the mean batch; large corpora balance far better than this."""
 _ATTEMPTS = 64
@@ -67,11 +66,9 @@ class BatchPlan:
 
     clips: Rows
     weights: Weights
-    after: Cursor
-    """Where to continue once this batch has been trained on."""
+    after: Cursor  # where to continue once this batch has been trained on
     epoch: int
-    peers: Rows
-    """[ranks, clips] of this step, this rank included."""
+    peers: Rows  # [ranks, clips] of this step, this rank included
     peer_weights: Weights
 
 
@@ -183,8 +180,7 @@ def _swap_towards_mean(batches: Rows, num_tokens: Rows, totals: Rows, shift: int
     return new_totals
 
 
-ALIGNMENT_BYTES = 256
-"""Arrays of a block start at multiples of this, the alignment of GPU allocations."""
+ALIGNMENT_BYTES = 256  # arrays of a block start at multiples of this, the alignment of GPU allocations
 
 
 @dataclass(frozen=True)
@@ -241,14 +237,10 @@ class Block:
 class Sizes:
     """How much of each array a batch uses, known on the host; under static shapes the same for all batches."""
 
-    tokens: int
-    """Positions of the GPT's packed row."""
-    ids: int
-    """Longest text of a clip."""
-    samples: int
-    """Longest clip."""
-    frames: int
-    """Conditioning frames of all clips together."""
+    tokens: int  # positions of the GPT's packed row
+    ids: int  # longest text of a clip
+    samples: int  # longest clip
+    frames: int  # conditioning frames of all clips together
     codes: int = 0
     """Codes of all clips together with a gap of one after each; 0 if they must be computed clip by clip."""
 
@@ -259,8 +251,7 @@ class Batch:
 
     tensors: Mapping[str, Tensor]
     sizes: Sizes
-    after: Cursor
-    """Where to continue once this batch has been trained on."""
+    after: Cursor  # where to continue once this batch has been trained on
 
 
 MIN_CROP_SAMPLES, MAX_CROP_SAMPLES = 3 * SAMPLE_RATE, 6 * SAMPLE_RATE
@@ -275,8 +266,7 @@ _LENGTH, _START, _SEGMENT = range(3)
 class Crops(NamedTuple):
     """The reference voices of a batch, in samples."""
 
-    slots: Rows
-    """Position in the batch of the clip that each is cut from."""
+    slots: Rows  # position in the batch of the clip that each is cut from
     starts: Rows
     samples: Rows
 
@@ -365,8 +355,7 @@ def _uniform(seed: int, epoch: int, clips: Rows, purpose: int) -> npt.NDArray[np
     return draws
 
 
-SEGMENT_CODES = 32
-"""Codes of the segments that the decoder is trained on: 1.5 seconds."""
+SEGMENT_CODES = 32  # codes of the segments that the decoder is trained on: 1.5 seconds
 TOTALS = ("ids", "targets", "codes", "frames", "clips")
 """Weighted counts over all clips of an optimiser step: text targets, audio targets (codes and STOPs), codes, mel
 frames, clips."""
@@ -429,8 +418,7 @@ class Gathered:
     sizes: Sizes
     after: Cursor
     clips: Rows
-    codes_known: bool
-    """True if the codes came from the cache, False if they are still to be computed."""
+    codes_known: bool  # True if the codes came from the cache, False if they are still to be computed
 
 
 class Gatherer:

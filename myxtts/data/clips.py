@@ -177,8 +177,7 @@ class PreparedCorpus:
     val: ClipSet
     speaker_names: list[str]
     set_aside: list[SetAside]
-    vocabulary: str
-    """The tokenizer as JSON; building the object takes time, and few callers need it."""
+    vocabulary: str  # the tokenizer as JSON; building the object takes time, and few callers need it
     root: Path
 
     def voices(self, clips: ClipSet) -> Rows:

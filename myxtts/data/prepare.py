@@ -191,8 +191,7 @@ class Tools:
 
     pool: ProcessPool
     progress: Progress
-    verify: bool = False
-    """Every store is verified when it is opened."""
+    verify: bool = False  # every store is verified when it is opened
 
     def announce(self, title: str, num_samples: int) -> None:
         for line in (
@@ -358,10 +357,8 @@ def _spoken(text: Store, rows: Iterable[int]) -> Iterator[tuple[int, Sentence]]:
             yield row, Sentence(text[row].tobytes().decode(), LANGUAGES[labels[row]])
 
 
-Job = tuple[int, Any]
-"""A row to be built, and what it is built from."""
-NotBuilt = list[tuple[int, str, str]]
-"""Rows that are set aside, with reason and detail."""
+Job = tuple[int, Any]  # a row to be built, and what it is built from
+NotBuilt = list[tuple[int, str, str]]  # rows that are set aside, with reason and detail
 
 
 class _Made(NamedTuple):

@@ -35,10 +35,8 @@ from myxtts.files import sync_path
 FORMAT_VERSION = 3
 """Part of every key. Raise it when a file of a store changes its format."""
 ROW_ALIGNMENT_BYTES = 64
-STORES_KEPT = 3
-"""Stores of one kind that are kept; building another removes the least recently used."""
-ROWS_PER_COPY = 256
-"""Rows copied from an older store at a time, which bounds the memory this takes."""
+STORES_KEPT = 3  # stores of one kind that are kept; building another removes the least recently used
+ROWS_PER_COPY = 256  # rows copied from an older store at a time, which bounds the memory this takes
 TRANSIENT_REASONS = ("crashed", "unreadable", "changed")
 """Prefixes of reasons that may not hold the next time: these rows are tried again whenever a store is rebuilt."""
 
@@ -239,8 +237,7 @@ class StoreSpec:
 
     kind: str
     dtype: npt.DTypeLike
-    sources: Sources
-    """A hash of what each row is made from."""
+    sources: Sources  # a hash of what each row is made from
     params: Mapping[str, object]
     """Everything else that decides the content of a row. Stores with equal params share rows."""
     filters: Mapping[str, object] = field(default_factory=dict)

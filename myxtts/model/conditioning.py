@@ -23,17 +23,13 @@ _PARTS = 64
 class PackedFrames(NamedTuple):
     """Conditioning mels of a batch, one clip after the other."""
 
-    mel: Tensor
-    """[frames, channels]; zeros after the last clip."""
-    offsets: Tensor
-    """int32: every clip, then the padding (see `blocks.cover`)."""
+    mel: Tensor  # [frames, channels]; zeros after the last clip
+    offsets: Tensor  # int32: every clip, then the padding (see `blocks.cover`)
     members: Tensor
     """fp32 [parts, clips, frames / parts]: 1 where a frame belongs to a clip. Split into parts, because one
     product over all frames would occupy only a few multiprocessors."""
-    num_frames: Tensor
-    """fp32 [clips, 1], at least 1: the divisor of means over a clip."""
-    max_frames: int
-    """Upper bound of the frames of a clip."""
+    num_frames: Tensor  # fp32 [clips, 1], at least 1: the divisor of means over a clip
+    max_frames: int  # upper bound of the frames of a clip
 
     def sum_by_clip(self, x: Tensor) -> Tensor:
         """[frames, columns] → [clips, columns], as a product: no atomic additions in either direction."""
@@ -135,8 +131,7 @@ class ConditioningEncoder(nn.Module):
 class LatentKeys(NamedTuple):
     """Layout of the perceiver's keys: the 32 latents of each clip, then its frames."""
 
-    rows: Tensor
-    """Row in [all latents, then all frames] of each key; -1 after the last clip."""
+    rows: Tensor  # row in [all latents, then all frames] of each key; -1 after the last clip
     inverse: Tensor
     offsets_q: Tensor
     offsets_k: Tensor

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from myxtts.config import HOP_SAMPLES, SAMPLES_PER_CODE
 
-FRAMES_PER_CODE = SAMPLES_PER_CODE // HOP_SAMPLES
-"""Mel frames per code: two layers of stride 2."""
+FRAMES_PER_CODE = SAMPLES_PER_CODE // HOP_SAMPLES  # mel frames per code: two layers of stride 2
 DEAD_SHARE, FRESH_SHARE = 0.01, 0.1
 """Relative to the mean use of a code: a code used less than the first is dead, a revived code starts with the
 second. A revived code that is never chosen is dead again after about 230 updates; starting at the mean, after
@@ -35,12 +34,9 @@ InPlace = Callable[[Tensor], object]
 class Usage(NamedTuple):
     """Use of the codebook over about the last hundred updates; tensors on its device."""
 
-    counts: Tensor
-    """Mean number of latents per update assigned to each code, [num_tokens]."""
-    used: Tensor
-    """Number of codes that are not dead."""
-    perplexity: Tensor
-    """exp(entropy) of the use: `num_tokens` if all codes are used equally, 1 if only one is."""
+    counts: Tensor  # mean number of latents per update assigned to each code, [num_tokens]
+    used: Tensor  # number of codes that are not dead
+    perplexity: Tensor  # exp(entropy) of the use: `num_tokens` if all codes are used equally, 1 if only one is
 
 
 class Codebook(nn.Module):
@@ -48,10 +44,8 @@ class Codebook(nn.Module):
 
     embed: Tensor
     """The vectors as columns, [dim, num_tokens]: `embed_avg` divided by the smoothed `cluster_size`."""
-    cluster_size: Tensor
-    """Running mean of the number of latents per update assigned to each code, [num_tokens]."""
-    embed_avg: Tensor
-    """Running mean of the sum of those latents, [dim, num_tokens]."""
+    cluster_size: Tensor  # running mean of the number of latents per update assigned to each code, [num_tokens]
+    embed_avg: Tensor  # running mean of the sum of those latents, [dim, num_tokens]
 
     def __init__(self, dim: int, num_tokens: int, decay: float = 0.99, eps: float = 1e-5) -> None:
         super().__init__()
@@ -83,12 +77,12 @@ class Codebook(nn.Module):
     def counts_and_sums(self, latents: Tensor, codes: Tensor, mask: Tensor | None = None) -> Tensor:
         """[1 + dim, num_tokens]: the number and the sum of the latents [..., dim] assigned to each code."""
         with torch.autocast(latents.device.type, enabled=False):
-            # A comparison rather than F.one_hot, which reads the largest code on the host.
+            # a comparison rather than F.one_hot, which reads the largest code on the host.
             tokens = torch.arange(len(self.cluster_size), device=codes.device)
             one_hot = (codes.flatten()[:, None] == tokens).float()
             if mask is not None:
                 one_hot = one_hot * mask.flatten()[:, None]
-            # A matrix product, not index_add_: its order of summation is fixed, so a resumed run is bit-identical.
+            # a matrix product, not index_add_: its order of summation is fixed, so a resumed run is bit-identical.
             return torch.cat([one_hot.sum(0, keepdim=True), latents.flatten(0, -2).float().t() @ one_hot])
 
     @torch.no_grad()
@@ -151,19 +145,15 @@ class Codebook(nn.Module):
 class Reconstruction(NamedTuple):
     """Output of `DVAE.forward`; T is cut to whole codes, T' = T / 4."""
 
-    reconstruction: Tensor
-    """[B, channels, T]"""
-    mse: Tensor
-    """Squared error of every element, [B, channels, T] in float32; its mean is the loss."""
+    reconstruction: Tensor  # [B, channels, T]
+    mse: Tensor  # squared error of every element, [B, channels, T] in float32; its mean is the loss
     commitment: Tensor
     """Mean squared distance of each latent from its code's vector, [B, T'], 0 for padding. Its gradient pulls the
     encoder towards the codebook."""
     latents: Tensor
     """Latents before quantisation, detached, [B, T', codebook_dim] in float32; input of `Codebook.update`."""
-    codes: Tensor
-    """[B, T'] int64"""
-    mask: Tensor
-    """[B, T'] in float32: 1 for codes of the clip, 0 for padding."""
+    codes: Tensor  # [B, T'] int64
+    mask: Tensor  # [B, T'] in float32: 1 for codes of the clip, 0 for padding
 
 
 class DVAE(nn.Module):

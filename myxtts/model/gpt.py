@@ -23,10 +23,8 @@ from myxtts.config import CONDITIONING_TOKENS, NUM_STOPS
 from myxtts.model.blocks import InOutLinear, cover, offsets_of, packed_attention, segment_of, take_rows
 from myxtts.model.conditioning import ConditioningEncoder, PackedFrames, PerceiverResampler, pack_frames
 
-IGNORE = -100
-"""Target of unused entries of a loss list."""
-CONDITIONING, TEXT, AUDIO, PADDING = range(4)
-"""Kinds of positions of a packed row."""
+IGNORE = -100  # target of unused entries of a loss list
+CONDITIONING, TEXT, AUDIO, PADDING = range(4)  # kinds of positions of a packed row
 LONGEST_WAVE, WAVE_AMPLITUDE = 1000.0, 0.03
 """Initial position embeddings: longest wavelength / 2π in positions; amplitude, like that of other embeddings."""
 INITIAL_EMBEDDING_STD, INITIAL_LOGIT_STD = 0.02, 0.8
@@ -84,44 +82,30 @@ class PackedBatch(NamedTuple):
     """A batch as one row, and the rows that losses are computed from."""
 
     frames: PackedFrames
-    kind: Tensor
-    """[budget]: CONDITIONING, TEXT, AUDIO or PADDING."""
-    token: Tensor
-    """[budget]: id in the vocabulary of the position's kind."""
-    position: Tensor
-    """[budget]: position within its part of the sequence."""
-    clip: Tensor
-    """[budget]: index of the clip; the number of clips for padding."""
-    offsets: Tensor
-    """int32: every clip, then the padding (see `blocks.cover`)."""
-    max_length: int
-    """Upper bound of the positions of a clip."""
-    loss_rows: Tensor
-    """[text_budget + audio_budget]: row of each target, text first; -1 where unused."""
-    loss_index: Tensor
-    """[budget]: the inverse of `loss_rows`."""
-    targets: Tensor
-    """[text_budget + audio_budget]: IGNORE where unused."""
-    weights: Tensor
-    """fp32 [text_budget + audio_budget]: the clip's weight, 0 where unused."""
+    kind: Tensor  # [budget]: CONDITIONING, TEXT, AUDIO or PADDING
+    token: Tensor  # [budget]: id in the vocabulary of the position's kind
+    position: Tensor  # [budget]: position within its part of the sequence
+    clip: Tensor  # [budget]: index of the clip; the number of clips for padding
+    offsets: Tensor  # int32: every clip, then the padding (see `blocks.cover`)
+    max_length: int  # upper bound of the positions of a clip
+    loss_rows: Tensor  # [text_budget + audio_budget]: row of each target, text first; -1 where unused
+    loss_index: Tensor  # [budget]: the inverse of `loss_rows`
+    targets: Tensor  # [text_budget + audio_budget]: IGNORE where unused
+    weights: Tensor  # fp32 [text_budget + audio_budget]: the clip's weight, 0 where unused
     text_budget: int
-    first_code: Tensor
-    """[clips]: row of START of the audio, whose output is the first code's latent."""
-    num_codes: Tensor
-    """[clips]"""
+    first_code: Tensor  # [clips]: row of START of the audio, whose output is the first code's latent
+    num_codes: Tensor  # [clips]
     max_codes: int
 
 
 class PaddedTokens(NamedTuple):
     """Text or codes of a batch, padded, with their START and STOP tokens."""
 
-    tokens: Tensor
-    """[clips, width]"""
+    tokens: Tensor  # [clips, width]
     lengths: Tensor
     start: int
     stop: int
-    num_stops: int
-    """STOPs after each sequence, all of them targets."""
+    num_stops: int  # STOPs after each sequence, all of them targets
 
     @property
     def budget(self) -> int:

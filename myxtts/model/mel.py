@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE
 
-SPEAKER_SAMPLE_RATE = 16000
-"""Sample rate of the speaker encoder's input, in Hz."""
+SPEAKER_SAMPLE_RATE = 16000  # sample rate of the speaker encoder's input, in Hz
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,11 @@ class FrontEnd:
     hop_samples: int
     window: Literal["hann", "hamming"]
     num_mels: int
-    max_hz: float
-    """Upper edge of the highest filter; the lowest starts at 0 Hz."""
-    equal_area: bool
-    """Filters of area 1 Hz ("slaney" normalisation) instead of height 1."""
+    max_hz: float  # upper edge of the highest filter; the lowest starts at 0 Hz
+    equal_area: bool  # filters of area 1 Hz ("slaney" normalisation) instead of height 1
     log_floor: float
-    floor_is_added: bool
-    """ln(x + floor) instead of ln(max(x, floor))."""
-    pre_emphasis: float = 0.0
-    """y[t] = x[t] - pre_emphasis * x[t-1], applied first; 0 for none."""
+    floor_is_added: bool  # ln(x + floor) instead of ln(max(x, floor))
+    pre_emphasis: float = 0.0  # y[t] = x[t] - pre_emphasis * x[t-1], applied first; 0 for none
 
 
 DVAE_MEL = FrontEnd(

@@ -27,11 +27,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.mel import SPEAKER_MEL, LogMel
 
-OUTPUT_SAMPLE_RATE = 24000
-"""Sample rate of the vocoder's output, in Hz."""
+OUTPUT_SAMPLE_RATE = 24000  # sample rate of the vocoder's output, in Hz
 UPSAMPLE_RATES, UPSAMPLE_KERNELS = (8, 8, 2, 2), (16, 16, 4, 4)
-SAMPLES_PER_FRAME = math.prod(UPSAMPLE_RATES)
-"""Output samples per input frame of the generator."""
+SAMPLES_PER_FRAME = math.prod(UPSAMPLE_RATES)  # output samples per input frame of the generator
 RESBLOCK_KERNELS, RESBLOCK_DILATIONS = (3, 7, 11), (1, 3, 5)
 SLOPE, LAST_SLOPE = 0.1, 0.01
 """Slopes of the leaky ReLUs; before the last convolution XTTS-v2 has PyTorch's default, not HiFi-GAN's."""
@@ -167,15 +165,13 @@ class Resolution(NamedTuple):
 RESOLUTIONS = (Resolution(1024, 120, 600), Resolution(2048, 240, 1200), Resolution(512, 50, 240))
 """Windows of 25, 50 and 10 ms at 24 kHz, with hops of about a fifth of the window."""
 RESOLUTION_WIDTH = 32
-_LEAST_POWER = 1e-9
-"""Added under the square root of a magnitude, whose gradient is infinite at silence."""
+_LEAST_POWER = 1e-9  # added under the square root of a magnitude, whose gradient is infinite at silence
 
 
 class DiscriminatorOutput(NamedTuple):
     """Output of one discriminator for a batch of waveforms."""
 
-    logits: Tensor
-    """[B, positions]; high for real."""
+    logits: Tensor  # [B, positions]; high for real
     features: list[Tensor]
     """Activations of the hidden layers for feature matching, each [B, channels, height, width]."""
 
@@ -271,8 +267,7 @@ def _discriminate(image: Tensor, layers: nn.ModuleList, last: nn.Module) -> Disc
 
 
 BLOCKS_PER_LAYER = (3, 4, 6, 3)
-LAYER_STRIDES = (1, 2, 2, 2)
-"""Strides of both mels and time."""
+LAYER_STRIDES = (1, 2, 2, 2)  # strides of both mels and time
 SQUEEZE = 8
 ATTENTION_CHANNELS = 128
 LEAST_VARIANCE = 1e-5

@@ -21,8 +21,7 @@ from myxtts.model.dvae import DVAE
 from myxtts.model.gpt import GPT, GPTDims
 from myxtts.model.vocoder import HifiGanDecoder, SpeakerEncoder, modern_names
 
-HEAD_DIM = 64
-"""Channels per attention head in every size: packed attention kernels are fastest at 64."""
+HEAD_DIM = 64  # channels per attention head in every size: packed attention kernels are fastest at 64
 TRAINER_PREFIX = "xtts."
 """Prefix of the model in checkpoints of Coqui's trainer, which also hold the DVAE and two mel front ends."""
 _UNUSED = ("torch_mel_spectrogram_", "gpt.gpt_inference.", "gpt.gpt.wte.", "gpt.gpt.wpe.")

@@ -30,29 +30,23 @@ MODEL_PHASES = ("train", "update")
 COPIES = ("upload", "handoff")
 PAUSES = {"save": "save_step", "validate": "val_step"}
 """Deliberate pauses between steps, by the name of their spans, and the setting that says how often."""
-RING_COUNTER = " ring"
-"""`host ring` counts the batches that are ready in that ring."""
-ALLOCATED_COUNTER = " allocated MB"
-"""`model allocated MB` is the memory of that role, once per step."""
+RING_COUNTER = " ring"  # `host ring` counts the batches that are ready in that ring
+ALLOCATED_COUNTER = " allocated MB"  # `model allocated MB` is the memory of that role, once per step
 
-LONG_FACTOR = 4.0
-"""A batch that takes this many times the median is long."""
+LONG_FACTOR = 4.0  # a batch that takes this many times the median is long
 MIN_LOSS = 0.05
 """Share of the time that must be lost to something before it, and not training itself, is the bottleneck."""
-MIN_STEPS = 10
-"""Steps with and without the feed that are needed to compare them."""
+MIN_STEPS = 10  # steps with and without the feed that are needed to compare them
 MAX_CONTENTION = 2.0
 """A phase slows training while it runs, and a little longer because of caches and clocks. A loss above this
 multiple of its running time has another cause."""
 MIN_DEPTH, MIN_CORRELATION = 0.3, 0.4
 """Limits of an oscillation: its depth, and the correlation of the series with itself one period later."""
 MIN_SAMPLES, MIN_CYCLES = 16, 3
-MIN_GROWTH_SHARE, MIN_GROWTH_MB = 0.02, 16.0
-"""Memory that grew by less, in either measure, did not grow."""
+MIN_GROWTH_SHARE, MIN_GROWTH_MB = 0.02, 16.0  # memory that grew by less, in either measure, did not grow
 WAITED = "waited for "
 
-Interval = tuple[int, int]
-"""Start and end in microseconds of the host clock."""
+Interval = tuple[int, int]  # start and end in microseconds of the host clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,32 +55,21 @@ class ProfileData:
 
     spans: Sequence[Span] = ()
     counters: Sequence[Counter] = ()
-    replayed: Sequence[StepTime] = ()
-    """Steps that repeat one batch: the speed of a perfect feed."""
+    replayed: Sequence[StepTime] = ()  # steps that repeat one batch: the speed of a perfect feed
     settings: Settings = field(default_factory=Settings)
-    depths: Mapping[str, int] = field(default_factory=dict)
-    """Depth of each ring, by name."""
+    depths: Mapping[str, int] = field(default_factory=dict)  # depth of each ring, by name
     readings: Sequence[Reading] = ()
-    no_readings: str = ""
-    """The reason why there are no readings."""
+    no_readings: str = ""  # the reason why there are no readings
     data_gpu: int | None = None
-    model_gpu: int | None = None
-    """PyTorch's indices, equal if the roles share a GPU; None on the CPU."""
+    model_gpu: int | None = None  # PyTorch's indices, equal if the roles share a GPU; None on the CPU
     num_gpus: int = 0
-    cores: int = 0
-    """Usable cores; 0 if unknown."""
-    recompilations: int = 0
-    """Graphs compiled during these steps."""
-    kernel_share: float | None = None
-    """Share of the model stream's spans in which a kernel runs."""
-    syncs_per_step: float | None = None
-    """How often the host waits for the device inside a step."""
-    flops_per_step: float | None = None
-    """Useful floating-point operations."""
-    peak_flops: float | None = None
-    """Operations per second of a large matrix product on this GPU."""
-    baseline: float | None = None
-    """Speed as a multiple of that on one GPU, if that was measured."""
+    cores: int = 0  # usable cores; 0 if unknown
+    recompilations: int = 0  # graphs compiled during these steps
+    kernel_share: float | None = None  # share of the model stream's spans in which a kernel runs
+    syncs_per_step: float | None = None  # how often the host waits for the device inside a step
+    flops_per_step: float | None = None  # useful floating-point operations
+    peak_flops: float | None = None  # operations per second of a large matrix product on this GPU
+    baseline: float | None = None  # speed as a multiple of that on one GPU, if that was measured
     ran_out_of_memory: bool = False
 
     @property
@@ -102,14 +85,10 @@ class ProfileData:
 class PhaseTime(Timing):
     """How long a phase takes for a batch."""
 
-    workers: int = 1
-    """Threads or streams that work in parallel."""
-    busy_share: float = 0.0
-    """Share of the time in which at least one of them works."""
-    long_share: float = 0.0
-    """Share of the batches that take more than `LONG_FACTOR` times the median."""
-    long_time_share: float = 0.0
-    """Share of the phase's working time that these batches take."""
+    workers: int = 1  # threads or streams that work in parallel
+    busy_share: float = 0.0  # share of the time in which at least one of them works
+    long_share: float = 0.0  # share of the batches that take more than `LONG_FACTOR` times the median
+    long_time_share: float = 0.0  # share of the phase's working time that these batches take
 
     @property
     def period_ms(self) -> float:
@@ -135,10 +114,8 @@ class Oscillation:
     """A cycle of busy and idle."""
 
     period_s: float
-    depth: float
-    """1 is from fully busy to fully idle."""
-    source: str
-    """`spans`, which are exact, or `nvml`, which sees only cycles slower than a second or so."""
+    depth: float  # 1 is from fully busy to fully idle
+    source: str  # `spans`, which are exact, or `nvml`, which sees only cycles slower than a second or so
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ STEP_SWITCHES = ("training.enable_eager_debug", "training.enable_graph_mode", SH
 """Switches that let the host launch a step sooner."""
 PRECISION, GRAPH = ("data.mixed_precision",), ("training.enable_graph_mode", "training.enable_xla_compilation")
 
-Costed = Iterator[tuple[float, Finding]]
-"""Findings with the share of the time that they cost."""
+Costed = Iterator[tuple[float, Finding]]  # findings with the share of the time that they cost
 
 
 class _Grade(NamedTuple):
@@ -62,8 +61,7 @@ class _Grade(NamedTuple):
     data_busy: float
     model_busy: float
     cv: float
-    speed: float = 0.0
-    """Speed of two GPUs as a multiple of one."""
+    speed: float = 0.0  # speed of two GPUs as a multiple of one
 
 
 _GRADES = (
@@ -402,8 +400,7 @@ def _information(stats: Diagnosis) -> Iterator[Finding]:
         yield _found("feed-keeps-up", "pass", f"The model waits {_percent(starved)} of the time for data")
 
 
-WARMUP_REPORTS = 3
-"""First reports that decide nothing: kernels are compiled, buffers fill, memory is taken."""
+WARMUP_REPORTS = 3  # first reports that decide nothing: kernels are compiled, buffers fill, memory is taken
 WINDOW_REPORTS, FEWEST_REPORTS = 12, 4
 """Reports that a warning looks at, and the fewest that show what happens most of the time."""
 MAX_LIVE_CV, MAX_IDLE, MAX_GROWTH = 0.3, 0.05, 0.05
@@ -444,8 +441,7 @@ _LEAK = (
 class Warning(NamedTuple):
     """Something to change: what was found, its likely cause, and what to do."""
 
-    code: str
-    """variation, starving, or memory-ROLE."""
+    code: str  # variation, starving, or memory-ROLE
     text: str
 
 

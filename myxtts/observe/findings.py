@@ -33,17 +33,13 @@ from myxtts.observe.breakdown import DATA_PHASES, UNKNOWN_PHASE, Breakdown, Phas
 
 Level = Literal["pass", "info", "warn", "fail"]
 
-MIN_BATCH = 4
-"""Clips below which launching kernels takes longer than running them, on any card."""
-MIN_PREFETCH = 4
-"""Batches in host memory below which one slow clip stops the feed."""
-MIN_HOURS = 5.0
-"""Hours of speech below which `normal` and `big` overfit instead of learning to speak."""
+MIN_BATCH = 4  # clips below which launching kernels takes longer than running them, on any card
+MIN_PREFETCH = 4  # batches in host memory below which one slow clip stops the feed
+MIN_HOURS = 5.0  # hours of speech below which `normal` and `big` overfit instead of learning to speak
 MAX_FINE_TUNING_RATE = 1e-3
 GRAPH_GAIN = {"tiny": 5.8, "small": 1.4, "normal": 1.26}
 """Speedup of a compiled or captured step over an eager one: docs/performance.md."""
-BF16_GAIN = 2.4
-"""Speedup of bf16 over fp32, the same GPT on one H200: docs/performance.md."""
+BF16_GAIN = 2.4  # speedup of bf16 over fp32, the same GPT on one H200: docs/performance.md
 
 
 @dataclass(frozen=True)
@@ -54,14 +50,10 @@ class Finding:
     level: Level
     what: str
     why: str = ""
-    fix: str = ""
-    """A sentence; empty if there is nothing to do."""
-    setting: str = ""
-    """The dotted key to change, such as `data.batch_size`."""
-    value: Any = None
-    """The value to change it to."""
-    gain: float | None = None
-    """Expected speed as a multiple of the present one."""
+    fix: str = ""  # a sentence; empty if there is nothing to do
+    setting: str = ""  # the dotted key to change, such as `data.batch_size`
+    value: Any = None  # the value to change it to
+    gain: float | None = None  # expected speed as a multiple of the present one
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,13 +64,10 @@ class Situation:
     """The settings, machine and corpus that rules look at."""
 
     settings: Settings = field(default_factory=Settings)
-    num_gpus: int = 0
-    """GPUs that this process may use."""
+    num_gpus: int = 0  # GPUs that this process may use
     cores: int = 0
-    gpu_memory_mb: int = 0
-    """Memory of the GPU that trains; 0 on the CPU."""
-    num_clips: int = 1
-    """Training clips of all processes."""
+    gpu_memory_mb: int = 0  # memory of the GPU that trains; 0 on the CPU
+    num_clips: int = 1  # training clips of all processes
     num_val_clips: int | None = None
     speech_hours: float | None = None
     processes: int = 1
@@ -170,16 +159,13 @@ class Rule:
     Texts have no full stop; `{s.cores}` stands for a part of the situation.
     """
 
-    code: str
-    """The check that it belongs to, or `hint`."""
+    code: str  # the check that it belongs to, or `hint`
     level: Level | Callable[[Situation], Level]
     setting: str
-    value: Any
-    """The value to change it to, or a function that returns it."""
+    value: Any  # the value to change it to, or a function that returns it
     what: str
     why: str = ""
-    fix: str = ""
-    """The change in words; if empty, the flag says it all."""
+    fix: str = ""  # the change in words; if empty, the flag says it all
     when: Callable[[Situation], bool] | None = None
     """None for a switch, which `tune` tries: the rule holds as long as the setting has another value."""
     gpu_only: bool = False
@@ -393,16 +379,12 @@ SECOND_GPU = Fix("give the data role its own GPU with --data-gpu and --model-gpu
 PEER_ACCESS = Fix("choose two GPUs with peer access (myxtts check --gpus shows it), or use one", "data.data_gpu")
 LARGER_BATCH = Fix("train on more clips at once, with less accumulation for the same step", "data.batch_size")
 
-MIN_SHARE = 0.02
-"""Share of the time below which a loss is not mentioned."""
-MIN_ACTIVE = 0.5
-"""A phase that works for less of the time that the model waits for it is not slow, but late."""
-SPARE = 0.8
-"""Share of the training time that a phase may take and still stay ahead."""
+MIN_SHARE = 0.02  # share of the time below which a loss is not mentioned
+MIN_ACTIVE = 0.5  # a phase that works for less of the time that the model waits for it is not slow, but late
+SPARE = 0.8  # share of the training time that a phase may take and still stay ahead
 SLOW_CLIP_MS = 1.0
 """Copying a clip from the packed cache takes a twentieth of this: a longer copy comes from a slow disk."""
-SHALLOW = 2
-"""Batches that a ring must exceed for its two sides to work at once."""
+SHALLOW = 2  # batches that a ring must exceed for its two sides to work at once
 
 
 @dataclass(frozen=True, kw_only=True)

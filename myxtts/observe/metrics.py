@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
 BOARD = {"max_queue": 1000, "flush_secs": 30}
 """Options of TensorBoard's writer: so many events may wait for the disk before the training does."""
-USAGE_PICTURE = (64, 256)
-"""Rows and columns of the picture of code usage."""
-MOST_KEPT = 4000
-"""Step reports that `MetricsTail` keeps; the live view needs no more."""
+USAGE_PICTURE = (64, 256)  # rows and columns of the picture of code usage
+MOST_KEPT = 4000  # step reports that `MetricsTail` keeps; the live view needs no more
 RUN_FILES = (
     "metrics.jsonl",
     "settings.yaml",
@@ -44,8 +42,7 @@ RUN_FILES = (
 
 Numbers = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
-Record = Mapping[str, Any]
-"""One object read from JSON."""
+Record = Mapping[str, Any]  # one object read from JSON
 
 _log = logging.getLogger(__name__)
 
@@ -56,31 +53,22 @@ class StepReport:
 
     stage: str
     step: int
-    total_steps: int | None
-    """None if unknown."""
+    total_steps: int | None  # None if unknown
     epoch: int
-    losses: Mapping[str, float]
-    """ "total" and its parts."""
+    losses: Mapping[str, float]  # "total" and its parts
     lr: float
-    grad_norm: Mapping[str, float]
-    """By clipping group."""
+    grad_norm: Mapping[str, float]  # by clipping group
     clips_per_s: float
     step_ms: float
-    step_cv: float
-    """Coefficient of variation of the step time."""
+    step_cv: float  # coefficient of variation of the step time
     idle_share: float
-    ahead: int
-    """Batches ready for the trainer, in all rings."""
-    rings: Mapping[str, tuple[int, int]]
-    """Ready batches and slots of each ring."""
-    memory_mb: Mapping[str, float]
-    """Peak allocated memory of each role."""
-    skipped: int
-    """Steps skipped because their gradients were not finite."""
+    ahead: int  # batches ready for the trainer, in all rings
+    rings: Mapping[str, tuple[int, int]]  # ready batches and slots of each ring
+    memory_mb: Mapping[str, float]  # peak allocated memory of each role
+    skipped: int  # steps skipped because their gradients were not finite
     eta_s: float | None
     elapsed_s: float
-    mfu: float | None = None
-    """Model FLOP/s as a share of this GPU's measured matmul rate; None if not measured."""
+    mfu: float | None = None  # model FLOP/s as a share of this GPU's measured matmul rate; None if not measured
 
     def scalars(self) -> dict[str, float]:
         """Return the numbers of the curves, by their names in TensorBoard."""
@@ -99,8 +87,7 @@ class ValidationReport:
 
     stage: str
     step: int
-    losses: Mapping[str, float]
-    """The best checkpoint has the lowest "total"."""
+    losses: Mapping[str, float]  # the best checkpoint has the lowest "total"
     is_best: bool
 
     def scalars(self) -> dict[str, float]:
@@ -232,8 +219,7 @@ class MetricsTail:
         return list(self._kept.values())
 
 
-_Kept = dict[tuple[str, str, int], dict[str, Any]]
-"""Reports by kind, stage and step, in the order of writing."""
+_Kept = dict[tuple[str, str, int], dict[str, Any]]  # reports by kind, stage and step, in the order of writing
 
 
 def _add_line(kept: _Kept, line: bytes) -> None:
@@ -296,8 +282,7 @@ class StageHistory:
     steps: list[StepReport] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     """Training time of the whole run up to each step report, without pauses."""
-    validations: list[tuple[int, float]] = field(default_factory=list)
-    """Step and total loss."""
+    validations: list[tuple[int, float]] = field(default_factory=list)  # step and total loss
 
     def column(self, name: str) -> Numbers:
         """Return one number of all step reports; `losses.total` for one inside a mapping."""

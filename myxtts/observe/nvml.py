@@ -35,14 +35,11 @@ THROTTLES = {
 class Reading(NamedTuple):
     """One GPU at one moment; None if not reported."""
 
-    at_us: int
-    """On the clock of `Span`."""
-    gpu: int
-    """PyTorch's index."""
+    at_us: int  # on the clock of `Span`
+    gpu: int  # PyTorch's index
     utilisation: float | None = None
     """Share of the driver's last sample period (up to a second) in which any kernel ran."""
-    memory_used_mb: float | None = None
-    """By all processes."""
+    memory_used_mb: float | None = None  # by all processes
     memory_total_mb: float | None = None
     power_w: float | None = None
     sm_clock_mhz: float | None = None

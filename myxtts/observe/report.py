@@ -46,14 +46,12 @@ from myxtts.observe.metrics import (
 from myxtts.observe.trace import Span, read_jsonl
 
 REPORT_FILE = "report.html"
-MOST_POINTS = 500
-"""Points of a curve; a screen shows hardly more."""
+MOST_POINTS = 500  # points of a curve; a screen shows hardly more
 FEWEST_SMOOTHED, NUM_MEANS = 80, 40
 """A curve of at least so many points gets a second one through the means of so many stretches."""
 MOST_BARS = 600
 TYPICAL_STEPS, NUM_WORST = 4, 3
-KEEPS_UP = 0.01
-"""The data keeps up if the model waits for at most this share of the time."""
+KEEPS_UP = 0.01  # the data keeps up if the model waits for at most this share of the time
 FLOW = ("gather", "upload", "encode", "handoff", "wait", "train", "update")
 """Spans with a colour of their own, in the order in which a batch passes them."""
 STEP_SPANS = ("train", "update")
@@ -61,10 +59,8 @@ STEP_SPANS = ("train", "update")
 GPU_COLUMNS = ("at_us", "utilisation", "memory_used_mb", "power_w", "sm_clock_mhz", "temperature_c")
 SCORES = ("clips", "wer", "cer", "similarity", "mos", "same_speaker_share")
 
-Chart = dict[str, Any]
-"""What `report.html` needs to draw a chart."""
-Scores = Mapping[str, Mapping[str, float]]
-"""The mean scores of each set of clips; NaN where no judge gave any."""
+Chart = dict[str, Any]  # what `report.html` needs to draw a chart
+Scores = Mapping[str, Mapping[str, float]]  # the mean scores of each set of clips; NaN where no judge gave any
 
 
 def write_report(run_folder: Path, out: Path | None = None) -> Path:
@@ -349,8 +345,7 @@ class Bar(NamedTuple):
     label: str
     start: float
     end: float
-    colour: str
-    """A class of the style sheet: `c1` and so on, or `s-` and the name of a span."""
+    colour: str  # a class of the style sheet: `c1` and so on, or `s-` and the name of a span
     tip: str = ""
 
 

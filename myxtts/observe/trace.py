@@ -32,8 +32,7 @@ CROSSING_US = 5
 """Spans of one track that overlap by less are drawn one after the other: device times are rounded."""
 WARMUP_STEPS = 5
 """First steps of a clock that `StepClock.timing` leaves out: they compile kernels and fill caches."""
-OUTLIER_FACTOR = 2.0
-"""A step that takes more than this many times the median is an outlier."""
+OUTLIER_FACTOR = 2.0  # a step that takes more than this many times the median is an outlier
 
 
 def now_us() -> int:
@@ -70,16 +69,12 @@ class Timing:
 class Span(NamedTuple):
     """One piece of work, in whole microseconds of the host clock, so that neighbours never overlap."""
 
-    name: str
-    """The kind of work: gather, upload, encode, handoff, train, wait, ..."""
-    track: str
-    """The thread or stream that did it."""
+    name: str  # the kind of work: gather, upload, encode, handoff, train, wait,
+    track: str  # the thread or stream that did it
     start_us: int
     duration_us: int
-    batch: int = -1
-    """Number of the batch; -1 for none."""
-    device: bool = False
-    """True if measured on a device."""
+    batch: int = -1  # number of the batch; -1 for none
+    device: bool = False  # True if measured on a device
 
 
 class Counter(NamedTuple):
@@ -269,8 +264,7 @@ class Trace:
 
 
 _NOTHING = nullcontext()
-OFF = Trace(limit=0, enabled=False)
-"""A trace that records nothing, for callers that want none."""
+OFF = Trace(limit=0, enabled=False)  # a trace that records nothing, for callers that want none
 
 
 class _DeviceClock:
@@ -366,8 +360,7 @@ class StepTime(NamedTuple):
 
     step: int
     step_ms: float
-    gap_ms: float
-    """Idle time of the stream before the step; 0 for the first step and after a pause."""
+    gap_ms: float  # idle time of the stream before the step; 0 for the first step and after a pause
 
 
 def step_timing(steps: Iterable[StepTime]) -> Timing:

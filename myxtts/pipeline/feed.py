@@ -21,8 +21,6 @@ from myxtts.data.batches import (
     Batches,
     Block,
     Cursor,
-    Field,
-    Gathered,
     Gatherer,
     HostBatch,
     Layout,
@@ -36,19 +34,9 @@ from myxtts.errors import ConfigError
 from myxtts.host import available_bytes, usable_cores
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import OFF, Trace
+from myxtts.pipeline import workers
 from myxtts.pipeline.frontend import FRONTENDS, CudaGraphFrontend, Frontend
-from myxtts.pipeline.ring import Ring, RingClosed, Slot
-from myxtts.pipeline.workers import (
-    BlockRing,
-    Encode,
-    EncodeBlock,
-    Gather,
-    Handoff,
-    Keep,
-    Upload,
-    Work,
-    Worker,
-)
+from myxtts.pipeline.ring import Ring, RingClosed
 
 MODEL_DEPTH = 3
 """Fewest batches on the model role's device: one being filled, one ready, one in use."""
@@ -162,32 +150,30 @@ class Feed:
         working memory for every stream.
         """
         self.plan, self._data, self._gatherer, self._frontend = plan, data, gatherer, frontend
-        self._cursor, self._trace = cursor or Cursor(), trace
-        self._replay = replay
+        self._cursor, self._replay, self._trace = cursor or Cursor(), replay, trace
         self._captured = captured and plan.data.type == "cuda" and data.pad_to_fixed_length
-        self._leased: Slot[Block, Gathered] | None = None
+        self._leased: workers.BlockSlot | None = None
         self._jobs = gatherer.jobs(self._cursor, accumulate, num_batches)
         self._streams = streams or Streams.of(plan, data)
         self.model_stream = self._streams.model
-        self._rings: list[Ring[Any, Any]] = []
         self._allocate(depths)
-        self._workers: list[Worker] = []
-        self._on_demand: list[Work] = []
-        """The device's work, done by the reader's thread if nothing is uploaded ahead."""
         self._num_gatherers = depths.gatherers
+        self._workers: list[workers.Worker] = []
+        self._on_demand: list[workers.Work] = []
+        """The device's work, done by the reader's thread if nothing is uploaded ahead."""
 
     def start(self) -> None:
         """Start the workers; on CUDA with static shapes the front end is captured first, on an idle device."""
-        device_works = self._device_works(self._encoder())
-        gather = Gather(self._gatherer, self._jobs, self.host_ring, self._trace)
-        works: list[tuple[str, Work]] = [(f"gather-{number}", gather) for number in range(self._num_gatherers)]
+        on_device = self._device_works()
+        gather = workers.Gather(self._gatherer, self._jobs, self.host_ring, self._trace)
+        works: dict[str, workers.Work] = {f"gather-{number}": gather for number in range(self._num_gatherers)}
         if self._keep_ring is not None and self._gatherer.codes is not None:
-            works.append(("keep", Keep(self._keep_ring, self._gatherer.codes)))
+            works["keep"] = workers.Keep(self._keep_ring, self._gatherer.codes)
         if self._data.prefetch_to_gpu:
-            works += device_works
+            works |= on_device
         else:
-            self._on_demand = [work for _, work in device_works]
-        self._workers = [Worker(name, work, self._rings) for name, work in works]
+            self._on_demand = list(on_device.values())
+        self._workers = [workers.Worker(name, work, self._rings) for name, work in works.items()]
         for worker in self._workers:
             worker.start()
 
@@ -271,43 +257,40 @@ class Feed:
         plan, data, outputs = self.plan, self._data, self._frontend.outputs
         inputs, pinned = host_layout(data), data.enhanced_gpu_prefetch and plan.data.type == "cuda"
         batches = [HostBatch(inputs, pinned) for _ in range(depths.host)]
-        self._inputs = inputs
-        self.host_ring: Ring[HostBatch, Gathered] = Ring("host", batches, plan.data)
+        self.host_ring: workers.HostRing = Ring("host", batches, plan.data)
         self.upload_ring = _block_ring("device", inputs, plan, "data", UPLOAD_DEPTH)
         self.model_ring = self.encoded_ring = _block_ring("model", outputs, plan, "model", depths.model)
         if plan.mode == "dual":
             self.encoded_ring = _block_ring("handoff", outputs, plan, "data", HANDOFF_DEPTH)
-        self._keep_ring: BlockRing | None = None
+        self._keep_ring: workers.BlockRing | None = None
         if self._frontend.uses_codes and self._gatherer.codes is not None:
-            layout = Layout({"codes": Field(outputs["codes"].shape, outputs["codes"].dtype)})
-            pinned_blocks = [Block(layout, torch.device("cpu"), pinned) for _ in range(KEEP_DEPTH)]
-            self._keep_ring = Ring("keep", pinned_blocks, plan.data)
+            layout = Layout({"codes": outputs["codes"]})
+            blocks = [Block(layout, torch.device("cpu"), pinned) for _ in range(KEEP_DEPTH)]
+            self._keep_ring = Ring("keep", blocks, plan.data)
         for device in {plan.data, plan.model}:
             if device.type == "cuda":  # the zeros of fresh memory are written before any stream writes there
                 torch.cuda.synchronize(device)
-        self._rings = [self.host_ring, self.upload_ring, self.model_ring]
+        self._rings: list[Ring[Any, Any]] = [self.host_ring, self.upload_ring, self.model_ring]
         self._rings += [self.encoded_ring] if plan.mode == "dual" else []
         self._rings += [self._keep_ring] if self._keep_ring is not None else []
 
-    def _encoder(self) -> EncodeBlock:
-        if not self._captured:
-            return self._frontend.encode_block
-        with explained_out_of_memory(self.plan, "data", "preparing the front end"):
-            sizes, stream = self._gatherer.static_sizes, self._streams.encode
-            return CudaGraphFrontend(self._frontend, self._inputs, sizes, stream).encode_block
-
-    def _device_works(self, encoder: EncodeBlock) -> list[tuple[str, Work]]:
-        streams, trace, encoded = self._streams, self._trace, self.encoded_ring
-        works: list[tuple[str, Work]] = [
-            ("upload", Upload(self.host_ring, self.upload_ring, streams.upload, trace)),
-            ("encode", Encode(encoder, self.upload_ring, encoded, streams.encode, self._keep_ring, trace)),
-        ]
-        if self.encoded_ring is not self.model_ring:
-            across = Handoff(self.encoded_ring, self.model_ring, streams.handoff_from, streams.handoff_to, trace)
-            works.append(("handoff", across))
+    def _device_works(self) -> dict[str, workers.Work]:
+        streams, trace, uploaded, encoded = self._streams, self._trace, self.upload_ring, self.encoded_ring
+        encoder = self._frontend.encode_block
+        if self._captured:
+            with explained_out_of_memory(self.plan, "data", "preparing the front end"):
+                inputs, sizes = host_layout(self._data), self._gatherer.static_sizes
+                encoder = CudaGraphFrontend(self._frontend, inputs, sizes, streams.encode).encode_block
+        works: dict[str, workers.Work] = {
+            "upload": workers.Upload(self.host_ring, uploaded, streams.upload, trace),
+            "encode": workers.Encode(encoder, uploaded, encoded, streams.encode, self._keep_ring, trace),
+        }
+        if encoded is not self.model_ring:
+            across = (streams.handoff_from, streams.handoff_to)
+            works["handoff"] = workers.Handoff(encoded, self.model_ring, *across, trace)
         return works
 
-    def _lease(self) -> Slot[Block, Gathered] | None:
+    def _lease(self) -> workers.BlockSlot | None:
         if self._replay and self._leased is not None:
             return self._leased
         try:
@@ -336,7 +319,7 @@ class Feed:
                 raise worker.failure
 
 
-def _block_ring(name: str, layout: Layout, plan: Plan, role: str, depth: int) -> BlockRing:
+def _block_ring(name: str, layout: Layout, plan: Plan, role: str, depth: int) -> workers.BlockRing:
     device = plan.data if role == "data" else plan.model
     with explained_out_of_memory(plan, role, "allocating its buffers"):
         return Ring(name, [Block(layout, device) for _ in range(depth)], device)

@@ -47,8 +47,7 @@ Tensors = Mapping[str, Tensor]
 class Frontend(nn.Module, ABC):
     """Computes the inputs of one recipe."""
 
-    uses_codes: bool
-    """True if the outputs include codes, which can be cached."""
+    uses_codes: bool  # True if the outputs include codes, which can be cached
     outputs: Layout
 
     @abstractmethod
@@ -219,7 +218,7 @@ class DecoderFrontend(Frontend):
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             latents = self.gpt.code_latents(packed)
         places = batch["segments"][:, None].long() + torch.arange(SEGMENT_CODES, device=device)
-        # A clip shorter than the segment gets zeros after its last latent and silence after its last sample.
+        # a clip shorter than the segment gets zeros after its last latent and silence after its last sample.
         present = places < between["num_codes"][:, None]
         places = places.clamp(max=latents.shape[1] - 1)
         chosen = latents.gather(1, places[..., None].expand(-1, -1, latents.shape[2]))

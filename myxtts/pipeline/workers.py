@@ -22,8 +22,8 @@ import torch
 from myxtts.data.batches import Block, Gathered, Gatherer, HostBatch, Job
 from myxtts.data.codes import CodesCache
 from myxtts.devices import Stream
-from myxtts.observe.trace import OFF, Trace
-from myxtts.pipeline.ring import Ring, RingClosed
+from myxtts.observe.trace import Trace
+from myxtts.pipeline.ring import Ring, RingClosed, Slot
 
 Work = Callable[[], bool]
 """Passes one batch on; returns False when none is left."""
@@ -31,7 +31,9 @@ Work = Callable[[], bool]
 _log = logging.getLogger(__name__)
 
 
+HostRing = Ring[HostBatch, Gathered]
 BlockRing = Ring[Block, Gathered]
+BlockSlot = Slot[Block, Gathered]
 EncodeBlock = Callable[[Block, Block, Gathered], None]
 """Fills the second block with what a recipe reads of the first, in the current stream."""
 
@@ -39,9 +41,7 @@ EncodeBlock = Callable[[Block, Block, Gathered], None]
 class Gather:
     """Fills host slots; several threads may call one object and work on different batches."""
 
-    def __init__(
-        self, gatherer: Gatherer, jobs: Iterator[Job], ring: Ring[HostBatch, Gathered], trace: Trace = OFF
-    ) -> None:
+    def __init__(self, gatherer: Gatherer, jobs: Iterator[Job], ring: HostRing, trace: Trace) -> None:
         self._gatherer, self._jobs, self._ring, self._trace = gatherer, jobs, ring, trace
         self._lock = threading.Lock()
 
@@ -66,9 +66,7 @@ class Gather:
 class Upload:
     """One copy per batch from the host to the data role's device."""
 
-    def __init__(
-        self, source: Ring[HostBatch, Gathered], target: BlockRing, stream: Stream, trace: Trace = OFF
-    ) -> None:
+    def __init__(self, source: HostRing, target: BlockRing, stream: Stream, trace: Trace) -> None:
         self._source, self._target, self._stream, self._trace = source, target, stream, trace
         self._memory = {id(slot.content): torch.from_numpy(slot.content.memory) for slot in source.slots}
 
@@ -97,8 +95,8 @@ class Encode:
         source: BlockRing,
         target: BlockRing,
         stream: Stream,
-        keep: BlockRing | None = None,
-        trace: Trace = OFF,
+        keep: BlockRing | None,
+        trace: Trace,
     ) -> None:
         self._encode, self._source, self._target = encode, source, target
         self._stream, self._keep, self._trace = stream, keep, trace
@@ -132,12 +130,7 @@ class Handoff:
     """Copies batches to the model role's device; each side has its own stream for it."""
 
     def __init__(
-        self,
-        source: BlockRing,
-        target: BlockRing,
-        source_stream: Stream,
-        target_stream: Stream,
-        trace: Trace = OFF,
+        self, source: BlockRing, target: BlockRing, source_stream: Stream, target_stream: Stream, trace: Trace
     ) -> None:
         self._source, self._target, self._trace = source, target, trace
         self._from, self._to = source_stream, target_stream

@@ -23,16 +23,13 @@ from myxtts.devices import CudaGraph, Stream
 from myxtts.errors import NO_PROGRESS, PipelineError
 from myxtts.model.gpt import GPT, GPTDims, PaddedTokens
 
-MAX_NEW_CODES = 602
-"""Codes of a sentence at most, as in the reference."""
-KEPT_GENERATORS = 6
-"""Shapes whose memory and CUDA graph are kept on the GPU."""
+MAX_NEW_CODES = 602  # codes of a sentence at most, as in the reference
+KEPT_GENERATORS = 6  # shapes whose memory and CUDA graph are kept on the GPU
 CAPTURED_SHAPES = ((62, 192), (126, 448))
 """Ids and steps of captured shapes, for about 40 and 115 characters; a third covers all positions of the GPT. Few,
 because each is captured while the user waits; more than one, because attention takes time for every slot, used or
 not. With START and STOP the ids make multiples of 64, which attention kernels prefer."""
-_PROMPT_CODE = 1
-"""The code that the reference stores for every prompt position when it counts repetitions."""
+_PROMPT_CODE = 1  # the code that the reference stores for every prompt position when it counts repetitions
 _SLOTS_STEP = 8
 """The number of cache slots is a multiple of this; otherwise every layer copies the mask to align it."""
 _STEPS_BETWEEN_CHECKS = 8
@@ -48,10 +45,8 @@ class Sampling:
     greedy: bool = False
     """Take the likeliest code. Only the repetition penalty and the guidance still apply."""
     temperature: float = 0.75
-    top_k: int = 50
-    """Keep this many of the likeliest codes; 0 keeps all."""
-    top_p: float = 0.85
-    """Keep the likeliest codes that together reach this probability; 1 keeps all."""
+    top_k: int = 50  # keep this many of the likeliest codes; 0 keeps all
+    top_p: float = 0.85  # keep the likeliest codes that together reach this probability; 1 keeps all
     repetition_penalty: float = 10.0
     """Divides the logits of codes the sentence already has, or multiplies negative ones; 1 is off."""
     guidance: float = 1.0
@@ -143,8 +138,7 @@ class Prompt(NamedTuple):
     """The input for one sentence."""
 
     ids: Sequence[int]
-    voice: Tensor
-    """[1, 32, dim]"""
+    voice: Tensor  # [1, 32, dim]
     draws: Tensor
     """float32 [most codes], each in [0, 1): a random number per code. The sentence ends when they are used up."""
 
@@ -152,10 +146,8 @@ class Prompt(NamedTuple):
 class Generated(NamedTuple):
     """The codes of a sentence, or of a part of it."""
 
-    codes: Tensor
-    """[codes], on the host"""
-    latents: Tensor
-    """float32 [codes, dim], on the device: the hidden states that chose the codes"""
+    codes: Tensor  # [codes], on the host
+    latents: Tensor  # float32 [codes, dim], on the device: the hidden states that chose the codes
 
 
 def draws(seed: int, sentence: int, attempt: int, num_codes: int) -> Tensor:

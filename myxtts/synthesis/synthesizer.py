@@ -47,11 +47,9 @@ SAMPLING_FLAGS = ("temperature", "repetition_penalty", "guidance", "central")
 NUM_ATTEMPTS = 3
 BATCH_SIZE, BATCHES_AT_ONCE = 16, 8
 """Sentences generated together, and the number of such batches that are sorted by length together."""
-CHUNK_CODES = 20
-"""Codes per piece of a stream: just under a second, as in XTTS-v2."""
+CHUNK_CODES = 20  # codes per piece of a stream: just under a second, as in XTTS-v2
 SLOWEST, FASTEST, MOST_GUIDANCE = 0.5, 2.0, 10.0
-SILENT = 1e-3
-"""The wave of a sentence that never reaches this is silent."""
+SILENT = 1e-3  # the wave of a sentence that never reaches this is silent
 FAINT_NOTE = "hardly anything can be heard: the model has not learnt to make sound yet"
 _FORMATS = (".wav", ".flac")
 VocoderName = Literal["hifigan", "griffin-lim"]
@@ -60,8 +58,7 @@ _VOCODER_PARTS: dict[VocoderName, tuple[str, ...]] = {
     "griffin-lim": ("dvae",),
 }
 
-Work = Sequence[tuple[Sentence, Voice]]
-"""Sentences, each with its voice."""
+Work = Sequence[tuple[Sentence, Voice]]  # sentences, each with its voice
 
 
 class SynthesisArguments(TypedDict, total=False):
@@ -78,10 +75,8 @@ class SynthesisArguments(TypedDict, total=False):
 class SynthesisOptions:
     """How a text is spoken."""
 
-    sampling: Sampling
-    """Without the argument, what suits the model."""
-    seed: int
-    """Without the argument, a random one, which the report names."""
+    sampling: Sampling  # without the argument, what suits the model
+    seed: int  # without the argument, a random one, which the report names
     speed: float = 1.0
     num_attempts: int = NUM_ATTEMPTS
     progress: Progress = NO_PROGRESS
@@ -128,8 +123,7 @@ class Attempt(NamedTuple):
     """The best attempt at a sentence so far."""
 
     generated: Generated
-    problem: str | None
-    """The finding of the quality check."""
+    problem: str | None  # the finding of the quality check
     num_attempts: int
 
 
@@ -540,8 +534,7 @@ def provenance(run: RunDir) -> Provenance:
 
 SAMPLE_FILE = "sample.wav"
 SAMPLE_SEED = 0
-_ENOUGH_SECONDS = 3.0
-"""A recording of this length is enough for a voice."""
+_ENOUGH_SECONDS = 3.0  # a recording of this length is enough for a voice
 
 
 class Example(NamedTuple):

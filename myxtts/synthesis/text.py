@@ -22,10 +22,8 @@ from myxtts.text.tables import load_table
 from myxtts.text.tokenizer import Tokenizer, describe_characters
 
 CODES_PER_SECOND = SAMPLE_RATE / SAMPLES_PER_CODE
-FASTEST, SLOWEST = 36.0, 6.0
-"""Limits of the speaking rate, in characters per second; about 15 are usual."""
-PAUSES_SECONDS = 1.5
-"""Allowance for silence before, after and within a sentence."""
+FASTEST, SLOWEST = 36.0, 6.0  # limits of the speaking rate, in characters per second; about 15 are usual
+PAUSES_SECONDS = 1.5  # allowance for silence before, after and within a sentence
 LONGEST_PERIOD, REPEATED_CODES, REPETITIONS = 32, 32, 3
 """A loop repeats up to 32 codes (1.5 s) at least three times in a row, and lasts at least 32 codes."""
 
@@ -87,8 +85,7 @@ _PARAGRAPHS = re.compile(r"\n\s*\n|[\u2028\u2029]+")
 _INITIAL = re.compile(r"(?:^|[^\w.])[^\W\d_]\.$|\w\.\w{1,3}\.$")
 """A single letter or dots inside a word: J. R. Smith, z. B., U.S., ه.ش."""
 _NUMBER = re.compile(r"(?:^|[^\w.,])\d+\.$")
-_LOOK_BACK = 24
-"""Characters before a dot to search for an abbreviation; none is longer."""
+_LOOK_BACK = 24  # characters before a dot to search for an abbreviation; none is longer
 _BREAKS = (
     re.compile(rf"[.{_QUESTIONS}]+[{_CLOSING}]*(?=\s)|[{_WIDE_ENDS}]+"),
     re.compile(r"[;:](?=\s)|[؛；：]|(?<=\s)[–—-]+(?=\s)"),
@@ -194,8 +191,7 @@ def _join_short(pieces: list[str], limit: int) -> list[str]:
     return joined
 
 
-FULL_LIMIT_CODES = 400
-"""Codes of a sentence of `max_characters`; models that know fewer get shorter sentences."""
+FULL_LIMIT_CODES = 400  # codes of a sentence of `max_characters`; models that know fewer get shorter sentences
 _SHOWN = 8
 
 
@@ -218,10 +214,8 @@ class Limits:
 class Sentence(NamedTuple):
     """One sentence of a text, ready to be spoken."""
 
-    number: int
-    """Its place in the text, which decides its random numbers."""
-    text: str
-    """As the user wrote it."""
+    number: int  # its place in the text, which decides its random numbers
+    text: str  # as the user wrote it
     ids: list[int]
     bounds: Bounds
 

@@ -28,10 +28,8 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, SAMPLES_PER_FRAME, HifiGanD
 from myxtts.synthesis.generation import Advance, Generated
 
 SPECTRUM_ROUNDS, PHASE_ROUNDS = 30, 40
-MOMENTUM = 0.99
-"""The momentum of fast Griffin-Lim (Perraudin, Balazs and Søndergaard 2013)."""
-LOUDEST_LOG = 12.0
-"""Largest log power of a mel; only untrained networks exceed it."""
+MOMENTUM = 0.99  # the momentum of fast Griffin-Lim (Perraudin, Balazs and Søndergaard 2013)
+LOUDEST_LOG = 12.0  # largest log power of a mel; only untrained networks exceed it
 
 
 class GriffinLim:
@@ -251,8 +249,7 @@ class HifiGanStream:
         return wave.cpu()
 
 
-FAINT = 3e-3
-"""A block of a wave below this level is as good as silent: -50 dB, where speech has -20."""
+FAINT = 3e-3  # a block of a wave below this level is as good as silent: -50 dB, where speech has -20
 _BLOCK_SAMPLES = 480
 _FADE_SAMPLES = OUTPUT_SAMPLE_RATE // 250
 

@@ -30,14 +30,11 @@ from myxtts.model.xtts import XTTS
 
 CHUNK_SECONDS, LEAST_CHUNK_SECONDS, USED_SECONDS = 4, 0.33, 30
 """As published with XTTS-v2. Several files contribute chunks in turn, up to 30 seconds together."""
-LONGEST_SECONDS = 600
-"""A longer file is taken for a recording session by mistake."""
+LONGEST_SECONDS = 600  # a longer file is taken for a recording session by mistake
 SHORTEST_SECONDS, ENOUGH_SECONDS = 1.0, 3.0
-SILENCE_DB = 40.0
-"""Speech has ended where the level is this far below the loudest part."""
+SILENCE_DB = 40.0  # speech has ended where the level is this far below the loudest part
 PUBLISHED_FILE = "speakers_xtts.pth"
-LIST = "list"
-"""The name that asks for the names of all voices."""
+LIST = "list"  # the name that asks for the names of all voices
 _FEW_NAMES = 8
 _NAME = re.compile(r"[^\W_][\w .'-]*")
 _FINGERPRINTED = 65536
@@ -52,14 +49,10 @@ class Voice:
     """A speaker, as one set of weights represents it."""
 
     name: str
-    latents: Tensor
-    """[1, 32, dim]: conditions the GPT"""
-    speaker: Tensor
-    """[speaker_dim], of length 1: conditions the vocoder"""
-    fingerprint: str = ""
-    """Identifies the weights that made it; empty if unknown."""
-    notes: tuple[str, ...] = ()
-    """Notes for the user about its recordings."""
+    latents: Tensor  # [1, 32, dim]: conditions the GPT
+    speaker: Tensor  # [speaker_dim], of length 1: conditions the vocoder
+    fingerprint: str = ""  # identifies the weights that made it; empty if unknown
+    notes: tuple[str, ...] = ()  # notes for the user about its recordings
 
 
 class VoiceEncoder:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 _Group = tuple[str, str | None]
 """Script and speaker of texts classified together; speaker None for all who have few texts."""
 _Codes = tuple[str, ...]
-_Languages = dict[str, str | None]
-"""Language by text."""
+_Languages = dict[str, str | None]  # language by text
 
 _SCRIPTS = re.compile(
     "(?P<latin>[A-Za-z\u00aa\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u1e00-\u1eff\uff21-\uff3a\uff41-\uff5a]+)"
@@ -50,19 +49,15 @@ _ARABIC = re.compile(
     "[\u0629\u0625\u0671\u064c\u064d]|\\b[\u0648\u0641\u0628]?\u0627\u0644(?!\u0628\u062a\u0647\\b)\\w{3}"
 )
 
-_KANA_SHARE = 0.1
-"""Least share of kana in Japanese; Chinese uses an occasional の too."""
+_KANA_SHARE = 0.1  # least share of kana in Japanese; Chinese uses an occasional の too
 _KANJI_ONLY_SHARE = 0.1
 """If a speaker has fewer kanji-only sentences than this per Japanese one, they are Japanese as well."""
 _PASSAGE_CHARACTERS = 300
 """Enough to distinguish eleven languages; from 120 on, lingua's small models agree with its large ones."""
 _PASSAGES_ODD, _PASSAGES_SPREAD = 4, 4
-_TEXTS_COUNTED = 1000
-"""Texts of a speaker whose words are counted to find the common ones."""
-_LEAST_PASSAGES = 4
-"""Fewer passages prove nothing: one could mix several languages."""
-_CANDIDATES = 4
-"""Languages compared by the large models at a time; each takes about 45 MB."""
+_TEXTS_COUNTED = 1000  # texts of a speaker whose words are counted to find the common ones
+_LEAST_PASSAGES = 4  # fewer passages prove nothing: one could mix several languages
+_CANDIDATES = 4  # languages compared by the large models at a time; each takes about 45 MB
 _CANDIDATE_SHARE = 0.02
 
 
@@ -297,8 +292,7 @@ def _fill_gaps(languages: list[str | None], speakers: Sequence[str]) -> list[str
     ]
 
 
-MOST_TEXTS = 1000
-"""Texts that are examined, evenly spread."""
+MOST_TEXTS = 1000  # texts that are examined, evenly spread
 NEARLY_ALL = 0.9
 
 _log = logging.getLogger(__name__)

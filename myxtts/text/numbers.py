@@ -13,8 +13,7 @@ from typing import Any
 from myxtts.errors import ConfigError
 from myxtts.text.tables import LanguageTable, any_of, load_table
 
-LONGEST_NUMBER = 15
-"""Numbers with more digits, such as card numbers, are read digit by digit."""
+LONGEST_NUMBER = 15  # numbers with more digits, such as card numbers, are read digit by digit
 
 
 @lru_cache(maxsize=8192)

@@ -120,8 +120,7 @@ class Dates:
 
     order: str
     """`dmy`, `mdy` or `ymd`: the meaning of 1.2.2003. A date that starts with its year is always ymd."""
-    spoken: str
-    """Template with {day}, {ordinal} (the day as an ordinal), {month} and {year}."""
+    spoken: str  # template with {day}, {ordinal} (the day as an ordinal), {month} and {year}
     months: list[str]
 
 
@@ -139,14 +138,12 @@ class LanguageTable:
     """espeak-ng's voice, if it is not the language code; empty if espeak-ng cannot read the normalised text."""
     digits: list[str] = field(default_factory=list)
     """The words for 0 to 9 of a language that num2words does not know; every number is read digit by digit."""
-    word_space: str = " "
-    """The separator of words: empty in Chinese and Japanese."""
+    word_space: str = " "  # the separator of words: empty in Chinese and Japanese
     abbreviations: dict[str, str] = field(default_factory=dict)
     """Lower-case abbreviation, including dots, to the words it stands for."""
     before_number: dict[str, str] = field(default_factory=dict)
     """Abbreviations that are expanded only before a number: `no. 5`."""
-    symbols: dict[str, str] = field(default_factory=dict)
-    """One character to the words it is read as."""
+    symbols: dict[str, str] = field(default_factory=dict)  # one character to the words it is read as
     characters: dict[str, str] = field(default_factory=dict)
     """One character to its replacement, before all other steps."""
     units: dict[str, list[list[str]]] = field(default_factory=dict)
@@ -154,33 +151,23 @@ class LanguageTable:
     `"$" = [["dollar", "dollars"], ["cent", "cents"]]`."""
     feminine_units: str = ""
     """Marks of `units` with a feminine noun, in languages whose one and two agree with it."""
-    thousands: str = ","
-    """Marks between groups of three digits."""
-    point: str = "point"
-    """The word for the decimal mark."""
+    thousands: str = ","  # marks between groups of three digits
+    point: str = "point"  # the word for the decimal mark
     fraction: str = "digits"
     """How decimals are read: `digits` (one by one), `number` (as one number), `named` (tenths, hundredths)."""
-    dot: str = "point"
-    """The word for the dot of 1.2.3."""
+    dot: str = "point"  # the word for the dot of 1.2.3
     minus: str = "minus"
     plus: str = "plus"
-    range: str = ""
-    """The word between the ends of 3-5; empty keeps the hyphen."""
-    unit_joint: str = " "
-    """Separator of an amount and its hundredths: five dollars, fifty cents."""
+    range: str = ""  # the word between the ends of 3-5; empty keeps the hyphen
+    unit_joint: str = " "  # separator of an amount and its hundredths: five dollars, fifty cents
     plural: str = "one"
     """The rule for the form of a unit: `one`, `french`, `russian`, `polish`, `czech`, `arabic`."""
-    magnitudes: str = ""
-    """Regular expression of the words between an amount and its unit: $5 million."""
+    magnitudes: str = ""  # regular expression of the words between an amount and its unit: $5 million
     magnitude_joint: str = " "
-    spelled: str = ""
-    """Regular expression of digits that are always read one by one."""
-    quotient: str = ""
-    """Template with {numerator} and {denominator} for 1/2; empty keeps the slash."""
-    percent_first: str = ""
-    """The word for % if it is spoken before the number."""
-    ordinal: str = ""
-    """Regular expression of the suffix that makes digits an ordinal."""
+    spelled: str = ""  # regular expression of digits that are always read one by one
+    quotient: str = ""  # template with {numerator} and {denominator} for 1/2; empty keeps the slash
+    percent_first: str = ""  # the word for % if it is spoken before the number
+    ordinal: str = ""  # regular expression of the suffix that makes digits an ordinal
     ordinal_endings: dict[str, list[list[str]]] = field(default_factory=dict)
     """Written ordinal suffix to [pattern, replacement] pairs that make the spoken ordinal agree with it."""
     ordinal_words: dict[str, str] = field(default_factory=dict)
@@ -190,13 +177,11 @@ class LanguageTable:
     before_feminine: list[list[str]] = field(default_factory=list)
     repairs: list[list[str]] = field(default_factory=list)
     """[pattern, replacement] pairs applied after numbers were read."""
-    spaced: bool = True
-    """Number words are separated from letters they touch (mp3: mp three)."""
+    spaced: bool = True  # number words are separated from letters they touch (mp3: mp three)
     time: str = "{hour} {minute}"
     full_hour: str = "{hour}"
     dates: Dates | None = None
-    words: dict[str, Any] = field(default_factory=dict)
-    """Word lists for code that is specific to this language."""
+    words: dict[str, Any] = field(default_factory=dict)  # word lists for code that is specific to this language
 
 
 @cache

@@ -30,8 +30,7 @@ from myxtts.files import write_text_atomically
 from myxtts.text.tables import fingerprint_of
 
 Pair = tuple[str, str]
-LEAST_COUNT = 2
-"""A pair that occurs once is chance."""
+LEAST_COUNT = 2  # a pair that occurs once is chance
 
 
 def learn_merges(
@@ -107,8 +106,7 @@ def joined(pieces: list[str], pair: Pair) -> list[str]:
 FILE_NAME = "vocab.json"
 STOP, UNKNOWN, SPACE, START = "[STOP]", "[UNK]", "[SPACE]", "[START]"
 
-_FIRST_LETTERS = "!'(),-./:;?abcdefghijklmnopqrstuvwxyz"
-"""Ids 3 to 39 of every XTTS vocabulary."""
+_FIRST_LETTERS = "!'(),-./:;?abcdefghijklmnopqrstuvwxyz"  # ids 3 to 39 of every XTTS vocabulary
 _LANGUAGE_TOKEN = re.compile(r"\[([a-z]{2,3})(-[a-z]+)?\]")
 _NEVER_A_LETTER = "\uffff"
 """A code point that Unicode never assigns; it replaces `[`, which could begin a special token."""

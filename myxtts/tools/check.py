@@ -55,8 +55,7 @@ from myxtts.weights import is_trained_in
 
 BYTES_PER_TRAINED_WEIGHT, BYTES_PER_SAVED_WEIGHT = 16, 12
 """The weight and two moments of AdamW, four bytes each; in training also the gradient."""
-MAX_SET_ASIDE = 0.05
-"""Share of a corpus that may be unusable without a warning."""
+MAX_SET_ASIDE = 0.05  # share of a corpus that may be unusable without a warning
 EXPANSION, COMPRESSED_EXPANSION = {".wav": 1.0, ".flac": 2.0}, 12.0
 """How much larger audio is in the packed cache than in its file; for lossy formats a guess."""
 KEEP_APART = "keep the two apart with --checkpoint-dir DIR, or give --reset-training"
@@ -70,10 +69,8 @@ class Host:
 
     cores: int
     available_bytes: int
-    driver: str
-    """Version of the NVIDIA driver; empty if there is none."""
-    free_bytes: Callable[[Path], int]
-    """Free space on the disk that a path is on or would be created on."""
+    driver: str  # version of the NVIDIA driver; empty if there is none
+    free_bytes: Callable[[Path], int]  # free space on the disk that a path is on or would be created on
 
     @classmethod
     def look(cls) -> Host:
@@ -507,8 +504,7 @@ _MB = 2**20
 COPY_BYTES, NUM_COPIES = 64 * _MB, 4
 MIN_GB_PER_S = 3.0
 """Slower copies from pinned memory point at a slot with too few lanes; PCIe 3.0 x16 reaches 12."""
-MAX_ERROR_CHARS = 2000
-"""Errors of compilers contain whole programs."""
+MAX_ERROR_CHARS = 2000  # errors of compilers contain whole programs
 CPU_SIZE, CPU_BATCH = "tiny", 2
 """Model and batch of a dry run on a CPU, where a step of a larger model takes minutes."""
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from myxtts.observe.breakdown import (
     phase_times,
 )
 from myxtts.observe.nvml import allocated_mb
-from myxtts.observe.trace import OFF, Counter, Span, StepClock, StepTime, Trace, now_us
+from myxtts.observe.trace import OFF, Counter, Span, StepClock, StepTime, Timing, Trace, idle_share, now_us
 from myxtts.pipeline.feed import Feed, build_feed, build_gatherer, open_codes
 from myxtts.run import StageContext, prepare_corpus, set_up
 from myxtts.run_dir import RunDir, initial_model
@@ -54,8 +54,6 @@ STEADY_SHARE = 0.03
 """Share of the batches that may come from buffers filled beforehand without hiding a slow feed."""
 MAX_STEADY_STEPS = 2000
 ROWS_PER_WRITE = 1024
-FEED_PHASES = ("gather", "upload", "encode")
-"""Phases that every batch passes."""
 STEP_RANGE = "myxtts step"
 """The name of a step in PyTorch's profiler."""
 
@@ -96,19 +94,7 @@ class Measurement:
         num_batches = len(self.times) * self.batches_per_step
         return self.clips_per_s * (num_batches - num_drained(self.spans)) / num_batches
 
-    @property
-    def idle_share(self) -> float:
-        return sum(step.gap_ms for step in self.times) / max(sum(step.step_ms for step in self.times), 1e-9)
-
-    def phase_ms(self) -> dict[str, float]:
-        """Mean length of the spans by name."""
-        lengths: defaultdict[str, list[int]] = defaultdict(list)
-        for span in self.spans:
-            lengths[span.name].append(span.duration_us)
-        return {name: float(np.mean(values)) / 1000 for name, values in lengths.items()}
-
     def last(self, num_steps: int) -> Measurement:
-        """The last so many steps."""
         times = self.times[-num_steps:]
         before = [end_us(span) for span in self.spans if (span.name, span.batch) == ("update", times[0].step - 1)]
         start_us = max(before, default=0)
@@ -156,8 +142,8 @@ class DryRun:
             cache.write(rows, zeros[: len(rows)])
         cache.close()
 
-    def drain(self, num_batches: int) -> tuple[list[float], dict[str, PhaseTime]]:
-        """Take batches as fast as they come; return the seconds between them, and the times of each phase."""
+    def drain(self, num_batches: int) -> tuple[Timing, dict[str, PhaseTime]]:
+        """Take batches as fast as they come; return the times between them, and those of each phase."""
         trace, taken_at, start_us = Trace(), [], now_us()
         with self.feed(trace=trace) as feed:
             for _ in range(num_batches + 1):
@@ -165,7 +151,7 @@ class DryRun:
                     self.stream.finish()
                 taken_at.append(time.perf_counter())
         trace.finish()
-        return np.diff(taken_at).tolist(), phase_times(trace.spans(), (start_us, now_us()))
+        return Timing.of(1000 * np.diff(taken_at)), phase_times(trace.spans(), (start_us, now_us()))
 
     def measure(self, num_steps: int, *, replay: bool = False, traced: bool = False) -> Measurement:
         """Train `num_steps` steps after the warm-up, or as often on one and the same batch."""
@@ -193,10 +179,7 @@ class DryRun:
         )
 
     def steady(self, num_steps: int, max_steps: int = MAX_STEADY_STEPS) -> Measurement:
-        """The last of as many traced steps as it takes until full buffers no longer hide a slow feed.
-
-        If that would be more than `max_steps`, buffers still help a little.
-        """
+        """The last of as many traced steps, up to `max_steps`, as a slow feed takes to empty its buffers."""
         measured = self.measure(num_steps, traced=True)
         drained = num_drained(measured.spans)
         if drained <= STEADY_SHARE * num_steps * self.step.accumulate:
@@ -248,14 +231,12 @@ def _spans_from(spans: Sequence[Span], start_us: int) -> list[Span]:
 
 
 def num_drained(spans: Sequence[Span]) -> int:
-    """How many more batches were trained on than the slowest phase of the feed produced; 0 if it kept up.
-
-    Rings do not show this: on a GPU a batch is ready there as soon as its work is launched, long before its end.
-    """
+    """How many more batches were trained on than the slowest phase of the feed produced; 0 if it kept up."""
+    # Rings do not show this: on a GPU a batch is ready there as soon as its work is launched, long before its end.
     begun_us = sorted(span.start_us for span in spans if span.name == "train")
     if len(begun_us) < 2:
         return 0
-    produced = dict.fromkeys(FEED_PHASES, 0)
+    produced = {"gather": 0, "upload": 0, "encode": 0}  # the phases that every batch passes
     for span in spans:
         if span.name in produced and begun_us[0] < end_us(span) <= begun_us[-1]:
             produced[span.name] += 1
@@ -321,11 +302,14 @@ def try_out(settings: Settings, prepared: PreparedCorpus, stage: str, num_steps:
         raise Refused(str(error).splitlines()[0], out_of_memory=True) from error
     except (PipelineError, ConfigError) as error:
         raise Refused(str(error), isinstance(error.__cause__, torch.OutOfMemoryError)) from error
+    lengths_us: defaultdict[str, list[int]] = defaultdict(list)
+    for span in measured.spans:
+        lengths_us[span.name].append(span.duration_us)
     return Trial(
         clips_per_s=measured.sustained_clips_per_s,
-        fed_clips_per_s=measured.clips_per_s / max(1 - measured.idle_share, 1e-3),
+        fed_clips_per_s=measured.clips_per_s / max(1 - idle_share(measured.times), 1e-3),
         memory_mb=measured.memory_mb,
-        phase_ms=measured.phase_ms(),
+        phase_ms={name: float(np.mean(values)) / 1000 for name, values in lengths_us.items()},
     )
 
 
@@ -349,10 +333,10 @@ def try_out_apart(settings: Settings, stage: str, num_steps: int, limit_s: float
         process.terminate()
         process.join()
         receiver.close()
-    if isinstance(answer, Trial):
-        return answer
-    assert isinstance(answer, Refused | DatasetError)
-    raise answer
+    if isinstance(answer, Exception):
+        raise answer
+    assert isinstance(answer, Trial)
+    return answer
 
 
 def _send_trial(connection: Connection, settings: Settings, stage: str, num_steps: int) -> None:
@@ -401,9 +385,6 @@ class KernelView:
     syncs_per_step: float | None = None
     """How often the host waits for the device; None on the CPU."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def kernel_view(dry_run: DryRun) -> KernelView:
     """The kernels of some steps; measure the dry run before, so that nothing is compiled meanwhile."""
@@ -411,8 +392,7 @@ def kernel_view(dry_run: DryRun) -> KernelView:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with torch.profiler.profile(activities=activities) as profiler:
         dry_run.measure(KERNEL_STEPS, replay=True)
-    num_steps = WARM_UP_STEPS + KERNEL_STEPS
-    place = "CUDA" if on_gpu else "CPU"
+    num_steps, place = WARM_UP_STEPS + KERNEL_STEPS, "CUDA" if on_gpu else "CPU"
     taken_us = {
         average.key: (average.self_device_time_total if on_gpu else average.self_cpu_time_total, average.count)
         for average in profiler.key_averages()
@@ -482,7 +462,6 @@ class Observation:
     is_ahead: bool = False
     """Batches were ready on the model's device before they were asked for."""
     has_learnt: bool = False
-    """The weights changed."""
     grew_mb: float = 0.0
     """Rise of the peak of device memory after the warm-up."""
     num_recompiled: int = 0
@@ -490,10 +469,9 @@ class Observation:
 
 def observe_pipeline(settings: Settings, prepared: PreparedCorpus, stage: str, plan: Plan) -> Observation:
     """Train a stage for a few steps and record what happens; raises what training would raise."""
-    plan = replace(plan, rank=0, world_size=1)
+    plan, trace = replace(plan, rank=0, world_size=1), Trace()
     training = replace(settings.training, warmup_steps=0)  # so that few steps change the weights
     settings = replace(settings, training=training)
-    trace = Trace()
     with temporary_codes(prepared) as apart:
         dry_run = DryRun(settings, apart, stage, plan)
         seen = Observation(stage, plan, dry_run.step.mode)
@@ -542,10 +520,10 @@ def _changed_tensors(ctx: StageContext, batch: Batch) -> set[str]:
     gatherer = build_gatherer(ctx, ctx.prepared.train)
     gathered = HostBatch(host_layout(ctx.settings.data), pinned=False)
     gatherer.fill(gathered, next(gatherer.jobs(Cursor())))
-    changed = set()
-    for name in set(_PASSED_ON) & batch.tensors.keys():
-        arrived: Tensor = batch.tensors[name].cpu()
+
+    def is_changed(name: str) -> bool:
+        arrived = batch.tensors[name].cpu()
         sent = torch.from_numpy(gathered[name])[tuple(slice(length) for length in arrived.shape)]
-        if not torch.equal(arrived, sent):
-            changed.add(name)
-    return changed
+        return not torch.equal(arrived, sent)
+
+    return {name for name in _PASSED_ON if name in batch.tensors and is_changed(name)}

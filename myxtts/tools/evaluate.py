@@ -70,10 +70,8 @@ SAME_SPEAKER = 0.345
 """The equal error rate of similarity: as many pairs of one speaker lie below as pairs of two lie above."""
 LOST, WORSE = 0.35, 0.1
 """Error rates above that of the recordings at which speech is not intelligible, and worse than they are."""
-UNRELIABLE = 0.6
-"""A judge with this error rate on real speech cannot judge."""
-_UNSPACED = {"zh", "ja"}
-"""Languages without spaces between words, where only letters can be counted."""
+UNRELIABLE = 0.6  # a judge with this error rate on real speech cannot judge
+_UNSPACED = {"zh", "ja"}  # languages without spaces between words, where only letters can be counted
 _SHOWN_LINES = 8
 _UNSAFE = re.compile(r"[^\w.-]+")
 _log = logging.getLogger(__name__)
@@ -117,10 +115,8 @@ class HeldOutSentence(NamedTuple):
     text: str
     language: str
     speaker: str
-    reference: Recording
-    """Another clip of the same speaker, from the training set if there is one."""
-    other: Recording | None
-    """A clip of another speaker."""
+    reference: Recording  # another clip of the same speaker, from the training set if there is one
+    other: Recording | None  # a clip of another speaker
 
     def file(self, folder: str) -> str:
         """The path of one of its versions in the evaluation."""
@@ -363,8 +359,7 @@ class Judges(NamedTuple):
     """An installation of the judges."""
 
     python: Path
-    home: Path
-    """Where they keep what they unpack."""
+    home: Path  # where they keep what they unpack
 
 
 def find_judges(named: Path | None = None) -> Judges:

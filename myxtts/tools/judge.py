@@ -38,8 +38,7 @@ ALONE = (
 )  # fmt: skip
 """Installed without dependencies: torchaudio is built for another torch, others require far more than is used."""
 RATE = 16_000
-SHORTEST_SECONDS = 0.2
-"""Shorter clips count as silence: the judges cannot process them."""
+SHORTEST_SECONDS = 0.2  # shorter clips count as silence: the judges cannot process them
 _ARABIC_MARKS = "\u064b\u064c\u064d\u064e\u064f\u0650\u0651\u0652\u0640"
 _SPELLED_ALIKE = str.maketrans({"’": "'", "\u200c": " ", "ي": "ی", "ك": "ک"} | dict.fromkeys(_ARABIC_MARKS, ""))
 

@@ -1,13 +1,12 @@
 """`myxtts profile`: where the time of a training goes, measured with the user's own settings, data and devices.
 
 `profile` trains a stage for some steps three times: as in the first epoch, as in every later one, and on one batch
-again and again, which shows what a perfect feed would give. `analyse` (--data-only) times the data side alone:
-text preprocessing, audio loading and the feed. What the numbers mean comes from `observe`; nothing is drawn here.
+again and again, which shows what a perfect feed would give. With `data_only` it times the data side alone: text
+preprocessing, audio loading and the feed. What the numbers mean comes from `observe`; nothing is drawn here.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import time
@@ -128,10 +127,10 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the trace."""
-        parts = {name: part for name, part in vars(self).items() if name not in ("trace", "rows", "gpus")}
-        for name in ("verdict", "kernels", "data"):
-            parts[name] = parts[name].to_json() if parts[name] is not None else None
-        parts |= {"rows": [asdict(row) for row in self.rows], "gpus": [asdict(gpu) for gpu in self.gpus]}
+        parts = asdict(replace(self, verdict=None, data=None, trace=None))
+        del parts["trace"]
+        parts["verdict"] = self.verdict.to_json() if self.verdict else None
+        parts["data"] = self.data.to_json() if self.data else None
         return parts | {"findings": [found.to_json() for found in self.findings]}
 
 
@@ -157,7 +156,7 @@ def profile(
     if data_only:
         num_batches = num_steps if machine.gpus else min(num_steps, CPU_BATCHES)
         _log.info("Looking at texts and recordings, then taking %d batches", num_batches)
-        analysis = analyse(settings, prepared, stage=stage, num_batches=num_batches, step_ms=step_ms)
+        analysis = _analyse(settings, prepared, stage, num_batches, step_ms)
         return Profile(stage, "GPU" if machine.gpus else "CPU", num_batches, batch_size, data=analysis)
     with temporary_codes(prepared) as apart:
         _log.info("Setting up the stage %s as a training would", stage)
@@ -185,14 +184,8 @@ def _profile_stage(dry_run: DryRun, machine: Machine, num_steps: int, kernels: b
     replayed = dry_run.measure(num_steps, replay=True, traced=True)
     view = kernel_view(dry_run) if kernels or on_gpu else None  # only kernels show that the host waits
     _log.info("Drawing conclusions")
-    found = replace(
-        _profile_data(dry_run, measured, replayed),
-        readings=readings,
-        no_readings=no_readings,
-        num_gpus=len(machine.gpus),
-        kernel_share=view.kernel_share if view else None,
-        syncs_per_step=view.syncs_per_step if view else None,
-    )
+    found = _profile_data(dry_run, measured, replayed, view)
+    found = replace(found, readings=readings, no_readings=no_readings, num_gpus=len(machine.gpus))
     forward_share = dry_run.forward_share() if on_gpu or step_s < MAX_SPLIT_S else None
     return Profile(
         stage=dry_run.stage,
@@ -211,7 +204,9 @@ def _profile_stage(dry_run: DryRun, machine: Machine, num_steps: int, kernels: b
     )
 
 
-def _profile_data(dry_run: DryRun, measured: Measurement, replayed: Measurement) -> ProfileData:
+def _profile_data(
+    dry_run: DryRun, measured: Measurement, replayed: Measurement, view: KernelView | None
+) -> ProfileData:
     step, plan = dry_run.step, dry_run.plan
     flops = useful_flops(step.recipe, dry_run.ctx.prepared.train)
     peak = peak_flops(step.stream, torch.bfloat16 if step.mode.autocast else torch.float32) if flops else None
@@ -225,6 +220,8 @@ def _profile_data(dry_run: DryRun, measured: Measurement, replayed: Measurement)
         model_gpu=plan.model.index,
         cores=usable_cores(),
         recompilations=measured.recompilations,
+        kernel_share=view.kernel_share if view else None,
+        syncs_per_step=view.syncs_per_step if view else None,
         flops_per_step=measured.clips_per_step * flops if flops else None,
         peak_flops=peak,
     )
@@ -380,15 +377,9 @@ class DataAnalysis:
         return record
 
 
-def analyse(
-    settings: Settings,
-    prepared: PreparedCorpus,
-    *,
-    stage: str = "gpt",
-    num_batches: int = 20,
-    step_ms: float | None = None,
+def _analyse(
+    settings: Settings, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
 ) -> DataAnalysis:
-    """All three analyses; without `step_ms` the step is measured here."""
     data = settings.data
     corpus = read_corpus(data.train_data or EMBEDDED_CORPUS)
     text = time_text(corpus.clips, data, prepared)
@@ -460,7 +451,7 @@ def time_host(source: ClipSet, data: DataSettings, num_batches: int) -> Timing:
 
     with ThreadPoolExecutor(num_threads) as threads:
         list(threads.map(work, [HostBatch(layout, pinned=False) for _ in range(num_threads)]))
-    return _intervals(np.diff(sorted(done_at)).tolist())
+    return Timing.of(1000 * np.diff(sorted(done_at)))
 
 
 def time_feed(
@@ -468,16 +459,16 @@ def time_feed(
 ) -> FeedAnalysis:
     """Drain the feed of a stage twice, and time a step; codes are written where `prepared` says."""
     dry_run = DryRun(settings, prepared, stage)
-    first_epoch_s, _ = dry_run.drain(num_batches)  # computes the codes that the next one finds
-    later_s, phases = dry_run.drain(num_batches)
+    first_epoch, _ = dry_run.drain(num_batches)  # computes the codes that the next one finds
+    later, phases = dry_run.drain(num_batches)
     taken_ms = step_ms
     if taken_ms is None:
         steps = dry_run.measure(REPLAYED_STEPS, replay=True).times
         taken_ms = float(np.mean([step.step_ms for step in steps])) / dry_run.step.accumulate
     return FeedAnalysis(
         host=time_host(prepared.train, settings.data, num_batches),
-        first_epoch=_intervals(first_epoch_s),
-        feed=_intervals(later_s),
+        first_epoch=first_epoch,
+        feed=later,
         phases=phases,
         step_ms=taken_ms,
         step_is_given=step_ms is not None,
@@ -548,11 +539,7 @@ def _gatherer(source: ClipSet, data: DataSettings) -> Gatherer:
 
 def _spread(clips: Sequence[Clip], count: int) -> list[Clip]:
     """So many clips, evenly spread."""
-    return list(itertools.islice(clips, 0, None, max(len(clips) // count, 1)))[:count]
-
-
-def _intervals(seconds: Sequence[float]) -> Timing:
-    return Timing.of(1000 * value for value in seconds)
+    return [*clips[:: max(len(clips) // count, 1)][:count]]
 
 
 def _duration_ms(work: Callable[[], object]) -> float:

@@ -26,8 +26,7 @@ MIN_GAIN_GPU, MIN_GAIN_CPU = 1.03, 1.1
 """Speedup below which a change may be chance; training on a CPU shares its cores."""
 MAX_MEMORY_SHARE = 0.85
 """Share of a GPU or its cap that training may take: validation and other programs need the rest."""
-GPU_STEPS, CPU_STEPS = 40, 4
-"""Steps of a trial after its warm-up."""
+GPU_STEPS, CPU_STEPS = 40, 4  # steps of a trial after its warm-up
 MAX_BATCH_GPU, MAX_BATCH_CPU = 512, 32
 DDP_EFFICIENCY = 0.95
 """Share of its speed that each of several GPUs keeps: the rest goes into exchanging gradients."""
@@ -57,15 +56,11 @@ class Tuning:
     """The result of a search."""
 
     changes: list[Change] = field(default_factory=list)
-    before: Trial | None = None
-    """None if the configuration could not be trained."""
+    before: Trial | None = None  # None if the configuration could not be trained
     after: Trial | None = None
-    largest_batch: int | None = None
-    """The largest that fits; None if all that were tried fit."""
-    advice: list[Finding] = field(default_factory=list)
-    """Advice that is no setting, or was only estimated."""
-    notes: list[str] = field(default_factory=list)
-    """Settings that were not changed, and why."""
+    largest_batch: int | None = None  # the largest that fits; None if all that were tried fit
+    advice: list[Finding] = field(default_factory=list)  # advice that is no setting, or was only estimated
+    notes: list[str] = field(default_factory=list)  # settings that were not changed, and why
     num_trials: int = 0
     minutes: float = 0.0
 

@@ -27,8 +27,7 @@ class Schedule:
 
     warmup_steps: int
     total_steps: int | None
-    floor: float = 0.1
-    """Share of the peak learning rate that is left from `total_steps` on."""
+    floor: float = 0.1  # share of the peak learning rate that is left from `total_steps` on
 
     def factor(self, step: int) -> float:
         """Factor of the peak learning rate in a step; steps count from 0."""

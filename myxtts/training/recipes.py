@@ -37,17 +37,14 @@ from myxtts.model.xtts import XTTS, XTTSDims
 
 Tensors = Mapping[str, Tensor]
 
-LEAST = 1e-6
-"""Smallest divisor: if nothing is counted, the sum is 0 and so is the mean."""
+LEAST = 1e-6  # smallest divisor: if nothing is counted, the sum is 0 and so is the mean
 
 
 class Totals(NamedTuple):
     """Counts of one optimiser step over all its micro-batches and processes, with clips weighted."""
 
-    text_targets: Tensor
-    """Text tokens and their STOP."""
-    audio_targets: Tensor
-    """Codes and their STOPs."""
+    text_targets: Tensor  # text tokens and their STOP
+    audio_targets: Tensor  # codes and their STOPs
     codes: Tensor
     frames: Tensor
     clips: Tensor
@@ -105,8 +102,7 @@ class StageFacts(NamedTuple):
 class Recipe(nn.Module, ABC):
     """The trained networks of a stage and their losses. Under DDP only `forward` is called through the wrapper."""
 
-    betas: tuple[float, float]
-    """Betas of AdamW."""
+    betas: tuple[float, float]  # betas of AdamW
     from_scratch_lr: float
     fine_tuning_lr: float
 
@@ -171,8 +167,7 @@ class Recipe(nn.Module, ABC):
 
 
 COMMITMENT_WEIGHT = 0.25
-REVIVE_STEPS = 10
-"""Optimiser steps between two revivals of dead codes."""
+REVIVE_STEPS = 10  # optimiser steps between two revivals of dead codes
 
 
 class DvaeRecipe(Recipe):
@@ -187,10 +182,8 @@ class DvaeRecipe(Recipe):
     from_scratch_lr, fine_tuning_lr = 3e-4, 3e-5
     counts_and_sums: Tensor
     """[1 + dim, codes]: since the last step, the number and the sum of the latents assigned to each code."""
-    candidates: Tensor
-    """[codes, dim]: latents of the last micro-batch that dead codes can be moved to."""
-    candidate_weights: Tensor
-    """[codes]: 0 where there is no candidate."""
+    candidates: Tensor  # [codes, dim]: latents of the last micro-batch that dead codes can be moved to
+    candidate_weights: Tensor  # [codes]: 0 where there is no candidate
 
     @classmethod
     def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> DvaeRecipe:
@@ -296,10 +289,8 @@ class DvaeRecipe(Recipe):
                 self.broadcast(values)
 
 
-TEXT_WEIGHT = 0.01
-"""Weight of the text loss; that of the audio loss is 1."""
-MANY_LAYERS = 8
-"""From this many layers on, the GPT is compiled layer by layer."""
+TEXT_WEIGHT = 0.01  # weight of the text loss; that of the audio loss is 1
+MANY_LAYERS = 8  # from this many layers on, the GPT is compiled layer by layer
 WIDE_DIM = 1024
 """XTTS-v2's width. A GPT at least this wide gets half the learning rate."""
 
@@ -396,8 +387,7 @@ class GptRecipe(Recipe):
         return losses
 
 
-FEATURE_WEIGHT, MEL_WEIGHT = 2.0, 45.0
-"""HiFi-GAN's loss weights; that of the adversarial loss is 1."""
+FEATURE_WEIGHT, MEL_WEIGHT = 2.0, 45.0  # HiFi-GAN's loss weights; that of the adversarial loss is 1
 LOSS_MEL = FrontEnd(
     sample_rate=OUTPUT_SAMPLE_RATE, fft_samples=1024, window_samples=1024, hop_samples=256, window="hann",
     num_mels=80, max_hz=OUTPUT_SAMPLE_RATE / 2, equal_area=True, log_floor=1e-8, floor_is_added=False,

@@ -100,20 +100,18 @@ class Step:
     ) -> None:
         self.recipe, self.optimizer, self.mode, self.stream = recipe, optimizer, mode, stream
         self.accumulate = accumulate
-        forward: nn.Module = recipe
         if mode.compiled:
             options = "max-autotune-no-cudagraphs" if mode.tuned else None
             for region in [recipe] if mode.tuned else recipe.regions():
                 region.compile(fullgraph=True, dynamic=False, mode=options)
+        self._forward: nn.Module = recipe
         self._distributed: DistributedDataParallel | None = None
         if world_size > 1:
             # Weights of width 1 have several layouts that are one and the same.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             ids = [stream.device.index] if stream.device.type == "cuda" else None
-            forward = self._distributed = DistributedDataParallel(
-                forward, device_ids=ids, gradient_as_bucket_view=True
-            )
-        self._forward = forward
+            self._distributed = DistributedDataParallel(recipe, device_ids=ids, gradient_as_bucket_view=True)
+            self._forward = self._distributed
         self._names: list[str] = []
         self._sums: Tensor | None = None
         self._static: dict[str, Tensor] = {}
@@ -141,10 +139,7 @@ class Step:
             trace.collect()
 
     def micro(self, batch: Batch, last: bool = True) -> None:
-        """Add the gradients of one batch; its tensors are free again when the stream has passed this point.
-
-        Any number of calls may precede `update`; under DDP the last of them exchanges the gradients.
-        """
+        """Add the gradients of one batch; under DDP the last micro-step exchanges them."""
         if self.mode.captured:
             if self._micro_graph is None:
                 self._capture(batch)
@@ -153,8 +148,7 @@ class Step:
             assert self._micro_graph is not None
             self._micro_graph.replay()
             return
-        alone = contextlib.nullcontext()
-        with alone if last or self._distributed is None else self._distributed.no_sync():
+        with contextlib.nullcontext() if last or self._distributed is None else self._distributed.no_sync():
             self.add_gradients(batch.tensors, batch.sizes)
 
     def update(self, number: int) -> None:
@@ -192,8 +186,7 @@ class Step:
 
     def add_gradients(self, tensors: Mapping[str, Tensor], sizes: Sizes) -> None:
         """The forward and backward pass of a batch, launched kernel by kernel."""
-        checked = torch.autograd.set_detect_anomaly(True) if self.mode.debug else contextlib.nullcontext()
-        with checked:
+        with torch.autograd.set_detect_anomaly(True) if self.mode.debug else contextlib.nullcontext():
             losses = self.forward(tensors, sizes)
             losses["total"].backward()  # type: ignore[no-untyped-call]
         if self.mode.debug:
@@ -325,7 +318,11 @@ class Trainer:
         self.ctx.reporter.begin(self.ctx.stage, state.step, self.total_steps)
         with self._stream.use():
             while state.step < self.total_steps and not self._stops_early():
-                self._train_step()
+                self.step(self.feed.next, state.step, self._clock)
+                state.step += 1
+                state.done = False  # a finished stage may be prolonged
+                state.cursor = self.feed.cursor()
+                self.ctx.reporter.tick(state.step)
                 is_last = state.step == self.total_steps
                 if state.step % training.log_step == 0 or is_last:
                     self._scalars.enqueue(state.step, self.step.scalars())
@@ -345,19 +342,10 @@ class Trainer:
         failure = self.ctx.checkpoints.wait()
         if failure is not None:
             raise PipelineError(
-                f"Step {state.step} of stage {self.ctx.stage} could not be saved: {failure}.\n"
-                "Make room or choose another --checkpoint-dir; the same command continues from the last good "
-                "checkpoint."
+                f"Step {state.step} of stage {self.ctx.stage} could not be saved: {failure}.\nMake room or choose "
+                "another --checkpoint-dir; the same command continues from the last good checkpoint."
             )
         return state
-
-    def _train_step(self) -> None:
-        state = self.state
-        self.step(self.feed.next, state.step, self._clock)
-        state.step += 1
-        state.done = False  # a finished stage may be prolonged
-        state.cursor = self.feed.cursor()
-        self.ctx.reporter.tick(state.step)
 
     def _save(self, is_best: bool = False, done: bool = False) -> None:
         """Copy everything to the host and let it be written in the background."""
@@ -367,9 +355,8 @@ class Trainer:
             return
         self.ctx.checkpoints.wait()  # the writer reads the copies that are overwritten here
         pin = self._stream.device.type == "cuda"
-        weights, optimizer = self._host_copies
-        weights = to_host(self.ctx.weights(self.step.recipe), weights, pin=pin)
-        optimizer = to_host(self.step.optimizer.state_dict(), optimizer, pin=pin)
+        weights = to_host(self.ctx.weights(self.step.recipe), self._host_copies[0], pin=pin)
+        optimizer = to_host(self.step.optimizer.state_dict(), self._host_copies[1], pin=pin)
         self._host_copies = (weights, optimizer)
         state = {**self.state.to_json(), "stage": self.ctx.stage, "notes": dict(self.ctx.notes())}
         snapshot = Snapshot(weights, {**optimizer, **random_states}, state)
