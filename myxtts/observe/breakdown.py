@@ -507,7 +507,12 @@ class _Causes:
 
     def __init__(self, data: ProfileData, work: Sequence[Span]) -> None:
         self._data = data
-        self._waits = _waits_by_span(work, [span for span in data.spans if span.name == "wait"])
+        trained = [span for span in work if span.name == "train"]
+        waits = sorted((span for span in data.spans if span.name == "wait"), key=attrgetter("start_us"))
+        # A trace still being written ends with waits ahead of the device; one that overflowed lost its first.
+        if len(waits) <= len(trained):
+            trained, waits = trained[::-1], waits[::-1]
+        self._waits = dict(zip(trained, waits, strict=False))  # the host's wait for the batch of each span
         self._batches: defaultdict[int, dict[str, Span]] = defaultdict(dict)
         for span in data.spans:
             if span.name in DATA_PHASES:
@@ -564,18 +569,6 @@ class _Causes:
             return False
         uploads = self._active["upload"]
         return length_us(uploads) > length_us(_split(self._active["encode"], uploads)[1])
-
-
-def _waits_by_span(work: Sequence[Span], waits: Sequence[Span]) -> dict[Span, Span]:
-    """Return the host's wait for the batch of each training span; both come in the same order.
-
-    A trace that is still being written ends with waits ahead of the device; one that overflowed lost its first.
-    """
-    trained = [span for span in work if span.name == "train"]
-    waits = sorted(waits, key=attrgetter("start_us"))
-    if len(waits) > len(trained):
-        return dict(zip(trained, waits, strict=False))
-    return dict(zip(reversed(trained), reversed(waits), strict=False))
 
 
 def _cycle(series: Sequence[float], sample_s: float, source: str) -> Oscillation | None:

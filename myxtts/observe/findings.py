@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -55,9 +55,6 @@ class Finding:
     value: Any = None  # the value to change it to
     gain: float | None = None  # expected speed as a multiple of the present one
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
@@ -102,7 +99,6 @@ class Situation:
 
     @property
     def decodes_live(self) -> bool:
-        """True if a GPU waits for audio files to be decoded."""
         return self.on_gpu and not self.data.native_loading
 
     @property
@@ -399,13 +395,9 @@ class Wait(Situation):
         return self.profile.phases.get(self.phase, PhaseTime(workers=self.data.num_workers))
 
     @property
-    def train_ms(self) -> float:
-        return self.profile.train_ms
-
-    @property
     def pace(self) -> str:
         batch = f"a batch takes {self.time.mean_ms:.1f} ms with {self.time.workers} worker(s)"
-        return f"{batch}, training on it {self.train_ms:.1f} ms"
+        return f"{batch}, training on it {self.profile.train_ms:.1f} ms"
 
     @property
     def is_dual(self) -> bool:
@@ -413,7 +405,7 @@ class Wait(Situation):
 
     @property
     def keeps_up(self) -> bool:
-        return self.time.period_ms < 0.95 * self.train_ms
+        return self.time.period_ms < 0.95 * self.profile.train_ms
 
     @property
     def one_in(self) -> float:
@@ -447,9 +439,6 @@ class Wait(Situation):
     def hardware(self) -> str:
         return "a GPU" if not self.on_gpu else "a faster data GPU" if self.is_dual else "a second GPU"
 
-    def is_off(self, setting: str) -> bool:
-        return SWITCHES[setting].holds(self)
-
 
 def switch(setting: str, situation: Situation) -> Fix | None:
     """Return how to turn a switch, if it is off and matters here."""
@@ -458,9 +447,9 @@ def switch(setting: str, situation: Situation) -> Fix | None:
 
 
 def _more_workers(s: Wait) -> Fix:
-    value = s.most_workers
-    if s.train_ms:
-        value = max(min(math.ceil(s.time.mean_ms / (SPARE * s.train_ms)), value), s.time.workers + 1)
+    value, train_ms = s.most_workers, s.profile.train_ms
+    if train_ms:
+        value = max(min(math.ceil(s.time.mean_ms / (SPARE * train_ms)), value), s.time.workers + 1)
     return MORE_WORKERS._replace(value=value)
 
 
@@ -473,7 +462,7 @@ def _fewer_workers(s: Wait) -> Fix:
 def _deeper_ring(s: Wait) -> Fix:
     """Return a host ring that outlasts the slowest batch."""
     depth = s.host_depth or s.data.prefetch_buffer_size or MAX_AUTO_PREFETCH
-    longest = math.ceil(s.time.longest_ms / s.train_ms) + 2 if s.train_ms else 0
+    longest = math.ceil(s.time.longest_ms / s.profile.train_ms) + 2 if s.profile.train_ms else 0
     return DEEPER_RING._replace(value=max(2 * depth, longest))
 
 
@@ -509,7 +498,7 @@ WAIT_RULES = (
     ),
     WaitRule(
         "upload-late", ("upload", "encode"), "batches are uploaded and encoded only when the model asks for one",
-        ("data.prefetch_to_gpu",), lambda s: s.is_off("data.prefetch_to_gpu"),
+        ("data.prefetch_to_gpu",), SWITCHES["data.prefetch_to_gpu"].holds,
     ),
     WaitRule(
         "gather-uneven", ("gather",),
@@ -540,7 +529,7 @@ WAIT_RULES = (
     WaitRule("workers-few", ("gather",), "{s.pace}", (_more_workers,), lambda s: s.has_few_workers),
     WaitRule(
         "native-loading-off", ("gather",), "{s.pace}: audio files are decoded for every batch",
-        ("data.native_loading",), lambda s: s.is_off("data.native_loading"),
+        ("data.native_loading",), SWITCHES["data.native_loading"].holds,
     ),
     WaitRule(
         "gather-slow", ("gather",),
@@ -550,7 +539,7 @@ WAIT_RULES = (
     WaitRule(
         "upload-unpinned", ("upload",),
         "a copy from pageable memory takes {s.time.mean_ms:.1f} ms and blocks its stream",
-        ("data.enhanced_gpu_prefetch",), lambda s: s.is_off("data.enhanced_gpu_prefetch"),
+        ("data.enhanced_gpu_prefetch",), SWITCHES["data.enhanced_gpu_prefetch"].holds,
     ),
     WaitRule(
         "upload-slow", ("upload",),
@@ -561,11 +550,11 @@ WAIT_RULES = (
         "encode-serial", ("encode",),
         "encoding a batch takes {s.time.mean_ms:.1f} ms in the stream of the training step, which waits for it",
         ("data.optimize_cpu_gpu_overlap",),
-        lambda s: not s.is_dual and s.is_off("data.optimize_cpu_gpu_overlap"),
+        lambda s: not s.is_dual and SWITCHES["data.optimize_cpu_gpu_overlap"].holds(s),
     ),
     WaitRule(
         "encode-slow", ("encode",),
-        "encoding a batch takes {s.time.mean_ms:.1f} ms, training on it {s.train_ms:.1f} ms",
+        "encoding a batch takes {s.time.mean_ms:.1f} ms, training on it {s.profile.train_ms:.1f} ms",
         ("data.pad_to_fixed_length", second_gpu, Fix("{s.hardware} would help: no setting makes it faster")),
     ),
     WaitRule(

@@ -48,9 +48,6 @@ class Reading(NamedTuple):
     pcie_tx_mb_s: float | None = None
     throttled_by: tuple[str, ...] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return self._asdict()
-
 
 class Sampler:
     """Samples GPUs in the background and keeps the latest `limit` readings. A context manager.
