@@ -147,10 +147,7 @@ class Breakdown:
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """compute; wait for a batch; copy of a batch between memories; host: late launches; other: pauses.
-
-        They add to 1. Empty if nothing was measured.
-        """
+        """compute; wait for a batch; copy between memories; host: late launches; other: pauses. They add to 1."""
         if not self._work:
             return {}
         copy = sum(share for phase, share in self.waits.items() if phase in COPIES)
@@ -221,10 +218,7 @@ class Breakdown:
         return self._total_us / 1000 * share / num_batches if num_batches else 0.0
 
     def gain_without(self, phase: str, period_ms: float = 0.0) -> float:
-        """Return the speedup if the model did not wait for a phase, or if it had this period.
-
-        The next slowest phase and the headroom limit it.
-        """
+        """Return the speedup without waits for a phase, or with this period, as far as other limits allow."""
         others = [time.period_ms for name, time in self.phases.items() if name not in (phase, *MODEL_PHASES)]
         slowest_ms = max([*others, self.train_ms, period_ms])
         gain = 1 / max(1 - self.waits.get(phase, 0.0), 0.01)
@@ -301,7 +295,6 @@ class Breakdown:
 
     @cached_property
     def growth_mb(self) -> dict[str, float]:
-        """Memory growth by role; empty if nothing grew."""
         used_mb = self._samples(ALLOCATED_COUNTER)
         return {role: grown for role, values in used_mb.items() if (grown := _steady_growth(values))}
 
@@ -503,8 +496,6 @@ class _Gap(NamedTuple):
 
 
 class _Causes:
-    """Finds why the model stream has no work."""
-
     def __init__(self, data: ProfileData, work: Sequence[Span]) -> None:
         self._data = data
         trained = [span for span in work if span.name == "train"]

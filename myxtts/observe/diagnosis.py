@@ -78,8 +78,6 @@ _JSON = (
 
 @dataclass(frozen=True)
 class Diagnosis(Breakdown):
-    """The numbers of a profile and what they mean."""
-
     @cached_property
     def findings(self) -> list[Finding]:
         """Causes, the most expensive first; then symptoms; then information."""
@@ -365,9 +363,8 @@ def _symptoms(stats: Diagnosis, causes: list[Finding]) -> Iterator[Finding]:
     if cause is not None:
         why, fix = f"See {cause.code}.", (cause.fix, cause.setting, cause.value)
     if (cycle := stats.oscillation) is not None:
-        depth = f"({_percent(cycle.depth)} deep)"
-        what = f"Every {cycle.period_s:.1f} s the {who} goes from busy to idle and back {depth}."
-        yield Finding("oscillating", "warn", what, why, *fix)
+        cycles = f"Every {cycle.period_s:.1f} s the {who} goes from busy to idle and back"
+        yield Finding("oscillating", "warn", f"{cycles} ({_percent(cycle.depth)} deep).", why, *fix)
     if stats.step_cv > MAX_CV:
         reasons = [outlier.reason for outlier in stats.outliers]
         counted = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))

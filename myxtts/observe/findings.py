@@ -89,7 +89,6 @@ class Situation:
 
     @property
     def card_batch(self) -> int:
-        """The batch size of that preset; 0 on the CPU."""
         return int(PRESETS[self.card]["data.batch_size"]) if self.card is not None else 0
 
     @property
@@ -127,7 +126,6 @@ class Situation:
 
     @property
     def num_batches(self) -> int:
-        """Batches of an epoch."""
         return math.ceil(self.own_clips / self.data.batch_size)
 
     @property
@@ -150,10 +148,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Rule:
-    """Advice about a setting, before anything runs.
-
-    Texts have no full stop; `{s.cores}` stands for a part of the situation.
-    """
+    """Advice before anything runs. Texts have no full stop; `{s.cores}` stands for a part of the situation."""
 
     code: str  # the check that it belongs to, or `hint`
     level: Level | Callable[[Situation], Level]
@@ -356,7 +351,6 @@ def rule_finding(code: str, situation: Situation) -> Finding | None:
 
 
 def sentence(text: str) -> str:
-    """Return a text of the table as a sentence."""
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
@@ -467,9 +461,8 @@ def _deeper_ring(s: Wait) -> Fix:
 
 
 def second_gpu(s: Wait) -> Fix | None:
-    if s.num_gpus < 2 or s.is_dual:
-        return None
-    return SECOND_GPU._replace(value=0 if s.profile.data.model_gpu else 1)
+    has_spare = s.num_gpus >= 2 and not s.is_dual
+    return SECOND_GPU._replace(value=0 if s.profile.data.model_gpu else 1) if has_spare else None
 
 
 @dataclass(frozen=True)
@@ -566,5 +559,4 @@ WAIT_RULES = (
 
 
 def wait_rule(wait: Wait) -> WaitRule:
-    """Return the rule that explains a wait."""
     return next(rule for rule in WAIT_RULES if wait.phase in rule.phases and rule.when(wait))

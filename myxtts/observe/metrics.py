@@ -78,8 +78,6 @@ class StepReport:
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """The result of one validation."""
-
     stage: str
     step: int
     losses: Mapping[str, float]  # the best checkpoint has the lowest "total"
@@ -175,8 +173,7 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the valid reports, each with its "kind" (step, validation); numbers that were not finite are None.
 
-    After a stage was continued or started over, its earlier reports of later steps are void. Damaged lines are
-    skipped.
+    Reports that a continued or restarted stage made void are left out, and damaged lines too.
     """
     kept: _Kept = {}
     _add_lines(kept, path.read_bytes() if path.exists() else b"")

@@ -88,7 +88,6 @@ class Sampler:
         return bool(self._handles)
 
     def start(self) -> None:
-        """Start sampling, or continue after `stop`."""
         if self._thread is None and self.available:
             self._ended.clear()
             self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)

@@ -135,7 +135,6 @@ class CheckContext:
 
     @cached_property
     def continued(self) -> RunDir | None:
-        """The run that training would continue."""
         run = RunDir(self.training.checkpoint_dir)
         return run if run.has_begun and not self.training.reset_training else None
 
@@ -261,8 +260,9 @@ def caps(ctx: CheckContext) -> Finding:
         what, key = f"{' and '.join(chosen)} given, but memory isolation is off", "data.enable_memory_isolation"
         return _with_flag(Finding("caps", "warn", what, "without it no cap has an effect", "", key, True))
     if not ctx.on_gpu:
-        why = "host memory is not divided between the roles"
-        return Finding("caps", "warn", "Memory isolation has no effect on the CPU", why)
+        return Finding(
+            "caps", "warn", "On the CPU memory isolation has no effect", "the roles share the host's memory"
+        )
     if isinstance(ctx.plan, ConfigError):
         return Finding("caps", "fail", "The memory caps are not possible", _problems(ctx.plan), "lower the caps")
     if ctx.plan.mode == "buffered" and keys[0] in chosen:
@@ -372,8 +372,8 @@ def run(ctx: CheckContext) -> Finding:
         then, now = (path and path.resolve() for path in (own, ctx.data.train_data))
         if ctx.prepared is None and then != now:
             what = f"The run in {folder} was made with another corpus: {own or 'the embedded one'}"
-            only_if = "training continues it only if clips and vocabulary are the same"
-            return Finding("run", "warn", what, only_if, KEEP_APART)
+            why = "training continues it only if clips and vocabulary are the same"
+            return Finding("run", "warn", what, why, KEEP_APART)
     return Finding("run", "pass", f"Continues the run in {folder}")
 
 
@@ -458,7 +458,9 @@ CHECKS: Mapping[str, Callable[[CheckContext], Finding]] = {
     "prefetch": prefetch,
     "upload": upload,
     "batch-size": lambda ctx: by_rule("batch-size", ctx, f"{ctx.data.batch_size} clips a batch"),
-    "fixed-shapes": lambda ctx: by_rule("fixed-shapes", ctx, "Fixed shapes: compiled once, no allocations"),
+    "fixed-shapes": lambda ctx: by_rule(
+        "fixed-shapes", ctx, "Every batch has the same shapes: compiled once, no allocations"
+    ),
     "compilation": lambda ctx: by_rule(
         "compilation", ctx, "Steps are compiled and captured" if ctx.on_gpu else "On the CPU every step is eager"
     ),
@@ -517,7 +519,6 @@ def driver(ctx: CheckContext) -> Finding:
 
 
 def peers(ctx: CheckContext) -> Iterator[Finding]:
-    """Check how batches cross between two GPUs, if they do."""
     plan = ctx.plan
     if not isinstance(plan, Plan) or plan.mode != "dual":
         return
@@ -531,7 +532,6 @@ def peers(ctx: CheckContext) -> Iterator[Finding]:
 
 
 def caps_held(plan: Plan) -> Iterator[Finding]:
-    """Check that each cap refuses what exceeds it."""
     apply_caps(plan)
     for device, cap_mb in {plan.data: plan.data_cap_mb, plan.model: plan.model_cap_mb}.items():
         if cap_mb is None:
@@ -569,7 +569,6 @@ def transfer(plan: Plan) -> Finding:
 
 
 def dry_run(ctx: CheckContext, plan: Plan, progress: Progress, say: Callable[[str], None]) -> Iterator[Finding]:
-    """Check the whole pipeline with a short training."""
     stage, on_gpu = "gpt" if "gpt" in ctx.stages else ctx.stages[0], plan.model.type == "cuda"
     settings = ctx.loaded.settings if on_gpu else _for_cpu(ctx.loaded.settings)
     started_at = time.perf_counter()
@@ -646,7 +645,6 @@ def _judge_optimisations(seen: Observation, settings: Settings) -> Finding:
 
 
 def not_checked(ctx: CheckContext, plan: Plan) -> Iterator[Finding]:
-    """Name what the machine could not show."""
     if ctx.on_gpu and isinstance(ctx.plan, Plan):
         return
     unseen = ["copies between GPUs", "memory caps", "the model on a GPU of its own"]
