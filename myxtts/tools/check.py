@@ -372,8 +372,8 @@ def run(ctx: CheckContext) -> Finding:
         then, now = (path and path.resolve() for path in (own, ctx.data.train_data))
         if ctx.prepared is None and then != now:
             what = f"The run in {folder} was made with another corpus: {own or 'the embedded one'}"
-            why = "training continues it only if clips and vocabulary are the same"
-            return Finding("run", "warn", what, why, KEEP_APART)
+            only_if = "training continues it only if clips and vocabulary are the same"
+            return Finding("run", "warn", what, only_if, KEEP_APART)
     return Finding("run", "pass", f"Continues the run in {folder}")
 
 
