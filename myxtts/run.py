@@ -69,8 +69,7 @@ _log = logging.getLogger(__name__)
 class TrainingResult(NamedTuple):
     """The outcome of `train`."""
 
-    states: dict[str, State]
-    """Where each stage stands; the last is not `done` if a stop was requested."""
+    states: dict[str, State]  # where each stage stands; the last is not `done` if a stop was requested
     prepared: PreparedCorpus
 
 

@@ -38,14 +38,10 @@ from myxtts.pipeline import workers
 from myxtts.pipeline.frontend import FRONTENDS, CudaGraphFrontend, Frontend
 from myxtts.pipeline.ring import Ring, RingClosed
 
-MODEL_DEPTH = 3
-"""Fewest batches on the model role's device: one being filled, one ready, one in use."""
-UPLOAD_DEPTH = 2
-"""Uploaded batches on the data role's device: one arriving, one being encoded."""
-HANDOFF_DEPTH = 3
-"""Triple buffering between two GPUs: one batch being filled, one ready, one in use."""
-KEEP_DEPTH = 4
-"""Batches of fresh codes on their way to the disk."""
+MODEL_DEPTH = 3  # fewest batches on the model role's device: one being filled, one ready, one in use
+UPLOAD_DEPTH = 2  # uploaded batches on the data role's device: one arriving, one being encoded
+HANDOFF_DEPTH = 3  # triple buffering between two GPUs: one batch being filled, one ready, one in use
+KEEP_DEPTH = 4  # batches of fresh codes on their way to the disk
 DEVICE_SHARE = 0.05
 """Share of a device's memory, or of its cap, that waiting batches may take; the model needs the rest."""
 HOST_SHARE, MAX_HOST_SHARE = 0.1, 0.5
@@ -107,8 +103,7 @@ def _device_bytes(plan: Plan) -> float:
 class Streams(NamedTuple):
     """The streams of the workers and of the trainer."""
 
-    model: Stream
-    """The trainer's; it has priority over the data role's when both share a GPU."""
+    model: Stream  # the trainer's; it has priority over the data role's when both share a GPU
     encode: Stream
     upload: Stream
     handoff_from: Stream

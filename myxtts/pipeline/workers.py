@@ -25,8 +25,7 @@ from myxtts.devices import Stream
 from myxtts.observe.trace import Trace
 from myxtts.pipeline.ring import Ring, RingClosed, Slot
 
-Work = Callable[[], bool]
-"""Passes one batch on; returns False when none is left."""
+Work = Callable[[], bool]  # passes one batch on; returns False when none is left
 
 _log = logging.getLogger(__name__)
 

@@ -48,14 +48,12 @@ from myxtts.run import StageContext, prepare_corpus, set_up
 from myxtts.run_dir import RunDir, initial_model
 from myxtts.training.trainer import StepMode, clips_per_step
 
-WARM_UP_STEPS = 3
-"""Steps before the measured ones: compiling, capturing, filling the buffers."""
+WARM_UP_STEPS = 3  # steps before the measured ones: compiling, capturing, filling the buffers
 STEADY_SHARE = 0.03
 """Share of the batches that may come from buffers filled beforehand without hiding a slow feed."""
 MAX_STEADY_STEPS = 2000
 ROWS_PER_WRITE = 1024
-STEP_RANGE = "myxtts step"
-"""The name of a step in PyTorch's profiler."""
+STEP_RANGE = "myxtts step"  # the name of a step in PyTorch's profiler
 
 
 @contextlib.contextmanager
@@ -69,20 +67,16 @@ def temporary_codes(prepared: PreparedCorpus) -> Iterator[PreparedCorpus]:
 class Measurement:
     """Some steps after the warm-up."""
 
-    times: list[StepTime]
-    """Numbered as in the spans: the first measured step is number WARM_UP_STEPS."""
+    times: list[StepTime]  # numbered as in the spans: the first measured step is number WARM_UP_STEPS
     seconds: float
     clips_per_step: float
     batches_per_step: int
-    memory_mb: dict[str, float]
-    """Peak of each role; empty on the CPU."""
-    depths: dict[str, int]
-    """Batches that each ring holds."""
+    memory_mb: dict[str, float]  # peak of each role; empty on the CPU
+    depths: dict[str, int]  # batches that each ring holds
     recompilations: int
     spans: list[Span]
     counters: list[Counter]
-    trace: Trace
-    """Everything recorded, with the warm-up."""
+    trace: Trace  # everything recorded, with the warm-up
 
     @property
     def clips_per_s(self) -> float:
@@ -255,10 +249,8 @@ def _num_graphs(mode: StepMode) -> int:
 # The speed of a configuration
 
 
-PROBE_STEPS = 8
-"""Steps that show how long one takes, and the fewest that count then."""
-TRIAL_S = 8.0
-"""Seconds of training that are enough to measure a speed."""
+PROBE_STEPS = 8  # steps that show how long one takes, and the fewest that count then
+TRIAL_S = 8.0  # seconds of training that are enough to measure a speed
 
 
 class Refused(PipelineError):
@@ -273,14 +265,10 @@ class Refused(PipelineError):
 class Trial:
     """How fast a configuration trains."""
 
-    clips_per_s: float
-    """Sustained: batches that buffers held at the start and not at the end are not counted."""
-    fed_clips_per_s: float
-    """If every batch had been ready in time."""
-    memory_mb: dict[str, float]
-    """Peak of each role; empty on the CPU."""
-    phase_ms: dict[str, float]
-    """Mean time of each phase for a batch."""
+    clips_per_s: float  # sustained: batches that buffers held at the start and not at the end are not counted
+    fed_clips_per_s: float  # if every batch had been ready in time
+    memory_mb: dict[str, float]  # peak of each role; empty on the CPU
+    phase_ms: dict[str, float]  # mean time of each phase for a batch
 
     @property
     def headroom(self) -> float:
@@ -356,12 +344,10 @@ def _send_trial(connection: Connection, settings: Settings, stage: str, num_step
 
 
 SPLIT_PASSES, KERNEL_STEPS = 3, 3
-MAX_FORWARD_SHARE = 0.9
-"""A larger share of the forward pass was measured while the machine did something else."""
+MAX_FORWARD_SHARE = 0.9  # a larger share of the forward pass was measured while the machine did something else
 KERNELS_LISTED = 25
 _SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
-_OWN_SYNCS = 2
-"""Waits that measuring itself causes: before the first measured step, and after the last."""
+_OWN_SYNCS = 2  # waits that measuring itself causes: before the first measured step, and after the last
 
 
 @dataclass(frozen=True)
@@ -371,8 +357,7 @@ class Kernel:
     name: str
     calls_per_step: float
     ms_per_step: float
-    share: float
-    """Share of the time of all kernels."""
+    share: float  # share of the time of all kernels
 
 
 @dataclass(frozen=True)
@@ -382,8 +367,7 @@ class KernelView:
     kernels: list[Kernel]
     kernel_share: float | None = None
     """Share of the time, from the first kernel to the last, in which one ran; None on the CPU."""
-    syncs_per_step: float | None = None
-    """How often the host waits for the device; None on the CPU."""
+    syncs_per_step: float | None = None  # how often the host waits for the device; None on the CPU
 
 
 def kernel_view(dry_run: DryRun) -> KernelView:
@@ -431,14 +415,11 @@ def kernel_occupancy(events: Sequence[Any], num_steps: int) -> tuple[float | Non
 # The pipeline at work
 
 
-OBSERVED_STEPS = 6
-"""Steps in all; after the warm-up nothing may be allocated or compiled."""
-MAX_WARM_UP_S = 10.0
-"""An observation need not see all buffers full."""
+OBSERVED_STEPS = 6  # steps in all; after the warm-up nothing may be allocated or compiled
+MAX_WARM_UP_S = 10.0  # an observation need not see all buffers full
 MAX_WATCHED = 2**18
 """Size of the largest weights that are compared: copies of larger ones would take memory that training needs."""
-_PASSED_ON = ("ids", "num_ids", "weights")
-"""Tensors that a front end passes on as they were gathered."""
+_PASSED_ON = ("ids", "num_ids", "weights")  # tensors that a front end passes on as they were gathered
 
 
 @dataclass
@@ -450,8 +431,7 @@ class Observation:
     mode: StepMode
     losses: list[float] = field(default_factory=list)
     """Mean total loss up to the end of the warm-up, and from then on."""
-    spans: set[str] = field(default_factory=set)
-    """Phases that took place."""
+    spans: set[str] = field(default_factory=set)  # phases that took place
     sizes: set[Sizes] = field(default_factory=set)
     changed_tensors: set[str] = field(default_factory=set)
     """Tensors of the first batch that did not arrive as they were gathered."""
@@ -459,11 +439,9 @@ class Observation:
     batch_devices: set[torch.device] = field(default_factory=set)
     frozen_devices: set[torch.device] = field(default_factory=set)
     is_pinned: bool = False
-    is_ahead: bool = False
-    """Batches were ready on the model's device before they were asked for."""
+    is_ahead: bool = False  # batches were ready on the model's device before they were asked for
     has_learnt: bool = False
-    grew_mb: float = 0.0
-    """Rise of the peak of device memory after the warm-up."""
+    grew_mb: float = 0.0  # rise of the peak of device memory after the warm-up
     num_recompiled: int = 0
 
 

@@ -42,16 +42,12 @@ from myxtts.training.recipes import useful_flops
 SAMPLED_TEXTS, SAMPLED_FILES, DECODED_FILES = 200, 64, 16
 """Texts and files that are timed, evenly spread over the corpus; the last for one row of a profile."""
 REPLAYED_STEPS = 4
-MAX_DECODE_CV = 1.0
-"""Coefficient of variation above which some files are far slower to decode than the others."""
-MAX_DETECTION_SHARE = 0.5
-"""Share of the text preprocessing that language detection may take without a remark."""
-FIRST_STEPS_GPU, FIRST_STEPS_CPU = 20, 2
-"""Steps of the first pass, which also shows how long a step takes."""
+MAX_DECODE_CV = 1.0  # coefficient of variation above which some files are far slower to decode than the others
+MAX_DETECTION_SHARE = 0.5  # share of the text preprocessing that language detection may take without a remark
+FIRST_STEPS_GPU, FIRST_STEPS_CPU = 20, 2  # steps of the first pass, which also shows how long a step takes
 CPU_BATCHES, MAX_CPU_S = 8, 30.0
 """On a CPU, where a step can take many seconds: batches taken from a feed, and seconds of a pass."""
-MAX_SPLIT_S = 2.0
-"""A step that takes longer is not split into its passes, which takes some steps more."""
+MAX_SPLIT_S = 2.0  # a step that takes longer is not split into its passes, which takes some steps more
 PHASES = {
     "gather": "host",
     "upload": "data",
@@ -75,13 +71,10 @@ class PhaseRow:
     """A phase of the feed or of the step."""
 
     phase: str
-    where: str
-    """host, data or model: whose time it takes."""
-    mean_ms: float
-    """Per batch."""
+    where: str  # host, data or model: whose time it takes
+    mean_ms: float  # per batch
     p95_ms: float
-    share: float
-    """Share of the time in which a worker of this phase is busy with it."""
+    share: float  # share of the time in which a worker of this phase is busy with it
     note: str = ""
 
 
@@ -107,18 +100,15 @@ class Profile:
     num_steps: int
     batch_size: int
     notes: list[str] = field(default_factory=list)
-    clips_per_s: float | None = None
-    """Sustained speed."""
-    first_epoch_clips_per_s: float | None = None
-    """Speed while codes are computed; None if the stage needs none."""
+    clips_per_s: float | None = None  # sustained speed
+    first_epoch_clips_per_s: float | None = None  # speed while codes are computed; None if the stage needs none
     rows: list[PhaseRow] = field(default_factory=list)
     verdict: Diagnosis | None = None
     gpus: list[GpuUse] = field(default_factory=list)
     memory_mb: dict[str, float] = field(default_factory=dict)
     kernels: KernelView | None = None
     data: DataAnalysis | None = None
-    trace: Trace | None = None
-    """The spans that the verdict is about."""
+    trace: Trace | None = None  # the spans that the verdict is about
 
     @property
     def findings(self) -> list[Finding]:
@@ -282,10 +272,8 @@ class TextAnalysis:
 
     normalize: Timing
     tokenize: Timing
-    detect_ms: float | None
-    """Language detection with the loading of its model; None if every language is known."""
-    num_sentences: int
-    """Sentences of the whole corpus."""
+    detect_ms: float | None  # language detection with the loading of its model; None if every language is known
+    num_sentences: int  # sentences of the whole corpus
 
     @property
     def sample_ms(self) -> float:
@@ -300,8 +288,7 @@ class AudioAnalysis:
     decode: Timing
     gather: Timing
     batch_size: int
-    slowest: str
-    """The file that took longest to decode."""
+    slowest: str  # the file that took longest to decode
 
     @property
     def times_faster(self) -> float:
@@ -313,18 +300,12 @@ class AudioAnalysis:
 class FeedAnalysis:
     """How well the feed keeps up. Times are those between two batches."""
 
-    host: Timing
-    """In host memory, with all gathering threads."""
-    first_epoch: Timing
-    """Ready for the model, from a drained feed that computes codes."""
-    feed: Timing
-    """The same with known codes, as in every later epoch."""
-    phases: dict[str, PhaseTime]
-    """Phases of the feed with known codes."""
-    step_ms: float
-    """Training on a batch."""
-    step_is_given: bool
-    """True if the user gave `step_ms`; else it was measured on one batch."""
+    host: Timing  # in host memory, with all gathering threads
+    first_epoch: Timing  # ready for the model, from a drained feed that computes codes
+    feed: Timing  # the same with known codes, as in every later epoch
+    phases: dict[str, PhaseTime]  # phases of the feed with known codes
+    step_ms: float  # training on a batch
+    step_is_given: bool  # True if the user gave `step_ms`; else it was measured on one batch
     num_gpus: int
 
     @property

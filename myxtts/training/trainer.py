@@ -30,23 +30,18 @@ from myxtts.observe.trace import OFF, StepClock, Trace, idle_share, step_timing
 from myxtts.training.optim import Optimizer
 from myxtts.training.recipes import Recipe
 
-STEPS_AHEAD = 2
-"""Steps that the host may launch before the device has finished them."""
-MAX_SKIPPED = 20
-"""Consecutive steps with non-finite gradients after which training ends."""
+STEPS_AHEAD = 2  # steps that the host may launch before the device has finished them
+MAX_SKIPPED = 20  # consecutive steps with non-finite gradients after which training ends
 
 
 @dataclass(frozen=True)
 class StepMode:
     """How a step is executed."""
 
-    autocast: bool = False
-    """Computes in bf16 where that is safe."""
+    autocast: bool = False  # computes in bf16 where that is safe
     compiled: bool = False
-    captured: bool = False
-    """Replays a CUDA graph; needs a GPU, static shapes and a single process."""
-    tuned: bool = False
-    """Compiles everything as one graph and tries many kernels, which takes minutes."""
+    captured: bool = False  # replays a CUDA graph; needs a GPU, static shapes and a single process
+    tuned: bool = False  # compiles everything as one graph and tries many kernels, which takes minutes
     debug: bool = False
     """Names the operation that produced a NaN, and waits for the device after every micro-step."""
 
