@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -343,9 +344,7 @@ def _add_to_page(found: Profile, settings: Settings) -> None:
     from myxtts.observe.report import write_report
     from myxtts.tools.profile import keep
 
-    def subject(of: Settings) -> tuple[Any, ...]:
-        return of.data.train_data, of.data.batch_size, of.model
-
+    subject = attrgetter("data.train_data", "data.batch_size", "model")
     run_folder = settings.training.checkpoint_dir
     try:
         own = load(run_folder / "settings.yaml", {}).settings

@@ -32,8 +32,7 @@ class Plan:
 
     data: torch.device
     model: torch.device
-    mode: str = "buffered"
-    """`buffered`: both roles share a device. `dual`: batches are copied from one device to the other."""
+    mode: str = "buffered"  # both roles share a device; `dual`: batches are copied from one device to the other
     data_cap_mb: int | None = None
     model_cap_mb: int | None = None
     """Equal if the roles share a device, which can have only one cap. Without effect on the CPU."""

@@ -312,10 +312,7 @@ class LoadedSettings:
 
 
 def load(config_file: Path | None, flags: Mapping[str, Any], unrecognized: Sequence[str] = ()) -> LoadedSettings:
-    """Return the settings from the defaults, the file and the flags (see `flags_of`), or raise one ConfigError.
-
-    `unrecognized` are the arguments that `parse_known_args` left over; they are reported with everything else.
-    """
+    """Return the settings from defaults, file and flags (see `flags_of`); `unrecognized` ones are problems."""
     if config_file is None and DEFAULT_CONFIG_FILE.is_file():
         config_file = DEFAULT_CONFIG_FILE
     problems: list[str] = []
@@ -576,10 +573,7 @@ def patched(text: str, values: Mapping[str, Any]) -> str:
 
 
 def apply_patch(loaded: LoadedSettings, values: Mapping[str, Any]) -> tuple[Path, Path | None]:
-    """Write these settings into the configuration file; return it and its backup, if there was a file before.
-
-    Nothing is written unless the result loads, has these values, and has all others as before.
-    """
+    """Write these settings, unless others would change too; return the file, and the backup of an old one."""
     path = (loaded.config_file or DEFAULT_CONFIG_FILE).expanduser().resolve()
     before = path.read_bytes() if path.exists() else b""
     backups = (path.with_name(f"{path.name}.bak{number or ''}") for number in range(1000))

@@ -52,8 +52,7 @@ if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
     from myxtts.tools.tune import Tuning
 
 PERIOD_S = 1.0  # time between two pictures of the live view
-SILENCE_S = 60.0
-"""The live view mentions missing reports after this long, and five times as long as reports usually take."""
+SILENCE_S = 60.0  # missing reports are mentioned after this long, and five times as long as they usually take
 _FILE_WIDTH = 100_000  # columns of a file or pipe: a sentence on one line can be searched for
 _NAME_WIDTH = 60
 _LENGTH_STEP_S, _BAR_WIDTH = 2, 30
@@ -108,10 +107,7 @@ class ProgressLines:
 
 
 class ProgressPrinter:
-    """Prints a line for every report of a training; on a terminal a live line below them counts the steps.
-
-    A context manager, used by one thread.
-    """
+    """A context manager that prints a line per report, and on a terminal a live line of steps; for one thread."""
 
     def __init__(self, *, is_silent: bool = False, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -489,28 +485,24 @@ def render(
     if running is None:
         rows.add_row(nothing)
     else:
-        rows.add_row("stages", _stages(stages, running))
+        counts = []
+        for stage in stages:
+            last = stage.steps[-1] if stage.steps else None
+            count = f"{last.step:,}" + (f"/{last.total_steps:,}" if last.total_steps else "") if last else ""
+            counts.append(Text(f"{stage.name} {count}", style="bold" if stage is running else "dim"))
+        rows.add_row("stages", Text("  ").join(counts))
         _add_training(rows, running, bar_width, ended)
         notes = [Text(f"WARNING: {warning.text}", style="yellow") for warning in warnings_of(running.steps)]
         if ended:
-            last = running.steps[-1]
-            step = f"step {last.step:,}" + (f" of {last.total_steps:,}" if last.total_steps else "")
-            end = f"The training has ended. Its last report is of {step} of stage {last.stage}."
+            final = running.steps[-1]
+            step = f"step {final.step:,}" + (f" of {final.total_steps:,}" if final.total_steps else "")
+            end = f"The training has ended. Its last report is of {step} of stage {final.stage}."
             notes.append(Text(end, style="bold"))
         elif now is not None and (silence := _silence(reports, now)):
             notes.append(Text(silence, style="red"))
     for reading in readings:
         rows.add_row(Text(f"GPU {reading.get('gpu', '?')}"), _gpu_line(reading, bar_width))
     return Panel(Group(rows, *notes), title=Text(title) if title else None, title_align="left", width=width)
-
-
-def _stages(stages: Sequence[StageHistory], running: StageHistory) -> Text:
-    parts = []
-    for stage in stages:
-        last = stage.steps[-1] if stage.steps else None
-        count = f"{last.step:,}" + (f"/{last.total_steps:,}" if last.total_steps else "") if last else ""
-        parts.append(Text(f"{stage.name} {count}", style="bold" if stage is running else "dim"))
-    return Text("  ").join(parts)
 
 
 def _add_training(rows: Table, stage: StageHistory, bar_width: int, ended: bool) -> None:

@@ -73,8 +73,6 @@ class SynthesisArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SynthesisOptions:
-    """How a text is spoken."""
-
     sampling: Sampling  # without the argument, what suits the model
     seed: int  # without the argument, a random one, which the report names
     speed: float = 1.0
@@ -134,8 +132,6 @@ def checked(generated: Generated, sentence: Sentence, attempt: int) -> Attempt:
 
 @dataclass(frozen=True)
 class SentenceReport:
-    """One sentence as it was spoken."""
-
     text: str
     num_codes: int
     seconds: float
@@ -162,8 +158,7 @@ class Report:
     seed: int
     speed: float
     sentences: tuple[SentenceReport, ...]
-    unknown_characters: dict[str, str]
-    """Characters the vocabulary lacks, and what was said instead: "" if they were left out."""
+    unknown_characters: dict[str, str]  # those the vocabulary lacks, and what was said instead; "" if left out
     voice_notes: tuple[str, ...] = ()
 
     @property
@@ -199,8 +194,6 @@ class Report:
 
 
 class Utterance(NamedTuple):
-    """One text, to be spoken in one voice."""
-
     voice: Voice
     language: str
     sentences: list[Sentence]

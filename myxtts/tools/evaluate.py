@@ -345,8 +345,6 @@ def _write_json(path: Path, content: object) -> None:
 
 
 class Judges(NamedTuple):
-    """An installation of the judges."""
-
     python: Path
     home: Path  # where they keep what they unpack
 

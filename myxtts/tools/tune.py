@@ -38,20 +38,15 @@ Measure = Callable[[LoadedSettings], Trial]
 
 @dataclass(frozen=True)
 class Change:
-    """One setting to change."""
-
     setting: str
     old: Any
     new: Any
-    gain_measured: float | None
-    """Speed as a multiple of that with the changes before it; None if that was not measured."""
+    gain_measured: float | None  # speed as a multiple of that with the changes before it; None if not measured
     why: str
 
 
 @dataclass
 class Tuning:
-    """The result of a search."""
-
     changes: list[Change] = field(default_factory=list)
     before: Trial | None = None  # None if the configuration could not be trained
     after: Trial | None = None

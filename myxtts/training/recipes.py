@@ -95,8 +95,7 @@ class StageFacts(NamedTuple):
 
     world_size: int = 1
     fine_tuning: bool = False
-    has_new_tokens: bool = False
-    """True if the text vocabulary grew after the weights to start from were trained."""
+    has_new_tokens: bool = False  # the text vocabulary grew after the weights to start from were trained
 
 
 class Recipe(nn.Module, ABC):
@@ -353,11 +352,8 @@ class GptRecipe(Recipe):
         return {"reference_voice": tensors["mel"][: int(tensors["num_frames"][0])].t(), "code_usage": counts}
 
     def regions(self) -> list[nn.Module]:
-        """The blocks and the perceiver, nearly all the arithmetic: one graph of 30 layers compiles for a minute.
-
-        With few layers the whole recipe is one region: it compiles quickly, and the rest matters more.
-        """
-        if self.gpt.dims.layers < MANY_LAYERS:
+        """The blocks and the perceiver, nearly all the arithmetic: as one graph, 30 layers compile a minute."""
+        if self.gpt.dims.layers < MANY_LAYERS:  # it compiles quickly, and the rest matters more
             return [self]
         return [*self.gpt.gpt.h, *self.gpt.conditioning_encoder.attn, self.gpt.conditioning_perceiver]
 
