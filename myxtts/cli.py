@@ -267,7 +267,7 @@ def _gpu_readings() -> Callable[[], list[dict[str, Any]]]:
     from myxtts.observe.nvml import Sampler
 
     sampler = Sampler(range(MOST_GPUS))
-    return lambda: [reading.to_json() for reading in sampler.read()]
+    return lambda: [reading._asdict() for reading in sampler.read()]
 
 
 def _prepare(options: argparse.Namespace) -> None:

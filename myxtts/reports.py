@@ -71,7 +71,7 @@ class TrainingReports(Reporter):
         self._log.step(report)
         self._printer.report(report)
         self._printer.warn(self._warnings.add(report))
-        lines = [json.dumps(reading.to_json()) + "\n" for reading in self._gpus.read()]
+        lines = [json.dumps(reading._asdict()) + "\n" for reading in self._gpus.read()]
         with contextlib.suppress(OSError), open(self._folder / "readings.jsonl", "a", encoding="utf-8") as file:
             file.writelines(lines)
 

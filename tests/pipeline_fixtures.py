@@ -1,4 +1,4 @@
-"""A small corpus, a smaller network and feeds of them, for the tests of the pipeline; none of it needs pytest."""
+"""A small corpus, a smaller network and feeds of them, for the tests of the pipeline."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from conftest import make_voice
 from torch import Tensor
@@ -173,6 +174,16 @@ class Corpus:
         return Feed(gatherer, frontend, plan, data, depths, **options)
 
 
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus.make(tmp_path_factory.mktemp("speech"), SPEECH)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus.make(tmp_path_factory.mktemp("short"), SHORT)
+
+
 def only_stamps(model: XTTS, data: DataSettings, frame_budget: int) -> Frontend:  # noqa: ARG001
     return Stamps(data)
 
@@ -208,9 +219,9 @@ def assert_same(ours: list[Read], theirs: list[Read]) -> None:
             assert torch.equal(tensor, other.tensors[name]), name
 
 
-def jobs(corpus: Corpus, count: int, cursor: Cursor | None = None, accumulate: int = 1) -> list[Job]:
+def jobs(corpus: Corpus, count: int) -> list[Job]:
     """What a feed should deliver."""
-    return list(corpus.gatherer().jobs(cursor or Cursor(), accumulate, count))
+    return list(corpus.gatherer().jobs(Cursor(), 1, count))
 
 
 def wave_alone(corpus: Corpus, clip: int) -> Tensor:

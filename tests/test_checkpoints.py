@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import myxtts.checkpoints
@@ -91,35 +91,32 @@ def check(reported):
         assert torch.equal(tensors["a"], torch.full((1000,), float(loaded.step)))
         assert torch.equal(tensors["b"], torch.arange(loaded.step))
 
-random.seed(int(sys.argv[2]))
-reported = []
-for deadly_call in [10**9, *range(200)]:
+def fork(deadly_call, seconds=None):
+    global report
     reading, report = os.pipe()
     pid = os.fork()
     if pid == 0:
         child(deadly_call)
     os.close(report)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    reported += map(int, os.read(reading, 10**6).split())
+    reported.extend(map(int, os.read(reading, 10**6).split()))
     os.close(reading)
     check(reported)
-    if status == 0 and deadly_call < 10**9:
-        break
-    assert deadly_call == 10**9 or os.WTERMSIG(status) == signal.SIGKILL, status
-print("deadly calls", deadly_call)
+    return status
+
+random.seed(int(sys.argv[2]))
+reported = []
+fork(10**9)
+deadly_call = 0
+while (status := fork(deadly_call)) != 0:
+    assert os.WTERMSIG(status) == signal.SIGKILL, status
+    deadly_call += 1
 assert deadly_call > 25
 for _ in range(8):
-    reading, report = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        child(None)
-    os.close(report)
-    time.sleep(random.uniform(0.01, 0.12))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    reported += map(int, os.read(reading, 10**6).split())
-    os.close(reading)
-    check(reported)
+    fork(None, random.uniform(0.01, 0.12))
 print("last step", reported[-1])
 """
 
@@ -157,7 +154,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_what_is_read_is_bit_for_bit_what_was_saved(tmp_path: Path) -> None:
+def test_what_is_read_is_bit_for_bit_what_was_saved_and_readable_by_other_programs(tmp_path: Path) -> None:
     tensors = {
         "fp32": torch.tensor([[1.5, -0.0], [float("nan"), float("inf")]]),
         "bf16": torch.randn(3, 5).to(torch.bfloat16),
@@ -168,50 +165,25 @@ def test_what_is_read_is_bit_for_bit_what_was_saved(tmp_path: Path) -> None:
         "scalar": torch.tensor(7.0),
         "transposed": torch.randn(3, 4).t(),
     }
-    host = to_host(tensors)
     state = {"cursor": {"epoch": 1, "at": [3, 4]}, "best_loss": float("inf"), "text": "سلام", "10": 1, "2": None}
-    original = Snapshot(host, {}, state)
+    original = Snapshot(to_host(tensors), {}, state)
     checkpoints = Checkpoints(tmp_path / "run" / "gpt", keep=1)
     checkpoints.save(12, original)
     checkpoints.close()
     assert checkpoints.wait() is None
     assert_same(checkpoints.newest(), 12, original)
     assert_same(checkpoints.load(12), 12, original)
-    assert torch.equal(original.weights["transposed"], tensors["transposed"])
 
-
-def test_other_programs_can_read_the_weights(tmp_path: Path) -> None:
-    saved(tmp_path / "gpt", 3)
-    folder = tmp_path / "gpt" / "step-00000003"
+    folder = tmp_path / "run" / "gpt" / "step-00000012"
     assert names(folder) == {"weights.safetensors", "optimizer.safetensors", "state.json"}
     with safe_open(folder / "weights.safetensors", "pt") as file:
-        assert torch.equal(file.get_tensor("layer.weight"), snapshot(3).weights["layer.weight"])
-    modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
-    assert modes == {folder.stat().st_mode & 0o666}
+        assert torch.equal(file.get_tensor("transposed"), tensors["transposed"])
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {folder.stat().st_mode & 0o666}
 
 
-def test_a_background_save_does_not_see_later_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, save_file = threading.Event(), myxtts.checkpoints.save_file
-
-    def late_save_file(tensors: dict[str, Tensor], path: Path) -> None:
-        assert may_write.wait(30)
-        save_file(tensors, path)
-
-    monkeypatch.setattr(myxtts.checkpoints, "save_file", late_save_file)
-    live, state = torch.arange(6.0).requires_grad_(), {"losses": [1.0]}
-    checkpoints = Checkpoints(tmp_path / "gpt", keep=2)
-    checkpoints.save(1, Snapshot(to_host({"w": live}), {}, state))
-    with torch.no_grad():
-        live.mul_(-1)
-    state["losses"].append(2.0)
-    assert checkpoints.newest() is None
-    may_write.set()
-    assert checkpoints.wait() is None
-    assert_same(checkpoints.newest(), 1, Snapshot({"w": torch.arange(6.0)}, {}, {"losses": [1.0]}))
-    checkpoints.close()
-
-
-def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_in_the_background_sees_no_later_changes_and_a_second_one_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     may_write, save_file, at_work, most_at_work = threading.Event(), myxtts.checkpoints.save_file, [], []
 
     def watched_save_file(tensors: dict[str, Tensor], path: Path) -> None:
@@ -222,8 +194,13 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
         at_work.remove(path)
 
     monkeypatch.setattr(myxtts.checkpoints, "save_file", watched_save_file)
+    live, state = torch.arange(6.0).requires_grad_(), {"losses": [1.0]}
     checkpoints = Checkpoints(tmp_path / "gpt", keep=2)
-    checkpoints.save(1, snapshot(1))
+    checkpoints.save(1, Snapshot(to_host({"w": live}), {}, state))
+    with torch.no_grad():
+        live.mul_(-1)
+    state["losses"].append(2.0)
+    assert checkpoints.newest() is None
     second = threading.Thread(target=checkpoints.save, args=(2, snapshot(2)))
     second.start()
     second.join(0.1)
@@ -232,7 +209,8 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
     second.join(30)
     checkpoints.close()
     assert set(most_at_work) == {1}
-    assert names(tmp_path / "gpt") == {"step-00000001", "step-00000002"}
+    assert_same(checkpoints.load(1), 1, Snapshot({"w": torch.arange(6.0)}, {}, {"losses": [1.0]}))
+    assert_same(checkpoints.newest(), 2, snapshot(2))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-writer")]
 
 
@@ -261,20 +239,15 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     checkpoints.close()
 
 
-def test_after_starting_over_the_last_saved_is_the_newest(tmp_path: Path) -> None:
+def test_after_starting_over_the_last_saved_is_the_newest_and_replaces_its_step(tmp_path: Path) -> None:
     saved(tmp_path / "gpt", 8000, 9000, keep=2)
     checkpoints = saved(tmp_path / "gpt", 1000, keep=2)
     assert_same(checkpoints.newest(), 1000, snapshot(1000))
     saved(tmp_path / "gpt", 2000, keep=2)
-    assert names(tmp_path / "gpt") == {"step-00001000", "step-00002000"}
-
-
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path / "gpt", 4)
-    checkpoints.save(4, snapshot(44), background=False)
+    checkpoints.save(2000, snapshot(44), background=False)
     checkpoints.close()
-    assert names(tmp_path / "gpt") == {"step-00000004"}
-    assert_same(checkpoints.newest(), 4, snapshot(44))
+    assert names(tmp_path / "gpt") == {"step-00001000", "step-00002000"}
+    assert_same(checkpoints.newest(), 2000, snapshot(44))
 
 
 def test_weights_alone_can_be_read_when_the_optimizer_is_damaged(tmp_path: Path) -> None:
@@ -335,11 +308,7 @@ def test_leftovers_of_a_killed_save_are_removed_by_the_next_save_only(tmp_path: 
     [
         (os, "fsync", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
         (os, "fsync", OSError(errno.EIO, os.strerror(errno.EIO))),
-        (
-            myxtts.checkpoints,
-            "save_file",
-            myxtts.checkpoints.SafetensorError("I/O error: No space left on device (os error 28)"),
-        ),
+        (myxtts.checkpoints, "save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
         (Path, "rename", OSError(errno.EIO, os.strerror(errno.EIO))),
     ],
 )
@@ -365,14 +334,6 @@ def test_a_save_that_fails_costs_a_checkpoint_and_nothing_else(
     assert checkpoints.num_failed == 1
     assert_same(checkpoints.newest(), 3, snapshot(3))
     checkpoints.close()
-
-
-def test_a_folder_that_cannot_be_made_is_a_failed_save(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    checkpoints = Checkpoints(tmp_path / "file" / "gpt", keep=1)
-    checkpoints.save(1, snapshot(1), background=False)
-    checkpoints.close()
-    assert checkpoints.num_failed == 1
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
@@ -405,36 +366,40 @@ def test_a_run_directory_belongs_to_one_process_until_it_dies(tmp_path: Path) ->
         pass
 
 
-def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_to_a_run_and_is_a_failed_save(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"Cannot keep a run in .*\n.*--checkpoint-dir"), lock(tmp_path / "file"):
         pass
+    checkpoints = Checkpoints(tmp_path / "file" / "gpt", keep=1)
+    checkpoints.save(1, snapshot(1), background=False)
+    checkpoints.close()
+    assert checkpoints.num_failed == 1
 
 
-def test_differences_name_each_setting_with_both_values() -> None:
+def test_another_configuration_is_refused_with_each_setting_and_what_to_do(tmp_path: Path) -> None:
     run = {
         "model": {"size": "tiny", "layers": [1, 2]},
         "data": {"path": "/a", "gone": 1},
         "training": {"epochs": 3},
     }
-    now = {"model": {"size": "small", "layers": (1, 2)}, "data": {"path": Path("/a")}, "training": {"epochs": 9}}
-    now["model"]["extra"] = None
-    assert differences(run, now, ignore=["training.epochs"]) == [
+    now = {
+        "model": {"size": "small", "layers": (1, 2), "extra": None},
+        "data": {"path": Path("/a")},
+        "training": {"epochs": 9},
+    }
+    expected = [
         "model.size: the run has tiny, now small",
         "data.gone: the run has 1, now nothing",
         "model.extra: the run has nothing, now None",
     ]
+    assert differences(run, now, ignore=["training.epochs"]) == expected
     assert differences(run, now, ignore=["training", "model", "data.gone"]) == []
     assert len(differences(run, now, ignore=["train", "mod"])) == 4
-
-
-def test_another_configuration_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    require_same(tmp_path, {"model": {"size": "tiny"}}, {"model": {"size": "tiny"}})
+    require_same(tmp_path, run, run)
     with pytest.raises(ConfigError) as refusal:
-        require_same(tmp_path, {"model": {"size": "tiny"}}, {"model": {"size": "small"}})
-    message = str(refusal.value)
-    assert "model.size: the run has tiny, now small" in message
-    assert all(part in message for part in (str(tmp_path), "--checkpoint-dir", "--reset-training"))
+        require_same(tmp_path, run, now)
+    for part in (*expected, str(tmp_path), "--checkpoint-dir", "--reset-training"):
+        assert part in str(refusal.value)
 
 
 @pytest.mark.gpu

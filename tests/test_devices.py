@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,8 @@ from myxtts.devices import (
 from myxtts.errors import ConfigError, PipelineError
 
 CPU = torch.device("cpu")
+CAPS = {"data_gpu_memory": 90000, "model_gpu_memory": 9000}
+ISOLATED = {"enable_memory_isolation": True}
 
 
 def cuda(index: int) -> torch.device:
@@ -39,6 +42,10 @@ def torchrun(rank: int, world_size: int, local_rank: int, local_world_size: int)
     return dict(zip(names, map(str, (rank, world_size, local_rank, local_world_size)), strict=True))
 
 
+def roles(data: int, model: int) -> dict[str, Any]:
+    return {"data_gpu": data, "model_gpu": model}
+
+
 def problems(machine: Machine, environment: dict[str, str] | None = None, **settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         make_plan(DataSettings(**settings), machine, environment or {})
@@ -50,32 +57,32 @@ def problems(machine: Machine, environment: dict[str, str] | None = None, **sett
     [
         pytest.param({}, 0, {}, Plan(CPU, CPU), id="without a GPU both roles are on the CPU"),
         pytest.param({}, 4, {}, Plan(cuda(0), cuda(0), "buffered"), id="both roles share the first GPU"),
+        pytest.param(roles(1, 3), 4, {}, Plan(cuda(1), cuda(3), "dual"), id="as the flags say"),
+        pytest.param({}, 2, torchrun(3, 4, 1, 2), Plan(cuda(1), cuda(1), rank=3, world_size=4), id="one GPU each"),
         pytest.param(
-            {"data_gpu": 2, "model_gpu": 3}, 4, {}, Plan(cuda(2), cuda(3), "dual"), id="as the flags say"
-        ),
-        pytest.param(
-            {}, 2, torchrun(3, 4, 1, 2), Plan(cuda(1), cuda(1), rank=3, world_size=4), id="one GPU per process"
-        ),
-        pytest.param(
-            {"data_gpu": 1, "model_gpu": 0},
-            4,
-            torchrun(1, 2, 1, 2),
-            Plan(cuda(3), cuda(2), "dual", rank=1, world_size=2),
+            roles(1, 0), 4, torchrun(1, 2, 1, 2), Plan(cuda(3), cuda(2), "dual", rank=1, world_size=2),
             id="two GPUs per process",
         ),
+        pytest.param({}, 0, torchrun(1, 2, 1, 2), Plan(CPU, CPU, rank=1, world_size=2), id="they share a CPU"),
         pytest.param(
-            {}, 0, torchrun(1, 2, 1, 2), Plan(CPU, CPU, rank=1, world_size=2), id="processes share a CPU"
-        ),
-        pytest.param(
-            {},
-            1,
-            {"RANK": "0", "WORLD_SIZE": "1"},
-            Plan(cuda(0), cuda(0)),
+            {}, 1, {"RANK": "0", "WORLD_SIZE": "1"}, Plan(cuda(0), cuda(0)),
             id="a single process needs no local rank",
         ),
+        pytest.param(
+            roles(0, 1) | CAPS, 2, {}, Plan(cuda(0), cuda(1), "dual"), id="without isolation there are no caps"
+        ),
+        pytest.param(
+            roles(0, 1) | CAPS | ISOLATED | {"data_gpu_memory": 4096}, 2, {},
+            Plan(cuda(0), cuda(1), "dual", data_cap_mb=4096, model_cap_mb=9000),
+            id="each role has its cap",
+        ),
+        pytest.param(
+            CAPS | ISOLATED, 1, {}, Plan(cuda(0), cuda(0), data_cap_mb=9000, model_cap_mb=9000),
+            id="roles that share a GPU share the cap of the model",
+        ),
     ],
-)
-def test_plans(settings: dict[str, int], num_gpus: int, environment: dict[str, str], plan: Plan) -> None:
+)  # fmt: skip
+def test_plans(settings: dict[str, Any], num_gpus: int, environment: dict[str, str], plan: Plan) -> None:
     assert make_plan(DataSettings(**settings), machine(num_gpus), environment) == plan
 
 
@@ -86,123 +93,66 @@ def test_the_environment_of_this_process_counts_unless_another_is_given(monkeypa
     assert make_plan(DataSettings(), machine(2), {}).model == cuda(0)
 
 
-@pytest.mark.parametrize(("given", "missing"), [("data_gpu", "--model-gpu"), ("model_gpu", "--data-gpu")])
-def test_one_flag_alone_is_an_error_that_names_the_other(given: str, missing: str) -> None:
-    text = problems(machine(2), **{given: 1})
-    assert text.startswith("1 problem")
-    assert f"--{given.replace('_', '-')} is given without {missing}" in text
-    assert "no GPU 7." in problems(machine(2), **{given: 7})
-
-
-def test_the_same_gpu_twice_is_an_error_that_lists_the_gpus_and_the_flags_to_drop() -> None:
-    text = problems(machine(2), data_gpu=1, model_gpu=1)
-    assert text.startswith("1 problem")
-    assert "both 1" in text and "0: Card 0" in text and "1: Card 1" in text
-    assert "drop --data-gpu and --model-gpu" in text
-
-
-@pytest.mark.parametrize(("num_gpus", "found"), [(0, "GPUs found: none"), (1, "GPUs found: 0: Card 0, 24000 MB")])
-def test_two_roles_on_fewer_than_two_gpus_is_an_error_and_never_a_quiet_run_on_less(
-    num_gpus: int, found: str
-) -> None:
-    text = problems(machine(num_gpus), data_gpu=0, model_gpu=1)
-    assert text.startswith("1 problem")
-    assert "Multi-GPU requires at least 2 GPUs" in text and found in text
-    assert "drop --data-gpu and --model-gpu" in text
-
-
-def test_an_index_that_does_not_exist_is_an_error_that_lists_those_that_do() -> None:
-    text = problems(machine(2), data_gpu=0, model_gpu=5)
-    assert "no GPU 5." in text and "0: Card 0" in text and "1: Card 1" in text
-    assert "drop --data-gpu and --model-gpu" in text
-    assert "CUDA_VISIBLE_DEVICES" not in text
-
-
-def test_gpus_hidden_by_the_environment_are_explained() -> None:
-    text = problems(machine(2), {"CUDA_VISIBLE_DEVICES": "2,3"}, data_gpu=2, model_gpu=3)
-    assert "no GPU 2, 3." in text and "0: Card 0" in text and "1: Card 1" in text
-    assert "CUDA_VISIBLE_DEVICES=2,3 hides any others" in text
-    assert "CUDA_VISIBLE_DEVICES= hides" in problems(
-        machine(0), {"CUDA_VISIBLE_DEVICES": ""}, data_gpu=0, model_gpu=1
-    )
-
-
-def test_more_processes_than_gpus_is_an_error_on_every_rank() -> None:
-    for rank in range(3):
-        text = problems(machine(2), torchrun(rank, 3, rank, 3))
-        assert "3 processes on this machine, one GPU each, lack GPU 2." in text
-        assert "1: Card 1" in text and "--nproc-per-node" in text
-    for rank in range(2):
-        text = problems(machine(3), torchrun(rank, 2, rank, 2), data_gpu=0, model_gpu=1)
-        assert "2 processes on this machine, two GPUs each, lack GPU 3." in text
-        assert "--nproc-per-node" in text and "drop --data-gpu and --model-gpu" in text
-
-
-def test_processes_that_would_share_a_gpu_are_an_error() -> None:
-    text = problems(machine(6), torchrun(0, 2, 0, 2), data_gpu=0, model_gpu=2)
-    assert "share" in text and "--data-gpu 0 --model-gpu 1" in text
-    make_plan(DataSettings(data_gpu=0, model_gpu=2), machine(6), {})
+DROP = "drop --data-gpu and --model-gpu"
+BOTH_CARDS = ("0: Card 0", "1: Card 1")
+HIDDEN = "CUDA_VISIBLE_DEVICES"
+TOO_MANY = ("3 processes on this machine, one GPU each, lack GPU 2.", "1: Card 1", "--nproc-per-node")
+TOO_MANY_PAIRS = ("2 processes on this machine, two GPUs each, lack GPU 3.", "--nproc-per-node", DROP)
+NO_PLACE = ("LOCAL_WORLD_SIZE", "torchrun")
 
 
 @pytest.mark.parametrize(
-    "environment",
+    ("num_gpus", "environment", "settings", "parts"),
     [
-        {"RANK": "1", "WORLD_SIZE": "2"},
-        {"RANK": "one", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-        torchrun(2, 2, 0, 2),
-        torchrun(1, 2, 2, 2),
+        (2, {}, {"data_gpu": 1}, ["--data-gpu is given without --model-gpu"]),
+        (2, {}, {"model_gpu": 1}, ["--model-gpu is given without --data-gpu"]),
+        (2, {}, roles(1, 1), ["both 1", *BOTH_CARDS, DROP]),
+        (0, {}, roles(0, 1), ["Multi-GPU requires at least 2 GPUs", "GPUs found: none", DROP]),
+        (1, {}, roles(0, 1), ["Multi-GPU requires at least 2 GPUs", "GPUs found: 0: Card 0, 24000 MB", DROP]),
+        (2, {}, roles(0, 5), ["no GPU 5.", *BOTH_CARDS, DROP]),
+        (2, {HIDDEN: "2,3"}, roles(2, 3), ["no GPU 2, 3.", *BOTH_CARDS, f"{HIDDEN}=2,3 hides any others"]),
+        (0, {HIDDEN: ""}, roles(0, 1), [f"{HIDDEN}= hides"]),
+        *[(2, torchrun(rank, 3, rank, 3), {}, TOO_MANY) for rank in range(3)],
+        *[(3, torchrun(rank, 2, rank, 2), roles(0, 1), TOO_MANY_PAIRS) for rank in range(2)],
+        (6, torchrun(0, 2, 0, 2), roles(0, 2), ["share", "--data-gpu 0 --model-gpu 1"]),
+        (8, {"RANK": "1", "WORLD_SIZE": "2"}, {}, ["RANK=1", *NO_PLACE]),
+        (8, torchrun(1, 2, 1, 2) | {"RANK": "one"}, {}, ["RANK=one", *NO_PLACE]),
+        (8, torchrun(2, 2, 0, 2), {}, ["RANK=2", *NO_PLACE]),
+        (8, torchrun(1, 2, 2, 2), {}, ["RANK=1", *NO_PLACE]),
     ],
 )
-def test_an_environment_that_gives_no_place_is_an_error(environment: dict[str, str]) -> None:
-    text = problems(machine(8), environment)
-    assert "LOCAL_WORLD_SIZE" in text and f"RANK={environment['RANK']}" in text and "torchrun" in text
+def test_what_cannot_be_planned_is_an_error_that_says_why_and_what_to_do(
+    num_gpus: int, environment: dict[str, str], settings: dict[str, int], parts: Sequence[str]
+) -> None:
+    text = problems(machine(num_gpus), environment, **settings)
+    assert text.startswith("1 problem") and [part for part in parts if part not in text] == []
+    assert (HIDDEN in text) == (HIDDEN in environment)
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    text = problems(
-        machine(2, memory_mb=8000), {"RANK": "x"}, data_gpu=1, model_gpu=1, enable_memory_isolation=True
-    )
+    text = problems(machine(2, memory_mb=8000), {"RANK": "x"}, **roles(1, 1), **ISOLATED)
     assert text.startswith("4 problems")
     for part in ("RANK=x", "both 1", "--data-gpu-memory 8192", "--model-gpu-memory 16384"):
         assert part in text
-
-
-def test_caps_hold_each_role_only_under_memory_isolation() -> None:
-    caps = {"data_gpu_memory": 4096, "model_gpu_memory": 9000}
-    free = make_plan(DataSettings(data_gpu=0, model_gpu=1, **caps), machine(2), {})
-    assert (free.data_cap_mb, free.model_cap_mb) == (None, None)
-    isolated = DataSettings(data_gpu=0, model_gpu=1, enable_memory_isolation=True, **caps)
-    held = make_plan(isolated, machine(2), {})
-    assert (held.data_cap_mb, held.model_cap_mb) == (4096, 9000)
-
-
-def test_roles_that_share_a_gpu_share_the_cap_of_the_model() -> None:
-    settings = DataSettings(enable_memory_isolation=True, data_gpu_memory=90000, model_gpu_memory=9000)
-    plan = make_plan(settings, machine(1), {})
-    assert (plan.data_cap_mb, plan.model_cap_mb) == (9000, 9000)
+    for given in ("data_gpu", "model_gpu"):
+        assert "no GPU 7." in problems(machine(2), **{given: 7})
 
 
 def test_a_cap_larger_than_its_card_is_an_error_that_names_card_and_flag() -> None:
-    shared = problems(machine(1, memory_mb=12000), enable_memory_isolation=True)
+    shared = problems(machine(1, memory_mb=12000), **ISOLATED)
     assert "--model-gpu-memory 16384" in shared and "0: Card 0, 12000 MB" in shared and "at most 12000" in shared
     assert "--data-gpu-memory" not in shared
-    settings = {"data_gpu": 0, "model_gpu": 1, "enable_memory_isolation": True, "data_gpu_memory": 20000}
-    dual = problems(machine(2, memory_mb=18000), **settings)
+    dual = problems(machine(2, memory_mb=18000), **roles(0, 1), **ISOLATED, data_gpu_memory=20000)
     assert "--data-gpu-memory 20000" in dual and "0: Card 0, 18000 MB" in dual
     assert "--model-gpu-memory" not in dual
-    make_plan(DataSettings(data_gpu_memory=90000), machine(1), {})
 
 
 def test_caps_reach_the_allocator_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fractions: dict[torch.device, float] = {}
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=16000 * 2**20)
-    )
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_per_process_memory_fraction",
-        lambda fraction, device: fractions.__setitem__(device, fraction),
-    )
+    card = SimpleNamespace(total_memory=16000 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
+    limit = "set_per_process_memory_fraction"
+    monkeypatch.setattr(torch.cuda, limit, lambda fraction, device: fractions.update({device: fraction}))
     apply_caps(Plan(CPU, CPU, data_cap_mb=4000, model_cap_mb=8000))
     apply_caps(Plan(cuda(0), cuda(1), "dual"))
     assert fractions == {}
@@ -213,11 +163,8 @@ def test_caps_reach_the_allocator_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -
 def test_the_machine_is_what_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda index: SimpleNamespace(name=f"Card {index}", total_memory=24000 * 2**20 + index),
-    )
+    cards = [SimpleNamespace(name=f"Card {index}", total_memory=24000 * 2**20 + index) for index in range(2)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
     seen = Machine.look()
     assert seen == Machine([Gpu(0, "Card 0", 24000), Gpu(1, "Card 1", 24000)], frozenset({(0, 1)}))
@@ -225,20 +172,24 @@ def test_the_machine_is_what_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> No
     assert not Machine.look().gpus
 
 
-def test_buffered_mode_is_announced() -> None:
+def test_buffered_mode_is_announced_with_one_cap_for_both_roles() -> None:
     plan = make_plan(DataSettings(), machine(1), {})
-    assert announcements(plan, 50, machine(1)) == [
+    expected = [
         "Intelligent GPU Pipeline: Single-GPU Buffered Mode",
         "Data GPU: cuda:0 (Card 0, 24000 MB)",
         "Model GPU: cuda:0 (Card 0, 24000 MB)",
         "Buffer size: 50 batches",
         "Model placed on cuda:0 (Card 0, 24000 MB)",
     ]
+    assert announcements(plan, 50, machine(1)) == expected
+    isolated = make_plan(DataSettings(**ISOLATED), machine(1), {})
+    (line,) = (line for line in announcements(isolated, 50, machine(1)) if line not in expected)
+    assert "16384 MB on cuda:0" in line and "both roles together" in line
+    assert "--data-gpu-memory has no effect" in line
 
 
 def test_dual_mode_is_announced_with_caps_rank_and_the_way_of_copies() -> None:
-    settings = DataSettings(data_gpu=0, model_gpu=1, enable_memory_isolation=True)
-    plan = make_plan(settings, machine(4), torchrun(1, 2, 1, 2))
+    plan = make_plan(DataSettings(**roles(0, 1), **ISOLATED), machine(4), torchrun(1, 2, 1, 2))
     lines = announcements(plan, 100, machine(4, peers=True))
     assert lines == [
         "Intelligent GPU Pipeline: Multi-GPU Mode",
@@ -251,13 +202,6 @@ def test_dual_mode_is_announced_with_caps_rank_and_the_way_of_copies() -> None:
         "Rank 1 of 2",
     ]
     assert any("through host memory, slower" in line for line in announcements(plan, 100, machine(4)))
-
-
-def test_one_cap_for_two_roles_is_announced_as_what_it_is() -> None:
-    plan = make_plan(DataSettings(enable_memory_isolation=True), machine(1), {})
-    (line,) = (line for line in announcements(plan, 50, machine(1)) if "cap" in line)
-    assert "16384 MB on cuda:0" in line and "both roles together" in line
-    assert "--data-gpu-memory has no effect" in line
 
 
 def test_the_cpu_is_announced_as_slow_and_without_caps() -> None:
@@ -273,11 +217,8 @@ def test_the_cpu_is_announced_as_slow_and_without_caps() -> None:
 def measured(monkeypatch: pytest.MonkeyPatch, *, free_mb: int) -> torch.OutOfMemoryError:
     """An error on a card with 15000 MB reserved of 24000."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free_mb * 2**20, 24000 * 2**20))
-    for name, number in {
-        "memory_allocated": 14000,
-        "memory_reserved": 15000,
-        "max_memory_allocated": 14800,
-    }.items():
+    numbers = {"memory_allocated": 14000, "memory_reserved": 15000, "max_memory_allocated": 14800}
+    for name, number in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda _device, number=number: number * 2**20)
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity ...")
 
@@ -286,7 +227,7 @@ def test_running_out_of_memory_names_role_device_cap_numbers_and_what_to_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     error = measured(monkeypatch, free_mb=8000)
-    plan = Plan(cuda(0), cuda(1), "dual", data_cap_mb=8192, model_cap_mb=16384)
+    plan = Plan(cuda(0), cuda(1), "dual", data_cap_mb=16000, model_cap_mb=16384)
     explained = explain_out_of_memory(plan, error, "model", "computing gradients")
     assert isinstance(explained, PipelineError) and explained.__cause__ is error
     text, *advice = str(explained).split("\n  - ")
@@ -304,10 +245,6 @@ def test_running_out_of_memory_names_role_device_cap_numbers_and_what_to_change(
     assert "--gradient-checkpointing" in advice[2] and "--lora-rank" in advice[2]
     assert len(advice) == 3
 
-
-def test_the_data_role_is_advised_to_buffer_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(cuda(0), cuda(1), "dual", data_cap_mb=16000, model_cap_mb=16384)
-    error = measured(monkeypatch, free_mb=8000)
     text, *advice = str(explain_out_of_memory(plan, error, "data", "encoding a batch")).split("\n  - ")
     assert "data role" in text and "cuda:0" in text and "16000 MB (--data-gpu-memory)" in text
     assert "--data-gpu-memory above 16000" in advice[0] and "--buffer-size" in advice[1]

@@ -11,7 +11,7 @@ import pytest
 
 from myxtts.config import DataSettings, Settings, TrainingSettings
 from myxtts.observe.breakdown import DATA_PHASES, ProfileData
-from myxtts.observe.diagnosis import Diagnosis, diagnose
+from myxtts.observe.diagnosis import Diagnosis
 from myxtts.observe.nvml import Reading
 from myxtts.observe.trace import Counter, Span, StepTime, step_timing
 
@@ -142,11 +142,11 @@ def alone(step_ms: float, count: int = 60) -> list[StepTime]:
 
 
 def diagnose_gpu(spans: list[Span], **more: Any) -> Diagnosis:
-    return diagnose(ProfileData(**({"spans": spans, "data_gpu": 0, "model_gpu": 0} | more)))
+    return Diagnosis(ProfileData(**({"spans": spans, "data_gpu": 0, "model_gpu": 0} | more)))
 
 
 def diagnose_line(line: Line, **more: Any) -> Diagnosis:
-    return diagnose(line.data(**more))
+    return Diagnosis(line.data(**more))
 
 
 def repeated(count: int, period: float, *parts: tuple[str, float, float, int]) -> list[Span]:
@@ -398,7 +398,7 @@ def test_contention_is_not_found_within_the_spread_of_the_steps() -> None:
             spans += [span("train", "model stream", at, length, number)]
             at += length
         replayed = [StepTime(number, 20 * rng.lognormvariate(0, 0.3), 0.0) for number in range(12)]
-        found = diagnose(ProfileData(spans=spans, replayed=replayed))
+        found = Diagnosis(ProfileData(spans=spans, replayed=replayed))
         num_found += "roles-compete" in [finding.code for finding in found.findings]
     assert num_found <= 3
 
@@ -519,7 +519,7 @@ def test_a_pause_is_one_although_batches_are_copied_meanwhile() -> None:
         for number in range(1, 20)
         if part.name == "save"
     ]
-    found = diagnose(replace(data, spans=[*data.spans, *copies]))
+    found = Diagnosis(replace(data, spans=[*data.spans, *copies]))
     assert found.bound == "save" and found.findings[0].code == "save-stall"
     assert "takes 4" in found.findings[0].what and "ms, 50 %" in found.findings[0].what
 
@@ -531,7 +531,7 @@ def test_a_short_wait_after_a_pause_does_not_explain_the_pause() -> None:
         part._replace(duration_us=us(3)) if part.name == "wait" and part.batch in late else part
         for part in data.spans
     ]
-    found = diagnose(replace(data, spans=spans))
+    found = Diagnosis(replace(data, spans=spans))
     assert {outlier.reason for outlier in found.outliers} == {"saving or validation"}
     assert found.findings[0].code == "save-stall" and "roles-compete" not in alarms(found)
 
@@ -654,6 +654,6 @@ def test_a_diagnosis_is_json_and_names_what_is_missing() -> None:
     assert record["phases"]["gather"]["workers"] == 2 and record["phases"]["gather"]["longest_ms"] > 0
     missing = next(found for found in record["findings"] if found["code"] == "no-readings")
     assert "driver" in missing["why"]
-    nothing = json.loads(json.dumps(diagnose(ProfileData()).to_json()))
+    nothing = json.loads(json.dumps(Diagnosis(ProfileData()).to_json()))
     assert [found["code"] for found in nothing["findings"]] == ["no-steps"] and nothing["bound"] == ""
     assert nothing["sentence"].startswith("Nothing") and nothing["grade"] == ""

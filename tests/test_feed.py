@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from pipeline_fixtures import (
     only_stamps,
     read,
     references,
+    short,
+    speech,
     wait_for,
     wave_alone,
 )
@@ -36,20 +39,12 @@ from myxtts.model.xtts import XTTS
 from myxtts.pipeline.feed import Depths
 from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, Frontend, GptFrontend
 
+__all__ = ["short", "speech"]
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EPOCH = 5
 """Batches of an epoch: fourteen clips by threes."""
-
-
-@pytest.fixture(scope="module")
-def speech(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return Corpus.make(tmp_path_factory.mktemp("speech"), SPEECH)
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return Corpus.make(tmp_path_factory.mktemp("short"), SHORT)
 
 
 def only_mel(model: XTTS, data: DataSettings, frame_budget: int) -> Frontend:  # noqa: ARG001
@@ -179,15 +174,6 @@ def test_modes_and_threads_change_no_bit(short: Corpus, plain: list[Read], mode:
         assert_same(read(feed), plain)
 
 
-def test_every_clip_of_an_epoch_arrives_once(short: Corpus) -> None:
-    with short.feed(make_frontend=only_stamps, num_batches=3 * EPOCH) as feed:
-        batches = read(feed)
-    for epoch in range(3):
-        part = [batch.tensors for batch in batches[epoch * EPOCH : (epoch + 1) * EPOCH]]
-        seen = [tensors["clips"][tensors["weights"] == 1].tolist() for tensors in part]
-        assert sorted(sum(seen, start=[])) == list(range(14))  # noqa: RUF017 - five short lists
-
-
 @pytest.mark.parametrize(("taken", "accumulate"), [(0, 1), (3, 1), (4, 1), (5, 1), (7, 1), (4, 2), (6, 3)])
 def test_a_feed_continues_where_another_was_left(short: Corpus, taken: int, accumulate: int) -> None:
     options = {"make_frontend": only_stamps, "accumulate": accumulate}
@@ -228,52 +214,47 @@ def test_replay_gives_one_batch_for_ever(short: Corpus, plain: list[Read]) -> No
         assert_same(read(feed, 25), [plain[0]] * 25)
 
 
-class CountedEncodes:
-    """How often the DVAE was asked for codes."""
-
-    def __init__(self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, original = 0, corpus.model.dvae.encode_packed
-
-        def encode(*arguments: Tensor) -> Tensor:
-            self.count += 1
-            return original(*arguments)
-
-        monkeypatch.setattr(corpus.model.dvae, "encode_packed", encode)
+@pytest.fixture
+def encodes(short: Corpus, monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts how often the DVAE computes codes."""
+    counted = Mock(side_effect=short.model.dvae.encode_packed)
+    monkeypatch.setattr(short.model.dvae, "encode_packed", counted)
+    return counted
 
 
 def test_codes_are_computed_once_and_then_read(
-    short: Corpus, plain: list[Read], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short: Corpus, plain: list[Read], tmp_path: Path, encodes: Mock
 ) -> None:
-    encodes, cache = CountedEncodes(short, monkeypatch), short.cache(tmp_path)
+    cache = short.cache(tmp_path)
     with short.feed(codes=cache, num_batches=EPOCH) as feed:
         assert_same(read(feed), plain[:EPOCH])
-        assert encodes.count == EPOCH
+        assert encodes.call_count == EPOCH
         wait_for(lambda: cache.complete)
     cache.close()
     cache = short.cache(tmp_path)  # as the next run opens it
     with short.feed(PLANS["dual"], codes=cache, num_batches=len(plain)) as feed:
         assert_same(read(feed), plain)
-    assert encodes.count == EPOCH
+    assert encodes.call_count == EPOCH
     cache.close()
     other = short.cache(tmp_path, dvae_key="another DVAE")
     with short.feed(codes=other, num_batches=2) as feed:
         assert_same(read(feed), plain[:2])
-    assert encodes.count == EPOCH + 2
+    assert encodes.call_count == EPOCH + 2
     other.close()
 
 
-def test_later_epochs_of_the_same_feed_need_no_dvae(
-    short: Corpus, plain: list[Read], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_later_epochs_of_a_feed_need_no_dvae(
+    short: Corpus, plain: list[Read], tmp_path: Path, encodes: Mock
 ) -> None:
-    encodes, cache, depths = CountedEncodes(short, monkeypatch), short.cache(tmp_path), Depths(1, 1, 1)
-    with short.feed(codes=cache, depths=depths) as feed:
+    cache = short.cache(tmp_path)
+    with short.feed(codes=cache, depths=Depths(1, 1, 1)) as feed:
         batches = read(feed, EPOCH)
         wait_for(lambda: cache.complete)
-        most = encodes.count + 6  # gathered before the last codes were kept, or in the hands of a worker
+        most = encodes.call_count + 6  # gathered before the last codes were kept, or in the hands of a worker
         batches += read(feed, len(plain) - EPOCH)
         assert_same(batches, plain)
         read(feed, 20)
-        assert encodes.count <= most
+        assert encodes.call_count <= most
     cache.close()
 
 

@@ -21,6 +21,7 @@ from pipeline_fixtures import (
     num_open_files,
     only_stamps,
     read,
+    short,
     wait_for,
 )
 
@@ -32,14 +33,9 @@ from myxtts.pipeline.frontend import GptFrontend
 from myxtts.pipeline.ring import RingClosed
 from myxtts.pipeline.workers import Block, Worker
 
+__all__ = ["short"]
+
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MB = 2**20
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return Corpus.make(tmp_path_factory.mktemp("clips"), SHORT)
 
 
 class Broken(Exception):
@@ -49,8 +45,7 @@ class Broken(Exception):
 class Fuse:
     """Fails when it is called for the fourth time."""
 
-    def __init__(self) -> None:
-        self.blown_at, self._left = 0.0, 3
+    blown_at, _left = 0.0, 3
 
     def burn(self, *_: object, **__: object) -> None:
         self._left -= 1
@@ -90,12 +85,12 @@ def break_worker(name: str, fuse: Fuse, feed: Feed, cache: CodesCache, patch: py
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("name", ["gather", "upload", "encode", "handoff", "keep"])
 def test_what_fails_in_a_worker_is_raised_to_the_reader(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ahead: bool
+    short: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ahead: bool
 ) -> None:
-    fuse, cache = Fuse(), corpus.cache(tmp_path)
+    fuse, cache = Fuse(), short.cache(tmp_path)
     data = replace(SHORT, prefetch_to_gpu=ahead)
     with nothing_left_behind():
-        feed = corpus.feed(PLANS["dual"], codes=cache, data=data)
+        feed = short.feed(PLANS["dual"], codes=cache, data=data)
         break_worker(name, fuse, feed, cache, monkeypatch)
         with pytest.raises(Broken) as caught, feed:
             read(feed, 500)
@@ -109,7 +104,7 @@ def test_what_fails_in_a_worker_is_raised_to_the_reader(
 
 
 def test_an_error_wakes_a_reader_that_is_waiting_for_a_batch_or_for_the_warm_up(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    short: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail_slowly(*_: object) -> None:
         time.sleep(0.2)
@@ -117,11 +112,11 @@ def test_an_error_wakes_a_reader_that_is_waiting_for_a_batch_or_for_the_warm_up(
 
     monkeypatch.setattr(Gatherer, "fill", fail_slowly)
     for wait in (lambda feed: read(feed, 1), lambda feed: feed.wait_until_warm(60)):
-        with pytest.raises(Broken, match="at last"), corpus.feed() as feed:
+        with pytest.raises(Broken, match="at last"), short.feed() as feed:
             wait(feed)
 
 
-def test_epochs_that_cannot_be_arranged_are_no_silent_end(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_that_cannot_be_arranged_are_no_silent_end(short: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     arrange = Batches._all_ranks
 
     def only_once(self: Batches, epoch: int) -> object:
@@ -129,7 +124,7 @@ def test_epochs_that_cannot_be_arranged_are_no_silent_end(corpus: Corpus, monkey
             raise DatasetError("could not be arranged")
         return arrange(self, epoch)
 
-    feed = corpus.feed(make_frontend=only_stamps, depths=Depths(3, 3, 4))
+    feed = short.feed(make_frontend=only_stamps, depths=Depths(3, 3, 4))
     monkeypatch.setattr(Batches, "_all_ranks", only_once)
     with pytest.raises(DatasetError, match="could not be arranged"), feed:
         read(feed, 100)
@@ -141,9 +136,9 @@ class Starved(Stamps):
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_running_out_of_memory_while_encoding_names_the_data_role(corpus: Corpus, ahead: bool) -> None:
+def test_running_out_of_memory_while_encoding_names_the_data_role(short: Corpus, ahead: bool) -> None:
     data = replace(SHORT, prefetch_to_gpu=ahead)
-    feed = corpus.feed(make_frontend=lambda _model, data, _budget: Starved(data), data=data)
+    feed = short.feed(make_frontend=lambda _model, data, _budget: Starved(data), data=data)
     said = r"The data role ran out of memory.*while (running|encoding).*2\.00 GiB more"
     with pytest.raises(PipelineError, match=said), feed:
         read(feed, 1)
@@ -151,7 +146,7 @@ def test_running_out_of_memory_while_encoding_names_the_data_role(corpus: Corpus
 
 @pytest.mark.parametrize(("ring", "role"), [("device", "data"), ("model", "model"), ("handoff", "data")])
 def test_buffers_that_do_not_fit_name_their_role(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, ring: str, role: str
+    short: Corpus, monkeypatch: pytest.MonkeyPatch, ring: str, role: str
 ) -> None:
     most = {"device": 1, "model": 2 + 1, "handoff": 2 + 3 + 1}[ring]
     made: list[Block] = []
@@ -162,60 +157,43 @@ def test_buffers_that_do_not_fit_name_their_role(
         made.append(Block(layout, device))
         return made[-1]
 
-    monkeypatch.setattr("myxtts.pipeline.workers.Block", make)
-    with pytest.raises(
-        PipelineError, match=f"The {role} role ran out of memory.*allocating its buffers.*6.00 MiB"
-    ):
-        corpus.feed(PLANS["dual"], only_stamps)
+    monkeypatch.setattr("myxtts.pipeline.feed.Block", make)
+    message = f"The {role} role ran out of memory.*allocating its buffers.*6.00 MiB"
+    with pytest.raises(PipelineError, match=message):
+        short.feed(PLANS["dual"], only_stamps)
 
 
-def leave_with_a_lease(feed: Feed) -> None:
-    feed.start()
-    read(feed, 3)
-    lease = feed.next()
-    lease.__enter__()
-
-
-def leave_after_a_failure(feed: Feed) -> None:
-    feed.start()
+def fail(feed: Feed) -> None:
     feed.upload_ring.slots[1].content.memory = None
     with pytest.raises(AttributeError):
         read(feed, 100)
 
 
-def leave_when_full(feed: Feed) -> None:
-    feed.start()
-    feed.wait_until_warm(60)
-
-
-def leave_at_the_end(feed: Feed) -> None:
-    feed.start()
-    read(feed)
-
-
 @pytest.mark.parametrize(
     "use",
     [
-        lambda _: None,
-        Feed.start,
-        lambda feed: feed.start() or read(feed, 7),
-        leave_with_a_lease,
-        leave_after_a_failure,
-        leave_when_full,
-        leave_at_the_end,
+        None,
+        lambda feed: None,  # noqa: ARG005
+        lambda feed: read(feed, 7),
+        lambda feed: feed.next().__enter__(),
+        fail,
+        lambda feed: feed.wait_until_warm(60),
+        read,
     ],
     ids=["before start", "right after start", "mid-stream", "with a lease", "failed", "full", "at the end"],
 )
 @pytest.mark.parametrize("ahead", [True, False])
 def test_close_returns_at_any_time_and_leaves_nothing(
-    corpus: Corpus, tmp_path: Path, use: Callable[[Feed], object], ahead: bool
+    short: Corpus, tmp_path: Path, use: Callable[[Feed], object] | None, ahead: bool
 ) -> None:
     data = replace(SHORT, prefetch_to_gpu=ahead)
-    cache = corpus.cache(tmp_path)
+    cache = short.cache(tmp_path)
     for mode in PLANS:
         with nothing_left_behind():
-            feed = corpus.feed(PLANS[mode], codes=cache, data=data, num_batches=40)
-            use(feed)
+            feed = short.feed(PLANS[mode], codes=cache, data=data, num_batches=40)
+            if use is not None:
+                feed.start()
+                use(feed)
             for _ in range(2):
                 started_at = time.perf_counter()
                 feed.close()
@@ -223,41 +201,41 @@ def test_close_returns_at_any_time_and_leaves_nothing(
     cache.close()
 
 
-def test_a_closed_feed_says_so(corpus: Corpus) -> None:
-    with corpus.feed(make_frontend=only_stamps) as feed:
+def test_a_closed_feed_says_so(short: Corpus) -> None:
+    with short.feed(make_frontend=only_stamps) as feed:
         read(feed, 1)
     with pytest.raises(RingClosed, match="is closed"):
         read(feed, 1)
 
 
-def test_a_start_that_fails_halfway_leaves_nothing(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_halfway_leaves_nothing(short: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     fuse, start = Fuse(), Worker.start
     monkeypatch.setattr(Worker, "start", lambda worker: (fuse.burn(), start(worker)))  # three of five come to life
-    with nothing_left_behind(), pytest.raises(Broken), corpus.feed(make_frontend=only_stamps):
+    with nothing_left_behind(), pytest.raises(Broken), short.feed(make_frontend=only_stamps):
         pytest.fail("it has started")
 
 
 # Warm-up.
 
 
-def test_warm_up_returns_when_the_buffers_are_full(corpus: Corpus) -> None:
-    with corpus.feed(PLANS["dual"], only_stamps, depths=Depths(4, 3, 2)) as feed:
+def test_warm_up_returns_when_the_buffers_are_full(short: Corpus) -> None:
+    with short.feed(PLANS["dual"], only_stamps, depths=Depths(4, 3, 2)) as feed:
         assert feed.wait_until_warm(60) < 30
         ready = feed.readiness()
         assert ready["model"] == (3, 3)
         assert ready["host"][0] >= 3  # one may be in the hands of the upload worker
         wait_for(lambda: feed.num_ahead >= 3 + 3 + 1 + 2)  # with those between the two
-    with corpus.feed(make_frontend=only_stamps, num_batches=1) as feed:
+    with short.feed(make_frontend=only_stamps, num_batches=1) as feed:
         assert feed.wait_until_warm(60) < 30  # there is nothing more to wait for
 
 
-def test_warm_up_ends_after_the_delay_when_a_worker_is_slow(corpus: Corpus) -> None:
+def test_warm_up_ends_after_the_delay_when_a_worker_is_slow(short: Corpus) -> None:
     class Slow(Stamps):
         def encode(self, *arguments: object) -> None:
             time.sleep(0.4)
             super().encode(*arguments)
 
-    with corpus.feed(make_frontend=lambda _model, data, _budget: Slow(data)) as feed:
+    with short.feed(make_frontend=lambda _model, data, _budget: Slow(data)) as feed:
         started_at = time.perf_counter()
         waited_s = feed.wait_until_warm(0.1)
         assert 0.1 <= waited_s < 0.4
@@ -268,9 +246,14 @@ def test_warm_up_ends_after_the_delay_when_a_worker_is_slow(corpus: Corpus) -> N
 # Long runs.
 
 
-def run_long(corpus: Corpus, count: int) -> None:
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.soak)])
+def test_a_long_run_leaves_no_trace(short: Corpus, count: int) -> None:
     """A step that does next to nothing; neither memory, threads nor files grow after a tenth of the run."""
-    with nothing_left_behind(), corpus.feed(PLANS["dual"], only_stamps, depths=Depths(4, 3, 3)) as feed:
+    with nothing_left_behind(), short.feed(PLANS["dual"], only_stamps, depths=Depths(4, 3, 3)) as feed:
         total, start = torch.zeros((), dtype=torch.int64), None
         for number in range(count):
             with feed.next() as batch:
@@ -283,16 +266,3 @@ def run_long(corpus: Corpus, count: int) -> None:
         assert end[0] - start[0] < 16
         assert feed.cursor() == Cursor(*divmod(count, 5))
     assert total > 0
-
-
-def resident_mb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / MB
-
-
-def test_five_hundred_batches_leave_no_trace(corpus: Corpus) -> None:
-    run_long(corpus, 500)
-
-
-@pytest.mark.soak
-def test_twenty_thousand_batches_leave_no_trace(corpus: Corpus) -> None:
-    run_long(corpus, 20_000)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from pipeline_fixtures import (
     assert_same,
     only_stamps,
     read,
+    short,
     worker_threads,
 )
 
@@ -32,6 +34,8 @@ from myxtts.observe.trace import Trace, now_us
 from myxtts.pipeline import feed as feed_module
 from myxtts.pipeline.feed import Depths, choose_depths
 
+__all__ = ["short"]
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MB = 2**20
@@ -39,18 +43,13 @@ GPU = torch.device("cuda", 0)
 """Only its name is used: how much memory it has is given as its cap."""
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return Corpus.make(tmp_path_factory.mktemp("clips"), SHORT)
-
-
-def test_without_prefetch_batches_are_uploaded_when_they_are_asked_for(corpus: Corpus, tmp_path: Path) -> None:
-    plain, cache = replace(SHORT, prefetch_to_gpu=False), corpus.cache(tmp_path)
-    with corpus.feed(PLANS["dual"], codes=cache, num_batches=8) as feed:
+def test_without_prefetch_batches_are_uploaded_when_they_are_asked_for(short: Corpus, tmp_path: Path) -> None:
+    plain, cache = replace(SHORT, prefetch_to_gpu=False), short.cache(tmp_path)
+    with short.feed(PLANS["dual"], codes=cache, num_batches=8) as feed:
         assert worker_threads() == {"gather-0", "gather-1", "upload", "encode", "handoff", "keep"}
         expected = read(feed)
     trace, asked = Trace(), []
-    with corpus.feed(PLANS["dual"], codes=cache, data=plain, trace=trace, num_batches=8) as feed:
+    with short.feed(PLANS["dual"], codes=cache, data=plain, trace=trace, num_batches=8) as feed:
         assert worker_threads() == {"gather-0", "gather-1", "keep"}
         feed.wait_until_warm(60)
         assert feed.readiness()["model"] == (0, 3)
@@ -94,7 +93,7 @@ STREAMS: list[SeenStream] = []
     ],
 )
 def test_which_thread_works_in_which_stream(
-    corpus: Corpus,
+    short: Corpus,
     monkeypatch: pytest.MonkeyPatch,
     overlap: bool,
     copy_stream: bool,
@@ -105,13 +104,13 @@ def test_which_thread_works_in_which_stream(
     monkeypatch.setattr("myxtts.pipeline.feed.Stream", SeenStream)
     monkeypatch.setattr(threading.current_thread(), "name", "reader")
     data = replace(SHORT, optimize_cpu_gpu_overlap=overlap, enhanced_gpu_prefetch=copy_stream)
-    with corpus.feed(PLANS[mode], only_stamps, data=data) as feed:
+    with short.feed(PLANS[mode], only_stamps, data=data) as feed:
         read(feed, 4)
         assert feed.model_stream is STREAMS[0]
     assert [stream.users for stream in STREAMS if stream.users] == expected
 
 
-def test_a_pipeline_on_the_cpu_asks_for_no_pinned_memory(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_on_the_cpu_asks_for_no_pinned_memory(short: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
     def plain(num_bytes: int, pinned: bool) -> HostMemory:
@@ -119,13 +118,13 @@ def test_a_pipeline_on_the_cpu_asks_for_no_pinned_memory(corpus: Corpus, monkeyp
         return np.zeros(num_bytes, np.uint8)
 
     monkeypatch.setattr("myxtts.data.batches.host_memory", plain)
-    corpus.feed(make_frontend=only_stamps).close()
+    short.feed(make_frontend=only_stamps).close()
     assert asked == [False] * DEPTHS.host
 
 
-def test_spans_of_every_phase_carry_their_batches_and_rings_are_counted(corpus: Corpus, tmp_path: Path) -> None:
-    trace, cache = Trace(), corpus.cache(tmp_path)
-    with corpus.feed(PLANS["dual"], codes=cache, num_batches=6, trace=trace) as feed:
+def test_spans_of_every_phase_carry_their_batches_and_rings_are_counted(short: Corpus, tmp_path: Path) -> None:
+    trace, cache = Trace(), short.cache(tmp_path)
+    with short.feed(PLANS["dual"], codes=cache, num_batches=6, trace=trace) as feed:
         read(feed)
     batches: dict[str, list[int]] = defaultdict(list)
     for span in trace.spans():
@@ -137,8 +136,7 @@ def test_spans_of_every_phase_carry_their_batches_and_rings_are_counted(corpus: 
     for number in range(6):
         order = [by_batch[phase, number].start_us for phase in ("gather", "upload", "encode", "handoff")]
         assert order == sorted(order)
-    tracks = {span.track for span in trace.spans() if span.name == "gather"}
-    assert tracks <= {"gather-0", "gather-1"}
+    assert {span.track for span in trace.spans() if span.name == "gather"} <= {"gather-0", "gather-1"}
     rings = {"host ring", "device ring", "model ring", "handoff ring", "keep ring"}
     assert {counter.name for counter in trace.counters()} == rings
     assert all(0 <= counter.value <= 4 for counter in trace.counters())
@@ -150,56 +148,53 @@ def test_spans_of_every_phase_carry_their_batches_and_rings_are_counted(corpus: 
 
 def depths_for(
     monkeypatch: pytest.MonkeyPatch,
-    asked: dict[str, object] | None = None,
     *,
     cores: int = 8,
     host_mb: int = 64_000,
     gpu_mb: int | None = 24_000,
-    **others: object,
+    **settings: object,
 ) -> Depths:
     monkeypatch.setattr(feed_module, "usable_cores", lambda: cores)
     monkeypatch.setattr(feed_module, "available_bytes", lambda: host_mb * MB)
-    settings = asked or {}
-    data = DataSettings(batch_size=16, **settings, **others)
+    data = DataSettings(batch_size=16, **settings)
     plan = Plan(CPU, CPU) if gpu_mb is None else Plan(GPU, GPU, "buffered", gpu_mb, gpu_mb)
     return choose_depths(data, plan, Stamps(data).outputs)
 
 
-def test_numbers_that_the_user_gives_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = {"prefetch_buffer_size": 7, "pipeline_buffer_size": 30}
-    assert depths_for(monkeypatch, both, cores=1) == Depths(host=7, model=23, gatherers=1)
-    assert depths_for(monkeypatch, both, gpu_mb=None)[:2] == (7, 23)
-    both = {"prefetch_buffer_size": 40, "pipeline_buffer_size": 30}
-    assert depths_for(monkeypatch, both) == Depths(host=40, model=3, gatherers=4)
-    assert depths_for(monkeypatch, {"prefetch_buffer_size": 11}).host == 11
-    assert sum(depths_for(monkeypatch, {"pipeline_buffer_size": 100})[:2]) == 100
-    assert depths_for(monkeypatch, {"pipeline_buffer_size": 1}) == Depths(host=1, model=3, gatherers=4)
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # Given by the user
+        ({"prefetch_buffer_size": 7, "pipeline_buffer_size": 30, "cores": 1}, Depths(7, 23, 1)),
+        ({"prefetch_buffer_size": 7, "pipeline_buffer_size": 30, "gpu_mb": None}, Depths(7, 23, 4)),
+        ({"prefetch_buffer_size": 40, "pipeline_buffer_size": 30}, Depths(40, 3, 4)),
+        ({"prefetch_buffer_size": 11}, Depths(11, 39, 4)),
+        ({"pipeline_buffer_size": 100}, Depths(8, 92, 4)),
+        ({"pipeline_buffer_size": 1}, Depths(1, 3, 4)),
+        # Following the workers and the memory
+        ({}, Depths(8, 42, 4)),
+        ({"num_workers": 1}, Depths(4, 46, 1)),
+        ({"cores": 2}, Depths(4, 46, 2)),
+        ({"native_loading": False, "cores": 12}, Depths(16, 34, 12)),
+        ({"native_loading": False, "num_workers": 6, "cores": 12}, Depths(12, 38, 6)),
+        ({"gpu_mb": 256}, Depths(8, 3, 4)),  # one being filled, one ready, one in use
+        ({"gpu_mb": None}, Depths(3, 3, 4)),  # on the CPU, few are made ahead
+    ],
+)
+def test_how_many_batches_wait(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], expected: Depths) -> None:
+    assert depths_for(monkeypatch, **given) == expected
 
 
-def test_what_does_not_fit_the_gpu_waits_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    depths = depths_for(monkeypatch, {"pipeline_buffer_size": 100}, gpu_mb=2000)
+def test_what_does_not_fit_one_memory_waits_in_the_other_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths = depths_for(monkeypatch, pipeline_buffer_size=100, gpu_mb=2000)
     assert depths.host + depths.model == 100
     assert depths.model == int(0.05 * 2000 * MB // Stamps(DataSettings(batch_size=16)).outputs.num_bytes)
-
-
-def test_defaults_follow_the_workers_and_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    roomy = depths_for(monkeypatch)
-    assert roomy == Depths(host=8, model=42, gatherers=4)
-    assert depths_for(monkeypatch, num_workers=1) == Depths(4, 46, 1)
-    assert depths_for(monkeypatch, cores=2).gatherers == 2
-    assert depths_for(monkeypatch, native_loading=False, cores=12).gatherers == 12
-    assert depths_for(monkeypatch, native_loading=False, num_workers=6, cores=12) == Depths(12, 38, 6)
-    assert depths_for(monkeypatch, host_mb=300).host < roomy.host
-    assert depths_for(monkeypatch, gpu_mb=1000).model < roomy.model
-    assert depths_for(monkeypatch, gpu_mb=256).model == 3  # one being filled, one ready, one in use
-
-
-def test_on_the_cpu_few_batches_are_made_ahead_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert depths_for(monkeypatch, gpu_mb=None) == Depths(host=3, model=3, gatherers=4)
+    assert depths_for(monkeypatch, gpu_mb=1000).model < 42
+    assert depths_for(monkeypatch, host_mb=300).host < 8
 
 
 def test_buffers_larger_than_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"(?s)2000 MB are available.*at most \d+ are possible.*--buffer-size"):
-        depths_for(monkeypatch, {"prefetch_buffer_size": 500}, host_mb=2000)
+        depths_for(monkeypatch, prefetch_buffer_size=500, host_mb=2000)
     with pytest.raises(ConfigError, match="--prefetch-buffer-size"):
-        depths_for(monkeypatch, {"pipeline_buffer_size": 5000}, host_mb=2000)
+        depths_for(monkeypatch, pipeline_buffer_size=5000, host_mb=2000)

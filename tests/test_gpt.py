@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_fixtures import load_reference
 from torch import Tensor
 
 from myxtts.config import CONDITIONING_TOKENS
@@ -34,15 +35,13 @@ from myxtts.model.gpt import (
     store_frozen_in_bf16,
 )
 
-FIXTURES = Path(__file__).parent / "fixtures"
 DIMS = GPTDims(layers=2, dim=64, heads=4, text_tokens=300)
 Batch = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(FIXTURES / "gpt.pt", weights_only=True)
-    return loaded
+    return load_reference("gpt")
 
 
 @pytest.fixture
@@ -126,17 +125,6 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
 # The reference
 
 
-def test_names_and_shapes_are_those_of_xtts() -> None:
-    lines = (FIXTURES / "state_dict_gpt.txt").read_text().splitlines()
-    listed = [line.split("\t")[:2] for line in lines if not line.startswith("#")]
-    with torch.device("meta"):
-        normal = GPT(GPTDims())
-    assert [[name, str(tuple(value.shape))] for name, value in normal.state_dict().items()] == listed
-    assert len(listed) == 426
-    assert sum(parameter.numel() for parameter in normal.parameters()) == 441_018_563
-    assert not list(normal.buffers())
-
-
 def test_conditioning_latents_equal_the_reference(model: GPT, reference: dict[str, Any]) -> None:
     mels = reference["cond_mels"][:, 0].transpose(1, 2)
     expected = reference["style_emb"].transpose(1, 2)
@@ -145,10 +133,12 @@ def test_conditioning_latents_equal_the_reference(model: GPT, reference: dict[st
     assert relative_error(model.voice(list(mels)), expected.mean(0, keepdim=True)) < 2e-6
 
 
-def test_hidden_states_and_logits_equal_the_reference(
+def test_hidden_states_logits_code_latents_and_losses_equal_the_reference(
     model: GPT, reference: dict[str, Any], fixture_batch: PackedBatch
 ) -> None:
-    hidden = model.norms(model.stack(fixture_batch))
+    hidden, latents = model.norms(model.stack(fixture_batch)), model.code_latents(fixture_batch)
+    assert latents.shape == (3, 60, 64)
+    text_losses, audio_losses = [], []
     for number, expected in enumerate(reference["sequences"]):
         start, end = fixture_batch.offsets[number : number + 2].tolist()
         found = hidden[start:end]  # the reference has one position more, behind the last target
@@ -157,29 +147,21 @@ def test_hidden_states_and_logits_equal_the_reference(
         text, audio = found[CONDITIONING_TOKENS:].split([len(expected["text_in"]), len(expected["audio_in"]) - 1])
         assert relative_error(model.text_head(text), expected["text_logits"]) < 2e-6
         assert relative_error(model.mel_head(audio), expected["audio_logits"][:-1]) < 2e-6
-
-
-def test_losses_equal_the_reference(model: GPT, reference: dict[str, Any], fixture_batch: PackedBatch) -> None:
-    text, audio = [], []
-    for sequence in reference["sequences"]:
-        text.append(F.cross_entropy(sequence["text_logits"], sequence["text_target"], reduction="none")[:-1])
-        audio.append(F.cross_entropy(sequence["audio_logits"], sequence["audio_target"], reduction="none")[:-1])
-    losses = model(fixture_batch)
-    assert relative_error(losses.text, torch.cat(text).mean()) < 2e-6
-    assert relative_error(losses.audio, torch.cat(audio).mean()) < 2e-6
-    # Only near: the reference hides the text's STOP from its codes while training.
-    assert relative_error(losses.text, reference["coqui_loss_text"]) < 1e-5
-    assert relative_error(losses.audio, reference["coqui_loss_mel"]) < 1e-3
-
-
-def test_one_latent_per_code(model: GPT, reference: dict[str, Any], fixture_batch: PackedBatch) -> None:
-    latents = model.code_latents(fixture_batch)
-    assert latents.shape == (3, 60, 64)
-    for number, sequence in enumerate(reference["sequences"]):
         num_codes = int(reference["num_codes"][number])
-        first = CONDITIONING_TOKENS + len(sequence["text_in"])
-        assert relative_error(latents[number, :num_codes], sequence["hidden"][first : first + num_codes]) < 2e-6
+        assert (
+            relative_error(latents[number, :num_codes], expected["hidden"][-len(audio) - 1 :][:num_codes]) < 2e-6
+        )
         assert not latents[number, num_codes:].any()
+        for kind, losses in (("text", text_losses), ("audio", audio_losses)):
+            losses.append(
+                F.cross_entropy(expected[f"{kind}_logits"], expected[f"{kind}_target"], reduction="none")
+            )
+    found = model(fixture_batch)
+    assert relative_error(found.text, torch.cat([loss[:-1] for loss in text_losses]).mean()) < 2e-6
+    assert relative_error(found.audio, torch.cat([loss[:-1] for loss in audio_losses]).mean()) < 2e-6
+    # Only near: the reference hides the text's STOP from its codes while training.
+    assert relative_error(found.text, reference["coqui_loss_text"]) < 1e-5
+    assert relative_error(found.audio, reference["coqui_loss_mel"]) < 1e-3
 
 
 # Packed rows
@@ -272,28 +254,24 @@ def test_a_row_by_hand() -> None:
     assert torch.equal(row.loss_index, places)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_packed_equals_one_by_one(model: GPT, seed: int) -> None:
-    batch = random_batch(seed, num_clips=2 + seed)
+@pytest.mark.parametrize(
+    ("seed", "clip_weights", "padding"),
+    [(0, [1, 1], 8), (1, [1, 1, 1], 56), (2, [1] * 4, 392), (3, [1] * 5, 8), (9, [1, 0, 1, 0.5], 1000)],
+)
+def test_packed_equals_one_by_one(model: GPT, seed: int, clip_weights: list[float], padding: int) -> None:
+    batch = random_batch(seed, num_clips=len(clip_weights)) | {"weights": torch.tensor(clip_weights).float()}
     alone = [model(packed(clip, length_of(clip))) for clip in clips_of(batch)]
-    together = model(packed(batch, length_of(batch) + 8 * 7 ** (seed % 3)))
-    for name in Losses._fields:
-        expected = torch.stack([getattr(losses, name) for losses in alone]).sum()
-        assert relative_error(getattr(together, name), expected) < 1e-5
-    expected_gradients = gradients(model, torch.stack([total(losses) for losses in alone]).sum())
-    assert all(gradient.any() for gradient in expected_gradients.values())
-    assert_same_gradients(gradients(model, total(together)), expected_gradients)
-
-
-def test_clips_of_weight_zero_and_much_padding_are_inert(model: GPT) -> None:
-    batch = random_batch(9, num_clips=4)
-    batch["weights"] = torch.tensor([1.0, 0.0, 1.0, 0.5])
-    alone = [model(packed(clip, length_of(clip))) for clip in clips_of(batch)]
+    together = model(packed(batch, length_of(batch) + padding))
     for clip, losses in zip(clips_of(batch), alone, strict=True):
         assert losses.text_count == float(clip["weights"]) * (int(clip["num_ids"]) + 1)
         assert losses.audio_count == float(clip["weights"]) * (int(clip["num_codes"]) + 4)
-    expected = gradients(model, total(alone[0]) + total(alone[2]) + total(alone[3]))
-    assert_same_gradients(gradients(model, total(model(packed(batch, 2000)))), expected)
+    for name in Losses._fields:
+        expected = torch.stack([getattr(losses, name) for losses in alone]).sum()
+        assert relative_error(getattr(together, name), expected) < 1e-5
+    used = [total(losses) for losses, weight in zip(alone, clip_weights, strict=True) if weight]
+    expected_gradients = gradients(model, torch.stack(used).sum())
+    assert all(gradient.any() for gradient in expected_gradients.values())
+    assert_same_gradients(gradients(model, total(together)), expected_gradients)
 
 
 def test_too_much_for_a_budget_is_an_error() -> None:
@@ -340,21 +318,13 @@ def test_label_smoothing(model: GPT) -> None:
 # Training
 
 
-def test_dropout_only_in_training(reference: dict[str, Any]) -> None:
-    noisy = GPT(DIMS, dropout=0.1)
-    noisy.load_state_dict(reference["state_dict"])
-    row = packed(random_batch(1, num_clips=2), 200)
-    assert not torch.equal(noisy(row).audio, noisy(row).audio)
-    noisy.eval()
-    assert torch.equal(noisy(row).audio, noisy(row).audio)
-
-
-def test_checkpointing_changes_memory_not_numbers(reference: dict[str, Any]) -> None:
+def test_checkpointing_changes_memory_not_numbers_and_dropout_is_for_training_only(
+    reference: dict[str, Any],
+) -> None:
     model = GPT(DIMS, dropout=0.1)
     model.load_state_dict(reference["state_dict"])
     row = packed(random_batch(1, num_clips=2), 200)
-    kept: list[int] = []
-    results = []
+    kept, results = [], []
     for model.checkpointing in (False, True):
         torch.manual_seed(7)
         sizes: list[int] = []
@@ -364,6 +334,9 @@ def test_checkpointing_changes_memory_not_numbers(reference: dict[str, Any]) -> 
         results.append(gradients(model, loss))
     assert_same_gradients(results[1], results[0])
     assert kept[1] < kept[0]
+    assert not torch.equal(model(row).audio, model(row).audio)
+    model.eval()
+    assert torch.equal(model(row).audio, model(row).audio)
 
 
 def test_one_graph_for_all_lengths(graphs: Any) -> None:
@@ -389,7 +362,7 @@ def test_growing_the_vocabulary_keeps_every_old_row(model: GPT) -> None:
     old = model.state_dict()
     grown = grow_text_vocabulary(old, 310, torch.Generator().manual_seed(1))
     again = grow_text_vocabulary(old, 310, torch.Generator().manual_seed(1))
-    larger = GPT(GPTDims(layers=2, dim=64, heads=4, text_tokens=310)).eval()
+    larger = GPT(replace(DIMS, text_tokens=310)).eval()
     larger.load_state_dict(grown)
     for name, value in grown.items():
         assert torch.equal(value[: len(old[name])], old[name])

@@ -25,7 +25,7 @@ from training_fixtures import SMALL
 from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
 from myxtts.model.xtts import SIZES
 from myxtts.observe.breakdown import ProfileData
-from myxtts.observe.diagnosis import Diagnosis, diagnose
+from myxtts.observe.diagnosis import Diagnosis
 from myxtts.observe.nvml import Reading
 from myxtts.observe.trace import Span
 from myxtts.run import prepare_corpus
@@ -67,7 +67,7 @@ def codes(verdict: Diagnosis) -> set[str]:
 class OscillationIsDiagnosed(unittest.TestCase):
     def test_a_gpu_that_is_busy_and_idle_in_turns(self) -> None:
         spans = steps(gap_every=40, gap_us=int(PERIOD_S * 1e6) - 40 * STEP_US)
-        verdict = diagnose(ProfileData(spans=spans, data_gpu=0, model_gpu=0))
+        verdict = Diagnosis(ProfileData(spans=spans, data_gpu=0, model_gpu=0))
         assert verdict.oscillation is not None
         self.assertAlmostEqual(verdict.oscillation.period_s, PERIOD_S, delta=0.5)
         self.assertGreater(verdict.oscillation.depth, 0.5)
@@ -76,14 +76,14 @@ class OscillationIsDiagnosed(unittest.TestCase):
         self.assertTrue(verdict.findings[0].fix)
 
     def test_the_drivers_readings_alone_show_it(self) -> None:
-        verdict = diagnose(ProfileData(spans=steps(), readings=readings(0.1), data_gpu=0, model_gpu=0))
+        verdict = Diagnosis(ProfileData(spans=steps(), readings=readings(0.1), data_gpu=0, model_gpu=0))
         assert verdict.oscillation is not None
         self.assertEqual(verdict.oscillation.source, "nvml")
         self.assertAlmostEqual(verdict.oscillation.period_s, PERIOD_S, delta=0.5)
         self.assertIn("oscillating", codes(verdict))
 
     def test_steady_work_is_no_oscillation(self) -> None:
-        verdict = diagnose(ProfileData(spans=steps(), readings=readings(0.9), data_gpu=0, model_gpu=0))
+        verdict = Diagnosis(ProfileData(spans=steps(), readings=readings(0.9), data_gpu=0, model_gpu=0))
         self.assertIsNone(verdict.oscillation)
         self.assertNotIn("oscillating", codes(verdict))
 

@@ -83,7 +83,7 @@ def test_a_reading_holds_what_the_driver_tells_in_the_units_of_its_names() -> No
         sm_clock_mhz=1800, temperature_c=64, pcie_rx_mb_s=4, pcie_tx_mb_s=2,
         throttled_by=("power cap", "hardware thermal slowdown"),
     )  # fmt: skip
-    assert json.loads(json.dumps(reading.to_json()))["power_w"] == 170.5
+    assert json.loads(json.dumps(reading._asdict()))["power_w"] == 170.5
 
 
 @pytest.mark.parametrize(

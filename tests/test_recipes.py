@@ -28,6 +28,7 @@ DIMS = GPTDims(
 SIZES = Sizes(tokens=320, ids=10, samples=16 * 1024, frames=128)
 LATENTS = 4
 NAMES = ("gpt", "dvae", "decoder")
+EVERY_RECIPE = pytest.mark.parametrize("name", NAMES)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -126,6 +127,20 @@ def sizes_of(batch: Batch) -> Sizes:
     return Sizes(tokens=-(-tokens // 8) * 8, ids=10, samples=SIZES.samples, frames=len(batch["mel"]))
 
 
+def run(recipe: Recipe, batch: Batch) -> dict[str, Tensor]:
+    """The losses of a batch that is an optimiser step by itself."""
+    (batch,) = with_totals([batch])
+    return recipe(batch, sizes_of(batch))
+
+
+def evaluate(recipe: Recipe, batch: Batch) -> dict[str, Tensor]:
+    return recipe.evaluate(batch, sizes_of(batch))
+
+
+def one_and_three(name: str) -> list[Batch]:
+    return [BATCHES[name](seed=1, num_clips=1), BATCHES[name](seed=2, num_clips=3)]
+
+
 def gradients(recipe: Recipe, batches: list[Batch]) -> dict[str, Tensor]:
     """Of one optimiser step: of all micro-batches together."""
     recipe.zero_grad()
@@ -163,48 +178,29 @@ def train(recipe: Recipe, batch: Batch, steps: int, lr: float) -> list[dict[str,
 # What all recipes have in common
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_two_micro_steps_are_one_large_batch(name: str) -> None:
-    recipe, halves = make(name), [BATCHES[name](seed=1, num_clips=1), BATCHES[name](seed=2, num_clips=3)]
-    assert_same(gradients(recipe, halves), gradients(recipe, [joined(halves)]))
-
-
-@pytest.mark.parametrize("name", NAMES)
+@EVERY_RECIPE
 def test_clips_that_fill_up_change_nothing(name: str) -> None:
     recipe, alone, fillers = make(name), BATCHES[name](seed=1, num_clips=2), BATCHES[name](seed=2, num_clips=2)
     fillers["weights"] = torch.zeros(2)
-    if name == "gpt":
-        fillers["mel"] = 1e3 * fillers["mel"]
-    else:
-        for garbage in ("mel", "wave", "latents"):
-            if garbage in fillers:
-                fillers[garbage] = torch.full_like(fillers[garbage], torch.nan)
+    for garbage in fillers.keys() & {"mel", "wave", "latents"}:
+        fillers[garbage] = fillers[garbage] * (1e3 if name == "gpt" else torch.nan)
     whole = joined([alone, fillers])
     expected, again = copy.deepcopy(recipe), copy.deepcopy(recipe)
     assert_same(gradients(recipe, [whole]), gradients(expected, [alone]))
     assert_same(gradients(recipe, [alone, fillers | {"totals": torch.ones(5)}]), gradients(again, [alone]))
 
-    (batch,), (plain,) = with_totals([whole]), with_totals([alone])
-    found, wanted = recipe(batch, sizes_of(batch)), expected(plain, sizes_of(plain))
-    for loss in wanted:
-        torch.testing.assert_close(found[loss], wanted[loss], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(recipe.evaluate(batch, sizes_of(batch)), expected.evaluate(plain, sizes_of(plain)))
+    torch.testing.assert_close(run(recipe, whole), run(expected, alone), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(evaluate(recipe, whole), evaluate(expected, alone))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_clip_of_weight_two_counts_as_two_clips(name: str) -> None:
-    heavy, one, other = (
-        BATCHES[name](seed=1, num_clips=1),
-        BATCHES[name](seed=1, num_clips=1),
-        BATCHES[name](seed=2),
-    )
-    heavy["weights"] = torch.full((1,), 2.0)
+@EVERY_RECIPE
+def test_micro_steps_are_one_large_batch_and_weight_two_is_two_clips(name: str) -> None:
+    one, other = one_and_three(name)
+    heavy = one | {"weights": torch.full((1,), 2.0)}
     weighted, repeated = make(name), make(name)
-    found, expected = (
-        gradients(weighted, [joined([heavy, other])]),
-        gradients(repeated, [joined([one, one, other])]),
-    )
-    assert_same(found, expected)
+    assert_same(gradients(make(name), [one, other]), gradients(make(name), [joined([one, other])]))
+    expected = gradients(repeated, [joined([one, one, other])])
+    assert_same(gradients(weighted, [joined([heavy, other])]), expected)
     if name == "dvae":
         for recipe in (weighted, repeated):
             recipe.after_step(1)
@@ -212,46 +208,35 @@ def test_a_clip_of_weight_two_counts_as_two_clips(name: str) -> None:
         torch.testing.assert_close(*books, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EVERY_RECIPE
 def test_a_batch_of_nothing_but_fillers_is_zero(name: str) -> None:
-    recipe, batch = make(name), BATCHES[name]()
-    batch["weights"] = torch.zeros(4)
-    (batch,) = with_totals([batch])
-    losses = recipe(batch, sizes_of(batch))
+    recipe, batch = make(name), BATCHES[name]() | {"weights": torch.zeros(4)}
+    losses = run(recipe, batch)
     losses["total"].backward()
     assert float(losses["total"].detach()) == 0
     assert all(loss.isfinite() for loss in losses.values())
     assert all(value.grad.abs().max() == 0 for value in recipe.parameters() if value.grad is not None)
-    assert float(recipe.evaluate(batch, sizes_of(batch))["count"]) == 0
+    assert float(evaluate(recipe, batch)["count"]) == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_mean_over_processes_becomes_a_sum(name: str) -> None:
-    (batch,) = with_totals([BATCHES[name]()])
-    one, four = make(name)(batch, sizes_of(batch)), make(name, world_size=4)(batch, sizes_of(batch))
-    torch.testing.assert_close(four.pop("total"), 4 * one.pop("total"))
-    torch.testing.assert_close(four, one)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_losses_are_scalars_and_only_the_total_has_a_gradient(name: str) -> None:
-    recipe = make(name)
-    (batch,) = with_totals([BATCHES[name]()])
-    losses = recipe(batch, sizes_of(batch))
+@EVERY_RECIPE
+def test_losses_are_scalars_and_only_the_total_has_a_gradient_and_grows_with_the_processes(name: str) -> None:
+    recipe, batch = make(name), BATCHES[name]()
+    losses, of_four = run(recipe, batch), run(make(name, world_size=4), batch)
     assert all((loss.ndim, loss.dtype) == (0, torch.float32) for loss in losses.values())
     assert [loss for loss in losses if losses[loss].requires_grad] == ["total"]
     losses["total"].backward()
     assert all(value.grad is not None for value in recipe.parameters()), "DDP waits for every parameter"
+    torch.testing.assert_close(of_four, losses | {"total": 4 * losses["total"]})  # the mean over four is the sum
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EVERY_RECIPE
 def test_evaluation_adds_up_over_batches_and_changes_nothing(name: str) -> None:
-    recipe, halves = make(name), [BATCHES[name](seed=1, num_clips=1), BATCHES[name](seed=2, num_clips=3)]
+    recipe, halves = make(name), one_and_three(name)
     recipe.train()
     before = copy.deepcopy(dict(recipe.named_buffers()))
-    parts = [recipe.evaluate(half, sizes_of(half)) for half in halves]
-    whole = joined(halves)
-    expected = recipe.evaluate(whole, sizes_of(whole))
+    parts = [evaluate(recipe, half) for half in halves]
+    expected = evaluate(recipe, joined(halves))
     assert {"sum", "count"} <= expected.keys()
     assert all(not value.requires_grad for value in expected.values())
     for key, value in expected.items():
@@ -260,7 +245,7 @@ def test_evaluation_adds_up_over_batches_and_changes_nothing(name: str) -> None:
     torch.testing.assert_close(dict(recipe.named_buffers()), before, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EVERY_RECIPE
 def test_fine_tuning_is_gentler_and_parts_hold_every_parameter_once(name: str) -> None:
     recipe = make(name)
     assert 0 < recipe.learning_rate(fine_tuning=True) < recipe.learning_rate(fine_tuning=False) < 1e-3
@@ -271,10 +256,9 @@ def test_fine_tuning_is_gentler_and_parts_hold_every_parameter_once(name: str) -
 
 @pytest.mark.parametrize("name", ["gpt", "dvae"])  # the decoder's many layers take long: only on a GPU
 def test_compiles_to_one_graph(name: str) -> None:
-    recipe, plain = make(name), make(name)
-    (batch,) = with_totals([BATCHES[name]()])
+    recipe, plain, batch = make(name), make(name), BATCHES[name]()
     compiled = torch.compile(recipe, fullgraph=True, dynamic=False, backend="eager")
-    losses, expected = compiled(batch, sizes_of(batch)), plain(batch, sizes_of(batch))
+    losses, expected = run(compiled, batch), run(plain, batch)
     torch.testing.assert_close(losses, expected)
     losses["total"].backward()
     expected["total"].backward()
@@ -291,13 +275,12 @@ def one_process() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("name", NAMES)
+@EVERY_RECIPE
 def test_can_be_wrapped_for_several_processes(name: str) -> None:
-    recipe = make(name)
-    (batch,) = with_totals([BATCHES[name]()])
+    recipe, batch = make(name), BATCHES[name]()
     expected = gradients(make(name), [batch])
     wrapped = DistributedDataParallel(recipe)
-    wrapped(batch, sizes_of(batch))["total"].backward()
+    run(wrapped, batch)["total"].backward()
     assert_same({name: value.grad for name, value in recipe.named_parameters()}, expected)
     own = {name for name, _ in recipe.named_buffers(recurse=False)}
     assert own <= wrapped.parameters_to_ignore, "what each process has seen is its own"
@@ -310,50 +293,44 @@ def test_the_gpt_learns_its_clips() -> None:
     recipe, batch = make("gpt"), gpt_batch()
     history = train(recipe, batch, 60, lr=5e-3)
     assert history[-1]["audio_loss"] < 0.3 * history[0]["audio_loss"]
-    sums = recipe.evaluate(batch, sizes_of(batch))
+    sums = evaluate(recipe, batch)
     assert float(sums["sum"] / sums["count"]) < 0.3 * history[0]["audio_loss"]
     assert float(sums["count"]) == float((batch["num_codes"] + NUM_STOPS).sum())
 
 
-def test_weights_of_text_and_audio() -> None:
-    (batch,) = with_totals([gpt_batch()])
-    losses = make("gpt")(batch, sizes_of(batch))
-    torch.testing.assert_close(losses["total"].detach(), 0.01 * losses["text_loss"] + losses["audio_loss"])
+def test_text_weighs_a_hundredth_and_labels_are_smoothed_in_training_only() -> None:
+    plain, smoothed, batch = make("gpt"), make("gpt", label_smoothing=0.1), gpt_batch()
+    losses = run(plain, batch)
+    torch.testing.assert_close(losses["total"], 0.01 * losses["text_loss"] + losses["audio_loss"])
+    assert not torch.allclose(run(smoothed, batch)["audio_loss"], losses["audio_loss"])
+    torch.testing.assert_close(evaluate(smoothed, batch), evaluate(plain, batch))
 
 
-def test_label_smoothing_is_for_training_only() -> None:
-    (batch,) = with_totals([gpt_batch()])
-    plain, smoothed = make("gpt"), make("gpt", label_smoothing=0.1)
-    sizes = sizes_of(batch)
-    assert not torch.allclose(smoothed(batch, sizes)["audio_loss"], plain(batch, sizes)["audio_loss"])
-    torch.testing.assert_close(smoothed.evaluate(batch, sizes), plain.evaluate(batch, sizes))
+def trained_and_evaluated(**options: float) -> list[PackedBatch]:
+    """The same batch as the GPT gets it in training and in validation, where the options change nothing."""
+    recipe, batch, seen = make("gpt", **options), gpt_batch(), list[PackedBatch]()
+    recipe.gpt.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    run(recipe, batch)
+    torch.testing.assert_close(evaluate(recipe, batch), evaluate(make("gpt"), batch))
+    return seen
 
 
-def test_noise_replaces_codes_that_are_heard_in_training_and_no_others() -> None:
-    (batch,) = with_totals([gpt_batch()])
-    plain, noisy = make("gpt"), make("gpt", code_noise=0.5)
-    sizes, heard = sizes_of(batch), list[PackedBatch]()
-    noisy.gpt.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))
-    noisy(batch, sizes)
-    torch.testing.assert_close(noisy.evaluate(batch, sizes), plain.evaluate(batch, sizes))
-    trained, evaluated = heard
+def test_noise_replaces_input_codes_in_training_and_nothing_else() -> None:
+    trained, evaluated = trained_and_evaluated(code_noise=0.5)
     differs = trained.token != evaluated.token
-    codes = (evaluated.kind == AUDIO) & (evaluated.token < noisy.gpt.dims.num_codes)
+    codes = (evaluated.kind == AUDIO) & (evaluated.token < DIMS.num_codes)
     assert 0.3 < float(differs[codes].float().mean()) < 0.7 and not differs[~codes].any()
-    assert (trained.token[codes] < noisy.gpt.dims.num_codes).all()
+    assert (trained.token[codes] < DIMS.num_codes).all()
     assert torch.equal(trained.targets, evaluated.targets)
 
 
 def test_some_clips_are_trained_without_their_text_and_none_is_validated_so() -> None:
-    (batch,) = with_totals([gpt_batch()])
-    plain, deaf = make("gpt"), make("gpt", text_dropout=0.9)
-    sizes, heard = sizes_of(batch), list[PackedBatch]()
-    deaf.gpt.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))
-    deaf(batch, sizes)
-    torch.testing.assert_close(deaf.evaluate(batch, sizes), plain.evaluate(batch, sizes))
-    trained, evaluated = ([int((packed.kind == kind).sum()) for kind in (TEXT, AUDIO)] for packed in heard)
-    assert 2 * len(batch["num_ids"]) <= trained[0] < evaluated[0], "START and STOP of a text stay"
-    assert trained[1] == evaluated[1]
+    counts = [
+        [int((packed.kind == kind).sum()) for kind in (TEXT, AUDIO)]
+        for packed in trained_and_evaluated(text_dropout=0.9)
+    ]
+    assert 2 * 4 <= counts[0][0] < counts[1][0], "START and STOP of a text stay"
+    assert counts[0][1] == counts[1][1]
 
 
 def test_only_what_sizes_say_is_read() -> None:
@@ -386,6 +363,7 @@ def test_the_dvae_learns_its_clips() -> None:
     history = train(recipe, batch, 70, lr=5e-3)
     assert history[-1]["mel_loss"] < 0.5 * history[0]["mel_loss"]
     assert history[-1]["codes_used"] > 4 and history[-1]["perplexity"] > 3
+    assert {name.removeprefix("dvae.") for name in recipe.state_dict()} == set(recipe.dvae.state_dict())
 
 
 def test_the_codebook_moves_once_a_step_by_all_its_micro_batches() -> None:
@@ -488,11 +466,6 @@ def test_processes_share_one_codebook() -> None:
     torch.testing.assert_close(listener.dvae.codebook.state_dict(), speaker.dvae.codebook.state_dict())
 
 
-def test_what_a_run_keeps_has_only_the_networks_own_names() -> None:
-    recipe = make("dvae")
-    assert {name.removeprefix("dvae.") for name in recipe.state_dict()} == set(recipe.dvae.state_dict())
-
-
 # Decoder
 
 
@@ -501,6 +474,8 @@ def test_the_decoder_learns_its_clips() -> None:
     history = train(recipe, batch, 25, lr=1e-2)
     assert history[-1]["mel_loss"] < 0.5 * history[0]["mel_loss"]
     assert history[-1]["disc"] < 0.9 * history[0]["disc"]
+    assert not any("speaker_encoder" in name for name, _ in recipe.named_parameters())
+    assert recipe.parts().keys() == {"generator", "discriminators"}
 
 
 def test_generator_and_discriminators_get_only_their_own_gradients() -> None:
@@ -528,12 +503,6 @@ def test_generator_and_discriminators_get_only_their_own_gradients() -> None:
         ours, theirs = ({n: g for n, g in grads.items() if n.startswith(part)} for grads in (found, expected))
         assert len(theirs) > 10
         assert_same(ours, theirs)
-
-
-def test_the_speaker_encoder_is_not_trained() -> None:
-    recipe = make("decoder")
-    assert not any("speaker_encoder" in name for name, _ in recipe.named_parameters())
-    assert recipe.parts().keys() == {"generator", "discriminators"}
 
 
 # On a GPU

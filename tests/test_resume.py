@@ -62,7 +62,7 @@ def test_a_stop_ends_the_run_and_says_how_to_go_on(
     shown = capsys.readouterr().out
     again = "the same command without --reset-training" if "reset" in flag else "the same command"
     stopped = f"Stopped at step 2 of stage dvae: everything is saved in {tmp_path / 'run'}"
-    assert shown.splitlines()[-1] == f"{stopped}; {again} continues from there"
+    assert shown.splitlines()[-1] == f"{stopped}; {again} continues from here"
     assert "Stage gpt" not in shown
     assert "Done" not in shown
     assert "continuing" not in shown

@@ -6,10 +6,10 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import soundfile
@@ -46,7 +46,6 @@ from myxtts.settings import load
 from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer
 from myxtts.text.tokenizer import Tokenizer, extend
 from myxtts.tools.check import check
-from myxtts.training.recipes import DvaeRecipe
 from myxtts.training.trainer import StepMode, choose_mode
 from myxtts.weights import load_folder, save_folder
 
@@ -119,29 +118,19 @@ def test_a_run_may_start_from_another_run(clips: Clips, tmp_path: Path) -> None:
     assert max(float((value - last[name]).abs().max()) for name, value in started.items()) > 1e-4
 
 
-@pytest.mark.usefixtures("xtts")
-@pytest.mark.parametrize("source", ["xtts", "run"])
-def test_weights_of_another_size_are_refused(
-    source: str, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if source == "run":
-        assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 1") == 0
-    assert train(tmp_path / "other", clips(4), f"--init-from {tmp_path / source} --model-size small") == 2
-    assert "are of size tiny, and --model-size is small; give --model-size tiny" in capsys.readouterr().err
-
-
-def test_a_run_does_not_fit_another_vocabulary(
+def test_weights_of_another_size_or_vocabulary_are_refused(
     xtts: Path, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(tmp_path / "run", clips(7), "--stages dvae --max-steps 1") == 0
-    flags = f"--init-from {tmp_path / 'run'} --tokenizer {xtts / 'vocab.json'}"
-    assert train(tmp_path / "other", clips(4), flags) == 2
-    assert "leave out --tokenizer to use that of the run" in capsys.readouterr().err
-
-
-def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableWeights, match="is no run of MyXTTS"):
-        RunDir(tmp_path).load_model()
+    run = tmp_path / "run"
+    assert train(run, clips(7), "--stages dvae --max-steps 1") == 0
+    size = "are of size tiny, and --model-size is small; give --model-size tiny"
+    for flags, message in (
+        (f"--init-from {xtts} --model-size small", size),
+        (f"--init-from {run} --model-size small", size),
+        (f"--init-from {run} --tokenizer {xtts / 'vocab.json'}", "leave out --tokenizer to use that of the run"),
+    ):
+        assert train(tmp_path / "other", clips(4), flags) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_stages_start_from_the_seed_however_they_are_reached(clips: Clips, tmp_path: Path) -> None:
@@ -216,19 +205,13 @@ def test_adapters_alone_are_kept_and_merge_into_the_weights_they_adapt(
 def test_gradient_checkpointing_changes_memory_and_no_loss(
     clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_calls, checkpoint = 0, myxtts.model.gpt.checkpoint
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        return checkpoint(*arguments, **options)
-
-    monkeypatch.setattr(myxtts.model.gpt, "checkpoint", counted)
+    checkpoint = Mock(side_effect=myxtts.model.gpt.checkpoint)
+    monkeypatch.setattr(myxtts.model.gpt, "checkpoint", checkpoint)
     flags = "--stages gpt --dropout 0.2 --max-steps 3"
     assert train(tmp_path / "plain", clips(4), flags) == 0
-    assert num_calls == 0
+    assert not checkpoint.called
     assert train(tmp_path / "sparing", clips(4), f"{flags} --gradient-checkpointing") == 0
-    assert num_calls == 3
+    assert checkpoint.call_count == 3
     assert losses(tmp_path / "sparing") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
 
 
@@ -365,6 +348,9 @@ def test_a_continued_run_remembers_where_it_came_from(
     capsys.readouterr()
     assert train(run, clips(), f"--init-from {tmp_path / 'first'} --max-steps 3") == 2
     assert "training.init_from: the run has" in capsys.readouterr().err
+    base.rename(tmp_path / "elsewhere")
+    assert train(run, clips(), f"--init-from {base} --max-steps 3") == 0, "the weights are not read again"
+    assert newest(run).step == 3
 
 
 def test_adapters_are_not_put_on_the_weights_of_an_earlier_start(base: Path, clips: Clips, tmp_path: Path) -> None:
@@ -403,6 +389,8 @@ def test_weights_that_were_never_trained_are_not_made_up(clips: Clips, tmp_path:
         path.rename(run / path.name.replace("step", "lost"))
     with pytest.raises(UnreadableWeights, match="has not trained gpt yet"):
         RunDir(run).load_model()
+    with pytest.raises(UnreadableWeights, match="is no run of MyXTTS"):
+        RunDir(tmp_path).load_model()
 
 
 def test_a_reset_that_cannot_start_leaves_the_old_run_alone(clips: Clips, tmp_path: Path) -> None:
@@ -478,13 +466,6 @@ def test_weights_that_are_not_there_are_named_before_anything_else(
         assert f"--init-from {folder}: " in shown and why in shown and "Errno" not in shown
 
 
-def test_a_run_goes_on_without_the_weights_it_was_started_from(base: Path, clips: Clips, tmp_path: Path) -> None:
-    assert train(tmp_path / "tuned", clips(), f"--init-from {base} --max-steps 1") == 0
-    base.rename(tmp_path / "elsewhere")
-    assert train(tmp_path / "tuned", clips(), f"--init-from {base} --max-steps 2") == 0
-    assert newest(tmp_path / "tuned").step == 2
-
-
 def test_a_check_says_what_training_would_refuse(clips: Clips, tmp_path: Path) -> None:
     def finding(**given: object) -> Finding:
         named = {"data.train_data": str(clips()), "training.checkpoint_dir": str(tmp_path / "run")}
@@ -543,25 +524,13 @@ def test_the_best_gpt_can_be_had_instead_of_the_newest(
     assert main(["export", str(tmp_path / "best"), "--out", str(tmp_path / "none"), "--best"]) == 2
 
 
-def test_a_run_that_has_not_reached_a_stage_goes_on_without_it(clips: Clips, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    flags = "--dvae-steps 4 --save-step 1"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DvaeRecipe, "after_step", interrupt_at(2))
-        assert train(run, clips(4), f"--stages dvae,gpt {flags}") == 130
+def test_a_run_that_has_not_reached_a_stage_goes_on_without_it(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, flags = tmp_path / "run", "--dvae-steps 4"
+    stop_at(monkeypatch, 2)
+    assert train(run, clips(4), f"--stages dvae,gpt {flags}") == 0
     assert not RunDir(run).has_checkpoint("gpt")
     assert train(run, clips(4), f"--stages dvae {flags}") == 0
     assert newest(run, "dvae").step == 4
     assert train(run, clips(4), f"--stages dvae,gpt {flags}") == 0
-
-
-def interrupt_at(last: int) -> Callable[..., None]:
-    """As if the process had been ended in this step."""
-    after_step = DvaeRecipe.after_step
-
-    def ended(self: DvaeRecipe, step: int) -> None:
-        if step == last:
-            raise KeyboardInterrupt
-        after_step(self, step)
-
-    return ended

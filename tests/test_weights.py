@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import resource
+import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from model_fixtures import entries_of, published_entries
 from torch import Tensor
 
 from myxtts.checkpoints import UnreadableWeights, read_tensors, require_match, write_pth, write_tensors
@@ -18,15 +21,7 @@ from myxtts.run_dir import inherited
 from myxtts.text.tokenizer import Tokenizer, extend, train
 from myxtts.weights import Provenance, load_folder, read_folder, save_folder
 
-FIXTURES = Path(__file__).parent / "fixtures"
 ENGLISH = ["the quick brown fox", "the lazy dog", "nothing but the truth"] * 2
-
-
-def list_of(name: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a published state dict."""
-    lines = (FIXTURES / f"state_dict_{name}.txt").read_text(encoding="utf-8").splitlines()
-    rows = [line.split("\t") for line in lines if line and not line.startswith("#")]
-    return {row[0]: tuple(int(size) for size in row[1].strip("(),").replace(",", " ").split()) for row in rows}
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +46,15 @@ def same_weights(one: XTTS, other: XTTS) -> bool:
 def test_normal_is_xtts_v2_entry_for_entry() -> None:
     with torch.device("meta"):
         model = XTTS(SIZES["normal"])
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    published = {f"gpt.{name}": shape for name, shape in list_of("gpt").items()}
-    published |= {f"hifigan_decoder.{name}": shape for name, shape in list_of("hifigan").items()}
-    published |= {f"hifigan_decoder.{name}": shape for name, shape in list_of("speaker_encoder").items()}
-    published |= {f"dvae.{name}": shape for name, shape in list_of("dvae").items()} | {"mel_stats": (80,)}
-    assert shapes == published
-    count = {part: sum(p.numel() for p in module.parameters()) for part, module in model.named_children()}
-    assert count["gpt"] == 441_018_563
-    assert sum(count.values()) == 518_442_047
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_dims_survive_a_checkpoint(size: str) -> None:
-    assert XTTSDims.from_dict(SIZES[size].to_dict()) == SIZES[size]
+    published = {"mel_stats": ("(80,)", "float32", "buffer")}
+    lists = {"gpt": "gpt", "hifigan": "hifigan_decoder", "speaker_encoder": "hifigan_decoder", "dvae": "dvae"}
+    counts = []
+    for name, part in lists.items():
+        listed = {f"{part}.{entry}": facts for entry, facts in published_entries(name).items()}
+        counts.append((len(listed), sum(p.numel() for entry, p in model.named_parameters() if entry in listed)))
+        published |= listed
+    assert entries_of(model) == published
+    assert counts == [(426, 441_018_563), (241, 17_827_808), (295, 8_028_492), (56, 51_567_184)]
 
 
 def test_round_trip_is_bit_identical(model: XTTS, vocabulary: Tokenizer, tmp_path: Path) -> None:
@@ -80,7 +70,7 @@ def test_round_trip_is_bit_identical(model: XTTS, vocabulary: Tokenizer, tmp_pat
 def test_sizes_are_read_off_the_weights(size: str) -> None:
     with torch.device("meta"):
         state = XTTS(SIZES[size]).state_dict()
-    assert dims_of(state) == SIZES[size]
+    assert dims_of(state) == SIZES[size] == XTTSDims.from_dict(SIZES[size].to_dict())
 
 
 def test_every_published_form_has_the_same_names(model: XTTS) -> None:
@@ -160,20 +150,14 @@ def test_code_in_a_checkpoint_is_never_executed(tmp_path: Path, capsys: pytest.C
     assert "executed" not in capsys.readouterr().out
 
 
-def test_settings_objects_of_coqui_are_read_as_nothing(tmp_path: Path) -> None:
-    import sys
-    import types
-
-    module = types.ModuleType("TTS.tts.configs.xtts_config")
-    settings = type("XttsConfig", (), {"__module__": module.__name__})
-    module.XttsConfig = settings  # type: ignore[attr-defined]
-    names = ("TTS", "TTS.tts", "TTS.tts.configs", module.__name__)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setitem(sys.modules, name, module if name == module.__name__ else types.ModuleType(name))
-        thing = settings()
-        thing.lr = 5e-6
-        torch.save({"model": {"weight": torch.ones(2)}, "config": thing}, tmp_path / "model.pth")
+def test_settings_objects_of_coqui_are_read_as_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TTS.tts.configs.xtts_config"
+    settings = type("XttsConfig", (), {"__module__": name, "lr": 5e-6})
+    with monkeypatch.context() as patch:
+        for package in ("TTS", "TTS.tts", "TTS.tts.configs", name):
+            patch.setitem(sys.modules, package, types.ModuleType(package))
+        sys.modules[name].XttsConfig = settings  # type: ignore[attr-defined]
+        torch.save({"model": {"weight": torch.ones(2)}, "config": settings()}, tmp_path / "model.pth")
     assert list(read_tensors(tmp_path / "model.pth")) == ["model.weight"]
 
 
@@ -192,35 +176,30 @@ def test_export_from_the_command_line(
 ) -> None:
     from myxtts.cli import main
 
+    def export(source: str, out: str, *flags: str) -> tuple[int, str]:
+        code = main(["export", str(tmp_path / source), "--out", str(tmp_path / out), *flags])
+        return code, "".join(capsys.readouterr())
+
     save_folder(tmp_path / "in", model, vocabulary)
     extend(vocabulary, ["سلام دنیا"] * 3, "fas", 20).save(tmp_path / "larger.json")
-    out = ["--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "larger.json")]
-    assert main(["export", str(tmp_path / "in"), "--to", "coqui", *out]) == 0
+    flags = ("--to", "coqui", "--tokenizer", str(tmp_path / "larger.json"))
+    code, shown = export("in", "out", *flags)
+    assert code == 0 and "text tokens" in shown and "WARNING" not in shown and "in place of" not in shown
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "model.pth", "dvae.pth", "mel_stats.pth", "vocab.json", "config.json", "myxtts.json"
     }  # fmt: skip
-    shown = capsys.readouterr().out
-    assert "text tokens" in shown and "WARNING" not in shown and "in place of" not in shown
-    assert main(["export", str(tmp_path / "in"), "--to", "coqui", *out]) == 0
-    assert "in place of the weights that were there" in capsys.readouterr().out
-    assert main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "in")]) == 2
-    assert main(["export", str(tmp_path / "absent"), "--out", str(tmp_path / "out")]) == 1
-    assert "no folder" in capsys.readouterr().err
-
-
-def test_an_export_is_not_written_among_other_files(
-    model: XTTS, vocabulary: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from myxtts.cli import main
-
-    save_folder(tmp_path / "in", model, vocabulary)
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "vocab.json").write_text("mine")
-    for out, why in (("own", "holds other files (vocab.json)"), ("own/vocab.json", "is a file")):
-        assert main(["export", str(tmp_path / "in"), "--out", str(tmp_path / out)]) == 2
-        assert why in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "own").iterdir()] == ["vocab.json"]
-    assert (tmp_path / "own" / "vocab.json").read_text() == "mine"
+    for source, out, expected, why in (
+        ("in", "out", 0, "in place of the weights that were there"),
+        ("in", "in", 2, ""),
+        ("absent", "out", 1, "no folder"),
+        ("in", "own", 2, "holds other files (vocab.json)"),
+        ("in", "own/vocab.json", 2, "is a file"),
+    ):
+        code, shown = export(source, out)
+        assert code == expected and why in shown
+    assert [path.read_text() for path in (tmp_path / "own").iterdir()] == ["mine"]
 
 
 def test_what_an_export_says_of_itself_is_honoured_and_carried_on(

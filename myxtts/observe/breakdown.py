@@ -147,10 +147,7 @@ class Breakdown:
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """compute; wait for a batch; copy of a batch between memories; host: late launches; other: pauses.
-
-        They add to 1. Empty if nothing was measured.
-        """
+        """compute; wait for a batch; copy between memories; host: late launches; other: pauses. They add to 1."""
         if not self._work:
             return {}
         copy = sum(share for phase, share in self.waits.items() if phase in COPIES)
@@ -221,10 +218,7 @@ class Breakdown:
         return self._total_us / 1000 * share / num_batches if num_batches else 0.0
 
     def gain_without(self, phase: str, period_ms: float = 0.0) -> float:
-        """Return the speedup if the model did not wait for a phase, or if it had this period.
-
-        The next slowest phase and the headroom limit it.
-        """
+        """Return the speedup without waits for a phase, or with this period, as far as other limits allow."""
         others = [time.period_ms for name, time in self.phases.items() if name not in (phase, *MODEL_PHASES)]
         slowest_ms = max([*others, self.train_ms, period_ms])
         gain = 1 / max(1 - self.waits.get(phase, 0.0), 0.01)
@@ -301,7 +295,6 @@ class Breakdown:
 
     @cached_property
     def growth_mb(self) -> dict[str, float]:
-        """Memory growth by role; empty if nothing grew."""
         used_mb = self._samples(ALLOCATED_COUNTER)
         return {role: grown for role, values in used_mb.items() if (grown := _steady_growth(values))}
 
@@ -503,11 +496,14 @@ class _Gap(NamedTuple):
 
 
 class _Causes:
-    """Finds why the model stream has no work."""
-
     def __init__(self, data: ProfileData, work: Sequence[Span]) -> None:
         self._data = data
-        self._waits = _waits_by_span(work, [span for span in data.spans if span.name == "wait"])
+        trained = [span for span in work if span.name == "train"]
+        waits = sorted((span for span in data.spans if span.name == "wait"), key=attrgetter("start_us"))
+        # A trace still being written ends with waits ahead of the device; one that overflowed lost its first.
+        if len(waits) <= len(trained):
+            trained, waits = trained[::-1], waits[::-1]
+        self._waits = dict(zip(trained, waits, strict=False))  # the host's wait for the batch of each span
         self._batches: defaultdict[int, dict[str, Span]] = defaultdict(dict)
         for span in data.spans:
             if span.name in DATA_PHASES:
@@ -564,18 +560,6 @@ class _Causes:
             return False
         uploads = self._active["upload"]
         return length_us(uploads) > length_us(_split(self._active["encode"], uploads)[1])
-
-
-def _waits_by_span(work: Sequence[Span], waits: Sequence[Span]) -> dict[Span, Span]:
-    """Return the host's wait for the batch of each training span; both come in the same order.
-
-    A trace that is still being written ends with waits ahead of the device; one that overflowed lost its first.
-    """
-    trained = [span for span in work if span.name == "train"]
-    waits = sorted(waits, key=attrgetter("start_us"))
-    if len(waits) > len(trained):
-        return dict(zip(trained, waits, strict=False))
-    return dict(zip(reversed(trained), reversed(waits), strict=False))
 
 
 def _cycle(series: Sequence[float], sample_s: float, source: str) -> Oscillation | None:

@@ -18,7 +18,6 @@ from myxtts.observe.breakdown import (
     PAUSES,
     UNKNOWN_PHASE,
     Breakdown,
-    ProfileData,
     busy_share,
 )
 from myxtts.observe.findings import (
@@ -77,14 +76,8 @@ _JSON = (
 )  # fmt: skip
 
 
-def diagnose(data: ProfileData) -> Diagnosis:
-    return Diagnosis(data)
-
-
 @dataclass(frozen=True)
 class Diagnosis(Breakdown):
-    """The numbers of a profile and what they mean."""
-
     @cached_property
     def findings(self) -> list[Finding]:
         """Causes, the most expensive first; then symptoms; then information."""
@@ -120,14 +113,15 @@ class Diagnosis(Breakdown):
         if self.bound == "train":
             text = f"Training itself is the limit: the model computes {share} of the time"
         elif self.bound == "host":
-            share = _percent(self.shares["host"])
-            text = f"The program is the limit: the model is idle {share} of the time, though fed"
+            idle = _percent(self.shares["host"])
+            text = f"The program is the limit: the model is idle {idle} of the time, though fed"
         elif self.bound in PAUSES:
             text = f"Training stands still {_percent(self.shares['other'])} of the time to {self.bound}"
         else:
             phase = self.bound if self.bound in DATA_PHASES else "the feed"
-            starved = _percent(self.starved)
-            text = f"Training is bound by {phase}: the model waits for batches {starved} of the time"
+            text = (
+                f"Training is bound by {phase}: the model waits for batches {_percent(self.starved)} of the time"
+            )
         if headroom >= MIN_HEADROOM:
             text += f", and a perfect feed would be {headroom:.{1 if headroom >= 1.1 else 2}f}× faster"
         elif self.bound == "train":
@@ -325,9 +319,7 @@ def _pauses(stats: Diagnosis) -> Costed:
 def _memory(stats: Diagnosis) -> Costed:
     for role, grown in stats.growth_mb.items():
         what = f"The memory of the {role} role grew by {grown:.0f} MB in {len(stats.steps)} steps"
-        fix = switch(SHAPES, stats.wait()) or Fix(
-            "save more often, so that a restart loses little; please report it"
-        )
+        fix = switch(SHAPES, stats.wait()) or Fix("save more often to lose less at a restart; please report it")
         yield 1.0, _found("memory-growth", "warn", what, "this ends in an out-of-memory error", fix)
 
 
@@ -371,9 +363,8 @@ def _symptoms(stats: Diagnosis, causes: list[Finding]) -> Iterator[Finding]:
     if cause is not None:
         why, fix = f"See {cause.code}.", (cause.fix, cause.setting, cause.value)
     if (cycle := stats.oscillation) is not None:
-        depth = f"({_percent(cycle.depth)} deep)"
-        what = f"Every {cycle.period_s:.1f} s the {who} goes from busy to idle and back {depth}."
-        yield Finding("oscillating", "warn", what, why, *fix)
+        cycles = f"Every {cycle.period_s:.1f} s the {who} goes from busy to idle and back"
+        yield Finding("oscillating", "warn", f"{cycles} ({_percent(cycle.depth)} deep).", why, *fix)
     if stats.step_cv > MAX_CV:
         reasons = [outlier.reason for outlier in stats.outliers]
         counted = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -55,9 +55,6 @@ class Finding:
     value: Any = None  # the value to change it to
     gain: float | None = None  # expected speed as a multiple of the present one
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
@@ -92,7 +89,6 @@ class Situation:
 
     @property
     def card_batch(self) -> int:
-        """The batch size of that preset; 0 on the CPU."""
         return int(PRESETS[self.card]["data.batch_size"]) if self.card is not None else 0
 
     @property
@@ -102,7 +98,6 @@ class Situation:
 
     @property
     def decodes_live(self) -> bool:
-        """True if a GPU waits for audio files to be decoded."""
         return self.on_gpu and not self.data.native_loading
 
     @property
@@ -131,7 +126,6 @@ class Situation:
 
     @property
     def num_batches(self) -> int:
-        """Batches of an epoch."""
         return math.ceil(self.own_clips / self.data.batch_size)
 
     @property
@@ -154,10 +148,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Rule:
-    """Advice about a setting, before anything runs.
-
-    Texts have no full stop; `{s.cores}` stands for a part of the situation.
-    """
+    """Advice before anything runs. Texts have no full stop; `{s.cores}` stands for a part of the situation."""
 
     code: str  # the check that it belongs to, or `hint`
     level: Level | Callable[[Situation], Level]
@@ -360,7 +351,6 @@ def rule_finding(code: str, situation: Situation) -> Finding | None:
 
 
 def sentence(text: str) -> str:
-    """Return a text of the table as a sentence."""
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
@@ -399,13 +389,9 @@ class Wait(Situation):
         return self.profile.phases.get(self.phase, PhaseTime(workers=self.data.num_workers))
 
     @property
-    def train_ms(self) -> float:
-        return self.profile.train_ms
-
-    @property
     def pace(self) -> str:
         batch = f"a batch takes {self.time.mean_ms:.1f} ms with {self.time.workers} worker(s)"
-        return f"{batch}, training on it {self.train_ms:.1f} ms"
+        return f"{batch}, training on it {self.profile.train_ms:.1f} ms"
 
     @property
     def is_dual(self) -> bool:
@@ -413,7 +399,7 @@ class Wait(Situation):
 
     @property
     def keeps_up(self) -> bool:
-        return self.time.period_ms < 0.95 * self.train_ms
+        return self.time.period_ms < 0.95 * self.profile.train_ms
 
     @property
     def one_in(self) -> float:
@@ -447,9 +433,6 @@ class Wait(Situation):
     def hardware(self) -> str:
         return "a GPU" if not self.on_gpu else "a faster data GPU" if self.is_dual else "a second GPU"
 
-    def is_off(self, setting: str) -> bool:
-        return SWITCHES[setting].holds(self)
-
 
 def switch(setting: str, situation: Situation) -> Fix | None:
     """Return how to turn a switch, if it is off and matters here."""
@@ -458,9 +441,9 @@ def switch(setting: str, situation: Situation) -> Fix | None:
 
 
 def _more_workers(s: Wait) -> Fix:
-    value = s.most_workers
-    if s.train_ms:
-        value = max(min(math.ceil(s.time.mean_ms / (SPARE * s.train_ms)), value), s.time.workers + 1)
+    value, train_ms = s.most_workers, s.profile.train_ms
+    if train_ms:
+        value = max(min(math.ceil(s.time.mean_ms / (SPARE * train_ms)), value), s.time.workers + 1)
     return MORE_WORKERS._replace(value=value)
 
 
@@ -473,14 +456,13 @@ def _fewer_workers(s: Wait) -> Fix:
 def _deeper_ring(s: Wait) -> Fix:
     """Return a host ring that outlasts the slowest batch."""
     depth = s.host_depth or s.data.prefetch_buffer_size or MAX_AUTO_PREFETCH
-    longest = math.ceil(s.time.longest_ms / s.train_ms) + 2 if s.train_ms else 0
+    longest = math.ceil(s.time.longest_ms / s.profile.train_ms) + 2 if s.profile.train_ms else 0
     return DEEPER_RING._replace(value=max(2 * depth, longest))
 
 
 def second_gpu(s: Wait) -> Fix | None:
-    if s.num_gpus < 2 or s.is_dual:
-        return None
-    return SECOND_GPU._replace(value=0 if s.profile.data.model_gpu else 1)
+    has_spare = s.num_gpus >= 2 and not s.is_dual
+    return SECOND_GPU._replace(value=0 if s.profile.data.model_gpu else 1) if has_spare else None
 
 
 @dataclass(frozen=True)
@@ -509,7 +491,7 @@ WAIT_RULES = (
     ),
     WaitRule(
         "upload-late", ("upload", "encode"), "batches are uploaded and encoded only when the model asks for one",
-        ("data.prefetch_to_gpu",), lambda s: s.is_off("data.prefetch_to_gpu"),
+        ("data.prefetch_to_gpu",), SWITCHES["data.prefetch_to_gpu"].holds,
     ),
     WaitRule(
         "gather-uneven", ("gather",),
@@ -540,7 +522,7 @@ WAIT_RULES = (
     WaitRule("workers-few", ("gather",), "{s.pace}", (_more_workers,), lambda s: s.has_few_workers),
     WaitRule(
         "native-loading-off", ("gather",), "{s.pace}: audio files are decoded for every batch",
-        ("data.native_loading",), lambda s: s.is_off("data.native_loading"),
+        ("data.native_loading",), SWITCHES["data.native_loading"].holds,
     ),
     WaitRule(
         "gather-slow", ("gather",),
@@ -550,7 +532,7 @@ WAIT_RULES = (
     WaitRule(
         "upload-unpinned", ("upload",),
         "a copy from pageable memory takes {s.time.mean_ms:.1f} ms and blocks its stream",
-        ("data.enhanced_gpu_prefetch",), lambda s: s.is_off("data.enhanced_gpu_prefetch"),
+        ("data.enhanced_gpu_prefetch",), SWITCHES["data.enhanced_gpu_prefetch"].holds,
     ),
     WaitRule(
         "upload-slow", ("upload",),
@@ -561,11 +543,11 @@ WAIT_RULES = (
         "encode-serial", ("encode",),
         "encoding a batch takes {s.time.mean_ms:.1f} ms in the stream of the training step, which waits for it",
         ("data.optimize_cpu_gpu_overlap",),
-        lambda s: not s.is_dual and s.is_off("data.optimize_cpu_gpu_overlap"),
+        lambda s: not s.is_dual and SWITCHES["data.optimize_cpu_gpu_overlap"].holds(s),
     ),
     WaitRule(
         "encode-slow", ("encode",),
-        "encoding a batch takes {s.time.mean_ms:.1f} ms, training on it {s.train_ms:.1f} ms",
+        "encoding a batch takes {s.time.mean_ms:.1f} ms, training on it {s.profile.train_ms:.1f} ms",
         ("data.pad_to_fixed_length", second_gpu, Fix("{s.hardware} would help: no setting makes it faster")),
     ),
     WaitRule(
@@ -577,5 +559,4 @@ WAIT_RULES = (
 
 
 def wait_rule(wait: Wait) -> WaitRule:
-    """Return the rule that explains a wait."""
     return next(rule for rule in WAIT_RULES if wait.phase in rule.phases and rule.when(wait))

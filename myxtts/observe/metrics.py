@@ -30,14 +30,9 @@ BOARD = {"max_queue": 1000, "flush_secs": 30}
 USAGE_PICTURE = (64, 256)  # rows and columns of the picture of code usage
 MOST_KEPT = 4000  # step reports that `MetricsTail` keeps; the live view needs no more
 RUN_FILES = (
-    "metrics.jsonl",
-    "settings.yaml",
-    "machine.json",
-    "trace.jsonl",
-    "readings.jsonl",
-    "verdict.json",
+    "metrics.jsonl", "settings.yaml", "machine.json", "trace.jsonl", "readings.jsonl", "verdict.json",
     "evaluation/scores.json",
-)
+)  # fmt: skip
 """Files that a training, a profile or an evaluation leaves; a folder without any of them is not a run."""
 
 Numbers = npt.NDArray[np.float64]
@@ -83,8 +78,6 @@ class StepReport:
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """The result of one validation."""
-
     stage: str
     step: int
     losses: Mapping[str, float]  # the best checkpoint has the lowest "total"
@@ -109,11 +102,10 @@ class MetricsLog:
         self.close()
         self._stage = stage
         self._append({"kind": "begin", "stage": stage, "step": step})
-        folder = str(self._board_folder / stage)
         try:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(folder, purge_step=step + 1, **BOARD)
+            self._board = SummaryWriter(str(self._board_folder / stage), purge_step=step + 1, **BOARD)
         except (OSError, ImportError) as error:
             self._give_up_board(error)
 
@@ -181,12 +173,10 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the valid reports, each with its "kind" (step, validation); numbers that were not finite are None.
 
-    After a stage was continued or started over, its earlier reports of later steps are void. Damaged lines are
-    skipped.
+    Reports that a continued or restarted stage made void are left out, and damaged lines too.
     """
     kept: _Kept = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        _add_line(kept, line)
+    _add_lines(kept, path.read_bytes() if path.exists() else b"")
     return list(kept.values())
 
 
@@ -210,8 +200,7 @@ class MetricsTail:
             return list(self._kept.values())
         complete = added[: added.rfind(b"\n") + 1]  # the rest is still being written
         self._offset += len(complete)
-        for line in complete.splitlines():
-            _add_line(self._kept, line)
+        _add_lines(self._kept, complete)
         if len(self._kept) > 2 * MOST_KEPT:
             recent = list(self._kept)[-MOST_KEPT:]
             old = [key for key in list(self._kept)[:-MOST_KEPT] if key[0] == "validation"]
@@ -222,18 +211,19 @@ class MetricsTail:
 _Kept = dict[tuple[str, str, int], dict[str, Any]]  # reports by kind, stage and step, in the order of writing
 
 
-def _add_line(kept: _Kept, line: bytes) -> None:
-    try:
-        record = json.loads(line)
-        kind, stage, step = record["kind"], record["stage"], record["step"]
-    except (ValueError, KeyError, TypeError):
-        return
-    if kind == "begin":
-        for key in [key for key in kept if key[1] == stage and key[2] > step]:
-            del kept[key]
-    else:
-        kept.pop((kind, stage, step), None)
-        kept[kind, stage, step] = record
+def _add_lines(kept: _Kept, text: bytes) -> None:
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+            kind, stage, step = record["kind"], record["stage"], record["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if kind == "begin":
+            for key in [key for key in kept if key[1] == stage and key[2] > step]:
+                del kept[key]
+        else:
+            kept.pop((kind, stage, step), None)
+            kept[kind, stage, step] = record
 
 
 def colours(array: npt.NDArray[Any]) -> Pixels:

@@ -48,9 +48,6 @@ class Reading(NamedTuple):
     pcie_tx_mb_s: float | None = None
     throttled_by: tuple[str, ...] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return self._asdict()
-
 
 class Sampler:
     """Samples GPUs in the background and keeps the latest `limit` readings. A context manager.
@@ -91,7 +88,6 @@ class Sampler:
         return bool(self._handles)
 
     def start(self) -> None:
-        """Start sampling, or continue after `stop`."""
         if self._thread is None and self.available:
             self._ended.clear()
             self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)

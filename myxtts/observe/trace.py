@@ -78,8 +78,6 @@ class Span(NamedTuple):
 
 
 class Counter(NamedTuple):
-    """A sample of a number that changes over time."""
-
     name: str
     at_us: int
     value: float
@@ -171,7 +169,6 @@ class Trace:
         return self._stream_span(name, track, stream, batch)
 
     def count(self, name: str, value: float) -> None:
-        """Record the current value of a number."""
         if self.enabled:
             with self._lock:
                 self._counters.append(Counter(name, now_us(), value))
@@ -206,7 +203,6 @@ class Trace:
         self.collect()
 
     def spans(self) -> list[Span]:
-        """Return the spans read so far, in the order in which they were read."""
         with self._lock:
             return list(self._spans)
 

@@ -13,36 +13,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 
 import torch
 
-from myxtts.config import (
-    MODEL_SIZES,
-    PRESETS,
-    SAMPLE_RATE,
-    DataSettings,
-    Settings,
-    stages_of,
-)
+from myxtts.config import MODEL_SIZES, PRESETS, SAMPLE_RATE, DataSettings, Settings, stages_of
 from myxtts.data.batches import MAX_CROP_FRAMES, host_layout
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import Corpus, held_out, read_corpus
-from myxtts.data.prepare import (
-    cache_folder,
-    corpus_folders,
-    prepare,
-    prepared_before,
-    with_tokenizer_of_run,
-)
+from myxtts.data.prepare import cache_folder, corpus_folders, prepare, prepared_before, with_tokenizer_of_run
 from myxtts.devices import Gpu, Machine, Plan, Stream, apply_caps, make_plan
 from myxtts.errors import ConfigError, DatasetError, MyXTTSError, NoProgress, Progress
 from myxtts.host import available_bytes, host_memory, nvidia_driver, usable_cores
 from myxtts.model.gpt import adapter_state, add_adapters
-from myxtts.model.xtts import SIZES, XTTS, XTTSDims
+from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.breakdown import DATA_PHASES
 from myxtts.observe.findings import Finding, Level, Situation, hints, rule_finding
 from myxtts.pipeline.feed import choose_depths
@@ -85,6 +72,7 @@ class CheckContext:
         settings = loaded.settings
         self.model, self.data, self.training = settings.model, settings.data, settings.training
         self.stages, self.on_gpu = stages_of(settings), bool(machine.gpus)
+        self.cache_folder = cache_folder(settings.data)
 
     @cached_property
     def plan(self) -> Plan | ConfigError:
@@ -129,10 +117,14 @@ class CheckContext:
             speech_hours=hours,
         )
 
-    @property
+    @cached_property
     def network(self) -> XTTS:
         """The network without memory: only its shapes."""
-        return _shapes(SIZES[self.model.size], self.model.lora_rank if "gpt" in self.stages else 0)
+        with torch.device("meta"):
+            model = XTTS(SIZES[self.model.size])
+        if self.model.lora_rank and "gpt" in self.stages:
+            add_adapters(model.gpt, self.model.lora_rank)
+        return model
 
     def num_trained(self, stage: str) -> int:
         """Return how many weights a stage trains and saves, without the decoder's discriminators."""
@@ -143,7 +135,6 @@ class CheckContext:
 
     @cached_property
     def continued(self) -> RunDir | None:
-        """The run that training would continue."""
         run = RunDir(self.training.checkpoint_dir)
         return run if run.has_begun and not self.training.reset_training else None
 
@@ -152,10 +143,6 @@ class CheckContext:
         """The data settings with the vocabulary that the run has, or starts from."""
         own = self.continued.vocabulary_file if self.continued is not None else None
         return with_tokenizer_of_run(self.data, own, self.training.init_from)
-
-    @property
-    def cache_folder(self) -> Path:
-        return cache_folder(self.data)
 
     @cached_property
     def corpora(self) -> list[Corpus] | DatasetError:
@@ -183,15 +170,6 @@ class CheckContext:
         for clip in (clip for corpus in corpora for clip in corpus.clips):
             sizes[Path(clip.path).suffix.lower()] += clip.size_bytes
         return int(sum(size * EXPANSION.get(kind, COMPRESSED_EXPANSION) for kind, size in sizes.items()))
-
-
-@cache
-def _shapes(dims: XTTSDims, lora_rank: int) -> XTTS:
-    with torch.device("meta"):
-        model = XTTS(dims)
-    if lora_rank:
-        add_adapters(model.gpt, lora_rank)
-    return model
 
 
 def _free_bytes(path: Path) -> int:
@@ -223,8 +201,7 @@ def passed(findings: Sequence[Finding]) -> bool:
 
 
 def to_json(findings: Sequence[Finding]) -> str:
-    counts = Counter(finding.level for finding in findings)
-    found = [finding.to_json() for finding in findings]
+    counts, found = Counter(finding.level for finding in findings), [asdict(finding) for finding in findings]
     return json.dumps({"passed": passed(findings), "counts": counts, "findings": found}, indent=2)
 
 
@@ -283,8 +260,9 @@ def caps(ctx: CheckContext) -> Finding:
         what, key = f"{' and '.join(chosen)} given, but memory isolation is off", "data.enable_memory_isolation"
         return _with_flag(Finding("caps", "warn", what, "without it no cap has an effect", "", key, True))
     if not ctx.on_gpu:
-        why = "host memory is not divided between the roles"
-        return Finding("caps", "warn", "Memory isolation has no effect on the CPU", why)
+        return Finding(
+            "caps", "warn", "On the CPU memory isolation has no effect", "the roles share the host's memory"
+        )
     if isinstance(ctx.plan, ConfigError):
         return Finding("caps", "fail", "The memory caps are not possible", _problems(ctx.plan), "lower the caps")
     if ctx.plan.mode == "buffered" and keys[0] in chosen:
@@ -329,10 +307,10 @@ def model_memory(ctx: CheckContext) -> Finding:
     level: Level = "fail" if needed_mb > room_mb else "warn"
     problem = "does not fit" if level == "fail" else "leaves little room for batches"
     what = f"The model {problem}: {room_mb} MB for it"
-    key, value = "model.size", MODEL_SIZES[max(MODEL_SIZES.index(ctx.model.size) - 1, 0)]
     if stage == "gpt" and not ctx.model.lora_rank and ctx.training.init_from is not None:
         return _with_flag(Finding("model-memory", level, what, needs, "", "model.lora_rank", 16))
-    return _with_flag(Finding("model-memory", level, what, needs, "", key, value))
+    smaller = MODEL_SIZES[max(MODEL_SIZES.index(ctx.model.size) - 1, 0)]
+    return _with_flag(Finding("model-memory", level, what, needs, "", "model.size", smaller))
 
 
 def buffers(ctx: CheckContext) -> Finding:
@@ -363,8 +341,9 @@ def card_preset(ctx: CheckContext) -> Finding:
     why, found = f"it gives {values}; what you set yourself wins over it", rule_finding("preset", ctx.situation)
     if found is not None:
         return _with_flag(replace(found, why=f"{found.why}; {card} suits it: {why}"))
-    what = f"The preset for this card is {card}"
-    return _with_flag(Finding("preset", "info", what, why, "", "training.preset", card))
+    return _with_flag(
+        Finding("preset", "info", f"The preset for this card is {card}", why, "", "training.preset", card)
+    )
 
 
 def weights(ctx: CheckContext) -> Finding:
@@ -408,15 +387,17 @@ def corpus(ctx: CheckContext) -> Finding:
         num_clips, aside = len(ctx.prepared.train) + len(ctx.prepared.val), ctx.prepared.set_aside
     reasons = ", ".join(f"{count} × {why}" for why, count in Counter(item.reason for item in aside).most_common(3))
     if not ctx.corpora[0].clips:
-        what = "No line of the metadata has an audio file"
-        return Finding("corpus", "fail", what, reasons, "correct the metadata")
+        return Finding(
+            "corpus", "fail", "No line of the metadata has an audio file", reasons, "correct the metadata"
+        )
     what = f"{num_clips} clips in {' and '.join(map(str, corpus_folders(ctx.data)))}"
     if len(aside) > MAX_SET_ASIDE * (num_clips + len(aside)):
         fix = "run myxtts prepare: it lists every clip with its reason"
         return Finding("corpus", "warn", f"{what}; {len(aside)} cannot be used", reasons, fix)
     if ctx.data.train_data is None:
-        what = f"{what}: the embedded corpus, for a demonstration"
-        return Finding("corpus", "info", what, "", "give --train-data")
+        return Finding(
+            "corpus", "info", f"{what}: the embedded corpus, for a demonstration", "", "give --train-data"
+        )
     return Finding("corpus", "pass", what, reasons)
 
 
@@ -499,7 +480,6 @@ CHECKS: Mapping[str, Callable[[CheckContext], Finding]] = {
 """Every check by its code, in the order of the findings."""
 
 
-CPU = torch.device("cpu")
 _MB = 2**20
 COPY_BYTES, NUM_COPIES = 64 * _MB, 4
 MIN_GB_PER_S = 3.0
@@ -520,7 +500,7 @@ def check_gpus(
     ctx = CheckContext(loaded, machine or Machine.look(), host or Host.look())
     plan = ctx.plan
     if isinstance(plan, ConfigError):  # both roles on one device, with a handoff if two were asked for
-        device = torch.device("cuda", ctx.machine.gpus[0].index) if ctx.on_gpu else CPU
+        device = torch.device("cuda", ctx.machine.gpus[0].index) if ctx.on_gpu else torch.device("cpu")
         plan = Plan(device, device, "buffered" if ctx.data.data_gpu is None else "dual")
     tried = [driver(ctx), gpus(ctx), devices(ctx), *peers(ctx), caps(ctx)]
     if ctx.on_gpu:
@@ -539,7 +519,6 @@ def driver(ctx: CheckContext) -> Finding:
 
 
 def peers(ctx: CheckContext) -> Iterator[Finding]:
-    """Check how batches cross between two GPUs, if they do."""
     plan = ctx.plan
     if not isinstance(plan, Plan) or plan.mode != "dual":
         return
@@ -553,7 +532,6 @@ def peers(ctx: CheckContext) -> Iterator[Finding]:
 
 
 def caps_held(plan: Plan) -> Iterator[Finding]:
-    """Check that each cap refuses what exceeds it."""
     apply_caps(plan)
     for device, cap_mb in {plan.data: plan.data_cap_mb, plan.model: plan.model_cap_mb}.items():
         if cap_mb is None:
@@ -573,12 +551,12 @@ def transfer(plan: Plan) -> Finding:
     there = torch.empty_like(sent, device=plan.data)
     across = torch.empty_like(sent, device=plan.model)
     upload_s = _seconds(Stream(plan.data), lambda: there.copy_(sent, non_blocking=True))
-    way = f"pinned memory → {plan.data} {_speed(upload_s)}"
+    way = f"pinned memory → {plan.data} ({COPY_BYTES / upload_s / 1e9:.1f} GB/s)"
     if plan.data == plan.model:
         across = there
     else:
         handoff_s = _seconds(Stream(plan.model), lambda: across.copy_(there, non_blocking=True))
-        way += f" → {plan.model} {_speed(handoff_s)}"
+        way += f" → {plan.model} ({COPY_BYTES / handoff_s / 1e9:.1f} GB/s)"
     if not torch.equal(across.cpu(), sent):
         why = "this happens where the board's IOMMU redirects direct copies between devices"
         fix = "turn off IOMMU/ACS for the GPUs in the BIOS; until then leave out --data-gpu and --model-gpu"
@@ -591,22 +569,21 @@ def transfer(plan: Plan) -> Finding:
 
 
 def dry_run(ctx: CheckContext, plan: Plan, progress: Progress, say: Callable[[str], None]) -> Iterator[Finding]:
-    """Check the whole pipeline with a short training."""
     stage, on_gpu = "gpt" if "gpt" in ctx.stages else ctx.stages[0], plan.model.type == "cuda"
-    loaded = ctx.loaded if on_gpu else _for_cpu(ctx.loaded)
+    settings = ctx.loaded.settings if on_gpu else _for_cpu(ctx.loaded.settings)
     started_at = time.perf_counter()
     try:
         prepared = _prepared(ctx, progress, say)
         say(f"Dry run: {OBSERVED_STEPS} steps of stage {stage}{' (compiling takes a while)' * on_gpu}")
-        seen = observe_pipeline(loaded.settings, prepared, stage, plan)
+        seen = observe_pipeline(settings, prepared, stage, plan)
     except (MyXTTSError, RuntimeError, OSError) as error:  # also those of a compiler or driver
         fix = "do what the error says; what the compiler cannot do, --disable-xla-compilation avoids"
         yield Finding("rehearsal", "fail", "The dry run ended with an error", str(error)[:MAX_ERROR_CHARS], fix)
         return
-    yield _judge_pipeline(seen, loaded.settings, time.perf_counter() - started_at)
+    yield _judge_pipeline(seen, settings, time.perf_counter() - started_at)
     yield _judge_placement(seen)
     if on_gpu:
-        yield _judge_optimisations(seen, loaded.settings)
+        yield _judge_optimisations(seen, settings)
 
 
 def _judge_pipeline(seen: Observation, settings: Settings, seconds: float) -> Finding:
@@ -623,8 +600,9 @@ def _judge_pipeline(seen: Observation, settings: Settings, seconds: float) -> Fi
     if problems:
         fix = "run the tests (make test); if they pass, report this with the output of check --gpus --json"
         return Finding("rehearsal", "fail", "The pipeline does not work here", "; ".join(problems), fix)
-    network = f"`{settings.model.size}`, {settings.data.batch_size} clips"
-    what = f"{OBSERVED_STEPS} steps of stage {seen.stage}, {network}"
+    what = (
+        f"{OBSERVED_STEPS} steps of stage {seen.stage}, `{settings.model.size}`, {settings.data.batch_size} clips"
+    )
     return Finding("rehearsal", "pass", f"{what}: {' → '.join(needed)} → train, in {seconds:.0f} s")
 
 
@@ -667,7 +645,6 @@ def _judge_optimisations(seen: Observation, settings: Settings) -> Finding:
 
 
 def not_checked(ctx: CheckContext, plan: Plan) -> Iterator[Finding]:
-    """Name what the machine could not show."""
     if ctx.on_gpu and isinstance(ctx.plan, Plan):
         return
     unseen = ["copies between GPUs", "memory caps", "the model on a GPU of its own"]
@@ -678,15 +655,13 @@ def not_checked(ctx: CheckContext, plan: Plan) -> Iterator[Finding]:
     yield Finding("not-checked", "info", f"Not checked here: {', '.join(unseen)}", f"{where}{smaller}")
 
 
-def _for_cpu(loaded: LoadedSettings) -> LoadedSettings:
-    settings = loaded.settings
-    smaller = replace(
+def _for_cpu(settings: Settings) -> Settings:
+    return replace(
         settings,
         model=replace(settings.model, size=CPU_SIZE),
         data=replace(settings.data, batch_size=min(settings.data.batch_size, CPU_BATCH), model_start_delay=0.5),
         training=replace(settings.training, init_from=None, gradient_accumulation_steps=1),
     )
-    return replace(loaded, settings=smaller)
 
 
 def _prepared(ctx: CheckContext, progress: Progress, say: Callable[[str], None]) -> PreparedCorpus:
@@ -710,7 +685,3 @@ def _seconds(stream: Stream, copy: Callable[[], object]) -> float:
             copy()
         stream.finish()
     return (time.perf_counter() - started_at) / NUM_COPIES
-
-
-def _speed(seconds: float) -> str:
-    return f"({COPY_BYTES / seconds / 1e9:.1f} GB/s)"

@@ -30,7 +30,7 @@ from myxtts.devices import Machine, Plan, peak_flops
 from myxtts.files import write_atomically, write_text_atomically
 from myxtts.host import usable_cores
 from myxtts.observe.breakdown import PhaseTime, ProfileData
-from myxtts.observe.diagnosis import Diagnosis, diagnose
+from myxtts.observe.diagnosis import Diagnosis
 from myxtts.observe.findings import MIN_SHARE, SWITCHES, Finding, Level, Wait, sentence, wait_rule
 from myxtts.observe.nvml import Reading, Sampler
 from myxtts.observe.trace import Span, Timing, Trace
@@ -131,7 +131,7 @@ class Profile:
         del parts["trace"]
         parts["verdict"] = self.verdict.to_json() if self.verdict else None
         parts["data"] = self.data.to_json() if self.data else None
-        return parts | {"findings": [found.to_json() for found in self.findings]}
+        return parts | {"findings": [asdict(found) for found in self.findings]}
 
 
 def keep(found: Profile, run_folder: Path) -> None:
@@ -196,7 +196,7 @@ def _profile_stage(dry_run: DryRun, machine: Machine, num_steps: int, kernels: b
         clips_per_s=measured.sustained_clips_per_s,
         first_epoch_clips_per_s=None if dry_run.stage == "dvae" else first.sustained_clips_per_s,
         rows=[_decode_row(data), *_rows(measured, first, dry_run.stage, forward_share)],
-        verdict=diagnose(found),
+        verdict=Diagnosis(found),
         gpus=_gpu_uses(readings, plan),
         memory_mb=measured.memory_mb,
         kernels=view if kernels else None,
