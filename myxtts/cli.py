@@ -1,7 +1,4 @@
-"""The `myxtts` command: parses the command line, sets up logging, and calls one function per command.
-
-Each command imports what it needs, so that `--help` stays immediate.
-"""
+"""The `myxtts` command: one function per command, which imports what it needs so that `--help` stays immediate."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,7 @@ from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
-    from myxtts.synthesis.synthesizer import SpeechStream
+    from myxtts.synthesis.synthesizer import Speech, SpeechStream
     from myxtts.tools.profile import Profile
 
 MOST_GPUS = 16  # GPUs that the live view looks for
@@ -46,9 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; no incomplete file was left", file=sys.stderr)
         return 130
-
-
-# The commands and their flags
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -142,8 +137,7 @@ def _add_speak(commands: Any) -> None:
     add("--stream", action="store_true", help="write the audio while it is generated")
     add("--speed", type=float, default=1.0, help="speaking rate; 2 is twice as fast [default: 1]")
     add("--seed", type=int, help="random seed, for reproducible output")
-    penalty = "penalty on repeated codes [default: 5; 1 for a run from scratch]"
-    add("--repetition-penalty", type=float, help=penalty)
+    add("--repetition-penalty", type=float, help="penalty on repeated codes [default: 5; from scratch: 1]")
     _add_sampling(speak)
 
 
@@ -155,8 +149,7 @@ def _add_evaluate(commands: Any) -> None:
     sentences = "number of sentences, taken from the speakers in turn [default: 40]"
     add("--sentences", type=_whole_number(1), default=40, metavar="N", help=sentences)
     add("--language", choices=LANGUAGES, help="only sentences in this language")
-    judges = "where the judges are installed [default: .judge, as made by make judge]"
-    add("--judge", type=Path, metavar="DIR", help=judges)
+    add("--judge", type=Path, metavar="DIR", help="folder of the judges [default: .judge, made by make judge]")
     add("--out", type=Path, metavar="DIR", help="folder for audio and scores [default: RUN/evaluation]")
     add("--only", choices=["synthesise", "judge"], help="do one half; the other can follow on another machine")
     add("--seed", type=int, default=1, help="random seed, for reproducible output [default: 1]")
@@ -166,13 +159,11 @@ def _add_evaluate(commands: Any) -> None:
 def _add_sampling(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--temperature", type=float, help="sampling temperature [default: 0.75]")
-    guidance = "classifier-free guidance scale, for a model trained with --text-dropout [default: 1]"
-    add("--guidance", type=float, help=guidance)
+    add("--guidance", type=float, help="classifier-free guidance, if trained with --text-dropout [default: 1]")
     central = "use the code nearest to the mean of the likely ones: clearer, less expressive"
     add("--central", action="store_true", default=None, help=central)
     add("--best", action="store_true", help="use the GPT with the best validation loss, not the newest")
-    vocoder = "how codes become audio [default: hifigan if a decoder is trained]"
-    add("--vocoder", choices=["hifigan", "griffin-lim"], help=vocoder)
+    add("--vocoder", choices=["hifigan", "griffin-lim"], help="codes to audio [default: hifigan if trained]")
 
 
 def _add_export(commands: Any) -> None:
@@ -211,9 +202,8 @@ def _load(options: argparse.Namespace) -> LoadedSettings:
     if loaded.settings.data.train_data is None:
         loaded, demo = apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
         lines += demo
-    if _is_first_process() and not getattr(options, "json", False):
-        for line in lines:
-            print(line, flush=True)
+    if lines and _is_first_process() and not getattr(options, "json", False):
+        print("\n".join(lines), flush=True)
     return loaded
 
 
@@ -230,9 +220,6 @@ def _load_data(options: argparse.Namespace) -> DataSettings:
 def _require_vocabulary(flag: str, path: Path | None) -> None:
     if path is not None and not path.exists():
         raise DatasetError(f"{flag} {path}: there is no such file; give a vocab.json or its folder")
-
-
-# Training
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -318,9 +305,6 @@ def _vocabulary(options: argparse.Namespace) -> None:
     print(f"{options.out}: {vocabulary.num_tokens} tokens")
 
 
-# Tools
-
-
 def _check(options: argparse.Namespace) -> int:
     from myxtts.terminal import ProgressLines, show_findings
     from myxtts.tools.check import check, check_gpus, passed, to_json
@@ -339,15 +323,8 @@ def _profile(options: argparse.Namespace) -> None:
     from myxtts.tools.profile import profile
 
     loaded, prepared, stage = _load_for_tool(options)
-    found = profile(
-        loaded.settings,
-        prepared,
-        num_steps=options.num_steps,
-        stage=stage,
-        data_only=options.data_only,
-        kernels=options.kernels,
-        step_ms=options.step_ms,
-    )
+    given = {name: getattr(options, name) for name in ("num_steps", "data_only", "kernels", "step_ms")}
+    found = profile(loaded.settings, prepared, stage=stage, **given)
     if options.trace is not None and found.trace is not None:
         try:
             found.trace.write_chrome(options.trace)
@@ -367,9 +344,7 @@ def _add_to_page(found: Profile, settings: Settings) -> None:
     from myxtts.observe.report import write_report
     from myxtts.tools.profile import keep
 
-    def subject(of: Settings) -> tuple[Any, ...]:
-        return of.data.train_data, of.data.batch_size, of.model
-
+    subject = attrgetter("data.train_data", "data.batch_size", "model")
     run_folder = settings.training.checkpoint_dir
     try:
         own = load(run_folder / "settings.yaml", {}).settings
@@ -434,9 +409,6 @@ def _report(options: argparse.Namespace) -> None:
         raise ConfigError(problem) from error
 
 
-# Speech
-
-
 def _speak(options: argparse.Namespace) -> None:
     from myxtts.synthesis.synthesizer import check_output, load_synthesizer, override_sampling
     from myxtts.synthesis.voices import VoiceLibrary
@@ -460,15 +432,13 @@ def _speak(options: argparse.Namespace) -> None:
         "seed": options.seed,
         "progress": ProgressLines() if sys.stderr.isatty() else NO_PROGRESS,
     }
+    speech: Speech | SpeechStream
     if options.stream:
-        stream = synthesizer.stream(text, voice, options.language, **how)
-        _write_stream(options.out, stream)
-        report = stream.report
+        speech = synthesizer.stream(text, voice, options.language, **how)
     else:
         speech = synthesizer.speak(text, voice, options.language, **how)
-        speech.save(options.out)
-        report = speech.report
-    print(*report.notes(), options.out, sep="\n")
+    speech.save(options.out)
+    print(*speech.report.notes(), options.out, sep="\n")
 
 
 def _text(options: argparse.Namespace) -> str:
@@ -484,17 +454,6 @@ def _text(options: argparse.Namespace) -> str:
         raise ConfigError(f"speak: --from-file {options.from_file} cannot be read: {why}") from None
 
 
-def _write_stream(path: Path, stream: SpeechStream) -> None:
-    import soundfile
-
-    from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
-
-    with contextlib.closing(stream), soundfile.SoundFile(path, "w", OUTPUT_SAMPLE_RATE, 1, "PCM_16") as file:
-        for piece in stream:
-            file.write(piece)
-            file.flush()
-
-
 def _evaluate(options: argparse.Namespace) -> None:
     from myxtts.observe.report import write_report
     from myxtts.terminal import ProgressLines, show_scores
@@ -504,16 +463,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     out = options.out or options.run_folder / EVALUATION_FOLDER
     judges = find_judges(options.judge) if options.only != "synthesise" else None  # before anything is computed
     if options.only != "judge":
-        asked = EvaluationOptions(
-            num_sentences=options.sentences,
-            language=options.language,
-            vocoder=options.vocoder,
-            seed=options.seed,
-            temperature=options.temperature,
-            guidance=options.guidance,
-            central=options.central,
-            best_gpt=options.best,
-        )
+        names = ("language", "vocoder", "seed", "temperature", "guidance", "central")
+        given = {name: getattr(options, name) for name in names}
+        asked = EvaluationOptions(num_sentences=options.sentences, best_gpt=options.best, **given)
         synthesise(options.run_folder, out, asked, ProgressLines())
     if judges is None:
         there = f" --out {out}" if options.out else ""

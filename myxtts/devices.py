@@ -32,8 +32,7 @@ class Plan:
 
     data: torch.device
     model: torch.device
-    mode: str = "buffered"
-    """`buffered`: both roles share a device. `dual`: batches are copied from one device to the other."""
+    mode: str = "buffered"  # both roles share a device; `dual`: batches are copied from one device to the other
     data_cap_mb: int | None = None
     model_cap_mb: int | None = None
     """Equal if the roles share a device, which can have only one cap. Without effect on the CPU."""
@@ -120,10 +119,8 @@ def _read_place(environment: Mapping[str, str], problems: list[str]) -> _Place:
         if is_inside and (place.world_size == 1 or len(given) == len(names)):
             return place
     found = ", ".join(f"{name}={value}" for name, value in given.items())
-    problems.append(
-        f"the environment has {found}, which is no place among the processes of a run; start with torchrun, which "
-        f"sets {', '.join(names)}, or unset them to train with one process"
-    )
+    cure = f"start with torchrun, which sets {', '.join(names)}, or unset them to train with one process"
+    problems.append(f"the environment has {found}, which is no place among the processes of a run; {cure}")
     return _Place()
 
 
@@ -241,9 +238,8 @@ def explain_out_of_memory(plan: Plan, error: torch.OutOfMemoryError, role: str, 
     smaller_batch = "a smaller --batch-size with more --grad-accum: the effective batch stays the same"
     smaller_buffer = "a smaller --buffer-size: fewer batches wait on the GPU"
     less_model = "--gradient-checkpointing, or for fine-tuning --lora-rank 16"
-    cures = [smaller_batch, less_model, smaller_buffer]
-    if role == "data":
-        cures = [smaller_buffer, smaller_batch, less_model]
+    cures = [smaller_batch, less_model]
+    cures.insert(0 if role == "data" else 2, smaller_buffer)
     advice += cures if is_shared else cures[:2]
     explained = PipelineError("\n  - ".join([f"{text} Change one of:", *advice[:3]]))
     explained.__cause__ = error
@@ -252,7 +248,6 @@ def explain_out_of_memory(plan: Plan, error: torch.OutOfMemoryError, role: str, 
 
 @contextlib.contextmanager
 def explained_out_of_memory(plan: Plan, role: str, doing: str) -> Iterator[None]:
-    """Turn an OutOfMemoryError into the PipelineError that explains it."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -260,12 +255,10 @@ def explained_out_of_memory(plan: Plan, role: str, doing: str) -> Iterator[None]
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """State of a device's random number generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Restore the state of a device's random number generator."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state.cpu(), device)
     else:
@@ -288,18 +281,14 @@ def process_group(plan: Plan) -> Iterator[None]:
     if plan.world_size == 1:
         yield
         return
-    on_gpu = plan.model.type == "cuda"
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        timeout=timedelta(hours=2),  # rank 0 may decode a large corpus meanwhile
-        device_id=plan.model if on_gpu else None,
-    )
+    backend, device = ("nccl", plan.model) if plan.model.type == "cuda" else ("gloo", None)
+    timeout = timedelta(hours=2)  # rank 0 may decode a large corpus meanwhile
+    dist.init_process_group(backend, timeout=timeout, device_id=device)
     yield
     dist.destroy_process_group()  # not after an error: it would wait for processes that wait in a collective
 
 
 def barrier(plan: Plan) -> None:
-    """Wait until every process of the run has come here."""
     if plan.world_size > 1:
         dist.barrier()
 
@@ -390,7 +379,6 @@ class CudaGraph(Generic[Result]):
 
     @property
     def pool(self) -> Any:
-        """The memory pool, for other graphs to share."""
         return self._graph.pool()
 
     def replay(self) -> Result:

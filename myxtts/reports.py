@@ -49,10 +49,8 @@ class TrainingReports(Reporter):
     """Shows and stores the reports of the training loop, and warns when the pipeline is slow."""
 
     def __init__(self, folder: Path, printer: ProgressPrinter) -> None:
-        self._folder = folder
-        self._log = MetricsLog(folder)
-        self._printer = printer
-        self._warnings = LiveWarnings()
+        self._folder, self._printer = folder, printer
+        self._log, self._warnings = MetricsLog(folder), LiveWarnings()
         self.has_trained = False
         self._gpus = Sampler([gpu.index for gpu in Machine.look().gpus])
 
@@ -91,19 +89,17 @@ class TrainingReports(Reporter):
         self._printer.end()
         self._log.close()
         self._gpus.close()
-        if not self.has_trained:
-            return
         try:
-            write_report(self._folder)
+            if self.has_trained:
+                write_report(self._folder)
         except OSError as error:
             _log.warning("No report.html was written: %s", error)
 
 
 def machine() -> dict[str, str]:
     """Return the hardware and software of this machine, by name."""
-    gpus = ", ".join(str(gpu) for gpu in Machine.look().gpus)
     return {
-        "GPUs": gpus or "none",
+        "GPUs": ", ".join(map(str, Machine.look().gpus)) or "none",
         "CPU": f"{platform.processor() or platform.machine()}, {usable_cores()} usable cores",
         "system": platform.platform(),
         "Python": platform.python_version(),

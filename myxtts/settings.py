@@ -26,8 +26,7 @@ from myxtts.config import LANGUAGE_NAMES, OPTIMIZATION_LEVELS, PRESETS, SYNONYMS
 from myxtts.errors import ConfigError
 from myxtts.files import write_atomically
 
-DEFAULT_CONFIG_FILE = Path("configs/config.yaml")
-"""Read when no file is given, if it exists in the working folder."""
+DEFAULT_CONFIG_FILE = Path("configs/config.yaml")  # read if no file is given and the working folder has it
 MAX_FILE_BYTES = 100_000  # six times the shipped file; parsing takes up to a minute per megabyte
 _MAX_NUMBER = 10**15  # far above anything a setting can mean, and exact as a float
 _SWITCH_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -62,7 +61,6 @@ class Spec:
         return f"{self.section}.{self.name}"
 
     def expected(self) -> str:
-        """The accepted values in words."""
         if self.kind is bool:
             text = "true or false"
         elif self.kind is tuple:
@@ -80,7 +78,6 @@ class Spec:
         return text + (f", or {self.none}" if self.optional else "")
 
     def accepts(self, value: Any) -> bool:
-        """True if a value of the setting's own type is one of the accepted ones."""
         if self.kind is tuple:
             return bool(value) and list(value) == [choice for choice in self.choices if choice in value]
         if self.kind in (bool, str, Path):
@@ -129,7 +126,6 @@ def canonical() -> Mapping[str, str]:
 
 
 def _sections() -> Iterator[tuple[str, str, list[Spec]]]:
-    """Name, description and settings of each section."""
     for section in fields(Settings):
         members = [spec for spec in specs().values() if spec.section == section.name]
         yield section.name, getdoc(type(section.default)) or "", members
@@ -150,7 +146,6 @@ class _InvalidValue(Exception):
 
 
 def _parse_value(spec: Spec, raw: Any) -> Any:
-    """Return a value in the setting's own type."""
     if spec.optional and (raw is None or (isinstance(raw, str) and raw.lower() in ("none", "null", spec.none))):
         return None
     value = raw
@@ -317,17 +312,14 @@ class LoadedSettings:
 
 
 def load(config_file: Path | None, flags: Mapping[str, Any], unrecognized: Sequence[str] = ()) -> LoadedSettings:
-    """Return the settings from the defaults, the file and the flags (see `flags_of`), or raise one ConfigError.
-
-    `unrecognized` are the arguments that `parse_known_args` left over; they are reported with everything else.
-    """
+    """Return the settings from defaults, file and flags (see `flags_of`); `unrecognized` ones are problems."""
     if config_file is None and DEFAULT_CONFIG_FILE.is_file():
         config_file = DEFAULT_CONFIG_FILE
     problems: list[str] = []
     values: dict[str, Any] = {}
-    origin: dict[str, Origin] = dict.fromkeys(specs(), "default")
     where: dict[str, str] = {}
     invalid: set[str] = set()
+    origin: dict[str, Origin] = dict.fromkeys(specs(), "default")
     from_file = [] if config_file is None else _read_entries(config_file, problems)
     flag_of = {name: f"flag {specs()[key].flags[0]}" for name, key in canonical().items()}
     from_flags = [(key, value, flag_of.get(key, "flags")) for key, value in flags.items()]
@@ -376,8 +368,8 @@ def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
         given, missing = gpus if data.model_gpu is None else reversed(gpus)
         yield gpus, f"{given} is given without {missing}; give both to use two GPUs, or neither to use one"
     elif data.data_gpu is not None and data.data_gpu == data.model_gpu:
-        advice = "name two different GPUs, or leave out both to use one"
-        yield gpus, f"data.data_gpu and data.model_gpu are both {data.data_gpu}; {advice}"
+        both = f"data.data_gpu and data.model_gpu are both {data.data_gpu}"
+        yield gpus, f"{both}; name two different GPUs, or leave out both to use one"
     longest_s = data.max_mel_frames * config.HOP_SAMPLES / config.SAMPLE_RATE
     if data.min_clip_seconds >= longest_s:
         shortest = f"data.min_clip_seconds is {data.min_clip_seconds:g}"
@@ -387,7 +379,6 @@ def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def value_of(settings: Settings, key: str) -> Any:
-    """Return a setting by its canonical key."""
     section, name = key.split(".")
     return getattr(getattr(settings, section), name)
 
@@ -451,14 +442,13 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = No
             target: dict[str, Any] = {"dest": spec.key, "default": argparse.SUPPRESS}
             if spec.kind is bool:
                 group.add_argument(*spec.flags, action="store_true", help=text, **target)
-                off = f"Turns {spec.name} off."
-                group.add_argument(*spec.off_flags, action="store_false", help=off, **target)
+                text = f"Turns {spec.name} off."
+                group.add_argument(*spec.off_flags, action="store_false", help=text, **target)
             else:
                 group.add_argument(*spec.flags, metavar=spec.placeholder(), help=text, **target)
 
 
 def flags_of(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings given on this command line, by canonical key."""
     return {key: value for key, value in vars(namespace).items() if key in specs()}
 
 
@@ -583,10 +573,7 @@ def patched(text: str, values: Mapping[str, Any]) -> str:
 
 
 def apply_patch(loaded: LoadedSettings, values: Mapping[str, Any]) -> tuple[Path, Path | None]:
-    """Write these settings into the configuration file; return it and its backup, if there was a file before.
-
-    Nothing is written unless the result loads, has these values, and has all others as before.
-    """
+    """Write these settings, unless others would change too; return the file, and the backup of an old one."""
     path = (loaded.config_file or DEFAULT_CONFIG_FILE).expanduser().resolve()
     before = path.read_bytes() if path.exists() else b""
     backups = (path.with_name(f"{path.name}.bak{number or ''}") for number in range(1000))

@@ -52,10 +52,8 @@ if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
     from myxtts.tools.tune import Tuning
 
 PERIOD_S = 1.0  # time between two pictures of the live view
-SILENCE_S = 60.0
-"""The live view mentions missing reports after this long, and five times as long as reports usually take."""
-_FILE_WIDTH = 100_000
-"""Columns of a file or pipe: a sentence must stay on one line, so that it can be searched for."""
+SILENCE_S = 60.0  # missing reports are mentioned after this long, and five times as long as they usually take
+_FILE_WIDTH = 100_000  # columns of a file or pipe: a sentence on one line can be searched for
 _NAME_WIDTH = 60
 _LENGTH_STEP_S, _BAR_WIDTH = 2, 30
 _STYLES = {"pass": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
@@ -72,7 +70,6 @@ _log = logging.getLogger(__name__)
 
 
 def show_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are, without delay."""
     for line in lines:
         print(line, flush=True)
 
@@ -110,10 +107,7 @@ class ProgressLines:
 
 
 class ProgressPrinter:
-    """Prints a line for every report of a training; on a terminal a live line below them counts the steps.
-
-    A context manager, used by one thread.
-    """
+    """A context manager that prints a line per report, and on a terminal a live line of steps; for one thread."""
 
     def __init__(self, *, is_silent: bool = False, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -128,14 +122,13 @@ class ProgressPrinter:
         self._reported_at = 0.0
 
     def begin(self, stage: str, step: int, total_steps: int | None) -> None:
-        """Show that a stage starts, or continues after `step`."""
         self.end()
         self._title, self._step, self._total_steps, self._report = stage, step, total_steps, None
         if not self._console.is_terminal or self._is_silent:
             return
-        redirects = self._stderr.isatty()
+        tty = self._stderr.isatty()
         self._live = Live(
-            console=self._console, get_renderable=self._live_line, transient=True, redirect_stderr=redirects
+            console=self._console, get_renderable=self._live_line, transient=True, redirect_stderr=tty
         )
         self._live.start(refresh=True)
         for handler in logging.getLogger().handlers:  # so that messages appear above the live line, not in it
@@ -253,7 +246,14 @@ def show_corpus(prepared: PreparedCorpus) -> None:
     for reason, count in Counter(item.reason for item in prepared.set_aside).most_common():
         table.add_row("", str(count), reason)
     console.print(table)
-    console.print(_length_table(np.concatenate([clips.num_samples for clips in both]) / SAMPLE_RATE))
+    seconds = np.concatenate([clips.num_samples for clips in both]) / SAMPLE_RATE
+    counts = np.bincount((seconds // _LENGTH_STEP_S).astype(int))
+    lengths = _table()
+    for index, count in enumerate(counts.tolist()):
+        start = index * _LENGTH_STEP_S
+        bar = "█" * round(_BAR_WIDTH * count / counts.max())
+        lengths.add_row(f"{start}–{start + _LENGTH_STEP_S} s", str(count), bar)
+    console.print(lengths)
     if prepared.set_aside:
         show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
     show_lines([f"Ready: cache in {prepared.root}"])
@@ -262,17 +262,6 @@ def show_corpus(prepared: PreparedCorpus) -> None:
 def _duration(clips: ClipSet) -> str:
     minutes = float(clips.num_samples.sum()) / SAMPLE_RATE / 60
     return f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:.2f} hours"
-
-
-def _length_table(seconds: Numbers) -> Table:
-    counts = np.bincount((seconds // _LENGTH_STEP_S).astype(int))
-    table = _table()
-    for index, count in enumerate(counts.tolist()):
-        start = index * _LENGTH_STEP_S
-        table.add_row(
-            f"{start}–{start + _LENGTH_STEP_S} s", str(count), "█" * round(_BAR_WIDTH * count / counts.max())
-        )
-    return table
 
 
 def show_findings(findings: Sequence[Finding], console: Console | None = None) -> None:
@@ -293,24 +282,18 @@ def _print_findings(findings: Sequence[Finding], console: Console) -> None:
     table = _table()
     for finding in findings:
         level = Text(finding.level.upper(), style=_STYLES[finding.level])
-        table.add_row(level, Text(finding.code, no_wrap=True), _finding_text(finding))
+        text, fix = Text(finding.what), finding.fix
+        if finding.why:
+            text.append(f"\n{finding.why}", style="dim")
+        if finding.setting and finding.value is not None and finding.setting not in fix:
+            fix += f" ({finding.setting}: {format_setting(finding.setting, finding.value)})"
+        if finding.gain is not None and finding.level != "pass":
+            fix += f" (about {finding.gain:.2g} times as fast)"
+        if fix:
+            text.append(f"\n→ {fix.strip()}")
+        table.add_row(level, Text(finding.code, no_wrap=True), text)
     if findings:
         console.print(table)
-
-
-def _finding_text(finding: Finding) -> Text:
-    """Return what was found, why, and what to do, each on a line of its own."""
-    text = Text(finding.what)
-    if finding.why:
-        text.append(f"\n{finding.why}", style="dim")
-    fix = finding.fix
-    if finding.setting and finding.value is not None and finding.setting not in fix:
-        fix += f" ({finding.setting}: {format_setting(finding.setting, finding.value)})"
-    if finding.gain is not None and finding.level != "pass":
-        fix += f" (about {finding.gain:.2g} times as fast)"
-    if fix:
-        text.append(f"\n→ {fix.strip()}")
-    return text
 
 
 def show_profile(profile: Profile, console: Console | None = None) -> None:
@@ -366,7 +349,7 @@ def show_tuning(tuning: Tuning, console: Console | None = None) -> None:
     if tuning.after is not None:
         before = f"{tuning.before.clips_per_s:.1f}" if tuning.before else "none (training failed)"
         gain = f", {tuning.gain:.2f}×" if tuning.gain is not None else ""
-        trials = f"{tuning.num_trials} trial{'' if tuning.num_trials == 1 else 's'}"
+        trials = "1 trial" if tuning.num_trials == 1 else f"{tuning.num_trials} trials"
         spent = f"{trials}, {tuning.minutes:.1f} minutes"
         console.print(Text(f"Clips per second: {before} → {tuning.after.clips_per_s:.1f}{gain} ({spent})"))
     if tuning.largest_batch is not None:
@@ -419,8 +402,7 @@ def _show_data(data: DataAnalysis, console: Console) -> None:
     console.print(table)
     console.print(Text(f"Estimated GPU idle: {percent(feed.idle_share, 0)}"))
     if not feed.on_gpu and not feed.step_is_given:
-        hint = "(the step was measured on this CPU; give the time of a step on your GPU with --step-ms)"
-        console.print(Text(hint, style="dim"))
+        console.print(Text("(measured on this CPU; give the time of a step on your GPU: --step-ms)", style="dim"))
 
 
 def _timing_cells(timing: Timing) -> list[str]:
@@ -503,28 +485,24 @@ def render(
     if running is None:
         rows.add_row(nothing)
     else:
-        rows.add_row("stages", _stages(stages, running))
+        counts = []
+        for stage in stages:
+            last = stage.steps[-1] if stage.steps else None
+            count = f"{last.step:,}" + (f"/{last.total_steps:,}" if last.total_steps else "") if last else ""
+            counts.append(Text(f"{stage.name} {count}", style="bold" if stage is running else "dim"))
+        rows.add_row("stages", Text("  ").join(counts))
         _add_training(rows, running, bar_width, ended)
         notes = [Text(f"WARNING: {warning.text}", style="yellow") for warning in warnings_of(running.steps)]
         if ended:
-            last = running.steps[-1]
-            step = f"step {last.step:,}" + (f" of {last.total_steps:,}" if last.total_steps else "")
-            end = f"The training has ended. Its last report is of {step} of stage {last.stage}."
+            final = running.steps[-1]
+            step = f"step {final.step:,}" + (f" of {final.total_steps:,}" if final.total_steps else "")
+            end = f"The training has ended. Its last report is of {step} of stage {final.stage}."
             notes.append(Text(end, style="bold"))
         elif now is not None and (silence := _silence(reports, now)):
             notes.append(Text(silence, style="red"))
     for reading in readings:
         rows.add_row(Text(f"GPU {reading.get('gpu', '?')}"), _gpu_line(reading, bar_width))
     return Panel(Group(rows, *notes), title=Text(title) if title else None, title_align="left", width=width)
-
-
-def _stages(stages: Sequence[StageHistory], running: StageHistory) -> Text:
-    parts = []
-    for stage in stages:
-        last = stage.steps[-1] if stage.steps else None
-        count = f"{last.step:,}" + (f"/{last.total_steps:,}" if last.total_steps else "") if last else ""
-        parts.append(Text(f"{stage.name} {count}", style="bold" if stage is running else "dim"))
-    return Text("  ").join(parts)
 
 
 def _add_training(rows: Table, stage: StageHistory, bar_width: int, ended: bool) -> None:
@@ -557,8 +535,9 @@ def _add_training(rows: Table, stage: StageHistory, bar_width: int, ended: bool)
         used = "  ".join(f"{role} {short(mb / 1024)} GB" for role, mb in last.memory_mb.items())
         rows.add_row("memory", Text(used))
     if last.skipped:
-        skipped = f"{last.skipped:,} steps with gradients that were not finite"
-        rows.add_row("skipped", Text(skipped, style="yellow"))
+        rows.add_row(
+            "skipped", Text(f"{last.skipped:,} steps with gradients that were not finite", style="yellow")
+        )
 
 
 def _gpu_line(reading: Record, bar_width: int) -> Text:

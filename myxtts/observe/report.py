@@ -47,8 +47,7 @@ from myxtts.observe.trace import Span, read_jsonl
 
 REPORT_FILE = "report.html"
 MOST_POINTS = 500  # points of a curve; a screen shows hardly more
-FEWEST_SMOOTHED, NUM_MEANS = 80, 40
-"""A curve of at least so many points gets a second one through the means of so many stretches."""
+FEWEST_SMOOTHED, NUM_MEANS = 80, 40  # a curve of so many points gets a second one through so many means
 MOST_BARS = 600
 TYPICAL_STEPS, NUM_WORST = 4, 3
 KEEPS_UP = 0.01  # the data keeps up if the model waits for at most this share of the time
@@ -162,8 +161,7 @@ class Curve(NamedTuple):
     label: str
     x: Numbers
     y: Numbers
-    look: Literal["line", "mean", "dots"] = "line"
-    """A long `line` also gets its smoothed course, `mean` is only that."""
+    look: Literal["line", "mean", "dots"] = "line"  # a long `line` is also smoothed, `mean` is only smoothed
 
 
 def line_chart(
@@ -191,8 +189,7 @@ def line_chart(
             y = _stretch_means(np.clip(y, y_low, y_high))  # unclipped, an outlier would shift its stretch
             paths.append(("line", draw(_stretch_means(x), y)))
         drawn.append({"label": label, "last": short(float(y[np.isfinite(y)][-1])), "paths": paths})
-    outside = every_y[(every_y > y_high) | (every_y < y_low)]
-    note = ""
+    note, outside = "", every_y[(every_y > y_high) | (every_y < y_low)]
     if len(outside):
         extreme = float(outside.max() if outside.max() > y_high else outside.min())
         note = f"{len(outside):,} beyond the edge, up to {short(extreme)}"
@@ -277,14 +274,15 @@ def _charts_over_time(trained: Sequence[StageHistory], gpus: Mapping[str, Record
         return [Curve(f"GPU {gpu}", x, factor * gpus[gpu][name]) for gpu, x in zip(gpus, times, strict=True)]
 
     x_label, gpu_label = f"{unit} of training", f"{gpu_unit} since the first reading"
-    utilisation = "%, as reported by the driver"
-    return _drawn(
+    by_driver = "%, as reported by the driver"
+    charts = [
         line_chart("Model busy", "% of the time", of_stages("idle_share", -100, 100), x_label, 0, 100),
         line_chart("Step time", "ms", of_stages("step_ms"), x_label, 0),
         line_chart("MFU", "% of the measured matmul rate", of_stages("mfu", 100), x_label, 0, 100),
-        line_chart("GPU utilisation", utilisation, of_gpus("utilisation", 100), gpu_label, 0, 100),
+        line_chart("GPU utilisation", by_driver, of_gpus("utilisation", 100), gpu_label, 0, 100),
         line_chart("GPU memory", "GB", of_gpus("memory_used_mb", 1 / 1024), gpu_label, 0),
-    )
+    ]
+    return [chart for chart in charts if chart]
 
 
 def _training_charts(stage: StageHistory) -> list[Chart]:
@@ -292,14 +290,8 @@ def _training_charts(stage: StageHistory) -> list[Chart]:
     training = Curve("training", steps, stage.column("losses.total"))
     validation = Curve("validation", validated_at, numbers(loss for _, loss in stage.validations), "dots")
     speed = Curve("clips/s", steps, stage.column("clips_per_s"))
-    return _drawn(
-        line_chart("Loss", "total", [training, validation], "step"),
-        line_chart("Throughput", "clips/s", [speed], "step", 0),
-    )
-
-
-def _drawn(*charts: Chart | None) -> list[Chart]:
-    return [chart for chart in charts if chart is not None]
+    loss = line_chart("Loss", "total", [training, validation], "step")
+    return [chart for chart in (loss, line_chart("Throughput", "clips/s", [speed], "step", 0)) if chart]
 
 
 def _time_unit(longest_s: float) -> tuple[float, str]:
@@ -434,10 +426,9 @@ def _score_chart(title: str, unit: str, key: str, summary: Scores, low: int, hig
     found = {name: row[key] for name, row in summary.items() if math.isfinite(row[key])}
     shares = {name: (score - low) / (high - low) for name, score in found.items()}
     marks = [_mark(shares["recording"], "c6", "the recordings")] if "recording" in shares else []
-    rows = [
-        (f"{name} {_score(found[name])}", [Bar("", 0, share, f"c{index % 6 + 1}"), *marks])
-        for index, (name, share) in enumerate(shares.items())
-    ]
+    rows = []
+    for index, (name, share) in enumerate(shares.items()):
+        rows.append((f"{name} {_score(found[name])}", [Bar("", 0, share, f"c{index % 6 + 1}"), *marks]))
     return {"title": title, "unit": f"{unit}; grey: the recordings", "rows": rows, "ticks": _ticks(low, high)}
 
 
@@ -459,7 +450,6 @@ def _mark(at: float, colour: str, tip: str) -> Bar:
 
 
 def _score(value: float) -> str:
-    """Return a score with two digits, so that columns line up."""
     return f"{value:.2f}".replace("-", "−") if math.isfinite(value) else "–"
 
 

@@ -9,6 +9,7 @@ loads a training run or an XTTS-v2 folder.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
+import soundfile
 import torch
 
 from myxtts.audio import Wave, write
@@ -42,11 +44,9 @@ PUBLISHED_SAMPLING = Sampling(temperature=0.75, top_k=50, top_p=0.85, repetition
 OWN_SAMPLING = replace(PUBLISHED_SAMPLING, repetition_penalty=1.0, penalise_prompt=False)
 """For a model trained from scratch: speech repeats codes, and a model of a small corpus knows which. With the
 published penalty a model that had memorised eight sentences could say none of them."""
-SAMPLING_FLAGS = ("temperature", "repetition_penalty", "guidance", "central")
-"""Fields of `Sampling` that can be set on the command line."""
+SAMPLING_FLAGS = ("temperature", "repetition_penalty", "guidance", "central")  # fields of `Sampling` with a flag
 NUM_ATTEMPTS = 3
-BATCH_SIZE, BATCHES_AT_ONCE = 16, 8
-"""Sentences generated together, and the number of such batches that are sorted by length together."""
+BATCH_SIZE, BATCHES_AT_ONCE = 16, 8  # sentences generated together, and batches sorted by length together
 CHUNK_CODES = 20  # codes per piece of a stream: just under a second, as in XTTS-v2
 SLOWEST, FASTEST, MOST_GUIDANCE = 0.5, 2.0, 10.0
 SILENT = 1e-3  # the wave of a sentence that never reaches this is silent
@@ -73,8 +73,6 @@ class SynthesisArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SynthesisOptions:
-    """How a text is spoken."""
-
     sampling: Sampling  # without the argument, what suits the model
     seed: int  # without the argument, a random one, which the report names
     speed: float = 1.0
@@ -134,8 +132,6 @@ def checked(generated: Generated, sentence: Sentence, attempt: int) -> Attempt:
 
 @dataclass(frozen=True)
 class SentenceReport:
-    """One sentence as it was spoken."""
-
     text: str
     num_codes: int
     seconds: float
@@ -162,8 +158,7 @@ class Report:
     seed: int
     speed: float
     sentences: tuple[SentenceReport, ...]
-    unknown_characters: dict[str, str]
-    """Characters the vocabulary lacks, and what was said instead: "" if they were left out."""
+    unknown_characters: dict[str, str]  # those the vocabulary lacks, and what was said instead; "" if left out
     voice_notes: tuple[str, ...] = ()
 
     @property
@@ -192,17 +187,13 @@ class Report:
     def require_sound(self) -> Report:
         """This report; raises an error if no sentence has any codes."""
         if not any(sentence.num_codes for sentence in self.sentences):
-            first = self.sentences[0]
-            raise PipelineError(
-                f"The model said nothing in {first.num_attempts} attempts at {first.text[:60]!r}: it ends every "
-                "sentence at once. Is it trained enough, and on this language?"
-            )
+            said = f"The model said nothing in {self.sentences[0].num_attempts} attempts"
+            why = "it ends every sentence at once. Is it trained enough, and on this language?"
+            raise PipelineError(f"{said} at {self.sentences[0].text[:60]!r}: {why}")
         return self
 
 
 class Utterance(NamedTuple):
-    """One text, to be spoken in one voice."""
-
     voice: Voice
     language: str
     sentences: list[Sentence]
@@ -218,9 +209,8 @@ class Speech:
 
     def save(self, path: Path | str) -> None:
         """Write the wave as 16-bit WAV or FLAC, by the extension."""
-        path = Path(path)
-        check_output(path)
-        save_wave(path, self.wave, OUTPUT_SAMPLE_RATE)
+        check_output(Path(path))
+        save_wave(Path(path), self.wave, OUTPUT_SAMPLE_RATE)
 
 
 def check_output(path: Path) -> None:
@@ -258,6 +248,13 @@ class SpeechStream(Iterator[Wave]):
     def close(self) -> None:
         self._waves.close()
 
+    def save(self, path: Path) -> None:
+        """Write every piece as soon as it is ready, as 16-bit audio in the format of the extension."""
+        with contextlib.closing(self), soundfile.SoundFile(path, "w", OUTPUT_SAMPLE_RATE, 1, "PCM_16") as file:
+            for piece in self:
+                file.write(piece)
+                file.flush()
+
     @property
     def report(self) -> Report:
         if self._report is None:
@@ -278,10 +275,8 @@ def usable_vocoder(fresh_parts: Collection[str], wanted: VocoderName | None = No
     words = [part.split(".")[-1].replace("_", " ") for parts in missing.values() for part in parts]
     stages = " or ".join(f"--stages {'decoder' if name == 'hifigan' else 'dvae'}" for name in missing)
     other = " or use --vocoder griffin-lim" if wanted == "hifigan" and "dvae" not in fresh_parts else ""
-    raise UnreadableWeights(
-        f"The {' and the '.join(words)} of this model {'is' if len(words) == 1 else 'are'} not trained, so "
-        f"nothing turns its codes into sound: train it ({stages}){other}."
-    )
+    untrained = f"The {' and the '.join(words)} of this model {'is' if len(words) == 1 else 'are'} not trained"
+    raise UnreadableWeights(f"{untrained}, so nothing turns its codes into sound: train it ({stages}){other}.")
 
 
 class Synthesizer:
@@ -433,9 +428,8 @@ class Synthesizer:
         """Split a text into sentences; refuse a voice of other weights, which would sound like noise."""
         fits = voice.latents.shape[2] == self._dims.gpt.dim and len(voice.speaker) == self._dims.speaker_dim
         if not fits or (voice.fingerprint and voice.fingerprint != self.fingerprint):
-            raise UnreadableWeights(
-                f"The voice {voice.name!r} was made by another model; make it again from its recordings."
-            )
+            cure = "make it again from its recordings"
+            raise UnreadableWeights(f"The voice {voice.name!r} was made by another model; {cure}.")
         code = self._frontend.language_code(language)
         return Utterance(voice, code, *self._frontend.sentences(text, code))
 
@@ -501,25 +495,18 @@ def load_synthesizer(
         vocoder = usable_vocoder(known.untrained_parts, vocoder)
         model, vocabulary = run.load_model(without=known.untrained, best_gpt=best_gpt), run.vocabulary()
     elif not folder.is_dir():
-        raise ConfigError(
-            f"There is no model in {folder}: no such folder. Name that of a training run or of XTTS-v2 "
-            "(myxtts speak: --model DIR)"
-        )
+        cure = "name that of a training run or of XTTS-v2 (myxtts speak: --model DIR)"
+        raise ConfigError(f"There is no model in {folder}: no such folder; {cure}")
     elif best_gpt:
         raise ConfigError(f"--best chooses among the checkpoints of a run; {folder} is a folder of weights")
     else:
         model, vocabulary, fresh_parts, known = load_folder(folder)
         vocoder = usable_vocoder(fresh_parts, vocoder)
-    own = known.from_scratch
-    return Synthesizer(
-        model,
-        vocabulary,
-        device,
-        vocoder=vocoder,
-        limits=Limits(known.max_text_length, known.max_mel_frames // 4) if own else None,
-        use_phonemes=known.use_phonemes,
-        sampling=OWN_SAMPLING if own else PUBLISHED_SAMPLING,
-    )
+    speaks: dict[str, Any] = {"vocoder": vocoder, "use_phonemes": known.use_phonemes}
+    if known.from_scratch:
+        limits = Limits(known.max_text_length, known.max_mel_frames // 4)
+        return Synthesizer(model, vocabulary, device, limits=limits, sampling=OWN_SAMPLING, **speaks)
+    return Synthesizer(model, vocabulary, device, **speaks)
 
 
 def provenance(run: RunDir) -> Provenance:
@@ -546,10 +533,7 @@ class Example(NamedTuple):
 
 
 def example(data: DataSettings, clips: ClipSet) -> Example | None:
-    """The first clip in the corpus's main language that is long enough for a voice, or the longest.
-
-    None if the corpus or the clip has disappeared.
-    """
+    """The first clip in the main language that is long enough for a voice, or the longest; None if it is gone."""
     main_language = np.bincount(clips.languages).argmax()
     seconds = np.where(clips.languages == main_language, clips.num_samples / SAMPLE_RATE, 0.0)
     chosen = int(np.argmax(np.minimum(seconds, _ENOUGH_SECONDS)))

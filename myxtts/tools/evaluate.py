@@ -62,8 +62,7 @@ SETS = ("recording", "reconstructed", "synthesised", "other speaker")
 RECORDING, RECONSTRUCTED, SYNTHESISED, OTHER = SETS
 REFERENCE = "reference"
 ITEMS_FILE, ABOUT_FILE, SCORES_FILE = "items.json", "about.json", "scores.json"
-REFERENCE_SECONDS, REFERENCES_A_SPEAKER = 6.0, 4
-"""The best length of a reference, and how many clips of a speaker take turns as one."""
+REFERENCE_SECONDS, REFERENCES_A_SPEAKER = 6.0, 4  # the best length, and how many clips of a speaker take turns
 JUDGE_SCRIPT = Path(__file__).with_name("judge.py")
 JUDGE_FOLDER = ".judge"
 SAME_SPEAKER = 0.345
@@ -100,8 +99,7 @@ class Recording(NamedTuple):
     @property
     def wave(self) -> Wave:
         """As the network gets it, 22.05 kHz."""
-        pcm = self.clips.audio[int(self.clips.audio_rows[self.number])]
-        return np.divide(pcm, 32768, dtype=np.float32)
+        return np.divide(self.clips.audio[int(self.clips.audio_rows[self.number])], 32768, dtype=np.float32)
 
     @property
     def ids(self) -> Tensor:
@@ -119,7 +117,6 @@ class HeldOutSentence(NamedTuple):
     other: Recording | None  # a clip of another speaker
 
     def file(self, folder: str) -> str:
-        """The path of one of its versions in the evaluation."""
         return f"{folder}/{self.clip.file_name}"
 
 
@@ -129,10 +126,8 @@ def held_out_sentences(
     """Held-out sentences that are not the text of any training clip, speakers in turn, each with a reference."""
     val = prepared.val
     if not len(val):
-        raise ConfigError(
-            "The run holds no clips out, and sentences that were trained on show nothing.\n"
-            "Train with --val-fraction above 0, or with --val-data DIR."
-        )
+        cure = "train with --val-fraction above 0, or with --val-data DIR"
+        raise ConfigError(f"The run holds no clips out, and sentences that were trained on show nothing; {cure}.")
     texts = _unseen_texts(prepared, data)
     languages = [LANGUAGES[number] for number in val.languages.tolist()]
     if language is not None and language not in languages:
@@ -161,10 +156,8 @@ def held_out_sentences(
         clip = Recording(val, index, RECORDING)
         chosen.append((turn, HeldOutSentence(clip, *facts, own[turn % len(own)], other)))
     if not chosen:
-        raise DatasetError(
-            f"None of the {len(val)} held-out clips has a reference, which is another clip of the same speaker. "
-            "Is the speaker column of the metadata right?"
-        )
+        none = f"None of the {len(val)} held-out clips has a reference, which is another clip of the same speaker"
+        raise DatasetError(f"{none}. Is the speaker column of the metadata right?")
     if len(chosen) < num_sentences:
         why = "".join(f", {count} {reason}" for reason, count in skipped.items())
         asked = f"{len(chosen)} of the {num_sentences} sentences asked for"
@@ -180,10 +173,8 @@ def _unseen_texts(prepared: PreparedCorpus, data: DataSettings) -> dict[str, str
     seen = {train[name] for name in prepared.train.names if name in train}
     unseen = {name: val[name] for name in prepared.val.names if name in val and val[name] not in seen}
     if not unseen:
-        raise DatasetError(
-            f"Training clips say all {len(prepared.val)} held-out sentences too: an evaluation would only show "
-            "what was memorised. Hold out others (--val-data, metadata_eval.csv)."
-        )
+        cure = "an evaluation would only show what was memorised. Hold out others (--val-data, metadata_eval.csv)"
+        raise DatasetError(f"Training clips say all {len(prepared.val)} held-out sentences too: {cure}.")
     return unseen
 
 
@@ -223,8 +214,7 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
         raise ConfigError(f"There is no run in {folder}; name the --checkpoint-dir of a training")
     if "gpt" in run.untrained():
         raise ConfigError(f"The run in {folder} has not trained gpt yet: it cannot speak. Train it: --stages gpt")
-    settings_file = folder / "settings.yaml"
-    if not settings_file.is_file():
+    if not (settings_file := folder / "settings.yaml").is_file():
         raise ConfigError(f"{settings_file} is missing; it says what the run was trained on")
     data = replace(load(settings_file, {}).settings.data, tokenizer=run.vocabulary_file)
     sentences = held_out_sentences(prepare(data, progress), data, options.num_sentences, options.language)
@@ -272,8 +262,7 @@ def _with_voices(synthesizer: Synthesizer, out: Path, sentences: Sequence[HeldOu
             _log.warning("Skipping sentences without a usable reference. %s", error)
     if not voices:
         raise DatasetError("None of the references can be used.")
-    files = ((sentence, sentence.reference.file) for sentence in sentences)
-    return [(sentence, voices[file]) for sentence, file in files if file in voices]
+    return [(one, voices[one.reference.file]) for one in sentences if one.reference.file in voices]
 
 
 def _speak(
@@ -356,8 +345,6 @@ def _write_json(path: Path, content: object) -> None:
 
 
 class Judges(NamedTuple):
-    """An installation of the judges."""
-
     python: Path
     home: Path  # where they keep what they unpack
 
@@ -387,9 +374,8 @@ def score(out: Path, judges: Judges, progress: Progress) -> dict[str, Any]:
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(
-            f"Nothing to judge: there is no {path}. Synthesise first: myxtts evaluate RUN --only synthesise"
-        ) from None
+        cure = "Synthesise first: myxtts evaluate RUN --only synthesise"
+        raise ConfigError(f"Nothing to judge: there is no {path}. {cure}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Synthesise again.") from None
     if not isinstance(items, list) or not items:
@@ -430,9 +416,8 @@ def _run_judges(judges: Judges, items_file: Path, num_items: int, progress: Prog
                 except BaseException:
                     process.kill()
                     raise
-            if process.returncode or len(lines) != num_items + 1:
-                judged = f"{max(0, len(lines) - 1)} of {num_items} clips judged"
-                raise ValueError(f"{judged}, exit status {process.returncode}")
+            if (status := process.returncode) or len(lines) != num_items + 1:
+                raise ValueError(f"{max(0, len(lines) - 1)} of {num_items} clips judged, exit status {status}")
         except (OSError, ValueError) as error:
             errors.seek(0)
             last = "\n  ".join(errors.read().strip().splitlines()[-_SHOWN_LINES:])
@@ -473,9 +458,8 @@ def interpret(summary: Mapping[str, Mapping[str, Any]], languages: set[str]) -> 
     real, codes, ours = (summary.get(name, {}).get(measure) for name in (RECORDING, RECONSTRUCTED, SYNTHESISED))
     parts = []
     if real is not None and ours is not None:
-        word = measure.upper()
-        compared = f"{word} {ours:.2f} against {real:.2f} of the recordings"
-        parts.append(f"{compared}: {_intelligibility(real, codes, ours, word)}")
+        meaning = _intelligibility(real, codes, ours, measure.upper())
+        parts.append(f"{measure.upper()} {ours:.2f} against {real:.2f} of the recordings: {meaning}")
     spoken, other = summary.get(SYNTHESISED, {}), summary.get(OTHER, {}).get("similarity")
     if (similarity := spoken.get("similarity")) is not None:
         against = f" against {other:.2f} to another speaker" if other is not None else ""

@@ -22,14 +22,11 @@ from myxtts.run_dir import RunDir
 from myxtts.settings import LoadedSettings, format_setting, specs, value_of, with_values
 from myxtts.tools.dry_run import Refused, Trial, try_out_apart
 
-MIN_GAIN_GPU, MIN_GAIN_CPU = 1.03, 1.1
-"""Speedup below which a change may be chance; training on a CPU shares its cores."""
-MAX_MEMORY_SHARE = 0.85
-"""Share of a GPU or its cap that training may take: validation and other programs need the rest."""
+MIN_GAIN_GPU, MIN_GAIN_CPU = 1.03, 1.1  # a smaller speedup may be chance; training on a CPU shares its cores
+MAX_MEMORY_SHARE = 0.85  # of a GPU or its cap: validation and other programs need the rest
 GPU_STEPS, CPU_STEPS = 40, 4  # steps of a trial after its warm-up
 MAX_BATCH_GPU, MAX_BATCH_CPU = 512, 32
-DDP_EFFICIENCY = 0.95
-"""Share of its speed that each of several GPUs keeps: the rest goes into exchanging gradients."""
+DDP_EFFICIENCY = 0.95  # share of its speed that each GPU keeps: the rest goes into exchanging gradients
 BATCH, ACCUMULATE = "data.batch_size", "training.gradient_accumulation_steps"
 WORKERS, CHECKPOINTING = "data.num_workers", "model.gradient_checkpointing"
 DATA_GPU, MODEL_GPU = "data.data_gpu", "data.model_gpu"
@@ -41,20 +38,15 @@ Measure = Callable[[LoadedSettings], Trial]
 
 @dataclass(frozen=True)
 class Change:
-    """One setting to change."""
-
     setting: str
     old: Any
     new: Any
-    gain_measured: float | None
-    """Speed as a multiple of that with the changes before it; None if that was not measured."""
+    gain_measured: float | None  # speed as a multiple of that with the changes before it; None if not measured
     why: str
 
 
 @dataclass
 class Tuning:
-    """The result of a search."""
-
     changes: list[Change] = field(default_factory=list)
     before: Trial | None = None  # None if the configuration could not be trained
     after: Trial | None = None
@@ -66,12 +58,10 @@ class Tuning:
 
     @property
     def gain(self) -> float | None:
-        """The measured gain of all changes together."""
         return self.after.clips_per_s / self.before.clips_per_s if self.before and self.after else None
 
     @property
     def values(self) -> dict[str, Any]:
-        """The settings to write."""
         return {change.setting: change.new for change in self.changes}
 
     def to_json(self) -> dict[str, Any]:
@@ -92,19 +82,16 @@ class Search:
         self.min_gain = MIN_GAIN_GPU if machine.gpus else MIN_GAIN_CPU
         self._measure, self._ends_at, self._most_clips, self._say = measure, ends_at, most_clips, say
         self._longest_s = 0.0
-        self._refusal: Refused | None = None
-        """Why the last trial failed, if it did."""
+        self._refusal: Refused | None = None  # why the last trial failed, if it did
         self._effective = self.value(BATCH) * self.value(ACCUMULATE)
-        self._largest_under: LoadedSettings | None = None
-        """The settings whose largest batch is known."""
+        self._largest_under: LoadedSettings | None = None  # the settings whose largest batch is known
         training = loaded.settings.training
         self._batch_is_free = training.reset_training or not RunDir(training.checkpoint_dir).has_begun
         if not self._batch_is_free:
-            self.found.notes.append(
-                f"The batch is not changed because the run in {training.checkpoint_dir} has begun with it: give "
-                "another --checkpoint-dir, or --reset-training, to tune it for a new run; a smaller --batch-size "
-                "with as much more --grad-accum would continue this one"
-            )
+            kept = f"The batch is not changed because the run in {training.checkpoint_dir} has begun with it"
+            new_run = "give another --checkpoint-dir, or --reset-training, to tune it for a new run"
+            this_run = "a smaller --batch-size with as much more --grad-accum would continue this one"
+            self.found.notes.append(f"{kept}: {new_run}; {this_run}")
 
     @property
     def best(self) -> Trial:
@@ -130,8 +117,7 @@ class Search:
             single = self._try_roles()
         except OutOfTime:
             if self.found.after is None:
-                too_short = "The time was over before anything was measured; give more --minutes"
-                raise PipelineError(too_short) from None
+                raise PipelineError("Nothing was measured before the time was over; give more --minutes") from None
             self.found.notes.append("The time was over before everything was tried: give more --minutes")
         if single is None and self.value(DATA_GPU) is None:
             single = self.best

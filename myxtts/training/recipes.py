@@ -95,8 +95,7 @@ class StageFacts(NamedTuple):
 
     world_size: int = 1
     fine_tuning: bool = False
-    has_new_tokens: bool = False
-    """True if the text vocabulary grew after the weights to start from were trained."""
+    has_new_tokens: bool = False  # the text vocabulary grew after the weights to start from were trained
 
 
 class Recipe(nn.Module, ABC):
@@ -125,7 +124,6 @@ class Recipe(nn.Module, ABC):
         """The sums and counts that `evaluate` returns."""
 
     def learning_rate(self, fine_tuning: bool) -> float:
-        """Default peak of the schedule."""
         return self.fine_tuning_lr if fine_tuning else self.from_scratch_lr
 
     def evaluate(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
@@ -291,8 +289,7 @@ class DvaeRecipe(Recipe):
 
 TEXT_WEIGHT = 0.01  # weight of the text loss; that of the audio loss is 1
 MANY_LAYERS = 8  # from this many layers on, the GPT is compiled layer by layer
-WIDE_DIM = 1024
-"""XTTS-v2's width. A GPT at least this wide gets half the learning rate."""
+WIDE_DIM = 1024  # XTTS-v2's width; a GPT at least this wide gets half the learning rate
 
 
 class GptRecipe(Recipe):
@@ -328,8 +325,7 @@ class GptRecipe(Recipe):
         text_dropout: float = 0.0,
     ) -> None:
         super().__init__(world_size)
-        self.gpt = gpt
-        self.label_smoothing, self.max_frames = label_smoothing, max_frames
+        self.gpt, self.label_smoothing, self.max_frames = gpt, label_smoothing, max_frames
         self.code_noise, self.text_dropout = code_noise, text_dropout
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
@@ -356,11 +352,8 @@ class GptRecipe(Recipe):
         return {"reference_voice": tensors["mel"][: int(tensors["num_frames"][0])].t(), "code_usage": counts}
 
     def regions(self) -> list[nn.Module]:
-        """The blocks and the perceiver, nearly all the arithmetic: one graph of 30 layers compiles for a minute.
-
-        With few layers the whole recipe is one region: it compiles quickly, and the rest matters more.
-        """
-        if self.gpt.dims.layers < MANY_LAYERS:
+        """The blocks and the perceiver, nearly all the arithmetic: as one graph, 30 layers compile a minute."""
+        if self.gpt.dims.layers < MANY_LAYERS:  # it compiles quickly, and the rest matters more
             return [self]
         return [*self.gpt.gpt.h, *self.gpt.conditioning_encoder.attn, self.gpt.conditioning_perceiver]
 
@@ -419,8 +412,7 @@ class DecoderRecipe(Recipe):
 
     def __init__(self, vocoder: HifiGanDecoder, discriminators: Discriminators, world_size: int = 1) -> None:
         super().__init__(world_size)
-        self.generator = vocoder.waveform_decoder
-        self.discriminators = discriminators
+        self.generator, self.discriminators = vocoder.waveform_decoder, discriminators
         self.log_mel = LogMel(LOSS_MEL)
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - one signature for all
@@ -475,7 +467,6 @@ class DecoderRecipe(Recipe):
 
 
 RECIPES: dict[str, type[Recipe]] = {"dvae": DvaeRecipe, "gpt": GptRecipe, "decoder": DecoderRecipe}
-"""The recipe of each stage of `config.STAGES`."""
 
 
 def useful_flops(recipe: Recipe, clips: ClipSet) -> float | None:
@@ -486,12 +477,8 @@ def useful_flops(recipe: Recipe, clips: ClipSet) -> float | None:
     """
     if not isinstance(recipe, GptRecipe):
         return None
-    embeddings = {
-        id(parameter)
-        for module in recipe.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters()
-    }
+    tables = [module for module in recipe.modules() if isinstance(module, nn.Embedding)]
+    embeddings = {id(parameter) for table in tables for parameter in table.parameters()}
     matrices = [p for p in recipe.parameters() if p.ndim > 1 and id(p) not in embeddings]
     weights, trained = sum(p.numel() for p in matrices), sum(p.numel() for p in matrices if p.requires_grad)
     tokens = float(packed_tokens(clips.num_ids, clips.num_samples).mean())
