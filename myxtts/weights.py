@@ -57,8 +57,7 @@ class Provenance:
             untrained = tuple(stage for stage in STAGES if stage in found["untrained"])
             return cls(**{**found, "untrained": untrained})
         except (OSError, ValueError, TypeError, KeyError) as error:
-            message = f"{path} is not what an export wrote ({error}); export the run again"
-            raise UnreadableWeights(message) from None
+            raise UnreadableWeights(f"{path} is not what an export wrote ({error}); export again") from None
 
     @property
     def untrained_parts(self) -> list[str]:

@@ -62,7 +62,8 @@ def make_calls_deadly():
 
 def save(step):
     tensors = {"a": torch.full((1000,), float(step)), "b": torch.arange(step)}
-    checkpoints.save(step, Snapshot(tensors, dict(tensors), {"mark": step}), best=True, background=False)
+    checkpoints.save(step, Snapshot(tensors, dict(tensors), {"mark": step}), best=True)
+    checkpoints.wait()
     assert checkpoints.num_failed == 0
     os.write(report, b"%d " % step)
 
@@ -147,7 +148,8 @@ def bytes_of(tensor: Tensor) -> bytes:
 def saved(folder: Path, *steps: int, keep: int = 5) -> Checkpoints:
     checkpoints = Checkpoints(folder, keep)
     for step in steps:
-        checkpoints.save(step, snapshot(step), background=False)
+        checkpoints.save(step, snapshot(step))
+        checkpoints.wait()
     checkpoints.close()
     assert checkpoints.num_failed == 0
     return Checkpoints(folder, keep)
@@ -252,7 +254,8 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "step-00000002-my-copy").mkdir()
     for step in range(1, 7):
-        checkpoints.save(step, snapshot(step), best=step in (1, 3), background=False)
+        checkpoints.save(step, snapshot(step), best=step in (1, 3))
+        checkpoints.wait()
     assert names(tmp_path / "gpt") == {
         "step-00000003", "step-00000005", "step-00000006", "best", "step-00000002-my-copy"
     }  # fmt: skip
@@ -271,7 +274,8 @@ def test_after_starting_over_the_last_saved_is_the_newest(tmp_path: Path) -> Non
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path / "gpt", 4)
-    checkpoints.save(4, snapshot(44), background=False)
+    checkpoints.save(4, snapshot(44))
+    checkpoints.wait()
     checkpoints.close()
     assert names(tmp_path / "gpt") == {"step-00000004"}
     assert_same(checkpoints.newest(), 4, snapshot(44))
@@ -370,7 +374,8 @@ def test_a_save_that_fails_costs_a_checkpoint_and_nothing_else(
 def test_a_folder_that_cannot_be_made_is_a_failed_save(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     checkpoints = Checkpoints(tmp_path / "file" / "gpt", keep=1)
-    checkpoints.save(1, snapshot(1), background=False)
+    checkpoints.save(1, snapshot(1))
+    checkpoints.wait()
     checkpoints.close()
     assert checkpoints.num_failed == 1
 

@@ -363,24 +363,17 @@ frames, clips."""
 
 def host_layout(data: DataSettings) -> Layout:
     """Return the layout of what leaves the host for every batch."""
-    size, numbers = data.batch_size, Field((data.batch_size,), "int32")
-    return Layout(
-        {
-            "pcm": Field((size, data.max_mel_frames * HOP_SAMPLES), "int16"),
-            "ids": Field((size, data.max_text_length), "int32"),
-            "codes": Field((size, max_codes(data)), "int32"),
-            "num_samples": numbers,
-            "num_ids": numbers,
-            "num_codes": numbers,
-            "crop_slots": numbers,
-            "crop_starts": numbers,
-            "crop_samples": numbers,
-            "segments": numbers,
-            "clips": numbers,
-            "weights": Field((size,), "float32"),
-            "totals": Field((len(TOTALS),), "float32"),
-        }
-    )
+    size = data.batch_size
+    fields = {
+        "pcm": Field((size, data.max_mel_frames * HOP_SAMPLES), "int16"),
+        "ids": Field((size, data.max_text_length), "int32"),
+        "codes": Field((size, max_codes(data)), "int32"),
+    }
+    lengths = ("num_samples", "num_ids", "num_codes")
+    places = ("crop_slots", "crop_starts", "crop_samples", "segments", "clips")
+    fields |= dict.fromkeys((*lengths, *places), Field((size,), "int32"))
+    fields |= {"weights": Field((size,), "float32"), "totals": Field((len(TOTALS),), "float32")}
+    return Layout(fields)
 
 
 def max_codes(data: DataSettings) -> int:
@@ -390,8 +383,6 @@ def max_codes(data: DataSettings) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """One batch to be gathered."""
-
     plan: BatchPlan
     totals: npt.NDArray[np.float32]
     """Sums of TOTALS over all batches, on all ranks, of this batch's optimiser step."""
@@ -413,8 +404,6 @@ class HostBatch:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The description of a gathered batch."""
-
     sizes: Sizes
     after: Cursor
     clips: Rows
@@ -440,7 +429,8 @@ class Gatherer:
         self._num_codes = num_codes_of(self._num_samples)
         self.frame_budget = frame_budget(batches, self._num_samples, seed, voices)
         """The most conditioning frames of a batch."""
-        self.code_budget = self._find_code_budget()
+        num_codes = [(self._num_codes[batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
+        self.code_budget = _round_up(int(max(num_codes)), FRAME_MULTIPLE)
         """The most codes, with a gap after each clip, of nearly every batch."""
 
     def jobs(self, cursor: Cursor, accumulate: int = 1, num_batches: int | None = None) -> Iterator[Job]:
@@ -462,19 +452,12 @@ class Gatherer:
         voices = voices_of(clips, plan.weights, self._voices)
         chosen = fit(crops(self._seed, plan.epoch, clips, num_samples, voices), self.frame_budget)
         num_codes = self._num_codes[clips]
-        for name, values in (
-            ("num_samples", num_samples),
-            ("num_ids", self._num_ids[clips]),
-            ("num_codes", num_codes),
-            ("crop_slots", chosen.slots),
-            ("crop_starts", chosen.starts),
-            ("crop_samples", chosen.samples),
-            ("segments", segments(self._seed, plan.epoch, clips, num_codes, SEGMENT_CODES)),
-            ("clips", clips),
-            ("weights", plan.weights),
-            ("totals", job.totals),
-        ):
-            batch[name][:] = values
+        batch["num_samples"][:] = num_samples
+        batch["num_ids"][:] = self._num_ids[clips]
+        batch["num_codes"][:] = num_codes
+        batch["crop_slots"][:], batch["crop_starts"][:], batch["crop_samples"][:] = chosen
+        batch["segments"][:] = segments(self._seed, plan.epoch, clips, num_codes, SEGMENT_CODES)
+        batch["clips"][:], batch["weights"][:], batch["totals"][:] = clips, plan.weights, job.totals
         return Gathered(self._sizes(clips, chosen), plan.after, clips, known)
 
     @property
@@ -497,10 +480,6 @@ class Gatherer:
             frames=_round_up(int(chosen.frames.sum()), FRAME_MULTIPLE),
             codes=_round_up(num_codes, TOKEN_MULTIPLE),
         )
-
-    def _find_code_budget(self) -> int:
-        totals = [(self._num_codes[self.batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
-        return _round_up(int(max(totals)), FRAME_MULTIPLE)
 
     def _totals(self, plan: BatchPlan) -> npt.NDArray[np.float32]:
         clips, weights = plan.peers.ravel(), plan.peer_weights.ravel()

@@ -90,11 +90,13 @@ class CodesCache:
             with only_process(root, "codes.lock"):  # the next process finds the rows already copied
                 cache = cls(_files_on_disk(folder, index), index, folder)
                 cache._copy_known_rows(other for other in by_last_use(root, family) if other != folder)
-                _remove_old_folders(root)
+                for old in by_last_use(root, "codes")[FOLDERS_KEPT:]:
+                    with contextlib.suppress(OSError), open(old / "checksums.bin", "ab") as checksums:
+                        fcntl.flock(checksums, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if a process has it open
+                        shutil.rmtree(old)
         except OSError as error:
-            reason = error.strerror or error
             message = "Codes cannot be kept in %s (%s): they stay in memory, and the next run computes them again"
-            _log.warning(message, root, reason)
+            _log.warning(message, root, error.strerror or error)
             files = (os.fdopen(os.memfd_create(name), "r+b", buffering=0) for name in _Files._fields)
             cache = cls(_sized(_Files(*files), index), index, "memory")
             with contextlib.suppress(OSError):
@@ -112,7 +114,7 @@ class CodesCache:
     @property
     def complete(self) -> bool:
         """True if every clip has codes and every row matches its checksum."""
-        return self.num_known == len(self) and bool(self.known(np.arange(len(self))).all())
+        return bool(self.known(np.arange(len(self))).all())
 
     def known(self, clips: Rows) -> Flags:
         """Return which clips have codes; each row is compared with its checksum once per process."""
@@ -265,11 +267,3 @@ def _check_width(lengths: Rows, codes: Array) -> None:
 def _checksum(row: bytes, audio_hash: int) -> int:
     """Never 0, which means absent. The seed gives equal codes of different audio different checksums."""
     return xxhash.xxh3_64_intdigest(row, seed=audio_hash) or 1
-
-
-def _remove_old_folders(root: Path) -> None:
-    """Remove the least recently used folders, except those that a process has open."""
-    for folder in by_last_use(root, "codes")[FOLDERS_KEPT:]:
-        with contextlib.suppress(OSError), open(folder / "checksums.bin", "ab") as checksums:
-            fcntl.flock(checksums, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)

@@ -185,10 +185,8 @@ def _refuse_speaker_column(path: Path, lines: list[str]) -> None:
     texts, thirds = {row[1] for row in rows}, {row[2] for row in rows}
     if len(rows) >= 10 and len(thirds) * 5 <= len(rows) and len(thirds) * 2 < len(texts):
         found = f"only {len(thirds)} different values in {len(rows)} lines (such as '{min(thirds).strip()[:40]}')"
-        raise DatasetError(
-            f"{path}: the third column holds {found}, so it is not text.\n"
-            "If it names speakers, put this line first: audio_file|text|speaker_name"
-        )
+        advice = "If it names speakers, put this line first: audio_file|text|speaker_name"
+        raise DatasetError(f"{path}: the third column holds {found}, so it is not text.\n{advice}")
 
 
 def read_speakers(path: Path) -> dict[str, Row]:
@@ -239,8 +237,8 @@ class Corpus:
 
 def read_corpus(folder: Path) -> Corpus:
     """Read the metadata of `folder` and find the audio file for every line."""
-    corpus = Corpus(folder)
     files = _AudioFiles(folder)
+    corpus = Corpus(folder, listed=files.listed)
     first_seen: dict[str, str] = {}
     metadata = metadata_files(folder)
     speakers = read_speakers(folder / "speakers.csv")
@@ -257,7 +255,6 @@ def read_corpus(folder: Path) -> Corpus:
                 corpus.clips.append(found)
             else:
                 corpus.set_aside.append(found)
-    corpus.listed = files.listed
     return corpus
 
 

@@ -63,8 +63,11 @@ class ProcessPool:
         self.num_workers = num_workers
         self._context = _WorkerContext()
         self._context.set_forkserver_preload(_PRELOADED)
-        self.reserved: Synchronized[int] = self._context.Value("Q", 0)
-        """The end of the space in use in the shared file; see `reserve`."""
+        try:
+            self.reserved: Synchronized[int] = self._context.Value("Q", 0)
+            """The end of the space in use in the shared file; see `reserve`."""
+        except OSError as error:
+            raise DatasetError(f"Cannot set up worker processes: {error} (is /dev/shm or /tmp full?)") from error
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> ProcessPool:
