@@ -168,10 +168,7 @@ class Checkpoints:
         self._thread.shutdown()
 
     def newest(self, optimizer: bool = True) -> LoadedCheckpoint | None:
-        """The latest undamaged checkpoint; None if nothing was ever saved.
-
-        Without `optimizer`, here and below, that file is neither checked nor read.
-        """
+        """The latest undamaged checkpoint, None if nothing was saved; `optimizer` says if that file is read."""
         found = self._newest_first()
         found.sort(key=lambda folder: _serial(folder) > 0)  # damaged ones first, so that they are reported
         for folder in found:
@@ -266,22 +263,17 @@ def to_host(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = N
     return host
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()) -> list[str]:
-    """A line for every setting that differs; `ignore` lists dotted names of settings or sections."""
+def require_same(
+    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
+) -> None:
+    """Raise an error with every setting that differs; `ignore` lists dotted names of settings or sections."""
     before, after = _by_dotted_name(saved), _by_dotted_name(now)
-    return [
+    found = [
         f"{name}: the run has {before.get(name, 'nothing')}, now {after.get(name, 'nothing')}"
         for name in {**before, **after}
         if (name in before, before.get(name)) != (name in after, after.get(name))
         and not any(f"{name}.".startswith(f"{ignored}.") for ignored in ignore)
     ]
-
-
-def require_same(
-    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
-) -> None:
-    """Raise an error if the checkpoints in `folder` were made with other settings."""
-    found = differences(saved, now, ignore)
     if found:
         listed = "\n  ".join([f"The run in {folder} was made with other settings:", *found])
         keep_apart = "keep the two apart with --checkpoint-dir DIR"

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import myxtts.checkpoints
-from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, differences, require_same, to_host
+from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, require_same, to_host
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.files import lock
 
@@ -416,7 +416,12 @@ def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> No
         pass
 
 
-def test_differences_name_each_setting_with_both_values() -> None:
+def test_differences_name_each_setting_with_both_values(tmp_path: Path) -> None:
+    def differences(ignore: list[str]) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            require_same(tmp_path, run, now, ignore)
+        return [line.strip() for line in str(caught.value).splitlines()[1:-1]]
+
     run = {
         "model": {"size": "tiny", "layers": [1, 2]},
         "data": {"path": "/a", "gone": 1},
@@ -424,13 +429,13 @@ def test_differences_name_each_setting_with_both_values() -> None:
     }
     now = {"model": {"size": "small", "layers": (1, 2)}, "data": {"path": Path("/a")}, "training": {"epochs": 9}}
     now["model"]["extra"] = None
-    assert differences(run, now, ignore=["training.epochs"]) == [
+    assert differences(["training.epochs"]) == [
         "model.size: the run has tiny, now small",
         "data.gone: the run has 1, now nothing",
         "model.extra: the run has nothing, now None",
     ]
-    assert differences(run, now, ignore=["training", "model", "data.gone"]) == []
-    assert len(differences(run, now, ignore=["train", "mod"])) == 4
+    require_same(tmp_path, run, now, ignore=["training", "model", "data.gone"])
+    assert len(differences(["train", "mod"])) == 4
 
 
 def test_another_configuration_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -200,27 +200,22 @@ class Layout(dict[str, Field]):
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
         super().__init__(fields)
-        self._places: dict[str, slice] = {}
+        self._places: list[tuple[str, slice, Field]] = []
         self.num_bytes = 0
         for name, field in fields.items():
-            self._places[name] = slice(self.num_bytes, self.num_bytes + field.num_bytes)
+            self._places.append((name, slice(self.num_bytes, self.num_bytes + field.num_bytes), field))
             self.num_bytes += _round_up(field.num_bytes, ALIGNMENT_BYTES)
 
     def arrays(self, block: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
         """Return views of a block of host memory."""
-        return {
-            name: block[place].view(self[name].dtype).reshape(self[name].shape)
-            for name, place in self._places.items()
-        }
+        return {name: block[at].view(field.dtype).reshape(field.shape) for name, at, field in self._places}
 
     def tensors(self, block: Tensor) -> dict[str, Tensor]:
         """Return views of a uint8 tensor on any device."""
         import torch
 
-        return {
-            name: block[place].view(getattr(torch, self[name].dtype)).view(self[name].shape)
-            for name, place in self._places.items()
-        }
+        views = ((name, block[at].view(getattr(torch, field.dtype)), field) for name, at, field in self._places)
+        return {name: view.view(field.shape) for name, view, field in views}
 
 
 class Block:
@@ -442,11 +437,9 @@ class Gatherer:
 
     def fill(self, batch: HostBatch, job: Job) -> Gathered:
         """Copy the clips of a job into the memory of a batch."""
-        plan, source = job.plan, self._source
+        plan, source, cache = job.plan, self._source, self.codes
         clips, num_samples = plan.clips, self._num_samples[plan.clips]
-        known = False
-        if self.codes is not None and self.codes.known(clips).all():
-            known = self.codes.read(clips, batch["codes"])
+        known = cache is not None and bool(cache.known(clips).all()) and cache.read(clips, batch["codes"])
         source.audio.gather(source.audio_rows[clips], batch["pcm"])
         source.ids.gather_padded(source.ids_rows[clips], batch["ids"])
         voices = voices_of(clips, plan.weights, self._voices)

@@ -238,8 +238,8 @@ def load_snapshot(root: Path, state: str) -> PreparedCorpus | None:
         return None
     per_side = len(_ROW_FIELDS)
     rows = [dict(zip(_ROW_FIELDS, side, strict=True)) for side in (numbers[:per_side], numbers[per_side:])]
-    train = ClipSet(*first, **rows[0], names=texts["names"][0])
-    val = ClipSet(*second, **rows[1], names=texts["names"][1])
+    train = ClipSet(first[0], first[1], **rows[0], names=texts["names"][0])
+    val = ClipSet(second[0], second[1], **rows[1], names=texts["names"][1])
     set_aside = [SetAside(*item) for item in texts["set_aside"]]
     return PreparedCorpus(train, val, texts["speakers"], set_aside, texts["vocabulary"], root)
 

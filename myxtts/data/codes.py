@@ -106,16 +106,6 @@ class CodesCache:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    @property
-    def num_known(self) -> int:
-        """Clips that have codes, without comparing every row with its checksum."""
-        return int(np.count_nonzero(self._held()))
-
-    @property
-    def complete(self) -> bool:
-        """True if every clip has codes and every row matches its checksum."""
-        return bool(self.known(np.arange(len(self))).all())
-
     def known(self, clips: Rows) -> Flags:
         """Return which clips have codes; each row is compared with its checksum once per process."""
         checksums = self._checksums[clips]
@@ -129,10 +119,7 @@ class CodesCache:
         return known
 
     def read(self, clips: Rows, out: Array) -> bool:
-        """Copy the codes of `clips[i]` to `out[i]` [clips, width], padded with zeros.
-
-        Returns False if some are absent; their rows of `out` are zeros.
-        """
+        """Copy codes of `clips[i]` to `out[i]` [clips, width], zero-padded; return False if some are absent."""
         lengths = np.where(self.known(clips), self._lengths[clips], 0)
         _check_width(lengths, out)
         columns = np.arange(out.shape[1])
@@ -143,10 +130,7 @@ class CodesCache:
         return bool((lengths == self._lengths[clips]).all())
 
     def write(self, clips: Rows, codes: Array) -> None:
-        """Store the codes of `clips[i]` from the start of `codes[i]` [clips, width]; known rows are left alone.
-
-        If a write fails, this is logged once and nothing more is written.
-        """
+        """Store `codes[i]` [clips, width] of absent `clips[i]`; a failed write is logged and ends all writing."""
         lengths = self._lengths[clips]
         _check_width(lengths, codes)
         used = codes[np.arange(codes.shape[1]) < lengths[:, None]]

@@ -285,8 +285,7 @@ def _fill_gaps(languages: list[str | None], speakers: Sequence[str]) -> list[str
             known[speaker][language] += 1
             known[None][language] += 1
     if languages and not known:
-        known_codes = ", ".join(LANGUAGES)
-        raise DatasetError(f"No text of the corpus could be recognised as one of {known_codes}. {_NAME_IT}.")
+        raise DatasetError(f"No text could be recognised as one of {', '.join(LANGUAGES)}. {_NAME_IT}.")
     usual = {who: min(counts, key=lambda code: (-counts[code], code)) for who, counts in known.items()}
     pairs = zip(speakers, languages, strict=True)
     return [language or usual.get(speaker, usual[None]) for speaker, language in pairs]

@@ -25,7 +25,6 @@ def cardinal(digits: str, language: str) -> str:
 
 
 def spell_digits(digits: str, language: str) -> str:
-    """Return every digit as a word."""
     return load_table(language).word_space.join(_whole_number(int(digit), language) for digit in digits)
 
 
