@@ -41,8 +41,7 @@ class UnusableAudio(Exception):
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
+        self.reason, self.detail = reason, detail
 
 
 def decode(path: Path, sample_rate: int, max_seconds: float, trim_silence_db: float = 0.0) -> Pcm:
@@ -190,7 +189,7 @@ def _check_constant_bitrate(content: bytes) -> None:
         position += frame_bytes
     if len(bitrates) > 1:
         raise UnusableAudio(
-            "unknown length", "a varying bitrate, and no length in the MP3 header; encode it again"
+            "unknown length", "the bitrate varies and the MP3 header has no length; encode it again"
         )
 
 

@@ -92,7 +92,6 @@ def _named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a `.safetensors` file."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_atomically(path, lambda temporary: save_file(contiguous, temporary))
 
@@ -154,13 +153,11 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "checkpoint-writer")
         self._pending: Future[Exception | None] | None = None
 
-    def save(self, step: int, snapshot: Snapshot, best: bool = False, background: bool = True) -> None:
-        """Save a checkpoint after the previous one is saved; the tensors are in use until `wait` returns."""
+    def save(self, step: int, snapshot: Snapshot, best: bool = False) -> None:
+        """Save in the background, after the previous checkpoint; the tensors are in use until `wait` returns."""
         self.wait()
         state = json.loads(json.dumps(snapshot.state))  # a copy: the caller keeps changing its own
         self._pending = self._thread.submit(self._save, step, snapshot._replace(state=state), best)
-        if not background:
-            self.wait()
 
     def wait(self) -> Exception | None:
         """Block until the last save has ended; returns its error, if any."""
@@ -171,10 +168,7 @@ class Checkpoints:
         self._thread.shutdown()
 
     def newest(self, optimizer: bool = True) -> LoadedCheckpoint | None:
-        """The latest undamaged checkpoint; None if nothing was ever saved.
-
-        Without `optimizer`, here and below, that file is neither checked nor read.
-        """
+        """The latest undamaged checkpoint, None if nothing was saved; `optimizer` says if that file is read."""
         found = self._newest_first()
         found.sort(key=lambda folder: _serial(folder) > 0)  # damaged ones first, so that they are reported
         for folder in found:
@@ -216,9 +210,8 @@ class Checkpoints:
             serial = 1 + max(map(_serial, self._newest_first()), default=0)
             notes = {"step": step, "stage": self.folder.name, "serial": serial, "state": snapshot.state}
             _write(temporary, {"weights": snapshot.weights, "optimizer": snapshot.optimizer}, notes)
-            if (
-                final.exists()
-            ):  # `newest` reads this name too, in case the process is killed before the next rename
+            if final.exists():
+                # `newest` reads this name too, in case the process is killed before the next rename.
                 replaced = final.with_name(f"replaced-{final.name}")
                 shutil.rmtree(replaced, ignore_errors=True)
                 final.rename(replaced)
@@ -234,7 +227,10 @@ class Checkpoints:
             if isinstance(error, OSError) and error.strerror:
                 error = DatasetError(error.strerror)
             num_bytes = sum(tensor.nbytes for tensor in (*snapshot.weights.values(), *snapshot.optimizer.values()))
-            room = f"{num_bytes / 1e6:.0f} MB needed, {_free_mb(self.folder):.0f} MB free"
+            free = 0
+            with contextlib.suppress(OSError):  # the folder could not be created
+                free = shutil.disk_usage(self.folder).free
+            room = f"{num_bytes / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free"
             _log.error("Saving %s failed: %s (%s). Older checkpoints are kept.", final, error, room)
             return error
         return None
@@ -267,22 +263,17 @@ def to_host(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = N
     return host
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()) -> list[str]:
-    """A line for every setting that differs; `ignore` lists dotted names of settings or sections."""
+def require_same(
+    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
+) -> None:
+    """Raise an error with every setting that differs; `ignore` lists dotted names of settings or sections."""
     before, after = _by_dotted_name(saved), _by_dotted_name(now)
-    return [
+    found = [
         f"{name}: the run has {before.get(name, 'nothing')}, now {after.get(name, 'nothing')}"
         for name in {**before, **after}
         if (name in before, before.get(name)) != (name in after, after.get(name))
         and not any(f"{name}.".startswith(f"{ignored}.") for ignored in ignore)
     ]
-
-
-def require_same(
-    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
-) -> None:
-    """Raise an error if the checkpoints in `folder` were made with other settings."""
-    found = differences(saved, now, ignore)
     if found:
         listed = "\n  ".join([f"The run in {folder} was made with other settings:", *found])
         keep_apart = "keep the two apart with --checkpoint-dir DIR"
@@ -375,13 +366,6 @@ def _damage_logged() -> Iterator[None]:
         yield
     except UnreadableWeights as error:
         _log.warning("A damaged checkpoint is passed over: %s", error)
-
-
-def _free_mb(folder: Path) -> float:
-    try:
-        return shutil.disk_usage(folder).free / 1e6
-    except OSError:  # the folder could not be created
-        return 0.0
 
 
 def _by_dotted_name(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -57,8 +57,7 @@ class Provenance:
             untrained = tuple(stage for stage in STAGES if stage in found["untrained"])
             return cls(**{**found, "untrained": untrained})
         except (OSError, ValueError, TypeError, KeyError) as error:
-            message = f"{path} is not what an export wrote ({error}); export the run again"
-            raise UnreadableWeights(message) from None
+            raise UnreadableWeights(f"{path} is not what an export wrote ({error}); export again") from None
 
     @property
     def untrained_parts(self) -> list[str]:
@@ -116,10 +115,7 @@ def read_folder(folder: Path) -> Tensors:
 
 
 def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[str]:
-    """Load weights into a model and initialise the parts that `state` lacks, which are returned.
-
-    Raises an error if any other weight is missing, unknown or has another shape.
-    """
+    """Load weights, initialise the parts that `state` lacks, and return those; raise if anything else differs."""
     absent = [part for part in PARTS if not any(_belongs(name, part) for name in state)]
     expected = {
         name: tensor.shape
@@ -190,7 +186,6 @@ def coqui_settings(dims: XTTSDims, vocabulary: Tokenizer) -> dict[str, Any]:
 
 
 def is_trained_in(stage: str, name: str) -> bool:
-    """True if a stage trains the weight of this name."""
     return any(_belongs(name, part) for part in STAGE_PARTS[stage])
 
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import myxtts.checkpoints
-from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, differences, require_same, to_host
+from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, require_same, to_host
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.files import lock
 
@@ -62,7 +62,8 @@ def make_calls_deadly():
 
 def save(step):
     tensors = {"a": torch.full((1000,), float(step)), "b": torch.arange(step)}
-    checkpoints.save(step, Snapshot(tensors, dict(tensors), {"mark": step}), best=True, background=False)
+    checkpoints.save(step, Snapshot(tensors, dict(tensors), {"mark": step}), best=True)
+    checkpoints.wait()
     assert checkpoints.num_failed == 0
     os.write(report, b"%d " % step)
 
@@ -144,7 +145,8 @@ def bytes_of(tensor: Tensor) -> bytes:
 def saved(folder: Path, *steps: int, keep: int = 5) -> Checkpoints:
     checkpoints = Checkpoints(folder, keep)
     for step in steps:
-        checkpoints.save(step, snapshot(step), background=False)
+        checkpoints.save(step, snapshot(step))
+        checkpoints.wait()
     checkpoints.close()
     assert checkpoints.num_failed == 0
     return Checkpoints(folder, keep)
@@ -230,7 +232,8 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "step-00000002-my-copy").mkdir()
     for step in range(1, 7):
-        checkpoints.save(step, snapshot(step), best=step in (1, 3), background=False)
+        checkpoints.save(step, snapshot(step), best=step in (1, 3))
+        checkpoints.wait()
     assert names(tmp_path / "gpt") == {
         "step-00000003", "step-00000005", "step-00000006", "best", "step-00000002-my-copy"
     }  # fmt: skip
@@ -244,7 +247,8 @@ def test_after_starting_over_the_last_saved_is_the_newest_and_replaces_its_step(
     checkpoints = saved(tmp_path / "gpt", 1000, keep=2)
     assert_same(checkpoints.newest(), 1000, snapshot(1000))
     saved(tmp_path / "gpt", 2000, keep=2)
-    checkpoints.save(2000, snapshot(44), background=False)
+    checkpoints.save(2000, snapshot(44))
+    checkpoints.wait()
     checkpoints.close()
     assert names(tmp_path / "gpt") == {"step-00001000", "step-00002000"}
     assert_same(checkpoints.newest(), 2000, snapshot(44))
@@ -371,7 +375,8 @@ def test_a_folder_that_cannot_be_made_is_refused_to_a_run_and_is_a_failed_save(t
     with pytest.raises(ConfigError, match=r"Cannot keep a run in .*\n.*--checkpoint-dir"), lock(tmp_path / "file"):
         pass
     checkpoints = Checkpoints(tmp_path / "file" / "gpt", keep=1)
-    checkpoints.save(1, snapshot(1), background=False)
+    checkpoints.save(1, snapshot(1))
+    checkpoints.wait()
     checkpoints.close()
     assert checkpoints.num_failed == 1
 
@@ -392,9 +397,15 @@ def test_another_configuration_is_refused_with_each_setting_and_what_to_do(tmp_p
         "data.gone: the run has 1, now nothing",
         "model.extra: the run has nothing, now None",
     ]
-    assert differences(run, now, ignore=["training.epochs"]) == expected
-    assert differences(run, now, ignore=["training", "model", "data.gone"]) == []
-    assert len(differences(run, now, ignore=["train", "mod"])) == 4
+
+    def differences(ignore: list[str]) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            require_same(tmp_path, run, now, ignore)
+        return [line.strip() for line in str(caught.value).splitlines()[1:-1]]
+
+    assert differences(["training.epochs"]) == expected
+    assert len(differences(["train", "mod"])) == 4
+    require_same(tmp_path, run, now, ignore=["training", "model", "data.gone"])
     require_same(tmp_path, run, run)
     with pytest.raises(ConfigError) as refusal:
         require_same(tmp_path, run, now)

@@ -229,7 +229,7 @@ def test_codes_are_computed_once_and_then_read(
     with short.feed(codes=cache, num_batches=EPOCH) as feed:
         assert_same(read(feed), plain[:EPOCH])
         assert encodes.call_count == EPOCH
-        wait_for(lambda: cache.complete)
+        wait_for(lambda: cache.known(np.arange(len(cache))).all())
     cache.close()
     cache = short.cache(tmp_path)  # as the next run opens it
     with short.feed(PLANS["dual"], codes=cache, num_batches=len(plain)) as feed:
@@ -249,7 +249,7 @@ def test_later_epochs_of_a_feed_need_no_dvae(
     cache = short.cache(tmp_path)
     with short.feed(codes=cache, depths=Depths(1, 1, 1)) as feed:
         batches = read(feed, EPOCH)
-        wait_for(lambda: cache.complete)
+        wait_for(lambda: cache.known(np.arange(len(cache))).all())
         most = encodes.call_count + 6  # gathered before the last codes were kept, or in the hands of a worker
         batches += read(feed, len(plain) - EPOCH)
         assert_same(batches, plain)

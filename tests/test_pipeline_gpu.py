@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pipeline_fixtures import PLANS, SHORT, SPEECH, Corpus, Read, assert_same, only_stamps, read, wait_for
@@ -131,7 +132,7 @@ def test_codes_kept_from_one_feed_are_those_of_the_next(short: Corpus, tmp_path:
     cache = short.cache(tmp_path)
     with short.feed(plan, gpt, codes=cache, num_batches=5) as feed:
         computed = read(feed)
-        wait_for(lambda: cache.complete)
+        wait_for(lambda: cache.known(np.arange(len(cache))).all())
     with short.feed(plan, gpt, codes=cache, num_batches=5) as feed:
         assert_same(read(feed), computed)
     cache.close()

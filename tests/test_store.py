@@ -98,7 +98,7 @@ def build(root: Path, wanted: StoreSpec, refused: dict[int, str] | None = None) 
             source = int(wanted.sources[row])
             made.append(source)
             if refused and source in refused:
-                writer.set_aside(row, refused[source], "by the test")
+                writer.set_aside.append((row, refused[source], "by the test"))
             else:
                 writer.append([row], [content_of(source)], source % 5)
 
@@ -263,8 +263,8 @@ def test_rows_of_other_processes_are_indexed_where_they_were_written(tmp_path: P
 def test_rows_set_aside_are_empty_and_say_why(tmp_path: Path) -> None:
     writer = StoreWriter(tmp_path / "store", np.arange(3, dtype=np.uint64))
     writer.append([1], [np.arange(4, dtype=np.int16)])
-    writer.set_aside(2, "too long", "12 s")
-    writer.set_aside(0, "not audio", 'quotes " and سلام')
+    writer.set_aside.append((2, "too long", "12 s"))
+    writer.set_aside.append((0, "not audio", 'quotes " and سلام'))
     writer.finish({})
     opened = Store(tmp_path / "store", np.int16)
     assert opened.set_aside == {0: ("not audio", 'quotes " and سلام'), 2: ("too long", "12 s")}

@@ -200,27 +200,22 @@ class Layout(dict[str, Field]):
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
         super().__init__(fields)
-        self._places: dict[str, slice] = {}
+        self._places: list[tuple[str, slice, Field]] = []
         self.num_bytes = 0
         for name, field in fields.items():
-            self._places[name] = slice(self.num_bytes, self.num_bytes + field.num_bytes)
+            self._places.append((name, slice(self.num_bytes, self.num_bytes + field.num_bytes), field))
             self.num_bytes += _round_up(field.num_bytes, ALIGNMENT_BYTES)
 
     def arrays(self, block: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
         """Return views of a block of host memory."""
-        return {
-            name: block[place].view(self[name].dtype).reshape(self[name].shape)
-            for name, place in self._places.items()
-        }
+        return {name: block[at].view(field.dtype).reshape(field.shape) for name, at, field in self._places}
 
     def tensors(self, block: Tensor) -> dict[str, Tensor]:
         """Return views of a uint8 tensor on any device."""
         import torch
 
-        return {
-            name: block[place].view(getattr(torch, self[name].dtype)).view(self[name].shape)
-            for name, place in self._places.items()
-        }
+        views = ((name, block[at].view(getattr(torch, field.dtype)), field) for name, at, field in self._places)
+        return {name: view.view(field.shape) for name, view, field in views}
 
 
 class Block:
@@ -363,24 +358,17 @@ frames, clips."""
 
 def host_layout(data: DataSettings) -> Layout:
     """Return the layout of what leaves the host for every batch."""
-    size, numbers = data.batch_size, Field((data.batch_size,), "int32")
-    return Layout(
-        {
-            "pcm": Field((size, data.max_mel_frames * HOP_SAMPLES), "int16"),
-            "ids": Field((size, data.max_text_length), "int32"),
-            "codes": Field((size, max_codes(data)), "int32"),
-            "num_samples": numbers,
-            "num_ids": numbers,
-            "num_codes": numbers,
-            "crop_slots": numbers,
-            "crop_starts": numbers,
-            "crop_samples": numbers,
-            "segments": numbers,
-            "clips": numbers,
-            "weights": Field((size,), "float32"),
-            "totals": Field((len(TOTALS),), "float32"),
-        }
-    )
+    size = data.batch_size
+    fields = {
+        "pcm": Field((size, data.max_mel_frames * HOP_SAMPLES), "int16"),
+        "ids": Field((size, data.max_text_length), "int32"),
+        "codes": Field((size, max_codes(data)), "int32"),
+    }
+    lengths = ("num_samples", "num_ids", "num_codes")
+    places = ("crop_slots", "crop_starts", "crop_samples", "segments", "clips")
+    fields |= dict.fromkeys((*lengths, *places), Field((size,), "int32"))
+    fields |= {"weights": Field((size,), "float32"), "totals": Field((len(TOTALS),), "float32")}
+    return Layout(fields)
 
 
 def max_codes(data: DataSettings) -> int:
@@ -390,8 +378,6 @@ def max_codes(data: DataSettings) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """One batch to be gathered."""
-
     plan: BatchPlan
     totals: npt.NDArray[np.float32]
     """Sums of TOTALS over all batches, on all ranks, of this batch's optimiser step."""
@@ -413,8 +399,6 @@ class HostBatch:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The description of a gathered batch."""
-
     sizes: Sizes
     after: Cursor
     clips: Rows
@@ -440,7 +424,8 @@ class Gatherer:
         self._num_codes = num_codes_of(self._num_samples)
         self.frame_budget = frame_budget(batches, self._num_samples, seed, voices)
         """The most conditioning frames of a batch."""
-        self.code_budget = self._find_code_budget()
+        num_codes = [(self._num_codes[batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
+        self.code_budget = _round_up(int(max(num_codes)), FRAME_MULTIPLE)
         """The most codes, with a gap after each clip, of nearly every batch."""
 
     def jobs(self, cursor: Cursor, accumulate: int = 1, num_batches: int | None = None) -> Iterator[Job]:
@@ -452,29 +437,20 @@ class Gatherer:
 
     def fill(self, batch: HostBatch, job: Job) -> Gathered:
         """Copy the clips of a job into the memory of a batch."""
-        plan, source = job.plan, self._source
+        plan, source, cache = job.plan, self._source, self.codes
         clips, num_samples = plan.clips, self._num_samples[plan.clips]
-        known = False
-        if self.codes is not None and self.codes.known(clips).all():
-            known = self.codes.read(clips, batch["codes"])
+        known = cache is not None and bool(cache.known(clips).all()) and cache.read(clips, batch["codes"])
         source.audio.gather(source.audio_rows[clips], batch["pcm"])
         source.ids.gather_padded(source.ids_rows[clips], batch["ids"])
         voices = voices_of(clips, plan.weights, self._voices)
         chosen = fit(crops(self._seed, plan.epoch, clips, num_samples, voices), self.frame_budget)
         num_codes = self._num_codes[clips]
-        for name, values in (
-            ("num_samples", num_samples),
-            ("num_ids", self._num_ids[clips]),
-            ("num_codes", num_codes),
-            ("crop_slots", chosen.slots),
-            ("crop_starts", chosen.starts),
-            ("crop_samples", chosen.samples),
-            ("segments", segments(self._seed, plan.epoch, clips, num_codes, SEGMENT_CODES)),
-            ("clips", clips),
-            ("weights", plan.weights),
-            ("totals", job.totals),
-        ):
-            batch[name][:] = values
+        batch["num_samples"][:] = num_samples
+        batch["num_ids"][:] = self._num_ids[clips]
+        batch["num_codes"][:] = num_codes
+        batch["crop_slots"][:], batch["crop_starts"][:], batch["crop_samples"][:] = chosen
+        batch["segments"][:] = segments(self._seed, plan.epoch, clips, num_codes, SEGMENT_CODES)
+        batch["clips"][:], batch["weights"][:], batch["totals"][:] = clips, plan.weights, job.totals
         return Gathered(self._sizes(clips, chosen), plan.after, clips, known)
 
     @property
@@ -497,10 +473,6 @@ class Gatherer:
             frames=_round_up(int(chosen.frames.sum()), FRAME_MULTIPLE),
             codes=_round_up(num_codes, TOKEN_MULTIPLE),
         )
-
-    def _find_code_budget(self) -> int:
-        totals = [(self._num_codes[self.batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
-        return _round_up(int(max(totals)), FRAME_MULTIPLE)
 
     def _totals(self, plan: BatchPlan) -> npt.NDArray[np.float32]:
         clips, weights = plan.peers.ravel(), plan.peer_weights.ravel()

@@ -60,33 +60,23 @@ class DecodeOptions:
         return self.max_samples / SAMPLE_RATE
 
     def decode(self, path: Path) -> audio.Pcm:
-        """Return the samples of one file."""
         return audio.decode(path, SAMPLE_RATE, self.max_seconds, self.trim_silence_db)
-
-
-def lengths_and_hashes(records: Array) -> list[Array]:
-    """Return length and checksum of each packed row: what a store keeps of audio that is not packed."""
-    return list(np.stack([records["length"].astype(np.uint64), records["hash"]], axis=1))
 
 
 class LazyAudio:
     """The rows of an audio store, decoded from their files whenever they are read. Any thread may read."""
 
     def __init__(self, kept: Store, paths: Sequence[str], stats: Array, options: DecodeOptions) -> None:
-        """`kept` holds `lengths_and_hashes` of each file; `stats` [files, 3] its size and times at that moment."""
+        """`kept` holds length and checksum of each file's samples; `stats` [files, 3] its size and times then."""
         self.folder = kept.folder
         self.set_aside = kept.set_aside
         self.options = options
         rows = np.flatnonzero(kept.lengths)
         numbers = np.zeros((len(rows), 2), np.uint64)
         kept.gather_padded(rows, numbers)
-        self.lengths = np.zeros(len(kept), np.int64)
-        self.lengths[rows] = numbers[:, 0]
-        self.hashes = np.zeros(len(kept), np.uint64)
-        self.hashes[rows] = numbers[:, 1]
-        self._paths = paths
-        self._stats = stats
-        self._warned = False
+        self.lengths, self.hashes = np.zeros(len(kept), np.int64), np.zeros(len(kept), np.uint64)
+        self.lengths[rows], self.hashes[rows] = numbers.T
+        self._paths, self._stats, self._warned = paths, stats, False
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -122,18 +112,14 @@ class LazyAudio:
             raise _not_as_prepared(path, "the file was written to")
         if not self._warned:
             self._warned = True
-            _log.warning(
-                f"{path} decodes to other samples than when it was prepared, although the file has not changed: "
-                "was it prepared on another machine, or is the disk failing?"
-            )
+            why = "was it prepared on another machine, or is the disk failing?"
+            _log.warning(f"{path} has not changed but decodes to other samples than when it was prepared: {why}")
 
 
 def _not_as_prepared(path: Path, found: str) -> DatasetError:
-    return DatasetError(
-        f"{path} is not what it was when the corpus was prepared: {found}.\n"
-        "With native_loading off, the audio files are read for every batch. Restore the file or remove it from "
-        "the metadata, then prepare again: only what has changed is decoded."
-    )
+    why = "With native_loading off, the audio files are read for every batch."
+    advice = "Restore the file or remove it from the metadata, then prepare again."
+    return DatasetError(f"{path} is not what it was when the corpus was prepared: {found}.\n{why} {advice}")
 
 
 @dataclass(frozen=True)
@@ -161,7 +147,6 @@ class ClipSet:
         return self.ids.lengths[self.ids_rows]
 
     def select(self, chosen: Rows) -> ClipSet:
-        """Return the clips at these positions."""
         numbers = {field: getattr(self, field)[chosen] for field in _ROW_FIELDS}
         return replace(self, **numbers, names=[self.names[at] for at in chosen.tolist()])
 
@@ -171,8 +156,6 @@ _ROW_FIELDS = ("audio_rows", "ids_rows", "speakers", "languages")
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """A corpus ready for training."""
-
     train: ClipSet
     val: ClipSet
     speaker_names: list[str]
@@ -191,7 +174,6 @@ class PreparedCorpus:
 
 
 def set_aside_list(root: Path) -> Path:
-    """Return the file that lists every clip not used."""
     return root / "set_aside.csv"
 
 
@@ -199,8 +181,8 @@ def write_set_aside_list(root: Path, set_aside: Sequence[SetAside]) -> None:
     """List every clip that is not used in a file next to the stores, unless the folder is read-only."""
     content = io.StringIO()
     table = csv.writer(content, delimiter="|", lineterminator="\n")
-    table.writerow(["id", "reason", "detail", "where"])
-    table.writerows([item.id, item.reason, item.detail, item.where] for item in set_aside)
+    table.writerow(SetAside._fields)
+    table.writerows(set_aside)
     path = set_aside_list(root)
     encoded = content.getvalue().encode("utf-8", "replace")
     if os.access(root, os.W_OK) and not (path.is_file() and path.read_bytes() == encoded):
@@ -214,7 +196,7 @@ def save_snapshot(prepared: PreparedCorpus, state: str, corpora: Sequence[Corpus
         return
     clips = [(corpus.folder, clip) for corpus in corpora for clip in corpus.clips]
     lazy = prepared.train.audio if isinstance(prepared.train.audio, LazyAudio) else None
-    num_clips = len(clips)
+    num_clips, sides = len(clips), (prepared.train, prepared.val)
     texts = {
         "paths": [str(folder.absolute() / clip.path) for folder, clip in clips],
         "folders": listed,
@@ -223,11 +205,11 @@ def save_snapshot(prepared: PreparedCorpus, state: str, corpora: Sequence[Corpus
         "speakers": prepared.speaker_names,
         "decoding": asdict(lazy.options) if lazy else None,
         "files": [[0, len(corpora[0].clips)], [num_clips - len(corpora[-1].clips), num_clips]],
-        "names": [part.names for part in (prepared.train, prepared.val)],
-        "stores": [[str(part.audio.folder), str(part.ids.folder)] for part in (prepared.train, prepared.val)],
+        "names": [side.names for side in sides],
+        "stores": [[str(side.audio.folder), str(side.ids.folder)] for side in sides],
     }
     numbers = [np.array([clip[-3:] for _, clip in clips], np.int64)]
-    numbers += [getattr(part, field) for part in (prepared.train, prepared.val) for field in _ROW_FIELDS]
+    numbers += [getattr(side, field) for side in sides for field in _ROW_FIELDS]
 
     def build(writer: StoreWriter, rows: list[int]) -> None:
         encoded = np.frombuffer(json.dumps(texts).encode(), np.uint8)
@@ -254,8 +236,8 @@ def load_snapshot(root: Path, state: str) -> PreparedCorpus | None:
         second = first if texts["stores"][0] == texts["stores"][1] else _open_stores(texts, 1, stats)
     except (OSError, CacheDamaged):
         return None
-    per_part = len(_ROW_FIELDS)
-    rows = [dict(zip(_ROW_FIELDS, part, strict=True)) for part in (numbers[:per_part], numbers[per_part:])]
+    per_side = len(_ROW_FIELDS)
+    rows = [dict(zip(_ROW_FIELDS, side, strict=True)) for side in (numbers[:per_side], numbers[per_side:])]
     train = ClipSet(first[0], first[1], **rows[0], names=texts["names"][0])
     val = ClipSet(second[0], second[1], **rows[1], names=texts["names"][1])
     set_aside = [SetAside(*item) for item in texts["set_aside"]]

@@ -90,11 +90,13 @@ class CodesCache:
             with only_process(root, "codes.lock"):  # the next process finds the rows already copied
                 cache = cls(_files_on_disk(folder, index), index, folder)
                 cache._copy_known_rows(other for other in by_last_use(root, family) if other != folder)
-                _remove_old_folders(root)
+                for old in by_last_use(root, "codes")[FOLDERS_KEPT:]:
+                    with contextlib.suppress(OSError), open(old / "checksums.bin", "ab") as checksums:
+                        fcntl.flock(checksums, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if a process has it open
+                        shutil.rmtree(old)
         except OSError as error:
-            reason = error.strerror or error
             message = "Codes cannot be kept in %s (%s): they stay in memory, and the next run computes them again"
-            _log.warning(message, root, reason)
+            _log.warning(message, root, error.strerror or error)
             files = (os.fdopen(os.memfd_create(name), "r+b", buffering=0) for name in _Files._fields)
             cache = cls(_sized(_Files(*files), index), index, "memory")
             with contextlib.suppress(OSError):
@@ -103,16 +105,6 @@ class CodesCache:
 
     def __len__(self) -> int:
         return len(self._lengths)
-
-    @property
-    def num_known(self) -> int:
-        """Clips that have codes, without comparing every row with its checksum."""
-        return int(np.count_nonzero(self._held()))
-
-    @property
-    def complete(self) -> bool:
-        """True if every clip has codes and every row matches its checksum."""
-        return self.num_known == len(self) and bool(self.known(np.arange(len(self))).all())
 
     def known(self, clips: Rows) -> Flags:
         """Return which clips have codes; each row is compared with its checksum once per process."""
@@ -127,10 +119,7 @@ class CodesCache:
         return known
 
     def read(self, clips: Rows, out: Array) -> bool:
-        """Copy the codes of `clips[i]` to `out[i]` [clips, width], padded with zeros.
-
-        Returns False if some are absent; their rows of `out` are zeros.
-        """
+        """Copy codes of `clips[i]` to `out[i]` [clips, width], zero-padded; return False if some are absent."""
         lengths = np.where(self.known(clips), self._lengths[clips], 0)
         _check_width(lengths, out)
         columns = np.arange(out.shape[1])
@@ -141,10 +130,7 @@ class CodesCache:
         return bool((lengths == self._lengths[clips]).all())
 
     def write(self, clips: Rows, codes: Array) -> None:
-        """Store the codes of `clips[i]` from the start of `codes[i]` [clips, width]; known rows are left alone.
-
-        If a write fails, this is logged once and nothing more is written.
-        """
+        """Store `codes[i]` [clips, width] of absent `clips[i]`; a failed write is logged and ends all writing."""
         lengths = self._lengths[clips]
         _check_width(lengths, codes)
         used = codes[np.arange(codes.shape[1]) < lengths[:, None]]
@@ -265,11 +251,3 @@ def _check_width(lengths: Rows, codes: Array) -> None:
 def _checksum(row: bytes, audio_hash: int) -> int:
     """Never 0, which means absent. The seed gives equal codes of different audio different checksums."""
     return xxhash.xxh3_64_intdigest(row, seed=audio_hash) or 1
-
-
-def _remove_old_folders(root: Path) -> None:
-    """Remove the least recently used folders, except those that a process has open."""
-    for folder in by_last_use(root, "codes")[FOLDERS_KEPT:]:
-        with contextlib.suppress(OSError), open(folder / "checksums.bin", "ab") as checksums:
-            fcntl.flock(checksums, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)

@@ -130,7 +130,6 @@ def _lines(path: Path) -> tuple[list[tuple[str, str]], list[SetAside]]:
         text = raw.decode("utf-16", errors="replace").replace("\ufffd", "\udcff")
         raw = text.encode("utf-8", errors="surrogatepass")
     raw = raw.removeprefix(codecs.BOM_UTF8)
-    name = path.name
     lines: list[tuple[str, str]] = []
     undecodable: list[SetAside] = []
     for number, raw_line in enumerate(raw.split(b"\n" if b"\n" in raw else b"\r"), 1):
@@ -139,10 +138,10 @@ def _lines(path: Path) -> tuple[list[tuple[str, str]], list[SetAside]]:
         except UnicodeDecodeError as error:
             clip_id = raw_line.split(b"|")[0].decode("ascii", errors="replace")[:80]
             detail = f"byte 0x{raw_line[error.start]:02x} is not UTF-8; save the file as UTF-8"
-            undecodable.append(SetAside(clip_id, "wrong encoding", detail, f"{name}:{number}"))
+            undecodable.append(SetAside(clip_id, "wrong encoding", detail, f"{path.name}:{number}"))
         else:
             if line and not line.isspace():
-                lines.append((f"{name}:{number}", line))
+                lines.append((f"{path.name}:{number}", line))
     return lines, undecodable
 
 
@@ -157,10 +156,7 @@ def _fields(line: str) -> list[str]:
 
 
 def _columns(path: Path, header: list[str]) -> dict[str, int]:
-    """Return the positions of the columns by meaning, empty if the line is no header.
-
-    Raises if it is a header without audio or text column, which would be read as a clip.
-    """
+    """Return column positions by meaning, empty if the line is no header; raise if it lacks audio or text."""
     names = [name.lower() for name in header]
     columns: dict[str, int] = {}
     for meaning, known in COLUMN_NAMES.items():
@@ -185,10 +181,8 @@ def _refuse_speaker_column(path: Path, lines: list[str]) -> None:
     texts, thirds = {row[1] for row in rows}, {row[2] for row in rows}
     if len(rows) >= 10 and len(thirds) * 5 <= len(rows) and len(thirds) * 2 < len(texts):
         found = f"only {len(thirds)} different values in {len(rows)} lines (such as '{min(thirds).strip()[:40]}')"
-        raise DatasetError(
-            f"{path}: the third column holds {found}, so it is not text.\n"
-            "If it names speakers, put this line first: audio_file|text|speaker_name"
-        )
+        advice = "If it names speakers, put this line first: audio_file|text|speaker_name"
+        raise DatasetError(f"{path}: the third column holds {found}, so it is not text.\n{advice}")
 
 
 def read_speakers(path: Path) -> dict[str, Row]:
@@ -239,8 +233,8 @@ class Corpus:
 
 def read_corpus(folder: Path) -> Corpus:
     """Read the metadata of `folder` and find the audio file for every line."""
-    corpus = Corpus(folder)
     files = _AudioFiles(folder)
+    corpus = Corpus(folder, listed=files.listed)
     first_seen: dict[str, str] = {}
     metadata = metadata_files(folder)
     speakers = read_speakers(folder / "speakers.csv")
@@ -257,7 +251,6 @@ def read_corpus(folder: Path) -> Corpus:
                 corpus.clips.append(found)
             else:
                 corpus.set_aside.append(found)
-    corpus.listed = files.listed
     return corpus
 
 

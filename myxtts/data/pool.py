@@ -33,10 +33,7 @@ _reserved: Synchronized[int]  # in a worker: the end of the space in use in the 
 
 
 class _WorkerProcess(ForkServerProcess):
-    """A process that does not import the user's main script.
-
-    A script without a `__main__` guard would otherwise start preparing again in every worker.
-    """
+    """A process without the user's main script, which would prepare again if it has no `__main__` guard."""
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
@@ -63,8 +60,11 @@ class ProcessPool:
         self.num_workers = num_workers
         self._context = _WorkerContext()
         self._context.set_forkserver_preload(_PRELOADED)
-        self.reserved: Synchronized[int] = self._context.Value("Q", 0)
-        """The end of the space in use in the shared file; see `reserve`."""
+        try:
+            self.reserved: Synchronized[int] = self._context.Value("Q", 0)
+            """The end of the space in use in the shared file; see `reserve`."""
+        except OSError as error:
+            raise DatasetError(f"Cannot set up worker processes: {error} (is /dev/shm or /tmp full?)") from error
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> ProcessPool:
@@ -95,7 +95,12 @@ class ProcessPool:
             if not suspects:
                 return
             self.close()
-            self._require_a_working_process()
+            with self._new_pool(1) as pool:
+                try:
+                    pool.submit(os.getpid).result()
+                except BrokenProcessPool:  # no process can start at all, which is not the fault of an item
+                    message = "Worker processes die as soon as they start; is the machine out of memory?"
+                    raise DatasetError(message) from None
             yield from self._run_suspects(work, suspects)
 
     def close(self) -> None:
@@ -149,15 +154,6 @@ class ProcessPool:
                         queue.extend((chunk[: len(chunk) // 2], chunk[len(chunk) // 2 :]))
                 else:
                     yield chunk, result
-
-    def _require_a_working_process(self) -> None:
-        """Raise if no process can start at all, which is not the fault of an item."""
-        with self._new_pool(1) as pool:
-            try:
-                pool.submit(os.getpid).result()
-            except BrokenProcessPool:
-                message = "Worker processes die as soon as they start; is the machine out of memory?"
-                raise DatasetError(message) from None
 
     def _started_pool(self) -> ProcessPoolExecutor:
         self._pool = self._pool or self._new_pool(self.num_workers)

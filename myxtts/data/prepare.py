@@ -33,7 +33,6 @@ from myxtts.data.clips import (
     DecodeOptions,
     LazyAudio,
     PreparedCorpus,
-    lengths_and_hashes,
     load_snapshot,
     save_snapshot,
     write_set_aside_list,
@@ -85,15 +84,13 @@ def prepare(
         _log.info("LOADING CACHE FROM DISK")
         write_set_aside_list(root, known.set_aside)
         return known
-    with _process_pool(data) as pool:
+    with ProcessPool(min(data.num_workers, usable_cores())) as pool:
         tools = Tools(pool, progress or NO_PROGRESS, verify)
         parts = [_Part(data, folders[0], tools)]
         tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else parts[0].trained_tokenizer()
         parts += [_Part(data, folder, tools) for folder in folders[1:]]
         speaker_names = sorted({clip.speaker for part in parts for clip in part.corpus.clips})
         clips = [part.clip_set(tokenizer, speaker_names) for part in parts]
-    if len(clips[0]) == 0:
-        raise _nothing_usable(folders[0], parts[0].set_aside)
     train_clips, val_clips = parts[0].split(clips[0])
     if data.val_data:
         val_clips = clips[1]
@@ -112,7 +109,7 @@ def prepared_before(data: DataSettings) -> PreparedCorpus | None:
 
 def spoken_corpus(data: DataSettings, progress: Progress) -> tuple[list[str], list[str]]:
     """Return every distinct sentence of a corpus as it is spoken, and its language; no audio is read."""
-    with _process_pool(data) as pool:
+    with ProcessPool(min(data.num_workers, usable_cores())) as pool:
         return _Part(data, corpus_folders(data)[0], Tools(pool, progress)).spoken()
 
 
@@ -121,22 +118,15 @@ def corpus_folders(data: DataSettings) -> list[Path]:
     return [data.train_data or EMBEDDED_CORPUS, *([data.val_data] if data.val_data else [])]
 
 
-def cache_folder(data: DataSettings) -> Path:
-    """Return where the prepared training corpus is or will be."""
-    return _cache_of(corpus_folders(data)[0], data)
-
-
-def _cache_of(folder: Path, data: DataSettings) -> Path:
+def cache_folder(data: DataSettings, corpus: Path | None = None) -> Path:
+    """Return where a prepared corpus, by default the one for training, is or will be."""
+    folder = corpus or corpus_folders(data)[0]
     # The embedded corpus is inside the installed package, which is not a place to write to.
     return cache_root(folder, data.cache_dir or (user_cache() if folder == EMBEDDED_CORPUS else None))
 
 
 def with_tokenizer_of_run(data: DataSettings, run: Path | None, init_from: Path | None) -> DataSettings:
-    """Return the settings with the tokenizer that a run uses.
-
-    A run that has begun keeps its own, the file `run`. A new one uses the tokenizer named in the settings, then
-    that of the weights it starts from; without either, `prepare` trains one.
-    """
+    """Return the settings with the tokenizer of a run: its own, else the one named, else that of `init_from`."""
     return replace(data, tokenizer=run or data.tokenizer or init_from)
 
 
@@ -164,42 +154,21 @@ def _state_of(data: DataSettings) -> str:
     return hasher.hexdigest()
 
 
-def _process_pool(data: DataSettings) -> ProcessPool:
-    try:
-        return ProcessPool(min(data.num_workers, usable_cores()))
-    except OSError as error:
-        raise DatasetError(f"Cannot set up worker processes: {error} (is /dev/shm or /tmp full?)") from error
-
-
-def _nothing_usable(folder: Path, set_aside: Sequence[SetAside]) -> DatasetError:
-    counts = Counter(item.reason for item in set_aside).most_common()
-    reasons = "\n".join(f"  {count} × {reason}" for reason, count in counts) or "  the metadata is empty"
-    example = f"\nFor example {set_aside[0].id}: {set_aside[0].detail}" if set_aside else ""
-    return DatasetError(f"No usable clip in {folder}. Set aside:\n{reasons}{example}")
-
-
 class Sentence(NamedTuple):
-    """A text to be spoken, and its language."""
-
     text: str
     language: str
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The means of building stores."""
-
     pool: ProcessPool
     progress: Progress
     verify: bool = False  # every store is verified when it is opened
 
     def announce(self, title: str, num_samples: int) -> None:
-        for line in (
-            title,
-            f"Processing {num_samples} samples",
-            f"Using {self.pool.num_workers} parallel workers",
-        ):
-            _log.info("%s", line)
+        _log.info("%s", title)
+        _log.info("Processing %d samples", num_samples)
+        _log.info("Using %d parallel workers", self.pool.num_workers)
 
 
 class _Part:
@@ -208,14 +177,19 @@ class _Part:
     def __init__(self, data: DataSettings, folder: Path, tools: Tools) -> None:
         self.data = data
         self.tools = tools
-        self.root = _cache_of(folder, data)
+        self.root = cache_folder(data, folder)
         self.corpus = read_corpus(folder)
         rows: dict[Sentence, int] = {}
         pairs = zip(self.corpus.clips, self._languages(), strict=True)
         sentence_rows = [rows.setdefault(Sentence(clip.text, code), len(rows)) for clip, code in pairs]
         self.sentence_rows = np.array(sentence_rows, np.int64)
         """For each clip the row of its sentence; equal sentences share one."""
-        self.text = self._text_store(list(rows))
+        params = {"normalize": normalize_fingerprint()}
+        if data.use_phonemes:
+            params["phonemes"] = phonemes_fingerprint()
+        sources = np.fromiter((hash64(*sentence) for sentence in rows), np.uint64)
+        build = partial(build_text, tools, list(rows), data.use_phonemes)
+        self.text = self._store(StoreSpec("text", np.uint8, sources, params), "text", build)
         self.set_aside = list(self.corpus.set_aside)
         self.usable: list[Clip] = []
 
@@ -242,14 +216,6 @@ class _Part:
         spec = StoreSpec("languages", np.uint8, sources, {"detector": language_fingerprint()})
         detected = iter(self._store(spec, "language", build)[0].tolist())
         return [code or LANGUAGES[next(detected)] for code in named]
-
-    def _text_store(self, sentences: list[Sentence]) -> Store:
-        params = {"normalize": normalize_fingerprint()}
-        if self.data.use_phonemes:
-            params["phonemes"] = phonemes_fingerprint()
-        sources = np.fromiter((hash64(*sentence) for sentence in sentences), np.uint64)
-        spec = StoreSpec("text", np.uint8, sources, params)
-        return self._store(spec, "text", partial(build_text, self.tools, sentences, self.data.use_phonemes))
 
     def spoken(self) -> tuple[list[str], list[str]]:
         """Return every sentence as it is spoken, and its language."""
@@ -315,12 +281,11 @@ class _Part:
     def _problems(self, audio_rows: Store | LazyAudio, ids: Store) -> dict[int, tuple[str, str]]:
         """Return why clips cannot be used, by row; if several reasons hold, that of the audio is given."""
         least, most = self.data.min_clip_seconds, DecodeOptions.of(self.data).max_samples
-        seconds = audio_rows.lengths / SAMPLE_RATE
+        most_ids, seconds = self.data.max_text_length, audio_rows.lengths / SAMPLE_RATE
         num_ids = ids.lengths[self.sentence_rows]
         problems: dict[int, tuple[str, str]] = {}
-        for row in np.flatnonzero(num_ids > self.data.max_text_length).tolist():
-            limit = f"the limit is {self.data.max_text_length} (max_text_length)"
-            problems[row] = ("text too long", f"{num_ids[row]} tokens, {limit}")
+        for row in np.flatnonzero(num_ids > most_ids).tolist():
+            problems[row] = ("text too long", f"{num_ids[row]} tokens, the limit is {most_ids} (max_text_length)")
         for store in (ids, self.text):
             for row in np.flatnonzero(np.isin(self.sentence_rows, list(store.set_aside))).tolist():
                 problems[row] = store.set_aside[int(self.sentence_rows[row])]
@@ -333,8 +298,14 @@ class _Part:
 
     def split(self, clips: ClipSet) -> tuple[ClipSet, ClipSet]:
         """Return the training and the validation clips."""
+        folder, set_aside = self.corpus.folder, self.set_aside
+        if not self.usable:
+            counts = Counter(item.reason for item in set_aside).most_common()
+            reasons = "\n".join(f"  {count} × {reason}" for reason, count in counts) or "  the metadata is empty"
+            example = f"\nFor example {set_aside[0].id}: {set_aside[0].detail}" if set_aside else ""
+            raise DatasetError(f"No usable clip in {folder}. Set aside:\n{reasons}{example}")
         if all(clip.held_out for clip in self.usable):
-            raise DatasetError(f"No usable clip in {self.corpus.folder} except those of metadata_eval.csv")
+            raise DatasetError(f"No usable clip in {folder} except those of metadata_eval.csv")
         chosen = held_out(self.usable, self.data)
         return clips.select(np.flatnonzero(~chosen)), clips.select(np.flatnonzero(chosen))
 
@@ -362,8 +333,6 @@ NotBuilt = list[tuple[int, str, str]]  # rows that are set aside, with reason an
 
 
 class _Made(NamedTuple):
-    """What a worker makes of one chunk of jobs."""
-
     rows: list[int]
     arrays: Sequence[Array]
     set_aside: NotBuilt
@@ -391,7 +360,8 @@ def build_text(
         if length <= MAX_TEXT_CHARACTERS:
             jobs.append((row, sentences[row]))
         else:
-            writer.set_aside(row, "text too long", f"{length} characters, the limit is {MAX_TEXT_CHARACTERS}")
+            detail = f"{length} characters, the limit is {MAX_TEXT_CHARACTERS}"
+            writer.set_aside.append((row, "text too long", detail))
     make = partial(_normalize_chunk, use_phonemes)
     _build_rows(tools, writer, make, jobs, TEXT_CHUNK, "Preparing text", "normaliser")
 
@@ -404,7 +374,7 @@ def build_ids(tools: Tools, text: Store, tokenizer: Tokenizer, writer: StoreWrit
             jobs.append((row, sentence))
         else:
             fix = f"the vocabulary has no [{language}]; see myxtts vocabulary extend --language {language}"
-            writer.set_aside(row, "language not in vocabulary", fix)
+            writer.set_aside.append((row, "language not in vocabulary", fix))
     make = partial(_encode_chunk, tokenizer.to_json())
     _build_rows(tools, writer, make, jobs, TEXT_CHUNK, "Tokenising", "tokenizer")
 
@@ -430,8 +400,7 @@ def _build_rows(
             else:
                 rows, records, offset, set_aside = built
                 writer.add_to_index(rows, records, offset)
-            for item in set_aside:
-                writer.set_aside(*item)
+            writer.set_aside += set_aside
             progress.advance(len(chunk))
     finally:
         progress.end()
@@ -451,7 +420,6 @@ def _write_chunk(
 
 
 def _decode_chunk(folder: Path, options: DecodeOptions, packed: bool, chunk: Sequence[tuple[int, Clip]]) -> _Made:
-    """In a worker: decode clips."""
     rows: list[int] = []
     arrays: list[Array] = []
     set_aside: NotBuilt = []
@@ -462,7 +430,10 @@ def _decode_chunk(folder: Path, options: DecodeOptions, packed: bool, chunk: Seq
         except audio.UnusableAudio as error:
             setting = " (max_mel_frames)" if error.reason == "too long" else ""
             set_aside.append((row, error.reason, error.detail + setting))
-    return _Made(rows, arrays if packed else lengths_and_hashes(pack(arrays)[1]), set_aside)
+    if not packed:
+        records = pack(arrays)[1]
+        arrays = list(np.stack([records["length"].astype(np.uint64), records["hash"]], axis=1))
+    return _Made(rows, arrays, set_aside)
 
 
 def _decode_clip(folder: Path, options: DecodeOptions, clip: Clip) -> audio.Pcm:

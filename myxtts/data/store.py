@@ -111,10 +111,9 @@ class Store:
         for row in rows[~self._verified[rows]].tolist():
             if not self.is_intact(row):
                 _mark_damaged(self.folder)
-                raise CacheDamaged(
-                    f"{self.folder}: row {row} is not what was written (a failing disk or memory?).\n"
-                    "The store is marked: run the command again, and only the damaged rows are rebuilt."
-                )
+                found = f"{self.folder}: row {row} is not what was written (a failing disk or memory?)."
+                advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
+                raise CacheDamaged(f"{found}\n{advice}")
 
     def all_intact(self) -> bool:
         """True if every row matches its checksum; otherwise the store is marked for rebuilding."""
@@ -124,7 +123,6 @@ class Store:
         return False
 
     def is_intact(self, row: int) -> bool:
-        """True if the row matches its checksum."""
         if not self._verified[row]:
             self._verified[row] = checksum(self._row(row)) == int(self.hashes[row])
         return bool(self._verified[row])
@@ -146,7 +144,8 @@ class StoreWriter:
         """Bytes of data.bin in use. Other processes may write beyond it; whoever lets them must advance it."""
         self._index: Array = np.zeros(len(sources), _INDEX)
         self._index["source"] = sources
-        self._set_aside: list[tuple[int, str, str]] = []
+        self.set_aside: list[tuple[int, str, str]] = []
+        """Rows that are left empty, each with the reason and what was found."""
 
     def append(self, rows: Sequence[int], arrays: Sequence[Array], labels: Labels = 0) -> None:
         """Write rows and add them to the index."""
@@ -164,10 +163,6 @@ class StoreWriter:
         records["source"] = self._index["source"][at]
         self._index[at] = records
 
-    def set_aside(self, row: int, reason: str, detail: str) -> None:
-        """Leave a row empty and record why."""
-        self._set_aside.append((row, reason, detail))
-
     def finish(self, params: Mapping[str, object], filters: Mapping[str, object] | None = None) -> None:
         """Write index and meta, and flush everything to the disk."""
         np.save(self.folder / "index.npy", self._index, allow_pickle=False)
@@ -175,7 +170,7 @@ class StoreWriter:
             "format": FORMAT_VERSION,
             "index_hash": xxhash.xxh3_128_hexdigest((self.folder / "index.npy").read_bytes()),
             "data_bytes": self.data_path.stat().st_size,
-            "set_aside": sorted(self._set_aside),
+            "set_aside": sorted(self.set_aside),
             "params": dict(params),
             "filters": dict(filters or {}),
         }
@@ -244,7 +239,6 @@ class StoreSpec:
     """Everything that decides if a source becomes a row at all."""
 
     def folder(self, root: Path) -> Path:
-        """Return the folder of the store below `root`."""
         settings = json.dumps([FORMAT_VERSION, dict(self.params), dict(self.filters)], sort_keys=True)
         hasher = xxhash.xxh3_128(settings.encode())
         hasher.update(self.sources.astype("<u8").tobytes())
@@ -318,11 +312,8 @@ def _copy_known_rows(writer: StoreWriter, spec: StoreSpec, folders: Sequence[Pat
         if donor.params != spec.params:
             continue
         lasting = donor.filters == spec.filters
-        unfit = [
-            row
-            for row, (reason, _) in donor.set_aside.items()
-            if not lasting or reason.startswith(TRANSIENT_REASONS)
-        ]
+        rejected = donor.set_aside.items()
+        unfit = [row for row, (reason, _) in rejected if not lasting or reason.startswith(TRANSIENT_REASONS)]
         offered = np.setdiff1d(np.arange(len(donor)), unfit)
         found, places = equal_sources(spec.sources[missing], donor.sources[offered])
         rows, donor_rows = missing[found], offered[places]
@@ -332,11 +323,10 @@ def _copy_known_rows(writer: StoreWriter, spec: StoreSpec, folders: Sequence[Pat
             chunk = donor_rows[start : start + ROWS_PER_COPY]
             arrays = [donor[row] for row in chunk.tolist()]
             writer.append(rows[start : start + ROWS_PER_COPY].tolist(), arrays, donor.labels[chunk].tolist())
-        for row, donor_row in zip(rows.tolist(), donor_rows.tolist(), strict=True):
-            if donor_row in donor.set_aside:
-                writer.set_aside(row, *donor.set_aside[donor_row])
+        copied = zip(rows.tolist(), donor_rows.tolist(), strict=True)
+        writer.set_aside += [(row, *donor.set_aside[old]) for row, old in copied if old in donor.set_aside]
         missing = np.setdiff1d(missing, rows)
-    return [int(row) for row in missing]
+    return missing.tolist()
 
 
 def equal_sources(wanted: Sources, held: Sources) -> tuple[Rows, Rows]:
@@ -373,10 +363,8 @@ def _cannot_write(root: Path, error: OSError) -> DatasetError:
         what = f"Cannot write the cache at {error.filename or root}: {error.strerror or error}."
         return DatasetError(f"{what}\nChoose a folder you can write to with --cache-dir DIR.")
     room = f"{shutil.disk_usage(root).free / 1e6:.0f} MB are free; an hour of audio takes 159 MB"
-    return DatasetError(
-        f"No room for the cache in {root}: {error.strerror} ({room}).\n"
-        "No partial files were left. Free some space or choose another disk with --cache-dir DIR."
-    )
+    advice = "No partial files were left. Free some space or choose another disk with --cache-dir DIR."
+    return DatasetError(f"No room for the cache in {root}: {error.strerror} ({room}).\n{advice}")
 
 
 def cache_root(corpus_folder: Path, cache_dir: Path | None) -> Path:

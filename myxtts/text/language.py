@@ -59,6 +59,11 @@ _TEXTS_COUNTED = 1000  # texts of a speaker whose words are counted to find the 
 _LEAST_PASSAGES = 4  # fewer passages prove nothing: one could mix several languages
 _CANDIDATES = 4  # languages compared by the large models at a time; each takes about 45 MB
 _CANDIDATE_SHARE = 0.02
+_MOST_TEXTS = 1000  # texts whose script is compared with a named language, evenly spread
+_NEARLY_ALL = 0.9
+_NAME_IT = "Name the language with --language or add a language column to the metadata"
+
+_log = logging.getLogger(__name__)
 
 
 @cache
@@ -91,10 +96,8 @@ def detect_languages(texts: Sequence[str], speakers: Sequence[str]) -> list[str]
         if language is None and scripts[text] in _languages_by_script():
             open_texts[scripts[text], speaker].add(text)
     found = _detect_by_speaker(open_texts)
-    pairs = zip(speakers, texts, strict=True)
-    return _fill_gaps(
-        [language or found.get(pair) for language, pair in zip(languages, pairs, strict=True)], speakers
-    )
+    triples = zip(languages, speakers, texts, strict=True)
+    return _fill_gaps([language or found.get((speaker, text)) for language, speaker, text in triples], speakers)
 
 
 def _script_of(text: str) -> str:
@@ -263,9 +266,9 @@ def _lingua() -> Any:
     try:
         import lingua
     except ImportError:
+        advice = f"{_NAME_IT}, or run: pip install lingua-language-detector"
         raise DatasetError(
-            "Some texts need lingua to find their language, and it is not installed. Name the language with "
-            "--language, add a language column to the metadata, or run: pip install lingua-language-detector"
+            f"Some texts need lingua to find their language; it is not installed. {advice}"
         ) from None
     return lingua
 
@@ -282,30 +285,18 @@ def _fill_gaps(languages: list[str | None], speakers: Sequence[str]) -> list[str
             known[speaker][language] += 1
             known[None][language] += 1
     if languages and not known:
-        raise DatasetError(
-            f"No text of the corpus could be recognised as one of {', '.join(LANGUAGES)}. Name the language "
-            "with --language or add a language column to the metadata."
-        )
+        raise DatasetError(f"No text could be recognised as one of {', '.join(LANGUAGES)}. {_NAME_IT}.")
     usual = {who: min(counts, key=lambda code: (-counts[code], code)) for who, counts in known.items()}
-    return [
-        language or usual.get(speaker, usual[None]) for speaker, language in zip(speakers, languages, strict=True)
-    ]
-
-
-MOST_TEXTS = 1000  # texts that are examined, evenly spread
-NEARLY_ALL = 0.9
-
-_log = logging.getLogger(__name__)
+    pairs = zip(speakers, languages, strict=True)
+    return [language or usual.get(speaker, usual[None]) for speaker, language in pairs]
 
 
 def warn_of_other_script(language: str, texts: Sequence[str]) -> None:
     """Warn if nearly all texts are in another script than `language`."""
     expected = {"kana": ("kana", "han")}.get(script := load_table(language).script, (script,))
-    scripts = [(text, found) for text in texts[:: 1 + len(texts) // MOST_TEXTS] if (found := _script_of(text))]
+    scripts = [(text, found) for text in texts[:: 1 + len(texts) // _MOST_TEXTS] if (found := _script_of(text))]
     others = [text for text, found in scripts if found not in expected]
-    if others and len(others) >= NEARLY_ALL * len(scripts):
-        named = f"--language {language} means {LANGUAGE_NAMES[language]}"
-        _log.warning(
-            f"WARNING: {named}, but nearly all texts are written in other letters, such as {others[0][:40]!r}: "
-            "name another language, or leave it out to have it detected"
-        )
+    if others and len(others) >= _NEARLY_ALL * len(scripts):
+        found = f"nearly all texts are written in other letters, such as {others[0][:40]!r}"
+        advice = "name another language, or leave it out to have it detected"
+        _log.warning(f"WARNING: --language {language} means {LANGUAGE_NAMES[language]}, but {found}: {advice}")

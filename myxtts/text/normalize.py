@@ -137,8 +137,8 @@ _ROMANIZERS = {"zh": _pinyin, "ja": _romaji, "ko": _latin_korean}
 @cache
 def normalize_fingerprint() -> str:
     """Return a hash that changes when the result of `normalize` could: code, tables, Unicode, package versions."""
-    folder = Path(__file__).parent
-    return fingerprint_of([*(folder / name for name in SOURCES), *table_files()], PACKAGES)
+    sources = [Path(__file__).with_name(name) for name in SOURCES]
+    return fingerprint_of([*sources, *table_files()], PACKAGES)
 
 
 def phonemize(texts: Sequence[str], language: str) -> list[str]:
@@ -149,9 +149,9 @@ def phonemize(texts: Sequence[str], language: str) -> list[str]:
     with _espeak_lock:
         library = open_library()
         if getattr(library, "voice_in_use", None) != voice and library.espeak_SetVoiceByName(voice.encode()) != 0:
+            has_it = 'pip install "myxtts[phonemes]"'
             raise ConfigError(
-                f"The installed espeak-ng has no voice {voice!r} for {language}. One that has it: "
-                'pip install "myxtts[phonemes]"'
+                f"The installed espeak-ng has no voice {voice!r} for {language}; one that has: {has_it}"
             )
         library.voice_in_use = voice  # type: ignore[attr-defined]
         return [_phonemes_of(library, text) for text in texts]
@@ -194,10 +194,8 @@ def open_library() -> ctypes.CDLL:
     library.espeak_Info.argtypes = [ctypes.c_void_p]
     library.espeak_Info.restype = ctypes.c_char_p
     if library.espeak_Initialize(_SYNCHRONOUS, 0, data.encode() if data else None, _DONT_EXIT) <= 0:
-        raise ConfigError(
-            f"espeak-ng could not read its data ({data or 'installed on the system'}). The folder must "
-            "exist, and its path may not be longer than about 150 characters."
-        )
+        expected = "The folder must exist, and its path may have at most about 150 characters."
+        raise ConfigError(f"espeak-ng could not read its data ({data or 'installed on the system'}). {expected}")
     return library
 
 

@@ -25,7 +25,6 @@ def cardinal(digits: str, language: str) -> str:
 
 
 def spell_digits(digits: str, language: str) -> str:
-    """Return every digit as a word."""
     return load_table(language).word_space.join(_whole_number(int(digit), language) for digit in digits)
 
 
@@ -55,9 +54,8 @@ def _whole_number(value: int, language: str) -> str:
     try:
         return str(_num2words(value, lang=language))
     except NotImplementedError:
-        raise ConfigError(
-            f"num2words cannot count in {language!r}: list the words for 0 to 9 as `digits` in {language}.toml"
-        ) from None
+        advice = f"list the words for 0 to 9 as `digits` in {language}.toml"
+        raise ConfigError(f"num2words cannot count in {language!r}: {advice}") from None
 
 
 def _num2words(value: Any, **options: Any) -> Any:
@@ -235,9 +233,7 @@ class NumberReader:
     def __init__(self, table: LanguageTable) -> None:
         self._table = table
         marks = any_of(table.units)
-        magnitude = (
-            rf"(?:\s(?P<magnitude>(?i:{table.magnitudes}))\b)?" if table.magnitudes else "(?P<magnitude>(?!))?"
-        )
+        magnitude = rf"(?:\s(?P<magnitude>(?i:{table.magnitudes or '(?!)'}))\b)?"
         ordinal_mark = table.ordinal or r"(?!)"
         self._amount = re.compile(
             rf"(?P<sign>(?<![\w.,/)-])[-−](?=(?:{marks})?\s?\d))?(?:(?P<before>{marks})\s?)?(?P<number>{NUMBER})"
@@ -261,7 +257,9 @@ class NumberReader:
         if table.spelled:
             text = re.sub(table.spelled, lambda m: spell_digits(m[0], table.code), text)
         if table.quotient:
-            text = QUOTIENT.sub(self._quotient, text)
+            read = self._cardinal
+            spoken = table.quotient.format
+            text = QUOTIENT.sub(lambda m: spoken(numerator=read(m[1]), denominator=read(m[2])), text)
         if table.range:
             rising = partial(is_rising, thousands=table.thousands)
             text = RANGE.sub(lambda m: f"{m[1]} {table.range} {m[2]}" if rising(m[1], m[2]) else m[0], text)
@@ -304,10 +302,6 @@ class NumberReader:
         groups = re.findall(r"\d+", match[0])
         words = ", ".join(spell_digits(group, self._table.code) for group in groups)
         return f"{self._table.plus} {words}" if match[0][0] == "+" else words
-
-    def _quotient(self, match: re.Match[str]) -> str:
-        numerator, denominator = map(self._cardinal, match.groups())
-        return self._table.quotient.format(numerator=numerator, denominator=denominator)
 
     def _read_amount(self, match: re.Match[str]) -> str:
         table = self._table

@@ -177,7 +177,7 @@ def _read_numbers(text: str) -> str:
     text = CLOCK.sub(_clock, text)
     text = PHONE.sub(_phone, text)
     text = RANGE.sub(lambda m: f"{m[1]} تا {m[2]}" if is_rising(m[1], m[2], ",") else m[0], text)
-    text = _ORDINAL.sub(_ordinal, text)
+    text = _ORDINAL.sub(lambda m: ordinal(m[1], "fa") + ("ین" if m[0].endswith("ین") else ""), text)
     return _AMOUNT.sub(_amount, text)
 
 
@@ -206,11 +206,6 @@ def _clock(match: re.Match[str]) -> str:
 def _phone(match: re.Match[str]) -> str:
     plus = "مثبت " if match[0][0] == "+" else ""
     return plus + ", ".join(spell_digits(group, "fa") for group in re.findall(r"\d+", match[0]))
-
-
-def _ordinal(match: re.Match[str]) -> str:
-    words = ordinal(match[1], "fa")
-    return words + "ین" if match[0].endswith("ین") else words
 
 
 def _amount(match: re.Match[str]) -> str:

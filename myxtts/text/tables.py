@@ -186,7 +186,6 @@ class LanguageTable:
 
 @cache
 def load_table(code: str) -> LanguageTable:
-    """Return the table of one language."""
     import tomllib  # opening a prepared corpus does not need it
 
     data = tomllib.loads((TABLES_FOLDER / f"{code}.toml").read_text(encoding="utf-8"))
@@ -196,5 +195,4 @@ def load_table(code: str) -> LanguageTable:
 
 
 def table_files() -> list[Path]:
-    """Return the files of all tables."""
     return sorted(TABLES_FOLDER.glob("*.toml"))

@@ -195,10 +195,9 @@ class Tokenizer:
 
     def _require(self, languages: Sequence[str]) -> None:
         if missing := sorted(set(languages) - self.languages):
-            raise DatasetError(
-                f"The vocabulary has no language token for {', '.join(missing)} (it has "
-                f"{', '.join(sorted(self.languages))}). Add the language with `myxtts vocabulary extend`."
-            )
+            has = f"{', '.join(missing)} (it has {', '.join(sorted(self.languages))})"
+            add = "Add the language with `myxtts vocabulary extend`."
+            raise DatasetError(f"The vocabulary has no language token for {has}. {add}")
 
 
 @cache
@@ -209,8 +208,7 @@ def tokenizer_fingerprint() -> str:
 
 def describe_characters(characters: Iterable[str]) -> str:
     """Return characters with code point and name, so that invisible and similar ones can be found."""
-    named = (f"{one!r} U+{ord(one):04X} {unicodedata.name(one, 'unnamed')}" for one in characters)
-    return ", ".join(named)
+    return ", ".join(f"{one!r} U+{ord(one):04X} {unicodedata.name(one, 'unnamed')}" for one in characters)
 
 
 def train(texts: Iterable[str], languages: Iterable[str], num_tokens: int) -> Tokenizer:
@@ -222,8 +220,7 @@ def train(texts: Iterable[str], languages: Iterable[str], num_tokens: int) -> To
     """
     words = _count_words(texts)
     codes = dict.fromkeys((*LANGUAGES, *sorted(set(languages))))
-    special = [STOP, UNKNOWN, SPACE]
-    tokens = [*special, *_FIRST_LETTERS, START, *map(_language_token, codes)]
+    tokens = [STOP, UNKNOWN, SPACE, *_FIRST_LETTERS, START, *map(_language_token, codes)]
     tokens += sorted({letter for word in words for letter in word} - set(_FIRST_LETTERS))
     if len(tokens) > num_tokens:
         what = f"the letters of these texts and the special tokens alone are {len(tokens)}"
@@ -268,9 +265,8 @@ def _checked_content(text: str, source: str) -> dict[str, Any]:
         kind, known = model["type"], special & model["vocab"].keys()
         cutting = (content.get("pre_tokenizer") or {}).get("type")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DatasetError(
-            f"{source} is not a vocabulary of XTTS-v2's form (JSON of the `tokenizers` library): {error!r}"
-        ) from error
+        expected = "a vocabulary of XTTS-v2's form (JSON of the `tokenizers` library)"
+        raise DatasetError(f"{source} is not {expected}: {error!r}") from error
     unlike = [name for name in _UNUSED_OPTIONS if model.get(name)]
     unlike += [name for name in ("normalizer", "post_processor") if content.get(name)]
     if kind != "BPE" or cutting != "Whitespace" or unlike:
