@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -76,7 +77,13 @@ def test_an_epoch_and_more_equals_every_clip_heard_alone(
     speech: Corpus, code_budget: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if code_budget is not None:
-        monkeypatch.setattr(Gatherer, "_find_code_budget", lambda _: code_budget)
+        make = Gatherer.__init__
+
+        def make_small(gatherer: Gatherer, *arguments: Any, **options: Any) -> None:
+            make(gatherer, *arguments, **options)
+            gatherer.code_budget = code_budget
+
+        monkeypatch.setattr(Gatherer, "__init__", make_small)
     with speech.feed(num_batches=EPOCH + 1) as feed:
         batches = read(feed)
     expected = jobs(speech, EPOCH + 1)
