@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class CacheDamaged(DatasetError):
-    """The bytes of a store are not those that were written."""
+    """The contents of a store do not match its checksums."""
 
 
 class Store:

@@ -158,7 +158,7 @@ class Rule:
     why: str = ""
     fix: str = ""  # the change in words; if empty, the flag says it all
     when: Callable[[Situation], bool] | None = None
-    """None for a switch, which `tune` tries: the rule holds as long as the setting has another value."""
+    """None for a switch (`tune` tries these): the rule holds whenever the setting differs from `value`."""
     gpu_only: bool = False
     hint: Callable[[Situation], bool] = lambda _: False
     """True if `train` says it too when it starts; hints are always said."""
@@ -335,12 +335,12 @@ RULES = (
         when=lambda s: s.training.init_from is None and s.settings.model.lora_rank > 0,
     ),
 )  # fmt: skip
-"""Switches in the order in which `tune` tries them: bf16 gains little while the host is busy launching."""
+"""`tune` tries the switches in this order: bf16 gains little while the host is busy launching kernels."""
 SWITCHES = {rule.setting: rule for rule in RULES if rule.when is None}
 
 
 def hints(situation: Situation) -> list[Finding]:
-    """Return what to say when a training starts: settings that work but do not suit the machine or the corpus."""
+    """Return what to say when a run starts: settings that work but do not suit the machine or the corpus."""
     said = [rule for rule in RULES if rule.code == "hint" or rule.hint(situation)]
     return [rule.finding(situation) for rule in said if rule.holds(situation)]
 
@@ -370,7 +370,7 @@ PEER_ACCESS = Fix("choose two GPUs with peer access (myxtts check --gpus shows i
 LARGER_BATCH = Fix("train on more clips at once, with less accumulation for the same step", "data.batch_size")
 
 MIN_SHARE = 0.02  # share of the time below which a loss is not mentioned
-MIN_ACTIVE = 0.5  # a phase that works for less of the time that the model waits for it is not slow, but late
+MIN_ACTIVE = 0.5  # a phase that is active for less than this share of the model's wait is late, not slow
 SPARE = 0.8  # share of the training time that a phase may take and still stay ahead
 SLOW_CLIP_MS = 1.0
 """Copying a clip from the packed cache takes a twentieth of this: a longer copy comes from a slow disk."""
@@ -420,7 +420,7 @@ class Wait(Situation):
 
     @property
     def has_few_workers(self) -> bool:
-        """True if more workers would gather faster; a slow disk has nothing for them."""
+        """True if more workers would gather faster; they do not help when the disk is slow."""
         is_disk = self.data.native_loading and self.clip_ms > SLOW_CLIP_MS
         return self.time.workers < self.most_workers and not is_disk
 

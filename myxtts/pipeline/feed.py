@@ -45,9 +45,9 @@ KEEP_DEPTH = 4  # batches of fresh codes on their way to the disk
 DEVICE_SHARE = 0.05
 """Share of a device's memory, or of its cap, that waiting batches may take; the model needs the rest."""
 HOST_SHARE, MAX_HOST_SHARE = 0.1, 0.5
-"""Share of the available host memory that buffers take when they are `auto`, and that numbers may ask for."""
+"""Shares of the available host memory that `auto` buffer sizes take, and that explicit sizes may request."""
 ENCODE_VERSION = 2
-"""Raise it whenever mels or codes of the same clip change: codes made before are then not read."""
+"""Increment it whenever the mels or codes of a clip change, so that cached codes are ignored."""
 _POLL_S = 0.01
 
 
@@ -111,7 +111,7 @@ class Streams(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, data: DataSettings) -> Streams:
-        """Without overlap the front end shares the trainer's stream; without a copy stream uploads share that."""
+        """Without overlap the front end uses the trainer's stream; without a copy stream, uploads use its own."""
         model = Stream(plan.model, high_priority=True)
         together = plan.data == plan.model and not data.optimize_cpu_gpu_overlap
         encode = model if together else Stream(plan.data)
@@ -139,7 +139,7 @@ class Feed:
         streams: Streams | None = None,
         trace: Trace = OFF,
     ) -> None:
-        """Allocate all buffers; `captured=False` saves a short feed the time to record the front end as a graph.
+        """Allocate all buffers. A short feed passes `captured=False`: capturing the front end would take too long.
 
         `replay` delivers the first batch for ever. Feeds of one stage should share `streams`: PyTorch keeps
         working memory for every stream.
