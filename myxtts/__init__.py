@@ -1,7 +1,6 @@
 """MyXTTS: the XTTS trainer that never lets a GPU wait.
 
     from pathlib import Path
-
     from myxtts import load_synthesizer, train
     from myxtts.config import DataSettings, Settings
 
@@ -37,7 +36,3 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

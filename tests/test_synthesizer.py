@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
+from collections.abc import Generator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +38,7 @@ from myxtts.synthesis.synthesizer import (
     FAINT_NOTE,
     PUBLISHED_SAMPLING,
     SILENT,
+    SpeechStream,
     SynthesisOptions,
     Synthesizer,
     is_faint,
@@ -434,3 +437,13 @@ def test_a_stream_on_the_gpu_starts_soon_and_says_what_speak_says(reference: Pat
     pieces += stream
     speech = synthesizer.speak(TEXTS[0], voice, "en", seed=4)
     np.testing.assert_allclose(np.concatenate(pieces), speech.wave, atol=5e-3)
+
+
+def test_a_stream_is_saved_in_a_new_folder_and_a_bad_path_is_explained(tmp_path: Path) -> None:
+    def waves() -> Generator[Any, None, Any]:
+        yield np.zeros(2400, np.float32)
+
+    SpeechStream(waves()).save(tmp_path / "new" / "speech.wav")
+    assert (tmp_path / "new" / "speech.wav").stat().st_size > 4800
+    with pytest.raises(ConfigError, match="cannot be written"):
+        SpeechStream(waves()).save(tmp_path / "new" / "speech.wav" / "x.wav")

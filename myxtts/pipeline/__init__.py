@@ -1,1 +1,1 @@
-"""The pipeline: rings of preallocated batches, the stages between them, and the feed a trainer reads."""
+"""The pipeline: rings of preallocated batches, the workers between them, and the feed a trainer reads."""

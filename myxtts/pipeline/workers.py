@@ -1,9 +1,9 @@
 """The workers of the pipeline: each takes a slot, does one thing in its own stream, and passes the batch on.
 
     Gather   clips ─► host ring           host threads
-    Upload   host ring ─► device ring     copy stream
-    Encode   device ring ─► model ring    data stream; fresh codes also go to the `keep` ring
-    Handoff  data role's device ─► model role's device
+    Upload   host ring ─► device ring     upload stream
+    Encode   device ring ─► model ring    encode stream; fresh codes also go to the `keep` ring
+    Handoff  handoff ring ─► model ring   dual mode only, where encode fills the handoff ring
     Keep     fresh codes ─► the cache on disk
 
 The first worker that fails poisons all rings with its error: the trainer raises that error and every other worker

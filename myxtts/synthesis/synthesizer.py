@@ -221,10 +221,16 @@ def check_output(path: Path) -> None:
 
 def save_wave(path: Path, wave: Wave, rate: int) -> None:
     """Write a wave, and the folders above it."""
+    with _writing(path):
+        write(path, wave, rate)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, wave, rate)
-    except (OSError, RuntimeError) as error:  # libsndfile's own errors are RuntimeErrors
+        yield
+    except (OSError, soundfile.SoundFileError) as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
@@ -250,7 +256,8 @@ class SpeechStream(Iterator[Wave]):
 
     def save(self, path: Path) -> None:
         """Write every piece as soon as it is ready, as 16-bit audio in the format of the extension."""
-        with contextlib.closing(self), soundfile.SoundFile(path, "w", OUTPUT_SAMPLE_RATE, 1, "PCM_16") as file:
+        form = ("w", OUTPUT_SAMPLE_RATE, 1, "PCM_16")
+        with contextlib.closing(self), _writing(path), soundfile.SoundFile(path, *form) as file:
             for piece in self:
                 file.write(piece)
                 file.flush()

@@ -2,7 +2,7 @@
 
 `Step` is the only place where gradients are accumulated and applied: training and every dry run use it. `Trainer`
 repeats it, validates, reports and saves. Neither can tell one GPU from two, nor knows where batches come from.
-Values of the device reach the host only through `AsyncScalars`: the loop never waits for the device.
+Between validations and saves the loop waits for the device only to stay `STEPS_AHEAD` steps ahead of it.
 """
 
 from __future__ import annotations
