@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["__version__", "load_synthesizer", "prepare", "train"]
 
-_HOMES = {
-    "load_synthesizer": "myxtts.synthesis.synthesizer",
-    "prepare": "myxtts.data.prepare",
-    "train": "myxtts.run",
-}
+_HOMES = {"load_synthesizer": "synthesis.synthesizer", "prepare": "data.prepare", "train": "run"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"myxtts.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
