@@ -128,7 +128,7 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
     run = RunDir(folder)
     if settings.data.train_data is None:
         yield _ABOUT_THE_DEMO
-    elif run.from_scratch and 0 < (steps := run.num_steps("gpt")) < FEW_STEPS:
+    elif run.from_scratch and 0 < (steps := run.status("gpt").step) < FEW_STEPS:
         yield _ABOUT_FEW_STEPS.format(_steps(steps))
     yield "Next:"
     if settings.data.train_data is None:
@@ -156,9 +156,9 @@ def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
         return [f"No sample was spoken: {error}"], False
     run, vocoder = RunDir(folder), "Griffin-Lim"
     if speech.report.vocoder == "hifigan":
-        steps = run.num_steps("decoder")
+        steps = run.status("decoder").step
         vocoder = "the trained decoder" + (f", {_steps(steps)}" if steps else "")
-    trained = f" (gpt: {_steps(steps)})" if (steps := run.num_steps("gpt")) else ""
+    trained = f" (gpt: {_steps(steps)})" if (steps := run.status("gpt").step) else ""
     spoken = f"{folder / SAMPLE_FILE}: {said.text!r} in the voice of {said.recording}, by {vocoder}{trained}"
     return [spoken, *(f"  {note}" for note in speech.report.notes())], True
 
