@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from model_fixtures import waiting_is_an_error
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -161,6 +162,11 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert error <= 1e-3 * max(norms[name], 1e-5 * largest), (name, error, norms[name])
 
 
+def assert_same_codebooks(*recipes: Recipe) -> None:
+    books = [recipe.dvae.codebook.state_dict() for recipe in recipes]
+    torch.testing.assert_close(*books, rtol=1e-4, atol=1e-5)
+
+
 def train(recipe: Recipe, batch: Batch, steps: int, lr: float) -> list[dict[str, float]]:
     optimizer = torch.optim.AdamW(recipe.parameters(), lr=lr, betas=recipe.betas)
     history = []
@@ -204,8 +210,7 @@ def test_micro_steps_are_one_large_batch_and_weight_two_is_two_clips(name: str) 
     if name == "dvae":
         for recipe in (weighted, repeated):
             recipe.after_step(1)
-        books = [recipe.dvae.codebook.state_dict() for recipe in (weighted, repeated)]
-        torch.testing.assert_close(*books, rtol=1e-4, atol=1e-5)
+        assert_same_codebooks(weighted, repeated)
 
 
 @EVERY_RECIPE
@@ -368,22 +373,17 @@ def test_the_dvae_learns_its_clips() -> None:
 
 def test_the_codebook_moves_once_a_step_by_all_its_micro_batches() -> None:
     halves = [dvae_batch(seed=1, num_clips=1), dvae_batch(seed=2, num_clips=3)]
-    twice, once, direct = make("dvae"), make("dvae"), make("dvae")
+    twice, direct = make("dvae"), make("dvae")
     before = twice.dvae.codebook.embed.clone()
     for half in with_totals(halves):
         twice(half, SIZES)
     assert torch.equal(twice.dvae.codebook.embed, before)
-    (whole,) = with_totals([joined(halves)])
-    once(whole, SIZES)
+    whole = joined(halves)
     out = direct.dvae(whole["mel"].nan_to_num(), whole["num_frames"])
     direct.dvae.codebook.update(out.latents, out.codes, out.mask, decay=2 / 11)
     twice.after_step(1)
-    once.after_step(1)
     assert not torch.allclose(twice.dvae.codebook.embed, before)
-    for recipe in (twice, once):
-        torch.testing.assert_close(
-            recipe.dvae.codebook.state_dict(), direct.dvae.codebook.state_dict(), rtol=1e-4, atol=1e-5
-        )
+    assert_same_codebooks(twice, direct)
     assert float(twice.counts_and_sums.abs().max()) == 0
 
 
@@ -400,7 +400,7 @@ def test_fillers_and_what_is_not_finite_never_reach_the_codebook() -> None:
         same.after_step(1)
         same.dvae.codebook.cluster_size[:8] = 0
         same.after_step(50)
-    torch.testing.assert_close(recipe.dvae.codebook.state_dict(), expected.dvae.codebook.state_dict())
+    assert_same_codebooks(recipe, expected)
     assert recipe.dvae.codebook.embed.isfinite().all()
 
 
@@ -423,6 +423,10 @@ def test_dead_codes_are_revived_every_ten_steps_and_alike_in_a_continued_run() -
     for vector in book.embed.mT[:3]:
         assert (latents == vector).all(1).any()
     assert torch.equal(recipe.candidates, continued.candidates)
+    assert int(book.usage().used) == len(book.cluster_size)
+    recipe(batch, SIZES)
+    recipe.after_step(51)
+    assert book.embed.abs().max() < 2 * latents.abs().max(), "a revived code must not be thrown far away"
 
 
 def test_a_fresh_codebook_follows_fast_and_a_trained_one_slowly() -> None:
@@ -439,31 +443,17 @@ def test_a_fresh_codebook_follows_fast_and_a_trained_one_slowly() -> None:
 
 
 def test_processes_share_one_codebook() -> None:
-    """Two in one: the second's sums are added to the first's, and the first's draw is the second's."""
+    """Two in one: the second's sums are added to the first's."""
     halves = with_totals([dvae_batch(seed=1), dvae_batch(seed=2)])
     (whole,) = with_totals([joined(halves)])
     sums: list[Tensor] = []
-    drawn: list[Tensor] = []
-    second, first = make("dvae"), make("dvae")
+    second, first, one = (make("dvae") for _ in range(3))
     second.all_reduce = lambda values: sums.append(values.clone())
     first.all_reduce = lambda values: values.add_(sums[0])
-    second(halves[1], SIZES)
-    second.after_step(1)
-    first(halves[0], SIZES)
-    first.after_step(1)
-    one = make("dvae")
-    one(whole, SIZES)
-    one.after_step(1)
-    torch.testing.assert_close(
-        first.dvae.codebook.state_dict(), one.dvae.codebook.state_dict(), rtol=1e-4, atol=1e-5
-    )
-
-    speaker, listener = make("dvae"), make("dvae")
-    for recipe, half in zip((speaker, listener), halves, strict=True):
-        recipe.dvae.codebook.cluster_size.zero_()
-        recipe.broadcast = drawn.append if recipe is speaker else lambda values: values.copy_(drawn.pop(0))
-        recipe.before_first_step(half)
-    torch.testing.assert_close(listener.dvae.codebook.state_dict(), speaker.dvae.codebook.state_dict())
+    for recipe, batch in ((second, halves[1]), (first, halves[0]), (one, whole)):
+        recipe(batch, SIZES)
+        recipe.after_step(1)
+    assert_same_codebooks(first, one)
 
 
 # Decoder
@@ -532,13 +522,10 @@ def test_steps_never_wait_for_the_device_and_compile_once(name: str, compiled: b
     recipe.before_first_step(batches[0])
     first = step(batches[0], 50)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         recipe.before_first_step(batches[1])
         for number, batch in enumerate(batches[1:], 49):
             step(batch, number)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert float(first) == pytest.approx(expected, rel=0.1)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compiled)
 
