@@ -16,7 +16,7 @@ from model_fixtures import gpt_model, reference_of
 from torch import Tensor
 
 from myxtts.config import CONDITIONING_TOKENS
-from myxtts.model.blocks import cover, offsets_of, segment_of, take_rows
+from myxtts.model.blocks import cover, offsets_of, segment_of
 from myxtts.model.conditioning import ClipGroupNorm, pack_frames
 from myxtts.model.gpt import (
     AUDIO,
@@ -173,15 +173,6 @@ def test_segments_cover_every_row(lengths: list[int], rest: int, more: int) -> N
     rows = torch.arange(num_rows)
     segments = segment_of(rows, offsets)
     assert ((offsets[segments] <= rows) & (rows < offsets[segments + 1])).all()
-
-
-def test_taking_rows_is_indexing_that_ignores_rubbish() -> None:
-    x = torch.randn(4, 3, requires_grad=True)
-    taken = take_rows(x, torch.tensor([2, -1, 0]), torch.tensor([2, -1, 0, -1]))
-    assert torch.equal(taken, torch.stack([x[2], torch.zeros(3), x[0]]))
-    taken.backward(torch.tensor([[1.0] * 3, [torch.nan] * 3, [2.0] * 3]))
-    assert x.grad is not None
-    assert x.grad[:, 0].tolist() == [2, 0, 1, 0]
 
 
 def test_norm_of_packed_clips_is_group_norm_of_each() -> None:

@@ -167,20 +167,6 @@ def assert_same_codebooks(*recipes: Recipe) -> None:
     torch.testing.assert_close(*books, rtol=1e-4, atol=1e-5)
 
 
-def train(recipe: Recipe, batch: Batch, steps: int, lr: float) -> list[dict[str, float]]:
-    optimizer = torch.optim.AdamW(recipe.parameters(), lr=lr, betas=recipe.betas)
-    history = []
-    (batch,) = with_totals([batch])
-    for step in range(1, steps + 1):
-        losses = recipe(batch, sizes_of(batch))
-        optimizer.zero_grad()
-        losses["total"].backward()
-        optimizer.step()
-        recipe.after_step(step)
-        history.append({name: float(value.detach()) for name, value in losses.items()})
-    return history
-
-
 # What all recipes have in common
 
 
@@ -294,15 +280,6 @@ def test_can_be_wrapped_for_several_processes(name: str) -> None:
 # GPT
 
 
-def test_the_gpt_learns_its_clips() -> None:
-    recipe, batch = make("gpt"), gpt_batch()
-    history = train(recipe, batch, 60, lr=5e-3)
-    assert history[-1]["audio_loss"] < 0.3 * history[0]["audio_loss"]
-    sums = evaluate(recipe, batch)
-    assert float(sums["sum"] / sums["count"]) < 0.3 * history[0]["audio_loss"]
-    assert float(sums["count"]) == float((batch["num_codes"] + NUM_STOPS).sum())
-
-
 def test_text_weighs_a_hundredth_and_labels_are_smoothed_in_training_only() -> None:
     plain, smoothed, batch = make("gpt"), make("gpt", label_smoothing=0.1), gpt_batch()
     losses = run(plain, batch)
@@ -361,14 +338,6 @@ def test_adapters_learn_faster_than_a_whole_network_is_fine_tuned() -> None:
 
 
 # DVAE
-
-
-def test_the_dvae_learns_its_clips() -> None:
-    recipe, batch = make("dvae"), dvae_batch()
-    history = train(recipe, batch, 70, lr=5e-3)
-    assert history[-1]["mel_loss"] < 0.5 * history[0]["mel_loss"]
-    assert history[-1]["codes_used"] > 4 and history[-1]["perplexity"] > 3
-    assert {name.removeprefix("dvae.") for name in recipe.state_dict()} == set(recipe.dvae.state_dict())
 
 
 def test_the_codebook_moves_once_a_step_by_all_its_micro_batches() -> None:
@@ -459,21 +428,13 @@ def test_processes_share_one_codebook() -> None:
 # Decoder
 
 
-def test_the_decoder_learns_its_clips() -> None:
-    recipe, batch = make("decoder"), decoder_batch(num_clips=1)
-    history = train(recipe, batch, 25, lr=1e-2)
-    assert history[-1]["mel_loss"] < 0.5 * history[0]["mel_loss"]
-    assert history[-1]["disc"] < 0.9 * history[0]["disc"]
-    assert not any("speaker_encoder" in name for name, _ in recipe.named_parameters())
-    assert recipe.parts().keys() == {"generator", "discriminators"}
-
-
 def test_generator_and_discriminators_get_only_their_own_gradients() -> None:
     recipe = make("decoder")
     (batch,) = with_totals([decoder_batch()])
     recipe(batch, SIZES)["total"].backward()
     found = {name: value.grad.clone() for name, value in recipe.named_parameters()}
     assert all(value.requires_grad for value in recipe.parameters())
+    assert not any("speaker_encoder" in name for name in found)
 
     discriminators, real = recipe.discriminators, batch["wave"].unsqueeze(1)
     recipe.zero_grad()

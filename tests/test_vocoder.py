@@ -17,7 +17,6 @@ from myxtts.model.vocoder import (
     HifiGanDecoder,
     PeriodDiscriminator,
     ResolutionDiscriminator,
-    modern_names,
     num_frames,
     num_samples,
 )
@@ -48,18 +47,6 @@ class TestEqualsTheReference:
         assert vocoder.state_dict().keys() == reference["state_dict"].keys()
         for model in (vocoder, *copies):
             assert error(model(reference["latents"], reference["g"]), reference["wav"]) <= 1e-4
-
-    @pytest.mark.parametrize("renamed_first", [True, False])
-    def test_old_names_of_weight_norm_load(self, reference: dict[str, Any], renamed_first: bool) -> None:
-        state, old = reference["state_dict"], {}
-        for name, value in state.items():
-            name = name.replace("parametrizations.weight.original0", "weight_g")
-            old[name.replace("parametrizations.weight.original1", "weight_v")] = value
-        assert sum(name.endswith("weight_g") for name in old) == 4 + 12 * 6
-        assert modern_names(old).keys() == state.keys() and modern_names(state) == state
-        model = HifiGanDecoder(**{name: reference[name] for name in SIZES})
-        model.load_state_dict(modern_names(old) if renamed_first else old)
-        assert error(model(reference["latents"], reference["g"]), reference["wav"]) <= 1e-4
 
 
 class TestVocoder:
