@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from myxtts.pipeline.frontend import GptFrontend
 from myxtts.settings import specs
 from myxtts.terminal import show_findings
 from myxtts.tools import check as checks
-from myxtts.tools import dry_run
 from myxtts.tools.check import CHECKS, CheckContext, Host, check, passed, to_json
 from myxtts.tools.dry_run import Observation
 from myxtts.training.trainer import StepMode
@@ -80,46 +78,36 @@ WHOLE = {"size": "normal"}
         ("gpus", (NO_GPU, NO_DRIVER), {}, "warn", "CPU"),
         ("gpus", (NO_GPU,), {}, "fail", "550.54"),
         ("devices", (machine(),), {}, "pass", "Single-GPU"),
-        ("devices", (NO_GPU,), {}, "pass", "CPU"),
         ("devices", (TWO,), DUAL, "pass", "Dual-GPU"),
         ("devices", (machine(2, 24000, 12000),), DUAL, "warn", "--data-gpu 1 --model-gpu 0"),
         ("devices", (machine(),), DUAL, "fail", "Multi-GPU requires at least 2 GPUs. GPUs found: 0: C"),
         ("caps", (TWO,), DUAL | ISOLATED, "pass", "data 8192 MB, model 16384 MB"),
-        ("caps", (machine(),), {}, "pass", "No memory caps"),
         ("caps", (machine(),), {"model_gpu_memory": "8192"}, "warn", "isolation is off"),
         ("caps", (machine(),), ISOLATED | {"data_gpu_memory": "4096"}, "warn", "no effect"),
         ("caps", (NO_GPU,), ISOLATED, "warn", "CPU"),
         ("caps", (machine(1, 12000),), ISOLATED, "fail", "16384 is more than the memory of GPU 0"),
-        ("native-loading", (), {}, "pass", "packed cache"),
         ("native-loading", (), {"native_loading": False}, "fail", "--native-loading"),
         ("native-loading", (machine(), host(free_gb=0)), {"native_loading": False}, "warn", "no room"),
-        ("workers", (), {}, "pass", "8 worker"),
         ("workers", (), {"num_workers": "2"}, "warn", "--num-workers 8"),
         ("workers", (), {"num_workers": "2", "native_loading": False}, "fail", "2 of 8 usable cores"),
-        ("prefetch", (), {}, "pass", "as workers and memory suggest"),
         ("prefetch", (), {"prefetch_buffer_size": "2"}, "warn", "slow clip"),
         ("prefetch", (), {"prefetch_buffer_size": "1"}, "fail", "--prefetch-buffer-size 16"),
         ("prefetch", (NO_GPU,), {"prefetch_buffer_size": "1"}, "warn", "Only 1"),
-        ("upload", (), {}, "pass", "pinned"),
         ("upload", (), {"optimize_cpu_gpu_overlap": False}, "warn", "trainer's stream"),
         ("upload", (), {"enhanced_gpu_prefetch": False}, "warn", "pageable"),
         ("upload", (), {"prefetch_to_gpu": False}, "fail", "--prefetch-to-gpu"),
         ("upload", (NO_GPU,), {"prefetch_to_gpu": False}, "info", "No GPU"),
-        ("batch-size", (), {}, "pass", "16 clips"),
         ("batch-size", (), {"batch_size": "4"}, "warn", "--batch-size 32"),
         ("batch-size", (), {"batch_size": "2"}, "fail", "--batch-size 32"),
         ("batch-size", (NO_GPU,), {"batch_size": "2"}, "pass", "2 clips"),
         ("batch-size", (), WHOLE | {"batch_size": "128"}, "warn", "may not fit"),
         ("batch-size", (machine(1, 80000),), CAPPED | {"batch_size": "1"}, "fail", "--batch-size 8,"),
-        ("fixed-shapes", (), {}, "pass", "same shapes"),
         ("fixed-shapes", (), {"pad_to_fixed_length": False}, "fail", "only a step with fixed shapes"),
-        ("compilation", (), {}, "pass", "compiled"),
         ("compilation", (), {"enable_xla_compilation": False}, "warn", "fused"),
         ("compilation", (), {"enable_graph_mode": False}, "fail", "eagerly"),
         ("compilation", (), WHOLE | {"enable_graph_mode": False}, "warn", "eagerly"),
         ("compilation", (), {"enable_eager_debug": True}, "fail", "--disable-eager-debug"),
         ("compilation", (NO_GPU,), {"enable_graph_mode": False}, "pass", "CPU"),
-        ("precision", (), {}, "pass", "bf16"),
         ("precision", (), {"mixed_precision": False}, "fail", "--mixed-precision"),
         ("precision", (NO_GPU,), {"mixed_precision": False}, "pass", "fp32"),
         ("model-memory", (), WHOLE, "pass", "6729 MB"),
@@ -131,18 +119,14 @@ WHOLE = {"size": "normal"}
         ("buffers", (TWO,), DUAL, "pass", "on cuda:1"),
         ("buffers", (), {"prefetch_buffer_size": "100000000"}, "fail", "--buffer-size"),
         ("buffers", (NO_GPU,), DUAL, "info", "Not checked"),
-        ("preset", (), {"preset": "24gb"}, "pass", "24gb"),
         ("preset", (machine(1, 11900),), {}, "info", "batch_size 8, gradient_accumulation_steps 2"),
         ("preset", (), {"preset": "40gb"}, "warn", "larger card"),
         ("preset", (NO_GPU,), {}, "info", "No GPU"),
         ("preset", (machine(2, 8000, 40000),), DUAL | {"data_gpu": "5"}, "info", "40gb"),
-        ("weights", (), {}, "pass", "from scratch"),
         ("weights", (), {"init_from": "missing"}, "fail", "--init-from"),
         ("corpus", (), {}, "info", "embedded"),
-        ("corpus", (), FAST, "pass", "clips in"),
         ("corpus", (), {"train_data": "missing"}, "fail", "No such corpus folder"),
         ("prepared", (), {}, "info", "not prepared yet"),
-        ("disk-cache", (), FAST, "pass", "500.0 GB free"),
         ("disk-cache", (machine(), host(free_gb=0.015)), FAST, "warn", "--cache-dir"),
         ("disk-cache", (machine(), host(free_gb=0.01)), FAST, "fail", "--cache-dir"),
         ("disk-checkpoints", (), WHOLE, "pass", "30.7 GB"),
@@ -201,11 +185,6 @@ def test_a_corpus_of_which_much_is_unusable_is_a_warning_with_reasons(corpus: Pa
 
 
 # The GPUs
-
-
-def test_without_a_driver_the_question_about_gpus_fails() -> None:
-    assert checks.driver(context()).level == "pass"
-    assert checks.driver(context(NO_GPU, NO_DRIVER)).level == "fail"
 
 
 def test_the_version_of_the_driver_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +317,8 @@ def test_the_corpus_of_the_dry_run_is_the_users_if_it_was_ever_prepared(
 
     def told(**given: object) -> str:
         said: list[str] = []
-        next(checks.dry_run(context(**given), Plan(CPU, CPU), NoProgress(), said.append))
+        (answer,) = checks.dry_run(context(**given), Plan(CPU, CPU), NoProgress(), said.append)
+        assert (answer.level, answer.why) == ("fail", "tried")
         return said[0]
 
     asked: list[Path | None] = []
@@ -350,27 +330,19 @@ def test_the_corpus_of_the_dry_run_is_the_users_if_it_was_ever_prepared(
     assert "embedded" in told(train_data=str(corpus)) and asked[1:] == [None]
 
 
-def test_changed_batches_and_errors_fail_the_dry_run(
+def test_changed_batches_fail_the_dry_run(
     prepared_corpus: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tried() -> Iterator[Finding]:
-        return checks.dry_run(context(NO_GPU, **prepared_corpus), Plan(CPU, CPU), NoProgress(), lambda _: None)
-
     encode = GptFrontend.encode
 
     def encode_and_spoil(self: GptFrontend, batch: Any, out: Any, *rest: Any) -> None:
         encode(self, batch, out, *rest)
         out["ids"][0, 0] += 1
 
-    def fail(*_: object) -> Iterator[None]:
-        raise RuntimeError("no compiler")
-
     monkeypatch.setattr(GptFrontend, "encode", encode_and_spoil)
-    answer = next(tried())
+    ctx = context(NO_GPU, **prepared_corpus)
+    answer = next(checks.dry_run(ctx, Plan(CPU, CPU), NoProgress(), lambda _: None))
     assert answer.level == "fail" and "arrived changed: ids" in answer.why
-    monkeypatch.setattr(dry_run, "DryRun", fail)
-    (answer,) = tried()
-    assert (answer.level, answer.why) == ("fail", "no compiler")
 
 
 @pytest.mark.gpu
@@ -427,12 +399,6 @@ def test_the_command_passes_on_a_plain_configuration_and_fails_when_something_do
     assert main(["check"]) == 0 and capsys.readouterr().out.splitlines()[-1] == "ALL CHECKS PASSED"
     assert main(["check", "--train-data", "missing"]) == 1
     assert "CHECKS FAILED: corpus" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has two GPUs")
-def test_two_gpus_that_are_not_there_are_named_in_one_piece(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--data-gpu", "0", "--model-gpu", "1"]) == 1
-    assert "Multi-GPU requires at least 2 GPUs. GPUs found: " in capsys.readouterr().out
 
 
 def test_scripts_find_the_package_from_anywhere(tmp_path: Path) -> None:
