@@ -274,7 +274,7 @@ class Checkpoints:
             temporary.rename(final)
             sync_path(self.folder)
             self._remove(self._superseded())
-        except Exception as error:  # no error may end the training
+        except Exception as error:  # no error may end the run
             self.num_failed += 1
             with contextlib.suppress(OSError):
                 self._remove([])

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
-from myxtts.config import SAMPLE_RATE, STAGES, Settings, num_frames_of, stage_steps, stages_of
+from myxtts.config import LANGUAGES, SAMPLE_RATE, STAGES, Settings, num_frames_of, stage_steps, stages_of
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.prepare import prepare, with_tokenizer_of_run
@@ -203,6 +203,7 @@ def _start(
             facts = {
                 "training.init_from": None if source is None else str(source),
                 "model.size": settings.model.size,
+                "languages": [LANGUAGES[number] for number in sorted(set(prepared.train.languages.tolist()))],
                 **inherited(source),
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }

@@ -21,15 +21,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, Notes, Tensors, UnreadableWeights, read_tensors, write_tensors
-from myxtts.config import STAGE_PARTS, STAGES, Settings
+from myxtts.config import STAGE_PARTS, STAGES, Settings, stages_of
 from myxtts.errors import ConfigError
 from myxtts.files import write_text_atomically
 from myxtts.model.gpt import add_adapters, merge_adapters
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims
+from myxtts.settings import load
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, is_trained_in, load_folder, load_state
 
 BASE_FILE, DIMS_FILE, VOCABULARY_FILE = "base.safetensors", "model.json", "vocab.json"
+RESET_PREFIX = "before-reset-"
 INITIAL = "initial"
 """Stands for the fingerprint of a stage that the run has not trained: it has the weights of the start."""
 
@@ -45,6 +47,29 @@ class StageStatus(NamedTuple):
     target: int = 0  # steps that the last command asked for
     best_loss: float | None = None
     why: str = ""  # why it is stale
+
+
+class RunSummary(NamedTuple):
+    """One run as `myxtts runs` lists it."""
+
+    folder: Path
+    stages: list[StageStatus]
+    again: dict[str, str]  # what the command of the run, given again, does with each stage
+    size: str
+    num_bytes: int
+    languages: list[str]
+    corpus: Path | None  # None for the embedded one
+    saved_at: float  # in seconds since 1970
+
+
+def find_runs(folder: Path) -> list[RunSummary]:
+    """The runs in a folder and up to two folders below it, the last saved first."""
+    files = [
+        path for pattern in (DIMS_FILE, f"*/{DIMS_FILE}", f"*/*/{DIMS_FILE}") for path in folder.glob(pattern)
+    ]
+    runs = [RunDir(path.parent) for path in files if not path.parent.name.startswith(RESET_PREFIX)]
+    found = [run.summary() for run in runs if run.has_begun]
+    return sorted(found, key=lambda summary: summary.saved_at, reverse=True)
 
 
 class Mismatch(NamedTuple):
@@ -115,6 +140,28 @@ class RunDir:
         target = int(notes.state.get("total_steps", notes.step))
         return StageStatus(stage, state, notes.step, target, min(validated, default=None), why)
 
+    def summary(self) -> RunSummary:
+        """What the folder says about the run; its stages are those of the last command, and trained ones."""
+        try:
+            settings = load(self.folder / "settings.yaml", {}).settings
+        except ConfigError:  # written by another version
+            settings = Settings()
+        facts, asked, changed, stages = self.started_with(), stages_of(settings), list[str](), list[StageStatus]()
+        again = {}
+        for stage in STAGES:
+            status, then = self.status(stage), self.status(stage, changed).state
+            if stage in asked:
+                again[stage] = {"complete": "nothing", "unfinished": "continues", "missing": "trains it"}.get(
+                    then, "starts over"
+                )
+                changed += [stage] * (then != "complete")
+            if stage in asked or status.state != "missing":
+                stages.append(status)
+        saved_at = max(notes.folder.stat().st_mtime for notes in self.newest_notes().values())
+        num_bytes = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        about = (str(facts.get("model.size", "")), num_bytes, list(facts.get("languages", [])))
+        return RunSummary(self.folder, stages, again, *about, settings.data.train_data, saved_at)
+
     def fingerprints(self, stage: str) -> dict[str, str]:
         """The fingerprints of the stages before this one, as they are loaded."""
         loaded = {name: self.checkpoints(name).newest(False) for name in STAGES[: STAGES.index(stage)]}
@@ -149,9 +196,9 @@ class RunDir:
         present = [path for name in (*STAGES, *files, *reports) if (path := self.folder / name).exists()]
         if not present:
             return None
-        numbers = [path.name.removeprefix("before-reset-") for path in self.folder.glob("before-reset-*")]
+        numbers = [path.name.removeprefix(RESET_PREFIX) for path in self.folder.glob(f"{RESET_PREFIX}*")]
         number = 1 + max((int(number) for number in numbers if number.isdigit()), default=0)
-        aside = self.folder / f"before-reset-{number}"
+        aside = self.folder / f"{RESET_PREFIX}{number}"
         aside.mkdir(parents=True)
         for path in present:
             path.rename(aside / path.name)

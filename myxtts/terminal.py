@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -48,6 +48,7 @@ from myxtts.settings import format_setting, patched
 
 if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
     from myxtts.observe.trace import Timing
+    from myxtts.run_dir import RunSummary
     from myxtts.tools.profile import DataAnalysis, GpuUse, Profile
     from myxtts.tools.tune import Tuning
 
@@ -146,6 +147,10 @@ class ProgressPrinter:
     def validation(self, report: ValidationReport) -> None:
         self._print(validation_line(report))
 
+    def say(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._print(line)
+
     def warn(self, warnings: Iterable[Warning]) -> None:
         for warning in warnings:
             self._print(f"WARNING: {warning.text}", style="yellow")
@@ -171,7 +176,7 @@ class ProgressPrinter:
         in_one_piece = not self._console.is_terminal  # a terminal wraps between words instead
         try:
             self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=in_one_piece)
-        except OSError as error:  # the output goes to a file: a full disk must not end a training
+        except OSError as error:  # the output goes to a file: a full disk must not end a run
             self._is_silent = True
             with contextlib.suppress(OSError):
                 self.end()
@@ -262,6 +267,25 @@ def show_corpus(prepared: PreparedCorpus) -> None:
 def _duration(clips: ClipSet) -> str:
     minutes = float(clips.num_samples.sum()) / SAMPLE_RATE / 60
     return f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:.2f} hours"
+
+
+def show_runs(folder: Path, runs: Sequence[RunSummary]) -> None:
+    """Print every run with its stages, and what its command would do if it were given again."""
+    console = _console()
+    if not runs:
+        console.print(f"No run in {folder}, nor in the folders below it; myxtts train starts one.", markup=False)
+    for run in runs:
+        languages = ", ".join(LANGUAGE_NAMES[code] for code in run.languages)
+        about = [run.size, languages, str(run.corpus or "embedded corpus"), f"{run.num_bytes / 1e6:.0f} MB"]
+        saved = f"saved {datetime.fromtimestamp(run.saved_at):%Y-%m-%d %H:%M}"
+        console.print(Text(str(run.folder), style="bold"), Text("  ".join(filter(None, [*about, saved]))))
+        table = _table("  stage", "step>", "state", "best loss>", "the same command")
+        for stage in run.stages:
+            step = f"{stage.step}/{stage.target}" if stage.state != "missing" else "–"
+            state = f"{stage.state}: {stage.why}" if stage.why else stage.state
+            again = run.again.get(stage.stage, "leaves it")
+            table.add_row(f"  {stage.stage}", step, escape(state), _score(stage.best_loss, 3), again)
+        console.print(table)
 
 
 def show_findings(findings: Sequence[Finding], console: Console | None = None) -> None:
@@ -496,7 +520,7 @@ def render(
         if ended:
             final = running.steps[-1]
             step = f"step {final.step:,}" + (f" of {final.total_steps:,}" if final.total_steps else "")
-            end = f"The training has ended. Its last report is of {step} of stage {final.stage}."
+            end = f"The run has ended. Its last report is of {step} of stage {final.stage}."
             notes.append(Text(end, style="bold"))
         elif now is not None and (silence := _silence(reports, now)):
             notes.append(Text(silence, style="red"))
@@ -566,7 +590,7 @@ def _silence(reports: Sequence[Record], now: float) -> str:
     silent_s = now - float(times[-1])
     if silent_s < max(SILENCE_S, 5 * usual_s):
         return ""
-    return f"Nothing was reported for {duration(silent_s)}: the training is paused, busy saving, or has ended."
+    return f"Nothing was reported for {duration(silent_s)}: the run is paused, busy saving, or has ended."
 
 
 def _warm(stage: StageHistory, name: str) -> Numbers:
