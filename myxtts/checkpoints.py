@@ -204,7 +204,7 @@ class Checkpoints:
     def newest(self, optimizer: bool = True) -> LoadedCheckpoint | None:
         """The latest undamaged checkpoint, None if nothing was saved; `optimizer` says if that file is read."""
         found = self._folders()
-        known = [notes.folder for notes in self.noted()]
+        known = [notes.folder for notes in self.all_notes()]
         for folder in [*(folder for folder in found if folder not in known), *known]:  # reports damaged ones
             with _damage_logged():
                 return _load(folder, optimizer)
@@ -223,7 +223,7 @@ class Checkpoints:
                 return _load(notes.folder, optimizer)
         return None
 
-    def noted(self) -> list[Notes]:
+    def all_notes(self) -> list[Notes]:
         """The notes of all checkpoints, the last saved first: it may not have the most steps."""
         found = []
         for folder in self._folders():
@@ -233,7 +233,7 @@ class Checkpoints:
 
     def current(self) -> list[Notes]:
         """The notes of checkpoints that were trained on the same earlier stages as the last saved one."""
-        found = self.noted()
+        found = self.all_notes()
         return [notes for notes in found if notes.trained_on == found[0].trained_on]
 
     def prune(self) -> None:
@@ -263,7 +263,7 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove([])
-            serial = 1 + max((notes.serial for notes in self.noted()), default=0)
+            serial = 1 + max((notes.serial for notes in self.all_notes()), default=0)
             notes = {"step": step, "stage": self.folder.name, "serial": serial, "state": snapshot.state}
             _write(temporary, {"weights": snapshot.weights, "optimizer": snapshot.optimizer}, notes)
             if final.exists():

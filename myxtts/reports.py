@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from myxtts.observe.diagnosis import LiveWarnings
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, duration
 from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
+from myxtts.run import plan_stages
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sample
 from myxtts.terminal import ProgressPrinter, show_corpus
@@ -171,17 +173,23 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
 
 def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
     """Yield what the same command, a larger number and another stage would do after a run has ended."""
-    training, stages = settings.training, stages_of(settings)
-    yield "  the same command: nothing is left to train"
-    batch = settings.data.batch_size * make_plan(settings.data).world_size
-    accumulate, num_clips = training.gradient_accumulation_steps, len(prepared.train)
-    flags = {stage: stage_steps(training, stage, num_clips, batch, accumulate)[1] for stage in stages}
+    training, stages, plan = settings.training, stages_of(settings), make_plan(settings.data)
+    run = RunDir(training.checkpoint_dir)
+    yield f"  {_same_command(settings)}: nothing is left to train"
+    size = (len(prepared.train), settings.data.batch_size * plan.world_size, training.gradient_accumulation_steps)
+    ends = {stage: stage_steps(training, stage, *size) for stage in stages}
+    flags = {
+        stage: "--early-stop" if run.status(stage).step < ends[stage][0] else ends[stage][1] for stage in stages
+    }
     for flag in dict.fromkeys(flags.values()):
         longer = next(stage for stage in stages if flags[stage] == flag)
         over = stages[stages.index(longer) + 1 :]
         then = f", then {' and '.join(over)} start{'s' * (len(over) == 1)} over" if over else ""
         yield f"  a larger {flag}: {longer} continues{then}"
-    run = RunDir(training.checkpoint_dir)
+    if training.stages:
+        whole = replace(settings, training=replace(training, stages=None))
+        does = "; ".join(f"{stage.stage} {stage.does}" for stage in plan_stages(whole, prepared, plan, run))
+        yield f"  without --stages: {does}"
     other = next((stage for stage in STAGES if stage not in stages and not run.has_checkpoint(stage)), "gpt")
     later = [stage for stage in STAGES[STAGES.index(other) + 1 :] if run.has_checkpoint(stage)]
     stale = f"; {' and '.join(later)} {'is' if len(later) == 1 else 'are'} then stale" if later else ""
@@ -194,9 +202,12 @@ def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
 def stopped(settings: Settings, states: Mapping[str, State]) -> str:
     """Return where an interrupted run stopped, and how to continue it."""
     stage, state = next((stage, state) for stage, state in states.items() if not state.done)
-    again = "the same command" + (" without --reset-training" if settings.training.reset_training else "")
     saved = f"everything is saved in {settings.training.checkpoint_dir}"
-    return f"Stopped at step {state.step} of stage {stage}: {saved}; {again} continues from here"
+    return f"Stopped at step {state.step} of stage {stage}: {saved}; {_same_command(settings)} continues from here"
+
+
+def _same_command(settings: Settings) -> str:
+    return "the same command" + (" without --reset-training" if settings.training.reset_training else "")
 
 
 def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:

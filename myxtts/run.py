@@ -327,21 +327,24 @@ def plan_stages(
         if stage not in stages_of(settings):
             if status.state == "stale":
                 cure = "leave out --stages" if settings.training.stages else f"add --stages {stage}"
-                planned.append(StagePlan(stage, 0, f"stale, and left as it is: {status.why}; {cure} to train it"))
+                planned.append(
+                    StagePlan(stage, 0, "stale, and left as it is", f"{status.why}; {cure} to train it")
+                )
             continue
         if notes is not None and run_dir is not None:
             require_continuable(run_dir.folder, notes.state["notes"]["identity"], now)
         if notes is None:
             step, does = 0, f"{target} steps"
         elif status.state == "stale":
-            step, does = 0, f"starts over, {target} steps: {status.why}"
+            step, does = 0, f"starts over, {target} steps"
         elif is_complete(settings, prepared, notes):
             step, does = target, f"complete at step {notes.step}"
         else:
             step, does = notes.step, f"continues at step {notes.step} of {max(target, notes.step)}"
-            if status.state == "complete":
-                does += f"; the learning rates of the first {notes.step} steps were those of a run of that length"
-        planned.append(StagePlan(stage, max(target - step, 0), does))
+        why = status.why
+        if status.state == "complete" and step < target:
+            why = f"the learning rates of the first {notes.step} steps were those of a run of that length"
+        planned.append(StagePlan(stage, max(target - step, 0), does, why))
         if step < target:
             changed.append(stage)
     return planned

@@ -67,8 +67,9 @@ def find_runs(folder: Path) -> list[RunSummary]:
     files = [
         path for pattern in (DIMS_FILE, f"*/{DIMS_FILE}", f"*/*/{DIMS_FILE}") for path in folder.glob(pattern)
     ]
-    runs = [RunDir(path.parent) for path in files if not path.parent.name.startswith(RESET_PREFIX)]
-    found = [run.summary() for run in runs if run.has_begun]
+    runs = [RunDir(path.parent) for path in files]
+    is_aside = [run.folder != folder and run.folder.name.startswith(RESET_PREFIX) for run in runs]
+    found = [run.summary() for run, aside in zip(runs, is_aside, strict=True) if run.has_begun and not aside]
     return sorted(found, key=lambda summary: summary.saved_at, reverse=True)
 
 
@@ -123,7 +124,7 @@ class RunDir:
 
     def newest_notes(self) -> dict[str, Notes]:
         """The notes of the last checkpoint of every stage that has one."""
-        found = {stage: self.checkpoints(stage).noted() for stage in STAGES}
+        found = {stage: self.checkpoints(stage).all_notes() for stage in STAGES}
         return {stage: notes[0] for stage, notes in found.items() if notes}
 
     def status(self, stage: str, changed: Collection[str] = ()) -> StageStatus:

@@ -16,9 +16,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 import myxtts.checkpoints
-from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, to_host
+from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, to_host, write_pth, write_tensors
 from myxtts.errors import ConfigError, DatasetError
-from myxtts.files import lock
+from myxtts.files import lock, write_text_atomically
 
 LOCK_AND_WAIT = """import pathlib, sys
 from myxtts.files import lock
@@ -172,7 +172,20 @@ def test_what_is_read_is_bit_for_bit_what_was_saved_and_readable_by_other_progra
     assert names(folder) == {"weights.safetensors", "optimizer.safetensors", "state.json"}
     with safe_open(folder / "weights.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("transposed"), tensors["transposed"])
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {folder.stat().st_mode & 0o666}
+
+
+def test_every_file_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_tensors(tmp_path / "base.safetensors", {"a": torch.ones(1)})
+        write_pth(tmp_path / "model.pth", {"a": torch.ones(1)})
+        write_text_atomically(tmp_path / "settings.yaml", "")
+        saved(tmp_path / "gpt", 1)
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 6
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 def test_a_save_in_the_background_sees_no_later_changes_and_a_second_one_waits_for_it(

@@ -79,7 +79,7 @@ def test_a_run_that_was_tried_becomes_the_real_one(start: Start, monkeypatch: py
     run = start(long)
     plan = start.out.partition("Plan of the run")[2].splitlines()
     assert re.fullmatch(
-        r"  dvae     continues at step 1 of 3; the learning rates of the first 1 steps .*", plan[1]
+        r"  dvae     continues at step 1 of 3: the learning rates of the first 1 steps .*", plan[1]
     )
     assert plan[2] == "  gpt      starts over, 3 steps: it builds on dvae, which changes"
     assert plan[3] == "  decoder  starts over, 3 steps: it builds on dvae, which changes"
@@ -235,6 +235,19 @@ def test_another_configuration_is_refused_with_its_differences(flags: str, diffe
     assert "--checkpoint-dir DIR" in start.err and "--reset-training" in start.err
     assert ("processes): the run has 2, now 4" in start.err) is ("--grad-accum" in flags)
     assert_equal_tensors(newest(run, "dvae").weights, before)
+
+
+def test_a_refused_batch_size_or_corpus_names_what_works(start: Start) -> None:
+    start("--stages dvae --max-steps 1 --batch-size 4")
+    start("--stages dvae --max-steps 2 --batch-size 3", code=2)
+    assert "A step of the run has 4 clips: --batch-size 2 --grad-accum 2 keeps them" in start.err
+    start("--stages dvae --max-steps 2 --batch-size 2 --grad-accum 2")
+    start("--max-steps 2 --batch-size 4", corpus=5, code=2)
+    advice = re.search(r"(--init-from \S+) --checkpoint-dir (\S+)", start.err)
+    assert advice
+    assert not Path(advice[2]).exists()
+    start(f"--max-steps 1 {advice[1]}", Path(advice[2]), 5)
+    assert newest(Path(advice[2])).step == 1
 
 
 def test_the_clips_of_a_step_may_come_in_smaller_portions(start: Start) -> None:

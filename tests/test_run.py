@@ -422,7 +422,7 @@ def test_the_best_gpt_is_used_with_a_warning_that_the_decoder_was_trained_on_the
     flags = "--max-steps 3 --decoder-steps 1 --dvae-steps 1 --val-step 1 --save-step 1 --keep 1"
     run = start(f"{flags} --val-data {start.clips(3)}")
     kept = RunDir(run).checkpoints("gpt")
-    assert [notes.step for notes in kept.noted()] == [3, 1]
+    assert [notes.step for notes in kept.all_notes()] == [3, 1]
     for best, step in ((False, 3), (True, 1)):
         caplog.clear()
         start.command("export", run, "--out", tmp_path / f"best-{best}", *["--best"] * best)
@@ -451,6 +451,28 @@ def test_stages_that_were_not_trained_together_are_named_wherever_the_run_is_loa
     start("--max-steps 2 --stages gpt")
     load_synthesizer(run, device=CPU)
     assert "WARNING" not in caplog.text
+
+
+def test_the_runs_of_a_folder_are_listed_with_what_their_command_would_do(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "No run in" in start.command("runs")
+    start.command("runs", tmp_path / "none", code=2)
+    start(f"--max-steps 1 --val-data {start.clips(3)}")
+    start("--max-steps 2 --stages gpt")
+    stop_at(monkeypatch, 1)
+    start("--max-steps 3", "deeper/stopped", 5)
+    start("--max-steps 1 --stages dvae --reset-training")
+    first, second = start.command("runs").split("deeper/stopped tiny  English")
+    assert str(start.clips(4)) in first and str(start.clips(5)) in second
+    rows = [re.split(r"\s{2,}", line.strip()) for line in (first + second).splitlines()]
+    assert ["dvae", "1/3", "unfinished", "–", "continues"] in rows
+    assert ["gpt", "–", "missing", "–", "trains it"] in rows
+    assert ["dvae", "1/1", "complete", "–", "nothing"] in rows
+    aside = start.command("runs", "run/before-reset-1")
+    assert re.search(r"dvae +1/1 +complete +\d+\.\d+ +leaves it", aside)
+    assert re.search(r"gpt +2/2 +complete +\d+\.\d+ +nothing", aside)
+    assert re.search(r"decoder +1/1 +stale: decoder was trained on the gpt of step 1,.* leaves it", aside)
 
 
 def test_a_run_that_has_not_reached_a_stage_goes_on_without_it(

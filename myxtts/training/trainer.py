@@ -217,9 +217,10 @@ class StagePlan(NamedTuple):
     stage: str
     num_steps: int  # to train
     does: str
+    why: str = ""
 
     def __str__(self) -> str:
-        return f"  {self.stage:<8} {self.does}"
+        return f"  {self.stage:<8} {self.does}{': ' if self.why else ''}{self.why}"
 
 
 class Reporter:
