@@ -83,7 +83,7 @@ class TrainingReports(Reporter):
     def step(self, report: StepReport) -> None:
         self._log.step(report)
         self._printer.report(report)
-        if report.eta_s and report.stage not in self._step_s:
+        if report.eta_s and report.total_steps and report.stage not in self._step_s:
             self._step_s[report.stage] = report.eta_s / (report.total_steps - report.step)
             self._printer.say(self._time_left(report))
         self._printer.warn(self._warnings.add(report))
