@@ -381,7 +381,9 @@ def _load_for_tool(options: argparse.Namespace) -> tuple[LoadedSettings, Prepare
     from myxtts.terminal import ProgressLines
 
     loaded = _load(options)
-    make_plan(loaded.settings.data)  # reports a mistake about devices before a corpus is prepared
+    make_plan(
+        loaded.settings.data, spelling=loaded.spelling
+    )  # reports a mistake about devices before a corpus is prepared
     stages = loaded.settings.training.stages or STAGES
     stage = options.stage or ("gpt" if "gpt" in stages else stages[0])
     return loaded, prepare_corpus(loaded.settings, ProgressLines()), stage

@@ -238,10 +238,12 @@ class DataSettings:
     enable_memory_isolation: bool = setting(False)
     """Caps the memory of each GPU (`data_gpu_memory`, `model_gpu_memory`), so that neither role takes memory
     that another program needs. Exceeding a cap ends the run with an error that names the role."""
-    data_gpu_memory: int = setting(8192, minimum=256, metavar="MB")
-    """Memory cap of the data GPU in MB, with `enable_memory_isolation`."""
-    model_gpu_memory: int = setting(16384, minimum=256, metavar="MB")
-    """Memory cap of the model GPU in MB, with `enable_memory_isolation`."""
+    data_gpu_memory: int | None = setting(None, minimum=256, metavar="MB", none="auto")
+    """Memory cap of the data GPU in MB, with `enable_memory_isolation`. `auto` is the card's memory without 1 GB:
+    half of that for the CUDA context, which is outside PyTorch's cap, half for other programs."""
+    model_gpu_memory: int | None = setting(None, minimum=256, metavar="MB", none="auto")
+    """Memory cap of the model GPU in MB, with `enable_memory_isolation`; `auto` as above. On one GPU it holds for
+    both roles together."""
 
     native_loading: bool = setting(True, aliases=("use_tf_native_loading",))
     """Gathers batches from the packed cache, without any Python per sample. Off decodes the audio files for

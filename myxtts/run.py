@@ -32,6 +32,7 @@ from myxtts.devices import (
     Plan,
     announcements,
     apply_caps,
+    as_flag,
     barrier,
     explained_out_of_memory,
     make_plan,
@@ -85,8 +86,9 @@ def train(
     Under torchrun every process calls this; only rank 0 reports, writes, and says what it does (`say`, by default
     to the log).
     """
+    spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
     settings = settings.settings if isinstance(settings, LoadedSettings) else settings
-    plan = make_plan(settings.data)
+    plan = make_plan(settings.data, spelling=spelling)
     is_first = plan.rank == 0
     reporter, say = (reporter or Reporter(), say or _log.info) if is_first else (Reporter(), _silent)
     run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
@@ -105,7 +107,7 @@ def train(
         if is_first:
             barrier(plan)
         reporter.corpus(prepared)
-        for line in [*announcements(plan, settings.data.pipeline_buffer_size), *_hints(settings, prepared, plan)]:
+        for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan)]:
             say(line)
         fresh = _start(settings, run_dir, prepared, plan, continues, say)
         stop = held.enter_context(_StopRequest(plan))  # earlier there is no step to finish and nothing to save
@@ -346,9 +348,7 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     peak = peak_clips_per_s(ctx, step)
     doing = f"training on batches of {data.batch_size} clips"
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
-        on_host, on_device = feed.host_ring.depth, feed.model_ring.depth
-        total_depth = on_host + on_device
-        ctx.say(f"Buffer size: {total_depth} batches ({on_host} on the host, {on_device} on {plan.model})")
+        ctx.say(f"Buffer size: {feed.buffers()}")
         ctx.say(f"Training step: {step.mode}")
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)

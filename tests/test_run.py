@@ -273,7 +273,8 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(
     assert train(run, clips(4), flags) == 0
     shown = capsys.readouterr().out
     stages = [
-        rf"Stage {stage}\nBuffer size: 6 batches \(3 on the host, 3 on cpu\)\nTraining step: eager, fp32\n"
+        rf"Stage {stage}\nBuffer size: 6 batches \(3 on the host, 3 on cpu\), and 2 in work .*\n"
+        r"Training step: eager, fp32\n"
         r"Waiting up to 0\.5s for data pipeline to warm up\nModel training starting now \(\d+ .*\n"
         r"step 1/2  loss .*\nstep 2/2  loss .*\nvalidation at step 2  loss .*  the best so far\n"
         for stage in STAGES
@@ -281,7 +282,7 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(
     expected = (
         r"training clips +4 [\s\S]*"
         r"Intelligent GPU Pipeline: Single-GPU Buffered Mode.*\n[\s\S]*"
-        r"Buffer size: auto, up to 50 batches\nModel placed on .*\n"
+        r"Model placed on .*\nNative loading: on, .*\n"
         rf"(Hint: .*\n)*{''.join(stages)}Speaking a sentence of the corpus …\n(.*\n)+"
         rf"Done\. Everything is in {re.escape(str(run))}"
     )

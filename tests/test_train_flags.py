@@ -112,7 +112,7 @@ def see_workers_and_buffers(run: Observe) -> None:
 
 def see_gpus(run: Observe) -> None:
     alone = run("--data-gpu 0")
-    assert (alone.code, "data.data_gpu is given without data.model_gpu" in alone.err) == (2, True)
+    assert (alone.code, "--data-gpu is given without --model-gpu. GPUs found: none" in alone.err) == (2, True)
     both = run("--data-gpu 0 --model-gpu 1")
     assert both.code == 2
     assert "Multi-GPU requires at least 2 GPUs. GPUs found: none; drop --data-gpu and --model-gpu" in both.err

@@ -78,7 +78,7 @@ class CheckContext:
     def plan(self) -> Plan | ConfigError:
         """Which device would do what, or the error that prevents it."""
         try:
-            return make_plan(self.data, self.machine)
+            return make_plan(self.data, self.machine, spelling=self.loaded.spelling)
         except ConfigError as error:
             return error
 
@@ -94,7 +94,8 @@ class CheckContext:
         """Memory of the model role: its cap, its GPU, or on the CPU the free host memory."""
         if self.model_gpu is None:
             return self.host.available_bytes // 2**20
-        return self.data.model_gpu_memory if self.data.enable_memory_isolation else self.model_gpu.memory_mb
+        cap_mb = self.plan.model_cap_mb if isinstance(self.plan, Plan) else None
+        return self.model_gpu.memory_mb if cap_mb is None else cap_mb
 
     @cached_property
     def situation(self) -> Situation:
@@ -235,9 +236,11 @@ def gpus(ctx: CheckContext) -> Finding:
 
 def devices(ctx: CheckContext) -> Finding:
     try:
-        plan = make_plan(replace(ctx.data, enable_memory_isolation=False), ctx.machine)
+        without_caps = replace(ctx.data, enable_memory_isolation=False)
+        plan = make_plan(without_caps, ctx.machine, spelling=ctx.loaded.spelling)
     except ConfigError as error:
-        fix = "name GPUs of this list, or leave out --data-gpu and --model-gpu"
+        names = " and ".join(ctx.loaded.spelling(f"data.{role}_gpu") for role in ("data", "model"))
+        fix = f"name GPUs of this list, or leave out {names}"
         return Finding("devices", "fail", _problems(error), "", fix)
     if plan.mode == "buffered":
         where = f"Single-GPU buffered mode on {ctx.machine.label(plan.model)}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from myxtts.config import OPTIMIZATION_LEVELS, most_gatherers
 from myxtts.data.clips import PreparedCorpus
-from myxtts.devices import Machine
+from myxtts.devices import Machine, make_plan
 from myxtts.errors import PipelineError
 from myxtts.host import usable_cores
 from myxtts.observe.breakdown import DATA_PHASES
@@ -146,16 +146,12 @@ class Search:
         return trial
 
     def _check_memory(self, candidate: LoadedSettings, trial: Trial) -> None:
-        data = candidate.settings.data
+        plan = make_plan(candidate.settings.data, self.machine, {})
         cards = {gpu.index: gpu.memory_mb for gpu in self.machine.gpus}
         for role, used_mb in trial.memory_mb.items():
-            index, cap = data.model_gpu, data.model_gpu_memory
-            if role == "data":
-                index, cap = data.data_gpu, data.data_gpu_memory
-            limit = cards.get(index or 0, cap)
-            if data.enable_memory_isolation:
-                limit = min(limit, cap)
-            if used_mb > MAX_MEMORY_SHARE * limit:
+            device, cap = (plan.data, plan.data_cap_mb) if role == "data" else (plan.model, plan.model_cap_mb)
+            limit = cap or cards.get(device.index)
+            if limit is not None and used_mb > MAX_MEMORY_SHARE * limit:
                 spared = f"{100 - 100 * MAX_MEMORY_SHARE:.0f} % are kept free for validation and other programs"
                 raise Refused(f"it takes {used_mb:.0f} of {limit} MB, and {spared}", out_of_memory=True)
 
@@ -208,7 +204,7 @@ class Search:
         for count in sorted({min(2 * workers, most), most}):
             if count > self.value(WORKERS):
                 self._keep_if_faster({WORKERS: count}, "more threads gather batches")
-        chosen = {key: specs()[key].default for key in BUFFERS if self.loaded.is_set(key)}
+        chosen = {key: specs()[key].default for key in BUFFERS if self.value(key) is not None}
         if chosen and self.best.headroom >= self.min_gain:
             self._keep_if_faster(chosen, "automatic buffers follow the workers and the free memory")
 
