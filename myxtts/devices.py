@@ -22,8 +22,10 @@ import torch.distributed as dist
 
 from myxtts.config import DataSettings
 from myxtts.errors import ConfigError, PipelineError
+from myxtts.host import available_bytes, process_bytes
 
 _MB = 2**20
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CONTEXT_MB, MARGIN_MB = 512, 512
 """Memory that a cap leaves of a card: the CUDA context, which is outside PyTorch's cap, and room for others."""
 
@@ -294,6 +296,30 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
         torch.set_rng_state(state.cpu())
 
 
+@contextlib.contextmanager
+def deterministic(plan: Plan, enabled: bool) -> Iterator[None]:
+    """Let a GPU compute the same bits each time, as a CPU does; must begin before the first work on the GPU.
+
+    PyTorch then takes kernels without atomic additions, also for the backward pass of attention, and cuBLAS and
+    cuDNN keep to one algorithm.
+    """
+    if not enabled or plan.model.type != "cuda":
+        yield
+        return
+    if os.environ.get(_CUBLAS) not in (":4096:8", ":16:8"):
+        os.environ[_CUBLAS] = ":4096:8"
+    cudnn, fill = torch.backends.cudnn, torch.utils.deterministic
+    before = (cudnn.benchmark, cudnn.deterministic, fill.fill_uninitialized_memory)  # type: ignore[attr-defined]
+    cudnn.benchmark, cudnn.deterministic = False, True
+    fill.fill_uninitialized_memory = False  # type: ignore[attr-defined] # every kernel here writes before it reads
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        cudnn.benchmark, cudnn.deterministic, fill.fill_uninitialized_memory = before  # type: ignore[attr-defined]
+
+
 def all_random_states(plan: Plan) -> dict[str, torch.Tensor]:
     """The random states of the model role's devices in all processes, each of which must call this."""
     own = random_state(plan.model)
@@ -322,12 +348,27 @@ def barrier(plan: Plan) -> None:
         dist.barrier()
 
 
-def peak_memory_mb(plan: Plan) -> dict[str, float]:
-    """Peak memory allocated on the device of each role; "gpu" if both share one."""
+def _gpus_of(plan: Plan) -> dict[str, tuple[torch.device, int | None]]:
+    """The device of each role with its cap; "gpu" if both roles share one, nothing on the CPU."""
     if plan.model.type != "cuda":
         return {}
-    roles = {"gpu": plan.model} if plan.data == plan.model else {"data": plan.data, "model": plan.model}
-    return {role: torch.cuda.max_memory_allocated(device) / _MB for role, device in roles.items()}
+    model = (plan.model, plan.model_cap_mb)
+    return {"gpu": model} if plan.data == plan.model else {"data": (plan.data, plan.data_cap_mb), "model": model}
+
+
+def peak_memory_mb(plan: Plan) -> dict[str, float]:
+    """Peak memory allocated on the device of each role."""
+    return {role: torch.cuda.max_memory_allocated(device) / _MB for role, (device, _) in _gpus_of(plan).items()}
+
+
+def memory_in_use_mb(plan: Plan) -> dict[str, tuple[float, float]]:
+    """Memory held now and the most there can be, on the device of each role and by this process on the host."""
+    held = process_bytes() / _MB
+    found = {"host": (held, held + available_bytes() / _MB)}
+    for role, (device, cap_mb) in _gpus_of(plan).items():
+        limit_mb = cap_mb or torch.cuda.get_device_properties(device).total_memory / _MB - CONTEXT_MB
+        found[role] = (torch.cuda.memory_allocated(device) / _MB, limit_mb)
+    return found
 
 
 Result = TypeVar("Result")

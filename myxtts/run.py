@@ -34,6 +34,7 @@ from myxtts.devices import (
     apply_caps,
     as_flag,
     barrier,
+    deterministic,
     explained_out_of_memory,
     make_plan,
     peak_flops,
@@ -97,6 +98,7 @@ def train(
     with contextlib.ExitStack() as held:
         if is_first:
             held.enter_context(lock(run_dir.folder))
+        held.enter_context(deterministic(plan, settings.training.deterministic))
         held.enter_context(process_group(plan))
         apply_caps(plan)
         if continues:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from myxtts import config
-from myxtts.config import LANGUAGE_NAMES, OPTIMIZATION_LEVELS, PRESETS, SYNONYMS, Settings, descriptions
+from myxtts.config import CARDS, LANGUAGE_NAMES, OPTIMIZATION_LEVELS, PRESETS, SYNONYMS, Settings, descriptions
 from myxtts.errors import ConfigError
 from myxtts.files import write_atomically
 
@@ -453,7 +453,7 @@ def apply_presets(loaded: LoadedSettings) -> tuple[LoadedSettings, list[str]]:
         lines.append(f"optimization level {level}: no setting is changed{kernels}")
     loaded = _filled(loaded, f"optimization level {level}", OPTIMIZATION_LEVELS[level], lines)
     if name is not None:
-        loaded = _filled(loaded, f"preset {name}", PRESETS[name], lines)
+        loaded = _filled(loaded, f"preset {name}", PRESETS[CARDS.get(name, name)], lines)
     if loaded.settings.data.train_data is None and not loaded.is_set("training.checkpoint_dir"):
         loaded = _filled(loaded, "embedded corpus", {"training.checkpoint_dir": config.DEMO_FOLDER}, lines)
     return loaded, lines

@@ -64,7 +64,7 @@ CONTRACT_DEFAULTS = {
     "training.optimization_level": "enhanced", "training.checkpoint_dir": Path("checkpoints"),
     "training.reset_training": False,
 }  # fmt: skip
-"""`auto` buffers stop at the promised 16 and 50, `auto` caps follow the card: test_feed_settings.py, test_devices.py."""
+"""`auto` buffers stop at the promised 16 and 50, and `auto` caps follow the card: see their tests."""
 
 
 pytestmark = pytest.mark.usefixtures("empty_working_folder")

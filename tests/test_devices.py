@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
 
-from myxtts.config import DataSettings
+from myxtts.config import DataSettings, Settings, TrainingSettings
 from myxtts.devices import (
     Event,
     Gpu,
@@ -22,7 +25,10 @@ from myxtts.devices import (
     explain_out_of_memory,
     make_plan,
 )
-from myxtts.errors import ConfigError, PipelineError
+from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.host import may_pin
+from myxtts.run import train
+from myxtts.training.trainer import Step, StepMode
 
 CPU = torch.device("cpu")
 CAPS = {"data_gpu_memory": 90000, "model_gpu_memory": 9000}
@@ -182,6 +188,37 @@ def test_caps_reach_the_allocator_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert fractions == {}
     apply_caps(Plan(cuda(0), cuda(1), "dual", data_cap_mb=4000, model_cap_mb=8000))
     assert fractions == {cuda(0): 0.25, cuda(1): 0.5}
+
+
+def test_train_applies_the_caps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan = Plan(cuda(0), cuda(1), "dual", data_cap_mb=4000, model_cap_mb=8000)
+    applied = Mock()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(return_value=Mock(total_memory=16000 * 2**20)))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", applied)
+    monkeypatch.setattr("myxtts.run.make_plan", Mock(return_value=plan))
+    monkeypatch.setattr("myxtts.run.prepare_corpus", Mock(side_effect=DatasetError("far enough")))
+    with pytest.raises(DatasetError, match="far enough"):
+        train(Settings(training=TrainingSettings(checkpoint_dir=tmp_path / "run")))
+    assert applied.call_args_list == [call(0.25, cuda(0)), call(0.5, cuda(1))]
+
+
+@pytest.mark.parametrize(("free_gb", "pinned"), [(64, True), (16, False)])
+def test_copies_are_pinned_only_while_host_memory_is_plentiful(
+    free_gb: int, pinned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("myxtts.host.available_bytes", lambda: free_gb * 10**9)
+    caplog.set_level(logging.INFO)
+    assert may_pin(5 * 10**9, "Copies") is pinned
+    assert ("Copies take 5.0 GB of host memory, with 16.0 GB free" in caplog.text) is not pinned
+
+
+def test_ddp_is_built_in_the_stream_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, in_use = Stream(CPU), []
+    monkeypatch.setattr(stream, "use", Mock(return_value=MagicMock()))
+    ddp = Mock(side_effect=lambda *_, **__: in_use.append(stream.use.call_count))
+    monkeypatch.setattr("myxtts.training.trainer.DistributedDataParallel", ddp)
+    Step(Mock(), Mock(), StepMode(), stream, world_size=2)
+    assert in_use == [1]
 
 
 def test_the_machine_is_what_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,22 @@ def test_a_run_stopped_twice_equals_one_that_never_was(
     assert_same_run(tmp_path / "parts", tmp_path / "whole", stage)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", ["gpt", "dvae", "decoder"])
+def test_deterministic_runs_on_a_gpu_are_equal_whether_resumed_or_not(
+    stage: str, clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"--stages {stage} --deterministic --dropout 0.2 --max-steps 12 --val-data {clips(3)} --val-step 5"
+    for name in ("one", "two"):
+        assert train(tmp_path / name, clips(5), flags) == 0
+    assert "captured as a CUDA graph, bf16, deterministic" in capsys.readouterr().out
+    assert_same_run(tmp_path / "two", tmp_path / "one", stage)
+    stop_at(monkeypatch, 7)
+    for _ in range(2):
+        assert train(tmp_path / "parts", clips(5), flags) == 0
+    assert_same_run(tmp_path / "parts", tmp_path / "one", stage)
+
+
 @pytest.mark.parametrize("flag", ["", "--dashboard", "--reset-training"])
 def test_a_stop_ends_the_run_and_says_how_to_go_on(
     flag: str, clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

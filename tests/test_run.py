@@ -41,6 +41,7 @@ from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.findings import Finding
 from myxtts.observe.metrics import StepReport
+from myxtts.reports import TrainingReports
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
 from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer
@@ -251,6 +252,8 @@ GPU_PLAN = Plan(torch.device("cuda", 0), torch.device("cuda", 0))
             StepMode(autocast=True),
         ),
         ({"training.enable_eager_debug": True}, {}, StepMode(autocast=True, debug=True)),
+        ({"training.deterministic": True}, {}, StepMode(autocast=True, captured=True, deterministic=True)),
+        ({"training.deterministic": True}, {"model": torch.device("cpu")}, StepMode()),
         ({"training.enable_eager_debug": True}, {"model": torch.device("cpu")}, StepMode(debug=True)),
     ],
 )
@@ -535,3 +538,26 @@ def test_a_run_that_has_not_reached_a_stage_goes_on_without_it(
     assert train(run, clips(4), f"--stages dvae {flags}") == 0
     assert newest(run, "dvae").step == 4
     assert train(run, clips(4), f"--stages dvae,gpt {flags}") == 0
+
+
+@pytest.mark.parametrize("role", ["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_a_leak_of_5_mb_a_step_is_warned_of(
+    role: str, clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leaked, tick = [], TrainingReports.tick
+
+    def leak(reports: TrainingReports, step: int) -> None:
+        tick(reports, step)
+        leaked.append(torch.ones(5 * 2**20, dtype=torch.uint8, device="cuda" if role == "gpu" else "cpu"))
+
+    monkeypatch.setattr(TrainingReports, "tick", leak)
+    monkeypatch.setattr("myxtts.observe.diagnosis.MIN_HOST_GROWTH_MB", 64.0)
+    stop_at(monkeypatch, 60)
+    flags = "--stages dvae --max-steps 100000 --epochs 1000000 --disable-xla-compilation"
+    assert train(tmp_path / "run", clips(4), flags) == 0
+    shown = capsys.readouterr()
+    place = "on the GPU" if role == "gpu" else "by this process"
+    found = re.search(
+        rf"The memory held {place} grows by ([\d.]+) MB a step .* at about step", shown.out + shown.err
+    )
+    assert found and 4 < float(found[1]) < 7

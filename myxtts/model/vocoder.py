@@ -25,7 +25,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import is_parametrized
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
-from myxtts.model.mel import SPEAKER_MEL, LogMel
+from myxtts.model.mel import SPEAKER_MEL, LogMel, reflect
 
 OUTPUT_SAMPLE_RATE = 24000  # sample rate of the vocoder's output, in Hz
 UPSAMPLE_RATES, UPSAMPLE_KERNELS = (8, 8, 2, 2), (16, 16, 4, 4)
@@ -223,7 +223,7 @@ class PeriodDiscriminator(nn.Module):
         self.last = weight_norm(nn.Conv2d(widths[-1], 1, (3, 1), padding=(1, 0)))
 
     def forward(self, wave: Tensor) -> DiscriminatorOutput:
-        wave = F.pad(wave, (0, -wave.shape[-1] % self.period), mode="reflect")
+        wave = reflect(wave, 0, -wave.shape[-1] % self.period)
         return _discriminate(wave.view(len(wave), 1, -1, self.period), self.layers, self.last)
 
 
@@ -252,7 +252,7 @@ class ResolutionDiscriminator(nn.Module):
         fft, hop, window_samples = self.resolution
         with torch.autocast(wave.device.type, enabled=False):
             # Frame i is centred on hop i, so N samples give N // hop frames.
-            padded = F.pad(wave.float(), ((fft - hop) // 2, (fft - hop) // 2), mode="reflect").squeeze(1)
+            padded = reflect(wave.float(), (fft - hop) // 2, (fft - hop) // 2).squeeze(1)
             window = self.window.float()
             spectrum = torch.stft(padded, fft, hop, window_samples, window, center=False, return_complex=True)
             return (torch.view_as_real(spectrum).square().sum(-1) + _LEAST_POWER).sqrt()

@@ -63,6 +63,8 @@ class StepReport:
     skipped: int  # steps skipped because their gradients were not finite
     eta_s: float | None
     elapsed_s: float
+    in_use_mb: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Memory held now, and the most there can be, on the device of each role and by the process on the "host"."""
     mfu: float | None = None  # model FLOP/s as a share of this GPU's measured matmul rate; None if not measured
 
     def scalars(self) -> dict[str, float]:
@@ -70,6 +72,7 @@ class StepReport:
         groups = {"loss": self.losses, "grad_norm": self.grad_norm, "memory_mb": self.memory_mb}
         named = {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
         named |= {f"ring/{name}": ready for name, (ready, _) in self.rings.items()}
+        named |= {f"in_use_mb/{name}": used for name, (used, _) in self.in_use_mb.items()}
         named |= {f"train/{name}": getattr(self, name) for name in ("lr", "epoch", "skipped")}
         speed = ("clips_per_s", "step_ms", "step_cv", "idle_share", "ahead", "mfu")
         named |= {f"speed/{name}": getattr(self, name) for name in speed}
@@ -327,6 +330,9 @@ _FROM_JSON: Mapping[str, Callable[[Any], Any]] = {
     "Mapping[str, float]": lambda value: {name: number(one) for name, one in (value or {}).items()},
     "Mapping[str, tuple[int, int]]": lambda value: {
         name: (int(ready), int(depth)) for name, (ready, depth) in (value or {}).items()
+    },
+    "Mapping[str, tuple[float, float]]": lambda value: {
+        name: (number(used), number(limit)) for name, (used, limit) in (value or {}).items()
     },
 }
 _FIELDS = {item.name: _FROM_JSON[str(item.type)] for item in fields(StepReport)}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from myxtts.config import MODEL_SIZES, PRESETS, SAMPLE_RATE, DataSettings, Settings, stages_of
+from myxtts.config import CARDS, MODEL_SIZES, PRESETS, SAMPLE_RATE, DataSettings, Settings, stages_of
 from myxtts.data.batches import MAX_CROP_FRAMES, host_layout
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import Corpus, held_out, read_corpus
@@ -338,14 +338,14 @@ def card_preset(ctx: CheckContext) -> Finding:
     card = ctx.situation.card
     if card is None:
         return Finding("preset", "info", "No GPU: there is no preset for this machine")
-    if ctx.training.preset == card:
-        return Finding("preset", "pass", f"The preset for this card is used: {card}")
+    if CARDS.get(used := ctx.training.preset or "", used) == card:
+        return Finding("preset", "pass", f"The preset for this card is used: {used}")
     values = ", ".join(f"{key.split('.')[1]} {format_setting(key, value)}" for key, value in PRESETS[card].items())
     why, found = f"it gives {values}; what you set yourself wins over it", rule_finding("preset", ctx.situation)
     if found is not None:
         return _with_flag(replace(found, why=f"{found.why}; {card} suits it: {why}"))
     return _with_flag(
-        Finding("preset", "info", f"The preset for this card is {card}", why, "", "training.preset", card)
+        Finding("preset", "info", f"The preset for {ctx.model_gpu} is {card}", why, "", "training.preset", card)
     )
 
 
