@@ -16,8 +16,8 @@ import numpy.typing as npt
 _log = logging.getLogger(__name__)
 MAX_PINNED_SHARE = 0.25  # share of the free host memory that one purpose may pin
 HostMemory = npt.NDArray[np.uint8]
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
-_DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last under WSL
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last under WSL
 _CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
@@ -74,7 +74,7 @@ def host_memory(num_bytes: int, pinned: bool = True) -> HostMemory:
 def nvidia_driver() -> str:
     """The version of the NVIDIA driver, `unknown` if it does not say, and "" if there is none."""
     try:
-        words = _DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0].split()
+        words = DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0].split()
         return next((word for word in words if word[0].isdigit()), "unknown")
     except (OSError, IndexError):
-        return "unknown" if any(path.exists() for path in _DRIVER_DEVICES) else ""
+        return "unknown" if any(path.exists() for path in DRIVER_DEVICES) else ""
