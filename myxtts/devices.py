@@ -292,7 +292,7 @@ def process_group(plan: Plan) -> Iterator[None]:
         what = re.sub(r"^\[.*?\] | This is typically .*", "", str(error).strip().splitlines()[0])
         raise PipelineError(
             f"Rank {plan.rank} lost the other processes of the run; did one of them end? ({what[:200]})\n"
-            "Its own message says why. Start all of them again: the same command continues from the last checkpoint."
+            "Its own message says why. Start all again: the same command continues from the last checkpoint."
         ) from error
     dist.destroy_process_group()  # not after an error: it would wait for processes that wait in a collective
 
