@@ -76,7 +76,7 @@ class Store:
         except OSError as error:
             raise CacheDamaged(f"{folder}: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError):
-            raise CacheDamaged(f"{folder}: the files are not those that were written") from None
+            raise CacheDamaged(f"{folder}: the files do not match their checksums") from None
         self.params: dict[str, Any] = meta["params"]
         self.filters: dict[str, Any] = meta["filters"]
         self.set_aside = {int(row): (str(reason), str(detail)) for row, reason, detail in meta["set_aside"]}
@@ -113,7 +113,7 @@ class Store:
         broken = [row for row in rows[~self._verified[rows]].tolist() if not self.is_intact(row)]
         if broken or self._is_cut_off():
             _mark_damaged(self.folder)
-            what = f"row {broken[0]} is not what was written" if broken else "data.bin was cut off"
+            what = f"row {broken[0]} does not match its checksum" if broken else "data.bin was cut off"
             advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
             raise CacheDamaged(f"{self.folder}: {what} (a failing disk or memory?).\n{advice}")
 
