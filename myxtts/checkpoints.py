@@ -291,7 +291,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensors], notes: Mapping[str, Any
         with contextlib.suppress(PermissionError):  # file systems without modes
             path.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files readable by the owner only
         sync_path(path)
-        files[name] = {"bytes": path.stat().st_size, "xxh3": _file_hash(path)}
+        files[name] = {"bytes": path.stat().st_size, "xxh3": file_hash(path)}
     body = json.loads(json.dumps({"format": CHECKPOINT_FORMAT, "files": files, "notes": notes}))
     text = json.dumps({"hash": _body_hash(body), "body": body}, indent=1)
     (folder / "state.json").write_text(text, encoding="utf-8")
@@ -326,7 +326,7 @@ def _read_checked(folder: Path, name: str, body: Mapping[str, Any]) -> Tensors:
         num_bytes = path.stat().st_size
         if num_bytes != expected["bytes"]:
             raise UnreadableWeights(f"{path} has {num_bytes} bytes instead of {expected['bytes']}")
-        if _file_hash(path) != expected["xxh3"]:
+        if file_hash(path) != expected["xxh3"]:
             raise UnreadableWeights(f"{path} does not match its checksum")
     return _read_safetensors(path)
 
@@ -343,8 +343,8 @@ def _body_hash(body: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
-def _file_hash(path: Path) -> str:
-    with open(path, "rb") as file:
+def file_hash(path: Path) -> str:
+    with _as_unreadable(path), open(path, "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 

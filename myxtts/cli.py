@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import logging
 import os
@@ -28,8 +29,40 @@ MOST_GPUS = 16  # GPUs that the live view looks for
 EVALUATION_FOLDER = "evaluation"  # inside a run; the scores in it appear on the page of the run
 
 
+class _Output(io.FileIO):
+    """Standard output or error whose loss, such as a closed pipe or a full disk, does not end a run."""
+
+    result_is_lost = False
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if self.fileno() == 1 and not _Output.result_is_lost:
+                _Output.result_is_lost = True
+                logging.warning("Standard output cannot be written: %s. The command continues.", error.strerror)
+            return len(data)
+
+
+def _secure_streams() -> None:
+    """Make output that fails, or that the locale cannot encode, harmless; pytest's own streams are left alone."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # a file opened next would get the number, and what libraries print would go into it
+            os.open(os.devnull, os.O_RDWR)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream: Any = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            stream.flush()
+            raw = io.BufferedWriter(_Output(number, "wb", closefd=False))
+            kept = {name: getattr(stream, name) for name in ("encoding", "line_buffering", "write_through")}
+            setattr(sys, name, io.TextIOWrapper(raw, errors="backslashreplace", **kept))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; expected errors are printed without a traceback."""
+    _secure_streams()
     options, unknown = make_parser().parse_known_args(arguments)
     options.unknown = unknown
     if unknown and "refuse" in options:
@@ -37,7 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.DEBUG if options.verbose else logging.INFO)
     logging.getLogger("torch").setLevel(logging.WARNING)  # it logs statistics when a process ends
     try:
-        return int(options.run(options) or 0)
+        code = int(options.run(options) or 0)
+        print(end="", flush=True)
+        return code or int(
+            _Output.result_is_lost and options.run is not _train
+        )  # the result of a run is its folder
     except MyXTTSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -338,8 +338,17 @@ def process_group(plan: Plan) -> Iterator[None]:
         return
     backend, device = ("nccl", plan.model) if plan.model.type == "cuda" else ("gloo", None)
     timeout = timedelta(hours=2)  # rank 0 may decode a large corpus meanwhile
-    dist.init_process_group(backend, timeout=timeout, device_id=device)
-    yield
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
+            raise
+        what = re.sub(r"^\[.*?\] | This is typically .*", "", str(error).strip().splitlines()[0])
+        raise PipelineError(
+            f"Rank {plan.rank} lost the other processes of the run; did one of them end? ({what[:200]})\n"
+            "Its own message says why. Start all again: the same command continues from the last checkpoint."
+        ) from error
     dist.destroy_process_group()  # not after an error: it would wait for processes that wait in a collective
 
 

@@ -509,7 +509,7 @@ def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str
 
 
 class _StopRequest:
-    """SIGINT and SIGTERM let the step in progress finish; a second one ends the process at once.
+    """SIGINT, SIGTERM and a closed terminal (SIGHUP) let the step finish; a second one ends the process at once.
 
     Called, it returns True if training should stop. All ranks get the same answer, so all must call it.
     """
@@ -527,7 +527,8 @@ class _StopRequest:
 
     def __enter__(self) -> _StopRequest:
         with contextlib.suppress(ValueError):  # threads other than the main one receive no signals
-            for number in (signal.SIGINT, signal.SIGTERM):
+            is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            for number in (signal.SIGINT, signal.SIGTERM, *(() if is_nohup else (signal.SIGHUP,))):
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -13,9 +13,11 @@ import contextlib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +107,8 @@ class MetricsLog:
         self.close()
         self._stage = stage
         self._append({"kind": "begin", "stage": stage, "step": step})
+        if not isinstance(threading.excepthook, partial):
+            threading.excepthook = partial(_on_thread_error, threading.excepthook)
         try:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -171,6 +175,12 @@ class MetricsLog:
         if not self._warned:
             self._warned = True
             _log.warning("%s. Training continues; metrics and curves may be incomplete from here on.", what)
+
+
+def _on_thread_error(before: Callable[[Any], object], error: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread, unless TensorBoard's writer failed: that is reported by the next write."""
+    if not (type(error.thread).__module__.startswith("tensorboard") and issubclass(error.exc_type, OSError)):
+        before(error)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
