@@ -446,9 +446,12 @@ def _text(options: argparse.Namespace) -> str:
         raise ConfigError('speak: give either a text, as in myxtts speak "Hello.", or --from-file FILE')
     if options.text is not None:
         return str(options.text)
+    from myxtts.synthesis.text import MAX_TEXT_CHARACTERS
+
     try:
         path = Path("/dev/stdin") if str(options.from_file) == "-" else options.from_file
-        return str(path.read_text(encoding="utf-8-sig"))
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read(MAX_TEXT_CHARACTERS + 1)  # one too many is refused later
     except (OSError, UnicodeDecodeError) as error:
         why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror or error
         raise ConfigError(f"speak: --from-file {options.from_file} cannot be read: {why}") from None
