@@ -163,7 +163,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     central = "use the code nearest to the mean of the likely ones: clearer, less expressive"
     add("--central", action="store_true", default=None, help=central)
     add("--best", action="store_true", help="use the GPT with the best validation loss, not the newest")
-    add("--vocoder", choices=["hifigan", "griffin-lim"], help="codes to audio [default: hifigan if trained]")
+    add("--vocoder", choices=["hifigan", "griffin-lim"], help="codes to audio [default: the better one]")
 
 
 def _add_export(commands: Any) -> None:

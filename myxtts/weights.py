@@ -45,6 +45,8 @@ class Provenance:
     max_text_length: int = DataSettings.max_text_length
     max_mel_frames: int = DataSettings.max_mel_frames
     use_phonemes: bool = False
+    vocoder: Mapping[str, float] | None = None
+    """Distances of the decoder and of Griffin-Lim from held-out recordings, by the validation of the decoder."""
 
     @classmethod
     def read(cls, folder: Path) -> Provenance:

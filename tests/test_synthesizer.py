@@ -26,6 +26,7 @@ from synthesis_fixtures import (
     synthesizer,
     vocabulary,
 )
+from training_fixtures import Clips, clips, newest, small, train
 
 from myxtts.checkpoints import UnreadableWeights
 from myxtts.cli import main
@@ -47,7 +48,7 @@ from myxtts.synthesis.text import UnspeakableText, bounds
 from myxtts.synthesis.voices import Voice
 from myxtts.weights import save_folder
 
-__all__ = ["anna", "reference", "synthesizer"]
+__all__ = ["anna", "clips", "reference", "small", "synthesizer"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 Capture = pytest.CaptureFixture[str]
 
@@ -146,7 +147,6 @@ def test_griffin_lim_speaks_and_streams_whole_sentences(anna: Voice) -> None:
     synthesizer = speaking(vocoder="griffin-lim")
     speech = synthesizer.speak(LONG_TEXT, anna, "en", seed=4, speed=2.0)
     assert speech.report.vocoder == "griffin-lim"
-    assert any("no trained decoder" in note for note in speech.report.notes())
     assert np.isfinite(speech.wave).all()
     pieces = list(synthesizer.stream(LONG_TEXT, anna, "en", seed=4, speed=2.0))
     assert len(pieces) == 5, "three sentences and two pauses"
@@ -360,10 +360,21 @@ def test_without_a_model_the_flag_of_speak_is_named(
     assert "no model in checkpoints" in shown and "--model" in shown and "--checkpoint-dir" not in shown
 
 
-def test_missing_parts_decide_the_vocoder() -> None:
+def test_missing_parts_and_validation_decide_the_vocoder() -> None:
     decoder, dvae = "hifigan_decoder.waveform_decoder", "dvae"
-    assert usable_vocoder([]) == usable_vocoder([dvae]) == "hifigan"
-    assert usable_vocoder([decoder]) == usable_vocoder([], "griffin-lim") == "griffin-lim"
+    young, grown = {"decoder": 0.613, "griffin_lim": 0.35}, {"decoder": 0.2, "griffin_lim": 0.35}
+    assert usable_vocoder([]) == usable_vocoder([dvae], None, young) == ("hifigan", "")
+    assert usable_vocoder([decoder]) == (
+        "griffin-lim",
+        "no trained decoder; using Griffin-Lim, which sounds hollow",
+    )
+    assert (
+        usable_vocoder([], "griffin-lim", grown) == usable_vocoder([decoder], "griffin-lim") == ("griffin-lim", "")
+    )
+    assert usable_vocoder([], "hifigan", young) == ("hifigan", "")
+    for distances, name in ((young, "griffin-lim"), (grown, "hifigan")):
+        found = usable_vocoder([], None, distances)
+        assert found.name == name and "0.35" in found.note and f"{distances['decoder']:.2f}" in found.note
     for parts, vocoder, problem in (
         ([decoder, dvae], None, r"decoder and the dvae .*--stages decoder or --stages dvae\)\.$"),
         ([decoder], "hifigan", r"decoder .* not trained.*--stages decoder.*griffin-lim"),
@@ -372,6 +383,27 @@ def test_missing_parts_decide_the_vocoder() -> None:
     ):
         with pytest.raises(UnreadableWeights, match=problem):
             usable_vocoder(parts, vocoder)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_run_speaks_through_the_vocoder_nearer_to_its_validation_clips(
+    clips: Clips, reference: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    run, exported = tmp_path / "run", tmp_path / "exported"
+    assert train(run, clips(6), f"--max-steps 1 --decoder-steps 1 --val-data {clips(3)}") == 0
+    found = newest(run, "decoder").state["notes"]["vocoder"]
+    assert found.keys() == {"decoder", "griffin_lim"} and all(0 < distance <= 1 for distance in found.values())
+    assert main(["export", str(run), "--out", str(exported)]) == 0
+    better = "hifigan" if found["decoder"] <= found["griffin_lim"] else "griffin-lim"
+    for folder in (run, exported):
+        assert load_synthesizer(folder).vocoder.name == better
+    given = ["--model", str(run), "--speaker", str(reference), "--language", "en"]
+    for flags in ([], ["--vocoder", "griffin-lim"]):
+        capsys.readouterr()
+        assert main(["speak", "Hello.", *given, *flags]) == 0
+        numbers = f"(distance {found['griffin_lim']:.2f}, the decoder {found['decoder']:.2f})"
+        shown = capsys.readouterr().out
+        assert (numbers in shown) == (not flags) and "no trained decoder" not in shown
 
 
 # On a GPU

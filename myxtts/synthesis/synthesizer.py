@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
@@ -159,7 +159,7 @@ class Report:
     speed: float
     sentences: tuple[SentenceReport, ...]
     unknown_characters: dict[str, str]  # those the vocabulary lacks, and what was said instead; "" if left out
-    voice_notes: tuple[str, ...] = ()
+    other_notes: tuple[str, ...] = ()  # about the model and the voice
 
     @property
     def seconds(self) -> float:
@@ -168,9 +168,7 @@ class Report:
 
     def notes(self) -> list[str]:
         """Everything the user should know, a sentence each."""
-        notes = list(self.voice_notes)
-        if self.vocoder != HifiGan.name:
-            notes.append("no trained decoder; using Griffin-Lim, which sounds hollow")
+        notes = list(self.other_notes)
         if self.unknown_characters:
             pairs = (f"{a!r} as {b!r}" if b else f"{a!r} left out" for a, b in self.unknown_characters.items())
             notes.append(f"the vocabulary lacks characters of the text: {', '.join(pairs)}")
@@ -269,16 +267,34 @@ class SpeechStream(Iterator[Wave]):
         return self._report
 
 
-def usable_vocoder(fresh_parts: Collection[str], wanted: VocoderName | None = None) -> VocoderName:
-    """The vocoder for a model whose `fresh_parts` (of `weights.PARTS`) were never trained, or an error."""
+class VocoderChoice(NamedTuple):
+    name: VocoderName
+    note: str = ""  # the reason, where the user did not choose
+
+
+def usable_vocoder(
+    fresh_parts: Collection[str], wanted: VocoderName | None = None, distances: Mapping[str, float] | None = None
+) -> VocoderChoice:
+    """The vocoder for a model whose `fresh_parts` (of `weights.PARTS`) were never trained, or an error.
+
+    Of two that are trained, the one nearer to the recordings by the `distances` of the decoder's validation.
+    """
     for part in ("gpt", "mel_stats"):
         if part in fresh_parts:
             raise UnreadableWeights(f"The model has no {part}, without which it cannot speak.")
     names: tuple[VocoderName, ...] = (wanted,) if wanted else ("hifigan", "griffin-lim")
     missing = {name: [part for part in _VOCODER_PARTS[name] if part in fresh_parts] for name in names}
-    for name, parts in missing.items():
-        if not parts:
-            return name
+    trained = [name for name, parts in missing.items() if not parts]
+    if distances and len(trained) == 2:
+        decoder, griffin_lim = distances["decoder"], distances["griffin_lim"]
+        numbers = f"held-out recordings (distance {griffin_lim:.2f}, the decoder {decoder:.2f})"
+        if decoder <= griffin_lim:
+            return VocoderChoice("hifigan", f"using the decoder; Griffin-Lim is farther from {numbers}")
+        return VocoderChoice("griffin-lim", f"using Griffin-Lim, which is nearer to {numbers}")
+    if trained:
+        lacks_decoder = trained == ["griffin-lim"] and wanted is None
+        note = "no trained decoder; using Griffin-Lim, which sounds hollow" if lacks_decoder else ""
+        return VocoderChoice(trained[0], note)
     words = [part.split(".")[-1].replace("_", " ") for parts in missing.values() for part in parts]
     stages = " or ".join(f"--stages {'decoder' if name == 'hifigan' else 'dvae'}" for name in missing)
     other = " or use --vocoder griffin-lim" if wanted == "hifigan" and "dvae" not in fresh_parts else ""
@@ -291,8 +307,8 @@ class Synthesizer:
 
     Takes over the model: moves it to the device, folds the vocoder's weight norm and, on a GPU, rounds the GPT to
     bfloat16 unless `dtype` says otherwise. `limits` bound a sentence if the model was trained on less than it has
-    positions for. On a GPU the first speech of a new shape takes some tenths of a second longer, while its step is
-    captured.
+    positions for. Every report includes the `notes`. On a GPU the first speech of a new shape takes some tenths of
+    a second longer, while its step is captured.
     """
 
     def __init__(
@@ -302,6 +318,7 @@ class Synthesizer:
         device: torch.device,
         *,
         vocoder: VocoderName = "hifigan",
+        notes: Sequence[str] = (),
         limits: Limits | None = None,
         use_phonemes: bool = False,
         sampling: Sampling = PUBLISHED_SAMPLING,
@@ -313,7 +330,7 @@ class Synthesizer:
         model = model.to(device).eval().requires_grad_(False)
         model.hifigan_decoder.remove_weight_norm()
         self._dims, self._batch_size, self._batches_at_once = model.dims, batch_size, batches_at_once
-        self.sampling = sampling
+        self.sampling, self._notes = sampling, tuple(notes)
         self.limits = limits or Limits(model.dims.gpt.max_text, min(MAX_NEW_CODES, model.dims.gpt.max_codes))
         self._encoder = VoiceEncoder(model, device)
         self.fingerprint = self._encoder.fingerprint
@@ -442,7 +459,8 @@ class Synthesizer:
 
     def _report(self, said: Utterance, sentences: Sequence[SentenceReport], options: SynthesisOptions) -> Report:
         voice, how = said.voice, (self.vocoder.name, options.seed, options.speed)
-        return Report(said.language, voice.name, *how, tuple(sentences), said.unknown_characters, voice.notes)
+        notes = self._notes + voice.notes
+        return Report(said.language, voice.name, *how, tuple(sentences), said.unknown_characters, notes)
 
     def _spoken(self, work: Work, options: SynthesisOptions) -> Iterator[tuple[SentenceReport, Wave]]:
         """Every sentence with its wave, in order; a few batches at a time, to spare the GPU's memory."""
@@ -489,8 +507,10 @@ def load_synthesizer(
     device: torch.device | None = None,
     best_gpt: bool = False,
 ) -> Synthesizer:
-    """Load a run or an XTTS-v2 folder onto the first GPU, or the CPU; without a trained decoder, with Griffin-Lim.
+    """Load a run or an XTTS-v2 folder onto the first GPU, or the CPU.
 
+    Without `vocoder` it speaks through the decoder, or through Griffin-Lim if the decoder is not trained, or is
+    farther from held-out recordings by its own validation.
     `best_gpt` takes the GPT of a run with the best validation loss instead of the newest.
     """
     folder = Path(folder)
@@ -499,7 +519,7 @@ def load_synthesizer(
     run = RunDir(folder)
     if run.exists:
         known = provenance(run)
-        vocoder = usable_vocoder(known.untrained_parts, vocoder)
+        choice = usable_vocoder(known.untrained_parts, vocoder, known.vocoder)
         model, vocabulary = run.load_model(without=known.untrained, best_gpt=best_gpt), run.vocabulary()
     elif not folder.is_dir():
         cure = "name that of a training run or of XTTS-v2 (myxtts speak: --model DIR)"
@@ -508,8 +528,9 @@ def load_synthesizer(
         raise ConfigError(f"--best chooses among the checkpoints of a run; {folder} is a folder of weights")
     else:
         model, vocabulary, fresh_parts, known = load_folder(folder)
-        vocoder = usable_vocoder(fresh_parts, vocoder)
-    speaks: dict[str, Any] = {"vocoder": vocoder, "use_phonemes": known.use_phonemes}
+        choice = usable_vocoder(fresh_parts, vocoder, known.vocoder)
+    notes = [choice.note] if choice.note else []
+    speaks: dict[str, Any] = {"vocoder": choice.name, "notes": notes, "use_phonemes": known.use_phonemes}
     if known.from_scratch:
         limits = Limits(known.max_text_length, known.max_mel_frames // 4)
         return Synthesizer(model, vocabulary, device, limits=limits, sampling=OWN_SAMPLING, **speaks)
@@ -523,7 +544,9 @@ def provenance(run: RunDir) -> Provenance:
     except ConfigError:
         data = DataSettings()
     known = (data.max_text_length, data.max_mel_frames, data.use_phonemes)
-    return Provenance(tuple(run.untrained()), run.from_scratch, *known)
+    decoder = run.checkpoints("decoder").newest(optimizer=False)
+    distances = decoder.state["notes"].get("vocoder") if decoder is not None else None
+    return Provenance(tuple(run.untrained()), run.from_scratch, *known, distances)
 
 
 SAMPLE_FILE = "sample.wav"
