@@ -7,6 +7,7 @@ from argparse import Namespace
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +31,9 @@ from training_fixtures import Clips, clips, newest, small, train
 
 from myxtts.checkpoints import UnreadableWeights
 from myxtts.cli import main
+from myxtts.devices import Plan, allocatable_bytes, apply_caps, release_memory
 from myxtts.errors import ConfigError, PipelineError
-from myxtts.synthesis.generation import Sampling
+from myxtts.synthesis.generation import CodeGenerators, Sampling
 from myxtts.synthesis.synthesizer import (
     FAINT_NOTE,
     PUBLISHED_SAMPLING,
@@ -45,6 +47,7 @@ from myxtts.synthesis.synthesizer import (
     usable_vocoder,
 )
 from myxtts.synthesis.text import UnspeakableText, bounds
+from myxtts.synthesis.vocoding import HifiGan
 from myxtts.synthesis.voices import Voice
 from myxtts.weights import save_folder
 
@@ -214,6 +217,50 @@ def test_a_constant_is_no_sound() -> None:
     wave = np.full(24000, 0.4, np.float32)
     assert is_faint(wave) and is_faint(wave[:100])
     assert not is_faint(wave + 0.05 * np.sin(np.arange(24000) / 20).astype(np.float32))
+
+
+# Lack of memory
+
+
+def fail_above(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, most: int) -> list[int]:
+    """Let a method run out of memory for more than `most` rows of its first argument; returns all that it got."""
+    asked, real = list[int](), getattr(owner, method)
+
+    def limited(self: object, rows: Any, *others: object) -> object:
+        asked.append(len(rows))
+        if len(rows) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self, rows, *others)
+
+    monkeypatch.setattr(owner, method, limited)
+    return asked
+
+
+@pytest.mark.parametrize(("owner", "method"), [(CodeGenerators, "begin"), (HifiGan, "generate")])
+def test_fewer_sentences_at_a_time_are_spoken_when_memory_is_short(
+    anna: Voice,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: type,
+    method: str,
+) -> None:
+    texts, how = [*TEXTS, *TEXTS[:2]], {"seed": 5, "num_attempts": 1}
+    expected = speaking().speak_many(texts, anna, "en", **how)
+    asked = fail_above(monkeypatch, owner, method, 2)
+    synthesizer = speaking()
+    for spoken in (synthesizer.speak_many(texts, anna, "en", **how) for _ in range(2)):
+        for one, other in zip(expected, spoken, strict=True):
+            assert num_codes(one) == num_codes(other)
+            np.testing.assert_allclose(one.wave, other.wave, atol=1e-4)
+    numbers = [record.args[1:] for record in caplog.records if isinstance(record.args, tuple)]
+    assert numbers == [(5, 3), (3, 2)], "one line whenever the batches become smaller"
+    assert asked[-3:] == [2, 2, 1], "what did not fit is not tried again"
+    fail_above(monkeypatch, owner, method, 0)
+    for speak in (synthesizer.speak, lambda *given: list(synthesizer.stream(*given))):
+        with pytest.raises(
+            PipelineError, match=r"Out of memory on cpu while speaking one sentence.*VISIBLE_DEVICES"
+        ):
+            speak(TEXTS[0], anna, "en")
 
 
 # What is refused
@@ -425,6 +472,32 @@ def test_captured_steps_say_what_plain_ones_say(reference: Path, sampling: Sampl
         for one, other in zip(captured, plain, strict=True):
             assert num_codes(one) == num_codes(other)
             np.testing.assert_allclose(one.wave, other.wave, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_speaking_goes_on_in_smaller_batches_under_a_cap(
+    reference: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, texts = torch.device("cuda", 0), TEXTS * 5
+    apply_caps(Plan(device, device, model_cap_mb=2048))
+    outcomes = set()
+    for room_mb in (1024, 512, 256, 128, 96, 64, 48, 32, 24, 16, 8, 4):
+        synthesizer = speaking(device=device)
+        voice = synthesizer.voice([reference])
+        release_memory()
+        filler = torch.empty(allocatable_bytes(device) - room_mb * 2**20, dtype=torch.uint8, device=device)
+        caplog.clear()
+        try:
+            speeches = synthesizer.speak_many(texts, voice, "en", seed=7, num_attempts=1)
+            outcomes.add("smaller batches" if caplog.records else "whole batches")
+            assert all(speech.report.sentences for speech in speeches)
+        except PipelineError as error:
+            assert "one sentence at a time" in str(error)
+            outcomes.add("refused")
+        del filler, synthesizer
+        release_memory()
+    apply_caps(Plan(device, device, model_cap_mb=10**9))
+    assert {"whole batches", "smaller batches"} <= outcomes
 
 
 @pytest.mark.gpu

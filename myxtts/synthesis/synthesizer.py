@@ -10,11 +10,13 @@ loads a training run or an XTTS-v2 folder.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import soundfile
@@ -26,13 +28,22 @@ from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import ClipSet
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
-from myxtts.devices import Machine
+from myxtts.devices import Machine, is_out_of_memory
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress, progress_bar
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.generation import MAX_NEW_CODES, CodeGenerators, Generated, Prompt, Sampling, draws
+from myxtts.synthesis.generation import (
+    MAX_NEW_CODES,
+    Advance,
+    CodeGenerator,
+    CodeGenerators,
+    Generated,
+    Prompt,
+    Sampling,
+    draws,
+)
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
@@ -59,6 +70,9 @@ _VOCODER_PARTS: dict[VocoderName, tuple[str, ...]] = {
 }
 
 Work = Sequence[tuple[Sentence, Voice]]  # sentences, each with its voice
+Item, Result = TypeVar("Item"), TypeVar("Result")
+
+_log = logging.getLogger(__name__)
 
 
 class SynthesisArguments(TypedDict, total=False):
@@ -330,6 +344,7 @@ class Synthesizer:
         model = model.to(device).eval().requires_grad_(False)
         model.hifigan_decoder.remove_weight_norm()
         self._dims, self._batch_size, self._batches_at_once = model.dims, batch_size, batches_at_once
+        self._device = device
         self.sampling, self._notes = sampling, tuple(notes)
         self.limits = limits or Limits(model.dims.gpt.max_text, min(MAX_NEW_CODES, model.dims.gpt.max_codes))
         self._encoder = VoiceEncoder(model, device)
@@ -346,7 +361,11 @@ class Synthesizer:
 
     def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""
-        return self._encoder.voice([Path(file) for file in files], name)
+        encode = partial(self._encoder.voice, name=name)
+        voice = attempted(encode, [Path(file) for file in files])
+        if voice is None:
+            raise self._out_of_memory("reading the reference")
+        return voice
 
     def speak(self, text: str, voice: Voice, language: str, **arguments: Unpack[SynthesisArguments]) -> Speech:
         """Speak a text of any length."""
@@ -415,8 +434,8 @@ class Synthesizer:
         """The pieces of a sentence, with a pause first if `after_sound`."""
         pieces: list[Wave] = []
         for number in options.attempts:
-            prompts = [options.prompt(sentence, voice, number)]
-            generator = self._generators.begin(prompts, options.sampling_for(number))
+            begin = partial(self._begin, options.sampling_for(number))
+            (generator,) = self._fit([options.prompt(sentence, voice, number)], begin)
             vocoder = self.vocoder.begin(voice.speaker, options.speed)
             attempt: Attempt | None = None
             codes: list[int] = []
@@ -430,8 +449,10 @@ class Synthesizer:
                     attempt = Attempt(generator.generated(0), REPETITION, number + 1)
                 if attempt and attempt.problem and not pieces and number < options.attempts[-1]:
                     break  # none of it was heard: try again
-                wave = vocoder.push(more, last=attempt is not None).numpy()
-                if len(wave):
+                piece = attempted(partial(vocoder.push, last=attempt is not None), more)
+                if piece is None:
+                    raise self._out_of_memory("speaking one sentence at a time")
+                if len(wave := piece.numpy()):
                     if after_sound and not pieces:
                         yield pause()
                     pieces.append(faded(wave, starts=not pieces, ends=attempt is not None))
@@ -468,11 +489,13 @@ class Synthesizer:
         for first in range(0, len(work), at_once):
             some = work[first : first + at_once]
             attempts = self._attempts(some, options, len(work), first)
+            lengths = [len(attempt.generated.codes) for attempt in attempts]
+            by_length = sorted(range(len(some)), key=lengths.__getitem__)
             with progress_bar(options.progress, "Making the sound", len(work), first) as advance:
-                generated = [attempt.generated for attempt in attempts]
-                waves = self.vocoder.waves(generated, [voice.speaker for _, voice in some], options.speed, advance)
-            for (sentence, _), attempt, wave in zip(some, attempts, waves, strict=True):
-                yield SentenceReport.of(sentence, attempt, wave.numpy()), wave.numpy()
+                make_sound = partial(self._sound, some, attempts, options.speed, advance)
+                waves = dict(self._in_batches(by_length, make_sound))
+            for index, ((sentence, _), attempt) in enumerate(zip(some, attempts, strict=True)):
+                yield SentenceReport.of(sentence, attempt, waves[index]), waves[index]
 
     def _attempts(self, work: Work, options: SynthesisOptions, total: int, num_before: int) -> list[Attempt]:
         """The best attempt at each sentence, in order; sentences of similar length are generated together."""
@@ -482,22 +505,72 @@ class Synthesizer:
             title = f"Speaking again (attempt {number + 1})" if number else "Speaking"
             num_done = num_before + len(work) - len(waiting)
             with progress_bar(options.progress, title, total, num_done) as advance:
-                for first in range(0, len(waiting), self._batch_size):
-                    batch = waiting[first : first + self._batch_size]
-                    prompts = [options.prompt(*work[index], number) for index in batch]
-                    generator = self._generators.begin(prompts, options.sampling_for(number))
-                    generator.finish(advance)
-                    for row, index in enumerate(batch):
-                        found = checked(generator.generated(row), work[index][0], number)
-                        known = best.setdefault(index, found)
-                        if PROBLEMS.index(found.problem) < PROBLEMS.index(known.problem):
-                            best[index] = found
+                generate = partial(self._generate, work, options, number, advance)
+                for index, generated in self._in_batches(waiting, generate):
+                    found = checked(generated, work[index][0], number)
+                    known = best.setdefault(index, found)
+                    if PROBLEMS.index(found.problem) < PROBLEMS.index(known.problem):
+                        best[index] = found
             waiting = [index for index in waiting if best[index].problem]
             for index in waiting:
                 best[index] = best[index]._replace(num_attempts=number + 1)
             if not waiting:
                 break
         return [best[index] for index in range(len(work))]
+
+    def _begin(self, sampling: Sampling, prompts: Sequence[Prompt]) -> list[CodeGenerator]:
+        return [self._generators.begin(prompts, sampling)]
+
+    def _generate(
+        self, work: Work, options: SynthesisOptions, attempt: int, advance: Advance, batch: Sequence[int]
+    ) -> list[Generated]:
+        prompts = [options.prompt(*work[index], attempt) for index in batch]
+        generator = self._generators.begin(prompts, options.sampling_for(attempt))
+        generator.finish(advance)
+        return [generator.generated(row) for row in range(len(batch))]
+
+    def _sound(
+        self, work: Work, attempts: Sequence[Attempt], speed: float, advance: Advance, batch: Sequence[int]
+    ) -> list[Wave]:
+        generated = [attempts[index].generated for index in batch]
+        speakers = [work[index][1].speaker for index in batch]
+        return [wave.numpy() for wave in self.vocoder.waves(generated, speakers, speed, advance)]
+
+    def _in_batches(
+        self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]
+    ) -> Iterator[tuple[Item, Result]]:
+        """Every item with its result of `work`, which gets batches; they become smaller where memory is short."""
+        while items:
+            batch, items = items[: self._batch_size], items[self._batch_size :]
+            yield from zip(batch, self._fit(batch, work), strict=True)
+
+    def _fit(self, batch: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
+        """Results of `work` for a batch: if memory is short, without kept shapes, and then in halves."""
+        results = attempted(work, batch)
+        if results is None and self._generators.drop_all():
+            results = attempted(work, batch)
+        if results is not None:
+            return results
+        if len(batch) == 1:
+            raise self._out_of_memory("speaking one sentence at a time")
+        self._batch_size = (len(batch) + 1) // 2
+        message = "Not enough memory on %s for %d sentences at a time: continuing with %d"
+        _log.warning(message, self._device, len(batch), self._batch_size)
+        return [result for _, result in self._in_batches(batch, work)]
+
+    def _out_of_memory(self, doing: str) -> PipelineError:
+        cure = "Close other programs that use it, or speak on the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
+        return PipelineError(f"Out of memory on {self._device} while {doing}. {cure}")
+
+
+def attempted(work: Callable[[Item], Result], given: Item) -> Result | None:
+    """The result of `work`, or None if memory was short; then nothing holds the tensors of the failed call."""
+    try:
+        return work(given)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def load_synthesizer(
