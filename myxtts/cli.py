@@ -418,8 +418,10 @@ def _speak(options: argparse.Namespace) -> None:
     if not options.speaker and not options.voice:
         raise ConfigError("speak: give a recording with --speaker FILE, or a saved voice with --voice NAME")
     check_output(options.out)
-    synthesizer = load_synthesizer(options.model, vocoder=options.vocoder, best_gpt=options.best)
     voices = VoiceLibrary(options.model)
+    if options.voice:
+        voices.path(options.voice)  # reports an impossible name before anything is computed
+    synthesizer = load_synthesizer(options.model, vocoder=options.vocoder, best_gpt=options.best)
     if options.speaker:
         voice = synthesizer.voice(options.speaker, options.voice)
         if options.voice:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 import time
 from argparse import Namespace
 from copy import deepcopy
@@ -32,7 +34,7 @@ from training_fixtures import Clips, clips, newest, small, train
 from myxtts.checkpoints import UnreadableWeights
 from myxtts.cli import main
 from myxtts.devices import Plan, allocatable_bytes, apply_caps, release_memory
-from myxtts.errors import ConfigError, PipelineError
+from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.synthesis.generation import CodeGenerators, Sampling
 from myxtts.synthesis.synthesizer import (
     FAINT_NOTE,
@@ -396,6 +398,94 @@ def test_flags_decide_how_a_folder_speaks(
     assert (tmp_path / "out.wav").read_bytes() == (tmp_path / "same.wav").read_bytes()
     asked = Namespace(central=True, temperature=None)
     assert override_sampling(PUBLISHED_SAMPLING, asked) == replace(PUBLISHED_SAMPLING, central=True)
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("file", ["model.pth", "dvae.pth"])
+@pytest.mark.parametrize("form", ["zip", "legacy", "bare"])
+def test_nothing_executes_what_a_file_of_weights_says(
+    folders: dict[str, Path], reference: Path, clips: Clips, tmp_path: Path, capsys: Capture, file: str, form: str
+) -> None:
+    hostile, touched = tmp_path / "hostile", tmp_path / "touched"
+    shutil.copytree(folders["loud"], hostile)
+    content = {"model": {"x": torch.zeros(1)}, "config": Payload(touched)}
+    if form == "bare":
+        (hostile / file).write_bytes(pickle.dumps(content["config"]))
+    else:
+        torch.save(content, hostile / file, _use_new_zipfile_serialization=form == "zip")
+    given = ["--speaker", str(reference), "--language", "en"]
+    for command in (
+        ["speak", "Hello.", "--model", str(hostile), *given],
+        ["export", str(hostile), "--out", "out"],
+    ):
+        assert main(command) == 1
+        assert "not loaded" in capsys.readouterr().err
+    assert train(tmp_path / "run", clips(), f"--init-from {hostile} --max-steps 1") == 1
+    assert "not loaded" in capsys.readouterr().err and not touched.exists()
+
+
+DEEP = "[" * 10**6
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("vocab.json", DEEP, "not a vocabulary"),
+        ("vocab.json", '"' + "x" * 100_000_000, "it has 100 MB; a vocabulary has at most 32 MB"),
+        ("myxtts.json", DEEP, "not what an export wrote"),
+        ("model.json", DEEP, "is no run of MyXTTS"),
+        ("model.pth", "", "damaged or no PyTorch checkpoint"),
+        ("model.pth", None, "No model.pth or best_model.pth"),
+    ],
+)
+def test_damaged_folders_are_refused_soon(
+    folders: dict[str, Path], tmp_path: Path, file: str, content: str | None, problem: str
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(folders["loud"], folder)
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    started_at = time.process_time()
+    with pytest.raises(DatasetError, match=problem):
+        load_synthesizer(folder, device=CPU)
+    assert time.process_time() - started_at < 5
+
+
+@pytest.mark.parametrize("flags", [[], ["--stream"]])
+def test_an_interrupt_leaves_no_incomplete_file(
+    folders: dict[str, Path],
+    reference: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    flags: list[str],
+) -> None:
+    """Neither the file that was being written nor, without --stream, a damaged older one."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sf.SoundFile, "write", interrupted)
+    out = tmp_path / "out" / "speech.wav"
+    out.parent.mkdir()
+    if not flags:
+        out.write_bytes(b"older")
+    given = ["--model", str(folders["loud"]), "--speaker", str(reference), "--language", "en", "--out", str(out)]
+    assert main(["speak", TEXTS[0], *given, *flags]) == 130
+    assert "interrupted; no incomplete file was left" in capsys.readouterr().err
+    assert [path.read_bytes() for path in out.parent.iterdir()] == ([] if flags else [b"older"])
 
 
 def test_without_a_model_the_flag_of_speak_is_named(

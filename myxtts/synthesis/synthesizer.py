@@ -246,6 +246,15 @@ def _writing(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
+@contextlib.contextmanager
+def _removed_if_incomplete(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:  # Ctrl-C too
+        path.unlink(missing_ok=True)
+        raise
+
+
 class SpeechStream(Iterator[Wave]):
     """An iterator over waves of 24 kHz; `report` is available once it is exhausted.
 
@@ -267,9 +276,17 @@ class SpeechStream(Iterator[Wave]):
         self._waves.close()
 
     def save(self, path: Path) -> None:
-        """Write every piece as soon as it is ready, as 16-bit audio in the format of the extension."""
+        """Write every piece as soon as it is ready, as 16-bit audio in the format of the extension.
+
+        A stream that fails or is interrupted leaves no file.
+        """
         form = ("w", OUTPUT_SAMPLE_RATE, 1, "PCM_16")
-        with contextlib.closing(self), _writing(path), soundfile.SoundFile(path, *form) as file:
+        with (
+            contextlib.closing(self),
+            _writing(path),
+            soundfile.SoundFile(path, *form) as file,
+            _removed_if_incomplete(path),
+        ):
             for piece in self:
                 file.write(piece)
                 file.flush()
