@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_fixtures import GPT_DIMS as DIMS
+from model_fixtures import gpt_model, reference_of
 from torch import Tensor
 
 from myxtts.devices import Stream
 from myxtts.model.conditioning import pack_frames
-from myxtts.model.gpt import GPT, GPTDims, pack
+from myxtts.model.gpt import GPT, pack
 from myxtts.synthesis.generation import (
     CodeGenerator,
     CodeGenerators,
@@ -26,25 +27,13 @@ from myxtts.synthesis.generation import (
     draws,
 )
 
-FIXTURES = Path(__file__).parent / "fixtures"
-DIMS = GPTDims(layers=2, dim=64, heads=4, text_tokens=300)
+__all__ = ["gpt_model"]
+
+reference = reference_of("gpt")
 GREEDY = Sampling(greedy=True)
 PLAIN = Sampling(temperature=1, top_k=0, top_p=1, repetition_penalty=1)
 STOP = DIMS.stop_code
 Sentences = list[Prompt]
-
-
-@pytest.fixture(scope="module")
-def reference() -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(FIXTURES / "gpt.pt", weights_only=True)
-    return loaded
-
-
-@pytest.fixture
-def model(reference: dict[str, Any]) -> GPT:
-    gpt = GPT(DIMS).eval()
-    gpt.load_state_dict(reference["state_dict"])
-    return gpt
 
 
 @pytest.fixture
