@@ -17,6 +17,7 @@ import json
 import logging
 import re
 import shutil
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -74,11 +75,13 @@ def _read_pth(path: Path) -> Any:
         strangers = [name for name in names if not name.startswith(_KNOWN_FOREIGN)]
         stand_ins: list[Any] = [(type(name.rpartition(".")[2], (), {}), name) for name in names]
         if not strangers:
-            with torch.serialization.safe_globals(stand_ins):
+            with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings(action="ignore"):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # the unpickler raises whatever a damaged stream makes it raise
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UnreadableWeights(f"{path} is damaged or no PyTorch checkpoint: {reason[0][:200]}") from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        if type(error).__name__ == "UnpicklingError":  # its text advises to execute what the file says
+            reason = "it holds something else than weights, which is not loaded"
+        raise UnreadableWeights(f"{path} is damaged or no PyTorch checkpoint: {reason}") from None
     raise UnreadableWeights(f"{path} was not loaded: it refers to {strangers[0]}, which is no part of weights")
 
 
@@ -310,7 +313,7 @@ def _read_body(folder: Path) -> dict[str, Any]:
     path = folder / "state.json"
     with _as_unreadable(path):
         text = path.read_bytes()
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         content = json.loads(text)
         body = dict(content["body"])
         if content["hash"] == _body_hash(body) and body["format"] == CHECKPOINT_FORMAT:

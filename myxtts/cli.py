@@ -200,7 +200,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     central = "use the code nearest to the mean of the likely ones: clearer, less expressive"
     add("--central", action="store_true", default=None, help=central)
     add("--best", action="store_true", help="use the GPT with the best validation loss, not the newest")
-    add("--vocoder", choices=["hifigan", "griffin-lim"], help="codes to audio [default: hifigan if trained]")
+    add("--vocoder", choices=["hifigan", "griffin-lim"], help="codes to audio [default: the better one]")
 
 
 def _add_export(commands: Any) -> None:
@@ -457,8 +457,10 @@ def _speak(options: argparse.Namespace) -> None:
     if not options.speaker and not options.voice:
         raise ConfigError("speak: give a recording with --speaker FILE, or a saved voice with --voice NAME")
     check_output(options.out)
-    synthesizer = load_synthesizer(options.model, vocoder=options.vocoder, best_gpt=options.best)
     voices = VoiceLibrary(options.model)
+    if options.voice:
+        voices.path(options.voice)  # reports an impossible name before anything is computed
+    synthesizer = load_synthesizer(options.model, vocoder=options.vocoder, best_gpt=options.best)
     if options.speaker:
         voice = synthesizer.voice(options.speaker, options.voice)
         if options.voice:
@@ -485,9 +487,12 @@ def _text(options: argparse.Namespace) -> str:
         raise ConfigError('speak: give either a text, as in myxtts speak "Hello.", or --from-file FILE')
     if options.text is not None:
         return str(options.text)
+    from myxtts.synthesis.text import MAX_TEXT_CHARACTERS
+
     try:
         path = Path("/dev/stdin") if str(options.from_file) == "-" else options.from_file
-        return str(path.read_text(encoding="utf-8-sig"))
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read(MAX_TEXT_CHARACTERS + 1)  # one too many is refused later
     except (OSError, UnicodeDecodeError) as error:
         why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror or error
         raise ConfigError(f"speak: --from-file {options.from_file} cannot be read: {why}") from None

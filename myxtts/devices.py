@@ -7,6 +7,7 @@ torchrun's environment. A stream is an ordered queue of work: a CUDA stream, or 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import time
@@ -283,6 +284,27 @@ def explained_out_of_memory(plan: Plan, role: str, doing: str) -> Iterator[None]
         yield
     except torch.OutOfMemoryError as error:
         raise explain_out_of_memory(plan, error, role, doing) from error
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """True for a lack of memory, also where ending a capture raised another error because of it."""
+    causes = (error, error.__context__, error.__cause__)
+    return any(isinstance(each, torch.OutOfMemoryError) for each in causes) or "allocate memory" in str(error)
+
+
+def allocatable_bytes(device: torch.device) -> int:
+    """Memory of a GPU that PyTorch can still allocate in this process, under its cap if it has one."""
+    free, total = torch.cuda.mem_get_info(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + reserved, cap) - allocated
+
+
+def release_memory() -> None:
+    """Give memory that PyTorch keeps for reuse back to the GPUs."""
+    gc.collect()  # an error that was handled may still hold tensors
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def random_state(device: torch.device) -> torch.Tensor:

@@ -126,7 +126,7 @@ class RunDir:
         path = self.folder / DIMS_FILE
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise UnreadableWeights(f"{self.folder} is no run of MyXTTS: {path.name}: {error}") from None
 
     def vocabulary(self) -> Tokenizer:
