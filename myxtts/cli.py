@@ -93,6 +93,7 @@ def _add_tools(commands: Any) -> None:
     check = _command(commands, "check", about, _check)
     add = check.add_argument
     add("--gpus", action="store_true", help="also test the GPUs: memory caps, copies, a short training")
+    add("--all", action="store_true", help="also show what passed or could not be checked")
     add("--json", action="store_true", help="print the findings as JSON")
     add_flags(check)
 
@@ -194,14 +195,14 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
 
 
-def _load(options: argparse.Namespace) -> LoadedSettings:
-    """Return the settings of a training, with presets and demonstration applied; prints what they set."""
+def _load(options: argparse.Namespace, demo: bool = True) -> LoadedSettings:
+    """Return the settings of a run with presets, and on request the demonstration; prints what they set."""
     from myxtts.devices import Machine
 
     loaded, lines = apply_presets(load(options.config, flags_of(options), options.unknown))
-    if loaded.settings.data.train_data is None:
-        loaded, demo = apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
-        lines += demo
+    if demo and loaded.settings.data.train_data is None:
+        loaded, more = apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
+        lines += more
     if lines and _is_first_process() and not getattr(options, "json", False):
         print("\n".join(lines), flush=True)
     return loaded
@@ -309,12 +310,12 @@ def _check(options: argparse.Namespace) -> int:
     from myxtts.terminal import ProgressLines, show_findings
     from myxtts.tools.check import check, check_gpus, passed, to_json
 
-    loaded = _load(options)
+    loaded = _load(options, demo=False)
     findings = check_gpus(loaded, progress=ProgressLines(), say=logging.info) if options.gpus else check(loaded)
     if options.json:
         print(to_json(findings))
     else:
-        show_findings(findings)
+        show_findings(findings, with_passed=options.all or options.verbose)
     return 0 if passed(findings) else 1
 
 
