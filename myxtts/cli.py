@@ -115,7 +115,7 @@ def _add_tools(commands: Any) -> None:
 
     tune = _command(commands, "tune", "search for settings that train faster on this machine, by measuring", _tune)
     add, largest = tune.add_argument, "largest batch to try [default: 512, on a CPU 32]"
-    add("--minutes", type=_positive, default=10.0, metavar="M", help="time limit [default: 10]")
+    add("--minutes", type=_positive, default=2.0, metavar="M", help="time limit [default: 2]")
     add("--max-batch", type=_whole_number(1), metavar="N", help=largest)
     add("--apply", action="store_true", help="write the changes into the YAML file; keeps a backup")
     for tool in (profile, tune):
@@ -323,7 +323,8 @@ def _profile(options: argparse.Namespace) -> None:
     from myxtts.terminal import show_profile
     from myxtts.tools.profile import profile
 
-    loaded, prepared, stage = _load_for_tool(options)
+    loaded = _load(options)
+    prepared, stage = _prepare_for_tool(loaded, options)
     given = {name: getattr(options, name) for name in ("num_steps", "data_only", "kernels", "step_ms")}
     found = profile(loaded.settings, prepared, stage=stage, **given)
     if options.trace is not None and found.trace is not None:
@@ -361,9 +362,12 @@ def _add_to_page(found: Profile, settings: Settings) -> None:
 def _tune(options: argparse.Namespace) -> None:
     from myxtts.settings import apply_patch
     from myxtts.terminal import show_tuning
-    from myxtts.tools.tune import tune
+    from myxtts.tools.tune import known_faults, tune
 
-    loaded, prepared, stage = _load_for_tool(options)
+    loaded = _load(options)
+    for fault in known_faults(loaded):
+        logging.info("%s: %s", fault.setting, fault.what)
+    prepared, stage = _prepare_for_tool(loaded, options)
     limits = {"minutes": options.minutes, "max_batch": options.max_batch}
     found = tune(loaded, prepared, stage=stage, say=logging.info, **limits)
     if options.json:
@@ -375,17 +379,16 @@ def _tune(options: argparse.Namespace) -> None:
         logging.info("%s: written%s", path, f"; the previous version is {backup}" if backup else "")
 
 
-def _load_for_tool(options: argparse.Namespace) -> tuple[LoadedSettings, PreparedCorpus, str]:
-    """Return the settings, the prepared corpus and the stage to measure."""
+def _prepare_for_tool(loaded: LoadedSettings, options: argparse.Namespace) -> tuple[PreparedCorpus, str]:
+    """Return the prepared corpus and the stage to measure."""
     from myxtts.devices import make_plan
     from myxtts.run import prepare_corpus
     from myxtts.terminal import ProgressLines
 
-    loaded = _load(options)
     make_plan(loaded.settings.data)  # reports a mistake about devices before a corpus is prepared
     stages = loaded.settings.training.stages or STAGES
     stage = options.stage or ("gpt" if "gpt" in stages else stages[0])
-    return loaded, prepare_corpus(loaded.settings, ProgressLines()), stage
+    return prepare_corpus(loaded.settings, ProgressLines()), stage
 
 
 def _watch(options: argparse.Namespace) -> None:

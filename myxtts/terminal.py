@@ -346,8 +346,7 @@ def show_tuning(tuning: Tuning, console: Console | None = None) -> None:
     """Print the settings to change with the measured gain of each, and the patch of the YAML file."""
     console = console or _console()
     if not tuning.changes:
-        tried = "none of the settings tried is faster" if tuning.num_trials > 1 else "no other setting was tried"
-        console.print(Text(f"Nothing to change: {tried}.", style="bold"))
+        console.print(Text(f"Nothing to change: {_outcome(tuning)}.", style="bold"))
     else:
         table = _table("setting", "now", "better", "gain>", "why")
         for change in tuning.changes:
@@ -369,6 +368,15 @@ def show_tuning(tuning: Tuning, console: Console | None = None) -> None:
     if tuning.changes:
         console.print(Text("\nThe patch for the YAML file (--apply writes it and keeps a backup):", style="bold"))
         console.print(Text(patched("", tuning.values).rstrip()))
+
+
+def _outcome(tuning: Tuning) -> str:
+    """Return why no setting is changed."""
+    if tuning.num_trials > 1:
+        return "none of the other settings tried is faster"
+    if tuning.ran_out_of_time:
+        return "check finds no fault, and the time was enough only for the present settings"
+    return "check finds no fault, batches come in time, and there is no other batch or device to try"
 
 
 def _speed(profile: Profile) -> str:
