@@ -324,6 +324,8 @@ def _profile(options: argparse.Namespace) -> None:
     from myxtts.tools.profile import profile
 
     loaded = _load(options)
+    if options.trace is not None:
+        _check_trace(options.trace, options.data_only)
     prepared, stage = _prepare_for_tool(loaded, options)
     given = {name: getattr(options, name) for name in ("num_steps", "data_only", "kernels", "step_ms")}
     found = profile(loaded.settings, prepared, stage=stage, **given)
@@ -334,11 +336,20 @@ def _profile(options: argparse.Namespace) -> None:
             raise ConfigError(f"--trace {options.trace}: cannot be written ({error.strerror or error})") from error
     if options.json:
         print(json.dumps(found.to_json(), indent=2, default=str))
-        return
-    show_profile(found)
-    _add_to_page(found, loaded.settings)
-    if options.trace is not None and found.trace is not None:
-        print(f"Trace for ui.perfetto.dev: {options.trace}")
+    else:
+        show_profile(found)
+        _add_to_page(found, loaded.settings)
+    if options.trace is not None:
+        logging.info("Trace written to %s; open it at ui.perfetto.dev", options.trace.resolve())
+
+
+def _check_trace(path: Path, data_only: bool) -> None:
+    """Refuse a trace that could not be written, before anything is measured."""
+    if data_only:
+        raise ConfigError("--trace needs training steps, and --data-only trains none; leave out one of the two")
+    if path.is_dir() or not path.parent.is_dir():
+        problem = "is a folder; name a file" if path.is_dir() else f"{path.parent}: no such folder"
+        raise ConfigError(f"--trace {path}: {problem}")
 
 
 def _add_to_page(found: Profile, settings: Settings) -> None:
@@ -385,6 +396,7 @@ def _prepare_for_tool(loaded: LoadedSettings, options: argparse.Namespace) -> tu
     from myxtts.run import prepare_corpus
     from myxtts.terminal import ProgressLines
 
+    _require_vocabulary("--tokenizer", loaded.settings.data.tokenizer)
     make_plan(loaded.settings.data)  # reports a mistake about devices before a corpus is prepared
     stages = loaded.settings.training.stages or STAGES
     stage = options.stage or ("gpt" if "gpt" in stages else stages[0])
@@ -516,6 +528,8 @@ def _check_export(source: Path, out: Path) -> bool:
     """True if an earlier export will be overwritten; anything else in the way is an error."""
     from myxtts.weights import MODEL_FILES
 
+    if not source.is_dir():
+        raise ConfigError(f"{source}: no such folder; give a run or a folder of XTTS-v2")
     if out.resolve() == source.resolve():
         raise ConfigError(f"--out {out} is the folder to read; give another one")
     if out.is_file():

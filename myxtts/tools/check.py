@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from operator import attrgetter
 from pathlib import Path
 
@@ -117,14 +117,9 @@ class CheckContext:
             speech_hours=hours,
         )
 
-    @cached_property
+    @property
     def network(self) -> XTTS:
-        """The network without memory: only its shapes."""
-        with torch.device("meta"):
-            model = XTTS(SIZES[self.model.size])
-        if self.model.lora_rank and "gpt" in self.stages:
-            add_adapters(model.gpt, self.model.lora_rank)
-        return model
+        return _shapes(self.model.size, self.model.lora_rank if "gpt" in self.stages else 0)
 
     def num_trained(self, stage: str) -> int:
         """Return how many weights a stage trains and saves, without the decoder's discriminators."""
@@ -170,6 +165,16 @@ class CheckContext:
         for clip in (clip for corpus in corpora for clip in corpus.clips):
             sizes[Path(clip.path).suffix.lower()] += clip.size_bytes
         return int(sum(size * EXPANSION.get(kind, COMPRESSED_EXPANSION) for kind, size in sizes.items()))
+
+
+@cache
+def _shapes(size: str, lora_rank: int) -> XTTS:
+    """Return the network without memory: only its shapes."""
+    with torch.device("meta"):
+        model = XTTS(SIZES[size])
+    if lora_rank:
+        add_adapters(model.gpt, lora_rank)
+    return model
 
 
 def _free_bytes(path: Path) -> int:

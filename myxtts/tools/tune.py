@@ -391,7 +391,7 @@ def _advice(search: Search, single: Trial | None) -> Iterator[Finding]:
             yield Finding("tune-several-gpus", "info", what, why, fix, gain=gain)
     elif num_gpus == 1 and train:
         gain = (train + encode) / max(train, encode)
-        what = f"A second GPU would bring at most {gain:.2f}× as data GPU, and at most 2× if it trains as well."
+        what = f"A second GPU would bring at most {gain:.2f}× as data GPU; if it also trains, at most double."
         why = f"The data role takes {encode:.1f} ms for a batch, training on it {train:.1f} ms."
         yield Finding("tune-second-gpu", "info", what, why)
     if best.headroom >= search.min_gain:
