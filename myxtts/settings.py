@@ -484,14 +484,11 @@ def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], line
     for key, value in values.items():
         own, default = value_of(loaded.settings, key), specs()[key].default
         stays = f"{source}: {key} stays {format_setting(key, own)}"
-        if origin[key] != "default":
-            places = {
-                "file": loaded.config_file,
-                "flag": f"flag {specs()[key].flag_for(own)}",
-                "preset": "set above",
-            }
-            place = places[origin[key]]
+        if origin[key] in ("file", "flag"):
+            place = loaded.config_file if origin[key] == "file" else f"flag {specs()[key].flag_for(own)}"
             lines.append(f"{stays} ({place})")
+        elif source == "demonstration" and origin[key] == "preset":
+            lines.append(f"{stays} (set above)")
         elif key in config.FINE_TUNING_KEYS and loaded.settings.training.init_from is None:
             lines.append(f"{stays} (only for fine-tuning: with --init-from)")
         else:
