@@ -425,6 +425,24 @@ def test_the_command_passes_on_a_plain_configuration_and_fails_when_something_do
     assert "CHECKS FAILED: corpus" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("check --train-data nodir", "No such corpus folder"),
+        ("check --init-from nodir", "training.init_from = nodir: there is no such file or folder"),
+        ("tune --train-data nodir", "No such corpus folder"),
+        ("profile --tokenizer nodir", "--tokenizer nodir: there is no such file"),
+        ("export nodir --out new", "nodir: no such folder"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_answered_as_such(
+    command: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) in (1, 2)
+    shown = capsys.readouterr()
+    assert says in shown.out + shown.err and "vocabular" not in shown.out + shown.err
+
+
 def test_scripts_find_the_package_from_anywhere(tmp_path: Path) -> None:
     """Without `site` the installed link to this folder has no effect; the other packages are still found."""
     environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
