@@ -419,7 +419,7 @@ def time_audio(corpus: Corpus, data: DataSettings, source: ClipSet, num_batches:
 
 
 def time_host(source: ClipSet, data: DataSettings, num_batches: int) -> Timing:
-    """Time between two batches in host memory, gathered by as many threads as a training would start."""
+    """Time between two batches in host memory, gathered by as many threads as a run would start."""
     num_threads = min(data.num_workers, most_gatherers(data, usable_cores()), num_batches)
     gatherer, layout = _gatherer(source, data), host_layout(data)
     jobs = iter([*gatherer.jobs(Cursor(), num_batches=num_batches)])
