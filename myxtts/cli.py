@@ -130,6 +130,7 @@ def _add_tools(commands: Any) -> None:
     check = _command(commands, "check", about, _check)
     add = check.add_argument
     add("--gpus", action="store_true", help="also test the GPUs: memory caps, copies, a short run")
+    add("--all", action="store_true", help="also show what passed or could not be checked")
     add("--json", action="store_true", help="print the findings as JSON")
     add_flags(check)
 
@@ -151,7 +152,7 @@ def _add_tools(commands: Any) -> None:
 
     tune = _command(commands, "tune", "search for settings that train faster on this machine, by measuring", _tune)
     add, largest = tune.add_argument, "largest batch to try [default: 512, on a CPU 32]"
-    add("--minutes", type=_positive, default=10.0, metavar="M", help="time limit [default: 10]")
+    add("--minutes", type=_positive, default=2.0, metavar="M", help="time limit [default: 2]")
     add("--max-batch", type=_whole_number(1), metavar="N", help=largest)
     add("--apply", action="store_true", help="write the changes into the YAML file; keeps a backup")
     for tool in (profile, tune):
@@ -231,14 +232,14 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
 
 
-def _load(options: argparse.Namespace) -> LoadedSettings:
-    """Return the settings of a run, with presets and demonstration applied; prints what they set."""
+def _load(options: argparse.Namespace, demo: bool = True) -> LoadedSettings:
+    """Return the settings of a run with presets, and on request the demonstration; prints what they set."""
     from myxtts.devices import Machine
 
     loaded, lines = apply_presets(load(options.config, flags_of(options), options.unknown))
-    if loaded.settings.data.train_data is None:
-        loaded, demo = apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
-        lines += demo
+    if demo and loaded.settings.data.train_data is None:
+        loaded, more = apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
+        lines += more
     if lines and _is_first_process() and not getattr(options, "json", False):
         print("\n".join(lines), flush=True)
     return loaded
@@ -346,12 +347,12 @@ def _check(options: argparse.Namespace) -> int:
     from myxtts.terminal import ProgressLines, show_findings
     from myxtts.tools.check import check, check_gpus, passed, to_json
 
-    loaded = _load(options)
+    loaded = _load(options, demo=False)
     findings = check_gpus(loaded, progress=ProgressLines(), say=logging.info) if options.gpus else check(loaded)
     if options.json:
         print(to_json(findings))
     else:
-        show_findings(findings)
+        show_findings(findings, with_passed=options.all or options.verbose)
     return 0 if passed(findings) else 1
 
 
@@ -359,7 +360,10 @@ def _profile(options: argparse.Namespace) -> None:
     from myxtts.terminal import show_profile
     from myxtts.tools.profile import profile
 
-    loaded, prepared, stage = _load_for_tool(options)
+    loaded = _load(options)
+    if options.trace is not None:
+        _check_trace(options.trace, options.data_only)
+    prepared, stage = _prepare_for_tool(loaded, options)
     given = {name: getattr(options, name) for name in ("num_steps", "data_only", "kernels", "step_ms")}
     found = profile(loaded.settings, prepared, stage=stage, **given)
     if options.trace is not None and found.trace is not None:
@@ -369,11 +373,20 @@ def _profile(options: argparse.Namespace) -> None:
             raise ConfigError(f"--trace {options.trace}: cannot be written ({error.strerror or error})") from error
     if options.json:
         print(json.dumps(found.to_json(), indent=2, default=str))
-        return
-    show_profile(found)
-    _add_to_page(found, loaded.settings)
-    if options.trace is not None and found.trace is not None:
-        print(f"Trace for ui.perfetto.dev: {options.trace}")
+    else:
+        show_profile(found)
+        _add_to_page(found, loaded.settings)
+    if options.trace is not None:
+        logging.info("Trace written to %s; open it at ui.perfetto.dev", options.trace.resolve())
+
+
+def _check_trace(path: Path, data_only: bool) -> None:
+    """Refuse a trace that could not be written, before anything is measured."""
+    if data_only:
+        raise ConfigError("--trace needs training steps, and --data-only trains none; leave out one of the two")
+    if path.is_dir() or not path.parent.is_dir():
+        problem = "is a folder; name a file" if path.is_dir() else f"{path.parent}: no such folder"
+        raise ConfigError(f"--trace {path}: {problem}")
 
 
 def _add_to_page(found: Profile, settings: Settings) -> None:
@@ -397,9 +410,12 @@ def _add_to_page(found: Profile, settings: Settings) -> None:
 def _tune(options: argparse.Namespace) -> None:
     from myxtts.settings import apply_patch
     from myxtts.terminal import show_tuning
-    from myxtts.tools.tune import tune
+    from myxtts.tools.tune import known_faults, tune
 
-    loaded, prepared, stage = _load_for_tool(options)
+    loaded = _load(options)
+    for fault in known_faults(loaded):
+        logging.info("%s: %s", fault.setting, fault.what)
+    prepared, stage = _prepare_for_tool(loaded, options)
     limits = {"minutes": options.minutes, "max_batch": options.max_batch}
     found = tune(loaded, prepared, stage=stage, say=logging.info, **limits)
     if options.json:
@@ -411,19 +427,17 @@ def _tune(options: argparse.Namespace) -> None:
         logging.info("%s: written%s", path, f"; the previous version is {backup}" if backup else "")
 
 
-def _load_for_tool(options: argparse.Namespace) -> tuple[LoadedSettings, PreparedCorpus, str]:
-    """Return the settings, the prepared corpus and the stage to measure."""
+def _prepare_for_tool(loaded: LoadedSettings, options: argparse.Namespace) -> tuple[PreparedCorpus, str]:
+    """Return the prepared corpus and the stage to measure."""
     from myxtts.devices import make_plan
     from myxtts.run import prepare_corpus
     from myxtts.terminal import ProgressLines
 
-    loaded = _load(options)
-    make_plan(
-        loaded.settings.data, spelling=loaded.spelling
-    )  # reports a mistake about devices before a corpus is prepared
+    _require_vocabulary("--tokenizer", loaded.settings.data.tokenizer)
+    make_plan(loaded.settings.data, spelling=loaded.spelling)  # reports mistakes before a corpus is prepared
     stages = loaded.settings.training.stages or STAGES
     stage = options.stage or ("gpt" if "gpt" in stages else stages[0])
-    return loaded, prepare_corpus(loaded.settings, ProgressLines()), stage
+    return prepare_corpus(loaded.settings, ProgressLines()), stage
 
 
 def _watch(options: argparse.Namespace) -> None:
@@ -556,6 +570,8 @@ def _check_export(source: Path, out: Path) -> bool:
     """True if an earlier export will be overwritten; anything else in the way is an error."""
     from myxtts.weights import MODEL_FILES
 
+    if not source.is_dir():
+        raise ConfigError(f"{source}: no such folder; give a run or a folder of XTTS-v2")
     if out.resolve() == source.resolve():
         raise ConfigError(f"--out {out} is the folder to read; give another one")
     if out.is_file():
