@@ -186,6 +186,19 @@ def test_prepare_repairs_damage_and_needs_something_to_use(
     assert "6 × not audio" in capsys.readouterr().err
 
 
+def test_settings_change_what_is_set_aside(make_corpus: Callable[..., Path], capsys) -> None:
+    folder = make_corpus(seconds=1.0)
+    sf.write(folder / "wavs" / "clip000.wav", [0.1, -0.1] * 22050, 22050)
+    for flags, code, said in (
+        ("--max-mel-frames 100", 0, "too long"),
+        ("--min-clip-seconds 1.5", 0, "too short"),
+        ("--max-text-length 8", 1, "text too long"),
+    ):
+        assert main(["prepare", "--train-data", str(folder), "--language", "en", *flags.split()]) == code
+        shown = capsys.readouterr()
+        assert said in (shown.err if code else shown.out)
+
+
 def test_a_vocabulary_is_trained_and_extended(
     corpus: Path, make_corpus: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

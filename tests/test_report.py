@@ -233,8 +233,6 @@ def test_the_timeline_shows_typical_steps_and_the_one_that_stands_out() -> None:
     assert even.count('title="train, batch') == 4
     assert "The slowest step (12 of the trace" in sections(uneven)["timeline"]
     assert 'title="wait, batch 11: 80.00 ms"' in uneven
-    batches = [Span("gather", "gather-0", 1000 * batch, 900, batch) for batch in range(9)]
-    assert render_report("run", [], spans=batches).count('title="gather, batch') == 4, "without training: batches"
 
 
 def test_without_a_profile_the_reports_say_whether_the_data_keeps_up() -> None:
