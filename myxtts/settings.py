@@ -295,12 +295,7 @@ def _raw_value(node: Any) -> Any:
 
 @dataclass(frozen=True)
 class LoadedSettings:
-    """Checked settings and the origin of each.
-
-    A line of the file that repeats the default counts as "default", because the shipped file lists every key and
-    must not override presets and optimisation levels. A flag always counts as set, and so does a value from a
-    preset, a level or the demonstration ("preset").
-    """
+    """Checked settings and the origin of each; "preset" also stands for a level and the demonstration."""
 
     settings: Settings
     origin: Mapping[str, Origin]
@@ -326,8 +321,7 @@ def load(config_file: Path | None, flags: Mapping[str, Any], unrecognized: Seque
     sources: tuple[tuple[Origin, list[Entry]], ...] = (("file", from_file), ("flag", from_flags))
     for source, entries in sources:
         for key, value, place in _settle(entries, problems, invalid):
-            where[key], values[key] = place, value
-            origin[key] = "default" if source == "file" and value == specs()[key].default else source
+            where[key], values[key], origin[key] = place, value, source
     problems += _unknown_arguments(unrecognized)
     settings = with_settings(Settings(), values)
     for keys, text in _conflicts(settings):
@@ -392,7 +386,7 @@ def with_settings(settings: Settings, values: Mapping[str, Any]) -> Settings:
 
 
 def with_values(loaded: LoadedSettings, values: Mapping[str, Any]) -> LoadedSettings:
-    """Return the loaded settings with other values, as if the file had them."""
+    """Return the loaded settings with other values: as if the file had them, or no line if they are the default."""
     origin: dict[str, Origin] = dict(loaded.origin)
     for key, value in values.items():
         origin[key] = "default" if value == specs()[key].default else "file"
@@ -471,11 +465,14 @@ def apply_demo(loaded: LoadedSettings, *, on_gpu: bool = False) -> tuple[LoadedS
     """Give the embedded corpus short limits, unless the user says how long to train; return lines that say so."""
     if any(loaded.is_set(f"training.{name}") for name in ("epochs", "max_steps", "dvae_steps", "decoder_steps")):
         return loaded, []
-    lines = ["No --train-data given: a short demonstration on the embedded corpus"]
     values = dict(config.DEMO_ON_GPU if on_gpu else config.DEMO)
     if "decoder" not in (loaded.settings.training.stages or ()):
         del values["training.decoder_steps"]
-    return _filled(loaded, "demonstration", values, lines), lines
+    filled = _filled(loaded, "demonstration", values, [])
+    used = [key for key in values if filled.origin[key] == "preset"]
+    listed = ", ".join(f"{specs()[key].name} {format_setting(key, values[key])}" for key in used)
+    about = "No --train-data given: a short demonstration on the embedded corpus"
+    return filled, [about, f"demonstration: {listed}"]
 
 
 def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], lines: list[str]) -> LoadedSettings:
@@ -484,6 +481,8 @@ def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], line
     for key, value in values.items():
         own, default = value_of(loaded.settings, key), specs()[key].default
         stays = f"{source}: {key} stays {format_setting(key, own)}"
+        if origin[key] == "file" and own == value:
+            continue
         if origin[key] in ("file", "flag"):
             place = loaded.config_file if origin[key] == "file" else f"flag {specs()[key].flag_for(own)}"
             lines.append(f"{stays} ({place})")
@@ -497,20 +496,22 @@ def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], line
 
 
 _CONFIG_HEADER = """\
-# Settings of MyXTTS: every key at its default. Change what you need, delete what you like:
-# a missing line means the default, and a flag on the command line wins over this file.
+# Settings of MyXTTS: every key with its default, as a comment. To set one, remove the # before its name.
+# A line that is set here wins over presets, optimisation levels and the demonstration; a flag wins over it.
 # This file is generated from myxtts/config.py (make docs).
 """
 
 
 def to_yaml(settings: Settings, *, comments: bool = False) -> str:
-    """Return the settings as a YAML file that loads back to equal settings, with or without descriptions."""
+    """Return a YAML file that loads back to equal settings; with comments, defaults are commented out."""
     lines = [_CONFIG_HEADER] if comments else []
     for section, about, members in _sections():
         lines += [f"# {about}"] if comments else []
         lines.append(f"{section}:")
         for spec in members:
-            setting = f"  {spec.name}: {format_setting(spec.key, value_of(settings, spec.key))}"
+            value = value_of(settings, spec.key)
+            mark = "#" if comments and value == spec.default else ""
+            setting = f"  {mark}{spec.name}: {format_setting(spec.key, value)}"
             description = textwrap.wrap(_described(spec), 104, break_on_hyphens=False)
             lines += [*(f"  # {line}" for line in description), setting, ""] if comments else [setting]
     return "\n".join(lines if comments else [*lines, ""])
