@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from myxtts import __version__
 from myxtts.config import LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
-from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError
+from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
 from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
@@ -34,16 +34,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.unknown = unknown
     if unknown and "refuse" in options:
         options.refuse(f"unknown arguments {' '.join(unknown)}")
-    logging.basicConfig(format="%(message)s", level=logging.DEBUG if options.verbose else logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Printable())
+    logging.basicConfig(handlers=[handler], level=logging.DEBUG if options.verbose else logging.INFO)
     logging.getLogger("torch").setLevel(logging.WARNING)  # it logs statistics when a process ends
     try:
         return int(options.run(options) or 0)
     except MyXTTSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print("\ninterrupted; no incomplete file was left", file=sys.stderr)
         return 130
+
+
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _say(*lines: object) -> None:
+    from myxtts.terminal import show_lines
+
+    show_lines(lines)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -201,9 +214,9 @@ def _load(options: argparse.Namespace) -> LoadedSettings:
     loaded, lines = apply_presets(load(options.config, flags_of(options), options.unknown))
     if loaded.settings.data.train_data is None:
         loaded, demo = apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
-        lines += demo
+        lines += demo if options.run is _train else demo[:1]
     if lines and _is_first_process() and not getattr(options, "json", False):
-        print("\n".join(lines), flush=True)
+        _say(*lines)
     return loaded
 
 
@@ -244,7 +257,7 @@ def _train(options: argparse.Namespace) -> None:
     if all(state.done for state in result.states.values()):
         show_lines(closing(settings, result.prepared, reports.has_trained))
     else:
-        print(stopped(settings, result.states))
+        _say(stopped(settings, result.states))
 
 
 @contextlib.contextmanager
@@ -300,9 +313,9 @@ def _vocabulary(options: argparse.Namespace) -> None:
             found = " ".join(sorted(set(languages))) or "none"
             raise ConfigError(f"No sentence of the corpus is in {data.language} (its languages: {found})")
         vocabulary = tokenizer.extend(old, spoken, data.language or "", options.merges)
-        print(f"{vocabulary.num_tokens - old.num_tokens} tokens added to the {old.num_tokens} of {base}")
+        _say(f"{vocabulary.num_tokens - old.num_tokens} tokens added to the {old.num_tokens} of {base}")
     vocabulary.save(options.out)
-    print(f"{options.out}: {vocabulary.num_tokens} tokens")
+    _say(f"{options.out}: {vocabulary.num_tokens} tokens")
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -336,7 +349,7 @@ def _profile(options: argparse.Namespace) -> None:
     show_profile(found)
     _add_to_page(found, loaded.settings)
     if options.trace is not None and found.trace is not None:
-        print(f"Trace for ui.perfetto.dev: {options.trace}")
+        _say(f"Trace for ui.perfetto.dev: {options.trace}")
 
 
 def _add_to_page(found: Profile, settings: Settings) -> None:
@@ -350,7 +363,7 @@ def _add_to_page(found: Profile, settings: Settings) -> None:
         own = load(run_folder / "settings.yaml", {}).settings
         if found.verdict is not None and subject(own) == subject(settings):
             keep(found, run_folder)
-            print(f"On the page of the run: {write_report(run_folder)}")
+            _say(f"On the page of the run: {write_report(run_folder)}")
     except ConfigError:  # no run, or one with settings of another version
         return
     except OSError as error:
@@ -403,7 +416,7 @@ def _report(options: argparse.Namespace) -> None:
     from myxtts.observe.report import write_report
 
     try:
-        print(write_report(options.run_folder, options.out))
+        _say(write_report(options.run_folder, options.out))
     except OSError as error:
         problem = f"No report of {options.run_folder}: {error.strerror}" if error.strerror else str(error)
         raise ConfigError(problem) from error
@@ -438,7 +451,7 @@ def _speak(options: argparse.Namespace) -> None:
     else:
         speech = synthesizer.speak(text, voice, options.language, **how)
     speech.save(options.out)
-    print(*speech.report.notes(), options.out, sep="\n")
+    _say(*speech.report.notes(), options.out)
 
 
 def _text(options: argparse.Namespace) -> str:
@@ -469,16 +482,16 @@ def _evaluate(options: argparse.Namespace) -> None:
         synthesise(options.run_folder, out, asked, ProgressLines())
     if judges is None:
         there = f" --out {out}" if options.out else ""
-        print(f"{out}: ready to be judged (myxtts evaluate {options.run_folder} --only judge{there})")
+        _say(f"{out}: ready to be judged (myxtts evaluate {options.run_folder} --only judge{there})")
         return
     scores = score(out, judges, ProgressLines())
     show_scores(scores)
-    print(scores["reading"], out / "scores.json", sep="\n")
+    _say(scores["reading"], out / "scores.json")
     if out.resolve() == (options.run_folder / EVALUATION_FOLDER).resolve():
         try:
-            print(write_report(options.run_folder))
+            _say(write_report(options.run_folder))
         except OSError as error:
-            print(f"No page was written: {error}")
+            _say(f"No page was written: {error}")
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -502,10 +515,10 @@ def _export(options: argparse.Namespace) -> None:
         model, vocabulary, known = loaded.model, loaded.vocabulary, loaded.provenance
         fresh = f", new weights for {', '.join(loaded.fresh_parts)}" if loaded.fresh_parts else ""
     save_folder(options.out, model, vocabulary, known)
-    print(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{fresh}{replaced}")
+    _say(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{fresh}{replaced}")
     if known.untrained:
-        print(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random", end="")
-        print("; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else "")
+        hum = "; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else ""
+        _say(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{hum}")
 
 
 def _check_export(source: Path, out: Path) -> bool:

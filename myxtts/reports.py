@@ -27,7 +27,7 @@ from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sample
-from myxtts.terminal import ProgressPrinter, show_corpus
+from myxtts.terminal import ProgressPrinter, show_corpus_briefly
 from myxtts.training.trainer import Reporter, State
 
 FEW_STEPS = 1000  # A GPT trained from scratch for fewer steps does not speak words yet
@@ -55,7 +55,7 @@ class TrainingReports(Reporter):
         self._gpus = Sampler([gpu.index for gpu in Machine.look().gpus])
 
     def corpus(self, prepared: PreparedCorpus) -> None:
-        show_corpus(prepared)
+        show_corpus_briefly(prepared)
 
     def begin(self, stage: str, step: int, total_steps: int) -> None:
         self.has_trained = True

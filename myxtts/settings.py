@@ -295,7 +295,10 @@ def _raw_value(node: Any) -> Any:
 
 @dataclass(frozen=True)
 class LoadedSettings:
-    """Checked settings and the origin of each; "preset" also stands for a level and the demonstration."""
+    """Checked settings and the origin of each; "preset" stands for presets, levels and the demonstration.
+
+    What the file or a flag says holds, even where it repeats a default: no preset changes it.
+    """
 
     settings: Settings
     origin: Mapping[str, Origin]
@@ -386,10 +389,8 @@ def with_settings(settings: Settings, values: Mapping[str, Any]) -> Settings:
 
 
 def with_values(loaded: LoadedSettings, values: Mapping[str, Any]) -> LoadedSettings:
-    """Return the loaded settings with other values: as if the file had them, or no line if they are the default."""
-    origin: dict[str, Origin] = dict(loaded.origin)
-    for key, value in values.items():
-        origin[key] = "default" if value == specs()[key].default else "file"
+    """Return the loaded settings with other values, as if the file had them."""
+    origin: dict[str, Origin] = {**loaded.origin, **dict.fromkeys(values, "file")}
     return replace(loaded, settings=with_settings(loaded.settings, values), origin=origin)
 
 
@@ -496,22 +497,25 @@ def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], line
 
 
 _CONFIG_HEADER = """\
-# Settings of MyXTTS: every key with its default, as a comment. To set one, remove the # before its name.
-# A line that is set here wins over presets, optimisation levels and the demonstration; a flag wins over it.
+# Settings of MyXTTS: every key with its default, switched off by a #. Remove the # to set a key.
+# What is set here holds: no preset changes it, only a flag on the command line wins over it.
 # This file is generated from myxtts/config.py (make docs).
 """
 
 
 def to_yaml(settings: Settings, *, comments: bool = False) -> str:
-    """Return a YAML file that loads back to equal settings; with comments, defaults are commented out."""
+    """Return the settings as a YAML file that loads back to equal settings.
+
+    With `comments` every key has its description, and keys at their default are commented out.
+    """
     lines = [_CONFIG_HEADER] if comments else []
     for section, about, members in _sections():
         lines += [f"# {about}"] if comments else []
         lines.append(f"{section}:")
         for spec in members:
             value = value_of(settings, spec.key)
-            mark = "#" if comments and value == spec.default else ""
-            setting = f"  {mark}{spec.name}: {format_setting(spec.key, value)}"
+            off = "#" if comments and value == spec.default else ""
+            setting = f"  {off}{spec.name}: {format_setting(spec.key, value)}"
             description = textwrap.wrap(_described(spec), 104, break_on_hyphens=False)
             lines += [*(f"  # {line}" for line in description), setting, ""] if comments else [setting]
     return "\n".join(lines if comments else [*lines, ""])
@@ -541,6 +545,7 @@ def render_docs(page: str) -> str:
 def patched(text: str, values: Mapping[str, Any]) -> str:
     """Return the text of a YAML file with these settings changed or added, and everything else as it was.
 
+    A setting that is commented out, as in the shipped file, is switched on where it stands.
     Only the characters of the values are replaced, at the positions that the parser reports: a round trip through
     ruamel's tree would change spaces, line ends and `null` in other lines and move comments.
     """
@@ -563,8 +568,14 @@ def patched(text: str, values: Mapping[str, Any]) -> str:
     for section in {key.partition(".")[0] for key in missing}:
         heading, body = sections.get(section, (None, None))
         indent = " " * _pairs(body)[0][0].start_mark.column if _pairs(body) else "  "
-        keys = [key for key in missing if key.startswith(f"{section}.")]
-        lines = [f"{indent}{key.partition('.')[2]}: {format_setting(key, values[key])}{line_end}" for key in keys]
+        lines = []
+        for name, value in [(key.partition(".")[2], missing[key]) for key in missing if key.startswith(section)]:
+            line = f"{name}: {format_setting(f'{section}.{name}', value)}"
+            off = re.compile(rf"^ +#(?={name}:)[^\r\n]*", re.MULTILINE)
+            if heading is not None and (found := off.search(text, heading.end_mark.index)):
+                edits.append((*found.span(), found[0].partition("#")[0] + line))
+            else:
+                lines.append(f"{indent}{line}{line_end}")
         place = len(text) if heading is None else text.find("\n", heading.end_mark.index) + 1
         start_of_section = f"{line_end if text else ''}{section}:{line_end}" if heading is None else ""
         edits.append((place, place, "".join([start_of_section, *lines])))

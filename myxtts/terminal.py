@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE
 from myxtts.data.clips import ClipSet, PreparedCorpus, set_aside_list
+from myxtts.errors import printable
 from myxtts.files import has_ended
 from myxtts.observe.diagnosis import WARMUP_REPORTS, Warning, warnings_of
 from myxtts.observe.findings import Finding
@@ -53,6 +55,7 @@ if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
 
 PERIOD_S = 1.0  # time between two pictures of the live view
 SILENCE_S = 60.0  # missing reports are mentioned after this long, and five times as long as they usually take
+LINE_WIDTH = 100  # most columns of a progress line
 _FILE_WIDTH = 100_000  # columns of a file or pipe: a sentence on one line can be searched for
 _NAME_WIDTH = 60
 _LENGTH_STEP_S, _BAR_WIDTH = 2, 30
@@ -69,9 +72,25 @@ _WAITS = " Waiting for it; Ctrl-C ends the view."
 _log = logging.getLogger(__name__)
 
 
-def show_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line, flush=True)
+class Screen(Console):
+    """A console that keeps text from files from changing the terminal (`printable`); styles are its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def show_lines(lines: Iterable[object]) -> None:
+    """Print lines. A terminal wraps them between words, except those that begin with a space: to be copied."""
+    for line in map(str, lines):
+        screen = Screen()
+        if screen.is_terminal and not line.startswith(" "):
+            screen.print(Text(line))
+        else:
+            print(printable(line), flush=True)
 
 
 class ProgressLines:
@@ -88,7 +107,7 @@ class ProgressLines:
         self._line_due_at = time.monotonic() + 2.0
         if sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar = Progress(*columns, console=Screen(stderr=True), transient=True)
             self._bar.start()
             self._bar.add_task(title, total=total)
 
@@ -98,7 +117,7 @@ class ProgressLines:
             self._bar.advance(self._bar.task_ids[0], count)
         elif time.monotonic() >= self._line_due_at:
             self._line_due_at = time.monotonic() + 10.0
-            print(f"{self._title}: {self._done} of {self._total}", file=sys.stderr)
+            print(f"{printable(self._title)}: {self._done} of {self._total}", file=sys.stderr)
 
     def end(self) -> None:
         if self._bar is not None:
@@ -110,7 +129,7 @@ class ProgressPrinter:
     """A context manager that prints a line per report, and on a terminal a live line of steps; for one thread."""
 
     def __init__(self, *, is_silent: bool = False, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or Screen()
         self._is_silent = is_silent
         self._live: Live | None = None
         self._stderr = sys.stderr
@@ -141,10 +160,10 @@ class ProgressPrinter:
 
     def report(self, report: StepReport) -> None:
         self._report, self._step, self._reported_at = report, report.step, time.monotonic()
-        self._print(progress_line(report))
+        self._print(progress_line(report, self._width))
 
     def validation(self, report: ValidationReport) -> None:
-        self._print(validation_line(report))
+        self._print(validation_line(report, self._width))
 
     def warn(self, warnings: Iterable[Warning]) -> None:
         for warning in warnings:
@@ -177,43 +196,62 @@ class ProgressPrinter:
                 self.end()
             _log.warning("No more progress is shown: %s", error)
 
+    @property
+    def _width(self) -> int:
+        return min(self._console.width, LINE_WIDTH) if self._console.is_terminal else LINE_WIDTH
+
     def _live_line(self) -> Text:
         """Return the last report with the current step and time left; called on rich's own thread."""
         line = f"{self._title}: step {_of(self._step, self._total_steps)}"
         if (last := self._report) is not None:
             left_s = None if last.eta_s is None else last.eta_s - (time.monotonic() - self._reported_at)
-            line = progress_line(replace(last, step=self._step, eta_s=left_s))
+            line = progress_line(replace(last, step=self._step, eta_s=left_s), self._width)
         return Text(line, no_wrap=True, overflow="ellipsis", style="bold")
 
 
-def progress_line(report: StepReport) -> str:
+def progress_line(report: StepReport, width: int = LINE_WIDTH) -> str:
+    """Return a line of at most this many columns: what matters most of a report, as far as it fits."""
     num_slots = sum(depth for name, (_, depth) in report.rings.items() if name != "keep")
     memory = [(role, used / 1024) for role, used in report.memory_mb.items()]
+    total, others = _losses(report.losses)
     parts = [
-        f"step {_of(report.step, report.total_steps)}",
-        _losses(report.losses),
-        f"{report.clips_per_s:.{0 if report.clips_per_s >= 10 else 1}f} clips/s",
-        f"{report.step_ms:.1f} ms",
-        f"idle {percent(report.idle_share)}",
-        *([f"mfu {percent(report.mfu, 0)}"] if report.mfu is not None else []),
-        f"ahead {_of(report.ahead, num_slots or None)}",
-        *(f"{role} {used_gb:.1f} GB" if len(memory) > 1 else f"{used_gb:.1f} GB" for role, used_gb in memory),
-        f"lr {report.lr:.1e}",
-        *([f"skipped {report.skipped}"] if report.skipped else []),
-        *([f"ETA {_clock(report.eta_s)}"] if report.eta_s is not None else []),
+        (0, f"step {_of(report.step, report.total_steps)}"),
+        (1, total),
+        (7, others),
+        (3, f"{report.clips_per_s:.{0 if report.clips_per_s >= 10 else 1}f} clips/s"),
+        (8, f"{report.step_ms:.1f} ms"),
+        (4, f"idle {percent(report.idle_share)}"),
+        (9, f"mfu {percent(report.mfu, 0)}" if report.mfu is not None else ""),
+        (6, f"ahead {_of(report.ahead, num_slots or None)}"),
+        *((8, f"{role} {gb:.1f} GB" if len(memory) > 1 else f"{gb:.1f} GB") for role, gb in memory),
+        (10, f"lr {report.lr:.1e}"),
+        (2, f"skipped {report.skipped}" if report.skipped else ""),
+        (5, f"ETA {_clock(report.eta_s)}" if report.eta_s is not None else ""),
     ]
-    return "  ".join(parts)
+    return _fitted(parts, width)
 
 
-def validation_line(report: ValidationReport) -> str:
-    best = "  the best so far" if report.is_best else ""
-    return f"validation at step {report.step}  {_losses(report.losses)}{best}"
+def _fitted(parts: Sequence[tuple[int, str]], width: int) -> str:
+    """Return the parts, each with its rank, in this order; those of high rank are left out if they do not fit."""
+    left, kept = width + 2, set()
+    for place, (_, text) in sorted(enumerate(parts), key=lambda part: part[1][0]):
+        if text and len(text) + 2 <= left:
+            left -= len(text) + 2
+            kept.add(place)
+    return "  ".join(text for place, (_, text) in enumerate(parts) if place in kept).replace("  (", " (")
 
 
-def _losses(losses: Mapping[str, float]) -> str:
+def validation_line(report: ValidationReport, width: int = LINE_WIDTH) -> str:
+    total, others = _losses(report.losses)
+    best = "the best so far" if report.is_best else ""
+    return _fitted([(0, f"validation at step {report.step}"), (1, total), (3, others), (2, best)], width)
+
+
+def _losses(losses: Mapping[str, float]) -> tuple[str, str]:
+    """Return the total loss and its parts, as a line shows them; "" for what there is not."""
     others = [f"{name.removesuffix('_loss')} {short(loss)}" for name, loss in losses.items() if name != "total"]
-    total = [f"loss {losses['total']:.3f}"] if "total" in losses else []
-    return " ".join(total + ([f"({' '.join(others)})"] if others else []))
+    total = f"loss {losses['total']:.3f}" if "total" in losses else ""
+    return total, f"({' '.join(others)})" if others else ""
 
 
 def _of(count: int, total: int | None) -> str:
@@ -228,9 +266,27 @@ def _clock(seconds: float) -> str:
     return (f"{whole.days} d " if whole.days else "") + f"{clock}{whole.seconds % 60:02d}"
 
 
+def show_corpus_briefly(prepared: PreparedCorpus) -> None:
+    """Print what a corpus holds, and how much was set aside for which reason, in two or three lines."""
+    both = (prepared.train, prepared.val)
+    languages = Counter(LANGUAGES[number] for clips in both for number in clips.languages.tolist())
+    speakers = len({number for clips in both for number in clips.speakers.tolist()})
+    clips = (
+        f"{len(prepared.train)} training clips ({_duration(prepared.train)}), {len(prepared.val)} for validation"
+    )
+    spoken = ", ".join(f"{LANGUAGE_NAMES[code]} {count}" for code, count in languages.most_common())
+    people = f"{speakers} speaker{'' if speakers == 1 else 's'}"
+    lines = [f"Corpus: {clips}; {people}; {spoken}; {prepared.tokenizer.num_tokens} tokens"]
+    if prepared.set_aside:
+        reasons = Counter(item.reason for item in prepared.set_aside).most_common()
+        listed = ", ".join(f"{count} {reason}" for reason, count in reasons)
+        lines.append(f"Set aside: {listed}; each clip is listed in {set_aside_list(prepared.root)}")
+    show_lines([*lines, f"Ready: cache in {prepared.root}"])
+
+
 def show_corpus(prepared: PreparedCorpus) -> None:
     """Print what a corpus holds, and how much was set aside for which reason."""
-    console = Console(highlight=False)
+    console = Screen()
     table = _table()
     for split, clips in (("training", prepared.train), ("validation", prepared.val)):
         table.add_row(f"{split} clips", f"{len(clips)}", _duration(clips))
@@ -416,7 +472,7 @@ def show_scores(scores: Mapping[str, Any]) -> None:
         cells = [_score(row["wer"], 3), _score(row["cer"], 3), _score(row["similarity"], 2)]
         cells += [percent(row["same_speaker_share"], 0), _score(row["mos"], 2)]
         table.add_row(name, str(row["clips"]), *cells)
-    Console(highlight=False).print(table)
+    Screen().print(table)
 
 
 def _score(value: float | None, digits: int) -> str:
@@ -432,7 +488,7 @@ def _table(*headings: str) -> Table:
 
 
 def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
+    return Screen(width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
 
 def watch(

@@ -120,9 +120,10 @@ def test_flags_and_lines_of_the_file_win_over_a_preset_and_are_said() -> None:
     assert "preset 12gb: data.num_workers stays 3 (file.yaml)" in lines
     assert len(lines) == len(PRESETS["12gb"])
     shipped = to_yaml(Settings(), comments=True).replace("#preset: null", "preset: 24gb")
-    assert presets_of(text=shipped)[0].settings.data.batch_size == 32
-    shipped = shipped.replace("#batch_size", "batch_size")
-    assert presets_of(text=shipped)[0].settings.data.batch_size == 16, "a line that is set wins"
+    assert presets_of(text=shipped)[0].settings.data.batch_size == 32, "its other lines are commented out"
+    assert presets_of(text=shipped.replace("#batch", "batch"))[0].settings.data.batch_size == 16, (
+        "what is written holds"
+    )
 
 
 def test_adapters_are_left_out_of_a_start_from_scratch() -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from conftest import load_command
+from conftest import REPORT, load_command, step_record
 
+from myxtts.cli import main
+from myxtts.errors import printable
+from myxtts.observe.findings import Finding
 from myxtts.settings import apply_demo, apply_presets, format_setting, specs, value_of
+from myxtts.terminal import ProgressPrinter, Screen, render, show_findings, show_lines
 
 pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
@@ -23,3 +31,27 @@ def test_what_is_written_in_the_file_holds_even_where_it_repeats_the_default(key
     for filled in (apply_presets(loaded)[0], apply_demo(apply_presets(loaded)[0])[0]):
         assert value_of(filled.settings, key) == default, format_setting(key, default)
         assert filled.origin[key] == "file"
+
+
+HOSTILE = "ann\x1b[31m\x1b]0;title\x07 \u202egnp.exe\u2066 \x9b2J\x00\udcff"
+NEUTRAL = "ann[31m]0;title gnp.exe 2J?"
+
+
+def test_text_from_files_cannot_change_or_mislead_the_terminal(
+    capsys: pytest.CaptureFixture[str], corpus: Path
+) -> None:
+    assert printable(HOSTILE) == NEUTRAL and printable("سلام\u200cها\n\tو") == "سلام\u200cها\n\tو"
+    show_lines([HOSTILE])
+    show_findings([Finding("corpus", "warn", HOSTILE, HOSTILE, HOSTILE)])
+    ProgressPrinter().report(replace(REPORT, losses={"total": 1.0, HOSTILE[:4]: 2.0}))
+    assert capsys.readouterr().out.count("ann") == 5
+    screen = io.StringIO()
+    terminal = Screen(file=screen, force_terminal=True, width=200)
+    terminal.print(render([step_record(stage=HOSTILE)], width=200, title=HOSTILE))
+    assert screen.getvalue().count(NEUTRAL) == 2, "the styles of the view stay, and nothing else"
+    assert "\u202e" not in screen.getvalue() and "\x1b]" not in screen.getvalue()
+    (corpus / "metadata.csv").write_text(f"clip000|A\x1b[2J text.|{HOSTILE[:9]}\nab\x1b[5msent|Text.\n", "utf-8")
+    assert main(["prepare", "--train-data", str(corpus), "--language", "en"]) == 0
+    assert main(["speak", "Hi.", "--language", "en", "--speaker", "a.wav", "--model", "no\x1b[2Jwhere"]) == 2
+    shown = capsys.readouterr()
+    assert not re.search("[\x1b\x07\x9b\u202e]", shown.out + shown.err)
