@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,7 @@ def _command(
 def _add_training_commands(commands: Any) -> None:
     train = _command(commands, "train", "train a model on a corpus, or continue a run", _train)
     add_flags(train)
-    train.add_argument("--dashboard", action="store_true", help="show a live view instead of progress lines")
+    train.add_argument("--dashboard", action="store_true", help="on a terminal: a live view instead of lines")
 
     prepare = _command(commands, "prepare", "turn a folder of recordings into a packed, verified cache", _prepare)
     add_flags(prepare, only=PREPARE_KEYS)
@@ -238,7 +238,7 @@ def _require_vocabulary(flag: str, path: Path | None) -> None:
 def _train(options: argparse.Namespace) -> None:
     from myxtts.reports import TrainingReports, closing, stopped
     from myxtts.run import train
-    from myxtts.terminal import ProgressLines, ProgressPrinter, show_lines
+    from myxtts.terminal import ProgressLines, ProgressPrinter, dashboard, show_lines
 
     loaded = _load(options)
     settings = loaded.settings
@@ -248,9 +248,10 @@ def _train(options: argparse.Namespace) -> None:
         logging.getLogger().setLevel(logging.WARNING)
         train(loaded)
         return
+    has_view = options.dashboard and sys.stdout.isatty()
     with (
-        ProgressPrinter(is_silent=options.dashboard) as printer,
-        _dashboard(folder) if options.dashboard else contextlib.nullcontext(),
+        ProgressPrinter(is_silent=has_view) as printer,
+        dashboard(folder, _gpu_readings()) if has_view else contextlib.nullcontext(),
         contextlib.closing(TrainingReports(folder, printer)) as reports,
     ):
         result = train(loaded, reporter=reports, progress=ProgressLines(), say=lambda line: show_lines([line]))
@@ -258,21 +259,6 @@ def _train(options: argparse.Namespace) -> None:
         show_lines(closing(settings, result.prepared, reports.has_trained))
     else:
         _say(stopped(settings, result.states))
-
-
-@contextlib.contextmanager
-def _dashboard(folder: Path) -> Iterator[None]:
-    """Show the live view of a run on a thread of its own."""
-    from myxtts.terminal import watch
-
-    stop = threading.Event()
-    thread = threading.Thread(target=watch, args=(folder, stop, _gpu_readings()), name="dashboard", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def _gpu_readings() -> Callable[[], list[dict[str, Any]]]:

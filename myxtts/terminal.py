@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -60,14 +61,16 @@ _FILE_WIDTH = 100_000  # columns of a file or pipe: a sentence on one line can b
 _NAME_WIDTH = 60
 _LENGTH_STEP_S, _BAR_WIDTH = 2, 30
 _STYLES = {"pass": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
-_LEVELS = "▁▂▃▄▅▆▇█"
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_MOST_SAID = 6  # lines of the output that the live view repeats
 _GPU_FACTS = (
     ("power_w", "", " W"), ("temperature_c", "", " °C"), ("sm_clock_mhz", "", " MHz"),
     ("pcie_rx_mb_s", "PCIe in ", " MB/s"), ("pcie_tx_mb_s", "out ", " MB/s"),
 )  # fmt: skip
 _NO_REPORT = "Waiting for the first report."
 _NO_RUN = "Nothing is training here yet."
-_WAITS = " Waiting for it; Ctrl-C ends the view."
+_ENDS_VIEW = "Ctrl-C ends this view, not the run"
+_ENDS_RUN = "Ctrl-C finishes the step, saves and stops the run"
 
 _log = logging.getLogger(__name__)
 
@@ -491,55 +494,121 @@ def _console() -> Console:
     return Screen(width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
 
+@contextlib.contextmanager
+def dashboard(
+    folder: Path, readings: Callable[[], Sequence[Record]] = tuple, screen: Console | None = None
+) -> Iterator[None]:
+    """Show the live view of a run on a thread. What is printed meanwhile is shown in it, and again at the end."""
+    screen, said, stop, errors = screen or Screen(file=sys.stdout), io.StringIO(), threading.Event(), sys.stderr
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
+    moved = [handler for handler in handlers if handler.stream is errors]
+    options = {"hint": _ENDS_RUN, "said": said.getvalue}
+    thread = threading.Thread(target=watch, args=(folder, stop, readings, screen), kwargs=options, daemon=True)
+    for handler in moved:
+        handler.setStream(said)
+    thread.start()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            yield
+    finally:
+        stop.set()
+        thread.join()
+        for handler in moved:
+            handler.setStream(errors)
+        screen.print(Text(said.getvalue()), end="", soft_wrap=True)
+
+
 def watch(
     folder: Path,
     stop: threading.Event,
     readings: Callable[[], Sequence[Record]] = tuple,
     console: Console | None = None,
+    *,
+    hint: str = _ENDS_VIEW,
+    said: Callable[[], str] = str,
 ) -> None:
     """Show a run and the readings of its GPUs until `stop` is set or Ctrl-C; once if there is no terminal."""
-    console = console or Console(highlight=False)
-    tail = MetricsTail(folder / "metrics.jsonl")
-    title, no_run = folder.resolve().name, _NO_RUN + (_WAITS if console.is_terminal else "")
+    console = console or Screen()
+    tail, is_live = MetricsTail(folder / "metrics.jsonl"), console.is_terminal
+    title, hint = folder.resolve().name, hint if is_live else ""
 
     def drawn() -> RenderableType:
         ended = has_ended(folder)  # looked at first, because the last report may come in between
-        now, nothing = time.time(), _NO_REPORT if is_run(folder) else no_run
-        reports, width = tail.read(), console.width
-        return render(reports, readings(), width, title=title, now=now, nothing=nothing, ended=ended)
+        now, nothing = time.time(), _NO_REPORT if is_run(folder) else _NO_RUN
+        view = View(console.width, console.height - 1 if is_live else None, title, hint, nothing, said())
+        return render(tail.read(), readings(), view, now=now, ended=ended)
 
-    if not console.is_terminal:
+    if not is_live:
         console.print(drawn())
         return
-    with contextlib.suppress(KeyboardInterrupt), Live(drawn(), console=console, auto_refresh=False) as live:
+    live = Live(drawn(), console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    with contextlib.suppress(KeyboardInterrupt), live:
         while not stop.wait(PERIOD_S):
             live.update(drawn(), refresh=True)
         live.update(drawn(), refresh=True)
 
 
+class View(NamedTuple):
+    """The frame of the live view; without a height it is as high as its rows."""
+
+    width: int = 100
+    height: int | None = None
+    title: str = ""
+    hint: str = ""
+    nothing: str = _NO_REPORT  # shown until the first report
+    said: str = ""  # lines of a running `train`, of which the last ones are shown
+
+
 def render(
     reports: Sequence[Record],
     readings: Sequence[Record] = (),
-    width: int = 100,
+    view: View | None = None,
     *,
-    title: str = "",
     now: float | None = None,
-    nothing: str = _NO_REPORT,
     ended: bool = False,
 ) -> RenderableType:
     """Return the state of a run as a panel, from the records of its metrics and one reading of each GPU.
 
-    With `now`, a time of day, a long silence is mentioned. `nothing` is shown until the first report.
+    With `now`, a time of day, a long silence is mentioned.
     """
-    stages = stages_of(reports)
-    bar_width = min(max(width // 4, 8), 32)
+    stages, view = stages_of(reports), view or View()
+    running = next((stage for stage in reversed(stages) if stage.steps), None)
+    notes = _notes(running, reports, now, ended)
+    notes += [Text(line, style="dim", no_wrap=True) for line in view.said.splitlines()[-_MOST_SAID:]]
+    rows = _rows(stages, running, readings, view, ended, spare=0)
+    if view.height is not None and running is not None:
+        used = rows.row_count + 2 + sum(1 + note.cell_len // (view.width - 4) for note in notes)
+        rows = _rows(stages, running, readings, view, ended, spare=max(view.height - used, 0))
+    title, hint = (Text(text) if text else None for text in (view.title, view.hint))
+    frame = {"title": title, "subtitle": hint, "title_align": "left", "subtitle_align": "right"}
+    return Panel(Group(rows, *notes), width=view.width, height=view.height, **frame)  # type: ignore[arg-type]
+
+
+def _notes(running: StageHistory | None, reports: Sequence[Record], now: float | None, ended: bool) -> list[Text]:
+    if running is None:
+        return []
+    notes = [Text(f"WARNING: {warning.text}", style="yellow") for warning in warnings_of(running.steps)]
+    if ended:
+        final = running.steps[-1]
+        step = f"step {final.step:,}" + (f" of {final.total_steps:,}" if final.total_steps else "")
+        end = f"The run has ended. Its last report is of {step} of stage {final.stage}."
+        notes.append(Text(end, style="bold"))
+    elif now is not None and (silence := _silence(reports, now)):
+        notes.append(Text(silence, style="red"))
+    return notes
+
+
+def _rows(
+    stages: Sequence[StageHistory], running: StageHistory | None, readings: Sequence[Record], view: View,
+    ended: bool, spare: int,
+) -> Table:  # fmt: skip
+    """Return the rows of the view; its two curves take the lines to spare."""
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column()
-    running = next((stage for stage in reversed(stages) if stage.steps), None)
-    notes: list[Text] = []
+    bar_width = min(max(view.width // 4, 8), 32)
     if running is None:
-        rows.add_row(nothing)
+        rows.add_row(view.nothing)
     else:
         counts = []
         for stage in stages:
@@ -547,22 +616,14 @@ def render(
             count = f"{last.step:,}" + (f"/{last.total_steps:,}" if last.total_steps else "") if last else ""
             counts.append(Text(f"{stage.name} {count}", style="bold" if stage is running else "dim"))
         rows.add_row("stages", Text("  ").join(counts))
-        _add_training(rows, running, bar_width, ended)
-        notes = [Text(f"WARNING: {warning.text}", style="yellow") for warning in warnings_of(running.steps)]
-        if ended:
-            final = running.steps[-1]
-            step = f"step {final.step:,}" + (f" of {final.total_steps:,}" if final.total_steps else "")
-            end = f"The run has ended. Its last report is of {step} of stage {final.stage}."
-            notes.append(Text(end, style="bold"))
-        elif now is not None and (silence := _silence(reports, now)):
-            notes.append(Text(silence, style="red"))
+        _add_training(rows, running, view.width, bar_width, ended, spare)
     for reading in readings:
         rows.add_row(Text(f"GPU {reading.get('gpu', '?')}"), _gpu_line(reading, bar_width))
-    return Panel(Group(rows, *notes), title=Text(title) if title else None, title_align="left", width=width)
+    return rows
 
 
-def _add_training(rows: Table, stage: StageHistory, bar_width: int, ended: bool) -> None:
-    last = stage.steps[-1]
+def _add_training(rows: Table, stage: StageHistory, width: int, bar_width: int, ended: bool, spare: int) -> None:
+    last, curve_width = stage.steps[-1], max(width - 70, 8)
     eta = f"  ETA {duration(last.eta_s)}" if last.eta_s is not None else ""
     state = f"{'ended after' if ended else 'running'} {duration(last.elapsed_s)}{'' if ended else eta}"
     if last.total_steps:
@@ -573,16 +634,17 @@ def _add_training(rows: Table, stage: StageHistory, bar_width: int, ended: bool)
         rows.add_row("progress", Text(f"step {last.step:,}  epoch {last.epoch}  {state}"))
     losses = [short(last.losses.get("total"))]
     losses += [f"{name} {short(loss)}" for name, loss in last.losses.items() if name != "total"]
-    rows.add_row("loss", _curve(stage.column("losses.total"), bar_width, "  ".join(losses), "cyan"))
+    curve = stage.column("losses.total")
+    rows.add_row("loss", _curve(curve, curve_width, "  ".join(losses), "cyan", 1 + spare - spare // 2))
     if stage.validations:
         (at, loss), best = stage.validations[-1], stage.best_validation
         best_text = f", best {short(best[1])} at step {best[0]:,}" if best else ""
         rows.add_row("validation", f"{short(loss)} at step {at:,}{best_text}")
-    rows.add_row("clips/s", _curve(_warm(stage, "clips_per_s"), bar_width, short(last.clips_per_s), "green"))
+    rows.add_row("clips/s", _curve(_warm(stage, "clips_per_s"), curve_width, short(last.clips_per_s), "green"))
     mfu = f"  MFU {percent(last.mfu)}" if last.mfu is not None else ""
     idle = f"model waits {percent(last.idle_share)}{mfu}"
     times = f"{short(last.step_ms)} ms  varies {percent(last.step_cv)}  {idle}"
-    rows.add_row("step time", _curve(_warm(stage, "step_ms"), bar_width, times, "green"))
+    rows.add_row("step time", _curve(_warm(stage, "step_ms"), curve_width, times, "green", 1 + spare // 2))
     for name, (ready, depth) in last.rings.items():
         bar, style = _bar(ready / depth if depth else math.nan, bar_width)
         about, style = ("ready", style) if name != "keep" else ("to be kept", "blue")  # this one should be empty
@@ -631,19 +693,21 @@ def _warm(stage: StageHistory, name: str) -> Numbers:
     return values[WARMUP_REPORTS:] if len(values) > 2 * WARMUP_REPORTS else values
 
 
-def _curve(values: Numbers, width: int, text: str, style: str) -> Text:
-    return Text.assemble((sparkline(values, width).ljust(width), style), f" {text}")
+def _curve(values: Numbers, width: int, text: str, style: str, height: int = 1) -> Text:
+    first, *others = sparkline(values, width, height)
+    return Text.assemble((first.ljust(width), style), f" {text}", *((f"\n{line}", style) for line in others))
 
 
-def sparkline(values: Numbers, width: int) -> str:
-    """Return a curve as one line of text, scaled from its lowest to its highest value; blank where unknown."""
+def sparkline(values: Numbers, width: int, height: int = 1) -> list[str]:
+    """Return a curve as lines of text, scaled from its lowest to its highest value; blank where unknown."""
     groups = np.array_split(values, min(width, len(values))) if len(values) else []
     means = numbers(float(np.nanmean(group)) if np.isfinite(group).any() else math.nan for group in groups)
     if not np.isfinite(means).any():
-        return ""
+        return [""] * height
     low, high = float(np.nanmin(means)), float(np.nanmax(means))
-    scaled = (means - low) / ((high - low) or 1.0) * (len(_LEVELS) - 1)
-    return "".join(_LEVELS[round(level)] if math.isfinite(level) else " " for level in scaled.tolist())
+    levels = np.nan_to_num(np.round(1 + (means - low) / ((high - low) or 1.0) * (8 * height - 1)), nan=0.0)
+    lines = [np.clip(levels - 8 * line, 0, 8).astype(int).tolist() for line in reversed(range(height))]
+    return ["".join(_LEVELS[level] for level in line) for line in lines]
 
 
 def _bar(share: float, width: int) -> tuple[str, str]:

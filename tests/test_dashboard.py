@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import os
+import re
 import socket
 import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +20,14 @@ import numpy as np
 import pytest
 from conftest import EMPTY_RINGS, REPORT, step_record, validation_record
 from rich.console import Console
+from training_fixtures import Clips, clips, small, train
 
 from myxtts import terminal
 from myxtts.observe import metrics
 from myxtts.observe.metrics import MetricsLog, MetricsTail, ValidationReport, read_metrics
-from myxtts.terminal import render, sparkline, watch
+from myxtts.terminal import Screen, View, dashboard, render, sparkline, watch
+
+__all__ = ["clips", "small"]
 
 READING = {
     "gpu": 0, "utilisation": 0.5, "memory_used_mb": 10240.0, "memory_total_mb": 81920.0, "power_w": 412.0,
@@ -29,9 +35,9 @@ READING = {
 }  # fmt: skip
 
 
-def drawn(*reports: dict[str, Any], readings: Any = (), width: int = 100, **options: Any) -> str:
-    file = io.StringIO()
-    Console(file=file, width=width, highlight=False).print(render(reports, readings, width, **options))
+def drawn(*reports: dict[str, Any], readings: Any = (), now: float | None = None, **frame: Any) -> str:
+    file, view = io.StringIO(), View(**frame)
+    Screen(file=file, width=view.width).print(render(reports, readings, view, now=now))
     return file.getvalue()
 
 
@@ -101,6 +107,17 @@ def test_nothing_is_wider_than_the_terminal(width: int) -> None:
     assert {len(line) for line in text.splitlines()} == {width}
 
 
+@pytest.mark.parametrize(("width", "height"), [(100, 30), (200, 60), (80, 12)])
+def test_the_view_fills_the_screen_with_its_curves_and_never_exceeds_it(width: int, height: int) -> None:
+    reports = [step_record(step, losses={"total": 5 - step / 100}) for step in range(400)]
+    text = drawn(*reports, width=width, height=height, said="one\ntwo\n", hint="Ctrl-C")
+    lines = text.splitlines()
+    assert len(lines) == height and {len(line) for line in lines} == {width} and "Ctrl-C" in lines[-1]
+    if height > 20:
+        assert "two" in text and sum("█" in line for line in lines) > height // 3
+        assert line_of(text, "loss").count("█") < width // 3, "the curve falls"
+
+
 def test_numbers_that_are_missing_are_dashes() -> None:
     unknown = {"losses": {"total": math.nan}, "clips_per_s": math.nan}
     text = drawn(step_record(**unknown, step_ms=None, eta_s=None, total_steps=None))
@@ -125,10 +142,11 @@ def test_a_run_whose_process_is_gone_has_ended_at_its_last_step(tmp_path: Path) 
 
 
 def test_a_sparkline_shows_the_course_and_leaves_out_what_is_unknown() -> None:
-    assert sparkline(np.array([1.0, 2.0, math.nan, 8.0]), 10) == "▁▂ █"
-    assert sparkline(np.arange(800.0), 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline(np.array([math.nan]), 10) == "" == sparkline(np.array([]), 10)
-    assert sparkline(np.array([3.0, 3.0]), 10) == "▁▁"
+    assert sparkline(np.array([1.0, 2.0, math.nan, 8.0]), 10) == ["▁▂ █"]
+    assert sparkline(np.arange(800.0), 8) == ["▁▂▃▄▅▆▇█"]
+    assert sparkline(np.arange(800.0), 8, 2) == ["    ▂▄▆█", "▁▃▅▇████"]
+    assert sparkline(np.array([math.nan]), 10) == [""] == sparkline(np.array([]), 10)
+    assert sparkline(np.array([3.0, 3.0]), 10) == ["▁▁"]
 
 
 def test_the_tail_of_a_file_says_what_reading_all_of_it_says(tmp_path: Path) -> None:
@@ -194,6 +212,7 @@ def test_on_a_terminal_the_view_follows_the_run_until_it_is_told_to_stop(
     shown = file.getvalue()
     assert shown.index("Waiting for the first report.") < shown.index("777")
     assert "412 W" in shown and len(calls) >= 6
+    assert "Ctrl-C ends this view, not the run" in shown
 
 
 def test_an_interrupt_ends_the_view_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,3 +222,50 @@ def test_an_interrupt_ends_the_view_quietly(tmp_path: Path, monkeypatch: pytest.
     stop = threading.Event()
     monkeypatch.setattr(stop, "wait", interrupted)
     watch(tmp_path, stop, console=Console(file=io.StringIO(), width=100, force_terminal=True))
+
+
+def seen_on(output: str) -> list[str]:
+    """The lines of a terminal that has received this: cursor up, erase and return are what a live view uses."""
+    lines, at = [""], 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", output):
+        if part == "\n":
+            at += 1
+            lines += [""] * (at + 1 - len(lines))
+        elif part.endswith("A") and part.startswith("\x1b"):
+            at -= 1
+        elif part == "\x1b[2K" or part == "\r":
+            lines[at] = "" if part == "\x1b[2K" else lines[at]
+        elif not part.startswith("\x1b"):
+            lines[at] += part
+    return lines
+
+
+def test_the_view_of_a_training_command_is_drawn_once_and_keeps_what_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "PERIOD_S", 0.01)
+    file, begun = io.StringIO(), threading.Event()
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(handler)
+    try:
+        with dashboard(tmp_path, lambda: begun.set() or [], Screen(file=file, force_terminal=True, height=30)):
+            for number in range(3):
+                begun.clear()
+                assert begun.wait(10)
+                print(f"line {number}")
+                logging.getLogger().warning("a checkpoint was damaged")
+        assert handler.stream is sys.stderr
+    finally:
+        logging.getLogger().removeHandler(handler)
+    lines = seen_on(file.getvalue())
+    assert sum("╭" in line for line in lines) == sum("╰" in line for line in lines) == 1
+    assert "Ctrl-C finishes the step, saves and stops the run" in next(line for line in lines if "╰" in line)
+    below = lines[next(place for place, line in enumerate(lines) if "╰" in line) + 1 :]
+    assert below[:6] == [text for number in range(3) for text in (f"line {number}", "a checkpoint was damaged")]
+
+
+@pytest.mark.usefixtures("small")
+def test_without_a_terminal_train_prints_its_lines_with_or_without_a_view(clips: Clips, capsys, tmp_path) -> None:
+    assert train(tmp_path / "run", clips(), "--stages dvae --max-steps 1 --dashboard") == 0
+    shown = capsys.readouterr().out
+    assert "step 1/1  loss" in shown and "╭" not in shown

@@ -15,7 +15,7 @@ from myxtts.cli import main
 from myxtts.errors import printable
 from myxtts.observe.findings import Finding
 from myxtts.settings import apply_demo, apply_presets, format_setting, specs, value_of
-from myxtts.terminal import ProgressPrinter, Screen, render, show_findings, show_lines
+from myxtts.terminal import ProgressPrinter, Screen, View, render, show_findings, show_lines
 
 pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
@@ -47,7 +47,7 @@ def test_text_from_files_cannot_change_or_mislead_the_terminal(
     assert capsys.readouterr().out.count("ann") == 5
     screen = io.StringIO()
     terminal = Screen(file=screen, force_terminal=True, width=200)
-    terminal.print(render([step_record(stage=HOSTILE)], width=200, title=HOSTILE))
+    terminal.print(render([step_record(stage=HOSTILE)], (), View(200, title=HOSTILE)))
     assert screen.getvalue().count(NEUTRAL) == 2, "the styles of the view stay, and nothing else"
     assert "\u202e" not in screen.getvalue() and "\x1b]" not in screen.getvalue()
     (corpus / "metadata.csv").write_text(f"clip000|A\x1b[2J text.|{HOSTILE[:9]}\nab\x1b[5msent|Text.\n", "utf-8")
