@@ -81,7 +81,7 @@ def test_reports_come_back_as_they_were_written(tmp_path: Path) -> None:
     log.close()
     assert first.pop("written_at") <= second.pop("written_at")
     lists = {name: list(counts) for name, counts in REPORT.rings.items()}
-    assert first == {"kind": "step", **vars(REPORT), "rings": lists}
+    assert first == {"kind": "step", **vars(REPORT), "rings": lists, "times_ms": list(REPORT.times_ms)}
     assert second == {"kind": "validation", "stage": "gpt", "step": 120, "losses": {"total": 3.5}, "is_best": True}
 
 

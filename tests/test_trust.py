@@ -8,14 +8,19 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import REPORT, load_command, step_record
+from training_fixtures import Clips, clips, small, stop_at, train
 
 from myxtts.cli import main
 from myxtts.errors import printable
 from myxtts.observe.findings import Finding
+from myxtts.observe.metrics import read_metrics, stages_of
 from myxtts.settings import apply_demo, apply_presets, format_setting, specs, value_of
 from myxtts.terminal import ProgressPrinter, Screen, View, render, show_findings, show_lines
+
+__all__ = ["clips", "small"]
 
 pytestmark = pytest.mark.usefixtures("empty_working_folder")
 
@@ -55,3 +60,21 @@ def test_text_from_files_cannot_change_or_mislead_the_terminal(
     assert main(["speak", "Hi.", "--language", "en", "--speaker", "a.wav", "--model", "no\x1b[2Jwhere"]) == 2
     shown = capsys.readouterr()
     assert not re.search("[\x1b\x07\x9b\u202e]", shown.out + shown.err)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_time_of_every_step_is_kept_and_drawn(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, flags = tmp_path / "run", "--stages dvae --max-steps 8 --log-step 3"
+    with monkeypatch.context() as patched:
+        stop_at(patched, 5)
+        assert train(run, clips(), flags) == 0
+    assert train(run, clips(), flags) == 0
+    reports = read_metrics(run / "metrics.jsonl")
+    steps = [record for record in reports if record["kind"] == "step"]
+    timed = [(record["timed_from"], len(record["times_ms"])) for record in steps]
+    assert [record["step"] for record in steps] == [3, 5, 6, 8]
+    assert timed == [(1, 3), (4, 2), (6, 1), (7, 2)], "each step once, also of a run that was stopped"
+    ends_s, times_ms = stages_of(reports)[0].step_times()
+    assert (times_ms > 0).all() and (np.diff(ends_s) > 0).all() and len(times_ms) == 8
