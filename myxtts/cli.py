@@ -395,7 +395,7 @@ def _watch(options: argparse.Namespace) -> None:
 
 def _require_run(folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"There is no run in {folder}: no such folder; give the --checkpoint-dir of a run")
+        raise ConfigError(f"{folder}: no such folder; give the --checkpoint-dir of a run")
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -172,6 +172,15 @@ class MetricsLog:
             _log.warning("%s. Training continues; metrics and curves may be incomplete from here on.", what)
 
 
+def log_sound(folder: Path, stage: str, wave: npt.NDArray[Any], rate: int, step: int) -> None:
+    """Add a spoken sample to the curves of a stage, if TensorBoard can be written."""
+    with contextlib.suppress(OSError, ImportError):
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(folder / "tensorboard" / stage)) as board:
+            board.add_audio("sample", wave[None], step, rate)  # type: ignore[no-untyped-call]
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the valid reports, each with its "kind" (step, validation); numbers that were not finite are None.
 
