@@ -213,6 +213,15 @@ def test_a_vocabulary_is_trained_and_extended(
     assert new.unknown_characters("سلام", "fa") == [] != old.unknown_characters("سلام", "fa")
 
 
+def test_make_refuses_variables_that_it_does_not_know() -> None:
+    def make(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", "-n", "-C", ROOT, *words], capture_output=True, text=True, check=False)
+
+    assert "unknown variable data; write DATA=corpus" in make("train", "data=corpus").stderr
+    assert "unknown variable DTA; known are: DATA" in make("train", "DTA=corpus").stderr
+    assert '--train-data "my corpus"' in make("train", "DATA=my corpus", "PYTHON=python3").stdout
+
+
 def test_the_reader_of_the_output_may_leave(corpus: Path) -> None:
     """`myxtts prepare … | head -1` ends without a traceback."""
     command = f"{sys.executable} -m myxtts.cli prepare --train-data {corpus} --language en | head -1"
