@@ -120,6 +120,7 @@ def test_the_page_loads_nothing_runs_only_its_own_script_and_adapts_to_screen_an
     digest = base64.b64encode(hashlib.sha256(script_of(page).encode()).digest()).decode()
     allowed = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; media-src data:"
     assert f'content="{allowed}"' in page
+    assert page.count("<table") == page.count('<div class="scroll"><table'), "wide tables scroll on a phone"
     assert "width=device-width" in page and "prefers-color-scheme: dark" in page and "max-width: 640px" in page
 
 

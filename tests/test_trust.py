@@ -17,6 +17,7 @@ from myxtts.cli import main
 from myxtts.errors import printable
 from myxtts.observe.findings import Finding
 from myxtts.observe.metrics import read_metrics, stages_of
+from myxtts.reports import TrainingReports
 from myxtts.settings import apply_demo, apply_presets, format_setting, specs, value_of
 from myxtts.terminal import ProgressPrinter, Screen, View, render, show_findings, show_lines
 
@@ -78,3 +79,15 @@ def test_the_time_of_every_step_is_kept_and_drawn(
     assert timed == [(1, 3), (4, 2), (6, 1), (7, 2)], "each step once, also of a run that was stopped"
     ends_s, times_ms = stages_of(reports)[0].step_times()
     assert (times_ms > 0).all() and (np.diff(ends_s) > 0).all() and len(times_ms) == 8
+
+
+@pytest.mark.usefixtures("small")
+def test_pictures_of_a_clip_end_where_it_ends(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, int] = {}
+    monkeypatch.setattr(
+        TrainingReports, "picture", lambda _, name, image, __: seen.update({name: image.shape[-1]})
+    )
+    assert train(tmp_path / "run", clips(), f"--stages dvae --max-steps 1 --val-data {clips(3)}") == 0
+    assert seen["dvae/mel"] == seen["dvae/reconstruction"] < 110, "1.2 seconds, in a batch of 128 frames"
