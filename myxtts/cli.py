@@ -10,14 +10,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from myxtts import __version__
 from myxtts.config import LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
-from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError
+from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
 from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.unknown = unknown
     if unknown and "refuse" in options:
         options.refuse(f"unknown arguments {' '.join(unknown)}")
-    logging.basicConfig(format="%(message)s", level=logging.DEBUG if options.verbose else logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Printable())
+    logging.basicConfig(handlers=[handler], level=logging.DEBUG if options.verbose else logging.INFO)
     logging.getLogger("torch").setLevel(logging.WARNING)  # it logs statistics when a process ends
     try:
         code = int(options.run(options) or 0)
@@ -76,11 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _Output.result_is_lost and options.run is not _train
         )  # the result of a run is its folder
     except MyXTTSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print("\ninterrupted; no incomplete file was left", file=sys.stderr)
         return 130
+
+
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _say(*lines: object) -> None:
+    from myxtts.terminal import show_lines
+
+    show_lines(lines)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -106,7 +119,7 @@ def _command(
 def _add_training_commands(commands: Any) -> None:
     train = _command(commands, "train", "train a model on a corpus, or continue a run", _train)
     add_flags(train)
-    train.add_argument("--dashboard", action="store_true", help="show a live view instead of progress lines")
+    train.add_argument("--dashboard", action="store_true", help="on a terminal: a live view instead of lines")
 
     prepare = _command(commands, "prepare", "turn a folder of recordings into a packed, verified cache", _prepare)
     add_flags(prepare, only=PREPARE_KEYS)
@@ -239,9 +252,9 @@ def _load(options: argparse.Namespace, demo: bool = True) -> LoadedSettings:
     loaded, lines = apply_presets(load(options.config, flags_of(options), options.unknown))
     if demo and loaded.settings.data.train_data is None:
         loaded, more = apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
-        lines += more
+        lines += more if options.run is _train else more[:1]
     if lines and _is_first_process() and not getattr(options, "json", False):
-        print("\n".join(lines), flush=True)
+        _say(*lines)
     return loaded
 
 
@@ -263,7 +276,7 @@ def _require_vocabulary(flag: str, path: Path | None) -> None:
 def _train(options: argparse.Namespace) -> None:
     from myxtts.reports import TrainingReports, closing, stopped
     from myxtts.run import train
-    from myxtts.terminal import ProgressLines, ProgressPrinter, show_lines
+    from myxtts.terminal import ProgressLines, ProgressPrinter, dashboard, show_lines
 
     loaded = _load(options)
     settings = loaded.settings
@@ -273,31 +286,17 @@ def _train(options: argparse.Namespace) -> None:
         logging.getLogger().setLevel(logging.WARNING)
         train(loaded)
         return
+    has_view = options.dashboard and sys.stdout.isatty()
     with (
-        ProgressPrinter(is_silent=options.dashboard) as printer,
-        _dashboard(folder) if options.dashboard else contextlib.nullcontext(),
+        ProgressPrinter(is_silent=has_view) as printer,
+        dashboard(folder, _gpu_readings()) if has_view else contextlib.nullcontext(),
         contextlib.closing(TrainingReports(folder, printer)) as reports,
     ):
         result = train(loaded, reporter=reports, progress=ProgressLines(), say=lambda line: show_lines([line]))
     if all(state.done for state in result.states.values()):
         show_lines(closing(settings, result.prepared, reports.has_trained))
     else:
-        print(stopped(settings, result.states))
-
-
-@contextlib.contextmanager
-def _dashboard(folder: Path) -> Iterator[None]:
-    """Show the live view of a run on a thread of its own."""
-    from myxtts.terminal import watch
-
-    stop = threading.Event()
-    thread = threading.Thread(target=watch, args=(folder, stop, _gpu_readings()), name="dashboard", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+        _say(stopped(settings, result.states))
 
 
 def _gpu_readings() -> Callable[[], list[dict[str, Any]]]:
@@ -338,9 +337,9 @@ def _vocabulary(options: argparse.Namespace) -> None:
             found = " ".join(sorted(set(languages))) or "none"
             raise ConfigError(f"No sentence of the corpus is in {data.language} (its languages: {found})")
         vocabulary = tokenizer.extend(old, spoken, data.language or "", options.merges)
-        print(f"{vocabulary.num_tokens - old.num_tokens} tokens added to the {old.num_tokens} of {base}")
+        _say(f"{vocabulary.num_tokens - old.num_tokens} tokens added to the {old.num_tokens} of {base}")
     vocabulary.save(options.out)
-    print(f"{options.out}: {vocabulary.num_tokens} tokens")
+    _say(f"{options.out}: {vocabulary.num_tokens} tokens")
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -400,7 +399,7 @@ def _add_to_page(found: Profile, settings: Settings) -> None:
         own = load(run_folder / "settings.yaml", {}).settings
         if found.verdict is not None and subject(own) == subject(settings):
             keep(found, run_folder)
-            print(f"On the page of the run: {write_report(run_folder)}")
+            _say(f"On the page of the run: {write_report(run_folder)}")
     except ConfigError:  # no run, or one with settings of another version
         return
     except OSError as error:
@@ -449,14 +448,14 @@ def _watch(options: argparse.Namespace) -> None:
 
 def _require_run(folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"There is no run in {folder}: no such folder; give the --checkpoint-dir of a run")
+        raise ConfigError(f"{folder}: no such folder; give the --checkpoint-dir of a run")
 
 
 def _report(options: argparse.Namespace) -> None:
     from myxtts.observe.report import write_report
 
     try:
-        print(write_report(options.run_folder, options.out))
+        _say(write_report(options.run_folder, options.out))
     except OSError as error:
         problem = f"No report of {options.run_folder}: {error.strerror}" if error.strerror else str(error)
         raise ConfigError(problem) from error
@@ -493,7 +492,7 @@ def _speak(options: argparse.Namespace) -> None:
     else:
         speech = synthesizer.speak(text, voice, options.language, **how)
     speech.save(options.out)
-    print(*speech.report.notes(), options.out, sep="\n")
+    _say(*speech.report.notes(), options.out)
 
 
 def _text(options: argparse.Namespace) -> str:
@@ -527,16 +526,16 @@ def _evaluate(options: argparse.Namespace) -> None:
         synthesise(options.run_folder, out, asked, ProgressLines())
     if judges is None:
         there = f" --out {out}" if options.out else ""
-        print(f"{out}: ready to be judged (myxtts evaluate {options.run_folder} --only judge{there})")
+        _say(f"{out}: ready to be judged (myxtts evaluate {options.run_folder} --only judge{there})")
         return
     scores = score(out, judges, ProgressLines())
     show_scores(scores)
-    print(scores["reading"], out / "scores.json", sep="\n")
+    _say(scores["reading"], out / "scores.json")
     if out.resolve() == (options.run_folder / EVALUATION_FOLDER).resolve():
         try:
-            print(write_report(options.run_folder))
+            _say(write_report(options.run_folder))
         except OSError as error:
-            print(f"No page was written: {error}")
+            _say(f"No page was written: {error}")
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -560,10 +559,10 @@ def _export(options: argparse.Namespace) -> None:
         model, vocabulary, known = loaded.model, loaded.vocabulary, loaded.provenance
         fresh = f", new weights for {', '.join(loaded.fresh_parts)}" if loaded.fresh_parts else ""
     save_folder(options.out, model, vocabulary, known)
-    print(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{fresh}{replaced}")
+    _say(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{fresh}{replaced}")
     if known.untrained:
-        print(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random", end="")
-        print("; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else "")
+        hum = "; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else ""
+        _say(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{hum}")
 
 
 def _check_export(source: Path, out: Path) -> bool:

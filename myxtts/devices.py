@@ -212,9 +212,9 @@ def announcements(plan: Plan, data: DataSettings, machine: Machine | None = None
     machine = Machine.look() if machine is None else machine
     on_cpu = plan.model.type == "cpu"
     mode = "Multi-GPU Mode" if plan.mode == "dual" else "Single-GPU Buffered Mode"
-    lines = [f"Intelligent GPU Pipeline: {mode}{' (on the CPU: no GPU was found)' if on_cpu else ''}"]
+    lines = [f"Intelligent GPU Pipeline: {mode}"]
     if on_cpu:
-        lines.append("Data and model share the CPU: this works, but training will be slow")
+        lines = ["No GPU was found: data and model share the CPU, and training is slow"]
     else:
         lines += [f"Data GPU: {machine.label(plan.data)}", f"Model GPU: {machine.label(plan.model)}"]
     lines.append(f"Model placed on {machine.label(plan.model)}")

@@ -463,11 +463,14 @@ def apply_demo(loaded: LoadedSettings, *, on_gpu: bool = False) -> tuple[LoadedS
     """Give the embedded corpus short limits, unless the user says how long to train; return lines that say so."""
     if any(loaded.is_set(f"training.{name}") for name in ("epochs", "max_steps", "dvae_steps", "decoder_steps")):
         return loaded, []
-    lines = ["No --train-data given: a short demonstration on the embedded corpus"]
     values = dict(config.DEMO_ON_GPU if on_gpu else config.DEMO)
     if "decoder" not in (loaded.settings.training.stages or ()):
         del values["training.decoder_steps"]
-    return _filled(loaded, "demonstration", values, lines), lines
+    filled = _filled(loaded, "demonstration", values, [])
+    used = [key for key in values if filled.origin[key] == "preset"]
+    listed = ", ".join(f"{specs()[key].name} {format_setting(key, values[key])}" for key in used)
+    about = "No --train-data given: a short demonstration on the embedded corpus"
+    return filled, [about, f"demonstration: {listed}"]
 
 
 def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], lines: list[str]) -> LoadedSettings:
@@ -476,6 +479,8 @@ def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], line
     for key, value in values.items():
         own, default = value_of(loaded.settings, key), specs()[key].default
         stays = f"{source}: {key} stays {format_setting(key, own)}"
+        if origin[key] == "file" and own == value:
+            continue
         if origin[key] in ("file", "flag"):
             place = loaded.config_file if origin[key] == "file" else f"flag {specs()[key].flag_for(own)}"
             lines.append(f"{stays} ({place})")

@@ -65,11 +65,14 @@ def test_a_damaged_run_is_repaired_or_refused(
         capsys.readouterr()
         code = train(run, clips(4), flags)
         shown = capsys.readouterr()
-        key=harmed.relative_to(run)
-        if code: outcomes.setdefault((str(key),code),shown.err[:300])
+        key = harmed.relative_to(run)
+        if code:
+            outcomes.setdefault((str(key), code), shown.err[:300])
         else:
             import torch
-            found=RunDir(run).load_model().state_dict()
-            same=all(torch.equal(found[n],v) for n,v in model.items())
-            outcomes.setdefault((str(key),"same" if same else "OTHER"),"")
-    for k,v in sorted(outcomes.items(), key=str): print(k,v)
+
+            found = RunDir(run).load_model().state_dict()
+            same = all(torch.equal(found[n], v) for n, v in model.items())
+            outcomes.setdefault((str(key), "same" if same else "OTHER"), "")
+    for k, v in sorted(outcomes.items(), key=str):
+        print(k, v)

@@ -235,8 +235,8 @@ def test_what_cannot_be_evaluated_is_an_error_that_says_why(
 
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    for folder in ("nowhere", "empty"):
-        assert "There is no run in" in refused(tmp_path / folder)
+    assert f"{tmp_path / 'nowhere'}: no such folder; give the --checkpoint-dir" in refused(tmp_path / "nowhere")
+    assert f"{tmp_path / 'empty'} contains no run; give the --checkpoint-dir" in refused(tmp_path / "empty")
     assert "No held-out sentence is in 'de'; there are some in en" in refused(run, "--language", "de")
     assert f"{tmp_path / 'file'} cannot be written" in refused(run, "--out", tmp_path / "file")
     shutil.rmtree(run / "gpt")

@@ -612,8 +612,8 @@ def load_synthesizer(
         choice = usable_vocoder(known.untrained_parts, vocoder, known.vocoder)
         model, vocabulary = run.load_model(without=known.untrained, best_gpt=best_gpt), run.vocabulary()
     elif not folder.is_dir():
-        cure = "name that of a training run or of XTTS-v2 (myxtts speak: --model DIR)"
-        raise ConfigError(f"There is no model in {folder}: no such folder; {cure}")
+        cure = "give the folder of a run or of XTTS-v2 (myxtts speak: --model DIR)"
+        raise ConfigError(f"{folder}: no such folder; {cure}")
     elif best_gpt:
         raise ConfigError(f"--best chooses among the checkpoints of a run; {folder} is a folder of weights")
     else:

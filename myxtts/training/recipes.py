@@ -222,9 +222,9 @@ class DvaeRecipe(Recipe):
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         out, _ = self._reconstruct(tensors, sizes)
-        mel, decoded = tensors["mel"][0], out.reconstruction[0].float()
-        counts = self.dvae.codebook.usage().counts
-        return {"mel": mel[:, : decoded.shape[1]], "reconstruction": decoded, "code_usage": counts}
+        num_frames = int(tensors["num_frames"][0])  # the rest is padding
+        mel, decoded = tensors["mel"][0, :, :num_frames], out.reconstruction[0, :, :num_frames].float()
+        return {"mel": mel, "reconstruction": decoded, "code_usage": self.dvae.codebook.usage().counts}
 
     @torch.no_grad()
     def before_first_step(self, tensors: Tensors) -> None:
