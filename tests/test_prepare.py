@@ -321,20 +321,31 @@ def test_the_embedded_corpus_is_small_and_licensed() -> None:
     assert ids == {row[0] for row in rows} == {path.stem for path in (EMBEDDED_CORPUS / "wavs").iterdir()}
 
 
-def test_a_grown_corpus_and_another_detector_mean_detecting_all_languages_again(
+def test_the_language_of_a_sentence_is_detected_once(
     make_corpus, run_prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def detected(code: str) -> set[str]:
-        monkeypatch.setattr("myxtts.data.prepare.detect_languages", lambda texts, _: [code] * len(texts))
-        return set(languages_of(run_prepare(folder, language=None)).values())
+    asked: list[str] = []
 
+    def detect(texts: list[str], _: list[str], known: dict[tuple[str, str], str]) -> list[str]:
+        assert set(known.values()) <= {"en"} and len(known) + len(texts) == len(SENTENCES[:6]) + bool(known)
+        asked.extend(texts)
+        return ["de" if known else "en"] * len(texts)
+
+    monkeypatch.setattr("myxtts.data.prepare.detect_languages", detect)
     folder = make_corpus()
-    assert detected("en") == {"en"}
-    assert detected("de") == {"en"}  # nothing has changed
-    make_corpus(["Ja."], first=6)  # this alone tells nothing: a language is detected from all texts
-    assert detected("de") == {"de"}
+    assert set(languages_of(run_prepare(folder, language=None)).values()) == {"en"}
+    make_corpus(["Ja."], first=6)
+    languages = languages_of(run_prepare(folder, language=None))
+    assert (asked, languages.pop("clip006")) == ([*SENTENCES[:6], "Ja."], "de")
+    assert set(languages.values()) == {"en"}
+    (folder / "metadata.csv").write_text("".join((folder / "metadata.csv").read_text().splitlines(True)[3:]))
+    run_prepare(folder, language=None)
+    assert len(asked) == 7
     monkeypatch.setattr("myxtts.data.prepare.language_fingerprint", lambda: "another")
-    assert detected("it") == {"it"}
+    monkeypatch.setattr(
+        "myxtts.data.prepare.detect_languages", lambda texts, *_: asked.extend(texts) or ["it"] * 4
+    )
+    assert set(languages_of(run_prepare(folder, language=None)).values()) == {"it"}
 
 
 def test_clips_set_aside_are_not_looked_at_again(make_corpus, run_prepare: Prepare, messages) -> None:

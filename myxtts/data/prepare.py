@@ -206,15 +206,22 @@ class _Part:
         if not unknown:
             return named
 
-        def build(writer: StoreWriter, rows: list[int]) -> None:
-            _log.info("Detecting the language of %d sentences", len(unknown))
-            self.tools.pool.start()
-            found = detect_languages([clip.text for clip in unknown], [clip.speaker for clip in unknown])
-            writer.append(rows, [np.array([LANGUAGES.index(code) for code in found], np.uint8)])
+        pairs = [(clip.text, clip.speaker) for clip in unknown]
 
-        sources = np.array([hash64(*(part for clip in unknown for part in (clip.text, clip.speaker)))], np.uint64)
+        def build(writer: StoreWriter, rows: list[int]) -> None:
+            _log.info("Detecting the language of %d sentences", len(rows))
+            self.tools.pool.start()
+            copied = np.setdiff1d(np.arange(len(pairs)), rows)
+            known = {
+                pairs[row]: LANGUAGES[label] for row, label in zip(copied, writer.labels[copied], strict=True)
+            }
+            added = [pairs[row] for row in rows]
+            found = detect_languages([text for text, _ in added], [speaker for _, speaker in added], known)
+            writer.append(rows, [np.empty(0, np.uint8)] * len(rows), [LANGUAGES.index(code) for code in found])
+
+        sources = np.fromiter((hash64(*pair) for pair in pairs), np.uint64)
         spec = StoreSpec("languages", np.uint8, sources, {"detector": language_fingerprint()})
-        detected = iter(self._store(spec, "language", build)[0].tolist())
+        detected = iter(self._store(spec, "language", build).labels.tolist())
         return [code or LANGUAGES[next(detected)] for code in named]
 
     def spoken(self) -> tuple[list[str], list[str]]:

@@ -147,6 +147,11 @@ class StoreWriter:
         self.set_aside: list[tuple[int, str, str]] = []
         """Rows that are left empty, each with the reason and what was found."""
 
+    @property
+    def labels(self) -> Rows:
+        """The label of every row so far; 0 for rows that are not written yet."""
+        return self._index["label"].astype(np.int64)
+
     def append(self, rows: Sequence[int], arrays: Sequence[Array], labels: Labels = 0) -> None:
         """Write rows and add them to the index."""
         block, records = pack(arrays, labels)
