@@ -370,10 +370,10 @@ def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
     elif data.data_gpu is not None and data.data_gpu == data.model_gpu:
         both = f"data.data_gpu and data.model_gpu are both {data.data_gpu}"
         yield gpus, f"{both}; name two different GPUs, or leave out both to use one"
-    longest_s = data.max_mel_frames * config.HOP_SAMPLES / config.SAMPLE_RATE
+    longest_s = config.mel_frames(data) * config.HOP_SAMPLES / config.SAMPLE_RATE
     if data.min_clip_seconds >= longest_s:
         shortest = f"data.min_clip_seconds is {data.min_clip_seconds:g}"
-        longest = f"data.max_mel_frames is {data.max_mel_frames} ({longest_s:.2f} seconds)"
+        longest = f"data.max_mel_frames is {data.max_mel_frames or 'auto'} ({longest_s:.2f} seconds)"
         text = f"no clip fits: {shortest}, but {longest}; lower the first or raise the second"
         yield ("data.min_clip_seconds", "data.max_mel_frames"), text
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE
-from myxtts.data.clips import ClipSet, PreparedCorpus, set_aside_list
+from myxtts.data.clips import LIMITS, ClipSet, PreparedCorpus, set_aside_list
 from myxtts.files import has_ended
 from myxtts.observe.diagnosis import WARMUP_REPORTS, Warning, warnings_of
 from myxtts.observe.findings import Finding
@@ -244,7 +244,7 @@ def show_corpus(prepared: PreparedCorpus) -> None:
     table.add_row("vocabulary", str(prepared.tokenizer.num_tokens), "tokens")
     table.add_row("set aside", str(len(prepared.set_aside)), "clips")
     for reason, count in Counter(item.reason for item in prepared.set_aside).most_common():
-        table.add_row("", str(count), reason)
+        table.add_row("", str(count), f"{reason} (see {LIMITS[reason]})" if reason in LIMITS else reason)
     console.print(table)
     seconds = np.concatenate([clips.num_samples for clips in both]) / SAMPLE_RATE
     counts = np.bincount((seconds // _LENGTH_STEP_S).astype(int))

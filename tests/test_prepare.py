@@ -18,7 +18,7 @@ from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data import prepare as prepare_module
 from myxtts.data.clips import DecodeOptions, PreparedCorpus, set_aside_list
 from myxtts.data.corpus import read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS, prepare, spoken_corpus
+from myxtts.data.prepare import EMBEDDED_CORPUS, auto_mel_frames, prepare, spoken_corpus
 from myxtts.errors import DatasetError
 from myxtts.terminal import ProgressLines
 from myxtts.text import tokenizer
@@ -63,7 +63,7 @@ def write_broken_corpus(folder: Path) -> None:
     sf.write(wavs / "silent.wav", np.zeros(SAMPLE_RATE), SAMPLE_RATE)
     sf.write(wavs / "hum.flac", 0.3 + 0.001 * make_voice(1.0), SAMPLE_RATE)
     sf.write(wavs / "short.wav", make_voice(0.3), SAMPLE_RATE)
-    sf.write(wavs / "long.wav", make_voice(11.0, 8000), 8000)
+    sf.write(wavs / "long.wav", make_voice(21.0, 8000), 8000)
     texts = {"blank": "   ", "longtext": "word " * 300, "novel": "word " * 2000, "marks": "\u200b"}
     lines = ["audio_file|text|speaker_name|language", "onlyid", "dup|Once.|s|en", "foreign|Moi.|s|fi"]
     usual = [name for name in BROKEN if name not in ("latin", "onlyid", "foreign")]
@@ -356,7 +356,30 @@ def test_clips_set_aside_are_not_looked_at_again(make_corpus, run_prepare: Prepa
     prepared = run_prepare(folder, max_mel_frames=100)
     assert messages.work()["AUDIO"] == 1
     assert {item.reason for item in prepared.set_aside} == {"too long"}
-    assert all("max_mel_frames" in item.detail for item in prepared.set_aside)
+    assert all("--max-mel-frames" in item.detail for item in prepared.set_aside)
+
+
+def test_the_longest_clip_follows_the_corpus_unless_it_is_named(make_corpus, run_prepare: Prepare) -> None:
+    folder = make_corpus(SENTENCES[:5], seconds=2.0)
+    make_corpus(SENTENCES[5:6], first=5, seconds=12.0)
+    followed, named = run_prepare(folder), run_prepare(folder, max_mel_frames=800)
+    assert (followed.max_mel_frames, followed.set_aside) == (1056, [])  # 12 s are 1034 frames
+    assert run_prepare(folder).max_mel_frames == 1056  # from the snapshot
+    assert (named.max_mel_frames, [item.reason for item in named.set_aside]) == (800, ["too long"])
+    assert "--max-mel-frames" in named.set_aside[0].detail
+    assert run_prepare(make_corpus(name="short", seconds=2.0)).max_mel_frames == 192  # 2 s are 173
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rare", "frames"),
+    [(2.0, 9.0, 800), (9.0, 10.0, 800), (9.4, 10.0, 832), (12.0, 18.0, 1056), (25.0, 25.0, 1728)],
+)
+def test_auto_sets_aside_at_most_a_thousandth_beyond_nine_seconds(
+    seconds: float, rare: float, frames: int
+) -> None:
+    lengths = np.r_[np.full(9991, seconds), np.full(9, rare), np.zeros(5)] * SAMPLE_RATE
+    assert auto_mel_frames(lengths.astype(np.int64)) == frames
+    assert auto_mel_frames(np.zeros(5, np.int64)) == 800
 
 
 def test_workers_asked_for_are_started_and_no_more_than_cores(

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from myxtts import audio
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings, mel_frames
 from myxtts.data.corpus import Corpus, SetAside, last_change
 from myxtts.data.store import (
     Array,
@@ -53,7 +53,7 @@ class DecodeOptions:
     @classmethod
     def of(cls, data: DataSettings) -> DecodeOptions:
         """Return the options for these settings; the longest clip has exactly `max_mel_frames` mel frames."""
-        return cls(data.max_mel_frames * HOP_SAMPLES - 1, data.trim_silence_db)
+        return cls(mel_frames(data) * HOP_SAMPLES - 1, data.trim_silence_db)
 
     @property
     def max_seconds(self) -> float:
@@ -61,6 +61,10 @@ class DecodeOptions:
 
     def decode(self, path: Path) -> audio.Pcm:
         return audio.decode(path, SAMPLE_RATE, self.max_seconds, self.trim_silence_db)
+
+
+LIMITS = {"too long": "--max-mel-frames", "too short": "--min-clip-seconds", "text too long": "--max-text-length"}
+"""The flags of the settings for which clips are set aside, by reason."""
 
 
 class LazyAudio:
@@ -162,6 +166,12 @@ class PreparedCorpus:
     set_aside: list[SetAside]
     vocabulary: str  # the tokenizer as JSON; building the object takes time, and few callers need it
     root: Path
+    max_mel_frames: int
+    """The setting, or for `auto` the frames of the longest clip, rounded up."""
+
+    def fitted(self, data: DataSettings) -> DataSettings:
+        """Return the settings with the limit of this corpus in place of `auto`."""
+        return replace(data, max_mel_frames=self.max_mel_frames)
 
     def voices(self, clips: ClipSet) -> Rows:
         """Return the speaker's index for each clip, or a unique negative number for unlabelled clips."""
@@ -203,6 +213,7 @@ def save_snapshot(prepared: PreparedCorpus, state: str, corpora: Sequence[Corpus
         "vocabulary": prepared.vocabulary,
         "set_aside": prepared.set_aside,
         "speakers": prepared.speaker_names,
+        "max_mel_frames": prepared.max_mel_frames,
         "decoding": asdict(lazy.options) if lazy else None,
         "files": [[0, len(corpora[0].clips)], [num_clips - len(corpora[-1].clips), num_clips]],
         "names": [side.names for side in sides],
@@ -241,7 +252,8 @@ def load_snapshot(root: Path, state: str) -> PreparedCorpus | None:
     train = ClipSet(first[0], first[1], **rows[0], names=texts["names"][0])
     val = ClipSet(second[0], second[1], **rows[1], names=texts["names"][1])
     set_aside = [SetAside(*item) for item in texts["set_aside"]]
-    return PreparedCorpus(train, val, texts["speakers"], set_aside, texts["vocabulary"], root)
+    rest = (texts["vocabulary"], root, texts["max_mel_frames"])
+    return PreparedCorpus(train, val, texts["speakers"], set_aside, *rest)
 
 
 def _snapshot_spec(state: str) -> StoreSpec:
