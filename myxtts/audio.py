@@ -7,6 +7,7 @@ found). Knows nothing of corpora, caches or models.
 from __future__ import annotations
 
 import math
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -107,6 +108,8 @@ def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:
 def _check_complete(path: Path) -> None:
     """Compare the length in the container with the file: libsndfile silently accepts a truncated WAV or Ogg."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device could wait forever
+            raise UnusableAudio("unreadable file", "not a regular file")
         with open(path, "rb") as file:
             head = file.read(26)
             size = file.seek(0, 2)

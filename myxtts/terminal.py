@@ -25,7 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE
-from myxtts.data.clips import LIMITS, ClipSet, PreparedCorpus, set_aside_list
+from myxtts.data.clips import LIMITS, NO_SPEAKERS, ClipSet, PreparedCorpus, set_aside_list
+from myxtts.errors import printable
 from myxtts.files import has_ended
 from myxtts.observe.diagnosis import WARMUP_REPORTS, Warning, warnings_of
 from myxtts.observe.findings import Finding
@@ -71,7 +72,7 @@ _log = logging.getLogger(__name__)
 
 def show_lines(lines: Iterable[str]) -> None:
     for line in lines:
-        print(line, flush=True)
+        print(printable(line), flush=True)
 
 
 class ProgressLines:
@@ -237,7 +238,7 @@ def show_corpus(prepared: PreparedCorpus) -> None:
     both = (prepared.train, prepared.val)
     speakers = Counter(prepared.speaker_names[number] for clips in both for number in clips.speakers.tolist())
     languages = Counter(LANGUAGES[number] for clips in both for number in clips.languages.tolist())
-    named = [f"{escape(name or 'unnamed')} {count}" for name, count in speakers.most_common(8)]
+    named = [f"{escape(printable(name) or 'unnamed')} {count}" for name, count in speakers.most_common(8)]
     table.add_row("speakers", str(len(speakers)), ", ".join(named + ["…"] * (len(speakers) > 8)))
     spoken = (f"{LANGUAGE_NAMES[code]} {count}" for code, count in languages.most_common())
     table.add_row("languages", str(len(languages)), ", ".join(spoken))
@@ -256,6 +257,8 @@ def show_corpus(prepared: PreparedCorpus) -> None:
     console.print(lengths)
     if prepared.set_aside:
         show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
+    if not any(prepared.speaker_names):
+        show_lines([f"Hint: {NO_SPEAKERS}"])
     show_lines([f"Ready: cache in {prepared.root}"])
 
 

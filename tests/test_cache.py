@@ -236,6 +236,20 @@ def test_a_damaged_snapshot_or_store_only_costs_time(
     assert contents(prepare(settled)) == good
 
 
+def test_texts_next_to_recordings_are_watched(settled: DataSettings) -> None:
+    assert settled.train_data
+    for line in (settled.train_data / "metadata.csv").read_text().splitlines():
+        name, text = line.split("|")
+        (settled.train_data / "wavs" / f"{name}.txt").write_text(text)
+    (settled.train_data / "metadata.csv").unlink()
+    time.sleep(SETTLED_S)
+    before = contents(prepare(settled))
+    assert len(before) == 6 and prepared_before(settled)
+    rewrite(settled.train_data / "wavs" / "clip000.txt", lambda text: text.replace(b"quiet", b"noisy"))
+    assert prepared_before(settled) is None
+    assert contents(prepare(settled))["wavs/clip000.wav"] != before["wavs/clip000.wav"]
+
+
 def test_a_missing_file_that_appears_is_seen(settled: DataSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the time of its folder is set back, as `cp -a` and `rsync -a` do after copying the files."""
     assert settled.train_data

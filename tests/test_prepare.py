@@ -20,7 +20,7 @@ from myxtts.data.clips import DecodeOptions, PreparedCorpus, set_aside_list
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS, auto_mel_frames, prepare, spoken_corpus
 from myxtts.errors import DatasetError
-from myxtts.terminal import ProgressLines
+from myxtts.terminal import ProgressLines, show_corpus
 from myxtts.text import tokenizer
 
 Prepare = Callable[..., PreparedCorpus]
@@ -72,12 +72,17 @@ def write_broken_corpus(folder: Path) -> None:
     (folder / "metadata.csv").write_bytes(raw + b"\r\nlatin|caf\xe9|s|en\r\n")
 
 
-def test_every_kind_of_broken_input_is_named(tmp_path: Path, run_prepare: Prepare) -> None:
+def test_every_kind_of_broken_input_is_named(tmp_path: Path, run_prepare: Prepare, capsys) -> None:
     folder = tmp_path / "corpus"
     write_broken_corpus(folder)
     prepared = run_prepare(folder, val_fraction=0.0)
     assert sorted(prepared.train.names) == ["dup", "good1", "good2"]
     assert {item.id: item.reason for item in prepared.set_aside} == BROKEN
+    show_corpus(prepared)
+    output = capsys.readouterr().out
+    assert f"listed in {set_aside_list(prepared.root)}" in output.replace("\n", " ")
+    for flag in ("--max-mel-frames", "--min-clip-seconds", "--max-text-length"):
+        assert f"(see {flag})" in output
     assert all(item.detail and item.where.startswith("metadata.csv:") for item in prepared.set_aside)
     with open(set_aside_list(prepared.root), encoding="utf-8", newline="") as file:
         listed = {row["id"]: row for row in csv.DictReader(file, delimiter="|")}
@@ -87,6 +92,24 @@ def test_every_kind_of_broken_input_is_named(tmp_path: Path, run_prepare: Prepar
         assert detail in listed[name]["detail"]
     again = run_prepare(folder, val_fraction=0.0)
     assert again.set_aside == prepared.set_aside  # the second start, from the cache, says the same
+
+
+def test_texts_cannot_disguise_messages(make_corpus, run_prepare: Prepare, capsys) -> None:
+    """Escape sequences could clear a terminal, and an override of the direction turns a path around."""
+    folder = make_corpus(["One."])
+    with open(folder / "metadata.csv", "a", encoding="utf-8") as metadata:
+        metadata.write("evil\x1b[2J\u202eid|Two.\n")
+    (folder / "speakers.csv").write_text("id|speaker\nclip000|ann\x1b[31m[bold]\n", encoding="utf-8")
+    prepared = run_prepare(folder)
+    show_corpus(prepared)
+    listed = set_aside_list(prepared.root).read_text()
+    (folder / "wavs" / "clip000.wav").unlink()
+    with pytest.raises(DatasetError, match="No usable clip") as caught:
+        run_prepare(folder)
+    for text in (capsys.readouterr().out, listed, str(caught.value)):
+        assert not {"\x1b", "\u202e"} & set(text)
+    assert r"evil\x1b[2J\u202eid|missing file" in listed
+    assert str(set_aside_list(prepared.root)) in str(caught.value)
 
 
 def test_nothing_usable_is_an_error_that_says_why(make_corpus, run_prepare: Prepare) -> None:
@@ -248,7 +271,7 @@ def languages_of(prepared: PreparedCorpus) -> dict[str, str]:
     return {name: LANGUAGES[number] for name, number in by_name(prepared, "languages").items()}
 
 
-def test_where_the_language_comes_from(make_corpus, run_prepare: Prepare) -> None:
+def test_where_the_language_comes_from(make_corpus, run_prepare: Prepare, capsys) -> None:
     german = "Der Zug fährt heute leider erst zwanzig Minuten später ab."
     texts = ["The train is twenty minutes late today, I am afraid.", german, "قطار امروز بیست دقیقه دیر می‌رسد."]
     folder = make_corpus(texts)
@@ -259,6 +282,11 @@ def test_where_the_language_comes_from(make_corpus, run_prepare: Prepare) -> Non
     named = run_prepare(folder, language="nl")
     assert languages_of(named) == {"clip000": "it", "clip001": "nl", "clip002": "nl"}
     assert named.speaker_names == ["", "ann", "bob"]
+    show_corpus(named)
+    assert "names its speaker" not in capsys.readouterr().out
+    (folder / "speakers.csv").unlink()
+    show_corpus(run_prepare(folder, language="nl"))
+    assert "Hint: no clip names its speaker" in capsys.readouterr().out
     assert by_name(named, "speakers") == {"clip000": 1, "clip001": 2, "clip002": 0}
 
 

@@ -34,7 +34,7 @@ from myxtts.data.store import (
     hash64,
     open_store,
 )
-from myxtts.errors import DatasetError
+from myxtts.errors import DatasetError, printable
 from myxtts.files import write_atomically
 from myxtts.text.tokenizer import Tokenizer
 
@@ -65,6 +65,12 @@ class DecodeOptions:
 
 LIMITS = {"too long": "--max-mel-frames", "too short": "--min-clip-seconds", "text too long": "--max-text-length"}
 """The flags of the settings for which clips are set aside, by reason."""
+
+
+NO_SPEAKERS = (
+    "no clip names its speaker, so each is its own reference voice, which makes cloning harder to learn. If one "
+    "person speaks in all of them, name the speaker: a header with speaker_name, or speakers.csv"
+)
 
 
 class LazyAudio:
@@ -192,7 +198,7 @@ def write_set_aside_list(root: Path, set_aside: Sequence[SetAside]) -> None:
     content = io.StringIO()
     table = csv.writer(content, delimiter="|", lineterminator="\n")
     table.writerow(SetAside._fields)
-    table.writerows(set_aside)
+    table.writerows(map(printable, item) for item in set_aside)
     path = set_aside_list(root)
     encoded = content.getvalue().encode("utf-8", "replace")
     if os.access(root, os.W_OK) and not (path.is_file() and path.read_bytes() == encoded):

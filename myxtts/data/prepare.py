@@ -46,6 +46,7 @@ from myxtts.data.clips import (
     PreparedCorpus,
     load_snapshot,
     save_snapshot,
+    set_aside_list,
     write_set_aside_list,
 )
 from myxtts.data.corpus import METADATA_FILES, Clip, Corpus, SetAside, held_out, read_corpus
@@ -105,11 +106,11 @@ def prepare(
         speaker_names = sorted({clip.speaker for part in parts for clip in part.corpus.clips})
         limit = data.max_mel_frames or auto_mel_frames(parts[0].audio.lengths)
         clips = [part.clip_set(tokenizer, speaker_names, limit) for part in parts]
+    set_aside = [item for part in parts for item in part.set_aside]
+    write_set_aside_list(root, set_aside)
     train_clips, val_clips = parts[0].split(clips[0])
     if data.val_data:
         val_clips = clips[1]
-    set_aside = [item for part in parts for item in part.set_aside]
-    write_set_aside_list(root, set_aside)
     longest = max(int(part.num_samples.max(initial=0)) for part in (train_clips, val_clips))
     frames = data.max_mel_frames or _round_up(num_frames_of(longest))
     prepared = PreparedCorpus(train_clips, val_clips, speaker_names, set_aside, tokenizer.to_json(), root, frames)
@@ -123,10 +124,9 @@ def auto_mel_frames(num_samples: Array) -> int:
 
     A few clips that are far longer than the rest would widen every batch.
     """
-    enough = (
-        np.quantile(num_samples[num_samples > 0], 1 - TOO_LONG_SHARE, method="higher") if num_samples.any() else 0
-    )
-    return min(max(_round_up(num_frames_of(int(enough))), LEAST_AUTO_MEL_FRAMES), MAX_AUTO_MEL_FRAMES)
+    lengths = num_samples[num_samples > 0]
+    enough = int(np.quantile(lengths, 1 - TOO_LONG_SHARE, method="higher")) if lengths.size else 0
+    return min(max(_round_up(num_frames_of(enough)), LEAST_AUTO_MEL_FRAMES), MAX_AUTO_MEL_FRAMES)
 
 
 def _round_up(num_frames: int) -> int:
@@ -227,7 +227,7 @@ class _Part:
     def _languages(self) -> list[str]:
         """Return the language of every clip: from the metadata, the settings, or detected.
 
-        Detection looks at all sentences of a speaker together, so its result is stored for exactly these clips.
+        What is detected is kept by text and speaker, so a sentence is examined once.
         """
         clips = self.corpus.clips
         named = [clip.language or self.data.language or "" for clip in clips]
@@ -344,7 +344,10 @@ class _Part:
             counts = Counter(item.reason for item in set_aside).most_common()
             reasons = "\n".join(f"  {count} × {reason}" for reason, count in counts) or "  the metadata is empty"
             example = f"\nFor example {set_aside[0].id}: {set_aside[0].detail}" if set_aside else ""
-            raise DatasetError(f"No usable clip in {folder}. Set aside:\n{reasons}{example}")
+            listed = (
+                f"\nAll are listed in {set_aside_list(self.root)}" if set_aside_list(self.root).exists() else ""
+            )
+            raise DatasetError(f"No usable clip in {folder}. Set aside:\n{reasons}{example}{listed}")
         if all(clip.held_out for clip in self.usable):
             raise DatasetError(f"No usable clip in {folder} except those of metadata_eval.csv")
         chosen = held_out(self.usable, self.data)
