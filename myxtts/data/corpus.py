@@ -180,7 +180,7 @@ def _no_texts(folder: Path, recordings: list[str], others: list[str]) -> Dataset
         return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "nothing"
 
     if not recordings:
-        what = f"No metadata and no recordings in {folder} (it holds: {some(others)})."
+        what = f"No metadata in {folder}, and no recordings (it holds: {some(others)})."
         return DatasetError(f"{what}\nExpected one of these forms:\n{FORMS}")
     what = f"No metadata in {folder}, only {len(recordings)} recording(s) without texts: {some(recordings)}."
     return DatasetError(f"{what}\n{CUT_INTO_CLIPS}\n{FORMS}")
