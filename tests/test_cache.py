@@ -106,6 +106,16 @@ def damage(folder: Path, name: str) -> None:
     rewrite(path, flip(3 if name == "meta.json" else path.stat().st_size // 2))
 
 
+def test_a_prepared_corpus_needs_its_recordings_no_more(corpus: Path, run_prepare: Prepare) -> None:
+    prepared = run_prepare(corpus)
+    good = contents(prepared)
+    (corpus / "wavs" / "clip000.wav").write_bytes(b"RIFF")  # a clip is replaced, and the rest removed
+    for path in (corpus / "wavs").glob("clip*"):
+        path.unlink()
+    shutil.rmtree(corpus)
+    assert contents(prepared) == good
+
+
 @pytest.mark.parametrize("found_by", ["verifying", "reading"])
 def test_damage_is_repaired(corpus: Path, run_prepare: Prepare, messages, found_by: str) -> None:
     good = contents(run_prepare(corpus))
