@@ -256,7 +256,7 @@ class DataSettings:
     prefetch_to_gpu: bool = setting(True)
     """Uploads batches before the model needs them."""
     enhanced_gpu_prefetch: bool = setting(True)
-    """Uploads from pinned memory on a separate copy stream, so that copies overlap with computation."""
+    """Uploads from pinned memory on a separate upload stream, so that copies overlap with computation."""
     optimize_cpu_gpu_overlap: bool = setting(True)
     """Runs the data role's kernels on a separate stream, so that they overlap with the training step."""
 
@@ -358,6 +358,11 @@ def stages_of(settings: Settings) -> tuple[str, ...]:
     return training.stages or (STAGES if training.init_from is None else ("gpt",))
 
 
+def own_steps(training: TrainingSettings, stage: str) -> int | None:
+    """Return the steps that are set for this stage alone."""
+    return {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
+
+
 def stage_steps(
     training: TrainingSettings, stage: str, num_clips: int, batch_clips: int, accumulate: int
 ) -> tuple[int, str]:
@@ -366,7 +371,7 @@ def stage_steps(
     `batch_clips` counts the clips that all processes take in a micro-step.
     """
     steps = math.ceil(math.ceil(num_clips / batch_clips) * training.epochs / accumulate)
-    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
+    own = own_steps(training, stage)
     limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
     return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
 
