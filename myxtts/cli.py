@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from myxtts import __version__
 from myxtts.config import LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
-from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
+from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError
 from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
@@ -28,13 +28,6 @@ MOST_GPUS = 16  # GPUs that the live view looks for
 EVALUATION_FOLDER = "evaluation"  # inside a run; the scores in it appear on the page of the run
 
 
-class PlainFormatter(logging.Formatter):
-    """Formats log records with everything unprintable escaped."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; expected errors are printed without a traceback."""
     options, unknown = make_parser().parse_known_args(arguments)
@@ -42,8 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown and "refuse" in options:
         options.refuse(f"unknown arguments {' '.join(unknown)}")
     logging.basicConfig(format="%(message)s", level=logging.DEBUG if options.verbose else logging.INFO)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(PlainFormatter("%(message)s"))
     logging.getLogger("torch").setLevel(logging.WARNING)  # it logs statistics when a process ends
     try:
         return int(options.run(options) or 0)

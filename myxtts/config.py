@@ -68,9 +68,9 @@ STAGES = tuple(STAGE_PARTS)
 MAX_AUTO_PREFETCH, MAX_AUTO_BUFFER = 16, 50
 """The most batches that `prefetch_buffer_size` and `pipeline_buffer_size` come to when they are `auto`."""
 
-LEAST_AUTO_MEL_FRAMES, MAX_AUTO_MEL_FRAMES = 800, 1728
-"""What `max_mel_frames` comes to at least and at most when it is `auto`. Beyond 20 seconds the padding of the DVAE
-stage costs more time than the few longer clips add speech."""
+AUTO_MEL_FRAMES = (800, 1728)
+"""The least and the most that `max_mel_frames` comes to when it is `auto`. Beyond 20 seconds the padding of the
+DVAE stage costs more time than the few longer clips add speech."""
 
 PREPARE_KEYS = tuple(
     f"data.{name}"
@@ -378,7 +378,7 @@ def stage_steps(
 
 def mel_frames(data: DataSettings) -> int:
     """Return the mel frames of the longest clip; for `auto`, the most that it can come to."""
-    return data.max_mel_frames or MAX_AUTO_MEL_FRAMES
+    return data.max_mel_frames or AUTO_MEL_FRAMES[1]
 
 
 MOST_GATHERERS = 4

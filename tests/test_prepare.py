@@ -16,9 +16,9 @@ from conftest import SENTENCES, make_voice
 from myxtts import audio
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data import prepare as prepare_module
-from myxtts.data.clips import DecodeOptions, PreparedCorpus, set_aside_list
+from myxtts.data.clips import DecodeOptions, PreparedCorpus, max_frames_of, set_aside_list
 from myxtts.data.corpus import read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS, auto_mel_frames, prepare, spoken_corpus
+from myxtts.data.prepare import EMBEDDED_CORPUS, prepare, spoken_corpus
 from myxtts.errors import DatasetError
 from myxtts.terminal import ProgressLines, show_corpus
 from myxtts.text import tokenizer
@@ -406,8 +406,8 @@ def test_auto_sets_aside_at_most_a_thousandth_beyond_nine_seconds(
     seconds: float, rare: float, frames: int
 ) -> None:
     lengths = np.r_[np.full(9991, seconds), np.full(9, rare), np.zeros(5)] * SAMPLE_RATE
-    assert auto_mel_frames(lengths.astype(np.int64)) == frames
-    assert auto_mel_frames(np.zeros(5, np.int64)) == 800
+    assert max_frames_of(lengths.astype(np.int64)) == frames
+    assert max_frames_of(np.zeros(5, np.int64)) == 800
 
 
 def test_workers_asked_for_are_started_and_no_more_than_cores(

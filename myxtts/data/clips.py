@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from myxtts import audio
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings, mel_frames
+from myxtts.config import AUTO_MEL_FRAMES, HOP_SAMPLES, SAMPLE_RATE, DataSettings, mel_frames, num_frames_of
 from myxtts.data.corpus import Corpus, SetAside, last_change
 from myxtts.data.store import (
     Array,
@@ -40,6 +40,8 @@ from myxtts.text.tokenizer import Tokenizer
 
 CLOCK_TICK_NS = 20_000_000
 """A folder that changed within this time before it was listed may have changed again at the same time stamp."""
+_FRAME_STEP = 32
+_TOO_LONG_SHARE = 0.001  # of the clips, which `max_mel_frames: auto` may set aside
 _log = logging.getLogger(__name__)
 
 
@@ -61,6 +63,18 @@ class DecodeOptions:
 
     def decode(self, path: Path) -> audio.Pcm:
         return audio.decode(path, SAMPLE_RATE, self.max_seconds, self.trim_silence_db)
+
+
+def frames_for(num_samples: Rows, share: float = 1.0) -> int:
+    """Return the frames, rounded up, in which this share of the clips fits."""
+    lengths = np.append(num_samples[num_samples > 0], 1)
+    return -(-num_frames_of(int(np.quantile(lengths, share, method="higher"))) // _FRAME_STEP) * _FRAME_STEP
+
+
+def max_frames_of(num_samples: Rows) -> int:
+    """Return the longest clip that `auto` takes: a few that are far longer would widen every batch."""
+    least, most = AUTO_MEL_FRAMES
+    return min(max(frames_for(num_samples, 1 - _TOO_LONG_SHARE), least), most)
 
 
 LIMITS = {"too long": "--max-mel-frames", "too short": "--min-clip-seconds", "text too long": "--max-text-length"}

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from myxtts.audio import EXTENSIONS
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, DataSettings
 from myxtts.data.store import hash64
-from myxtts.errors import DatasetError
+from myxtts.errors import DatasetError, printable
 
 FORMS = """\
   DIR/metadata.csv with lines id|text or id|raw text|normalised text, and DIR/wavs/ID.wav
@@ -102,7 +102,7 @@ def read_rows(path: Path) -> Iterator[Row | SetAside]:
     if columns:
         unused = [name for at, name in enumerate(header) if at not in columns.values()]
         if unused:
-            _log.info("%s: columns not used: %s", path, ", ".join(unused))
+            _log.info("%s: columns not used: %s", path, printable(", ".join(unused)))
         fewest, most = max(columns["audio"], columns["text"]) + 1, len(header)
     else:
         _refuse_speaker_column(path, [_fields(line, mark) for _, line in lines])
@@ -138,20 +138,21 @@ def read_pairs(folder: Path, listed: dict[str, int]) -> list[Row | SetAside]:
     for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
         at = Path(parent).relative_to(folder)
         listed[parent] = last_change(Path(parent))
-        for name in sorted(folders):
-            is_link = Path(parent, name).is_symlink()
-            if name.startswith(".") or not (is_link or len(at.parts) >= MAX_DEPTH):
-                continue
-            why = "links to folders are not followed" if is_link else f"it is more than {MAX_DEPTH} levels deep"
-            found.append(SetAside(str(at / name), "folder not searched", why, str(at / name)))
-        folders[:] = [] if len(at.parts) >= MAX_DEPTH else sorted(n for n in folders if not n.startswith("."))
+        visible = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = [
+            name for name in visible if len(at.parts) < MAX_DEPTH and not Path(parent, name).is_symlink()
+        ]
+        why = f"a link, or more than {MAX_DEPTH} folders deep"
+        found += [
+            SetAside(str(at / name), "folder not searched", why, "") for name in visible if name not in folders
+        ]
         for name in sorted(names):
             if name.lower().endswith(EXTENSIONS):
                 found.append(_pair(folder, at / name, listed))
             else:
                 others.append(str(at / name))
     if not any(isinstance(row, Row) for row in found):
-        raise _no_texts(folder, [row.id for row in found if isinstance(row, SetAside)], others)
+        raise _no_texts(folder, [row.where for row in found if row.where], others)
     return found
 
 
@@ -170,7 +171,7 @@ def _pair(folder: Path, recording: Path, listed: dict[str, int]) -> Row | SetAsi
     try:
         spoken = " ".join((folder / text).read_bytes().decode("utf-8-sig").split())
     except (OSError, UnicodeDecodeError) as error:
-        return SetAside(name, "wrong encoding", f"{text} cannot be read as UTF-8: {error}", str(text))
+        return SetAside(name, "wrong encoding", f"{text} cannot be read as UTF-8: {error}", name)
     speaker = next((part for part in recording.parts[:-1] if part not in ("wavs", "clips", "audio")), "")
     return Row(str(text), name, spoken, speaker, "")
 
@@ -192,10 +193,8 @@ def _row(
     if not fewest <= len(fields) <= most:
         detail = f"{len(fields)} fields separated by {mark!r}, expected {fewest} to {most}"
         other = [other for other in _OTHER_SEPARATORS if other in fields[0]] if len(fields) == 1 else []
-        if other:
-            detail = f"no {mark} in the line; columns seem to be separated by {other[0]!r}, expected is {mark!r}"
-        elif mark in ";," and len(fields) > most:
-            detail += f"; put a text that holds {mark!r} in double quotes"
+        if other:  # not recognised, because many texts hold the mark too
+            detail += f"; if columns are separated by {other[0]!r}, put every text in double quotes"
         return SetAside(fields[0][:80], "malformed line", detail, where)
     if columns:
         named = {meaning: fields[at] for meaning, at in columns.items() if at < len(fields)}

@@ -27,24 +27,16 @@ import xxhash
 
 from myxtts import __version__, audio
 from myxtts.audio import DECODE_VERSION, LIBRARIES
-from myxtts.config import (
-    HOP_SAMPLES,
-    LANGUAGES,
-    LEAST_AUTO_MEL_FRAMES,
-    MAX_AUTO_MEL_FRAMES,
-    PREPARE_KEYS,
-    SAMPLE_RATE,
-    DataSettings,
-    Settings,
-    num_frames_of,
-)
+from myxtts.config import HOP_SAMPLES, LANGUAGES, PREPARE_KEYS, SAMPLE_RATE, DataSettings, Settings
 from myxtts.data.clips import (
     LIMITS,
     ClipSet,
     DecodeOptions,
     LazyAudio,
     PreparedCorpus,
+    frames_for,
     load_snapshot,
+    max_frames_of,
     save_snapshot,
     set_aside_list,
     write_set_aside_list,
@@ -76,8 +68,6 @@ EMBEDDED_CORPUS = Path(__file__).parent.parent / "embedded"
 """The recordings inside the package, used when no data is named."""
 AUDIO_CHUNK = 32
 TEXT_CHUNK = 512
-TOO_LONG_SHARE = 0.001  # of the clips, which `max_mel_frames: auto` may set aside
-FRAME_STEP = 32  # it comes to a multiple of this
 MAX_TEXT_CHARACTERS = 4000
 """Longer texts are set aside unread: no clip is that long, and normalising one would stall a worker."""
 
@@ -104,33 +94,18 @@ def prepare(
         tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else parts[0].trained_tokenizer()
         parts += [_Part(data, folder, tools) for folder in folders[1:]]
         speaker_names = sorted({clip.speaker for part in parts for clip in part.corpus.clips})
-        limit = data.max_mel_frames or auto_mel_frames(parts[0].audio.lengths)
+        limit = data.max_mel_frames or max_frames_of(parts[0].audio.lengths)
         clips = [part.clip_set(tokenizer, speaker_names, limit) for part in parts]
     set_aside = [item for part in parts for item in part.set_aside]
     write_set_aside_list(root, set_aside)
     train_clips, val_clips = parts[0].split(clips[0])
     if data.val_data:
         val_clips = clips[1]
-    longest = max(int(part.num_samples.max(initial=0)) for part in (train_clips, val_clips))
-    frames = data.max_mel_frames or _round_up(num_frames_of(longest))
+    frames = data.max_mel_frames or max(frames_for(part.num_samples) for part in (train_clips, val_clips))
     prepared = PreparedCorpus(train_clips, val_clips, speaker_names, set_aside, tokenizer.to_json(), root, frames)
     if _state_of(data) == state:  # otherwise the metadata changed while it was read
         save_snapshot(prepared, state, [part.corpus for part in parts])
     return prepared
-
-
-def auto_mel_frames(num_samples: Array) -> int:
-    """Return the longest clip that `auto` takes, in frames: a thousandth of the clips may be longer.
-
-    A few clips that are far longer than the rest would widen every batch.
-    """
-    lengths = num_samples[num_samples > 0]
-    enough = int(np.quantile(lengths, 1 - TOO_LONG_SHARE, method="higher")) if lengths.size else 0
-    return min(max(_round_up(num_frames_of(enough)), LEAST_AUTO_MEL_FRAMES), MAX_AUTO_MEL_FRAMES)
-
-
-def _round_up(num_frames: int) -> int:
-    return -(-num_frames // FRAME_STEP) * FRAME_STEP
 
 
 def prepared_before(data: DataSettings) -> PreparedCorpus | None:

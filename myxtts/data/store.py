@@ -299,7 +299,9 @@ def build_store(
                 if missing:
                     build(writer, missing)
                 writer.finish(spec.params, spec.filters)
-                if folder.exists():  # damaged or out of date; processes that have it open go on reading the old files
+                if (
+                    folder.exists()
+                ):  # damaged or out of date; processes that have it open go on reading the old files
                     aside = root / f"{temporary.name}-old"
                     folder.rename(aside)
                     shutil.rmtree(aside, ignore_errors=True)

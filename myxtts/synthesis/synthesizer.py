@@ -22,7 +22,7 @@ import torch
 
 from myxtts.audio import Wave, write
 from myxtts.checkpoints import UnreadableWeights
-from myxtts.config import LANGUAGES, MAX_AUTO_MEL_FRAMES, SAMPLE_RATE, DataSettings
+from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings, mel_frames
 from myxtts.data.clips import ClipSet
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
@@ -522,7 +522,7 @@ def provenance(run: RunDir) -> Provenance:
         data = load(run.folder / "settings.yaml", {}).settings.data
     except ConfigError:
         data = DataSettings()
-    frames = data.max_mel_frames or run.started_with().get("data.max_mel_frames", MAX_AUTO_MEL_FRAMES)
+    frames = run.started_with().get("data.max_mel_frames") or mel_frames(data)
     known = (data.max_text_length, frames, data.use_phonemes)
     return Provenance(tuple(run.untrained()), run.from_scratch, *known)
 

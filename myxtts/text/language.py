@@ -208,17 +208,11 @@ def _detect_added(texts: list[str], candidates: _Codes, familiar: set[str]) -> _
     """Return the language of texts by speakers of `familiar` languages; the large models confirm any other."""
     if len(candidates) == 1:
         return dict.fromkeys(texts, candidates[0])
-    found: _Languages = {}
-    doubtful: dict[_Codes, list[str]] = defaultdict(list)
-    for text, language in zip(texts, _most_likely(texts, candidates, familiar, accurate=False), strict=True):
-        choice = tuple(sorted({*familiar, language or ""} - {""}))
-        if language is None or language in familiar or len(choice) > _CANDIDATES:
-            found[text] = language
-        else:
-            doubtful[choice].append(text)
-    for choice, of_choice in doubtful.items():
-        answers = _most_likely(of_choice, choice, familiar, accurate=True)
-        found |= dict(zip(of_choice, answers, strict=True))
+    found: _Languages = dict(zip(texts, _most_likely(texts, candidates, familiar, accurate=False), strict=True))
+    for language in sorted({language for language in found.values() if language} - familiar):
+        choice, doubtful = (*sorted(familiar), language), [text for text in texts if found[text] == language]
+        if len(choice) <= _CANDIDATES:
+            found |= dict(zip(doubtful, _most_likely(doubtful, choice, familiar, accurate=True), strict=True))
     return found
 
 
