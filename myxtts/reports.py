@@ -22,14 +22,15 @@ from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine, make_plan
 from myxtts.errors import MyXTTSError
 from myxtts.host import usable_cores
+from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.observe.diagnosis import LiveWarnings
-from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, duration
+from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, duration, log_sound
 from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
-from myxtts.run import plan_stages
+from myxtts.run import as_started, plan_stages
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sample
-from myxtts.terminal import ProgressPrinter, show_corpus
+from myxtts.terminal import ProgressPrinter, show_corpus_briefly
 from myxtts.training.trainer import Reporter, StagePlan, State
 
 FEW_STEPS = 1000  # A GPT trained from scratch for fewer steps does not speak words yet
@@ -65,7 +66,7 @@ class TrainingReports(Reporter):
         self._step_s: dict[str, float] = {}  # of the stages that were measured
 
     def corpus(self, prepared: PreparedCorpus) -> None:
-        show_corpus(prepared)
+        show_corpus_briefly(prepared)
 
     def plan(self, stages: Sequence[StagePlan]) -> None:
         self._steps_left = {stage.stage: stage.num_steps for stage in stages if stage.num_steps}
@@ -149,6 +150,8 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
         yield "Speaking a sentence of the corpus …"
         outcome, has_spoken = _sample(settings, said)
         yield from outcome
+        with contextlib.suppress(OSError):  # the sample is played on the page
+            write_report(folder)
     yield f"Done. Everything is in {folder}: checkpoints, report.html, metrics.jsonl, tensorboard/"
     if has_spoken:
         yield f"  sample       {folder / SAMPLE_FILE}"
@@ -173,8 +176,9 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
 
 def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
     """Yield what the same command, a larger number and another stage would do after a run has ended."""
-    training, stages, plan = settings.training, stages_of(settings), make_plan(settings.data)
-    run = RunDir(training.checkpoint_dir)
+    run, plan = RunDir(settings.training.checkpoint_dir), make_plan(settings.data)
+    settings = as_started(settings, run)
+    training, stages = settings.training, stages_of(settings)
     yield f"  {_same_command(settings)}: nothing is left to train"
     size = (len(prepared.train), settings.data.batch_size * plan.world_size, training.gradient_accumulation_steps)
     ends = {stage: stage_steps(training, stage, *size) for stage in stages}
@@ -218,6 +222,7 @@ def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
     except (MyXTTSError, OSError, torch.OutOfMemoryError) as error:
         return [f"No sample was spoken: {error}"], False
     run, vocoder = RunDir(folder), "Griffin-Lim"
+    log_sound(folder, "gpt", speech.wave, OUTPUT_SAMPLE_RATE, run.status("gpt").step)
     if speech.report.vocoder == "hifigan":
         steps = run.status("decoder").step
         vocoder = "the trained decoder" + (f", {_steps(steps)}" if steps else "")

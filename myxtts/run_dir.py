@@ -20,7 +20,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from myxtts.checkpoints import Checkpoints, Notes, Tensors, UnreadableWeights, read_tensors, write_tensors
+from myxtts.checkpoints import (
+    Checkpoints,
+    Notes,
+    Tensors,
+    UnreadableWeights,
+    file_hash,
+    read_tensors,
+    write_tensors,
+)
 from myxtts.config import STAGE_PARTS, STAGES, Settings, stages_of
 from myxtts.errors import ConfigError
 from myxtts.files import write_text_atomically
@@ -170,7 +178,7 @@ class RunDir:
 
     @property
     def vocabulary_file(self) -> Path:
-        return self.folder / VOCABULARY_FILE
+        return self._undamaged(VOCABULARY_FILE)
 
     def checkpoints(self, stage: str) -> Checkpoints:
         return Checkpoints(self.folder / stage, self._keep)
@@ -186,9 +194,10 @@ class RunDir:
             if not any(is_trained_in(stage, name) for stage in trained_in_full)
         }
         write_tensors(self.folder / BASE_FILE, state)
-        vocabulary.save(self.vocabulary_file)
-        text = json.dumps({"dims": model.dims.to_dict(), "started_with": dict(facts)}, indent=2)
-        write_text_atomically(self.folder / DIMS_FILE, text)
+        vocabulary.save(self.folder / VOCABULARY_FILE)
+        checksums = {name: file_hash(self.folder / name) for name in (BASE_FILE, VOCABULARY_FILE)}
+        content = {"dims": model.dims.to_dict(), "started_with": dict(facts), "xxh3": checksums}
+        write_text_atomically(self.folder / DIMS_FILE, json.dumps(content, indent=2))
 
     def reset(self) -> Path | None:
         """Move everything of an earlier run to a subfolder and return that; None if there is nothing."""
@@ -223,7 +232,7 @@ class RunDir:
 
     def is_whole(self, without: Collection[str] = ()) -> bool:
         """True if every part of the model is on disk, in the initial weights or a checkpoint of another stage."""
-        with safe_open(self.folder / BASE_FILE, "pt") as file:
+        with safe_open(self._undamaged(BASE_FILE), "pt") as file:
             kept = tuple(file.keys())
         return all(
             (self.has_checkpoint(stage) and stage not in without)
@@ -244,11 +253,19 @@ class RunDir:
         path = self.folder / DIMS_FILE
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise UnreadableWeights(f"{self.folder} is no run of MyXTTS: {path.name}: {error}") from None
 
     def vocabulary(self) -> Tokenizer:
         return Tokenizer.load(self.vocabulary_file)
+
+    def _undamaged(self, name: str) -> Path:
+        """The path of a file that the run was started with; raises an error if it has changed since."""
+        path, expected = self.folder / name, self._description().get("xxh3", {}).get(name)
+        if expected is not None and file_hash(path) != expected:
+            advice = "Restore it from a backup, or start over with --reset-training."
+            raise UnreadableWeights(f"{path} does not match its checksum.\n{advice}")
+        return path
 
     def load_model(
         self,
@@ -264,7 +281,7 @@ class RunDir:
         Stages that were not trained together get a warning in the log.
         """
         dims = self.dims()
-        state: Tensors = dict(read_tensors(self.folder / BASE_FILE))
+        state: Tensors = dict(read_tensors(self._undamaged(BASE_FILE)))
         adapters: dict[str, Tensor] = {}
         used: dict[str, Notes] = {}
         rank = 0
