@@ -278,7 +278,7 @@ def test_the_clips_of_a_step_may_come_in_smaller_portions(start: Start) -> None:
     assert after.step == 4 and after.state["cursor"] == [0, 4]
     assert after.state["notes"]["identity"]["data.batch_size"] == 1
     start(flags.replace("4", "5"), corpus=7)
-    assert "starts over" not in start.out
+    assert "epoch 0 starts over" not in start.out
 
 
 def test_a_finished_stage_stays_finished_in_other_portions(start: Start) -> None:
@@ -287,7 +287,7 @@ def test_a_finished_stage_stays_finished_in_other_portions(start: Start) -> None
     before = newest(run, "dvae")
     assert before.step == 7
     start("--stages dvae --epochs 2 --max-steps 99 --batch-size 2", corpus=7)
-    assert "Stage dvae: finished at step 7" in start.out and "starts over" not in start.out
+    assert "Stage dvae: finished at step 7" in start.out and "epoch" not in start.out
     assert_equal_tensors(newest(run, "dvae").weights, before.weights)
 
 
