@@ -252,7 +252,8 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start
     assert all(names <= report.keys() for report in reports)
     assert all(report["clips_per_s"] > 0 and report["step_ms"] > 0 for report in reports)
     for stage in STAGES:
-        content = b"".join(path.read_bytes() for path in (run / "tensorboard" / stage).glob("events.out.tfevents.*"))
+        found = (run / "tensorboard" / stage).glob("events.out.tfevents.*")
+        content = b"".join(path.read_bytes() for path in found)
         for tag in (b"loss/total", b"train/lr", b"speed/idle_share", b"validation/total", f"{stage}/".encode()):
             assert tag in content, (stage, tag)
 
