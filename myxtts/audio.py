@@ -16,6 +16,8 @@ import numpy.typing as npt
 import soundfile as sf
 import soxr
 
+from myxtts.files import write_atomically
+
 Pcm = npt.NDArray[np.int16]
 Wave = npt.NDArray[np.float32]
 
@@ -88,8 +90,9 @@ def trim_silence(pcm: Pcm, sample_rate: int, below_db: float) -> Pcm:
 
 
 def write(path: Path, wave: Wave, sample_rate: int) -> None:
-    """Write a mono float wave as 16-bit PCM in the format of the file's extension."""
-    sf.write(path, np.clip(wave, -1.0, 1.0), sample_rate, subtype="PCM_16")
+    """Write a mono float wave as 16-bit PCM in the format of the file's extension, completely or not at all."""
+    samples, form = np.clip(wave, -1.0, 1.0), path.suffix[1:]
+    write_atomically(path, lambda file: sf.write(file, samples, sample_rate, subtype="PCM_16", format=form))
 
 
 def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:

@@ -400,4 +400,8 @@ def cache_root(corpus_folder: Path, cache_dir: Path | None) -> Path:
 
 def user_cache() -> Path:
     """Return the user's folder for files that can be recomputed (XDG)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "myxtts"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "myxtts"
+    except RuntimeError:  # as in a container that runs under a number
+        found = f"There is no place for the cache: user {os.getuid()} has no home folder"
+        raise DatasetError(f"{found}. Give --cache-dir DIR, or set HOME or XDG_CACHE_HOME.") from None
