@@ -95,9 +95,9 @@ def detect_languages(
     """
     by_text = {text: language for (text, _), language in (known or {}).items()}
     counts: _Counts = defaultdict(Counter)
-    for (_, speaker), language in (known or {}).items():
-        counts[speaker][language] += 1
-        counts[None][language] += 1
+    for (_, speaker), code in (known or {}).items():
+        counts[speaker][code] += 1
+        counts[None][code] += 1
     scripts = {text: _script_of(text) for text in texts}
     languages = [_language_in_script(text, scripts[text]) for text in texts]
     _settle_by_speaker(languages, [scripts[text] for text in texts], speakers, counts)
