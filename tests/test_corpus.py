@@ -75,9 +75,11 @@ def test_a_missing_file_is_named_as_in_the_metadata(read: Read) -> None:
     assert details == ["no file clips/x.ogg", "no y.wav|.flac|.mp3|.ogg|.opus"]
 
 
-def test_train_and_eval_files(read: Read, tmp_path: Path) -> None:
+def test_train_and_eval_files(read: Read, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     corpus = read("a|Without the others.\n", metadata_train="a|One.\n", metadata_eval="b|Two.\n")
     assert [(clip.text, clip.held_out) for clip in corpus.clips] == [("One.", False), ("Two.", True)]
+    assert "metadata_train.csv is read, metadata.csv is not" in caplog.text
     (tmp_path / "metadata_train.csv").unlink()
     found = [(clip.text, clip.held_out) for clip in read_corpus(tmp_path).clips]
     assert found == [("Without the others.", False), ("Two.", True)]

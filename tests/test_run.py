@@ -18,6 +18,7 @@ from torch import Tensor
 from training_fixtures import SMALL, Start, assert_equal_tensors, assert_same_run, losses, newest, steps, stop_at
 
 import myxtts.model.gpt
+import myxtts.pipeline.feed
 from myxtts.checkpoints import UnreadableWeights
 from myxtts.config import SAMPLE_RATE, STAGES, DataSettings
 from myxtts.data.prepare import prepare
@@ -30,7 +31,7 @@ from myxtts.observe.metrics import StepReport
 from myxtts.reports import TrainingReports
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer
+from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer, provenance
 from myxtts.text.tokenizer import Tokenizer, extend
 from myxtts.tools.check import check
 from myxtts.training.trainer import StepMode, choose_mode
@@ -254,6 +255,16 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start
         content = events.read_bytes()
         for tag in (b"loss/total", b"train/lr", b"speed/idle_share", b"validation/total", f"{stage}/".encode()):
             assert tag in content, (stage, tag)
+
+
+def test_batches_are_as_wide_as_the_longest_clip_needs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths, layout = set(), myxtts.pipeline.feed.host_layout
+    seen = lambda data: widths.add(data.max_mel_frames) or layout(data)  # noqa: E731
+    monkeypatch.setattr(myxtts.pipeline.feed, "host_layout", seen)
+    run = start("--stages gpt --max-steps 1 --max-mel-frames auto")
+    assert widths == {96} == {newest(run).state["notes"]["identity"]["data.max_mel_frames"]}  # 1.1 s are 95 frames
+    assert provenance(RunDir(run)).max_mel_frames == 96
+    assert "max_mel_frames: auto" in (run / "settings.yaml").read_text()
 
 
 def test_the_settings_it_leaves_continue_the_run(start: Start) -> None:

@@ -84,6 +84,10 @@ def metadata_files(folder: Path) -> list[tuple[Path, bool]]:
         what = f"{folder} is a file: name its folder." if folder.is_file() else missing
         raise DatasetError(f"{what}\nA corpus is a folder in one of these forms:\n{FORMS}")
     train = [path for name in METADATA_FILES[:3] if (path := folder / name).is_file()]
+    if len(train) > 1:
+        _log.info(
+            "%s: %s is read, %s is not", folder, train[0].name, " and ".join(path.name for path in train[1:])
+        )
     held_out = folder / "metadata_eval.csv"
     return [(path, False) for path in train[:1]] + [(held_out, True) for _ in train[:1] if held_out.is_file()]
 
