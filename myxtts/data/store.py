@@ -136,7 +136,7 @@ class Store:
                 return False
             remaining, offset = remaining[num_bytes:], offset + num_bytes
         if not is_known:
-            self._verified[row] = is_known = _digest(out) == int(self.hashes[row])
+            self._verified[row] = is_known = xxhash.xxh3_64_intdigest(out) == int(self.hashes[row])
         return is_known
 
 
@@ -209,11 +209,7 @@ def pack(arrays: Sequence[Array], labels: Labels = 0) -> tuple[bytearray, Array]
 
 def checksum(array: Array) -> int:
     """Return the checksum that a row with this content has in every store."""
-    return _digest(_bytes(array))
-
-
-def _digest(content: memoryview) -> int:
-    return xxhash.xxh3_64_intdigest(content)
+    return xxhash.xxh3_64_intdigest(_bytes(array))
 
 
 def hash64(*parts: object) -> int:
