@@ -20,7 +20,6 @@ from myxtts.devices import (
     Plan,
     Stream,
     announcements,
-    apply_caps,
     as_flag,
     explain_out_of_memory,
     make_plan,
@@ -175,19 +174,6 @@ def test_default_caps_fit_every_card_and_too_large_ones_are_refused_with_numbers
     for part in (f"--model-gpu-memory {limit + 1}", card, "CUDA context", f"at most {limit}, or leave it out"):
         assert part in text
     assert "--data-gpu-memory" not in text
-
-
-def test_caps_reach_the_allocator_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    fractions: dict[torch.device, float] = {}
-    card = SimpleNamespace(total_memory=16000 * 2**20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
-    limit = "set_per_process_memory_fraction"
-    monkeypatch.setattr(torch.cuda, limit, lambda fraction, device: fractions.update({device: fraction}))
-    apply_caps(Plan(CPU, CPU, data_cap_mb=4000, model_cap_mb=8000))
-    apply_caps(Plan(cuda(0), cuda(1), "dual"))
-    assert fractions == {}
-    apply_caps(Plan(cuda(0), cuda(1), "dual", data_cap_mb=4000, model_cap_mb=8000))
-    assert fractions == {cuda(0): 0.25, cuda(1): 0.5}
 
 
 def test_train_applies_the_caps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
