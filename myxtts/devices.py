@@ -7,6 +7,7 @@ torchrun's environment. A stream is an ordered queue of work: a CUDA stream, or 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import time
@@ -211,9 +212,9 @@ def announcements(plan: Plan, data: DataSettings, machine: Machine | None = None
     machine = Machine.look() if machine is None else machine
     on_cpu = plan.model.type == "cpu"
     mode = "Multi-GPU Mode" if plan.mode == "dual" else "Single-GPU Buffered Mode"
-    lines = [f"Intelligent GPU Pipeline: {mode}{' (on the CPU: no GPU was found)' if on_cpu else ''}"]
+    lines = [f"Intelligent GPU Pipeline: {mode}"]
     if on_cpu:
-        lines.append("Data and model share the CPU: this works, but training will be slow")
+        lines = ["No GPU was found: data and model share the CPU, and training is slow"]
     else:
         lines += [f"Data GPU: {machine.label(plan.data)}", f"Model GPU: {machine.label(plan.model)}"]
     lines.append(f"Model placed on {machine.label(plan.model)}")
@@ -285,6 +286,27 @@ def explained_out_of_memory(plan: Plan, role: str, doing: str) -> Iterator[None]
         raise explain_out_of_memory(plan, error, role, doing) from error
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """True for a lack of memory, also where ending a capture raised another error because of it."""
+    causes = (error, error.__context__, error.__cause__)
+    return any(isinstance(each, torch.OutOfMemoryError) for each in causes) or "allocate memory" in str(error)
+
+
+def allocatable_bytes(device: torch.device) -> int:
+    """Memory of a GPU that PyTorch can still allocate in this process, under its cap if it has one."""
+    free, total = torch.cuda.mem_get_info(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + reserved, cap) - allocated
+
+
+def release_memory() -> None:
+    """Give memory that PyTorch keeps for reuse back to the GPUs."""
+    gc.collect()  # an error that was handled may still hold tensors
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def random_state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
@@ -338,8 +360,17 @@ def process_group(plan: Plan) -> Iterator[None]:
         return
     backend, device = ("nccl", plan.model) if plan.model.type == "cuda" else ("gloo", None)
     timeout = timedelta(hours=2)  # rank 0 may decode a large corpus meanwhile
-    dist.init_process_group(backend, timeout=timeout, device_id=device)
-    yield
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
+            raise
+        what = re.sub(r"^\[.*?\] | This is typically .*", "", str(error).strip().splitlines()[0])
+        raise PipelineError(
+            f"Rank {plan.rank} lost the other processes of the run; did one of them end? ({what[:200]})\n"
+            "Its own message says why. Start all again: the same command continues from the last checkpoint."
+        ) from error
     dist.destroy_process_group()  # not after an error: it would wait for processes that wait in a collective
 
 

@@ -33,6 +33,11 @@ def usable_cores() -> int:
         return cores
 
 
+def hide_working_folder() -> None:
+    """Keep Python processes that are started from here from importing a `random.py` of the working folder."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
 def available_bytes() -> int:
     """Return the host memory this process can still allocate without swapping."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

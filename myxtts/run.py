@@ -47,18 +47,21 @@ from myxtts.files import lock, write_text_atomically
 from myxtts.host import usable_cores
 from myxtts.model.gpt import adapter_state, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
+from myxtts.model.vocoder import spectral_distance
 from myxtts.model.xtts import XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, inherited, initial_model
 from myxtts.settings import LoadedSettings, how_to_set, to_yaml
+from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
-from myxtts.training.recipes import RECIPES, Recipe, StageFacts, useful_flops
+from myxtts.training.recipes import RECIPES, DecoderRecipe, Recipe, StageFacts, useful_flops
 from myxtts.training.trainer import Reporter, State, Step, Trainer, choose_mode
 from myxtts.weights import MODEL_FILES, is_trained_in
 
 MEL_STATISTICS_CLIPS = 256
+COMPARED_CLIPS = 32  # validation clips, about, on which the decoder is compared with Griffin-Lim
 BATCH_SPLIT_KEYS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
 """How the clips of a step are divided: a run may change these as long as their product stays the same."""
 CLIPS_PER_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
@@ -112,6 +115,7 @@ def train(
         for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan)]:
             say(line)
         fresh = _start(settings, run_dir, prepared, plan, continues, say)
+        settings = replace(settings, data=prepared.fitted(settings.data))
         stop = held.enter_context(_StopRequest(plan))  # earlier there is no step to finish and nothing to save
         states: dict[str, State] = {}
         for stage in stages_of(settings):
@@ -189,6 +193,7 @@ def _start(
             facts = {
                 "training.init_from": None if source is None else str(source),
                 "model.size": settings.model.size,
+                "data.max_mel_frames": prepared.max_mel_frames,
                 **inherited(source),
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }
@@ -246,6 +251,8 @@ class StageContext:
     reporter: Reporter = field(default_factory=Reporter)
     say: Say = _silent
     stop: Callable[[], bool] = lambda: False
+    vocoder: dict[str, float] = field(default_factory=dict)
+    """Mean distances of decoder and Griffin-Lim from held-out recordings, by the last validation."""
 
     @property
     def fine_tuning(self) -> bool:
@@ -267,7 +274,8 @@ class StageContext:
 
     def notes(self) -> dict[str, Any]:
         known = identity(self.settings, self.prepared, self.plan)
-        return {"identity": known, "lora_rank": self.settings.model.lora_rank}
+        notes = {"identity": known, "lora_rank": self.settings.model.lora_rank}
+        return notes | ({"vocoder": self.vocoder} if self.vocoder else {})
 
     def validate(self, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
         return validate(self, recipe)
@@ -308,6 +316,7 @@ def train_stage(ctx: StageContext) -> State:
             saved = loaded.state["notes"]["identity"]
             same_batches = require_continuable(ctx.run_dir.folder, saved, now)
             state = State.from_json(loaded.step, loaded.state)
+            ctx.vocoder = loaded.state["notes"].get("vocoder", {})
             is_over = state.step >= total_steps(ctx, saved) or _is_enough(ctx, state)
             if state.done and is_over:
                 ctx.say(f"Stage {ctx.stage}: finished at step {state.step}")
@@ -419,7 +428,7 @@ def mel_statistics(clips: ClipSet, device: torch.device) -> Tensor:
 
 def validate(ctx: StageContext, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Mean losses over the validation clips of all ranks, "total" the deciding one, and pictures of one batch."""
-    plan, sums, pictures = ctx.plan, dict[str, Tensor](), dict[str, Tensor]()
+    plan, sums, pictures, num_compared = ctx.plan, dict[str, Tensor](), dict[str, Tensor](), 0
     with build_feed(ctx, validation=True) as feed, feed.model_stream.use():
         autocast = ctx.settings.data.mixed_precision and plan.model.type == "cuda"
         while True:
@@ -431,6 +440,9 @@ def validate(ctx: StageContext, recipe: Recipe) -> tuple[dict[str, float], dict[
                     if not pictures:  # copied while the batch is leased
                         shown = recipe.pictures(batch.tensors, batch.sizes)
                         pictures = {name: picture.float().cpu() for name, picture in shown.items()}
+                if isinstance(recipe, DecoderRecipe) and num_compared < COMPARED_CLIPS:
+                    found |= vocoder_distances(ctx.model, recipe, batch.tensors)
+                    num_compared += len(batch.tensors["weights"])
                 for name, value in found.items():
                     sums[name] = sums.get(name, torch.zeros_like(value)) + value.float()
         values = torch.stack(list(sums.values()))
@@ -440,7 +452,24 @@ def validate(ctx: StageContext, recipe: Recipe) -> tuple[dict[str, float], dict[
     losses = {"total": totals["sum"] / max(totals["count"], 1e-6)}
     for part in [name.removesuffix("_sum") for name in totals if name.endswith("_sum")]:
         losses[part] = totals[f"{part}_sum"] / max(totals[f"{part}_count"], 1e-6)
+    ctx.vocoder = {name: losses[name] for name in ("decoder", "griffin_lim") if name in losses}
     return losses, pictures
+
+
+@torch.no_grad()
+def vocoder_distances(model: XTTS, recipe: DecoderRecipe, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums and counts of the `spectral_distance` of decoder and Griffin-Lim from the recordings of a batch."""
+    real, decoded = (wave.squeeze(1) for wave in recipe.waves(tensors))
+    griffin_lim = GriffinLim(model.dvae, model.mel_stats.to(model.dvae.codebook.embed.device))
+    made = torch.zeros_like(real)
+    for row, codes in enumerate(tensors["segment_codes"].cpu()):
+        wave = griffin_lim.wave(codes[codes >= 0].long(), 1.0)[: made.shape[1]]
+        made[row, : len(wave)] = wave
+    weights, sums = tensors["weights"], dict[str, Tensor]()
+    for name, fake in (("decoder", decoded), ("griffin_lim", made)):
+        sums[f"{name}_sum"] = (spectral_distance(real, fake) * weights).sum()
+        sums[f"{name}_count"] = weights.sum()
+    return sums
 
 
 # Resuming
@@ -467,7 +496,6 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
         "model.lora_rank": model.lora_rank,
         "data.batch_size": data.batch_size,
         "data.max_text_length": data.max_text_length,
-        "data.max_mel_frames": data.max_mel_frames,
         "data.use_phonemes": data.use_phonemes,
         "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
         "training.seed": training.seed,
@@ -479,6 +507,8 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
             "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
             "vocabulary": prepared.tokenizer.fingerprint,
         }
+    if frames := data.max_mel_frames or (prepared and prepared.max_mel_frames):
+        known["data.max_mel_frames"] = frames
     given = os.environ.get("WORLD_SIZE", "")  # as torchrun would start it from here
     return known | {"processes": plan.world_size if plan else int(given) if given.isdigit() else 1}
 
@@ -509,7 +539,7 @@ def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str
 
 
 class _StopRequest:
-    """SIGINT and SIGTERM let the step in progress finish; a second one ends the process at once.
+    """SIGINT, SIGTERM and a closed terminal (SIGHUP) let the step finish; a second one ends the process at once.
 
     Called, it returns True if training should stop. All ranks get the same answer, so all must call it.
     """
@@ -527,7 +557,8 @@ class _StopRequest:
 
     def __enter__(self) -> _StopRequest:
         with contextlib.suppress(ValueError):  # threads other than the main one receive no signals
-            for number in (signal.SIGINT, signal.SIGTERM):
+            is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            for number in (signal.SIGINT, signal.SIGTERM, *(() if is_nohup else (signal.SIGHUP,))):
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -364,10 +364,10 @@ def _settle(entries: list[Entry], problems: list[str], invalid: set[str]) -> Ite
 def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
     """Keys of valid settings that do not go together, and the problem."""
     data = settings.data
-    longest_s = data.max_mel_frames * config.HOP_SAMPLES / config.SAMPLE_RATE
+    longest_s = config.mel_frames(data) * config.HOP_SAMPLES / config.SAMPLE_RATE
     if data.min_clip_seconds >= longest_s:
         shortest = f"data.min_clip_seconds is {data.min_clip_seconds:g}"
-        longest = f"data.max_mel_frames is {data.max_mel_frames} ({longest_s:.2f} seconds)"
+        longest = f"data.max_mel_frames is {data.max_mel_frames or 'auto'} ({longest_s:.2f} seconds)"
         text = f"no clip fits: {shortest}, but {longest}; lower the first or raise the second"
         yield ("data.min_clip_seconds", "data.max_mel_frames"), text
 
@@ -463,11 +463,14 @@ def apply_demo(loaded: LoadedSettings, *, on_gpu: bool = False) -> tuple[LoadedS
     """Give the embedded corpus short limits, unless the user says how long to train; return lines that say so."""
     if any(loaded.is_set(f"training.{name}") for name in ("epochs", "max_steps", "dvae_steps", "decoder_steps")):
         return loaded, []
-    lines = ["No --train-data given: a short demonstration on the embedded corpus"]
     values = dict(config.DEMO_ON_GPU if on_gpu else config.DEMO)
     if "decoder" not in (loaded.settings.training.stages or ()):
         del values["training.decoder_steps"]
-    return _filled(loaded, "demonstration", values, lines), lines
+    filled = _filled(loaded, "demonstration", values, [])
+    used = [key for key in values if filled.origin[key] == "preset"]
+    listed = ", ".join(f"{specs()[key].name} {format_setting(key, values[key])}" for key in used)
+    about = "No --train-data given: a short demonstration on the embedded corpus"
+    return filled, [about, f"demonstration: {listed}"]
 
 
 def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], lines: list[str]) -> LoadedSettings:
@@ -476,9 +479,13 @@ def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], line
     for key, value in values.items():
         own, default = value_of(loaded.settings, key), specs()[key].default
         stays = f"{source}: {key} stays {format_setting(key, own)}"
+        if origin[key] == "file" and own == value:
+            continue
         if origin[key] in ("file", "flag"):
             place = loaded.config_file if origin[key] == "file" else f"flag {specs()[key].flag_for(own)}"
             lines.append(f"{stays} ({place})")
+        elif source == "demonstration" and origin[key] == "preset":
+            lines.append(f"{stays} (set above)")
         elif key in config.FINE_TUNING_KEYS and loaded.settings.training.init_from is None:
             lines.append(f"{stays} (only for fine-tuning: with --init-from)")
         else:

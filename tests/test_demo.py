@@ -43,9 +43,10 @@ def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(start: Start) -
     shown = start.command("train")
     wave, rate = soundfile.read(run / "sample.wav")
     assert rate == 24000 and abs(wave).max() > 0
-    assert (run / "report.html").is_file()
+    assert 'src="data:audio/mpeg' in (run / "report.html").read_text(encoding="utf-8")
+    assert any(b"sample" in file.read_bytes() for file in (run / "tensorboard" / "gpt").iterdir())
     assert not RunDir(run).has_checkpoint("decoder")
-    assert "demonstration: training.stages = [dvae, gpt] (default null)" in shown
+    assert shown.count("demonstration: stages [dvae, gpt], batch_size 2, dvae_steps 2, max_steps 2") == 1
     assert "embedded corpus: training.checkpoint_dir = demo (default checkpoints)" in shown
     assert "decoder_steps" not in shown, "no decoder is trained"
     assert "Persian" in shown and "English" in shown

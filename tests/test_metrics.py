@@ -83,7 +83,7 @@ def test_reports_come_back_as_they_were_written(tmp_path: Path) -> None:
     log.close()
     assert first.pop("written_at") <= second.pop("written_at")
     lists = {name: list(counts) for name, counts in REPORT.rings.items()}
-    assert first == {"kind": "step", **vars(REPORT), "rings": lists}
+    assert first == {"kind": "step", **vars(REPORT), "rings": lists, "times_ms": list(REPORT.times_ms)}
     assert second == {"kind": "validation", "stage": "gpt", "step": 120, "losses": {"total": 3.5}, "is_best": True}
 
 
@@ -321,16 +321,24 @@ def test_on_a_cpu_varying_steps_are_put_down_to_what_uses_its_cores_and_seldom_s
     assert num_warnings(watch, 0.5, 20, memory_mb={}) == 1, "long after the last time it is news again"
 
 
-def test_the_progress_line_says_everything_in_one_line() -> None:
+def test_the_progress_line_says_what_matters_most_in_one_line_of_the_screen() -> None:
     assert progress_line(REPORT) == (
+        "step 250/1000  loss 3.412 (text 4.1 audio 3.37)  512 clips/s  idle 0.3 %  ahead 12/21  ETA 12:34"
+    )
+    assert progress_line(REPORT, 150) == (
         "step 250/1000  loss 3.412 (text 4.1 audio 3.37)  512 clips/s  107.2 ms  idle 0.3 %  mfu 47 %  "
         "ahead 12/21  12.0 GB  lr 1.2e-04  ETA 12:34"
     )
+    assert progress_line(REPORT, 61) == "step 250/1000  loss 3.412  512 clips/s  idle 0.3 %  ETA 12:34"
+    many = {"total": 1.0} | {f"part_{number}": 1.234 for number in range(20)}
+    huge = replace(REPORT, losses=many, step=10**9, total_steps=10**9, clips_per_s=1e6, eta_s=1e9, skipped=10**6)
+    assert all(len(progress_line(huge, width)) <= width for width in range(30, 130))
+    assert len(validation_line(ValidationReport("gpt", 10**9, many, is_best=True))) <= 100
     unknown = replace(
         REPORT, total_steps=None, losses={"total": float("nan"), "codes_used": 1024.0}, clips_per_s=3.26, rings={},
         memory_mb={"data": 2048, "model": 12595}, skipped=2, eta_s=None, mfu=None,
     )  # fmt: skip
-    assert progress_line(unknown) == (
+    assert progress_line(unknown, 150) == (
         "step 250  loss nan (codes_used 1,024)  3.3 clips/s  107.2 ms  idle 0.3 %  ahead 12  "
         "data 2.0 GB  model 12.3 GB  lr 1.2e-04  skipped 2"
     )

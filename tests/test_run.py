@@ -237,8 +237,8 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start
         for stage in STAGES
     ]
     expected = (
-        r"training clips +4 [\s\S]*"
-        r"Intelligent GPU Pipeline: Single-GPU Buffered Mode.*\n[\s\S]*"
+        r"Corpus: 4 training clips [\s\S]*"
+        r"No GPU was found: .*\n[\s\S]*"
         r"Model placed on .*\nNative loading: on, .*\n"
         rf"(Hint: .*\n)*{''.join(stages)}Speaking a sentence of the corpus …\n(.*\n)+"
         rf"Done\. Everything is in {re.escape(str(run))}"

@@ -85,6 +85,24 @@ def num_samples(num_latents: int) -> int:
     return num_frames(num_latents) * SAMPLES_PER_FRAME
 
 
+def spectral_distance(real: Tensor, fake: Tensor) -> Tensor:
+    """Distance of waves [B, N] at 24 kHz, [B]: 0 if their spectra are equal up to loudness, 1 if unrelated.
+
+    The sine of the angle between the magnitudes up to 8 kHz, with a window that resolves harmonics. A distance of
+    log-mels would not rank a young decoder and Griffin-Lim as listeners do: the decoder is trained on it, a mel
+    smears a wrong pitch, and faint bands, such as those above 8 kHz that Griffin-Lim leaves empty, count as much
+    as vowels. In a run with a MOS of 2.9 by Griffin-Lim and 1.5 by the decoder, both had log-mel distances of
+    about 0.5, and spectral distances of about 0.35 and 0.6.
+    """
+    size, bins = 2048, 2048 * 8000 // OUTPUT_SAMPLE_RATE
+    window = torch.hann_window(size, device=real.device)
+    one, other = (
+        torch.stft(wave.float(), size, size // 4, window=window, return_complex=True)[:, :bins].abs().flatten(1)
+        for wave in (real, fake)
+    )
+    return (1 - F.cosine_similarity(one, other).square()).clamp(min=0).sqrt()
+
+
 class Generator(nn.Module):
     """HiFi-GAN's generator with a speaker embedding: frames [B, C, F] to samples [B, 1, 256 F]."""
 

@@ -308,8 +308,7 @@ def _compute(stats: Diagnosis) -> Costed:
     for code, names, cost in (("precision-off", PRECISION, compute / 2), ("graph-off", GRAPH, MIN_LOSS)):
         off = next((SWITCHES[name] for name in names if SWITCHES[name].is_off(settings)), None)
         if off is not None:
-            gain = 1 / (1 - cost) if code == "precision-off" else None
-            yield cost, _found(code, "warn", off.what, off.why, Fix(off.fix, off.setting, off.value), gain)
+            yield cost, _found(code, "warn", off.what, off.why, Fix(off.fix, off.setting, off.value))
     is_plain = settings.data.mixed_precision and settings.training.enable_graph_mode
     if stats.mfu is not None and stats.mfu < MIN_MFU and compute >= 0.8 and is_plain:
         what = f"The GPU computes {_percent(compute)} of the time and reaches {_percent(stats.mfu)} of its speed"

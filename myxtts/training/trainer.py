@@ -310,7 +310,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._stream, self._training = self.feed.model_stream, self.ctx.settings.training
-        self._clock, self._scalars = StepClock(self._stream.handle), AsyncScalars(self._stream)
+        limit = max(1000, 2 * self._training.log_step)  # keeps every step between two reports
+        self._clock = StepClock(self._stream.handle, limit, first_step=self.state.step)
+        self._scalars, self._logged = AsyncScalars(self._stream), self.state.step
         self._host_copies: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         self._pins: bool | None = None if self._stream.device.type == "cuda" else False
         """True if the host copies are pinned; None before the first."""
@@ -329,7 +331,7 @@ class Trainer:
                 self.ctx.reporter.tick(state.step)
                 is_last = state.step == self.total_steps
                 if state.step % training.log_step == 0 or is_last:
-                    self._scalars.enqueue(state.step, self.step.scalars())
+                    self._log()
                 self._report_arrived()
                 # On a GPU also after the first step: lack of memory should show before hours of work.
                 is_first = state.step == 1 and self._stream.handle is not None
@@ -339,6 +341,8 @@ class Trainer:
                     self._save(is_best, done=is_last)
                 if self.ctx.stop_requested(state.step):
                     break
+            if state.step > self._logged:
+                self._log()
             self._stream.finish()
             self._report_arrived()
             if not state.done:
@@ -350,6 +354,10 @@ class Trainer:
                 "another --checkpoint-dir; the same command continues from the last good checkpoint."
             )
         return state
+
+    def _log(self) -> None:
+        self._scalars.enqueue(self.state.step, self.step.scalars())
+        self._logged = self.state.step
 
     def _save(self, is_best: bool = False, done: bool = False) -> None:
         """Copy everything to the host and let it be written in the background."""
@@ -433,6 +441,8 @@ class Trainer:
             eta_s=(self.total_steps - step) * expected_s if expected_s else None,
             elapsed_s=elapsed_s,
             mfu=clips_per_s / self.peak_clips_per_s if self.peak_clips_per_s else None,
+            timed_from=steps[0].step + 1 if steps else None,
+            times_ms=[round(step.step_ms, 2) for step in steps],
         )
 
 
