@@ -265,6 +265,25 @@ def test_fewer_sentences_at_a_time_are_spoken_when_memory_is_short(
             speak(TEXTS[0], anna, "en")
 
 
+@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.soak)])
+def test_memory_does_not_grow_with_the_sentences(synthesizer: Synthesizer, anna: Voice, count: int) -> None:
+    """The same five again and again: PyTorch keeps a plan for every new length of a convolution, up to a limit."""
+
+    def used_mb() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+    before = 0.0
+    for number in range(10 + count):
+        if number == 10:
+            before = used_mb()
+        text, seed = TEXTS[number % 5 % 3], number % 5
+        if seed:
+            synthesizer.speak(text, anna, "en", seed=seed, num_attempts=1)
+        else:
+            list(synthesizer.stream(text, anna, "en", seed=seed, num_attempts=1))
+    assert used_mb() < before + 8
+
+
 # What is refused
 
 
