@@ -35,6 +35,7 @@ from myxtts.checkpoints import UnreadableWeights
 from myxtts.cli import main
 from myxtts.devices import Plan, allocatable_bytes, apply_caps, release_memory
 from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.run_dir import inherited
 from myxtts.synthesis.generation import CodeGenerators, Sampling
 from myxtts.synthesis.synthesizer import (
     FAINT_NOTE,
@@ -542,7 +543,7 @@ def test_missing_parts_and_validation_decide_the_vocoder() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_run_speaks_through_the_vocoder_nearer_to_its_validation_clips(
+def test_a_run_says_which_vocoder_is_nearer_to_its_validation_clips_and_what_it_never_learnt(
     clips: Clips, reference: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     run, exported = tmp_path / "run", tmp_path / "exported"
@@ -553,13 +554,15 @@ def test_a_run_speaks_through_the_vocoder_nearer_to_its_validation_clips(
     better = "hifigan" if found["decoder"] <= found["griffin_lim"] else "griffin-lim"
     for folder in (run, exported):
         assert load_synthesizer(folder).vocoder.name == better
-    given = ["--model", str(run), "--speaker", str(reference), "--language", "en"]
-    for flags in ([], ["--vocoder", "griffin-lim"]):
+    assert inherited(run)["languages"] == inherited(exported)["languages"] == ["en"]
+    given = ["--model", str(run), "--speaker", str(reference)]
+    for flags, language in (([], "en"), (["--vocoder", "griffin-lim"], "de")):
         capsys.readouterr()
-        assert main(["speak", "Hello.", *given, *flags]) == 0
+        assert main(["speak", "Hello.", *given, *flags, "--language", language]) == 0
         numbers = f"(distance {found['griffin_lim']:.2f}, the decoder {found['decoder']:.2f})"
         shown = capsys.readouterr().out
         assert (numbers in shown) == (not flags) and "no trained decoder" not in shown
+        assert ("the model was never trained on German, only on English" in shown) == (language == "de")
 
 
 # On a GPU
