@@ -23,7 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, UnreadableWeights, require_same
-from myxtts.config import SAMPLE_RATE, STAGES, Settings, num_frames_of, own_steps, stage_steps, stages_of
+from myxtts.config import (
+    LANGUAGES,
+    SAMPLE_RATE,
+    STAGES,
+    Settings,
+    num_frames_of,
+    own_steps,
+    stage_steps,
+    stages_of,
+)
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.prepare import prepare, with_tokenizer_of_run
@@ -274,7 +283,8 @@ class StageContext:
 
     def notes(self) -> dict[str, Any]:
         known = identity(self.settings, self.prepared, self.plan)
-        notes = {"identity": known, "lora_rank": self.settings.model.lora_rank}
+        languages = [LANGUAGES[number] for number in sorted(set(self.prepared.train.languages.tolist()))]
+        notes = {"identity": known, "lora_rank": self.settings.model.lora_rank, "languages": languages}
         return notes | ({"vocoder": self.vocoder} if self.vocoder else {})
 
     def validate(self, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
