@@ -83,3 +83,15 @@ def test_the_time_of_every_step_is_kept_and_pictures_end_with_their_clip(
     ends_s, times_ms = stages_of(reports)[0].step_times()
     assert (times_ms > 0).all() and (np.diff(ends_s) > 0).all() and len(times_ms) == 8
     assert widths["dvae/mel"] == widths["dvae/reconstruction"] < 110, "1.2 seconds, in a batch of 128 frames"
+
+
+def test_a_terminal_wraps_lines_between_words_and_leaves_commands_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    command = f"  myxtts speak {'words ' * 20}"
+    show_lines(["settings " * 30, command])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == command and len(lines) == 5 and max(map(len, lines)) <= 60
+    assert set(" ".join(lines).split()) == {"settings"}
