@@ -17,6 +17,7 @@ import json
 import logging
 import re
 import shutil
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -74,11 +75,13 @@ def _read_pth(path: Path) -> Any:
         strangers = [name for name in names if not name.startswith(_KNOWN_FOREIGN)]
         stand_ins: list[Any] = [(type(name.rpartition(".")[2], (), {}), name) for name in names]
         if not strangers:
-            with torch.serialization.safe_globals(stand_ins):
+            with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings(action="ignore"):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # the unpickler raises whatever a damaged stream makes it raise
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UnreadableWeights(f"{path} is damaged or no PyTorch checkpoint: {reason[0][:200]}") from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        if type(error).__name__ == "UnpicklingError":  # its text advises to execute what the file says
+            reason = "it holds something else than weights, which is not loaded"
+        raise UnreadableWeights(f"{path} is damaged or no PyTorch checkpoint: {reason}") from None
     raise UnreadableWeights(f"{path} was not loaded: it refers to {strangers[0]}, which is no part of weights")
 
 
@@ -291,7 +294,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensors], notes: Mapping[str, Any
         with contextlib.suppress(PermissionError):  # file systems without modes
             path.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files readable by the owner only
         sync_path(path)
-        files[name] = {"bytes": path.stat().st_size, "xxh3": _file_hash(path)}
+        files[name] = {"bytes": path.stat().st_size, "xxh3": file_hash(path)}
     body = json.loads(json.dumps({"format": CHECKPOINT_FORMAT, "files": files, "notes": notes}))
     text = json.dumps({"hash": _body_hash(body), "body": body}, indent=1)
     (folder / "state.json").write_text(text, encoding="utf-8")
@@ -310,7 +313,7 @@ def _read_body(folder: Path) -> dict[str, Any]:
     path = folder / "state.json"
     with _as_unreadable(path):
         text = path.read_bytes()
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         content = json.loads(text)
         body = dict(content["body"])
         if content["hash"] == _body_hash(body) and body["format"] == CHECKPOINT_FORMAT:
@@ -326,7 +329,7 @@ def _read_checked(folder: Path, name: str, body: Mapping[str, Any]) -> Tensors:
         num_bytes = path.stat().st_size
         if num_bytes != expected["bytes"]:
             raise UnreadableWeights(f"{path} has {num_bytes} bytes instead of {expected['bytes']}")
-        if _file_hash(path) != expected["xxh3"]:
+        if file_hash(path) != expected["xxh3"]:
             raise UnreadableWeights(f"{path} does not match its checksum")
     return _read_safetensors(path)
 
@@ -343,8 +346,8 @@ def _body_hash(body: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
-def _file_hash(path: Path) -> str:
-    with open(path, "rb") as file:
+def file_hash(path: Path) -> str:
+    with _as_unreadable(path), open(path, "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 

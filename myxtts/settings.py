@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from myxtts import config
-from myxtts.config import LANGUAGE_NAMES, OPTIMIZATION_LEVELS, PRESETS, SYNONYMS, Settings, descriptions
+from myxtts.config import CARDS, LANGUAGE_NAMES, OPTIMIZATION_LEVELS, PRESETS, SYNONYMS, Settings, descriptions
 from myxtts.errors import ConfigError
 from myxtts.files import write_atomically
 
@@ -308,6 +308,10 @@ class LoadedSettings:
         """True if the user chose this setting (`data.batch_size`), directly or with a preset."""
         return self.origin[key] != "default"
 
+    def spelling(self, key: str) -> str:
+        """The setting as the user writes it: its key if it is in the file, else its flag."""
+        return key if self.origin[key] == "file" else specs()[key].flags[0]
+
 
 def load(config_file: Path | None, flags: Mapping[str, Any], unrecognized: Sequence[str] = ()) -> LoadedSettings:
     """Return the settings from defaults, file and flags (see `flags_of`); `unrecognized` ones are problems."""
@@ -360,13 +364,6 @@ def _settle(entries: list[Entry], problems: list[str], invalid: set[str]) -> Ite
 def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
     """Keys of valid settings that do not go together, and the problem."""
     data = settings.data
-    gpus = ("data.data_gpu", "data.model_gpu")
-    if (data.data_gpu is None) != (data.model_gpu is None):
-        given, missing = gpus if data.model_gpu is None else reversed(gpus)
-        yield gpus, f"{given} is given without {missing}; give both to use two GPUs, or neither to use one"
-    elif data.data_gpu is not None and data.data_gpu == data.model_gpu:
-        both = f"data.data_gpu and data.model_gpu are both {data.data_gpu}"
-        yield gpus, f"{both}; name two different GPUs, or leave out both to use one"
     longest_s = data.max_mel_frames * config.HOP_SAMPLES / config.SAMPLE_RATE
     if data.min_clip_seconds >= longest_s:
         shortest = f"data.min_clip_seconds is {data.min_clip_seconds:g}"
@@ -456,7 +453,7 @@ def apply_presets(loaded: LoadedSettings) -> tuple[LoadedSettings, list[str]]:
         lines.append(f"optimization level {level}: no setting is changed{kernels}")
     loaded = _filled(loaded, f"optimization level {level}", OPTIMIZATION_LEVELS[level], lines)
     if name is not None:
-        loaded = _filled(loaded, f"preset {name}", PRESETS[name], lines)
+        loaded = _filled(loaded, f"preset {name}", PRESETS[CARDS.get(name, name)], lines)
     if loaded.settings.data.train_data is None and not loaded.is_set("training.checkpoint_dir"):
         loaded = _filled(loaded, "embedded corpus", {"training.checkpoint_dir": config.DEMO_FOLDER}, lines)
     return loaded, lines
@@ -487,6 +484,8 @@ def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], line
         if origin[key] in ("file", "flag"):
             place = loaded.config_file if origin[key] == "file" else f"flag {specs()[key].flag_for(own)}"
             lines.append(f"{stays} ({place})")
+        elif source == "demonstration" and origin[key] == "preset":
+            lines.append(f"{stays} (set above)")
         elif key in config.FINE_TUNING_KEYS and loaded.settings.training.init_from is None:
             lines.append(f"{stays} (only for fine-tuning: with --init-from)")
         else:

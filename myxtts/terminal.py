@@ -60,7 +60,7 @@ LINE_WIDTH = 100  # most columns of a progress line
 _FILE_WIDTH = 100_000  # columns of a file or pipe: a sentence on one line can be searched for
 _NAME_WIDTH = 60
 _LENGTH_STEP_S, _BAR_WIDTH = 2, 30
-_STYLES = {"pass": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
+_STYLES = {"fail": "bold red", "warn": "yellow", "skip": "magenta", "info": "cyan", "pass": "green"}
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _MOST_SAID = 6  # lines of the output that the live view repeats
 _GPU_FACTS = (
@@ -316,17 +316,26 @@ def _duration(clips: ClipSet) -> str:
     return f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:.2f} hours"
 
 
-def show_findings(findings: Sequence[Finding], console: Console | None = None) -> None:
-    """Print the findings of a check; the last line says whether any of them fails."""
-    console = console or _console()
-    _print_findings(findings, console)
-    counts = Counter(finding.level for finding in findings)
-    warnings = "1 warning" if counts["warn"] == 1 else f"{counts['warn']} warnings"
-    if failed := [finding.code for finding in findings if finding.level == "fail"]:
-        console.print(Text(f"{len(failed)} failed, {warnings}, {counts['pass']} passed"))
+def show_findings(
+    findings: Sequence[Finding], console: Console | None = None, *, with_passed: bool = False
+) -> None:
+    """Print the findings of a check, failures first; the last line says whether any of them fails."""
+    console, levels = console or _console(), list(_STYLES)
+    by_level = {level: [found.code for found in findings if found.level == level] for level in levels}
+    shown = [found for found in findings if with_passed or found.level not in ("pass", "skip")]
+    _print_findings(sorted(shown, key=lambda found: levels.index(found.level)), console)
+    if by_level["pass"] and not with_passed:
+        console.print(Text(f"Passed: {', '.join(by_level['pass'])} (--all shows them)", style="dim"))
+    warnings = "1 warning" if len(by_level["warn"]) == 1 else f"{len(by_level['warn'])} warnings"
+    passed = f"{len(by_level['pass'])} passed, {warnings}"
+    if failed := by_level["fail"]:
+        console.print(Text(f"{len(failed)} failed, {passed}"))
         console.print(Text(f"CHECKS FAILED: {', '.join(failed)}", style=_STYLES["fail"]))
+    elif skipped := by_level["skip"]:
+        console.print(Text(f"Nothing failed: {passed}, {len(skipped)} not checked on this machine"))
+        console.print(Text(f"NOT CHECKED: {', '.join(skipped)}", style=_STYLES["warn"]))
     else:
-        console.print(Text(f"All validation checks passed: {counts['pass']} passed, {warnings}"))
+        console.print(Text(f"All validation checks passed: {passed}"))
         console.print(Text("ALL CHECKS PASSED", style="bold green"))
 
 
@@ -389,8 +398,7 @@ def show_tuning(tuning: Tuning, console: Console | None = None) -> None:
     """Print the settings to change with the measured gain of each, and the patch of the YAML file."""
     console = console or _console()
     if not tuning.changes:
-        tried = "none of the settings tried is faster" if tuning.num_trials > 1 else "no other setting was tried"
-        console.print(Text(f"Nothing to change: {tried}.", style="bold"))
+        console.print(Text(f"Nothing to change: {_outcome(tuning)}.", style="bold"))
     else:
         table = _table("setting", "now", "better", "gain>", "why")
         for change in tuning.changes:
@@ -412,6 +420,15 @@ def show_tuning(tuning: Tuning, console: Console | None = None) -> None:
     if tuning.changes:
         console.print(Text("\nThe patch for the YAML file (--apply writes it and keeps a backup):", style="bold"))
         console.print(Text(patched("", tuning.values).rstrip()))
+
+
+def _outcome(tuning: Tuning) -> str:
+    """Return why no setting is changed."""
+    if tuning.num_trials > 1:
+        return "none of the other settings tried is faster"
+    if tuning.ran_out_of_time:
+        return "check finds no fault, and the time was enough only for the present settings"
+    return "check finds no fault, batches come in time, and there is no other batch or device to try"
 
 
 def _speed(profile: Profile) -> str:

@@ -127,7 +127,8 @@ def assert_reconstructed(run: Path, vocoder: str) -> None:
 def test_held_out_sentences_are_said_in_the_voice_of_a_training_clip_and_judged(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert evaluate(run, "--judge", install(tmp_path / "judges", FAKE_JUDGE), "--sentences", 4) == 0
+    judges = install(tmp_path / "judges", FAKE_JUDGE)
+    assert evaluate(run, "--judge", judges, "--sentences", 4, "--vocoder", "hifigan") == 0
     items = read(run, "items")
     sets = [item["set"] for item in items]
     assert {name: sets.count(name) for name in sets} == dict.fromkeys(

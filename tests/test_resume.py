@@ -50,6 +50,23 @@ def test_a_run_stopped_twice_equals_one_that_never_was(
     assert_same_run(parts, whole, stage)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", ["gpt", "dvae", "decoder"])
+def test_deterministic_runs_on_a_gpu_are_equal_whether_resumed_or_not(
+    stage: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (
+        f"--stages {stage} --deterministic --dropout 0.2 --max-steps 9 --val-step 5 --val-data {start.clips(3)}"
+    )
+    one, two = (start(flags, name, 5) for name in ("one", "two"))
+    assert "captured as a CUDA graph, bf16, deterministic" in start.out
+    assert_same_run(two, one, stage)
+    stop_at(monkeypatch, 7)
+    for _ in range(2):
+        parts = start(flags, "parts", 5)
+    assert_same_run(parts, one, stage)
+
+
 @pytest.mark.parametrize("flag", ["", "--dashboard", "--reset-training"])
 def test_a_stop_ends_the_run_and_says_how_to_go_on(
     flag: str, start: Start, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,7 @@ from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.xtts import XTTS
 from myxtts.observe.findings import Finding
 from myxtts.observe.metrics import StepReport
+from myxtts.reports import TrainingReports
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
 from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer
@@ -214,6 +215,8 @@ GPU_PLAN = Plan(torch.device("cuda", 0), torch.device("cuda", 0))
         ({"training.enable_graph_mode": False}, {}, StepMode(autocast=True)),
         ({"training.optimization_level": "experimental"}, {}, StepMode(True, True, True, tuned=True)),
         ({"training.enable_eager_debug": True}, {}, StepMode(autocast=True, debug=True)),
+        ({"training.deterministic": True}, {}, StepMode(autocast=True, captured=True, deterministic=True)),
+        ({"training.deterministic": True}, {"model": torch.device("cpu")}, StepMode()),
         ({"training.enable_eager_debug": True}, {"model": torch.device("cpu")}, StepMode(debug=True)),
     ],
 )
@@ -227,7 +230,8 @@ def test_how_a_step_is_run(settings: dict[str, Any], plan: dict[str, Any], expec
 def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start) -> None:
     run = start(f"--max-steps 2 --model-start-delay 0.5 --val-data {start.clips(3)}")
     stages = [
-        rf"Stage {stage}\nBuffer size: 6 batches \(3 on the host, 3 on cpu\)\nTraining step: eager, fp32\n"
+        rf"Stage {stage}\nBuffer size: 6 batches \(3 on the host, 3 on cpu\), and 2 in work .*\n"
+        r"Training step: eager, fp32\n"
         r"Waiting up to 0\.5s for data pipeline to warm up\nModel training starting now \(\d+ .*\n"
         r"step 1/2  loss .*\nstep 2/2  loss .*\nvalidation at step 2  loss .*  the best so far\n"
         for stage in STAGES
@@ -235,7 +239,7 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start
     expected = (
         r"Corpus: 4 training clips [\s\S]*"
         r"No GPU was found: .*\n[\s\S]*"
-        r"Buffer size: auto, up to 50 batches\nModel placed on .*\n"
+        r"Model placed on .*\nNative loading: on, .*\n"
         rf"(Hint: .*\n)*{''.join(stages)}Speaking a sentence of the corpus …\n(.*\n)+"
         rf"Done\. Everything is in {re.escape(str(run))}"
     )
@@ -446,3 +450,22 @@ def test_a_run_that_has_not_reached_a_stage_goes_on_without_it(
     start("--stages dvae --dvae-steps 4")
     assert newest(run, "dvae").step == 4
     start("--stages dvae,gpt --dvae-steps 4")
+
+
+@pytest.mark.parametrize("role", ["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_a_leak_of_5_mb_a_step_is_warned_of(role: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaked, tick = [], TrainingReports.tick
+
+    def leak(reports: TrainingReports, step: int) -> None:
+        tick(reports, step)
+        leaked.append(torch.ones(5 * 2**20, dtype=torch.uint8, device="cuda" if role == "gpu" else "cpu"))
+
+    monkeypatch.setattr(TrainingReports, "tick", leak)
+    monkeypatch.setattr("myxtts.observe.diagnosis.MIN_HOST_GROWTH_MB", 64.0)
+    stop_at(monkeypatch, 60)
+    start("--stages dvae --max-steps 100000 --epochs 1000000 --disable-xla-compilation")
+    place = "on the GPU" if role == "gpu" else "by this process"
+    found = re.search(
+        rf"The memory held {place} grows by ([\d.]+) MB a step .* at about step", start.out + start.err
+    )
+    assert found and 4 < float(found[1]) < 7

@@ -13,9 +13,11 @@ import contextlib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,8 @@ class StepReport:
     skipped: int  # steps skipped because their gradients were not finite
     eta_s: float | None
     elapsed_s: float
+    in_use_mb: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Memory held now, and the most there can be, on the device of each role and by the process on the "host"."""
     mfu: float | None = None  # model FLOP/s as a share of this GPU's measured matmul rate; None if not measured
     timed_from: int | None = None  # number of the first step in `times_ms`
     times_ms: Sequence[float] = ()  # of every step that ended since the last report, in order
@@ -72,6 +76,7 @@ class StepReport:
         groups = {"loss": self.losses, "grad_norm": self.grad_norm, "memory_mb": self.memory_mb}
         named = {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
         named |= {f"ring/{name}": ready for name, (ready, _) in self.rings.items()}
+        named |= {f"in_use_mb/{name}": used for name, (used, _) in self.in_use_mb.items()}
         named |= {f"train/{name}": getattr(self, name) for name in ("lr", "epoch", "skipped")}
         speed = ("clips_per_s", "step_ms", "step_cv", "idle_share", "ahead", "mfu")
         named |= {f"speed/{name}": getattr(self, name) for name in speed}
@@ -104,6 +109,8 @@ class MetricsLog:
         self.close()
         self._stage = stage
         self._append({"kind": "begin", "stage": stage, "step": step})
+        if not isinstance(threading.excepthook, partial):
+            threading.excepthook = partial(_on_thread_error, threading.excepthook)
         try:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -170,6 +177,12 @@ class MetricsLog:
         if not self._warned:
             self._warned = True
             _log.warning("%s. Training continues; metrics and curves may be incomplete from here on.", what)
+
+
+def _on_thread_error(before: Callable[[Any], object], error: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread, unless TensorBoard's writer failed: that is reported by the next write."""
+    if not (type(error.thread).__module__.startswith("tensorboard") and issubclass(error.exc_type, OSError)):
+        before(error)
 
 
 def log_sound(folder: Path, stage: str, wave: npt.NDArray[Any], rate: int, step: int) -> None:
@@ -348,6 +361,9 @@ _FROM_JSON: Mapping[str, Callable[[Any], Any]] = {
     "Mapping[str, float]": lambda value: {name: number(one) for name, one in (value or {}).items()},
     "Mapping[str, tuple[int, int]]": lambda value: {
         name: (int(ready), int(depth)) for name, (ready, depth) in (value or {}).items()
+    },
+    "Mapping[str, tuple[float, float]]": lambda value: {
+        name: (number(used), number(limit)) for name, (used, limit) in (value or {}).items()
     },
 }
 _FIELDS = {item.name: _FROM_JSON[str(item.type)] for item in fields(StepReport)}

@@ -23,8 +23,9 @@ from myxtts.checkpoints import Checkpoints, Snapshot, to_host
 from myxtts.config import Settings
 from myxtts.data.batches import Batch, Cursor, Sizes, mean_clips
 from myxtts.data.clips import PreparedCorpus
-from myxtts.devices import CudaGraph, Event, Plan, Stream, all_random_states, peak_memory_mb
+from myxtts.devices import CudaGraph, Event, Plan, Stream, all_random_states, memory_in_use_mb, peak_memory_mb
 from myxtts.errors import PipelineError
+from myxtts.host import may_pin
 from myxtts.observe.metrics import StepReport, ValidationReport
 from myxtts.observe.trace import OFF, StepClock, Trace, idle_share, step_timing
 from myxtts.training.optim import Optimizer
@@ -42,6 +43,7 @@ class StepMode:
     compiled: bool = False
     captured: bool = False  # replays a CUDA graph; needs a GPU, static shapes and a single process
     tuned: bool = False  # compiles everything as one graph and tries many kernels, which takes minutes
+    deterministic: bool = False  # only kernels that give the same bits each time; never compiled
     debug: bool = False
     """Names the operation that produced a NaN, and waits for the device after every micro-step."""
 
@@ -53,6 +55,7 @@ class StepMode:
             "captured as a CUDA graph" if self.captured else "",
             "" if self.debug or self.compiled or self.captured else "eager",
             "bf16" if self.autocast else "fp32",
+            "deterministic" if self.deterministic else "",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -61,11 +64,13 @@ def choose_mode(settings: Settings, stage: str, plan: Plan) -> StepMode:
     """The mode that the settings ask for, as far as the devices support it."""
     training, on_gpu = settings.training, plan.model.type == "cuda"
     autocast = settings.data.mixed_precision and on_gpu
+    deterministic = training.deterministic and on_gpu
     if training.enable_eager_debug:
-        return StepMode(autocast=autocast, debug=True)
+        return StepMode(autocast=autocast, deterministic=deterministic, debug=True)
     # Without static shapes every new shape would be compiled and captured again.
     graph = training.enable_graph_mode and on_gpu and settings.data.pad_to_fixed_length
-    compiled = graph and training.enable_xla_compilation
+    # The compiler may choose other kernels next time.
+    compiled = graph and training.enable_xla_compilation and not deterministic
     # Checkpointing draws the dropout of the forward pass again, which a CUDA graph cannot replay.
     redraws = stage == "gpt" and settings.model.gradient_checkpointing and settings.model.dropout > 0
     return StepMode(
@@ -73,6 +78,7 @@ def choose_mode(settings: Settings, stage: str, plan: Plan) -> StepMode:
         compiled=compiled,
         captured=graph and plan.world_size == 1 and not redraws,
         tuned=compiled and training.optimization_level == "experimental",
+        deterministic=deterministic,
     )
 
 
@@ -105,7 +111,8 @@ class Step:
             # Weights of width 1 have several layouts that are one and the same.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             ids = [stream.device.index] if stream.device.type == "cuda" else None
-            self._distributed = DistributedDataParallel(recipe, device_ids=ids, gradient_as_bucket_view=True)
+            with stream.use():  # what DDP launches now and in training is then in one order
+                self._distributed = DistributedDataParallel(recipe, device_ids=ids, gradient_as_bucket_view=True)
             self._forward = self._distributed
         self._names: list[str] = []
         self._sums: Tensor | None = None
@@ -307,6 +314,8 @@ class Trainer:
         self._clock = StepClock(self._stream.handle, limit, first_step=self.state.step)
         self._scalars, self._logged = AsyncScalars(self._stream), self.state.step
         self._host_copies: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._pins: bool | None = None if self._stream.device.type == "cuda" else False
+        """True if the host copies are pinned; None before the first."""
         self._started_at, self._first_step = time.perf_counter(), self.state.step
 
     def run(self) -> State:
@@ -357,9 +366,14 @@ class Trainer:
         if self.ctx.plan.rank > 0:
             return
         self.ctx.checkpoints.wait()  # the writer reads the copies that are overwritten here
-        pin = self._stream.device.type == "cuda"
-        weights = to_host(self.ctx.weights(self.step.recipe), self._host_copies[0], pin=pin)
-        optimizer = to_host(self.step.optimizer.state_dict(), self._host_copies[1], pin=pin)
+        live = (self.ctx.weights(self.step.recipe), self.step.optimizer.state_dict())
+        if self._pins is None:
+            num_bytes = sum(tensor.nbytes for tensors in live for tensor in tensors.values())
+            self._pins = may_pin(num_bytes, "Copies for checkpoints")
+        weights, optimizer = (
+            to_host(tensors, copies, pin=self._pins)
+            for tensors, copies in zip(live, self._host_copies, strict=True)
+        )
         self._host_copies = (weights, optimizer)
         state = {**self.state.to_json(), "stage": self.ctx.stage, "notes": dict(self.ctx.notes())}
         snapshot = Snapshot(weights, {**optimizer, **random_states}, state)
@@ -422,6 +436,7 @@ class Trainer:
             ahead=self.feed.num_ahead,
             rings=self.feed.readiness(),
             memory_mb=peak_memory_mb(self.ctx.plan),
+            in_use_mb=memory_in_use_mb(self.ctx.plan),
             skipped=int(values["skipped"]),
             eta_s=(self.total_steps - step) * expected_s if expected_s else None,
             elapsed_s=elapsed_s,
