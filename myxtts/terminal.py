@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE
-from myxtts.data.clips import ClipSet, PreparedCorpus, set_aside_list
+from myxtts.data.clips import LIMITS, NO_SPEAKERS, ClipSet, PreparedCorpus, set_aside_list
 from myxtts.errors import printable
 from myxtts.files import has_ended
 from myxtts.observe.diagnosis import WARMUP_REPORTS, Warning, warnings_of
@@ -275,29 +275,33 @@ def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
     speakers = Counter(prepared.speaker_names[number] for clips in both for number in clips.speakers.tolist())
     languages = Counter(LANGUAGES[number] for clips in both for number in clips.languages.tolist())
     spoken = ", ".join(f"{LANGUAGE_NAMES[code]} {count}" for code, count in languages.most_common())
-    reasons = Counter(item.reason for item in prepared.set_aside).most_common()
+    see = {reason: f"{reason} (see {flag})" for reason, flag in LIMITS.items()}
+    counted = Counter(item.reason for item in prepared.set_aside).most_common()
+    reasons = [(count, see.get(reason, reason)) for reason, count in counted]
     if brief:
         clips = f"{len(prepared.train)} training clips ({_duration(prepared.train)})"
         people = "1 speaker" if len(speakers) == 1 else f"{len(speakers)} speakers"
         facts = [clips, f"{len(prepared.val)} for validation", people, spoken]
         lines = [f"Corpus: {'; '.join(facts)}; {prepared.tokenizer.num_tokens} tokens"]
-        lines += [f"Set aside: {', '.join(f'{count} {reason}' for reason, count in reasons)}"] if reasons else []
+        lines += [f"Set aside: {', '.join(f'{count} {reason}' for count, reason in reasons)}"] if reasons else []
         show_lines(lines)
     else:
         table = _table()
         for split, part in (("training", prepared.train), ("validation", prepared.val)):
             table.add_row(f"{split} clips", f"{len(part)}", _duration(part))
-        named = [f"{escape(name or 'unnamed')} {count}" for name, count in speakers.most_common(8)]
+        named = [f"{escape(printable(name) or 'unnamed')} {count}" for name, count in speakers.most_common(8)]
         table.add_row("speakers", str(len(speakers)), ", ".join(named + ["…"] * (len(speakers) > 8)))
         table.add_row("languages", str(len(languages)), spoken)
         table.add_row("vocabulary", str(prepared.tokenizer.num_tokens), "tokens")
         table.add_row("set aside", str(len(prepared.set_aside)), "clips")
-        for reason, count in reasons:
+        for count, reason in reasons:
             table.add_row("", str(count), reason)
         Screen().print(table)
         _show_lengths(np.concatenate([part.num_samples for part in both]) / SAMPLE_RATE)
     if prepared.set_aside:
         show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
+    if not any(prepared.speaker_names):
+        show_lines([f"Hint: {NO_SPEAKERS}"])
     show_lines([f"Ready: cache in {prepared.root}"])
 
 

@@ -51,7 +51,10 @@ HOST = Host(16, 64 * 2**30, "550.54", lambda _: 500 * 10**9)
 def test_every_value_that_a_bundle_announces_is_used(flags: dict[str, object]) -> None:
     loaded, lines = apply_presets(load_values(**flags))
     loaded, more = apply_demo(loaded)
-    said = re.findall(r": ([a-z_.]+) (?:=|stays) (\[.*\]|\S+)", "\n".join([*lines, *more]))
+    said = re.findall(r": ([a-z_.]+) (?:=|stays) (\[.*\]|\S+)", "\n".join(lines))
+    keys = {spec.name: key for key, spec in specs().items()}
+    demo = re.findall(r"[:,] ([a-z_]+) (\[.*?\]|\w+)", more[1] if more else "")
+    said += [(keys[name], value) for name, value in demo]
     assert len(said) >= 6
     for key, value in said:
         assert format_setting(key, value_of(loaded.settings, key)) == value
@@ -148,7 +151,7 @@ def test_what_is_written_in_the_file_holds_even_where_it_repeats_the_default(key
 
 
 HOSTILE = "ann\x1b[31m\x1b]0;title\x07 \u202egnp.exe\u2066 \x9b2J\x00\udcff"
-NEUTRAL = "ann[31m]0;title gnp.exe 2J?"
+NEUTRAL = r"ann\x1b[31m\x1b]0;title\x07 \u202egnp.exe\u2066 \x9b2J\x00\udcff"
 
 
 def test_text_from_files_cannot_change_or_mislead_the_terminal(
@@ -162,7 +165,9 @@ def test_text_from_files_cannot_change_or_mislead_the_terminal(
     screen = io.StringIO()
     terminal = Screen(file=screen, force_terminal=True, width=200)
     terminal.print(render([step_record(stage=HOSTILE)], (), View(200, title=HOSTILE)))
-    assert screen.getvalue().count(NEUTRAL) == 2, "the styles of the view stay, and nothing else"
+    assert screen.getvalue().count(NEUTRAL.replace(r"\x07", "")) == 2, (
+        "the styles of the view stay, and nothing else"
+    )
     assert "\u202e" not in screen.getvalue() and "\x1b]" not in screen.getvalue()
     (corpus / "metadata.csv").write_text(f"clip000|A\x1b[2J text.|{HOSTILE[:9]}\nab\x1b[5msent|Text.\n", "utf-8")
     assert main(["prepare", "--train-data", str(corpus), "--language", "en"]) == 0
