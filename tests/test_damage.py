@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import contents
-from training_fixtures import Clips, clips, small, train
+from training_fixtures import Clips, assert_equal_tensors, clips, newest, small, train
 
 from myxtts.config import DataSettings
 from myxtts.data.prepare import prepare
