@@ -28,7 +28,7 @@ from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sample
-from myxtts.terminal import ProgressPrinter, show_corpus_briefly
+from myxtts.terminal import ProgressPrinter, show_corpus
 from myxtts.training.trainer import Reporter, State
 
 FEW_STEPS = 1000  # A GPT trained from scratch for fewer steps does not speak words yet
@@ -56,7 +56,7 @@ class TrainingReports(Reporter):
         self._gpus = Sampler([gpu.index for gpu in Machine.look().gpus])
 
     def corpus(self, prepared: PreparedCorpus) -> None:
-        show_corpus_briefly(prepared)
+        show_corpus(prepared, brief=True)
 
     def begin(self, stage: str, step: int, total_steps: int) -> None:
         self.has_trained = True

@@ -60,9 +60,10 @@ def log_steps(folder: Path, *steps: int, begin_at: int = 0, stage: str = "gpt", 
 
 
 @pytest.fixture
-def curves(tmp_path: Path) -> Callable[..., Any]:
-    """What TensorBoard reads of a stage."""
-    pytest.importorskip("tensorboard")
+def curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """What TensorBoard reads of a stage. It sorts files of one second by name, where 10 comes before 9."""
+    writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(100))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def read(stage: str = "gpt") -> Any:

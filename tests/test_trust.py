@@ -51,9 +51,10 @@ HOST = Host(16, 64 * 2**30, "550.54", lambda _: 500 * 10**9)
 def test_every_value_that_a_bundle_announces_is_used(flags: dict[str, object]) -> None:
     loaded, lines = apply_presets(load_values(**flags))
     loaded, more = apply_demo(loaded)
-    said = re.findall(r": ([a-z_.]+) (?:=|stays) (\[.*\]|\S+)", "\n".join([*lines, *more]))
-    full = {spec.name: key for key, spec in specs().items()}
-    said += [(full[name], value) for name, value in re.findall(r"(\w+) (\[.*?\]|\w+)(?:, |$)", more[-1])]
+    said = re.findall(r": ([a-z_.]+) (?:=|stays) (\[.*\]|\S+)", "\n".join(lines))
+    keys = {spec.name: key for key, spec in specs().items()}
+    demo = re.findall(r"[:,] ([a-z_]+) (\[.*?\]|\w+)", more[1] if more else "")
+    said += [(keys[name], value) for name, value in demo]
     assert len(said) >= 6
     for key, value in said:
         assert format_setting(key, value_of(loaded.settings, key)) == value
@@ -164,8 +165,9 @@ def test_text_from_files_cannot_change_or_mislead_the_terminal(
     screen = io.StringIO()
     terminal = Screen(file=screen, force_terminal=True, width=200)
     terminal.print(render([step_record(stage=HOSTILE)], (), View(200, title=HOSTILE)))
-    shown_twice = NEUTRAL.replace(r"\x07", "")  # Rich drops the bell by itself
-    assert screen.getvalue().count(shown_twice) == 2, "the styles of the view stay, and nothing else"
+    assert screen.getvalue().count(NEUTRAL.replace(r"\x07", "")) == 2, (
+        "the styles of the view stay, and nothing else"
+    )
     assert "\u202e" not in screen.getvalue() and "\x1b]" not in screen.getvalue()
     (corpus / "metadata.csv").write_text(f"clip000|A\x1b[2J text.|{HOSTILE[:9]}\nab\x1b[5msent|Text.\n", "utf-8")
     assert main(["prepare", "--train-data", str(corpus), "--language", "en"]) == 0
@@ -194,3 +196,15 @@ def test_the_time_of_every_step_is_kept_and_pictures_end_with_their_clip(
     ends_s, times_ms = stages_of(reports)[0].step_times()
     assert (times_ms > 0).all() and (np.diff(ends_s) > 0).all() and len(times_ms) == 8
     assert widths["dvae/mel"] == widths["dvae/reconstruction"] < 110, "1.2 seconds, in a batch of 128 frames"
+
+
+def test_a_terminal_wraps_lines_between_words_and_leaves_commands_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    command = f"  myxtts speak {'words ' * 20}"
+    show_lines(["settings " * 30, command])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == command and len(lines) == 5 and max(map(len, lines)) <= 60
+    assert set(" ".join(lines).split()) == {"settings"}
