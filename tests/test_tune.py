@@ -130,6 +130,8 @@ def test_what_does_not_fit_is_made_to_fit(tuned: Tune) -> None:
     assert found.before is None and found.gain is None
     assert "do not fit" in found.changes[0].why and "measured" not in found.changes[0].why
     assert found.changes[1].why == "measured with the line above"
+    found = tuned(Pretended(mb_per_clip=1000.0), batch_size="64", mixed_precision="false")
+    assert list(found.values)[::2] == ["data.batch_size", "data.mixed_precision"], "faults are mended in any batch"
 
 
 def test_what_cannot_be_tried_at_all_is_an_error(tuned: Tune) -> None:

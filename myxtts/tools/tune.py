@@ -128,6 +128,7 @@ class Search:
             if self.found.after is None:
                 assert refusal is not None
                 self._shrink_batch(refusal)
+                self._mend_faults()
             self._try_feed()
             if self._grow_batch():
                 self._try_feed()
@@ -219,14 +220,9 @@ class Search:
             self._keep(values, None, whys)
             raise
         best = self.found.after
-        if trial is None:
-            self.found.notes.append(
-                f"{_listed(values)} is not possible here: {str(self._refusal).splitlines()[0]}"
-            )
-        elif best is None or trial.clips_per_s * self.min_gain >= best.clips_per_s:
+        if trial is not None and (best is None or trial.clips_per_s * self.min_gain >= best.clips_per_s):
             self._keep(values, trial, whys)
-            return
-        if best is not None:
+        elif best is not None:
             self._try_switches()
 
     def _try_switches(self) -> None:
