@@ -24,7 +24,7 @@ import torch
 
 from myxtts.audio import Wave, write
 from myxtts.checkpoints import UnreadableWeights
-from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
+from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings, mel_frames
 from myxtts.data.clips import ClipSet
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
@@ -633,7 +633,8 @@ def provenance(run: RunDir) -> Provenance:
         data = load(run.folder / "settings.yaml", {}).settings.data
     except ConfigError:
         data = DataSettings()
-    known = (data.max_text_length, data.max_mel_frames, data.use_phonemes)
+    frames = run.started_with().get("data.max_mel_frames") or mel_frames(data)
+    known = (data.max_text_length, frames, data.use_phonemes)
     decoder = run.checkpoints("decoder").newest(optimizer=False)
     distances = decoder.state["notes"].get("vocoder") if decoder is not None else None
     return Provenance(tuple(run.untrained()), run.from_scratch, *known, distances)
