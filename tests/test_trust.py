@@ -50,8 +50,10 @@ HOST = Host(16, 64 * 2**30, "550.54", lambda _: 500 * 10**9)
 @pytest.mark.parametrize("flags", [{"preset": name} for name in PRESETS] + [{"optimization_level": "basic"}, {}])
 def test_every_value_that_a_bundle_announces_is_used(flags: dict[str, object]) -> None:
     loaded, lines = apply_presets(load_values(**flags))
-    loaded, more = apply_demo(loaded)
-    said = re.findall(r": ([a-z_.]+) (?:=|stays) (\[.*\]|\S+)", "\n".join([*lines, *more]))
+    loaded, (_, demo) = apply_demo(loaded)
+    said = re.findall(r": ([a-z_.]+) (?:=|stays) (\S+)", "\n".join(lines))
+    by_name = {key.split(".")[1]: key for key in specs()}
+    said += [(by_name[name], value) for name, value in re.findall(r"([a-z_]+) (\[.*\]|\d+)", demo)]
     assert len(said) >= 6
     for key, value in said:
         assert format_setting(key, value_of(loaded.settings, key)) == value
