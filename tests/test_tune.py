@@ -390,3 +390,12 @@ def test_a_trial_in_a_process_of_its_own_answers_or_is_ended(clips: Clips) -> No
     assert try_out_apart(settings, "dvae", 1).clips_per_s > 0
     with pytest.raises(Refused, match="no answer within 0 s"):
         try_out_apart(settings, "dvae", 1, limit_s=0.1)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_faults_are_mended_and_measured_in_two_minutes(clips: Clips) -> None:
+    off = {"native_loading": "false", "prefetch_to_gpu": "false", "enable_eager_debug": "true"}
+    loaded = tiny(clips(4), **off)
+    found = tune(loaded, prepare_corpus(loaded.settings), stage="dvae", max_batch=2)
+    assert changes(found) == FAULTS and found.minutes < 2.2
+    assert found.gain is None or found.gain > 1

@@ -108,7 +108,8 @@ class Search:
             self.found.notes.append(f"{kept}: {new_run}; {this_run}")
         elif not machine.gpus and loaded.settings.data.train_data is None:
             self._batch_is_free = False
-            self.found.notes.append("The batch is the demonstration's and is not changed: give --train-data")
+            size = f"the demonstration's batch of {self.value(BATCH)} clips"
+            self.found.notes.append(f"Measured with {size}, which is not changed: give --train-data")
 
     @property
     def best(self) -> Trial:
