@@ -17,7 +17,7 @@ from myxtts.devices import Machine, make_plan
 from myxtts.errors import PipelineError
 from myxtts.host import usable_cores
 from myxtts.observe.breakdown import DATA_PHASES
-from myxtts.observe.findings import RULES, SWITCHES, Finding, Rule, Situation
+from myxtts.observe.findings import RULES, SWITCHES, Finding, Situation
 from myxtts.run_dir import RunDir
 from myxtts.settings import LoadedSettings, format_setting, specs, value_of, with_values
 from myxtts.tools.dry_run import Refused, Trial, try_out_apart
@@ -227,18 +227,10 @@ class Search:
             self._try_switches()
 
     def _try_switches(self) -> None:
-        """Try the switches that are off until none helps: one may help only after another."""
-        rules = [rule for rule in SWITCHES.values() if self.machine.gpus or not rule.gpu_only]
-        tried_with: dict[str, LoadedSettings] = {}
-
-        def is_open(rule: Rule) -> bool:
-            return rule.is_off(self.loaded.settings) and tried_with.get(rule.setting) is not self.loaded
-
-        while open_rules := [rule for rule in rules if is_open(rule)]:
-            for rule in open_rules:
-                if is_open(rule):
-                    self._keep_if_faster({rule.setting: rule.value}, rule.why)
-                    tried_with[rule.setting] = self.loaded
+        """Try the switches that are off, in the order of the rules."""
+        for rule in SWITCHES.values():
+            if rule.is_off(self.loaded.settings) and (self.machine.gpus or not rule.gpu_only):
+                self._keep_if_faster({rule.setting: rule.value}, rule.why)
 
     def _try_feed(self) -> None:
         """Try workers and buffers, if batches come too late."""
