@@ -467,7 +467,7 @@ def apply_demo(loaded: LoadedSettings, *, on_gpu: bool = False) -> tuple[LoadedS
     if "decoder" not in (loaded.settings.training.stages or ()):
         del values["training.decoder_steps"]
     filled = _filled(loaded, "demonstration", values, [])
-    used = [key for key in values if filled.origin[key] != loaded.origin[key]]
+    used = [key for key in values if filled.origin[key] == "preset" != loaded.origin[key]]
     listed = ", ".join(f"{specs()[key].name} {format_setting(key, values[key])}" for key in used)
     about = "No --train-data given: a short demonstration on the embedded corpus"
     return filled, [about, f"demonstration: {listed}"]

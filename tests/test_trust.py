@@ -50,10 +50,10 @@ HOST = Host(16, 64 * 2**30, "550.54", lambda _: 500 * 10**9)
 @pytest.mark.parametrize("flags", [{"preset": name} for name in PRESETS] + [{"optimization_level": "basic"}, {}])
 def test_every_value_that_a_bundle_announces_is_used(flags: dict[str, object]) -> None:
     loaded, lines = apply_presets(load_values(**flags))
-    loaded, (_, demo) = apply_demo(loaded)
-    said = re.findall(r": ([a-z_.]+) (?:=|stays) (\S+)", "\n".join(lines))
-    by_name = {key.split(".")[1]: key for key in specs()}
-    said += [(by_name[name], value) for name, value in re.findall(r"([a-z_]+) (\[.*\]|\d+)", demo)]
+    loaded, more = apply_demo(loaded)
+    said = re.findall(r": ([a-z_.]+) (?:=|stays) (\[.*\]|\S+)", "\n".join([*lines, *more]))
+    full = {spec.name: key for key, spec in specs().items()}
+    said += [(full[name], value) for name, value in re.findall(r"(\w+) (\[.*?\]|\w+)(?:, |$)", more[-1])]
     assert len(said) >= 6
     for key, value in said:
         assert format_setting(key, value_of(loaded.settings, key)) == value
@@ -164,7 +164,8 @@ def test_text_from_files_cannot_change_or_mislead_the_terminal(
     screen = io.StringIO()
     terminal = Screen(file=screen, force_terminal=True, width=200)
     terminal.print(render([step_record(stage=HOSTILE)], (), View(200, title=HOSTILE)))
-    assert screen.getvalue().count(NEUTRAL) == 2, "the styles of the view stay, and nothing else"
+    shown_twice = NEUTRAL.replace(r"\x07", "")  # Rich drops the bell by itself
+    assert screen.getvalue().count(shown_twice) == 2, "the styles of the view stay, and nothing else"
     assert "\u202e" not in screen.getvalue() and "\x1b]" not in screen.getvalue()
     (corpus / "metadata.csv").write_text(f"clip000|A\x1b[2J text.|{HOSTILE[:9]}\nab\x1b[5msent|Text.\n", "utf-8")
     assert main(["prepare", "--train-data", str(corpus), "--language", "en"]) == 0

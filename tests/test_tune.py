@@ -97,6 +97,9 @@ def test_the_batch_grows_until_that_no_longer_helps(tuned: Tune) -> None:
     assert (change.setting, change.old, change.new) == ("data.batch_size", 16, 512)
     assert change.gain_measured == found.gain == pytest.approx((512 / 528) / 0.5)
     assert found.largest_batch is None and "becomes 512, it was 16" in change.why
+    small = Pretended(mb_per_clip=1.0)
+    tuned(small, batch_size="4", max_batch=64)
+    assert [trial.data.batch_size for trial in small.tried] == [4, 32, 64], "it begins with the preset of the card"
 
 
 def test_the_largest_batch_that_leaves_room_is_found_by_bisection(tuned: Tune) -> None:
@@ -260,7 +263,7 @@ def a_minute_each(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], Measur
 @pytest.mark.parametrize(
     ("mb_per_clip", "tried", "kept", "largest"),
     [
-        (1.0, [8, 16, 32], 32, None),
+        (1.0, [8, 32, 64], 64, None),
         (200.0, [16, 32, 64, 128, 96, 112], 96, 96),
         (200.0, [128, 64, 96, 112], 96, 96),
         (100.0, [16], None, None),

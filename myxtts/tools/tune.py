@@ -283,14 +283,16 @@ class Search:
             self._largest_under = self.loaded
 
     def _grow_batch(self) -> bool:
-        """Double the batch while that helps; if one does not fit, find the largest that does."""
+        """Double the batch while that helps, from the preset's for this card on; find the largest that fits."""
         if not self._batch_is_free or self.loaded is self._largest_under:
             return False
         start = size = self.value(BATCH)
-        tried = {size: self.best}
+        tried, index = {size: self.best}, self.value(MODEL_GPU) or 0
+        memory_mb = next((gpu.memory_mb for gpu in self.machine.gpus if gpu.index == index), 0)
+        known = Situation(settings=self.loaded.settings, gpu_memory_mb=memory_mb).card_batch
         try:
             while size < self._most_clips:
-                doubled = min(2 * size, self._most_clips)
+                doubled = min(max(2 * size, known), self._most_clips)
                 if (trial := self._attempt(self._with_batch(doubled))) is None:
                     self._bisect_batch(tried, doubled)
                     break
