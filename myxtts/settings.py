@@ -485,7 +485,7 @@ def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], line
             place = loaded.config_file if origin[key] == "file" else f"flag {specs()[key].flag_for(own)}"
             lines.append(f"{stays} ({place})")
         elif source == "demonstration" and origin[key] == "preset":
-            lines.append(f"{stays} (set above)")
+            lines.append(f"{stays} (set by a preset)")
         elif key in config.FINE_TUNING_KEYS and loaded.settings.training.init_from is None:
             lines.append(f"{stays} (only for fine-tuning: with --init-from)")
         else:
