@@ -305,7 +305,9 @@ def build_store(
                 sync_path(root)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-            for old in by_last_use(root, spec.kind)[STORES_KEPT:]:
+            # The new store stays even if a clock that was set back makes the others look newer.
+            others = [other for other in by_last_use(root, spec.kind) if other != folder]
+            for old in others[STORES_KEPT - 1 :]:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise _cannot_write(root, error) from error

@@ -191,7 +191,7 @@ def log_sound(folder: Path, stage: str, wave: npt.NDArray[Any], rate: int, step:
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(str(folder / "tensorboard" / stage)) as board:
-            board.add_audio("sample", wave[None], step, rate)
+            board.add_audio("sample", np.clip(wave, -1, 1)[None], step, rate)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
