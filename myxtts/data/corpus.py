@@ -357,9 +357,8 @@ def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Cl
         detail = f"'{language}' is none of {' '.join(LANGUAGES)}"
         return SetAside(row.audio, "unknown language", detail, row.where)
     if (found := files.find(row.audio)) is None:
-        has_extension = row.audio.lower().endswith(EXTENSIONS)
-        name = f"file {row.audio}" if has_extension else f"{row.audio}{'|'.join(EXTENSIONS)}"
-        detail = f"no {name} in {files.folder / 'wavs'} or {files.folder} that is a regular file"
+        name = row.audio if row.audio.lower().endswith(EXTENSIONS) else f"{row.audio}{'|'.join(EXTENSIONS)}"
+        detail = f"no regular file {name} in {files.folder / 'wavs'} or {files.folder}"
         return SetAside(row.audio, "missing file", detail, row.where)
     path, stat = found
     times = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
