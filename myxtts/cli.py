@@ -150,6 +150,12 @@ def _add_tools(commands: Any) -> None:
     watch = _command(commands, "watch", "show a run live: rings, losses, throughput and GPUs", _watch, strict=True)
     watch.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run")
 
+    runs = _command(
+        commands, "runs", "list the runs in a folder: stages, steps, state, what is left", _runs, strict=True
+    )
+    where = "folder to look in [default: the working folder]"
+    runs.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help=where)
+
     report = _command(commands, "report", "write an HTML page about a run", _report, strict=True)
     report.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run")
     report.add_argument("--out", type=Path, metavar="FILE", help="page to write [default: RUN/report.html]")
@@ -449,6 +455,15 @@ def _watch(options: argparse.Namespace) -> None:
 def _require_run(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give the --checkpoint-dir of a run")
+
+
+def _runs(options: argparse.Namespace) -> None:
+    from myxtts.run_dir import find_runs
+    from myxtts.terminal import show_runs
+
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder}: no such folder; give a folder with runs")
+    show_runs(options.folder, find_runs(options.folder))
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -51,6 +51,7 @@ from myxtts.settings import format_setting, patched
 
 if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
     from myxtts.observe.trace import Timing
+    from myxtts.run_dir import RunSummary
     from myxtts.tools.profile import DataAnalysis, GpuUse, Profile
     from myxtts.tools.tune import Tuning
 
@@ -167,6 +168,10 @@ class ProgressPrinter:
 
     def validation(self, report: ValidationReport) -> None:
         self._print(validation_line(report, self._width))
+
+    def say(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._print(line)
 
     def warn(self, warnings: Iterable[Warning]) -> None:
         for warning in warnings:
@@ -318,6 +323,25 @@ def _show_lengths(seconds: Numbers) -> None:
 def _duration(clips: ClipSet) -> str:
     minutes = float(clips.num_samples.sum()) / SAMPLE_RATE / 60
     return f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:.2f} hours"
+
+
+def show_runs(folder: Path, runs: Sequence[RunSummary]) -> None:
+    """Print every run with its stages, and what its command would do if it were given again."""
+    console = _console()
+    if not runs:
+        console.print(f"No run in {folder}, nor in the folders below it; myxtts train starts one.", markup=False)
+    for run in runs:
+        languages = ", ".join(LANGUAGE_NAMES[code] for code in run.languages)
+        about = [run.size, languages, str(run.corpus or "embedded corpus"), f"{run.num_bytes / 1e6:.0f} MB"]
+        saved = f"saved {datetime.fromtimestamp(run.saved_at):%Y-%m-%d %H:%M}"
+        console.print(Text(str(run.folder), style="bold"), Text("  ".join(filter(None, [*about, saved]))))
+        table = _table("  stage", "step>", "state", "best loss>", "the same command")
+        for stage in run.stages:
+            step = f"{stage.step}/{stage.target}" if stage.state != "missing" else "–"
+            state = f"{stage.state}: {stage.why}" if stage.why else stage.state
+            again = run.again.get(stage.stage, "leaves it")
+            table.add_row(f"  {stage.stage}", step, escape(state), _score(stage.best_loss, 3), again)
+        console.print(table)
 
 
 def show_findings(

@@ -63,7 +63,7 @@ def write_broken_corpus(folder: Path) -> None:
     sf.write(wavs / "silent.wav", np.zeros(SAMPLE_RATE), SAMPLE_RATE)
     sf.write(wavs / "hum.flac", 0.3 + 0.001 * make_voice(1.0), SAMPLE_RATE)
     sf.write(wavs / "short.wav", make_voice(0.3), SAMPLE_RATE)
-    sf.write(wavs / "long.wav", make_voice(21.0, 8000), 8000)
+    sf.write(wavs / "long.wav", make_voice(29.0, 8000), 8000)
     texts = {"blank": "   ", "longtext": "word " * 300, "novel": "word " * 2000, "marks": "\u200b"}
     lines = ["audio_file|text|speaker_name|language", "onlyid", "dup|Once.|s|en", "foreign|Moi.|s|fi"]
     usual = [name for name in BROKEN if name not in ("latin", "onlyid", "foreign")]
@@ -400,7 +400,7 @@ def test_the_longest_clip_follows_the_corpus_unless_it_is_named(make_corpus, run
 
 @pytest.mark.parametrize(
     ("seconds", "rare", "frames"),
-    [(2.0, 9.0, 800), (9.0, 10.0, 800), (9.4, 10.0, 832), (12.0, 18.0, 1056), (25.0, 25.0, 1728)],
+    [(2.0, 9.0, 800), (9.0, 10.0, 800), (9.4, 10.0, 832), (12.0, 18.0, 1056), (30.0, 30.0, 2416)],
 )
 def test_auto_sets_aside_at_most_a_thousandth_beyond_nine_seconds(
     seconds: float, rare: float, frames: int

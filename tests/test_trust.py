@@ -16,7 +16,7 @@ from conftest import REPORT, load_command, load_values, step_record
 from training_fixtures import FLAGS, Clips, clips, small, stop_at, train
 
 from myxtts.cli import main
-from myxtts.config import OPTIMIZATION_LEVELS, PRESETS
+from myxtts.config import OPTIMIZATION_LEVELS, PRESETS, preset_for
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.devices import Gpu, Machine
 from myxtts.errors import printable
@@ -122,11 +122,11 @@ def test_rules_hold_no_number_but_those_of_the_machine_they_look_at() -> None:
 @pytest.mark.parametrize("memory_mb", [7972, 11910, 16080, 24210, 40370, 48590, 81150])
 def test_no_default_and_no_preset_is_refused_on_a_card_of_8_to_80_gb(memory_mb: int) -> None:
     machine = Machine([Gpu(0, "Card", memory_mb)])
-    for bundle in (
-        {},
-        *({"preset": name} for name in PRESETS),
-        *({"optimization_level": x} for x in OPTIMIZATION_LEVELS),
-    ):
+    bundles: list[dict[str, object]] = [{}, *({"preset": name} for name in PRESETS)]
+    bundles += [{"optimization_level": name} for name in OPTIMIZATION_LEVELS]
+    isolated = {"enable_memory_isolation": True}
+    bundles += [isolated, isolated | {"preset": preset_for(memory_mb)}]
+    for bundle in bundles:
         loaded, _ = apply_presets(load_values(train_data=str(EMBEDDED_CORPUS), **bundle))
         failed = [found for found in check(loaded, machine, HOST) if found.level == "fail"]
         own_wish = "compilation" if bundle.get("optimization_level") == "basic" else None

@@ -177,14 +177,12 @@ def _pair(folder: Path, recording: Path, listed: dict[str, int]) -> Row | SetAsi
 
 
 def _no_texts(folder: Path, recordings: list[str], others: list[str]) -> DatasetError:
-    def some(names: list[str]) -> str:
-        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "nothing"
-
-    if not recordings:
-        what = f"No metadata in {folder}, and no recordings (it holds: {some(others)})."
-        return DatasetError(f"{what}\nExpected one of these forms:\n{FORMS}")
-    what = f"No metadata in {folder}, only {len(recordings)} recording(s) without texts: {some(recordings)}."
-    return DatasetError(f"{what}\n{CUT_INTO_CLIPS}\n{FORMS}")
+    held = ", ".join((recordings or others)[:5]) + ", …" * (len(recordings or others) > 5)
+    if recordings:
+        what = f"No metadata in {folder}, only {len(recordings)} recording(s) without texts: {held}."
+        return DatasetError(f"{what}\n{CUT_INTO_CLIPS}\n{FORMS}")
+    what = f"No metadata in {folder}, and no recordings (it holds: {held or 'nothing'})."
+    return DatasetError(f"{what}\nExpected one of these forms:\n{FORMS}")
 
 
 def _row(
@@ -355,12 +353,9 @@ def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Cl
         detail = f"'{language}' is none of {' '.join(LANGUAGES)}"
         return SetAside(row.audio, "unknown language", detail, row.where)
     if (found := files.find(row.audio)) is None:
-        if row.audio in files.irregular:
-            detail = f"{files.irregular[row.audio]} is no regular file: a folder, a broken link or a device"
-            return SetAside(row.audio, "missing file", detail, row.where)
         has_extension = row.audio.lower().endswith(EXTENSIONS)
         name = f"file {row.audio}" if has_extension else f"{row.audio}{'|'.join(EXTENSIONS)}"
-        detail = f"no {name} in {files.folder / 'wavs'} or {files.folder}"
+        detail = f"no {name} in {files.folder / 'wavs'} or {files.folder} that is a regular file"
         return SetAside(row.audio, "missing file", detail, row.where)
     path, stat = found
     times = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
@@ -381,7 +376,6 @@ class _AudioFiles:
     def __init__(self, folder: Path, parents: tuple[str, ...]) -> None:
         self.folder, self._parents = folder, parents
         self.listed: dict[str, int] = {}
-        self.irregular: dict[str, str] = {}  # what was found in place of an audio file, by id
         self._listings: dict[str, dict[str, os.DirEntry[str]]] = {}
 
     def find(self, audio: str) -> tuple[str, os.stat_result] | None:
@@ -396,7 +390,6 @@ class _AudioFiles:
                 with contextlib.suppress(OSError):  # deleted since it was listed, or a link to itself
                     if entry.is_file():
                         return folder + separator + entry.name, entry.stat()
-                self.irregular[audio] = entry.path
                 # A broken link: when its target appears, the folder of the link does not change.
                 self.listed[entry.path] = last_change(Path(entry.path))
         return None

@@ -15,7 +15,7 @@ import logging
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,9 +95,9 @@ def detect_languages(
     """
     by_text = {text: language for (text, _), language in (known or {}).items()}
     counts: _Counts = defaultdict(Counter)
-    for (_, speaker), language in (known or {}).items():
-        counts[speaker][language] += 1
-        counts[None][language] += 1
+    for (_, speaker), code in (known or {}).items():
+        counts[speaker][code] += 1
+        counts[None][code] += 1
     scripts = {text: _script_of(text) for text in texts}
     languages = [_language_in_script(text, scripts[text]) for text in texts]
     _settle_by_speaker(languages, [scripts[text] for text in texts], speakers, counts)
@@ -182,7 +182,7 @@ def _detect_by_speaker(
             continue
         passages = {group: _passages(texts) for group, texts in of_script.items()}
         all_passages = [passage for sample in passages.values() for passage in sample]
-        detected = iter(_detect(all_passages, candidates, accurate=False))
+        detected = iter(_detect(all_passages, candidates, False))
         mixed: dict[_Group, set[str]] = {}
         for group, sample in passages.items():
             seen = {next(detected) for _ in sample}
@@ -208,25 +208,11 @@ def _detect_added(texts: list[str], candidates: _Codes, familiar: set[str]) -> _
     """Return the language of texts by speakers of `familiar` languages; the large models confirm any other."""
     if len(candidates) == 1:
         return dict.fromkeys(texts, candidates[0])
-    found: _Languages = dict(zip(texts, _most_likely(texts, candidates, familiar, accurate=False), strict=True))
+    found: _Languages = dict(zip(texts, _detect(texts, candidates, False, familiar), strict=True))
     for language in sorted({language for language in found.values() if language} - familiar):
         choice, doubtful = (*sorted(familiar), language), [text for text in texts if found[text] == language]
         if len(choice) <= _CANDIDATES:
-            found |= dict(zip(doubtful, _most_likely(doubtful, choice, familiar, accurate=True), strict=True))
-    return found
-
-
-def _most_likely(texts: list[str], candidates: _Codes, familiar: set[str], accurate: bool) -> list[str | None]:
-    """Return the most likely language of each text, None without evidence; familiar ones have the advantage."""
-    detector = _detector(candidates, accurate)
-    found: list[str | None] = []
-    for ranking in detector.compute_language_confidence_values_in_parallel(texts):
-        weights = {_code_of(value.language): value.value for value in ranking}
-        weights = {code: weight * (_FAMILIARITY if code in familiar else 1) for code, weight in weights.items()}
-        best = max(weights, key=weights.__getitem__)
-        found.append(best if weights[best] > 0 else None)
-    if accurate:
-        detector.unload_language_models()  # type: ignore[no-untyped-call]
+            found |= dict(zip(doubtful, _detect(doubtful, choice, True, familiar), strict=True))
     return found
 
 
@@ -278,7 +264,7 @@ def _detect_each(
             answers[group] = best if len(likely) != 1 else dict.fromkeys(texts, likely[0])
     for likely, groups in choices.items():
         texts = sorted({text for group in groups for text in texts_of[group]})
-        found = dict(zip(texts, _detect(texts, likely, accurate=True), strict=True))
+        found = dict(zip(texts, _detect(texts, likely, True), strict=True))
         for group in groups:
             answers[group] = {text: found[text] for text in texts_of[group]}
     return answers
@@ -298,13 +284,20 @@ def _narrow(texts: list[str], candidates: _Codes, seen: set[str]) -> tuple[_Lang
     return best, tuple(code for code in candidates if weights[code] > least or code in seen)
 
 
-def _detect(texts: list[str], candidates: _Codes, *, accurate: bool) -> list[str | None]:
-    """Return the language of each text, None if undecided; one native call on all cores."""
+def _detect(
+    texts: list[str], candidates: _Codes, accurate: bool, familiar: Collection[str] = ()
+) -> list[str | None]:
+    """Return the most likely language of each text, None if undecided; familiar ones have the advantage."""
     detector = _detector(candidates, accurate)
-    found = detector.detect_languages_in_parallel_of(texts)
+    found: list[str | None] = []
+    for ranking in detector.compute_language_confidence_values_in_parallel(texts):
+        weights = {_code_of(value.language): value.value for value in ranking}
+        weights |= {code: _FAMILIARITY * weights[code] for code in familiar}
+        second, first = sorted(weights, key=weights.__getitem__)[-2:]
+        found.append(first if weights[first] > weights[second] else None)
     if accurate:
         detector.unload_language_models()  # type: ignore[no-untyped-call]
-    return [_code_of(language) if language else None for language in found]
+    return found
 
 
 @cache
