@@ -11,7 +11,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -93,11 +93,11 @@ class LazyAudio:
             self._explain_other_samples(row, path)
         return pcm
 
-    def gather(self, rows: Rows, out: Array) -> None:
-        """Decode row `rows[i]` to the start of `out[i]`; the rest of `out[i]` is left as it is."""
-        for slot, row in zip(out, rows.tolist(), strict=True):
-            pcm = self[row]
-            slot[: len(pcm)] = pcm
+    def gather(self, rows: Rows, out: Iterable[Array], piece: tuple[Rows, Rows] | None = None) -> None:
+        """Decode row `rows[i]`, or the `piece` (starts, lengths) of it, to the start of `out[i]`."""
+        first, lengths = (np.zeros_like(rows), self.lengths[rows]) if piece is None else piece
+        for slot, row, start, length in zip(out, rows.tolist(), first.tolist(), lengths.tolist(), strict=True):
+            slot[:length] = self[row][start : start + length]
 
     def _explain_other_samples(self, row: int, path: Path) -> None:
         """Raise if the file was written to; otherwise only warn, once.
@@ -163,10 +163,13 @@ class PreparedCorpus:
     vocabulary: str  # the tokenizer as JSON; building the object takes time, and few callers need it
     root: Path
 
-    def voices(self, clips: ClipSet) -> Rows:
-        """Return the speaker's index for each clip, or a unique negative number for unlabelled clips."""
-        is_named = np.array([bool(name) for name in self.speaker_names])[clips.speakers]
-        return np.where(is_named, clips.speakers, -1 - np.arange(len(clips)))
+    def voices(self, speakers: Rows, single_speaker: bool) -> Rows:
+        """Return a number for the voice of each clip with these speakers.
+
+        Clips without a speaker's name share one number if there is a `single_speaker`; else each has its own.
+        """
+        is_named = np.array([bool(name) for name in self.speaker_names])[speakers]
+        return np.where(is_named | single_speaker, speakers, -1 - np.arange(len(speakers)))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -20,7 +20,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,15 @@ class Store:
         self.verify(np.array([row]))
         return self._row(row)
 
-    def gather(self, rows: Rows, out: Array) -> None:
-        """Copy row `rows[i]` to the start of `out[i]`; the rest of `out[i]` is left as it is."""
+    def gather(self, rows: Rows, out: Iterable[Array], piece: tuple[Rows, Rows] | None = None) -> None:
+        """Copy row `rows[i]`, or the `piece` (starts, lengths) of it, to the start of `out[i]`.
+
+        The rest of `out[i]` is left as it is.
+        """
         self.verify(rows)
-        starts, lengths = self._starts[rows].tolist(), self.lengths[rows].tolist()
-        for slot, start, length in zip(out, starts, lengths, strict=True):
+        first, lengths = (0, self.lengths[rows]) if piece is None else piece
+        starts = (self._starts[rows] + first).tolist()
+        for slot, start, length in zip(out, starts, lengths.tolist(), strict=True):
             slot[:length] = self._data[start : start + length]
 
     def gather_padded(self, rows: Rows, out: Array) -> None:
