@@ -253,7 +253,7 @@ class DataSettings:
     prefetch_to_gpu: bool = setting(True)
     """Uploads batches before the model needs them."""
     enhanced_gpu_prefetch: bool = setting(True)
-    """Uploads from pinned memory on a separate copy stream, so that copies overlap with computation."""
+    """Uploads from pinned memory on a separate upload stream, so that copies overlap with computation."""
     optimize_cpu_gpu_overlap: bool = setting(True)
     """Runs the data role's kernels on a separate stream, so that they overlap with the training step."""
 

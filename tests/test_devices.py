@@ -262,45 +262,6 @@ def test_a_higher_cap_is_advised_only_when_the_cap_was_the_limit(monkeypatch: py
     assert "cap" not in str(explain_out_of_memory(no_cap, measured(monkeypatch, free_mb=500), "model", "training"))
 
 
-def test_streams_on_the_cpu_run_at_once() -> None:
-    stream, event, value = Stream(CPU), Event(CPU), torch.zeros(4)
-    with stream.use():
-        value += 1
-    stream.record(event)
-    stream.wait(event)
-    event.wait_on_host()
-    stream.finish()
-    assert value.tolist() == [1, 1, 1, 1]
-
-
-@pytest.mark.gpu
-def test_a_cap_stops_an_allocation_that_the_card_could_hold() -> None:
-    plan = make_plan(DataSettings(enable_memory_isolation=True, model_gpu_memory=512), environment={})
-    torch.cuda.empty_cache()
-    try:
-        apply_caps(plan)
-        within = torch.empty(256 * 2**20, dtype=torch.uint8, device=plan.model)
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            torch.empty(1024 * 2**20, dtype=torch.uint8, device=plan.model)
-        text = str(explain_out_of_memory(plan, caught.value, "model", "computing gradients"))
-        assert "model role" in text and "cuda:0" in text and "512 MB (--model-gpu-memory" in text
-        assert "1024.00 MiB" in text or "1.00 GiB" in text
-        allocated_mb = torch.cuda.memory_allocated(plan.model) // 2**20
-        assert allocated_mb >= within.nbytes // 2**20 and f"{allocated_mb} MB allocated" in text
-        assert "--model-gpu-memory above 512" in text
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, plan.model)
-    torch.empty(1024 * 2**20, dtype=torch.uint8, device=plan.model)
-
-
-@pytest.mark.gpu
-def test_the_machine_and_its_announcement_name_the_real_card() -> None:
-    seen = Machine.look()
-    name = torch.cuda.get_device_name(0)
-    assert seen.gpus[0].name == name and seen.gpus[0].memory_mb > 1000
-    assert any(name in line for line in announcements(make_plan(DataSettings(), environment={}), 50))
-
-
 @pytest.mark.gpu
 def test_a_stream_that_waits_for_an_event_sees_what_was_written_before_it() -> None:
     device = cuda(0)
@@ -320,16 +281,3 @@ def test_a_stream_that_waits_for_an_event_sees_what_was_written_before_it() -> N
     reader.finish()
     assert writer_was_busy
     assert unordered.eq(0).all() and ordered.eq(7).all()
-
-
-@pytest.mark.gpu
-def test_the_host_can_wait_for_an_event() -> None:
-    device = cuda(0)
-    stream, event = Stream(device), Event(device)
-    torch.cuda.synchronize(device)
-    with stream.use():
-        torch.cuda._sleep(100_000_000)
-    stream.record(event)
-    assert not event.is_passed
-    event.wait_on_host()
-    assert event.is_passed

@@ -48,6 +48,12 @@ class Frontend(nn.Module, ABC):
 
     uses_codes: bool  # True if the outputs include codes, which can be cached, and depend on a reference voice
     outputs: Layout
+    mel_stats: Tensor
+
+    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0, autocast: bool = False) -> None:  # noqa: ARG002
+        super().__init__()
+        self.autocast = autocast
+        self.register_buffer("mel_stats", model.mel_stats)
 
     @abstractmethod
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
@@ -70,15 +76,12 @@ class GptFrontend(Frontend):
     """Text ids, codes and packed conditioning mels."""
 
     uses_codes = True
-    mel_stats: Tensor
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
-        super().__init__()
-        self.autocast = autocast
+        super().__init__(model, data, frame_budget, autocast)
         size, numbers = data.batch_size, Field((data.batch_size,), "int32")
         self.dvae = model.dvae
         self.dvae_mel, self.conditioning_mel = LogMel(DVAE_MEL), LogMel(CONDITIONING_MEL)
-        self.register_buffer("mel_stats", model.mel_stats)
         self.outputs = _outputs(
             size,
             ids=Field((size, data.max_text_length), "int32"),
@@ -158,12 +161,10 @@ class DvaeFrontend(Frontend):
     """Mels for the DVAE, zero after each clip."""
 
     uses_codes = False
-    mel_stats: Tensor
 
-    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0, autocast: bool = False) -> None:  # noqa: ARG002
-        super().__init__()
+    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0, autocast: bool = False) -> None:
+        super().__init__(model, data, frame_budget, autocast)
         self.mel = LogMel(DVAE_MEL)
-        self.register_buffer("mel_stats", model.mel_stats)
         shape = (data.batch_size, model.dims.gpt.mel_channels, max_codes(data) * FRAMES_PER_CODE)
         numbers = Field((data.batch_size,), "int32")
         self.outputs = _outputs(data.batch_size, mel=Field(shape, "float32"), num_frames=numbers)
@@ -189,11 +190,10 @@ class DecoderFrontend(Frontend):
     uses_codes = True
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
-        super().__init__()
+        super().__init__(model, data, frame_budget, autocast)
         self.inputs = GptFrontend(model, data, frame_budget, autocast)
         self.gpt = model.gpt
         self.speaker_encoder: nn.Module = model.hifigan_decoder.speaker_encoder  # type: ignore[assignment]
-        self.autocast = autocast
         size = data.batch_size
         self.outputs = _outputs(
             size,
@@ -244,11 +244,7 @@ def _segment_24k(wave: Tensor, segments: Tensor, width: int) -> Tensor:
     return resample(segment, OUTPUT_SAMPLE_RATE)[:, first : first + width]
 
 
-FRONTENDS: dict[str, type[GptFrontend | DvaeFrontend | DecoderFrontend]] = {
-    "dvae": DvaeFrontend,
-    "gpt": GptFrontend,
-    "decoder": DecoderFrontend,
-}
+FRONTENDS: dict[str, type[Frontend]] = {"dvae": DvaeFrontend, "gpt": GptFrontend, "decoder": DecoderFrontend}
 """The front end of each stage of `config.STAGES`."""
 _WAYS = ((True, True), (False, True), (False, False))
 """(codes known, packed): codes from the cache, encoded packed, or encoded with padding."""

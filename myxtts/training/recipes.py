@@ -24,7 +24,7 @@ from myxtts.data.clips import ClipSet
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
 from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
-from myxtts.model.mel import FrontEnd, LogMel
+from myxtts.model.mel import LogMel, MelSpec
 from myxtts.model.vocoder import (
     OUTPUT_SAMPLE_RATE,
     PERIOD_WIDTHS,
@@ -381,7 +381,7 @@ class GptRecipe(Recipe):
 
 
 FEATURE_WEIGHT, MEL_WEIGHT = 2.0, 45.0  # HiFi-GAN's loss weights; that of the adversarial loss is 1
-LOSS_MEL = FrontEnd(
+LOSS_MEL = MelSpec(
     sample_rate=OUTPUT_SAMPLE_RATE, fft_samples=1024, window_samples=1024, hop_samples=256, window="hann",
     num_mels=80, max_hz=OUTPUT_SAMPLE_RATE / 2, equal_area=True, log_floor=1e-8, floor_is_added=False,
 )  # fmt: skip
