@@ -270,10 +270,24 @@ class Crops(NamedTuple):
         return num_frames_of(self.samples)
 
 
+def crops(seed: int, epoch: int, clips: Rows, available: Rows, sources: Rows | None = None) -> Crops:
+    """Draw a reference of 3 to 6 seconds for each clip from its source, by default the clip itself.
+
+    The sources have `available` samples.
+    """
+    sources = clips if sources is None else sources
+    span = MAX_CROP_SAMPLES - MIN_CROP_SAMPLES + 1
+    samples = MIN_CROP_SAMPLES + (_uniform(seed, epoch, clips, _LENGTH) * span).astype(np.int64)
+    longest = np.where(sources == clips, np.maximum(available // 2, 1), available)
+    samples = np.where(samples > available, longest, samples)
+    room = available - samples + 1
+    return Crops(sources, (_uniform(seed, epoch, clips, _START) * room).astype(np.int64), samples)
+
+
 class References:
     """The reference voice of every clip: a crop of another clip of the same voice, or of the clip itself.
 
-    Crops are a pure function of (seed, epoch, clip): neither the batch size nor the number of ranks matters.
+    The draw is a pure function of (seed, epoch, clip): neither the batch size nor the number of ranks matters.
     """
 
     def __init__(self, clips: ClipSet, voices: Rows | None = None, lenders: ClipSet | None = None) -> None:
@@ -294,26 +308,20 @@ class References:
         """Share of the clips that are their own reference."""
 
     def crops(self, seed: int, epoch: int, clips: Rows) -> Crops:
-        """Draw a reference of 3 to 6 seconds for each clip of an array of any shape."""
-        others, rank = self._others[clips], self._rank[clips]
+        """Draw a reference for each clip of an array of any shape: every other clip of its voice is as likely."""
+        others = self._others[clips]
         drawn = (_uniform(seed, epoch, clips, _SOURCE) * np.maximum(others, 1)).astype(np.int64)
-        drawn += (drawn >= rank) & (others > 0)  # every clip of the voice but this one
+        drawn += (drawn >= self._rank[clips]) & (others > 0)  # skips the clip itself
         sources = self._by_voice[self._first[clips] + drawn]
-        available = self._num_samples[sources]
-        span = MAX_CROP_SAMPLES - MIN_CROP_SAMPLES + 1
-        samples = MIN_CROP_SAMPLES + (_uniform(seed, epoch, clips, _LENGTH) * span).astype(np.int64)
-        longest = np.where(sources == clips, np.maximum(available // 2, 1), available)
-        samples = np.where(samples > available, longest, samples)
-        room = available - samples + 1
-        return Crops(sources, (_uniform(seed, epoch, clips, _START) * room).astype(np.int64), samples)
+        return crops(seed, epoch, clips, self._num_samples[sources], sources)
 
-    def gather(self, crops: Crops, out: npt.NDArray[np.int16]) -> None:
+    def gather(self, chosen: Crops, out: npt.NDArray[np.int16]) -> None:
         """Copy the crops of one batch to the starts of the rows of `out`."""
         first = 0
         for lender in self._sets:
-            slots = np.flatnonzero((first <= crops.sources) & (crops.sources < first + len(lender)))
-            rows = lender.audio_rows[crops.sources[slots] - first]
-            lender.audio.gather(rows, [out[slot] for slot in slots], (crops.starts[slots], crops.samples[slots]))
+            slots = np.flatnonzero((first <= chosen.sources) & (chosen.sources < first + len(lender)))
+            rows = lender.audio_rows[chosen.sources[slots] - first]
+            lender.audio.gather(rows, [out[at] for at in slots], (chosen.starts[slots], chosen.samples[slots]))
             first += len(lender)
 
 
