@@ -194,10 +194,8 @@ def test_the_reference_is_any_other_clip_of_the_same_voice(num_lenders: int) -> 
     clips, lenders = (cast("ClipSet", Lengths(lengths(count))) for count in (400, num_lenders))
     voices = np.random.default_rng(1).integers(0, 40, 400 + num_lenders)
     voices[:4] = [-1, -2, -3, -4]  # no other clip has these
-    references, batches = (
-        References(clips, voices, lenders if num_lenders else None),
-        np.arange(400).reshape(50, 8),
-    )
+    references = References(clips, voices, lenders if num_lenders else None)
+    batches = np.arange(400).reshape(50, 8)
     assert references.own_share == 0.01
     num_samples = np.concatenate([clips.num_samples, lenders.num_samples])
     drawn: set[tuple[int, int]] = set()
@@ -207,9 +205,7 @@ def test_the_reference_is_any_other_clip_of_the_same_voice(num_lenders: int) -> 
         assert np.array_equal(np.flatnonzero(found.sources == batches), np.arange(4)), "only those are their own"
         assert (found.starts + found.samples <= num_samples[found.sources]).all()
         drawn |= set(zip(batches.ravel().tolist(), found.sources.ravel().tolist(), strict=True))
-    assert len(drawn) > 0.99 * ((voices[:400, None] == voices).sum() - 396), (
-        "in time, every other clip of the voice"
-    )
+    assert len(drawn) > 0.99 * ((voices[:400, None] == voices).sum() - 396), "in time every other clip"
 
 
 def test_the_reference_does_not_depend_on_the_batch() -> None:
