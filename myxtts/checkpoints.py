@@ -220,7 +220,7 @@ class Checkpoints:
             if best:
                 write_text_atomically(self.folder / "best", final.name)
             self._rotate()
-        except Exception as error:  # no error may end the training
+        except Exception as error:  # no error may end the run
             self.num_failed += 1
             with contextlib.suppress(OSError):
                 self._remove_leftovers()

@@ -67,7 +67,7 @@ def _command(
 
 
 def _add_training_commands(commands: Any) -> None:
-    train = _command(commands, "train", "train a model on a corpus, or continue a training", _train)
+    train = _command(commands, "train", "train a model on a corpus, or continue a run", _train)
     add_flags(train)
     train.add_argument("--dashboard", action="store_true", help="show a live view instead of progress lines")
 
@@ -92,7 +92,7 @@ def _add_tools(commands: Any) -> None:
     about = "check settings, corpus and machine before training; the exit code is 0 only if nothing fails"
     check = _command(commands, "check", about, _check)
     add = check.add_argument
-    add("--gpus", action="store_true", help="also test the GPUs: memory caps, copies, a short training")
+    add("--gpus", action="store_true", help="also test the GPUs: memory caps, copies, a short run")
     add("--json", action="store_true", help="print the findings as JSON")
     add_flags(check)
 
@@ -103,7 +103,7 @@ def _add_tools(commands: Any) -> None:
     report.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run")
     report.add_argument("--out", type=Path, metavar="FILE", help="page to write [default: RUN/report.html]")
 
-    about = "measure where the time of a training goes, and say what to change"
+    about = "measure where the time of a run goes, and say what to change"
     profile = _command(commands, "profile", about, _profile)
     add, steps = profile.add_argument, "steps to measure; with --data-only, batches [default: 50]"
     add("--num-steps", "--num-batches", type=_whole_number(1), default=50, metavar="N", help=steps)
@@ -195,7 +195,7 @@ def _positive(text: str) -> float:
 
 
 def _load(options: argparse.Namespace) -> LoadedSettings:
-    """Return the settings of a training, with presets and demonstration applied; prints what they set."""
+    """Return the settings of a run, with presets and demonstration applied; prints what they set."""
     from myxtts.devices import Machine
 
     loaded, lines = apply_presets(load(options.config, flags_of(options), options.unknown))
@@ -396,7 +396,7 @@ def _watch(options: argparse.Namespace) -> None:
 
 def _require_run(folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"There is no run in {folder}: no such folder; give the --checkpoint-dir of a training")
+        raise ConfigError(f"There is no run in {folder}: no such folder; give the --checkpoint-dir of a run")
 
 
 def _report(options: argparse.Namespace) -> None:

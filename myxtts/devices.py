@@ -395,7 +395,7 @@ def peak_flops(stream: Stream, dtype: torch.dtype) -> float | None:
     """Measured operations per second of large matrix products on an idle GPU; None on the CPU or without room."""
     if stream.handle is None:
         return None
-    generator = torch.Generator(stream.device).manual_seed(0)  # leaves the random numbers of a training alone
+    generator = torch.Generator(stream.device).manual_seed(0)  # leaves the random numbers of a run alone
     shape, seconds = (MATMUL_SIZE, MATMUL_SIZE), []
     try:
         with stream.use():

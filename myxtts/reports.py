@@ -140,7 +140,7 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
 
 
 def stopped(settings: Settings, states: Mapping[str, State]) -> str:
-    """Return where an interrupted training stopped, and how to continue it."""
+    """Return where an interrupted run stopped, and how to continue it."""
     stage, state = next((stage, state) for stage, state in states.items() if not state.done)
     again = "the same command" + (" without --reset-training" if settings.training.reset_training else "")
     saved = f"everything is saved in {settings.training.checkpoint_dir}"

@@ -171,7 +171,7 @@ class ProgressPrinter:
         in_one_piece = not self._console.is_terminal  # a terminal wraps between words instead
         try:
             self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=in_one_piece)
-        except OSError as error:  # the output goes to a file: a full disk must not end a training
+        except OSError as error:  # the output goes to a file: a full disk must not end a run
             self._is_silent = True
             with contextlib.suppress(OSError):
                 self.end()
@@ -496,7 +496,7 @@ def render(
         if ended:
             final = running.steps[-1]
             step = f"step {final.step:,}" + (f" of {final.total_steps:,}" if final.total_steps else "")
-            end = f"The training has ended. Its last report is of {step} of stage {final.stage}."
+            end = f"The run has ended. Its last report is of {step} of stage {final.stage}."
             notes.append(Text(end, style="bold"))
         elif now is not None and (silence := _silence(reports, now)):
             notes.append(Text(silence, style="red"))
@@ -566,7 +566,7 @@ def _silence(reports: Sequence[Record], now: float) -> str:
     silent_s = now - float(times[-1])
     if silent_s < max(SILENCE_S, 5 * usual_s):
         return ""
-    return f"Nothing was reported for {duration(silent_s)}: the training is paused, busy saving, or has ended."
+    return f"Nothing was reported for {duration(silent_s)}: the run is paused, busy saving, or has ended."
 
 
 def _warm(stage: StageHistory, name: str) -> Numbers:

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from myxtts.model.gpt import GPT, GPTDims
 
 FIXTURES = Path(__file__).parent / "fixtures"
 Entries = dict[str, tuple[str, str, str]]
 """(shape, dtype, param or buffer) by name."""
 
 
-def load_reference(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(FIXTURES / f"{name}.pt", weights_only=True)
-    return loaded
+GPT_DIMS = GPTDims(layers=2, dim=64, heads=4, text_tokens=300)
+"""Of the GPT in the fixture."""
+
+
+def reference_of(name: str) -> Any:
+    """A fixture: inputs and outputs of a published network."""
+
+    @pytest.fixture(scope="module", name="reference")
+    def load_reference() -> Any:
+        return torch.load(FIXTURES / f"{name}.pt", weights_only=True)
+
+    return load_reference
+
+
+@pytest.fixture(name="model")
+def gpt_model(reference: dict[str, Any]) -> GPT:
+    """The GPT of the fixture."""
+    model = GPT(GPT_DIMS).eval()
+    model.load_state_dict(reference["state_dict"])
+    return model
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """In every thread: the switch is the process's."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def error(found: Tensor, expected: Tensor) -> float:

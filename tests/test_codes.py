@@ -54,14 +54,6 @@ def folders(root: Path) -> list[Path]:
     return sorted(root.glob("codes-*"))
 
 
-def flip_byte(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:  # in place: the file may be mapped
-        content = bytearray(file.read())
-        content[offset] ^= 1
-        file.seek(0)
-        file.write(content)
-
-
 @pytest.mark.parametrize("dtype", ["int16", "int32", "uint16", "int64"])
 def test_what_is_written_is_read_with_zeros_behind_it(tmp_path: Path, dtype: str) -> None:
     cache = open_codes(tmp_path / "not" / "there")
@@ -112,13 +104,6 @@ def test_a_checksum_of_another_row_makes_a_row_absent(tmp_path: Path) -> None:
     assert open_codes(tmp_path, (4, 4)).known(np.array([0])).tolist() == [False]
 
 
-def test_data_takes_no_room_before_it_is_written(tmp_path: Path) -> None:
-    open_codes(tmp_path, (1000,) * 5000)
-    data = folders(tmp_path)[0] / "data.bin"
-    assert data.stat().st_size > 9e6
-    assert data.stat().st_blocks * 512 < 1e6
-
-
 def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     cache, first = open_codes(tmp_path, (3,)), np.array([0])
     for bad in ([1, 2, -1], [1, 2, 0x10000], [1.0, 2.0, 3.0], [1, 2]):
@@ -130,37 +115,7 @@ def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         cache.read(first, np.zeros((1, 2), np.int32))
 
 
-@pytest.mark.parametrize("reopened", [True, False])
-def test_a_torn_row_is_absent_until_it_is_written_again(tmp_path: Path, reopened: bool) -> None:
-    cache = open_codes(tmp_path)
-    cache.write(every(cache), codes_of())
-    flip_byte(folders(tmp_path)[0] / "data.bin", (5 + 139) * 2)  # the last code of clip 1
-    if reopened:
-        cache.close()
-        cache = open_codes(tmp_path)
-    assert not complete(cache)
-    assert cache.known(every(cache)).tolist() == [True, False, True, True, True]
-    whole, out = read(cache)
-    assert not whole and not out[1].any()
-    cache.write(every(cache), codes_of())
-    whole, out = read(cache)
-    assert whole and np.array_equal(out, codes_of())
-    assert complete(open_codes(tmp_path))
-
-
 # Rows of other sets of clips.
-
-
-def test_rows_are_copied_into_a_folder_that_exists_and_for_equal_audio(tmp_path: Path) -> None:
-    audio = hashes(3)
-    whole = open_codes(tmp_path, (4, 4, 4, 4), audio[[0, 1, 2, 2]])
-    whole.write(np.array([0]), np.full((1, 4), 10))
-    for clip in (1, 2):
-        part = open_codes(tmp_path, (4,), audio[[clip]])
-        part.write(np.array([0]), np.full((1, 4), 10 + clip))
-    again = open_codes(tmp_path, (4, 4, 4, 4), audio[[0, 1, 2, 2]])
-    assert complete(again)
-    assert read(again)[1][:, 0].tolist() == [10, 11, 12, 12]
 
 
 def test_folders_in_use_are_not_removed(tmp_path: Path) -> None:

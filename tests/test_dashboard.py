@@ -64,7 +64,10 @@ def test_the_state_of_a_training_is_seen_at_a_glance() -> None:
         assert all(part in line_of(text, label) for part in parts), label
 
 
-def test_rings_are_bars_as_full_as_they_are() -> None:
+def test_rings_are_bars_as_full_as_they_are_and_names_from_files_are_no_markup() -> None:
+    rings = {"[red]x[/red]": (1, 2)}
+    text = drawn(step_record(stage="[b]gpt", rings=rings, memory_mb={"[i]": 1.0}), title="[/b]run")
+    assert all(part in text for part in ("[b]gpt", "ring [red]x[/red]", "[i] ", "[/b]run"))
     text = drawn(step_record(rings={"host": (8, 16), "device": (0, 2), "model": (3, 3), "keep": (1, 4)}))
     fills = [line_of(text, f"ring {name}").count("█") for name in ("host", "device", "model")]
     assert fills[0] * 2 == pytest.approx(fills[2], abs=1) and fills[1] == 0 and fills[2] > 8
@@ -99,18 +102,10 @@ def test_nothing_is_wider_than_the_terminal(width: int) -> None:
 
 
 def test_numbers_that_are_missing_are_dashes() -> None:
-    text = drawn(
-        step_record(losses={"total": math.nan}, clips_per_s=math.nan, step_ms=None, eta_s=None, total_steps=None)
-    )
+    unknown = {"losses": {"total": math.nan}, "clips_per_s": math.nan}
+    text = drawn(step_record(**unknown, step_ms=None, eta_s=None, total_steps=None))
     assert "–" in line_of(text, "loss") and "–" in line_of(text, "clips/s") and "ETA" not in text
     assert "step 250" in line_of(text, "progress") and "nan" not in text
-
-
-def test_names_from_files_are_no_markup() -> None:
-    rings = {"[red]x[/red]": (1, 2)}
-    text = drawn(step_record(stage="[b]gpt", rings=rings, memory_mb={"[i]": 1.0}), title="[/b]run")
-    for part in ("[b]gpt", "ring [red]x[/red]", "[i] ", "[/b]run"):
-        assert part in text
 
 
 def test_a_run_whose_process_is_gone_has_ended_at_its_last_step(tmp_path: Path) -> None:

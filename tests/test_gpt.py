@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_fixtures import load_reference
+from model_fixtures import GPT_DIMS as DIMS
+from model_fixtures import gpt_model, reference_of
 from torch import Tensor
 
 from myxtts.config import CONDITIONING_TOKENS
-from myxtts.model.blocks import cover, offsets_of, packed_attention, segment_of, take_rows
+from myxtts.model.blocks import cover, offsets_of, segment_of
 from myxtts.model.conditioning import ClipGroupNorm, pack_frames
 from myxtts.model.gpt import (
     AUDIO,
@@ -35,20 +36,10 @@ from myxtts.model.gpt import (
     store_frozen_in_bf16,
 )
 
-DIMS = GPTDims(layers=2, dim=64, heads=4, text_tokens=300)
+__all__ = ["gpt_model"]
+
+reference = reference_of("gpt")
 Batch = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def reference() -> dict[str, Any]:
-    return load_reference("gpt")
-
-
-@pytest.fixture
-def model(reference: dict[str, Any]) -> GPT:
-    gpt = GPT(DIMS).eval()
-    gpt.load_state_dict(reference["state_dict"])
-    return gpt
 
 
 @pytest.fixture
@@ -184,31 +175,6 @@ def test_segments_cover_every_row(lengths: list[int], rest: int, more: int) -> N
     assert ((offsets[segments] <= rows) & (rows < offsets[segments + 1])).all()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_packed_attention_is_attention_within_segments(causal: bool) -> None:
-    lengths_q = [3, 0, 7, 1]
-    lengths_k = lengths_q if causal else [5, 2, 1, 9]
-    q, k, v = (torch.randn(sum(lengths), 2, 8) for lengths in (lengths_q, lengths_k, lengths_k))
-    offsets = (offsets_of(torch.tensor(lengths)).int() for lengths in (lengths_q, lengths_k))
-    found = packed_attention(q, k, v, *offsets, 8, 10, causal)
-    parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
-    expected = [
-        F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), is_causal=causal).transpose(0, 1)
-        for part in parts
-        if len(part[0])
-    ]
-    torch.testing.assert_close(found, torch.cat(expected))
-
-
-def test_taking_rows_is_indexing_that_ignores_rubbish() -> None:
-    x = torch.randn(4, 3, requires_grad=True)
-    taken = take_rows(x, torch.tensor([2, -1, 0]), torch.tensor([2, -1, 0, -1]))
-    assert torch.equal(taken, torch.stack([x[2], torch.zeros(3), x[0]]))
-    taken.backward(torch.tensor([[1.0] * 3, [torch.nan] * 3, [2.0] * 3]))
-    assert x.grad is not None
-    assert x.grad[:, 0].tolist() == [2, 0, 1, 0]
-
-
 def test_norm_of_packed_clips_is_group_norm_of_each() -> None:
     norm = ClipGroupNorm(128)
     torch.nn.init.normal_(norm.weight)
@@ -337,22 +303,6 @@ def test_checkpointing_changes_memory_not_numbers_and_dropout_is_for_training_on
     assert not torch.equal(model(row).audio, model(row).audio)
     model.eval()
     assert torch.equal(model(row).audio, model(row).audio)
-
-
-def test_one_graph_for_all_lengths(graphs: Any) -> None:
-    dims = GPTDims(layers=1, dim=32, heads=2, text_tokens=300, encoder_layers=1, perceiver_depth=1)
-    model = GPT(dims, checkpointing=True)
-
-    def step(batch: Batch) -> Tensor:
-        return total(model(packed(batch, 400, dims)))
-
-    compiled = torch.compile(step, backend=graphs, fullgraph=True, dynamic=False)
-    for seed in range(3):
-        batch = random_batch(seed, num_clips=4)
-        found, expected = compiled(batch), step(batch)
-        assert relative_error(found, expected) < 1e-5
-        assert_same_gradients(gradients(model, found), gradients(model, expected))
-    assert graphs.count == 1
 
 
 # Growth and adapters

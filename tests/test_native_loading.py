@@ -171,7 +171,7 @@ def test_a_file_changed_after_preparation_is_named(
     prepared, path = prepare(settings), wavs / "clip002.wav"
     change(path)
     decoded, row = row_of(prepared, "clip002")
-    with pytest.raises(DatasetError, match=f"(?s){path} is not what .*{found}.*prepare again"):
+    with pytest.raises(DatasetError, match=f"(?s){path} has changed .*{found}.*prepare again"):
         decoded.gather(row, np.empty((1, 800 * HOP_SAMPLES), np.int16))
     again = prepare(settings)  # which is what the message asks for
     assert len(gathered(again.train)) == len(again.train)

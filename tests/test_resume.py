@@ -26,7 +26,6 @@ from training_fixtures import (
 from training_processes import Server, server
 
 import myxtts.checkpoints
-from myxtts.model.dvae import Codebook
 
 __all__ = ["clips", "server", "small"]
 
@@ -42,7 +41,7 @@ def test_a_run_stopped_twice_equals_one_that_never_was(
 ) -> None:
     """Three batches an epoch, one of them with a filling clip: the first stop is at an epoch's end."""
     # Codes that would be moved, if a continued run took its first batch for the first of all.
-    monkeypatch.setattr(Codebook, "_dead", lambda book: book.cluster_size < 0.9 * book.cluster_size.mean())
+    monkeypatch.setattr("myxtts.model.dvae.DEAD_SHARE", 0.9)
     flags = f"--stages {stage} --dropout 0.2 --max-steps 5 --val-data {clips(3)} --val-step 2 --ema-decay 0.5"
     assert train(tmp_path / "whole", clips(5), flags) == 0
     stop_at(monkeypatch, 3, 4)

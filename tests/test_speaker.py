@@ -6,20 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from model_fixtures import error, load_reference
+from model_fixtures import error, reference_of
 
 import myxtts.model.vocoder
-from myxtts.model.vocoder import SpeakerEncoder, attentive_statistics
+from myxtts.model.vocoder import SpeakerEncoder
 
 TOLERANCE = 1e-4
+reference = reference_of("speaker_encoder")
 
 # The fixture's first stage has four channels, a squeeze of which to an eighth leaves none.
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-
-
-@pytest.fixture(scope="module")
-def reference() -> dict[str, Any]:
-    return load_reference("speaker_encoder")
 
 
 @pytest.fixture
@@ -52,12 +48,6 @@ def test_a_batch_equals_its_clips(encoder: SpeakerEncoder, reference: dict[str, 
 def test_loudness_does_not_matter(encoder: SpeakerEncoder, reference: dict[str, Any]) -> None:
     # Not exactly, because 1e-6 is added before the logarithm.
     assert error(encoder(2 * reference["wav16"]), encoder(reference["wav16"])) < 0.01
-
-
-def test_statistics_of_a_constant_are_its_value_and_the_least_deviation() -> None:
-    hidden = torch.tensor([[3.0, -2.0]])[:, :, None].expand(1, 2, 7)
-    pooled = attentive_statistics(hidden, torch.full((1, 2, 7), 1 / 7))
-    torch.testing.assert_close(pooled, torch.tensor([[3.0, -2.0, 1e-5**0.5, 1e-5**0.5]]))
 
 
 def test_half_precision_stays_near(encoder: SpeakerEncoder, reference: dict[str, Any]) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from model_fixtures import error, load_reference
+from model_fixtures import error, reference_of
 
-import myxtts.model.vocoder
 from myxtts.model.vocoder import (
     RESOLUTIONS,
     DiscriminatorOutput,
@@ -18,18 +17,13 @@ from myxtts.model.vocoder import (
     HifiGanDecoder,
     PeriodDiscriminator,
     ResolutionDiscriminator,
-    modern_names,
     num_frames,
     num_samples,
 )
 
+reference = reference_of("hifigan")
 SIZES = ("decoder_input_dim", "upsample_initial_channel", "d_vector_dim")
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def reference() -> dict[str, Any]:
-    return load_reference("hifigan")
 
 
 @pytest.fixture
@@ -53,18 +47,6 @@ class TestEqualsTheReference:
         assert vocoder.state_dict().keys() == reference["state_dict"].keys()
         for model in (vocoder, *copies):
             assert error(model(reference["latents"], reference["g"]), reference["wav"]) <= 1e-4
-
-    @pytest.mark.parametrize("renamed_first", [True, False])
-    def test_old_names_of_weight_norm_load(self, reference: dict[str, Any], renamed_first: bool) -> None:
-        state, old = reference["state_dict"], {}
-        for name, value in state.items():
-            name = name.replace("parametrizations.weight.original0", "weight_g")
-            old[name.replace("parametrizations.weight.original1", "weight_v")] = value
-        assert sum(name.endswith("weight_g") for name in old) == 4 + 12 * 6
-        assert modern_names(old).keys() == state.keys() and modern_names(state) == state
-        model = HifiGanDecoder(**{name: reference[name] for name in SIZES})
-        model.load_state_dict(modern_names(old) if renamed_first else old)
-        assert error(model(reference["latents"], reference["g"]), reference["wav"]) <= 1e-4
 
 
 class TestVocoder:
@@ -96,14 +78,6 @@ class TestVocoder:
         torch.manual_seed(0)
         model = HifiGanDecoder(decoder_input_dim=32, upsample_initial_channel=64, d_vector_dim=16)
         assert model(torch.randn(1, 4, 32), F.normalize(torch.randn(1, 16, 1), dim=1)).abs().mean() < 0.2
-
-    def test_compiles_to_one_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_KERNELS", (3, 7))
-        monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_DILATIONS", (3,))
-        vocoder = HifiGanDecoder(decoder_input_dim=8, upsample_initial_channel=16, d_vector_dim=4)
-        latents, g = torch.randn(1, 3, 8), torch.randn(1, 4, 1)
-        compiled = torch.compile(vocoder, fullgraph=True, dynamic=False, backend="eager")
-        torch.testing.assert_close(compiled(latents, g), vocoder(latents, g))
 
 
 class TestDiscriminators:
@@ -155,11 +129,6 @@ class TestDiscriminators:
         sum(network(silence).logits.sum() for network in model.networks).backward()
         assert silence.grad.isfinite().all()
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-    def test_compile_to_one_graph(self) -> None:
-        model, waves = small_discriminators(periods=(3,), resolutions=RESOLUTIONS[2:]), torch.rand(2, 1, 1, 2400)
-        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="eager")
-        torch.testing.assert_close(compiled(*waves), model(*waves))
 
 
 class TestOnTheGpu:

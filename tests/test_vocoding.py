@@ -9,7 +9,7 @@ import soxr
 import torch
 import torch.nn.functional as F
 from conftest import make_voice
-from synthesis_fixtures import make_model, one_thread
+from synthesis_fixtures import make_model
 from torch import Tensor
 
 from myxtts.errors import NO_PROGRESS
@@ -18,7 +18,7 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, HifiGanDecoder
 from myxtts.synthesis.generation import Generated
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, REACH_FRAMES, GriffinLim, HifiGan, Stretch
 
-__all__ = ["one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_the_generator_sees_no_farther_than_its_reach(decoder: HifiGanDecoder) -
 def test_pieces_equal_the_whole(
     decoder: HifiGanDecoder, sentences: list[Generated], chunk_codes: int, speed: float, frames_step: int
 ) -> None:
-    """With frames padded to a few lengths, as on a GPU, too."""
+    """With frames padded to a few lengths too, as on a GPU; without, a piece costs what is new and its context."""
     met = frames_met(decoder)
     vocoder = HifiGan(decoder, 2, frames_step)
     for sentence in sentences:
@@ -93,13 +93,7 @@ def test_pieces_equal_the_whole(
         pieces = streamed(vocoder, sentence, chunk_codes, speed)
         torch.testing.assert_close(torch.cat(pieces), whole, atol=2e-4, rtol=1e-3)
         assert all(length % frames_step == 0 for length in met)
-        assert frames_step == 1 or chunk_codes > 20 or set(met) == {GPU_FRAMES_STEP}
-
-
-def test_pieces_cost_what_is_new_in_them(decoder: HifiGanDecoder, sentences: list[Generated]) -> None:
-    met = frames_met(decoder)
-    streamed(HifiGan(decoder, 1), sentences[1], 4, 1.0)
-    assert len(met) > 4 and max(met) <= 4 * 4.36 + 3 * REACH_FRAMES
+        assert max(met) <= max(frames_step, 4.36 * chunk_codes / speed + 3 * REACH_FRAMES)
 
 
 def test_griffin_lim_inverts_a_mel() -> None:

@@ -12,27 +12,16 @@ import soundfile as sf
 import torch
 import torch.nn.functional as F
 from conftest import make_voice
-from synthesis_fixtures import (
-    LONG_TEXT,
-    TEXTS,
-    anna,
-    make_model,
-    one_thread,
-    reference,
-    speaking,
-    synthesizer,
-    vocabulary,
-)
+from synthesis_fixtures import TEXTS, anna, make_model, reference, speaking, synthesizer
 
 from myxtts.checkpoints import UnreadableWeights, write_pth
-from myxtts.cli import main
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.synthesis import voices
 from myxtts.synthesis.synthesizer import Synthesizer
 from myxtts.synthesis.voices import UnusableReference, Voice, VoiceLibrary
-from myxtts.weights import save_folder
 
-__all__ = ["anna", "one_thread", "reference", "synthesizer"]
+__all__ = ["anna", "reference", "synthesizer"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Recorded = Callable[..., Path]
 
@@ -134,26 +123,15 @@ PUBLISHED = ["Claribel Dervla", "Daisy Studious", "Gracie Wise", "Tammie Ema", "
              "Annmarie Nele", "Asya Anara", "Brenda Stern", "Alma María"]  # fmt: skip
 
 
-def test_published_speakers_are_found_by_name(
-    tmp_path: Path, synthesizer: Synthesizer, anna: Voice, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def speak(name: str) -> int:
-        given = ["--model", str(tmp_path), "--language", "en", "--seed", "4", "--out", str(tmp_path / "out.wav")]
-        return main(["speak", LONG_TEXT, "--voice", name, *given])
-
+def test_published_speakers_are_found_by_name(tmp_path: Path, synthesizer: Synthesizer, anna: Voice) -> None:
     speaker = {"gpt_cond_latent": torch.zeros(1, 32, 64), "speaker_embedding": torch.ones(1, 16, 1) / 4}
-    save_folder(tmp_path, make_model(), vocabulary())
     write_pth(tmp_path / "speakers_xtts.pth", dict.fromkeys(PUBLISHED, speaker))
-    assert speak("Alma María") == 0
-    expected = Voice("Alma María", torch.zeros(1, 32, 64), torch.full((16,), 0.25))
-    wave, _ = sf.read(tmp_path / "out.wav", dtype="float32")
-    spoken = synthesizer.speak(LONG_TEXT, expected, "en", seed=4).wave
-    np.testing.assert_allclose(wave, spoken.clip(-1, 1), atol=1e-4)
-    capsys.readouterr()
-    assert speak("claribel") == 2
-    told = capsys.readouterr().err
-    assert "the nearest: Claribel Dervla" in told and "--voice list shows all 10" in told
     library = VoiceLibrary(tmp_path)
+    maria = library.load("Alma María", synthesizer.fingerprint)
+    assert torch.equal(maria.latents, torch.zeros(1, 32, 64)) and maria.speaker.tolist() == [0.25] * 16
+    assert synthesizer.speak(TEXTS[0], maria, "en", seed=4).report.voice == "Alma María"
+    with pytest.raises(ConfigError, match=r"the nearest: Claribel Dervla.*--voice list shows all 10"):
+        library.load("claribel", "")
     with pytest.raises(ConfigError, match=", ".join(sorted(PUBLISHED))):
         library.load("list", "")
     library.save(replace(anna, name="Ana Florence"))

@@ -216,7 +216,7 @@ def _open_donor(folder: Path) -> CodesCache:
     """Open the codes of another set of clips for reading. The folder's name holds the checksum of its index."""
     content = (folder / "index.bin").read_bytes()
     if not folder.name.endswith(xxhash.xxh3_64_hexdigest(content)):
-        raise ValueError(f"{folder}: the index is not what was written")
+        raise ValueError(f"{folder}: the index does not match its checksum")
     return CodesCache(_open_files(folder, "rb"), np.frombuffer(content, _INDEX), folder)
 
 

@@ -74,7 +74,7 @@ class Store:
         except OSError as error:
             raise CacheDamaged(f"{folder}: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError):
-            raise CacheDamaged(f"{folder}: the files are not those that were written") from None
+            raise CacheDamaged(f"{folder}: the files do not match their checksums") from None
         self.params: dict[str, Any] = meta["params"]
         self.filters: dict[str, Any] = meta["filters"]
         self.set_aside = {int(row): (str(reason), str(detail)) for row, reason, detail in meta["set_aside"]}
@@ -115,7 +115,7 @@ class Store:
         for row in rows[~self._verified[rows]].tolist():
             if not self.is_intact(row):
                 _mark_damaged(self.folder)
-                found = f"{self.folder}: row {row} is not what was written (a failing disk or memory?)."
+                found = f"{self.folder}: row {row} does not match its checksum (a failing disk or memory?)."
                 advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
                 raise CacheDamaged(f"{found}\n{advice}")
 

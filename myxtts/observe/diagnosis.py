@@ -1,4 +1,4 @@
-"""What a profile means: findings, a grade and a sentence; and the live warnings of a training."""
+"""What a profile means: findings, a grade and a sentence; and the live warnings of a run."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `RULES` look at settings, machine and corpus before anything runs: `check` and the hints of `train` read them, and
 `tune` tries their switches. `WAIT_RULES` explain why the model waits for a phase: `diagnosis` reads them with a
-profile at hand, `profile --data-only` without one. The live warnings of a training name the same fixes.
+profile at hand, `profile --data-only` without one. The live warnings of a run name the same fixes.
 """
 
 from __future__ import annotations

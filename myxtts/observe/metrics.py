@@ -3,7 +3,7 @@
     metrics.jsonl         every report of every stage, one JSON object per line
     tensorboard/STAGE/    the same numbers as curves, and pictures
 
-A file that cannot be written never ends a training; it is reported once. TensorBoard and PyTorch are imported when
+A file that cannot be written never ends a run; it is reported once. TensorBoard and PyTorch are imported when
 the first stage begins.
 """
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 BOARD = {"max_queue": 1000, "flush_secs": 30}
-"""Options of TensorBoard's writer: so many events may wait for the disk before the training does."""
+"""Options of TensorBoard's writer: so many events may wait for the disk before the run does."""
 USAGE_PICTURE = (64, 256)  # rows and columns of the picture of code usage
 MOST_KEPT = 4000  # step reports that `MetricsTail` keeps; the live view needs no more
 RUN_FILES = (
     "metrics.jsonl", "settings.yaml", "machine.json", "trace.jsonl", "readings.jsonl", "verdict.json",
     "evaluation/scores.json",
 )  # fmt: skip
-"""Files that a training, a profile or an evaluation leaves; a folder without any of them is not a run."""
+"""Files that a run, a profile or an evaluation leaves; a folder without any of them is not a run."""
 
 Numbers = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepReport:
-    """The state of a training at one of its log points."""
+    """The state of a run at one of its log points."""
 
     stage: str
     step: int

@@ -3,7 +3,7 @@
 This module computes the values and `report.html` lays them out. The page loads nothing and runs no script. Panels
 without data are left out, and so are damaged files and lines.
 
-    RUN/metrics.jsonl     reports of the training           RUN/settings.yaml     its configuration
+    RUN/metrics.jsonl     reports of its steps              RUN/settings.yaml     its configuration
     RUN/trace.jsonl       spans of some steps               RUN/machine.json      the machine: names and values
     RUN/readings.jsonl    GPU readings                      RUN/verdict.json      the result of `myxtts profile`
     RUN/evaluation/scores.json    the result of `myxtts evaluate`
@@ -66,7 +66,7 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     """Write the page of a run, into its folder unless `out` is given, and return its path."""
     if not is_run(run_folder):
         why = "it contains no file of a run" if run_folder.is_dir() else "no such folder"
-        raise FileNotFoundError(f"There is no run in {run_folder}: {why}; give the --checkpoint-dir of a training")
+        raise FileNotFoundError(f"There is no run in {run_folder}: {why}; give the --checkpoint-dir of a run")
     out = out or run_folder / REPORT_FILE
     spans, _ = read_jsonl(run_folder / "trace.jsonl")
     page = render_report(
@@ -148,7 +148,7 @@ def _sentence(trained: Sequence[StageHistory]) -> str:
 
 
 def _findings(verdict: Record, stages: Sequence[StageHistory]) -> Sequence[Any]:
-    """Return the findings of the profile; without one, the warnings of the training."""
+    """Return the findings of the profile; without one, the warnings of its reports."""
     if "findings" in verdict:
         return _sequence(verdict["findings"])
     warnings = [(stage.name, *warning) for stage in stages for warning in warnings_of(stage.steps)]
@@ -258,7 +258,7 @@ def _ticks(low: float, high: float, about: int = 5) -> list[tuple[float, str]]:
 
 
 def _charts_over_time(trained: Sequence[StageHistory], gpus: Mapping[str, Record]) -> list[Chart]:
-    """Return charts of how busy everything was and how long steps took, over the time of the training."""
+    """Return charts of how busy everything was and how long steps took, over the time of the run."""
     unit_s, unit = _time_unit(max((stage.seconds[-1] for stage in trained), default=0.0))
     first_us = min((gpu["at_us"].min() for gpu in gpus.values()), default=0.0)
     last_us = max((gpu["at_us"].max() for gpu in gpus.values()), default=0.0)

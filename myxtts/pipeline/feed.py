@@ -113,7 +113,7 @@ class Streams(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, data: DataSettings) -> Streams:
-        """Without overlap, encoding uses the trainer's stream; without an upload stream, uploads use encoding's."""
+        """Without overlap encoding uses the trainer's stream; without an upload stream, uploads use encoding's."""
         model = Stream(plan.model, high_priority=True)
         together = plan.data == plan.model and not data.optimize_cpu_gpu_overlap
         encode = model if together else Stream(plan.data)

@@ -48,7 +48,7 @@ SAMPLING_FLAGS = ("temperature", "repetition_penalty", "guidance", "central")  #
 NUM_ATTEMPTS = 3
 BATCH_SIZE, BATCHES_AT_ONCE = 16, 8  # sentences generated together, and batches sorted by length together
 CHUNK_CODES = 20  # codes per piece of a stream: just under a second, as in XTTS-v2
-SLOWEST, FASTEST, MOST_GUIDANCE = 0.5, 2.0, 10.0
+MIN_SPEED, MAX_SPEED, MAX_GUIDANCE = 0.5, 2.0, 10.0
 SILENT = 1e-3  # the wave of a sentence that never reaches this is silent
 FAINT_NOTE = "hardly anything can be heard: the model has not learnt to make sound yet"
 _FORMATS = (".wav", ".flac")
@@ -83,12 +83,12 @@ class SynthesisOptions:
         """Raise one error that lists every unusable value; central codes need the codebook of a trained DVAE."""
         sampling, penalty, guidance = self.sampling, self.sampling.repetition_penalty, self.sampling.guidance
         demands = {
-            f"speed is {self.speed}, expected {SLOWEST} to {FASTEST}": SLOWEST <= self.speed <= FASTEST,
+            f"speed is {self.speed}, expected {MIN_SPEED} to {MAX_SPEED}": MIN_SPEED <= self.speed <= MAX_SPEED,
             f"temperature is {sampling.temperature}, expected above 0": sampling.temperature > 0,
             f"top_k is {sampling.top_k}, expected 0 (all) or more": sampling.top_k >= 0,
             f"top_p is {sampling.top_p}, expected above 0 and up to 1": 0 < sampling.top_p <= 1,
             f"repetition penalty is {penalty}, expected 1 or more": penalty >= 1,
-            f"guidance is {guidance}, expected 1 to {MOST_GUIDANCE:g}": 1 <= guidance <= MOST_GUIDANCE,
+            f"guidance is {guidance}, expected 1 to {MAX_GUIDANCE:g}": 1 <= guidance <= MAX_GUIDANCE,
             "central codes need the DVAE, which is missing or was never trained (--stages dvae, or dvae.pth next "
             "to XTTS-v2's weights); speak without --central": has_codebook or not sampling.central,
             f"attempts are {self.num_attempts}, expected 1 or more": self.num_attempts >= 1,

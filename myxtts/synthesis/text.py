@@ -22,7 +22,7 @@ from myxtts.text.tables import load_table
 from myxtts.text.tokenizer import Tokenizer, describe_characters
 
 CODES_PER_SECOND = SAMPLE_RATE / SAMPLES_PER_CODE
-FASTEST, SLOWEST = 36.0, 6.0  # limits of the speaking rate, in characters per second; about 15 are usual
+MAX_CHARACTERS_PER_SECOND, MIN_CHARACTERS_PER_SECOND = 36.0, 6.0  # about 15 are usual
 PAUSES_SECONDS = 1.5  # allowance for silence before, after and within a sentence
 LONGEST_PERIOD, REPEATED_CODES, REPETITIONS = 32, 32, 3
 """A loop repeats up to 32 codes (1.5 s) at least three times in a row, and lasts at least 32 codes."""
@@ -41,8 +41,8 @@ class Bounds(NamedTuple):
 
 def bounds(num_characters: int, max_codes: int) -> Bounds:
     """Bounds for a sentence of so many characters, by a model that generates at most `max_codes`."""
-    fewest = max(1, math.floor(num_characters / FASTEST * CODES_PER_SECOND))
-    most = math.ceil((PAUSES_SECONDS + num_characters / SLOWEST) * CODES_PER_SECOND)
+    fewest = max(1, math.floor(num_characters / MAX_CHARACTERS_PER_SECOND * CODES_PER_SECOND))
+    most = math.ceil((PAUSES_SECONDS + num_characters / MIN_CHARACTERS_PER_SECOND) * CODES_PER_SECOND)
     return Bounds(min(fewest, max_codes), min(most, max_codes))
 
 

@@ -120,7 +120,7 @@ class Step:
         for micro in range(self.accumulate):
             with next_batch() as batch:
                 if batch is None:
-                    raise PipelineError("The feed ended before the training did.")
+                    raise PipelineError("The feed ended before the run did.")
                 if number == 0 and micro == 0:
                     self.recipe.before_first_step(batch.tensors)
                 if micro == 0:
@@ -212,7 +212,7 @@ class Step:
 
 
 class Reporter:
-    """Receives how a training goes: override what is of interest, by default nothing happens.
+    """Receives how a run goes: override what is of interest, by default nothing happens.
 
     corpus      the corpus is prepared; once, before the first stage
     begin       a stage begins, or continues after `step`
