@@ -222,10 +222,11 @@ def test_named_speakers_lend_each_other_reference_voices(clips: Clips, tmp_path:
     for speakers in ("ann", ""):
         rows = "".join(f"clip{number:03}|{speakers}\n" for number in range(4))
         (corpus / "speakers.csv").write_text(f"id|speaker\n{rows}")
-        for way in ("other", "same"):
+        for way in ("other", "same", "other --single-speaker"):
             run = tmp_path / f"{speakers or 'nobody'}-{way}"
             assert train(run, corpus, f"--stages gpt --max-steps 2 --reference-clip {way}") == 0
             seen[speakers, way] = losses(run)
+    assert seen["ann", "other"] == seen["", "other --single-speaker"] == seen["ann", "other --single-speaker"]
     assert seen["ann", "other"] != seen["ann", "same"]
     assert seen["", "other"] == seen["", "same"] == seen["ann", "same"]
 
