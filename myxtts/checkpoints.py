@@ -18,7 +18,7 @@ import logging
 import re
 import shutil
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -263,16 +263,12 @@ def to_host(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = N
     return host
 
 
-def require_same(
-    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
-) -> None:
-    """Raise an error with every setting that differs; `ignore` lists dotted names of settings or sections."""
-    before, after = _by_dotted_name(saved), _by_dotted_name(now)
+def require_same(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise an error with every setting that differs."""
     found = [
-        f"{name}: the run has {before.get(name, 'nothing')}, now {after.get(name, 'nothing')}"
-        for name in {**before, **after}
-        if (name in before, before.get(name)) != (name in after, after.get(name))
-        and not any(f"{name}.".startswith(f"{ignored}.") for ignored in ignore)
+        f"{name}: the run has {saved.get(name, 'nothing')}, now {now.get(name, 'nothing')}"
+        for name in {**saved, **now}
+        if (name in saved, saved.get(name)) != (name in now, now.get(name))
     ]
     if found:
         listed = "\n  ".join([f"The run in {folder} was made with other settings:", *found])
@@ -366,14 +362,3 @@ def _damage_logged() -> Iterator[None]:
         yield
     except UnreadableWeights as error:
         _log.warning("A damaged checkpoint is passed over: %s", error)
-
-
-def _by_dotted_name(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name, as JSON values, so that a path equals its text and a tuple a list."""
-    flat = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat.update(_by_dotted_name(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = json.loads(json.dumps(value, default=str))
-    return flat

@@ -355,6 +355,11 @@ def stages_of(settings: Settings) -> tuple[str, ...]:
     return training.stages or (STAGES if training.init_from is None else ("gpt",))
 
 
+def own_steps(training: TrainingSettings, stage: str) -> int | None:
+    """Return the steps that are set for this stage alone."""
+    return {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
+
+
 def stage_steps(
     training: TrainingSettings, stage: str, num_clips: int, batch_clips: int, accumulate: int
 ) -> tuple[int, str]:
@@ -363,7 +368,7 @@ def stage_steps(
     `batch_clips` counts the clips that all processes take in a micro-step.
     """
     steps = math.ceil(math.ceil(num_clips / batch_clips) * training.epochs / accumulate)
-    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
+    own = own_steps(training, stage)
     limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
     return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 HostMemory = npt.NDArray[np.uint8]
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
-_DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last under WSL
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last under WSL
 _CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
@@ -55,7 +55,7 @@ def host_memory(num_bytes: int, pinned: bool = True) -> HostMemory:
 def nvidia_driver() -> str:
     """The version of the NVIDIA driver, `unknown` if it does not say, and "" if there is none."""
     try:
-        words = _DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0].split()
+        words = DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0].split()
         return next((word for word in words if word[0].isdigit()), "unknown")
     except (OSError, IndexError):
-        return "unknown" if any(path.exists() for path in _DRIVER_DEVICES) else ""
+        return "unknown" if any(path.exists() for path in DRIVER_DEVICES) else ""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, UnreadableWeights, require_same
-from myxtts.config import SAMPLE_RATE, STAGES, Settings, num_frames_of, stage_steps, stages_of
+from myxtts.config import SAMPLE_RATE, STAGES, Settings, num_frames_of, own_steps, stage_steps, stages_of
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.prepare import prepare, with_tokenizer_of_run
@@ -329,7 +329,7 @@ def _is_enough(ctx: StageContext, state: State) -> bool:
     training = ctx.settings.training
     if 0 < training.early_stop <= state.stale_validations:
         return True
-    is_named = bool(training.stages) or getattr(training, f"{ctx.stage}_steps", None) is not None
+    is_named = bool(training.stages) or own_steps(training, ctx.stage) is not None
     later = STAGES[STAGES.index(ctx.stage) + 1 :]
     return not is_named and any(ctx.run_dir.has_checkpoint(stage) for stage in later)
 
@@ -495,10 +495,11 @@ def check_resumable(settings: Settings, run_dir: RunDir, prepared: PreparedCorpu
 def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Raise a ConfigError if what cannot change has changed; return True if batches are divided as before."""
     before, after = (
-        {**known, CLIPS_PER_STEP: math.prod(known.get(name, 1) for name in BATCH_SPLIT_KEYS)}
+        {name: value for name, value in known.items() if name not in BATCH_SPLIT_KEYS}
+        | {CLIPS_PER_STEP: math.prod(known.get(name, 1) for name in BATCH_SPLIT_KEYS)}
         for known in (saved, now)
     )
-    require_same(folder, before, after, ignore=BATCH_SPLIT_KEYS)
+    require_same(folder, before, after)
     return all(saved.get(name) == now.get(name) for name in BATCH_SPLIT_KEYS)
 
 

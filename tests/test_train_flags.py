@@ -7,26 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_fixtures import (
-    Clips,
-    Observe,
-    arguments,
-    assert_equal_tensors,
-    clips,
-    losses,
-    newest,
-    run,
-    small,
-    steps,
-)
+from training_fixtures import Observe, Start, arguments, assert_equal_tensors, losses, newest, steps
 
-from myxtts.cli import main
 from myxtts.config import STAGES
 from myxtts.run_dir import RunDir
-from myxtts.settings import specs
+from myxtts.settings import load, specs
 
-__all__ = ["clips", "run", "small"]
-
+pytest_plugins = ["training_fixtures"]
 pytestmark = pytest.mark.usefixtures("small")
 
 ELSEWHERE = {
@@ -69,7 +56,8 @@ ELSEWHERE = {
 
 
 def see_data_and_language(run: Observe) -> None:
-    seen = run(f"--val-data {run(num_clips=3).corpus} --language de", num_clips=5)
+    others = load(run(num_clips=3).folder / "settings.yaml", {}).settings.data.train_data
+    seen = run(f"--val-data {others} --language de", num_clips=5)
     assert "training clips    5" in seen.out and "validation clips  3" in seen.out and "German 8" in seen.out
     assert [report["step"] for report in steps(seen.folder, "validation")] == [2]
 
@@ -90,14 +78,14 @@ def see_batch_size_and_accumulation(run: Observe) -> None:
 
 
 def see_epochs_and_max_steps(run: Observe) -> None:
-    assert run("--epochs 3 --max-steps 100").last_step == 6  # of two batches each
-    assert run("--max-steps 3").last_step == 3
+    assert run("--epochs 3 --max-steps 100").last.step == 6  # of two batches each
+    assert run("--max-steps 3").last.step == 3
 
 
 def see_stages_and_their_own_steps(run: Observe) -> None:
     seen = run("--stages dvae,decoder --max-steps 100 --dvae-steps 3 --decoder-steps 1")
     assert [stage for stage in STAGES if (seen.folder / stage).exists()] == ["dvae", "decoder"]
-    assert (seen.last_step, newest(seen.folder, "decoder").step) == (3, 1)
+    assert (seen.last.step, newest(seen.folder, "decoder").step) == (3, 1)
 
 
 def see_workers_and_buffers(run: Observe) -> None:
@@ -111,10 +99,8 @@ def see_workers_and_buffers(run: Observe) -> None:
 
 
 def see_gpus(run: Observe) -> None:
-    alone = run("--data-gpu 0")
-    assert (alone.code, "data.data_gpu is given without data.model_gpu" in alone.err) == (2, True)
-    both = run("--data-gpu 0 --model-gpu 1")
-    assert both.code == 2
+    assert "data.data_gpu is given without data.model_gpu" in run("--data-gpu 0", code=2).err
+    both = run("--data-gpu 0 --model-gpu 1", code=2)
     assert "Multi-GPU requires at least 2 GPUs. GPUs found: none; drop --data-gpu and --model-gpu" in both.err
     assert not both.folder.joinpath("dvae").exists()
 
@@ -135,7 +121,7 @@ def see_static_shapes(run: Observe) -> None:
 def see_native_loading(run: Observe) -> None:
     """Files decoded for every batch give the same weights, and no audio is kept."""
     seen = run("--no-native-loading --cache-dir loose")
-    assert_equal_tensors(seen.weights, run().weights)
+    assert_equal_tensors(seen.last.weights, run().last.weights)
     assert not list(Path("loose").rglob("audio-*"))
 
 
@@ -143,17 +129,18 @@ def see_learning_rate_and_weight_decay(run: Observe) -> None:
     name = "dvae.decoder.0.weight"
     plain, decayed = (run(f"--lr 0.1 --weight-decay {decay}") for decay in (0, 1))
     assert steps(plain.folder)[0]["lr"] == 0.1
-    assert decayed.weights[name].norm() < 0.97 * plain.weights[name].norm()
+    assert decayed.last.weights[name].norm() < 0.97 * plain.last.weights[name].norm()
 
 
 def see_seed(run: Observe) -> None:
     first, second = run("--seed 5"), run("--seed 5")
-    assert_equal_tensors(first.weights, second.weights)
-    assert not torch.equal(run("--seed 6").weights["dvae.codebook.embed"], first.weights["dvae.codebook.embed"])
+    assert_equal_tensors(first.last.weights, second.last.weights)
+    other, name = run("--seed 6"), "dvae.codebook.embed"
+    assert not torch.equal(other.last.weights[name], first.last.weights[name])
 
 
 def see_grad_clip(run: Observe) -> None:
-    kept = newest(run("--grad-clip 1e-6 --max-steps 1").folder, "dvae").optimizer
+    kept = run("--grad-clip 1e-6 --max-steps 1").last.optimizer
     moments = torch.cat([value.flatten() for name, value in kept.items() if name.startswith("exp_avg.")])
     assert float(moments.norm()) == pytest.approx(1e-7, rel=1e-2)
 
@@ -161,7 +148,7 @@ def see_grad_clip(run: Observe) -> None:
 def see_optimization_level(run: Observe) -> None:
     seen = run("--optimization-level basic")
     assert "optimization level basic: training.enable_graph_mode = false (default true)" in seen.out
-    assert seen.settings.training.enable_graph_mode is False
+    assert load(seen.folder / "settings.yaml", {}).settings.training.enable_graph_mode is False
 
 
 def see_preset(run: Observe) -> None:
@@ -213,15 +200,14 @@ def test_every_setting_is_observed_somewhere() -> None:
         assert f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8"), place
 
 
-def test_a_configuration_file_is_read_and_flags_win_over_it(clips: Clips, tmp_path: Path, run: Observe) -> None:
-    del run  # only what it patches is needed
-    path = tmp_path / "mine.yaml"
+def test_a_configuration_file_is_read_and_flags_win_over_it(start: Start) -> None:
+    path = Path("mine.yaml")
     path.write_text("data: {batch_size: 3}\ntraining: {seed: 8, max_steps: 1, stages: [dvae]}\n")
-    command = arguments(tmp_path / "run", clips(4))
+    command = arguments(Path("run"), start.clips(4))
     for flag in ("--batch-size", "--checkpoint-dir"):
         at = command.index(flag)
         del command[at : at + 2]
-    assert main([*command, "--max-steps", "2", "--config", str(path)]) == 0
+    start.command(*command, "--max-steps", "2", "--config", path)
     last = newest(Path("checkpoints"), "dvae")
     identity = last.state["notes"]["identity"]
     assert (last.step, identity["data.batch_size"], identity["training.seed"]) == (2, 3, 8)

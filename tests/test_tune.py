@@ -24,7 +24,7 @@ from myxtts.run import prepare_corpus
 from myxtts.settings import LoadedSettings, apply_presets, value_of
 from myxtts.terminal import show_tuning
 from myxtts.tools.dry_run import Refused, Trial, num_drained, try_out, try_out_apart
-from myxtts.tools.tune import Tuning, tune
+from myxtts.tools.tune import CHECKPOINTING, DATA_GPU, LEVEL, MODEL_GPU, Tuning, tune
 
 __all__ = ["clips", "small"]
 
@@ -76,12 +76,7 @@ def tuned(corpus: PreparedCorpus) -> Tune:
     """Tunes settings given as flags for a card, or for another `machine`."""
 
     def run(
-        measure: Measure,
-        *,
-        machine: Machine = CARD,
-        minutes: float = 10.0,
-        max_batch: int | None = None,
-        **flags: str,
+        measure: Measure, machine: Machine = CARD, minutes: float = 10, max_batch: int = 512, **flags: str
     ) -> Tuning:
         limits = {"minutes": minutes, "max_batch": max_batch}
         return tune(loaded_with(**flags), corpus, machine=machine, measure=measure, **limits)
@@ -166,7 +161,8 @@ def test_small_buffers_are_given_back_to_the_machine_if_that_helps(tuned: Tune) 
     assert found.gain == pytest.approx(2.5)
 
 
-BASIC = {"optimization_level": "basic"}
+BASIC, DUAL = {"optimization_level": "basic"}, {"data_gpu": "0", "model_gpu": "1"}
+GRAPH = "training.enable_graph_mode"
 
 
 @pytest.mark.parametrize(
@@ -174,24 +170,9 @@ BASIC = {"optimization_level": "basic"}
     [
         ({"num_workers": "1", "prefetch_buffer_size": "2"}, {}, CARD, {}),
         (BASIC | {"mixed_precision": "false"}, {}, Machine(), {}),
-        (
-            BASIC,
-            {"training.enable_graph_mode": {False: 0.5}},
-            CARD,
-            {"training.optimization_level": ("basic", "enhanced")},
-        ),
-        (
-            {"gradient_checkpointing": "true"},
-            {"model.gradient_checkpointing": {True: 0.75}},
-            CARD,
-            {"model.gradient_checkpointing": (True, False)},
-        ),
-        (
-            {"data_gpu": "0", "model_gpu": "1"},
-            {"data.data_gpu": {0: 0.8}},
-            TWO_CARDS,
-            {"data.data_gpu": (0, None), "data.model_gpu": (1, None)},
-        ),
+        (BASIC, {GRAPH: {False: 0.5}}, CARD, {LEVEL: ("basic", "enhanced")}),
+        ({"gradient_checkpointing": "true"}, {CHECKPOINTING: {True: 0.75}}, CARD, {CHECKPOINTING: (True, False)}),
+        (DUAL, {DATA_GPU: {0: 0.8}}, TWO_CARDS, {DATA_GPU: (0, None), MODEL_GPU: (1, None)}),
     ],
     ids=["batches are ready", "no GPU", "a level as a whole", "activations fit", "one GPU is faster than two"],
 )
@@ -200,11 +181,6 @@ def test_only_what_measurably_helps_is_changed(
 ) -> None:
     measure = Pretended(slower=slower, half_speed_batch=0)
     assert changes(tuned(measure, machine=machine, **given)) == expected
-    if not expected:
-        tried = {
-            (s.data.num_workers, s.data.mixed_precision, s.training.optimization_level) for s in measure.tried
-        }
-        assert len(tried) == 1, "nothing else was tried"
 
 
 def test_switches_that_cost_speed_are_turned_on_and_others_left(tuned: Tune) -> None:
@@ -291,8 +267,7 @@ def test_the_best_batch_so_far_is_kept(
 
 
 def test_one_gpu_alone_is_not_estimated_when_only_two_were_measured(tuned: Tune, a_minute_each: Any) -> None:
-    flags = {"data_gpu": "0", "model_gpu": "1"}
-    found = tuned(a_minute_each(Pretended()), machine=TWO_CARDS, minutes=1.5, **flags)
+    found = tuned(a_minute_each(Pretended()), machine=TWO_CARDS, minutes=1.5, **DUAL)
     assert "tune-several-gpus" not in {advice.code for advice in found.advice}
 
 

@@ -15,7 +15,6 @@ from myxtts.observe.breakdown import (
     DATA_PHASES,
     GPU_PHASES,
     MIN_LOSS,
-    PAUSES,
     UNKNOWN_PHASE,
     Breakdown,
     busy_share,
@@ -43,8 +42,6 @@ from myxtts.observe.trace import Timing
 MIN_BATCHES, FASTER = 16, 1.1
 """Batches that show the pace of a phase, and how much faster the model must be to empty the buffers."""
 MAX_CV, MIN_KERNEL_SHARE, MIN_MFU, MIN_HEADROOM = 0.2, 0.85, 0.25, 1.02
-MAX_PAUSE, PAUSE_AIM = 0.02, 0.01
-"""Share of the time that a pause may take, and that the proposed setting leaves it."""
 SHAPES = "data.pad_to_fixed_length"
 STEP_SWITCHES = ("training.enable_eager_debug", "training.enable_graph_mode", SHAPES)
 """Switches that let the host launch a step sooner."""
@@ -60,13 +57,12 @@ class _Grade(NamedTuple):
     data_busy: float
     model_busy: float
     cv: float
-    speed: float = 0.0  # speed of two GPUs as a multiple of one
 
 
 _GRADES = (
     _Grade("minimum", 0.4, 0.7, 0.4),
     _Grade("good", 0.5, 0.8, 0.3),
-    _Grade("excellent", 0.6, 0.9, 0.2, speed=2.0),
+    _Grade("excellent", 0.6, 0.9, 0.2),
 )
 _BELOW = "below minimum"
 _JSON = (
@@ -84,7 +80,7 @@ class Diagnosis(Breakdown):
         if not self.shares:
             fix = Fix("train at least a few steps; look for an error before the first one")
             return [_found("no-steps", "fail", "No step was measured", "there are no spans of the model", fix)]
-        groups = (_waits, _drained, _contention, _host, _pauses, _memory, _compute, _throttling)
+        groups = (_waits, _drained, _contention, _host, _memory, _compute, _throttling)
         costed = [cause for group in groups for cause in group(self)]
         costed.sort(key=lambda cause: (cause[1].level != "warn", -cause[0]))
         causes = [finding for _, finding in costed]
@@ -115,8 +111,6 @@ class Diagnosis(Breakdown):
         elif self.bound == "host":
             idle = _percent(self.shares["host"])
             text = f"The program is the limit: the model is idle {idle} of the time, though fed"
-        elif self.bound in PAUSES:
-            text = f"Training stands still {_percent(self.shares['other'])} of the time to {self.bound}"
         else:
             phase = self.bound if self.bound in DATA_PHASES else "the feed"
             text = (
@@ -159,8 +153,7 @@ class Diagnosis(Breakdown):
                 busy = f"the stage gives the data GPU little to do ({_percent(data_busy)} busy)"
                 notes.append(f"{busy}, and the model does not wait for it: this does not count")
                 data_busy = None
-            if data.baseline is None:
-                notes.append("the speed on one GPU was not measured and does not count")
+            notes.append("the speed against one GPU is no part of the grade; myxtts tune measures it")
         reached = _BELOW
         for grade in _GRADES:
             if missing := self._missing_for(grade, data_busy):
@@ -170,8 +163,7 @@ class Diagnosis(Breakdown):
 
     def _missing_for(self, grade: _Grade, data_busy: float | None) -> list[str]:
         """Return what a grade asks for and the run does not reach; a `data_busy` of None does not count."""
-        speed, model_busy = self.data.baseline, self.shares["compute"] / max(1 - self.shares["other"], 0.01)
-        roles = ("model", model_busy, grade.model_busy), ("data", data_busy, grade.data_busy)
+        roles = ("model", self.shares["compute"], grade.model_busy), ("data", data_busy, grade.data_busy)
         missing = [
             f"the {role} GPU is busy {_percent(busy)} of the time, not over {_percent(least)}"
             for role, busy, least in roles
@@ -179,8 +171,6 @@ class Diagnosis(Breakdown):
         ]
         if self.step_cv >= grade.cv:
             missing.append(f"step times vary by {_percent(self.step_cv)}, not under {_percent(grade.cv)}")
-        if self.data.is_dual and speed is not None and speed < grade.speed:
-            missing.append(f"the run is {speed:.1f}× as fast as on one GPU, not {grade.speed:.0f}×")
         return missing
 
     @property
@@ -250,7 +240,7 @@ def _drained(stats: Diagnosis) -> Costed:
 
 
 def _contention(stats: Diagnosis) -> Costed:
-    """Yield the slowdown of steps that share their device with the feed, waits and pauses left out."""
+    """Yield the slowdown of steps that share their device with the feed, waits left out."""
     if stats.contention is None:
         return
     (slowdown, cost), fix, on_gpu = stats.contention, second_gpu(stats.wait()), stats.data.on_gpu
@@ -300,20 +290,6 @@ def _larger_batch(stats: Diagnosis, most_gain: float | None = None) -> tuple[Fix
         return Fix("a larger batch would help and does not fit; myxtts tune finds the largest that does"), None
     gain = None if most_gain is None else min(float(factor), most_gain)
     return LARGER_BATCH._replace(value=factor * stats.data.settings.data.batch_size), gain
-
-
-def _pauses(stats: Diagnosis) -> Costed:
-    training = stats.data.settings.training
-    for name, pause_ms in stats.pauses_ms.items():
-        every = getattr(training, PAUSES[name])
-        work_ms = every * stats.batch_ms * training.gradient_accumulation_steps
-        cost = pause_ms / (work_ms + pause_ms)
-        if cost >= MAX_PAUSE:
-            kind = "checkpoint" if name == "save" else "validation"
-            what = f"A {kind} every {every} steps takes {pause_ms:.0f} ms, {_percent(cost)} of the time"
-            value = every * math.ceil(pause_ms / (PAUSE_AIM * work_ms))
-            fix, gain = Fix("do it less often", f"training.{PAUSES[name]}", value), (1 - PAUSE_AIM) / (1 - cost)
-            yield cost, _found(f"{name}-stall", "warn", what, "the model is idle meanwhile", fix, gain)
 
 
 def _memory(stats: Diagnosis) -> Costed:
@@ -384,7 +360,10 @@ def _information(stats: Diagnosis) -> Iterator[Finding]:
     if data.is_dual and starved < MIN_LOSS and busy < 0.4:
         why = "the stage gives it little to do; two processes that both train (torchrun) may use both GPUs better"
         what = f"The data GPU is busy {_percent(busy)} of the time, and that is enough"
-        yield _found("data-gpu-idle", "info", what, why, Fix("myxtts tune measures both"))
+        fix = Fix(
+            "compare with torchrun: clips/s of a short run of each; myxtts tune measures one GPU against two"
+        )
+        yield _found("data-gpu-idle", "info", what, why, fix)
     if data.no_readings and not data.readings:
         yield _found("no-readings", "info", "There are no readings of GPUs", data.no_readings)
     if starved < MIN_SHARE:

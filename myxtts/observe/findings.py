@@ -252,13 +252,13 @@ RULES = (
     ),
     Rule(
         "batch-size", lambda s: "fail" if s.data.batch_size < MIN_BATCH else "warn",
-        "data.batch_size", lambda s: s.card_batch, "Only {s.data.batch_size} clips a batch",
+        "data.batch_size", lambda s: s.card_batch, "Only {s.data.batch_size} clips per batch",
         "launching kernels takes longer than running them; {s.card_batch} suits this card",
         when=lambda s: s.card_batch > 0 and s.data.batch_size < max(s.card_batch // 4, MIN_BATCH),
     ),
     Rule(
-        "batch-size", "warn", "data.batch_size", lambda s: s.card_batch, "{s.data.batch_size} clips a batch",
-        "`{s.settings.model.size}` trained whole may not fit the GPU with it",
+        "batch-size", "warn", "data.batch_size", lambda s: s.card_batch, "{s.data.batch_size} clips per batch",
+        "full training of `{s.settings.model.size}` may not fit the GPU with batches of this size",
         when=lambda s: s.card_batch > 0 and s.is_whole and s.data.batch_size > 2 * s.card_batch,
     ),
     Rule(
@@ -280,7 +280,7 @@ RULES = (
         when=lambda s: s.num_gpus > 1 and s.data.data_gpu is None,
     ),
     Rule(
-        "hint", "warn", "model.size", None, "training it whole may not fit the {s.gpu_memory_mb} MB of the GPU",
+        "hint", "warn", "model.size", None, "full training may not fit the {s.gpu_memory_mb} MB of the GPU",
         fix="start with --preset {s.card}",
         when=lambda s: s.card in ("8gb", "12gb") and s.training.preset is None and s.is_whole,
     ),
@@ -372,8 +372,7 @@ LARGER_BATCH = Fix("train on more clips at once, with less accumulation for the 
 MIN_SHARE = 0.02  # share of the time below which a loss is not mentioned
 MIN_ACTIVE = 0.5  # a phase that is active for less than this share of the model's wait is late, not slow
 SPARE = 0.8  # share of the training time that a phase may take and still stay ahead
-SLOW_CLIP_MS = 1.0
-"""Copying a clip from the packed cache takes a twentieth of this: a longer copy comes from a slow disk."""
+SLOW_CLIP_MS = 1.0  # a clip that takes longer to gather from the packed cache comes from a slow disk
 SHALLOW = 2  # batches that a ring must exceed for its two sides to work at once
 
 
@@ -487,7 +486,7 @@ class WaitRule:
 WAIT_RULES = (
     WaitRule(
         "starving", (UNKNOWN_PHASE,),
-        "no phase left a span: a trace shows which one it is, or whether it is the program", (_deeper_ring,),
+        "the trace has no spans of the feed, so the slow phase is unknown", (_deeper_ring,),
     ),
     WaitRule(
         "upload-late", ("upload", "encode"), "batches are uploaded and encoded only when the model asks for one",
@@ -526,7 +525,7 @@ WAIT_RULES = (
     ),
     WaitRule(
         "gather-slow", ("gather",),
-        "{s.pace}: {s.clip_ms:.2f} ms a clip, where copying from memory takes 0.05 ms; the disk is slow",
+        "{s.pace}: {s.clip_ms:.2f} ms per clip, which points to a slow disk",
         (FASTER_DISK,),
     ),
     WaitRule(

@@ -457,7 +457,7 @@ CHECKS: Mapping[str, Callable[[CheckContext], Finding]] = {
     ),
     "prefetch": prefetch,
     "upload": upload,
-    "batch-size": lambda ctx: by_rule("batch-size", ctx, f"{ctx.data.batch_size} clips a batch"),
+    "batch-size": lambda ctx: by_rule("batch-size", ctx, f"{ctx.data.batch_size} clips per batch"),
     "fixed-shapes": lambda ctx: by_rule(
         "fixed-shapes", ctx, "Every batch has the same shapes: compiled once, no allocations"
     ),

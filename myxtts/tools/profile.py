@@ -486,7 +486,7 @@ def _feed_findings(feed: FeedAnalysis, data: DataSettings) -> Iterator[Finding]:
 
 def _audio_findings(audio: AudioAnalysis, data: DataSettings) -> Iterator[Finding]:
     decode, gather = audio.decode, audio.gather
-    why = f"Decoding takes {decode.mean_ms:.1f} ms a file, gathering {gather.mean_ms:.1f} ms a batch."
+    why = f"Decoding takes {decode.mean_ms:.1f} ms per file, gathering {gather.mean_ms:.1f} ms per batch."
     if data.native_loading:
         what = f"A batch comes {audio.times_faster:.1f} times as fast from the packed cache as from its files."
         yield Finding("data-audio-packed", "pass", what, why)
