@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from harness import MAX_MEL_FRAMES, LiveTable, write_corpus
 
-from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
+from myxtts.data.batches import Gathered, Gatherer, GatherJob, HostBatch
 from myxtts.devices import Machine, Stream
 from myxtts.model.gpt import Block, GPTDims
 from myxtts.model.xtts import SIZES, XTTSDims
@@ -81,10 +81,10 @@ def gathering_for_many(base: Baseline) -> Patch:
     return _delay_filling(lambda _: 2 * base.step_s)
 
 
-def _delay_filling(seconds_of: Callable[[Job], float]) -> Patch:
+def _delay_filling(seconds_of: Callable[[GatherJob], float]) -> Patch:
     fill = Gatherer.fill
 
-    def slow_fill(self: Gatherer, batch: HostBatch, job: Job) -> Gathered:
+    def slow_fill(self: Gatherer, batch: HostBatch, job: GatherJob) -> Gathered:
         time.sleep(seconds_of(job))
         return fill(self, batch, job)
 

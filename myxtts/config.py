@@ -68,6 +68,9 @@ STAGES = tuple(STAGE_PARTS)
 MAX_AUTO_PREFETCH, MAX_AUTO_BUFFER = 16, 50
 """The most batches that `prefetch_buffer_size` and `pipeline_buffer_size` come to when they are `auto`."""
 
+AUTO_MEL_FRAMES = (800, 2416)
+"""The least and the most that `max_mel_frames` comes to when it is `auto`; XTTS-v2 has room for no more."""
+
 PREPARE_KEYS = tuple(
     f"data.{name}"
     for name in (
@@ -101,6 +104,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     for name, row in _PRESET_ROWS.items()
 }
 """Starting points by the memory of the card, by key. The two caps of a preset fit one such card together."""
+CARDS = {
+    "rtx3060": "12gb", "rtx3070": "8gb", "rtx3080": "8gb", "rtx3090": "24gb", "rtx4090": "24gb", "a100": "40gb",
+}  # fmt: skip
+"""Presets by the name of a card, for the smallest memory it is sold with; `preset_for` finds them by memory."""
 FINE_TUNING_KEYS = frozenset({"model.lora_rank"})
 """Settings that a preset gives only with `init_from`: adapters on untrained weights learn nothing."""
 
@@ -125,7 +132,7 @@ DEMO_ON_GPU: Mapping[str, Any] = {key: on_gpu for key, (_, on_gpu) in _DEMO_ROWS
 
 def least_memory_mb(preset: str) -> float:
     """Return the memory a card must report for a preset: up to 10 % less than it is sold with."""
-    return 0.9 * 1024 * int(preset.removesuffix("gb"))
+    return 0.9 * 1024 * int(CARDS.get(preset, preset).removesuffix("gb"))
 
 
 def preset_for(gpu_memory_mb: int, cap_mb: int | None = None) -> str:
@@ -204,9 +211,10 @@ class DataSettings:
     """Shortest clip to train on. Shorter ones are set aside and listed with the reason."""
     max_text_length: int = setting(200, minimum=8, maximum=400)
     """Longest text in tokens. Clips with longer texts are set aside, never cut. XTTS-v2 has room for 400."""
-    max_mel_frames: int = setting(800, minimum=64, maximum=2416)
-    """Longest clip in mel frames of 256 samples. Longer clips are set aside, never cut. 800 frames are 9.3
-    seconds; XTTS-v2 has room for 2416 (28 seconds). Memory grows with it."""
+    max_mel_frames: int | None = setting(None, minimum=64, maximum=2416, none="auto")
+    """Longest clip in mel frames of 256 samples. Longer clips are set aside, never cut. `auto` follows the corpus:
+    room for all clips but the longest thousandth, from 800 frames (9.3 seconds) to 2416 (28 seconds), for which
+    XTTS-v2 has room. Memory and the time of the `dvae` stage grow with it."""
     trim_silence_db: float = setting(0.0, minimum=0, maximum=120, metavar="DB")
     """Trims both ends of a clip where it is at least this many decibels quieter than its loudest part; 0 is off.
     Try 40 when recordings start or end with long pauses."""
@@ -240,10 +248,12 @@ class DataSettings:
     enable_memory_isolation: bool = setting(False)
     """Caps the memory of each GPU (`data_gpu_memory`, `model_gpu_memory`), so that neither role takes memory
     that another program needs. Exceeding a cap ends the run with an error that names the role."""
-    data_gpu_memory: int = setting(8192, minimum=256, metavar="MB")
-    """Memory cap of the data GPU in MB, with `enable_memory_isolation`."""
-    model_gpu_memory: int = setting(16384, minimum=256, metavar="MB")
-    """Memory cap of the model GPU in MB, with `enable_memory_isolation`."""
+    data_gpu_memory: int | None = setting(None, minimum=256, metavar="MB", none="auto")
+    """Memory cap of the data GPU in MB, with `enable_memory_isolation`. `auto` is the card's memory without 1 GB:
+    half of that for the CUDA context, which is outside PyTorch's cap, half for other programs."""
+    model_gpu_memory: int | None = setting(None, minimum=256, metavar="MB", none="auto")
+    """Memory cap of the model GPU in MB, with `enable_memory_isolation`; `auto` as above. On one GPU it holds for
+    both roles together."""
 
     native_loading: bool = setting(True, aliases=("use_tf_native_loading",))
     """Gathers batches from the packed cache, without any Python per sample. Off decodes the audio files for
@@ -327,15 +337,18 @@ class TrainingSettings:
     optimization_level: str = setting("enhanced", choices=tuple(OPTIMIZATION_LEVELS))
     """Named set of settings, printed when applied; your own values win over it. `basic` runs the plain,
     uncompiled step, `enhanced` is fast, `experimental` lets the compiler try many kernels."""
-    preset: str | None = setting(None, choices=tuple(PRESETS))
-    """Named set of settings for a card with this much memory, printed when applied; your own values win over it.
-    `null` applies none."""
+    preset: str | None = setting(None, choices=(*PRESETS, *CARDS))
+    """Named set of settings for a card, by its memory or its name, printed when applied; your own values win over
+    it. `null` applies none."""
 
     enable_graph_mode: bool = setting(True)
     """Runs the training step compiled or as a CUDA graph. Off runs it eagerly, which is slower and easier to
     debug."""
     enable_xla_compilation: bool = setting(True, aliases=("data.enable_xla",))
     """Compiles the training step with `torch.compile`; the first step takes longer."""
+    deterministic: bool = setting(False)
+    """Computes the same bits each time on a GPU too: two runs, or a resumed run and one that never stopped, end
+    with equal weights. Slower, and the step is not compiled. On a CPU this always holds."""
     enable_eager_debug: bool = setting(False)
     """Runs eagerly and synchronously with anomaly detection, to find the operation that produces a NaN. Slow."""
 
@@ -355,11 +368,6 @@ def stages_of(settings: Settings) -> tuple[str, ...]:
     return training.stages or (STAGES if training.init_from is None else ("gpt",))
 
 
-def own_steps(training: TrainingSettings, stage: str) -> int | None:
-    """Return the steps that are set for this stage alone."""
-    return {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
-
-
 def stage_steps(
     training: TrainingSettings, stage: str, num_clips: int, batch_clips: int, accumulate: int
 ) -> tuple[int, str]:
@@ -368,9 +376,14 @@ def stage_steps(
     `batch_clips` counts the clips that all processes take in a micro-step.
     """
     steps = math.ceil(math.ceil(num_clips / batch_clips) * training.epochs / accumulate)
-    own = own_steps(training, stage)
+    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
     limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
     return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
+
+
+def mel_frames(data: DataSettings) -> int:
+    """Return the mel frames of the longest clip; for `auto`, the most that it can come to."""
+    return data.max_mel_frames or AUTO_MEL_FRAMES[1]
 
 
 MOST_GATHERERS = 4

@@ -1,14 +1,25 @@
-"""Errors written for users, and the interface for progress bars. Every layer may use both."""
+"""Errors written for users, text that is safe to print, and the interface for progress bars."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return text with control characters and changes of direction escaped, which could disguise a message."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
 
 class MyXTTSError(Exception):
     """Base class of expected failures; the command line prints the message without a traceback."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(MyXTTSError):

@@ -7,6 +7,7 @@ refuses settings that cannot change on the way. Several processes (torchrun) tra
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, UnreadableWeights, require_same
-from myxtts.config import SAMPLE_RATE, STAGES, Settings, num_frames_of, own_steps, stage_steps, stages_of
+from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
+from myxtts.config import LANGUAGES, SAMPLE_RATE, STAGES, Settings, num_frames_of, stage_steps, stages_of
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.prepare import prepare, with_tokenizer_of_run
@@ -32,7 +33,9 @@ from myxtts.devices import (
     Plan,
     announcements,
     apply_caps,
+    as_flag,
     barrier,
+    deterministic,
     explained_out_of_memory,
     make_plan,
     peak_flops,
@@ -45,18 +48,21 @@ from myxtts.files import lock, write_text_atomically
 from myxtts.host import usable_cores
 from myxtts.model.gpt import adapter_state, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
+from myxtts.model.vocoder import spectral_distance
 from myxtts.model.xtts import XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
-from myxtts.run_dir import VOCABULARY_FILE, RunDir, inherited, initial_model
+from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
 from myxtts.settings import LoadedSettings, how_to_set, to_yaml
+from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
-from myxtts.training.recipes import RECIPES, Recipe, StageFacts, useful_flops
-from myxtts.training.trainer import Reporter, State, Step, Trainer, choose_mode
+from myxtts.training.recipes import RECIPES, DecoderRecipe, Recipe, StageFacts, useful_flops
+from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, choose_mode
 from myxtts.weights import MODEL_FILES, is_trained_in
 
 MEL_STATISTICS_CLIPS = 256
+COMPARED_CLIPS = 32  # validation clips, about, on which the decoder is compared with Griffin-Lim
 BATCH_SPLIT_KEYS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
 """How the clips of a step are divided: a run may change these as long as their product stays the same."""
 CLIPS_PER_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
@@ -85,8 +91,9 @@ def train(
     Under torchrun every process calls this; only rank 0 reports, writes, and says what it does (`say`, by default
     to the log).
     """
+    spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
     settings = settings.settings if isinstance(settings, LoadedSettings) else settings
-    plan = make_plan(settings.data)
+    plan = make_plan(settings.data, spelling=spelling)
     is_first = plan.rank == 0
     reporter, say = (reporter or Reporter(), say or _log.info) if is_first else (Reporter(), _silent)
     run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
@@ -95,6 +102,7 @@ def train(
     with contextlib.ExitStack() as held:
         if is_first:
             held.enter_context(lock(run_dir.folder))
+        held.enter_context(deterministic(plan, settings.training.deterministic))
         held.enter_context(process_group(plan))
         apply_caps(plan)
         if continues:
@@ -105,16 +113,28 @@ def train(
         if is_first:
             barrier(plan)
         reporter.corpus(prepared)
-        for line in [*announcements(plan, settings.data.pipeline_buffer_size), *_hints(settings, prepared, plan)]:
+        for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan)]:
             say(line)
-        fresh = _start(settings, run_dir, prepared, plan, continues, say)
+        stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
+        for line in (f"Plan of the run in {run_dir.folder}:", *map(str, stages)):
+            say(line)
+        reporter.plan(stages)
+        fresh = cache(partial(initial_model, settings, prepared.tokenizer))
+        _start(settings, run_dir, prepared, plan, None if continues else fresh, say)
+        settings = replace(settings, data=prepared.fitted(settings.data))
         stop = held.enter_context(_StopRequest(plan))  # earlier there is no step to finish and nothing to save
         states: dict[str, State] = {}
         for stage in stages_of(settings):
             say(f"Stage {stage}")
-            model = run_dir.load_model(fresh, without=(stage,))
-            context = StageContext(stage, settings, prepared, plan, model, run_dir, reporter, say, stop)
-            states[stage] = train_stage(context)
+            trained_on, loaded = run_dir.fingerprints(stage), run_dir.checkpoints(stage).newest()
+            if loaded is not None and not loaded.notes.was_trained_on(trained_on):
+                loaded = None  # it stays on disk until the first new checkpoint is saved
+            is_saved = run_dir.is_whole(without=() if loaded is not None else (stage,))
+            model = run_dir.load_model(None if is_saved else fresh(), without=(stage,), warn=False)
+            context = StageContext(
+                stage, settings, prepared, plan, model, run_dir, reporter, say, stop, trained_on
+            )
+            states[stage] = train_stage(context, loaded)
             barrier(plan)  # the next stage reads what rank 0 has saved of this one
             if not states[stage].done:
                 break
@@ -168,34 +188,41 @@ def prepare_corpus(
 
 
 def _start(
-    settings: Settings, run_dir: RunDir, prepared: PreparedCorpus, plan: Plan, continues: bool, say: Say
-) -> XTTS | None:
-    """Return the initial model, or None if all of it is on disk; write the folder of a new run.
+    settings: Settings,
+    run_dir: RunDir,
+    prepared: PreparedCorpus,
+    plan: Plan,
+    fresh: Callable[[], XTTS] | None,
+    say: Say,
+) -> None:
+    """Write the folder of a new run, which starts with the model `fresh`; tidy that of a continued one (None).
 
     An old run in the same folder is put aside only once the new model exists.
     """
     training, stages, source = settings.training, stages_of(settings), settings.training.init_from
-    is_saved = continues and run_dir.is_whole()
-    barrier(plan)
-    model = None if is_saved else initial_model(settings, prepared.tokenizer)
+    barrier(plan)  # all ranks have read what was there
+    model = fresh() if fresh is not None else None
     if plan.rank == 0:
         if training.reset_training and (aside := run_dir.reset()) is not None:
             say(f"Starting over; what the folder held is now in {aside}")
-        if model is not None and not continues:
+        for stage in STAGES:
+            run_dir.checkpoints(stage).prune()
+        if model is not None:
             facts = {
                 "training.init_from": None if source is None else str(source),
                 "model.size": settings.model.size,
+                "languages": [LANGUAGES[number] for number in sorted(set(prepared.train.languages.tolist()))],
+                "data.max_mel_frames": prepared.max_mel_frames,
                 **inherited(source),
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }
             trained_in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
             run_dir.start(model, prepared.tokenizer, trained_in_full, facts)
-        if "gpt" in stages and "dvae" not in stages and source is None and not continues:
+        if "gpt" in stages and "dvae" not in stages and source is None and model is not None:
             say("Hint: stage gpt without a trained DVAE learns the codes of a random one; train dvae before it")
         again = replace(settings, training=replace(training, reset_training=False))
         write_text_atomically(run_dir.folder / "settings.yaml", to_yaml(again))
     barrier(plan)
-    return model
 
 
 def _num_tokens(source: Path) -> int:
@@ -242,6 +269,10 @@ class StageContext:
     reporter: Reporter = field(default_factory=Reporter)
     say: Say = _silent
     stop: Callable[[], bool] = lambda: False
+    trained_on: Mapping[str, str] = field(default_factory=dict)
+    """The fingerprints of the earlier stages."""
+    vocoder: dict[str, float] = field(default_factory=dict)
+    """Mean distances of decoder and Griffin-Lim from held-out recordings, by the last validation."""
 
     @property
     def fine_tuning(self) -> bool:
@@ -263,7 +294,9 @@ class StageContext:
 
     def notes(self) -> dict[str, Any]:
         known = identity(self.settings, self.prepared, self.plan)
-        return {"identity": known, "lora_rank": self.settings.model.lora_rank}
+        languages = [LANGUAGES[number] for number in sorted(set(self.prepared.train.languages.tolist()))]
+        notes = {"identity": known, "lora_rank": self.settings.model.lora_rank, "languages": languages}
+        return notes | ({"vocoder": self.vocoder} if self.vocoder else {})
 
     def validate(self, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
         return validate(self, recipe)
@@ -295,17 +328,59 @@ class StageContext:
             )
 
 
-def train_stage(ctx: StageContext) -> State:
-    """Train one stage to its end or until a stop is requested, from its newest checkpoint if there is one."""
+def plan_stages(
+    settings: Settings, prepared: PreparedCorpus, plan: Plan, run_dir: RunDir | None
+) -> list[StagePlan]:
+    """What a command does with every stage; raises if it cannot continue the run in `run_dir`."""
+    now, planned, changed = identity(settings, prepared, plan), list[StagePlan](), list[str]()
+    newest = run_dir.newest_notes() if run_dir is not None else {}
+    for stage in STAGES:
+        target, notes = total_steps(settings, prepared, stage, now), newest.get(stage)
+        status = run_dir.status(stage, changed) if run_dir is not None else StageStatus(stage)
+        if stage not in stages_of(settings):
+            if status.state == "stale":
+                cure = "leave out --stages" if settings.training.stages else f"add --stages {stage}"
+                planned.append(
+                    StagePlan(stage, 0, "stale, and left as it is", f"{status.why}; {cure} to train it")
+                )
+            continue
+        if notes is not None and run_dir is not None:
+            require_continuable(run_dir.folder, notes.state["notes"]["identity"], now)
+        if notes is None:
+            step, does = 0, f"{target} steps"
+        elif status.state == "stale":
+            step, does = 0, f"starts over, {target} steps"
+        elif is_complete(settings, prepared, notes):
+            step, does = target, f"complete at step {notes.step}"
+        else:
+            step, does = notes.step, f"continues at step {notes.step} of {max(target, notes.step)}"
+        why = status.why
+        if status.state == "complete" and step < target:
+            why = f"the learning rates of the first {step} steps were those of a run of that length"
+        planned.append(StagePlan(stage, max(target - step, 0), does, why))
+        if step < target:
+            changed.append(stage)
+    return planned
+
+
+def is_complete(settings: Settings, prepared: PreparedCorpus, notes: Notes) -> bool:
+    """True if a stage has ended, early or with the steps that are asked for, as its batches were divided."""
+    stage, training = notes.state["stage"], settings.training
+    is_early = 0 < training.early_stop <= notes.state["stale_validations"]
+    target = total_steps(settings, prepared, stage, notes.state["notes"]["identity"])
+    return bool(notes.state["done"]) and (is_early or notes.step >= target)
+
+
+def train_stage(ctx: StageContext, loaded: LoadedCheckpoint | None) -> State:
+    """Train one stage to its end or until a stop is requested, from the checkpoint `loaded` or from the start."""
     try:
         now = identity(ctx.settings, ctx.prepared, ctx.plan)
-        loaded, state, total = ctx.checkpoints.newest(), State(), total_steps(ctx, now)
+        state, total = State(), total_steps(ctx.settings, ctx.prepared, ctx.stage, now)
         if loaded is not None:
-            saved = loaded.state["notes"]["identity"]
-            same_batches = require_continuable(ctx.run_dir.folder, saved, now)
+            same_batches = require_continuable(ctx.run_dir.folder, loaded.state["notes"]["identity"], now)
             state = State.from_json(loaded.step, loaded.state)
-            is_over = state.step >= total_steps(ctx, saved) or _is_enough(ctx, state)
-            if state.done and is_over:
+            ctx.vocoder = loaded.state["notes"].get("vocoder", {})
+            if is_complete(ctx.settings, ctx.prepared, loaded.notes):
                 ctx.say(f"Stage {ctx.stage}: finished at step {state.step}")
                 return state
             ctx.say(f"Stage {ctx.stage}: continuing at step {state.step} of {total}")
@@ -317,21 +392,11 @@ def train_stage(ctx: StageContext) -> State:
         ctx.checkpoints.close()
 
 
-def total_steps(ctx: StageContext, split: Mapping[str, Any]) -> int:
+def total_steps(settings: Settings, prepared: PreparedCorpus, stage: str, split: Mapping[str, Any]) -> int:
     """Optimiser steps of the stage if the clips of a step are divided like this; see BATCH_SPLIT_KEYS."""
     batch_size, accumulate, processes = (int(split[name]) for name in BATCH_SPLIT_KEYS)
-    num_clips, training = len(ctx.prepared.train), ctx.settings.training
-    return stage_steps(training, ctx.stage, num_clips, batch_size * processes, accumulate)[0]
-
-
-def _is_enough(ctx: StageContext, state: State) -> bool:
-    """True if the stage stopped early, or a later one builds on it and more of it was not asked for by name."""
-    training = ctx.settings.training
-    if 0 < training.early_stop <= state.stale_validations:
-        return True
-    is_named = bool(training.stages) or own_steps(training, ctx.stage) is not None
-    later = STAGES[STAGES.index(ctx.stage) + 1 :]
-    return not is_named and any(ctx.run_dir.has_checkpoint(stage) for stage in later)
+    num_clips = len(prepared.train)
+    return stage_steps(settings.training, stage, num_clips, batch_size * processes, accumulate)[0]
 
 
 def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, total: int) -> State:
@@ -339,16 +404,15 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     if ctx.stage == "dvae" and loaded is None and not ctx.fine_tuning:
         model.mel_stats.copy_(mel_statistics(ctx.prepared.train, plan.data))
     # Not for LoRA: adapters belong to the weights that the run wrote down when it started.
-    if ctx.stage == "gpt" and "gpt" in ctx.run_dir.untrained() and not ctx.settings.model.lora_rank:
+    is_random = loaded is None and ctx.stage in ctx.run_dir.initially_untrained()
+    if ctx.stage == "gpt" and is_random and not ctx.settings.model.lora_rank:
         torch.manual_seed(training.seed)
         model.gpt.init_from_codebook(model.dvae.codebook.embed.t())
     step = set_up(ctx, total, loaded)
     peak = peak_clips_per_s(ctx, step)
     doing = f"training on batches of {data.batch_size} clips"
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
-        on_host, on_device = feed.host_ring.depth, feed.model_ring.depth
-        total_depth = on_host + on_device
-        ctx.say(f"Buffer size: {total_depth} batches ({on_host} on the host, {on_device} on {plan.model})")
+        ctx.say(f"Buffer size: {feed.buffers()}")
         ctx.say(f"Training step: {step.mode}")
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)
@@ -417,7 +481,7 @@ def mel_statistics(clips: ClipSet, device: torch.device) -> Tensor:
 
 def validate(ctx: StageContext, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Mean losses over the validation clips of all ranks, "total" the deciding one, and pictures of one batch."""
-    plan, sums, pictures = ctx.plan, dict[str, Tensor](), dict[str, Tensor]()
+    plan, sums, pictures, num_compared = ctx.plan, dict[str, Tensor](), dict[str, Tensor](), 0
     with build_feed(ctx, validation=True) as feed, feed.model_stream.use():
         autocast = ctx.settings.data.mixed_precision and plan.model.type == "cuda"
         while True:
@@ -429,6 +493,9 @@ def validate(ctx: StageContext, recipe: Recipe) -> tuple[dict[str, float], dict[
                     if not pictures:  # copied while the batch is leased
                         shown = recipe.pictures(batch.tensors, batch.sizes)
                         pictures = {name: picture.float().cpu() for name, picture in shown.items()}
+                if isinstance(recipe, DecoderRecipe) and num_compared < COMPARED_CLIPS:
+                    found |= vocoder_distances(ctx.model, recipe, batch.tensors)
+                    num_compared += len(batch.tensors["weights"])
                 for name, value in found.items():
                     sums[name] = sums.get(name, torch.zeros_like(value)) + value.float()
         values = torch.stack(list(sums.values()))
@@ -438,7 +505,24 @@ def validate(ctx: StageContext, recipe: Recipe) -> tuple[dict[str, float], dict[
     losses = {"total": totals["sum"] / max(totals["count"], 1e-6)}
     for part in [name.removesuffix("_sum") for name in totals if name.endswith("_sum")]:
         losses[part] = totals[f"{part}_sum"] / max(totals[f"{part}_count"], 1e-6)
+    ctx.vocoder = {name: losses[name] for name in ("decoder", "griffin_lim") if name in losses}
     return losses, pictures
+
+
+@torch.no_grad()
+def vocoder_distances(model: XTTS, recipe: DecoderRecipe, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums and counts of the `spectral_distance` of decoder and Griffin-Lim from the recordings of a batch."""
+    real, decoded = (wave.squeeze(1) for wave in recipe.waves(tensors))
+    griffin_lim = GriffinLim(model.dvae, model.mel_stats.to(model.dvae.codebook.embed.device))
+    made = torch.zeros_like(real)
+    for row, codes in enumerate(tensors["segment_codes"].cpu()):
+        wave = griffin_lim.wave(codes[codes >= 0].long(), 1.0)[: made.shape[1]]
+        made[row, : len(wave)] = wave
+    weights, sums = tensors["weights"], dict[str, Tensor]()
+    for name, fake in (("decoder", decoded), ("griffin_lim", made)):
+        sums[f"{name}_sum"] = (spectral_distance(real, fake) * weights).sum()
+        sums[f"{name}_count"] = weights.sum()
+    return sums
 
 
 # Resuming
@@ -465,7 +549,6 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
         "model.lora_rank": model.lora_rank,
         "data.batch_size": data.batch_size,
         "data.max_text_length": data.max_text_length,
-        "data.max_mel_frames": data.max_mel_frames,
         "data.use_phonemes": data.use_phonemes,
         "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
         "training.seed": training.seed,
@@ -477,6 +560,8 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
             "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
             "vocabulary": prepared.tokenizer.fingerprint,
         }
+    if frames := data.max_mel_frames or (prepared and prepared.max_mel_frames):
+        known["data.max_mel_frames"] = frames
     given = os.environ.get("WORLD_SIZE", "")  # as torchrun would start it from here
     return known | {"processes": plan.world_size if plan else int(given) if given.isdigit() else 1}
 
@@ -485,10 +570,9 @@ def check_resumable(settings: Settings, run_dir: RunDir, prepared: PreparedCorpu
     """Raise the error with which `train` would refuse to continue a run, as far as it can be known beforehand."""
     settings = as_started(settings, run_dir)
     now = identity(settings, prepared)
-    for stage in stages_of(settings):
-        loaded = run_dir.checkpoints(stage).newest(optimizer=False)
-        if loaded is not None:
-            saved = loaded.state["notes"]["identity"]
+    for stage, notes in run_dir.newest_notes().items():
+        if stage in stages_of(settings):
+            saved = notes.state["notes"]["identity"]
             require_continuable(run_dir.folder, {name: saved[name] for name in now if name in saved}, now)
 
 
@@ -499,15 +583,29 @@ def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str
         | {CLIPS_PER_STEP: math.prod(known.get(name, 1) for name in BATCH_SPLIT_KEYS)}
         for known in (saved, now)
     )
-    require_same(folder, before, after)
+    advice = []
+    if before[CLIPS_PER_STEP] != after[CLIPS_PER_STEP]:
+        per_process = before[CLIPS_PER_STEP] // now["processes"]
+        batch = max(size for size in range(1, now["data.batch_size"] + 1) if per_process % size == 0)
+        keep = f"--batch-size {batch} --grad-accum {per_process // batch}"
+        advice.append(f"A step of the run has {before[CLIPS_PER_STEP]} clips: {keep} keeps them.")
+    if before.get("training clips") != after.get("training clips"):
+        other = f"--init-from {folder} --checkpoint-dir {_free_folder(folder)}"
+        advice.append(f"For recordings added or removed, train on in a new run: {other}")
+    require_same(folder, before, after, advice)
     return all(saved.get(name) == now.get(name) for name in BATCH_SPLIT_KEYS)
+
+
+def _free_folder(folder: Path) -> Path:
+    names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(path for path in names if not path.exists())
 
 
 # Signals and processes
 
 
 class _StopRequest:
-    """SIGINT and SIGTERM let the step in progress finish; a second one ends the process at once.
+    """SIGINT, SIGTERM and a closed terminal (SIGHUP) let the step finish; a second one ends the process at once.
 
     Called, it returns True if training should stop. All ranks get the same answer, so all must call it.
     """
@@ -525,7 +623,8 @@ class _StopRequest:
 
     def __enter__(self) -> _StopRequest:
         with contextlib.suppress(ValueError):  # threads other than the main one receive no signals
-            for number in (signal.SIGINT, signal.SIGTERM):
+            is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            for number in (signal.SIGINT, signal.SIGTERM, *(() if is_nohup else (signal.SIGHUP,))):
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -43,8 +43,11 @@ class Provenance:
     from_scratch: bool = False
     """True if training did not start from published weights: the model knows only what it was trained on."""
     max_text_length: int = DataSettings.max_text_length
-    max_mel_frames: int = DataSettings.max_mel_frames
+    max_mel_frames: int = 2416
     use_phonemes: bool = False
+    vocoder: Mapping[str, float] | None = None
+    """Distances of the decoder and of Griffin-Lim from held-out recordings, by the validation of the decoder."""
+    languages: tuple[str, ...] = ()  # those that the GPT was trained on; empty if they are not known
 
     @classmethod
     def read(cls, folder: Path) -> Provenance:
@@ -55,8 +58,8 @@ class Provenance:
         try:
             found = dict(json.loads(path.read_text(encoding="utf-8")))
             untrained = tuple(stage for stage in STAGES if stage in found["untrained"])
-            return cls(**{**found, "untrained": untrained})
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            return cls(**{**found, "untrained": untrained, "languages": tuple(found.get("languages", ()))})
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UnreadableWeights(f"{path} is not what an export wrote ({error}); export again") from None
 
     @property
@@ -123,6 +126,9 @@ def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[st
         if not any(_belongs(name, part) for part in absent)
     }
     require_match(state, expected, source)
+    own = model.state_dict()
+    if wrong := [name for name in expected if own[name].is_floating_point() != state[name].is_floating_point()]:
+        raise UnreadableWeights(f"{source} does not fit this model: {wrong[0]} holds {state[wrong[0]].dtype}")
     model.load_state_dict(dict(state), strict=False, assign=True)
     if absent:
         fresh = XTTS(model.dims)

@@ -36,7 +36,7 @@ GRAB_BAGS = {
 }  # fmt: skip
 METAPHORS = {"lane", "witness", "noted", "surroundings", "takes", "manner", "rehearsal"}
 """Words that name a technical thing after something else: a lane is a stream, a rehearsal is a dry run."""
-MOST_MODULES, MOST_PACKAGE_LINES, LONGEST_IMPORT_CHAIN = 60, 20_500, 14
+MOST_MODULES, MOST_PACKAGE_LINES, LONGEST_IMPORT_CHAIN = 60, 22_300, 14
 MOST_FUNCTION_LINES, MOST_MARKDOWN_FILES, MOST_README_LINES = 60, 12, 150
 LONG_FUNCTIONS = {"benchmarks/data.py:gather": 80}
 
@@ -99,7 +99,7 @@ def layer_of(unit: str) -> int:
     return found[0]
 
 
-def test_imports_are_absolute_and_only_downwards() -> None:
+def test_imports_are_absolute_and_only_downwards_and_their_chains_short() -> None:
     wrong = []
     files = [path for path in PACKAGE_FILES if path != PACKAGE / "__init__.py"]
     for path, place, node in nodes(files, ast.Import, ast.ImportFrom):
@@ -112,9 +112,6 @@ def test_imports_are_absolute_and_only_downwards() -> None:
             if layer_of(other) >= layer_of(unit) or other not in allowed:
                 wrong.append(f"{place}: {unit} must not import {other}")
     assert not wrong, "\n".join(wrong)
-
-
-def test_chains_of_imports_are_short() -> None:
     chain = max((longest_chain(module) for module in MODULES), key=len)
     assert len(chain) <= LONGEST_IMPORT_CHAIN, " → ".join(chain)
 
@@ -161,10 +158,14 @@ def test_functions_are_short_and_modules_explain_themselves() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_package_stays_small() -> None:
+def test_package_and_prose_stay_small() -> None:
     assert len([path for path in PACKAGE_FILES if path.name != "__init__.py"]) <= MOST_MODULES
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE_FILES)
     assert lines <= MOST_PACKAGE_LINES, f"myxtts has {lines} lines"
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False)
+    tracked = listed.stdout.split() or [str(path) for path in ROOT.rglob("*.md") if ".venv" not in path.parts]
+    assert len(tracked) <= MOST_MARKDOWN_FILES, tracked
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_README_LINES
 
 
 def test_names_are_the_words_of_the_field_and_no_metaphors() -> None:
@@ -180,10 +181,3 @@ def test_names_are_the_words_of_the_field_and_no_metaphors() -> None:
 def words_of(name: str) -> set[str]:
     """The words of a path or of a name in snake case or camel case, in lower case."""
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+\d*|[A-Z]+", name)}
-
-
-def test_little_prose() -> None:
-    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False)
-    tracked = listed.stdout.split() or [str(path) for path in ROOT.rglob("*.md") if ".venv" not in path.parts]
-    assert len(tracked) <= MOST_MARKDOWN_FILES, tracked
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_README_LINES

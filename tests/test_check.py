@@ -81,11 +81,12 @@ WHOLE = {"size": "normal"}
         ("devices", (TWO,), DUAL, "pass", "Dual-GPU"),
         ("devices", (machine(2, 24000, 12000),), DUAL, "warn", "--data-gpu 1 --model-gpu 0"),
         ("devices", (machine(),), DUAL, "fail", "Multi-GPU requires at least 2 GPUs. GPUs found: 0: C"),
-        ("caps", (TWO,), DUAL | ISOLATED, "pass", "data 8192 MB, model 16384 MB"),
+        ("caps", (TWO,), DUAL | ISOLATED, "pass", "data 22976 MB, model 22976 MB"),
         ("caps", (machine(),), {"model_gpu_memory": "8192"}, "warn", "isolation is off"),
         ("caps", (machine(),), ISOLATED | {"data_gpu_memory": "4096"}, "warn", "no effect"),
         ("caps", (NO_GPU,), ISOLATED, "warn", "CPU"),
-        ("caps", (machine(1, 12000),), ISOLATED, "fail", "16384 is more than the memory of GPU 0"),
+        ("caps", (machine(1, 12000),), ISOLATED, "pass", "model 10976 MB"),
+        ("caps", (machine(1, 12000),), ISOLATED | {"model_gpu_memory": "11500"}, "fail", "give at most 11488"),
         ("native-loading", (), {"native_loading": False}, "fail", "--native-loading"),
         ("native-loading", (machine(), host(free_gb=0)), {"native_loading": False}, "warn", "no room"),
         ("workers", (), {"num_workers": "2"}, "warn", "--num-workers 8"),
@@ -96,7 +97,8 @@ WHOLE = {"size": "normal"}
         ("upload", (), {"optimize_cpu_gpu_overlap": False}, "warn", "trainer's stream"),
         ("upload", (), {"enhanced_gpu_prefetch": False}, "warn", "pageable"),
         ("upload", (), {"prefetch_to_gpu": False}, "fail", "--prefetch-to-gpu"),
-        ("upload", (NO_GPU,), {"prefetch_to_gpu": False}, "info", "No GPU"),
+        ("upload", (NO_GPU,), {"prefetch_to_gpu": False}, "fail", "--prefetch-to-gpu"),
+        ("upload", (NO_GPU,), {}, "skip", "no GPU"),
         ("batch-size", (), {"batch_size": "4"}, "warn", "--batch-size 32"),
         ("batch-size", (), {"batch_size": "2"}, "fail", "--batch-size 32"),
         ("batch-size", (NO_GPU,), {"batch_size": "2"}, "pass", "2 clips"),
@@ -107,9 +109,9 @@ WHOLE = {"size": "normal"}
         ("compilation", (), {"enable_graph_mode": False}, "fail", "eagerly"),
         ("compilation", (), WHOLE | {"enable_graph_mode": False}, "warn", "eagerly"),
         ("compilation", (), {"enable_eager_debug": True}, "fail", "--disable-eager-debug"),
-        ("compilation", (NO_GPU,), {"enable_graph_mode": False}, "pass", "CPU"),
+        ("compilation", (NO_GPU,), {"enable_graph_mode": False}, "skip", "no GPU"),
         ("precision", (), {"mixed_precision": False}, "fail", "--mixed-precision"),
-        ("precision", (NO_GPU,), {"mixed_precision": False}, "pass", "fp32"),
+        ("precision", (NO_GPU,), {"mixed_precision": False}, "skip", "no GPU"),
         ("model-memory", (), WHOLE, "pass", "6729 MB"),
         ("model-memory", (machine(1, 8000),), WHOLE, "warn", "--model-size small"),
         ("model-memory", (machine(1, 4000),), WHOLE, "fail", "does not fit"),
@@ -118,10 +120,10 @@ WHOLE = {"size": "normal"}
         ("model-memory", (NO_GPU, host(memory_gb=4)), WHOLE, "fail", "does not fit"),
         ("buffers", (TWO,), DUAL, "pass", "on cuda:1"),
         ("buffers", (), {"prefetch_buffer_size": "100000000"}, "fail", "--buffer-size"),
-        ("buffers", (NO_GPU,), DUAL, "info", "Not checked"),
+        ("buffers", (NO_GPU,), DUAL, "skip", "Not checked"),
         ("preset", (machine(1, 11900),), {}, "info", "batch_size 8, gradient_accumulation_steps 2"),
         ("preset", (), {"preset": "40gb"}, "warn", "larger card"),
-        ("preset", (NO_GPU,), {}, "info", "No GPU"),
+        ("preset", (NO_GPU,), {}, "skip", "no GPU"),
         ("preset", (machine(2, 8000, 40000),), DUAL | {"data_gpu": "5"}, "info", "40gb"),
         ("weights", (), {"init_from": "missing"}, "fail", "--init-from"),
         ("corpus", (), {}, "info", "embedded"),
@@ -141,7 +143,8 @@ def test_a_check_and_its_finding(
     assert finding.level == level, finding
     assert says in f"{finding.what} {finding.why} {finding.fix}", finding
     assert finding.code == code
-    assert finding.fix or finding.level in ("pass", "info") or code == "caps"
+    assert finding.fix or finding.level in ("pass", "info", "skip") or code == "caps"
+    assert finding.gain is None, "check measures no gain"
     assert not finding.setting or finding.setting in specs()
 
 
@@ -299,7 +302,8 @@ def test_the_pipeline_is_tried_on_the_cpu_and_leaves_nothing(
     by_code = {finding.code: finding for finding in findings}
     assert by_code["rehearsal"].level == "pass", by_code["rehearsal"]
     assert ("handoff" in by_code["rehearsal"].what) == dual
-    assert by_code["placement"].level == "pass" and by_code["driver"].level == "fail"
+    assert by_code["placement"].level == "pass" and by_code["driver"].level == "skip"
+    assert by_code["optimisations"].level == by_code["transfer"].level == "skip"
     assert "copies between GPUs" in by_code["not-checked"].what
     assert by_code["devices"].level == ("fail" if dual else "pass")
     assert by_code.keys() >= {"native-loading", "corpus", "disk-checkpoints"}, "the other findings follow"
@@ -364,27 +368,34 @@ def test_a_real_gpu_passes(prepared_corpus: dict[str, object]) -> None:
 
 
 GOOD = [Finding("gpus", "pass", "1 GPU [red]"), Finding("workers", "warn", "2 of 8", "because", "give more")]
-BAD = [*GOOD, Finding("devices", "fail", "Multi-GPU requires at least 2 GPUs", fix="drop it", gain=2.0)]
+UNSEEN = [*GOOD, Finding("precision", "skip", "Not checked: there is no GPU")]
+BAD = [*UNSEEN, Finding("devices", "fail", "Multi-GPU requires at least 2 GPUs", fix="drop it")]
 
 
-def shown(findings: list[Finding]) -> list[str]:
+def shown(findings: list[Finding], with_passed: bool = False) -> list[str]:
     console = Console(file=io.StringIO(), width=60)
-    show_findings(findings, console)
+    show_findings(findings, console, with_passed=with_passed)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-def test_the_table_shows_reasons_and_fixes_as_they_are_and_ends_with_the_outcome() -> None:
+def test_the_table_begins_with_what_fails_and_ends_with_the_outcome() -> None:
     assert shown(GOOD)[-2:] == ["All validation checks passed: 1 passed, 1 warning", "ALL CHECKS PASSED"]
+    assert shown(UNSEEN)[-1] == "NOT CHECKED: precision"
+    assert not any("passed:" in line.lower() or "ALL" in line for line in shown(UNSEEN)[-2:])
     *table, last = shown(BAD)
     assert last == "CHECKS FAILED: devices" and not any("PASSED" in line for line in table)
-    for part in ("PASS", "1 GPU [red]", "WARN", "because", "→ give more", "FAIL", "→ drop it (about 2 times"):
+    assert table[0].startswith("FAIL") and table[2].startswith("WARN")
+    assert "Passed: gpus (--all shows them)" in table and not any(line.startswith("SKIP") for line in table)
+    for part in ("because", "→ give more", "→ drop it"):
         assert part in "\n".join(table)
+    everything = "\n".join(shown(BAD, with_passed=True))
+    assert "1 GPU [red]" in everything and "SKIP  precision" in everything
 
 
 def test_json_holds_everything() -> None:
     content = json.loads(to_json(BAD))
     assert content["passed"] is False and passed(GOOD) and not passed(BAD)
-    assert content["counts"] == {"pass": 1, "warn": 1, "fail": 1}
+    assert content["counts"] == {"pass": 1, "warn": 1, "skip": 1, "fail": 1}
     assert [Finding(**item) for item in content["findings"]] == BAD
     json.loads(to_json(check(load_values(**WHOLE), machine(1, 4000), host())))
 
@@ -392,13 +403,45 @@ def test_json_holds_everything() -> None:
 # The command
 
 
+@pytest.mark.parametrize("here", [machine(), NO_GPU], ids=["gpu", "cpu"])
+def test_without_a_corpus_the_values_of_the_file_are_judged(
+    here: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "look", lambda: here)
+    (tmp_path / "own.yaml").write_text("data:\n  batch_size: 16\n")
+    main(["check", "--config", str(tmp_path / "own.yaml"), "--all"])
+    shown = capsys.readouterr().out
+    assert "16 clips per batch" in shown and "demonstration:" not in shown
+
+
 def test_the_command_passes_on_a_plain_configuration_and_fails_when_something_does(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["check", "--json"]) == 0 and json.loads(capsys.readouterr().out)["passed"]
-    assert main(["check"]) == 0 and capsys.readouterr().out.splitlines()[-1] == "ALL CHECKS PASSED"
+    for here, words in ((machine(), "ALL CHECKS PASSED"), (NO_GPU, "NOT CHECKED: upload, compilation, precision")):
+        monkeypatch.setattr(Machine, "look", lambda here=here: here)
+        monkeypatch.setattr(Host, "look", lambda here=here: host() if here.gpus else NO_DRIVER)
+        assert main(["check"]) == 0 and words in capsys.readouterr().out.splitlines()[-1]
     assert main(["check", "--train-data", "missing"]) == 1
     assert "CHECKS FAILED: corpus" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("check --train-data nodir", "No such corpus folder"),
+        ("check --init-from nodir", "training.init_from = nodir: there is no such file or folder"),
+        ("tune --train-data nodir", "No such corpus folder"),
+        ("profile --tokenizer nodir", "--tokenizer nodir: there is no such file"),
+        ("export nodir --out new", "nodir: no such folder"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_answered_as_such(
+    command: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) in (1, 2)
+    shown = capsys.readouterr()
+    assert says in shown.out + shown.err and "vocabular" not in shown.out + shown.err
 
 
 def test_scripts_find_the_package_from_anywhere(tmp_path: Path) -> None:

@@ -138,11 +138,12 @@ def test_progress_lines_when_not_on_a_terminal(capsys: pytest.CaptureFixture[str
 
 def test_train_main_trains_from_another_folder_and_says_where_everything_is(corpus: Path, tmp_path: Path) -> None:
     """The one real network that is trained from a command line."""
-    flags = ["--language", "en", "--stages", "gpt", "--max-steps", "1", "--batch-size", "2"]
+    flags = ["--language", "en", "--stages", "gpt", "--max-steps", "1", "--batch-size", "2", "--dashboard"]
     result = run(str(ROOT / "train_main.py"), "--train-data", str(corpus), *flags, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    for part in ("training clips", "Model training starting now", "Done. Everything is in checkpoints"):
+    for part in ("Corpus: 4 training clips", "Model training starting now", "Done. Everything is in checkpoints"):
         assert part in result.stdout
+    assert "step 1/1  loss" in result.stdout and "╭" not in result.stdout, "no terminal, no live view"
     assert (tmp_path / "checkpoints" / "gpt" / "step-00000001" / "weights.safetensors").is_file()
 
 
@@ -186,6 +187,19 @@ def test_prepare_repairs_damage_and_needs_something_to_use(
     assert "6 × not audio" in capsys.readouterr().err
 
 
+def test_settings_change_what_is_set_aside(make_corpus: Callable[..., Path], capsys) -> None:
+    folder = make_corpus(seconds=1.0)
+    sf.write(folder / "wavs" / "clip000.wav", [0.1, -0.1] * 22050, 22050)
+    for flags, code, said in (
+        ("--max-mel-frames 100", 0, "too long"),
+        ("--min-clip-seconds 1.5", 0, "too short"),
+        ("--max-text-length 8", 1, "text too long"),
+    ):
+        assert main(["prepare", "--train-data", str(folder), "--language", "en", *flags.split()]) == code
+        shown = capsys.readouterr()
+        assert said in (shown.err if code else shown.out)
+
+
 def test_a_vocabulary_is_trained_and_extended(
     corpus: Path, make_corpus: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +212,15 @@ def test_a_vocabulary_is_trained_and_extended(
     old, new = Tokenizer.load(first), Tokenizer.load(second)
     assert new.num_tokens > old.num_tokens and "fa" in new.languages
     assert new.unknown_characters("سلام", "fa") == [] != old.unknown_characters("سلام", "fa")
+
+
+def test_make_refuses_variables_that_it_does_not_know() -> None:
+    def make(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", "-n", "-C", ROOT, *words], capture_output=True, text=True, check=False)
+
+    assert "unknown variable data; write DATA=corpus" in make("train", "data=corpus").stderr
+    assert "unknown variable DTA; known are: DATA" in make("train", "DTA=corpus").stderr
+    assert '--train-data "my corpus"' in make("train", "DATA=my corpus", "PYTHON=python3").stdout
 
 
 def test_the_reader_of_the_output_may_leave(corpus: Path) -> None:

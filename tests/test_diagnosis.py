@@ -478,7 +478,8 @@ def test_utilisation_is_set_against_what_is_really_computed() -> None:
 
 def test_slow_arithmetic_is_mentioned_only_when_it_is_what_bounds() -> None:
     chosen = settings({"enable_xla_compilation": False}, mixed_precision=False)
-    assert alarms(diagnose_line(Line(), settings=chosen)) == ["precision-off", "graph-off"]
+    found = diagnose_line(Line(), settings=chosen)
+    assert alarms(found) == ["precision-off", "graph-off"] and found.findings[0].gain is None
     assert "precision-off" not in alarms(diagnose_line(Line(encode=40), settings=chosen))
 
 
@@ -517,6 +518,11 @@ def test_rings_show_how_full_they_were() -> None:
 def test_grades_follow_the_documented_limits(line: Line, known: dict[str, Any], grade: str, note: str) -> None:
     found = diagnose_line(line, **known)
     assert found.grade == grade and note in " ".join(found.grade_notes)
+
+
+def test_an_idle_data_gpu_is_advised_to_what_tune_really_measures() -> None:
+    (found,) = [one for one in diagnose_line(Line(handoff=0.5)).findings if one.code == "data-gpu-idle"]
+    assert "myxtts tune measures one GPU against two" in found.fix and "both" not in found.fix
 
 
 def test_micro_steps_find_their_batches_and_a_cut_trace_is_still_read() -> None:

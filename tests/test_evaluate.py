@@ -127,7 +127,8 @@ def assert_reconstructed(run: Path, vocoder: str) -> None:
 def test_held_out_sentences_are_said_in_the_voice_of_a_training_clip_and_judged(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert evaluate(run, "--judge", install(tmp_path / "judges", FAKE_JUDGE), "--sentences", 4) == 0
+    judges = install(tmp_path / "judges", FAKE_JUDGE)
+    assert evaluate(run, "--judge", judges, "--sentences", 4, "--vocoder", "hifigan") == 0
     items = read(run, "items")
     sets = [item["set"] for item in items]
     assert {name: sets.count(name) for name in sets} == dict.fromkeys(
@@ -234,8 +235,8 @@ def test_what_cannot_be_evaluated_is_an_error_that_says_why(
 
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    for folder in ("nowhere", "empty"):
-        assert "There is no run in" in refused(tmp_path / folder)
+    assert f"{tmp_path / 'nowhere'}: no such folder; give the --checkpoint-dir" in refused(tmp_path / "nowhere")
+    assert f"{tmp_path / 'empty'} contains no run; give the --checkpoint-dir" in refused(tmp_path / "empty")
     assert "No held-out sentence is in 'de'; there are some in en" in refused(run, "--language", "de")
     assert f"{tmp_path / 'file'} cannot be written" in refused(run, "--out", tmp_path / "file")
     shutil.rmtree(run / "gpt")

@@ -143,6 +143,18 @@ def test_buffers_that_do_not_fit_name_their_role(
         short.feed(PLANS["dual"], Stamps)
 
 
+def test_three_batches_wait_for_the_handoff(short: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One being filled, one ready, one in use: neither side waits for the other."""
+    copy, is_open = Handoff.__call__, threading.Event()
+    monkeypatch.setattr(Handoff, "__call__", lambda worker: is_open.wait(20) and copy(worker))
+    with short.feed(PLANS["dual"], Stamps) as feed:
+        try:
+            wait_for(lambda: feed.readiness()["handoff"] == (3, 3))
+        finally:
+            is_open.set()
+        assert len(read(feed, 7)) == 7
+
+
 def fail(feed: Feed) -> None:
     feed.device_ring.slots[1].content.memory = None
     with pytest.raises(AttributeError):

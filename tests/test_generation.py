@@ -12,6 +12,7 @@ from model_fixtures import GPT_DIMS as DIMS
 from model_fixtures import gpt_model, reference_of
 from torch import Tensor
 
+from myxtts.devices import Stream
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import GPT, pack
 from myxtts.synthesis.generation import (
@@ -159,6 +160,27 @@ def test_few_shapes_are_captured_for_all_sentences() -> None:
         assert num_ids <= shape.ids <= DIMS.max_text and num_steps <= shape.steps <= DIMS.max_codes
         shapes.add(shape)
     assert len(shapes) <= 3 and {shape.sentences for shape in shapes} == {4}
+
+
+def test_kept_shapes_take_a_share_of_the_free_memory(
+    model: GPT, prompts: Sentences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is that of the CPU here, and nothing is captured."""
+    made, free = list[CodeGenerator](), [1 << 40]
+    monkeypatch.setattr(CodeGenerator, "begin", lambda self, _: made.append(self))
+    monkeypatch.setattr("myxtts.synthesis.generation.allocatable_bytes", lambda _: free[0])
+    generators = CodeGenerators(model)
+    generators._stream = Stream(torch.device("cpu"))
+
+    def begin(num_sentences: int) -> CodeGenerator:
+        return generators.begin(prompts[:1] * num_sentences, GREEDY)
+
+    shapes = [begin(rows) for rows in (1, 2, 4, 8, 16, 32, 64)]
+    assert shapes == [begin(rows) for rows in (1, 2, 4, 8, 16, 32, 64)], "with much memory all are kept"
+    free[0] = shapes[-1].num_bytes  # of which all shapes together take half
+    assert begin(64) is shapes[-1]
+    assert begin(1) is not shapes[0] and begin(64) is not shapes[-1], "the largest alone is more than its share"
+    assert generators.drop_all() and not generators.drop_all()
 
 
 # Choosing a code

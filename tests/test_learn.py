@@ -74,10 +74,9 @@ def test_a_recording_is_cut_where_a_word_begins_and_it_is_quiet(tmp_path: Path, 
 
 
 def test_spliced_sentences_consist_of_pieces(tmp_path: Path, recordings: list[Spoken]) -> None:
-    wave = np.repeat(np.arange(8, dtype=np.int16), 100)
-    clip = Cut(list("abcdefgh"), wave, [(0, 0), (2, 200), (3, 300), (8, 800)])
-    for words, piece in (some_words(clip, random.Random(number)) for number in range(100)):
-        assert words == ["abcdefgh"[number] for number in np.unique(piece)] and len(piece) == 100 * len(words)
+    clip = Cut(list("abcd"), np.repeat(np.arange(4, dtype=np.int16), 100), [(0, 0), (2, 200), (3, 300), (4, 400)])
+    for words, piece in (some_words(clip, random.Random(number)) for number in range(20)):
+        assert words == ["abcd"[number] for number in np.unique(piece)]
     made = spliced(recordings, tmp_path / "made", hours=0.01, speeds=SPEEDS)
     assert sum(one.seconds for one in made) >= 36
     assert {one.speaker for one in made} == {"ada", *(f"ada at {speed}" for speed in SPEEDS)}

@@ -16,6 +16,7 @@ from myxtts.model.mel import (
     LogMel,
     MelSpec,
     pcm_to_wave,
+    reflect,
     resample,
 )
 
@@ -57,6 +58,21 @@ def test_resampled_length_and_level(num_samples: int) -> None:
     assert resampled.shape == (-(-num_samples * 16000 // 22050),)
     if num_samples == 22050:
         assert (resampled[20:-20] - 1).abs().max() < 0.01  # a constant stays what it was
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (0, 7), (5, 0), (9, 9)])
+def test_reflection_with_deterministic_algorithms_is_that_of_pad(left: int, right: int) -> None:
+    waves = [torch.randn(2, 1, 40, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+    results = [reflect(waves[0], left, right)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        results.append(reflect(waves[1], left, right))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(*results)
+    for result in results:
+        (result * torch.arange(result.shape[-1])).sum().backward()
+    assert torch.equal(waves[0].grad, waves[1].grad)
 
 
 @FRONT_ENDS

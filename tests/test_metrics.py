@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import math
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -58,9 +60,10 @@ def log_steps(folder: Path, *steps: int, begin_at: int = 0, stage: str = "gpt", 
 
 
 @pytest.fixture
-def curves(tmp_path: Path) -> Callable[..., Any]:
-    """What TensorBoard reads of a stage."""
-    pytest.importorskip("tensorboard")
+def curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """What TensorBoard reads of a stage. It sorts files of one second by name, where 10 comes before 9."""
+    writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(100))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def read(stage: str = "gpt") -> Any:
@@ -81,7 +84,7 @@ def test_reports_come_back_as_they_were_written(tmp_path: Path) -> None:
     log.close()
     assert first.pop("written_at") <= second.pop("written_at")
     lists = {name: list(counts) for name, counts in REPORT.rings.items()}
-    assert first == {"kind": "step", **vars(REPORT), "rings": lists}
+    assert first == {"kind": "step", **vars(REPORT), "rings": lists, "times_ms": list(REPORT.times_ms)}
     assert second == {"kind": "validation", "stage": "gpt", "step": 120, "losses": {"total": 3.5}, "is_best": True}
 
 
@@ -226,18 +229,66 @@ def test_a_model_that_waits_for_batches_most_of_the_time_is_starving() -> None:
     assert warnings_of(history(WARMUP_REPORTS + 1, step_cv=0.9)) == [], "the warm-up"
 
 
-def test_memory_that_keeps_growing_is_called_a_leak() -> None:
-    def using(*used_mb: float) -> list[StepReport]:
-        return [on_step(number, rings=FULL, memory_mb={"data": used}) for number, used in enumerate(used_mb)]
+def leak_found(
+    used_mb: Callable[[int], float], log_step: int = 10, role: str = "gpu", total: int = 100_000
+) -> tuple[int, str]:
+    """The step at which a leak is first warned of on a card of 16 GB, and the text; (0, "") if there is none."""
+    watch = LiveWarnings()
+    for step in range(log_step, 3000, log_step):
+        report = on_step(step, rings=FULL, total_steps=total, in_use_mb={role: (used_mb(step), 15_000.0)})
+        for warning in watch.add(report):
+            assert warning.code == f"memory-{role}"
+            return step, warning.text
+    return 0, ""
 
-    count = WARMUP_REPORTS + WINDOW_REPORTS
-    (warning,) = warnings_of(using(*(1000 + 10 * number for number in range(count))))
-    assert warning.code == "memory-data"
-    assert "data role grew from 1030 to 1140 MB between steps 3 and 14" in warning.text
-    assert warnings_of(using(*(1000 + number for number in range(count)))) == [], "1 % is nothing"
-    assert warnings_of(using(*(2000 if number > 8 else 1000 for number in range(count)))) == [], "one jump"
-    assert warnings_of(using(*(1000 + 200 * (number % 2) for number in range(count)))) == [], "up and down"
-    assert warnings_of(using(*(100 * min(number, 3) for number in range(count)))) == [], "the warm-up"
+
+NOISE = np.random.default_rng(1).normal(0, 100, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("used_mb", "log_step", "role", "latest"),
+    [
+        (lambda step: 2000 + 5 * step, 10, "gpu", 200),
+        (lambda step: 2000 + 5 * step, 1, "model", 50),
+        (lambda step: 2000 + 5 * step, 100, "data", 1600),
+        (lambda step: 2000 + 5 * step, 10, "host", 200),
+        (lambda step: 2000 + 5 * step + NOISE[step], 10, "gpu", 500),
+        (lambda step: 2000 + 5 * step + 4000 * (step % 500 == 0), 10, "gpu", 200),
+        (lambda step: 2000 + 5 * max(step - 1500, 0), 10, "gpu", 1800),
+        (lambda step: 2000 + 0.2 * step, 10, "gpu", 1000),
+    ],
+    ids=["5 MB a step", "every step", "seldom", "host", "noise", "peaks of validation", "late", "slow"],
+)
+def test_memory_that_grows_until_it_ends_the_run_is_warned_of_long_before(
+    used_mb: Callable[[int], float], log_step: int, role: str, latest: int
+) -> None:
+    found, text = leak_found(used_mb, log_step, role)
+    assert 0 < found <= latest
+    slope, end = (
+        float(re.search(pattern, text)[1]) for pattern in (r"by ([\d.]+) MB", r"about step (\d+) of 100000")
+    )
+    real_slope = (used_mb(4990) - used_mb(3990)) / 1000
+    assert slope == pytest.approx(real_slope, rel=0.3)
+    assert end == pytest.approx(found + (15_000 - used_mb(found)) / real_slope, rel=0.3)
+    assert "--save-step" in text
+
+
+@pytest.mark.parametrize(
+    "used_mb",
+    [
+        lambda _: 9000.0,
+        lambda step: 9000 + NOISE[step],
+        lambda step: 9000 + 3000 * (step > 700),
+        lambda step: 9000 - 3000 * math.exp(-step / 50),
+        lambda step: 9000 + 2000 * (step % 1000 == 0),
+        lambda step: 9000 + 3000 * (step // 10 % 2),
+        lambda step: 9000 + 0.05 * step,
+    ],
+    ids=["steady", "noise", "a jump", "warm-up", "peaks of validation", "up and down", "outlasts the run"],
+)
+def test_memory_that_does_not_end_the_run_is_no_alarm(used_mb: Callable[[int], float]) -> None:
+    assert leak_found(used_mb) == (0, "")
+    assert leak_found(used_mb, role="host") == (0, "")
 
 
 def num_warnings(watch: LiveWarnings, step_cv: float, count: int, **values: Any) -> int:
@@ -271,16 +322,24 @@ def test_on_a_cpu_varying_steps_are_put_down_to_what_uses_its_cores_and_seldom_s
     assert num_warnings(watch, 0.5, 20, memory_mb={}) == 1, "long after the last time it is news again"
 
 
-def test_the_progress_line_says_everything_in_one_line() -> None:
+def test_the_progress_line_says_what_matters_most_in_one_line_of_the_screen() -> None:
     assert progress_line(REPORT) == (
+        "step 250/1000  loss 3.412 (text 4.1 audio 3.37)  512 clips/s  idle 0.3 %  ahead 12/21  ETA 12:34"
+    )
+    assert progress_line(REPORT, 150) == (
         "step 250/1000  loss 3.412 (text 4.1 audio 3.37)  512 clips/s  107.2 ms  idle 0.3 %  mfu 47 %  "
         "ahead 12/21  12.0 GB  lr 1.2e-04  ETA 12:34"
     )
+    assert progress_line(REPORT, 61) == "step 250/1000  loss 3.412  512 clips/s  idle 0.3 %  ETA 12:34"
+    many = {"total": 1.0} | {f"part_{number}": 1.234 for number in range(20)}
+    huge = replace(REPORT, losses=many, step=10**9, total_steps=10**9, clips_per_s=1e6, eta_s=1e9, skipped=10**6)
+    assert all(len(progress_line(huge, width)) <= width for width in range(30, 130))
+    assert len(validation_line(ValidationReport("gpt", 10**9, many, is_best=True))) <= 100
     unknown = replace(
         REPORT, total_steps=None, losses={"total": float("nan"), "codes_used": 1024.0}, clips_per_s=3.26, rings={},
         memory_mb={"data": 2048, "model": 12595}, skipped=2, eta_s=None, mfu=None,
     )  # fmt: skip
-    assert progress_line(unknown) == (
+    assert progress_line(unknown, 150) == (
         "step 250  loss nan (codes_used 1,024)  3.3 clips/s  107.2 ms  idle 0.3 %  ahead 12  "
         "data 2.0 GB  model 12.3 GB  lr 1.2e-04  skipped 2"
     )

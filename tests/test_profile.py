@@ -350,8 +350,13 @@ def test_a_script_is_a_door_to_its_command(script: str, leads_to: str, monkeypat
 
 
 def test_the_commands_run_and_answer_in_json(
-    clips: Clips, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clips: Clips,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    caplog.set_level(logging.INFO)
     shared = (
         f"--train-data {clips(4)} --language en --vocab-size 256 --max-mel-frames 128 --max-text-length 40 "
         "--num-workers 1 --model-start-delay 0 --val-fraction 0 --stage dvae --json"
@@ -359,7 +364,10 @@ def test_the_commands_run_and_answer_in_json(
     command = f"profile --batch-size 2 --num-batches 2 {shared} --trace {tmp_path / 'trace.json'}"
     assert myxtts.cli.main(shlex.split(command)) == 0
     assert json.loads(capsys.readouterr().out)["num_steps"] == 2
-    assert (tmp_path / "trace.json").exists()
+    assert (tmp_path / "trace.json").exists() and f"Trace written to {tmp_path / 'trace.json'}" in caplog.text
+    for flags, problem in (("--trace no/x.json", "no: no such folder"), ("--trace x --data-only", "--data-only")):
+        assert myxtts.cli.main(shlex.split(f"profile {flags} {shared}")) == 2
+        assert problem in capsys.readouterr().err
 
     from test_tune import Pretended
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 import time
 from argparse import Namespace
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +29,14 @@ from synthesis_fixtures import (
     synthesizer,
     vocabulary,
 )
+from training_fixtures import Clips, clips, newest, small, train
 
 from myxtts.checkpoints import UnreadableWeights
 from myxtts.cli import main
-from myxtts.errors import ConfigError, PipelineError
-from myxtts.synthesis.generation import Sampling
+from myxtts.devices import Plan, allocatable_bytes, apply_caps, release_memory
+from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.run_dir import inherited
+from myxtts.synthesis.generation import CodeGenerators, Sampling
 from myxtts.synthesis.synthesizer import (
     FAINT_NOTE,
     PUBLISHED_SAMPLING,
@@ -44,10 +50,11 @@ from myxtts.synthesis.synthesizer import (
     usable_vocoder,
 )
 from myxtts.synthesis.text import UnspeakableText, bounds
+from myxtts.synthesis.vocoding import HifiGan
 from myxtts.synthesis.voices import Voice
 from myxtts.weights import save_folder
 
-__all__ = ["anna", "reference", "synthesizer"]
+__all__ = ["anna", "clips", "reference", "small", "synthesizer"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 Capture = pytest.CaptureFixture[str]
 
@@ -146,7 +153,6 @@ def test_griffin_lim_speaks_and_streams_whole_sentences(anna: Voice) -> None:
     synthesizer = speaking(vocoder="griffin-lim")
     speech = synthesizer.speak(LONG_TEXT, anna, "en", seed=4, speed=2.0)
     assert speech.report.vocoder == "griffin-lim"
-    assert any("no trained decoder" in note for note in speech.report.notes())
     assert np.isfinite(speech.wave).all()
     pieces = list(synthesizer.stream(LONG_TEXT, anna, "en", seed=4, speed=2.0))
     assert len(pieces) == 5, "three sentences and two pauses"
@@ -214,6 +220,69 @@ def test_a_constant_is_no_sound() -> None:
     wave = np.full(24000, 0.4, np.float32)
     assert is_faint(wave) and is_faint(wave[:100])
     assert not is_faint(wave + 0.05 * np.sin(np.arange(24000) / 20).astype(np.float32))
+
+
+# Lack of memory
+
+
+def fail_above(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, most: int) -> list[int]:
+    """Let a method run out of memory for more than `most` rows of its first argument; returns all that it got."""
+    asked, real = list[int](), getattr(owner, method)
+
+    def limited(self: object, rows: Any, *others: object) -> object:
+        asked.append(len(rows))
+        if len(rows) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self, rows, *others)
+
+    monkeypatch.setattr(owner, method, limited)
+    return asked
+
+
+@pytest.mark.parametrize(("owner", "method"), [(CodeGenerators, "begin"), (HifiGan, "generate")])
+def test_fewer_sentences_at_a_time_are_spoken_when_memory_is_short(
+    anna: Voice,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: type,
+    method: str,
+) -> None:
+    texts, how = [*TEXTS, *TEXTS[:2]], {"seed": 5, "num_attempts": 1}
+    expected = speaking().speak_many(texts, anna, "en", **how)
+    asked = fail_above(monkeypatch, owner, method, 2)
+    synthesizer = speaking()
+    for spoken in (synthesizer.speak_many(texts, anna, "en", **how) for _ in range(2)):
+        for one, other in zip(expected, spoken, strict=True):
+            assert num_codes(one) == num_codes(other)
+            np.testing.assert_allclose(one.wave, other.wave, atol=1e-4)
+    numbers = [record.args[1:] for record in caplog.records if isinstance(record.args, tuple)]
+    assert numbers == [(5, 3), (3, 2)], "one line whenever the batches become smaller"
+    assert asked[-3:] == [2, 2, 1], "what did not fit is not tried again"
+    fail_above(monkeypatch, owner, method, 0)
+    for speak in (synthesizer.speak, lambda *given: list(synthesizer.stream(*given))):
+        with pytest.raises(
+            PipelineError, match=r"Out of memory on cpu while speaking one sentence.*VISIBLE_DEVICES"
+        ):
+            speak(TEXTS[0], anna, "en")
+
+
+@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.soak)])
+def test_memory_does_not_grow_with_the_sentences(synthesizer: Synthesizer, anna: Voice, count: int) -> None:
+    """The same five again and again: PyTorch keeps a plan for every new length of a convolution, up to a limit."""
+
+    def used_mb() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+    before = 0.0
+    for number in range(10 + count):
+        if number == 10:
+            before = used_mb()
+        text, seed = TEXTS[number % 5 % 3], number % 5
+        if seed:
+            synthesizer.speak(text, anna, "en", seed=seed, num_attempts=1)
+        else:
+            list(synthesizer.stream(text, anna, "en", seed=seed, num_attempts=1))
+    assert used_mb() < before + 8
 
 
 # What is refused
@@ -351,6 +420,94 @@ def test_flags_decide_how_a_folder_speaks(
     assert override_sampling(PUBLISHED_SAMPLING, asked) == replace(PUBLISHED_SAMPLING, central=True)
 
 
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("file", ["model.pth", "dvae.pth"])
+@pytest.mark.parametrize("form", ["zip", "legacy", "bare"])
+def test_nothing_executes_what_a_file_of_weights_says(
+    folders: dict[str, Path], reference: Path, clips: Clips, tmp_path: Path, capsys: Capture, file: str, form: str
+) -> None:
+    hostile, touched = tmp_path / "hostile", tmp_path / "touched"
+    shutil.copytree(folders["loud"], hostile)
+    content = {"model": {"x": torch.zeros(1)}, "config": Payload(touched)}
+    if form == "bare":
+        (hostile / file).write_bytes(pickle.dumps(content["config"]))
+    else:
+        torch.save(content, hostile / file, _use_new_zipfile_serialization=form == "zip")
+    given = ["--speaker", str(reference), "--language", "en"]
+    for command in (
+        ["speak", "Hello.", "--model", str(hostile), *given],
+        ["export", str(hostile), "--out", "out"],
+    ):
+        assert main(command) == 1
+        assert "not loaded" in capsys.readouterr().err
+    assert train(tmp_path / "run", clips(), f"--init-from {hostile} --max-steps 1") == 1
+    assert "not loaded" in capsys.readouterr().err and not touched.exists()
+
+
+DEEP = "[" * 10**6
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("vocab.json", DEEP, "not a vocabulary"),
+        ("vocab.json", '"' + "x" * 100_000_000, "it has 100 MB; a vocabulary has at most 32 MB"),
+        ("myxtts.json", DEEP, "not what an export wrote"),
+        ("model.json", DEEP, "is no run of MyXTTS"),
+        ("model.pth", "", "damaged or no PyTorch checkpoint"),
+        ("model.pth", None, "No model.pth or best_model.pth"),
+    ],
+)
+def test_damaged_folders_are_refused_soon(
+    folders: dict[str, Path], tmp_path: Path, file: str, content: str | None, problem: str
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(folders["loud"], folder)
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    started_at = time.process_time()
+    with pytest.raises(DatasetError, match=problem):
+        load_synthesizer(folder, device=CPU)
+    assert time.process_time() - started_at < 5
+
+
+@pytest.mark.parametrize("flags", [[], ["--stream"]])
+def test_an_interrupt_leaves_no_incomplete_file(
+    folders: dict[str, Path],
+    reference: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    flags: list[str],
+) -> None:
+    """Neither the file that was being written nor, without --stream, a damaged older one."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sf.SoundFile, "write", interrupted)
+    out = tmp_path / "out" / "speech.wav"
+    out.parent.mkdir()
+    if not flags:
+        out.write_bytes(b"older")
+    given = ["--model", str(folders["loud"]), "--speaker", str(reference), "--language", "en", "--out", str(out)]
+    assert main(["speak", TEXTS[0], *given, *flags]) == 130
+    assert "interrupted; no incomplete file was left" in capsys.readouterr().err
+    assert [path.read_bytes() for path in out.parent.iterdir()] == ([] if flags else [b"older"])
+
+
 def test_without_a_model_the_flag_of_speak_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -360,10 +517,21 @@ def test_without_a_model_the_flag_of_speak_is_named(
     assert "no model in checkpoints" in shown and "--model" in shown and "--checkpoint-dir" not in shown
 
 
-def test_missing_parts_decide_the_vocoder() -> None:
+def test_missing_parts_and_validation_decide_the_vocoder() -> None:
     decoder, dvae = "hifigan_decoder.waveform_decoder", "dvae"
-    assert usable_vocoder([]) == usable_vocoder([dvae]) == "hifigan"
-    assert usable_vocoder([decoder]) == usable_vocoder([], "griffin-lim") == "griffin-lim"
+    young, grown = {"decoder": 0.613, "griffin_lim": 0.35}, {"decoder": 0.2, "griffin_lim": 0.35}
+    assert usable_vocoder([]) == usable_vocoder([dvae], None, young) == ("hifigan", "")
+    assert usable_vocoder([decoder]) == (
+        "griffin-lim",
+        "no trained decoder; using Griffin-Lim, which sounds hollow",
+    )
+    assert (
+        usable_vocoder([], "griffin-lim", grown) == usable_vocoder([decoder], "griffin-lim") == ("griffin-lim", "")
+    )
+    assert usable_vocoder([], "hifigan", young) == ("hifigan", "")
+    for distances, name in ((young, "griffin-lim"), (grown, "hifigan")):
+        found = usable_vocoder([], None, distances)
+        assert found.name == name and "0.35" in found.note and f"{distances['decoder']:.2f}" in found.note
     for parts, vocoder, problem in (
         ([decoder, dvae], None, r"decoder and the dvae .*--stages decoder or --stages dvae\)\.$"),
         ([decoder], "hifigan", r"decoder .* not trained.*--stages decoder.*griffin-lim"),
@@ -372,6 +540,29 @@ def test_missing_parts_decide_the_vocoder() -> None:
     ):
         with pytest.raises(UnreadableWeights, match=problem):
             usable_vocoder(parts, vocoder)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_run_says_which_vocoder_is_nearer_to_its_validation_clips_and_what_it_never_learnt(
+    clips: Clips, reference: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    run, exported = tmp_path / "run", tmp_path / "exported"
+    assert train(run, clips(6), f"--max-steps 1 --decoder-steps 1 --val-data {clips(3)}") == 0
+    found = newest(run, "decoder").state["notes"]["vocoder"]
+    assert found.keys() == {"decoder", "griffin_lim"} and all(0 < distance <= 1 for distance in found.values())
+    assert main(["export", str(run), "--out", str(exported)]) == 0
+    better = "hifigan" if found["decoder"] <= found["griffin_lim"] else "griffin-lim"
+    for folder in (run, exported):
+        assert load_synthesizer(folder).vocoder.name == better
+    assert inherited(run)["languages"] == inherited(exported)["languages"] == ["en"]
+    given = ["--model", str(run), "--speaker", str(reference)]
+    for flags, language in (([], "en"), (["--vocoder", "griffin-lim"], "de")):
+        capsys.readouterr()
+        assert main(["speak", "Hello.", *given, *flags, "--language", language]) == 0
+        numbers = f"(distance {found['griffin_lim']:.2f}, the decoder {found['decoder']:.2f})"
+        shown = capsys.readouterr().out
+        assert (numbers in shown) == (not flags) and "no trained decoder" not in shown
+        assert ("the model was never trained on German, only on English" in shown) == (language == "de")
 
 
 # On a GPU
@@ -393,6 +584,32 @@ def test_captured_steps_say_what_plain_ones_say(reference: Path, sampling: Sampl
         for one, other in zip(captured, plain, strict=True):
             assert num_codes(one) == num_codes(other)
             np.testing.assert_allclose(one.wave, other.wave, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_speaking_goes_on_in_smaller_batches_under_a_cap(
+    reference: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, texts = torch.device("cuda", 0), TEXTS * 5
+    apply_caps(Plan(device, device, model_cap_mb=2048))
+    outcomes = set()
+    for room_mb in (1024, 512, 256, 128, 96, 64, 48, 32, 24, 16, 8, 4):
+        synthesizer = speaking(device=device)
+        voice = synthesizer.voice([reference])
+        release_memory()
+        filler = torch.empty(allocatable_bytes(device) - room_mb * 2**20, dtype=torch.uint8, device=device)
+        caplog.clear()
+        try:
+            speeches = synthesizer.speak_many(texts, voice, "en", seed=7, num_attempts=1)
+            outcomes.add("smaller batches" if caplog.records else "whole batches")
+            assert all(speech.report.sentences for speech in speeches)
+        except PipelineError as error:
+            assert "one sentence at a time" in str(error)
+            outcomes.add("refused")
+        del filler, synthesizer
+        release_memory()
+    apply_caps(Plan(device, device, model_cap_mb=10**9))
+    assert {"whole batches", "smaller batches"} <= outcomes
 
 
 @pytest.mark.gpu

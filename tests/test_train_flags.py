@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import torch
 from training_fixtures import Observe, Start, arguments, assert_equal_tensors, losses, newest, steps
 
 from myxtts.config import STAGES
+from myxtts.data.batches import Gatherer
 from myxtts.run_dir import RunDir
 from myxtts.settings import load, specs
+from myxtts.training.trainer import State, Trainer
 
 pytest_plugins = ["training_fixtures"]
 pytestmark = pytest.mark.usefixtures("small")
@@ -28,14 +31,16 @@ ELSEWHERE = {
     "data.max_text_length": "test_cli.py::test_settings_change_what_is_set_aside",
     "data.max_mel_frames": "test_cli.py::test_settings_change_what_is_set_aside",
     "data.trim_silence_db": "test_cache.py::test_settings_redo_only_what_they_decide",
-    "data.data_gpu_memory": "test_devices.py::test_caps_reach_the_allocator_of_each_gpu",
-    "data.model_gpu_memory": "test_devices.py::test_caps_reach_the_allocator_of_each_gpu",
+    "data.data_gpu_memory": "test_devices.py::test_train_applies_the_caps_and_determinism",
+    "data.model_gpu_memory": "test_devices.py::test_train_applies_the_caps_and_determinism",
     "data.mixed_precision": "test_run.py::test_how_a_step_is_run",
     "data.prefetch_to_gpu": (
         "test_feed_settings.py::test_without_prefetch_batches_are_uploaded_when_they_are_asked_for"
     ),
     "data.enhanced_gpu_prefetch": "test_feed_settings.py::test_which_thread_works_in_which_stream",
     "data.optimize_cpu_gpu_overlap": "test_feed_settings.py::test_which_thread_works_in_which_stream",
+    "data.model_start_delay": "test_train_flags.py::test_training_starts_with_full_buffers_or_after_the_delay",
+    "training.deterministic": "test_resume.py::test_deterministic_runs_on_a_gpu_are_equal_whether_resumed_or_not",
     "training.checkpoint_dir": "test_train_flags.py::test_a_configuration_file_is_read_and_flags_win_over_it",
     "training.init_from": "test_run.py::test_every_stage_starts_from_the_weights_that_were_named",
     "training.reset_training": "test_resume.py::test_a_reset_puts_the_old_run_aside_and_starts_over",
@@ -99,17 +104,15 @@ def see_workers_and_buffers(run: Observe) -> None:
 
 
 def see_gpus(run: Observe) -> None:
-    assert "data.data_gpu is given without data.model_gpu" in run("--data-gpu 0", code=2).err
+    alone = run("--data-gpu 0", code=2)
+    assert "--data-gpu is given without --model-gpu. GPUs found: none" in alone.err
     both = run("--data-gpu 0 --model-gpu 1", code=2)
     assert "Multi-GPU requires at least 2 GPUs. GPUs found: none; drop --data-gpu and --model-gpu" in both.err
     assert not both.folder.joinpath("dvae").exists()
 
 
-def see_start_delay_and_memory_isolation(run: Observe) -> None:
-    seen = run("--model-start-delay 7 --enable-memory-isolation")
-    assert "Waiting up to 7s for data pipeline to warm up" in seen.out
-    assert "Model training starting now" in seen.out
-    assert "Memory isolation has no effect on the CPU" in seen.out
+def see_memory_isolation(run: Observe) -> None:
+    assert "Memory isolation has no effect on the CPU" in run("--enable-memory-isolation").out
 
 
 def see_static_shapes(run: Observe) -> None:
@@ -175,7 +178,7 @@ OBSERVED: dict[Callable[[Observe], None], str] = {
     see_stages_and_their_own_steps: "training.stages training.dvae_steps training.decoder_steps",
     see_workers_and_buffers: "data.num_workers data.prefetch_buffer_size data.pipeline_buffer_size",
     see_gpus: "data.data_gpu data.model_gpu",
-    see_start_delay_and_memory_isolation: "data.model_start_delay data.enable_memory_isolation",
+    see_memory_isolation: "data.enable_memory_isolation",
     see_static_shapes: "data.pad_to_fixed_length",
     see_native_loading: "data.native_loading",
     see_learning_rate_and_weight_decay: "training.learning_rate training.weight_decay",
@@ -198,6 +201,23 @@ def test_every_setting_is_observed_somewhere() -> None:
     for place in ELSEWHERE.values():
         file, name = place.split("::")
         assert f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8"), place
+
+
+def test_training_starts_with_full_buffers_or_after_the_delay(
+    run: Observe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, start, ready = Gatherer.fill, Trainer.run, []
+
+    def start_later(trainer: Trainer) -> State:
+        ready.append(trainer.feed.num_ahead)
+        return start(trainer)
+
+    monkeypatch.setattr(Gatherer, "fill", lambda *given: (time.sleep(0.1), fill(*given))[1])
+    monkeypatch.setattr(Trainer, "run", start_later)
+    shown = run("--model-start-delay 0").out
+    assert "Waiting up to 0s for data pipeline to warm up\nModel training starting now" in shown
+    run("--model-start-delay 60")
+    assert ready[0] < 4 < 6 <= ready[1]
 
 
 def test_a_configuration_file_is_read_and_flags_win_over_it(start: Start) -> None:

@@ -10,12 +10,13 @@ import atexit
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import pytest
 from safetensors.torch import save_file
 from training_fixtures import shrink
 
+import myxtts.checkpoints
 import myxtts.observe.metrics
 import myxtts.run
 import myxtts.run_dir
@@ -179,6 +181,46 @@ def second_step_hangs(monkeypatch: pytest.MonkeyPatch, seconds: float = 60) -> N
 
 def second_step_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     second_step_hangs(monkeypatch, seconds=1)
+
+
+def no_reader(_: pytest.MonkeyPatch) -> None:
+    """Connect standard output to a pipe that nobody reads, as `| head -1` leaves it."""
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.close(reader)
+
+
+def die_at_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the process when it is about to change a file for the nth time; DIE_AT says n."""
+    left = int(os.environ["DIE_AT"])
+
+    def deadly(change: Callable[..., Any]) -> Callable[..., Any]:
+        def change_or_die(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*arguments, **options)
+
+        return change_or_die
+
+    places = [(Path, "rename"), (Path, "replace"), (myxtts.checkpoints, "save_file"), (shutil, "rmtree")]
+    for owner, name in [*places, (myxtts.observe.metrics.MetricsLog, "_append")]:
+        monkeypatch.setattr(owner, name, deadly(getattr(owner, name)))
+
+
+def record_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the resident memory of the process, in MB, after every tenth step."""
+    tick = TrainingReports.tick
+
+    def tick_and_record(self: TrainingReports, step: int) -> None:
+        tick(self, step)
+        if step % 10 == 0:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            with open(os.environ["KEPT"], "a") as file:
+                file.write(f"{pages * os.sysconf('SC_PAGE_SIZE') / 1e6}\n")
+
+    monkeypatch.setattr(TrainingReports, "tick", tick_and_record)
 
 
 def watch_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,12 +24,13 @@ from myxtts.config import (
     SAMPLE_RATE,
     SAMPLES_PER_CODE,
     DataSettings,
+    mel_frames,
     num_codes_of,
     num_frames_of,
 )
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
-from myxtts.data.store import Rows
+from myxtts.data.store import Pieces, Rows
 from myxtts.errors import DatasetError
 from myxtts.host import HostMemory, host_memory
 
@@ -321,7 +322,7 @@ class References:
         for lender in self._sets:
             slots = np.flatnonzero((first <= chosen.sources) & (chosen.sources < first + len(lender)))
             rows = lender.audio_rows[chosen.sources[slots] - first]
-            lender.audio.gather(rows, [out[at] for at in slots], (chosen.starts[slots], chosen.samples[slots]))
+            lender.audio.gather(rows, out, Pieces(slots, chosen.starts[slots], chosen.samples[slots]))
             first += len(lender)
 
 
@@ -368,7 +369,7 @@ frames, clips."""
 
 def host_layout(data: DataSettings, reference: bool = True) -> Layout:
     """Return the layout of what leaves the host for every batch, with or without the reference voices."""
-    size, longest = data.batch_size, data.max_mel_frames * HOP_SAMPLES
+    size, longest = data.batch_size, mel_frames(data) * HOP_SAMPLES
     fields = {
         "pcm": Field((size, longest), "int16"),
         "ids": Field((size, data.max_text_length), "int32"),
@@ -384,7 +385,7 @@ def host_layout(data: DataSettings, reference: bool = True) -> Layout:
 
 def max_codes(data: DataSettings) -> int:
     """Return the codes of the longest clip."""
-    return num_codes_of(data.max_mel_frames * HOP_SAMPLES - 1)
+    return num_codes_of(mel_frames(data) * HOP_SAMPLES - 1)
 
 
 @dataclass(frozen=True)
@@ -471,7 +472,7 @@ class Gatherer:
     @property
     def static_sizes(self) -> Sizes:
         """The sizes of every batch under static shapes."""
-        samples = self._data.max_mel_frames * HOP_SAMPLES
+        samples = mel_frames(self._data) * HOP_SAMPLES
         return Sizes(self.batches.budget, self._data.max_text_length, samples, self.frame_budget, self.code_budget)
 
     def _sizes(self, clips: Rows, chosen: Crops) -> Sizes:

@@ -1,4 +1,4 @@
-"""Stores: rows of different lengths packed into one memory-mapped file, each with a checksum.
+"""Stores: rows of different lengths packed into one file, each with a checksum.
 
 A store is a folder `KIND-KEY`, written once and never changed. Its key covers everything that decides its
 content, so a store is either right or absent, never stale:
@@ -20,10 +20,11 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ FORMAT_VERSION = 3
 """Part of every key. Raise it when a file of a store changes its format."""
 ROW_ALIGNMENT_BYTES = 64
 STORES_KEPT = 3  # stores of one kind that are kept; building another removes the least recently used
-ROWS_PER_COPY = 256  # rows copied from an older store at a time, which bounds the memory this takes
+ROWS_PER_COPY = 64  # rows copied from an older store at a time, which bounds the memory this takes
 TRANSIENT_REASONS = ("crashed", "unreadable", "changed")
 """Prefixes of reasons that may not hold the next time: these rows are tried again whenever a store is rebuilt."""
 
@@ -53,8 +54,23 @@ class CacheDamaged(DatasetError):
     """The contents of a store do not match its checksums."""
 
 
+class Pieces(NamedTuple):
+    """Parts of rows that are gathered, and the slots that they go to."""
+
+    slots: Rows
+    starts: Rows
+    lengths: Rows
+
+    @classmethod
+    def whole(cls, lengths: Rows) -> Pieces:
+        return cls(np.arange(len(lengths)), np.zeros_like(lengths), lengths)
+
+
 class Store:
-    """An open store. Rows are read-only views of the mapped file; any thread may read."""
+    """An open store; any thread may read. It outlives its folder.
+
+    Rows are copied with plain reads: if a mapped file were truncated, touching it would kill the process.
+    """
 
     def __init__(self, folder: Path, dtype: npt.DTypeLike) -> None:
         self.folder = folder
@@ -63,14 +79,13 @@ class Store:
             content = json.loads((folder / "meta.json").read_bytes())
             meta = content["body"]
             index_hash = xxhash.xxh3_128_hexdigest((folder / "index.npy").read_bytes())
-            data_bytes = (folder / "data.bin").stat().st_size
+            self._descriptor = os.open(folder / "data.bin", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+            data_bytes = os.fstat(self._descriptor).st_size
             found = (content["hash"], FORMAT_VERSION, index_hash, data_bytes)
             if found != (_meta_hash(meta), meta["format"], meta["index_hash"], meta["data_bytes"]):
                 raise ValueError
             index: Array = np.load(folder / "index.npy", allow_pickle=False)
-            self._data: Array = np.empty(0, dtype)
-            if data_bytes:
-                self._data = np.memmap(folder / "data.bin", self.dtype, mode="r")
         except OSError as error:
             raise CacheDamaged(f"{folder}: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError):
@@ -82,42 +97,39 @@ class Store:
         self.labels = index["label"].astype(np.int64)
         self.sources = index["source"].astype(np.uint64)
         self.hashes = index["hash"].astype(np.uint64)
-        self._starts = (index["offset"] // self.dtype.itemsize).astype(np.int64)
+        self._offsets = index["offset"].astype(np.int64)
         self._verified = self.lengths == 0
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Array:
-        self.verify(np.array([row]))
-        return self._row(row)
+        found: Array = np.empty((1, self.lengths[row]), self.dtype)
+        self.gather(np.array([row]), found)
+        found.flags.writeable = False
+        return found[0]
 
-    def gather(self, rows: Rows, out: Iterable[Array], piece: tuple[Rows, Rows] | None = None) -> None:
-        """Copy row `rows[i]`, or the `piece` (starts, lengths) of it, to the start of `out[i]`.
-
-        The rest of `out[i]` is left as it is.
-        """
-        self.verify(rows)
-        first, lengths = (0, self.lengths[rows]) if piece is None else piece
-        starts = (self._starts[rows] + first).tolist()
-        for slot, start, length in zip(out, starts, lengths.tolist(), strict=True):
-            slot[:length] = self._data[start : start + length]
-
-    def gather_padded(self, rows: Rows, out: Array) -> None:
-        """Copy short rows in one indexing call and pad each with zeros."""
-        self.verify(rows)
-        columns = np.arange(out.shape[1])
-        places = np.minimum(self._starts[rows, None] + columns, len(self._data) - 1)
-        np.multiply(self._data[places], columns < self.lengths[rows, None], out=out)
-
-    def verify(self, rows: Rows) -> None:
-        """Compare rows with their checksums, each once per process; a mismatch marks the store for rebuilding."""
-        for row in rows[~self._verified[rows]].tolist():
-            if not self.is_intact(row):
+    def gather(self, rows: Rows, out: Array, pieces: Pieces | None = None) -> None:
+        """Copy row `rows[i]` to the start of `out[i]`, or a piece of it; the rest of `out[i]` is left as it is."""
+        if out.dtype != self.dtype or not out.flags.c_contiguous:
+            raise ValueError(f"rows of {self.dtype} cannot be read into {out.dtype}, or not in one piece")
+        slots, starts, lengths = pieces or Pieces.whole(self.lengths[rows])
+        view, size = _bytes(out), self.dtype.itemsize
+        begins, offsets = out.strides[0] * slots, self._offsets[rows] + size * starts
+        numbers = (rows, begins, begins + size * lengths, offsets, self._verified[rows])
+        for row, begin, end, offset, is_known in zip(*(values.tolist() for values in numbers), strict=True):
+            if not is_known and pieces is not None:
+                is_known = self.is_intact(row)
+            if not self._is_read(row, offset, view[begin:end], is_known):
                 _mark_damaged(self.folder)
-                found = f"{self.folder}: row {row} does not match its checksum (a failing disk or memory?)."
+                found = f"{self.folder}: row {row} does not match its checksum (truncated, or a failing disk?)."
                 advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
                 raise CacheDamaged(f"{found}\n{advice}")
+
+    def gather_padded(self, rows: Rows, out: Array) -> None:
+        """Copy row `rows[i]` to the start of `out[i]`, with zeros after it."""
+        self.gather(rows, out)
+        np.copyto(out, 0, where=np.arange(out.shape[1]) >= self.lengths[rows, None])
 
     def all_intact(self) -> bool:
         """True if every row matches its checksum; otherwise the store is marked for rebuilding."""
@@ -127,13 +139,20 @@ class Store:
         return False
 
     def is_intact(self, row: int) -> bool:
-        if not self._verified[row]:
-            self._verified[row] = checksum(self._row(row)) == int(self.hashes[row])
-        return bool(self._verified[row])
+        out = bytearray(int(self.lengths[row]) * self.dtype.itemsize)
+        return bool(self._verified[row]) or self._is_read(row, int(self._offsets[row]), memoryview(out), False)
 
-    def _row(self, row: int) -> Array:
-        start = self._starts[row]
-        return self._data[start : start + self.lengths[row]]
+    def _is_read(self, row: int, offset: int, out: memoryview, is_known: bool) -> bool:
+        """Fill `out` with a row and, unless it is known, compare it with its checksum; True if it is intact."""
+        remaining = out
+        while remaining:
+            num_bytes = os.preadv(self._descriptor, [remaining], offset)
+            if num_bytes == 0:  # the file was truncated
+                return False
+            remaining, offset = remaining[num_bytes:], offset + num_bytes
+        if not is_known:
+            self._verified[row] = is_known = _digest(out) == int(self.hashes[row])
+        return is_known
 
 
 class StoreWriter:
@@ -150,6 +169,11 @@ class StoreWriter:
         self._index["source"] = sources
         self.set_aside: list[tuple[int, str, str]] = []
         """Rows that are left empty, each with the reason and what was found."""
+
+    @property
+    def labels(self) -> Rows:
+        """The label of every row so far; 0 for rows that are not written yet."""
+        return self._index["label"].astype(np.int64)
 
     def append(self, rows: Sequence[int], arrays: Sequence[Array], labels: Labels = 0) -> None:
         """Write rows and add them to the index."""
@@ -200,7 +224,11 @@ def pack(arrays: Sequence[Array], labels: Labels = 0) -> tuple[bytearray, Array]
 
 def checksum(array: Array) -> int:
     """Return the checksum that a row with this content has in every store."""
-    return xxhash.xxh3_64_intdigest(_bytes(array))
+    return _digest(_bytes(array))
+
+
+def _digest(content: memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(content)
 
 
 def hash64(*parts: object) -> int:
@@ -286,7 +314,9 @@ def build_store(
                 if missing:
                     build(writer, missing)
                 writer.finish(spec.params, spec.filters)
-                if folder.exists():  # damaged or out of date; processes that mapped it go on reading the old files
+                if (
+                    folder.exists()
+                ):  # damaged or out of date; processes that have it open go on reading the old files
                     aside = root / f"{temporary.name}-old"
                     folder.rename(aside)
                     shutil.rmtree(aside, ignore_errors=True)
@@ -294,7 +324,9 @@ def build_store(
                 sync_path(root)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-            for old in by_last_use(root, spec.kind)[STORES_KEPT:]:
+            # The new store stays even if a clock that was set back makes the others look newer.
+            others = [other for other in by_last_use(root, spec.kind) if other != folder]
+            for old in others[STORES_KEPT - 1 :]:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise _cannot_write(root, error) from error
@@ -385,4 +417,8 @@ def cache_root(corpus_folder: Path, cache_dir: Path | None) -> Path:
 
 def user_cache() -> Path:
     """Return the user's folder for files that can be recomputed (XDG)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "myxtts"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "myxtts"
+    except RuntimeError:  # as in a container that runs under a number
+        found = f"There is no place for the cache: user {os.getuid()} has no home folder"
+        raise DatasetError(f"{found}. Give --cache-dir DIR, or set HOME or XDG_CACHE_HOME.") from None

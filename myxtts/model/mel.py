@@ -55,6 +55,15 @@ SPEAKER_MEL = MelSpec(
 """Reference audio for the speaker encoder; not divided by `mel_norms`."""
 
 
+def reflect(wave: Tensor, left: int, right: int) -> Tensor:
+    """Waveforms [batch, channels, samples], continued by their reflection at both ends."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return F.pad(wave, (left, right), mode="reflect")
+    # The backward pass of F.pad adds in any order on a GPU.
+    before, after = wave[..., 1 : left + 1].flip(-1), wave[..., -right - 1 : -1].flip(-1)
+    return torch.cat([before, wave, after], -1)
+
+
 class LogMel(nn.ModuleList):
     """Waveforms [.., samples] to log-mels [.., mels, frames], differentiable, in float32.
 
@@ -136,7 +145,7 @@ class _MelPower(nn.Module):
         # An STFT centres the window in `fft_samples`. The position of the zeros around it changes only the phase,
         # which the power does not depend on: so frames are as long as the window and the FFT pads at their end.
         reach = len(window) // 2
-        wave = F.pad(wave.unsqueeze(1), (reach, reach), mode="reflect").squeeze(1)
+        wave = reflect(wave.unsqueeze(1), reach, reach).squeeze(1)
         if num_samples is not None:  # each clip continues with its own reflection
             steps = torch.arange(reach, device=wave.device)
             ends = (reach + num_samples.long())[:, None]

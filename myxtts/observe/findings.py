@@ -24,6 +24,7 @@ from myxtts.config import (
     Settings,
     TrainingSettings,
     least_memory_mb,
+    mel_frames,
     most_gatherers,
     preset_for,
     stage_steps,
@@ -31,15 +32,12 @@ from myxtts.config import (
 )
 from myxtts.observe.breakdown import DATA_PHASES, UNKNOWN_PHASE, Breakdown, PhaseTime, ProfileData
 
-Level = Literal["pass", "info", "warn", "fail"]
+Level = Literal["pass", "info", "skip", "warn", "fail"]  # `skip`: this machine cannot check it
 
 MIN_BATCH = 4  # clips below which launching kernels takes longer than running them, on any card
 MIN_PREFETCH = 4  # batches in host memory below which one slow clip stops the feed
 MIN_HOURS = 5.0  # hours of speech below which `normal` and `big` overfit instead of learning to speak
 MAX_FINE_TUNING_RATE = 1e-3
-GRAPH_GAIN = {"tiny": 5.8, "small": 1.4, "normal": 1.26}
-"""Speedup of a compiled or captured step over an eager one: docs/performance.md."""
-BF16_GAIN = 2.4  # speedup of bf16 over fp32, the same GPT on one H200: docs/performance.md
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Finding:
     fix: str = ""  # a sentence; empty if there is nothing to do
     setting: str = ""  # the dotted key to change, such as `data.batch_size`
     value: Any = None  # the value to change it to
-    gain: float | None = None  # expected speed as a multiple of the present one
+    gain: float | None = None  # expected speed as a multiple of the present one, from measured times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +114,7 @@ class Situation:
     @property
     def hours(self) -> float:
         """Hours of speech, or the most that so many clips can hold."""
-        longest_s = self.data.max_mel_frames * HOP_SAMPLES / SAMPLE_RATE
+        longest_s = mel_frames(self.data) * HOP_SAMPLES / SAMPLE_RATE
         return self.num_clips * longest_s / 3600 if self.speech_hours is None else self.speech_hours
 
     @property
@@ -162,7 +160,6 @@ class Rule:
     gpu_only: bool = False
     hint: Callable[[Situation], bool] = lambda _: False
     """True if `train` says it too when it starts; hints are always said."""
-    gain: Callable[[Situation], float | None] = lambda _: None
 
     def holds(self, situation: Situation) -> bool:
         if self.gpu_only and not situation.on_gpu:
@@ -177,7 +174,7 @@ class Rule:
         what, why, fix = (text.format(s=situation) for text in (self.what, self.why, self.fix))
         if self.code == "hint" and self.setting:
             what = f"{self.setting} = {attrgetter(self.setting)(situation.settings)}: {what}"
-        return Finding(self.code, level, what, why, fix, self.setting, value, self.gain(situation))
+        return Finding(self.code, level, what, why, fix, self.setting, value)
 
 
 def _buffer_hint(name: str) -> Rule:
@@ -193,12 +190,12 @@ RULES = (
     Rule(
         "compilation", "fail", "training.enable_eager_debug", False,
         "Eager debugging is on", "it checks every operation and is slow on purpose", "turn it off",
-        hint=lambda _: True, gain=lambda s: GRAPH_GAIN.get(s.settings.model.size),
+        hint=lambda _: True,
     ),
     Rule(
         "native-loading", "fail", "data.native_loading", True,
         "Audio files are decoded for every batch",
-        "gathering from the packed cache is 17 times as fast as decoding", "gather from the packed cache",
+        "the packed cache holds them decoded once, for all epochs", "gather from the packed cache",
     ),
     Rule(
         "fixed-shapes", lambda s: "fail" if s.wants_graph else "warn", "data.pad_to_fixed_length", True,
@@ -209,7 +206,7 @@ RULES = (
     Rule(
         "compilation", lambda s: "warn" if s.is_large else "fail", "training.enable_graph_mode", True,
         "Steps run eagerly", "a graph is launched at once, an eager step kernel by kernel",
-        "run the step as a graph", gpu_only=True, gain=lambda s: GRAPH_GAIN.get(s.settings.model.size),
+        "run the step as a graph", gpu_only=True,
     ),
     Rule(
         "compilation", "warn", "training.enable_xla_compilation", True,
@@ -219,11 +216,11 @@ RULES = (
     Rule(
         "precision", "fail", "data.mixed_precision", True,
         "Everything is computed in fp32", "bf16 uses the tensor cores and halves the memory of activations",
-        "compute in bf16 where that is safe", gpu_only=True, gain=lambda _: BF16_GAIN,
+        "compute in bf16 where that is safe", gpu_only=True,
     ),
     Rule(
         "upload", "fail", "data.prefetch_to_gpu", True,
-        "Batches are uploaded only when the model asks for them",
+        "Batches are uploaded and encoded only when the model asks for them",
         "a batch that is prepared ahead does not make its step wait", "upload batches ahead of use",
     ),
     Rule(

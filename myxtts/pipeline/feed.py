@@ -214,6 +214,13 @@ class Feed:
         """Batches that are ready, and the depth, of every ring by name."""
         return {ring.name: (ring.num_ready, ring.depth) for ring in self._rings}
 
+    def buffers(self) -> str:
+        """How many batches the rings hold, and where."""
+        host, model, plan = self.host_ring.depth, self.model_ring.depth, self.plan
+        between = sum(ring.depth for ring in (self.device_ring, self.handoff_ring) if ring is not None)
+        split = f"{host} on the host, {model} on {plan.model}"
+        return f"{host + model} batches ({split}), and {between} in work between them on {plan.data}"
+
     @property
     def num_ahead(self) -> int:
         """Batches that are ready ahead of the trainer, wherever they are."""

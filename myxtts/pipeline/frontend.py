@@ -185,7 +185,10 @@ class DvaeFrontend(Frontend):
 
 
 class DecoderFrontend(Frontend):
-    """Latents of the frozen GPT for a segment of every clip, the segment at 24 kHz, and the speaker embedding."""
+    """Latents of the frozen GPT for a segment of every clip, the segment at 24 kHz, and the speaker embedding.
+
+    Also the codes of the segment, -1 after the end of the clip.
+    """
 
     uses_codes = True
 
@@ -200,6 +203,7 @@ class DecoderFrontend(Frontend):
             latents=Field((size, SEGMENT_CODES, model.dims.gpt.dim), "float32"),
             wave=Field((size, num_samples(SEGMENT_CODES)), "float32"),
             speaker=Field((size, model.dims.speaker_dim), "float32"),
+            segment_codes=Field((size, SEGMENT_CODES), "int32"),
             codes=self.inputs.outputs["codes"],
         )
 
@@ -216,6 +220,8 @@ class DecoderFrontend(Frontend):
         places = batch["segments"][:, None].long() + torch.arange(SEGMENT_CODES, device=device)
         # a clip shorter than the segment gets zeros after its last latent and silence after its last sample.
         present = places < between["num_codes"][:, None]
+        codes = between["codes"].gather(1, places.clamp(max=between["codes"].shape[1] - 1))
+        out["segment_codes"].copy_(torch.where(present, codes, -1))
         places = places.clamp(max=latents.shape[1] - 1)
         chosen = latents.gather(1, places[..., None].expand(-1, -1, latents.shape[2]))
         out["latents"].copy_(torch.where(present[..., None], chosen, 0))

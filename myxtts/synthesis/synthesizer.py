@@ -10,11 +10,13 @@ loads a training run or an XTTS-v2 folder.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import soundfile
@@ -22,17 +24,26 @@ import torch
 
 from myxtts.audio import Wave, write
 from myxtts.checkpoints import UnreadableWeights
-from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
+from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE, DataSettings, mel_frames
 from myxtts.data.clips import ClipSet
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
-from myxtts.devices import Machine
+from myxtts.devices import Machine, is_out_of_memory
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress, progress_bar
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.generation import MAX_NEW_CODES, CodeGenerators, Generated, Prompt, Sampling, draws
+from myxtts.synthesis.generation import (
+    MAX_NEW_CODES,
+    Advance,
+    CodeGenerator,
+    CodeGenerators,
+    Generated,
+    Prompt,
+    Sampling,
+    draws,
+)
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
@@ -59,6 +70,9 @@ _VOCODER_PARTS: dict[VocoderName, tuple[str, ...]] = {
 }
 
 Work = Sequence[tuple[Sentence, Voice]]  # sentences, each with its voice
+Item, Result = TypeVar("Item"), TypeVar("Result")
+
+_log = logging.getLogger(__name__)
 
 
 class SynthesisArguments(TypedDict, total=False):
@@ -159,7 +173,7 @@ class Report:
     speed: float
     sentences: tuple[SentenceReport, ...]
     unknown_characters: dict[str, str]  # those the vocabulary lacks, and what was said instead; "" if left out
-    voice_notes: tuple[str, ...] = ()
+    other_notes: tuple[str, ...] = ()  # about the model and the voice
 
     @property
     def seconds(self) -> float:
@@ -168,9 +182,7 @@ class Report:
 
     def notes(self) -> list[str]:
         """Everything the user should know, a sentence each."""
-        notes = list(self.voice_notes)
-        if self.vocoder != HifiGan.name:
-            notes.append("no trained decoder; using Griffin-Lim, which sounds hollow")
+        notes = list(self.other_notes)
         if self.unknown_characters:
             pairs = (f"{a!r} as {b!r}" if b else f"{a!r} left out" for a, b in self.unknown_characters.items())
             notes.append(f"the vocabulary lacks characters of the text: {', '.join(pairs)}")
@@ -234,6 +246,15 @@ def _writing(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
+@contextlib.contextmanager
+def _removed_if_incomplete(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:  # Ctrl-C too
+        path.unlink(missing_ok=True)
+        raise
+
+
 class SpeechStream(Iterator[Wave]):
     """An iterator over waves of 24 kHz; `report` is available once it is exhausted.
 
@@ -255,9 +276,17 @@ class SpeechStream(Iterator[Wave]):
         self._waves.close()
 
     def save(self, path: Path) -> None:
-        """Write every piece as soon as it is ready, as 16-bit audio in the format of the extension."""
+        """Write every piece as soon as it is ready, as 16-bit audio in the format of the extension.
+
+        A stream that fails or is interrupted leaves no file.
+        """
         form = ("w", OUTPUT_SAMPLE_RATE, 1, "PCM_16")
-        with contextlib.closing(self), _writing(path), soundfile.SoundFile(path, *form) as file:
+        with (
+            contextlib.closing(self),
+            _writing(path),
+            soundfile.SoundFile(path, *form) as file,
+            _removed_if_incomplete(path),
+        ):
             for piece in self:
                 file.write(piece)
                 file.flush()
@@ -269,16 +298,34 @@ class SpeechStream(Iterator[Wave]):
         return self._report
 
 
-def usable_vocoder(fresh_parts: Collection[str], wanted: VocoderName | None = None) -> VocoderName:
-    """The vocoder for a model whose `fresh_parts` (of `weights.PARTS`) were never trained, or an error."""
+class VocoderChoice(NamedTuple):
+    name: VocoderName
+    note: str = ""  # the reason, where the user did not choose
+
+
+def usable_vocoder(
+    fresh_parts: Collection[str], wanted: VocoderName | None = None, distances: Mapping[str, float] | None = None
+) -> VocoderChoice:
+    """The vocoder for a model whose `fresh_parts` (of `weights.PARTS`) were never trained, or an error.
+
+    Of two that are trained, the one nearer to the recordings by the `distances` of the decoder's validation.
+    """
     for part in ("gpt", "mel_stats"):
         if part in fresh_parts:
             raise UnreadableWeights(f"The model has no {part}, without which it cannot speak.")
     names: tuple[VocoderName, ...] = (wanted,) if wanted else ("hifigan", "griffin-lim")
     missing = {name: [part for part in _VOCODER_PARTS[name] if part in fresh_parts] for name in names}
-    for name, parts in missing.items():
-        if not parts:
-            return name
+    trained = [name for name, parts in missing.items() if not parts]
+    if distances and len(trained) == 2:
+        decoder, griffin_lim = distances["decoder"], distances["griffin_lim"]
+        numbers = f"held-out recordings (distance {griffin_lim:.2f}, the decoder {decoder:.2f})"
+        if decoder <= griffin_lim:
+            return VocoderChoice("hifigan", f"using the decoder; Griffin-Lim is farther from {numbers}")
+        return VocoderChoice("griffin-lim", f"using Griffin-Lim, which is nearer to {numbers}")
+    if trained:
+        lacks_decoder = trained == ["griffin-lim"] and wanted is None
+        note = "no trained decoder; using Griffin-Lim, which sounds hollow" if lacks_decoder else ""
+        return VocoderChoice(trained[0], note)
     words = [part.split(".")[-1].replace("_", " ") for parts in missing.values() for part in parts]
     stages = " or ".join(f"--stages {'decoder' if name == 'hifigan' else 'dvae'}" for name in missing)
     other = " or use --vocoder griffin-lim" if wanted == "hifigan" and "dvae" not in fresh_parts else ""
@@ -291,8 +338,9 @@ class Synthesizer:
 
     Takes over the model: moves it to the device, folds the vocoder's weight norm and, on a GPU, rounds the GPT to
     bfloat16 unless `dtype` says otherwise. `limits` bound a sentence if the model was trained on less than it has
-    positions for. On a GPU the first speech of a new shape takes some tenths of a second longer, while its step is
-    captured.
+    positions for. Every report includes the `notes`, and says if `languages`, those that the model was trained on,
+    lack that of the text. On a GPU the first speech of a new shape takes some tenths of a second longer, while its
+    step is captured.
     """
 
     def __init__(
@@ -302,6 +350,8 @@ class Synthesizer:
         device: torch.device,
         *,
         vocoder: VocoderName = "hifigan",
+        notes: Sequence[str] = (),
+        languages: Collection[str] = (),
         limits: Limits | None = None,
         use_phonemes: bool = False,
         sampling: Sampling = PUBLISHED_SAMPLING,
@@ -313,7 +363,8 @@ class Synthesizer:
         model = model.to(device).eval().requires_grad_(False)
         model.hifigan_decoder.remove_weight_norm()
         self._dims, self._batch_size, self._batches_at_once = model.dims, batch_size, batches_at_once
-        self.sampling = sampling
+        self._device = device
+        self.sampling, self._notes, self._languages = sampling, tuple(notes), languages
         self.limits = limits or Limits(model.dims.gpt.max_text, min(MAX_NEW_CODES, model.dims.gpt.max_codes))
         self._encoder = VoiceEncoder(model, device)
         self.fingerprint = self._encoder.fingerprint
@@ -329,7 +380,11 @@ class Synthesizer:
 
     def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""
-        return self._encoder.voice([Path(file) for file in files], name)
+        encode = partial(self._encoder.voice, name=name)
+        voice = attempted(encode, [Path(file) for file in files])
+        if voice is None:
+            raise self._out_of_memory("reading the reference")
+        return voice
 
     def speak(self, text: str, voice: Voice, language: str, **arguments: Unpack[SynthesisArguments]) -> Speech:
         """Speak a text of any length."""
@@ -398,8 +453,8 @@ class Synthesizer:
         """The pieces of a sentence, with a pause first if `after_sound`."""
         pieces: list[Wave] = []
         for number in options.attempts:
-            prompts = [options.prompt(sentence, voice, number)]
-            generator = self._generators.begin(prompts, options.sampling_for(number))
+            begin = partial(self._begin, options.sampling_for(number))
+            (generator,) = self._fit([options.prompt(sentence, voice, number)], begin)
             vocoder = self.vocoder.begin(voice.speaker, options.speed)
             attempt: Attempt | None = None
             codes: list[int] = []
@@ -413,8 +468,10 @@ class Synthesizer:
                     attempt = Attempt(generator.generated(0), REPETITION, number + 1)
                 if attempt and attempt.problem and not pieces and number < options.attempts[-1]:
                     break  # none of it was heard: try again
-                wave = vocoder.push(more, last=attempt is not None).numpy()
-                if len(wave):
+                piece = attempted(partial(vocoder.push, last=attempt is not None), more)
+                if piece is None:
+                    raise self._out_of_memory("speaking one sentence at a time")
+                if len(wave := piece.numpy()):
                     if after_sound and not pieces:
                         yield pause()
                     pieces.append(faded(wave, starts=not pieces, ends=attempt is not None))
@@ -442,7 +499,11 @@ class Synthesizer:
 
     def _report(self, said: Utterance, sentences: Sequence[SentenceReport], options: SynthesisOptions) -> Report:
         voice, how = said.voice, (self.vocoder.name, options.seed, options.speed)
-        return Report(said.language, voice.name, *how, tuple(sentences), said.unknown_characters, voice.notes)
+        notes = self._notes + voice.notes
+        if self._languages and said.language not in self._languages:
+            trained = ", ".join(LANGUAGE_NAMES[code] for code in self._languages if code in LANGUAGE_NAMES)
+            notes += (f"the model was never trained on {LANGUAGE_NAMES[said.language]}, only on {trained}",)
+        return Report(said.language, voice.name, *how, tuple(sentences), said.unknown_characters, notes)
 
     def _spoken(self, work: Work, options: SynthesisOptions) -> Iterator[tuple[SentenceReport, Wave]]:
         """Every sentence with its wave, in order; a few batches at a time, to spare the GPU's memory."""
@@ -450,11 +511,13 @@ class Synthesizer:
         for first in range(0, len(work), at_once):
             some = work[first : first + at_once]
             attempts = self._attempts(some, options, len(work), first)
+            lengths = [len(attempt.generated.codes) for attempt in attempts]
+            by_length = sorted(range(len(some)), key=lengths.__getitem__)
             with progress_bar(options.progress, "Making the sound", len(work), first) as advance:
-                generated = [attempt.generated for attempt in attempts]
-                waves = self.vocoder.waves(generated, [voice.speaker for _, voice in some], options.speed, advance)
-            for (sentence, _), attempt, wave in zip(some, attempts, waves, strict=True):
-                yield SentenceReport.of(sentence, attempt, wave.numpy()), wave.numpy()
+                make_sound = partial(self._sound, some, attempts, options.speed, advance)
+                waves = dict(self._in_batches(by_length, make_sound))
+            for index, ((sentence, _), attempt) in enumerate(zip(some, attempts, strict=True)):
+                yield SentenceReport.of(sentence, attempt, waves[index]), waves[index]
 
     def _attempts(self, work: Work, options: SynthesisOptions, total: int, num_before: int) -> list[Attempt]:
         """The best attempt at each sentence, in order; sentences of similar length are generated together."""
@@ -464,22 +527,72 @@ class Synthesizer:
             title = f"Speaking again (attempt {number + 1})" if number else "Speaking"
             num_done = num_before + len(work) - len(waiting)
             with progress_bar(options.progress, title, total, num_done) as advance:
-                for first in range(0, len(waiting), self._batch_size):
-                    batch = waiting[first : first + self._batch_size]
-                    prompts = [options.prompt(*work[index], number) for index in batch]
-                    generator = self._generators.begin(prompts, options.sampling_for(number))
-                    generator.finish(advance)
-                    for row, index in enumerate(batch):
-                        found = checked(generator.generated(row), work[index][0], number)
-                        known = best.setdefault(index, found)
-                        if PROBLEMS.index(found.problem) < PROBLEMS.index(known.problem):
-                            best[index] = found
+                generate = partial(self._generate, work, options, number, advance)
+                for index, generated in self._in_batches(waiting, generate):
+                    found = checked(generated, work[index][0], number)
+                    known = best.setdefault(index, found)
+                    if PROBLEMS.index(found.problem) < PROBLEMS.index(known.problem):
+                        best[index] = found
             waiting = [index for index in waiting if best[index].problem]
             for index in waiting:
                 best[index] = best[index]._replace(num_attempts=number + 1)
             if not waiting:
                 break
         return [best[index] for index in range(len(work))]
+
+    def _begin(self, sampling: Sampling, prompts: Sequence[Prompt]) -> list[CodeGenerator]:
+        return [self._generators.begin(prompts, sampling)]
+
+    def _generate(
+        self, work: Work, options: SynthesisOptions, attempt: int, advance: Advance, batch: Sequence[int]
+    ) -> list[Generated]:
+        prompts = [options.prompt(*work[index], attempt) for index in batch]
+        generator = self._generators.begin(prompts, options.sampling_for(attempt))
+        generator.finish(advance)
+        return [generator.generated(row) for row in range(len(batch))]
+
+    def _sound(
+        self, work: Work, attempts: Sequence[Attempt], speed: float, advance: Advance, batch: Sequence[int]
+    ) -> list[Wave]:
+        generated = [attempts[index].generated for index in batch]
+        speakers = [work[index][1].speaker for index in batch]
+        return [wave.numpy() for wave in self.vocoder.waves(generated, speakers, speed, advance)]
+
+    def _in_batches(
+        self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]
+    ) -> Iterator[tuple[Item, Result]]:
+        """Every item with its result of `work`, which gets batches; they become smaller where memory is short."""
+        while items:
+            batch, items = items[: self._batch_size], items[self._batch_size :]
+            yield from zip(batch, self._fit(batch, work), strict=True)
+
+    def _fit(self, batch: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
+        """Results of `work` for a batch: if memory is short, without kept shapes, and then in halves."""
+        results = attempted(work, batch)
+        if results is None and self._generators.drop_all():
+            results = attempted(work, batch)
+        if results is not None:
+            return results
+        if len(batch) == 1:
+            raise self._out_of_memory("speaking one sentence at a time")
+        self._batch_size = (len(batch) + 1) // 2
+        message = "Not enough memory on %s for %d sentences at a time: continuing with %d"
+        _log.warning(message, self._device, len(batch), self._batch_size)
+        return [result for _, result in self._in_batches(batch, work)]
+
+    def _out_of_memory(self, doing: str) -> PipelineError:
+        cure = "Close other programs that use it, or speak on the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
+        return PipelineError(f"Out of memory on {self._device} while {doing}. {cure}")
+
+
+def attempted(work: Callable[[Item], Result], given: Item) -> Result | None:
+    """The result of `work`, or None if memory was short; then nothing holds the tensors of the failed call."""
+    try:
+        return work(given)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def load_synthesizer(
@@ -489,8 +602,10 @@ def load_synthesizer(
     device: torch.device | None = None,
     best_gpt: bool = False,
 ) -> Synthesizer:
-    """Load a run or an XTTS-v2 folder onto the first GPU, or the CPU; without a trained decoder, with Griffin-Lim.
+    """Load a run or an XTTS-v2 folder onto the first GPU, or the CPU.
 
+    Without `vocoder` it speaks through the decoder, or through Griffin-Lim if the decoder is not trained, or is
+    farther from held-out recordings by its own validation.
     `best_gpt` takes the GPT of a run with the best validation loss instead of the newest.
     """
     folder = Path(folder)
@@ -499,17 +614,22 @@ def load_synthesizer(
     run = RunDir(folder)
     if run.exists:
         known = provenance(run)
-        vocoder = usable_vocoder(known.untrained_parts, vocoder)
+        choice = usable_vocoder(known.untrained_parts, vocoder, known.vocoder)
         model, vocabulary = run.load_model(without=known.untrained, best_gpt=best_gpt), run.vocabulary()
     elif not folder.is_dir():
-        cure = "name that of a training run or of XTTS-v2 (myxtts speak: --model DIR)"
-        raise ConfigError(f"There is no model in {folder}: no such folder; {cure}")
+        cure = "give the folder of a run or of XTTS-v2 (myxtts speak: --model DIR)"
+        raise ConfigError(f"{folder}: no such folder; {cure}")
     elif best_gpt:
         raise ConfigError(f"--best chooses among the checkpoints of a run; {folder} is a folder of weights")
     else:
         model, vocabulary, fresh_parts, known = load_folder(folder)
-        vocoder = usable_vocoder(fresh_parts, vocoder)
-    speaks: dict[str, Any] = {"vocoder": vocoder, "use_phonemes": known.use_phonemes}
+        choice = usable_vocoder(fresh_parts, vocoder, known.vocoder)
+    speaks: dict[str, Any] = {
+        "vocoder": choice.name,
+        "notes": [choice.note] if choice.note else [],
+        "languages": known.languages,
+        "use_phonemes": known.use_phonemes,
+    }
     if known.from_scratch:
         limits = Limits(known.max_text_length, known.max_mel_frames // 4)
         return Synthesizer(model, vocabulary, device, limits=limits, sampling=OWN_SAMPLING, **speaks)
@@ -522,8 +642,12 @@ def provenance(run: RunDir) -> Provenance:
         data = load(run.folder / "settings.yaml", {}).settings.data
     except ConfigError:
         data = DataSettings()
-    known = (data.max_text_length, data.max_mel_frames, data.use_phonemes)
-    return Provenance(tuple(run.untrained()), run.from_scratch, *known)
+    frames = run.started_with().get("data.max_mel_frames") or mel_frames(data)
+    known = (data.max_text_length, frames, data.use_phonemes)
+    decoder = run.checkpoints("decoder").newest(optimizer=False)
+    distances = decoder.state["notes"].get("vocoder") if decoder is not None else None
+    languages = tuple(run.languages())
+    return Provenance(tuple(run.untrained()), run.from_scratch, *known, distances, languages=languages)
 
 
 SAMPLE_FILE = "sample.wav"

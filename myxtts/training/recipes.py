@@ -222,9 +222,9 @@ class DvaeRecipe(Recipe):
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         out, _ = self._reconstruct(tensors, sizes)
-        mel, decoded = tensors["mel"][0], out.reconstruction[0].float()
-        counts = self.dvae.codebook.usage().counts
-        return {"mel": mel[:, : decoded.shape[1]], "reconstruction": decoded, "code_usage": counts}
+        num_frames = int(tensors["num_frames"][0])  # the rest is padding
+        mel, decoded = tensors["mel"][0, :, :num_frames], out.reconstruction[0, :, :num_frames].float()
+        return {"mel": mel, "reconstruction": decoded, "code_usage": self.dvae.codebook.usage().counts}
 
     @torch.no_grad()
     def before_first_step(self, tensors: Tensors) -> None:
@@ -417,7 +417,7 @@ class DecoderRecipe(Recipe):
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - one signature for all
         """The loss "disc" has gradients for the discriminators only, the other losses for the generator only."""
-        real, fake = self._waves(tensors)
+        real, fake = self.waves(tensors)
         real_outputs, fake_outputs = self.discriminators(real, fake.detach())
         # The weights are passed as constants: switching `requires_grad` off and on cannot be compiled.
         generated = [
@@ -439,11 +439,11 @@ class DecoderRecipe(Recipe):
 
     def sums(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
         weights = tensors["weights"]
-        return {"sum": (self._mel_distance(*self._waves(tensors)) * weights).sum(), "count": weights.sum()}
+        return {"sum": (self._mel_distance(*self.waves(tensors)) * weights).sum(), "count": weights.sum()}
 
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
-        real, fake = (self.log_mel(wave[:1].float())[0, 0] for wave in self._waves(tensors))
+        real, fake = (self.log_mel(wave[:1].float())[0, 0] for wave in self.waves(tensors))
         return {"mel": real, "generated": fake}
 
     def parts(self) -> dict[str, nn.Module]:
@@ -452,7 +452,7 @@ class DecoderRecipe(Recipe):
     def extra_modules(self) -> dict[str, nn.Module]:
         return {"discriminators": self.discriminators}
 
-    def _waves(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    def waves(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Real and generated waveforms, [B, 1, N] each; filler clips are silent."""
         present = (tensors["weights"] > 0)[:, None, None]
         latents = torch.where(present, tensors["latents"], 0)

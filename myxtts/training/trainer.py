@@ -11,9 +11,9 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,9 @@ from myxtts.checkpoints import Checkpoints, Snapshot, to_host
 from myxtts.config import Settings
 from myxtts.data.batches import Batch, Cursor, Sizes, mean_clips
 from myxtts.data.clips import PreparedCorpus
-from myxtts.devices import CudaGraph, Event, Plan, Stream, all_random_states, peak_memory_mb
+from myxtts.devices import CudaGraph, Event, Plan, Stream, all_random_states, memory_in_use_mb, peak_memory_mb
 from myxtts.errors import PipelineError
+from myxtts.host import may_pin
 from myxtts.observe.metrics import StepReport, ValidationReport
 from myxtts.observe.trace import OFF, StepClock, Trace, idle_share, step_timing
 from myxtts.training.optim import Optimizer
@@ -42,6 +43,7 @@ class StepMode:
     compiled: bool = False
     captured: bool = False  # replays a CUDA graph; needs a GPU, static shapes and a single process
     tuned: bool = False  # compiles everything as one graph and tries many kernels, which takes minutes
+    deterministic: bool = False  # only kernels that give the same bits each time; never compiled
     debug: bool = False
     """Names the operation that produced a NaN, and waits for the device after every micro-step."""
 
@@ -53,6 +55,7 @@ class StepMode:
             "captured as a CUDA graph" if self.captured else "",
             "" if self.debug or self.compiled or self.captured else "eager",
             "bf16" if self.autocast else "fp32",
+            "deterministic" if self.deterministic else "",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -61,11 +64,13 @@ def choose_mode(settings: Settings, stage: str, plan: Plan) -> StepMode:
     """The mode that the settings ask for, as far as the devices support it."""
     training, on_gpu = settings.training, plan.model.type == "cuda"
     autocast = settings.data.mixed_precision and on_gpu
+    deterministic = training.deterministic and on_gpu
     if training.enable_eager_debug:
-        return StepMode(autocast=autocast, debug=True)
+        return StepMode(autocast=autocast, deterministic=deterministic, debug=True)
     # Without static shapes every new shape would be compiled and captured again.
     graph = training.enable_graph_mode and on_gpu and settings.data.pad_to_fixed_length
-    compiled = graph and training.enable_xla_compilation
+    # The compiler may choose other kernels next time.
+    compiled = graph and training.enable_xla_compilation and not deterministic
     # Checkpointing draws the dropout of the forward pass again, which a CUDA graph cannot replay.
     redraws = stage == "gpt" and settings.model.gradient_checkpointing and settings.model.dropout > 0
     return StepMode(
@@ -73,6 +78,7 @@ def choose_mode(settings: Settings, stage: str, plan: Plan) -> StepMode:
         compiled=compiled,
         captured=graph and plan.world_size == 1 and not redraws,
         tuned=compiled and training.optimization_level == "experimental",
+        deterministic=deterministic,
     )
 
 
@@ -105,7 +111,8 @@ class Step:
             # Weights of width 1 have several layouts that are one and the same.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             ids = [stream.device.index] if stream.device.type == "cuda" else None
-            self._distributed = DistributedDataParallel(recipe, device_ids=ids, gradient_as_bucket_view=True)
+            with stream.use():  # what DDP launches now and in training is then in one order
+                self._distributed = DistributedDataParallel(recipe, device_ids=ids, gradient_as_bucket_view=True)
             self._forward = self._distributed
         self._names: list[str] = []
         self._sums: Tensor | None = None
@@ -211,10 +218,23 @@ class Step:
         self._sums.zero_()
 
 
+class StagePlan(NamedTuple):
+    """What a run does with one stage."""
+
+    stage: str
+    num_steps: int  # to train
+    does: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"  {self.stage:<8} {self.does}{': ' if self.why else ''}{self.why}"
+
+
 class Reporter:
     """Receives how a run goes: override what is of interest, by default nothing happens.
 
     corpus      the corpus is prepared; once, before the first stage
+    plan        what will be done with every stage; once, after that
     begin       a stage begins, or continues after `step`
     tick        a step was launched
     step        the measurements of a step have arrived; every `log_step` steps
@@ -223,6 +243,7 @@ class Reporter:
     """
 
     def corpus(self, prepared: PreparedCorpus) -> None: ...
+    def plan(self, stages: Sequence[StagePlan]) -> None: ...
     def begin(self, stage: str, step: int, total_steps: int) -> None: ...
     def tick(self, step: int) -> None: ...
     def step(self, report: StepReport) -> None: ...
@@ -255,6 +276,8 @@ class TrainerContext(Protocol):
     def checkpoints(self) -> Checkpoints: ...
     def weights(self, recipe: Recipe) -> Mapping[str, Tensor]: ...
     def notes(self) -> Mapping[str, Any]: ...
+    @property
+    def trained_on(self) -> Mapping[str, str]: ...
     def validate(self, recipe: Recipe) -> tuple[Mapping[str, float], Mapping[str, Tensor]]: ...
     def stop_requested(self, step: int) -> bool: ...
 
@@ -274,11 +297,13 @@ class State:
     best_loss: float = math.inf
     stale_validations: int = 0
     done: bool = False
+    val_loss: float | None = None  # of this very step
 
     def to_json(self) -> dict[str, Any]:
         return {
             "cursor": [self.cursor.epoch, self.cursor.batch],
             "best_loss": None if math.isinf(self.best_loss) else self.best_loss,
+            "val_loss": self.val_loss,
             "stale_validations": self.stale_validations,
             "done": self.done,
         }
@@ -303,8 +328,12 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._stream, self._training = self.feed.model_stream, self.ctx.settings.training
-        self._clock, self._scalars = StepClock(self._stream.handle), AsyncScalars(self._stream)
+        limit = max(1000, 2 * self._training.log_step)  # keeps every step between two reports
+        self._clock = StepClock(self._stream.handle, limit, first_step=self.state.step)
+        self._scalars, self._logged = AsyncScalars(self._stream), self.state.step
         self._host_copies: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._pins: bool | None = None if self._stream.device.type == "cuda" else False
+        """True if the host copies are pinned; None before the first."""
         self._started_at, self._first_step = time.perf_counter(), self.state.step
 
     def run(self) -> State:
@@ -315,21 +344,23 @@ class Trainer:
             while state.step < self.total_steps and not self._stops_early():
                 self.step(self.feed.next, state.step, self._clock)
                 state.step += 1
-                state.done = False  # a finished stage may be prolonged
+                state.done, state.val_loss = False, None  # a finished stage may be prolonged
                 state.cursor = self.feed.cursor()
                 self.ctx.reporter.tick(state.step)
                 is_last = state.step == self.total_steps
                 if state.step % training.log_step == 0 or is_last:
-                    self._scalars.enqueue(state.step, self.step.scalars())
+                    self._log()
                 self._report_arrived()
                 # On a GPU also after the first step: lack of memory should show before hours of work.
                 is_first = state.step == 1 and self._stream.handle is not None
                 validates = state.step % training.val_step == 0 or is_last or is_first
                 is_best = validates and self._validate()
                 if state.step % training.save_step == 0 or is_last or is_best:
-                    self._save(is_best, done=is_last)
+                    self._save(done=is_last)
                 if self.ctx.stop_requested(state.step):
                     break
+            if state.step > self._logged:
+                self._log()
             self._stream.finish()
             self._report_arrived()
             if not state.done:
@@ -342,20 +373,29 @@ class Trainer:
             )
         return state
 
-    def _save(self, is_best: bool = False, done: bool = False) -> None:
+    def _log(self) -> None:
+        self._scalars.enqueue(self.state.step, self.step.scalars())
+        self._logged = self.state.step
+
+    def _save(self, done: bool) -> None:
         """Copy everything to the host and let it be written in the background."""
         self.state.done = done
         random_states = all_random_states(self.ctx.plan)  # every rank must take part
         if self.ctx.plan.rank > 0:
             return
         self.ctx.checkpoints.wait()  # the writer reads the copies that are overwritten here
-        pin = self._stream.device.type == "cuda"
-        weights = to_host(self.ctx.weights(self.step.recipe), self._host_copies[0], pin=pin)
-        optimizer = to_host(self.step.optimizer.state_dict(), self._host_copies[1], pin=pin)
+        live = (self.ctx.weights(self.step.recipe), self.step.optimizer.state_dict())
+        if self._pins is None:
+            num_bytes = sum(tensor.nbytes for tensors in live for tensor in tensors.values())
+            self._pins = may_pin(num_bytes, "Copies for checkpoints")
+        weights, optimizer = (
+            to_host(tensors, copies, pin=self._pins)
+            for tensors, copies in zip(live, self._host_copies, strict=True)
+        )
         self._host_copies = (weights, optimizer)
-        state = {**self.state.to_json(), "stage": self.ctx.stage, "notes": dict(self.ctx.notes())}
-        snapshot = Snapshot(weights, {**optimizer, **random_states}, state)
-        self.ctx.checkpoints.save(self.state.step, snapshot, best=is_best)
+        about = {"stage": self.ctx.stage, "total_steps": self.total_steps, "trained_on": dict(self.ctx.trained_on)}
+        state = {**self.state.to_json(), **about, "notes": dict(self.ctx.notes())}
+        self.ctx.checkpoints.save(self.state.step, Snapshot(weights, {**optimizer, **random_states}, state))
         self._clock.pause()
 
     def _validate(self) -> bool:
@@ -368,6 +408,7 @@ class Trainer:
         for name, picture in pictures.items():
             ctx.reporter.picture(f"{ctx.stage}/{name}", picture, state.step)
         self._clock.pause()
+        state.val_loss = losses["total"] if math.isfinite(losses["total"]) else None
         is_best = losses["total"] < state.best_loss
         state.best_loss = losses["total"] if is_best else state.best_loss
         state.stale_validations = 0 if is_best else state.stale_validations + 1
@@ -414,10 +455,13 @@ class Trainer:
             ahead=self.feed.num_ahead,
             rings=self.feed.readiness(),
             memory_mb=peak_memory_mb(self.ctx.plan),
+            in_use_mb=memory_in_use_mb(self.ctx.plan),
             skipped=int(values["skipped"]),
             eta_s=(self.total_steps - step) * expected_s if expected_s else None,
             elapsed_s=elapsed_s,
             mfu=clips_per_s / self.peak_clips_per_s if self.peak_clips_per_s else None,
+            timed_from=steps[0].step + 1 if steps else None,
+            times_ms=[round(step.step_ms, 2) for step in steps],
         )
 
 
