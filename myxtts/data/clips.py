@@ -84,7 +84,8 @@ LIMITS = {"too long": "--max-mel-frames", "too short": "--min-clip-seconds", "te
 
 NO_SPEAKERS = (
     "no clip names its speaker, so each is its own reference voice, which makes cloning harder to learn. If one "
-    "person speaks in all of them, name the speaker: a header with speaker_name, or speakers.csv"
+    "person speaks in all of them, train with --single-speaker; otherwise name the speakers, in a column "
+    "speaker_name or in speakers.csv"
 )
 
 
@@ -119,7 +120,7 @@ class LazyAudio:
         return pcm
 
     def gather(self, rows: Rows, out: Array, pieces: Pieces | None = None) -> None:
-        """Decode row `rows[i]` to the start of `out[i]`, or a piece of it; the rest of `out[i]` is left as it is."""
+        """Decode row `rows[i]` to the start of `out[i]`, or a piece of it; the rest of `out[i]` stays as it is."""
         places = pieces or Pieces.whole(self.lengths[rows])
         for row, slot, start, length in zip(rows.tolist(), *places, strict=True):
             out[slot, :length] = self[row][start : start + length]

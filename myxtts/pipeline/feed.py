@@ -214,6 +214,11 @@ class Feed:
         """Batches that are ready, and the depth, of every ring by name."""
         return {ring.name: (ring.num_ready, ring.depth) for ring in self._rings}
 
+    @property
+    def own_references(self) -> float | None:
+        """Share of the clips that are their own reference voice; None if the stage uses none."""
+        return self._gatherer.references.own_share if self._frontend.uses_codes else None
+
     def buffers(self) -> str:
         """How many batches the rings hold, and where."""
         host, model, plan = self.host_ring.depth, self.model_ring.depth, self.plan
