@@ -305,7 +305,7 @@ def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
         _show_lengths(np.concatenate([part.num_samples for part in both]) / SAMPLE_RATE)
     if prepared.set_aside:
         show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
-    if not any(prepared.speaker_names):
+    if not brief and not any(prepared.speaker_names):
         show_lines([f"Hint: {NO_SPEAKERS}"])
     show_lines([f"Ready: cache in {prepared.root}"])
 
