@@ -240,6 +240,12 @@ class RunDir:
             for stage in STAGES
         )
 
+    def languages(self) -> list[str]:
+        """Languages that the GPT was trained on, here or before the run started; empty if they are not known."""
+        facts, gpt = self.started_with(), self.checkpoints("gpt").newest(optimizer=False)
+        own = gpt.state["notes"].get("languages", []) if gpt is not None else []
+        return sorted({*facts["languages"], *own}) if "languages" in facts else []
+
     def initially_untrained(self) -> list[str]:
         """Stages whose weights were random when the run started."""
         before = self.started_with().get("untrained", STAGES if self.from_scratch else ())
@@ -371,9 +377,14 @@ def initial_model(settings: Settings, vocabulary: Tokenizer) -> XTTS:
 def inherited(source: Path | None) -> dict[str, Any]:
     """Facts for `RunDir.start` about the weights of `init_from`, which may be an unfinished run."""
     if source is None:
-        return {"from_scratch": True, "untrained": list(STAGES)}
+        return {"from_scratch": True, "untrained": list(STAGES), "languages": []}
     run = RunDir(source)
     if run.exists:
-        return {"from_scratch": run.from_scratch, "untrained": run.untrained()}
-    known = Provenance.read(source)
-    return {"from_scratch": known.from_scratch, "untrained": list(known.untrained)}
+        known = Provenance(tuple(run.untrained()), run.from_scratch, languages=tuple(run.languages()))
+    else:
+        known = Provenance.read(source)
+    facts = {"from_scratch": known.from_scratch, "untrained": list(known.untrained)}
+    languages = list(known.languages)
+    if not (languages or run.exists or known.from_scratch) and (source / VOCABULARY_FILE).is_file():
+        languages = sorted(Tokenizer.load(source).languages)  # published weights know those of their vocabulary
+    return facts | ({"languages": languages} if languages else {})

@@ -125,7 +125,7 @@ def test_a_stage_prolonged_alone_leaves_the_later_ones_stale(start: Start) -> No
 # Signals, from outside
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_the_step_finish_and_saves(
     number: signal.Signals, clips: Clips, tmp_path: Path, server: Server
 ) -> None:
@@ -156,8 +156,8 @@ def test_a_second_signal_ends_at_once(clips: Clips, tmp_path: Path, server: Serv
 KILLED = "--stages dvae,gpt,decoder --dvae-steps 9 --max-steps 6 --decoder-steps 3 --dropout 0.2 --val-step 3"
 
 
-@pytest.mark.parametrize(("times", "save_step"), [(3, 2), pytest.param(20, 1, marks=pytest.mark.soak)])
-def test_kills_at_random_moments_change_nothing(
+@pytest.mark.parametrize(("times", "save_step"), [(4, 2), pytest.param(60, 1, marks=pytest.mark.soak)])
+def test_kills_at_random_moments_and_at_writes_change_nothing(
     times: int, save_step: int, clips: Clips, tmp_path: Path, server: Server
 ) -> None:
     """Killed runs are started again until they end, and compared with one left in peace."""
@@ -169,8 +169,10 @@ def test_kills_at_random_moments_change_nothing(
     num_kills = num_ended = 0
     while num_kills < times or num_ended == 0:
         folder = tmp_path / f"parts-{num_ended}"
-        run = server.start(arguments(folder, corpus, flags))
-        if num_kills < times:
+        at_a_write = {"hook": "die_at_a_write", "DIE_AT": str(chance.randrange(1, 60))}
+        is_at_a_write = num_kills < times and num_kills % 2 == 1
+        run = server.start(arguments(folder, corpus, flags), **(at_a_write if is_at_a_write else {}))
+        if num_kills < times and not is_at_a_write:
             time.sleep(chance.uniform(0.1, 0.6) * duration_s)
             run.signal()
         ended_by = run.wait()

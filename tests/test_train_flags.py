@@ -25,14 +25,16 @@ ELSEWHERE = {
     "data.val_fraction": "test_prepare.py::test_the_split_is_stable_under_other_clips",
     "data.reference_clip": "test_run.py::test_named_speakers_lend_each_other_reference_voices",
     "data.vocab_size": "test_cache.py::test_settings_redo_only_what_they_decide",
-    "data.use_phonemes": "test_prepare.py::test_phonemes_change_the_ids_and_cost_clips_in_languages_without_a_voice",
+    "data.use_phonemes": (
+        "test_prepare.py::test_phonemes_change_the_ids_and_cost_clips_in_languages_without_a_voice"
+    ),
     "data.cache_dir": "test_cache.py::test_cache_dir",
     "data.min_clip_seconds": "test_cli.py::test_settings_change_what_is_set_aside",
     "data.max_text_length": "test_cli.py::test_settings_change_what_is_set_aside",
     "data.max_mel_frames": "test_cli.py::test_settings_change_what_is_set_aside",
     "data.trim_silence_db": "test_cache.py::test_settings_redo_only_what_they_decide",
-    "data.data_gpu_memory": "test_devices.py::test_train_applies_the_caps",
-    "data.model_gpu_memory": "test_devices.py::test_train_applies_the_caps",
+    "data.data_gpu_memory": "test_devices.py::test_train_applies_the_caps_and_determinism",
+    "data.model_gpu_memory": "test_devices.py::test_train_applies_the_caps_and_determinism",
     "data.mixed_precision": "test_run.py::test_how_a_step_is_run",
     "data.prefetch_to_gpu": (
         "test_feed_settings.py::test_without_prefetch_batches_are_uploaded_when_they_are_asked_for"

@@ -24,7 +24,7 @@ import torch
 
 from myxtts.audio import Wave, write
 from myxtts.checkpoints import UnreadableWeights
-from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings, mel_frames
+from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE, DataSettings, mel_frames
 from myxtts.data.clips import ClipSet
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
@@ -338,8 +338,9 @@ class Synthesizer:
 
     Takes over the model: moves it to the device, folds the vocoder's weight norm and, on a GPU, rounds the GPT to
     bfloat16 unless `dtype` says otherwise. `limits` bound a sentence if the model was trained on less than it has
-    positions for. Every report includes the `notes`. On a GPU the first speech of a new shape takes some tenths of
-    a second longer, while its step is captured.
+    positions for. Every report includes the `notes`, and says if `languages`, those that the model was trained on,
+    lack that of the text. On a GPU the first speech of a new shape takes some tenths of a second longer, while its
+    step is captured.
     """
 
     def __init__(
@@ -350,6 +351,7 @@ class Synthesizer:
         *,
         vocoder: VocoderName = "hifigan",
         notes: Sequence[str] = (),
+        languages: Collection[str] = (),
         limits: Limits | None = None,
         use_phonemes: bool = False,
         sampling: Sampling = PUBLISHED_SAMPLING,
@@ -362,7 +364,7 @@ class Synthesizer:
         model.hifigan_decoder.remove_weight_norm()
         self._dims, self._batch_size, self._batches_at_once = model.dims, batch_size, batches_at_once
         self._device = device
-        self.sampling, self._notes = sampling, tuple(notes)
+        self.sampling, self._notes, self._languages = sampling, tuple(notes), languages
         self.limits = limits or Limits(model.dims.gpt.max_text, min(MAX_NEW_CODES, model.dims.gpt.max_codes))
         self._encoder = VoiceEncoder(model, device)
         self.fingerprint = self._encoder.fingerprint
@@ -498,6 +500,9 @@ class Synthesizer:
     def _report(self, said: Utterance, sentences: Sequence[SentenceReport], options: SynthesisOptions) -> Report:
         voice, how = said.voice, (self.vocoder.name, options.seed, options.speed)
         notes = self._notes + voice.notes
+        if self._languages and said.language not in self._languages:
+            trained = ", ".join(LANGUAGE_NAMES[code] for code in self._languages if code in LANGUAGE_NAMES)
+            notes += (f"the model was never trained on {LANGUAGE_NAMES[said.language]}, only on {trained}",)
         return Report(said.language, voice.name, *how, tuple(sentences), said.unknown_characters, notes)
 
     def _spoken(self, work: Work, options: SynthesisOptions) -> Iterator[tuple[SentenceReport, Wave]]:
@@ -619,8 +624,12 @@ def load_synthesizer(
     else:
         model, vocabulary, fresh_parts, known = load_folder(folder)
         choice = usable_vocoder(fresh_parts, vocoder, known.vocoder)
-    notes = [choice.note] if choice.note else []
-    speaks: dict[str, Any] = {"vocoder": choice.name, "notes": notes, "use_phonemes": known.use_phonemes}
+    speaks: dict[str, Any] = {
+        "vocoder": choice.name,
+        "notes": [choice.note] if choice.note else [],
+        "languages": known.languages,
+        "use_phonemes": known.use_phonemes,
+    }
     if known.from_scratch:
         limits = Limits(known.max_text_length, known.max_mel_frames // 4)
         return Synthesizer(model, vocabulary, device, limits=limits, sampling=OWN_SAMPLING, **speaks)
@@ -637,7 +646,8 @@ def provenance(run: RunDir) -> Provenance:
     known = (data.max_text_length, frames, data.use_phonemes)
     decoder = run.checkpoints("decoder").newest(optimizer=False)
     distances = decoder.state["notes"].get("vocoder") if decoder is not None else None
-    return Provenance(tuple(run.untrained()), run.from_scratch, *known, distances)
+    languages = tuple(run.languages())
+    return Provenance(tuple(run.untrained()), run.from_scratch, *known, distances, languages=languages)
 
 
 SAMPLE_FILE = "sample.wav"
