@@ -187,9 +187,9 @@ def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
     yield f"  {_same_command(settings)}: nothing is left to train"
     size = (len(prepared.train), settings.data.batch_size * plan.world_size, training.gradient_accumulation_steps)
     ends = {stage: stage_steps(training, stage, *size) for stage in stages}
-    flags = {
-        stage: "--early-stop" if run.status(stage).step < ends[stage][0] else ends[stage][1] for stage in stages
-    }
+    flags = {stage: flag for stage, (_, flag) in ends.items()}
+    for stage in stages if training.early_stop else ():
+        flags[stage] = "--early-stop" if run.status(stage).step < ends[stage][0] else flags[stage]
     for flag in dict.fromkeys(flags.values()):
         longer = next(stage for stage in stages if flags[stage] == flag)
         over = stages[stages.index(longer) + 1 :]

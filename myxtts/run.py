@@ -211,7 +211,6 @@ def _start(
             facts = {
                 "training.init_from": None if source is None else str(source),
                 "model.size": settings.model.size,
-                "languages": [LANGUAGES[number] for number in sorted(set(prepared.train.languages.tolist()))],
                 "data.max_mel_frames": prepared.max_mel_frames,
                 **inherited(source),
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,

@@ -72,12 +72,14 @@ class RunSummary(NamedTuple):
 
 def find_runs(folder: Path) -> list[RunSummary]:
     """The runs in a folder and up to two folders below it, the last saved first."""
-    files = [
-        path for pattern in (DIMS_FILE, f"*/{DIMS_FILE}", f"*/*/{DIMS_FILE}") for path in folder.glob(pattern)
-    ]
-    runs = [RunDir(path.parent) for path in files]
-    is_aside = [run.folder != folder and run.folder.name.startswith(RESET_PREFIX) for run in runs]
-    found = [run.summary() for run, aside in zip(runs, is_aside, strict=True) if run.has_begun and not aside]
+    found = []
+    for path in [path for pattern in ("", "*/", "*/*/") for path in folder.glob(f"{pattern}{DIMS_FILE}")]:
+        run = RunDir(path.parent)
+        is_aside = run.folder != folder and run.folder.name.startswith(RESET_PREFIX)
+        try:
+            found += [run.summary()] if run.has_begun and not is_aside else []
+        except (UnreadableWeights, OSError) as error:
+            _log.warning("%s is left out: %s", run.folder, error)
     return sorted(found, key=lambda summary: summary.saved_at, reverse=True)
 
 
@@ -166,9 +168,11 @@ class RunDir:
                 changed += [stage] * (then != "complete")
             if stage in asked or status.state != "missing":
                 stages.append(status)
-        saved_at = max(notes.folder.stat().st_mtime for notes in self.newest_notes().values())
+        newest = list(self.newest_notes().values())
+        saved_at = max((notes.folder.stat().st_mtime for notes in newest), default=0.0)
+        languages = sorted({code for notes in newest for code in notes.state["notes"].get("languages", [])})
         num_bytes = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-        about = (str(facts.get("model.size", "")), num_bytes, list(facts.get("languages", [])))
+        about = (str(facts.get("model.size", "")), num_bytes, languages)
         return RunSummary(self.folder, stages, again, *about, settings.data.train_data, saved_at)
 
     def fingerprints(self, stage: str) -> dict[str, str]:

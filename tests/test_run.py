@@ -469,7 +469,7 @@ def test_stages_that_were_not_trained_together_are_named_wherever_the_run_is_loa
 
 
 def test_the_runs_of_a_folder_are_listed_with_what_their_command_would_do(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert "No run in" in start.command("runs")
     start.command("runs", tmp_path / "none", code=2)
@@ -484,6 +484,8 @@ def test_the_runs_of_a_folder_are_listed_with_what_their_command_would_do(
     assert ["dvae", "1/3", "unfinished", "–", "continues"] in rows
     assert ["gpt", "–", "missing", "–", "trains it"] in rows
     assert ["dvae", "1/1", "complete", "–", "nothing"] in rows
+    (tmp_path / "deeper" / "stopped" / "model.json").write_text("{")
+    assert "stopped" not in start.command("runs") and "is left out: " in caplog.text
     aside = start.command("runs", "run/before-reset-1")
     assert re.search(r"dvae +1/1 +complete +\d+\.\d+ +leaves it", aside)
     assert re.search(r"gpt +2/2 +complete +\d+\.\d+ +nothing", aside)
