@@ -92,10 +92,10 @@ class Store:
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Array:
-        found: Array = np.empty((1, self.lengths[row]), self.dtype)
-        self.gather(np.array([row]), found)
+        found: Array = np.empty(self.lengths[row], self.dtype)
+        self.gather(np.array([row]), found[None])
         found.flags.writeable = False
-        return found[0]
+        return found
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy row `rows[i]` to the start of `out[i]`; the rest of `out[i]` is left as it is."""
