@@ -35,7 +35,7 @@ from myxtts.reports import TrainingReports
 from myxtts.training.trainer import Reporter, State, Step, Trainer
 
 LONGEST_S = 60
-"""No run here takes so long."""
+"""No run here takes so long, unless it says so."""
 
 
 class Run:
@@ -58,9 +58,9 @@ class Run:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.01)
 
-    def wait(self) -> int:
+    def wait(self, limit_s: float = LONGEST_S) -> int:
         """The exit code, or the negative number of the signal that ended it."""
-        return self._server.ask({"wait": self.pid})
+        return self._server.ask({"wait": self.pid, "limit_s": limit_s})
 
 
 class Server:
@@ -128,7 +128,7 @@ def serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
-            answer = _ended(request["wait"])
+            answer = _ended(request["wait"], request["limit_s"])
         else:
             answer = os.fork()
             if answer == 0:
@@ -140,9 +140,9 @@ def serve() -> None:
     os._exit(0)  # nothing to clean up, and taking down the interpreter takes its time
 
 
-def _ended(pid: int) -> int:
+def _ended(pid: int, limit_s: float) -> int:
     """How a process ended; one that does not, such as a rank whose partner has failed, is killed."""
-    deadline = time.monotonic() + LONGEST_S
+    deadline = time.monotonic() + limit_s
     while (found := os.waitpid(pid, os.WNOHANG))[0] == 0:
         time.sleep(0.005)
         if time.monotonic() > deadline:
