@@ -229,11 +229,11 @@ def fail_above(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, most: 
     """Let a method run out of memory for more than `most` rows of its first argument; returns all that it got."""
     asked, real = list[int](), getattr(owner, method)
 
-    def limited(self: object, rows: Any, *others: object) -> object:
+    def limited(self: object, rows: Any, *others: object, **named: object) -> object:
         asked.append(len(rows))
         if len(rows) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return real(self, rows, *others)
+        return real(self, rows, *others, **named)
 
     monkeypatch.setattr(owner, method, limited)
     return asked
@@ -514,7 +514,7 @@ def test_without_a_model_the_flag_of_speak_is_named(
     monkeypatch.chdir(tmp_path)
     assert main(["speak", "Hello.", "--speaker", "x.wav", "--language", "en"]) != 0
     shown = capsys.readouterr().err
-    assert "no model in checkpoints" in shown and "--model" in shown and "--checkpoint-dir" not in shown
+    assert "checkpoints: no such folder" in shown and "--model" in shown and "--checkpoint-dir" not in shown
 
 
 def test_missing_parts_and_validation_decide_the_vocoder() -> None:
