@@ -242,6 +242,24 @@ def test_fewer_sentences_at_a_time_are_spoken_when_memory_is_short(
             speak(TEXTS[0], anna, "en")
 
 
+def test_a_piece_that_runs_out_of_memory_once_is_made_again(
+    synthesizer: Synthesizer, anna: Voice, monkeypatch: Patch
+) -> None:
+    expected, real, calls = synthesizer.speak(TEXTS[0], anna, "en", seed=4), HifiGan.generate, list[int]()
+
+    def fails_at_first(*given: Any, **named: Any) -> Any:
+        calls.append(len(calls))
+        if calls[-1] % 2 == 0:
+            raise torch.OutOfMemoryError
+        return real(*given, **named)
+
+    monkeypatch.setattr(HifiGan, "generate", fails_at_first)
+    monkeypatch.setattr(CodeGenerators, "drop_all", lambda _: True)
+    pieces = list(synthesizer.stream(TEXTS[0], anna, "en", seed=4))
+    np.testing.assert_allclose(np.concatenate(pieces), expected.wave, atol=2e-4)
+    assert len(calls) > 3
+
+
 @pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.soak)])
 def test_memory_does_not_grow_with_the_sentences(synthesizer: Synthesizer, anna: Voice, count: int) -> None:
     """The same five again and again: PyTorch keeps a plan for every new length of a convolution, up to a limit."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from fractions import Fraction
 
 import numpy as np
@@ -104,8 +105,10 @@ class GriffinLimStream:
         self._codes: list[Tensor] = []
 
     def push(self, generated: Generated, last: bool) -> Tensor:
-        self._codes.append(generated.codes)
-        return self._vocoder.wave(torch.cat(self._codes), self._speed) if last else torch.zeros(0)
+        codes = [*self._codes, generated.codes]
+        wave = self._vocoder.wave(torch.cat(codes), self._speed) if last else torch.zeros(0)
+        self._codes = codes
+        return wave
 
 
 REACH_FRAMES = 16
@@ -227,13 +230,14 @@ class HifiGanStream:
 
     @torch.no_grad()
     def push(self, generated: Generated, last: bool) -> Tensor:
-        """The next samples, on the host; none while the next frame lacks context."""
-        more = self._frames.push(generated.latents, last)
+        """The next samples, on the host; none while the next frame lacks context. A failed call has no effect."""
+        frames = deepcopy(self._frames)
+        more = frames.push(generated.latents, last)
         kept = more if self._kept is None else torch.cat([self._kept, more])
         received = self._num_dropped + len(kept)
         ready = received if last else received - REACH_FRAMES
         if ready <= self._num_done + FADE_FRAMES and not (last and ready > self._num_done):
-            self._kept = kept
+            self._frames, self._kept = frames, kept
             return torch.zeros(0)
         (whole,) = self._vocoder.generate([kept], self._speaker.to(kept)[None], ends=last)
         first = self._num_done - self._num_dropped
@@ -245,7 +249,7 @@ class HifiGanStream:
             wave, self._overlap = wave.tensor_split([-FADE_FRAMES * SAMPLES_PER_FRAME])
             self._num_done = ready - FADE_FRAMES
         num_passed = max(0, self._num_done - REACH_FRAMES - self._num_dropped)
-        self._kept, self._num_dropped = kept[num_passed:], self._num_dropped + num_passed
+        self._frames, self._kept, self._num_dropped = frames, kept[num_passed:], self._num_dropped + num_passed
         return wave.cpu()
 
 
