@@ -262,6 +262,17 @@ def test_without_a_profile_the_reports_say_whether_the_data_keeps_up() -> None:
         assert verdict in shown["verdict"] and finding in shown["findings"]
 
 
+def test_a_stage_whose_validation_worsens_while_its_loss_falls_overfits() -> None:
+    reports = [step_record(step, losses={"total": 3 - step / 100}) for step in range(0, 200, 5)]
+    validations = [validation_record(40 * number, loss) for number, loss in enumerate((3.0, 2.5, 2.6, 2.7, 2.9))]
+    for verdict in (None, VERDICT):
+        shown = sections(render_report("run", [*reports, *validations], verdict=verdict))["findings"]
+        assert "Stage gpt overfits: its validation loss was 2.5 at step 40 and is 2.9 now" in shown
+    rising = [step_record(step, losses={"total": 3 + step / 100}) for step in range(0, 200, 5)]
+    for records in ([*reports, *validations[:4]], [*rising, *validations]):
+        assert "overfits" not in sections(render_report("run", records))["findings"]
+
+
 def test_odd_verdicts_and_scores_do_not_break_the_page() -> None:
     for scores in ({}, {"summary": []}, {"summary": {"a": 3}}):
         assert "evaluation" not in sections(a_page(scores=scores))
