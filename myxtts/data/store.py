@@ -95,7 +95,8 @@ class Store:
         found: Array = np.empty((1, self.lengths[row]), self.dtype)
         self.gather(np.array([row]), found)
         found.flags.writeable = False
-        return found[0]
+        only: Array = found[0]
+        return only
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy row `rows[i]` to the start of `out[i]`; the rest of `out[i]` is left as it is."""
@@ -131,7 +132,10 @@ class Store:
         """Fill `out` with a row and, unless it is known, compare it with its checksum; True if it is intact."""
         remaining = out
         while remaining:
-            num_bytes = os.preadv(self._descriptor, [remaining], offset)
+            try:
+                num_bytes = os.preadv(self._descriptor, [remaining], offset)
+            except OSError:  # a failing disk
+                return False
             if num_bytes == 0:  # the file was truncated
                 return False
             remaining, offset = remaining[num_bytes:], offset + num_bytes
