@@ -185,10 +185,12 @@ class DataSettings:
     """Fraction of the training clips held out for validation when `val_data` is not given. The choice depends
     only on the clips, so a continued run validates on the same ones."""
     reference_clip: str = setting("other", choices=("other", "same"))
-    """Source of the reference voice of a training clip. `other` takes another clip of the same speaker in the
-    batch, as synthesis does, so that the reference cannot leak the text; `same` takes the clip itself, as
-    XTTS-v2's own training does. Clips without a speaker label, or without another clip of that speaker in the
-    batch, use themselves."""
+    """Source of the reference voice of a training clip. `other` takes another clip of the same speaker, drawn
+    from the whole corpus in every epoch, as synthesis does: the reference cannot leak the text. `same` takes the
+    clip itself, as XTTS-v2's own training does. Clips without a speaker's name, and the only clip of a speaker,
+    use themselves."""
+    single_speaker: bool = setting(False)
+    """All clips whose metadata names no speaker are of one person, so they are references for each other."""
     language: str | None = setting(None, choices=LANGUAGES)
     """Language of the clips whose metadata does not give one. `null` detects it from the text. Set it when all
     clips share one language: that is faster and never wrong."""

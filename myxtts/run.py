@@ -413,11 +413,20 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     doing = f"training on batches of {data.batch_size} clips"
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
         ctx.say(f"Buffer size: {feed.buffers()}")
+        if feed.own_references is not None:
+            ctx.say(f"Reference voices: {_references(feed.own_references)}")
         ctx.say(f"Training step: {step.mode}")
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)
         ctx.say(f"Model training starting now ({feed.num_ahead} batches ready after {waited:.1f} s)")
         return Trainer(ctx, step, feed, state, total, peak).run()
+
+
+def _references(own: float) -> str:
+    if own == 0:
+        return "each clip is conditioned on another clip of its speaker"
+    advice = "if one person speaks in all clips without a name, give --single-speaker"
+    return f"{100 * own:.0f} % of the clips have no other clip of their speaker and use themselves; {advice}"
 
 
 def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None) -> Step:

@@ -305,7 +305,7 @@ def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
         _show_lengths(np.concatenate([part.num_samples for part in both]) / SAMPLE_RATE)
     if prepared.set_aside:
         show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
-    if not any(prepared.speaker_names):
+    if not brief and not any(prepared.speaker_names):
         show_lines([f"Hint: {NO_SPEAKERS}"])
     show_lines([f"Ready: cache in {prepared.root}"])
 
@@ -738,6 +738,8 @@ def _curve(values: Numbers, width: int, text: str, style: str, height: int = 1) 
 
 def sparkline(values: Numbers, width: int, height: int = 1) -> list[str]:
     """Return a curve as lines of text, scaled from its lowest to its highest value; blank where unknown."""
+    if height > 1 and 0 < len(values) < width:
+        values = values[np.arange(width) * len(values) // width]
     groups = np.array_split(values, min(width, len(values))) if len(values) else []
     means = numbers(float(np.nanmean(group)) if np.isfinite(group).any() else math.nan for group in groups)
     if not np.isfinite(means).any():

@@ -72,12 +72,14 @@ def test_a_first_clip_is_not_taken_for_a_header(read: Read) -> None:
 def test_a_missing_file_is_named_as_in_the_metadata(read: Read) -> None:
     corpus = read("audio_file|text\nclips/x.ogg|Hello.\ny|Hi.\n")
     details = [item.detail.partition(" in ")[0] for item in corpus.set_aside]
-    assert details == ["no file clips/x.ogg", "no y.wav|.flac|.mp3|.ogg|.opus"]
+    assert details == ["no regular file clips/x.ogg", "no regular file y.wav|.flac|.mp3|.ogg|.opus"]
 
 
-def test_train_and_eval_files(read: Read, tmp_path: Path) -> None:
+def test_train_and_eval_files(read: Read, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     corpus = read("a|Without the others.\n", metadata_train="a|One.\n", metadata_eval="b|Two.\n")
     assert [(clip.text, clip.held_out) for clip in corpus.clips] == [("One.", False), ("Two.", True)]
+    assert "metadata_train.csv is read, metadata.csv is not" in caplog.text
     (tmp_path / "metadata_train.csv").unlink()
     found = [(clip.text, clip.held_out) for clip in read_corpus(tmp_path).clips]
     assert found == [("Without the others.", False), ("Two.", True)]
@@ -178,7 +180,7 @@ BAD_LINES = [
     ("c,some text", "c,some text", "malformed line", "put every text"),
     ("c|x|y|z", "c", "malformed line", "4 fields"),
     ("|no id", "", "malformed line", "the id is empty"),
-    ("absent|Nothing there.", "absent", "missing file", "no absent.wav"),
+    ("absent|Nothing there.", "absent", "missing file", "no regular file absent.wav"),
     ("nul\0id|Text.", "nul\0id", "missing file", ""),
 ]
 
@@ -310,7 +312,7 @@ def test_what_is_no_regular_file_is_not_opened(read: Read, tmp_path: Path) -> No
     (tmp_path / "wavs" / "self.wav").symlink_to("self.wav")
     corpus = read("a|One.\npipe|Two.\nzero|Three.\nself|Four.\n")
     assert list(texts(corpus)) == ["a"]
-    assert ["that is a regular file" in item.detail for item in corpus.set_aside] == [True] * 3
+    assert ["no regular file" in item.detail for item in corpus.set_aside] == [True] * 3
 
 
 def test_long_lines_and_many_missing_files(read: Read) -> None:

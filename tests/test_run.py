@@ -18,6 +18,7 @@ from torch import Tensor
 from training_fixtures import SMALL, Start, assert_equal_tensors, assert_same_run, losses, newest, steps, stop_at
 
 import myxtts.model.gpt
+import myxtts.pipeline.feed
 from myxtts.checkpoints import UnreadableWeights
 from myxtts.config import SAMPLE_RATE, STAGES, DataSettings
 from myxtts.data.prepare import prepare
@@ -30,7 +31,7 @@ from myxtts.observe.metrics import StepReport
 from myxtts.reports import TrainingReports
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer
+from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer, provenance
 from myxtts.text.tokenizer import Tokenizer, extend
 from myxtts.tools.check import check
 from myxtts.training.trainer import StepMode, choose_mode
@@ -193,9 +194,10 @@ def test_named_speakers_lend_each_other_reference_voices(start: Start, tmp_path:
     for speakers in ("ann", ""):
         rows = "".join(f"clip{number:03}|{speakers}\n" for number in range(4))
         (corpus / "speakers.csv").write_text(f"id|speaker\n{rows}")
-        for way in ("other", "same"):
+        for way in ("other", "same", "other --single-speaker"):
             flags = f"--stages gpt --max-steps 2 --reference-clip {way}"
             seen[speakers, way] = losses(start(flags, f"{speakers}-{way}", corpus))
+    assert seen["ann", "other"] == seen["", "other --single-speaker"] == seen["ann", "other --single-speaker"]
     assert seen["ann", "other"] != seen["ann", "same"]
     assert seen["", "other"] == seen["", "same"] == seen["ann", "same"]
 
@@ -232,7 +234,7 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start
     run = start(f"--max-steps 2 --model-start-delay 0.5 --val-data {start.clips(3)}")
     stages = [
         rf"Stage {stage}\nBuffer size: 6 batches \(3 on the host, 3 on cpu\), and 2 in work .*\n"
-        r"Training step: eager, fp32\n"
+        r"(Reference voices: 100 % of .*--single-speaker\n)?Training step: eager, fp32\n"
         r"Waiting up to 0\.5s for data pipeline to warm up\nModel training starting now \(\d+ .*\n"
         r"step 1/2  loss .*\nstep 2/2  loss .*\nvalidation at step 2  loss .*  the best so far\n"
         for stage in STAGES
@@ -252,10 +254,19 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start
     assert all(names <= report.keys() for report in reports)
     assert all(report["clips_per_s"] > 0 and report["step_ms"] > 0 for report in reports)
     for stage in STAGES:
-        (events,) = (run / "tensorboard" / stage).glob("events.out.tfevents.*")
-        content = events.read_bytes()
+        content = b"".join(path.read_bytes() for path in (run / "tensorboard" / stage).iterdir())
         for tag in (b"loss/total", b"train/lr", b"speed/idle_share", b"validation/total", f"{stage}/".encode()):
             assert tag in content, (stage, tag)
+
+
+def test_batches_are_as_wide_as_the_longest_clip_needs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths, layout = set(), myxtts.pipeline.feed.host_layout
+    seen = lambda data: widths.add(data.max_mel_frames) or layout(data)  # noqa: E731
+    monkeypatch.setattr(myxtts.pipeline.feed, "host_layout", seen)
+    run = start("--stages gpt --max-steps 1 --max-mel-frames auto")
+    assert widths == {96} == {newest(run).state["notes"]["identity"]["data.max_mel_frames"]}  # 1.1 s are 95 frames
+    assert provenance(RunDir(run)).max_mel_frames == 96
+    assert "max_mel_frames: auto" in (run / "settings.yaml").read_text()
 
 
 def test_the_settings_it_leaves_continue_the_run(start: Start) -> None:

@@ -84,6 +84,10 @@ def metadata_files(folder: Path) -> list[tuple[Path, bool]]:
         what = f"{folder} is a file: name its folder." if folder.is_file() else missing
         raise DatasetError(f"{what}\nA corpus is a folder in one of these forms:\n{FORMS}")
     train = [path for name in METADATA_FILES[:3] if (path := folder / name).is_file()]
+    if len(train) > 1:
+        _log.info(
+            "%s: %s is read, %s is not", folder, train[0].name, " and ".join(path.name for path in train[1:])
+        )
     held_out = folder / "metadata_eval.csv"
     return [(path, False) for path in train[:1]] + [(held_out, True) for _ in train[:1] if held_out.is_file()]
 
@@ -353,9 +357,8 @@ def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Cl
         detail = f"'{language}' is none of {' '.join(LANGUAGES)}"
         return SetAside(row.audio, "unknown language", detail, row.where)
     if (found := files.find(row.audio)) is None:
-        has_extension = row.audio.lower().endswith(EXTENSIONS)
-        name = f"file {row.audio}" if has_extension else f"{row.audio}{'|'.join(EXTENSIONS)}"
-        detail = f"no {name} in {files.folder / 'wavs'} or {files.folder} that is a regular file"
+        name = row.audio if row.audio.lower().endswith(EXTENSIONS) else f"{row.audio}{'|'.join(EXTENSIONS)}"
+        detail = f"no regular file {name} in {files.folder / 'wavs'} or {files.folder}"
         return SetAside(row.audio, "missing file", detail, row.where)
     path, stat = found
     times = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,18 @@ _log = logging.getLogger(__name__)
 
 class CacheDamaged(DatasetError):
     """The contents of a store do not match its checksums."""
+
+
+class Pieces(NamedTuple):
+    """Parts of rows that are gathered, and the slots that they go to."""
+
+    slots: Rows
+    starts: Rows
+    lengths: Rows
+
+    @classmethod
+    def whole(cls, lengths: Rows) -> Pieces:
+        return cls(np.arange(len(lengths)), np.zeros_like(lengths), lengths)
 
 
 class Store:
@@ -92,21 +104,23 @@ class Store:
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Array:
-        found: Array = np.empty((1, self.lengths[row]), self.dtype)
-        self.gather(np.array([row]), found)
+        found: Array = np.empty(self.lengths[row], self.dtype)
+        self.gather(np.array([row]), found[None])
         found.flags.writeable = False
-        only: Array = found[0]
-        return only
+        return found
 
-    def gather(self, rows: Rows, out: Array) -> None:
-        """Copy row `rows[i]` to the start of `out[i]`; the rest of `out[i]` is left as it is."""
+    def gather(self, rows: Rows, out: Array, pieces: Pieces | None = None) -> None:
+        """Copy row `rows[i]` to the start of `out[i]`, or a piece of it; the rest of `out[i]` is left as it is."""
         if out.dtype != self.dtype or not out.flags.c_contiguous:
             raise ValueError(f"rows of {self.dtype} cannot be read into {out.dtype}, or not in one piece")
-        view, step = _bytes(out), out.strides[0]
-        places = (values[rows].tolist() for values in (self._offsets, self.lengths, self._verified))
-        for at, (row, offset, length, is_known) in enumerate(zip(rows.tolist(), *places, strict=True)):
-            piece = view[at * step : at * step + length * self.dtype.itemsize]
-            if not self._is_read(row, offset, piece, is_known):
+        slots, starts, lengths = pieces or Pieces.whole(self.lengths[rows])
+        view, size = _bytes(out), self.dtype.itemsize
+        begins, offsets = out.strides[0] * slots, self._offsets[rows] + size * starts
+        numbers = (rows, begins, begins + size * lengths, offsets, self._verified[rows])
+        for row, begin, end, offset, is_known in zip(*(values.tolist() for values in numbers), strict=True):
+            if not is_known and pieces is not None:
+                is_known = self.is_intact(row)
+            if not self._is_read(row, offset, view[begin:end], is_known):
                 _mark_damaged(self.folder)
                 found = f"{self.folder}: row {row} does not match its checksum (truncated, or a failing disk?)."
                 advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
@@ -140,7 +154,7 @@ class Store:
                 return False
             remaining, offset = remaining[num_bytes:], offset + num_bytes
         if not is_known:
-            self._verified[row] = is_known = _digest(out) == int(self.hashes[row])
+            self._verified[row] = is_known = xxhash.xxh3_64_intdigest(out) == int(self.hashes[row])
         return is_known
 
 
@@ -213,11 +227,7 @@ def pack(arrays: Sequence[Array], labels: Labels = 0) -> tuple[bytearray, Array]
 
 def checksum(array: Array) -> int:
     """Return the checksum that a row with this content has in every store."""
-    return _digest(_bytes(array))
-
-
-def _digest(content: memoryview) -> int:
-    return xxhash.xxh3_64_intdigest(content)
+    return xxhash.xxh3_64_intdigest(_bytes(array))
 
 
 def hash64(*parts: object) -> int:
