@@ -112,11 +112,7 @@ class CodesCache:
         """Return which clips have codes; each row is compared with its checksum once per process."""
         is_empty: Flags = self._lengths[clips] == 0
         if self._was_cut_off():
-<<<<<<< HEAD
             return is_empty
-=======
-            return np.equal(self._lengths[clips], 0)
->>>>>>> main
         checksums = self._checksums[clips]
         unseen = (checksums != self._verified[clips]) & (checksums != self._rejected[clips]) & (checksums != 0)
         for clip, checksum in zip(clips[unseen].tolist(), checksums[unseen].tolist(), strict=True):
