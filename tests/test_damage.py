@@ -63,10 +63,10 @@ def test_damaged_codes_count_as_absent_and_are_written_again(times: int, tmp_pat
     codes *= np.arange(12) < lengths[:, None]
     for number in range(times):
         out, clips = np.zeros((4, 12), np.int64), np.arange(4)
-        for expected in (False, True):  # written, damaged, and opened again
+        for _ in range(3):  # written, damaged, and opened again
             cache = CodesCache.open(tmp_path / str(number), audio, lengths, "dvae")
             cache.read(clips, out)
-            assert (out == codes)[cache.known(clips)].all() and bool(cache.known(clips).sum() > 1) >= expected
+            assert (out == codes)[cache.known(clips)].all()
             cache.write(clips, codes)
             assert cache.read(clips, out) and (out == codes).all()
             cache.close()
