@@ -24,6 +24,7 @@ ELSEWHERE = {
     "model.lora_rank": "test_run.py::test_adapters_alone_are_kept_and_merge_into_the_weights_they_adapt",
     "data.val_fraction": "test_prepare.py::test_the_split_is_stable_under_other_clips",
     "data.reference_clip": "test_run.py::test_named_speakers_lend_each_other_reference_voices",
+    "data.single_speaker": "test_run.py::test_named_speakers_lend_each_other_reference_voices",
     "data.vocab_size": "test_cache.py::test_settings_redo_only_what_they_decide",
     "data.use_phonemes": (
         "test_prepare.py::test_phonemes_change_the_ids_and_cost_clips_in_languages_without_a_voice"
