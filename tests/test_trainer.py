@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +15,18 @@ import pytest
 import torch
 from pipeline_fixtures import SEED, Corpus, codes_alone, crop_mels_alone, num_open_files
 from torch import Tensor
-from training_fixtures import Clips, assert_equal_tensors, clips, losses, measured, newest, small, steps, train
+from training_fixtures import (
+    Clips,
+    arguments,
+    assert_equal_tensors,
+    clips,
+    losses,
+    measured,
+    newest,
+    small,
+    steps,
+    train,
+)
 
 from myxtts.config import DataSettings
 from myxtts.data.prepare import prepare
@@ -21,7 +35,7 @@ from myxtts.model.gpt import pack, packed_length
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import StepClock
 from myxtts.run_dir import RunDir
-from myxtts.training.recipes import GptRecipe
+from myxtts.training.recipes import DecoderRecipe, GptRecipe
 from myxtts.training.trainer import MAX_SKIPPED
 
 __all__ = ["clips", "small"]
@@ -54,6 +68,35 @@ def test_micro_steps_give_the_weights_of_one_large_batch(count: int, clips: Clip
         if name.startswith("exp_avg."):
             torch.testing.assert_close(added.optimizer[name], value, rtol=0, atol=1e-6, msg=name)
     assert losses(tmp_path / "small") == pytest.approx(losses(tmp_path / "large"), rel=1e-5)
+
+
+def test_a_cpu_takes_the_clips_of_the_decoder_one_by_one(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clip that only fills up the batch, and the same losses and weights as all at once."""
+    for name, at_once in (("pieces", 1), ("whole", None)):
+        monkeypatch.setattr(DecoderRecipe, "clips_at_once", at_once)
+        assert train(tmp_path / name, clips(3), "--stages decoder --batch-size 4 --max-steps 2") == 0
+    pieces, whole = ([step["losses"] for step in steps(tmp_path / name)] for name in ("pieces", "whole"))
+    for found, expected in zip(pieces, whole, strict=True):
+        assert found == pytest.approx(expected, rel=1e-3)
+    for name, weight in newest(tmp_path / "whole", "decoder").weights.items():
+        torch.testing.assert_close(newest(tmp_path / "pieces", "decoder").weights[name], weight, rtol=0, atol=1e-3)
+
+
+def test_the_decoder_stage_of_tiny_needs_less_than_two_gigabytes_on_a_cpu(clips: Clips, tmp_path: Path) -> None:
+    code = (
+        "import re, sys; from myxtts.cli import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        # Not ru_maxrss: it starts at what the process that called exec held.
+        "print(int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) // 1024)"
+    )
+    flags = "--stages decoder --batch-size 4 --max-steps 1 --num-workers 1"
+    command = [sys.executable, "-c", code, *arguments(tmp_path / "run", clips(4), flags)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert int(result.stdout.split()[-1]) < 2000, "MB"
 
 
 # What is not finite

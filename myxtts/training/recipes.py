@@ -104,6 +104,8 @@ class Recipe(nn.Module, ABC):
     betas: tuple[float, float]  # betas of AdamW
     from_scratch_lr: float
     fine_tuning_lr: float
+    clips_at_once: int | None = None
+    """Clips that a CPU trains on at once, if a whole batch would need too much memory; None for all of them."""
 
     @classmethod
     @abstractmethod
@@ -398,6 +400,7 @@ class DecoderRecipe(Recipe):
     betas = (0.8, 0.99)
     # Not far apart: the discriminators are new in both cases.
     from_scratch_lr, fine_tuning_lr = 2e-4, 1e-4
+    clips_at_once = 1  # 0.7 GB of activations each in `tiny`
 
     @classmethod
     def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> DecoderRecipe:  # noqa: ARG003
