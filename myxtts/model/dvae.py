@@ -170,6 +170,7 @@ class DVAE(nn.Module):
     ) -> None:
         super().__init__()
         outer, inner = hidden_dim, 2 * hidden_dim
+        self.channels = channels
         self.discrete_loss = UnusedAccumulator(num_tokens)
         self.encoder = nn.Sequential(
             nn.Sequential(nn.Conv1d(channels, outer, 3, stride=2, padding=1), nn.ReLU()),

@@ -199,7 +199,7 @@ def _profile_data(
 ) -> ProfileData:
     step, plan = dry_run.step, dry_run.plan
     flops = useful_flops(step.recipe, dry_run.ctx.prepared.train)
-    peak = peak_flops(step.stream, torch.bfloat16 if step.mode.autocast else torch.float32) if flops else None
+    peak = peak_flops(step.stream, torch.bfloat16 if step.mode.autocast else torch.float32)
     return ProfileData(
         spans=measured.spans,
         counters=measured.counters,
@@ -212,7 +212,7 @@ def _profile_data(
         recompilations=measured.recompilations,
         kernel_share=view.kernel_share if view else None,
         syncs_per_step=view.syncs_per_step if view else None,
-        flops_per_step=measured.clips_per_step * flops if flops else None,
+        flops_per_step=measured.clips_per_step * flops,
         peak_flops=peak,
     )
 

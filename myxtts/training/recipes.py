@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 from myxtts.config import SAMPLES_PER_CODE, Settings
-from myxtts.data.batches import MAX_CROP_FRAMES, Sizes, packed_tokens
+from myxtts.data.batches import MAX_CROP_FRAMES, SEGMENT_CODES, Sizes, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
@@ -33,6 +35,7 @@ from myxtts.model.vocoder import (
     Discriminators,
     HifiGanDecoder,
 )
+from myxtts.model.vocoder import num_samples as num_samples_of
 from myxtts.model.xtts import XTTS, XTTSDims
 
 Tensors = Mapping[str, Tensor]
@@ -159,6 +162,10 @@ class Recipe(nn.Module, ABC):
         """Trained modules that are not part of the model, by their prefix in a checkpoint."""
         return {}
 
+    def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of a batch of one clip, to count arithmetic."""
+        raise NotImplementedError
+
     def before_first_step(self, tensors: Tensors) -> None:
         """Prepare a new network with a first batch; not called when a run is resumed."""
 
@@ -227,6 +234,10 @@ class DvaeRecipe(Recipe):
         mel, decoded = tensors["mel"][0], out.reconstruction[0].float()
         counts = self.dvae.codebook.usage().counts
         return {"mel": mel[:, : decoded.shape[1]], "reconstruction": decoded, "code_usage": counts}
+
+    def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:
+        frames = FRAMES_PER_CODE * math.ceil(num_samples / SAMPLES_PER_CODE)
+        return {"mel": (1, self.dvae.channels, frames), "num_frames": (1,)}
 
     @torch.no_grad()
     def before_first_step(self, tensors: Tensors) -> None:
@@ -455,6 +466,11 @@ class DecoderRecipe(Recipe):
     def extra_modules(self) -> dict[str, nn.Module]:
         return {"discriminators": self.discriminators}
 
+    def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002 - a segment of the clip
+        latents, speaker = self.generator.conv_pre.in_channels, self.generator.cond_layer.in_channels
+        wave = (1, num_samples_of(SEGMENT_CODES))
+        return {"latents": (1, SEGMENT_CODES, latents), "wave": wave, "speaker": (1, speaker)}
+
     def _waves(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Real and generated waveforms, [B, 1, N] each; filler clips are silent."""
         present = (tensors["weights"] > 0)[:, None, None]
@@ -472,14 +488,25 @@ class DecoderRecipe(Recipe):
 RECIPES: dict[str, type[Recipe]] = {"dvae": DvaeRecipe, "gpt": GptRecipe, "decoder": DecoderRecipe}
 
 
-def useful_flops(recipe: Recipe, clips: ClipSet) -> float | None:
-    """Approximate operations of training on one clip, without padding and recomputation; None except for the GPT.
+def useful_flops(recipe: Recipe, clips: ClipSet) -> float:
+    """Approximate operations of training on one clip of mean length, without padding and recomputation.
 
-    Each weight takes two per token in the forward pass, two for the gradients of activations, and two for its own
-    gradient if it is trained. Attention is not counted.
+    In the GPT each weight takes two per token in the forward pass, two for the gradients of activations, and two
+    for its own gradient if it is trained; attention is not counted. In the other recipes all matrix products and
+    convolutions of a step on one clip are counted, without computing them.
     """
     if not isinstance(recipe, GptRecipe):
-        return None
+        num_samples = max(int(clips.num_samples.mean()), SAMPLES_PER_CODE)
+        state = {**dict(recipe.named_parameters()), **dict(recipe.named_buffers())}
+        counter, shapes_only = FlopCounterMode(display=False), FakeTensorMode(allow_non_fake_inputs=True)
+        weights = {name: shapes_only.from_tensor(tensor) for name, tensor in state.items()}
+        with torch.compiler.set_stance("force_eager"), shapes_only, counter:
+            shapes = {**recipe.clip_shapes(num_samples), "weights": (1,), "totals": (len(Totals._fields),)}
+            batch = {
+                name: torch.ones(shape, device=next(recipe.parameters()).device) for name, shape in shapes.items()
+            }
+            functional_call(recipe, weights, (batch, Sizes(0, 0, num_samples, 0)))["total"].backward()
+        return float(counter.get_total_flops())
     tables = [module for module in recipe.modules() if isinstance(module, nn.Embedding)]
     embeddings = {id(parameter) for table in tables for parameter in table.parameters()}
     matrices = [p for p in recipe.parameters() if p.ndim > 1 and id(p) not in embeddings]
