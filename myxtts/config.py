@@ -306,6 +306,10 @@ class TrainingSettings:
     """Decay of an exponential moving average of the weights, which is then validated and exported instead of
     them. 0 is off; 0.999 is usual."""
 
+    codebook: str = setting("auto", choices=("auto", "trained", "frozen"))
+    """Codebook of the DVAE in the `dvae` stage. `auto` trains a new one and freezes the one of `init_from`, so
+    that its codes keep their meaning for a GPT. `trained` also moves codes that the corpus does not use."""
+
     early_stop: int = setting(0, minimum=0)
     """Ends a stage after this many validations in a row without improvement; 0 is off."""
 

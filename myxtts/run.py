@@ -52,7 +52,7 @@ from myxtts.run_dir import VOCABULARY_FILE, RunDir, inherited, initial_model
 from myxtts.settings import LoadedSettings, how_to_set, to_yaml
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
-from myxtts.training.recipes import RECIPES, Recipe, StageFacts, useful_flops
+from myxtts.training.recipes import RECIPES, DvaeRecipe, Recipe, StageFacts, useful_flops
 from myxtts.training.trainer import Reporter, State, Step, Trainer, choose_mode
 from myxtts.weights import MODEL_FILES, is_trained_in
 
@@ -182,15 +182,20 @@ def _start(
         if training.reset_training and (aside := run_dir.reset()) is not None:
             say(f"Starting over; what the folder held is now in {aside}")
         if model is not None and not continues:
+            known = inherited(source)
+            random = [stage for stage in STAGES if stage in known["untrained"]]
+            if not model.dvae.codebook.is_trained and "dvae" not in random:  # a folder without its file
+                random = ["dvae", *random]
             facts = {
                 "training.init_from": None if source is None else str(source),
                 "model.size": settings.model.size,
-                **inherited(source),
+                **known,
+                "untrained": random,
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }
             trained_in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
             run_dir.start(model, prepared.tokenizer, trained_in_full, facts)
-        if "gpt" in stages and "dvae" not in stages and source is None and not continues:
+        if "gpt" in stages and "dvae" not in stages and "dvae" in run_dir.untrained() and not continues:
             say("Hint: stage gpt without a trained DVAE learns the codes of a random one; train dvae before it")
         again = replace(settings, training=replace(training, reset_training=False))
         write_text_atomically(run_dir.folder / "settings.yaml", to_yaml(again))
@@ -245,7 +250,9 @@ class StageContext:
 
     @property
     def fine_tuning(self) -> bool:
-        return self.settings.training.init_from is not None
+        """True if the stage starts from trained weights of `init_from`."""
+        random = self.run_dir.started_with().get("untrained", ()) if self.run_dir.exists else ()
+        return self.settings.training.init_from is not None and self.stage not in random
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -336,13 +343,15 @@ def _is_enough(ctx: StageContext, state: State) -> bool:
 
 def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, total: int) -> State:
     data, training, plan, model = ctx.settings.data, ctx.settings.training, ctx.plan, ctx.model
-    if ctx.stage == "dvae" and loaded is None and not ctx.fine_tuning:
+    if ctx.stage == "dvae" and loaded is None and (model.mel_stats == 1).all():  # there are none yet
         model.mel_stats.copy_(mel_statistics(ctx.prepared.train, plan.data))
     # Not for LoRA: adapters belong to the weights that the run wrote down when it started.
     if ctx.stage == "gpt" and "gpt" in ctx.run_dir.untrained() and not ctx.settings.model.lora_rank:
         torch.manual_seed(training.seed)
         model.gpt.init_from_codebook(model.dvae.codebook.embed.t())
     step = set_up(ctx, total, loaded)
+    if isinstance(step.recipe, DvaeRecipe) and step.recipe.frozen:
+        ctx.say("Codebook: frozen, so that its codes keep their meaning; --codebook trained changes it")
     peak = peak_clips_per_s(ctx, step)
     doing = f"training on batches of {data.batch_size} clips"
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:

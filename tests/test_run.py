@@ -31,7 +31,7 @@ from training_fixtures import (
 )
 
 import myxtts.model.gpt
-from myxtts.checkpoints import UnreadableWeights
+from myxtts.checkpoints import UnreadableWeights, read_tensors, write_pth
 from myxtts.cli import main
 from myxtts.config import SAMPLE_RATE, STAGES, DataSettings, Settings
 from myxtts.data.prepare import prepare
@@ -360,6 +360,26 @@ def test_adapters_are_not_put_on_the_weights_of_an_earlier_start(base: Path, cli
         path.rename(run / path.name.replace("step", "lost"))
     assert train(run, clips(), f"--init-from {tmp_path / 'first'} --lora-rank 2 --stages gpt --max-steps 1") == 0
     assert RunDir(run).started_with()["training.init_from"] == str(tmp_path / "first")
+
+
+def test_a_published_dvae_keeps_its_codebook_and_a_missing_one_is_trained_from_scratch(
+    base: Path, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dvae = read_tensors(base / "dvae.pth")
+    vectors = torch.randn_like(dvae["codebook.embed"])
+    write_pth(base / "dvae.pth", {**dvae, "codebook.embed": vectors, "codebook.cluster_size": vectors[0].abs()})
+    assert train(tmp_path / "tuned", clips(), f"--init-from {base} --stages dvae --max-steps 3") == 0
+    assert "Codebook: frozen" in capsys.readouterr().out
+    found = newest(tmp_path / "tuned", "dvae").weights
+    assert torch.equal(found["dvae.codebook.embed"], vectors)
+    assert not torch.equal(found["dvae.decoder.0.weight"], dvae["decoder.0.weight"])
+
+    (base / "dvae.pth").unlink()
+    assert train(tmp_path / "new", clips(), f"--init-from {base} --stages dvae --max-steps 3") == 0
+    assert "Codebook: frozen" not in capsys.readouterr().out
+    assert newest(tmp_path / "new", "dvae").weights["dvae.codebook.cluster_size"].any()
+    assert train(tmp_path / "random", clips(), f"--init-from {base} --max-steps 1") == 0
+    assert "without a trained DVAE" in capsys.readouterr().out
 
 
 def test_new_tokens_are_trained_beside_adapters(base: Path, clips: Clips, tmp_path: Path) -> None:

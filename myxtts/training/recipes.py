@@ -194,15 +194,21 @@ class DvaeRecipe(Recipe):
 
     @classmethod
     def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> DvaeRecipe:
+        """With `facts.fine_tuning`, the codebook is frozen unless the settings ask for another."""
         model.dvae.requires_grad_(True)
-        recipe = cls(model.dvae, facts.world_size, settings.training.seed, facts.fine_tuning)
+        frozen = {"auto": facts.fine_tuning}.get(
+            settings.training.codebook, settings.training.codebook == "frozen"
+        )
+        recipe = cls(model.dvae, facts.world_size, settings.training.seed, facts.fine_tuning, frozen)
         if facts.world_size > 1:
             recipe.all_reduce, recipe.broadcast = dist.all_reduce, partial(dist.broadcast, src=0)
         return recipe
 
-    def __init__(self, dvae: DVAE, world_size: int = 1, seed: int = 0, fine_tuning: bool = False) -> None:
+    def __init__(
+        self, dvae: DVAE, world_size: int = 1, seed: int = 0, fine_tuning: bool = False, frozen: bool = False
+    ) -> None:
         super().__init__(world_size)
-        self.dvae, self.seed, self.fine_tuning = dvae, seed, fine_tuning
+        self.dvae, self.seed, self.fine_tuning, self.frozen = dvae, seed, fine_tuning, frozen
         self.all_reduce: InPlace | None = None
         self.broadcast: InPlace | None = None
         vectors = dvae.codebook.embed
@@ -214,7 +220,8 @@ class DvaeRecipe(Recipe):
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         out, sums = self._reconstruct(tensors, sizes)
-        self._accumulate(out, tensors["weights"])
+        if not self.frozen:
+            self._accumulate(out, tensors["weights"])
         totals, usage = Totals.of(tensors), self.dvae.codebook.usage()
         mel, commitment = sums["sum"] / totals.frames, sums["commitment_sum"] / totals.codes
         return {
@@ -241,13 +248,19 @@ class DvaeRecipe(Recipe):
 
     @torch.no_grad()
     def before_first_step(self, tensors: Tensors) -> None:
-        """Move all codes to latents of a first batch: random ones would never be near any latent."""
+        """Move all codes of a new codebook to latents of a first batch: random ones would never be near any."""
+        if self.fine_tuning or self.frozen:
+            if not self.frozen:
+                self.dvae.codebook.start_means()
+            return
         out, _ = self._reconstruct(tensors, None)
         self._revive(out.latents, out.mask * tensors["weights"][:, None], step=0)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         """Update the codebook from the micro-batches of this step, and every few steps revive dead codes."""
+        if self.frozen:
+            return
         counts, sums = self.counts_and_sums[0], self.counts_and_sums[1:]
         codes = torch.arange(len(counts), device=counts.device)
         # The mean latent of each code, weighted by its count, gives the same update as the latents themselves.
