@@ -32,7 +32,7 @@ from harness import (
     write_corpus,
 )
 
-from myxtts.config import DataSettings
+from myxtts.config import SMALL_CORPUS, DataSettings
 from myxtts.data.prepare import prepare
 from myxtts.errors import MyXTTSError
 from myxtts.model.xtts import SIZES
@@ -54,6 +54,7 @@ MEMORY_CASES: list[tuple[int, int, dict[str, object]]] = [
 def run(folder: Path, flags: dict[str, object]) -> list[StepReport]:
     """One run of the GPT stage with these settings."""
     defaults = {"data.language": "en", "training.checkpoint_dir": str(folder), "training.stages": "gpt"}
+    defaults |= dict.fromkeys(SMALL_CORPUS, 0)
     return train_reports(load(None, {**defaults, **flags}), folder)
 
 

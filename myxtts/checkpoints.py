@@ -189,6 +189,13 @@ class Checkpoints:
                 return _load(self.folder / name, optimizer)
         return None
 
+    def newest_state(self) -> dict[str, Any]:
+        """The state of the latest checkpoint that is readable, without its tensors; empty if there is none."""
+        for folder in self._newest_first():
+            with contextlib.suppress(UnreadableWeights):
+                return dict(_read_body(folder)["notes"]["state"])
+        return {}
+
     def _newest_first(self) -> list[Path]:
         """Sorted by the order of saving: after a reset, the latest may not have the most steps."""
         folders = [path for path in self.folder.glob("*step-*") if _CHECKPOINT_NAME.fullmatch(path.name)]

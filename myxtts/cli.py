@@ -159,9 +159,10 @@ def _add_evaluate(commands: Any) -> None:
 def _add_sampling(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--temperature", type=float, help="sampling temperature [default: 0.75]")
-    add("--guidance", type=float, help="classifier-free guidance, if trained with --text-dropout [default: 1]")
-    central = "use the code nearest to the mean of the likely ones: clearer, less expressive"
-    add("--central", action="store_true", default=None, help=central)
+    guidance = "classifier-free guidance [default: 2 for a model trained with --text-dropout, otherwise 1]"
+    add("--guidance", type=float, help=guidance)
+    central = "use the code nearest to the mean of the likely ones: clearer, less expressive [default: as trained]"
+    add("--central", action=argparse.BooleanOptionalAction, help=central)
     add("--best", action="store_true", help="use the GPT with the best validation loss, not the newest")
     add("--vocoder", choices=["hifigan", "griffin-lim"], help="codes to audio [default: hifigan if trained]")
 

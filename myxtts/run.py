@@ -23,7 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, UnreadableWeights, require_same
-from myxtts.config import SAMPLE_RATE, STAGES, Settings, num_frames_of, stage_steps, stages_of
+from myxtts.config import (
+    SAMPLE_RATE,
+    SMALL_CORPUS,
+    SMALL_CORPUS_HOURS,
+    STAGES,
+    Settings,
+    num_frames_of,
+    stage_steps,
+    stages_of,
+)
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.prepare import prepare, with_tokenizer_of_run
@@ -49,7 +58,7 @@ from myxtts.model.xtts import XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, inherited, initial_model
-from myxtts.settings import LoadedSettings, how_to_set, to_yaml
+from myxtts.settings import LoadedSettings, how_to_set, to_yaml, value_of, with_settings
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, DvaeRecipe, Recipe, StageFacts, useful_flops
@@ -107,13 +116,18 @@ def train(
         reporter.corpus(prepared)
         for line in [*announcements(plan, settings.data.pipeline_buffer_size), *_hints(settings, prepared, plan)]:
             say(line)
+        auto = run_dir.started_with().get("auto", {}) if continues else auto_values(settings, prepared)
+        if auto and "gpt" in stages_of(settings) and not run_dir.has_checkpoint("gpt"):
+            applied = ", ".join(f"{key} {value:g}" for key, value in auto.items())
+            say(f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech, the gpt stage has {applied}")
         fresh = _start(settings, run_dir, prepared, plan, continues, say)
         stop = held.enter_context(_StopRequest(plan))  # earlier there is no step to finish and nothing to save
         states: dict[str, State] = {}
         for stage in stages_of(settings):
             say(f"Stage {stage}")
             model = run_dir.load_model(fresh, without=(stage,))
-            context = StageContext(stage, settings, prepared, plan, model, run_dir, reporter, say, stop)
+            own = with_auto(settings, auto, stage)
+            context = StageContext(stage, own, prepared, plan, model, run_dir, reporter, say, stop)
             states[stage] = train_stage(context)
             barrier(plan)  # the next stage reads what rank 0 has saved of this one
             if not states[stage].done:
@@ -191,6 +205,7 @@ def _start(
                 "model.size": settings.model.size,
                 **known,
                 "untrained": random,
+                "auto": auto_values(settings, prepared),
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }
             trained_in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
@@ -201,6 +216,21 @@ def _start(
         write_text_atomically(run_dir.folder / "settings.yaml", to_yaml(again))
     barrier(plan)
     return model
+
+
+def auto_values(settings: Settings, prepared: PreparedCorpus) -> dict[str, float]:
+    """The settings that are `auto` and on for this corpus, by key."""
+    training, samples = settings.training, int(prepared.train.num_samples.sum())
+    is_small = samples / SAMPLE_RATE < 3600 * SMALL_CORPUS_HOURS and settings.data.train_data is not None
+    if not is_small or training.init_from is not None:
+        return {}
+    return {key: value for key, value in SMALL_CORPUS.items() if value_of(settings, key) is None}
+
+
+def with_auto(settings: Settings, auto: Mapping[str, float], stage: str) -> Settings:
+    """The settings of a stage with a number for each that is `auto`: what the run began with, and only for gpt."""
+    unset = [key for key in SMALL_CORPUS if value_of(settings, key) is None]
+    return with_settings(settings, {key: auto.get(key, 0.0) if stage == "gpt" else 0.0 for key in unset})
 
 
 def _num_tokens(source: Path) -> int:
@@ -270,7 +300,8 @@ class StageContext:
 
     def notes(self) -> dict[str, Any]:
         known = identity(self.settings, self.prepared, self.plan)
-        return {"identity": known, "lora_rank": self.settings.model.lora_rank}
+        trained_with = {key: value_of(self.settings, key) for key in SMALL_CORPUS}
+        return {"identity": known, "lora_rank": self.settings.model.lora_rank, "trained_with": trained_with}
 
     def validate(self, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
         return validate(self, recipe)
@@ -388,7 +419,7 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
             weight_decay=training.weight_decay,
             grad_clip=training.grad_clip,
             betas=recipe.betas,
-            ema_decay=training.ema_decay,
+            ema_decay=training.ema_decay or 0.0,
         )
     torch.manual_seed(training.seed + plan.rank)  # dropout differs between ranks
     if loaded is not None:
@@ -477,7 +508,7 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
         "data.use_phonemes": data.use_phonemes,
         "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
         "training.seed": training.seed,
-        "training.ema_decay": training.ema_decay,
+        "training.ema_decay": training.ema_decay or 0.0,
     }
     if prepared is not None:
         known |= {
@@ -492,9 +523,10 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
 def check_resumable(settings: Settings, run_dir: RunDir, prepared: PreparedCorpus | None) -> None:
     """Raise the error with which `train` would refuse to continue a run, as far as it can be known beforehand."""
     settings = as_started(settings, run_dir)
-    now = identity(settings, prepared)
+    auto = run_dir.started_with().get("auto", {})
     for stage in stages_of(settings):
         loaded = run_dir.checkpoints(stage).newest(optimizer=False)
+        now = identity(with_auto(settings, auto, stage), prepared)
         if loaded is not None:
             saved = loaded.state["notes"]["identity"]
             require_continuable(run_dir.folder, {name: saved[name] for name in now if name in saved}, now)

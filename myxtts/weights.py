@@ -45,6 +45,8 @@ class Provenance:
     max_text_length: int = DataSettings.max_text_length
     max_mel_frames: int = DataSettings.max_mel_frames
     use_phonemes: bool = False
+    text_dropout: float = 0.0  # share of the texts dropped in training: if any were, guidance works
+    code_noise: float = 0.0  # share of the codes replaced in training: the distributions are flat
 
     @classmethod
     def read(cls, folder: Path) -> Provenance:

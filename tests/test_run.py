@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -33,7 +34,7 @@ from training_fixtures import (
 import myxtts.model.gpt
 from myxtts.checkpoints import UnreadableWeights, read_tensors, write_pth
 from myxtts.cli import main
-from myxtts.config import SAMPLE_RATE, STAGES, DataSettings, Settings
+from myxtts.config import SAMPLE_RATE, SMALL_CORPUS, STAGES, DataSettings, Settings
 from myxtts.data.prepare import prepare
 from myxtts.devices import Plan
 from myxtts.files import lock
@@ -41,9 +42,10 @@ from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.findings import Finding
 from myxtts.observe.metrics import StepReport
+from myxtts.run import auto_values, prepare_corpus
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer
+from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer, override_sampling
 from myxtts.text.tokenizer import Tokenizer, extend
 from myxtts.tools.check import check
 from myxtts.training.trainer import StepMode, choose_mode
@@ -466,6 +468,46 @@ def test_a_run_speaks_and_is_exported(clips: Clips, tmp_path: Path, capsys: pyte
     assert train(tmp_path / "tuned", clips(), f"--init-from {out} --max-steps 1") == 0
     assert RunDir(tmp_path / "tuned").untrained() == ["decoder"]
     assert main(["export", str(run), "--out", str(tmp_path / "tuned")]) == 2, "a run is not written over"
+
+
+AUTO = "--dropout auto --code-noise auto --text-dropout auto --ema-decay auto"
+
+
+def test_a_gpt_from_scratch_on_few_hours_is_trained_and_speaks_in_the_way_that_was_measured(
+    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert train(run, clips(), f"--stages dvae,gpt --max-steps 1 {AUTO} --label-smoothing 0.1") == 0
+    applied = "model.dropout 0.1, training.code_noise 0.3, training.text_dropout 0.1, training.ema_decay 0.995"
+    assert f"less than 10 hours of speech, the gpt stage has {applied}" in capsys.readouterr().out
+    assert newest(run).state["notes"]["trained_with"] == SMALL_CORPUS
+    assert not any(name.startswith("ema.") for name in newest(run, "dvae").optimizer), "only the GPT is averaged"
+    assert any(name.startswith("ema.") for name in newest(run).optimizer)
+    assert train(run, clips(), f"--stages gpt --max-steps 2 {AUTO}") == 0, "continued with the same"
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+    for folder in (run, tmp_path / "out"):
+        sampling = load_synthesizer(folder, device=torch.device("cpu")).sampling
+        assert (sampling.guidance, sampling.central) == (2.0, True)
+    given = argparse.Namespace(temperature=None, repetition_penalty=None, guidance=1.0, central=False)
+    assert override_sampling(sampling, given) == OWN_SAMPLING, "flags win"
+
+
+def test_own_values_win_over_those_for_few_hours(
+    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("model: {dropout: 0.0}\ntraining: {code_noise: 0.2, ema_decay: auto}\n")
+    settings = load(own, {"data.train_data": str(clips()), "training.text_dropout": 0}).settings
+    prepared = prepare_corpus(settings)
+    assert auto_values(settings, prepared) == {"training.ema_decay": 0.995}
+    tuned = replace(settings, training=replace(settings.training, init_from=tmp_path))
+    embedded = replace(settings, data=replace(settings.data, train_data=None))
+    assert auto_values(tuned, prepared) == auto_values(embedded, prepared) == {}
+    monkeypatch.setattr("myxtts.run.SMALL_CORPUS_HOURS", 0.0)
+    assert auto_values(settings, prepared) == {}
+    assert train(tmp_path / "large", clips(), f"--stages gpt --max-steps 1 {AUTO}") == 0
+    assert "hours of speech, the gpt stage" not in capsys.readouterr().out
+    assert set(newest(tmp_path / "large").state["notes"]["trained_with"].values()) == {0.0}
 
 
 def test_weights_that_are_not_there_are_named_before_anything_else(

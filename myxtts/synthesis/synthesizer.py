@@ -44,6 +44,7 @@ PUBLISHED_SAMPLING = Sampling(temperature=0.75, top_k=50, top_p=0.85, repetition
 OWN_SAMPLING = replace(PUBLISHED_SAMPLING, repetition_penalty=1.0, penalise_prompt=False)
 """For a model trained from scratch: speech repeats codes, and a model of a small corpus knows which. With the
 published penalty a model that had memorised eight sentences could say none of them."""
+OWN_GUIDANCE = 2.0  # docs/results.md: words are clearer than without, and no scale from 1.5 to 3 is better
 SAMPLING_FLAGS = ("temperature", "repetition_penalty", "guidance", "central")  # fields of `Sampling` with a flag
 NUM_ATTEMPTS = 3
 BATCH_SIZE, BATCHES_AT_ONCE = 16, 8  # sentences generated together, and batches sorted by length together
@@ -512,8 +513,15 @@ def load_synthesizer(
     speaks: dict[str, Any] = {"vocoder": vocoder, "use_phonemes": known.use_phonemes}
     if known.from_scratch:
         limits = Limits(known.max_text_length, known.max_mel_frames // 4)
-        return Synthesizer(model, vocabulary, device, limits=limits, sampling=OWN_SAMPLING, **speaks)
+        return Synthesizer(model, vocabulary, device, limits=limits, sampling=sampling_for(known, model), **speaks)
     return Synthesizer(model, vocabulary, device, **speaks)
+
+
+def sampling_for(known: Provenance, model: XTTS) -> Sampling:
+    """How a model trained from scratch speaks: with guidance and central codes if it was trained for them."""
+    guidance = OWN_GUIDANCE if known.text_dropout else 1.0
+    central = known.code_noise > 0 and model.dvae.codebook.is_trained  # central codes need its vectors
+    return replace(OWN_SAMPLING, guidance=guidance, central=central)
 
 
 def provenance(run: RunDir) -> Provenance:
@@ -523,7 +531,9 @@ def provenance(run: RunDir) -> Provenance:
     except ConfigError:
         data = DataSettings()
     known = (data.max_text_length, data.max_mel_frames, data.use_phonemes)
-    return Provenance(tuple(run.untrained()), run.from_scratch, *known)
+    learnt = run.checkpoints("gpt").newest_state().get("notes", {}).get("trained_with", {})
+    trained_with = (float(learnt.get(f"training.{name}") or 0) for name in ("text_dropout", "code_noise"))
+    return Provenance(tuple(run.untrained()), run.from_scratch, *known, *trained_with)
 
 
 SAMPLE_FILE = "sample.wav"

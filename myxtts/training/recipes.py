@@ -333,11 +333,11 @@ class GptRecipe(Recipe):
         gpt, training = model.gpt, settings.training
         gpt.requires_grad_(True)
         gpt.checkpointing = settings.model.gradient_checkpointing
-        gpt.set_dropout(settings.model.dropout)
+        gpt.set_dropout(settings.model.dropout or 0.0)
         if settings.model.lora_rank:
             new_tokens = ("text_embedding", "text_head") if facts.has_new_tokens else ()
             add_adapters(gpt, settings.model.lora_rank, train_also=new_tokens)
-        noise, dropout = training.code_noise, training.text_dropout
+        noise, dropout = training.code_noise or 0.0, training.text_dropout or 0.0
         return cls(gpt, facts.world_size, training.label_smoothing, code_noise=noise, text_dropout=dropout)
 
     def __init__(

@@ -67,7 +67,7 @@ def choose_mode(settings: Settings, stage: str, plan: Plan) -> StepMode:
     graph = training.enable_graph_mode and on_gpu and settings.data.pad_to_fixed_length
     compiled = graph and training.enable_xla_compilation
     # Checkpointing draws the dropout of the forward pass again, which a CUDA graph cannot replay.
-    redraws = stage == "gpt" and settings.model.gradient_checkpointing and settings.model.dropout > 0
+    redraws = stage == "gpt" and settings.model.gradient_checkpointing and bool(settings.model.dropout)
     return StepMode(
         autocast=autocast,
         compiled=compiled,
