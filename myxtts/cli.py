@@ -486,7 +486,7 @@ def _export(options: argparse.Namespace) -> None:
     from myxtts.run_dir import RunDir
     from myxtts.synthesis.synthesizer import provenance
     from myxtts.text.tokenizer import Tokenizer
-    from myxtts.weights import load_folder, save_folder
+    from myxtts.weights import ONLY_HERE, fits_coqui, load_folder, save_folder
 
     replaced = ", in place of the weights that were there" if _check_export(options.source, options.out) else ""
     _require_vocabulary("--tokenizer", options.tokenizer)
@@ -504,9 +504,11 @@ def _export(options: argparse.Namespace) -> None:
         fresh = f", new weights for {', '.join(loaded.fresh_parts)}" if loaded.fresh_parts else ""
     save_folder(options.out, model, vocabulary, known)
     print(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{fresh}{replaced}")
-    if known.untrained:
-        print(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random", end="")
+    if known.random_parts:
+        print(f"WARNING: {' and '.join(known.random_parts)}: never trained, these weights are random", end="")
         print("; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else "")
+    if not fits_coqui(model.dims):
+        print(f"WARNING: {ONLY_HERE}")
 
 
 def _check_export(source: Path, out: Path) -> bool:

@@ -26,7 +26,7 @@ from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
 from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
 from myxtts.run_dir import RunDir
-from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sample
+from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, provenance, speak_sample
 from myxtts.terminal import ProgressPrinter, show_corpus
 from myxtts.training.trainer import Reporter, State
 
@@ -126,6 +126,8 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
         yield f"  report       {folder / 'report.html'}"
     yield f"  checkpoints  {', '.join(str(folder / stage) for stage in STAGES if (folder / stage).is_dir())}"
     run = RunDir(folder)
+    if random := provenance(run).random_parts:
+        yield f"  not trained  {', '.join(random)}: random weights"
     if settings.data.train_data is None:
         yield _ABOUT_THE_DEMO
     elif run.from_scratch and 0 < (steps := run.num_steps("gpt")) < FEW_STEPS:

@@ -447,6 +447,7 @@ def test_a_run_speaks_and_is_exported(clips: Clips, tmp_path: Path, capsys: pyte
     run, reference = tmp_path / "run", tmp_path / "reference.wav"
     soundfile.write(reference, make_voice(6.5, seed=1), SAMPLE_RATE)
     assert train(run, clips(), "--stages dvae,gpt --max-steps 1") == 0
+    assert "  not trained  decoder, speaker encoder: random weights" in capsys.readouterr().out
     arguments = ["speak", "Hello.", "--model", str(run), "--speaker", str(reference), "--language", "en"]
     capsys.readouterr()
     assert main([*arguments, "--seed", "1", "--out", str(tmp_path / "one.wav"), "--voice", "anna"]) == 0
@@ -460,7 +461,8 @@ def test_a_run_speaks_and_is_exported(clips: Clips, tmp_path: Path, capsys: pyte
     capsys.readouterr()
     out = tmp_path / "out"
     assert main(["export", str(run), "--out", str(out)]) == 0
-    assert "WARNING: decoder: never trained, these weights are random" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "WARNING: decoder and speaker encoder: never trained, these weights are random" in shown
     exported, own = (load_synthesizer(folder, device=torch.device("cpu")) for folder in (out, run))
     assert exported.vocoder.name == "griffin-lim", "a random decoder would only hum"
     assert exported.sampling == own.sampling == OWN_SAMPLING

@@ -10,6 +10,7 @@ loads a training run or an XTTS-v2 folder.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +61,8 @@ _VOCODER_PARTS: dict[VocoderName, tuple[str, ...]] = {
 }
 
 Work = Sequence[tuple[Sentence, Voice]]  # sentences, each with its voice
+
+_log = logging.getLogger(__name__)
 
 
 class SynthesisArguments(TypedDict, total=False):
@@ -510,6 +513,8 @@ def load_synthesizer(
     else:
         model, vocabulary, fresh_parts, known = load_folder(folder)
         vocoder = usable_vocoder(fresh_parts, vocoder)
+    if vocoder == "hifigan" and known.from_scratch:
+        _log.warning("The speaker encoder was never trained: all recordings give the decoder nearly one voice")
     speaks: dict[str, Any] = {"vocoder": vocoder, "use_phonemes": known.use_phonemes}
     if known.from_scratch:
         limits = Limits(known.max_text_length, known.max_mel_frames // 4)
