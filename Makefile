@@ -6,6 +6,16 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 DATA ?=
 
+# make ignores a misspelt variable: `make train data=DIR` would train the demonstration.
+KNOWN := DATA PYTHON
+GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command line,$(origin $(name))),$(name)))
+ifneq ($(filter-out $(KNOWN) MAKEFLAGS -%,$(GIVEN)),)
+  WRONG := $(firstword $(filter-out $(KNOWN) MAKEFLAGS -%,$(GIVEN)))
+  RIGHT := $(filter $(shell echo '$(WRONG)' | tr '[:lower:]' '[:upper:]'),$(KNOWN))
+  $(error unknown variable $(WRONG)$(if $(RIGHT),; write $(RIGHT)=$($(WRONG))); known are: $(KNOWN))
+endif
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+
 .PHONY: train test lint bench gpu-test soak docs judge clean
 
 train: $(VENV)/installed
@@ -41,16 +51,18 @@ clean:
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required, found " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@echo "Installing into $(VENV): about 5 GB on disk with the CUDA build of PyTorch, which PyPI gives, 1.5 GB with the CPU"
+	@echo "build (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make …). pip says the size of each download."
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --editable .
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ja,phonemes]'
+	$(PIP) --editable '.[dev,ja,phonemes]'
 	touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(PIP) --editable '.[bench]'
 	touch $@
 
 $(JUDGE)/installed: myxtts/tools/judge.py

@@ -1,4 +1,4 @@
-"""Search for settings that train faster on this machine: `python quick_gpu_fix.py [--apply]`.
+"""Find and mend what makes the settings slow on this machine: `python quick_gpu_fix.py [--apply]`.
 
 The same as `myxtts tune`.
 """

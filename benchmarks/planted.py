@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from harness import MAX_MEL_FRAMES, LiveTable, write_corpus
 
-from myxtts.data.batches import Gathered, Gatherer, HostBatch, Job
+from myxtts.data.batches import Gathered, Gatherer, GatherJob, HostBatch
 from myxtts.devices import Machine, Stream
 from myxtts.model.gpt import Block, GPTDims
 from myxtts.model.xtts import SIZES, XTTSDims
@@ -35,7 +35,7 @@ from myxtts.training.trainer import Step
 
 CLEARLY = 2.5
 """Delay of a planted worker for one batch, in step times."""
-SAVE_STEP, RECOMPILE_STEP, SLOW_CLIP = 20, 15, 50
+PAUSE_STEP, RECOMPILE_STEP, SLOW_CLIP = 20, 15, 50
 LEAK_BYTES, SCRATCH_BYTES = 8 * 2**20, 16 * 2**20
 CPU_STEPS = 45
 CPU_DIMS = XTTSDims(
@@ -81,10 +81,10 @@ def gathering_for_many(base: Baseline) -> Patch:
     return _delay_filling(lambda _: 2 * base.step_s)
 
 
-def _delay_filling(seconds_of: Callable[[Job], float]) -> Patch:
+def _delay_filling(seconds_of: Callable[[GatherJob], float]) -> Patch:
     fill = Gatherer.fill
 
-    def slow_fill(self: Gatherer, batch: HostBatch, job: Job) -> Gathered:
+    def slow_fill(self: Gatherer, batch: HostBatch, job: GatherJob) -> Gathered:
         time.sleep(seconds_of(job))
         return fill(self, batch, job)
 
@@ -174,10 +174,10 @@ def leak(_: Baseline) -> Patch:
     )
 
 
-def saving(base: Baseline) -> Patch:
+def pausing(base: Baseline) -> Patch:
     """Every so many steps, stop training for half as long as these steps take."""
-    seconds = 0.5 * SAVE_STEP * base.step_s
-    return _before_each_step(lambda _, number: time.sleep(seconds if number and number % SAVE_STEP == 0 else 0))
+    seconds = 0.5 * PAUSE_STEP * base.step_s
+    return _before_each_step(lambda _, number: time.sleep(seconds if number and number % PAUSE_STEP == 0 else 0))
 
 
 def _before_each_step(work: Callable[[Step, int], object]) -> Patch:
@@ -224,7 +224,7 @@ CASES: Mapping[str, Case] = {
     "host-sync": Case(("host-sync",), ("host",), host_syncs, EAGER, on_cpu=False, kernels=True),
     "recompiling": Case(("recompiling",), (), recompilations),
     "leak": Case(("memory-growth",), (), leak, on_cpu=False),
-    "saving": Case(("save-stall",), ("save",), saving, {"training.save_step": str(SAVE_STEP)}),
+    "pausing": Case(("host-late",), ("host",), pausing),
     "launch-bound": Case(("launch-bound",), ("host",), flags=EAGER | {"data.batch_size": "1"},
                          on_cpu=False, kernels=True),
     "nothing": Case((), ("train",), flags={"data.batch_size": "32"}, size="normal", num_steps=25),

@@ -1,7 +1,9 @@
 """Training end to end: a corpus folder, the real pipeline, metrics, checkpoints; and compared with coqui-tts.
 
     python benchmarks/train.py speed                     clips/s of normal, small and tiny, LJSpeech-like noise
+    python benchmarks/train.py speed --deterministic     the same, and again with --deterministic
     python benchmarks/train.py memory                    fine-tuning `normal` under caps of 8 and 12 GB
+    python benchmarks/train.py presets                   every preset under the cap of its card, a few steps each
     python benchmarks/train.py weights --corpus DIR --out DIR    fresh weights that both trainers start from
     python benchmarks/train.py curve --corpus DIR --weights DIR --out FILE     losses on real speech, for `compare`
     python benchmarks/train.py compare OURS COQUI…       tables of what `curve` and benchmarks/coqui.py wrote
@@ -12,9 +14,12 @@ Every measurement is one call of the function behind `myxtts train`.
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import statistics
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +37,19 @@ from harness import (
     write_corpus,
 )
 
-from myxtts.config import SMALL_CORPUS, DataSettings
+from myxtts.config import PRESETS, SMALL_CORPUS, STAGES, DataSettings, Settings
+from myxtts.data.clips import PreparedCorpus
 from myxtts.data.prepare import prepare
+from myxtts.devices import CONTEXT_MB, MARGIN_MB, apply_caps, explained_out_of_memory, make_plan
 from myxtts.errors import MyXTTSError
-from myxtts.model.xtts import SIZES
+from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.metrics import StepReport
+from myxtts.observe.trace import StepClock
+from myxtts.pipeline.feed import build_feed
+from myxtts.run import StageContext, set_up
+from myxtts.run_dir import RunDir
 from myxtts.settings import load
+from myxtts.text.tokenizer import Tokenizer
 
 LORA, RECOMPUTE = {"model.lora_rank": 16}, {"model.gradient_checkpointing": True}
 MEMORY_CASES: list[tuple[int, int, dict[str, object]]] = [
@@ -60,10 +72,11 @@ def run(folder: Path, flags: dict[str, object]) -> list[StepReport]:
 
 def speed(options: argparse.Namespace) -> None:
     columns = ("size", "clips", "clips/s", "step ms", "CV", "idle", "peak GiB", "ahead")
-    table = LiveTable(f"GPT stage end to end, {machine()}", *columns)
+    table = LiveTable(f"GPT stage end to end, {machine()}", *columns, "deterministic")
+    modes = (False, True) if options.deterministic else (False,)
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder) / "corpus", options.corpus_clips)
-        for size in options.size or ("normal", "small", "tiny"):
+        for size, fixed in itertools.product(options.size or ("normal", "small", "tiny"), modes):
             flags: dict[str, object] = {
                 "data.train_data": str(Path(folder) / "corpus"),
                 "data.max_mel_frames": MAX_MEL_FRAMES,
@@ -73,8 +86,9 @@ def speed(options: argparse.Namespace) -> None:
                 "training.log_step": 20,
                 "training.save_step": max(options.steps // 2, 1),
                 "training.val_step": 10**6,
+                "training.deterministic": fixed,
             }
-            reports = run(Path(folder) / size, flags)
+            reports = run(Path(folder) / f"{size}-{fixed}", flags)
             steady = [report for report in reports if report.step > options.steps // 4]
             table.add(
                 size,
@@ -85,6 +99,7 @@ def speed(options: argparse.Namespace) -> None:
                 f"{statistics.mean(report.idle_share for report in steady):.2%}",
                 f"{max(reports[-1].memory_mb.values(), default=0) / 1024:.1f}",
                 round(statistics.median(report.ahead for report in steady)),
+                "yes" if fixed else "no",
             )
     table.show()
 
@@ -118,6 +133,62 @@ def memory(options: argparse.Namespace) -> None:
             shown = ", ".join(f"{name.split('.')[1]} {value}" for name, value in extra.items())
             table.add(cap, batch, shown, *cells)
     table.show()
+
+
+def presets(options: argparse.Namespace) -> None:
+    """Peak memory of each preset under the default cap of its card: `normal` where that fits, else `small`.
+
+    The network starts from the same random weights each time and is not compiled, to save minutes.
+    """
+    columns = ("preset", "stage", "size", "clips", "accumulate", "cap MB", "allocated MB", "reserved MB", "result")
+    table = LiveTable(f"presets under the cap of their card, {machine()}", *columns, left=("result",))
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus"
+        write_corpus(corpus, 160)
+        flags = {"data.train_data": str(corpus), "data.language": "en", "training.enable_xla_compilation": False}
+        prepared = prepare(load(None, flags).settings.data)
+        models = {size: random_model(size, prepared.tokenizer) for size in ("normal", "small")}
+        for name, stage in itertools.product(options.preset or PRESETS, options.stage or ("gpt", "decoder")):
+            cap = 1024 * int(name.removesuffix("gb")) - CONTEXT_MB - MARGIN_MB
+            values = {**flags, **PRESETS[name], "data.enable_memory_isolation": True, "data.model_gpu_memory": cap}
+            for size, model in models.items():
+                settings = load(None, {**values, "model.size": size}).settings
+                result = few_steps(settings, prepared, stage, deepcopy(model), options.steps)
+                allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+                torch.cuda.set_per_process_memory_fraction(1.0)
+                cells = (settings.data.batch_size, settings.training.gradient_accumulation_steps, cap)
+                table.add(name, stage, size, *cells, allocated // 2**20, reserved // 2**20, result)
+                if result == "trains":
+                    break
+    table.show()
+
+
+def random_model(size: str, tokenizer: Tokenizer) -> XTTS:
+    """A network on the host, its weights drawn on the GPU, which takes a moment instead of many seconds."""
+    with torch.device("cuda"):
+        dims = SIZES[size].with_vocabulary(tokenizer.num_tokens, tokenizer.start_id, tokenizer.stop_id)
+        return XTTS(dims).cpu()
+
+
+def few_steps(settings: Settings, prepared: PreparedCorpus, stage: str, model: XTTS, num_steps: int) -> str:
+    """Train some optimiser steps under the cap of the settings; "trains", or the first line of the error."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    plan = make_plan(settings.data)
+    apply_caps(plan)
+    context = StageContext(stage, settings, prepared, plan, model, RunDir(Path("presets")))
+    try:
+        with explained_out_of_memory(plan, "model", "training"):
+            step = set_up(context, total=10**6)
+            with build_feed(context) as feed, step.stream.use():
+                clock = StepClock(step.stream.handle)
+                for number in range(num_steps):
+                    step(feed.next, number, clock)
+                step.stream.finish()
+    except MyXTTSError as error:
+        return str(error).splitlines()[0][:90]
+    return "trains"
 
 
 def curve(options: argparse.Namespace) -> None:
@@ -176,6 +247,11 @@ def main() -> None:
     command.add_argument("--batch", type=int, default=64)
     command.add_argument("--steps", type=int, default=200)
     command.add_argument("--corpus-clips", type=int, default=2000)
+    command.add_argument("--deterministic", action="store_true", help="also with --deterministic, for its price")
+    command = add_command(commands, "presets", presets)
+    command.add_argument("--preset", action="append", choices=list(PRESETS))
+    command.add_argument("--stage", action="append", choices=STAGES)
+    command.add_argument("--steps", type=int, default=2)
     command = add_command(commands, "memory", memory)
     command.add_argument("--steps", type=int, default=20)
     for name, call in (("curve", curve), ("weights", weights)):

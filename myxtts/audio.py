@@ -7,6 +7,7 @@ found). Knows nothing of corpora, caches or models.
 from __future__ import annotations
 
 import math
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import soundfile as sf
 import soxr
+
+from myxtts.files import write_atomically
 
 Pcm = npt.NDArray[np.int16]
 Wave = npt.NDArray[np.float32]
@@ -87,8 +90,9 @@ def trim_silence(pcm: Pcm, sample_rate: int, below_db: float) -> Pcm:
 
 
 def write(path: Path, wave: Wave, sample_rate: int) -> None:
-    """Write a mono float wave as 16-bit PCM in the format of the file's extension."""
-    sf.write(path, np.clip(wave, -1.0, 1.0), sample_rate, subtype="PCM_16")
+    """Write a mono float wave as 16-bit PCM in the format of the file's extension, completely or not at all."""
+    samples, form = np.clip(wave, -1.0, 1.0), path.suffix[1:]
+    write_atomically(path, lambda file: sf.write(file, samples, sample_rate, subtype="PCM_16", format=form))
 
 
 def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:
@@ -107,6 +111,8 @@ def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:
 def _check_complete(path: Path) -> None:
     """Compare the length in the container with the file: libsndfile silently accepts a truncated WAV or Ogg."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device could wait forever
+            raise UnusableAudio("unreadable file", "not a regular file")
         with open(path, "rb") as file:
             head = file.read(26)
             size = file.seek(0, 2)

@@ -17,8 +17,9 @@ import json
 import logging
 import re
 import shutil
+import warnings
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,11 +75,13 @@ def _read_pth(path: Path) -> Any:
         strangers = [name for name in names if not name.startswith(_KNOWN_FOREIGN)]
         stand_ins: list[Any] = [(type(name.rpartition(".")[2], (), {}), name) for name in names]
         if not strangers:
-            with torch.serialization.safe_globals(stand_ins):
+            with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings(action="ignore"):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # the unpickler raises whatever a damaged stream makes it raise
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UnreadableWeights(f"{path} is damaged or no PyTorch checkpoint: {reason[0][:200]}") from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        if type(error).__name__ == "UnpicklingError":  # its text advises to execute what the file says
+            reason = "it holds something else than weights, which is not loaded"
+        raise UnreadableWeights(f"{path} is damaged or no PyTorch checkpoint: {reason}") from None
     raise UnreadableWeights(f"{path} was not loaded: it refers to {strangers[0]}, which is no part of weights")
 
 
@@ -227,7 +230,7 @@ class Checkpoints:
             if best:
                 write_text_atomically(self.folder / "best", final.name)
             self._rotate()
-        except Exception as error:  # no error may end the training
+        except Exception as error:  # no error may end the run
             self.num_failed += 1
             with contextlib.suppress(OSError):
                 self._remove_leftovers()
@@ -270,16 +273,12 @@ def to_host(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = N
     return host
 
 
-def require_same(
-    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
-) -> None:
-    """Raise an error with every setting that differs; `ignore` lists dotted names of settings or sections."""
-    before, after = _by_dotted_name(saved), _by_dotted_name(now)
+def require_same(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise an error with every setting that differs."""
     found = [
-        f"{name}: the run has {before.get(name, 'nothing')}, now {after.get(name, 'nothing')}"
-        for name in {**before, **after}
-        if (name in before, before.get(name)) != (name in after, after.get(name))
-        and not any(f"{name}.".startswith(f"{ignored}.") for ignored in ignore)
+        f"{name}: the run has {saved.get(name, 'nothing')}, now {now.get(name, 'nothing')}"
+        for name in {**saved, **now}
+        if (name in saved, saved.get(name)) != (name in now, now.get(name))
     ]
     if found:
         listed = "\n  ".join([f"The run in {folder} was made with other settings:", *found])
@@ -302,7 +301,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensors], notes: Mapping[str, Any
         with contextlib.suppress(PermissionError):  # file systems without modes
             path.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files readable by the owner only
         sync_path(path)
-        files[name] = {"bytes": path.stat().st_size, "xxh3": _file_hash(path)}
+        files[name] = {"bytes": path.stat().st_size, "xxh3": file_hash(path)}
     body = json.loads(json.dumps({"format": CHECKPOINT_FORMAT, "files": files, "notes": notes}))
     text = json.dumps({"hash": _body_hash(body), "body": body}, indent=1)
     (folder / "state.json").write_text(text, encoding="utf-8")
@@ -321,7 +320,7 @@ def _read_body(folder: Path) -> dict[str, Any]:
     path = folder / "state.json"
     with _as_unreadable(path):
         text = path.read_bytes()
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         content = json.loads(text)
         body = dict(content["body"])
         if content["hash"] == _body_hash(body) and body["format"] == CHECKPOINT_FORMAT:
@@ -337,7 +336,7 @@ def _read_checked(folder: Path, name: str, body: Mapping[str, Any]) -> Tensors:
         num_bytes = path.stat().st_size
         if num_bytes != expected["bytes"]:
             raise UnreadableWeights(f"{path} has {num_bytes} bytes instead of {expected['bytes']}")
-        if _file_hash(path) != expected["xxh3"]:
+        if file_hash(path) != expected["xxh3"]:
             raise UnreadableWeights(f"{path} does not match its checksum")
     return _read_safetensors(path)
 
@@ -354,8 +353,8 @@ def _body_hash(body: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
-def _file_hash(path: Path) -> str:
-    with open(path, "rb") as file:
+def file_hash(path: Path) -> str:
+    with _as_unreadable(path), open(path, "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
@@ -373,14 +372,3 @@ def _damage_logged() -> Iterator[None]:
         yield
     except UnreadableWeights as error:
         _log.warning("A damaged checkpoint is passed over: %s", error)
-
-
-def _by_dotted_name(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name, as JSON values, so that a path equals its text and a tuple a list."""
-    flat = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat.update(_by_dotted_name(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = json.loads(json.dumps(value, default=str))
-    return flat

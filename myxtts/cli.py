@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from myxtts import __version__
 from myxtts.config import LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
-from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError
+from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
 from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
@@ -28,22 +29,71 @@ MOST_GPUS = 16  # GPUs that the live view looks for
 EVALUATION_FOLDER = "evaluation"  # inside a run; the scores in it appear on the page of the run
 
 
+class _Output(io.FileIO):
+    """Standard output or error whose loss, such as a closed pipe or a full disk, does not end a run."""
+
+    result_is_lost = False
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if self.fileno() == 1 and not _Output.result_is_lost:
+                _Output.result_is_lost = True
+                logging.warning("Standard output cannot be written: %s. The command continues.", error.strerror)
+            return len(data)
+
+
+def _secure_streams() -> None:
+    """Make output that fails, or that the locale cannot encode, harmless; pytest's own streams are left alone."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # a file opened next would get the number, and what libraries print would go into it
+            os.open(os.devnull, os.O_RDWR)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream: Any = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            stream.flush()
+            raw = io.BufferedWriter(_Output(number, "wb", closefd=False))
+            kept = {name: getattr(stream, name) for name in ("encoding", "line_buffering", "write_through")}
+            setattr(sys, name, io.TextIOWrapper(raw, errors="backslashreplace", **kept))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; expected errors are printed without a traceback."""
+    _secure_streams()
     options, unknown = make_parser().parse_known_args(arguments)
     options.unknown = unknown
     if unknown and "refuse" in options:
         options.refuse(f"unknown arguments {' '.join(unknown)}")
-    logging.basicConfig(format="%(message)s", level=logging.DEBUG if options.verbose else logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Printable())
+    logging.basicConfig(handlers=[handler], level=logging.DEBUG if options.verbose else logging.INFO)
     logging.getLogger("torch").setLevel(logging.WARNING)  # it logs statistics when a process ends
     try:
-        return int(options.run(options) or 0)
+        code = int(options.run(options) or 0)
+        print(end="", flush=True)
+        return code or int(
+            _Output.result_is_lost and options.run is not _train
+        )  # the result of a run is its folder
     except MyXTTSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print("\ninterrupted; no incomplete file was left", file=sys.stderr)
         return 130
+
+
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _say(*lines: object) -> None:
+    from myxtts.terminal import show_lines
+
+    show_lines(lines)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -67,9 +117,9 @@ def _command(
 
 
 def _add_training_commands(commands: Any) -> None:
-    train = _command(commands, "train", "train a model on a corpus, or continue a training", _train)
+    train = _command(commands, "train", "train a model on a corpus, or continue a run", _train)
     add_flags(train)
-    train.add_argument("--dashboard", action="store_true", help="show a live view instead of progress lines")
+    train.add_argument("--dashboard", action="store_true", help="on a terminal: a live view instead of lines")
 
     prepare = _command(commands, "prepare", "turn a folder of recordings into a packed, verified cache", _prepare)
     add_flags(prepare, only=PREPARE_KEYS)
@@ -92,7 +142,8 @@ def _add_tools(commands: Any) -> None:
     about = "check settings, corpus and machine before training; the exit code is 0 only if nothing fails"
     check = _command(commands, "check", about, _check)
     add = check.add_argument
-    add("--gpus", action="store_true", help="also test the GPUs: memory caps, copies, a short training")
+    add("--gpus", action="store_true", help="also test the GPUs: memory caps, copies, a short run")
+    add("--all", action="store_true", help="also show what passed or could not be checked")
     add("--json", action="store_true", help="print the findings as JSON")
     add_flags(check)
 
@@ -103,7 +154,7 @@ def _add_tools(commands: Any) -> None:
     report.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run")
     report.add_argument("--out", type=Path, metavar="FILE", help="page to write [default: RUN/report.html]")
 
-    about = "measure where the time of a training goes, and say what to change"
+    about = "measure where the time of a run goes, and say what to change"
     profile = _command(commands, "profile", about, _profile)
     add, steps = profile.add_argument, "steps to measure; with --data-only, batches [default: 50]"
     add("--num-steps", "--num-batches", type=_whole_number(1), default=50, metavar="N", help=steps)
@@ -114,7 +165,7 @@ def _add_tools(commands: Any) -> None:
 
     tune = _command(commands, "tune", "search for settings that train faster on this machine, by measuring", _tune)
     add, largest = tune.add_argument, "largest batch to try [default: 512, on a CPU 32]"
-    add("--minutes", type=_positive, default=10.0, metavar="M", help="time limit [default: 10]")
+    add("--minutes", type=_positive, default=2.0, metavar="M", help="time limit [default: 2]")
     add("--max-batch", type=_whole_number(1), metavar="N", help=largest)
     add("--apply", action="store_true", help="write the changes into the YAML file; keeps a backup")
     for tool in (profile, tune):
@@ -164,7 +215,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     central = "use the code nearest to the mean of the likely ones: clearer, less expressive [default: as trained]"
     add("--central", action=argparse.BooleanOptionalAction, help=central)
     add("--best", action="store_true", help="use the GPT with the best validation loss, not the newest")
-    add("--vocoder", choices=["hifigan", "griffin-lim"], help="codes to audio [default: hifigan if trained]")
+    add("--vocoder", choices=["hifigan", "griffin-lim"], help="codes to audio [default: the better one]")
 
 
 def _add_export(commands: Any) -> None:
@@ -195,16 +246,16 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
 
 
-def _load(options: argparse.Namespace) -> LoadedSettings:
-    """Return the settings of a training, with presets and demonstration applied; prints what they set."""
+def _load(options: argparse.Namespace, demo: bool = True) -> LoadedSettings:
+    """Return the settings of a run with presets, and on request the demonstration; prints what they set."""
     from myxtts.devices import Machine
 
     loaded, lines = apply_presets(load(options.config, flags_of(options), options.unknown))
-    if loaded.settings.data.train_data is None:
-        loaded, demo = apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
-        lines += demo
+    if demo and loaded.settings.data.train_data is None:
+        loaded, more = apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
+        lines += more if options.run is _train else more[:1]
     if lines and _is_first_process() and not getattr(options, "json", False):
-        print("\n".join(lines), flush=True)
+        _say(*lines)
     return loaded
 
 
@@ -226,7 +277,7 @@ def _require_vocabulary(flag: str, path: Path | None) -> None:
 def _train(options: argparse.Namespace) -> None:
     from myxtts.reports import TrainingReports, closing, stopped
     from myxtts.run import train
-    from myxtts.terminal import ProgressLines, ProgressPrinter, show_lines
+    from myxtts.terminal import ProgressLines, ProgressPrinter, dashboard, show_lines
 
     loaded = _load(options)
     settings = loaded.settings
@@ -236,31 +287,17 @@ def _train(options: argparse.Namespace) -> None:
         logging.getLogger().setLevel(logging.WARNING)
         train(loaded)
         return
+    has_view = options.dashboard and sys.stdout.isatty()
     with (
-        ProgressPrinter(is_silent=options.dashboard) as printer,
-        _dashboard(folder) if options.dashboard else contextlib.nullcontext(),
+        ProgressPrinter(is_silent=has_view) as printer,
+        dashboard(folder, _gpu_readings()) if has_view else contextlib.nullcontext(),
         contextlib.closing(TrainingReports(folder, printer)) as reports,
     ):
         result = train(loaded, reporter=reports, progress=ProgressLines(), say=lambda line: show_lines([line]))
     if all(state.done for state in result.states.values()):
         show_lines(closing(settings, result.prepared, reports.has_trained))
     else:
-        print(stopped(settings, result.states))
-
-
-@contextlib.contextmanager
-def _dashboard(folder: Path) -> Iterator[None]:
-    """Show the live view of a run on a thread of its own."""
-    from myxtts.terminal import watch
-
-    stop = threading.Event()
-    thread = threading.Thread(target=watch, args=(folder, stop, _gpu_readings()), name="dashboard", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+        _say(stopped(settings, result.states))
 
 
 def _gpu_readings() -> Callable[[], list[dict[str, Any]]]:
@@ -301,21 +338,21 @@ def _vocabulary(options: argparse.Namespace) -> None:
             found = " ".join(sorted(set(languages))) or "none"
             raise ConfigError(f"No sentence of the corpus is in {data.language} (its languages: {found})")
         vocabulary = tokenizer.extend(old, spoken, data.language or "", options.merges)
-        print(f"{vocabulary.num_tokens - old.num_tokens} tokens added to the {old.num_tokens} of {base}")
+        _say(f"{vocabulary.num_tokens - old.num_tokens} tokens added to the {old.num_tokens} of {base}")
     vocabulary.save(options.out)
-    print(f"{options.out}: {vocabulary.num_tokens} tokens")
+    _say(f"{options.out}: {vocabulary.num_tokens} tokens")
 
 
 def _check(options: argparse.Namespace) -> int:
     from myxtts.terminal import ProgressLines, show_findings
     from myxtts.tools.check import check, check_gpus, passed, to_json
 
-    loaded = _load(options)
+    loaded = _load(options, demo=False)
     findings = check_gpus(loaded, progress=ProgressLines(), say=logging.info) if options.gpus else check(loaded)
     if options.json:
         print(to_json(findings))
     else:
-        show_findings(findings)
+        show_findings(findings, with_passed=options.all or options.verbose)
     return 0 if passed(findings) else 1
 
 
@@ -323,7 +360,10 @@ def _profile(options: argparse.Namespace) -> None:
     from myxtts.terminal import show_profile
     from myxtts.tools.profile import profile
 
-    loaded, prepared, stage = _load_for_tool(options)
+    loaded = _load(options)
+    if options.trace is not None:
+        _check_trace(options.trace, options.data_only)
+    prepared, stage = _prepare_for_tool(loaded, options)
     given = {name: getattr(options, name) for name in ("num_steps", "data_only", "kernels", "step_ms")}
     found = profile(loaded.settings, prepared, stage=stage, **given)
     if options.trace is not None and found.trace is not None:
@@ -333,11 +373,20 @@ def _profile(options: argparse.Namespace) -> None:
             raise ConfigError(f"--trace {options.trace}: cannot be written ({error.strerror or error})") from error
     if options.json:
         print(json.dumps(found.to_json(), indent=2, default=str))
-        return
-    show_profile(found)
-    _add_to_page(found, loaded.settings)
-    if options.trace is not None and found.trace is not None:
-        print(f"Trace for ui.perfetto.dev: {options.trace}")
+    else:
+        show_profile(found)
+        _add_to_page(found, loaded.settings)
+    if options.trace is not None:
+        logging.info("Trace written to %s; open it at ui.perfetto.dev", options.trace.resolve())
+
+
+def _check_trace(path: Path, data_only: bool) -> None:
+    """Refuse a trace that could not be written, before anything is measured."""
+    if data_only:
+        raise ConfigError("--trace needs training steps, and --data-only trains none; leave out one of the two")
+    if path.is_dir() or not path.parent.is_dir():
+        problem = "is a folder; name a file" if path.is_dir() else f"{path.parent}: no such folder"
+        raise ConfigError(f"--trace {path}: {problem}")
 
 
 def _add_to_page(found: Profile, settings: Settings) -> None:
@@ -351,7 +400,7 @@ def _add_to_page(found: Profile, settings: Settings) -> None:
         own = load(run_folder / "settings.yaml", {}).settings
         if found.verdict is not None and subject(own) == subject(settings):
             keep(found, run_folder)
-            print(f"On the page of the run: {write_report(run_folder)}")
+            _say(f"On the page of the run: {write_report(run_folder)}")
     except ConfigError:  # no run, or one with settings of another version
         return
     except OSError as error:
@@ -361,9 +410,12 @@ def _add_to_page(found: Profile, settings: Settings) -> None:
 def _tune(options: argparse.Namespace) -> None:
     from myxtts.settings import apply_patch
     from myxtts.terminal import show_tuning
-    from myxtts.tools.tune import tune
+    from myxtts.tools.tune import known_faults, tune
 
-    loaded, prepared, stage = _load_for_tool(options)
+    loaded = _load(options)
+    for fault in known_faults(loaded):
+        logging.info("%s: %s", fault.setting, fault.what)
+    prepared, stage = _prepare_for_tool(loaded, options)
     limits = {"minutes": options.minutes, "max_batch": options.max_batch}
     found = tune(loaded, prepared, stage=stage, say=logging.info, **limits)
     if options.json:
@@ -375,17 +427,17 @@ def _tune(options: argparse.Namespace) -> None:
         logging.info("%s: written%s", path, f"; the previous version is {backup}" if backup else "")
 
 
-def _load_for_tool(options: argparse.Namespace) -> tuple[LoadedSettings, PreparedCorpus, str]:
-    """Return the settings, the prepared corpus and the stage to measure."""
+def _prepare_for_tool(loaded: LoadedSettings, options: argparse.Namespace) -> tuple[PreparedCorpus, str]:
+    """Return the prepared corpus and the stage to measure."""
     from myxtts.devices import make_plan
     from myxtts.run import prepare_corpus
     from myxtts.terminal import ProgressLines
 
-    loaded = _load(options)
-    make_plan(loaded.settings.data)  # reports a mistake about devices before a corpus is prepared
+    _require_vocabulary("--tokenizer", loaded.settings.data.tokenizer)
+    make_plan(loaded.settings.data, spelling=loaded.spelling)  # reports mistakes before a corpus is prepared
     stages = loaded.settings.training.stages or STAGES
     stage = options.stage or ("gpt" if "gpt" in stages else stages[0])
-    return loaded, prepare_corpus(loaded.settings, ProgressLines()), stage
+    return prepare_corpus(loaded.settings, ProgressLines()), stage
 
 
 def _watch(options: argparse.Namespace) -> None:
@@ -397,14 +449,14 @@ def _watch(options: argparse.Namespace) -> None:
 
 def _require_run(folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"There is no run in {folder}: no such folder; give the --checkpoint-dir of a training")
+        raise ConfigError(f"{folder}: no such folder; give the --checkpoint-dir of a run")
 
 
 def _report(options: argparse.Namespace) -> None:
     from myxtts.observe.report import write_report
 
     try:
-        print(write_report(options.run_folder, options.out))
+        _say(write_report(options.run_folder, options.out))
     except OSError as error:
         problem = f"No report of {options.run_folder}: {error.strerror}" if error.strerror else str(error)
         raise ConfigError(problem) from error
@@ -419,8 +471,10 @@ def _speak(options: argparse.Namespace) -> None:
     if not options.speaker and not options.voice:
         raise ConfigError("speak: give a recording with --speaker FILE, or a saved voice with --voice NAME")
     check_output(options.out)
-    synthesizer = load_synthesizer(options.model, vocoder=options.vocoder, best_gpt=options.best)
     voices = VoiceLibrary(options.model)
+    if options.voice:
+        voices.path(options.voice)  # reports an impossible name before anything is computed
+    synthesizer = load_synthesizer(options.model, vocoder=options.vocoder, best_gpt=options.best)
     if options.speaker:
         voice = synthesizer.voice(options.speaker, options.voice)
         if options.voice:
@@ -439,7 +493,7 @@ def _speak(options: argparse.Namespace) -> None:
     else:
         speech = synthesizer.speak(text, voice, options.language, **how)
     speech.save(options.out)
-    print(*speech.report.notes(), options.out, sep="\n")
+    _say(*speech.report.notes(), options.out)
 
 
 def _text(options: argparse.Namespace) -> str:
@@ -447,9 +501,12 @@ def _text(options: argparse.Namespace) -> str:
         raise ConfigError('speak: give either a text, as in myxtts speak "Hello.", or --from-file FILE')
     if options.text is not None:
         return str(options.text)
+    from myxtts.synthesis.text import MAX_TEXT_CHARACTERS
+
     try:
         path = Path("/dev/stdin") if str(options.from_file) == "-" else options.from_file
-        return str(path.read_text(encoding="utf-8-sig"))
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read(MAX_TEXT_CHARACTERS + 1)  # one too many is refused later
     except (OSError, UnicodeDecodeError) as error:
         why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror or error
         raise ConfigError(f"speak: --from-file {options.from_file} cannot be read: {why}") from None
@@ -470,16 +527,16 @@ def _evaluate(options: argparse.Namespace) -> None:
         synthesise(options.run_folder, out, asked, ProgressLines())
     if judges is None:
         there = f" --out {out}" if options.out else ""
-        print(f"{out}: ready to be judged (myxtts evaluate {options.run_folder} --only judge{there})")
+        _say(f"{out}: ready to be judged (myxtts evaluate {options.run_folder} --only judge{there})")
         return
     scores = score(out, judges, ProgressLines())
     show_scores(scores)
-    print(scores["reading"], out / "scores.json", sep="\n")
+    _say(scores["reading"], out / "scores.json")
     if out.resolve() == (options.run_folder / EVALUATION_FOLDER).resolve():
         try:
-            print(write_report(options.run_folder))
+            _say(write_report(options.run_folder))
         except OSError as error:
-            print(f"No page was written: {error}")
+            _say(f"No page was written: {error}")
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -503,18 +560,20 @@ def _export(options: argparse.Namespace) -> None:
         model, vocabulary, known = loaded.model, loaded.vocabulary, loaded.provenance
         fresh = f", new weights for {', '.join(loaded.fresh_parts)}" if loaded.fresh_parts else ""
     save_folder(options.out, model, vocabulary, known)
-    print(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{fresh}{replaced}")
+    _say(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{fresh}{replaced}")
     if known.random_parts:
-        print(f"WARNING: {' and '.join(known.random_parts)}: never trained, these weights are random", end="")
-        print("; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else "")
+        hum = "; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else ""
+        _say(f"WARNING: {' and '.join(known.random_parts)}: never trained, these weights are random{hum}")
     if not fits_coqui(model.dims):
-        print(f"WARNING: {ONLY_HERE}")
+        _say(f"WARNING: {ONLY_HERE}")
 
 
 def _check_export(source: Path, out: Path) -> bool:
     """True if an earlier export will be overwritten; anything else in the way is an error."""
     from myxtts.weights import MODEL_FILES
 
+    if not source.is_dir():
+        raise ConfigError(f"{source}: no such folder; give a run or a folder of XTTS-v2")
     if out.resolve() == source.resolve():
         raise ConfigError(f"--out {out} is the folder to read; give another one")
     if out.is_file():

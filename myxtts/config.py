@@ -101,6 +101,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     for name, row in _PRESET_ROWS.items()
 }
 """Starting points by the memory of the card, by key. The two caps of a preset fit one such card together."""
+CARDS = {
+    "rtx3060": "12gb", "rtx3070": "8gb", "rtx3080": "8gb", "rtx3090": "24gb", "rtx4090": "24gb", "a100": "40gb",
+}  # fmt: skip
+"""Presets by the name of a card, for the smallest memory it is sold with; `preset_for` finds them by memory."""
 FINE_TUNING_KEYS = frozenset({"model.lora_rank"})
 """Settings that a preset gives only with `init_from`: adapters on untrained weights learn nothing."""
 
@@ -135,7 +139,7 @@ DEMO_ON_GPU: Mapping[str, Any] = {key: on_gpu for key, (_, on_gpu) in _DEMO_ROWS
 
 def least_memory_mb(preset: str) -> float:
     """Return the memory a card must report for a preset: up to 10 % less than it is sold with."""
-    return 0.9 * 1024 * int(preset.removesuffix("gb"))
+    return 0.9 * 1024 * int(CARDS.get(preset, preset).removesuffix("gb"))
 
 
 def preset_for(gpu_memory_mb: int, cap_mb: int | None = None) -> str:
@@ -248,10 +252,12 @@ class DataSettings:
     enable_memory_isolation: bool = setting(False)
     """Caps the memory of each GPU (`data_gpu_memory`, `model_gpu_memory`), so that neither role takes memory
     that another program needs. Exceeding a cap ends the run with an error that names the role."""
-    data_gpu_memory: int = setting(8192, minimum=256, metavar="MB")
-    """Memory cap of the data GPU in MB, with `enable_memory_isolation`."""
-    model_gpu_memory: int = setting(16384, minimum=256, metavar="MB")
-    """Memory cap of the model GPU in MB, with `enable_memory_isolation`."""
+    data_gpu_memory: int | None = setting(None, minimum=256, metavar="MB", none="auto")
+    """Memory cap of the data GPU in MB, with `enable_memory_isolation`. `auto` is the card's memory without 1 GB:
+    half of that for the CUDA context, which is outside PyTorch's cap, half for other programs."""
+    model_gpu_memory: int | None = setting(None, minimum=256, metavar="MB", none="auto")
+    """Memory cap of the model GPU in MB, with `enable_memory_isolation`; `auto` as above. On one GPU it holds for
+    both roles together."""
 
     native_loading: bool = setting(True, aliases=("use_tf_native_loading",))
     """Gathers batches from the packed cache, without any Python per sample. Off decodes the audio files for
@@ -261,7 +267,7 @@ class DataSettings:
     prefetch_to_gpu: bool = setting(True)
     """Uploads batches before the model needs them."""
     enhanced_gpu_prefetch: bool = setting(True)
-    """Uploads from pinned memory on a separate copy stream, so that copies overlap with computation."""
+    """Uploads from pinned memory on a separate upload stream, so that copies overlap with computation."""
     optimize_cpu_gpu_overlap: bool = setting(True)
     """Runs the data role's kernels on a separate stream, so that they overlap with the training step."""
 
@@ -340,15 +346,18 @@ class TrainingSettings:
     optimization_level: str = setting("enhanced", choices=tuple(OPTIMIZATION_LEVELS))
     """Named set of settings, printed when applied; your own values win over it. `basic` runs the plain,
     uncompiled step, `enhanced` is fast, `experimental` lets the compiler try many kernels."""
-    preset: str | None = setting(None, choices=tuple(PRESETS))
-    """Named set of settings for a card with this much memory, printed when applied; your own values win over it.
-    `null` applies none."""
+    preset: str | None = setting(None, choices=(*PRESETS, *CARDS))
+    """Named set of settings for a card, by its memory or its name, printed when applied; your own values win over
+    it. `null` applies none."""
 
     enable_graph_mode: bool = setting(True)
     """Runs the training step compiled or as a CUDA graph. Off runs it eagerly, which is slower and easier to
     debug."""
     enable_xla_compilation: bool = setting(True, aliases=("data.enable_xla",))
     """Compiles the training step with `torch.compile`; the first step takes longer."""
+    deterministic: bool = setting(False)
+    """Computes the same bits each time on a GPU too: two runs, or a resumed run and one that never stopped, end
+    with equal weights. Slower, and the step is not compiled. On a CPU this always holds."""
     enable_eager_debug: bool = setting(False)
     """Runs eagerly and synchronously with anomaly detection, to find the operation that produces a NaN. Slow."""
 
@@ -368,6 +377,11 @@ def stages_of(settings: Settings) -> tuple[str, ...]:
     return training.stages or (STAGES if training.init_from is None else ("gpt",))
 
 
+def own_steps(training: TrainingSettings, stage: str) -> int | None:
+    """Return the steps that are set for this stage alone."""
+    return {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
+
+
 def stage_steps(
     training: TrainingSettings, stage: str, num_clips: int, batch_clips: int, accumulate: int
 ) -> tuple[int, str]:
@@ -376,7 +390,7 @@ def stage_steps(
     `batch_clips` counts the clips that all processes take in a micro-step.
     """
     steps = math.ceil(math.ceil(num_clips / batch_clips) * training.epochs / accumulate)
-    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
+    own = own_steps(training, stage)
     limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
     return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
 

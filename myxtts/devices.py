@@ -7,6 +7,7 @@ torchrun's environment. A stream is an ordered queue of work: a CUDA stream, or 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import time
@@ -20,10 +21,14 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from myxtts.config import MAX_AUTO_BUFFER, DataSettings
+from myxtts.config import DataSettings
 from myxtts.errors import ConfigError, PipelineError
+from myxtts.host import available_bytes, process_bytes
 
 _MB = 2**20
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+CONTEXT_MB, MARGIN_MB = 512, 512
+"""Memory that a cap leaves of a card: the CUDA context, which is outside PyTorch's cap, and room for others."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,11 @@ class Machine:
             frozenset(pair for pair in permutations(indices, 2) if torch.cuda.can_device_access_peer(*pair)),
         )
 
+    def cap_mb(self, device: torch.device) -> int | None:
+        """The default cap of a card: its memory without the CUDA context and a margin; None on the CPU."""
+        memory_mb = next((gpu.memory_mb for gpu in self.gpus if gpu.index == device.index), None)
+        return memory_mb - CONTEXT_MB - MARGIN_MB if memory_mb and device.type == "cuda" else None
+
     def label(self, device: torch.device) -> str:
         """A device with the name and memory of its card, for messages."""
         names = [f"{device} ({gpu.name}, {gpu.memory_mb} MB)" for gpu in self.gpus if gpu.index == device.index]
@@ -84,16 +94,27 @@ class _Place:
     local_world_size: int = 1
 
 
+Spelling = Callable[[str], str]
+"""A setting by its key (`data.data_gpu`) as the user wrote it: the flag, or the key in a YAML file."""
+
+
+def as_flag(key: str) -> str:
+    return f"--{key.partition('.')[2].replace('_', '-')}"
+
+
 def make_plan(
-    data: DataSettings, machine: Machine | None = None, environment: Mapping[str, str] | None = None
+    data: DataSettings,
+    machine: Machine | None = None,
+    environment: Mapping[str, str] | None = None,
+    spelling: Spelling = as_flag,
 ) -> Plan:
-    """The plan of this process; a ConfigError lists every problem."""
+    """The plan of this process; a ConfigError lists every problem, with the settings as the user wrote them."""
     machine = Machine.look() if machine is None else machine
     environment = os.environ if environment is None else environment
     problems: list[str] = []
     place = _read_place(environment, problems)
-    problems += _gpu_problems(data, machine, place.local_world_size, environment)
-    problems += _cap_problems(data, machine, place.local_world_size)
+    problems += _gpu_problems(data, machine, place.local_world_size, environment, spelling)
+    problems += _cap_problems(data, machine, place.local_world_size, spelling)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n  - ".join([f"{count} with the devices:", *problems]))
@@ -103,8 +124,11 @@ def make_plan(
         for index in _indices(data, place.local_rank)
     )
     is_dual = data_device != model_device
-    model_cap = data.model_gpu_memory if data.enable_memory_isolation else None
-    data_cap = data.data_gpu_memory if data.enable_memory_isolation and is_dual else model_cap
+    data_cap = model_cap = None
+    if data.enable_memory_isolation:
+        data_cap = model_cap = data.model_gpu_memory or machine.cap_mb(model_device)
+        if is_dual:
+            data_cap = data.data_gpu_memory or machine.cap_mb(data_device)
     mode = "dual" if is_dual else "buffered"
     return Plan(data_device, model_device, mode, data_cap, model_cap, place.rank, place.world_size)
 
@@ -132,26 +156,29 @@ def _indices(data: DataSettings, local_rank: int) -> tuple[int, int]:
 
 
 def _gpu_problems(
-    data: DataSettings, machine: Machine, num_processes: int, environment: Mapping[str, str]
+    data: DataSettings, machine: Machine, num_processes: int, environment: Mapping[str, str], spelling: Spelling
 ) -> Iterator[str]:
-    flags = {"--data-gpu": data.data_gpu, "--model-gpu": data.model_gpu}
-    given = {flag: index for flag, index in flags.items() if index is not None}
+    asked_for = {"data.data_gpu": data.data_gpu, "data.model_gpu": data.model_gpu}
+    given = {spelling(key): index for key, index in asked_for.items() if index is not None}
     drop = f"drop {' and '.join(given)}"
     found = f"GPUs found: {'; '.join(map(str, machine.gpus)) or 'none'}"
     if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         found += f" (CUDA_VISIBLE_DEVICES={visible} hides any others and counts from 0)"
     if len(given) == 1:
-        (here,), (missing,) = given, flags.keys() - given
-        yield f"{here} is given without {missing}; give both to use two GPUs, or {drop} to use one"
+        (here,), (missing,) = given, (key for key, index in asked_for.items() if index is None)
+        missing = as_flag(missing) if here.startswith("--") else missing
+        yield f"{here} is given without {missing}. {found}; give both to use two of them, or {drop} to use one"
     elif given and data.data_gpu == data.model_gpu:
-        yield f"--data-gpu and --model-gpu are both {data.data_gpu}; name two different GPUs, or {drop}. {found}"
+        both = f"{' and '.join(given)} are both {data.data_gpu}"
+        yield f"{both}. {found}; name two different ones, or {drop} to use one"
 
     indices = {gpu.index for gpu in machine.gpus}
     used = [index for rank in range(num_processes) for index in set(_indices(data, rank))]
     used = list(given.values()) if len(given) == 1 else used
     absent = [str(index) for index in sorted(set(used) - indices)]
     if given and len(indices) < 2:
-        yield f"Multi-GPU requires at least 2 GPUs. {found}; {drop} to train on {'it' if indices else 'the CPU'}"
+        where = "it" if indices else "the CPU"
+        yield f"Insufficient GPUs: Multi-GPU requires at least 2 GPUs. {found}; {drop} to train on {where}"
     elif indices and absent and num_processes == 1:
         asked = " ".join(f"{flag} {index}" for flag, index in given.items())
         yield f"{asked}: there is no GPU {', '.join(absent)}. {found}; name two of these, or {drop} to use one"
@@ -161,44 +188,49 @@ def _gpu_problems(
         yield f"{num_processes} processes on this machine, {each}, lack GPU {', '.join(absent)}. {found}; {cure}"
     elif indices and len(set(used)) < len(used):
         share = f"{num_processes} processes on this machine, each two GPUs further than the last, would share GPUs"
-        yield f"{share}; name neighbours, such as --data-gpu 0 --model-gpu 1, or {drop}. {found}"
+        yield f"{share}; name neighbours, such as 0 and 1, or {drop}. {found}"
 
 
-def _cap_problems(data: DataSettings, machine: Machine, num_processes: int) -> Iterator[str]:
+def _cap_problems(data: DataSettings, machine: Machine, num_processes: int, spelling: Spelling) -> Iterator[str]:
     if not data.enable_memory_isolation or (data.data_gpu is None) != (data.model_gpu is None):
         return
     pairs = [_indices(data, rank) for rank in range(num_processes)]
-    caps = [("--model-gpu-memory", data.model_gpu_memory, index) for _, index in pairs]
+    caps = [("data.model_gpu_memory", data.model_gpu_memory, index) for _, index in pairs]
     if data.data_gpu is not None:
-        caps += [("--data-gpu-memory", data.data_gpu_memory, index) for index, _ in pairs]
+        caps += [("data.data_gpu_memory", data.data_gpu_memory, index) for index, _ in pairs]
     cards = {gpu.index: gpu for gpu in machine.gpus}
-    for flag, cap, index in caps:
-        if (gpu := cards.get(index)) and cap > gpu.memory_mb:
-            cure = f"give at most {gpu.memory_mb}, or drop --enable-memory-isolation"
-            yield f"{flag} {cap} is more than the memory of GPU {gpu}; {cure}"
+    for key, cap, index in caps:
+        if (gpu := cards.get(index)) and cap is not None and cap > gpu.memory_mb - CONTEXT_MB:
+            room = f"GPU {gpu} has room for, as the CUDA context takes about {CONTEXT_MB} MB outside the cap"
+            default = machine.cap_mb(torch.device("cuda", index))
+            cure = f"give at most {gpu.memory_mb - CONTEXT_MB}, or leave it out for {default}"
+            yield f"{spelling(key)} {cap} is more than {room}; {cure}"
 
 
-def announcements(plan: Plan, buffer_size: int | None, machine: Machine | None = None) -> list[str]:
-    """The lines a run prints about its devices when it starts."""
+def announcements(plan: Plan, data: DataSettings, machine: Machine | None = None) -> list[str]:
+    """The lines a run prints about its devices and its loading when it starts."""
     machine = Machine.look() if machine is None else machine
     on_cpu = plan.model.type == "cpu"
     mode = "Multi-GPU Mode" if plan.mode == "dual" else "Single-GPU Buffered Mode"
-    lines = [f"Intelligent GPU Pipeline: {mode}{' (on the CPU: no GPU was found)' if on_cpu else ''}"]
+    lines = [f"Intelligent GPU Pipeline: {mode}"]
     if on_cpu:
-        lines.append("Data and model share the CPU: this works, but training will be slow")
+        lines = ["No GPU was found: data and model share the CPU, and training is slow"]
     else:
         lines += [f"Data GPU: {machine.label(plan.data)}", f"Model GPU: {machine.label(plan.model)}"]
-    size = f"auto, up to {MAX_AUTO_BUFFER}" if buffer_size is None else buffer_size
-    lines += [f"Buffer size: {size} batches", f"Model placed on {machine.label(plan.model)}"]
+    lines.append(f"Model placed on {machine.label(plan.model)}")
+    loading = "on, batches are gathered" if data.native_loading else "off, audio files are decoded for every batch"
+    lines.append(f"Native loading: {loading}{' from the packed cache' if data.native_loading else ''}")
+    context = f"the CUDA context, about {CONTEXT_MB} MB, comes on top"
     cap = f"{plan.model_cap_mb} MB on {plan.model}"
-    if plan.model_cap_mb is not None and on_cpu:
+    if data.enable_memory_isolation and on_cpu:
         lines.append("Memory isolation has no effect on the CPU: nothing is capped")
     elif plan.model_cap_mb is not None and plan.mode == "dual":
-        lines.append(f"Memory caps: data {plan.data_cap_mb} MB on {plan.data}, model {cap}")
+        lines.append(f"Memory caps: data {plan.data_cap_mb} MB on {plan.data}, model {cap}; {context} of each")
     elif plan.model_cap_mb is not None:
-        why = "PyTorch cannot tell two roles on one GPU apart, so --data-gpu-memory has no effect"
-        lines.append(f"Memory cap: {cap} (--model-gpu-memory) for both roles together; {why}")
+        why = "PyTorch keeps one cap per GPU, so data_gpu_memory has no effect"
+        lines.append(f"Memory cap: {cap} for both roles together ({why}); {context}")
     if plan.mode == "dual":
+        lines.append("Multi-GPU configuration completed successfully")
         is_direct = (plan.data.index, plan.model.index) in machine.peers
         way = "direct (peer access)" if is_direct else "through host memory, slower (no peer access)"
         lines.append(f"Copies from {plan.data} to {plan.model}: {way}")
@@ -254,6 +286,27 @@ def explained_out_of_memory(plan: Plan, role: str, doing: str) -> Iterator[None]
         raise explain_out_of_memory(plan, error, role, doing) from error
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """True for a lack of memory, also where ending a capture raised another error because of it."""
+    causes = (error, error.__context__, error.__cause__)
+    return any(isinstance(each, torch.OutOfMemoryError) for each in causes) or "allocate memory" in str(error)
+
+
+def allocatable_bytes(device: torch.device) -> int:
+    """Memory of a GPU that PyTorch can still allocate in this process, under its cap if it has one."""
+    free, total = torch.cuda.mem_get_info(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + reserved, cap) - allocated
+
+
+def release_memory() -> None:
+    """Give memory that PyTorch keeps for reuse back to the GPUs."""
+    gc.collect()  # an error that was handled may still hold tensors
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def random_state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
@@ -263,6 +316,30 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state.cpu(), device)
     else:
         torch.set_rng_state(state.cpu())
+
+
+@contextlib.contextmanager
+def deterministic(plan: Plan, enabled: bool) -> Iterator[None]:
+    """Let a GPU compute the same bits each time, as a CPU does; must begin before the first work on the GPU.
+
+    PyTorch then takes kernels without atomic additions, also for the backward pass of attention, and cuBLAS and
+    cuDNN keep to one algorithm.
+    """
+    if not enabled or plan.model.type != "cuda":
+        yield
+        return
+    if os.environ.get(_CUBLAS) not in (":4096:8", ":16:8"):
+        os.environ[_CUBLAS] = ":4096:8"
+    cudnn, fill = torch.backends.cudnn, torch.utils.deterministic
+    before = (cudnn.benchmark, cudnn.deterministic, fill.fill_uninitialized_memory)  # type: ignore[attr-defined]
+    cudnn.benchmark, cudnn.deterministic = False, True
+    fill.fill_uninitialized_memory = False  # type: ignore[attr-defined] # every kernel here writes before it reads
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        cudnn.benchmark, cudnn.deterministic, fill.fill_uninitialized_memory = before  # type: ignore[attr-defined]
 
 
 def all_random_states(plan: Plan) -> dict[str, torch.Tensor]:
@@ -283,8 +360,17 @@ def process_group(plan: Plan) -> Iterator[None]:
         return
     backend, device = ("nccl", plan.model) if plan.model.type == "cuda" else ("gloo", None)
     timeout = timedelta(hours=2)  # rank 0 may decode a large corpus meanwhile
-    dist.init_process_group(backend, timeout=timeout, device_id=device)
-    yield
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
+            raise
+        what = re.sub(r"^\[.*?\] | This is typically .*", "", str(error).strip().splitlines()[0])
+        raise PipelineError(
+            f"Rank {plan.rank} lost the other processes of the run; did one of them end? ({what[:200]})\n"
+            "Its own message says why. Start all again: the same command continues from the last checkpoint."
+        ) from error
     dist.destroy_process_group()  # not after an error: it would wait for processes that wait in a collective
 
 
@@ -293,12 +379,27 @@ def barrier(plan: Plan) -> None:
         dist.barrier()
 
 
-def peak_memory_mb(plan: Plan) -> dict[str, float]:
-    """Peak memory allocated on the device of each role; "gpu" if both share one."""
+def _gpus_of(plan: Plan) -> dict[str, tuple[torch.device, int | None]]:
+    """The device of each role with its cap; "gpu" if both roles share one, nothing on the CPU."""
     if plan.model.type != "cuda":
         return {}
-    roles = {"gpu": plan.model} if plan.data == plan.model else {"data": plan.data, "model": plan.model}
-    return {role: torch.cuda.max_memory_allocated(device) / _MB for role, device in roles.items()}
+    model = (plan.model, plan.model_cap_mb)
+    return {"gpu": model} if plan.data == plan.model else {"data": (plan.data, plan.data_cap_mb), "model": model}
+
+
+def peak_memory_mb(plan: Plan) -> dict[str, float]:
+    """Peak memory allocated on the device of each role."""
+    return {role: torch.cuda.max_memory_allocated(device) / _MB for role, (device, _) in _gpus_of(plan).items()}
+
+
+def memory_in_use_mb(plan: Plan) -> dict[str, tuple[float, float]]:
+    """Memory held now and the most there can be, on the device of each role and by this process on the host."""
+    held = process_bytes() / _MB
+    found = {"host": (held, held + available_bytes() / _MB)}
+    for role, (device, cap_mb) in _gpus_of(plan).items():
+        limit_mb = cap_mb or torch.cuda.get_device_properties(device).total_memory / _MB - CONTEXT_MB
+        found[role] = (torch.cuda.memory_allocated(device) / _MB, limit_mb)
+    return found
 
 
 Result = TypeVar("Result")
@@ -395,7 +496,7 @@ def peak_flops(stream: Stream, dtype: torch.dtype) -> float | None:
     """Measured operations per second of large matrix products on an idle GPU; None on the CPU or without room."""
     if stream.handle is None:
         return None
-    generator = torch.Generator(stream.device).manual_seed(0)  # leaves the random numbers of a training alone
+    generator = torch.Generator(stream.device).manual_seed(0)  # leaves the random numbers of a run alone
     shape, seconds = (MATMUL_SIZE, MATMUL_SIZE), []
     try:
         with stream.use():

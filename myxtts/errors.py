@@ -1,10 +1,20 @@
-"""Errors written for users, and the interface for progress bars. Every layer may use both."""
+"""Errors written for users, text that is safe to print, and the interface for progress bars."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
+
+_UNSAFE = dict.fromkeys(
+    {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {ord("\n"), ord("\t")}
+)
+"""Control characters, which a terminal obeys, and characters that override the direction of what follows."""
+
+
+def printable(text: str) -> str:
+    """Return text from files without what could change or mislead a terminal; `?` for what is not Unicode."""
+    return text.translate(_UNSAFE).encode("utf-8", "replace").decode("utf-8")
 
 
 class MyXTTSError(Exception):

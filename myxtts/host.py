@@ -5,6 +5,7 @@ PyTorch is imported only to pin memory: preparing a corpus does without the seco
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from pathlib import Path
@@ -12,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+_log = logging.getLogger(__name__)
+MAX_PINNED_SHARE = 0.25  # share of the free host memory that one purpose may pin
 HostMemory = npt.NDArray[np.uint8]
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
-_DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last under WSL
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+DRIVER_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # the last under WSL
 _CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
@@ -30,6 +33,11 @@ def usable_cores() -> int:
         return cores
 
 
+def hide_working_folder() -> None:
+    """Keep Python processes that are started from here from importing a `random.py` of the working folder."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
 def available_bytes() -> int:
     """Return the host memory this process can still allocate without swapping."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -39,6 +47,22 @@ def available_bytes() -> int:
         return max(0, min(available, limit - int(_CGROUP_MEMORY_USED.read_text())))
     except (OSError, ValueError):  # no cgroup, or "max": no limit
         return available
+
+
+def process_bytes() -> int:
+    """Return the memory that this process holds for itself: mapped files do not count."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(fields["RssAnon"].split()[0])
+
+
+def may_pin(num_bytes: int, what: str) -> bool:
+    """True if so much host memory may be pinned, which nothing else can use then; if not, the log says so."""
+    available = available_bytes()
+    if num_bytes <= MAX_PINNED_SHARE * available:
+        return True
+    text = "%s take %.1f GB of host memory, with %.1f GB free: they are not pinned, so copying takes longer"
+    _log.info(text, what, num_bytes / 1e9, available / 1e9)
+    return False
 
 
 def host_memory(num_bytes: int, pinned: bool = True) -> HostMemory:
@@ -55,7 +79,7 @@ def host_memory(num_bytes: int, pinned: bool = True) -> HostMemory:
 def nvidia_driver() -> str:
     """The version of the NVIDIA driver, `unknown` if it does not say, and "" if there is none."""
     try:
-        words = _DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0].split()
+        words = DRIVER_FILE.read_text(encoding="utf-8").splitlines()[0].split()
         return next((word for word in words if word[0].isdigit()), "unknown")
     except (OSError, IndexError):
-        return "unknown" if any(path.exists() for path in _DRIVER_DEVICES) else ""
+        return "unknown" if any(path.exists() for path in DRIVER_DEVICES) else ""

@@ -21,13 +21,14 @@ from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine, make_plan
 from myxtts.errors import MyXTTSError
 from myxtts.host import usable_cores
+from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.observe.diagnosis import LiveWarnings
-from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport
+from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, log_sound
 from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, provenance, speak_sample
-from myxtts.terminal import ProgressPrinter, show_corpus
+from myxtts.terminal import ProgressPrinter, show_corpus_briefly
 from myxtts.training.trainer import Reporter, State
 
 FEW_STEPS = 1000  # A GPT trained from scratch for fewer steps does not speak words yet
@@ -55,7 +56,7 @@ class TrainingReports(Reporter):
         self._gpus = Sampler([gpu.index for gpu in Machine.look().gpus])
 
     def corpus(self, prepared: PreparedCorpus) -> None:
-        show_corpus(prepared)
+        show_corpus_briefly(prepared)
 
     def begin(self, stage: str, step: int, total_steps: int) -> None:
         self.has_trained = True
@@ -119,6 +120,8 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
         yield "Speaking a sentence of the corpus …"
         outcome, has_spoken = _sample(settings, said)
         yield from outcome
+        with contextlib.suppress(OSError):  # the sample is played on the page
+            write_report(folder)
     yield f"Done. Everything is in {folder}: checkpoints, report.html, metrics.jsonl, tensorboard/"
     if has_spoken:
         yield f"  sample       {folder / SAMPLE_FILE}"
@@ -142,7 +145,7 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
 
 
 def stopped(settings: Settings, states: Mapping[str, State]) -> str:
-    """Return where an interrupted training stopped, and how to continue it."""
+    """Return where an interrupted run stopped, and how to continue it."""
     stage, state = next((stage, state) for stage, state in states.items() if not state.done)
     again = "the same command" + (" without --reset-training" if settings.training.reset_training else "")
     saved = f"everything is saved in {settings.training.checkpoint_dir}"
@@ -157,6 +160,7 @@ def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
     except (MyXTTSError, OSError, torch.OutOfMemoryError) as error:
         return [f"No sample was spoken: {error}"], False
     run, vocoder = RunDir(folder), "Griffin-Lim"
+    log_sound(folder, "gpt", speech.wave, OUTPUT_SAMPLE_RATE, run.num_steps("gpt"))
     if speech.report.vocoder == "hifigan":
         steps = run.num_steps("decoder")
         vocoder = "the trained decoder" + (f", {_steps(steps)}" if steps else "")

@@ -30,6 +30,7 @@ from myxtts.config import (
     STAGES,
     Settings,
     num_frames_of,
+    own_steps,
     stage_steps,
     stages_of,
 )
@@ -41,7 +42,9 @@ from myxtts.devices import (
     Plan,
     announcements,
     apply_caps,
+    as_flag,
     barrier,
+    deterministic,
     explained_out_of_memory,
     make_plan,
     peak_flops,
@@ -54,18 +57,21 @@ from myxtts.files import lock, write_text_atomically
 from myxtts.host import usable_cores
 from myxtts.model.gpt import adapter_state, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
+from myxtts.model.vocoder import spectral_distance
 from myxtts.model.xtts import XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, inherited, initial_model
 from myxtts.settings import LoadedSettings, how_to_set, to_yaml, value_of, with_settings
+from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
-from myxtts.training.recipes import RECIPES, DvaeRecipe, Recipe, StageFacts, useful_flops
+from myxtts.training.recipes import RECIPES, DecoderRecipe, DvaeRecipe, Recipe, StageFacts, useful_flops
 from myxtts.training.trainer import Reporter, State, Step, Trainer, choose_mode
 from myxtts.weights import MODEL_FILES, is_trained_in
 
 MEL_STATISTICS_CLIPS = 256
+COMPARED_CLIPS = 32  # validation clips, about, on which the decoder is compared with Griffin-Lim
 BATCH_SPLIT_KEYS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
 """How the clips of a step are divided: a run may change these as long as their product stays the same."""
 CLIPS_PER_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
@@ -94,8 +100,9 @@ def train(
     Under torchrun every process calls this; only rank 0 reports, writes, and says what it does (`say`, by default
     to the log).
     """
+    spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
     settings = settings.settings if isinstance(settings, LoadedSettings) else settings
-    plan = make_plan(settings.data)
+    plan = make_plan(settings.data, spelling=spelling)
     is_first = plan.rank == 0
     reporter, say = (reporter or Reporter(), say or _log.info) if is_first else (Reporter(), _silent)
     run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
@@ -104,6 +111,7 @@ def train(
     with contextlib.ExitStack() as held:
         if is_first:
             held.enter_context(lock(run_dir.folder))
+        held.enter_context(deterministic(plan, settings.training.deterministic))
         held.enter_context(process_group(plan))
         apply_caps(plan)
         if continues:
@@ -114,7 +122,7 @@ def train(
         if is_first:
             barrier(plan)
         reporter.corpus(prepared)
-        for line in [*announcements(plan, settings.data.pipeline_buffer_size), *_hints(settings, prepared, plan)]:
+        for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan)]:
             say(line)
         auto = run_dir.started_with().get("auto", {}) if continues else auto_values(settings, prepared)
         if auto and "gpt" in stages_of(settings) and not run_dir.has_checkpoint("gpt"):
@@ -277,6 +285,8 @@ class StageContext:
     reporter: Reporter = field(default_factory=Reporter)
     say: Say = _silent
     stop: Callable[[], bool] = lambda: False
+    vocoder: dict[str, float] = field(default_factory=dict)
+    """Mean distances of decoder and Griffin-Lim from held-out recordings, by the last validation."""
 
     @property
     def fine_tuning(self) -> bool:
@@ -301,7 +311,8 @@ class StageContext:
     def notes(self) -> dict[str, Any]:
         known = identity(self.settings, self.prepared, self.plan)
         trained_with = {key: value_of(self.settings, key) for key in SMALL_CORPUS}
-        return {"identity": known, "lora_rank": self.settings.model.lora_rank, "trained_with": trained_with}
+        notes = {"identity": known, "lora_rank": self.settings.model.lora_rank, "trained_with": trained_with}
+        return notes | ({"vocoder": self.vocoder} if self.vocoder else {})
 
     def validate(self, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
         return validate(self, recipe)
@@ -342,6 +353,7 @@ def train_stage(ctx: StageContext) -> State:
             saved = loaded.state["notes"]["identity"]
             same_batches = require_continuable(ctx.run_dir.folder, saved, now)
             state = State.from_json(loaded.step, loaded.state)
+            ctx.vocoder = loaded.state["notes"].get("vocoder", {})
             is_over = state.step >= total_steps(ctx, saved) or _is_enough(ctx, state)
             if state.done and is_over:
                 ctx.say(f"Stage {ctx.stage}: finished at step {state.step}")
@@ -367,7 +379,7 @@ def _is_enough(ctx: StageContext, state: State) -> bool:
     training = ctx.settings.training
     if 0 < training.early_stop <= state.stale_validations:
         return True
-    is_named = bool(training.stages) or getattr(training, f"{ctx.stage}_steps", None) is not None
+    is_named = bool(training.stages) or own_steps(training, ctx.stage) is not None
     later = STAGES[STAGES.index(ctx.stage) + 1 :]
     return not is_named and any(ctx.run_dir.has_checkpoint(stage) for stage in later)
 
@@ -386,9 +398,7 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     peak = peak_clips_per_s(ctx, step)
     doing = f"training on batches of {data.batch_size} clips"
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
-        on_host, on_device = feed.host_ring.depth, feed.model_ring.depth
-        total_depth = on_host + on_device
-        ctx.say(f"Buffer size: {total_depth} batches ({on_host} on the host, {on_device} on {plan.model})")
+        ctx.say(f"Buffer size: {feed.buffers()}")
         ctx.say(f"Training step: {step.mode}")
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)
@@ -456,7 +466,7 @@ def mel_statistics(clips: ClipSet, device: torch.device) -> Tensor:
 
 def validate(ctx: StageContext, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Mean losses over the validation clips of all ranks, "total" the deciding one, and pictures of one batch."""
-    plan, sums, pictures = ctx.plan, dict[str, Tensor](), dict[str, Tensor]()
+    plan, sums, pictures, num_compared = ctx.plan, dict[str, Tensor](), dict[str, Tensor](), 0
     with build_feed(ctx, validation=True) as feed, feed.model_stream.use():
         autocast = ctx.settings.data.mixed_precision and plan.model.type == "cuda"
         while True:
@@ -468,6 +478,9 @@ def validate(ctx: StageContext, recipe: Recipe) -> tuple[dict[str, float], dict[
                     if not pictures:  # copied while the batch is leased
                         shown = recipe.pictures(batch.tensors, batch.sizes)
                         pictures = {name: picture.float().cpu() for name, picture in shown.items()}
+                if isinstance(recipe, DecoderRecipe) and num_compared < COMPARED_CLIPS:
+                    found |= vocoder_distances(ctx.model, recipe, batch.tensors)
+                    num_compared += len(batch.tensors["weights"])
                 for name, value in found.items():
                     sums[name] = sums.get(name, torch.zeros_like(value)) + value.float()
         values = torch.stack(list(sums.values()))
@@ -477,7 +490,24 @@ def validate(ctx: StageContext, recipe: Recipe) -> tuple[dict[str, float], dict[
     losses = {"total": totals["sum"] / max(totals["count"], 1e-6)}
     for part in [name.removesuffix("_sum") for name in totals if name.endswith("_sum")]:
         losses[part] = totals[f"{part}_sum"] / max(totals[f"{part}_count"], 1e-6)
+    ctx.vocoder = {name: losses[name] for name in ("decoder", "griffin_lim") if name in losses}
     return losses, pictures
+
+
+@torch.no_grad()
+def vocoder_distances(model: XTTS, recipe: DecoderRecipe, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums and counts of the `spectral_distance` of decoder and Griffin-Lim from the recordings of a batch."""
+    real, decoded = (wave.squeeze(1) for wave in recipe.waves(tensors))
+    griffin_lim = GriffinLim(model.dvae, model.mel_stats.to(model.dvae.codebook.embed.device))
+    made = torch.zeros_like(real)
+    for row, codes in enumerate(tensors["segment_codes"].cpu()):
+        wave = griffin_lim.wave(codes[codes >= 0].long(), 1.0)[: made.shape[1]]
+        made[row, : len(wave)] = wave
+    weights, sums = tensors["weights"], dict[str, Tensor]()
+    for name, fake in (("decoder", decoded), ("griffin_lim", made)):
+        sums[f"{name}_sum"] = (spectral_distance(real, fake) * weights).sum()
+        sums[f"{name}_count"] = weights.sum()
+    return sums
 
 
 # Resuming
@@ -535,10 +565,11 @@ def check_resumable(settings: Settings, run_dir: RunDir, prepared: PreparedCorpu
 def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Raise a ConfigError if what cannot change has changed; return True if batches are divided as before."""
     before, after = (
-        {**known, CLIPS_PER_STEP: math.prod(known.get(name, 1) for name in BATCH_SPLIT_KEYS)}
+        {name: value for name, value in known.items() if name not in BATCH_SPLIT_KEYS}
+        | {CLIPS_PER_STEP: math.prod(known.get(name, 1) for name in BATCH_SPLIT_KEYS)}
         for known in (saved, now)
     )
-    require_same(folder, before, after, ignore=BATCH_SPLIT_KEYS)
+    require_same(folder, before, after)
     return all(saved.get(name) == now.get(name) for name in BATCH_SPLIT_KEYS)
 
 
@@ -546,7 +577,7 @@ def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str
 
 
 class _StopRequest:
-    """SIGINT and SIGTERM let the step in progress finish; a second one ends the process at once.
+    """SIGINT, SIGTERM and a closed terminal (SIGHUP) let the step finish; a second one ends the process at once.
 
     Called, it returns True if training should stop. All ranks get the same answer, so all must call it.
     """
@@ -564,7 +595,8 @@ class _StopRequest:
 
     def __enter__(self) -> _StopRequest:
         with contextlib.suppress(ValueError):  # threads other than the main one receive no signals
-            for number in (signal.SIGINT, signal.SIGTERM):
+            is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            for number in (signal.SIGINT, signal.SIGTERM, *(() if is_nohup else (signal.SIGHUP,))):
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from myxtts.checkpoints import Checkpoints, Tensors, UnreadableWeights, read_tensors, write_tensors
+from myxtts.checkpoints import Checkpoints, Tensors, UnreadableWeights, file_hash, read_tensors, write_tensors
 from myxtts.config import STAGE_PARTS, STAGES, Settings
 from myxtts.errors import ConfigError
 from myxtts.files import write_text_atomically
@@ -57,7 +57,7 @@ class RunDir:
 
     @property
     def vocabulary_file(self) -> Path:
-        return self.folder / VOCABULARY_FILE
+        return self._undamaged(VOCABULARY_FILE)
 
     def checkpoints(self, stage: str) -> Checkpoints:
         return Checkpoints(self.folder / stage, self._keep)
@@ -73,9 +73,10 @@ class RunDir:
             if not any(is_trained_in(stage, name) for stage in trained_in_full)
         }
         write_tensors(self.folder / BASE_FILE, state)
-        vocabulary.save(self.vocabulary_file)
-        text = json.dumps({"dims": model.dims.to_dict(), "started_with": dict(facts)}, indent=2)
-        write_text_atomically(self.folder / DIMS_FILE, text)
+        vocabulary.save(self.folder / VOCABULARY_FILE)
+        checksums = {name: file_hash(self.folder / name) for name in (BASE_FILE, VOCABULARY_FILE)}
+        content = {"dims": model.dims.to_dict(), "started_with": dict(facts), "xxh3": checksums}
+        write_text_atomically(self.folder / DIMS_FILE, json.dumps(content, indent=2))
 
     def reset(self) -> Path | None:
         """Move everything of an earlier run to a subfolder and return that; None if there is nothing."""
@@ -110,7 +111,7 @@ class RunDir:
 
     def is_whole(self) -> bool:
         """True if every part of the model is on disk, in the initial weights or in a checkpoint."""
-        with safe_open(self.folder / BASE_FILE, "pt") as file:
+        with safe_open(self._undamaged(BASE_FILE), "pt") as file:
             kept = tuple(file.keys())
         return all(
             self.has_checkpoint(stage) or any(is_trained_in(stage, name) for name in kept) for stage in STAGES
@@ -125,11 +126,19 @@ class RunDir:
         path = self.folder / DIMS_FILE
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise UnreadableWeights(f"{self.folder} is no run of MyXTTS: {path.name}: {error}") from None
 
     def vocabulary(self) -> Tokenizer:
         return Tokenizer.load(self.vocabulary_file)
+
+    def _undamaged(self, name: str) -> Path:
+        """The path of a file that the run was started with; raises an error if it has changed since."""
+        path, expected = self.folder / name, self._description().get("xxh3", {}).get(name)
+        if expected is not None and file_hash(path) != expected:
+            advice = "Restore it from a backup, or start over with --reset-training."
+            raise UnreadableWeights(f"{path} does not match its checksum.\n{advice}")
+        return path
 
     def load_model(self, fresh: XTTS | None = None, without: Collection[str] = (), best_gpt: bool = False) -> XTTS:
         """The model of the run: its initial weights, then the newest checkpoint of every stage.
@@ -138,7 +147,7 @@ class RunDir:
         that loads them itself. `best_gpt` takes the GPT with the best validation loss instead of the newest.
         """
         dims = self.dims()
-        state: Tensors = dict(read_tensors(self.folder / BASE_FILE))
+        state: Tensors = dict(read_tensors(self._undamaged(BASE_FILE)))
         adapters: dict[str, Tensor] = {}
         rank = 0
         for stage in STAGES:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from myxtts import config
-from myxtts.config import LANGUAGE_NAMES, OPTIMIZATION_LEVELS, PRESETS, SYNONYMS, Settings, descriptions
+from myxtts.config import CARDS, LANGUAGE_NAMES, OPTIMIZATION_LEVELS, PRESETS, SYNONYMS, Settings, descriptions
 from myxtts.errors import ConfigError
 from myxtts.files import write_atomically
 
@@ -295,11 +295,9 @@ def _raw_value(node: Any) -> Any:
 
 @dataclass(frozen=True)
 class LoadedSettings:
-    """Checked settings and the origin of each.
+    """Checked settings and the origin of each; "preset" stands for presets, levels and the demonstration.
 
-    A line of the file that repeats the default counts as "default", because the shipped file lists every key and
-    must not override presets and optimisation levels. A flag always counts as set, and so does a value from a
-    preset, a level or the demonstration ("preset").
+    What the file or a flag says holds, even where it repeats a default: no preset changes it.
     """
 
     settings: Settings
@@ -309,6 +307,10 @@ class LoadedSettings:
     def is_set(self, key: str) -> bool:
         """True if the user chose this setting (`data.batch_size`), directly or with a preset."""
         return self.origin[key] != "default"
+
+    def spelling(self, key: str) -> str:
+        """The setting as the user writes it: its key if it is in the file, else its flag."""
+        return key if self.origin[key] == "file" else specs()[key].flags[0]
 
 
 def load(config_file: Path | None, flags: Mapping[str, Any], unrecognized: Sequence[str] = ()) -> LoadedSettings:
@@ -326,8 +328,7 @@ def load(config_file: Path | None, flags: Mapping[str, Any], unrecognized: Seque
     sources: tuple[tuple[Origin, list[Entry]], ...] = (("file", from_file), ("flag", from_flags))
     for source, entries in sources:
         for key, value, place in _settle(entries, problems, invalid):
-            where[key], values[key] = place, value
-            origin[key] = "default" if source == "file" and value == specs()[key].default else source
+            where[key], values[key], origin[key] = place, value, source
     problems += _unknown_arguments(unrecognized)
     settings = with_settings(Settings(), values)
     for keys, text in _conflicts(settings):
@@ -363,13 +364,6 @@ def _settle(entries: list[Entry], problems: list[str], invalid: set[str]) -> Ite
 def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
     """Keys of valid settings that do not go together, and the problem."""
     data = settings.data
-    gpus = ("data.data_gpu", "data.model_gpu")
-    if (data.data_gpu is None) != (data.model_gpu is None):
-        given, missing = gpus if data.model_gpu is None else reversed(gpus)
-        yield gpus, f"{given} is given without {missing}; give both to use two GPUs, or neither to use one"
-    elif data.data_gpu is not None and data.data_gpu == data.model_gpu:
-        both = f"data.data_gpu and data.model_gpu are both {data.data_gpu}"
-        yield gpus, f"{both}; name two different GPUs, or leave out both to use one"
     longest_s = data.max_mel_frames * config.HOP_SAMPLES / config.SAMPLE_RATE
     if data.min_clip_seconds >= longest_s:
         shortest = f"data.min_clip_seconds is {data.min_clip_seconds:g}"
@@ -393,9 +387,7 @@ def with_settings(settings: Settings, values: Mapping[str, Any]) -> Settings:
 
 def with_values(loaded: LoadedSettings, values: Mapping[str, Any]) -> LoadedSettings:
     """Return the loaded settings with other values, as if the file had them."""
-    origin: dict[str, Origin] = dict(loaded.origin)
-    for key, value in values.items():
-        origin[key] = "default" if value == specs()[key].default else "file"
+    origin: dict[str, Origin] = {**loaded.origin, **dict.fromkeys(values, "file")}
     return replace(loaded, settings=with_settings(loaded.settings, values), origin=origin)
 
 
@@ -461,7 +453,7 @@ def apply_presets(loaded: LoadedSettings) -> tuple[LoadedSettings, list[str]]:
         lines.append(f"optimization level {level}: no setting is changed{kernels}")
     loaded = _filled(loaded, f"optimization level {level}", OPTIMIZATION_LEVELS[level], lines)
     if name is not None:
-        loaded = _filled(loaded, f"preset {name}", PRESETS[name], lines)
+        loaded = _filled(loaded, f"preset {name}", PRESETS[CARDS.get(name, name)], lines)
     if loaded.settings.data.train_data is None and not loaded.is_set("training.checkpoint_dir"):
         loaded = _filled(loaded, "embedded corpus", {"training.checkpoint_dir": config.DEMO_FOLDER}, lines)
     return loaded, lines
@@ -471,11 +463,14 @@ def apply_demo(loaded: LoadedSettings, *, on_gpu: bool = False) -> tuple[LoadedS
     """Give the embedded corpus short limits, unless the user says how long to train; return lines that say so."""
     if any(loaded.is_set(f"training.{name}") for name in ("epochs", "max_steps", "dvae_steps", "decoder_steps")):
         return loaded, []
-    lines = ["No --train-data given: a short demonstration on the embedded corpus"]
     values = dict(config.DEMO_ON_GPU if on_gpu else config.DEMO)
     if "decoder" not in (loaded.settings.training.stages or ()):
         del values["training.decoder_steps"]
-    return _filled(loaded, "demonstration", values, lines), lines
+    filled = _filled(loaded, "demonstration", values, [])
+    used = [key for key in values if filled.origin[key] == "preset"]
+    listed = ", ".join(f"{specs()[key].name} {format_setting(key, values[key])}" for key in used)
+    about = "No --train-data given: a short demonstration on the embedded corpus"
+    return filled, [about, f"demonstration: {listed}"]
 
 
 def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], lines: list[str]) -> LoadedSettings:
@@ -484,9 +479,13 @@ def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], line
     for key, value in values.items():
         own, default = value_of(loaded.settings, key), specs()[key].default
         stays = f"{source}: {key} stays {format_setting(key, own)}"
+        if origin[key] == "file" and own == value:
+            continue
         if origin[key] in ("file", "flag"):
             place = loaded.config_file if origin[key] == "file" else f"flag {specs()[key].flag_for(own)}"
             lines.append(f"{stays} ({place})")
+        elif source == "demonstration" and origin[key] == "preset":
+            lines.append(f"{stays} (set above)")
         elif key in config.FINE_TUNING_KEYS and loaded.settings.training.init_from is None:
             lines.append(f"{stays} (only for fine-tuning: with --init-from)")
         else:
@@ -497,20 +496,25 @@ def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], line
 
 
 _CONFIG_HEADER = """\
-# Settings of MyXTTS: every key at its default. Change what you need, delete what you like:
-# a missing line means the default, and a flag on the command line wins over this file.
+# Settings of MyXTTS: every key with its default, switched off by a #. Remove the # to set a key.
+# What is set here holds: no preset changes it, only a flag on the command line wins over it.
 # This file is generated from myxtts/config.py (make docs).
 """
 
 
 def to_yaml(settings: Settings, *, comments: bool = False) -> str:
-    """Return the settings as a YAML file that loads back to equal settings, with or without descriptions."""
+    """Return the settings as a YAML file that loads back to equal settings.
+
+    With `comments` every key has its description, and keys at their default are commented out.
+    """
     lines = [_CONFIG_HEADER] if comments else []
     for section, about, members in _sections():
         lines += [f"# {about}"] if comments else []
         lines.append(f"{section}:")
         for spec in members:
-            setting = f"  {spec.name}: {format_setting(spec.key, value_of(settings, spec.key))}"
+            value = value_of(settings, spec.key)
+            off = "#" if comments and value == spec.default else ""
+            setting = f"  {off}{spec.name}: {format_setting(spec.key, value)}"
             description = textwrap.wrap(_described(spec), 104, break_on_hyphens=False)
             lines += [*(f"  # {line}" for line in description), setting, ""] if comments else [setting]
     return "\n".join(lines if comments else [*lines, ""])
@@ -540,6 +544,7 @@ def render_docs(page: str) -> str:
 def patched(text: str, values: Mapping[str, Any]) -> str:
     """Return the text of a YAML file with these settings changed or added, and everything else as it was.
 
+    A setting that is commented out, as in the shipped file, is switched on where it stands.
     Only the characters of the values are replaced, at the positions that the parser reports: a round trip through
     ruamel's tree would change spaces, line ends and `null` in other lines and move comments.
     """
@@ -562,8 +567,14 @@ def patched(text: str, values: Mapping[str, Any]) -> str:
     for section in {key.partition(".")[0] for key in missing}:
         heading, body = sections.get(section, (None, None))
         indent = " " * _pairs(body)[0][0].start_mark.column if _pairs(body) else "  "
-        keys = [key for key in missing if key.startswith(f"{section}.")]
-        lines = [f"{indent}{key.partition('.')[2]}: {format_setting(key, values[key])}{line_end}" for key in keys]
+        lines = []
+        for name, value in [(key.partition(".")[2], missing[key]) for key in missing if key.startswith(section)]:
+            line = f"{name}: {format_setting(f'{section}.{name}', value)}"
+            off = re.compile(rf"^ +#(?={name}:)[^\r\n]*", re.MULTILINE)
+            if heading is not None and (found := off.search(text, heading.end_mark.index)):
+                edits.append((*found.span(), found[0].partition("#")[0] + line))
+            else:
+                lines.append(f"{indent}{line}{line_end}")
         place = len(text) if heading is None else text.find("\n", heading.end_mark.index) + 1
         start_of_section = f"{line_end if text else ''}{section}:{line_end}" if heading is None else ""
         edits.append((place, place, "".join([start_of_section, *lines])))

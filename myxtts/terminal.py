@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE
 from myxtts.data.clips import ClipSet, PreparedCorpus, set_aside_list
+from myxtts.errors import printable
 from myxtts.files import has_ended
 from myxtts.observe.diagnosis import WARMUP_REPORTS, Warning, warnings_of
 from myxtts.observe.findings import Finding
@@ -53,25 +56,44 @@ if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
 
 PERIOD_S = 1.0  # time between two pictures of the live view
 SILENCE_S = 60.0  # missing reports are mentioned after this long, and five times as long as they usually take
+LINE_WIDTH = 100  # most columns of a progress line
 _FILE_WIDTH = 100_000  # columns of a file or pipe: a sentence on one line can be searched for
 _NAME_WIDTH = 60
 _LENGTH_STEP_S, _BAR_WIDTH = 2, 30
-_STYLES = {"pass": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
-_LEVELS = "▁▂▃▄▅▆▇█"
+_STYLES = {"fail": "bold red", "warn": "yellow", "skip": "magenta", "info": "cyan", "pass": "green"}
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_MOST_SAID = 6  # lines of the output that the live view repeats
 _GPU_FACTS = (
     ("power_w", "", " W"), ("temperature_c", "", " °C"), ("sm_clock_mhz", "", " MHz"),
     ("pcie_rx_mb_s", "PCIe in ", " MB/s"), ("pcie_tx_mb_s", "out ", " MB/s"),
 )  # fmt: skip
 _NO_REPORT = "Waiting for the first report."
 _NO_RUN = "Nothing is training here yet."
-_WAITS = " Waiting for it; Ctrl-C ends the view."
+_ENDS_VIEW = "Ctrl-C ends this view, not the run"
+_ENDS_RUN = "Ctrl-C finishes the step, saves and stops the run"
 
 _log = logging.getLogger(__name__)
 
 
-def show_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line, flush=True)
+class Screen(Console):
+    """A console that keeps text from files from changing the terminal (`printable`); styles are its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def show_lines(lines: Iterable[object]) -> None:
+    """Print lines. A terminal wraps them between words, except those that begin with a space: to be copied."""
+    for line in map(str, lines):
+        screen = Screen()
+        if screen.is_terminal and not line.startswith(" "):
+            screen.print(Text(line))
+        else:
+            print(printable(line), flush=True)
 
 
 class ProgressLines:
@@ -88,7 +110,7 @@ class ProgressLines:
         self._line_due_at = time.monotonic() + 2.0
         if sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar = Progress(*columns, console=Screen(stderr=True), transient=True)
             self._bar.start()
             self._bar.add_task(title, total=total)
 
@@ -98,7 +120,7 @@ class ProgressLines:
             self._bar.advance(self._bar.task_ids[0], count)
         elif time.monotonic() >= self._line_due_at:
             self._line_due_at = time.monotonic() + 10.0
-            print(f"{self._title}: {self._done} of {self._total}", file=sys.stderr)
+            print(f"{printable(self._title)}: {self._done} of {self._total}", file=sys.stderr)
 
     def end(self) -> None:
         if self._bar is not None:
@@ -110,7 +132,7 @@ class ProgressPrinter:
     """A context manager that prints a line per report, and on a terminal a live line of steps; for one thread."""
 
     def __init__(self, *, is_silent: bool = False, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or Screen()
         self._is_silent = is_silent
         self._live: Live | None = None
         self._stderr = sys.stderr
@@ -141,10 +163,10 @@ class ProgressPrinter:
 
     def report(self, report: StepReport) -> None:
         self._report, self._step, self._reported_at = report, report.step, time.monotonic()
-        self._print(progress_line(report))
+        self._print(progress_line(report, self._width))
 
     def validation(self, report: ValidationReport) -> None:
-        self._print(validation_line(report))
+        self._print(validation_line(report, self._width))
 
     def warn(self, warnings: Iterable[Warning]) -> None:
         for warning in warnings:
@@ -171,49 +193,68 @@ class ProgressPrinter:
         in_one_piece = not self._console.is_terminal  # a terminal wraps between words instead
         try:
             self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=in_one_piece)
-        except OSError as error:  # the output goes to a file: a full disk must not end a training
+        except OSError as error:  # the output goes to a file: a full disk must not end a run
             self._is_silent = True
             with contextlib.suppress(OSError):
                 self.end()
             _log.warning("No more progress is shown: %s", error)
+
+    @property
+    def _width(self) -> int:
+        return min(self._console.width, LINE_WIDTH) if self._console.is_terminal else LINE_WIDTH
 
     def _live_line(self) -> Text:
         """Return the last report with the current step and time left; called on rich's own thread."""
         line = f"{self._title}: step {_of(self._step, self._total_steps)}"
         if (last := self._report) is not None:
             left_s = None if last.eta_s is None else last.eta_s - (time.monotonic() - self._reported_at)
-            line = progress_line(replace(last, step=self._step, eta_s=left_s))
+            line = progress_line(replace(last, step=self._step, eta_s=left_s), self._width)
         return Text(line, no_wrap=True, overflow="ellipsis", style="bold")
 
 
-def progress_line(report: StepReport) -> str:
+def progress_line(report: StepReport, width: int = LINE_WIDTH) -> str:
+    """Return a line of at most this many columns: what matters most of a report, as far as it fits."""
     num_slots = sum(depth for name, (_, depth) in report.rings.items() if name != "keep")
     memory = [(role, used / 1024) for role, used in report.memory_mb.items()]
+    total, others = _losses(report.losses)
     parts = [
-        f"step {_of(report.step, report.total_steps)}",
-        _losses(report.losses),
-        f"{report.clips_per_s:.{0 if report.clips_per_s >= 10 else 1}f} clips/s",
-        f"{report.step_ms:.1f} ms",
-        f"idle {percent(report.idle_share)}",
-        *([f"mfu {percent(report.mfu, 0)}"] if report.mfu is not None else []),
-        f"ahead {_of(report.ahead, num_slots or None)}",
-        *(f"{role} {used_gb:.1f} GB" if len(memory) > 1 else f"{used_gb:.1f} GB" for role, used_gb in memory),
-        f"lr {report.lr:.1e}",
-        *([f"skipped {report.skipped}"] if report.skipped else []),
-        *([f"ETA {_clock(report.eta_s)}"] if report.eta_s is not None else []),
+        (0, f"step {_of(report.step, report.total_steps)}"),
+        (1, total),
+        (7, others),
+        (3, f"{report.clips_per_s:.{0 if report.clips_per_s >= 10 else 1}f} clips/s"),
+        (8, f"{report.step_ms:.1f} ms"),
+        (4, f"idle {percent(report.idle_share)}"),
+        (9, f"mfu {percent(report.mfu, 0)}" if report.mfu is not None else ""),
+        (6, f"ahead {_of(report.ahead, num_slots or None)}"),
+        *((8, f"{role} {gb:.1f} GB" if len(memory) > 1 else f"{gb:.1f} GB") for role, gb in memory),
+        (10, f"lr {report.lr:.1e}"),
+        (2, f"skipped {report.skipped}" if report.skipped else ""),
+        (5, f"ETA {_clock(report.eta_s)}" if report.eta_s is not None else ""),
     ]
-    return "  ".join(parts)
+    return _fitted(parts, width)
 
 
-def validation_line(report: ValidationReport) -> str:
-    best = "  the best so far" if report.is_best else ""
-    return f"validation at step {report.step}  {_losses(report.losses)}{best}"
+def _fitted(parts: Sequence[tuple[int, str]], width: int) -> str:
+    """Return the parts, each with its rank, in this order; those of high rank are left out if they do not fit."""
+    left, kept = width + 2, set()
+    for place, (_, text) in sorted(enumerate(parts), key=lambda part: part[1][0]):
+        if text and len(text) + 2 <= left:
+            left -= len(text) + 2
+            kept.add(place)
+    return "  ".join(text for place, (_, text) in enumerate(parts) if place in kept).replace("  (", " (")
 
 
-def _losses(losses: Mapping[str, float]) -> str:
+def validation_line(report: ValidationReport, width: int = LINE_WIDTH) -> str:
+    total, others = _losses(report.losses)
+    best = "the best so far" if report.is_best else ""
+    return _fitted([(0, f"validation at step {report.step}"), (1, total), (3, others), (2, best)], width)
+
+
+def _losses(losses: Mapping[str, float]) -> tuple[str, str]:
+    """Return the total loss and its parts, as a line shows them; "" for what there is not."""
     others = [f"{name.removesuffix('_loss')} {short(loss)}" for name, loss in losses.items() if name != "total"]
-    total = [f"loss {losses['total']:.3f}"] if "total" in losses else []
-    return " ".join(total + ([f"({' '.join(others)})"] if others else []))
+    total = f"loss {losses['total']:.3f}" if "total" in losses else ""
+    return total, f"({' '.join(others)})" if others else ""
 
 
 def _of(count: int, total: int | None) -> str:
@@ -228,9 +269,27 @@ def _clock(seconds: float) -> str:
     return (f"{whole.days} d " if whole.days else "") + f"{clock}{whole.seconds % 60:02d}"
 
 
+def show_corpus_briefly(prepared: PreparedCorpus) -> None:
+    """Print what a corpus holds, and how much was set aside for which reason, in two or three lines."""
+    both = (prepared.train, prepared.val)
+    languages = Counter(LANGUAGES[number] for clips in both for number in clips.languages.tolist())
+    speakers = len({number for clips in both for number in clips.speakers.tolist()})
+    clips = (
+        f"{len(prepared.train)} training clips ({_duration(prepared.train)}), {len(prepared.val)} for validation"
+    )
+    spoken = ", ".join(f"{LANGUAGE_NAMES[code]} {count}" for code, count in languages.most_common())
+    people = f"{speakers} speaker{'' if speakers == 1 else 's'}"
+    lines = [f"Corpus: {clips}; {people}; {spoken}; {prepared.tokenizer.num_tokens} tokens"]
+    if prepared.set_aside:
+        reasons = Counter(item.reason for item in prepared.set_aside).most_common()
+        listed = ", ".join(f"{count} {reason}" for reason, count in reasons)
+        lines.append(f"Set aside: {listed}; each clip is listed in {set_aside_list(prepared.root)}")
+    show_lines([*lines, f"Ready: cache in {prepared.root}"])
+
+
 def show_corpus(prepared: PreparedCorpus) -> None:
     """Print what a corpus holds, and how much was set aside for which reason."""
-    console = Console(highlight=False)
+    console = Screen()
     table = _table()
     for split, clips in (("training", prepared.train), ("validation", prepared.val)):
         table.add_row(f"{split} clips", f"{len(clips)}", _duration(clips))
@@ -264,17 +323,26 @@ def _duration(clips: ClipSet) -> str:
     return f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:.2f} hours"
 
 
-def show_findings(findings: Sequence[Finding], console: Console | None = None) -> None:
-    """Print the findings of a check; the last line says whether any of them fails."""
-    console = console or _console()
-    _print_findings(findings, console)
-    counts = Counter(finding.level for finding in findings)
-    warnings = "1 warning" if counts["warn"] == 1 else f"{counts['warn']} warnings"
-    if failed := [finding.code for finding in findings if finding.level == "fail"]:
-        console.print(Text(f"{len(failed)} failed, {warnings}, {counts['pass']} passed"))
+def show_findings(
+    findings: Sequence[Finding], console: Console | None = None, *, with_passed: bool = False
+) -> None:
+    """Print the findings of a check, failures first; the last line says whether any of them fails."""
+    console, levels = console or _console(), list(_STYLES)
+    by_level = {level: [found.code for found in findings if found.level == level] for level in levels}
+    shown = [found for found in findings if with_passed or found.level not in ("pass", "skip")]
+    _print_findings(sorted(shown, key=lambda found: levels.index(found.level)), console)
+    if by_level["pass"] and not with_passed:
+        console.print(Text(f"Passed: {', '.join(by_level['pass'])} (--all shows them)", style="dim"))
+    warnings = "1 warning" if len(by_level["warn"]) == 1 else f"{len(by_level['warn'])} warnings"
+    passed = f"{len(by_level['pass'])} passed, {warnings}"
+    if failed := by_level["fail"]:
+        console.print(Text(f"{len(failed)} failed, {passed}"))
         console.print(Text(f"CHECKS FAILED: {', '.join(failed)}", style=_STYLES["fail"]))
+    elif skipped := by_level["skip"]:
+        console.print(Text(f"Nothing failed: {passed}, {len(skipped)} not checked on this machine"))
+        console.print(Text(f"NOT CHECKED: {', '.join(skipped)}", style=_STYLES["warn"]))
     else:
-        console.print(Text(f"All validation checks passed: {counts['pass']} passed, {warnings}"))
+        console.print(Text(f"All validation checks passed: {passed}"))
         console.print(Text("ALL CHECKS PASSED", style="bold green"))
 
 
@@ -337,8 +405,7 @@ def show_tuning(tuning: Tuning, console: Console | None = None) -> None:
     """Print the settings to change with the measured gain of each, and the patch of the YAML file."""
     console = console or _console()
     if not tuning.changes:
-        tried = "none of the settings tried is faster" if tuning.num_trials > 1 else "no other setting was tried"
-        console.print(Text(f"Nothing to change: {tried}.", style="bold"))
+        console.print(Text(f"Nothing to change: {_outcome(tuning)}.", style="bold"))
     else:
         table = _table("setting", "now", "better", "gain>", "why")
         for change in tuning.changes:
@@ -360,6 +427,15 @@ def show_tuning(tuning: Tuning, console: Console | None = None) -> None:
     if tuning.changes:
         console.print(Text("\nThe patch for the YAML file (--apply writes it and keeps a backup):", style="bold"))
         console.print(Text(patched("", tuning.values).rstrip()))
+
+
+def _outcome(tuning: Tuning) -> str:
+    """Return why no setting is changed."""
+    if tuning.num_trials > 1:
+        return "none of the other settings tried is faster"
+    if tuning.ran_out_of_time:
+        return "check finds no fault, and the time was enough only for the present settings"
+    return "check finds no fault, batches come in time, and there is no other batch or device to try"
 
 
 def _speed(profile: Profile) -> str:
@@ -416,7 +492,7 @@ def show_scores(scores: Mapping[str, Any]) -> None:
         cells = [_score(row["wer"], 3), _score(row["cer"], 3), _score(row["similarity"], 2)]
         cells += [percent(row["same_speaker_share"], 0), _score(row["mos"], 2)]
         table.add_row(name, str(row["clips"]), *cells)
-    Console(highlight=False).print(table)
+    Screen().print(table)
 
 
 def _score(value: float | None, digits: int) -> str:
@@ -432,7 +508,31 @@ def _table(*headings: str) -> Table:
 
 
 def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
+    return Screen(width=None if sys.stdout.isatty() else _FILE_WIDTH)
+
+
+@contextlib.contextmanager
+def dashboard(
+    folder: Path, readings: Callable[[], Sequence[Record]] = tuple, screen: Console | None = None
+) -> Iterator[None]:
+    """Show the live view of a run on a thread. What is printed meanwhile is shown in it, and again at the end."""
+    screen, said, stop, errors = screen or Screen(file=sys.stdout), io.StringIO(), threading.Event(), sys.stderr
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
+    moved = [handler for handler in handlers if handler.stream is errors]
+    options = {"hint": _ENDS_RUN, "said": said.getvalue}
+    thread = threading.Thread(target=watch, args=(folder, stop, readings, screen), kwargs=options, daemon=True)
+    for handler in moved:
+        handler.setStream(said)
+    thread.start()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            yield
+    finally:
+        stop.set()
+        thread.join()
+        for handler in moved:
+            handler.setStream(errors)
+        screen.print(Text(said.getvalue()), end="", soft_wrap=True)
 
 
 def watch(
@@ -440,50 +540,92 @@ def watch(
     stop: threading.Event,
     readings: Callable[[], Sequence[Record]] = tuple,
     console: Console | None = None,
+    *,
+    hint: str = _ENDS_VIEW,
+    said: Callable[[], str] = str,
 ) -> None:
     """Show a run and the readings of its GPUs until `stop` is set or Ctrl-C; once if there is no terminal."""
-    console = console or Console(highlight=False)
-    tail = MetricsTail(folder / "metrics.jsonl")
-    title, no_run = folder.resolve().name, _NO_RUN + (_WAITS if console.is_terminal else "")
+    console = console or Screen()
+    tail, is_live = MetricsTail(folder / "metrics.jsonl"), console.is_terminal
+    title, hint = folder.resolve().name, hint if is_live else ""
 
     def drawn() -> RenderableType:
         ended = has_ended(folder)  # looked at first, because the last report may come in between
-        now, nothing = time.time(), _NO_REPORT if is_run(folder) else no_run
-        reports, width = tail.read(), console.width
-        return render(reports, readings(), width, title=title, now=now, nothing=nothing, ended=ended)
+        now, nothing = time.time(), _NO_REPORT if is_run(folder) else _NO_RUN
+        view = View(console.width, console.height - 1 if is_live else None, title, hint, nothing, said())
+        return render(tail.read(), readings(), view, now=now, ended=ended)
 
-    if not console.is_terminal:
+    if not is_live:
         console.print(drawn())
         return
-    with contextlib.suppress(KeyboardInterrupt), Live(drawn(), console=console, auto_refresh=False) as live:
+    live = Live(drawn(), console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    with contextlib.suppress(KeyboardInterrupt), live:
         while not stop.wait(PERIOD_S):
             live.update(drawn(), refresh=True)
         live.update(drawn(), refresh=True)
 
 
+class View(NamedTuple):
+    """The frame of the live view; without a height it is as high as its rows."""
+
+    width: int = 100
+    height: int | None = None
+    title: str = ""
+    hint: str = ""
+    nothing: str = _NO_REPORT  # shown until the first report
+    said: str = ""  # lines of a running `train`, of which the last ones are shown
+
+
 def render(
     reports: Sequence[Record],
     readings: Sequence[Record] = (),
-    width: int = 100,
+    view: View | None = None,
     *,
-    title: str = "",
     now: float | None = None,
-    nothing: str = _NO_REPORT,
     ended: bool = False,
 ) -> RenderableType:
     """Return the state of a run as a panel, from the records of its metrics and one reading of each GPU.
 
-    With `now`, a time of day, a long silence is mentioned. `nothing` is shown until the first report.
+    With `now`, a time of day, a long silence is mentioned.
     """
-    stages = stages_of(reports)
-    bar_width = min(max(width // 4, 8), 32)
+    stages, view = stages_of(reports), view or View()
+    running = next((stage for stage in reversed(stages) if stage.steps), None)
+    notes = _notes(running, reports, now, ended)
+    notes += [Text(line, style="dim", no_wrap=True) for line in view.said.splitlines()[-_MOST_SAID:]]
+    rows = _rows(stages, running, readings, view, ended, spare=0)
+    if view.height is not None and running is not None:
+        used = rows.row_count + 2 + sum(1 + note.cell_len // (view.width - 4) for note in notes)
+        rows = _rows(stages, running, readings, view, ended, spare=max(view.height - used, 0))
+    title, hint = (Text(text) if text else None for text in (view.title, view.hint))
+    frame = {"title": title, "subtitle": hint, "title_align": "left", "subtitle_align": "right"}
+    return Panel(Group(rows, *notes), width=view.width, height=view.height, **frame)  # type: ignore[arg-type]
+
+
+def _notes(running: StageHistory | None, reports: Sequence[Record], now: float | None, ended: bool) -> list[Text]:
+    if running is None:
+        return []
+    notes = [Text(f"WARNING: {warning.text}", style="yellow") for warning in warnings_of(running.steps)]
+    if ended:
+        final = running.steps[-1]
+        step = f"step {final.step:,}" + (f" of {final.total_steps:,}" if final.total_steps else "")
+        end = f"The run has ended. Its last report is of {step} of stage {final.stage}."
+        notes.append(Text(end, style="bold"))
+    elif now is not None and (silence := _silence(reports, now)):
+        notes.append(Text(silence, style="red"))
+    return notes
+
+
+def _rows(
+    stages: Sequence[StageHistory], running: StageHistory | None, readings: Sequence[Record], view: View,
+    ended: bool, spare: int,
+) -> Table:  # fmt: skip
+    """Return the rows of the view; its two curves take the lines to spare."""
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column()
-    running = next((stage for stage in reversed(stages) if stage.steps), None)
-    notes: list[Text] = []
+    bar_width = min(max(view.width // 4, 8), 32)
     if running is None:
-        rows.add_row(nothing)
+        rows.add_row(view.nothing)
     else:
         counts = []
         for stage in stages:
@@ -491,22 +633,14 @@ def render(
             count = f"{last.step:,}" + (f"/{last.total_steps:,}" if last.total_steps else "") if last else ""
             counts.append(Text(f"{stage.name} {count}", style="bold" if stage is running else "dim"))
         rows.add_row("stages", Text("  ").join(counts))
-        _add_training(rows, running, bar_width, ended)
-        notes = [Text(f"WARNING: {warning.text}", style="yellow") for warning in warnings_of(running.steps)]
-        if ended:
-            final = running.steps[-1]
-            step = f"step {final.step:,}" + (f" of {final.total_steps:,}" if final.total_steps else "")
-            end = f"The training has ended. Its last report is of {step} of stage {final.stage}."
-            notes.append(Text(end, style="bold"))
-        elif now is not None and (silence := _silence(reports, now)):
-            notes.append(Text(silence, style="red"))
+        _add_training(rows, running, view.width, bar_width, ended, spare)
     for reading in readings:
         rows.add_row(Text(f"GPU {reading.get('gpu', '?')}"), _gpu_line(reading, bar_width))
-    return Panel(Group(rows, *notes), title=Text(title) if title else None, title_align="left", width=width)
+    return rows
 
 
-def _add_training(rows: Table, stage: StageHistory, bar_width: int, ended: bool) -> None:
-    last = stage.steps[-1]
+def _add_training(rows: Table, stage: StageHistory, width: int, bar_width: int, ended: bool, spare: int) -> None:
+    last, curve_width = stage.steps[-1], max(width - 70, 8)
     eta = f"  ETA {duration(last.eta_s)}" if last.eta_s is not None else ""
     state = f"{'ended after' if ended else 'running'} {duration(last.elapsed_s)}{'' if ended else eta}"
     if last.total_steps:
@@ -517,16 +651,17 @@ def _add_training(rows: Table, stage: StageHistory, bar_width: int, ended: bool)
         rows.add_row("progress", Text(f"step {last.step:,}  epoch {last.epoch}  {state}"))
     losses = [short(last.losses.get("total"))]
     losses += [f"{name} {short(loss)}" for name, loss in last.losses.items() if name != "total"]
-    rows.add_row("loss", _curve(stage.column("losses.total"), bar_width, "  ".join(losses), "cyan"))
+    curve = stage.column("losses.total")
+    rows.add_row("loss", _curve(curve, curve_width, "  ".join(losses), "cyan", 1 + spare - spare // 2))
     if stage.validations:
         (at, loss), best = stage.validations[-1], stage.best_validation
         best_text = f", best {short(best[1])} at step {best[0]:,}" if best else ""
         rows.add_row("validation", f"{short(loss)} at step {at:,}{best_text}")
-    rows.add_row("clips/s", _curve(_warm(stage, "clips_per_s"), bar_width, short(last.clips_per_s), "green"))
+    rows.add_row("clips/s", _curve(_warm(stage, "clips_per_s"), curve_width, short(last.clips_per_s), "green"))
     mfu = f"  MFU {percent(last.mfu)}" if last.mfu is not None else ""
     idle = f"model waits {percent(last.idle_share)}{mfu}"
     times = f"{short(last.step_ms)} ms  varies {percent(last.step_cv)}  {idle}"
-    rows.add_row("step time", _curve(_warm(stage, "step_ms"), bar_width, times, "green"))
+    rows.add_row("step time", _curve(_warm(stage, "step_ms"), curve_width, times, "green", 1 + spare // 2))
     for name, (ready, depth) in last.rings.items():
         bar, style = _bar(ready / depth if depth else math.nan, bar_width)
         about, style = ("ready", style) if name != "keep" else ("to be kept", "blue")  # this one should be empty
@@ -566,7 +701,7 @@ def _silence(reports: Sequence[Record], now: float) -> str:
     silent_s = now - float(times[-1])
     if silent_s < max(SILENCE_S, 5 * usual_s):
         return ""
-    return f"Nothing was reported for {duration(silent_s)}: the training is paused, busy saving, or has ended."
+    return f"Nothing was reported for {duration(silent_s)}: the run is paused, busy saving, or has ended."
 
 
 def _warm(stage: StageHistory, name: str) -> Numbers:
@@ -575,19 +710,21 @@ def _warm(stage: StageHistory, name: str) -> Numbers:
     return values[WARMUP_REPORTS:] if len(values) > 2 * WARMUP_REPORTS else values
 
 
-def _curve(values: Numbers, width: int, text: str, style: str) -> Text:
-    return Text.assemble((sparkline(values, width).ljust(width), style), f" {text}")
+def _curve(values: Numbers, width: int, text: str, style: str, height: int = 1) -> Text:
+    first, *others = sparkline(values, width, height)
+    return Text.assemble((first.ljust(width), style), f" {text}", *((f"\n{line}", style) for line in others))
 
 
-def sparkline(values: Numbers, width: int) -> str:
-    """Return a curve as one line of text, scaled from its lowest to its highest value; blank where unknown."""
+def sparkline(values: Numbers, width: int, height: int = 1) -> list[str]:
+    """Return a curve as lines of text, scaled from its lowest to its highest value; blank where unknown."""
     groups = np.array_split(values, min(width, len(values))) if len(values) else []
     means = numbers(float(np.nanmean(group)) if np.isfinite(group).any() else math.nan for group in groups)
     if not np.isfinite(means).any():
-        return ""
+        return [""] * height
     low, high = float(np.nanmin(means)), float(np.nanmax(means))
-    scaled = (means - low) / ((high - low) or 1.0) * (len(_LEVELS) - 1)
-    return "".join(_LEVELS[round(level)] if math.isfinite(level) else " " for level in scaled.tolist())
+    levels = np.nan_to_num(np.round(1 + (means - low) / ((high - low) or 1.0) * (8 * height - 1)), nan=0.0)
+    lines = [np.clip(levels - 8 * line, 0, 8).astype(int).tolist() for line in reversed(range(height))]
+    return ["".join(_LEVELS[level] for level in line) for line in lines]
 
 
 def _bar(share: float, width: int) -> tuple[str, str]:

@@ -45,6 +45,8 @@ class Provenance:
     max_text_length: int = DataSettings.max_text_length
     max_mel_frames: int = DataSettings.max_mel_frames
     use_phonemes: bool = False
+    vocoder: Mapping[str, float] | None = None
+    """Distances of the decoder and of Griffin-Lim from held-out recordings, by the validation of the decoder."""
     text_dropout: float = 0.0  # share of the texts dropped in training: if any were, guidance works
     code_noise: float = 0.0  # share of the codes replaced in training: the distributions are flat
 
@@ -58,7 +60,7 @@ class Provenance:
             found = dict(json.loads(path.read_text(encoding="utf-8")))
             untrained = tuple(stage for stage in STAGES if stage in found["untrained"])
             return cls(**{**found, "untrained": untrained})
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UnreadableWeights(f"{path} is not what an export wrote ({error}); export again") from None
 
     @property
@@ -130,6 +132,9 @@ def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[st
         if not any(_belongs(name, part) for part in absent)
     }
     require_match(state, expected, source)
+    own = model.state_dict()
+    if wrong := [name for name in expected if own[name].is_floating_point() != state[name].is_floating_point()]:
+        raise UnreadableWeights(f"{source} does not fit this model: {wrong[0]} holds {state[wrong[0]].dtype}")
     model.load_state_dict(dict(state), strict=False, assign=True)
     if absent:
         fresh = XTTS(model.dims)

@@ -18,18 +18,17 @@ from torch import Tensor
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings, num_codes_of
 from myxtts.data.batches import (
-    TOTALS,
     Batches,
     Crops,
     Cursor,
-    Field,
     Gatherer,
-    Job,
+    GatherJob,
     Layout,
     Sizes,
     Weights,
     crops,
     fit,
+    host_layout,
     packed_tokens,
     voices_of,
 )
@@ -109,28 +108,18 @@ class Stamps(Frontend):
     """A front end that only copies, so that a torn or repeated batch shows in every sample of it."""
 
     uses_codes = False
+    copied = ("clips", "crop_starts", "weights", "totals")
 
-    def __init__(self, data: DataSettings) -> None:
-        super().__init__()
-        size, numbers = data.batch_size, Field((data.batch_size,), "int32")
-        self.outputs = Layout(
-            {
-                "pcm": Field((size, data.max_mel_frames * HOP_SAMPLES), "int16"),
-                "clips": numbers,
-                "crop_starts": numbers,
-                "weights": Field((size,), "float32"),
-                "totals": Field((len(TOTALS),), "float32"),
-            }
-        )
+    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0) -> None:
+        super().__init__(model, data, frame_budget)
+        layout = host_layout(data)
+        self.outputs = Layout({name: layout[name] for name in ("pcm", *self.copied)})
 
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:  # noqa: ARG002
         inside = torch.arange(out["pcm"].shape[1], device=out["pcm"].device) < batch["num_samples"][:, None]
         out["pcm"].copy_(torch.where(inside, batch["pcm"], 0))
-        for name in ("clips", "crop_starts", "weights", "totals"):
+        for name in self.copied:
             out[name].copy_(batch[name])
-
-    def used(self, out: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002
-        return out
 
 
 @dataclass(repr=False)
@@ -184,10 +173,6 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return Corpus.make(tmp_path_factory.mktemp("short"), SHORT)
 
 
-def only_stamps(model: XTTS, data: DataSettings, frame_budget: int) -> Frontend:  # noqa: ARG001
-    return Stamps(data)
-
-
 @dataclass
 class Read:
     """A copy of a batch that has been given back."""
@@ -219,7 +204,7 @@ def assert_same(ours: list[Read], theirs: list[Read]) -> None:
             assert torch.equal(tensor, other.tensors[name]), name
 
 
-def jobs(corpus: Corpus, count: int) -> list[Job]:
+def jobs(corpus: Corpus, count: int) -> list[GatherJob]:
     """What a feed should deliver."""
     return list(corpus.gatherer().jobs(Cursor(), 1, count))
 

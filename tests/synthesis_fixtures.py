@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -64,15 +63,6 @@ def speaking(model: XTTS | None = None, **options: Any) -> Synthesizer:
 
 def num_codes(speech: Speech) -> list[int]:
     return [sentence.num_codes for sentence in speech.report.sentences]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Networks this small lose time to threads that wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

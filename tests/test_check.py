@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,18 @@ import myxtts.host
 from myxtts.cli import main
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
 from myxtts.devices import Gpu, Machine, Plan
-from myxtts.errors import NoProgress
+from myxtts.errors import NoProgress, PipelineError
 from myxtts.observe.findings import Finding
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.settings import specs
 from myxtts.terminal import show_findings
 from myxtts.tools import check as checks
-from myxtts.tools import dry_run
 from myxtts.tools.check import CHECKS, CheckContext, Host, check, passed, to_json
 from myxtts.tools.dry_run import Observation
 from myxtts.training.trainer import StepMode
 
 ROOT = Path(__file__).resolve().parents[1]
-CPU, OTHER_CPU = torch.device("cpu"), torch.device("cpu", 0)
+CPU, OTHER_CPU, DATA, MODEL = map(torch.device, ("cpu", "cpu:0", "cuda:0", "cuda:1"))
 GB = 10**9
 
 
@@ -66,6 +64,7 @@ FAST = {"train_data": str(EMBEDDED_CORPUS)}
 NO_DRIVER = host(driver="")
 DUAL = {"data_gpu": "0", "model_gpu": "1"}
 ISOLATED = {"enable_memory_isolation": True}
+CAPPED = ISOLATED | {"model_gpu_memory": "8192"}
 WHOLE = {"size": "normal"}
 
 
@@ -79,57 +78,40 @@ WHOLE = {"size": "normal"}
         ("gpus", (NO_GPU, NO_DRIVER), {}, "warn", "CPU"),
         ("gpus", (NO_GPU,), {}, "fail", "550.54"),
         ("devices", (machine(),), {}, "pass", "Single-GPU"),
-        ("devices", (NO_GPU,), {}, "pass", "CPU"),
         ("devices", (TWO,), DUAL, "pass", "Dual-GPU"),
         ("devices", (machine(2, 24000, 12000),), DUAL, "warn", "--data-gpu 1 --model-gpu 0"),
         ("devices", (machine(),), DUAL, "fail", "Multi-GPU requires at least 2 GPUs. GPUs found: 0: C"),
-        ("devices", (TWO,), DUAL | {"model_gpu": "5"}, "fail", "no GPU 5"),
-        ("caps", (TWO,), DUAL | ISOLATED, "pass", "data 8192 MB, model 16384 MB"),
-        ("caps", (machine(),), {}, "pass", "No memory caps"),
+        ("caps", (TWO,), DUAL | ISOLATED, "pass", "data 22976 MB, model 22976 MB"),
         ("caps", (machine(),), {"model_gpu_memory": "8192"}, "warn", "isolation is off"),
         ("caps", (machine(),), ISOLATED | {"data_gpu_memory": "4096"}, "warn", "no effect"),
         ("caps", (NO_GPU,), ISOLATED, "warn", "CPU"),
-        ("caps", (machine(1, 12000),), ISOLATED, "fail", "16384 is more than the memory of GPU 0"),
-        ("native-loading", (), {}, "pass", "packed cache"),
+        ("caps", (machine(1, 12000),), ISOLATED, "pass", "model 10976 MB"),
+        ("caps", (machine(1, 12000),), ISOLATED | {"model_gpu_memory": "11500"}, "fail", "give at most 11488"),
         ("native-loading", (), {"native_loading": False}, "fail", "--native-loading"),
         ("native-loading", (machine(), host(free_gb=0)), {"native_loading": False}, "warn", "no room"),
-        ("workers", (), {}, "pass", "8 worker"),
         ("workers", (), {"num_workers": "2"}, "warn", "--num-workers 8"),
         ("workers", (), {"num_workers": "2", "native_loading": False}, "fail", "2 of 8 usable cores"),
-        ("prefetch", (), {}, "pass", "as workers and memory suggest"),
-        ("prefetch", (), {"prefetch_buffer_size": "8"}, "pass", "8 batches"),
         ("prefetch", (), {"prefetch_buffer_size": "2"}, "warn", "slow clip"),
         ("prefetch", (), {"prefetch_buffer_size": "1"}, "fail", "--prefetch-buffer-size 16"),
         ("prefetch", (NO_GPU,), {"prefetch_buffer_size": "1"}, "warn", "Only 1"),
-        ("upload", (), {}, "pass", "pinned"),
         ("upload", (), {"optimize_cpu_gpu_overlap": False}, "warn", "trainer's stream"),
         ("upload", (), {"enhanced_gpu_prefetch": False}, "warn", "pageable"),
         ("upload", (), {"prefetch_to_gpu": False}, "fail", "--prefetch-to-gpu"),
-        ("upload", (NO_GPU,), {"prefetch_to_gpu": False}, "info", "No GPU"),
-        ("batch-size", (), {}, "pass", "16 clips"),
+        ("upload", (NO_GPU,), {"prefetch_to_gpu": False}, "fail", "--prefetch-to-gpu"),
+        ("upload", (NO_GPU,), {}, "skip", "no GPU"),
         ("batch-size", (), {"batch_size": "4"}, "warn", "--batch-size 32"),
         ("batch-size", (), {"batch_size": "2"}, "fail", "--batch-size 32"),
         ("batch-size", (NO_GPU,), {"batch_size": "2"}, "pass", "2 clips"),
         ("batch-size", (), WHOLE | {"batch_size": "128"}, "warn", "may not fit"),
-        (
-            "batch-size",
-            (machine(1, 80000),),
-            ISOLATED | {"model_gpu_memory": "8192", "batch_size": "1"},
-            "fail",
-            "--batch-size 8,",
-        ),
-        ("fixed-shapes", (), {}, "pass", "same shapes"),
+        ("batch-size", (machine(1, 80000),), CAPPED | {"batch_size": "1"}, "fail", "--batch-size 8,"),
         ("fixed-shapes", (), {"pad_to_fixed_length": False}, "fail", "only a step with fixed shapes"),
-        ("fixed-shapes", (NO_GPU,), {"pad_to_fixed_length": False}, "warn", "differ in shape"),
-        ("compilation", (), {}, "pass", "compiled"),
         ("compilation", (), {"enable_xla_compilation": False}, "warn", "fused"),
         ("compilation", (), {"enable_graph_mode": False}, "fail", "eagerly"),
         ("compilation", (), WHOLE | {"enable_graph_mode": False}, "warn", "eagerly"),
         ("compilation", (), {"enable_eager_debug": True}, "fail", "--disable-eager-debug"),
-        ("compilation", (NO_GPU,), {"enable_graph_mode": False}, "pass", "CPU"),
-        ("precision", (), {}, "pass", "bf16"),
+        ("compilation", (NO_GPU,), {"enable_graph_mode": False}, "skip", "no GPU"),
         ("precision", (), {"mixed_precision": False}, "fail", "--mixed-precision"),
-        ("precision", (NO_GPU,), {"mixed_precision": False}, "pass", "fp32"),
+        ("precision", (NO_GPU,), {"mixed_precision": False}, "skip", "no GPU"),
         ("model-memory", (), WHOLE, "pass", "6729 MB"),
         ("model-memory", (machine(1, 8000),), WHOLE, "warn", "--model-size small"),
         ("model-memory", (machine(1, 4000),), WHOLE, "fail", "does not fit"),
@@ -138,21 +120,15 @@ WHOLE = {"size": "normal"}
         ("model-memory", (NO_GPU, host(memory_gb=4)), WHOLE, "fail", "does not fit"),
         ("buffers", (TWO,), DUAL, "pass", "on cuda:1"),
         ("buffers", (), {"prefetch_buffer_size": "100000000"}, "fail", "--buffer-size"),
-        ("buffers", (NO_GPU,), DUAL, "info", "Not checked"),
-        ("preset", (), {"preset": "24gb"}, "pass", "24gb"),
+        ("buffers", (NO_GPU,), DUAL, "skip", "Not checked"),
         ("preset", (machine(1, 11900),), {}, "info", "batch_size 8, gradient_accumulation_steps 2"),
         ("preset", (), {"preset": "40gb"}, "warn", "larger card"),
-        ("preset", (), ISOLATED | {"preset": "24gb"}, "pass", "24gb"),
-        ("preset", (NO_GPU,), {}, "info", "No GPU"),
-        ("preset", (machine(),), DUAL | {"preset": "24gb"}, "pass", "24gb"),
+        ("preset", (NO_GPU,), {}, "skip", "no GPU"),
         ("preset", (machine(2, 8000, 40000),), DUAL | {"data_gpu": "5"}, "info", "40gb"),
-        ("weights", (), {}, "pass", "from scratch"),
         ("weights", (), {"init_from": "missing"}, "fail", "--init-from"),
         ("corpus", (), {}, "info", "embedded"),
-        ("corpus", (), FAST, "pass", "clips in"),
         ("corpus", (), {"train_data": "missing"}, "fail", "No such corpus folder"),
         ("prepared", (), {}, "info", "not prepared yet"),
-        ("disk-cache", (), FAST, "pass", "500.0 GB free"),
         ("disk-cache", (machine(), host(free_gb=0.015)), FAST, "warn", "--cache-dir"),
         ("disk-cache", (machine(), host(free_gb=0.01)), FAST, "fail", "--cache-dir"),
         ("disk-checkpoints", (), WHOLE, "pass", "30.7 GB"),
@@ -167,7 +143,8 @@ def test_a_check_and_its_finding(
     assert finding.level == level, finding
     assert says in f"{finding.what} {finding.why} {finding.fix}", finding
     assert finding.code == code
-    assert finding.fix or finding.level in ("pass", "info") or code == "caps"
+    assert finding.fix or finding.level in ("pass", "info", "skip") or code == "caps"
+    assert finding.gain is None, "check measures no gain"
     assert not finding.setting or finding.setting in specs()
 
 
@@ -177,30 +154,17 @@ def test_every_check_is_made_in_order_and_a_good_configuration_gives_no_alarm() 
     assert [finding for finding in findings if finding.level in ("warn", "fail")] == []
 
 
-def test_hints_join_the_findings_unless_a_check_has_said_the_same() -> None:
+def test_hints_join_the_findings_unless_a_check_or_a_bundle_settles_them() -> None:
     given = {"enable_eager_debug": True, "num_workers": "99", "warmup_steps": "10000000"}
     findings = check(load_values(**given), TWO, host())
     hints = {finding.setting: finding for finding in findings if finding.code == "hint"}
     assert {"data.num_workers", "training.warmup_steps", ""} <= hints.keys()
     assert "training.enable_eager_debug" not in hints
     assert hints["data.num_workers"].fix == "give --num-workers 8, or set data.num_workers: 8"
-    assert "torchrun" in hints[""].fix
-    assert all(hint.level == "warn" for hint in hints.values())
-
-
-def test_no_hint_is_about_what_a_bundle_has_set() -> None:
-    loaded = load_values(max_steps="10", save_step="100", warmup_steps="50")
-    bundled = replace(loaded, origin=dict(loaded.origin) | {"training.save_step": "preset"})
-    for given, expected in ((loaded, {"save_step", "warmup_steps"}), (bundled, {"warmup_steps"})):
-        keys = {finding.setting for finding in check(given, machine(), host()) if finding.code == "hint"}
-        assert {key.split(".")[1] for key in keys} & {"save_step", "warmup_steps"} == expected
-
-
-def test_buffers_that_exceed_the_free_memory_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"prefetch_buffer_size": "64"}
-    assert found("buffers", **given).level == "pass"
-    monkeypatch.setattr("myxtts.pipeline.feed.available_bytes", lambda: 50 * 2**20)
-    assert found("buffers", **given).level == "fail"
+    assert "torchrun" in hints[""].fix and all(hint.level == "warn" for hint in hints.values())
+    loaded = load_values(**given)
+    bundled = replace(loaded, origin=dict(loaded.origin) | {"training.warmup_steps": "preset"})
+    assert "training.warmup_steps" not in {finding.setting for finding in check(bundled, TWO, host())}
 
 
 def test_a_prepared_corpus_is_recognised_until_it_changes(corpus: Path) -> None:
@@ -210,8 +174,7 @@ def test_a_prepared_corpus_is_recognised_until_it_changes(corpus: Path) -> None:
     prepare(load_values(**given).settings.data)
     assert found("prepared", **given).level == "pass"
     assert found("disk-cache", machine(), host(free_gb=0), **given).level == "pass"
-    changed = found("prepared", **(given | {"max_text_length": "50"}))
-    assert changed.level == "info" and "other settings" in changed.what
+    assert "other settings" in found("prepared", **(given | {"max_text_length": "50"})).what
 
 
 def test_a_corpus_of_which_much_is_unusable_is_a_warning_with_reasons(corpus: Path) -> None:
@@ -227,14 +190,9 @@ def test_a_corpus_of_which_much_is_unusable_is_a_warning_with_reasons(corpus: Pa
 # The GPUs
 
 
-def test_without_a_driver_the_question_about_gpus_fails() -> None:
-    assert checks.driver(context()).level == "pass"
-    assert checks.driver(context(NO_GPU, NO_DRIVER)).level == "fail"
-
-
 def test_the_version_of_the_driver_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(myxtts.host, "_DRIVER_FILE", tmp_path / "version")
-    monkeypatch.setattr(myxtts.host, "_DRIVER_DEVICES", (tmp_path / "device",))
+    monkeypatch.setattr(myxtts.host, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(myxtts.host, "DRIVER_DEVICES", (tmp_path / "device",))
     assert Host.look().driver == ""
     (tmp_path / "device").touch()
     assert Host.look().driver == "unknown"
@@ -249,14 +207,13 @@ def test_peer_access_matters_only_between_two_gpus() -> None:
 
 
 def test_bytes_are_copied_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = checks._seconds
     monkeypatch.setattr(checks, "COPY_BYTES", 5_000_000)
     across = Plan(CPU, OTHER_CPU, "dual")
-    for slowness, level in ((1e-4, "pass"), (1.0, "warn")):
-        monkeypatch.setattr(checks, "_seconds", lambda *copy, s=slowness: [seconds(*copy), s][1])
+    for least, level in ((0.0, "pass"), (1e6, "warn")):
+        monkeypatch.setattr(checks, "MIN_GB_PER_S", least)
         answer = checks.transfer(across)
         assert answer.level == level and "pinned memory → cpu" in answer.what and "→ cpu:0" in answer.what
-    monkeypatch.setattr(checks, "_seconds", lambda *_: 1e-4)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_, **__: None)
     assert checks.transfer(across).level == "fail"
 
 
@@ -272,63 +229,53 @@ def test_a_cap_that_is_not_held_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [finding.level for finding in checks.caps_held(capped)] == ["pass"]
 
 
-def seen(**changes: Any) -> Observation:
-    """A good dry run on two devices, with some of what was seen replaced."""
-    good = Observation(
-        "gpt",
-        Plan(CPU, OTHER_CPU, "dual"),
-        StepMode(autocast=True, compiled=True, captured=True),
-        losses=[5.0, 4.0],
-        spans={"gather", "upload", "encode", "handoff", "wait"},
-        sizes={None},  # type: ignore[arg-type]
-        model_devices={OTHER_CPU},
-        batch_devices={OTHER_CPU},
-        frozen_devices={CPU},
-        is_pinned=True,
-        is_ahead=True,
-        has_learnt=True,
-    )
-    return replace(good, **changes)
-
-
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "given", "code", "level", "says"),
     [
-        ({}, ""),
-        ({"spans": {"gather", "upload", "encode"}}, "handoff"),
-        ({"changed_tensors": {"ids"}}, "arrived changed: ids"),
-        ({"losses": [5.0, float("nan")]}, "not finite"),
-        ({"has_learnt": False}, "no weight"),
-        ({"model_devices": {CPU, OTHER_CPU}}, "cpu and cpu:0"),
-        ({"batch_devices": {CPU, OTHER_CPU}}, "cpu and cpu:0"),
-        ({"frozen_devices": {CPU, OTHER_CPU}}, "cpu and cpu:0"),
+        ({}, {}, "optimisations", "pass", "captured step"),
+        ({"spans": {"gather", "upload", "encode"}}, {}, "rehearsal", "fail", "handoff"),
+        ({"changed_tensors": {"ids"}}, {}, "rehearsal", "fail", "arrived changed: ids"),
+        ({"losses": [5.0, float("nan")]}, {}, "rehearsal", "fail", "not finite"),
+        ({"has_learnt": False}, {}, "rehearsal", "fail", "no weight"),
+        ({"model_devices": {DATA, MODEL}}, {}, "placement", "fail", "cuda:0 and cuda:1"),
+        ({"batch_devices": {DATA, MODEL}}, {}, "placement", "fail", "cuda:0 and cuda:1"),
+        ({"frozen_devices": {DATA, MODEL}}, {}, "placement", "fail", "cuda:0 and cuda:1"),
+        ({"is_pinned": False}, {}, "optimisations", "fail", "pinned memory"),
+        ({"is_pinned": False}, {"enhanced_gpu_prefetch": False}, "optimisations", "warn", "pinned memory"),
+        ({"is_ahead": False}, {}, "optimisations", "fail", "uploaded ahead"),
+        ({"sizes": {None, 1}}, {}, "optimisations", "fail", "fixed shapes"),
+        (
+            {"mode": StepMode(autocast=True)},
+            {"enable_graph_mode": False},
+            "optimisations",
+            "fail",
+            "compiled step",
+        ),
+        ({"grew_mb": 40.0}, {}, "optimisations", "fail", "no allocation"),
+        ({"num_recompiled": 1}, {}, "optimisations", "fail", "no recompilation"),
     ],
 )
-def test_what_makes_a_dry_run_fail(changes: dict[str, Any], says: str) -> None:
-    observed = seen(**changes)
-    answers = [checks._judge_pipeline(observed, load_values().settings, 1.0), checks._judge_placement(observed)]
-    failed = [answer for answer in answers if answer.level != "pass"]
-    assert len(failed) == bool(says) and all(says in answer.why for answer in failed)
-
-
-@pytest.mark.parametrize(
-    ("changes", "given", "level", "says"),
-    [
-        ({}, {}, "pass", "captured step"),
-        ({"is_pinned": False}, {}, "fail", "pinned memory"),
-        ({"is_pinned": False}, {"enhanced_gpu_prefetch": False}, "warn", "pinned memory"),
-        ({"is_ahead": False}, {}, "fail", "uploaded ahead"),
-        ({"sizes": {None, 1}}, {}, "fail", "fixed shapes"),
-        ({"mode": StepMode(autocast=True)}, {"enable_graph_mode": False}, "fail", "compiled step"),
-        ({"grew_mb": 40.0}, {}, "fail", "no allocation"),
-        ({"num_recompiled": 1}, {}, "fail", "no recompilation"),
-    ],
-)
-def test_optimisations_are_judged_by_what_was_seen(
-    changes: dict[str, Any], given: dict[str, object], level: str, says: str
+def test_a_dry_run_on_two_gpus_is_judged_by_what_was_seen(
+    changes: dict[str, Any],
+    given: dict[str, object],
+    code: str,
+    level: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answer = checks._judge_optimisations(seen(**changes), load_values(**given).settings)
-    assert answer.level == level and says in answer.what
+    plan = Plan(DATA, MODEL, "dual")
+    seen = Observation("gpt", plan, StepMode(autocast=True, compiled=True, captured=True), [5.0, 4.0])
+    seen.spans, seen.sizes = {"gather", "upload", "encode", "handoff", "wait"}, {None}  # type: ignore[arg-type]
+    seen.model_devices = seen.batch_devices = {MODEL}
+    seen.frozen_devices = {DATA}
+    seen.is_pinned = seen.is_ahead = seen.has_learnt = True
+    monkeypatch.setattr(checks, "prepare", lambda *_: None)
+    monkeypatch.setattr(checks, "observe_pipeline", lambda *_: replace(seen, **changes))
+    answers = list(checks.dry_run(context(TWO, **given), plan, NoProgress(), lambda _: None))
+    assert [answer.code for answer in answers] == ["rehearsal", "placement", "optimisations"]
+    for answer in answers:
+        assert answer.level == (level if answer.code == code else "pass"), answer
+        assert answer.code != code or says in f"{answer.what} {answer.why}"
 
 
 @pytest.fixture
@@ -355,7 +302,8 @@ def test_the_pipeline_is_tried_on_the_cpu_and_leaves_nothing(
     by_code = {finding.code: finding for finding in findings}
     assert by_code["rehearsal"].level == "pass", by_code["rehearsal"]
     assert ("handoff" in by_code["rehearsal"].what) == dual
-    assert by_code["placement"].level == "pass" and by_code["driver"].level == "fail"
+    assert by_code["placement"].level == "pass" and by_code["driver"].level == "skip"
+    assert by_code["optimisations"].level == by_code["transfer"].level == "skip"
     assert "copies between GPUs" in by_code["not-checked"].what
     assert by_code["devices"].level == ("fail" if dual else "pass")
     assert by_code.keys() >= {"native-loading", "corpus", "disk-checkpoints"}, "the other findings follow"
@@ -368,43 +316,37 @@ def test_the_pipeline_is_tried_on_the_cpu_and_leaves_nothing(
 def test_the_corpus_of_the_dry_run_is_the_users_if_it_was_ever_prepared(
     prepared_corpus: dict[str, object], corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    def fail(*_: object) -> Observation:
+        raise PipelineError("tried")
+
+    def told(**given: object) -> str:
+        said: list[str] = []
+        (answer,) = checks.dry_run(context(**given), Plan(CPU, CPU), NoProgress(), said.append)
+        assert (answer.level, answer.why) == ("fail", "tried")
+        return said[0]
+
     asked: list[Path | None] = []
     monkeypatch.setattr(checks, "prepare", lambda data, _: asked.append(data.train_data))
-
-    def used(**given: object) -> object:
-        return checks._prepared(context(**given), NoProgress(), said.append)
-
-    assert used(**prepared_corpus) is not None and asked == []
-    used(**(prepared_corpus | {"batch_size": "7"}))
-    assert asked == [], "the batch size does not decide what a corpus is prepared to"
-    used(**(prepared_corpus | {"trim_silence_db": "50"}))
-    assert asked == [Path(str(prepared_corpus["train_data"]))] and said == []
-    used(train_data=str(corpus))
-    assert asked[1:] == [None] and "embedded" in said[0]
+    monkeypatch.setattr(checks, "observe_pipeline", fail)
+    for given in ({}, {"batch_size": "7"}, {"trim_silence_db": "50"}):
+        assert told(**prepared_corpus | given).startswith("Dry run")
+    assert asked == [Path(str(prepared_corpus["train_data"]))], "what was prepared serves all but the last"
+    assert "embedded" in told(train_data=str(corpus)) and asked[1:] == [None]
 
 
-def test_changed_batches_and_errors_fail_the_dry_run(
+def test_changed_batches_fail_the_dry_run(
     prepared_corpus: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tried() -> Iterator[Finding]:
-        return checks.dry_run(context(NO_GPU, **prepared_corpus), Plan(CPU, CPU), NoProgress(), lambda _: None)
-
     encode = GptFrontend.encode
 
     def encode_and_spoil(self: GptFrontend, batch: Any, out: Any, *rest: Any) -> None:
         encode(self, batch, out, *rest)
         out["ids"][0, 0] += 1
 
-    def fail(*_: object) -> Iterator[None]:
-        raise RuntimeError("no compiler")
-
     monkeypatch.setattr(GptFrontend, "encode", encode_and_spoil)
-    answer = next(tried())
+    ctx = context(NO_GPU, **prepared_corpus)
+    answer = next(checks.dry_run(ctx, Plan(CPU, CPU), NoProgress(), lambda _: None))
     assert answer.level == "fail" and "arrived changed: ids" in answer.why
-    monkeypatch.setattr(dry_run, "DryRun", fail)
-    (answer,) = tried()
-    assert (answer.level, answer.why) == ("fail", "no compiler")
 
 
 @pytest.mark.gpu
@@ -426,27 +368,34 @@ def test_a_real_gpu_passes(prepared_corpus: dict[str, object]) -> None:
 
 
 GOOD = [Finding("gpus", "pass", "1 GPU [red]"), Finding("workers", "warn", "2 of 8", "because", "give more")]
-BAD = [*GOOD, Finding("devices", "fail", "Multi-GPU requires at least 2 GPUs", fix="drop it", gain=2.0)]
+UNSEEN = [*GOOD, Finding("precision", "skip", "Not checked: there is no GPU")]
+BAD = [*UNSEEN, Finding("devices", "fail", "Multi-GPU requires at least 2 GPUs", fix="drop it")]
 
 
-def shown(findings: list[Finding]) -> list[str]:
+def shown(findings: list[Finding], with_passed: bool = False) -> list[str]:
     console = Console(file=io.StringIO(), width=60)
-    show_findings(findings, console)
+    show_findings(findings, console, with_passed=with_passed)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-def test_the_table_shows_reasons_and_fixes_as_they_are_and_ends_with_the_outcome() -> None:
+def test_the_table_begins_with_what_fails_and_ends_with_the_outcome() -> None:
     assert shown(GOOD)[-2:] == ["All validation checks passed: 1 passed, 1 warning", "ALL CHECKS PASSED"]
+    assert shown(UNSEEN)[-1] == "NOT CHECKED: precision"
+    assert not any("passed:" in line.lower() or "ALL" in line for line in shown(UNSEEN)[-2:])
     *table, last = shown(BAD)
     assert last == "CHECKS FAILED: devices" and not any("PASSED" in line for line in table)
-    for part in ("PASS", "1 GPU [red]", "WARN", "because", "→ give more", "FAIL", "→ drop it (about 2 times"):
+    assert table[0].startswith("FAIL") and table[2].startswith("WARN")
+    assert "Passed: gpus (--all shows them)" in table and not any(line.startswith("SKIP") for line in table)
+    for part in ("because", "→ give more", "→ drop it"):
         assert part in "\n".join(table)
+    everything = "\n".join(shown(BAD, with_passed=True))
+    assert "1 GPU [red]" in everything and "SKIP  precision" in everything
 
 
 def test_json_holds_everything() -> None:
     content = json.loads(to_json(BAD))
     assert content["passed"] is False and passed(GOOD) and not passed(BAD)
-    assert content["counts"] == {"pass": 1, "warn": 1, "fail": 1}
+    assert content["counts"] == {"pass": 1, "warn": 1, "skip": 1, "fail": 1}
     assert [Finding(**item) for item in content["findings"]] == BAD
     json.loads(to_json(check(load_values(**WHOLE), machine(1, 4000), host())))
 
@@ -454,19 +403,45 @@ def test_json_holds_everything() -> None:
 # The command
 
 
+@pytest.mark.parametrize("here", [machine(), NO_GPU], ids=["gpu", "cpu"])
+def test_without_a_corpus_the_values_of_the_file_are_judged(
+    here: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "look", lambda: here)
+    (tmp_path / "own.yaml").write_text("data:\n  batch_size: 16\n")
+    main(["check", "--config", str(tmp_path / "own.yaml"), "--all"])
+    shown = capsys.readouterr().out
+    assert "16 clips per batch" in shown and "demonstration:" not in shown
+
+
 def test_the_command_passes_on_a_plain_configuration_and_fails_when_something_does(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["check", "--json"]) == 0 and json.loads(capsys.readouterr().out)["passed"]
-    assert main(["check"]) == 0 and capsys.readouterr().out.splitlines()[-1] == "ALL CHECKS PASSED"
+    for here, words in ((machine(), "ALL CHECKS PASSED"), (NO_GPU, "NOT CHECKED: upload, compilation, precision")):
+        monkeypatch.setattr(Machine, "look", lambda here=here: here)
+        monkeypatch.setattr(Host, "look", lambda here=here: host() if here.gpus else NO_DRIVER)
+        assert main(["check"]) == 0 and words in capsys.readouterr().out.splitlines()[-1]
     assert main(["check", "--train-data", "missing"]) == 1
     assert "CHECKS FAILED: corpus" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has two GPUs")
-def test_two_gpus_that_are_not_there_are_named_in_one_piece(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--data-gpu", "0", "--model-gpu", "1"]) == 1
-    assert "Multi-GPU requires at least 2 GPUs. GPUs found: " in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("check --train-data nodir", "No such corpus folder"),
+        ("check --init-from nodir", "training.init_from = nodir: there is no such file or folder"),
+        ("tune --train-data nodir", "No such corpus folder"),
+        ("profile --tokenizer nodir", "--tokenizer nodir: there is no such file"),
+        ("export nodir --out new", "nodir: no such folder"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_answered_as_such(
+    command: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) in (1, 2)
+    shown = capsys.readouterr()
+    assert says in shown.out + shown.err and "vocabular" not in shown.out + shown.err
 
 
 def test_scripts_find_the_package_from_anywhere(tmp_path: Path) -> None:

@@ -12,18 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 import myxtts.checkpoints
-from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, require_same, to_host
+from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, to_host
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.files import lock
 
-LOCK_AND_WAIT = """
-import sys
-from pathlib import Path
+LOCK_AND_WAIT = """import pathlib, sys
 from myxtts.files import lock
-with lock(Path(sys.argv[1])):
+with lock(pathlib.Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
 """
@@ -61,8 +60,8 @@ def make_calls_deadly():
             setattr(owner, name, deadly(getattr(owner, name)))
 
 def save(step):
-    tensors = {"a": torch.full((1000,), float(step)), "b": torch.arange(step)}
-    checkpoints.save(step, Snapshot(tensors, dict(tensors), {"mark": step}), best=True)
+    tensors = {"a": torch.full((1000,), float(step))}
+    checkpoints.save(step, Snapshot(tensors, dict(tensors), {}), best=True)
     checkpoints.wait()
     assert checkpoints.num_failed == 0
     os.write(report, b"%d " % step)
@@ -87,10 +86,8 @@ def check(reported):
         checkpoints.load(int(path.name[5:]))
     loaded = checkpoints.newest()
     assert loaded.step >= reported[-1], (loaded.step, reported)
-    assert loaded.state == {"mark": loaded.step}
     for tensors in loaded.weights, loaded.optimizer:
         assert torch.equal(tensors["a"], torch.full((1000,), float(loaded.step)))
-        assert torch.equal(tensors["b"], torch.arange(loaded.step))
 
 def fork(deadly_call, seconds=None):
     global report
@@ -130,16 +127,8 @@ def snapshot(value: int) -> Snapshot:
 def assert_same(found: LoadedCheckpoint | None, step: int, expected: Snapshot) -> None:
     assert found is not None
     assert (found.step, found.state) == (step, expected.state)
-    for tensors, originals in ((found.weights, expected.weights), (found.optimizer, expected.optimizer)):
-        assert tensors.keys() == originals.keys()
-        for name, original in originals.items():
-            assert tensors[name].dtype == original.dtype
-            assert tensors[name].shape == original.shape
-            assert bytes_of(tensors[name]) == bytes_of(original), name
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+    assert save(found.weights) == save(expected.weights)
+    assert save(found.optimizer) == save(expected.optimizer)
 
 
 def saved(folder: Path, *steps: int, keep: int = 5) -> Checkpoints:
@@ -227,21 +216,6 @@ def test_host_copies_reuse_their_memory_and_are_copies() -> None:
     assert all(torch.equal(copy, live[name]) for name, copy in second.items())
 
 
-def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "gpt", keep=2)
-    (tmp_path / "gpt").mkdir()
-    (tmp_path / "gpt" / "step-00000002-my-copy").mkdir()
-    for step in range(1, 7):
-        checkpoints.save(step, snapshot(step), best=step in (1, 3))
-        checkpoints.wait()
-    assert names(tmp_path / "gpt") == {
-        "step-00000003", "step-00000005", "step-00000006", "best", "step-00000002-my-copy"
-    }  # fmt: skip
-    assert_same(checkpoints.best(), 3, snapshot(3))
-    assert_same(checkpoints.newest(), 6, snapshot(6))
-    checkpoints.close()
-
-
 def test_after_starting_over_the_last_saved_is_the_newest_and_replaces_its_step(tmp_path: Path) -> None:
     saved(tmp_path / "gpt", 8000, 9000, keep=2)
     checkpoints = saved(tmp_path / "gpt", 1000, keep=2)
@@ -252,14 +226,6 @@ def test_after_starting_over_the_last_saved_is_the_newest_and_replaces_its_step(
     checkpoints.close()
     assert names(tmp_path / "gpt") == {"step-00001000", "step-00002000"}
     assert_same(checkpoints.newest(), 2000, snapshot(44))
-
-
-def test_weights_alone_can_be_read_when_the_optimizer_is_damaged(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path / "gpt", 1)
-    (tmp_path / "gpt" / "step-00000001" / "optimizer.safetensors").unlink()
-    assert_same(checkpoints.newest(optimizer=False), 1, snapshot(1)._replace(optimizer={}))
-    with pytest.raises(DatasetError, match="optimizer"):
-        checkpoints.load(1)
 
 
 def truncate(path: Path) -> None:
@@ -281,6 +247,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     damage(tmp_path / "gpt" / "step-00000002" / file)
     assert_same(checkpoints.newest(), 1, snapshot(1))
     assert f"step-00000002/{file}" in caplog.text
+    alone = checkpoints.newest(optimizer=False)
+    assert alone is not None and (alone.step, alone.optimizer) == (2 if "optimizer" in file else 1, {})
     with pytest.raises(DatasetError, match=file):
         checkpoints.load(2)
     assert "step-00000002" in names(tmp_path / "gpt")
@@ -361,56 +329,14 @@ def test_a_run_directory_belongs_to_one_process_until_it_dies(tmp_path: Path) ->
             pass
         holder.kill()
         holder.wait()
-    with lock(folder):
-        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"), lock(folder):
-            pass
-        with lock(tmp_path / "another"):
-            pass
-    with lock(folder):
+    with lock(folder), lock(tmp_path / "another"):
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_refused_to_a_run_and_is_a_failed_save(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_to_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"Cannot keep a run in .*\n.*--checkpoint-dir"), lock(tmp_path / "file"):
         pass
-    checkpoints = Checkpoints(tmp_path / "file" / "gpt", keep=1)
-    checkpoints.save(1, snapshot(1))
-    checkpoints.wait()
-    checkpoints.close()
-    assert checkpoints.num_failed == 1
-
-
-def test_another_configuration_is_refused_with_each_setting_and_what_to_do(tmp_path: Path) -> None:
-    run = {
-        "model": {"size": "tiny", "layers": [1, 2]},
-        "data": {"path": "/a", "gone": 1},
-        "training": {"epochs": 3},
-    }
-    now = {
-        "model": {"size": "small", "layers": (1, 2), "extra": None},
-        "data": {"path": Path("/a")},
-        "training": {"epochs": 9},
-    }
-    expected = [
-        "model.size: the run has tiny, now small",
-        "data.gone: the run has 1, now nothing",
-        "model.extra: the run has nothing, now None",
-    ]
-
-    def differences(ignore: list[str]) -> list[str]:
-        with pytest.raises(ConfigError) as caught:
-            require_same(tmp_path, run, now, ignore)
-        return [line.strip() for line in str(caught.value).splitlines()[1:-1]]
-
-    assert differences(["training.epochs"]) == expected
-    assert len(differences(["train", "mod"])) == 4
-    require_same(tmp_path, run, now, ignore=["training", "model", "data.gone"])
-    require_same(tmp_path, run, run)
-    with pytest.raises(ConfigError) as refusal:
-        require_same(tmp_path, run, now)
-    for part in (*expected, str(tmp_path), "--checkpoint-dir", "--reset-training"):
-        assert part in str(refusal.value)
 
 
 @pytest.mark.gpu

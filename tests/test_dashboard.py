@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import os
+import re
 import socket
 import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +24,7 @@ from rich.console import Console
 from myxtts import terminal
 from myxtts.observe import metrics
 from myxtts.observe.metrics import MetricsLog, MetricsTail, ValidationReport, read_metrics
-from myxtts.terminal import render, sparkline, watch
+from myxtts.terminal import Screen, View, dashboard, render, sparkline, watch
 
 READING = {
     "gpu": 0, "utilisation": 0.5, "memory_used_mb": 10240.0, "memory_total_mb": 81920.0, "power_w": 412.0,
@@ -29,9 +32,9 @@ READING = {
 }  # fmt: skip
 
 
-def drawn(*reports: dict[str, Any], readings: Any = (), width: int = 100, **options: Any) -> str:
-    file = io.StringIO()
-    Console(file=file, width=width, highlight=False).print(render(reports, readings, width, **options))
+def drawn(*reports: dict[str, Any], readings: Any = (), now: float | None = None, **frame: Any) -> str:
+    file, view = io.StringIO(), View(**frame)
+    Screen(file=file, width=view.width).print(render(reports, readings, view, now=now))
     return file.getvalue()
 
 
@@ -64,7 +67,10 @@ def test_the_state_of_a_training_is_seen_at_a_glance() -> None:
         assert all(part in line_of(text, label) for part in parts), label
 
 
-def test_rings_are_bars_as_full_as_they_are() -> None:
+def test_rings_are_bars_as_full_as_they_are_and_names_from_files_are_no_markup() -> None:
+    rings = {"[red]x[/red]": (1, 2)}
+    text = drawn(step_record(stage="[b]gpt", rings=rings, memory_mb={"[i]": 1.0}), title="[/b]run")
+    assert all(part in text for part in ("[b]gpt", "ring [red]x[/red]", "[i] ", "[/b]run"))
     text = drawn(step_record(rings={"host": (8, 16), "device": (0, 2), "model": (3, 3), "keep": (1, 4)}))
     fills = [line_of(text, f"ring {name}").count("█") for name in ("host", "device", "model")]
     assert fills[0] * 2 == pytest.approx(fills[2], abs=1) and fills[1] == 0 and fills[2] > 8
@@ -98,19 +104,22 @@ def test_nothing_is_wider_than_the_terminal(width: int) -> None:
     assert {len(line) for line in text.splitlines()} == {width}
 
 
+@pytest.mark.parametrize(("width", "height"), [(100, 30), (200, 60), (80, 12)])
+def test_the_view_fills_the_screen_with_its_curves_and_never_exceeds_it(width: int, height: int) -> None:
+    reports = [step_record(step, losses={"total": 5 - step / 100}) for step in range(400)]
+    text = drawn(*reports, width=width, height=height, said="one\ntwo\n", hint="Ctrl-C")
+    lines = text.splitlines()
+    assert len(lines) == height and {len(line) for line in lines} == {width} and "Ctrl-C" in lines[-1]
+    if height > 20:
+        assert "two" in text and sum("█" in line for line in lines) > height // 3
+        assert line_of(text, "loss").count("█") < width // 3, "the curve falls"
+
+
 def test_numbers_that_are_missing_are_dashes() -> None:
-    text = drawn(
-        step_record(losses={"total": math.nan}, clips_per_s=math.nan, step_ms=None, eta_s=None, total_steps=None)
-    )
+    unknown = {"losses": {"total": math.nan}, "clips_per_s": math.nan}
+    text = drawn(step_record(**unknown, step_ms=None, eta_s=None, total_steps=None))
     assert "–" in line_of(text, "loss") and "–" in line_of(text, "clips/s") and "ETA" not in text
     assert "step 250" in line_of(text, "progress") and "nan" not in text
-
-
-def test_names_from_files_are_no_markup() -> None:
-    rings = {"[red]x[/red]": (1, 2)}
-    text = drawn(step_record(stage="[b]gpt", rings=rings, memory_mb={"[i]": 1.0}), title="[/b]run")
-    for part in ("[b]gpt", "ring [red]x[/red]", "[i] ", "[/b]run"):
-        assert part in text
 
 
 def test_a_run_whose_process_is_gone_has_ended_at_its_last_step(tmp_path: Path) -> None:
@@ -130,10 +139,11 @@ def test_a_run_whose_process_is_gone_has_ended_at_its_last_step(tmp_path: Path) 
 
 
 def test_a_sparkline_shows_the_course_and_leaves_out_what_is_unknown() -> None:
-    assert sparkline(np.array([1.0, 2.0, math.nan, 8.0]), 10) == "▁▂ █"
-    assert sparkline(np.arange(800.0), 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline(np.array([math.nan]), 10) == "" == sparkline(np.array([]), 10)
-    assert sparkline(np.array([3.0, 3.0]), 10) == "▁▁"
+    assert sparkline(np.array([1.0, 2.0, math.nan, 8.0]), 10) == ["▁▂ █"]
+    assert sparkline(np.arange(800.0), 8) == ["▁▂▃▄▅▆▇█"]
+    assert sparkline(np.arange(800.0), 8, 2) == ["    ▂▄▆█", "▁▃▅▇████"]
+    assert sparkline(np.array([math.nan]), 10) == [""] == sparkline(np.array([]), 10)
+    assert sparkline(np.array([3.0, 3.0]), 10) == ["▁▁"]
 
 
 def test_the_tail_of_a_file_says_what_reading_all_of_it_says(tmp_path: Path) -> None:
@@ -199,6 +209,7 @@ def test_on_a_terminal_the_view_follows_the_run_until_it_is_told_to_stop(
     shown = file.getvalue()
     assert shown.index("Waiting for the first report.") < shown.index("777")
     assert "412 W" in shown and len(calls) >= 6
+    assert "Ctrl-C ends this view, not the run" in shown
 
 
 def test_an_interrupt_ends_the_view_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,3 +219,31 @@ def test_an_interrupt_ends_the_view_quietly(tmp_path: Path, monkeypatch: pytest.
     stop = threading.Event()
     monkeypatch.setattr(stop, "wait", interrupted)
     watch(tmp_path, stop, console=Console(file=io.StringIO(), width=100, force_terminal=True))
+
+
+def test_the_view_of_a_training_command_is_drawn_once_and_keeps_what_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "PERIOD_S", 0.01)
+    file, begun = io.StringIO(), threading.Event()
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(handler)
+    try:
+        with dashboard(tmp_path, lambda: begun.set() or [], Screen(file=file, force_terminal=True, height=30)):
+            for number in range(3):
+                begun.clear()
+                assert begun.wait(10)
+                print(f"line {number}")
+                logging.getLogger().warning("a checkpoint was damaged")
+        assert handler.stream is sys.stderr
+    finally:
+        logging.getLogger().removeHandler(handler)
+    frames = re.split(
+        r"\r\x1b\[2K(?:\x1b\[1A\x1b\[2K){28}", file.getvalue()
+    )  # 29 lines are erased, then drawn again
+    frames = [re.sub(r"\x1b\[[?\d;]*[a-z]", "", frame).strip() for frame in frames]
+    assert all(frame.startswith("╭") and frame.count("╭") == frame.count("╰") == 1 for frame in frames)
+    _, view, below = frames[-1].rpartition("╰")
+    assert "Ctrl-C finishes the step, saves and stops the run" in view + below
+    said = "line 0 a checkpoint was damaged line 1 a checkpoint was damaged line 2 a checkpoint was damaged"
+    assert " ".join(below.partition("╯")[2].split()).startswith(said)

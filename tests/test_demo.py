@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import soundfile
-from training_fixtures import FLAGS, Clips, clips, newest, small, stop_at, train
+from training_fixtures import FLAGS, Start, newest, stop_at
 
 import myxtts.config
 from myxtts import reports
-from myxtts.cli import main
 from myxtts.config import DEMO, STAGES
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.errors import PipelineError
@@ -20,10 +19,8 @@ from myxtts.reports import TrainingReports
 from myxtts.run_dir import RunDir
 from myxtts.settings import apply_demo, load
 
-__all__ = ["clips", "small"]
+pytest_plugins = ["training_fixtures"]
 pytestmark = pytest.mark.usefixtures("small")
-
-Screen = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -41,15 +38,15 @@ def next_commands(shown: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.usefixtures("short_demo")
-def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(clips: Clips, capsys: Screen) -> None:
+def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(start: Start) -> None:
     run = Path("demo")
-    assert main(["train"]) == 0
-    shown = capsys.readouterr().out
+    shown = start.command("train")
     wave, rate = soundfile.read(run / "sample.wav")
     assert rate == 24000 and abs(wave).max() > 0
-    assert (run / "report.html").is_file()
+    assert 'src="data:audio/mpeg' in (run / "report.html").read_text(encoding="utf-8")
+    assert any(b"sample" in file.read_bytes() for file in (run / "tensorboard" / "gpt").iterdir())
     assert not RunDir(run).has_checkpoint("decoder")
-    assert "demonstration: training.stages = [dvae, gpt] (default null)" in shown
+    assert shown.count("demonstration: stages [dvae, gpt], batch_size 2, dvae_steps 2, max_steps 2") == 1
     assert "embedded corpus: training.checkpoint_dir = demo (default checkpoints)" in shown
     assert "decoder_steps" not in shown, "no decoder is trained"
     assert "Persian" in shown and "English" in shown
@@ -59,17 +56,16 @@ def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(clips: Clips, c
     assert "babble" in shown
     offered = next_commands(shown)
     assert offered.keys() == {"train", "speak", "report"}
-    assert main(offered["speak"]) == 0 and Path("speech.wav").is_file()
-    assert main(offered["report"]) == 0
+    start.command(*offered["speak"])
+    assert Path("speech.wav").is_file()
+    start.command(*offered["report"])
 
     spoken_at = (run / "sample.wav").stat().st_mtime_ns
-    capsys.readouterr()
-    assert main(["train"]) == 0
+    assert str(run / "sample.wav") in start.command("train")
     assert (run / "sample.wav").stat().st_mtime_ns == spoken_at, "what was finished before is not spoken again"
-    assert str(run / "sample.wav") in capsys.readouterr().out
 
-    own = [str(clips()) if word == "DIR" else word for word in offered["train"]]
-    assert main([*own, *shlex.split(FLAGS), "--stages", "dvae", "--max-steps", "1"]) == 0, "with other settings"
+    own = [str(start.clips()) if word == "DIR" else word for word in offered["train"]]
+    start.command(*own, *shlex.split(FLAGS), "--stages", "dvae", "--max-steps", "1")  # with other settings
     assert RunDir(Path("checkpoints")).has_begun
 
 
@@ -83,45 +79,36 @@ def test_the_demonstration_trains_longer_on_a_gpu_and_leaves_wishes_alone() -> N
     assert applied(True, **{"training.max_steps": 7}) == (16, 7)
 
 
-def test_own_data_get_all_stages_and_a_sample_of_their_own(clips: Clips, tmp_path: Path, capsys: Screen) -> None:
-    run = tmp_path / "run"
-    long_enough = "--max-steps 1 --decoder-steps 1"
-    corpus = clips(6)
-    assert train(run, corpus, long_enough) == 0
-    shown = capsys.readouterr().out
+def test_own_data_get_all_stages_and_a_sample_of_their_own(start: Start) -> None:
+    run = start("--max-steps 1 --decoder-steps 1", corpus=6)
     assert all(RunDir(run).has_checkpoint(stage) for stage in STAGES)
-    assert f"in the voice of {corpus}" in shown and "by the trained decoder, 1 step (gpt: 1 step)" in shown
-    assert "What to expect: after 1 step of gpt from scratch" in shown
-    assert next_commands(shown).keys() == {"speak", "report"}
+    assert f"in the voice of {start.clips(6)}" in start.out
+    assert "by the trained decoder, 1 step (gpt: 1 step)" in start.out
+    assert "What to expect: after 1 step of gpt from scratch" in start.out
+    assert next_commands(start.out).keys() == {"speak", "report"}
 
 
-def test_enough_steps_need_no_excuse(
-    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
-) -> None:
+def test_enough_steps_need_no_excuse(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "FEW_STEPS", 1)
     monkeypatch.setattr("myxtts.synthesis.synthesizer.is_faint", lambda _: True)
-    assert train(tmp_path / "run", clips(), "--stages dvae,gpt --max-steps 1") == 0
-    shown = capsys.readouterr().out
-    assert "What to expect" not in shown
-    assert "hardly anything can be heard" in shown
+    start("--stages dvae,gpt --max-steps 1")
+    assert "What to expect" not in start.out
+    assert "hardly anything can be heard" in start.out
 
 
-def test_a_sample_that_fails_spoils_nothing(
-    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
-) -> None:
+def test_a_sample_that_fails_spoils_nothing(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise PipelineError("The model said nothing in 3 attempts")
 
     run, corpus = tmp_path / "run", tmp_path / "corpus"
-    shutil.copytree(clips(), corpus)
+    shutil.copytree(start.clips(), corpus)
     run.mkdir()
     with monkeypatch.context() as patched:
         (run / "sample.wav").write_bytes(b"of an older training")
         patched.setattr(reports, "speak_sample", fail)
-        assert train(run, corpus, "--stages dvae,gpt --max-steps 1") == 0
-    shown = capsys.readouterr().out
-    assert "No sample was spoken: The model said nothing in 3 attempts" in shown
-    assert "Done." in shown and "speak" not in next_commands(shown)
+        start("--stages dvae,gpt --max-steps 1", corpus=corpus)
+    assert "No sample was spoken: The model said nothing in 3 attempts" in start.out
+    assert "Done." in start.out and "speak" not in next_commands(start.out)
     assert not (run / "sample.wav").exists()
 
     write_page = TrainingReports.close
@@ -132,20 +119,18 @@ def test_a_sample_that_fails_spoils_nothing(
 
     (run / "sample.wav").write_bytes(b"of an older training")
     monkeypatch.setattr(TrainingReports, "close", close)
-    assert train(run, corpus, "--stages dvae,gpt --max-steps 2") == 0, "the corpus is gone when the training ends"
-    assert next_commands(capsys.readouterr().out).keys() == {"report"}
+    start("--stages dvae,gpt --max-steps 2", corpus=corpus)  # the corpus is gone when the run ends
+    assert next_commands(start.out).keys() == {"report"}
     assert not (run / "sample.wav").exists()
 
 
 def test_a_training_that_cannot_speak_yet_or_is_interrupted_speaks_nothing(
-    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
-    assert train(run, clips(), "--stages dvae --max-steps 1") == 0
-    assert "No sample was spoken: The model has no gpt" in capsys.readouterr().out
+    run = start("--stages dvae --max-steps 1")
+    assert "No sample was spoken: The model has no gpt" in start.out
     assert not (run / "sample.wav").exists()
     stop_at(monkeypatch, 1)
-    assert train(run, clips(), "--stages gpt --max-steps 3") == 0
-    shown = capsys.readouterr().out
+    start("--stages gpt --max-steps 3")
     assert newest(run).step == 1
-    assert "the same command" in shown and "Done." not in shown and "sample" not in shown
+    assert "the same command" in start.out and "Done." not in start.out and "sample" not in start.out

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
 
-from myxtts.config import DataSettings
+from myxtts.config import DataSettings, Settings, TrainingSettings
 from myxtts.devices import (
     Event,
     Gpu,
@@ -18,14 +21,19 @@ from myxtts.devices import (
     Stream,
     announcements,
     apply_caps,
+    as_flag,
     explain_out_of_memory,
     make_plan,
 )
-from myxtts.errors import ConfigError, PipelineError
+from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.host import may_pin
+from myxtts.run import train
+from myxtts.training.trainer import Step, StepMode
 
 CPU = torch.device("cpu")
 CAPS = {"data_gpu_memory": 90000, "model_gpu_memory": 9000}
 ISOLATED = {"enable_memory_isolation": True}
+ONE_GPU = DataSettings()
 
 
 def cuda(index: int) -> torch.device:
@@ -47,8 +55,9 @@ def roles(data: int, model: int) -> dict[str, Any]:
 
 
 def problems(machine: Machine, environment: dict[str, str] | None = None, **settings: Any) -> str:
+    spelling = settings.pop("spelling", as_flag)
     with pytest.raises(ConfigError) as caught:
-        make_plan(DataSettings(**settings), machine, environment or {})
+        make_plan(DataSettings(**settings), machine, environment or {}, spelling)
     return str(caught.value)
 
 
@@ -80,6 +89,11 @@ def problems(machine: Machine, environment: dict[str, str] | None = None, **sett
             CAPS | ISOLATED, 1, {}, Plan(cuda(0), cuda(0), data_cap_mb=9000, model_cap_mb=9000),
             id="roles that share a GPU share the cap of the model",
         ),
+        pytest.param(
+            roles(0, 1) | ISOLATED | {"model_gpu_memory": 9000}, 2, {},
+            Plan(cuda(0), cuda(1), "dual", data_cap_mb=22976, model_cap_mb=9000),
+            id="a cap that is not given follows the card",
+        ),
     ],
 )  # fmt: skip
 def test_plans(settings: dict[str, Any], num_gpus: int, environment: dict[str, str], plan: Plan) -> None:
@@ -104,17 +118,24 @@ NO_PLACE = ("LOCAL_WORLD_SIZE", "torchrun")
 @pytest.mark.parametrize(
     ("num_gpus", "environment", "settings", "parts"),
     [
-        (2, {}, {"data_gpu": 1}, ["--data-gpu is given without --model-gpu"]),
-        (2, {}, {"model_gpu": 1}, ["--model-gpu is given without --data-gpu"]),
+        (2, {}, {"data_gpu": 1}, ["--data-gpu is given without --model-gpu", *BOTH_CARDS, "drop --data-gpu to"]),
+        (2, {}, {"model_gpu": 1}, ["--model-gpu is given without --data-gpu", *BOTH_CARDS]),
+        (
+            2,
+            {},
+            {"data_gpu": 1, "spelling": str},
+            ["data.data_gpu is given without data.model_gpu", "drop data.d"],
+        ),
+        (2, {}, {**roles(1, 1), "spelling": str}, ["drop data.data_gpu and data.model_gpu", *BOTH_CARDS]),
         (2, {}, roles(1, 1), ["both 1", *BOTH_CARDS, DROP]),
-        (0, {}, roles(0, 1), ["Multi-GPU requires at least 2 GPUs", "GPUs found: none", DROP]),
+        (0, {}, roles(0, 1), ["Insufficient GPUs: Multi-GPU requires at least 2 GPUs", "found: none", DROP]),
         (1, {}, roles(0, 1), ["Multi-GPU requires at least 2 GPUs", "GPUs found: 0: Card 0, 24000 MB", DROP]),
         (2, {}, roles(0, 5), ["no GPU 5.", *BOTH_CARDS, DROP]),
         (2, {HIDDEN: "2,3"}, roles(2, 3), ["no GPU 2, 3.", *BOTH_CARDS, f"{HIDDEN}=2,3 hides any others"]),
         (0, {HIDDEN: ""}, roles(0, 1), [f"{HIDDEN}= hides"]),
         *[(2, torchrun(rank, 3, rank, 3), {}, TOO_MANY) for rank in range(3)],
         *[(3, torchrun(rank, 2, rank, 2), roles(0, 1), TOO_MANY_PAIRS) for rank in range(2)],
-        (6, torchrun(0, 2, 0, 2), roles(0, 2), ["share", "--data-gpu 0 --model-gpu 1"]),
+        (6, torchrun(0, 2, 0, 2), roles(0, 2), ["share", "such as 0 and 1"]),
         (8, {"RANK": "1", "WORLD_SIZE": "2"}, {}, ["RANK=1", *NO_PLACE]),
         (8, torchrun(1, 2, 1, 2) | {"RANK": "one"}, {}, ["RANK=one", *NO_PLACE]),
         (8, torchrun(2, 2, 0, 2), {}, ["RANK=2", *NO_PLACE]),
@@ -130,7 +151,8 @@ def test_what_cannot_be_planned_is_an_error_that_says_why_and_what_to_do(
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    text = problems(machine(2, memory_mb=8000), {"RANK": "x"}, **roles(1, 1), **ISOLATED)
+    caps = {"data_gpu_memory": 8192, "model_gpu_memory": 16384}
+    text = problems(machine(2, memory_mb=8000), {"RANK": "x"}, **roles(1, 1), **ISOLATED, **caps)
     assert text.startswith("4 problems")
     for part in ("RANK=x", "both 1", "--data-gpu-memory 8192", "--model-gpu-memory 16384"):
         assert part in text
@@ -138,13 +160,21 @@ def test_all_problems_are_reported_at_once() -> None:
         assert "no GPU 7." in problems(machine(2), **{given: 7})
 
 
-def test_a_cap_larger_than_its_card_is_an_error_that_names_card_and_flag() -> None:
-    shared = problems(machine(1, memory_mb=12000), **ISOLATED)
-    assert "--model-gpu-memory 16384" in shared and "0: Card 0, 12000 MB" in shared and "at most 12000" in shared
-    assert "--data-gpu-memory" not in shared
-    dual = problems(machine(2, memory_mb=18000), **roles(0, 1), **ISOLATED, data_gpu_memory=20000)
-    assert "--data-gpu-memory 20000" in dual and "0: Card 0, 18000 MB" in dual
-    assert "--model-gpu-memory" not in dual
+@pytest.mark.parametrize("memory_gb", [8, 12, 16, 24, 40, 80])
+@pytest.mark.parametrize("settings", [{}, roles(0, 1)], ids=["shared", "dual"])
+def test_default_caps_fit_every_card_and_too_large_ones_are_refused_with_numbers(
+    memory_gb: int, settings: dict[str, Any]
+) -> None:
+    cards = machine(2, memory_mb=1024 * memory_gb)
+    plan = make_plan(DataSettings(**settings, **ISOLATED), cards, {})
+    assert plan.data_cap_mb == plan.model_cap_mb == 1024 * memory_gb - 1024
+    limit = 1024 * memory_gb - 512
+    make_plan(DataSettings(**settings, **ISOLATED, model_gpu_memory=limit), cards, {})
+    text = problems(cards, **settings, **ISOLATED, model_gpu_memory=limit + 1)
+    card = f"GPU {len(settings) // 2}: Card {len(settings) // 2}, {1024 * memory_gb} MB"
+    for part in (f"--model-gpu-memory {limit + 1}", card, "CUDA context", f"at most {limit}, or leave it out"):
+        assert part in text
+    assert "--data-gpu-memory" not in text
 
 
 def test_caps_reach_the_allocator_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +190,37 @@ def test_caps_reach_the_allocator_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert fractions == {cuda(0): 0.25, cuda(1): 0.5}
 
 
+def test_train_applies_the_caps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan = Plan(cuda(0), cuda(1), "dual", data_cap_mb=4000, model_cap_mb=8000)
+    applied = Mock()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(return_value=Mock(total_memory=16000 * 2**20)))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", applied)
+    monkeypatch.setattr("myxtts.run.make_plan", Mock(return_value=plan))
+    monkeypatch.setattr("myxtts.run.prepare_corpus", Mock(side_effect=DatasetError("far enough")))
+    with pytest.raises(DatasetError, match="far enough"):
+        train(Settings(training=TrainingSettings(checkpoint_dir=tmp_path / "run")))
+    assert applied.call_args_list == [call(0.25, cuda(0)), call(0.5, cuda(1))]
+
+
+@pytest.mark.parametrize(("free_gb", "pinned"), [(64, True), (16, False)])
+def test_copies_are_pinned_only_while_host_memory_is_plentiful(
+    free_gb: int, pinned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("myxtts.host.available_bytes", lambda: free_gb * 10**9)
+    caplog.set_level(logging.INFO)
+    assert may_pin(5 * 10**9, "Copies") is pinned
+    assert ("Copies take 5.0 GB of host memory, with 16.0 GB free" in caplog.text) is not pinned
+
+
+def test_ddp_is_built_in_the_stream_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, in_use = Stream(CPU), []
+    monkeypatch.setattr(stream, "use", Mock(return_value=MagicMock()))
+    ddp = Mock(side_effect=lambda *_, **__: in_use.append(stream.use.call_count))
+    monkeypatch.setattr("myxtts.training.trainer.DistributedDataParallel", ddp)
+    Step(Mock(), Mock(), StepMode(), stream, world_size=2)
+    assert in_use == [1]
+
+
 def test_the_machine_is_what_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -173,44 +234,48 @@ def test_the_machine_is_what_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_buffered_mode_is_announced_with_one_cap_for_both_roles() -> None:
-    plan = make_plan(DataSettings(), machine(1), {})
+    plan = make_plan(ONE_GPU, machine(1), {})
     expected = [
         "Intelligent GPU Pipeline: Single-GPU Buffered Mode",
         "Data GPU: cuda:0 (Card 0, 24000 MB)",
         "Model GPU: cuda:0 (Card 0, 24000 MB)",
-        "Buffer size: 50 batches",
         "Model placed on cuda:0 (Card 0, 24000 MB)",
+        "Native loading: on, batches are gathered from the packed cache",
     ]
-    assert announcements(plan, 50, machine(1)) == expected
-    isolated = make_plan(DataSettings(**ISOLATED), machine(1), {})
-    (line,) = (line for line in announcements(isolated, 50, machine(1)) if line not in expected)
-    assert "16384 MB on cuda:0" in line and "both roles together" in line
-    assert "--data-gpu-memory has no effect" in line
+    assert announcements(plan, ONE_GPU, machine(1)) == expected
+    isolated = DataSettings(**ISOLATED, native_loading=False)
+    loading, cap = announcements(make_plan(isolated, machine(1), {}), isolated, machine(1))[4:]
+    assert loading == "Native loading: off, audio files are decoded for every batch"
+    for part in ("22976 MB on cuda:0", "both roles together", "data_gpu_memory has no effect", "CUDA context"):
+        assert part in cap
 
 
 def test_dual_mode_is_announced_with_caps_rank_and_the_way_of_copies() -> None:
-    plan = make_plan(DataSettings(**roles(0, 1), **ISOLATED), machine(4), torchrun(1, 2, 1, 2))
-    lines = announcements(plan, 100, machine(4, peers=True))
+    data = DataSettings(**roles(0, 1), **ISOLATED)
+    plan = make_plan(data, machine(4), torchrun(1, 2, 1, 2))
+    lines = announcements(plan, data, machine(4, peers=True))
     assert lines == [
         "Intelligent GPU Pipeline: Multi-GPU Mode",
         "Data GPU: cuda:2 (Card 2, 24000 MB)",
         "Model GPU: cuda:3 (Card 3, 24000 MB)",
-        "Buffer size: 100 batches",
         "Model placed on cuda:3 (Card 3, 24000 MB)",
-        "Memory caps: data 8192 MB on cuda:2, model 16384 MB on cuda:3",
+        "Native loading: on, batches are gathered from the packed cache",
+        "Memory caps: data 22976 MB on cuda:2, model 22976 MB on cuda:3; the CUDA context, about 512 MB, comes on "
+        "top of each",
+        "Multi-GPU configuration completed successfully",
         "Copies from cuda:2 to cuda:3: direct (peer access)",
         "Rank 1 of 2",
     ]
-    assert any("through host memory, slower" in line for line in announcements(plan, 100, machine(4)))
+    assert any("through host memory, slower" in line for line in announcements(plan, data, machine(4)))
 
 
 def test_the_cpu_is_announced_as_slow_and_without_caps() -> None:
-    plan = make_plan(DataSettings(enable_memory_isolation=True), machine(0), {})
-    lines = announcements(plan, 50, machine(0))
-    assert lines[0].startswith("Intelligent GPU Pipeline: Single-GPU Buffered Mode (on the CPU: no GPU was found)")
-    assert any("slow" in line for line in lines) and "Model placed on cpu" in lines
+    isolated = DataSettings(**ISOLATED)
+    lines = announcements(make_plan(isolated, machine(0), {}), isolated, machine(0))
+    assert lines[0] == "No GPU was found: data and model share the CPU, and training is slow"
+    assert not any("GPU Pipeline" in line for line in lines) and "Model placed on cpu" in lines
     assert any("Memory isolation has no effect on the CPU" in line for line in lines)
-    without = announcements(make_plan(DataSettings(), machine(0), {}), 50, machine(0))
+    without = announcements(make_plan(ONE_GPU, machine(0), {}), ONE_GPU, machine(0))
     assert not any("isolation" in line for line in without)
 
 
@@ -262,45 +327,6 @@ def test_a_higher_cap_is_advised_only_when_the_cap_was_the_limit(monkeypatch: py
     assert "cap" not in str(explain_out_of_memory(no_cap, measured(monkeypatch, free_mb=500), "model", "training"))
 
 
-def test_streams_on_the_cpu_run_at_once() -> None:
-    stream, event, value = Stream(CPU), Event(CPU), torch.zeros(4)
-    with stream.use():
-        value += 1
-    stream.record(event)
-    stream.wait(event)
-    event.wait_on_host()
-    stream.finish()
-    assert value.tolist() == [1, 1, 1, 1]
-
-
-@pytest.mark.gpu
-def test_a_cap_stops_an_allocation_that_the_card_could_hold() -> None:
-    plan = make_plan(DataSettings(enable_memory_isolation=True, model_gpu_memory=512), environment={})
-    torch.cuda.empty_cache()
-    try:
-        apply_caps(plan)
-        within = torch.empty(256 * 2**20, dtype=torch.uint8, device=plan.model)
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            torch.empty(1024 * 2**20, dtype=torch.uint8, device=plan.model)
-        text = str(explain_out_of_memory(plan, caught.value, "model", "computing gradients"))
-        assert "model role" in text and "cuda:0" in text and "512 MB (--model-gpu-memory" in text
-        assert "1024.00 MiB" in text or "1.00 GiB" in text
-        allocated_mb = torch.cuda.memory_allocated(plan.model) // 2**20
-        assert allocated_mb >= within.nbytes // 2**20 and f"{allocated_mb} MB allocated" in text
-        assert "--model-gpu-memory above 512" in text
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, plan.model)
-    torch.empty(1024 * 2**20, dtype=torch.uint8, device=plan.model)
-
-
-@pytest.mark.gpu
-def test_the_machine_and_its_announcement_name_the_real_card() -> None:
-    seen = Machine.look()
-    name = torch.cuda.get_device_name(0)
-    assert seen.gpus[0].name == name and seen.gpus[0].memory_mb > 1000
-    assert any(name in line for line in announcements(make_plan(DataSettings(), environment={}), 50))
-
-
 @pytest.mark.gpu
 def test_a_stream_that_waits_for_an_event_sees_what_was_written_before_it() -> None:
     device = cuda(0)
@@ -320,16 +346,3 @@ def test_a_stream_that_waits_for_an_event_sees_what_was_written_before_it() -> N
     reader.finish()
     assert writer_was_busy
     assert unordered.eq(0).all() and ordered.eq(7).all()
-
-
-@pytest.mark.gpu
-def test_the_host_can_wait_for_an_event() -> None:
-    device = cuda(0)
-    stream, event = Stream(device), Event(device)
-    torch.cuda.synchronize(device)
-    with stream.use():
-        torch.cuda._sleep(100_000_000)
-    stream.record(event)
-    assert not event.is_passed
-    event.wait_on_host()
-    assert event.is_passed

@@ -38,7 +38,6 @@ class Line:
     """Every so many batches takes so many times as long to gather."""
     late: dict[int, float] = field(default_factory=dict)
     """Steps before which the host does something else, for so long."""
-    saved: bool = False  # whether `late` is a pause that leaves a span
     jitter: float = 0.03
     grows_mb: float = 0.0
     batches: int = 120
@@ -78,10 +77,7 @@ class Line:
                 ready_at = [end("encode", m), end("handoff", m - 1), end("train", m - self.model_ring)]
                 last = work("handoff", "handoff stream", ready_at, self.handoff, m)
             if m in self.late:
-                host_free = max(host_free, end("train", m - 1))
-                if self.saved:
-                    spans.append(span("save", "trainer", host_free, self.late[m], -1))
-                host_free += self.late[m]
+                host_free = max(host_free, end("train", m - 1)) + self.late[m]
             ready = last if self.on_gpu else end(phases[-1], m)
             waited = max(host_free, ready)
             spans.append(span("wait", "trainer", host_free, waited - host_free, m))
@@ -91,7 +87,7 @@ class Line:
             start = work("train", "model stream", [launched, before, end(phases[-1], m)], self.train, m)
             spans.append(span("update", "model stream", end("train", m), 0.0, m, device=self.on_gpu))
             host_free = max(launched, end("train", m - 2)) if self.on_gpu else end("train", m)
-            gap = max(start - before, 0.0) if m and not self.saved else 0.0
+            gap = max(start - before, 0.0) if m else 0.0
             steps.append(StepTime(m, gap + end("train", m) - start, gap))
             at_us = us(end("train", m))
             counters.append(Counter("model allocated MB", at_us, 4000 + self.grows_mb * m))
@@ -152,17 +148,10 @@ def diagnose_line(line: Line, **more: Any) -> Diagnosis:
 def repeated(count: int, period: float, *parts: tuple[str, float, float, int]) -> list[Span]:
     """Spans (name, offset, length, batch ahead) that come again every period."""
     tracks = {"gather": "gather-0", "wait": "trainer", "train": "model stream", "update": "model stream"}
+    found = [(number, *part) for number in range(count) for part in parts]
     return [
-        span(
-            name,
-            tracks.get(name, f"{name} stream"),
-            period * number + offset,
-            length,
-            number + ahead,
-            name not in ("gather", "wait"),
-        )
-        for number in range(count)
-        for name, offset, length, ahead in parts
+        span(name, tracks.get(name, name), period * n + offset, length, n + ahead, name not in ("gather", "wait"))
+        for n, name, offset, length, ahead in found
     ]
 
 
@@ -204,31 +193,25 @@ BOTTLENECKS: dict[str, tuple[str, Line, Settings]] = {
 
 @on_both
 @pytest.mark.parametrize("code", BOTTLENECKS)
-def test_the_phase_that_the_model_waits_for_is_found_first(code: str, on_gpu: bool) -> None:
-    phase, line, chosen = BOTTLENECKS[code]
-    found = diagnose_line(replace(line, on_gpu=on_gpu), settings=chosen)
-    assert found.bound == phase and f"bound by {phase}" in found.sentence
-    if code == "upload-unpinned" and not on_gpu:
-        code = "upload-slow"  # pinned memory is for GPUs
-    assert (found.findings[0].code, found.findings[0].level) == (code, "warn")
-    assert found.shares["copy" if phase in ("upload", "handoff") else "wait"] > 0.05
-    assert max(found.waits, key=lambda name: found.waits[name]) == phase
-
-
-@pytest.mark.parametrize(("phase", "line", "chosen"), BOTTLENECKS.values(), ids=list(BOTTLENECKS))
-def test_the_shares_explain_all_of_the_time_and_the_promised_gain_comes(
-    phase: str, line: Line, chosen: Settings
+def test_the_phase_that_bounds_is_found_with_all_of_the_time_and_the_gain_that_comes(
+    code: str, on_gpu: bool
 ) -> None:
+    phase, line, chosen = BOTTLENECKS[code]
+    line = replace(line, on_gpu=on_gpu)
     diagnosis = diagnose_line(line, settings=chosen)
-    assert sum(diagnosis.shares.values()) == pytest.approx(1, abs=1e-9)
-    assert all(share >= 0 for share in diagnosis.shares.values()) and diagnosis.waits[phase] > 0
+    assert diagnosis.bound == phase and f"bound by {phase}" in diagnosis.sentence
+    found = diagnosis.findings[0]
+    pinned = on_gpu or code != "upload-unpinned"  # pinned memory is for GPUs
+    assert (found.code, found.level) == (code if pinned else "upload-slow", "warn")
+    assert diagnosis.shares["copy" if phase in ("upload", "handoff") else "wait"] > 0.05
+    assert max(diagnosis.waits, key=lambda name: diagnosis.waits[name]) == phase
+    assert sum(diagnosis.shares.values()) == pytest.approx(1, abs=1e-9) and min(diagnosis.shares.values()) >= 0
     assert sum(diagnosis.waits.values()) == pytest.approx(diagnosis.shares["wait"] + diagnosis.shares["copy"])
     spans, _, steps = line.run()
     busy = sum(span.duration_us for span in spans if span.name == "train" and span.batch >= WARM_UP)
     total = 1000 * sum(step.step_ms for step in steps[WARM_UP:])
     assert diagnosis.shares["compute"] == pytest.approx(busy / total, abs=0.015)
-    found = diagnosis.findings[0]
-    if found.code != "host-ring-small":
+    if code != "host-ring-small" and on_gpu:
         changed = {"data.num_workers": "workers", "data.prefetch_buffer_size": "host_ring"}.get(found.setting)
         mended = replace(line, **({changed: found.value} if changed else {phase: 1.0}))
         assert found.gain is not None and found.gain > 1.05
@@ -359,9 +342,7 @@ TINY = Line(gather=1, upload=0.1, encode=1.5, train=5.8, launch=0.2)
 
 
 def test_contention_is_found_where_the_feed_works_long_enough_to_explain_it() -> None:
-    found = diagnose_line(TINY, replayed=alone(5.0), num_gpus=2)
-    assert found.findings[0].code == "roles-compete" and "16 % longer" in found.findings[0].what
-    assert found.findings[0].gain == pytest.approx(5.8 / 5, rel=0.03)
+    assert "16 % longer" in diagnose_line(TINY, replayed=alone(5.0)).findings[0].what
     large = Line(upload=0.3, encode=0.8, train=112, batches=40)
     for step_ms in (110.0, 70.0):  # too little to matter; more than a front end of 1 ms can take
         found = diagnose_line(large, replayed=alone(step_ms))
@@ -370,49 +351,13 @@ def test_contention_is_found_where_the_feed_works_long_enough_to_explain_it() ->
         assert found.headroom == pytest.approx(112 / step_ms, rel=0.01)
 
 
-def test_a_noisy_processor_is_no_contention() -> None:
-    """The first steps of a user: 48 % slower, with a front end that is busy for a twentieth of the time."""
-    found = diagnose_line(Line(gather=0.2, upload=0.1, encode=0.9, launch=0.2, on_gpu=False), replayed=alone(13.5))
-    assert "roles-compete" not in [finding.code for finding in found.findings]
-    assert found.headroom is not None and found.headroom < 1.05
-    assert found.sentence.startswith("Training itself is the limit") and "alone" not in found.sentence
-
-
 @pytest.mark.parametrize(("fed", "replayed"), [(120, 60), (120, 4), (12, 60), (12, 4)])
 def test_contention_takes_enough_steps_with_and_without_the_feed(fed: int, replayed: int) -> None:
     found = diagnose_line(Line(batches=fed), replayed=alone(16.0, replayed))
     assert ("roles-compete" in alarms(found)) == ("shares its GPU" in found.sentence)
     assert ("roles-compete" in alarms(found)) == (fed == 120 and replayed == 60)
-
-
-def test_contention_is_not_found_within_the_spread_of_the_steps() -> None:
     restless = [StepTime(number, 16.0 if number % 5 < 3 else 24.0, 0.0) for number in range(60)]
     assert "roles-compete" not in alarms(diagnose_line(Line(), replayed=restless))
-    num_found = 0
-    for seed in range(100):
-        rng = random.Random(seed)
-        spans, at = [], 0.0
-        for number in range(12):
-            length = 20 * rng.lognormvariate(0, 0.3)
-            spans += [span("encode", "encode stream", at, 8, number + 3), span("wait", "trainer", at, 0, number)]
-            spans += [span("train", "model stream", at, length, number)]
-            at += length
-        replayed = [StepTime(number, 20 * rng.lognormvariate(0, 0.3), 0.0) for number in range(12)]
-        found = Diagnosis(ProfileData(spans=spans, replayed=replayed))
-        num_found += "roles-compete" in [finding.code for finding in found.findings]
-    assert num_found <= 3
-
-
-def test_single_long_steps_are_no_contention() -> None:
-    """A recompilation lies inside the span of its step, and is no work that the feed slows down."""
-    spans, _, _ = Line().run()
-    later = 0
-    for place, part in enumerate(spans):
-        spans[place] = part = part._replace(start_us=part.start_us + later)
-        if part.name == "train" and part.batch % 15 == 14:
-            spans[place] = part._replace(duration_us=part.duration_us + us(600))
-            later += us(600)
-    assert "roles-compete" not in alarms(diagnose_gpu(spans, replayed=alone(20.0), recompilations=8))
 
 
 @pytest.mark.parametrize(("on_gpu", "helps"), [(True, "A second GPU would"), (False, "A GPU would")])
@@ -428,18 +373,14 @@ def test_what_no_setting_changes_is_said_so(on_gpu: bool, helps: str) -> None:
 # The host and pauses
 
 
-@pytest.mark.parametrize(("gpu", "place"), [(0, "this GPU"), (None, "this machine")], ids=["gpu", "cpu"])
-def test_other_processes_are_looked_for_where_training_runs(gpu: int | None, place: str) -> None:
-    spans = repeated(30, 55, ("wait", 0, 0, 0), ("train", 0, 20, 0), ("wait", 20, 0, 30), ("train", 20, 35, 30))
-    found = diagnose_gpu(spans, data_gpu=gpu, model_gpu=gpu)
-    assert alarms(found) == ["uneven-steps"]
-    assert found.findings[0].why.endswith(f"look for other processes on {place}.")
-
-
 FREE, FULL = (
     [Reading(us(20 * n), 0, utilisation=0.9, memory_used_mb=used, memory_total_mb=24000) for n in range(50)]
     for used in (5000, 20000)
 )
+
+
+EAGER, NO_GRAPH = settings({"enable_eager_debug": True}), settings({"enable_graph_mode": False})
+VARYING = settings(pad_to_fixed_length=False)
 
 
 @pytest.mark.parametrize(
@@ -447,26 +388,11 @@ FREE, FULL = (
     [
         ({}, "host-late", "although a batch is ready", ("", None)),
         ({"syncs_per_step": 3.0}, "host-sync", "3.0 times", ("", None)),
-        (
-            {"syncs_per_step": 3.0, "settings": settings({"enable_eager_debug": True})},
-            "host-sync",
-            "3.0 times",
-            ("training.enable_eager_debug", False),
-        ),
+        ({"syncs_per_step": 3.0, "settings": EAGER}, "host-sync", "3.0", ("training.enable_eager_debug", False)),
         ({"readings": FREE}, "launch-bound", "40 %", ("data.batch_size", 48)),
         ({"readings": FULL}, "launch-bound", "40 %", ("", None)),
-        (
-            {"settings": settings({"enable_graph_mode": False})},
-            "launch-bound",
-            "40 %",
-            ("training.enable_graph_mode", True),
-        ),
-        (
-            {"settings": settings(pad_to_fixed_length=False)},
-            "launch-bound",
-            "40 %",
-            ("data.pad_to_fixed_length", True),
-        ),
+        ({"settings": NO_GRAPH}, "launch-bound", "40 %", ("training.enable_graph_mode", True)),
+        ({"settings": VARYING}, "launch-bound", "40 %", ("data.pad_to_fixed_length", True)),
     ],
 )
 def test_a_gpu_that_waits_for_the_host_is_told_from_one_that_waits_for_data(
@@ -494,46 +420,13 @@ def test_recompilations_explain_the_long_steps(on_gpu: bool, fixed: bool) -> Non
     assert found.steady_cv < 0.05 < found.step_cv
 
 
-SAVING = settings({"save_step": 20, "val_step": 1000})
-
-
-@pytest.mark.parametrize("saved", [True, False], ids=["with a span", "by its number"])
-@on_both
-def test_a_checkpoint_that_stalls_training_is_saved_less_often(saved: bool, on_gpu: bool) -> None:
-    late = dict.fromkeys(range(20, 120, 20), 100.0)
-    found = diagnose_line(Line(late=late, saved=saved, on_gpu=on_gpu), settings=SAVING)
-    assert found.findings[0].code == "save-stall" and found.bound == "save"
-    assert found.shares["other"] == pytest.approx(100 / 500, abs=0.04)
-    assert found.findings[0].setting == "training.save_step"
-    assert 100 / (20 * found.findings[0].value) <= 0.0105
-    assert found.findings[0].gain == pytest.approx(1.25, rel=0.05)
-    assert (found.step_cv < 0.1) == saved, "a pause with a span is no part of a step"
-
-
-def test_a_pause_is_one_although_batches_are_copied_meanwhile() -> None:
-    line = Line(late=dict.fromkeys(range(20, 120, 20), 400.0), saved=True)
-    data = line.data(settings=settings({"save_step": 20, "val_step": 1000}, enhanced_gpu_prefetch=False))
-    copies = [
-        span("upload", "upload stream", part.start_us / 1000 + 20 * number, 5.5, 200 + number, True)
-        for part in data.spans
-        for number in range(1, 20)
-        if part.name == "save"
-    ]
-    found = Diagnosis(replace(data, spans=[*data.spans, *copies]))
-    assert found.bound == "save" and found.findings[0].code == "save-stall"
-    assert "takes 4" in found.findings[0].what and "ms, 50 %" in found.findings[0].what
-
-
-def test_a_short_wait_after_a_pause_does_not_explain_the_pause() -> None:
-    late = dict.fromkeys(range(20, 120, 20), 200.0)
-    data = Line(late=late).data(settings=SAVING, replayed=alone(20.0))
-    spans = [
-        part._replace(duration_us=us(3)) if part.name == "wait" and part.batch in late else part
-        for part in data.spans
-    ]
-    found = Diagnosis(replace(data, spans=spans))
-    assert {outlier.reason for outlier in found.outliers} == {"saving or validation"}
-    assert found.findings[0].code == "save-stall" and "roles-compete" not in alarms(found)
+def test_a_late_step_is_the_hosts_whatever_its_number() -> None:
+    """A profile neither saves nor validates."""
+    late, saving = dict.fromkeys(range(20, 120, 20), 100.0), settings({"save_step": 20, "val_step": 20})
+    found = diagnose_line(Line(late=late), settings=saving)
+    assert found.bound == "host" and found.findings[0].code == "host-late"
+    assert {outlier.reason for outlier in found.outliers} == {"the host was late"}
+    assert sum(found.shares.values()) == pytest.approx(1)
 
 
 # Memory, oscillation, arithmetic
@@ -585,7 +478,8 @@ def test_utilisation_is_set_against_what_is_really_computed() -> None:
 
 def test_slow_arithmetic_is_mentioned_only_when_it_is_what_bounds() -> None:
     chosen = settings({"enable_xla_compilation": False}, mixed_precision=False)
-    assert alarms(diagnose_line(Line(), settings=chosen)) == ["precision-off", "graph-off"]
+    found = diagnose_line(Line(), settings=chosen)
+    assert alarms(found) == ["precision-off", "graph-off"] and found.findings[0].gain is None
     assert "precision-off" not in alarms(diagnose_line(Line(encode=40), settings=chosen))
 
 
@@ -593,8 +487,7 @@ def test_slow_arithmetic_is_mentioned_only_when_it_is_what_bounds() -> None:
     ("reason", "code", "level"), [("thermal slowdown", "throttled", "warn"), ("power cap", "power-capped", "info")]
 )
 def test_hot_gpus_and_capped_ones_are_told_apart(reason: str, code: str, level: str) -> None:
-    readings = [Reading(us(20 * n), 0, throttled_by=(reason,)) for n in range(50)]
-    found = diagnose_line(Line(), readings=readings)
+    found = diagnose_line(Line(), readings=[Reading(us(20 * n), 0, throttled_by=(reason,)) for n in range(50)])
     assert [finding.level for finding in found.findings if finding.code == code] == [level]
 
 
@@ -616,16 +509,20 @@ def test_rings_show_how_full_they_were() -> None:
         (Line(gather=80), {}, "below minimum", "model GPU is busy"),
         (Line(), {"ran_out_of_memory": True}, "below minimum", "out of memory"),
         (Line(on_gpu=False), {}, "", "for GPUs"),
-        (Line(handoff=0.5), {"baseline": 2.2}, "excellent", "little to do"),
-        (Line(handoff=0.5, gather=45), {"baseline": 2.2}, "below minimum", "data GPU is busy"),
-        (Line(handoff=0.5, encode=17), {"baseline": 2.2}, "excellent", ""),
-        (Line(handoff=0.5, encode=17), {"baseline": 1.4}, "good", "1.4×"),
+        (Line(handoff=0.5), {}, "excellent", "little to do"),
+        (Line(handoff=0.5, gather=45), {}, "below minimum", "data GPU is busy"),
+        (Line(handoff=0.5, encode=17), {}, "excellent", "one GPU is no part of the grade; myxtts tune"),
         (Line(late=dict.fromkeys(range(10, 120, 10), 30.0)), {}, "minimum", "vary"),
     ],
 )
 def test_grades_follow_the_documented_limits(line: Line, known: dict[str, Any], grade: str, note: str) -> None:
     found = diagnose_line(line, **known)
     assert found.grade == grade and note in " ".join(found.grade_notes)
+
+
+def test_an_idle_data_gpu_is_advised_to_what_tune_really_measures() -> None:
+    (found,) = [one for one in diagnose_line(Line(handoff=0.5)).findings if one.code == "data-gpu-idle"]
+    assert "myxtts tune measures one GPU against two" in found.fix and "both" not in found.fix
 
 
 def test_micro_steps_find_their_batches_and_a_cut_trace_is_still_read() -> None:

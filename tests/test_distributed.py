@@ -14,22 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from training_fixtures import (
-    Clips,
-    arguments,
-    assert_equal_tensors,
-    assert_same_run,
-    clips,
-    losses,
-    newest,
-    small,
-    steps,
-    train,
-)
-from training_processes import Run, Server, server
+from training_fixtures import Clips, Start, arguments, assert_equal_tensors, assert_same_run, losses, newest, steps
+from training_processes import Run, Server
 
-__all__ = ["clips", "server", "small"]
-
+pytest_plugins = ["training_fixtures", "training_processes"]
 pytestmark = pytest.mark.usefixtures("small")
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,23 +35,20 @@ def kept(folder: Path, stage: str) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 @pytest.mark.parametrize("flags", ["--batch-size 2", "--batch-size 1 --grad-accum 2"])
 def test_two_ranks_with_half_the_batch_each_equal_one_process(
-    flags: str, clips: Clips, tmp_path: Path, server: Server
+    flags: str, start: Start, clips: Clips, tmp_path: Path, server: Server
 ) -> None:
     """All four clips are in every step, so that all runs see the same."""
-    run, shared = tmp_path / "two", "--stages gpt --max-steps 3"
-    command = arguments(run, clips(4), f"{shared} {flags} --val-data {clips(3)}")
+    shared = f"--stages gpt --max-steps 3 --val-data {clips(3)}"
+    command = arguments(tmp_path / "two", clips(4), f"{shared} {flags}")
     runs = server.start_ranks(command, hook="watch_ranks", KEPT=str(tmp_path))
-    assert train(tmp_path / "one", clips(4), f"{shared} --batch-size 4 --val-data {clips(3)}") == 0
+    one = start(f"{shared} --batch-size 4", "one")
     ended(runs)
     ours, others = kept(tmp_path, "gpt")
     assert_equal_tensors(others, ours)
-    expected = newest(tmp_path / "one")
-    for name, weight in expected.weights.items():
+    for name, weight in newest(one).weights.items():
         torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-5, msg=name)
     shares = [json.loads((tmp_path / f"gpt-{rank}.json").read_text()) for rank in range(2)]
-    assert [sum(pair) / 2 for pair in zip(*shares, strict=True)] == pytest.approx(
-        losses(tmp_path / "one"), rel=1e-5
-    )
+    assert [sum(pair) / 2 for pair in zip(*shares, strict=True)] == pytest.approx(losses(one), rel=1e-5)
     (alone,), (together,) = (steps(tmp_path / name, "validation") for name in ("one", "two"))
     assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
@@ -104,14 +89,14 @@ def test_a_signal_to_one_rank_stops_both_and_they_go_on_as_if_nothing_had_been(
 
 
 def test_a_run_of_one_process_goes_on_with_two_that_share_its_batch(
-    clips: Clips, tmp_path: Path, server: Server
+    start: Start, clips: Clips, server: Server
 ) -> None:
-    assert train(tmp_path / "run", clips(5), "--stages gpt --max-steps 1 --batch-size 2") == 0
+    run = start("--stages gpt --max-steps 1 --batch-size 2", corpus=5)
     flags = "--stages gpt --dropout 0.2 --max-steps 3 --batch-size 1"
-    both = server.start_ranks(arguments(tmp_path / "run", clips(5), flags))
+    both = server.start_ranks(arguments(run, clips(5), flags))
     ended(both)
     assert "epoch 0 starts over" in both[0].output
-    after = newest(tmp_path / "run")
+    after = newest(run)
     assert after.step == 3 and {"random.0", "random.1"} <= after.optimizer.keys()
 
 

@@ -25,9 +25,9 @@ class Placement(unittest.TestCase):
 
     def test_wrong_indices_stop_the_run(self) -> None:
         for data_gpu, model_gpu, num_gpus, message in (
-            (1, 1, 2, "both 1; .*0: Card 0.*1: Card 1"),
+            (1, 1, 2, "both 1. .*0: Card 0.*1: Card 1.*drop"),
             (0, 2, 2, "no GPU 2.*0: Card 0.*1: Card 1.*drop --data-gpu and --model-gpu"),
-            (0, None, 2, "--data-gpu is given without --model-gpu"),
+            (0, None, 2, "--data-gpu is given without --model-gpu.*0: Card 0.*drop --data-gpu"),
             (0, 1, 1, "Multi-GPU requires at least 2 GPUs.*0: Card 0"),
         ):
             with self.subTest(message), self.assertRaisesRegex(ConfigError, message):

@@ -25,9 +25,9 @@ from myxtts.config import DataSettings
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import prepare
-from myxtts.errors import ConfigError, DatasetError
+from myxtts.errors import DatasetError
 from myxtts.model.xtts import XTTS
-from myxtts.observe.report import render_report, write_report
+from myxtts.observe.report import write_report
 from myxtts.settings import load, to_yaml
 from myxtts.synthesis.generation import CodeGenerators, Prompt, Sampling
 from myxtts.synthesis.voices import Voice
@@ -127,7 +127,8 @@ def assert_reconstructed(run: Path, vocoder: str) -> None:
 def test_held_out_sentences_are_said_in_the_voice_of_a_training_clip_and_judged(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert evaluate(run, "--judge", install(tmp_path / "judges", FAKE_JUDGE), "--sentences", 4) == 0
+    judges = install(tmp_path / "judges", FAKE_JUDGE)
+    assert evaluate(run, "--judge", judges, "--sentences", 4, "--vocoder", "hifigan") == 0
     items = read(run, "items")
     sets = [item["set"] for item in items]
     assert {name: sets.count(name) for name in sets} == dict.fromkeys(
@@ -158,8 +159,6 @@ def test_held_out_sentences_are_said_in_the_voice_of_a_training_clip_and_judged(
     assert all(clip["heard"] == "murmur" for clip in scores["clips"] if "text" in clip)
     shown = capsys.readouterr().out
     assert "WER 1.00 against 0.00 of the recordings: not intelligible yet" in shown
-    shares = [line.split()[0] for line in shown.splitlines() if "100 %" in line]
-    assert shares == ["recording", "reconstructed", "synthesised"]
     assert 'id="evaluation"' in (run / "report.html").read_text()
     assert_reconstructed(run, "hifigan")
 
@@ -179,16 +178,6 @@ def test_given_its_own_codes_the_gpt_has_the_latents_it_chose_them_with() -> Non
         torch.testing.assert_close(latents, spoken.latents, rtol=1e-4, atol=1e-5)
 
 
-def test_the_seed_decides_what_is_said(run: Path) -> None:
-    sounds = []
-    for seed in (1, 2):
-        assert evaluate(run, "--only", "synthesise", "--sentences", 1, "--seed", seed) == 0
-        assert read(run, "about")["seed"] == seed
-        (file,) = (run / "evaluation" / "synthesised").iterdir()
-        sounds.append(file.read_bytes())
-    assert sounds[0] != sounds[1]
-
-
 # Judged elsewhere, not at all, or badly
 
 
@@ -198,7 +187,12 @@ def test_what_was_synthesised_here_can_be_judged_where_only_that_folder_is(
     elsewhere, broken = tmp_path / "elsewhere", install(tmp_path / "broken", BROKEN_JUDGE)
     assert evaluate(run, "--only", "judge", "--judge", broken) == 2
     assert "Nothing to judge" in capsys.readouterr().err
-    assert evaluate(run, "--only", "synthesise", "--sentences", 2, "--vocoder", "griffin-lim") == 0
+    sounds = set()
+    for seed in (1, 2):
+        flags = ("--sentences", 2, "--vocoder", "griffin-lim", "--seed", seed)
+        assert evaluate(run, "--only", "synthesise", *flags) == 0
+        sounds.add(next((run / "evaluation" / "synthesised").iterdir()).read_bytes())
+    assert len(sounds) == 2 and read(run, "about")["seed"] == 2
     assert_reconstructed(run, "griffin-lim")
     shutil.copytree(run / "evaluation", elsewhere / "evaluation")
     shutil.rmtree(run)
@@ -230,8 +224,6 @@ def test_judges_are_found_here_or_beside_the_venv(tmp_path: Path, monkeypatch: p
     assert find_judges().home == beside
     nearest = install(here / ".judge", FAKE_JUDGE)
     assert find_judges().python == nearest / "bin" / "python"
-    with pytest.raises(ConfigError, match="No judges"):
-        find_judges(tmp_path / "elsewhere")
 
 
 def test_what_cannot_be_evaluated_is_an_error_that_says_why(
@@ -243,8 +235,8 @@ def test_what_cannot_be_evaluated_is_an_error_that_says_why(
 
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    for folder in ("nowhere", "empty"):
-        assert "There is no run in" in refused(tmp_path / folder)
+    assert f"{tmp_path / 'nowhere'}: no such folder; give the --checkpoint-dir" in refused(tmp_path / "nowhere")
+    assert f"{tmp_path / 'empty'} contains no run; give the --checkpoint-dir" in refused(tmp_path / "empty")
     assert "No held-out sentence is in 'de'; there are some in en" in refused(run, "--language", "de")
     assert f"{tmp_path / 'file'} cannot be written" in refused(run, "--out", tmp_path / "file")
     shutil.rmtree(run / "gpt")
@@ -270,15 +262,12 @@ def held_out(folder: Path, prepared: Prepare, speaker: str, texts: Sequence[str]
     return held_out_sentences(prepared(known, val_data=data.val_data), data, 10)
 
 
-def test_a_speaker_never_trained_on_gets_a_held_out_reference(tmp_path: Path, run_prepare: Prepare) -> None:
-    chosen = held_out(tmp_path, run_prepare, "zoe", SENTENCES[3:5])
-    assert {(one.clip.name, one.reference.name) for one in chosen} == {("zoe_0", "zoe_1"), ("zoe_1", "zoe_0")}
-    assert all(one.other.name.startswith("anna") for one in chosen)
-
-
-def test_sentences_that_training_clips_say_too_are_not_held_out(
+def test_new_speakers_get_a_held_out_reference_and_trained_sentences_are_not_held_out(
     tmp_path: Path, run_prepare: Prepare, caplog: pytest.LogCaptureFixture
 ) -> None:
+    chosen = held_out(tmp_path / "new", run_prepare, "zoe", SENTENCES[3:5])
+    assert {(one.clip.name, one.reference.name) for one in chosen} == {("zoe_0", "zoe_1"), ("zoe_1", "zoe_0")}
+    assert all(one.other.name.startswith("anna") for one in chosen)
     assert [one.text for one in held_out(tmp_path, run_prepare, "anna", SENTENCES[2:4])] == [SENTENCES[3]]
     told = "1 of the 10 sentences asked for: the run holds out 2 clips, 1 said by a training clip too"
     assert told in caplog.text
@@ -354,16 +343,6 @@ def test_the_page_shows_the_evaluation_and_escapes_what_was_said_and_heard(tmp_p
     assert "width:37.5%" in section and "left:80.0%" in section, "MOS 2.5 of 1 to 5, and where the recordings are"
     assert "WER 0.90" in section and "<td>2.50</td>" in section, "scores of one length, that line up"
     assert [f"here&#39; {wer}</b>" in section for wer in (0.9, 0.7, 0.5, 0.1)] == [True, True, True, False]
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [{}, {"summary": []}, {"summary": {"a": 3}}, {"summary": {"a": {"wer": "x"}}, "clips": [3, {}], "about": 1}],
-)
-def test_odd_scores_do_not_break_the_page(odd: dict[str, Any]) -> None:
-    page = render_report("run", [], scores=odd)
-    assert page.endswith("</html>\n")
-    assert ('id="evaluation"' in page) == ("clips" in odd)
 
 
 # The judge's own script

@@ -17,11 +17,11 @@ from pipeline_fixtures import (
     SPEECH,
     Corpus,
     Read,
+    Stamps,
     assert_same,
     codes_alone,
     crop_mels_alone,
     jobs,
-    only_stamps,
     read,
     references,
     short,
@@ -31,14 +31,13 @@ from pipeline_fixtures import (
 )
 from torch import Tensor
 
-from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings, num_codes_of
-from myxtts.data.batches import MAX_CROP_FRAMES, SEGMENT_CODES, Cursor, Gatherer, Job, segments
+from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE, num_codes_of
+from myxtts.data.batches import MAX_CROP_FRAMES, SEGMENT_CODES, Cursor, Gatherer, GatherJob, segments
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import pack
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
-from myxtts.model.xtts import XTTS
 from myxtts.pipeline.feed import Depths
-from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, Frontend, GptFrontend
+from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, GptFrontend
 
 __all__ = ["short", "speech"]
 
@@ -48,15 +47,7 @@ EPOCH = 5
 """Batches of an epoch: fourteen clips by threes."""
 
 
-def only_mel(model: XTTS, data: DataSettings, frame_budget: int) -> Frontend:  # noqa: ARG001
-    return DvaeFrontend(model, data)
-
-
-def decoder(model: XTTS, data: DataSettings, frame_budget: int) -> Frontend:
-    return DecoderFrontend(model, data, frame_budget, autocast=False)
-
-
-def check_inputs(corpus: Corpus, batch: Read, job: Job) -> None:
+def check_inputs(corpus: Corpus, batch: Read, job: GatherJob) -> None:
     """Ids, codes and conditioning mels against those of every clip alone."""
     clips, tensors = corpus.clips, batch.tensors
     for slot, clip in enumerate(job.plan.clips.tolist()):
@@ -110,12 +101,12 @@ def test_clips_of_one_voice_are_references_for_each_other(speech: Corpus) -> Non
         num_others += int((chosen.slots != np.arange(len(job.plan.clips))).sum())
         assert (job.plan.weights[chosen.slots] >= job.plan.weights).all(), "a filling clip is nobody's reference"
     assert num_others > len(speech.clips) / 2
-    with shared.feed(make_frontend=decoder, num_batches=1) as feed:
+    with shared.feed(make_frontend=DecoderFrontend, num_batches=1) as feed:
         check_decoder(shared, read(feed)[0], jobs(shared, 1)[0])
 
 
 def test_mels_for_the_dvae_equal_every_clip_heard_alone(speech: Corpus) -> None:
-    with speech.feed(make_frontend=only_mel, num_batches=2) as feed:
+    with speech.feed(make_frontend=DvaeFrontend, num_batches=2) as feed:
         batches = read(feed)
     for batch, job in zip(batches, jobs(speech, 2), strict=True):
         expected = torch.zeros_like(batch.tensors["mel"])
@@ -137,7 +128,7 @@ def latents_alone(corpus: Corpus, clip: int, mel: Tensor) -> Tensor:
     return gpt.code_latents(packed)[0, : codes.shape[1]]
 
 
-def check_decoder(corpus: Corpus, batch: Read, job: Job) -> None:
+def check_decoder(corpus: Corpus, batch: Read, job: GatherJob) -> None:
     """Latents, sound and voice against those of every clip alone."""
     clips, num_samples = job.plan.clips, corpus.clips.num_samples[job.plan.clips]
     pieces = segments(SEED, 0, clips, num_codes_of(num_samples), SEGMENT_CODES)
@@ -160,7 +151,7 @@ def check_decoder(corpus: Corpus, batch: Read, job: Job) -> None:
 
 
 def test_what_the_decoder_learns_from_equals_every_clip_heard_alone(speech: Corpus) -> None:
-    with speech.feed(make_frontend=decoder, num_batches=EPOCH) as feed:
+    with speech.feed(make_frontend=DecoderFrontend, num_batches=EPOCH) as feed:
         batches = read(feed)
     assert num_codes_of(speech.clips.num_samples).min() < SEGMENT_CODES  # one clip is shorter than a piece
     for batch, job in zip(batches, jobs(speech, EPOCH), strict=True):
@@ -183,7 +174,7 @@ def test_modes_and_threads_change_no_bit(short: Corpus, plain: list[Read], mode:
 
 @pytest.mark.parametrize(("taken", "accumulate"), [(0, 1), (3, 1), (4, 1), (5, 1), (7, 1), (4, 2), (6, 3)])
 def test_a_feed_continues_where_another_was_left(short: Corpus, taken: int, accumulate: int) -> None:
-    options = {"make_frontend": only_stamps, "accumulate": accumulate}
+    options = {"make_frontend": Stamps, "accumulate": accumulate}
     with short.feed(**options) as feed:
         whole = read(feed, 12)
     with short.feed(**options) as feed:
@@ -197,7 +188,7 @@ def test_a_feed_continues_where_another_was_left(short: Corpus, taken: int, accu
 
 
 def test_a_batch_that_was_not_trained_on_does_not_count(short: Corpus) -> None:
-    with short.feed(make_frontend=only_stamps) as feed:
+    with short.feed(make_frontend=Stamps) as feed:
         read(feed, 2)
         with pytest.raises(KeyboardInterrupt), feed.next():
             raise KeyboardInterrupt
@@ -209,7 +200,7 @@ def test_a_batch_that_was_not_trained_on_does_not_count(short: Corpus) -> None:
 def test_a_finite_feed_ends_with_none_again_and_again(short: Corpus, mode: str, ahead: bool) -> None:
     data = replace(SHORT, prefetch_to_gpu=ahead)
     for count in (0, 1, 7):
-        with short.feed(PLANS[mode], only_stamps, data=data, num_batches=count) as feed:
+        with short.feed(PLANS[mode], Stamps, data=data, num_batches=count) as feed:
             assert len(read(feed)) == count
             for _ in range(2):
                 with feed.next() as batch:
@@ -221,17 +212,11 @@ def test_replay_gives_one_batch_for_ever(short: Corpus, plain: list[Read]) -> No
         assert_same(read(feed, 25), [plain[0]] * 25)
 
 
-@pytest.fixture
-def encodes(short: Corpus, monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Counts how often the DVAE computes codes."""
-    counted = Mock(side_effect=short.model.dvae.encode_packed)
-    monkeypatch.setattr(short.model.dvae, "encode_packed", counted)
-    return counted
-
-
 def test_codes_are_computed_once_and_then_read(
-    short: Corpus, plain: list[Read], tmp_path: Path, encodes: Mock
+    short: Corpus, plain: list[Read], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    encodes = Mock(side_effect=short.model.dvae.encode_packed)
+    monkeypatch.setattr(short.model.dvae, "encode_packed", encodes)
     cache = short.cache(tmp_path)
     with short.feed(codes=cache, num_batches=EPOCH) as feed:
         assert_same(read(feed), plain[:EPOCH])
@@ -250,26 +235,11 @@ def test_codes_are_computed_once_and_then_read(
     other.close()
 
 
-def test_later_epochs_of_a_feed_need_no_dvae(
-    short: Corpus, plain: list[Read], tmp_path: Path, encodes: Mock
-) -> None:
-    cache = short.cache(tmp_path)
-    with short.feed(codes=cache, depths=Depths(1, 1, 1)) as feed:
-        batches = read(feed, EPOCH)
-        wait_for(lambda: cache.known(np.arange(len(cache))).all())
-        most = encodes.call_count + 6  # gathered before the last codes were kept, or in the hands of a worker
-        batches += read(feed, len(plain) - EPOCH)
-        assert_same(batches, plain)
-        read(feed, 20)
-        assert encodes.call_count <= most
-    cache.close()
-
-
 def test_the_decoder_gets_the_same_from_loose_shapes(speech: Corpus) -> None:
     batches = []
     for fixed in (True, False):
         data = replace(SPEECH, pad_to_fixed_length=fixed)
-        with speech.feed(make_frontend=decoder, data=data, num_batches=2) as feed:
+        with speech.feed(make_frontend=DecoderFrontend, data=data, num_batches=2) as feed:
             batches.append(read(feed))
     for static, loose in zip(*batches, strict=True):
         assert loose.sizes != static.sizes
@@ -277,7 +247,7 @@ def test_the_decoder_gets_the_same_from_loose_shapes(speech: Corpus) -> None:
             torch.testing.assert_close(loose.tensors[name], static.tensors[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("make_frontend", [GptFrontend, only_mel])
+@pytest.mark.parametrize("make_frontend", [GptFrontend, DvaeFrontend])
 @pytest.mark.parametrize("mode", PLANS)
 def test_loose_shapes_follow_the_batch_and_hold_the_same(
     short: Corpus, make_frontend: type[GptFrontend], mode: str

@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from pipeline_fixtures import (
     Stamps,
     nothing_left_behind,
     num_open_files,
-    only_stamps,
     read,
     short,
     wait_for,
@@ -31,7 +29,7 @@ from myxtts.errors import DatasetError, PipelineError
 from myxtts.pipeline.feed import Depths, Feed
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.pipeline.ring import RingClosed
-from myxtts.pipeline.workers import Block, Worker
+from myxtts.pipeline.workers import Block, Handoff, Upload, Worker
 
 __all__ = ["short"]
 
@@ -47,51 +45,33 @@ class Fuse:
 
     blown_at, _left = 0.0, 3
 
-    def burn(self, *_: object, **__: object) -> None:
+    def burn(self) -> None:
         self._left -= 1
         if self._left < 0:
             self.blown_at = time.perf_counter()
             raise Broken("the fuse has blown")
 
 
-class FusedMemory:
-    """Memory of a slot that one day cannot be copied to."""
-
-    def __init__(self, memory: torch.Tensor, fuse: Fuse) -> None:
-        self._memory, self._fuse = memory, fuse
-
-    def copy_(self, source: torch.Tensor, non_blocking: bool) -> None:
-        self._fuse.burn()
-        self._memory.copy_(source, non_blocking=non_blocking)
-
-
-def before(fuse: Fuse, call: Callable[..., object], *arguments: object, **named: object) -> object:
-    fuse.burn()
-    return call(*arguments, **named)
-
-
-def break_worker(name: str, fuse: Fuse, feed: Feed, cache: CodesCache, patch: pytest.MonkeyPatch) -> None:
-    if name == "gather":
-        patch.setattr(Gatherer, "fill", partial(before, fuse, feed._gatherer.fill))
-    elif name == "encode":
-        patch.setattr(GptFrontend, "encode", partial(before, fuse, feed._frontend.encode))
-    elif name == "keep":
-        patch.setattr(cache, "write", partial(before, fuse, cache.write))
-    else:
-        for slot in (feed.upload_ring if name == "upload" else feed.model_ring).slots:
-            slot.content.memory = FusedMemory(slot.content.memory, fuse)
+BREAKABLE = {
+    "gather": (Gatherer, "fill"),
+    "upload": (Upload, "__call__"),
+    "encode": (GptFrontend, "encode"),
+    "handoff": (Handoff, "__call__"),
+    "keep": (CodesCache, "write"),
+}
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("name", ["gather", "upload", "encode", "handoff", "keep"])
+@pytest.mark.parametrize("name", BREAKABLE)
 def test_what_fails_in_a_worker_is_raised_to_the_reader(
     short: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ahead: bool
 ) -> None:
     fuse, cache = Fuse(), short.cache(tmp_path)
-    data = replace(SHORT, prefetch_to_gpu=ahead)
+    owner, method = BREAKABLE[name]
+    work = getattr(owner, method)
+    monkeypatch.setattr(owner, method, lambda *given, **named: (fuse.burn(), work(*given, **named))[1])
     with nothing_left_behind():
-        feed = short.feed(PLANS["dual"], codes=cache, data=data)
-        break_worker(name, fuse, feed, cache, monkeypatch)
+        feed = short.feed(PLANS["dual"], codes=cache, data=replace(SHORT, prefetch_to_gpu=ahead))
         with pytest.raises(Broken) as caught, feed:
             read(feed, 500)
         assert time.perf_counter() - fuse.blown_at < 1
@@ -124,7 +104,7 @@ def test_epochs_that_cannot_be_arranged_are_no_silent_end(short: Corpus, monkeyp
             raise DatasetError("could not be arranged")
         return arrange(self, epoch)
 
-    feed = short.feed(make_frontend=only_stamps, depths=Depths(3, 3, 4))
+    feed = short.feed(make_frontend=Stamps, depths=Depths(3, 3, 4))
     monkeypatch.setattr(Batches, "_all_ranks", only_once)
     with pytest.raises(DatasetError, match="could not be arranged"), feed:
         read(feed, 100)
@@ -138,7 +118,7 @@ class Starved(Stamps):
 @pytest.mark.parametrize("ahead", [True, False])
 def test_running_out_of_memory_while_encoding_names_the_data_role(short: Corpus, ahead: bool) -> None:
     data = replace(SHORT, prefetch_to_gpu=ahead)
-    feed = short.feed(make_frontend=lambda _model, data, _budget: Starved(data), data=data)
+    feed = short.feed(make_frontend=Starved, data=data)
     said = r"The data role ran out of memory.*while (running|encoding).*2\.00 GiB more"
     with pytest.raises(PipelineError, match=said), feed:
         read(feed, 1)
@@ -160,11 +140,23 @@ def test_buffers_that_do_not_fit_name_their_role(
     monkeypatch.setattr("myxtts.pipeline.feed.Block", make)
     message = f"The {role} role ran out of memory.*allocating its buffers.*6.00 MiB"
     with pytest.raises(PipelineError, match=message):
-        short.feed(PLANS["dual"], only_stamps)
+        short.feed(PLANS["dual"], Stamps)
+
+
+def test_three_batches_wait_for_the_handoff(short: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One being filled, one ready, one in use: neither side waits for the other."""
+    copy, is_open = Handoff.__call__, threading.Event()
+    monkeypatch.setattr(Handoff, "__call__", lambda worker: is_open.wait(20) and copy(worker))
+    with short.feed(PLANS["dual"], Stamps) as feed:
+        try:
+            wait_for(lambda: feed.readiness()["handoff"] == (3, 3))
+        finally:
+            is_open.set()
+        assert len(read(feed, 7)) == 7
 
 
 def fail(feed: Feed) -> None:
-    feed.upload_ring.slots[1].content.memory = None
+    feed.device_ring.slots[1].content.memory = None
     with pytest.raises(AttributeError):
         read(feed, 100)
 
@@ -202,7 +194,7 @@ def test_close_returns_at_any_time_and_leaves_nothing(
 
 
 def test_a_closed_feed_says_so(short: Corpus) -> None:
-    with short.feed(make_frontend=only_stamps) as feed:
+    with short.feed(make_frontend=Stamps) as feed:
         read(feed, 1)
     with pytest.raises(RingClosed, match="is closed"):
         read(feed, 1)
@@ -211,7 +203,7 @@ def test_a_closed_feed_says_so(short: Corpus) -> None:
 def test_a_start_that_fails_halfway_leaves_nothing(short: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     fuse, start = Fuse(), Worker.start
     monkeypatch.setattr(Worker, "start", lambda worker: (fuse.burn(), start(worker)))  # three of five come to life
-    with nothing_left_behind(), pytest.raises(Broken), short.feed(make_frontend=only_stamps):
+    with nothing_left_behind(), pytest.raises(Broken), short.feed(make_frontend=Stamps):
         pytest.fail("it has started")
 
 
@@ -219,13 +211,13 @@ def test_a_start_that_fails_halfway_leaves_nothing(short: Corpus, monkeypatch: p
 
 
 def test_warm_up_returns_when_the_buffers_are_full(short: Corpus) -> None:
-    with short.feed(PLANS["dual"], only_stamps, depths=Depths(4, 3, 2)) as feed:
+    with short.feed(PLANS["dual"], Stamps, depths=Depths(4, 3, 2)) as feed:
         assert feed.wait_until_warm(60) < 30
         ready = feed.readiness()
         assert ready["model"] == (3, 3)
         assert ready["host"][0] >= 3  # one may be in the hands of the upload worker
         wait_for(lambda: feed.num_ahead >= 3 + 3 + 1 + 2)  # with those between the two
-    with short.feed(make_frontend=only_stamps, num_batches=1) as feed:
+    with short.feed(make_frontend=Stamps, num_batches=1) as feed:
         assert feed.wait_until_warm(60) < 30  # there is nothing more to wait for
 
 
@@ -235,7 +227,7 @@ def test_warm_up_ends_after_the_delay_when_a_worker_is_slow(short: Corpus) -> No
             time.sleep(0.4)
             super().encode(*arguments)
 
-    with short.feed(make_frontend=lambda _model, data, _budget: Slow(data)) as feed:
+    with short.feed(make_frontend=Slow) as feed:
         started_at = time.perf_counter()
         waited_s = feed.wait_until_warm(0.1)
         assert 0.1 <= waited_s < 0.4
@@ -253,7 +245,7 @@ def resident_mb() -> float:
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.soak)])
 def test_a_long_run_leaves_no_trace(short: Corpus, count: int) -> None:
     """A step that does next to nothing; neither memory, threads nor files grow after a tenth of the run."""
-    with nothing_left_behind(), short.feed(PLANS["dual"], only_stamps, depths=Depths(4, 3, 3)) as feed:
+    with nothing_left_behind(), short.feed(PLANS["dual"], Stamps, depths=Depths(4, 3, 3)) as feed:
         total, start = torch.zeros((), dtype=torch.int64), None
         for number in range(count):
             with feed.next() as batch:

@@ -20,13 +20,13 @@ from pipeline_fixtures import (
     Corpus,
     Stamps,
     assert_same,
-    only_stamps,
     read,
     short,
     worker_threads,
 )
 
 from myxtts.config import DataSettings
+from myxtts.data.batches import host_layout
 from myxtts.devices import Plan, Stream
 from myxtts.errors import ConfigError
 from myxtts.host import HostMemory
@@ -104,7 +104,7 @@ def test_which_thread_works_in_which_stream(
     monkeypatch.setattr("myxtts.pipeline.feed.Stream", SeenStream)
     monkeypatch.setattr(threading.current_thread(), "name", "reader")
     data = replace(SHORT, optimize_cpu_gpu_overlap=overlap, enhanced_gpu_prefetch=copy_stream)
-    with short.feed(PLANS[mode], only_stamps, data=data) as feed:
+    with short.feed(PLANS[mode], Stamps, data=data) as feed:
         read(feed, 4)
         assert feed.model_stream is STREAMS[0]
     assert [stream.users for stream in STREAMS if stream.users] == expected
@@ -118,7 +118,7 @@ def test_a_pipeline_on_the_cpu_asks_for_no_pinned_memory(short: Corpus, monkeypa
         return np.zeros(num_bytes, np.uint8)
 
     monkeypatch.setattr("myxtts.data.batches.host_memory", plain)
-    short.feed(make_frontend=only_stamps).close()
+    short.feed(make_frontend=Stamps).close()
     assert asked == [False] * DEPTHS.host
 
 
@@ -158,7 +158,7 @@ def depths_for(
     monkeypatch.setattr(feed_module, "available_bytes", lambda: host_mb * MB)
     data = DataSettings(batch_size=16, **settings)
     plan = Plan(CPU, CPU) if gpu_mb is None else Plan(GPU, GPU, "buffered", gpu_mb, gpu_mb)
-    return choose_depths(data, plan, Stamps(data).outputs)
+    return choose_depths(data, plan, host_layout(data))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_how_many_batches_wait(monkeypatch: pytest.MonkeyPatch, given: dict[str,
 def test_what_does_not_fit_one_memory_waits_in_the_other_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     depths = depths_for(monkeypatch, pipeline_buffer_size=100, gpu_mb=2000)
     assert depths.host + depths.model == 100
-    assert depths.model == int(0.05 * 2000 * MB // Stamps(DataSettings(batch_size=16)).outputs.num_bytes)
+    assert depths.model == int(0.05 * 2000 * MB // host_layout(DataSettings(batch_size=16)).num_bytes)
     assert depths_for(monkeypatch, gpu_mb=1000).model < 42
     assert depths_for(monkeypatch, host_mb=300).host < 8
 

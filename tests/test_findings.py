@@ -61,14 +61,6 @@ def test_no_sentence_stands_in_the_table_twice() -> None:
     assert len(switches) == len(set(switches)) == len(SWITCHES) >= 9
 
 
-def test_no_sentence_about_a_switch_stands_outside_the_table() -> None:
-    written = [text for rule in SWITCHES.values() for text in (rule.what, rule.why, rule.fix) if len(text) > 12]
-    for path in (ROOT / "myxtts").rglob("*.py"):
-        if path.name != "findings.py":
-            text = path.read_text(encoding="utf-8").lower()
-            assert not [sentence for sentence in written if sentence.lower() in text], path
-
-
 def test_rules_render_in_any_situation_in_which_they_hold() -> None:
     poor = {rule.setting.split(".")[1]: str(not rule.value).lower() for rule in SWITCHES.values()}
     poor |= {"num_workers": "1", "prefetch_buffer_size": "1", "batch_size": "2"}
@@ -88,7 +80,7 @@ def codes_in_use() -> set[str]:
                 name, first = ast.unparse(node.func), node.args[1 if ast.unparse(node.func) == "_room" else 0]
                 if name in ("Finding", "_found", "by_rule", "_room") and isinstance(first, ast.Constant):
                     found.add(first.value)
-    return found | {"save-stall", "validate-stall", "precision-off", "graph-off"}  # given by a variable
+    return found | {"precision-off", "graph-off"}  # given by a variable
 
 
 def test_every_code_stands_in_the_documentation_exactly_once() -> None:
@@ -131,25 +123,19 @@ def test_a_start_from_weights_trains_only_the_gpt_unless_stages_are_named() -> N
 
 UNSUITABLE: list[tuple[dict[str, object], dict[str, Any], str, Any, str]] = [
     ({"batch_size": "16"}, {"num_clips": 9}, "data.batch_size", 9, "only 9 training clips"),
-    ({"batch_size": "16"}, {"num_clips": 30, "processes": 2}, "data.batch_size", 15, "only 15"),
     ({"num_workers": "24"}, {"cores": 4}, "data.num_workers", 4, "4 usable cores"),
-    ({"pipeline_buffer_size": "400"}, {}, "data.pipeline_buffer_size", 375, "375 batches"),
     ({"prefetch_buffer_size": "400"}, {}, "data.prefetch_buffer_size", 375, "375 batches"),
     ({}, {"num_gpus": 2}, "", None, "2 GPUs were found and one is used"),
     ({"preset": "40gb"}, {}, "training.preset", "24gb", "40gb is for a larger card"),
     ({"size": "normal"}, {"gpu_memory_mb": 11910}, "model.size", None, "11910 MB"),
     ({"max_steps": "500", "save_step": "50"}, {}, "training.warmup_steps", 50, "--max-steps"),
-    ({"epochs": "1", "save_step": "50"}, {}, "training.warmup_steps", 37, "step 375"),
-    ({"dvae_steps": "300", "save_step": "50"}, {}, "training.warmup_steps", 30, "--dvae-steps"),
     ({"max_steps": "900"}, {}, "training.save_step", None, "step 900"),
     ({"max_steps": "2500", "early_stop": "2"}, {}, "training.early_stop", None, "step 3000"),
     ({}, {"num_val_clips": 0}, "", None, "no clip is left for validation"),
-    ({"val_fraction": "0"}, {"num_val_clips": None}, "", None, "no clip is left for validation"),
     ({"early_stop": "3"}, {"num_val_clips": 0}, "training.early_stop", None, "never acts"),
     ({"size": "big"}, {"speech_hours": 3.2}, "model.size", None, "3.2 hours"),
     ({"size": "normal"}, {"speech_hours": None, "num_clips": 1000}, "model.size", None, "2.6 hours"),
     ({"pad_to_fixed_length": "false"}, {}, "data.pad_to_fixed_length", True, "is compiled, captured"),
-    ({"enable_eager_debug": "true"}, {}, "training.enable_eager_debug", False, "slow on purpose"),
     ({"init_from": "DIR", "learning_rate": "0.002"}, {}, "training.learning_rate", None, "rate"),
     ({"lora_rank": "16"}, {}, "model.lora_rank", 0, "without --init-from"),
 ]
@@ -171,24 +157,15 @@ def test_unsuitable_settings_are_named_with_the_fix(
     ("given", "facts"),
     [
         ({}, {}),
-        ({"preset": "24gb"}, {}),
         ({"data_gpu": "0", "model_gpu": "1"}, {"num_gpus": 2}),
-        ({"num_workers": "4"}, {"cores": 4}),
         ({}, {"cores": 2, "num_clips": 320}),  # the defaults follow the machine and the corpus by themselves
         ({"warmup_steps": "0", "save_step": "100"}, {"num_clips": 16}),
-        ({"max_steps": "501", "save_step": "501"}, {}),
         ({"max_steps": "3000", "early_stop": "2"}, {}),
-        ({"stages": "gpt", "dvae_steps": "300"}, {}),
         ({"init_from": "DIR", "decoder_steps": "300"}, {}),
         ({"size": "normal", "stages": "decoder"}, {"speech_hours": 1.0}),
         ({"size": "normal", "init_from": "DIR"}, {"speech_hours": 1.0}),
-        ({"size": "small"}, {"speech_hours": 1.0}),
         ({"size": "normal", "gradient_checkpointing": "true"}, {"gpu_memory_mb": 11910}),
-        ({"size": "normal"}, {"num_gpus": 0}),
         ({"pad_to_fixed_length": "false", "optimization_level": "basic"}, {}),
-        ({"pad_to_fixed_length": "false"}, {"num_gpus": 0}),
-        ({"init_from": "DIR", "learning_rate": "0.001"}, {}),
-        ({"learning_rate": "0.002"}, {}),
         ({"init_from": "DIR", "lora_rank": "16"}, {}),
         ({"val_data": "DIR", "val_fraction": "0"}, {"num_val_clips": None}),
     ],
@@ -204,11 +181,8 @@ def test_settings_at_the_edge_of_suitable_get_no_hint(given: dict[str, object], 
     ("phase", "given", "num_gpus", "setting", "value"),
     [
         ("gather", {"num_workers": "1"}, 1, "data.num_workers", 4),
-        ("gather", {"native_loading": "false"}, 1, "data.native_loading", True),
         ("gather", {}, 1, "data.cache_dir", None),
         ("upload", {"prefetch_to_gpu": "false"}, 1, "data.prefetch_to_gpu", True),
-        ("upload", {"enhanced_gpu_prefetch": "false"}, 1, "data.enhanced_gpu_prefetch", True),
-        ("encode", {"optimize_cpu_gpu_overlap": "false"}, 1, "data.optimize_cpu_gpu_overlap", True),
         ("encode", {}, 2, "data.data_gpu", 1),
         ("encode", {}, 1, "", None),
         ("encode", {"optimize_cpu_gpu_overlap": "false"}, 0, "", None),  # without a GPU it has no effect

@@ -12,12 +12,12 @@ from model_fixtures import GPT_DIMS as DIMS
 from model_fixtures import gpt_model, reference_of
 from torch import Tensor
 
+from myxtts.devices import Stream
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import GPT, pack
 from myxtts.synthesis.generation import (
     CodeGenerator,
     CodeGenerators,
-    Decoding,
     Generated,
     Prompt,
     Sampling,
@@ -25,7 +25,6 @@ from myxtts.synthesis.generation import (
     captured_shape,
     choose,
     draws,
-    guided,
 )
 
 __all__ = ["gpt_model"]
@@ -38,17 +37,11 @@ Sentences = list[Prompt]
 
 
 @pytest.fixture
-def padded(reference: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Three voices, padded ids and their lengths: 20, 13 and 7 tokens."""
-    return reference["style_emb"].transpose(1, 2), reference["text"], reference["text_lengths"]
-
-
-@pytest.fixture
-def prompts(padded: tuple[Tensor, Tensor, Tensor]) -> Sentences:
-    """The same, to generate up to 60 codes of each."""
-    voices, ids, num_ids = padded
-    texts = [text[:length].tolist() for text, length in zip(ids, num_ids, strict=True)]
-    return [Prompt(text, voices[row : row + 1], draws(0, row, 0, 60)) for row, text in enumerate(texts)]
+def prompts(reference: dict[str, Any]) -> Sentences:
+    """Three voices with 20, 13 and 7 tokens, to generate up to 60 codes of each."""
+    texts = [text[text > 0].tolist() for text in reference["text"]]
+    voices = reference["style_emb"].transpose(1, 2).split(1)
+    return [Prompt(text, voices[row], draws(0, row, 0, 60)) for row, text in enumerate(texts)]
 
 
 def up_to(num_codes: int, prompts: Sentences) -> Sentences:
@@ -88,22 +81,25 @@ def test_a_batch_equals_one_by_one(model: GPT, prompts: Sentences, sampling: Sam
         torch.testing.assert_close(found.latents, alone.latents, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_the_cache_equals_computing_everything_again(
-    model: GPT, prompts: Sentences, padded: tuple[Tensor, Tensor, Tensor]
+    model: GPT, prompts: Sentences, reference: dict[str, Any], guidance: float
 ) -> None:
     """A second pass over the finished codes finds the same latents, and the same codes in them."""
-    voices, ids, num_ids = padded
-    found = generate(model, up_to(40, prompts), Sampling(greedy=True, repetition_penalty=1))
+    found = generate(model, up_to(40, prompts), Sampling(greedy=True, repetition_penalty=1, guidance=guidance))
     codes = torch.nn.utils.rnn.pad_sequence([one.codes for one in found], batch_first=True)
     lengths = torch.tensor([len(one.codes) for one in found])
     frames = pack_frames(torch.zeros(3, 80), torch.ones(3, dtype=torch.long), 1)
-    row = pack(DIMS, frames, ids, num_ids, codes, lengths, budget=400)
-    model.condition = lambda _: voices  # type: ignore[method-assign]
-    latents = model.code_latents(row)
-    for one, again in zip(found, latents, strict=True):
-        again = again[: len(one.codes)]
-        torch.testing.assert_close(one.latents, again, rtol=1e-5, atol=1e-5)
-        assert torch.equal(model.mel_head(again).argmax(-1), one.codes)
+    model.condition = lambda _: reference["style_emb"].transpose(1, 2)  # type: ignore[method-assign]
+    with_text, without = (
+        model.code_latents(pack(DIMS, frames, reference["text"], num_ids, codes, lengths, budget=400))
+        for num_ids in (reference["text_lengths"], torch.zeros(3, dtype=torch.long))
+    )
+    scores = model.mel_head(without).lerp(model.mel_head(with_text), guidance)
+    scores[..., DIMS.start_code] = -torch.inf
+    for one, latents, likely in zip(found, with_text, scores.argmax(-1), strict=True):
+        torch.testing.assert_close(one.latents, latents[: len(one.codes)], rtol=1e-5, atol=1e-5)
+        assert torch.equal(one.codes, likely[: len(one.codes)])
 
 
 def test_generation_stops_with_the_last_sentence(model: GPT, prompts: Sentences) -> None:
@@ -166,6 +162,27 @@ def test_few_shapes_are_captured_for_all_sentences() -> None:
     assert len(shapes) <= 3 and {shape.sentences for shape in shapes} == {4}
 
 
+def test_kept_shapes_take_a_share_of_the_free_memory(
+    model: GPT, prompts: Sentences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is that of the CPU here, and nothing is captured."""
+    made, free = list[CodeGenerator](), [1 << 40]
+    monkeypatch.setattr(CodeGenerator, "begin", lambda self, _: made.append(self))
+    monkeypatch.setattr("myxtts.synthesis.generation.allocatable_bytes", lambda _: free[0])
+    generators = CodeGenerators(model)
+    generators._stream = Stream(torch.device("cpu"))
+
+    def begin(num_sentences: int) -> CodeGenerator:
+        return generators.begin(prompts[:1] * num_sentences, GREEDY)
+
+    shapes = [begin(rows) for rows in (1, 2, 4, 8, 16, 32, 64)]
+    assert shapes == [begin(rows) for rows in (1, 2, 4, 8, 16, 32, 64)], "with much memory all are kept"
+    free[0] = shapes[-1].num_bytes  # of which all shapes together take half
+    assert begin(64) is shapes[-1]
+    assert begin(1) is not shapes[0] and begin(64) is not shapes[-1], "the largest alone is more than its share"
+    assert generators.drop_all() and not generators.drop_all()
+
+
 # Choosing a code
 
 
@@ -203,15 +220,6 @@ def test_codes_follow_the_penalised_and_cut_distribution(sampling: Sampling) -> 
     assert torch.equal(found > 0, expected > 1e-4)
 
 
-def test_greedy_choice_heeds_the_penalty() -> None:
-    logits = torch.tensor([[2.0, 1.5, -0.1, -0.15]])
-    used, drawn = torch.tensor([[True, False, False, False]]), torch.zeros(1)
-    penalised = Sampling(greedy=True, repetition_penalty=2)
-    assert choose(logits, used, penalised, drawn).tolist() == [1]
-    assert choose(logits[:, 2:], used[:, :2], penalised, drawn).tolist() == [1], "negative logits move away from 0"
-    assert choose(logits, used, replace(penalised, repetition_penalty=1), drawn).tolist() == [0]
-
-
 def test_the_prompt_counts_as_used_unless_switched_off(model: GPT, prompts: Sentences) -> None:
     likelier(model, 1, 3.0)  # code 1 would win
     for penalise, wins in ((True, False), (False, True)):
@@ -230,31 +238,6 @@ def test_random_numbers_belong_to_one_attempt_at_one_sentence() -> None:
     assert torch.equal(draws(1, 2, 0, 50), draws(1, 2, 0, 50))
     others = [draws(*which, 50) for which in ((2, 2, 0), (1, 3, 0), (1, 2, 1))]
     assert not any(torch.equal(draws(1, 2, 0, 50), other) for other in others)
-
-
-def test_guidance_scales_what_the_text_adds(
-    model: GPT, prompts: Sentences, padded: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    """Each step equals one of two decodings of the same codes, one of them without the text."""
-    voices, ids, num_ids = padded
-    scale = 3.0
-    found = generate(model, up_to(12, prompts), Sampling(greedy=True, repetition_penalty=1, guidance=scale))
-    with_text, without = (Decoding(model, Shape(3, ids.shape[1], 12)) for _ in range(2))
-    codes = torch.full((3,), DIMS.start_code)
-    with torch.no_grad():
-        with_text.prefill(voices, ids, num_ids)
-        without.prefill(voices, ids, 0 * num_ids)
-        for step in range(12):
-            place = with_text.slots[step : step + 1]
-            (logits, latents), (other, _) = with_text.step(codes, place), without.step(codes, place)
-            added = logits.log_softmax(-1) - other.log_softmax(-1)
-            scores = other.log_softmax(-1) + scale * added
-            scores[:, DIMS.start_code] = -torch.inf
-            codes = scores.argmax(-1)
-            assert [int(one.codes[step]) for one in found] == codes.tolist(), "no sentence ends this early"
-            torch.testing.assert_close(torch.stack([one.latents[step] for one in found]), latents)
-    logits = torch.randn(3, 12)
-    torch.testing.assert_close(guided(torch.cat([logits, logits]), 4.0), logits)
 
 
 def test_the_central_code_is_nearest_to_the_mean_of_the_likely_ones() -> None:

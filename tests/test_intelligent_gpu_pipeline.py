@@ -18,16 +18,17 @@ from myxtts.devices import Gpu, Machine, announcements, make_plan
 class Pipeline(unittest.TestCase):
     def test_the_mode_and_the_gpus_are_announced(self) -> None:
         machine = Machine([Gpu(0, "Card 0", 24000), Gpu(1, "Card 1", 48000)])
-        two = DataSettings(data_gpu=0, model_gpu=1, pipeline_buffer_size=100)
-        for data, mode, model_gpu, size in (
-            (DataSettings(), "Single-GPU Buffered", "cuda:0 (Card 0, 24000 MB)", "auto, up to 50"),
-            (two, "Multi-GPU", "cuda:1 (Card 1, 48000 MB)", "100"),
+        two = DataSettings(data_gpu=0, model_gpu=1)
+        for data, mode, model_gpu in (
+            (DataSettings(), "Single-GPU Buffered", "cuda:0 (Card 0, 24000 MB)"),
+            (two, "Multi-GPU", "cuda:1 (Card 1, 48000 MB)"),
         ):
             with self.subTest(mode):
-                lines = announcements(make_plan(data, machine, {}), data.pipeline_buffer_size, machine)
+                lines = announcements(make_plan(data, machine, {}), data, machine)
                 self.assertEqual(lines[0], f"Intelligent GPU Pipeline: {mode} Mode")
                 self.assertEqual(lines[1:3], ["Data GPU: cuda:0 (Card 0, 24000 MB)", f"Model GPU: {model_gpu}"])
-                self.assertIn(f"Buffer size: {size} batches", lines)
+                done = "Multi-GPU configuration completed successfully"
+                self.assertEqual(done in lines, mode == "Multi-GPU")
 
     def test_both_modes_warm_up_deliver_the_same_batches_and_leave_nothing(self) -> None:
         found = []
@@ -37,6 +38,8 @@ class Pipeline(unittest.TestCase):
                 with nothing_left_behind(), corpus.feed(plan, num_batches=6) as feed:
                     self.assertLess(feed.wait_until_warm(60), 60)
                     self.assertEqual(feed.readiness()["model"], (3, 3))
+                    split = f"6 batches (3 on the host, 3 on cpu), and {5 if plan.mode == 'dual' else 2} in work"
+                    self.assertTrue(feed.buffers().startswith(split), feed.buffers())
                     found.append(read(feed))
         self.assertEqual(len(found[0]), 6)
         assert_same(*found)

@@ -13,11 +13,10 @@ import pytest
 import soundfile
 from align import RATE, Cut, cut, speak_words
 from augment import SPEEDS, some_words, spliced
-from corpus import COLUMNS, RECORDINGS, Spoken, character_vocabulary, plain, split
+from corpus import COLUMNS, RECORDINGS, Spoken, plain, split
 
 from myxtts.data.corpus import read_corpus
 from myxtts.text.normalize import phonemize
-from myxtts.text.tokenizer import Tokenizer
 
 WANTED, SPEAKERS = {"ada": 3, "ben": 2}, ("ada", "ben", "eve")
 TEXTS = [f"The number of this sentence is {word}." for word in "abcdefghijklmnopqrst"]
@@ -47,9 +46,6 @@ def test_only_the_gpt_trains_on_other_speakers(tmp_path: Path, monkeypatch: pyte
     speakers = {name: {clip.speaker for clip in corpus.clips} for name, corpus in found.items()}
     assert speakers["dvae"] == speakers["decoder"] == {"ada", *(f"ada at {speed}" for speed in SPEEDS)}
     assert speakers["gpt"] > speakers["dvae"] and speakers[RECORDINGS] == set(SPEAKERS)
-    vocabulary = Tokenizer.load(character_vocabulary(tmp_path / "c" / "gpt", use_phonemes=False))
-    (ids,) = vocabulary.encode_batch(["the number"], ["en"])
-    assert len(ids) == len("[en]the number") - 3
 
 
 @pytest.fixture
@@ -61,7 +57,7 @@ def recordings(tmp_path: Path) -> list[Spoken]:
     return [Spoken(str(tmp_path / f"{number}.wav"), "ada", "en", text, 3.0) for number, text in enumerate(texts)]
 
 
-def test_a_recording_is_cut_where_a_word_begins_and_it_is_quiet(recordings: list[Spoken]) -> None:
+def test_a_recording_is_cut_where_a_word_begins_and_it_is_quiet(tmp_path: Path, recordings: list[Spoken]) -> None:
     german = phonemize(["guten Tag"], "de")
     for clip in recordings:
         whole, begins = speak_words(plain(clip.text), words_per_minute=200)
@@ -72,19 +68,15 @@ def test_a_recording_is_cut_where_a_word_begins_and_it_is_quiet(recordings: list
             assert abs(start + sample - begins[word]) < 0.06 * RATE
             assert found.wave[sample - 128 : sample + 128].astype(float).std() < 0.3 * found.wave.std()
     assert phonemize(["guten Tag"], "de") == german  # espeak-ng's voice is restored
-
-
-@pytest.mark.parametrize(("text", "loudness"), [("Not a sound.", 0.0), ("...", 0.5)])
-def test_a_clip_without_words_or_sound_is_not_cut(tmp_path: Path, text: str, loudness: float) -> None:
-    soundfile.write(tmp_path / "a.wav", loudness * np.sin(np.arange(20000) / 20), RATE)
-    assert cut(Spoken(str(tmp_path / "a.wav"), "ada", "en", text, 1.0)) is None
+    for text, loudness in (("Not a sound.", 0.0), ("...", 0.5)):
+        soundfile.write(tmp_path / "a.wav", loudness * np.sin(np.arange(20000) / 20), RATE)
+        assert cut(Spoken(str(tmp_path / "a.wav"), "ada", "en", text, 1.0)) is None
 
 
 def test_spliced_sentences_consist_of_pieces(tmp_path: Path, recordings: list[Spoken]) -> None:
-    wave = np.repeat(np.arange(8, dtype=np.int16), 100)
-    clip = Cut(list("abcdefgh"), wave, [(0, 0), (2, 200), (3, 300), (8, 800)])
-    for words, piece in (some_words(clip, random.Random(number)) for number in range(100)):
-        assert words == ["abcdefgh"[number] for number in np.unique(piece)] and len(piece) == 100 * len(words)
+    clip = Cut(list("abcd"), np.repeat(np.arange(4, dtype=np.int16), 100), [(0, 0), (2, 200), (3, 300), (4, 400)])
+    for words, piece in (some_words(clip, random.Random(number)) for number in range(20)):
+        assert words == ["abcd"[number] for number in np.unique(piece)]
     made = spliced(recordings, tmp_path / "made", hours=0.01, speeds=SPEEDS)
     assert sum(one.seconds for one in made) >= 36
     assert {one.speaker for one in made} == {"ada", *(f"ada at {speed}" for speed in SPEEDS)}

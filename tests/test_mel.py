@@ -13,14 +13,15 @@ from myxtts.model.mel import (
     DVAE_MEL,
     SPEAKER_MEL,
     SPEAKER_SAMPLE_RATE,
-    FrontEnd,
     LogMel,
+    MelSpec,
     pcm_to_wave,
+    reflect,
     resample,
 )
 
 FRONT_ENDS = pytest.mark.parametrize(
-    "front_end", [DVAE_MEL, CONDITIONING_MEL, SPEAKER_MEL], ids=["dvae", "conditioning", "speaker"]
+    "spec", [DVAE_MEL, CONDITIONING_MEL, SPEAKER_MEL], ids=["dvae", "conditioning", "speaker"]
 )
 TOLERANCE = 1e-4
 reference = reference_of("mels")
@@ -31,17 +32,17 @@ def error(found: Tensor, expected: Tensor) -> float:
     return relative_error(found, expected)
 
 
-def wave_of(front_end: FrontEnd, reference: dict[str, Tensor]) -> Tensor:
-    return reference["wav16" if front_end is SPEAKER_MEL else "wav22"]
+def wave_of(spec: MelSpec, reference: dict[str, Tensor]) -> Tensor:
+    return reference["wav16" if spec is SPEAKER_MEL else "wav22"]
 
 
-@pytest.mark.parametrize(("front_end", "name"), [(DVAE_MEL, "dvae_mel"), (CONDITIONING_MEL, "cond_mel")])
-def test_equals_the_reference(reference: dict[str, Tensor], front_end: FrontEnd, name: str) -> None:
-    log_mel = LogMel(front_end)
+@pytest.mark.parametrize(("spec", "name"), [(DVAE_MEL, "dvae_mel"), (CONDITIONING_MEL, "cond_mel")])
+def test_equals_the_reference(reference: dict[str, Tensor], spec: MelSpec, name: str) -> None:
+    log_mel = LogMel(spec)
     assert error(log_mel(reference["wav22"], reference["mel_norms"]), reference[name]) <= TOLERANCE
     unnormalised = reference[name] * reference["mel_norms"][:, None]
     assert error(log_mel(reference["wav22"]), unnormalised) <= TOLERANCE
-    assert not log_mel.state_dict()  # the tables follow from the front end
+    assert not log_mel.state_dict()  # the tables follow from the spec
 
 
 def test_speaker_mel_and_resampling_equal_the_reference(reference: dict[str, Tensor]) -> None:
@@ -59,13 +60,28 @@ def test_resampled_length_and_level(num_samples: int) -> None:
         assert (resampled[20:-20] - 1).abs().max() < 0.01  # a constant stays what it was
 
 
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (0, 7), (5, 0), (9, 9)])
+def test_reflection_with_deterministic_algorithms_is_that_of_pad(left: int, right: int) -> None:
+    waves = [torch.randn(2, 1, 40, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+    results = [reflect(waves[0], left, right)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        results.append(reflect(waves[1], left, right))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(*results)
+    for result in results:
+        (result * torch.arange(result.shape[-1])).sum().backward()
+    assert torch.equal(waves[0].grad, waves[1].grad)
+
+
 @FRONT_ENDS
-def test_a_clip_in_a_batch_equals_the_clip_alone(reference: dict[str, Tensor], front_end: FrontEnd) -> None:
-    log_mel, wave = LogMel(front_end), wave_of(front_end, reference)[0]
-    num_samples = torch.tensor([len(wave), 20000, 12345, front_end.hop_samples * 40, 700, 0], dtype=torch.int32)
+def test_a_clip_in_a_batch_equals_the_clip_alone(reference: dict[str, Tensor], spec: MelSpec) -> None:
+    log_mel, wave = LogMel(spec), wave_of(spec, reference)[0]
+    num_samples = torch.tensor([len(wave), 20000, 12345, spec.hop_samples * 40, 700, 0], dtype=torch.int32)
     rows = torch.stack([torch.where(torch.arange(len(wave)) < length, wave, 0.0) for length in num_samples])
     before = rows.clone()
-    mels, num_frames = log_mel(rows, num_samples=num_samples), num_samples // front_end.hop_samples + 1
+    mels, num_frames = log_mel(rows, num_samples=num_samples), num_samples // spec.hop_samples + 1
     assert torch.equal(rows, before)
     assert mels.isfinite().all()
     for length, mel, frames in zip(num_samples[:-1].tolist(), mels, num_frames.tolist(), strict=False):
@@ -83,10 +99,10 @@ def test_pcm_becomes_waves_and_stale_samples_silence() -> None:
 
 
 @FRONT_ENDS
-def test_float32_under_autocast_and_in_a_bf16_model(reference: dict[str, Tensor], front_end: FrontEnd) -> None:
-    wave = wave_of(front_end, reference)
-    expected = LogMel(front_end)(wave)
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), LogMel(front_end, persistent=True)).bfloat16()
+def test_float32_under_autocast_and_in_a_bf16_model(reference: dict[str, Tensor], spec: MelSpec) -> None:
+    wave = wave_of(spec, reference)
+    expected = LogMel(spec)(wave)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), LogMel(spec, persistent=True)).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model[1](wave), expected)
         assert resample(wave, SPEAKER_SAMPLE_RATE).dtype == torch.float32
@@ -96,10 +112,10 @@ def test_float32_under_autocast_and_in_a_bf16_model(reference: dict[str, Tensor]
 
 @pytest.mark.gpu
 @FRONT_ENDS
-def test_cuda_equals_cpu(reference: dict[str, Tensor], front_end: FrontEnd) -> None:
-    wave = wave_of(front_end, reference)
+def test_cuda_equals_cpu(reference: dict[str, Tensor], spec: MelSpec) -> None:
+    wave = wave_of(spec, reference)
     num_samples = torch.tensor([wave.shape[1], 9999])
-    log_mel = LogMel(front_end)
+    log_mel = LogMel(spec)
     expected, expected_16k = log_mel(wave, num_samples=num_samples), resample(wave, SPEAKER_SAMPLE_RATE)
     log_mel.cuda()
     on_device, lengths = wave.cuda(), num_samples.cuda()

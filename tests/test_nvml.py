@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pipeline_fixtures import wait_for
 
 from myxtts.observe.nvml import PCIE_EVERY, Reading, Sampler
 
@@ -61,13 +61,6 @@ class FakeNvml:
 def sampler(nvml: FakeNvml, indices: list[int], **options: Any) -> Sampler:
     options = {"environment": {}, "uuids": []} | options
     return Sampler(indices, 0.001, nvml=nvml, **options)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < ends_at, "nothing happened for ten seconds"
-        time.sleep(0.001)
 
 
 def gpu_read(nvml: FakeNvml, index: int, **options: Any) -> int | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pipeline_fixtures import PLANS, SHORT, SPEECH, Corpus, Read, assert_same, only_stamps, read, wait_for
+from pipeline_fixtures import PLANS, SHORT, Corpus, Read, Stamps, assert_same, read, short, speech, wait_for
 
 from myxtts.config import DataSettings
 from myxtts.devices import Plan, Stream, apply_caps
@@ -31,35 +31,17 @@ FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 MB = 2**20
 ONE_GPU = [pytest.param(Plan(FIRST, FIRST, mode), id=mode, marks=pytest.mark.gpu) for mode in ("buffered", "dual")]
 EVERY_PLAN = [*ONE_GPU, pytest.param(Plan(FIRST, SECOND, "dual"), id="two", marks=pytest.mark.two_gpus)]
+__all__ = ["short", "speech"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 MakeFrontend = Callable[[XTTS, DataSettings, int], Frontend]
 
 
-@pytest.fixture(scope="module")
-def speech(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return Corpus.make(tmp_path_factory.mktemp("speech"), SPEECH)
+def on_gpu(frontend: type[Frontend]) -> MakeFrontend:
+    return lambda model, data, frame_budget: frontend(deepcopy(model), data, frame_budget).to(FIRST)
 
 
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return Corpus.make(tmp_path_factory.mktemp("short"), SHORT)
-
-
-def gpt(model: XTTS, data: DataSettings, frame_budget: int) -> Frontend:
-    return GptFrontend(deepcopy(model), data, frame_budget).to(FIRST)
-
-
-def dvae(model: XTTS, data: DataSettings, _: int) -> Frontend:
-    return DvaeFrontend(deepcopy(model), data).to(FIRST)
-
-
-def decoder(model: XTTS, data: DataSettings, frame_budget: int) -> Frontend:
-    return DecoderFrontend(deepcopy(model), data, frame_budget, autocast=False).to(FIRST)
-
-
-def on_cpu(make_frontend: MakeFrontend) -> MakeFrontend:
-    return lambda model, data, frame_budget: make_frontend(model, data, frame_budget).to("cpu")
+gpt = on_gpu(GptFrontend)
 
 
 def share_of_equal_codes(ours: list[Read], theirs: list[Read]) -> float:
@@ -87,23 +69,23 @@ def assert_close_to_cpu(found: list[Read], expected: list[Read]) -> None:
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
-@pytest.mark.parametrize("make_frontend", [gpt, dvae])
-def test_batches_equal_those_of_the_cpu(speech: Corpus, plan: Plan, make_frontend: MakeFrontend) -> None:
-    with speech.feed(make_frontend=on_cpu(make_frontend), num_batches=11) as feed:
+@pytest.mark.parametrize("frontend", [GptFrontend, DvaeFrontend])
+def test_batches_equal_those_of_the_cpu(speech: Corpus, plan: Plan, frontend: type[Frontend]) -> None:
+    with speech.feed(make_frontend=frontend, num_batches=11) as feed:
         expected = read(feed)
-    with speech.feed(plan, make_frontend, num_batches=11) as feed:
+    with speech.feed(plan, on_gpu(frontend), num_batches=11) as feed:
         with feed.next() as batch:
             assert {tensor.device for tensor in batch.tensors.values()} == {plan.model}
-        assert {slot.content.memory.device for slot in feed.upload_ring.slots} == {plan.data}
-        assert {slot.content.memory.device for slot in feed.encoded_ring.slots} == {plan.data}
+        for ring in filter(None, (feed.device_ring, feed.handoff_ring)):
+            assert {slot.content.memory.device for slot in ring.slots} == {plan.data}
         assert_close_to_cpu(read(feed), expected[1:])
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_what_the_decoder_learns_from_is_that_of_the_cpu(speech: Corpus, plan: Plan) -> None:
-    with speech.feed(make_frontend=on_cpu(decoder), num_batches=3) as feed:
+    with speech.feed(make_frontend=DecoderFrontend, num_batches=3) as feed:
         expected = read(feed)
-    with speech.feed(plan, decoder, num_batches=3) as feed:
+    with speech.feed(plan, on_gpu(DecoderFrontend), num_batches=3) as feed:
         found = read(feed)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.tensors["wave"], other.tensors["wave"], rtol=1e-3, atol=1e-4)
@@ -121,7 +103,7 @@ def test_what_the_decoder_learns_from_is_that_of_the_cpu(speech: Corpus, plan: P
 )
 def test_no_setting_changes_what_a_batch_holds(short: Corpus, plan: Plan, changed: str) -> None:
     data = replace(SHORT, **{changed: False})
-    with short.feed(make_frontend=on_cpu(gpt), data=data, num_batches=12) as feed:
+    with short.feed(make_frontend=GptFrontend, data=data, num_batches=12) as feed:
         expected = read(feed)
     with short.feed(plan, gpt, data=data, num_batches=12) as feed:
         assert_close_to_cpu(read(feed), expected)
@@ -218,7 +200,7 @@ def test_a_cap_below_what_is_needed_names_the_role(short: Corpus, role: str, spa
     said = rf"The {role} role ran out of memory on cuda:0 .* The cap is {cap} MB"
     try:
         with pytest.raises(PipelineError, match=said):
-            short.feed(plan, only_stamps, data=data, depths=Depths(1, 10, 1))
+            short.feed(plan, Stamps, data=data, depths=Depths(1, 10, 1))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, FIRST)
 
@@ -245,13 +227,13 @@ class SlowStream(Stream):
 def test_no_delay_of_any_stream_tears_a_batch(
     short: Corpus, monkeypatch: pytest.MonkeyPatch, plan: Plan, slow: str
 ) -> None:
-    with short.feed(PLANS["buffered"], only_stamps, num_batches=60) as feed:
+    with short.feed(PLANS["buffered"], Stamps, num_batches=60) as feed:
         expected = read(feed)
     monkeypatch.setattr("myxtts.pipeline.feed.Stream", SlowStream)
     monkeypatch.setattr(threading.current_thread(), "name", "reader")
     monkeypatch.setattr(SlowStream, "slow", slow)
     copies = []
-    with short.feed(plan, only_stamps, depths=Depths(2, 2, 2)) as feed:
+    with short.feed(plan, Stamps, depths=Depths(2, 2, 2)) as feed:
         for _ in expected:
             # The host does not wait: the slot is given back long before this copy is made.
             with feed.next() as batch, feed.model_stream.use():

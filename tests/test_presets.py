@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from conftest import load_command
 
-from myxtts.config import OPTIMIZATION_LEVELS, PRESETS, Settings, preset_for
+from myxtts.config import CARDS, OPTIMIZATION_LEVELS, PRESETS, Settings, preset_for
 from myxtts.settings import LoadedSettings, apply_presets, load, specs, to_yaml, value_of
 
 COLUMNS = (
@@ -61,10 +61,13 @@ def test_the_caps_of_a_preset_fit_its_card_and_larger_cards_get_larger_batches(n
 
 @pytest.mark.parametrize(
     ("memory_mb", "name"),
-    [(4096, "8gb"), (8192, "8gb"), (11910, "12gb"), (16000, "16gb"), (24210, "24gb"), (143771, "40gb")],
-)
-def test_a_card_gets_the_largest_preset_that_its_reported_memory_carries(memory_mb: int, name: str) -> None:
-    assert preset_for(memory_mb) == name
+    [(4096, "8gb"), (8192, "rtx3070"), (10240, "rtx3080"), (11910, "rtx3060"), (16000, "16gb"),
+     (24210, "rtx3090"), (24564, "rtx4090"), (40960, "a100"), (143771, "40gb")],
+)  # fmt: skip
+def test_a_card_gets_the_preset_of_its_memory_and_of_its_name(memory_mb: int, name: str) -> None:
+    assert preset_for(memory_mb) == CARDS.get(name, name)
+    by_name, by_memory = (presets_of(f"--preset {preset}")[0] for preset in (name, preset_for(memory_mb)))
+    assert by_name.settings.data == by_memory.settings.data and by_name.settings.model == by_memory.settings.model
 
 
 # Applying them
@@ -93,6 +96,7 @@ def test_a_preset_sets_all_its_settings_says_each_and_survives_being_written_dow
     assert all(line.startswith(f"preset {name}: ") for line in lines)
     for key in specs():
         assert value_of(after.settings, key) == given.get(key, value_of(before.settings, key))
+        assert after.is_set(key) == (key in given or key.endswith(("train_data", "init_from")))
     assert presets_of(text=to_yaml(after.settings))[0].settings == after.settings
 
 
@@ -104,13 +108,6 @@ def test_lines_show_the_default_that_is_replaced() -> None:
     assert "preset 16gb: data.num_workers = 16 (the default)" in presets_of("--preset 16gb")[1]
 
 
-def test_what_a_preset_set_counts_as_asked_for() -> None:
-    after, _ = presets_of("--preset 24gb")
-    assert after.origin["data.batch_size"] == "preset" and after.is_set("data.batch_size")
-    assert after.is_set("data.num_workers"), "also where the preset repeats the default"
-    assert not after.is_set("data.pipeline_buffer_size")
-
-
 def test_flags_and_lines_of_the_file_win_over_a_preset_and_are_said() -> None:
     after, lines = presets_of("--batch-size 16 --preset 12gb", "data: {num_workers: 3}")
     data = after.settings.data
@@ -119,8 +116,11 @@ def test_flags_and_lines_of_the_file_win_over_a_preset_and_are_said() -> None:
     assert "preset 12gb: data.batch_size stays 16 (flag --batch-size)" in lines
     assert "preset 12gb: data.num_workers stays 3 (file.yaml)" in lines
     assert len(lines) == len(PRESETS["12gb"])
-    shipped = to_yaml(Settings(), comments=True).replace("preset: null", "preset: 24gb")
-    assert presets_of(text=shipped)[0].settings.data.batch_size == 32, "lines that repeat the default do not win"
+    shipped = to_yaml(Settings(), comments=True).replace("#preset: null", "preset: 24gb")
+    assert presets_of(text=shipped)[0].settings.data.batch_size == 32, "its other lines are commented out"
+    assert presets_of(text=shipped.replace("#batch", "batch"))[0].settings.data.batch_size == 16, (
+        "what is written holds"
+    )
 
 
 def test_adapters_are_left_out_of_a_start_from_scratch() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import load_command
@@ -27,6 +28,7 @@ from myxtts.config import DataSettings, Settings
 from myxtts.data.batches import Gatherer
 from myxtts.observe.findings import Finding
 from myxtts.observe.trace import Timing
+from myxtts.pipeline.feed import open_codes
 from myxtts.pipeline.frontend import DvaeFrontend
 from myxtts.run import prepare_corpus
 from myxtts.terminal import show_profile
@@ -113,15 +115,6 @@ def test_a_slow_phase_is_named_with_its_cost(
 
 
 @pytest.mark.usefixtures("slow_gathering")
-def test_decoding_files_for_every_batch_is_named_with_the_setting(
-    run: Callable[..., Profile], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("myxtts.tools.profile.usable_cores", lambda: 1)
-    found = run("--no-native-loading").findings[0]
-    assert (found.code, found.setting, found.value) == ("native-loading-off", "data.native_loading", True)
-
-
-@pytest.mark.usefixtures("slow_gathering")
 def test_full_buffers_do_not_hide_a_slow_feed(run: Callable[..., Profile]) -> None:
     """Batches waiting in the buffers would last for all measured steps, but not for a training."""
     found = run("--model-start-delay 5 --prefetch-buffer-size 5 --buffer-size 8")
@@ -149,16 +142,14 @@ def test_a_batch_begun_before_the_first_measured_step_is_followed_to_its_phase(c
 def test_codes_are_all_there_when_the_long_run_is_measured(
     run: Callable[..., Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order: list[str] = []
-    for name in ("fill_codes", "steady"):
-        kept = getattr(dry_run.DryRun, name)
-        monkeypatch.setattr(
-            dry_run.DryRun,
-            name,
-            lambda self, *given, name=name, kept=kept: order.append(name) or kept(self, *given),
-        )
+    steady = dry_run.DryRun.steady
+
+    def look_first(self: dry_run.DryRun, *given: int) -> Any:
+        assert open_codes(self.ctx, self.ctx.prepared.train).known(np.arange(4)).all()
+        return steady(self, *given)
+
+    monkeypatch.setattr(dry_run.DryRun, "steady", look_first)
     run(stage="gpt", num_steps=1)
-    assert order == ["fill_codes", "steady"]
 
 
 def test_memory_that_grows_below_an_earlier_peak_is_a_leak(
@@ -224,14 +215,6 @@ def test_the_verdict_is_put_on_the_page_of_the_run_it_is_about(
     assert html.escape(sentence) in (run / "report.html").read_text()
 
 
-def test_measuring_leaves_no_codes_in_the_users_cache(clips: Clips) -> None:
-    settings = load_flags(clips(4))
-    prepared = prepare_corpus(settings)
-    before = set(prepared.root.iterdir())
-    profile(settings, prepared, num_steps=1, stage="gpt", data_only=True)
-    assert set(prepared.root.iterdir()) == before
-
-
 def kernel(start_us: float, end_us: float, stream: int, name: str = "kernel", place: str = "CUDA") -> Any:
     times = SimpleNamespace(start=start_us, end=end_us)
     return SimpleNamespace(
@@ -249,14 +232,9 @@ def test_kernels_of_the_training_stream_show_launch_gaps_and_waits_of_the_host()
     assert share == pytest.approx(600 / 960)
     assert waits == pytest.approx(1.0)  # five inside, two of which are the measurement's own
     assert dry_run.kernel_occupancy([], 3) == (None, None)
-
-
-def test_kernels_before_the_first_step_are_no_launch_gaps() -> None:
-    """Where the front end shares the stream of the step, it fills the buffers there beforehand."""
-    filling = [kernel(100 * number, 100 * number + 5, stream=8) for number in range(10)]
-    training = [kernel(9000 + 100 * number, 9100 + 100 * number, stream=8) for number in range(10)]
-    steps = [kernel(8990 + 500 * number, 9000 + 500 * number, 0, dry_run.STEP_RANGE, "CPU") for number in range(2)]
-    assert dry_run.kernel_occupancy([*filling, *steps, *training], num_steps=2)[0] == pytest.approx(1.0)
+    steps = [kernel(1000, 1001, 0, dry_run.STEP_RANGE, "CPU")]  # work before the first step is no launch gap
+    filling = [kernel(100 * number, 100 * number + 5, stream=8) for number in range(9)]
+    assert dry_run.kernel_occupancy([*filling, *steps, *training], num_steps=3)[0] == share
 
 
 @pytest.mark.gpu
@@ -372,8 +350,13 @@ def test_a_script_is_a_door_to_its_command(script: str, leads_to: str, monkeypat
 
 
 def test_the_commands_run_and_answer_in_json(
-    clips: Clips, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clips: Clips,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    caplog.set_level(logging.INFO)
     shared = (
         f"--train-data {clips(4)} --language en --vocab-size 256 --max-mel-frames 128 --max-text-length 40 "
         "--num-workers 1 --model-start-delay 0 --val-fraction 0 --stage dvae --json"
@@ -381,7 +364,10 @@ def test_the_commands_run_and_answer_in_json(
     command = f"profile --batch-size 2 --num-batches 2 {shared} --trace {tmp_path / 'trace.json'}"
     assert myxtts.cli.main(shlex.split(command)) == 0
     assert json.loads(capsys.readouterr().out)["num_steps"] == 2
-    assert (tmp_path / "trace.json").exists()
+    assert (tmp_path / "trace.json").exists() and f"Trace written to {tmp_path / 'trace.json'}" in caplog.text
+    for flags, problem in (("--trace no/x.json", "no: no such folder"), ("--trace x --data-only", "--data-only")):
+        assert myxtts.cli.main(shlex.split(f"profile {flags} {shared}")) == 2
+        assert problem in capsys.readouterr().err
 
     from test_tune import Pretended
 

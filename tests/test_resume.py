@@ -13,22 +13,19 @@ import pytest
 from safetensors import SafetensorError
 from training_fixtures import (
     Clips,
+    Start,
     arguments,
     assert_equal_tensors,
     assert_same_run,
-    clips,
     newest,
-    small,
     steps,
     stop_at,
-    train,
 )
-from training_processes import Server, server
+from training_processes import Server
 
 import myxtts.checkpoints
 
-__all__ = ["clips", "server", "small"]
-
+pytest_plugins = ["training_fixtures", "training_processes"]
 pytestmark = pytest.mark.usefixtures("small")
 
 
@@ -37,55 +34,59 @@ pytestmark = pytest.mark.usefixtures("small")
 
 @pytest.mark.parametrize("stage", ["gpt", "dvae", "decoder"])
 def test_a_run_stopped_twice_equals_one_that_never_was(
-    stage: str, clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three batches an epoch, one of them with a filling clip: the first stop is at an epoch's end."""
     # Codes that would be moved, if a continued run took its first batch for the first of all.
     monkeypatch.setattr("myxtts.model.dvae.DEAD_SHARE", 0.9)
-    flags = f"--stages {stage} --dropout 0.2 --max-steps 5 --val-data {clips(3)} --val-step 2 --ema-decay 0.5"
-    assert train(tmp_path / "whole", clips(5), flags) == 0
+    val = f"--val-data {start.clips(3)} --val-step 2"
+    flags = f"--stages {stage} --dropout 0.2 --max-steps 5 --ema-decay 0.5 {val}"
+    whole = start(flags, "whole", 5)
     stop_at(monkeypatch, 3, 4)
     for expected in (3, 4, 5):
-        assert train(tmp_path / "parts", clips(5), flags) == 0
-        assert newest(tmp_path / "parts", stage).step == expected
-    assert newest(tmp_path / "parts", stage).state["cursor"] == [1, 2]
-    assert_same_run(tmp_path / "parts", tmp_path / "whole", stage)
+        parts = start(flags, "parts", 5)
+        assert newest(parts, stage).step == expected
+    assert newest(parts, stage).state["cursor"] == [1, 2]
+    assert_same_run(parts, whole, stage)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", ["gpt", "dvae", "decoder"])
+def test_deterministic_runs_on_a_gpu_are_equal_whether_resumed_or_not(
+    stage: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (
+        f"--stages {stage} --deterministic --dropout 0.2 --max-steps 9 --val-step 5 --val-data {start.clips(3)}"
+    )
+    one, two = (start(flags, name, 5) for name in ("one", "two"))
+    assert "captured as a CUDA graph, bf16, deterministic" in start.out
+    assert_same_run(two, one, stage)
+    stop_at(monkeypatch, 7)
+    for _ in range(2):
+        parts = start(flags, "parts", 5)
+    assert_same_run(parts, one, stage)
 
 
 @pytest.mark.parametrize("flag", ["", "--dashboard", "--reset-training"])
 def test_a_stop_ends_the_run_and_says_how_to_go_on(
-    flag: str, clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flag: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_at(monkeypatch, 2)
-    assert train(tmp_path / "run", clips(4), f"--stages dvae,gpt {flag}") == 0
-    shown = capsys.readouterr().out
+    run = start(f"--stages dvae,gpt {flag}")
     again = "the same command without --reset-training" if "reset" in flag else "the same command"
-    stopped = f"Stopped at step 2 of stage dvae: everything is saved in {tmp_path / 'run'}"
-    assert shown.splitlines()[-1] == f"{stopped}; {again} continues from here"
-    assert "Stage gpt" not in shown
-    assert "Done" not in shown
-    assert "continuing" not in shown
-    assert train(tmp_path / "run", clips(4), "--stages dvae,gpt") == 0
-    assert "Stage dvae: continuing at step 2 of 4" in capsys.readouterr().out
+    stopped = f"Stopped at step 2 of stage dvae: everything is saved in {run}"
+    assert start.out.splitlines()[-1] == f"{stopped}; {again} continues from here"
+    assert not re.search("Stage gpt|Done|continuing", start.out)
+    start("--stages dvae,gpt")
+    assert "Stage dvae: continuing at step 2 of 4" in start.out
 
 
-def test_a_finished_run_is_left_alone(clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(tmp_path / "run", clips(4), "--stages gpt") == 0
-    before = newest(tmp_path / "run")
-    assert train(tmp_path / "run", clips(4), "--stages gpt") == 0
-    assert "Stage gpt: finished at step 4" in capsys.readouterr().out
-    assert_equal_tensors(newest(tmp_path / "run").weights, before.weights)
-
-
-def test_a_finished_run_may_be_prolonged_and_stopped_again(
-    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(tmp_path / "run", clips(4), "--stages dvae,gpt --max-steps 2") == 0
-    capsys.readouterr()
+def test_a_finished_run_may_be_prolonged_and_stopped_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    start("--stages dvae,gpt --max-steps 2")
     stop_at(monkeypatch, 3)
-    assert train(tmp_path / "run", clips(4), "--stages dvae,gpt --max-steps 6") == 0
-    assert "Stopped at step 3 of stage dvae" in capsys.readouterr().out
-    assert (newest(tmp_path / "run", "dvae").step, newest(tmp_path / "run", "gpt").step) == (3, 2)
+    run = start("--stages dvae,gpt --max-steps 6")
+    assert "Stopped at step 3 of stage dvae" in start.out
+    assert (newest(run, "dvae").step, newest(run, "gpt").step) == (3, 2)
 
 
 # Signals, from outside
@@ -122,8 +123,12 @@ def test_a_second_signal_ends_at_once(clips: Clips, tmp_path: Path, server: Serv
 KILLED = "--stages dvae,gpt,decoder --dvae-steps 9 --max-steps 6 --decoder-steps 3 --dropout 0.2 --val-step 3"
 
 
-def killed_again_and_again(server: Server, corpus: Path, tmp_path: Path, flags: str, times: int) -> None:
-    """Kill runs at random moments, start each again until it ends, and compare them with one left in peace."""
+@pytest.mark.parametrize(("times", "save_step"), [(3, 2), pytest.param(20, 1, marks=pytest.mark.soak)])
+def test_kills_at_random_moments_change_nothing(
+    times: int, save_step: int, clips: Clips, tmp_path: Path, server: Server
+) -> None:
+    """Killed runs are started again until they end, and compared with one left in peace."""
+    corpus, flags = clips(5), f"{KILLED} --save-step {save_step} --val-data {clips(3)}"
     started_at = time.monotonic()
     assert server.start(arguments(tmp_path / "whole", corpus, flags)).wait() == 0
     duration_s = time.monotonic() - started_at
@@ -145,35 +150,19 @@ def killed_again_and_again(server: Server, corpus: Path, tmp_path: Path, flags: 
             num_kills += 1
 
 
-def test_kills_at_random_moments_change_nothing(clips: Clips, tmp_path: Path, server: Server) -> None:
-    flags = f"{KILLED} --save-step 2 --val-data {clips(3)}"
-    killed_again_and_again(server, clips(5), tmp_path, flags, times=3)
-
-
-@pytest.mark.soak
-def test_twenty_kills_change_nothing(clips: Clips, tmp_path: Path, server: Server) -> None:
-    flags = f"{KILLED} --save-step 1 --val-data {clips(3)}"
-    killed_again_and_again(server, clips(5), tmp_path, flags, times=20)
-
-
 # Damage
 
 
-@pytest.mark.parametrize("damage", ["cut off", "changed"])
-def test_a_damaged_checkpoint_costs_only_the_steps_behind_the_one_before(
-    damage: str, clips: Clips, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     flags = "--stages dvae --save-step 2 --max-steps 6"
-    for name in ("whole", "harmed"):
-        assert train(tmp_path / name, clips(5), flags) == 0
-    path = newest(tmp_path / "harmed", "dvae").folder / "weights.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 1
-    path.write_bytes(content[:-50] if damage == "cut off" else content)
-    assert train(tmp_path / "harmed", clips(5), flags) == 0
-    assert "A damaged checkpoint is passed over" in caplog.text
-    assert "step-00000006" in caplog.text
-    assert_same_run(tmp_path / "harmed", tmp_path / "whole", "dvae")
+    whole, harmed = (start(flags, name, 5) for name in ("whole", "harmed"))
+    path = newest(harmed, "dvae").folder / "weights.safetensors"
+    path.write_bytes(path.read_bytes()[:-50])
+    start(flags, harmed, 5)
+    assert re.search("A damaged checkpoint is passed over.*step-00000006", caplog.text)
+    assert_same_run(harmed, whole, "dvae")
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
@@ -188,40 +177,25 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     monkeypatch.setattr(myxtts.checkpoints, "save_file", refuse)
 
 
-def test_a_full_disk_costs_a_checkpoint_and_the_training_goes_on(
-    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_full_disk_costs_a_checkpoint_and_at_the_end_of_a_stage_it_is_an_error(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    full_disk(monkeypatch, 4)
-    assert train(tmp_path / "run", clips(4), "--stages dvae --save-step 2 --max-steps 6") == 0
-    assert re.search(r"Saving .*step-00000004 failed: .*No space left .*Older checkpoints are kept", caplog.text)
-    names = sorted(path.name for path in (tmp_path / "run" / "dvae").iterdir())
-    assert names == ["step-00000002", "step-00000006"]
+    full_disk(monkeypatch, 2, 6)
+    run = start("--stages dvae,gpt --save-step 2 --max-steps 6", code=1)
+    assert re.search(r"Saving .*step-00000002 failed: .*No space left .*Older checkpoints are kept", caplog.text)
+    assert re.search(r"No space left on device[\s\S]*continues from the last good checkpoint", start.err)
+    assert "Stage gpt" not in start.out
+    assert [path.name for path in (run / "dvae").iterdir()] == ["step-00000004"]
 
 
-def test_a_full_disk_at_the_start_is_told_in_words(
-    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_at_the_start_is_explained(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(myxtts.checkpoints, "save_file", refuse)
-    assert train(tmp_path / "run", clips(4), "--stages dvae") == 1
-    shown = capsys.readouterr().err
-    assert f"error: No room for {tmp_path / 'run' / 'base.safetensors'}: No space left on device (" in shown
-    assert "Free some space" in shown and "serializing" not in shown
-
-
-def test_a_run_whose_end_could_not_be_saved_does_not_call_itself_done(
-    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    full_disk(monkeypatch, 6)
-    flags = "--stages dvae,gpt --save-step 2 --max-steps 6"
-    assert train(tmp_path / "run", clips(4), flags) == 1
-    shown = capsys.readouterr()
-    assert "No space left on device" in shown.err
-    assert "continues from the last good checkpoint" in shown.err
-    assert "Stage gpt" not in shown.out
-    assert newest(tmp_path / "run", "dvae").step == 4
+    run = start("--stages dvae", code=1)
+    assert f"error: No room for {run / 'base.safetensors'}: No space left on device (" in start.err
+    assert "Free some space" in start.err and "serializing" not in start.err
 
 
 # Another configuration
@@ -237,79 +211,68 @@ def test_a_run_whose_end_could_not_be_saved_does_not_call_itself_done(
         ("", "training clips: the run has 4, now 5"),
     ],
 )
-def test_another_configuration_is_refused_with_its_differences(
-    flags: str, difference: str, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 1") == 0
-    before = newest(tmp_path / "run", "dvae").weights
-    assert train(tmp_path / "run", clips(4 if flags else 5), f"--stages dvae {flags}") == 2
-    shown = capsys.readouterr().err
-    assert difference in shown
-    assert "--checkpoint-dir DIR" in shown
-    assert "--reset-training" in shown
-    if "--grad-accum" in flags:
-        assert "processes): the run has 2, now 4" in shown
-    assert_equal_tensors(newest(tmp_path / "run", "dvae").weights, before)
+def test_another_configuration_is_refused_with_its_differences(flags: str, difference: str, start: Start) -> None:
+    run = start("--stages dvae --max-steps 1")
+    before = newest(run, "dvae").weights
+    start(f"--stages dvae {flags}", corpus=4 if flags else 5, code=2)
+    assert difference in start.err
+    assert "--checkpoint-dir DIR" in start.err and "--reset-training" in start.err
+    assert ("processes): the run has 2, now 4" in start.err) is ("--grad-accum" in flags)
+    assert_equal_tensors(newest(run, "dvae").weights, before)
 
 
-def test_the_clips_of_a_step_may_come_in_smaller_portions(
-    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_clips_of_a_step_may_come_in_smaller_portions(start: Start) -> None:
     """As after an error for want of memory; the epoch that was under way is seen whole again."""
-    corpus = clips(7)
-    assert train(tmp_path / "run", corpus, "--stages gpt --max-steps 2 --batch-size 2") == 0
-    assert newest(tmp_path / "run", "gpt").state["cursor"] == [0, 2]
-    capsys.readouterr()
+    run = start("--stages gpt --max-steps 2 --batch-size 2", corpus=7)
+    assert newest(run).state["cursor"] == [0, 2]
     flags = "--stages gpt --max-steps 4 --batch-size 1 --grad-accum 2"
-    assert train(tmp_path / "run", corpus, flags) == 0
-    assert "epoch 0 starts over" in capsys.readouterr().out
-    after = newest(tmp_path / "run", "gpt")
+    start(flags, corpus=7)
+    assert "epoch 0 starts over" in start.out
+    after = newest(run)
     assert after.step == 4 and after.state["cursor"] == [0, 4]
     assert after.state["notes"]["identity"]["data.batch_size"] == 1
-    assert train(tmp_path / "run", corpus, flags.replace("4", "5")) == 0
-    assert "starts over" not in capsys.readouterr().out
+    start(flags.replace("4", "5"), corpus=7)
+    assert "starts over" not in start.out
 
 
-def test_a_finished_stage_stays_finished_in_other_portions(
-    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_stage_stays_finished_in_other_portions(start: Start) -> None:
     """Two epochs of seven clips are seven steps of two halves, but eight of whole batches."""
-    corpus, run = clips(7), tmp_path / "run"
-    assert train(run, corpus, "--stages dvae --epochs 2 --max-steps 99 --batch-size 1 --grad-accum 2") == 0
-    assert newest(run, "dvae").step == 7
-    capsys.readouterr()
-    assert train(run, corpus, "--stages dvae --epochs 2 --max-steps 99 --batch-size 2") == 0
-    shown = capsys.readouterr().out
-    assert "Stage dvae: finished at step 7" in shown and "starts over" not in shown
+    run = start("--stages dvae --epochs 2 --max-steps 99 --batch-size 1 --grad-accum 2", corpus=7)
+    before = newest(run, "dvae")
+    assert before.step == 7
+    start("--stages dvae --epochs 2 --max-steps 99 --batch-size 2", corpus=7)
+    assert "Stage dvae: finished at step 7" in start.out and "starts over" not in start.out
+    assert_equal_tensors(newest(run, "dvae").weights, before.weights)
 
 
-def test_a_reset_puts_the_old_run_aside_and_starts_over(
-    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 2") == 0
-    old = newest(tmp_path / "run", "dvae")
-    capsys.readouterr()
-    assert train(tmp_path / "run", clips(4), "--stages dvae --seed 7 --max-steps 3 --reset-training") == 0
-    aside = tmp_path / "run" / "before-reset-1"
-    assert f"Starting over; what the folder held is now in {aside}" in capsys.readouterr().out
+def test_a_reset_puts_the_old_run_aside_and_starts_over(start: Start, tmp_path: Path) -> None:
+    run = start("--stages dvae --max-steps 2")
+    old = newest(run, "dvae")
+    start(f"--stages dvae --max-steps 1 --reset-training --init-from {tmp_path / 'none'}", code=2)
+    assert newest(run, "dvae").step == 2, "a reset that cannot start changes nothing"
+    (run / "evaluation").mkdir()
+    start("--stages dvae --seed 7 --max-steps 3 --reset-training")
+    aside = run / "before-reset-1"
+    assert f"Starting over; what the folder held is now in {aside}" in start.out
     assert_equal_tensors(newest(aside, "dvae").weights, old.weights)
     assert [report["step"] for report in steps(aside)] == [1, 2]
     assert (aside / "tensorboard").is_dir()
-    assert [report["step"] for report in steps(tmp_path / "run")] == [1, 2, 3]
-    assert newest(tmp_path / "run", "dvae").step == 3
-    assert train(tmp_path / "run", clips(4), "--stages dvae --max-steps 1 --reset-training") == 0
-    assert newest(tmp_path / "run" / "before-reset-2", "dvae").step == 3
+    assert newest(run, "dvae").step == 3 == len(steps(run))
+    assert not (run / "evaluation").exists(), "it is of another run"
+    for number, step in ((2, 3), (3, 1)):
+        start("--stages dvae --max-steps 1 --reset-training")
+        assert newest(run / f"before-reset-{number}", "dvae").step == step
+        (run / f"before-reset-{number - 1}").rename(tmp_path / f"elsewhere-{number}")
+    assert "reset_training: false" in (run / "settings.yaml").read_text()
 
 
 def test_what_a_run_began_with_is_forgotten_until_something_is_saved(
-    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise weights, sizes and the vocabulary of a start that came to nothing would stay in the next one."""
     with monkeypatch.context() as patched:
         full_disk(patched, 4)
-        assert train(tmp_path / "run", clips(4), "--stages dvae --seed 7") == 1
-    assert train(tmp_path / "run", clips(4), "--stages dvae") == 0
-    assert train(tmp_path / "other", clips(4), "--stages dvae") == 0
-    assert_same_run(tmp_path / "run", tmp_path / "other", "dvae")
-    bases = [(tmp_path / name / "base.safetensors").read_bytes() for name in ("run", "other")]
-    assert bases[0] == bases[1]
+        start("--stages dvae --seed 7", code=1)
+    run, other = start("--stages dvae"), start("--stages dvae", "other")
+    assert_same_run(run, other, "dvae")
+    assert (run / "base.safetensors").read_bytes() == (other / "base.safetensors").read_bytes()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -89,16 +89,6 @@ def test_stamped_batches_arrive_whole_once_and_in_order(
     assert found == [(number, number, number) for number in range(count)]
     assert all(slot.state is State.FREE for ring in rings for slot in ring.slots)
     assert {ring.num_taken for ring in rings} == {count}
-
-
-def test_several_readers_share_the_batches() -> None:
-    ring, count = make_ring(4), 2000
-    with ThreadPoolExecutor(5) as pool:
-        pool.submit(fill, ring, count, 1)
-        readers = [pool.submit(lambda seed: list(stamps(ring, seed)), seed) for seed in range(3)]
-        found = [reader.result(timeout=30) for reader in readers]
-    assert all(part == sorted(part) for part in found)
-    assert sorted(chain(*found)) == [(number, number, number) for number in range(count)]
 
 
 def test_batches_are_taken_in_order_however_they_are_committed() -> None:

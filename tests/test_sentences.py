@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -94,6 +96,44 @@ def test_no_character_is_lost_and_no_piece_is_too_long(text: str, language: str,
     assert all(0 < len(piece) <= limit for piece in pieces)
 
 
+REPEATED = [
+    ".",
+    " ",
+    '"',
+    ")",
+    "7",
+    "a",
+    "\u0301",
+    "\u064e",
+    "؟",
+    "،",
+    "a. ",
+    '." ',
+    "?!",
+    "- ",
+    "\n ",
+    "\u200c",
+    "1.",
+    "。",
+]
+
+
+@pytest.mark.parametrize("piece", REPEATED)
+def test_the_time_to_split_is_linear_in_the_length(piece: str) -> None:
+    """Quadratic time would take 16 times as long for 4 times the text."""
+    times = {}
+    for length in (4000, 16000):
+        text = piece * (length // len(piece))
+        tries = []
+        for _ in range(3):
+            started_at = time.process_time()
+            pieces = split(text, "fa", 160)
+            tries.append(time.process_time() - started_at)
+        times[length] = min(tries)
+        assert "".join("".join(pieces).split()) == "".join(text.split())
+    assert times[16000] < 9 * times[4000] + 0.01
+
+
 # The text front end
 
 
@@ -119,6 +159,11 @@ def test_characters_that_the_vocabulary_lacks_are_replaced_or_left_out(vocabular
     assert replaced == {"é": "e", "∂": ""}
     with pytest.raises(UnspeakableText, match=r"in language 'fa': .*ARABIC LETTER SEEN"):
         frontend.sentences("سلام دنیا، حال شما چطور است؟", "fa")
+
+
+def test_a_text_of_days_is_refused(vocabulary: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="more than 500,000 characters"):
+        TextFrontend(vocabulary, Limits(402, 602)).sentences("old " * 150_000, "en")
 
 
 def test_unsupported_languages_are_named(vocabulary: Tokenizer) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-import tracemalloc
-from collections.abc import Callable
-from itertools import repeat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from myxtts.observe.trace import (
     MOST_PENDING,
     OFF,
     WARMUP_STEPS,
-    Counter,
     Span,
     StepClock,
     StepTime,
@@ -29,6 +26,7 @@ from myxtts.observe.trace import (
     idle_share,
     now_us,
     outliers,
+    read_jsonl,
 )
 
 GPU_0 = torch.device("cuda", 0)
@@ -127,60 +125,56 @@ def chrome_events(trace: Trace, folder: Path) -> list[dict[str, Any]]:
     return events
 
 
-def trace_of(*spans: Span) -> Trace:
-    trace = Trace()
-    trace._spans.extend(spans)
-    return trace
+class Recorded(Trace):
+    """A trace with these spans."""
+
+    def __init__(self, *spans: Span) -> None:
+        super().__init__()
+        self.recorded = list(spans)
+
+    def spans(self) -> list[Span]:
+        return self.recorded
 
 
-def test_spans_nest_and_carry_the_time_the_track_and_the_batch() -> None:
-    trace = Trace()
-    before = now_us()
+def test_spans_nest_and_carry_the_time_the_track_and_the_batch(host_clock: list[int]) -> None:
+    trace, start = Trace(), host_clock[0]
     with trace.span("train", batch=7):
-        time.sleep(0.002)
-        with trace.span("wait", track="ring"):
-            time.sleep(0.005)
-    after = now_us()
-    inner, outer = trace.spans()
-    assert (inner.name, inner.track, inner.batch, inner.device) == ("wait", "ring", -1, False)
-    assert (outer.name, outer.track, outer.batch) == ("train", threading.current_thread().name, 7)
-    assert inner.duration_us >= 5_000 and outer.duration_us >= inner.duration_us + 2_000
-    assert before <= outer.start_us <= inner.start_us
-    assert inner.start_us + inner.duration_us <= outer.start_us + outer.duration_us <= after
+        host_clock[0] += 2_000
+        with trace.device_span("wait", "ring", None):  # without a stream a host span
+            host_clock[0] += 5_000
+    assert trace.spans() == [
+        Span("wait", "ring", start + 2_000, 5_000),
+        Span("train", threading.current_thread().name, start, 7_000, 7),
+    ]
 
 
-def test_threads_that_record_at_once_lose_nothing_and_have_tracks_of_their_own() -> None:
-    trace = Trace()
+def test_threads_that_record_at_once_lose_only_the_oldest_spans() -> None:
+    trace = Trace(limit=1790)
 
     def record() -> None:
         for batch in range(300):
             with trace.span("gather", batch=batch):
                 trace.count("ready", batch)
 
-    names = [f"gather-{number}" for number in range(6)]
-    threads = [threading.Thread(target=record, name=name) for name in names]
+    threads = [threading.Thread(target=record, name=f"gather-{number}") for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all([span.batch for span in trace.spans() if span.track == name] == list(range(300)) for name in names)
-    assert len(trace.counters()) == 1800
+        batches = [span.batch for span in trace.spans() if span.track == thread.name]
+        assert len(batches) >= 290 and batches == list(range(300 - len(batches), 300))
+    assert len(trace.spans()) == len(trace.counters()) == 1790
 
 
 def test_jsonl_gives_back_what_was_written(tmp_path: Path) -> None:
-    trace = trace_of(Span("train", "model stream", 5, 9, 1, device=True))
-    with trace.span("encode", "رشته \n2", 4):
-        trace.count("ring", 2)
+    trace = Recorded(Span("train", "model stream", 5, 9, 1, device=True), Span("encode", "رشته \n2", 7, 1, 4))
+    trace.count("ring", 2)
     trace.write_jsonl(tmp_path / "trace.jsonl")
-    lines = (tmp_path / "trace.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    assert [record.pop("kind") for record in records] == ["span", "span", "counter"]
-    assert [Span(**record) for record in records[:2]] == trace.spans()
-    assert [Counter(**records[2])] == trace.counters()
+    assert read_jsonl(tmp_path / "trace.jsonl") == (trace.recorded, trace.counters())
 
 
 def test_chrome_trace_has_named_tracks_on_host_and_device_processes(tmp_path: Path) -> None:
-    trace = trace_of(Span("gather", "gather-0", 10, 5, 3), Span("encode", "encode stream", 20, 8, 3, device=True))
+    trace = Recorded(Span("gather", "gather-0", 10, 5, 3), Span("encode", "encode stream", 20, 8, 3, device=True))
     trace.count("ring", 2)
     events = chrome_events(trace, tmp_path)
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -201,7 +195,7 @@ def test_chrome_trace_keeps_nested_spans_in_a_row_and_never_lets_spans_cross(tmp
     starts, lengths = np.random.default_rng(0).integers(0, [[3000], [60]], (2, 400)).tolist()
     crossing = [Span("x", "shared", start, length) for start, length in zip(starts, lengths, strict=True)]
     nested = [Span("outer", "stream", 0, 100), Span("inner", "stream", 95, 5), Span("next", "stream", 99, 50)]
-    work = [e for e in chrome_events(trace_of(*crossing, *nested), tmp_path) if e["ph"] == "X"]
+    work = [e for e in chrome_events(Recorded(*crossing, *nested), tmp_path) if e["ph"] == "X"]
     assert len(work) == 403
     last_start, open_ends = dict[int, int](), dict[int, list[int]]()
     for event in work:
@@ -216,43 +210,16 @@ def test_chrome_trace_keeps_nested_spans_in_a_row_and_never_lets_spans_cross(tmp
     assert len({e["tid"] for e in work if e["name"] != "x"}) == 1
 
 
-def test_only_the_latest_spans_are_kept() -> None:
-    trace = Trace(limit=3)
-    for batch in range(10):
-        with trace.span("gather", batch=batch):
-            pass
-    assert [span.batch for span in trace.spans()] == [7, 8, 9]
-
-
 def test_off_records_nothing_writes_nothing_and_allocates_nothing(tmp_path: Path) -> None:
     assert OFF.span("a") is OFF.span("b", "track", 3) is OFF.device_span("c", "track", None)
-    tracemalloc.start()
-    try:
-        before, _ = tracemalloc.get_traced_memory()
-        for _ in repeat(None, 2000):
-            with OFF.span("gather", batch=1), OFF.device_span("encode", "stream", None, 1):
-                OFF.count("ring", 2)
-        after, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert after - before < 1000 and peak - before < 4000
+    with OFF.span("gather", batch=1), OFF.device_span("encode", "stream", None, 1):
+        OFF.count("ring", 2)
     OFF.anchor(GPU_0)
-    OFF.collect()
     OFF.finish()
     OFF.write_jsonl(tmp_path / "trace.jsonl")
     OFF.write_chrome(tmp_path / "trace.json")
     assert not OFF.enabled and Trace().enabled
     assert (OFF.spans(), OFF.counters(), list(tmp_path.iterdir())) == ([], [], [])
-
-
-def test_a_device_span_without_a_stream_is_a_host_span_on_its_track() -> None:
-    trace = Trace()
-    trace.anchor(torch.device("cpu"))
-    with trace.device_span("encode", "encode stream", None, 5):
-        time.sleep(0.002)
-    [span] = trace.spans()
-    assert (span.name, span.track, span.batch, span.device) == ("encode", "encode stream", 5, False)
-    assert span.duration_us >= 2_000
 
 
 def test_a_device_span_is_resolved_when_the_device_has_passed_it(
@@ -311,25 +278,17 @@ def test_events_are_used_again_and_a_stalled_device_holds_only_so_many(use_gpu: 
     num_events = device.num_events
     stream.let_go()
     stream.held = False
-    for batch in range(3 * MOST_PENDING):
-        with trace.device_span("encode", "encode stream", stream, batch):
-            pass
-    trace.finish()
-    assert device.num_events == num_events and len(trace.spans()) == 4 * MOST_PENDING
-
-
-def test_an_error_inside_a_span_goes_on_and_a_device_span_gives_its_events_back(
-    use_gpu: Callable[..., FakeGpu],
-) -> None:
-    device, trace = use_gpu(), Trace()
     with pytest.raises(KeyError), trace.span("gather"):
         raise KeyError
-    stream = device.stream()
-    for _ in range(20):
-        with pytest.raises(KeyError), trace.device_span("encode", "encode stream", stream):
+    for _ in range(3 * MOST_PENDING):
+        with trace.device_span("encode", "encode stream", stream):
+            pass
+        with pytest.raises(KeyError), trace.device_span("failed", "encode stream", stream):
             raise KeyError
     trace.finish()
-    assert [span.name for span in trace.spans()] == ["gather"] and device.num_events < 20
+    assert device.num_events == num_events
+    names = [span.name for span in trace.spans()]
+    assert (names.count("encode"), names.count("gather"), names.count("failed")) == (4 * MOST_PENDING, 1, 0)
 
 
 def test_timing_idle_share_and_outliers() -> None:
@@ -356,13 +315,20 @@ def test_a_step_is_its_work_and_the_gap_before_it(host_clock: list[int], take_st
     assert clock.collect() == [] and clock.step == 11
 
 
-def test_the_timing_of_a_clock_leaves_the_warmup_out(take_step: Steps) -> None:
-    clock = StepClock(None, first_step=100)
+def test_a_long_run_needs_few_events_and_bounded_memory_and_its_timing_no_warmup(
+    use_gpu: Callable[..., FakeGpu], take_step: Steps
+) -> None:
+    device, clock = use_gpu(), StepClock(None, first_step=100)
     for number in range(20):
         take_step(clock, 1, 9_999 if number < WARMUP_STEPS else 9)
     timing = clock.timing()
     assert (timing.count, timing.mean_ms, timing.cv) == (20 - WARMUP_STEPS, 10, 0)
     assert len(clock.collect()) == 20, "collected times include the warm-up"
+    clock = StepClock(device.stream(), limit=50)
+    for _ in range(5000):
+        take_step(clock, 1, 2)
+    assert device.num_events <= 6 and clock.timing().count == 50
+    assert [step.step for step in clock.collect()] == list(range(4950, 5000))
 
 
 def test_steps_are_read_only_when_the_device_has_passed_them(
@@ -377,16 +343,6 @@ def test_steps_are_read_only_when_the_device_has_passed_them(
     assert clock.collect() == [StepTime(0, 10, 0)]
     stream.let_go(as_recorded=True)
     assert clock.collect() == [StepTime(1, 25, 5), StepTime(2, 36, 6)]
-
-
-def test_a_long_run_needs_few_events_and_bounded_memory(use_gpu: Callable[..., FakeGpu], take_step: Steps) -> None:
-    device = use_gpu()
-    clock = StepClock(device.stream(), limit=50)
-    for _ in range(5000):
-        take_step(clock, 1, 2)
-    assert device.num_events <= 6
-    assert [step.step for step in clock.collect()] == list(range(4950, 5000))
-    assert clock.timing().count == 50
 
 
 def test_a_device_far_behind_drops_steps_and_invents_no_gaps(
@@ -406,79 +362,73 @@ def test_a_device_far_behind_drops_steps_and_invents_no_gaps(
     assert max(step.gap_ms for step in times) == pytest.approx(1)
 
 
+SLEEP_CYCLES = 50_000_000
+
+
+@pytest.fixture
+def sleeping_gpu() -> Iterator[tuple[torch.cuda.Stream, int]]:
+    """A stream, and how long `torch.cuda._sleep` takes on it; waiting for the device is an error."""
+    stream = torch.cuda.Stream()
+    for _ in range(2):
+        start_us = now_us()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        stream.synchronize()
+    slept_us = now_us() - start_us
+    yield stream, slept_us
+    torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.gpu
-def test_device_spans_are_measured_on_the_gpu_without_waiting_for_it() -> None:
-    trace, stream, cycles = Trace(), torch.cuda.Stream(), 50_000_000
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(cycles)
+def test_device_spans_are_measured_on_the_gpu_without_waiting_for_it(
+    sleeping_gpu: tuple[torch.cuda.Stream, int],
+) -> None:
+    trace, (stream, known_us) = Trace(), sleeping_gpu
     trace.anchor(stream.device)
-    stream.synchronize()
-    known_us = slept_us(cycles)
     torch.cuda.set_sync_debug_mode("error")
-    try:
-        before = now_us()
-        for batch in range(5):
-            with (
-                trace.device_span("step", "encode stream", stream, batch),
-                trace.device_span("encode", "encode stream", stream, batch),
-                torch.cuda.stream(stream),
-            ):
-                torch.cuda._sleep(cycles)
-            trace.collect()
-        recorded = now_us()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    before = now_us()
+    for batch in range(5):
+        with (
+            trace.device_span("step", "encode stream", stream, batch),
+            trace.device_span("encode", "encode stream", stream, batch),
+            torch.cuda.stream(stream),
+        ):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        trace.collect()
+    assert now_us() - before < known_us, "recording waited for the device"
+    torch.cuda.set_sync_debug_mode("default")
     trace.finish()
-    after = now_us()
-    assert recorded - before < known_us, "recording waited for the device"
-    spans = [span for span in trace.spans() if span.name == "encode"]
-    outer = [span for span in trace.spans() if span.name == "step"]
-    assert [span.batch for span in spans] == [span.batch for span in outer] == list(range(5))
+    inner, outer = ([span for span in trace.spans() if span.name == name] for name in ("encode", "step"))
+    assert [span.batch for span in inner] == [span.batch for span in outer] == list(range(5))
     last_us = before
-    for span, around in zip(spans, outer, strict=True):
+    for span, around in zip(inner, outer, strict=True):
         assert span.device and 0.7 * known_us < span.duration_us < 1.5 * known_us
         assert last_us <= around.start_us <= span.start_us
         last_us = around.start_us + around.duration_us
         assert span.start_us + span.duration_us <= last_us
-    assert last_us <= after and after - last_us < known_us / 2
-
-
-def slept_us(cycles: int) -> int:
-    """How long `torch.cuda._sleep` takes, by the host clock."""
-    torch.cuda.synchronize()
-    start = now_us()
-    torch.cuda._sleep(cycles)
-    torch.cuda.synchronize()
-    return now_us() - start
+    assert 0 <= now_us() - last_us < known_us / 2
 
 
 @pytest.mark.gpu
-def test_gaps_on_a_gpu_are_measured_without_waiting() -> None:
-    stream = torch.cuda.Stream()
+def test_gaps_on_a_gpu_are_measured_without_waiting(sleeping_gpu: tuple[torch.cuda.Stream, int]) -> None:
+    stream, known_us = sleeping_gpu
     clock = StepClock(stream)
 
     def work() -> None:
         clock.begin()
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(20_000_000)
+            torch.cuda._sleep(SLEEP_CYCLES)
         clock.end()
 
-    torch.cuda._sleep(1000)
-    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    try:
-        started_at = time.perf_counter()
-        work()
-        assert clock.collect() == [], "the clock waited for the device"
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    stream.synchronize()
-    worked_s = time.perf_counter() - started_at
-    time.sleep(0.1)
+    work()
+    assert clock.collect() == [], "the clock waited for the device"
+    time.sleep(0.1 + known_us / 1e6)
     work()
     work()
+    torch.cuda.set_sync_debug_mode("default")
     stream.synchronize()
     first, after_gap, back_to_back = clock.collect()
-    assert first.gap_ms == 0 and 0 < first.step_ms <= 1000 * worked_s
-    assert 95 < after_gap.gap_ms < 300 and back_to_back.gap_ms < 1
-    assert after_gap.step_ms - after_gap.gap_ms == pytest.approx(first.step_ms, rel=0.5)
+    assert first.gap_ms == 0 and 95 < after_gap.gap_ms < 300 and back_to_back.gap_ms < 1
+    for step in (first, after_gap, back_to_back):
+        assert step.step_ms - step.gap_ms == pytest.approx(known_us / 1000, rel=0.5)

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from training_fixtures import (
-    Clips,
-    Observe,
-    arguments,
-    assert_equal_tensors,
-    clips,
-    losses,
-    newest,
-    run,
-    small,
-    steps,
-)
+from training_fixtures import Observe, Start, arguments, assert_equal_tensors, losses, newest, steps
 
-from myxtts.cli import main
 from myxtts.config import STAGES
+from myxtts.data.batches import Gatherer
 from myxtts.run_dir import RunDir
-from myxtts.settings import specs
+from myxtts.settings import load, specs
+from myxtts.training.trainer import State, Trainer
 
-__all__ = ["clips", "run", "small"]
-
+pytest_plugins = ["training_fixtures"]
 pytestmark = pytest.mark.usefixtures("small")
 
 ELSEWHERE = {
@@ -41,14 +31,16 @@ ELSEWHERE = {
     "data.max_text_length": "test_cli.py::test_settings_change_what_is_set_aside",
     "data.max_mel_frames": "test_cli.py::test_settings_change_what_is_set_aside",
     "data.trim_silence_db": "test_cache.py::test_settings_redo_only_what_they_decide",
-    "data.data_gpu_memory": "test_devices.py::test_caps_reach_the_allocator_of_each_gpu",
-    "data.model_gpu_memory": "test_devices.py::test_caps_reach_the_allocator_of_each_gpu",
+    "data.data_gpu_memory": "test_devices.py::test_train_applies_the_caps",
+    "data.model_gpu_memory": "test_devices.py::test_train_applies_the_caps",
     "data.mixed_precision": "test_run.py::test_how_a_step_is_run",
     "data.prefetch_to_gpu": (
         "test_feed_settings.py::test_without_prefetch_batches_are_uploaded_when_they_are_asked_for"
     ),
     "data.enhanced_gpu_prefetch": "test_feed_settings.py::test_which_thread_works_in_which_stream",
     "data.optimize_cpu_gpu_overlap": "test_feed_settings.py::test_which_thread_works_in_which_stream",
+    "data.model_start_delay": "test_train_flags.py::test_training_starts_with_full_buffers_or_after_the_delay",
+    "training.deterministic": "test_resume.py::test_deterministic_runs_on_a_gpu_are_equal_whether_resumed_or_not",
     "training.checkpoint_dir": "test_train_flags.py::test_a_configuration_file_is_read_and_flags_win_over_it",
     "training.init_from": "test_run.py::test_every_stage_starts_from_the_weights_that_were_named",
     "training.reset_training": "test_resume.py::test_a_reset_puts_the_old_run_aside_and_starts_over",
@@ -70,7 +62,8 @@ ELSEWHERE = {
 
 
 def see_data_and_language(run: Observe) -> None:
-    seen = run(f"--val-data {run(num_clips=3).corpus} --language de", num_clips=5)
+    others = load(run(num_clips=3).folder / "settings.yaml", {}).settings.data.train_data
+    seen = run(f"--val-data {others} --language de", num_clips=5)
     assert "training clips    5" in seen.out and "validation clips  3" in seen.out and "German 8" in seen.out
     assert [report["step"] for report in steps(seen.folder, "validation")] == [2]
 
@@ -91,14 +84,14 @@ def see_batch_size_and_accumulation(run: Observe) -> None:
 
 
 def see_epochs_and_max_steps(run: Observe) -> None:
-    assert run("--epochs 3 --max-steps 100").last_step == 6  # of two batches each
-    assert run("--max-steps 3").last_step == 3
+    assert run("--epochs 3 --max-steps 100").last.step == 6  # of two batches each
+    assert run("--max-steps 3").last.step == 3
 
 
 def see_stages_and_their_own_steps(run: Observe) -> None:
     seen = run("--stages dvae,decoder --max-steps 100 --dvae-steps 3 --decoder-steps 1")
     assert [stage for stage in STAGES if (seen.folder / stage).exists()] == ["dvae", "decoder"]
-    assert (seen.last_step, newest(seen.folder, "decoder").step) == (3, 1)
+    assert (seen.last.step, newest(seen.folder, "decoder").step) == (3, 1)
 
 
 def see_workers_and_buffers(run: Observe) -> None:
@@ -112,19 +105,15 @@ def see_workers_and_buffers(run: Observe) -> None:
 
 
 def see_gpus(run: Observe) -> None:
-    alone = run("--data-gpu 0")
-    assert (alone.code, "data.data_gpu is given without data.model_gpu" in alone.err) == (2, True)
-    both = run("--data-gpu 0 --model-gpu 1")
-    assert both.code == 2
+    alone = run("--data-gpu 0", code=2)
+    assert "--data-gpu is given without --model-gpu. GPUs found: none" in alone.err
+    both = run("--data-gpu 0 --model-gpu 1", code=2)
     assert "Multi-GPU requires at least 2 GPUs. GPUs found: none; drop --data-gpu and --model-gpu" in both.err
     assert not both.folder.joinpath("dvae").exists()
 
 
-def see_start_delay_and_memory_isolation(run: Observe) -> None:
-    seen = run("--model-start-delay 7 --enable-memory-isolation")
-    assert "Waiting up to 7s for data pipeline to warm up" in seen.out
-    assert "Model training starting now" in seen.out
-    assert "Memory isolation has no effect on the CPU" in seen.out
+def see_memory_isolation(run: Observe) -> None:
+    assert "Memory isolation has no effect on the CPU" in run("--enable-memory-isolation").out
 
 
 def see_static_shapes(run: Observe) -> None:
@@ -136,7 +125,7 @@ def see_static_shapes(run: Observe) -> None:
 def see_native_loading(run: Observe) -> None:
     """Files decoded for every batch give the same weights, and no audio is kept."""
     seen = run("--no-native-loading --cache-dir loose")
-    assert_equal_tensors(seen.weights, run().weights)
+    assert_equal_tensors(seen.last.weights, run().last.weights)
     assert not list(Path("loose").rglob("audio-*"))
 
 
@@ -144,17 +133,18 @@ def see_learning_rate_and_weight_decay(run: Observe) -> None:
     name = "dvae.decoder.0.weight"
     plain, decayed = (run(f"--lr 0.1 --weight-decay {decay}") for decay in (0, 1))
     assert steps(plain.folder)[0]["lr"] == 0.1
-    assert decayed.weights[name].norm() < 0.97 * plain.weights[name].norm()
+    assert decayed.last.weights[name].norm() < 0.97 * plain.last.weights[name].norm()
 
 
 def see_seed(run: Observe) -> None:
     first, second = run("--seed 5"), run("--seed 5")
-    assert_equal_tensors(first.weights, second.weights)
-    assert not torch.equal(run("--seed 6").weights["dvae.codebook.embed"], first.weights["dvae.codebook.embed"])
+    assert_equal_tensors(first.last.weights, second.last.weights)
+    other, name = run("--seed 6"), "dvae.codebook.embed"
+    assert not torch.equal(other.last.weights[name], first.last.weights[name])
 
 
 def see_grad_clip(run: Observe) -> None:
-    kept = newest(run("--grad-clip 1e-6 --max-steps 1").folder, "dvae").optimizer
+    kept = run("--grad-clip 1e-6 --max-steps 1").last.optimizer
     moments = torch.cat([value.flatten() for name, value in kept.items() if name.startswith("exp_avg.")])
     assert float(moments.norm()) == pytest.approx(1e-7, rel=1e-2)
 
@@ -162,7 +152,7 @@ def see_grad_clip(run: Observe) -> None:
 def see_optimization_level(run: Observe) -> None:
     seen = run("--optimization-level basic")
     assert "optimization level basic: training.enable_graph_mode = false (default true)" in seen.out
-    assert seen.settings.training.enable_graph_mode is False
+    assert load(seen.folder / "settings.yaml", {}).settings.training.enable_graph_mode is False
 
 
 def see_preset(run: Observe) -> None:
@@ -189,7 +179,7 @@ OBSERVED: dict[Callable[[Observe], None], str] = {
     see_stages_and_their_own_steps: "training.stages training.dvae_steps training.decoder_steps",
     see_workers_and_buffers: "data.num_workers data.prefetch_buffer_size data.pipeline_buffer_size",
     see_gpus: "data.data_gpu data.model_gpu",
-    see_start_delay_and_memory_isolation: "data.model_start_delay data.enable_memory_isolation",
+    see_memory_isolation: "data.enable_memory_isolation",
     see_static_shapes: "data.pad_to_fixed_length",
     see_native_loading: "data.native_loading",
     see_learning_rate_and_weight_decay: "training.learning_rate training.weight_decay",
@@ -214,15 +204,31 @@ def test_every_setting_is_observed_somewhere() -> None:
         assert f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8"), place
 
 
-def test_a_configuration_file_is_read_and_flags_win_over_it(clips: Clips, tmp_path: Path, run: Observe) -> None:
-    del run  # only what it patches is needed
-    path = tmp_path / "mine.yaml"
+def test_training_starts_with_full_buffers_or_after_the_delay(
+    run: Observe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, start, ready = Gatherer.fill, Trainer.run, []
+
+    def start_later(trainer: Trainer) -> State:
+        ready.append(trainer.feed.num_ahead)
+        return start(trainer)
+
+    monkeypatch.setattr(Gatherer, "fill", lambda *given: (time.sleep(0.1), fill(*given))[1])
+    monkeypatch.setattr(Trainer, "run", start_later)
+    shown = run("--model-start-delay 0").out
+    assert "Waiting up to 0s for data pipeline to warm up\nModel training starting now" in shown
+    run("--model-start-delay 60")
+    assert ready[0] < 4 < 6 <= ready[1]
+
+
+def test_a_configuration_file_is_read_and_flags_win_over_it(start: Start) -> None:
+    path = Path("mine.yaml")
     path.write_text("data: {batch_size: 3}\ntraining: {seed: 8, max_steps: 1, stages: [dvae]}\n")
-    command = arguments(tmp_path / "run", clips(4))
+    command = arguments(Path("run"), start.clips(4))
     for flag in ("--batch-size", "--checkpoint-dir"):
         at = command.index(flag)
         del command[at : at + 2]
-    assert main([*command, "--max-steps", "2", "--config", str(path)]) == 0
+    start.command(*command, "--max-steps", "2", "--config", path)
     last = newest(Path("checkpoints"), "dvae")
     identity = last.state["notes"]["identity"]
     assert (last.step, identity["data.batch_size"], identity["training.seed"]) == (2, 3, 8)

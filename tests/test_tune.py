@@ -21,10 +21,10 @@ from myxtts.devices import Gpu, Machine
 from myxtts.errors import PipelineError
 from myxtts.observe.trace import Span
 from myxtts.run import prepare_corpus
-from myxtts.settings import LoadedSettings, apply_presets, value_of
+from myxtts.settings import LoadedSettings, apply_presets, load, value_of
 from myxtts.terminal import show_tuning
 from myxtts.tools.dry_run import Refused, Trial, num_drained, try_out, try_out_apart
-from myxtts.tools.tune import Tuning, tune
+from myxtts.tools.tune import CHECKPOINTING, DATA_GPU, LEVEL, MODEL_GPU, Tuning, tune
 
 __all__ = ["clips", "small"]
 
@@ -77,14 +77,14 @@ def tuned(corpus: PreparedCorpus) -> Tune:
 
     def run(
         measure: Measure,
-        *,
         machine: Machine = CARD,
-        minutes: float = 10.0,
-        max_batch: int | None = None,
+        minutes: float = 10,
+        max_batch: int = 512,
+        config: Path | None = None,
         **flags: str,
     ) -> Tuning:
-        limits = {"minutes": minutes, "max_batch": max_batch}
-        return tune(loaded_with(**flags), corpus, machine=machine, measure=measure, **limits)
+        loaded = loaded_with(**flags) if config is None else apply_presets(load(config, {}))[0]
+        return tune(loaded, corpus, machine=machine, measure=measure, minutes=minutes, max_batch=max_batch)
 
     return run
 
@@ -128,7 +128,8 @@ def test_what_does_not_fit_is_made_to_fit(tuned: Tune) -> None:
     assert 1000 + 1000 * size <= 0.85 * 24000
     assert size * accumulate == pytest.approx(64, rel=0.15)
     assert found.before is None and found.gain is None
-    assert "do not fit" in found.changes[0].why
+    assert "do not fit" in found.changes[0].why and "measured" not in found.changes[0].why
+    assert found.changes[1].why == "measured with the line above"
 
 
 def test_what_cannot_be_tried_at_all_is_an_error(tuned: Tune) -> None:
@@ -158,15 +159,16 @@ def test_workers_follow_when_batches_come_too_slowly(tuned: Tune, monkeypatch: p
 
 def test_small_buffers_are_given_back_to_the_machine_if_that_helps(tuned: Tune) -> None:
     def measure(loaded: LoadedSettings) -> Trial:
-        is_small = loaded.settings.data.prefetch_buffer_size == 1
+        is_small = loaded.settings.data.prefetch_buffer_size == 2
         return Trial(20.0 if is_small else 50.0, 50.0, {}, {})
 
-    found = tuned(measure, prefetch_buffer_size="1")
-    assert changes(found) == {"data.prefetch_buffer_size": (1, None)}
+    found = tuned(measure, prefetch_buffer_size="2")
+    assert changes(found) == {"data.prefetch_buffer_size": (2, None)}
     assert found.gain == pytest.approx(2.5)
 
 
-BASIC = {"optimization_level": "basic"}
+BASIC, DUAL = {"optimization_level": "basic"}, {"data_gpu": "0", "model_gpu": "1"}
+GRAPH = "training.enable_graph_mode"
 
 
 @pytest.mark.parametrize(
@@ -174,24 +176,9 @@ BASIC = {"optimization_level": "basic"}
     [
         ({"num_workers": "1", "prefetch_buffer_size": "2"}, {}, CARD, {}),
         (BASIC | {"mixed_precision": "false"}, {}, Machine(), {}),
-        (
-            BASIC,
-            {"training.enable_graph_mode": {False: 0.5}},
-            CARD,
-            {"training.optimization_level": ("basic", "enhanced")},
-        ),
-        (
-            {"gradient_checkpointing": "true"},
-            {"model.gradient_checkpointing": {True: 0.75}},
-            CARD,
-            {"model.gradient_checkpointing": (True, False)},
-        ),
-        (
-            {"data_gpu": "0", "model_gpu": "1"},
-            {"data.data_gpu": {0: 0.8}},
-            TWO_CARDS,
-            {"data.data_gpu": (0, None), "data.model_gpu": (1, None)},
-        ),
+        (BASIC, {GRAPH: {False: 0.5}}, CARD, {LEVEL: ("basic", "enhanced")}),
+        ({"gradient_checkpointing": "true"}, {CHECKPOINTING: {True: 0.75}}, CARD, {CHECKPOINTING: (True, False)}),
+        (DUAL, {DATA_GPU: {0: 0.8}}, TWO_CARDS, {DATA_GPU: (0, None), MODEL_GPU: (1, None)}),
     ],
     ids=["batches are ready", "no GPU", "a level as a whole", "activations fit", "one GPU is faster than two"],
 )
@@ -200,20 +187,42 @@ def test_only_what_measurably_helps_is_changed(
 ) -> None:
     measure = Pretended(slower=slower, half_speed_batch=0)
     assert changes(tuned(measure, machine=machine, **given)) == expected
-    if not expected:
-        tried = {
-            (s.data.num_workers, s.data.mixed_precision, s.training.optimization_level) for s in measure.tried
-        }
-        assert len(tried) == 1, "nothing else was tried"
 
 
-def test_switches_that_cost_speed_are_turned_on_and_others_left(tuned: Tune) -> None:
-    slower = {"data.mixed_precision": {False: 0.4}, "data.optimize_cpu_gpu_overlap": {False: 0.99}}
+FAULTS = {"training.enable_eager_debug": (True, False), "data.native_loading": (False, True)}
+FAULTS |= {"data.prefetch_to_gpu": (False, True)}
+
+
+@pytest.mark.parametrize("machine", [CARD, Machine()], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("minutes", [10, 1.5], ids=["measured", "no time"])
+def test_what_check_knows_is_changed_first_and_nothing_else(
+    machine: Machine, minutes: float, tmp_path: Path, tuned: Tune, a_minute_each: Any
+) -> None:
+    config = tmp_path / "bad.yaml"
+    config.write_text("data: {native_loading: no, prefetch_to_gpu: no}\ntraining: {enable_eager_debug: yes}\n")
+    slower = {"training.enable_eager_debug": {True: 0.5}, "data.native_loading": {False: 0.8}}
+    measure = Pretended(slower=slower, half_speed_batch=0)
+    found = tuned(a_minute_each(measure), machine, minutes, 16, config)
+    assert changes(found) == FAULTS and {fault.setting for fault in found.faults} == FAULTS.keys()
+    if minutes == 10:
+        assert len(measure.tried) == 2 and found.changes[0].gain_measured == found.gain == pytest.approx(2.5)
+    else:
+        assert len(measure.tried) == 1 and all(change.why.endswith("; not measured") for change in found.changes)
+
+
+def test_faults_that_measure_slower_together_are_tried_one_by_one(tuned: Tune) -> None:
+    slower = {"data.mixed_precision": {False: 0.6}, "data.optimize_cpu_gpu_overlap": {True: 0.5}}
     flags = {"mixed_precision": "false", "optimize_cpu_gpu_overlap": "false"}
     found = tuned(Pretended(slower=slower, half_speed_batch=0), **flags)
     assert changes(found) == {"data.mixed_precision": (False, True)}
-    assert found.changes[0].gain_measured == pytest.approx(2.5)
-    assert any(note.startswith("data.optimize_cpu_gpu_overlap true would be 1.01×") for note in found.notes)
+    assert found.changes[0].gain_measured == pytest.approx(1 / 0.6)
+    assert any(note.startswith("data.optimize_cpu_gpu_overlap true would be 0.50×") for note in found.notes)
+    found = tuned(
+        Pretended(slower={GRAPH: {False: 0.6}, "data.mixed_precision": {True: 0.5}}),
+        mixed_precision="false",
+        **BASIC,
+    )
+    assert GRAPH in found.values and "data.mixed_precision" not in found.values
 
 
 def test_switches_are_tried_until_none_helps_beside_what_was_found(tuned: Tune) -> None:
@@ -238,8 +247,8 @@ def test_two_gpus_are_used_as_measured_and_torchrun_is_estimated(tuned: Tune) ->
     found = tuned(Pretended(slower={"data.data_gpu": {None: 0.8}}, half_speed_batch=0), machine=TWO_CARDS)
     assert found.values == {"data.data_gpu": 0, "data.model_gpu": 1}
     (advice,) = found.advice
-    assert advice.code == "tune-several-gpus" and advice.gain == pytest.approx(0.95 * 2 * 0.8)
-    assert "torchrun --nproc-per-node 2" in advice.fix
+    assert advice.code == "tune-several-gpus" and advice.gain == pytest.approx(2 * 0.8)
+    assert "torchrun --nproc-per-node 2" in advice.fix and "at most" in advice.what
 
 
 def test_a_run_that_has_begun_keeps_its_batch(tuned: Tune, tmp_path: Path) -> None:
@@ -291,8 +300,7 @@ def test_the_best_batch_so_far_is_kept(
 
 
 def test_one_gpu_alone_is_not_estimated_when_only_two_were_measured(tuned: Tune, a_minute_each: Any) -> None:
-    flags = {"data_gpu": "0", "model_gpu": "1"}
-    found = tuned(a_minute_each(Pretended()), machine=TWO_CARDS, minutes=1.5, **flags)
+    found = tuned(a_minute_each(Pretended()), machine=TWO_CARDS, minutes=1.5, **DUAL)
     assert "tune-several-gpus" not in {advice.code for advice in found.advice}
 
 
@@ -300,6 +308,20 @@ def test_too_little_time_for_anything_is_an_error(tuned: Tune, a_minute_each: An
     never = Pretended(refuses=lambda _: "no answer within 1 s")
     with pytest.raises(PipelineError, match="give more --minutes"):
         tuned(a_minute_each(never), minutes=0.5)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "max_batch", "says"),
+    [(10, 512, "none of the other settings tried is faster"), (1.5, 512, "enough only for the present settings"),
+     (10, 16, "no other batch or device to try")],
+)  # fmt: skip
+def test_nothing_to_change_says_what_was_tried(
+    minutes: float, max_batch: int, says: str, tuned: Tune, a_minute_each: Any
+) -> None:
+    screen = StringIO()
+    found = tuned(a_minute_each(Pretended(half_speed_batch=0)), minutes=minutes, max_batch=max_batch)
+    show_tuning(found, Console(file=screen, width=150))
+    assert screen.getvalue().startswith("Nothing to change: ") and says in screen.getvalue()
 
 
 def test_a_tuning_is_shown_as_a_table_and_as_a_patch_and_is_valid_json(tuned: Tune) -> None:

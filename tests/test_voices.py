@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,27 +16,16 @@ import soundfile as sf
 import torch
 import torch.nn.functional as F
 from conftest import make_voice
-from synthesis_fixtures import (
-    LONG_TEXT,
-    TEXTS,
-    anna,
-    make_model,
-    one_thread,
-    reference,
-    speaking,
-    synthesizer,
-    vocabulary,
-)
+from synthesis_fixtures import TEXTS, anna, make_model, reference, speaking, synthesizer
 
 from myxtts.checkpoints import UnreadableWeights, write_pth
-from myxtts.cli import main
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.synthesis import voices
 from myxtts.synthesis.synthesizer import Synthesizer
 from myxtts.synthesis.voices import UnusableReference, Voice, VoiceLibrary
-from myxtts.weights import save_folder
 
-__all__ = ["anna", "one_thread", "reference", "synthesizer"]
+__all__ = ["anna", "reference", "synthesizer"]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Recorded = Callable[..., Path]
 
@@ -89,7 +82,11 @@ def test_bad_references_are_all_named(
         "text.wav: not audio": tmp_path / "text.wav",
         "absent.wav: there is no such file": tmp_path / "absent.wav",
         "folder: is a folder": tmp_path / "folder",
+        "pipe.wav: unreadable file (not a regular file)": tmp_path / "pipe.wav",
+        "nan.wav: not audio (the samples contain NaN": tmp_path / "nan.wav",
     }
+    os.mkfifo(tmp_path / "pipe.wav")
+    sf.write(tmp_path / "nan.wav", np.full(66150, np.nan), 22050, subtype="FLOAT")
     (tmp_path / "text.wav").write_text("no audio at all, whatever the name says")
     (tmp_path / "folder").mkdir()
     with pytest.raises(UnusableReference) as caught:
@@ -109,11 +106,46 @@ def test_voices_are_saved_by_name(synthesizer: Synthesizer, anna: Voice, tmp_pat
     assert torch.equal(kept.latents, anna.latents) and torch.equal(kept.speaker, anna.speaker)
     with pytest.raises(ConfigError, match="there are: anna"):
         library.load("bert", synthesizer.fingerprint)
-    with pytest.raises(ConfigError, match="cannot name a voice"):
-        library.save(replace(anna, name="../anna"))
+    for name in ("../anna", "../../x", "/tmp/anna", "a/b", ".", " ", "nul\0", "x" * 201, "é" * 101):
+        for use in (library.save, lambda voice: library.load(voice.name, "")):
+            with pytest.raises(ConfigError, match="cannot name a voice"):
+                use(replace(anna, name=name))
     (tmp_path / "voices" / "anna.safetensors").write_bytes(b"damaged")
     with pytest.raises(UnreadableWeights, match="damaged"):
         library.load("anna", synthesizer.fingerprint)
+
+
+ENTRY = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+
+
+@pytest.mark.parametrize(
+    ("header", "length"),
+    [
+        ({"latents": ENTRY, "speaker": {**ENTRY, "data_offsets": [8, 24]}}, None),  # overlapping
+        ({"latents": ENTRY}, 2**62),
+        ({"latents": ENTRY}, 2000),  # cut off
+        ({"latents": ENTRY, "speaker": ENTRY | {"data_offsets": [16, 32]}, "fingerprint": ENTRY}, None),
+    ],
+)
+def test_a_hostile_file_is_no_voice(tmp_path: Path, header: dict[str, Any], length: int | None) -> None:
+    written = json.dumps(header).encode()
+    content = struct.pack("<Q", length or len(written)) + written + bytes(32)
+    (tmp_path / "voices").mkdir()
+    (tmp_path / "voices" / "x.safetensors").write_bytes(content)
+    with pytest.raises(UnreadableWeights, match="damaged or no safetensors file"):
+        VoiceLibrary(tmp_path).load("x", "")
+
+
+@pytest.mark.parametrize(
+    "latents", [torch.zeros(4), torch.zeros(1, 32, 64, dtype=torch.int64), torch.zeros(1, 32, 64) / 0]
+)
+def test_other_tensors_are_no_voice(tmp_path: Path, latents: torch.Tensor) -> None:
+    library, speaker = VoiceLibrary(tmp_path), torch.ones(16)
+    library.save(Voice("x", latents, speaker))
+    write_pth(tmp_path / "speakers_xtts.pth", {"y": {"gpt_cond_latent": latents, "speaker_embedding": speaker}})
+    for name in "xy":
+        with pytest.raises(DatasetError, match="not finite"):
+            library.load(name, "")
 
 
 def test_a_voice_of_other_weights_is_refused(synthesizer: Synthesizer, anna: Voice, tmp_path: Path) -> None:
@@ -134,26 +166,15 @@ PUBLISHED = ["Claribel Dervla", "Daisy Studious", "Gracie Wise", "Tammie Ema", "
              "Annmarie Nele", "Asya Anara", "Brenda Stern", "Alma María"]  # fmt: skip
 
 
-def test_published_speakers_are_found_by_name(
-    tmp_path: Path, synthesizer: Synthesizer, anna: Voice, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def speak(name: str) -> int:
-        given = ["--model", str(tmp_path), "--language", "en", "--seed", "4", "--out", str(tmp_path / "out.wav")]
-        return main(["speak", LONG_TEXT, "--voice", name, *given])
-
+def test_published_speakers_are_found_by_name(tmp_path: Path, synthesizer: Synthesizer, anna: Voice) -> None:
     speaker = {"gpt_cond_latent": torch.zeros(1, 32, 64), "speaker_embedding": torch.ones(1, 16, 1) / 4}
-    save_folder(tmp_path, make_model(), vocabulary())
     write_pth(tmp_path / "speakers_xtts.pth", dict.fromkeys(PUBLISHED, speaker))
-    assert speak("Alma María") == 0
-    expected = Voice("Alma María", torch.zeros(1, 32, 64), torch.full((16,), 0.25))
-    wave, _ = sf.read(tmp_path / "out.wav", dtype="float32")
-    spoken = synthesizer.speak(LONG_TEXT, expected, "en", seed=4).wave
-    np.testing.assert_allclose(wave, spoken.clip(-1, 1), atol=1e-4)
-    capsys.readouterr()
-    assert speak("claribel") == 2
-    told = capsys.readouterr().err
-    assert "the nearest: Claribel Dervla" in told and "--voice list shows all 10" in told
     library = VoiceLibrary(tmp_path)
+    maria = library.load("Alma María", synthesizer.fingerprint)
+    assert torch.equal(maria.latents, torch.zeros(1, 32, 64)) and maria.speaker.tolist() == [0.25] * 16
+    assert synthesizer.speak(TEXTS[0], maria, "en", seed=4).report.voice == "Alma María"
+    with pytest.raises(ConfigError, match=r"the nearest: Claribel Dervla.*--voice list shows all 10"):
+        library.load("claribel", "")
     with pytest.raises(ConfigError, match=", ".join(sorted(PUBLISHED))):
         library.load("list", "")
     library.save(replace(anna, name="Ana Florence"))

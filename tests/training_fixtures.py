@@ -21,7 +21,6 @@ import myxtts.pipeline.frontend
 import myxtts.training.recipes
 from myxtts.checkpoints import LoadedCheckpoint
 from myxtts.cli import main
-from myxtts.config import Settings
 from myxtts.data.batches import Sizes
 from myxtts.devices import Machine
 from myxtts.model.gpt import GPTDims
@@ -32,7 +31,6 @@ from myxtts.pipeline import feed
 from myxtts.pipeline.feed import Depths, Feed
 from myxtts.reports import TrainingReports
 from myxtts.run_dir import RunDir
-from myxtts.settings import load
 from myxtts.training.recipes import DvaeRecipe
 
 SMALL = XTTSDims(
@@ -167,6 +165,36 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     monkeypatch.setattr(TrainingReports, "tick", tick_and_signal)
 
 
+@dataclass
+class Start:
+    """Runs commands; `out` and `err` are what the last one showed."""
+
+    folder: Path
+    clips: Clips
+    screen: pytest.CaptureFixture[str]
+    out: str = ""
+    err: str = ""
+
+    def __call__(self, flags: str = "", name: str | Path = "run", corpus: int | Path = 4, code: int = 0) -> Path:
+        """Train on so many clips, in a folder of the test; returns that folder."""
+        found = self.clips(corpus) if isinstance(corpus, int) else corpus
+        self.command(*arguments(self.folder / name, found, flags), code=code)
+        return self.folder / name
+
+    def command(self, *words: str | Path, code: int = 0) -> str:
+        """Run a command that ends with this code, and return what it prints."""
+        self.screen.readouterr()
+        found = main([str(word) for word in words])
+        self.out, self.err = self.screen.readouterr()
+        assert found == code, self.out + self.err
+        return self.out
+
+
+@pytest.fixture
+def start(clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Start:
+    return Start(tmp_path, clips, capsys)
+
+
 # One run, observed
 
 
@@ -174,9 +202,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
 class Seen:
     """One run, and what was noticed of it."""
 
-    code: int = 0
     folder: Path = Path()
-    corpus: Path = Path()
     out: str = ""
     err: str = ""
     depths: list[Depths] = field(default_factory=list)
@@ -184,25 +210,15 @@ class Seen:
     """Of the mels of every micro-step."""
 
     @property
-    def last_step(self) -> int:
-        return newest(self.folder, "dvae").step
-
-    @property
-    def settings(self) -> Settings:
-        return load(self.folder / "settings.yaml", {}).settings
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return dict(newest(self.folder, "dvae").weights)
+    def last(self) -> LoadedCheckpoint:
+        return newest(self.folder, "dvae")
 
 
 Observe = Callable[..., Seen]
 
 
 @pytest.fixture
-def run(
-    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Observe:
+def run(start: Start, monkeypatch: pytest.MonkeyPatch) -> Observe:
     """Trains a DVAE for two steps of four clips, with some flags more."""
     now = Seen()
     forward = DvaeRecipe.forward
@@ -222,12 +238,12 @@ def run(
     monkeypatch.setitem(SIZES, "small", replace(SMALL, dvae_hidden=32))
     num_runs = 0
 
-    def start(flags: str = "", num_clips: int = 4) -> Seen:
+    def observe(flags: str = "", num_clips: int = 4, code: int = 0) -> Seen:
         nonlocal now, num_runs
         num_runs += 1
-        now = Seen(folder=tmp_path / f"run-{num_runs}", corpus=clips(num_clips))
-        now.code = train(now.folder, now.corpus, f"--stages dvae --max-steps 2 {flags}")
-        now.out, now.err = capsys.readouterr()
+        now = Seen()
+        now.folder = start(f"--stages dvae --max-steps 2 {flags}", f"run-{num_runs}", num_clips, code)
+        now.out, now.err = start.out, start.err
         return now
 
-    return start
+    return observe

@@ -377,7 +377,7 @@ def max_codes(data: DataSettings) -> int:
 
 
 @dataclass(frozen=True)
-class Job:
+class GatherJob:
     plan: BatchPlan
     totals: npt.NDArray[np.float32]
     """Sums of TOTALS over all batches, on all ranks, of this batch's optimiser step."""
@@ -428,14 +428,14 @@ class Gatherer:
         self.code_budget = _round_up(int(max(num_codes)), FRAME_MULTIPLE)
         """The most codes, with a gap after each clip, of nearly every batch."""
 
-    def jobs(self, cursor: Cursor, accumulate: int = 1, num_batches: int | None = None) -> Iterator[Job]:
+    def jobs(self, cursor: Cursor, accumulate: int = 1, num_batches: int | None = None) -> Iterator[GatherJob]:
         """Yield batches from the cursor on, which must be at the start of a step of `accumulate` batches."""
         plans = itertools.islice(self.batches.plans(cursor), num_batches)
         while group := list(itertools.islice(plans, accumulate)):
             totals = sum((self._totals(plan) for plan in group), np.zeros(len(TOTALS), np.float32))
-            yield from (Job(plan, totals) for plan in group)
+            yield from (GatherJob(plan, totals) for plan in group)
 
-    def fill(self, batch: HostBatch, job: Job) -> Gathered:
+    def fill(self, batch: HostBatch, job: GatherJob) -> Gathered:
         """Copy the clips of a job into the memory of a batch."""
         plan, source, cache = job.plan, self._source, self.codes
         clips, num_samples = plan.clips, self._num_samples[plan.clips]

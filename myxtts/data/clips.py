@@ -119,7 +119,7 @@ class LazyAudio:
 def _not_as_prepared(path: Path, found: str) -> DatasetError:
     why = "With native_loading off, the audio files are read for every batch."
     advice = "Restore the file or remove it from the metadata, then prepare again."
-    return DatasetError(f"{path} is not what it was when the corpus was prepared: {found}.\n{why} {advice}")
+    return DatasetError(f"{path} has changed since the corpus was prepared: {found}.\n{why} {advice}")
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,10 @@ class CodesCache:
         self._audio: Sources = index["audio"].astype(np.uint64)
         self._lengths: Rows = index["length"].astype(np.int64)
         self._starts: Rows = np.cumsum(self._lengths) - self._lengths
-        self._data = _mapped(files.data, "<u2", _num_elements(index))
-        self._checksums = _mapped(files.checksums, "<u8", len(index) + 1)[:-1]
+        self._maps = [mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) for file in files]
+        self._data: Array = np.frombuffer(self._maps[0], "<u2", _num_elements(index))
+        self._checksums: Array = np.frombuffer(self._maps[1], "<u8", len(index) + 1)[:-1]
+        self._is_lost = False
         self._verified = np.zeros(len(index), np.uint64)
         """The checksum each row was seen to match in this process."""
         self._rejected = np.zeros(len(index), np.uint64)
@@ -108,6 +110,8 @@ class CodesCache:
 
     def known(self, clips: Rows) -> Flags:
         """Return which clips have codes; each row is compared with its checksum once per process."""
+        if self._was_cut_off():
+            return self._lengths[clips] == 0
         checksums = self._checksums[clips]
         unseen = (checksums != self._verified[clips]) & (checksums != self._rejected[clips]) & (checksums != 0)
         for clip, checksum in zip(clips[unseen].tolist(), checksums[unseen].tolist(), strict=True):
@@ -122,6 +126,9 @@ class CodesCache:
         """Copy codes of `clips[i]` to `out[i]` [clips, width], zero-padded; return False if some are absent."""
         lengths = np.where(self.known(clips), self._lengths[clips], 0)
         _check_width(lengths, out)
+        if self._is_lost:
+            out[:] = 0
+            return not self._lengths[clips].any()
         columns = np.arange(out.shape[1])
         # Only what was written is touched: reading a hole of a file on a full tmpfs kills the process.
         starts = np.where(lengths > 0, self._starts[clips], len(self._data) - 1)
@@ -170,6 +177,13 @@ class CodesCache:
         for clip, checksum in zip(clips.tolist(), made, strict=True):
             write_at(checksums, bytearray(checksum.to_bytes(8, "little")), clip * 8)
 
+    def _was_cut_off(self) -> bool:
+        """True, for good, if a mapped file has shrunk: the kernel kills a process that reads beyond its end."""
+        if not self._is_lost and any(mapped.size() < len(mapped) for mapped in self._maps):
+            self._is_lost, self._accepts_rows = True, False
+            _log.warning("The codes in %s were cut off; they are computed again until the next start", self._place)
+        return self._is_lost
+
     def _held(self) -> Flags:
         held: Flags = ((self._checksums != 0) & (self._checksums != self._rejected)) | (self._lengths == 0)
         return held
@@ -216,7 +230,7 @@ def _open_donor(folder: Path) -> CodesCache:
     """Open the codes of another set of clips for reading. The folder's name holds the checksum of its index."""
     content = (folder / "index.bin").read_bytes()
     if not folder.name.endswith(xxhash.xxh3_64_hexdigest(content)):
-        raise ValueError(f"{folder}: the index is not what was written")
+        raise ValueError(f"{folder}: the index does not match its checksum")
     return CodesCache(_open_files(folder, "rb"), np.frombuffer(content, _INDEX), folder)
 
 
@@ -237,10 +251,6 @@ def _sized(files: _Files, index: Array) -> _Files:
 def _num_elements(index: Array) -> int:
     """Codes of all clips, and a final 0 that is read for clips without codes."""
     return int(index["length"].sum(dtype=np.int64)) + 1
-
-
-def _mapped(file: FileIO, dtype: str, count: int) -> Array:
-    return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype, count)
 
 
 def _check_width(lengths: Rows, codes: Array) -> None:

@@ -21,6 +21,7 @@ from multiprocessing.sharedctypes import Synchronized
 from typing import Any, TypeVar
 
 from myxtts.errors import DatasetError
+from myxtts.host import hide_working_folder
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -57,6 +58,7 @@ class ProcessPool:
     """Worker processes, started when first needed and used for one kind of work after another."""
 
     def __init__(self, num_workers: int) -> None:
+        hide_working_folder()
         self.num_workers = num_workers
         self._context = _WorkerContext()
         self._context.set_forkserver_preload(_PRELOADED)

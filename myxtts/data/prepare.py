@@ -154,7 +154,7 @@ def _state_of(data: DataSettings) -> str:
     return hasher.hexdigest()
 
 
-class Sentence(NamedTuple):
+class LabelledText(NamedTuple):
     text: str
     language: str
 
@@ -179,9 +179,9 @@ class _Part:
         self.tools = tools
         self.root = cache_folder(data, folder)
         self.corpus = read_corpus(folder)
-        rows: dict[Sentence, int] = {}
+        rows: dict[LabelledText, int] = {}
         pairs = zip(self.corpus.clips, self._languages(), strict=True)
-        sentence_rows = [rows.setdefault(Sentence(clip.text, code), len(rows)) for clip, code in pairs]
+        sentence_rows = [rows.setdefault(LabelledText(clip.text, code), len(rows)) for clip, code in pairs]
         self.sentence_rows = np.array(sentence_rows, np.int64)
         """For each clip the row of its sentence; equal sentences share one."""
         params = {"normalize": normalize_fingerprint()}
@@ -316,16 +316,16 @@ class _Part:
             _log.info("LOADING %s CACHE FROM DISK", name.upper())
             if not (verify or self.tools.verify) or store.all_intact():
                 return store
-            _log.warning("Some rows of %s are not what was written; they are prepared again", store.folder)
+            _log.warning("Some rows of %s do not match their checksums; they are built again", store.folder)
         return build_store(self.root, spec, build)
 
 
-def _spoken(text: Store, rows: Iterable[int]) -> Iterator[tuple[int, Sentence]]:
+def _spoken(text: Store, rows: Iterable[int]) -> Iterator[tuple[int, LabelledText]]:
     """Yield the rows that can be spoken."""
     labels = text.labels.tolist()
     for row in rows:
         if row not in text.set_aside:
-            yield row, Sentence(text[row].tobytes().decode(), LANGUAGES[labels[row]])
+            yield row, LabelledText(text[row].tobytes().decode(), LANGUAGES[labels[row]])
 
 
 Job = tuple[int, Any]  # a row to be built, and what it is built from
@@ -350,7 +350,7 @@ def _build_audio(
 
 
 def build_text(
-    tools: Tools, sentences: Sequence[Sentence], use_phonemes: bool, writer: StoreWriter, rows: Sequence[int]
+    tools: Tools, sentences: Sequence[LabelledText], use_phonemes: bool, writer: StoreWriter, rows: Sequence[int]
 ) -> None:
     """Write the sentences at `rows` as they are spoken, labelled with their language."""
     tools.announce("BUILDING TEXT CACHE (Text Preprocessing)", len(rows))
@@ -451,7 +451,7 @@ def _decode_clip(folder: Path, options: DecodeOptions, clip: Clip) -> audio.Pcm:
     return pcm
 
 
-def _normalize_chunk(use_phonemes: bool, chunk: Sequence[tuple[int, Sentence]]) -> _Made:
+def _normalize_chunk(use_phonemes: bool, chunk: Sequence[tuple[int, LabelledText]]) -> _Made:
     """In a worker: turn texts into what is spoken, as UTF-8."""
     arrays: list[Array] = []
     set_aside: NotBuilt = []
@@ -470,7 +470,7 @@ def _normalize_chunk(use_phonemes: bool, chunk: Sequence[tuple[int, Sentence]]) 
     return _Made([row for row, _ in chunk], arrays, set_aside, labels)
 
 
-def _encode_chunk(vocabulary: str, chunk: Sequence[tuple[int, Sentence]]) -> _Made:
+def _encode_chunk(vocabulary: str, chunk: Sequence[tuple[int, LabelledText]]) -> _Made:
     """In a worker: turn spoken texts into token ids."""
     tokenizer = _tokenizer_of(vocabulary)
     rows, sentences = [row for row, _ in chunk], [sentence for _, sentence in chunk]

@@ -22,6 +22,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,13 @@ class Store:
                 raise ValueError
             index: Array = np.load(folder / "index.npy", allow_pickle=False)
             self._data: Array = np.empty(0, dtype)
+            self._file = FileIO(folder / "data.bin")
             if data_bytes:
-                self._data = np.memmap(folder / "data.bin", self.dtype, mode="r")
+                self._data = np.memmap(self._file, self.dtype, mode="r")
         except OSError as error:
             raise CacheDamaged(f"{folder}: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError):
-            raise CacheDamaged(f"{folder}: the files are not those that were written") from None
+            raise CacheDamaged(f"{folder}: the files do not match their checksums") from None
         self.params: dict[str, Any] = meta["params"]
         self.filters: dict[str, Any] = meta["filters"]
         self.set_aside = {int(row): (str(reason), str(detail)) for row, reason, detail in meta["set_aside"]}
@@ -108,12 +110,12 @@ class Store:
 
     def verify(self, rows: Rows) -> None:
         """Compare rows with their checksums, each once per process; a mismatch marks the store for rebuilding."""
-        for row in rows[~self._verified[rows]].tolist():
-            if not self.is_intact(row):
-                _mark_damaged(self.folder)
-                found = f"{self.folder}: row {row} is not what was written (a failing disk or memory?)."
-                advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
-                raise CacheDamaged(f"{found}\n{advice}")
+        broken = [row for row in rows[~self._verified[rows]].tolist() if not self.is_intact(row)]
+        if broken or self._is_cut_off():
+            _mark_damaged(self.folder)
+            what = f"row {broken[0]} does not match its checksum" if broken else "data.bin was cut off"
+            advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
+            raise CacheDamaged(f"{self.folder}: {what} (a failing disk or memory?).\n{advice}")
 
     def all_intact(self) -> bool:
         """True if every row matches its checksum; otherwise the store is marked for rebuilding."""
@@ -123,9 +125,13 @@ class Store:
         return False
 
     def is_intact(self, row: int) -> bool:
-        if not self._verified[row]:
+        if not self._verified[row] and not self._is_cut_off():
             self._verified[row] = checksum(self._row(row)) == int(self.hashes[row])
         return bool(self._verified[row])
+
+    def _is_cut_off(self) -> bool:
+        """True if the mapped file has shrunk: the kernel kills a process that reads beyond its end."""
+        return os.fstat(self._file.fileno()).st_size < self._data.nbytes
 
     def _row(self, row: int) -> Array:
         start = self._starts[row]
@@ -381,4 +387,8 @@ def cache_root(corpus_folder: Path, cache_dir: Path | None) -> Path:
 
 def user_cache() -> Path:
     """Return the user's folder for files that can be recomputed (XDG)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "myxtts"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "myxtts"
+    except RuntimeError:  # as in a container that runs under a number
+        found = f"There is no place for the cache: user {os.getuid()} has no home folder"
+        raise DatasetError(f"{found}. Give --cache-dir DIR, or set HOME or XDG_CACHE_HOME.") from None

@@ -1,7 +1,7 @@
 """Audio features: PCM to waveforms, log-mel spectrograms, and resampling.
 
 The DVAE, the GPT's conditioning encoder and the speaker encoder use one module, `LogMel`, with different
-parameters, a `FrontEnd`. Everything is computed in float32, regardless of autocast or `module.bfloat16()`: a mel
+parameters, a `MelSpec`. Everything is computed in float32, regardless of autocast or `module.bfloat16()`: a mel
 in half precision changes codes. `mel_norms`, the one statistic that belongs to a checkpoint, is an argument.
 """
 
@@ -22,7 +22,7 @@ SPEAKER_SAMPLE_RATE = 16000  # sample rate of the speaker encoder's input, in Hz
 
 
 @dataclass(frozen=True)
-class FrontEnd:
+class MelSpec:
     """Parameters of a log-mel: power spectrum, triangular filters on the HTK mel scale, natural logarithm."""
 
     sample_rate: int
@@ -38,21 +38,30 @@ class FrontEnd:
     pre_emphasis: float = 0.0  # y[t] = x[t] - pre_emphasis * x[t-1], applied first; 0 for none
 
 
-DVAE_MEL = FrontEnd(
+DVAE_MEL = MelSpec(
     sample_rate=SAMPLE_RATE, fft_samples=1024, window_samples=1024, hop_samples=HOP_SAMPLES, window="hann",
     num_mels=80, max_hz=8000.0, equal_area=True, log_floor=1e-5, floor_is_added=False,
 )  # fmt: skip
 """Input of the DVAE; divided by `mel_norms`."""
-CONDITIONING_MEL = FrontEnd(
+CONDITIONING_MEL = MelSpec(
     sample_rate=SAMPLE_RATE, fft_samples=2048, window_samples=1024, hop_samples=HOP_SAMPLES, window="hann",
     num_mels=80, max_hz=8000.0, equal_area=True, log_floor=1e-5, floor_is_added=False,
 )  # fmt: skip
 """Reference audio for the GPT, with frequency bins half as wide as the DVAE's; divided by `mel_norms`."""
-SPEAKER_MEL = FrontEnd(
+SPEAKER_MEL = MelSpec(
     sample_rate=SPEAKER_SAMPLE_RATE, fft_samples=512, window_samples=400, hop_samples=160, window="hamming",
     num_mels=64, max_hz=8000.0, equal_area=False, log_floor=1e-6, floor_is_added=True, pre_emphasis=0.97,
 )  # fmt: skip
 """Reference audio for the speaker encoder; not divided by `mel_norms`."""
+
+
+def reflect(wave: Tensor, left: int, right: int) -> Tensor:
+    """Waveforms [batch, channels, samples], continued by their reflection at both ends."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return F.pad(wave, (left, right), mode="reflect")
+    # The backward pass of F.pad adds in any order on a GPU.
+    before, after = wave[..., 1 : left + 1].flip(-1), wave[..., -right - 1 : -1].flip(-1)
+    return torch.cat([before, wave, after], -1)
 
 
 class LogMel(nn.ModuleList):
@@ -60,13 +69,13 @@ class LogMel(nn.ModuleList):
 
     A list of two modules, pre-emphasis and mel power, because the speaker encoder's checkpoints number them
     (`torch_spec.0.filter`, `torch_spec.1.mel_scale.fb`). Only there are the tables part of the state dict
-    (`persistent=True`); elsewhere they follow from the front end.
+    (`persistent=True`); elsewhere they follow from the spec.
     """
 
-    def __init__(self, front_end: FrontEnd, *, persistent: bool = False) -> None:
-        emphasis = _PreEmphasis(front_end.pre_emphasis, persistent) if front_end.pre_emphasis else nn.Identity()
-        super().__init__([emphasis, _MelPower(front_end, persistent)])
-        self.front_end = front_end
+    def __init__(self, spec: MelSpec, *, persistent: bool = False) -> None:
+        emphasis = _PreEmphasis(spec.pre_emphasis, persistent) if spec.pre_emphasis else nn.Identity()
+        super().__init__([emphasis, _MelPower(spec, persistent)])
+        self.spec = spec
 
     def forward(
         self,
@@ -83,12 +92,12 @@ class LogMel(nn.ModuleList):
         memory, so `.transpose(-1, -2)` is contiguous. With `rows`, clips [R] and frames [R], only these frames are
         computed and the result is [R, mels].
         """
-        floor = self.front_end.log_floor
+        floor = self.spec.log_floor
         with torch.autocast(wave.device.type, enabled=False):
             waves = wave.float().reshape(-1, wave.shape[-1])
             lengths = None if num_samples is None else num_samples.reshape(-1)
             power: Tensor = self[1](self[0](waves), lengths, rows)
-            mel = (power + floor if self.front_end.floor_is_added else power.clamp(min=floor)).log()
+            mel = (power + floor if self.spec.floor_is_added else power.clamp(min=floor)).log()
             if mel_norms is not None:
                 mel = mel / mel_norms.float()
             if rows is not None:
@@ -121,14 +130,14 @@ class _MelPower(nn.Module):
     The submodules hold one table each, under its name in checkpoints.
     """
 
-    def __init__(self, front_end: FrontEnd, persistent: bool) -> None:
+    def __init__(self, spec: MelSpec, persistent: bool) -> None:
         super().__init__()
-        make = torch.hann_window if front_end.window == "hann" else torch.hamming_window
-        window = make(front_end.window_samples, periodic=True, dtype=torch.float64).float()
+        make = torch.hann_window if spec.window == "hann" else torch.hamming_window
+        window = make(spec.window_samples, periodic=True, dtype=torch.float64).float()
         self.spectrogram, self.mel_scale = nn.Module(), nn.Module()
         self.spectrogram.register_buffer("window", window, persistent=persistent)
-        self.mel_scale.register_buffer("fb", _filterbank(front_end).float(), persistent=persistent)
-        self.fft_samples, self.hop_samples = front_end.fft_samples, front_end.hop_samples
+        self.mel_scale.register_buffer("fb", _filterbank(spec).float(), persistent=persistent)
+        self.fft_samples, self.hop_samples = spec.fft_samples, spec.hop_samples
 
     def forward(self, wave: Tensor, num_samples: Tensor | None, rows: tuple[Tensor, Tensor] | None) -> Tensor:
         window: Tensor = self.spectrogram.window  # type: ignore[assignment]
@@ -136,7 +145,7 @@ class _MelPower(nn.Module):
         # An STFT centres the window in `fft_samples`. The position of the zeros around it changes only the phase,
         # which the power does not depend on: so frames are as long as the window and the FFT pads at their end.
         reach = len(window) // 2
-        wave = F.pad(wave.unsqueeze(1), (reach, reach), mode="reflect").squeeze(1)
+        wave = reflect(wave.unsqueeze(1), reach, reach).squeeze(1)
         if num_samples is not None:  # each clip continues with its own reflection
             steps = torch.arange(reach, device=wave.device)
             ends = (reach + num_samples.long())[:, None]
@@ -150,17 +159,17 @@ class _MelPower(nn.Module):
         return power
 
 
-def _filterbank(front_end: FrontEnd) -> Tensor:
+def _filterbank(spec: MelSpec) -> Tensor:
     """Triangular filters [bins, mels] in float64; corners evenly spaced in mel = 2595 log10(1 + Hz / 700)."""
-    bins = torch.linspace(0, front_end.sample_rate / 2, front_end.fft_samples // 2 + 1, dtype=torch.float64)
-    highest_mel = 2595 * math.log10(1 + front_end.max_hz / 700)
-    corner_mels = torch.linspace(0, highest_mel, front_end.num_mels + 2, dtype=torch.float64)
+    bins = torch.linspace(0, spec.sample_rate / 2, spec.fft_samples // 2 + 1, dtype=torch.float64)
+    highest_mel = 2595 * math.log10(1 + spec.max_hz / 700)
+    corner_mels = torch.linspace(0, highest_mel, spec.num_mels + 2, dtype=torch.float64)
     corners = 700 * (10 ** (corner_mels / 2595) - 1)
     left, peak, right = corners[:-2], corners[1:-1], corners[2:]
     rising = (bins[:, None] - left) / (peak - left)
     falling = (right - bins[:, None]) / (right - peak)
     triangles = torch.minimum(rising, falling).clamp(min=0)
-    return triangles * 2 / (right - left) if front_end.equal_area else triangles
+    return triangles * 2 / (right - left) if spec.equal_area else triangles
 
 
 def pcm_to_wave(pcm: Tensor, num_samples: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import is_parametrized
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
-from myxtts.model.mel import SPEAKER_MEL, LogMel
+from myxtts.model.mel import SPEAKER_MEL, LogMel, reflect
 
 OUTPUT_SAMPLE_RATE = 24000  # sample rate of the vocoder's output, in Hz
 UPSAMPLE_RATES, UPSAMPLE_KERNELS = (8, 8, 2, 2), (16, 16, 4, 4)
@@ -83,6 +83,24 @@ def num_frames(num_latents: int) -> int:
 def num_samples(num_latents: int) -> int:
     """Output samples at 24 kHz for a number of latents."""
     return num_frames(num_latents) * SAMPLES_PER_FRAME
+
+
+def spectral_distance(real: Tensor, fake: Tensor) -> Tensor:
+    """Distance of waves [B, N] at 24 kHz, [B]: 0 if their spectra are equal up to loudness, 1 if unrelated.
+
+    The sine of the angle between the magnitudes up to 8 kHz, with a window that resolves harmonics. A distance of
+    log-mels would not rank a young decoder and Griffin-Lim as listeners do: the decoder is trained on it, a mel
+    smears a wrong pitch, and faint bands, such as those above 8 kHz that Griffin-Lim leaves empty, count as much
+    as vowels. In a run with a MOS of 2.9 by Griffin-Lim and 1.5 by the decoder, both had log-mel distances of
+    about 0.5, and spectral distances of about 0.35 and 0.6.
+    """
+    size, bins = 2048, 2048 * 8000 // OUTPUT_SAMPLE_RATE
+    window = torch.hann_window(size, device=real.device)
+    one, other = (
+        torch.stft(wave.float(), size, size // 4, window=window, return_complex=True)[:, :bins].abs().flatten(1)
+        for wave in (real, fake)
+    )
+    return (1 - F.cosine_similarity(one, other).square()).clamp(min=0).sqrt()
 
 
 class Generator(nn.Module):
@@ -226,7 +244,7 @@ class PeriodDiscriminator(nn.Module):
         self.last = weight_norm(nn.Conv2d(widths[-1], 1, (3, 1), padding=(1, 0)))
 
     def forward(self, wave: Tensor) -> DiscriminatorOutput:
-        wave = F.pad(wave, (0, -wave.shape[-1] % self.period), mode="reflect")
+        wave = reflect(wave, 0, -wave.shape[-1] % self.period)
         return _discriminate(wave.view(len(wave), 1, -1, self.period), self.layers, self.last)
 
 
@@ -255,7 +273,7 @@ class ResolutionDiscriminator(nn.Module):
         fft, hop, window_samples = self.resolution
         with torch.autocast(wave.device.type, enabled=False):
             # Frame i is centred on hop i, so N samples give N // hop frames.
-            padded = F.pad(wave.float(), ((fft - hop) // 2, (fft - hop) // 2), mode="reflect").squeeze(1)
+            padded = reflect(wave.float(), (fft - hop) // 2, (fft - hop) // 2).squeeze(1)
             window = self.window.float()
             spectrum = torch.stft(padded, fft, hop, window_samples, window, center=False, return_complex=True)
             return (torch.view_as_real(spectrum).square().sum(-1) + _LEAST_POWER).sqrt()

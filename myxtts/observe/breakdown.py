@@ -28,8 +28,6 @@ GPU_PHASES = DATA_PHASES[1:]
 MODEL_PHASES = ("train", "update")
 """The work of the model stream; `batch` of such a span is the number of its step."""
 COPIES = ("upload", "handoff")
-PAUSES = {"save": "save_step", "validate": "val_step"}
-"""Deliberate pauses between steps, by the name of their spans, and the setting that says how often."""
 RING_COUNTER = " ring"  # `host ring` counts the batches that are ready in that ring
 ALLOCATED_COUNTER = " allocated MB"  # `model allocated MB` is the memory of that role, once per step
 
@@ -69,7 +67,6 @@ class ProfileData:
     syncs_per_step: float | None = None  # how often the host waits for the device inside a step
     flops_per_step: float | None = None  # useful floating-point operations
     peak_flops: float | None = None  # operations per second of a large matrix product on this GPU
-    baseline: float | None = None  # speed as a multiple of that on one GPU, if that was measured
     ran_out_of_memory: bool = False
 
     @property
@@ -147,7 +144,7 @@ class Breakdown:
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """compute; wait for a batch; copy between memories; host: late launches; other: pauses. They add to 1."""
+        """compute; wait for a batch; copy between memories; host: late launches. They add to 1."""
         if not self._work:
             return {}
         copy = sum(share for phase, share in self.waits.items() if phase in COPIES)
@@ -155,7 +152,6 @@ class Breakdown:
         late = length_us(self._lost.get("host", ())) / self._total_us
         shares = {"compute": kernel_share * self._busy, "wait": sum(self.waits.values()) - copy, "copy": copy}
         shares["host"] = late + (1 - kernel_share) * self._busy
-        shares["other"] = max(1 - sum(shares.values()), 0.0)
         return shares
 
     @cached_property
@@ -171,20 +167,13 @@ class Breakdown:
 
     @cached_property
     def bound(self) -> str:
-        """The bottleneck: a data phase, `host`, a pause, or `train`; empty if nothing was measured."""
+        """The bottleneck: a data phase, `host` or `train`; empty if nothing was measured."""
         if not self.shares:
             return ""
         slowest = max(self.waits, key=lambda phase: self.waits[phase], default=UNKNOWN_PHASE)
         lost = {slowest: self.starved, "host": self.shares["host"]}
-        lost |= dict.fromkeys(list(self.pauses_ms)[:1], self.shares["other"])
         worst = max(lost, key=lambda name: lost[name])
         return worst if lost[worst] >= MIN_LOSS else "train"
-
-    @cached_property
-    def pauses_ms(self) -> dict[str, float]:
-        """Mean length of a pause, by its name."""
-        pauses = {name: merged(self._lost[name]) for name in PAUSES if name in self._lost}
-        return {name: length_us(found) / 1000 / len(found) for name, found in pauses.items()}
 
     @cached_property
     def phases(self) -> dict[str, PhaseTime]:
@@ -205,8 +194,8 @@ class Breakdown:
 
     @property
     def batch_ms(self) -> float:
-        """Mean time between two batches, without pauses."""
-        return self._per_batch_ms(1 - self.shares.get("other", 0.0))
+        """Mean time between two batches."""
+        return self._per_batch_ms(1.0)
 
     @property
     def train_ms(self) -> float:
@@ -229,14 +218,14 @@ class Breakdown:
 
     @cached_property
     def steps(self) -> list[StepTime]:
-        """The steps, from the spans of the model stream; pauses that left spans are no part of them."""
+        """The steps, from the spans of the model stream."""
         work: defaultdict[int, list[Span]] = defaultdict(list)
         for span in self._work:
             work[span.batch].append(span)
-        steps, pauses, before_us = list[StepTime](), _union(self.data.spans, PAUSES), self.window[0]
+        steps, before_us = list[StepTime](), self.window[0]
         for number, parts in work.items():
             start, last = parts[0].start_us, max(map(end_us, parts))
-            gap_ms = length_us(_split([(before_us, max(start, before_us))], pauses)[1]) / 1000
+            gap_ms = max(start - before_us, 0) / 1000
             steps.append(StepTime(number, (last - start) / 1000 + gap_ms, gap_ms))
             before_us = last
         return steps
@@ -267,9 +256,6 @@ class Breakdown:
         phase = max(waited_us, key=lambda name: waited_us[name], default="")
         if waited_us[phase] / 1000 > half_excess_ms:
             return f"{WAITED}{phase}"
-        training = self.data.settings.training
-        if step.step > 0 and any(step.step % getattr(training, key) == 0 for key in PAUSES.values()):
-            return "saving or validation"
         if self.data.recompilations:
             return "recompilation"
         return "the host was late" if step.gap_ms > half_excess_ms else "unexplained"
@@ -285,7 +271,7 @@ class Breakdown:
         """The cycle in the work of the model stream or else in the driver's utilisation, if there is one."""
         bin_us = max(round(2000 * step_timing(self.steps).median_ms), 1)  # two steps: the feed cycles no faster
         bins = pairwise(range(self.window[0], self.window[1] + 1, bin_us))
-        busy = _union(self.data.spans, (*MODEL_PHASES, *PAUSES))
+        busy = _union(self.data.spans, MODEL_PHASES)
         if found := _cycle([length_us(_inside(busy, part)) / bin_us for part in bins], bin_us / 1e6, "spans"):
             return found
         known = [(r.at_us, r.utilisation) for r in self._readings if r.gpu == self.data.model_gpu]
@@ -358,8 +344,7 @@ class Breakdown:
         measured = real_ms / replayed_ms
         if not self.data.on_gpu:
             lost = starved + self.shares.get("host", 0.0) + (self.contention.cost if self.contention else 0.0)
-            worked = 1 - self.shares.get("other", 0.0)
-            measured = min(measured, 1 / max(1 - lost / max(worked, 0.01), 0.01))
+            measured = min(measured, 1 / max(1 - lost, 0.01))
         return max(measured, 1.0)
 
     @cached_property
@@ -488,7 +473,7 @@ def _phase_time(spans: Sequence[Span], window: Interval) -> PhaseTime:
 
 
 class _Gap(NamedTuple):
-    """A part of the time in which the model stream has no work, and why: a phase, `host` or a pause."""
+    """A part of the time in which the model stream has no work, and why: a phase or `host`."""
 
     step: int
     cause: str
@@ -509,12 +494,10 @@ class _Causes:
             if span.name in DATA_PHASES:
                 self._batches[span.batch][span.name] = span
         self._active = {name: _union(data.spans, (name,)) for name in DATA_PHASES}
-        self._pauses = {name: _union(data.spans, (name,)) for name in PAUSES}
 
     def split(self, gap: Interval, span: Span) -> Iterator[_Gap]:
-        """Yield the gap before a span in parts: for a late batch, a pause, blocking work, and for the host."""
-        rest = [gap]
-        explanations = [*self._pauses.items(), *self._blocking.items()]
+        """Yield the gap before a span in parts: for a late batch, blocking work, and for the host."""
+        rest, explanations = [gap], list(self._blocking.items())
         if (wait := self._waits.get(span)) is not None:
             phases = self._batches.get(wait.batch, {})
             late = [(wait.start_us, end_us(wait))]
@@ -523,7 +506,7 @@ class _Causes:
         for cause, intervals in explanations:
             explained, rest = _split(rest, intervals)
             yield from (_Gap(span.batch, cause, part) for part in explained)
-        yield from (_Gap(span.batch, self._likely_pause(span) or "host", part) for part in rest)
+        yield from (_Gap(span.batch, "host", part) for part in rest)
 
     def _late_phase(self, batch: int) -> str:
         """Return the last phase that the batch queued for; later phases only added their normal latency."""
@@ -535,13 +518,6 @@ class _Causes:
                 return name
         recorded = [name for name in DATA_PHASES if self._active[name]]
         return present[0] if present and present[0] == recorded[0] else UNKNOWN_PHASE
-
-    def _likely_pause(self, span: Span) -> str:
-        """Return the pause that was due before this step, if pauses left no spans; else ""."""
-        if span.name != "train" or span.batch <= 0 or any(self._pauses.values()):
-            return ""
-        training = self._data.settings.training
-        return next((name for name, key in PAUSES.items() if span.batch % getattr(training, key) == 0), "")
 
     @cached_property
     def _blocking(self) -> dict[str, list[Interval]]:

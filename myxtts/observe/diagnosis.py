@@ -1,4 +1,4 @@
-"""What a profile means: findings, a grade and a sentence; and the live warnings of a training."""
+"""What a profile means: findings, a grade and a sentence; and the live warnings of a run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from myxtts.observe.breakdown import (
     DATA_PHASES,
     GPU_PHASES,
     MIN_LOSS,
-    PAUSES,
     UNKNOWN_PHASE,
     Breakdown,
     busy_share,
@@ -43,8 +43,6 @@ from myxtts.observe.trace import Timing
 MIN_BATCHES, FASTER = 16, 1.1
 """Batches that show the pace of a phase, and how much faster the model must be to empty the buffers."""
 MAX_CV, MIN_KERNEL_SHARE, MIN_MFU, MIN_HEADROOM = 0.2, 0.85, 0.25, 1.02
-MAX_PAUSE, PAUSE_AIM = 0.02, 0.01
-"""Share of the time that a pause may take, and that the proposed setting leaves it."""
 SHAPES = "data.pad_to_fixed_length"
 STEP_SWITCHES = ("training.enable_eager_debug", "training.enable_graph_mode", SHAPES)
 """Switches that let the host launch a step sooner."""
@@ -60,13 +58,12 @@ class _Grade(NamedTuple):
     data_busy: float
     model_busy: float
     cv: float
-    speed: float = 0.0  # speed of two GPUs as a multiple of one
 
 
 _GRADES = (
     _Grade("minimum", 0.4, 0.7, 0.4),
     _Grade("good", 0.5, 0.8, 0.3),
-    _Grade("excellent", 0.6, 0.9, 0.2, speed=2.0),
+    _Grade("excellent", 0.6, 0.9, 0.2),
 )
 _BELOW = "below minimum"
 _JSON = (
@@ -84,7 +81,7 @@ class Diagnosis(Breakdown):
         if not self.shares:
             fix = Fix("train at least a few steps; look for an error before the first one")
             return [_found("no-steps", "fail", "No step was measured", "there are no spans of the model", fix)]
-        groups = (_waits, _drained, _contention, _host, _pauses, _memory, _compute, _throttling)
+        groups = (_waits, _drained, _contention, _host, _memory, _compute, _throttling)
         costed = [cause for group in groups for cause in group(self)]
         costed.sort(key=lambda cause: (cause[1].level != "warn", -cause[0]))
         causes = [finding for _, finding in costed]
@@ -115,8 +112,6 @@ class Diagnosis(Breakdown):
         elif self.bound == "host":
             idle = _percent(self.shares["host"])
             text = f"The program is the limit: the model is idle {idle} of the time, though fed"
-        elif self.bound in PAUSES:
-            text = f"Training stands still {_percent(self.shares['other'])} of the time to {self.bound}"
         else:
             phase = self.bound if self.bound in DATA_PHASES else "the feed"
             text = (
@@ -159,8 +154,7 @@ class Diagnosis(Breakdown):
                 busy = f"the stage gives the data GPU little to do ({_percent(data_busy)} busy)"
                 notes.append(f"{busy}, and the model does not wait for it: this does not count")
                 data_busy = None
-            if data.baseline is None:
-                notes.append("the speed on one GPU was not measured and does not count")
+            notes.append("the speed against one GPU is no part of the grade; myxtts tune measures it")
         reached = _BELOW
         for grade in _GRADES:
             if missing := self._missing_for(grade, data_busy):
@@ -170,8 +164,7 @@ class Diagnosis(Breakdown):
 
     def _missing_for(self, grade: _Grade, data_busy: float | None) -> list[str]:
         """Return what a grade asks for and the run does not reach; a `data_busy` of None does not count."""
-        speed, model_busy = self.data.baseline, self.shares["compute"] / max(1 - self.shares["other"], 0.01)
-        roles = ("model", model_busy, grade.model_busy), ("data", data_busy, grade.data_busy)
+        roles = ("model", self.shares["compute"], grade.model_busy), ("data", data_busy, grade.data_busy)
         missing = [
             f"the {role} GPU is busy {_percent(busy)} of the time, not over {_percent(least)}"
             for role, busy, least in roles
@@ -179,8 +172,6 @@ class Diagnosis(Breakdown):
         ]
         if self.step_cv >= grade.cv:
             missing.append(f"step times vary by {_percent(self.step_cv)}, not under {_percent(grade.cv)}")
-        if self.data.is_dual and speed is not None and speed < grade.speed:
-            missing.append(f"the run is {speed:.1f}× as fast as on one GPU, not {grade.speed:.0f}×")
         return missing
 
     @property
@@ -250,7 +241,7 @@ def _drained(stats: Diagnosis) -> Costed:
 
 
 def _contention(stats: Diagnosis) -> Costed:
-    """Yield the slowdown of steps that share their device with the feed, waits and pauses left out."""
+    """Yield the slowdown of steps that share their device with the feed, waits left out."""
     if stats.contention is None:
         return
     (slowdown, cost), fix, on_gpu = stats.contention, second_gpu(stats.wait()), stats.data.on_gpu
@@ -302,20 +293,6 @@ def _larger_batch(stats: Diagnosis, most_gain: float | None = None) -> tuple[Fix
     return LARGER_BATCH._replace(value=factor * stats.data.settings.data.batch_size), gain
 
 
-def _pauses(stats: Diagnosis) -> Costed:
-    training = stats.data.settings.training
-    for name, pause_ms in stats.pauses_ms.items():
-        every = getattr(training, PAUSES[name])
-        work_ms = every * stats.batch_ms * training.gradient_accumulation_steps
-        cost = pause_ms / (work_ms + pause_ms)
-        if cost >= MAX_PAUSE:
-            kind = "checkpoint" if name == "save" else "validation"
-            what = f"A {kind} every {every} steps takes {pause_ms:.0f} ms, {_percent(cost)} of the time"
-            value = every * math.ceil(pause_ms / (PAUSE_AIM * work_ms))
-            fix, gain = Fix("do it less often", f"training.{PAUSES[name]}", value), (1 - PAUSE_AIM) / (1 - cost)
-            yield cost, _found(f"{name}-stall", "warn", what, "the model is idle meanwhile", fix, gain)
-
-
 def _memory(stats: Diagnosis) -> Costed:
     for role, grown in stats.growth_mb.items():
         what = f"The memory of the {role} role grew by {grown:.0f} MB in {len(stats.steps)} steps"
@@ -331,8 +308,7 @@ def _compute(stats: Diagnosis) -> Costed:
     for code, names, cost in (("precision-off", PRECISION, compute / 2), ("graph-off", GRAPH, MIN_LOSS)):
         off = next((SWITCHES[name] for name in names if SWITCHES[name].is_off(settings)), None)
         if off is not None:
-            gain = 1 / (1 - cost) if code == "precision-off" else None
-            yield cost, _found(code, "warn", off.what, off.why, Fix(off.fix, off.setting, off.value), gain)
+            yield cost, _found(code, "warn", off.what, off.why, Fix(off.fix, off.setting, off.value))
     is_plain = settings.data.mixed_precision and settings.training.enable_graph_mode
     if stats.mfu is not None and stats.mfu < MIN_MFU and compute >= 0.8 and is_plain:
         what = f"The GPU computes {_percent(compute)} of the time and reaches {_percent(stats.mfu)} of its speed"
@@ -384,7 +360,10 @@ def _information(stats: Diagnosis) -> Iterator[Finding]:
     if data.is_dual and starved < MIN_LOSS and busy < 0.4:
         why = "the stage gives it little to do; two processes that both train (torchrun) may use both GPUs better"
         what = f"The data GPU is busy {_percent(busy)} of the time, and that is enough"
-        yield _found("data-gpu-idle", "info", what, why, Fix("myxtts tune measures both"))
+        fix = Fix(
+            "compare with torchrun: clips/s of a short run of each; myxtts tune measures one GPU against two"
+        )
+        yield _found("data-gpu-idle", "info", what, why, fix)
     if data.no_readings and not data.readings:
         yield _found("no-readings", "info", "There are no readings of GPUs", data.no_readings)
     if starved < MIN_SHARE:
@@ -394,7 +373,7 @@ def _information(stats: Diagnosis) -> Iterator[Finding]:
 WARMUP_REPORTS = 3  # first reports that decide nothing: kernels are compiled, buffers fill, memory is taken
 WINDOW_REPORTS, FEWEST_REPORTS = 12, 4
 """Reports that a warning looks at, and the fewest that show what happens most of the time."""
-MAX_LIVE_CV, MAX_IDLE, MAX_GROWTH = 0.3, 0.05, 0.05
+MAX_LIVE_CV, MAX_IDLE = 0.3, 0.05
 CLEAR_REPORTS, CPU_CLEAR_REPORTS = 5, 100
 """Reports without its reason that end a warning; on a CPU other programs come and go."""
 
@@ -423,16 +402,20 @@ _CPU_CAUSES = {
     "": "other programs probably use the same cores (top lists them); on a CPU this is common and harmless",
 }
 """On a CPU nothing is uploaded, and the cores are all there is."""
-_LEAK = (
-    "this looks like a leak that ends in an out-of-memory error. Keep --enable-static-shapes on; if it is on, "
-    "lower --save-step, so that a restart costs little."
-)
+TREND_REPORTS, MAX_TREND_REPORTS = 12, 64
+"""The fewest reports that show a trend of memory, and the most that are kept: then every second one is dropped."""
+MIN_GROWTH_MB, MIN_HOST_GROWTH_MB = 64.0, 512.0
+"""Growth below which memory does not leak: the memory of the host varies more, with the work of the allocator."""
+MIN_GROWTH_SPREADS, MIN_LATER_SHARE = 8.0, 0.7
+"""A leak grows this much more than it varies around its line, a jump at most 6, and does not level off."""
+_PLACES = {"gpu": "on the GPU", "data": "on the data GPU", "model": "on the model GPU", "host": "by this process"}
+_LEAK = "Keep --enable-static-shapes on. If it is on, lower --save-step, so that a restart costs little."
 
 
 class Warning(NamedTuple):
     """Something to change: what was found, its likely cause, and what to do."""
 
-    code: str  # variation, starving, or memory-ROLE
+    code: str  # variation, starving, or memory-ROLE, where a role is gpu, data, model or host
     text: str
 
 
@@ -449,13 +432,58 @@ def warnings_of(history: Sequence[StepReport]) -> list[Warning]:
     idle = sum(report.idle_share for report in reports) / len(reports)
     if idle > MAX_IDLE and empty and _is_mostly_empty(reports, "model"):
         found.append(Warning("starving", f"The model waits for batches {100 * idle:.0f} % of the time: {cause}."))
-    for role in reports[0].memory_mb:
-        used_mb = [report.memory_mb[role] for report in reports if role in report.memory_mb]
-        if len(used_mb) == WINDOW_REPORTS and _grows(used_mb):
-            grown = f"from {used_mb[0]:.0f} to {used_mb[-1]:.0f} MB between steps"
-            what = f"The memory of the {role} role grew {grown} {reports[0].step} and {reports[-1].step}"
-            found.append(Warning(f"memory-{role}", f"{what}: {_LEAK}"))
     return found
+
+
+class MemoryTrends:
+    """Finds memory that grows until it ends the run, from the memory in use at each report of one stage."""
+
+    def __init__(self) -> None:
+        self._num_reports = 0
+        self._points: dict[str, list[tuple[int, float]]] = {}
+        """By role, steps and MB: recent ones as reported, earlier ones ever fewer."""
+
+    def add(self, report: StepReport) -> list[Warning]:
+        """Return a warning for each kind of memory that will be used up before the last step."""
+        self._num_reports += 1
+        if self._num_reports <= WARMUP_REPORTS:
+            return []
+        found = []
+        for role, (used_mb, limit_mb) in report.in_use_mb.items():
+            points = self._points.setdefault(role, [])
+            points.append((report.step, used_mb))
+            least_mb = MIN_HOST_GROWTH_MB if role == "host" else MIN_GROWTH_MB
+            slopes = (steady_growth(window, least_mb) for window in (points, points[-TREND_REPORTS:]))
+            if (slope := next(filter(None, slopes), None)) is not None:
+                end = report.step + (limit_mb - used_mb) / slope
+                if end < (report.total_steps or math.inf):
+                    found.append(_leak(role, slope, end, report))
+            if len(points) == MAX_TREND_REPORTS:
+                del points[1::2]
+        return found
+
+
+def _leak(role: str, slope: float, end: float, report: StepReport) -> Warning:
+    used_mb, limit_mb = report.in_use_mb[role]
+    now = f"{used_mb:.0f} MB at step {report.step}"
+    what = f"The memory held {_PLACES[role]} grows by {slope:.3g} MB a step and is {now}"
+    last = f" of {report.total_steps}" if report.total_steps else ""
+    ends = f"at about step {end:.0f}{last} it reaches the limit of {limit_mb:.0f} MB, which ends the run"
+    return Warning(f"memory-{role}", f"{what}: {ends}. {_LEAK}")
+
+
+def steady_growth(points: Sequence[tuple[int, float]], least_mb: float) -> float | None:
+    """Return how many MB a series grows per step; None if it only varies, jumps once or levels off."""
+    if len(points) < TREND_REPORTS:
+        return None
+    steps, used_mb = np.array(points, float).T
+    slope, level = np.polyfit(steps, used_mb, 1)
+    grown = slope * (steps[-1] - steps[0])
+    spread = 1.5 * np.median(np.abs(used_mb - slope * steps - level))  # unlike the mean square, blind to a peak
+    half = len(points) // 2
+    earlier, later = (np.polyfit(steps[part], used_mb[part], 1)[0] for part in (slice(half), slice(half, None)))
+    is_steady = grown > MIN_GROWTH_SPREADS * spread and later > MIN_LATER_SHARE * earlier
+    return float(slope) if grown > least_mb and is_steady else None
 
 
 class LiveWarnings:
@@ -463,6 +491,7 @@ class LiveWarnings:
 
     def __init__(self) -> None:
         self._history: deque[StepReport] = deque(maxlen=WARMUP_REPORTS + WINDOW_REPORTS)
+        self._trends = MemoryTrends()
         self._given: dict[str, int] = {}
         """By code, the reports since the reason last held."""
 
@@ -472,10 +501,11 @@ class LiveWarnings:
         clear_reports = CLEAR_REPORTS if on_gpu else CPU_CLEAR_REPORTS
         if self._history and self._history[-1].stage != report.stage:
             self._history.clear()
+            self._trends = MemoryTrends()
             if on_gpu:  # on a CPU the cause is another program, whatever is trained
                 self._given.clear()
         self._history.append(report)
-        holding = warnings_of(list(self._history))
+        holding = warnings_of(list(self._history)) + self._trends.add(report)
         fresh = [warning for warning in holding if warning.code not in self._given]
         quiet = {code: reports + 1 for code, reports in self._given.items() if reports + 1 < clear_reports}
         self._given = quiet | {warning.code: 0 for warning in holding}
@@ -501,10 +531,3 @@ def _empty_ring(reports: Sequence[StepReport]) -> str:
 
 def _is_mostly_empty(reports: Sequence[StepReport], ring: str) -> bool:
     return sum(report.rings.get(ring, (0, 0))[0] == 0 for report in reports) > len(reports) / 2
-
-
-def _grows(used_mb: Sequence[float]) -> bool:
-    """True if memory never falls and rises in most reports: one jump is a validation, not a leak."""
-    rises = [later - earlier for earlier, later in pairwise(used_mb)]
-    steadily = min(rises) >= 0 and sum(rise > 0 for rise in rises) > len(rises) / 2
-    return steadily and used_mb[-1] > (1 + MAX_GROWTH) * used_mb[0]

@@ -2,7 +2,7 @@
 
 `RULES` look at settings, machine and corpus before anything runs: `check` and the hints of `train` read them, and
 `tune` tries their switches. `WAIT_RULES` explain why the model waits for a phase: `diagnosis` reads them with a
-profile at hand, `profile --data-only` without one. The live warnings of a training name the same fixes.
+profile at hand, `profile --data-only` without one. The live warnings of a run name the same fixes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,12 @@ from myxtts.config import (
 )
 from myxtts.observe.breakdown import DATA_PHASES, UNKNOWN_PHASE, Breakdown, PhaseTime, ProfileData
 
-Level = Literal["pass", "info", "warn", "fail"]
+Level = Literal["pass", "info", "skip", "warn", "fail"]  # `skip`: this machine cannot check it
 
 MIN_BATCH = 4  # clips below which launching kernels takes longer than running them, on any card
 MIN_PREFETCH = 4  # batches in host memory below which one slow clip stops the feed
 MIN_HOURS = 5.0  # hours of speech below which `normal` and `big` overfit instead of learning to speak
 MAX_FINE_TUNING_RATE = 1e-3
-GRAPH_GAIN = {"tiny": 5.8, "small": 1.4, "normal": 1.26}
-"""Speedup of a compiled or captured step over an eager one: docs/performance.md."""
-BF16_GAIN = 2.4  # speedup of bf16 over fp32, the same GPT on one H200: docs/performance.md
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Finding:
     fix: str = ""  # a sentence; empty if there is nothing to do
     setting: str = ""  # the dotted key to change, such as `data.batch_size`
     value: Any = None  # the value to change it to
-    gain: float | None = None  # expected speed as a multiple of the present one
+    gain: float | None = None  # expected speed as a multiple of the present one, from measured times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +159,6 @@ class Rule:
     gpu_only: bool = False
     hint: Callable[[Situation], bool] = lambda _: False
     """True if `train` says it too when it starts; hints are always said."""
-    gain: Callable[[Situation], float | None] = lambda _: None
 
     def holds(self, situation: Situation) -> bool:
         if self.gpu_only and not situation.on_gpu:
@@ -177,7 +173,7 @@ class Rule:
         what, why, fix = (text.format(s=situation) for text in (self.what, self.why, self.fix))
         if self.code == "hint" and self.setting:
             what = f"{self.setting} = {attrgetter(self.setting)(situation.settings)}: {what}"
-        return Finding(self.code, level, what, why, fix, self.setting, value, self.gain(situation))
+        return Finding(self.code, level, what, why, fix, self.setting, value)
 
 
 def _buffer_hint(name: str) -> Rule:
@@ -193,12 +189,12 @@ RULES = (
     Rule(
         "compilation", "fail", "training.enable_eager_debug", False,
         "Eager debugging is on", "it checks every operation and is slow on purpose", "turn it off",
-        hint=lambda _: True, gain=lambda s: GRAPH_GAIN.get(s.settings.model.size),
+        hint=lambda _: True,
     ),
     Rule(
         "native-loading", "fail", "data.native_loading", True,
         "Audio files are decoded for every batch",
-        "gathering from the packed cache is 17 times as fast as decoding", "gather from the packed cache",
+        "the packed cache holds them decoded once, for all epochs", "gather from the packed cache",
     ),
     Rule(
         "fixed-shapes", lambda s: "fail" if s.wants_graph else "warn", "data.pad_to_fixed_length", True,
@@ -209,7 +205,7 @@ RULES = (
     Rule(
         "compilation", lambda s: "warn" if s.is_large else "fail", "training.enable_graph_mode", True,
         "Steps run eagerly", "a graph is launched at once, an eager step kernel by kernel",
-        "run the step as a graph", gpu_only=True, gain=lambda s: GRAPH_GAIN.get(s.settings.model.size),
+        "run the step as a graph", gpu_only=True,
     ),
     Rule(
         "compilation", "warn", "training.enable_xla_compilation", True,
@@ -219,11 +215,11 @@ RULES = (
     Rule(
         "precision", "fail", "data.mixed_precision", True,
         "Everything is computed in fp32", "bf16 uses the tensor cores and halves the memory of activations",
-        "compute in bf16 where that is safe", gpu_only=True, gain=lambda _: BF16_GAIN,
+        "compute in bf16 where that is safe", gpu_only=True,
     ),
     Rule(
         "upload", "fail", "data.prefetch_to_gpu", True,
-        "Batches are uploaded only when the model asks for them",
+        "Batches are uploaded and encoded only when the model asks for them",
         "a batch that is prepared ahead does not make its step wait", "upload batches ahead of use",
     ),
     Rule(
@@ -252,13 +248,13 @@ RULES = (
     ),
     Rule(
         "batch-size", lambda s: "fail" if s.data.batch_size < MIN_BATCH else "warn",
-        "data.batch_size", lambda s: s.card_batch, "Only {s.data.batch_size} clips a batch",
+        "data.batch_size", lambda s: s.card_batch, "Only {s.data.batch_size} clips per batch",
         "launching kernels takes longer than running them; {s.card_batch} suits this card",
         when=lambda s: s.card_batch > 0 and s.data.batch_size < max(s.card_batch // 4, MIN_BATCH),
     ),
     Rule(
-        "batch-size", "warn", "data.batch_size", lambda s: s.card_batch, "{s.data.batch_size} clips a batch",
-        "`{s.settings.model.size}` trained whole may not fit the GPU with it",
+        "batch-size", "warn", "data.batch_size", lambda s: s.card_batch, "{s.data.batch_size} clips per batch",
+        "full training of `{s.settings.model.size}` may not fit the GPU with batches of this size",
         when=lambda s: s.card_batch > 0 and s.is_whole and s.data.batch_size > 2 * s.card_batch,
     ),
     Rule(
@@ -280,7 +276,7 @@ RULES = (
         when=lambda s: s.num_gpus > 1 and s.data.data_gpu is None,
     ),
     Rule(
-        "hint", "warn", "model.size", None, "training it whole may not fit the {s.gpu_memory_mb} MB of the GPU",
+        "hint", "warn", "model.size", None, "full training may not fit the {s.gpu_memory_mb} MB of the GPU",
         fix="start with --preset {s.card}",
         when=lambda s: s.card in ("8gb", "12gb") and s.training.preset is None and s.is_whole,
     ),
@@ -372,8 +368,7 @@ LARGER_BATCH = Fix("train on more clips at once, with less accumulation for the 
 MIN_SHARE = 0.02  # share of the time below which a loss is not mentioned
 MIN_ACTIVE = 0.5  # a phase that is active for less than this share of the model's wait is late, not slow
 SPARE = 0.8  # share of the training time that a phase may take and still stay ahead
-SLOW_CLIP_MS = 1.0
-"""Copying a clip from the packed cache takes a twentieth of this: a longer copy comes from a slow disk."""
+SLOW_CLIP_MS = 1.0  # a clip that takes longer to gather from the packed cache comes from a slow disk
 SHALLOW = 2  # batches that a ring must exceed for its two sides to work at once
 
 
@@ -487,7 +482,7 @@ class WaitRule:
 WAIT_RULES = (
     WaitRule(
         "starving", (UNKNOWN_PHASE,),
-        "no phase left a span: a trace shows which one it is, or whether it is the program", (_deeper_ring,),
+        "the trace has no spans of the feed, so the slow phase is unknown", (_deeper_ring,),
     ),
     WaitRule(
         "upload-late", ("upload", "encode"), "batches are uploaded and encoded only when the model asks for one",
@@ -526,7 +521,7 @@ WAIT_RULES = (
     ),
     WaitRule(
         "gather-slow", ("gather",),
-        "{s.pace}: {s.clip_ms:.2f} ms a clip, where copying from memory takes 0.05 ms; the disk is slow",
+        "{s.pace}: {s.clip_ms:.2f} ms per clip, which points to a slow disk",
         (FASTER_DISK,),
     ),
     WaitRule(

@@ -3,7 +3,7 @@
     metrics.jsonl         every report of every stage, one JSON object per line
     tensorboard/STAGE/    the same numbers as curves, and pictures
 
-A file that cannot be written never ends a training; it is reported once. TensorBoard and PyTorch are imported when
+A file that cannot be written never ends a run; it is reported once. TensorBoard and PyTorch are imported when
 the first stage begins.
 """
 
@@ -13,9 +13,11 @@ import contextlib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +28,14 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 BOARD = {"max_queue": 1000, "flush_secs": 30}
-"""Options of TensorBoard's writer: so many events may wait for the disk before the training does."""
+"""Options of TensorBoard's writer: so many events may wait for the disk before the run does."""
 USAGE_PICTURE = (64, 256)  # rows and columns of the picture of code usage
 MOST_KEPT = 4000  # step reports that `MetricsTail` keeps; the live view needs no more
 RUN_FILES = (
     "metrics.jsonl", "settings.yaml", "machine.json", "trace.jsonl", "readings.jsonl", "verdict.json",
     "evaluation/scores.json",
 )  # fmt: skip
-"""Files that a training, a profile or an evaluation leaves; a folder without any of them is not a run."""
+"""Files that a run, a profile or an evaluation leaves; a folder without any of them is not a run."""
 
 Numbers = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
@@ -44,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepReport:
-    """The state of a training at one of its log points."""
+    """The state of a run at one of its log points."""
 
     stage: str
     step: int
@@ -63,13 +65,18 @@ class StepReport:
     skipped: int  # steps skipped because their gradients were not finite
     eta_s: float | None
     elapsed_s: float
+    in_use_mb: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Memory held now, and the most there can be, on the device of each role and by the process on the "host"."""
     mfu: float | None = None  # model FLOP/s as a share of this GPU's measured matmul rate; None if not measured
+    timed_from: int | None = None  # number of the first step in `times_ms`
+    times_ms: Sequence[float] = ()  # of every step that ended since the last report, in order
 
     def scalars(self) -> dict[str, float]:
         """Return the numbers of the curves, by their names in TensorBoard."""
         groups = {"loss": self.losses, "grad_norm": self.grad_norm, "memory_mb": self.memory_mb}
         named = {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
         named |= {f"ring/{name}": ready for name, (ready, _) in self.rings.items()}
+        named |= {f"in_use_mb/{name}": used for name, (used, _) in self.in_use_mb.items()}
         named |= {f"train/{name}": getattr(self, name) for name in ("lr", "epoch", "skipped")}
         speed = ("clips_per_s", "step_ms", "step_cv", "idle_share", "ahead", "mfu")
         named |= {f"speed/{name}": getattr(self, name) for name in speed}
@@ -102,6 +109,8 @@ class MetricsLog:
         self.close()
         self._stage = stage
         self._append({"kind": "begin", "stage": stage, "step": step})
+        if not isinstance(threading.excepthook, partial):
+            threading.excepthook = partial(_on_thread_error, threading.excepthook)
         try:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -168,6 +177,21 @@ class MetricsLog:
         if not self._warned:
             self._warned = True
             _log.warning("%s. Training continues; metrics and curves may be incomplete from here on.", what)
+
+
+def _on_thread_error(before: Callable[[Any], object], error: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread, unless TensorBoard's writer failed: that is reported by the next write."""
+    if not (type(error.thread).__module__.startswith("tensorboard") and issubclass(error.exc_type, OSError)):
+        before(error)
+
+
+def log_sound(folder: Path, stage: str, wave: npt.NDArray[Any], rate: int, step: int) -> None:
+    """Add a spoken sample to the curves of a stage, if TensorBoard can be written."""
+    with contextlib.suppress(OSError, ImportError):
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(folder / "tensorboard" / stage)) as board:
+            board.add_audio("sample", wave[None], step, rate)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -280,6 +304,15 @@ class StageHistory:
         values = [getattr(step, name) for step in self.steps]
         return numbers(value.get(inner) for value in values) if inner else numbers(values)
 
+    def step_times(self) -> tuple[Numbers, Numbers]:
+        """Return the time of every step in ms, and when it ended in seconds of the run (see `seconds`)."""
+        ends, times = [np.zeros(0)], [np.zeros(0)]
+        for step, at_s in zip(self.steps, self.seconds, strict=True):
+            own = numbers(step.times_ms)
+            ends.append(at_s - np.nansum(own) / 1000 + np.nancumsum(own) / 1000)
+            times.append(own)
+        return np.concatenate(ends), np.concatenate(times)
+
     @property
     def ring_names(self) -> list[str]:
         """The rings between the corpus and the trainer; codes to be cached leave through "keep"."""
@@ -324,9 +357,13 @@ _FROM_JSON: Mapping[str, Callable[[Any], Any]] = {
     "int | None": lambda value: None if value is None else int(value),
     "float": lambda value: number(value),
     "float | None": lambda value: None if value is None else float(value),
+    "Sequence[float]": lambda value: [number(one) for one in value or ()],
     "Mapping[str, float]": lambda value: {name: number(one) for name, one in (value or {}).items()},
     "Mapping[str, tuple[int, int]]": lambda value: {
         name: (int(ready), int(depth)) for name, (ready, depth) in (value or {}).items()
+    },
+    "Mapping[str, tuple[float, float]]": lambda value: {
+        name: (number(used), number(limit)) for name, (used, limit) in (value or {}).items()
     },
 }
 _FIELDS = {item.name: _FROM_JSON[str(item.type)] for item in fields(StepReport)}

@@ -1,21 +1,24 @@
 """A run as one HTML page to show a colleague: the verdict first, then what it rests on.
 
-This module computes the values and `report.html` lays them out. The page loads nothing and runs no script. Panels
-without data are left out, and so are damaged files and lines.
+This module computes the values and `report.html` lays them out. The page loads nothing: sounds are part of it, and
+its one script only shows the values under the pointer. Panels without data, damaged files and lines are left out.
 
-    RUN/metrics.jsonl     reports of the training           RUN/settings.yaml     its configuration
+    RUN/metrics.jsonl     reports of its steps              RUN/settings.yaml     its configuration
     RUN/trace.jsonl       spans of some steps               RUN/machine.json      the machine: names and values
     RUN/readings.jsonl    GPU readings                      RUN/verdict.json      the result of `myxtts profile`
-    RUN/evaluation/scores.json    the result of `myxtts evaluate`
+    RUN/evaluation/scores.json    the result of `myxtts evaluate`     RUN/sample.wav      a spoken sentence
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
 import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -49,7 +52,8 @@ REPORT_FILE = "report.html"
 MOST_POINTS = 500  # points of a curve; a screen shows hardly more
 FEWEST_SMOOTHED, NUM_MEANS = 80, 40  # a curve of so many points gets a second one through so many means
 MOST_BARS = 600
-TYPICAL_STEPS, NUM_WORST = 4, 3
+TYPICAL_STEPS, NUM_WORST, NUM_HEARD = 4, 3, 4
+MOST_SECONDS = 20  # of a sound on the page
 KEEPS_UP = 0.01  # the data keeps up if the model waits for at most this share of the time
 FLOW = ("gather", "upload", "encode", "handoff", "wait", "train", "update")
 """Spans with a colour of their own, in the order in which a batch passes them."""
@@ -65,8 +69,8 @@ Scores = Mapping[str, Mapping[str, float]]  # the mean scores of each set of cli
 def write_report(run_folder: Path, out: Path | None = None) -> Path:
     """Write the page of a run, into its folder unless `out` is given, and return its path."""
     if not is_run(run_folder):
-        why = "it contains no file of a run" if run_folder.is_dir() else "no such folder"
-        raise FileNotFoundError(f"There is no run in {run_folder}: {why}; give the --checkpoint-dir of a training")
+        found = f"{run_folder} contains no run" if run_folder.is_dir() else f"{run_folder}: no such folder"
+        raise FileNotFoundError(f"{found}; give the --checkpoint-dir of a run")
     out = out or run_folder / REPORT_FILE
     spans, _ = read_jsonl(run_folder / "trace.jsonl")
     page = render_report(
@@ -78,6 +82,7 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
         settings=text_of(run_folder / "settings.yaml"),
         machine=json_object(run_folder / "machine.json"),
         scores=json_object(run_folder / "evaluation" / "scores.json"),
+        sound=partial(_sound, run_folder.resolve()),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.tmp")
@@ -96,8 +101,10 @@ def render_report(
     settings: str = "",
     machine: Record | None = None,
     scores: Record | None = None,
+    sound: Callable[[str], str] = lambda _: "",
 ) -> str:
-    """Return the page. `records` come from `read_metrics`, `verdict` from `myxtts profile`."""
+    """Return the page. `records` come from `read_metrics`, `verdict` from `myxtts profile`; `sound` returns the
+    URI of an audio file of the run, by its path in there."""
     from jinja2 import Environment
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -107,6 +114,8 @@ def render_report(
         "score": lambda value: _score(number(value)),
         "json": lambda value: json.dumps(value, default=str, ensure_ascii=False),
         "settled": settled,
+        "p99": lambda values: float(np.nanpercentile(values, 99)) if np.isfinite(values).any() else math.nan,
+        "sha256": lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode(),
         "duration": duration,
         "mean": _mean,
         "most": lambda values: max(values[np.isfinite(values)], default=math.nan),
@@ -129,7 +138,8 @@ def render_report(
         timelines=_timelines(spans),
         rings=[part for part in map(_rings, trained) if part["rows"]],
         training=[(stage.name, charts) for stage in stages if (charts := _training_charts(stage))],
-        evaluation=_evaluation(scores or {}),
+        evaluation=_evaluation(scores or {}, sound),
+        listen=_listen(scores or {}, sound),
         machine=machine or {},
         gpus=gpus,
         settings=settings,
@@ -147,8 +157,37 @@ def _sentence(trained: Sequence[StageHistory]) -> str:
     return f"Stage {stage.name} trains {short(speed)} clips/s, and {waits}"
 
 
+def _sound(folder: Path, name: str) -> str:
+    """Return the start of an audio file of a run as a URI; "" if there is none, or it is not in the folder."""
+    import soundfile
+
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder) or not path.is_file():
+        return ""
+    file = io.BytesIO()
+    try:
+        rate = soundfile.info(path).samplerate
+        wave, _ = soundfile.read(path, MOST_SECONDS * rate, dtype="float32")
+        soundfile.write(file, wave, rate, format="MP3")
+    except (RuntimeError, OSError, ValueError):
+        return ""
+    return f"data:audio/mpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _listen(scores: Record, sound: Callable[[str], str]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return texts with the sounds to compare, by name: the sample of the run, and sentences of the evaluation."""
+    rows = [("", [("Sample", sound("sample.wav"))])]
+    clips = [clip for clip in _sequence(scores.get("clips")) if isinstance(clip, Mapping) and clip.get("text")]
+    spoken = [clip for clip in clips if clip.get("set") == "synthesised"][:NUM_HEARD]
+    for shown in spoken:
+        same = [clip for clip in clips if clip.get("clip") == shown.get("clip")]
+        files = {str(clip.get("set")): sound(f"evaluation/{clip.get('file')}") for clip in same}
+        rows.append((str(shown["text"]), list(files.items())))
+    return [(text, sounds) for text, sounds in rows if any(uri for _, uri in sounds)]
+
+
 def _findings(verdict: Record, stages: Sequence[StageHistory]) -> Sequence[Any]:
-    """Return the findings of the profile; without one, the warnings of the training."""
+    """Return the findings of the profile; without one, the warnings of its reports."""
     if "findings" in verdict:
         return _sequence(verdict["findings"])
     warnings = [(stage.name, *warning) for stage in stages for warning in warnings_of(stage.steps)]
@@ -193,7 +232,8 @@ def line_chart(
     if len(outside):
         extreme = float(outside.max() if outside.max() > y_high else outside.min())
         note = f"{len(outside):,} beyond the edge, up to {short(extreme)}"
-    ticks = {"x_ticks": _ticks(x_low, x_high), "y_ticks": _ticks(y_low, y_high)}
+    ticks: Chart = {"x_ticks": _ticks(x_low, x_high), "y_ticks": _ticks(y_low, y_high)}
+    ticks["ends"] = " ".join(f"{end:.9g}" for end in (x_low, x_high, y_low, y_high))
     return {"title": title, "unit": unit, "x_label": x_label, "curves": drawn, "outside": note, **ticks}
 
 
@@ -258,7 +298,7 @@ def _ticks(low: float, high: float, about: int = 5) -> list[tuple[float, str]]:
 
 
 def _charts_over_time(trained: Sequence[StageHistory], gpus: Mapping[str, Record]) -> list[Chart]:
-    """Return charts of how busy everything was and how long steps took, over the time of the training."""
+    """Return charts of how busy everything was and how long steps took, over the time of the run."""
     unit_s, unit = _time_unit(max((stage.seconds[-1] for stage in trained), default=0.0))
     first_us = min((gpu["at_us"].min() for gpu in gpus.values()), default=0.0)
     last_us = max((gpu["at_us"].max() for gpu in gpus.values()), default=0.0)
@@ -273,11 +313,13 @@ def _charts_over_time(trained: Sequence[StageHistory], gpus: Mapping[str, Record
         times = [(gpu["at_us"] - first_us) / (1e6 * gpu_unit_s) for gpu in gpus.values()]
         return [Curve(f"GPU {gpu}", x, factor * gpus[gpu][name]) for gpu, x in zip(gpus, times, strict=True)]
 
+    ends_and_times = [(stage.name, *stage.step_times()) for stage in trained]
+    every_step = [Curve(name, ends / unit_s, times) for name, ends, times in ends_and_times]
     x_label, gpu_label = f"{unit} of training", f"{gpu_unit} since the first reading"
     by_driver = "%, as reported by the driver"
     charts = [
         line_chart("Model busy", "% of the time", of_stages("idle_share", -100, 100), x_label, 0, 100),
-        line_chart("Step time", "ms", of_stages("step_ms"), x_label, 0),
+        line_chart("Step time", "ms, of every step", every_step, x_label, 0),
         line_chart("MFU", "% of the measured matmul rate", of_stages("mfu", 100), x_label, 0, 100),
         line_chart("GPU utilisation", by_driver, of_gpus("utilisation", 100), gpu_label, 0, 100),
         line_chart("GPU memory", "GB", of_gpus("memory_used_mb", 1 / 1024), gpu_label, 0),
@@ -395,7 +437,7 @@ def _timeline(title: str, spans: Sequence[Span], start_us: int, end_us: int) -> 
     return {"title": title, "rows": rows, "ticks": _ticks(0, length_us / 1000), "legend": legend}
 
 
-def _evaluation(scores: Record) -> dict[str, Any] | None:
+def _evaluation(scores: Record, sound: Callable[[str], str]) -> dict[str, Any] | None:
     """Return the scores of `myxtts evaluate`; None if nothing was judged."""
     rows = {str(name): row for name, row in _mapping(scores.get("summary")).items() if isinstance(row, Mapping)}
     if not rows:
@@ -403,6 +445,7 @@ def _evaluation(scores: Record) -> dict[str, Any] | None:
     summary = {name: {key: number(row.get(key)) for key in SCORES} for name, row in rows.items()}
     clips = [clip for clip in _sequence(scores.get("clips")) if isinstance(clip, Mapping)]
     misheard = [clip for clip in clips if clip.get("set") == "synthesised" and number(clip.get("wer")) > 0]
+    worst = sorted(misheard, key=lambda clip: (-clip["wer"], str(clip.get("clip"))))[:NUM_WORST]
     threshold = number(scores.get("same_speaker_from"))
     charts = [
         _score_chart("Words misheard", "WER, 1 is all of them", "wer", summary, 0, 1),
@@ -415,7 +458,7 @@ def _evaluation(scores: Record) -> dict[str, Any] | None:
         "threshold": threshold,
         "summary": summary,
         "charts": [chart for chart in charts if chart["rows"]],
-        "worst": sorted(misheard, key=lambda clip: (-clip["wer"], str(clip.get("clip"))))[:NUM_WORST],
+        "worst": [{**clip, "sound": sound(f"evaluation/{clip.get('file')}")} for clip in worst],
         "about": scores.get("about"),
         "judges": _sequence(scores.get("judges")),
     }

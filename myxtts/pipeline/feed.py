@@ -39,7 +39,7 @@ from myxtts.pipeline.frontend import FRONTENDS, CudaGraphFrontend, Frontend
 from myxtts.pipeline.ring import Ring, RingClosed
 
 MODEL_DEPTH = 3  # fewest batches on the model role's device: one being filled, one ready, one in use
-UPLOAD_DEPTH = 2  # uploaded batches on the data role's device: one arriving, one being encoded
+DEVICE_DEPTH = 2  # uploaded batches on the data role's device: one arriving, one being encoded
 HANDOFF_DEPTH = 3  # triple buffering between two GPUs: one batch being filled, one ready, one in use
 KEEP_DEPTH = 4  # batches of fresh codes on their way to the disk
 DEVICE_SHARE = 0.05
@@ -111,7 +111,7 @@ class Streams(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, data: DataSettings) -> Streams:
-        """Without overlap the front end uses the trainer's stream; without a copy stream, uploads use its own."""
+        """Without overlap encoding uses the trainer's stream; without an upload stream, uploads use encoding's."""
         model = Stream(plan.model, high_priority=True)
         together = plan.data == plan.model and not data.optimize_cpu_gpu_overlap
         encode = model if together else Stream(plan.data)
@@ -212,6 +212,13 @@ class Feed:
         """Batches that are ready, and the depth, of every ring by name."""
         return {ring.name: (ring.num_ready, ring.depth) for ring in self._rings}
 
+    def buffers(self) -> str:
+        """How many batches the rings hold, and where."""
+        host, model, plan = self.host_ring.depth, self.model_ring.depth, self.plan
+        between = sum(ring.depth for ring in (self.device_ring, self.handoff_ring) if ring is not None)
+        split = f"{host} on the host, {model} on {plan.model}"
+        return f"{host + model} batches ({split}), and {between} in work between them on {plan.data}"
+
     @property
     def num_ahead(self) -> int:
         """Batches that are ready ahead of the trainer, wherever they are."""
@@ -253,10 +260,11 @@ class Feed:
         inputs, pinned = host_layout(data), data.enhanced_gpu_prefetch and plan.data.type == "cuda"
         batches = [HostBatch(inputs, pinned) for _ in range(depths.host)]
         self.host_ring: workers.HostRing = Ring("host", batches, plan.data)
-        self.upload_ring = _block_ring("device", inputs, plan, "data", UPLOAD_DEPTH)
-        self.model_ring = self.encoded_ring = _block_ring("model", outputs, plan, "model", depths.model)
+        self.device_ring = _block_ring("device", inputs, plan, "data", DEVICE_DEPTH)
+        self.model_ring = _block_ring("model", outputs, plan, "model", depths.model)
+        self.handoff_ring: workers.BlockRing | None = None
         if plan.mode == "dual":
-            self.encoded_ring = _block_ring("handoff", outputs, plan, "data", HANDOFF_DEPTH)
+            self.handoff_ring = _block_ring("handoff", outputs, plan, "data", HANDOFF_DEPTH)
         self._keep_ring: workers.BlockRing | None = None
         if self._frontend.uses_codes and self._gatherer.codes is not None:
             layout = Layout({"codes": outputs["codes"]})
@@ -265,12 +273,12 @@ class Feed:
         for device in {plan.data, plan.model}:
             if device.type == "cuda":  # the zeros of fresh memory are written before any stream writes there
                 torch.cuda.synchronize(device)
-        self._rings: list[Ring[Any, Any]] = [self.host_ring, self.upload_ring, self.model_ring]
-        self._rings += [self.encoded_ring] if plan.mode == "dual" else []
-        self._rings += [self._keep_ring] if self._keep_ring is not None else []
+        rings = (self.host_ring, self.device_ring, self.model_ring, self.handoff_ring, self._keep_ring)
+        self._rings: list[Ring[Any, Any]] = [ring for ring in rings if ring is not None]
 
     def _device_works(self) -> dict[str, workers.Work]:
-        streams, trace, uploaded, encoded = self._streams, self._trace, self.upload_ring, self.encoded_ring
+        streams, trace, uploaded = self._streams, self._trace, self.device_ring
+        encoded = self.model_ring if self.handoff_ring is None else self.handoff_ring
         encoder = self._frontend.encode_block
         if self._captured:
             with explained_out_of_memory(self.plan, "data", "preparing the front end"):

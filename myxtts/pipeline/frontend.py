@@ -49,6 +49,12 @@ class Frontend(nn.Module, ABC):
 
     uses_codes: bool  # True if the outputs include codes, which can be cached
     outputs: Layout
+    mel_stats: Tensor
+
+    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0, autocast: bool = False) -> None:  # noqa: ARG002
+        super().__init__()
+        self.autocast = autocast
+        self.register_buffer("mel_stats", model.mel_stats)
 
     @abstractmethod
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
@@ -71,15 +77,12 @@ class GptFrontend(Frontend):
     """Text ids, codes and packed conditioning mels."""
 
     uses_codes = True
-    mel_stats: Tensor
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
-        super().__init__()
-        self.autocast = autocast
+        super().__init__(model, data, frame_budget, autocast)
         size, numbers = data.batch_size, Field((data.batch_size,), "int32")
         self.dvae = model.dvae
         self.dvae_mel, self.conditioning_mel = LogMel(DVAE_MEL), LogMel(CONDITIONING_MEL)
-        self.register_buffer("mel_stats", model.mel_stats)
         self.outputs = _outputs(
             size,
             ids=Field((size, data.max_text_length), "int32"),
@@ -162,12 +165,10 @@ class DvaeFrontend(Frontend):
     """Mels for the DVAE, zero after each clip."""
 
     uses_codes = False
-    mel_stats: Tensor
 
-    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0, autocast: bool = False) -> None:  # noqa: ARG002
-        super().__init__()
+    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0, autocast: bool = False) -> None:
+        super().__init__(model, data, frame_budget, autocast)
         self.mel = LogMel(DVAE_MEL)
-        self.register_buffer("mel_stats", model.mel_stats)
         shape = (data.batch_size, model.dims.gpt.mel_channels, max_codes(data) * FRAMES_PER_CODE)
         numbers = Field((data.batch_size,), "int32")
         self.outputs = _outputs(data.batch_size, mel=Field(shape, "float32"), num_frames=numbers)
@@ -188,22 +189,25 @@ class DvaeFrontend(Frontend):
 
 
 class DecoderFrontend(Frontend):
-    """Latents of the frozen GPT for a segment of every clip, the segment at 24 kHz, and the speaker embedding."""
+    """Latents of the frozen GPT for a segment of every clip, the segment at 24 kHz, and the speaker embedding.
+
+    Also the codes of the segment, -1 after the end of the clip.
+    """
 
     uses_codes = True
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
-        super().__init__()
+        super().__init__(model, data, frame_budget, autocast)
         self.inputs = GptFrontend(model, data, frame_budget, autocast)
         self.gpt = model.gpt
         self.speaker_encoder: nn.Module = model.hifigan_decoder.speaker_encoder  # type: ignore[assignment]
-        self.autocast = autocast
         size = data.batch_size
         self.outputs = _outputs(
             size,
             latents=Field((size, SEGMENT_CODES, model.dims.gpt.dim), "float32"),
             wave=Field((size, num_samples(SEGMENT_CODES)), "float32"),
             speaker=Field((size, model.dims.speaker_dim), "float32"),
+            segment_codes=Field((size, SEGMENT_CODES), "int32"),
             codes=self.inputs.outputs["codes"],
         )
 
@@ -220,6 +224,8 @@ class DecoderFrontend(Frontend):
         places = batch["segments"][:, None].long() + torch.arange(SEGMENT_CODES, device=device)
         # a clip shorter than the segment gets zeros after its last latent and silence after its last sample.
         present = places < between["num_codes"][:, None]
+        codes = between["codes"].gather(1, places.clamp(max=between["codes"].shape[1] - 1))
+        out["segment_codes"].copy_(torch.where(present, codes, -1))
         places = places.clamp(max=latents.shape[1] - 1)
         chosen = latents.gather(1, places[..., None].expand(-1, -1, latents.shape[2]))
         out["latents"].copy_(torch.where(present[..., None], chosen, 0))
@@ -249,11 +255,7 @@ def _segment_24k(wave: Tensor, segments: Tensor, width: int) -> Tensor:
     return resample(segment, OUTPUT_SAMPLE_RATE)[:, first : first + width]
 
 
-FRONTENDS: dict[str, type[GptFrontend | DvaeFrontend | DecoderFrontend]] = {
-    "dvae": DvaeFrontend,
-    "gpt": GptFrontend,
-    "decoder": DecoderFrontend,
-}
+FRONTENDS: dict[str, type[Frontend]] = {"dvae": DvaeFrontend, "gpt": GptFrontend, "decoder": DecoderFrontend}
 """The front end of each stage of `config.STAGES`."""
 _WAYS = ((True, True), (False, True), (False, False))
 """(codes known, packed): codes from the cache, encoded packed, or encoded with padding."""

@@ -1,9 +1,9 @@
 """Slots of preallocated memory that pass batches from one owner to the next, in order.
 
 A slot is FREE, FILLING, READY or LEASED and has one owner at a time. A hand-over carries an event of the stream
-that worked on the slot; the stream of the next owner waits for it, not the host. The host only waits for a slot to
-change its state, and that paces the workers. An error poisons a ring: it is raised to all who wait for the ring,
-and to all who come later. This module knows neither batches nor the work that is done on them.
+that worked on the slot; the stream of the next owner waits for it. The host waits for a slot to change its state,
+which paces the workers; owners that work on the host, `gather` and `keep`, also wait for the event there. An error
+poisons a ring: it is raised to all who wait for it, and to all who come later. This module knows no batches.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from myxtts.data.batches import Block, Gathered, Gatherer, HostBatch, Job
+from myxtts.data.batches import Block, Gathered, Gatherer, GatherJob, HostBatch
 from myxtts.data.codes import CodesCache
 from myxtts.devices import Stream
 from myxtts.observe.trace import Trace
@@ -40,7 +40,7 @@ EncodeBlock = Callable[[Block, Block, Gathered], None]
 class Gather:
     """Fills host slots; several threads may call one object and work on different batches."""
 
-    def __init__(self, gatherer: Gatherer, jobs: Iterator[Job], ring: HostRing, trace: Trace) -> None:
+    def __init__(self, gatherer: Gatherer, jobs: Iterator[GatherJob], ring: HostRing, trace: Trace) -> None:
         self._gatherer, self._jobs, self._ring, self._trace = gatherer, jobs, ring, trace
         self._lock = threading.Lock()
 

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from myxtts.config import CONDITIONING_TOKENS
-from myxtts.devices import CudaGraph, Stream
+from myxtts.devices import CudaGraph, Stream, allocatable_bytes, release_memory
 from myxtts.errors import NO_PROGRESS, PipelineError
 from myxtts.model.gpt import GPT, GPTDims, PaddedTokens
 
 MAX_NEW_CODES = 602  # codes of a sentence at most, as in the reference
-KEPT_GENERATORS = 6  # shapes whose memory and CUDA graph are kept on the GPU
+KEPT_SHARE = 0.25  # of the GPU's free memory, for shapes whose memory and CUDA graph are kept
 CAPTURED_SHAPES = ((62, 192), (126, 448))
 """Ids and steps of captured shapes, for about 40 and 115 characters; a third covers all positions of the GPT. Few,
 because each is captured while the user waits; more than one, because attention takes time for every slot, used or
@@ -86,6 +86,10 @@ class Decoding:
         self.is_prefix = torch.zeros(shape.sentences, num_slots, dtype=torch.bool, device=like.device)
         size = (dims.layers, shape.sentences, dims.heads, num_slots, dims.dim // dims.heads)
         self.keys, self.values = like.new_zeros(size), like.new_zeros(size)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
 
     def prefill(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> None:
         """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths."""
@@ -233,6 +237,7 @@ class CodeGenerator:
         self._latents = torch.zeros(rows, steps, gpt.dims.dim, device=device)
         self._graph: CudaGraph[None] | None = None
         self._num_steps = 0
+        self.num_bytes = self._decoding.num_bytes + self._latents.nbytes  # nearly all of its memory
 
     @torch.no_grad()
     def begin(self, prompts: Sequence[Prompt]) -> None:
@@ -344,10 +349,24 @@ class CodeGenerators:
             shape = captured_shape(self._gpt.dims, shape)
         generator = self._kept.pop((shape, sampling), None)
         if generator is None:
-            while len(self._kept) >= KEPT_GENERATORS:
-                self._kept.popitem(last=False)
             generator = CodeGenerator(self._gpt, shape, sampling, self._stream, self._vectors)
         if self._stream is not None:
             self._kept[shape, sampling] = generator
+            self._drop_oldest(allocatable_bytes(self._stream.device))
         generator.begin(prompts)
         return generator
+
+    def _drop_oldest(self, free_bytes: int) -> None:
+        """Drop all but the newest shape until the kept ones take at most their share of the memory."""
+        num_bytes = [generator.num_bytes for generator in self._kept.values()]
+        most = KEPT_SHARE * (free_bytes + sum(num_bytes))
+        while len(self._kept) > 1 and sum(num_bytes) > most:
+            self._kept.popitem(last=False)
+            num_bytes.pop(0)
+
+    def drop_all(self) -> bool:
+        """Free the memory of all kept shapes; True if there were any."""
+        had_any = bool(self._kept)
+        self._kept.clear()
+        release_memory()
+        return had_any

@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import soundfile
@@ -27,13 +28,22 @@ from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import ClipSet
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
-from myxtts.devices import Machine
+from myxtts.devices import Machine, is_out_of_memory
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress, progress_bar
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.generation import MAX_NEW_CODES, CodeGenerators, Generated, Prompt, Sampling, draws
+from myxtts.synthesis.generation import (
+    MAX_NEW_CODES,
+    Advance,
+    CodeGenerator,
+    CodeGenerators,
+    Generated,
+    Prompt,
+    Sampling,
+    draws,
+)
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
@@ -50,7 +60,7 @@ SAMPLING_FLAGS = ("temperature", "repetition_penalty", "guidance", "central")  #
 NUM_ATTEMPTS = 3
 BATCH_SIZE, BATCHES_AT_ONCE = 16, 8  # sentences generated together, and batches sorted by length together
 CHUNK_CODES = 20  # codes per piece of a stream: just under a second, as in XTTS-v2
-SLOWEST, FASTEST, MOST_GUIDANCE = 0.5, 2.0, 10.0
+MIN_SPEED, MAX_SPEED, MAX_GUIDANCE = 0.5, 2.0, 10.0
 SILENT = 1e-3  # the wave of a sentence that never reaches this is silent
 FAINT_NOTE = "hardly anything can be heard: the model has not learnt to make sound yet"
 _FORMATS = (".wav", ".flac")
@@ -61,6 +71,7 @@ _VOCODER_PARTS: dict[VocoderName, tuple[str, ...]] = {
 }
 
 Work = Sequence[tuple[Sentence, Voice]]  # sentences, each with its voice
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
@@ -87,12 +98,12 @@ class SynthesisOptions:
         """Raise one error that lists every unusable value; central codes need the codebook of a trained DVAE."""
         sampling, penalty, guidance = self.sampling, self.sampling.repetition_penalty, self.sampling.guidance
         demands = {
-            f"speed is {self.speed}, expected {SLOWEST} to {FASTEST}": SLOWEST <= self.speed <= FASTEST,
+            f"speed is {self.speed}, expected {MIN_SPEED} to {MAX_SPEED}": MIN_SPEED <= self.speed <= MAX_SPEED,
             f"temperature is {sampling.temperature}, expected above 0": sampling.temperature > 0,
             f"top_k is {sampling.top_k}, expected 0 (all) or more": sampling.top_k >= 0,
             f"top_p is {sampling.top_p}, expected above 0 and up to 1": 0 < sampling.top_p <= 1,
             f"repetition penalty is {penalty}, expected 1 or more": penalty >= 1,
-            f"guidance is {guidance}, expected 1 to {MOST_GUIDANCE:g}": 1 <= guidance <= MOST_GUIDANCE,
+            f"guidance is {guidance}, expected 1 to {MAX_GUIDANCE:g}": 1 <= guidance <= MAX_GUIDANCE,
             "central codes need the DVAE, which is missing or was never trained (--stages dvae, or dvae.pth next "
             "to XTTS-v2's weights); speak without --central": has_codebook or not sampling.central,
             f"attempts are {self.num_attempts}, expected 1 or more": self.num_attempts >= 1,
@@ -163,7 +174,7 @@ class Report:
     speed: float
     sentences: tuple[SentenceReport, ...]
     unknown_characters: dict[str, str]  # those the vocabulary lacks, and what was said instead; "" if left out
-    voice_notes: tuple[str, ...] = ()
+    other_notes: tuple[str, ...] = ()  # about the model and the voice
 
     @property
     def seconds(self) -> float:
@@ -172,9 +183,7 @@ class Report:
 
     def notes(self) -> list[str]:
         """Everything the user should know, a sentence each."""
-        notes = list(self.voice_notes)
-        if self.vocoder != HifiGan.name:
-            notes.append("no trained decoder; using Griffin-Lim, which sounds hollow")
+        notes = list(self.other_notes)
         if self.unknown_characters:
             pairs = (f"{a!r} as {b!r}" if b else f"{a!r} left out" for a, b in self.unknown_characters.items())
             notes.append(f"the vocabulary lacks characters of the text: {', '.join(pairs)}")
@@ -238,6 +247,15 @@ def _writing(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
+@contextlib.contextmanager
+def _removed_if_incomplete(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:  # Ctrl-C too
+        path.unlink(missing_ok=True)
+        raise
+
+
 class SpeechStream(Iterator[Wave]):
     """An iterator over waves of 24 kHz; `report` is available once it is exhausted.
 
@@ -259,9 +277,17 @@ class SpeechStream(Iterator[Wave]):
         self._waves.close()
 
     def save(self, path: Path) -> None:
-        """Write every piece as soon as it is ready, as 16-bit audio in the format of the extension."""
+        """Write every piece as soon as it is ready, as 16-bit audio in the format of the extension.
+
+        A stream that fails or is interrupted leaves no file.
+        """
         form = ("w", OUTPUT_SAMPLE_RATE, 1, "PCM_16")
-        with contextlib.closing(self), _writing(path), soundfile.SoundFile(path, *form) as file:
+        with (
+            contextlib.closing(self),
+            _writing(path),
+            soundfile.SoundFile(path, *form) as file,
+            _removed_if_incomplete(path),
+        ):
             for piece in self:
                 file.write(piece)
                 file.flush()
@@ -273,16 +299,34 @@ class SpeechStream(Iterator[Wave]):
         return self._report
 
 
-def usable_vocoder(fresh_parts: Collection[str], wanted: VocoderName | None = None) -> VocoderName:
-    """The vocoder for a model whose `fresh_parts` (of `weights.PARTS`) were never trained, or an error."""
+class VocoderChoice(NamedTuple):
+    name: VocoderName
+    note: str = ""  # the reason, where the user did not choose
+
+
+def usable_vocoder(
+    fresh_parts: Collection[str], wanted: VocoderName | None = None, distances: Mapping[str, float] | None = None
+) -> VocoderChoice:
+    """The vocoder for a model whose `fresh_parts` (of `weights.PARTS`) were never trained, or an error.
+
+    Of two that are trained, the one nearer to the recordings by the `distances` of the decoder's validation.
+    """
     for part in ("gpt", "mel_stats"):
         if part in fresh_parts:
             raise UnreadableWeights(f"The model has no {part}, without which it cannot speak.")
     names: tuple[VocoderName, ...] = (wanted,) if wanted else ("hifigan", "griffin-lim")
     missing = {name: [part for part in _VOCODER_PARTS[name] if part in fresh_parts] for name in names}
-    for name, parts in missing.items():
-        if not parts:
-            return name
+    trained = [name for name, parts in missing.items() if not parts]
+    if distances and len(trained) == 2:
+        decoder, griffin_lim = distances["decoder"], distances["griffin_lim"]
+        numbers = f"held-out recordings (distance {griffin_lim:.2f}, the decoder {decoder:.2f})"
+        if decoder <= griffin_lim:
+            return VocoderChoice("hifigan", f"using the decoder; Griffin-Lim is farther from {numbers}")
+        return VocoderChoice("griffin-lim", f"using Griffin-Lim, which is nearer to {numbers}")
+    if trained:
+        lacks_decoder = trained == ["griffin-lim"] and wanted is None
+        note = "no trained decoder; using Griffin-Lim, which sounds hollow" if lacks_decoder else ""
+        return VocoderChoice(trained[0], note)
     words = [part.split(".")[-1].replace("_", " ") for parts in missing.values() for part in parts]
     stages = " or ".join(f"--stages {'decoder' if name == 'hifigan' else 'dvae'}" for name in missing)
     other = " or use --vocoder griffin-lim" if wanted == "hifigan" and "dvae" not in fresh_parts else ""
@@ -295,8 +339,8 @@ class Synthesizer:
 
     Takes over the model: moves it to the device, folds the vocoder's weight norm and, on a GPU, rounds the GPT to
     bfloat16 unless `dtype` says otherwise. `limits` bound a sentence if the model was trained on less than it has
-    positions for. On a GPU the first speech of a new shape takes some tenths of a second longer, while its step is
-    captured.
+    positions for. Every report includes the `notes`. On a GPU the first speech of a new shape takes some tenths of
+    a second longer, while its step is captured.
     """
 
     def __init__(
@@ -306,6 +350,7 @@ class Synthesizer:
         device: torch.device,
         *,
         vocoder: VocoderName = "hifigan",
+        notes: Sequence[str] = (),
         limits: Limits | None = None,
         use_phonemes: bool = False,
         sampling: Sampling = PUBLISHED_SAMPLING,
@@ -317,7 +362,8 @@ class Synthesizer:
         model = model.to(device).eval().requires_grad_(False)
         model.hifigan_decoder.remove_weight_norm()
         self._dims, self._batch_size, self._batches_at_once = model.dims, batch_size, batches_at_once
-        self.sampling = sampling
+        self._device = device
+        self.sampling, self._notes = sampling, tuple(notes)
         self.limits = limits or Limits(model.dims.gpt.max_text, min(MAX_NEW_CODES, model.dims.gpt.max_codes))
         self._encoder = VoiceEncoder(model, device)
         self.fingerprint = self._encoder.fingerprint
@@ -333,7 +379,11 @@ class Synthesizer:
 
     def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""
-        return self._encoder.voice([Path(file) for file in files], name)
+        encode = partial(self._encoder.voice, name=name)
+        voice = attempted(encode, [Path(file) for file in files])
+        if voice is None:
+            raise self._out_of_memory("reading the reference")
+        return voice
 
     def speak(self, text: str, voice: Voice, language: str, **arguments: Unpack[SynthesisArguments]) -> Speech:
         """Speak a text of any length."""
@@ -402,8 +452,8 @@ class Synthesizer:
         """The pieces of a sentence, with a pause first if `after_sound`."""
         pieces: list[Wave] = []
         for number in options.attempts:
-            prompts = [options.prompt(sentence, voice, number)]
-            generator = self._generators.begin(prompts, options.sampling_for(number))
+            begin = partial(self._begin, options.sampling_for(number))
+            (generator,) = self._fit([options.prompt(sentence, voice, number)], begin)
             vocoder = self.vocoder.begin(voice.speaker, options.speed)
             attempt: Attempt | None = None
             codes: list[int] = []
@@ -417,8 +467,10 @@ class Synthesizer:
                     attempt = Attempt(generator.generated(0), REPETITION, number + 1)
                 if attempt and attempt.problem and not pieces and number < options.attempts[-1]:
                     break  # none of it was heard: try again
-                wave = vocoder.push(more, last=attempt is not None).numpy()
-                if len(wave):
+                piece = attempted(partial(vocoder.push, last=attempt is not None), more)
+                if piece is None:
+                    raise self._out_of_memory("speaking one sentence at a time")
+                if len(wave := piece.numpy()):
                     if after_sound and not pieces:
                         yield pause()
                     pieces.append(faded(wave, starts=not pieces, ends=attempt is not None))
@@ -446,7 +498,8 @@ class Synthesizer:
 
     def _report(self, said: Utterance, sentences: Sequence[SentenceReport], options: SynthesisOptions) -> Report:
         voice, how = said.voice, (self.vocoder.name, options.seed, options.speed)
-        return Report(said.language, voice.name, *how, tuple(sentences), said.unknown_characters, voice.notes)
+        notes = self._notes + voice.notes
+        return Report(said.language, voice.name, *how, tuple(sentences), said.unknown_characters, notes)
 
     def _spoken(self, work: Work, options: SynthesisOptions) -> Iterator[tuple[SentenceReport, Wave]]:
         """Every sentence with its wave, in order; a few batches at a time, to spare the GPU's memory."""
@@ -454,11 +507,13 @@ class Synthesizer:
         for first in range(0, len(work), at_once):
             some = work[first : first + at_once]
             attempts = self._attempts(some, options, len(work), first)
+            lengths = [len(attempt.generated.codes) for attempt in attempts]
+            by_length = sorted(range(len(some)), key=lengths.__getitem__)
             with progress_bar(options.progress, "Making the sound", len(work), first) as advance:
-                generated = [attempt.generated for attempt in attempts]
-                waves = self.vocoder.waves(generated, [voice.speaker for _, voice in some], options.speed, advance)
-            for (sentence, _), attempt, wave in zip(some, attempts, waves, strict=True):
-                yield SentenceReport.of(sentence, attempt, wave.numpy()), wave.numpy()
+                make_sound = partial(self._sound, some, attempts, options.speed, advance)
+                waves = dict(self._in_batches(by_length, make_sound))
+            for index, ((sentence, _), attempt) in enumerate(zip(some, attempts, strict=True)):
+                yield SentenceReport.of(sentence, attempt, waves[index]), waves[index]
 
     def _attempts(self, work: Work, options: SynthesisOptions, total: int, num_before: int) -> list[Attempt]:
         """The best attempt at each sentence, in order; sentences of similar length are generated together."""
@@ -468,22 +523,72 @@ class Synthesizer:
             title = f"Speaking again (attempt {number + 1})" if number else "Speaking"
             num_done = num_before + len(work) - len(waiting)
             with progress_bar(options.progress, title, total, num_done) as advance:
-                for first in range(0, len(waiting), self._batch_size):
-                    batch = waiting[first : first + self._batch_size]
-                    prompts = [options.prompt(*work[index], number) for index in batch]
-                    generator = self._generators.begin(prompts, options.sampling_for(number))
-                    generator.finish(advance)
-                    for row, index in enumerate(batch):
-                        found = checked(generator.generated(row), work[index][0], number)
-                        known = best.setdefault(index, found)
-                        if PROBLEMS.index(found.problem) < PROBLEMS.index(known.problem):
-                            best[index] = found
+                generate = partial(self._generate, work, options, number, advance)
+                for index, generated in self._in_batches(waiting, generate):
+                    found = checked(generated, work[index][0], number)
+                    known = best.setdefault(index, found)
+                    if PROBLEMS.index(found.problem) < PROBLEMS.index(known.problem):
+                        best[index] = found
             waiting = [index for index in waiting if best[index].problem]
             for index in waiting:
                 best[index] = best[index]._replace(num_attempts=number + 1)
             if not waiting:
                 break
         return [best[index] for index in range(len(work))]
+
+    def _begin(self, sampling: Sampling, prompts: Sequence[Prompt]) -> list[CodeGenerator]:
+        return [self._generators.begin(prompts, sampling)]
+
+    def _generate(
+        self, work: Work, options: SynthesisOptions, attempt: int, advance: Advance, batch: Sequence[int]
+    ) -> list[Generated]:
+        prompts = [options.prompt(*work[index], attempt) for index in batch]
+        generator = self._generators.begin(prompts, options.sampling_for(attempt))
+        generator.finish(advance)
+        return [generator.generated(row) for row in range(len(batch))]
+
+    def _sound(
+        self, work: Work, attempts: Sequence[Attempt], speed: float, advance: Advance, batch: Sequence[int]
+    ) -> list[Wave]:
+        generated = [attempts[index].generated for index in batch]
+        speakers = [work[index][1].speaker for index in batch]
+        return [wave.numpy() for wave in self.vocoder.waves(generated, speakers, speed, advance)]
+
+    def _in_batches(
+        self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]
+    ) -> Iterator[tuple[Item, Result]]:
+        """Every item with its result of `work`, which gets batches; they become smaller where memory is short."""
+        while items:
+            batch, items = items[: self._batch_size], items[self._batch_size :]
+            yield from zip(batch, self._fit(batch, work), strict=True)
+
+    def _fit(self, batch: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
+        """Results of `work` for a batch: if memory is short, without kept shapes, and then in halves."""
+        results = attempted(work, batch)
+        if results is None and self._generators.drop_all():
+            results = attempted(work, batch)
+        if results is not None:
+            return results
+        if len(batch) == 1:
+            raise self._out_of_memory("speaking one sentence at a time")
+        self._batch_size = (len(batch) + 1) // 2
+        message = "Not enough memory on %s for %d sentences at a time: continuing with %d"
+        _log.warning(message, self._device, len(batch), self._batch_size)
+        return [result for _, result in self._in_batches(batch, work)]
+
+    def _out_of_memory(self, doing: str) -> PipelineError:
+        cure = "Close other programs that use it, or speak on the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
+        return PipelineError(f"Out of memory on {self._device} while {doing}. {cure}")
+
+
+def attempted(work: Callable[[Item], Result], given: Item) -> Result | None:
+    """The result of `work`, or None if memory was short; then nothing holds the tensors of the failed call."""
+    try:
+        return work(given)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def load_synthesizer(
@@ -493,8 +598,10 @@ def load_synthesizer(
     device: torch.device | None = None,
     best_gpt: bool = False,
 ) -> Synthesizer:
-    """Load a run or an XTTS-v2 folder onto the first GPU, or the CPU; without a trained decoder, with Griffin-Lim.
+    """Load a run or an XTTS-v2 folder onto the first GPU, or the CPU.
 
+    Without `vocoder` it speaks through the decoder, or through Griffin-Lim if the decoder is not trained, or is
+    farther from held-out recordings by its own validation.
     `best_gpt` takes the GPT of a run with the best validation loss instead of the newest.
     """
     folder = Path(folder)
@@ -503,19 +610,20 @@ def load_synthesizer(
     run = RunDir(folder)
     if run.exists:
         known = provenance(run)
-        vocoder = usable_vocoder(known.untrained_parts, vocoder)
+        choice = usable_vocoder(known.untrained_parts, vocoder, known.vocoder)
         model, vocabulary = run.load_model(without=known.untrained, best_gpt=best_gpt), run.vocabulary()
     elif not folder.is_dir():
-        cure = "name that of a training run or of XTTS-v2 (myxtts speak: --model DIR)"
-        raise ConfigError(f"There is no model in {folder}: no such folder; {cure}")
+        cure = "give the folder of a run or of XTTS-v2 (myxtts speak: --model DIR)"
+        raise ConfigError(f"{folder}: no such folder; {cure}")
     elif best_gpt:
         raise ConfigError(f"--best chooses among the checkpoints of a run; {folder} is a folder of weights")
     else:
         model, vocabulary, fresh_parts, known = load_folder(folder)
-        vocoder = usable_vocoder(fresh_parts, vocoder)
-    if vocoder == "hifigan" and known.from_scratch:
-        _log.warning("The speaker encoder was never trained: all recordings give the decoder nearly one voice")
-    speaks: dict[str, Any] = {"vocoder": vocoder, "use_phonemes": known.use_phonemes}
+        choice = usable_vocoder(fresh_parts, vocoder, known.vocoder)
+    notes = [choice.note] if choice.note else []
+    if choice.name == "hifigan" and known.from_scratch:
+        notes.append("the speaker encoder was never trained: all recordings give the decoder nearly one voice")
+    speaks: dict[str, Any] = {"vocoder": choice.name, "notes": notes, "use_phonemes": known.use_phonemes}
     if known.from_scratch:
         limits = Limits(known.max_text_length, known.max_mel_frames // 4)
         return Synthesizer(model, vocabulary, device, limits=limits, sampling=sampling_for(known, model), **speaks)
@@ -536,9 +644,10 @@ def provenance(run: RunDir) -> Provenance:
     except ConfigError:
         data = DataSettings()
     known = (data.max_text_length, data.max_mel_frames, data.use_phonemes)
+    distances = run.checkpoints("decoder").newest_state().get("notes", {}).get("vocoder")
     learnt = run.checkpoints("gpt").newest_state().get("notes", {}).get("trained_with", {})
     trained_with = (float(learnt.get(f"training.{name}") or 0) for name in ("text_dropout", "code_noise"))
-    return Provenance(tuple(run.untrained()), run.from_scratch, *known, *trained_with)
+    return Provenance(tuple(run.untrained()), run.from_scratch, *known, distances, *trained_with)
 
 
 SAMPLE_FILE = "sample.wav"

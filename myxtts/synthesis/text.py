@@ -22,7 +22,7 @@ from myxtts.text.tables import load_table
 from myxtts.text.tokenizer import Tokenizer, describe_characters
 
 CODES_PER_SECOND = SAMPLE_RATE / SAMPLES_PER_CODE
-FASTEST, SLOWEST = 36.0, 6.0  # limits of the speaking rate, in characters per second; about 15 are usual
+MAX_CHARACTERS_PER_SECOND, MIN_CHARACTERS_PER_SECOND = 36.0, 6.0  # about 15 are usual
 PAUSES_SECONDS = 1.5  # allowance for silence before, after and within a sentence
 LONGEST_PERIOD, REPEATED_CODES, REPETITIONS = 32, 32, 3
 """A loop repeats up to 32 codes (1.5 s) at least three times in a row, and lasts at least 32 codes."""
@@ -41,8 +41,8 @@ class Bounds(NamedTuple):
 
 def bounds(num_characters: int, max_codes: int) -> Bounds:
     """Bounds for a sentence of so many characters, by a model that generates at most `max_codes`."""
-    fewest = max(1, math.floor(num_characters / FASTEST * CODES_PER_SECOND))
-    most = math.ceil((PAUSES_SECONDS + num_characters / SLOWEST) * CODES_PER_SECOND)
+    fewest = max(1, math.floor(num_characters / MAX_CHARACTERS_PER_SECOND * CODES_PER_SECOND))
+    most = math.ceil((PAUSES_SECONDS + num_characters / MIN_CHARACTERS_PER_SECOND) * CODES_PER_SECOND)
     return Bounds(min(fewest, max_codes), min(most, max_codes))
 
 
@@ -87,12 +87,13 @@ _INITIAL = re.compile(r"(?:^|[^\w.])[^\W\d_]\.$|\w\.\w{1,3}\.$")
 _NUMBER = re.compile(r"(?:^|[^\w.,])\d+\.$")
 _LOOK_BACK = 24  # characters before a dot to search for an abbreviation; none is longer
 _BREAKS = (
-    re.compile(rf"[.{_QUESTIONS}]+[{_CLOSING}]*(?=\s)|[{_WIDE_ENDS}]+"),
+    re.compile(rf"[.{_QUESTIONS}]++[{_CLOSING}]*+(?P<inside>(?!\s))?|[{_WIDE_ENDS}]+"),
     re.compile(r"[;:](?=\s)|[؛；：]|(?<=\s)[–—-]+(?=\s)"),
     re.compile(r",(?=\s)|[،，、]|[)»”](?=\s)"),
     re.compile(r"\s"),
 )
-"""Where a sentence that is too long may be cut, best places first."""
+"""Where a sentence that is too long may be cut, best places first; not where the group `inside` matches. A run of
+marks is matched as a whole, also inside a word: searching each of its suffixes would take quadratic time."""
 
 
 def split(text: str, language: str, limit: int) -> list[str]:
@@ -117,14 +118,16 @@ def _cut(sentence: str) -> int:
     """Index after the best break in the middle half of the sentence, the one nearest to the middle."""
     length = len(sentence)
     for mark in _BREAKS:
-        ends = [match.end() for match in mark.finditer(sentence, length // 4, 3 * length // 4)]
-        if inside := [end for end in ends if 0 < end < length]:
-            return min(inside, key=lambda end: abs(2 * end - length))
-    cut = max(1, length // 2)
-    # Accents, joiners and variation selectors stay with the letter before them.
-    while cut < length - 1 and unicodedata.category(sentence[cut]) in ("Mn", "Mc", "Me", "Cf"):
-        cut += 1
-    return cut
+        matches = mark.finditer(sentence, length // 4, 3 * length // 4)
+        ends = [match.end() for match in matches if match.lastgroup is None and 0 < match.end() < length]
+        if ends:
+            return min(ends, key=lambda end: abs(2 * end - length))
+    middle = max(1, length // 2)
+    # Accents, joiners and variation selectors stay with the letter before them, unless there is nothing else.
+    for cut in range(middle, max(middle, 3 * length // 4) + 1):
+        if unicodedata.category(sentence[cut]) not in ("Mn", "Mc", "Me", "Cf"):
+            return cut
+    return middle
 
 
 def _sentences(paragraph: str, language: str) -> Iterator[str]:
@@ -165,7 +168,7 @@ def _belongs_to_word(text: str, mark: int, start: int, language: str) -> bool:
         return is_item or ordinal.match(text, mark) is not None
     if _INITIAL.search(before) or always.search(before.lower()):
         return True
-    return text[mark + 1 :].lstrip()[:1].isdigit() and before_number.search(before.lower()) is not None
+    return text[mark + 1 : mark + 3].lstrip()[:1].isdigit() and before_number.search(before.lower()) is not None
 
 
 @cache
@@ -191,6 +194,7 @@ def _join_short(pieces: list[str], limit: int) -> list[str]:
     return joined
 
 
+MAX_TEXT_CHARACTERS = 500_000  # of one text: about nine hours of speech
 FULL_LIMIT_CODES = 400  # codes of a sentence of `max_characters`; models that know fewer get shorter sentences
 _SHOWN = 8
 
@@ -245,6 +249,11 @@ class TextFrontend:
         A replacement is the letter without its accent, or "" for a character that is left out. `language` is a
         result of `language_code`.
         """
+        if len(text) > MAX_TEXT_CHARACTERS:
+            raise ConfigError(
+                f"The text has more than {MAX_TEXT_CHARACTERS:,} characters, about nine hours of speech; "
+                "split it, and speak the parts one after another."
+            )
         sentences: list[Sentence] = []
         replaced: dict[str, str] = {}
         num_lost = num_letters = 0

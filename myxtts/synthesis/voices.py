@@ -35,7 +35,7 @@ SHORTEST_SECONDS, ENOUGH_SECONDS = 1.0, 3.0
 SILENCE_DB = 40.0  # speech has ended where the level is this far below the loudest part
 PUBLISHED_FILE = "speakers_xtts.pth"
 LIST = "list"  # the name that asks for the names of all voices
-_FEW_NAMES = 8
+_FEW_NAMES, _LONGEST_NAME = 8, 200  # the name of a file may have 255 bytes
 _NAME = re.compile(r"[^\W_][\w .'-]*")
 _FINGERPRINTED = 65536
 
@@ -150,7 +150,7 @@ class VoiceLibrary:
 
     def save(self, voice: Voice) -> Path:
         """Store a voice under its name; replaces an earlier one of that name."""
-        path = self._path(voice.name)
+        path = self.path(voice.name)
         self.folder.mkdir(parents=True, exist_ok=True)
         mark = torch.tensor(list(voice.fingerprint.encode()), dtype=torch.uint8)
         write_tensors(path, {"latents": voice.latents, "speaker": voice.speaker, "fingerprint": mark})
@@ -158,7 +158,7 @@ class VoiceLibrary:
 
     def load(self, name: str, expected: str) -> Voice:
         """The voice of that name; a saved one must come from the weights with the fingerprint `expected`."""
-        path = self._path(name)
+        path = self.path(name)
         if not path.is_file():
             published = published_voices(self._published).get(name)
             if published is None:
@@ -167,6 +167,10 @@ class VoiceLibrary:
         tensors = read_tensors(path)
         if missing := {"latents", "speaker", "fingerprint"} - tensors.keys():
             raise DatasetError(f"{path} is not a voice: it lacks {', '.join(sorted(missing))}.")
+        if tensors["fingerprint"].dtype != torch.uint8 or not _is_voice(tensors["latents"], tensors["speaker"]):
+            raise DatasetError(
+                f"{path} is not a voice: its tensors have other shapes or types, or are not finite."
+            )
         made_by = bytes(tensors["fingerprint"].tolist()).decode(errors="replace")
         if made_by != expected:
             raise DatasetError(
@@ -187,9 +191,11 @@ class VoiceLibrary:
             f"--voice {LIST} shows all {len(names)}."
         )
 
-    def _path(self, name: str) -> Path:
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f"{name!r} cannot name a voice; use letters, digits, spaces, dots and hyphens.")
+    def path(self, name: str) -> Path:
+        """The file of a saved voice; an error if the name could not be that of a file in this folder."""
+        if not _NAME.fullmatch(name) or len(name.encode()) > _LONGEST_NAME:
+            expected = f"up to {_LONGEST_NAME} letters, digits, spaces, dots and hyphens"
+            raise ConfigError(f"{name[:60]!r} cannot name a voice; use {expected}.")
         return self.folder / f"{name}.safetensors"
 
 
@@ -201,6 +207,13 @@ def published_voices(path: Path) -> dict[str, Voice]:
         name, _, kind = key.rpartition(".")
         speaker = tensors.get(f"{name}.speaker_embedding")
         if kind == "gpt_cond_latent" and speaker is not None:
-            latents = latents.reshape(1, CONDITIONING_TOKENS, -1).float()
-            voices[name] = Voice(name, latents, speaker.flatten().float())
+            latents, speaker = latents.reshape(1, *latents.shape[-2:]), speaker.flatten()
+            if not _is_voice(latents, speaker):
+                raise DatasetError(f"{path} is damaged: {name!r} has other shapes or types, or is not finite.")
+            voices[name] = Voice(name, latents.float(), speaker.float())
     return voices
+
+
+def _is_voice(latents: Tensor, speaker: Tensor) -> bool:
+    fits = latents.dim() == 3 and latents.shape[:2] == (1, CONDITIONING_TOKENS) and speaker.dim() == 1
+    return fits and all(each.is_floating_point() and bool(each.isfinite().all()) for each in (latents, speaker))

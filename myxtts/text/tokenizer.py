@@ -104,6 +104,7 @@ def joined(pieces: list[str], pair: Pair) -> list[str]:
 
 
 FILE_NAME = "vocab.json"
+MAX_FILE_BYTES = 32_000_000  # that of XTTS-v2 has 0.4 MB
 STOP, UNKNOWN, SPACE, START = "[STOP]", "[UNK]", "[SPACE]", "[START]"
 
 _FIRST_LETTERS = "!'(),-./:;?abcdefghijklmnopqrstuvwxyz"  # ids 3 to 39 of every XTTS vocabulary
@@ -148,6 +149,11 @@ class Tokenizer:
         """Read `vocab.json` as XTTS-v2 publishes it, given the file or its folder."""
         file = path / FILE_NAME if path.is_dir() else path
         try:
+            if (num_bytes := file.stat().st_size) > MAX_FILE_BYTES:
+                limit = f"a vocabulary has at most {MAX_FILE_BYTES / 1e6:.0f} MB"
+                raise DatasetError(
+                    f"The vocabulary {file} cannot be read: it has {num_bytes / 1e6:.0f} MB; {limit}"
+                )
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
@@ -264,7 +270,7 @@ def _checked_content(text: str, source: str) -> dict[str, Any]:
         model, special = content["model"], {token["content"] for token in content["added_tokens"]}
         kind, known = model["type"], special & model["vocab"].keys()
         cutting = (content.get("pre_tokenizer") or {}).get("type")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         expected = "a vocabulary of XTTS-v2's form (JSON of the `tokenizers` library)"
         raise DatasetError(f"{source} is not {expected}: {error!r}") from error
     unlike = [name for name in _UNUSED_OPTIONS if model.get(name)]

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from operator import attrgetter
 from pathlib import Path
 
 import torch
 
-from myxtts.config import MODEL_SIZES, PRESETS, SAMPLE_RATE, DataSettings, Settings, stages_of
+from myxtts.config import CARDS, MODEL_SIZES, PRESETS, SAMPLE_RATE, DataSettings, Settings, stages_of
 from myxtts.data.batches import MAX_CROP_FRAMES, host_layout
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import Corpus, held_out, read_corpus
@@ -78,7 +78,7 @@ class CheckContext:
     def plan(self) -> Plan | ConfigError:
         """Which device would do what, or the error that prevents it."""
         try:
-            return make_plan(self.data, self.machine)
+            return make_plan(self.data, self.machine, spelling=self.loaded.spelling)
         except ConfigError as error:
             return error
 
@@ -94,7 +94,8 @@ class CheckContext:
         """Memory of the model role: its cap, its GPU, or on the CPU the free host memory."""
         if self.model_gpu is None:
             return self.host.available_bytes // 2**20
-        return self.data.model_gpu_memory if self.data.enable_memory_isolation else self.model_gpu.memory_mb
+        cap_mb = self.plan.model_cap_mb if isinstance(self.plan, Plan) else None
+        return self.model_gpu.memory_mb if cap_mb is None else cap_mb
 
     @cached_property
     def situation(self) -> Situation:
@@ -117,14 +118,9 @@ class CheckContext:
             speech_hours=hours,
         )
 
-    @cached_property
+    @property
     def network(self) -> XTTS:
-        """The network without memory: only its shapes."""
-        with torch.device("meta"):
-            model = XTTS(SIZES[self.model.size])
-        if self.model.lora_rank and "gpt" in self.stages:
-            add_adapters(model.gpt, self.model.lora_rank)
-        return model
+        return _shapes(self.model.size, self.model.lora_rank if "gpt" in self.stages else 0)
 
     def num_trained(self, stage: str) -> int:
         """Return how many weights a stage trains and saves, without the decoder's discriminators."""
@@ -172,6 +168,16 @@ class CheckContext:
         return int(sum(size * EXPANSION.get(kind, COMPRESSED_EXPANSION) for kind, size in sizes.items()))
 
 
+@cache
+def _shapes(size: str, lora_rank: int) -> XTTS:
+    """Return the network without memory: only its shapes."""
+    with torch.device("meta"):
+        model = XTTS(SIZES[size])
+    if lora_rank:
+        add_adapters(model.gpt, lora_rank)
+    return model
+
+
 def _free_bytes(path: Path) -> int:
     place = path.absolute()
     while not place.exists():
@@ -213,9 +219,16 @@ def _with_flag(finding: Finding) -> Finding:
     return replace(finding, fix=f"{finding.fix}: {how}" if finding.fix else how)
 
 
-def by_rule(code: str, ctx: CheckContext, otherwise: str) -> Finding:
+def by_rule(code: str, ctx: CheckContext, otherwise: str, gpu_only: bool = False) -> Finding:
+    """Return what the first rule of a check finds; `gpu_only`: without a GPU nothing found proves nothing."""
     found = rule_finding(code, ctx.situation)
-    return Finding(code, "pass", otherwise) if found is None else _with_flag(found)
+    if found is not None:
+        return _with_flag(found)
+    return _skipped(code) if gpu_only and not ctx.on_gpu else Finding(code, "pass", otherwise)
+
+
+def _skipped(code: str, why: str = "there is no GPU") -> Finding:
+    return Finding(code, "skip", f"Not checked: {why}")
 
 
 def gpus(ctx: CheckContext) -> Finding:
@@ -235,9 +248,11 @@ def gpus(ctx: CheckContext) -> Finding:
 
 def devices(ctx: CheckContext) -> Finding:
     try:
-        plan = make_plan(replace(ctx.data, enable_memory_isolation=False), ctx.machine)
+        without_caps = replace(ctx.data, enable_memory_isolation=False)
+        plan = make_plan(without_caps, ctx.machine, spelling=ctx.loaded.spelling)
     except ConfigError as error:
-        fix = "name GPUs of this list, or leave out --data-gpu and --model-gpu"
+        names = " and ".join(ctx.loaded.spelling(f"data.{role}_gpu") for role in ("data", "model"))
+        fix = f"name GPUs of this list, or leave out {names}"
         return Finding("devices", "fail", _problems(error), "", fix)
     if plan.mode == "buffered":
         where = f"Single-GPU buffered mode on {ctx.machine.label(plan.model)}"
@@ -287,12 +302,6 @@ def prefetch(ctx: CheckContext) -> Finding:
     return by_rule("prefetch", ctx, auto if size is None else f"{size} batches are kept ready on the host")
 
 
-def upload(ctx: CheckContext) -> Finding:
-    if not ctx.on_gpu:
-        return Finding("upload", "info", "No GPU: nothing is uploaded")
-    return by_rule("upload", ctx, "Batches are uploaded ahead, from pinned memory, on streams of their own")
-
-
 def model_memory(ctx: CheckContext) -> Finding:
     """Check that weights, gradients and optimiser of the largest stage leave room for a batch."""
     least = {stage: BYTES_PER_TRAINED_WEIGHT * ctx.num_trained(stage) for stage in ctx.stages}
@@ -316,7 +325,7 @@ def model_memory(ctx: CheckContext) -> Finding:
 def buffers(ctx: CheckContext) -> Finding:
     """Check that the buffers asked for fit the memory; says where the batches will wait."""
     if isinstance(ctx.plan, ConfigError):
-        return Finding("buffers", "info", "Not checked: there is no plan of devices")
+        return _skipped("buffers", "it is not settled which device does what")
     plan = replace(ctx.plan, model_cap_mb=ctx.model_memory_mb)
     budget = ctx.data.batch_size * min(MAX_CROP_FRAMES, ctx.data.max_mel_frames)
     frontend = GptFrontend(ctx.network, ctx.data, budget)
@@ -334,15 +343,15 @@ def buffers(ctx: CheckContext) -> Finding:
 def card_preset(ctx: CheckContext) -> Finding:
     card = ctx.situation.card
     if card is None:
-        return Finding("preset", "info", "No GPU: there is no preset for this machine")
-    if ctx.training.preset == card:
-        return Finding("preset", "pass", f"The preset for this card is used: {card}")
+        return _skipped("preset")
+    if CARDS.get(used := ctx.training.preset or "", used) == card:
+        return Finding("preset", "pass", f"The preset for this card is used: {used}")
     values = ", ".join(f"{key.split('.')[1]} {format_setting(key, value)}" for key, value in PRESETS[card].items())
     why, found = f"it gives {values}; what you set yourself wins over it", rule_finding("preset", ctx.situation)
     if found is not None:
         return _with_flag(replace(found, why=f"{found.why}; {card} suits it: {why}"))
     return _with_flag(
-        Finding("preset", "info", f"The preset for this card is {card}", why, "", "training.preset", card)
+        Finding("preset", "info", f"The preset for {ctx.model_gpu} is {card}", why, "", "training.preset", card)
     )
 
 
@@ -395,9 +404,10 @@ def corpus(ctx: CheckContext) -> Finding:
         fix = "run myxtts prepare: it lists every clip with its reason"
         return Finding("corpus", "warn", f"{what}; {len(aside)} cannot be used", reasons, fix)
     if ctx.data.train_data is None:
-        return Finding(
-            "corpus", "info", f"{what}: the embedded corpus, for a demonstration", "", "give --train-data"
+        why = (
+            "the settings are checked as they are; a run without --train-data is a short demonstration with others"
         )
+        return Finding("corpus", "info", f"{what}: the embedded corpus", why, "give --train-data")
     return Finding("corpus", "pass", what, reasons)
 
 
@@ -405,7 +415,7 @@ def prepared(ctx: CheckContext) -> Finding:
     if ctx.prepared is not None:
         return Finding("prepared", "pass", f"The corpus is prepared in {ctx.cache_folder}")
     if isinstance(ctx.corpora, DatasetError):
-        return Finding("prepared", "info", "Not checked: the corpus cannot be read")
+        return _skipped("prepared", "the corpus cannot be read")
     what, why, fix = "The corpus is not prepared yet", "training prepares it when it starts", ""
     if ctx.has_stores:
         what = f"The cache in {ctx.cache_folder} was last used with other settings or clips"
@@ -456,17 +466,13 @@ CHECKS: Mapping[str, Callable[[CheckContext], Finding]] = {
         "workers", ctx, f"{min(ctx.data.num_workers, ctx.host.cores)} worker(s), {ctx.host.cores} usable core(s)"
     ),
     "prefetch": prefetch,
-    "upload": upload,
-    "batch-size": lambda ctx: by_rule("batch-size", ctx, f"{ctx.data.batch_size} clips a batch"),
-    "fixed-shapes": lambda ctx: by_rule(
-        "fixed-shapes", ctx, "Every batch has the same shapes: compiled once, no allocations"
+    "upload": lambda ctx: by_rule(
+        "upload", ctx, "Batches are uploaded ahead, from pinned memory, on streams of their own", gpu_only=True
     ),
-    "compilation": lambda ctx: by_rule(
-        "compilation", ctx, "Steps are compiled and captured" if ctx.on_gpu else "On the CPU every step is eager"
-    ),
-    "precision": lambda ctx: by_rule(
-        "precision", ctx, "bf16 where that is safe" if ctx.on_gpu else "bf16 on a GPU; the CPU computes in fp32"
-    ),
+    "batch-size": lambda ctx: by_rule("batch-size", ctx, f"{ctx.data.batch_size} clips per batch"),
+    "fixed-shapes": lambda ctx: by_rule("fixed-shapes", ctx, "Every batch has the same shapes"),
+    "compilation": lambda ctx: by_rule("compilation", ctx, "Steps are compiled and captured", gpu_only=True),
+    "precision": lambda ctx: by_rule("precision", ctx, "bf16 where that is safe", gpu_only=True),
     "model-memory": model_memory,
     "buffers": buffers,
     "preset": card_preset,
@@ -505,17 +511,18 @@ def check_gpus(
     tried = [driver(ctx), gpus(ctx), devices(ctx), *peers(ctx), caps(ctx)]
     if ctx.on_gpu:
         tried += [*caps_held(plan), transfer(plan)]
+    else:
+        tried.append(_skipped("transfer"))
     tried += [*dry_run(ctx, plan, progress or NoProgress(), say), *not_checked(ctx, plan)]
     codes = {finding.code for finding in tried}
     return tried + [finding for finding in run_checks(ctx) if finding.code not in codes]
 
 
 def driver(ctx: CheckContext) -> Finding:
-    """Check that there is a driver: a CPU does not answer a question about GPUs."""
     if ctx.host.driver or ctx.on_gpu:
         version = ctx.host.driver or "of unknown version"
         return Finding("driver", "pass", f"NVIDIA driver {version}, PyTorch {torch.__version__}")
-    return Finding("driver", "fail", "No NVIDIA driver was found", "", f"{GET_DRIVER}; the CPU trains without")
+    return _skipped("driver", "no NVIDIA driver was found")
 
 
 def peers(ctx: CheckContext) -> Iterator[Finding]:
@@ -582,8 +589,7 @@ def dry_run(ctx: CheckContext, plan: Plan, progress: Progress, say: Callable[[st
         return
     yield _judge_pipeline(seen, settings, time.perf_counter() - started_at)
     yield _judge_placement(seen)
-    if on_gpu:
-        yield _judge_optimisations(seen, settings)
+    yield _judge_optimisations(seen, settings) if on_gpu else _skipped("optimisations")
 
 
 def _judge_pipeline(seen: Observation, settings: Settings, seconds: float) -> Finding:
@@ -648,8 +654,6 @@ def not_checked(ctx: CheckContext, plan: Plan) -> Iterator[Finding]:
     if ctx.on_gpu and isinstance(ctx.plan, Plan):
         return
     unseen = ["copies between GPUs", "memory caps", "the model on a GPU of its own"]
-    if not ctx.on_gpu:
-        unseen += ["uploads from pinned memory", "compilation", "bf16"]
     where = f"both roles were tried on {plan.model}"
     smaller = "" if ctx.on_gpu else f", with `{CPU_SIZE}` and batches of at most {CPU_BATCH} clips"
     yield Finding("not-checked", "info", f"Not checked here: {', '.join(unseen)}", f"{where}{smaller}")

@@ -30,8 +30,9 @@ from torch.profiler import ProfilerActivity
 from myxtts.config import Settings, num_codes_of
 from myxtts.data.batches import Batch, Cursor, HostBatch, Sizes, host_layout
 from myxtts.data.clips import PreparedCorpus
-from myxtts.devices import Plan, apply_caps, explained_out_of_memory, make_plan, peak_memory_mb
+from myxtts.devices import Plan, apply_caps, deterministic, explained_out_of_memory, make_plan, peak_memory_mb
 from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.host import hide_working_folder
 from myxtts.observe.breakdown import (
     ALLOCATED_COUNTER,
     DATA_PHASES,
@@ -122,7 +123,8 @@ class DryRun:
         """A feed from the first batch on, with the stream of the step in use; lack of memory is explained."""
         doing = f"rehearsing with batches of {self.settings.data.batch_size} clips"
         feed = build_feed(self.ctx, replay=replay, trace=trace)
-        with explained_out_of_memory(self.plan, "model", doing), feed, self.stream.use():
+        same_bits = deterministic(self.plan, self.settings.training.deterministic)
+        with same_bits, explained_out_of_memory(self.plan, "model", doing), feed, self.stream.use():
             yield feed
 
     def fill_codes(self) -> None:
@@ -304,6 +306,7 @@ def try_out(settings: Settings, prepared: PreparedCorpus, stage: str, num_steps:
 
 def try_out_apart(settings: Settings, stage: str, num_steps: int, limit_s: float = math.inf) -> Trial:
     """The same in a process of its own, which is ended after `limit_s`."""
+    hide_working_folder()
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_trial, args=(sender, settings, stage, num_steps), name="trial")

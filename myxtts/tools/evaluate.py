@@ -211,7 +211,7 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
     """Speak the held-out sentences of a run and write everything that is to be judged."""
     run = RunDir(folder)
     if not run.exists:
-        raise ConfigError(f"There is no run in {folder}; name the --checkpoint-dir of a training")
+        raise ConfigError(f"{folder} contains no run; give the --checkpoint-dir of a run")
     if "gpt" in run.untrained():
         raise ConfigError(f"The run in {folder} has not trained gpt yet: it cannot speak. Train it: --stages gpt")
     if not (settings_file := folder / "settings.yaml").is_file():

@@ -194,10 +194,11 @@ def judge(home: Path, items_file: Path, out: TextIO) -> None:
 
 
 def install(home: Path) -> None:
-    """Make a venv with all judges, about 2 GB, most of it torch."""
+    """Make a venv with all judges, about 2 GB, most of it torch; pip shows each download and its size."""
+    _log.info("Installing the judges into %s: about 2 GB on disk, most of it PyTorch", home)
     venv.create(home, with_pip=True)
     python = str(home / "bin" / "python")
-    pip = [python, "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [python, "-I", "-m", "pip", "install", "--disable-pip-version-check"]
     subprocess.run([*pip, *RESOLVED], check=True)
     subprocess.run([*pip, "--no-deps", *ALONE], check=True)
     for library in home.glob("lib/python*/site-packages/torchaudio/lib/*.so"):

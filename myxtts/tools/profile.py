@@ -1,4 +1,4 @@
-"""`myxtts profile`: where the time of a training goes, measured with the user's own settings, data and devices.
+"""`myxtts profile`: where the time of a run goes, measured with the user's own settings, data and devices.
 
 `profile` trains a stage for some steps three times: as in the first epoch, as in every later one, and on one batch
 again and again, which shows what a perfect feed would give. With `data_only` it times the data side alone: text
@@ -149,7 +149,7 @@ def profile(
         analysis = _analyse(settings, prepared, stage, num_batches, step_ms)
         return Profile(stage, "GPU" if machine.gpus else "CPU", num_batches, batch_size, data=analysis)
     with temporary_codes(prepared) as apart:
-        _log.info("Setting up the stage %s as a training would", stage)
+        _log.info("Setting up the stage %s as a run would", stage)
         return _profile_stage(DryRun(settings, apart, stage), machine, num_steps, kernels)
 
 
@@ -419,7 +419,7 @@ def time_audio(corpus: Corpus, data: DataSettings, source: ClipSet, num_batches:
 
 
 def time_host(source: ClipSet, data: DataSettings, num_batches: int) -> Timing:
-    """Time between two batches in host memory, gathered by as many threads as a training would start."""
+    """Time between two batches in host memory, gathered by as many threads as a run would start."""
     num_threads = min(data.num_workers, most_gatherers(data, usable_cores()), num_batches)
     gatherer, layout = _gatherer(source, data), host_layout(data)
     jobs = iter([*gatherer.jobs(Cursor(), num_batches=num_batches)])
@@ -486,7 +486,7 @@ def _feed_findings(feed: FeedAnalysis, data: DataSettings) -> Iterator[Finding]:
 
 def _audio_findings(audio: AudioAnalysis, data: DataSettings) -> Iterator[Finding]:
     decode, gather = audio.decode, audio.gather
-    why = f"Decoding takes {decode.mean_ms:.1f} ms a file, gathering {gather.mean_ms:.1f} ms a batch."
+    why = f"Decoding takes {decode.mean_ms:.1f} ms per file, gathering {gather.mean_ms:.1f} ms per batch."
     if data.native_loading:
         what = f"A batch comes {audio.times_faster:.1f} times as fast from the packed cache as from its files."
         yield Finding("data-audio-packed", "pass", what, why)

@@ -1,7 +1,7 @@
 """`myxtts tune`: better settings for this machine, found by training with each of them.
 
-It tries, in this order: a batch that fits at all, the switches that are off, workers and buffers, larger batches,
-no gradient checkpointing, one or two GPUs. It writes nothing.
+It first applies what the rules of `check` call a fault, all at once. Then it searches, in this order: a batch that
+fits at all, workers and buffers, larger batches, no gradient checkpointing, one or two GPUs. It writes nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from myxtts.config import OPTIMIZATION_LEVELS, most_gatherers
 from myxtts.data.clips import PreparedCorpus
-from myxtts.devices import Machine
+from myxtts.devices import Machine, make_plan
 from myxtts.errors import PipelineError
 from myxtts.host import usable_cores
 from myxtts.observe.breakdown import DATA_PHASES
-from myxtts.observe.findings import SWITCHES, Finding, Rule
+from myxtts.observe.findings import RULES, SWITCHES, Finding, Rule, Situation
 from myxtts.run_dir import RunDir
 from myxtts.settings import LoadedSettings, format_setting, specs, value_of, with_values
 from myxtts.tools.dry_run import Refused, Trial, try_out_apart
@@ -26,12 +26,15 @@ MIN_GAIN_GPU, MIN_GAIN_CPU = 1.03, 1.1  # a smaller speedup may be chance; train
 MAX_MEMORY_SHARE = 0.85  # of a GPU or its cap: validation and other programs need the rest
 GPU_STEPS, CPU_STEPS = 40, 4  # steps of a trial after its warm-up
 MAX_BATCH_GPU, MAX_BATCH_CPU = 512, 32
-DDP_EFFICIENCY = 0.95  # share of its speed that each GPU keeps: the rest goes into exchanging gradients
 BATCH, ACCUMULATE = "data.batch_size", "training.gradient_accumulation_steps"
 WORKERS, CHECKPOINTING = "data.num_workers", "model.gradient_checkpointing"
 DATA_GPU, MODEL_GPU = "data.data_gpu", "data.model_gpu"
 BUFFERS = ("data.prefetch_buffer_size", "data.pipeline_buffer_size")
 LEVEL = "training.optimization_level"
+FAULT_CODES = frozenset(
+    {"compilation", "native-loading", "fixed-shapes", "precision", "upload", "workers", "prefetch"}
+)
+"""The checks whose faults have one right value; the rest is a matter of measuring."""
 Say = Callable[[str], None]
 Measure = Callable[[LoadedSettings], Trial]
 
@@ -47,6 +50,7 @@ class Change:
 
 @dataclass
 class Tuning:
+    faults: list[Finding] = field(default_factory=list)  # what `check` knows before anything is measured
     changes: list[Change] = field(default_factory=list)
     before: Trial | None = None  # None if the configuration could not be trained
     after: Trial | None = None
@@ -55,6 +59,7 @@ class Tuning:
     notes: list[str] = field(default_factory=list)  # settings that were not changed, and why
     num_trials: int = 0
     minutes: float = 0.0
+    ran_out_of_time: bool = False
 
     @property
     def gain(self) -> float | None:
@@ -68,6 +73,15 @@ class Tuning:
         return asdict(self) | {"gain": self.gain, "values": self.values}
 
 
+def known_faults(loaded: LoadedSettings, machine: Machine | None = None) -> list[Finding]:
+    """Return what the rules call a fault of the feed or the step, with the right value; measures nothing."""
+    machine = Machine.look() if machine is None else machine
+    situation = Situation(settings=loaded.settings, num_gpus=len(machine.gpus), cores=usable_cores())
+    rules = [rule for rule in RULES if rule.code in FAULT_CODES and rule.holds(situation)]
+    found = [(rule.when is None, rule.finding(situation)) for rule in rules]
+    return [fault for is_switch, fault in found if is_switch or fault.level == "fail"]
+
+
 class OutOfTime(Exception):
     """No further trial fits into the time."""
 
@@ -78,7 +92,7 @@ class Search:
     def __init__(
         self, loaded: LoadedSettings, measure: Measure, machine: Machine, ends_at: float, most_clips: int, say: Say
     ) -> None:
-        self.loaded, self.machine, self.found = loaded, machine, Tuning()
+        self.loaded, self.machine, self.found = loaded, machine, Tuning(known_faults(loaded, machine))
         self.min_gain = MIN_GAIN_GPU if machine.gpus else MIN_GAIN_CPU
         self._measure, self._ends_at, self._most_clips, self._say = measure, ends_at, most_clips, say
         self._longest_s = 0.0
@@ -92,6 +106,9 @@ class Search:
             new_run = "give another --checkpoint-dir, or --reset-training, to tune it for a new run"
             this_run = "a smaller --batch-size with as much more --grad-accum would continue this one"
             self.found.notes.append(f"{kept}: {new_run}; {this_run}")
+        elif not machine.gpus and loaded.settings.data.train_data is None:
+            self._batch_is_free = False
+            self.found.notes.append("The batch is the demonstration's and is not changed: give --train-data")
 
     @property
     def best(self) -> Trial:
@@ -106,9 +123,11 @@ class Search:
         single = None
         try:
             self.found.before = self.found.after = self._attempt({})
-            if self.found.before is None:
-                self._shrink_batch()
-            self._try_switches()
+            refusal = self._refusal
+            self._mend_faults()
+            if self.found.after is None:
+                assert refusal is not None
+                self._shrink_batch(refusal)
             self._try_feed()
             if self._grow_batch():
                 self._try_feed()
@@ -116,12 +135,14 @@ class Search:
                 self._keep_if_faster({CHECKPOINTING: False}, "the batch fits without recomputing activations")
             single = self._try_roles()
         except OutOfTime:
-            if self.found.after is None:
+            if self.found.after is None and not self.found.changes:
                 raise PipelineError("Nothing was measured before the time was over; give more --minutes") from None
+            self.found.ran_out_of_time = True
             self.found.notes.append("The time was over before everything was tried: give more --minutes")
-        if single is None and self.value(DATA_GPU) is None:
-            single = self.best
-        self.found.advice = list(_advice(self, single))
+        if self.found.after is not None:
+            if single is None and self.value(DATA_GPU) is None:
+                single = self.best
+            self.found.advice = list(_advice(self, single))
 
     def _attempt(self, values: Mapping[str, Any]) -> Trial | None:
         """Measure the best settings so far with these values; None if they cannot be trained, see `_refusal`."""
@@ -146,29 +167,30 @@ class Search:
         return trial
 
     def _check_memory(self, candidate: LoadedSettings, trial: Trial) -> None:
-        data = candidate.settings.data
+        plan = make_plan(candidate.settings.data, self.machine, {})
         cards = {gpu.index: gpu.memory_mb for gpu in self.machine.gpus}
         for role, used_mb in trial.memory_mb.items():
-            index, cap = data.model_gpu, data.model_gpu_memory
-            if role == "data":
-                index, cap = data.data_gpu, data.data_gpu_memory
-            limit = cards.get(index or 0, cap)
-            if data.enable_memory_isolation:
-                limit = min(limit, cap)
-            if used_mb > MAX_MEMORY_SHARE * limit:
+            device, cap = (plan.data, plan.data_cap_mb) if role == "data" else (plan.model, plan.model_cap_mb)
+            limit = cap or cards.get(device.index)
+            if limit is not None and used_mb > MAX_MEMORY_SHARE * limit:
                 spared = f"{100 - 100 * MAX_MEMORY_SHARE:.0f} % are kept free for validation and other programs"
                 raise Refused(f"it takes {used_mb:.0f} of {limit} MB, and {spared}", out_of_memory=True)
 
-    def _keep(self, values: Mapping[str, Any], trial: Trial, why: str) -> None:
-        """Continue with these values. What a level implies changes with the level and is not listed."""
+    def _keep(self, values: Mapping[str, Any], trial: Trial | None, whys: Mapping[str, str] | str) -> None:
+        """Continue with these values, measured or not. What a level implies changes with it and is not listed."""
         best = self.found.after
-        gain = trial.clips_per_s / best.clips_per_s if best is not None else None
+        gain = trial.clips_per_s / best.clips_per_s if trial is not None and best is not None else None
+        whys = {next(iter(values)): whys} if isinstance(whys, str) else whys
+        remark = "" if trial is not None else "not measured"
         for key, value in values.items():
-            is_implied = self.loaded.origin[key] == "preset" and key in OPTIMIZATION_LEVELS["basic"]
+            is_implied = (
+                LEVEL in values and self.loaded.origin[key] == "preset" and key in OPTIMIZATION_LEVELS["basic"]
+            )
             if self.value(key) != value and not is_implied:
+                why = "; ".join(filter(None, [whys.get(key, ""), remark]))
                 self.found.changes.append(Change(key, self.value(key), value, gain, why))
-                gain, why = None, "belongs to the line above"
-        self.loaded, self.found.after = with_values(self.loaded, values), trial
+                gain, remark = None, remark or "measured with the line above"
+        self.loaded, self.found.after = with_values(self.loaded, values), trial or best
 
     def _keep_if_faster(self, values: Mapping[str, Any], why: str) -> Trial | None:
         """Try values, and continue with them if they help; returns their trial, if they can be trained."""
@@ -182,13 +204,34 @@ class Search:
             self.found.notes.append(f"{named} would be {gain:.2f}× as fast")
         return trial
 
+    def _mend_faults(self) -> None:
+        """Apply everything that the rules call a fault; if that is slower, try it switch by switch."""
+        values = {fault.setting: fault.value for fault in self.found.faults}
+        whys = {fault.setting: fault.why for fault in self.found.faults}
+        if self.value(LEVEL) == "basic" and values.keys() & OPTIMIZATION_LEVELS["basic"].keys():
+            values = {LEVEL: "enhanced"} | values
+            whys[LEVEL] = "the step is compiled and launched as one graph"
+        if not values:
+            return
+        try:
+            trial = self._attempt(values)
+        except OutOfTime:
+            self._keep(values, None, whys)
+            raise
+        best = self.found.after
+        if trial is None:
+            self.found.notes.append(
+                f"{_listed(values)} is not possible here: {str(self._refusal).splitlines()[0]}"
+            )
+        elif best is None or trial.clips_per_s * self.min_gain >= best.clips_per_s:
+            self._keep(values, trial, whys)
+            return
+        if best is not None:
+            self._try_switches()
+
     def _try_switches(self) -> None:
         """Try the switches that are off until none helps: one may help only after another."""
-        on_gpu, level = bool(self.machine.gpus), self.value(LEVEL)
-        if level == "basic" and on_gpu:
-            values = {LEVEL: "enhanced"} | {key: specs()[key].default for key in OPTIMIZATION_LEVELS[level]}
-            self._keep_if_faster(values, "the step is compiled and launched as one graph")
-        rules = [rule for rule in SWITCHES.values() if on_gpu or not rule.gpu_only]
+        rules = [rule for rule in SWITCHES.values() if self.machine.gpus or not rule.gpu_only]
         tried_with: dict[str, LoadedSettings] = {}
 
         def is_open(rule: Rule) -> bool:
@@ -208,7 +251,7 @@ class Search:
         for count in sorted({min(2 * workers, most), most}):
             if count > self.value(WORKERS):
                 self._keep_if_faster({WORKERS: count}, "more threads gather batches")
-        chosen = {key: specs()[key].default for key in BUFFERS if self.loaded.is_set(key)}
+        chosen = {key: specs()[key].default for key in BUFFERS if self.value(key) is not None}
         if chosen and self.best.headroom >= self.min_gain:
             self._keep_if_faster(chosen, "automatic buffers follow the workers and the free memory")
 
@@ -227,10 +270,8 @@ class Search:
         """Return this batch size and the accumulation that keeps the effective batch about the same."""
         return {BATCH: size, ACCUMULATE: max(1, round(self._effective / size))}
 
-    def _shrink_batch(self) -> None:
+    def _shrink_batch(self, refusal: Refused) -> None:
         """Find the largest batch that fits, if the present one does not."""
-        refusal = self._refusal
-        assert refusal is not None
         if not refusal.out_of_memory or not self._batch_is_free:
             raise refusal
         asked = too_large = self.value(BATCH)
@@ -310,7 +351,7 @@ def tune(
     prepared: PreparedCorpus,
     *,
     stage: str = "gpt",
-    minutes: float = 10.0,
+    minutes: float = 2.0,
     max_batch: int | None = None,
     machine: Machine | None = None,
     measure: Measure | None = None,
@@ -337,17 +378,16 @@ def _advice(search: Search, single: Trial | None) -> Iterator[Finding]:
     num_gpus, best = len(search.machine.gpus), search.best
     encode, train = best.phase_ms.get("encode", 0.0), best.phase_ms.get("train", 0.0)
     if num_gpus > 1 and single is not None:
-        gain = DDP_EFFICIENCY * num_gpus * single.clips_per_s / best.clips_per_s
-        what = f"Training on all {num_gpus} GPUs would be about {gain:.1f}× as fast as what was found."
-        why = f"One GPU alone trains {single.clips_per_s:.1f} clips/s, and each can have batches of its own."
+        gain = num_gpus * single.clips_per_s / best.clips_per_s
+        what = f"Training on all {num_gpus} GPUs would be at most {gain:.1f}× as fast as what was found."
+        why = f"One GPU alone trains {single.clips_per_s:.1f} clips/s; all of them together were not measured."
         drop = " and without --data-gpu and --model-gpu" if search.value(DATA_GPU) is not None else ""
         fix = f"Start with torchrun --nproc-per-node {num_gpus} train_main.py{drop}."
         if gain >= search.min_gain:
             yield Finding("tune-several-gpus", "info", what, why, fix, gain=gain)
     elif num_gpus == 1 and train:
         gain = (train + encode) / max(train, encode)
-        both = f"about {2 * DDP_EFFICIENCY:.1f}× if it trains as well"
-        what = f"A second GPU would bring at most {gain:.2f}× as data GPU, {both}."
+        what = f"A second GPU would bring at most {gain:.2f}× as data GPU; if it also trains, at most double."
         why = f"The data role takes {encode:.1f} ms for a batch, training on it {train:.1f} ms."
         yield Finding("tune-second-gpu", "info", what, why)
     if best.headroom >= search.min_gain:

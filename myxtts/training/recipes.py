@@ -26,7 +26,7 @@ from myxtts.data.clips import ClipSet
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
 from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
-from myxtts.model.mel import FrontEnd, LogMel
+from myxtts.model.mel import LogMel, MelSpec
 from myxtts.model.vocoder import (
     OUTPUT_SAMPLE_RATE,
     PERIOD_WIDTHS,
@@ -237,9 +237,9 @@ class DvaeRecipe(Recipe):
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         out, _ = self._reconstruct(tensors, sizes)
-        mel, decoded = tensors["mel"][0], out.reconstruction[0].float()
-        counts = self.dvae.codebook.usage().counts
-        return {"mel": mel[:, : decoded.shape[1]], "reconstruction": decoded, "code_usage": counts}
+        num_frames = int(tensors["num_frames"][0])  # the rest is padding
+        mel, decoded = tensors["mel"][0, :, :num_frames], out.reconstruction[0, :, :num_frames].float()
+        return {"mel": mel, "reconstruction": decoded, "code_usage": self.dvae.codebook.usage().counts}
 
     def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:
         frames = FRAMES_PER_CODE * math.ceil(num_samples / SAMPLES_PER_CODE)
@@ -406,7 +406,7 @@ class GptRecipe(Recipe):
 
 
 FEATURE_WEIGHT, MEL_WEIGHT = 2.0, 45.0  # HiFi-GAN's loss weights; that of the adversarial loss is 1
-LOSS_MEL = FrontEnd(
+LOSS_MEL = MelSpec(
     sample_rate=OUTPUT_SAMPLE_RATE, fft_samples=1024, window_samples=1024, hop_samples=256, window="hann",
     num_mels=80, max_hz=OUTPUT_SAMPLE_RATE / 2, equal_area=True, log_floor=1e-8, floor_is_added=False,
 )  # fmt: skip
@@ -443,7 +443,7 @@ class DecoderRecipe(Recipe):
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - one signature for all
         """The loss "disc" has gradients for the discriminators only, the other losses for the generator only."""
-        real, fake = self._waves(tensors)
+        real, fake = self.waves(tensors)
         real_outputs, fake_outputs = self.discriminators(real, fake.detach())
         # The weights are passed as constants: switching `requires_grad` off and on cannot be compiled.
         generated = [
@@ -465,11 +465,11 @@ class DecoderRecipe(Recipe):
 
     def sums(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
         weights = tensors["weights"]
-        return {"sum": (self._mel_distance(*self._waves(tensors)) * weights).sum(), "count": weights.sum()}
+        return {"sum": (self._mel_distance(*self.waves(tensors)) * weights).sum(), "count": weights.sum()}
 
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
-        real, fake = (self.log_mel(wave[:1].float())[0, 0] for wave in self._waves(tensors))
+        real, fake = (self.log_mel(wave[:1].float())[0, 0] for wave in self.waves(tensors))
         return {"mel": real, "generated": fake}
 
     def parts(self) -> dict[str, nn.Module]:
@@ -483,7 +483,7 @@ class DecoderRecipe(Recipe):
         wave = (1, num_samples_of(SEGMENT_CODES))
         return {"latents": (1, SEGMENT_CODES, latents), "wave": wave, "speaker": (1, speaker)}
 
-    def _waves(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    def waves(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Real and generated waveforms, [B, 1, N] each; filler clips are silent."""
         present = (tensors["weights"] > 0)[:, None, None]
         latents = torch.where(present, tensors["latents"], 0)

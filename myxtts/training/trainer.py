@@ -23,8 +23,9 @@ from myxtts.checkpoints import Checkpoints, Snapshot, to_host
 from myxtts.config import Settings
 from myxtts.data.batches import Batch, Cursor, Sizes, mean_clips
 from myxtts.data.clips import PreparedCorpus
-from myxtts.devices import CudaGraph, Event, Plan, Stream, all_random_states, peak_memory_mb
+from myxtts.devices import CudaGraph, Event, Plan, Stream, all_random_states, memory_in_use_mb, peak_memory_mb
 from myxtts.errors import PipelineError
+from myxtts.host import may_pin
 from myxtts.observe.metrics import StepReport, ValidationReport
 from myxtts.observe.trace import OFF, StepClock, Trace, idle_share, step_timing
 from myxtts.training.optim import Optimizer
@@ -42,6 +43,7 @@ class StepMode:
     compiled: bool = False
     captured: bool = False  # replays a CUDA graph; needs a GPU, static shapes and a single process
     tuned: bool = False  # compiles everything as one graph and tries many kernels, which takes minutes
+    deterministic: bool = False  # only kernels that give the same bits each time; never compiled
     debug: bool = False
     """Names the operation that produced a NaN, and waits for the device after every micro-step."""
 
@@ -53,6 +55,7 @@ class StepMode:
             "captured as a CUDA graph" if self.captured else "",
             "" if self.debug or self.compiled or self.captured else "eager",
             "bf16" if self.autocast else "fp32",
+            "deterministic" if self.deterministic else "",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -61,11 +64,13 @@ def choose_mode(settings: Settings, stage: str, plan: Plan) -> StepMode:
     """The mode that the settings ask for, as far as the devices support it."""
     training, on_gpu = settings.training, plan.model.type == "cuda"
     autocast = settings.data.mixed_precision and on_gpu
+    deterministic = training.deterministic and on_gpu
     if training.enable_eager_debug:
-        return StepMode(autocast=autocast, debug=True)
+        return StepMode(autocast=autocast, deterministic=deterministic, debug=True)
     # Without static shapes every new shape would be compiled and captured again.
     graph = training.enable_graph_mode and on_gpu and settings.data.pad_to_fixed_length
-    compiled = graph and training.enable_xla_compilation
+    # The compiler may choose other kernels next time.
+    compiled = graph and training.enable_xla_compilation and not deterministic
     # Checkpointing draws the dropout of the forward pass again, which a CUDA graph cannot replay.
     redraws = stage == "gpt" and settings.model.gradient_checkpointing and bool(settings.model.dropout)
     return StepMode(
@@ -73,6 +78,7 @@ def choose_mode(settings: Settings, stage: str, plan: Plan) -> StepMode:
         compiled=compiled,
         captured=graph and plan.world_size == 1 and not redraws,
         tuned=compiled and training.optimization_level == "experimental",
+        deterministic=deterministic,
     )
 
 
@@ -105,7 +111,8 @@ class Step:
             # Weights of width 1 have several layouts that are one and the same.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             ids = [stream.device.index] if stream.device.type == "cuda" else None
-            self._distributed = DistributedDataParallel(recipe, device_ids=ids, gradient_as_bucket_view=True)
+            with stream.use():  # what DDP launches now and in training is then in one order
+                self._distributed = DistributedDataParallel(recipe, device_ids=ids, gradient_as_bucket_view=True)
             self._forward = self._distributed
         self._names: list[str] = []
         self._sums: Tensor | None = None
@@ -120,7 +127,7 @@ class Step:
         for micro in range(self.accumulate):
             with next_batch() as batch:
                 if batch is None:
-                    raise PipelineError("The feed ended before the training did.")
+                    raise PipelineError("The feed ended before the run did.")
                 if number == 0 and micro == 0:
                     self.recipe.before_first_step(batch.tensors)
                 if micro == 0:
@@ -233,7 +240,7 @@ class Step:
 
 
 class Reporter:
-    """Receives how a training goes: override what is of interest, by default nothing happens.
+    """Receives how a run goes: override what is of interest, by default nothing happens.
 
     corpus      the corpus is prepared; once, before the first stage
     begin       a stage begins, or continues after `step`
@@ -324,8 +331,12 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._stream, self._training = self.feed.model_stream, self.ctx.settings.training
-        self._clock, self._scalars = StepClock(self._stream.handle), AsyncScalars(self._stream)
+        limit = max(1000, 2 * self._training.log_step)  # keeps every step between two reports
+        self._clock = StepClock(self._stream.handle, limit, first_step=self.state.step)
+        self._scalars, self._logged = AsyncScalars(self._stream), self.state.step
         self._host_copies: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._pins: bool | None = None if self._stream.device.type == "cuda" else False
+        """True if the host copies are pinned; None before the first."""
         self._started_at, self._first_step = time.perf_counter(), self.state.step
 
     def run(self) -> State:
@@ -341,7 +352,7 @@ class Trainer:
                 self.ctx.reporter.tick(state.step)
                 is_last = state.step == self.total_steps
                 if state.step % training.log_step == 0 or is_last:
-                    self._scalars.enqueue(state.step, self.step.scalars())
+                    self._log()
                 self._report_arrived()
                 # On a GPU also after the first step: lack of memory should show before hours of work.
                 is_first = state.step == 1 and self._stream.handle is not None
@@ -351,6 +362,8 @@ class Trainer:
                     self._save(is_best, done=is_last)
                 if self.ctx.stop_requested(state.step):
                     break
+            if state.step > self._logged:
+                self._log()
             self._stream.finish()
             self._report_arrived()
             if not state.done:
@@ -363,6 +376,10 @@ class Trainer:
             )
         return state
 
+    def _log(self) -> None:
+        self._scalars.enqueue(self.state.step, self.step.scalars())
+        self._logged = self.state.step
+
     def _save(self, is_best: bool = False, done: bool = False) -> None:
         """Copy everything to the host and let it be written in the background."""
         self.state.done = done
@@ -370,9 +387,14 @@ class Trainer:
         if self.ctx.plan.rank > 0:
             return
         self.ctx.checkpoints.wait()  # the writer reads the copies that are overwritten here
-        pin = self._stream.device.type == "cuda"
-        weights = to_host(self.ctx.weights(self.step.recipe), self._host_copies[0], pin=pin)
-        optimizer = to_host(self.step.optimizer.state_dict(), self._host_copies[1], pin=pin)
+        live = (self.ctx.weights(self.step.recipe), self.step.optimizer.state_dict())
+        if self._pins is None:
+            num_bytes = sum(tensor.nbytes for tensors in live for tensor in tensors.values())
+            self._pins = may_pin(num_bytes, "Copies for checkpoints")
+        weights, optimizer = (
+            to_host(tensors, copies, pin=self._pins)
+            for tensors, copies in zip(live, self._host_copies, strict=True)
+        )
         self._host_copies = (weights, optimizer)
         state = {**self.state.to_json(), "stage": self.ctx.stage, "notes": dict(self.ctx.notes())}
         snapshot = Snapshot(weights, {**optimizer, **random_states}, state)
@@ -435,10 +457,13 @@ class Trainer:
             ahead=self.feed.num_ahead,
             rings=self.feed.readiness(),
             memory_mb=peak_memory_mb(self.ctx.plan),
+            in_use_mb=memory_in_use_mb(self.ctx.plan),
             skipped=int(values["skipped"]),
             eta_s=(self.total_steps - step) * expected_s if expected_s else None,
             elapsed_s=elapsed_s,
             mfu=clips_per_s / self.peak_clips_per_s if self.peak_clips_per_s else None,
+            timed_from=steps[0].step + 1 if steps else None,
+            times_ms=[round(step.step_ms, 2) for step in steps],
         )
 
 

@@ -1,0 +1,193 @@
+"""The rules of trust: what the program says of itself and of this machine is so."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REPORT, load_command, load_values, step_record
+from training_fixtures import FLAGS, Clips, clips, small, stop_at, train
+
+from myxtts.cli import main
+from myxtts.config import OPTIMIZATION_LEVELS, PRESETS
+from myxtts.data.prepare import EMBEDDED_CORPUS
+from myxtts.devices import Gpu, Machine
+from myxtts.errors import printable
+from myxtts.observe.findings import RULES, WAIT_RULES, Finding
+from myxtts.observe.metrics import read_metrics, stages_of
+from myxtts.reports import TrainingReports
+from myxtts.run import prepare_corpus
+from myxtts.settings import (
+    apply_demo,
+    apply_patch,
+    apply_presets,
+    descriptions,
+    format_setting,
+    load,
+    specs,
+    value_of,
+)
+from myxtts.terminal import ProgressPrinter, Screen, View, render, show_findings, show_lines
+from myxtts.tools.check import CHECKS, CheckContext, Host, check
+from myxtts.tools.dry_run import DryRun
+from myxtts.tools.tune import known_faults
+
+__all__ = ["clips", "small"]
+
+PACKAGE = Path(__file__).resolve().parents[1] / "myxtts"
+HOST = Host(16, 64 * 2**30, "550.54", lambda _: 500 * 10**9)
+
+# What is announced is what is done
+
+
+@pytest.mark.parametrize("flags", [{"preset": name} for name in PRESETS] + [{"optimization_level": "basic"}, {}])
+def test_every_value_that_a_bundle_announces_is_used(flags: dict[str, object]) -> None:
+    loaded, lines = apply_presets(load_values(**flags))
+    loaded, more = apply_demo(loaded)
+    said = re.findall(r": ([a-z_.]+) (?:=|stays) (\[.*\]|\S+)", "\n".join([*lines, *more]))
+    assert len(said) >= 6
+    for key, value in said:
+        assert format_setting(key, value_of(loaded.settings, key)) == value
+    assert {key for key, origin in loaded.origin.items() if origin == "preset"} <= {key for key, _ in said}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("flags", ["", "--prefetch-buffer-size 5 --buffer-size 9"])
+def test_the_buffers_that_check_announces_are_built(clips: Clips, flags: str) -> None:
+    loaded = load_command(f"--train-data {clips(4)} {FLAGS} {flags}")
+    announced = CHECKS["buffers"](CheckContext(loaded, Machine(), Host.look())).what
+    on_host, on_device = map(int, re.findall(r"(\d+) (?:batches|on)", announced))
+    with DryRun(loaded.settings, prepare_corpus(loaded.settings)).feed() as feed:
+        depths = {name: depth for name, (_, depth) in feed.readiness().items()}
+    assert (depths["host"], depths["model"]) == (on_host, on_device)
+
+
+def test_what_tune_announces_mends_what_check_finds(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("data: {native_loading: no, prefetch_to_gpu: no}\ntraining: {enable_eager_debug: yes}\n")
+    machine = Machine([Gpu(0, "Card", 24210)])
+    loaded = load(path, {})
+    faults = known_faults(loaded, machine)
+    assert {fault.code for fault in check(loaded, machine, HOST) if fault.level == "fail"} == {
+        fault.code for fault in faults
+    }
+    apply_patch(loaded, {fault.setting: fault.value for fault in faults})
+    mended = load(path, {})
+    assert known_faults(mended, machine) == []
+    assert not [found for found in check(mended, machine, HOST) if found.level == "fail"]
+
+
+# A number on the screen was measured on this machine, or says where
+
+SPEEDUP = re.compile(r"\d(?:\.\d+)?\s?(?:×|x as |times )|\d\s?% (?:faster|slower)")
+TIME = re.compile(r"\d(?:\.\d+)?\s?(?:ms|s|GB/s|clips/s)\b")
+
+
+def shown_texts() -> Iterator[tuple[str, str]]:
+    """Every text in the package that is not a docstring, with its place."""
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        quiet = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in quiet:
+                yield f"{path.name}:{node.lineno}", node.value
+
+
+def test_no_message_promises_a_speedup_measured_elsewhere() -> None:
+    texts = [*shown_texts(), *descriptions().items()]
+    assert len(texts) > 2000
+    assert not [(place, text) for place, text in texts if SPEEDUP.search(text)]
+
+
+def test_rules_hold_no_number_but_those_of_the_machine_they_look_at() -> None:
+    texts = [text for rule in RULES for text in (rule.what, rule.why, rule.fix)]
+    texts += [rule.why for rule in WAIT_RULES]
+    assert not [text for text in texts if SPEEDUP.search(text) or TIME.search(text)]
+    assert not [text for text in texts if "compiled again" in text]
+
+
+# A default never refuses the card it runs on
+
+
+@pytest.mark.parametrize("memory_mb", [7972, 11910, 16080, 24210, 40370, 48590, 81150])
+def test_no_default_and_no_preset_is_refused_on_a_card_of_8_to_80_gb(memory_mb: int) -> None:
+    machine = Machine([Gpu(0, "Card", memory_mb)])
+    for bundle in (
+        {},
+        *({"preset": name} for name in PRESETS),
+        *({"optimization_level": x} for x in OPTIMIZATION_LEVELS),
+    ):
+        loaded, _ = apply_presets(load_values(train_data=str(EMBEDDED_CORPUS), **bundle))
+        failed = [found for found in check(loaded, machine, HOST) if found.level == "fail"]
+        own_wish = "compilation" if bundle.get("optimization_level") == "basic" else None
+        assert [found.code for found in failed if found.code != own_wish] == [], (memory_mb, bundle)
+
+
+# What is written in YAML holds, and text from files does nothing to a terminal
+
+
+@pytest.mark.usefixtures("empty_working_folder")
+@pytest.mark.parametrize("key", list(specs()))
+def test_what_is_written_in_the_file_holds_even_where_it_repeats_the_default(key: str) -> None:
+    section, name = key.split(".")
+    default = specs()[key].default
+    written = json.loads(json.dumps(default, default=str))
+    others = {"training.preset": "8gb", "training.optimization_level": "basic", "training.init_from": "weights"}
+    flags = " ".join(f"{specs()[other].flags[0]} {value}" for other, value in others.items() if other != key)
+    loaded = load_command(flags, json.dumps({section: {name: written}}))
+    for filled in (apply_presets(loaded)[0], apply_demo(apply_presets(loaded)[0])[0]):
+        assert value_of(filled.settings, key) == default, format_setting(key, default)
+        assert filled.origin[key] == "file"
+
+
+HOSTILE = "ann\x1b[31m\x1b]0;title\x07 \u202egnp.exe\u2066 \x9b2J\x00\udcff"
+NEUTRAL = "ann[31m]0;title gnp.exe 2J?"
+
+
+def test_text_from_files_cannot_change_or_mislead_the_terminal(
+    capsys: pytest.CaptureFixture[str], corpus: Path
+) -> None:
+    assert printable(HOSTILE) == NEUTRAL and printable("سلام\u200cها\n\tو") == "سلام\u200cها\n\tو"
+    show_lines([HOSTILE])
+    show_findings([Finding("corpus", "warn", HOSTILE, HOSTILE, HOSTILE)])
+    ProgressPrinter().report(replace(REPORT, losses={"total": 1.0, HOSTILE[:4]: 2.0}))
+    assert capsys.readouterr().out.count("ann") == 5
+    screen = io.StringIO()
+    terminal = Screen(file=screen, force_terminal=True, width=200)
+    terminal.print(render([step_record(stage=HOSTILE)], (), View(200, title=HOSTILE)))
+    assert screen.getvalue().count(NEUTRAL) == 2, "the styles of the view stay, and nothing else"
+    assert "\u202e" not in screen.getvalue() and "\x1b]" not in screen.getvalue()
+    (corpus / "metadata.csv").write_text(f"clip000|A\x1b[2J text.|{HOSTILE[:9]}\nab\x1b[5msent|Text.\n", "utf-8")
+    assert main(["prepare", "--train-data", str(corpus), "--language", "en"]) == 0
+    assert main(["speak", "Hi.", "--language", "en", "--speaker", "a.wav", "--model", "no\x1b[2Jwhere"]) == 2
+    shown = capsys.readouterr()
+    assert not re.search("[\x1b\x07\x9b\u202e]", shown.out + shown.err)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_time_of_every_step_is_kept_and_pictures_end_with_their_clip(
+    clips: Clips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: dict[str, int] = {}
+    show = lambda _, name, image, __: widths.update({name: image.shape[-1]})  # noqa: E731
+    monkeypatch.setattr(TrainingReports, "picture", show)
+    run, flags = tmp_path / "run", f"--stages dvae --max-steps 8 --log-step 3 --val-data {clips(3)}"
+    with monkeypatch.context() as patched:
+        stop_at(patched, 5)
+        assert train(run, clips(), flags) == 0
+    assert train(run, clips(), flags) == 0
+    reports = read_metrics(run / "metrics.jsonl")
+    steps = [record for record in reports if record["kind"] == "step"]
+    timed = [(record["timed_from"], len(record["times_ms"])) for record in steps]
+    assert [record["step"] for record in steps] == [3, 5, 6, 8]
+    assert timed == [(1, 3), (4, 2), (6, 1), (7, 2)], "each step once, also of a run that was stopped"
+    ends_s, times_ms = stages_of(reports)[0].step_times()
+    assert (times_ms > 0).all() and (np.diff(ends_s) > 0).all() and len(times_ms) == 8
+    assert widths["dvae/mel"] == widths["dvae/reconstruction"] < 110, "1.2 seconds, in a batch of 128 frames"
