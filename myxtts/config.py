@@ -68,6 +68,10 @@ STAGES = tuple(STAGE_PARTS)
 MAX_AUTO_PREFETCH, MAX_AUTO_BUFFER = 16, 50
 """The most batches that `prefetch_buffer_size` and `pipeline_buffer_size` come to when they are `auto`."""
 
+AUTO_MEL_FRAMES = (800, 1728)
+"""The least and the most that `max_mel_frames` comes to when it is `auto`. Beyond 20 seconds the padding of the
+DVAE stage costs more time than the few longer clips add speech."""
+
 PREPARE_KEYS = tuple(
     f"data.{name}"
     for name in (
@@ -216,9 +220,10 @@ class DataSettings:
     """Shortest clip to train on. Shorter ones are set aside and listed with the reason."""
     max_text_length: int = setting(200, minimum=8, maximum=400)
     """Longest text in tokens. Clips with longer texts are set aside, never cut. XTTS-v2 has room for 400."""
-    max_mel_frames: int = setting(800, minimum=64, maximum=2416)
-    """Longest clip in mel frames of 256 samples. Longer clips are set aside, never cut. 800 frames are 9.3
-    seconds; XTTS-v2 has room for 2416 (28 seconds). Memory grows with it."""
+    max_mel_frames: int | None = setting(None, minimum=64, maximum=2416, none="auto")
+    """Longest clip in mel frames of 256 samples. Longer clips are set aside, never cut. `auto` follows the corpus:
+    room for all clips but the longest thousandth, from 800 frames (9.3 seconds) to 1728 (20 seconds). XTTS-v2 has
+    room for 2416 (28 seconds). Memory grows with it."""
     trim_silence_db: float = setting(0.0, minimum=0, maximum=120, metavar="DB")
     """Trims both ends of a clip where it is at least this many decibels quieter than its loudest part; 0 is off.
     Try 40 when recordings start or end with long pauses."""
@@ -393,6 +398,11 @@ def stage_steps(
     own = own_steps(training, stage)
     limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
     return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
+
+
+def mel_frames(data: DataSettings) -> int:
+    """Return the mel frames of the longest clip; for `auto`, the most that it can come to."""
+    return data.max_mel_frames or AUTO_MEL_FRAMES[1]
 
 
 MOST_GATHERERS = 4

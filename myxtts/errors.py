@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-_UNSAFE = dict.fromkeys(
-    {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {ord("\n"), ord("\t")}
-)
-"""Control characters, which a terminal obeys, and characters that override the direction of what follows."""
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Return text from files without what could change or mislead a terminal; `?` for what is not Unicode."""
-    return text.translate(_UNSAFE).encode("utf-8", "replace").decode("utf-8")
+    """Return text with control characters and changes of direction escaped, which could disguise a message."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class MyXTTSError(Exception):
     """Base class of expected failures; the command line prints the message without a traceback."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(MyXTTSError):

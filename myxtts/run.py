@@ -129,6 +129,7 @@ def train(
             applied = ", ".join(f"{key} {value:g}" for key, value in auto.items())
             say(f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech, the gpt stage has {applied}")
         fresh = _start(settings, run_dir, prepared, plan, continues, say)
+        settings = replace(settings, data=prepared.fitted(settings.data))
         stop = held.enter_context(_StopRequest(plan))  # earlier there is no step to finish and nothing to save
         states: dict[str, State] = {}
         for stage in stages_of(settings):
@@ -211,6 +212,7 @@ def _start(
             facts = {
                 "training.init_from": None if source is None else str(source),
                 "model.size": settings.model.size,
+                "data.max_mel_frames": prepared.max_mel_frames,
                 **known,
                 "untrained": random,
                 "auto": auto_values(settings, prepared),
@@ -534,7 +536,6 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
         "model.lora_rank": model.lora_rank,
         "data.batch_size": data.batch_size,
         "data.max_text_length": data.max_text_length,
-        "data.max_mel_frames": data.max_mel_frames,
         "data.use_phonemes": data.use_phonemes,
         "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
         "training.seed": training.seed,
@@ -546,6 +547,8 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
             "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
             "vocabulary": prepared.tokenizer.fingerprint,
         }
+    if frames := data.max_mel_frames or (prepared and prepared.max_mel_frames):
+        known["data.max_mel_frames"] = frames
     given = os.environ.get("WORLD_SIZE", "")  # as torchrun would start it from here
     return known | {"processes": plan.world_size if plan else int(given) if given.isdigit() else 1}
 

@@ -364,10 +364,10 @@ def _settle(entries: list[Entry], problems: list[str], invalid: set[str]) -> Ite
 def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
     """Keys of valid settings that do not go together, and the problem."""
     data = settings.data
-    longest_s = data.max_mel_frames * config.HOP_SAMPLES / config.SAMPLE_RATE
+    longest_s = config.mel_frames(data) * config.HOP_SAMPLES / config.SAMPLE_RATE
     if data.min_clip_seconds >= longest_s:
         shortest = f"data.min_clip_seconds is {data.min_clip_seconds:g}"
-        longest = f"data.max_mel_frames is {data.max_mel_frames} ({longest_s:.2f} seconds)"
+        longest = f"data.max_mel_frames is {data.max_mel_frames or 'auto'} ({longest_s:.2f} seconds)"
         text = f"no clip fits: {shortest}, but {longest}; lower the first or raise the second"
         yield ("data.min_clip_seconds", "data.max_mel_frames"), text
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE
-from myxtts.data.clips import ClipSet, PreparedCorpus, set_aside_list
+from myxtts.data.clips import LIMITS, NO_SPEAKERS, ClipSet, PreparedCorpus, set_aside_list
 from myxtts.errors import printable
 from myxtts.files import has_ended
 from myxtts.observe.diagnosis import WARMUP_REPORTS, Warning, warnings_of
@@ -296,14 +296,14 @@ def show_corpus(prepared: PreparedCorpus) -> None:
     both = (prepared.train, prepared.val)
     speakers = Counter(prepared.speaker_names[number] for clips in both for number in clips.speakers.tolist())
     languages = Counter(LANGUAGES[number] for clips in both for number in clips.languages.tolist())
-    named = [f"{escape(name or 'unnamed')} {count}" for name, count in speakers.most_common(8)]
+    named = [f"{escape(printable(name) or 'unnamed')} {count}" for name, count in speakers.most_common(8)]
     table.add_row("speakers", str(len(speakers)), ", ".join(named + ["…"] * (len(speakers) > 8)))
     spoken = (f"{LANGUAGE_NAMES[code]} {count}" for code, count in languages.most_common())
     table.add_row("languages", str(len(languages)), ", ".join(spoken))
     table.add_row("vocabulary", str(prepared.tokenizer.num_tokens), "tokens")
     table.add_row("set aside", str(len(prepared.set_aside)), "clips")
     for reason, count in Counter(item.reason for item in prepared.set_aside).most_common():
-        table.add_row("", str(count), reason)
+        table.add_row("", str(count), f"{reason} (see {LIMITS[reason]})" if reason in LIMITS else reason)
     console.print(table)
     seconds = np.concatenate([clips.num_samples for clips in both]) / SAMPLE_RATE
     counts = np.bincount((seconds // _LENGTH_STEP_S).astype(int))
@@ -315,6 +315,8 @@ def show_corpus(prepared: PreparedCorpus) -> None:
     console.print(lengths)
     if prepared.set_aside:
         show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
+    if not any(prepared.speaker_names):
+        show_lines([f"Hint: {NO_SPEAKERS}"])
     show_lines([f"Ready: cache in {prepared.root}"])
 
 

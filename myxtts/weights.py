@@ -43,7 +43,7 @@ class Provenance:
     from_scratch: bool = False
     """True if training did not start from published weights: the model knows only what it was trained on."""
     max_text_length: int = DataSettings.max_text_length
-    max_mel_frames: int = DataSettings.max_mel_frames
+    max_mel_frames: int = 2416
     use_phonemes: bool = False
     vocoder: Mapping[str, float] | None = None
     """Distances of the decoder and of Griffin-Lim from held-out recordings, by the validation of the decoder."""

@@ -1,6 +1,8 @@
 """Audio files: every format and rate arrives intact, every broken file says what is wrong with it."""
 
+import contextlib
 import io
+import os
 import random
 import subprocess
 import sys
@@ -110,8 +112,10 @@ def test_what_is_no_audio_is_named(tmp_path: Path, suffix: str) -> None:
         assert reason_of(path) in ("not audio", audio.DAMAGED)
     path.unlink()
     assert reason_of(path) == "missing file"
-    path.mkdir()
-    assert reason_of(path) == "unreadable file"
+    os.mkfifo(path)
+    path.with_name("folder").mkdir()
+    for special in (path, path.with_name("folder"), Path("/dev/zero")):  # must not wait, nor read forever
+        assert reason_of(special) == "unreadable file"
     for kind in (FORMATS[1], FORMATS[4]):
         (tmp_path / "none.wav").write_bytes(encoded(np.zeros(0, np.float32), 22050, kind))
         assert reason_of(tmp_path / "none.wav") == "no samples"
@@ -135,6 +139,25 @@ def test_a_header_that_claims_more_than_there_is(tmp_path: Path) -> None:
     assert reason_of(tmp_path / "clip.wav") == audio.DAMAGED
     flac = bytearray(encoded(make_voice(1.0), SAMPLE_RATE, FORMATS[5]))
     flac[22:26] = (30000).to_bytes(4, "big")  # the low bits of STREAMINFO's number of samples
+    (tmp_path / "clip.flac").write_bytes(flac)
+    assert reason_of(tmp_path / "clip.flac") == audio.DAMAGED
+
+
+@pytest.mark.parametrize(
+    "field", [(22, 2), (24, 4), (32, 2), (34, 2), (40, 4)], ids=lambda field: f"at {field[0]}"
+)
+def test_no_claim_of_a_header_takes_time_or_memory(tmp_path: Path, field: tuple[int, int]) -> None:
+    """Channels, rate, bytes of a frame, bits, bytes of samples."""
+    at, size = field
+    for value in (0, 1, 7, 255, 1024, 2 ** (8 * size - 1) - 1, 2 ** (8 * size - 1), 2 ** (8 * size) - 1):
+        wav = bytearray(encoded(make_voice(1.0), SAMPLE_RATE, FORMATS[1]))
+        wav[at : at + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
+        (tmp_path / "clip.wav").write_bytes(wav)
+        with contextlib.suppress(UnusableAudio):
+            assert len(decode(tmp_path / "clip.wav", SAMPLE_RATE, 20.0)) <= 20 * SAMPLE_RATE
+    flac = bytearray(encoded(make_voice(1.0), SAMPLE_RATE, FORMATS[5]))
+    flac[21] |= 0x0F
+    flac[22:26] = b"\xff" * 4  # 2^36 samples
     (tmp_path / "clip.flac").write_bytes(flac)
     assert reason_of(tmp_path / "clip.flac") == audio.DAMAGED
 

@@ -106,6 +106,16 @@ def damage(folder: Path, name: str) -> None:
     rewrite(path, flip(3 if name == "meta.json" else path.stat().st_size // 2))
 
 
+def test_a_prepared_corpus_needs_its_recordings_no_more(corpus: Path, run_prepare: Prepare) -> None:
+    prepared = run_prepare(corpus)
+    good = contents(prepared)
+    (corpus / "wavs" / "clip000.wav").write_bytes(b"RIFF")  # a clip is replaced, and the rest removed
+    for path in (corpus / "wavs").glob("clip*"):
+        path.unlink()
+    shutil.rmtree(corpus)
+    assert contents(prepared) == good
+
+
 @pytest.mark.parametrize("found_by", ["verifying", "reading"])
 def test_damage_is_repaired(corpus: Path, run_prepare: Prepare, messages, found_by: str) -> None:
     good = contents(run_prepare(corpus))
@@ -234,6 +244,20 @@ def test_a_damaged_snapshot_or_store_only_costs_time(
     (ids / "index.npy").unlink()
     assert not opened_from_snapshot(settled, monkeypatch)
     assert contents(prepare(settled)) == good
+
+
+def test_texts_next_to_recordings_are_watched(settled: DataSettings) -> None:
+    assert settled.train_data
+    for line in (settled.train_data / "metadata.csv").read_text().splitlines():
+        name, text = line.split("|")
+        (settled.train_data / "wavs" / f"{name}.txt").write_text(text)
+    (settled.train_data / "metadata.csv").unlink()
+    time.sleep(SETTLED_S)
+    before = contents(prepare(settled))
+    assert len(before) == 6 and prepared_before(settled)
+    rewrite(settled.train_data / "wavs" / "clip000.txt", lambda text: text.replace(b"quiet", b"noisy"))
+    assert prepared_before(settled) is None
+    assert contents(prepare(settled))["wavs/clip000.wav"] != before["wavs/clip000.wav"]
 
 
 def test_a_missing_file_that_appears_is_seen(settled: DataSettings, monkeypatch: pytest.MonkeyPatch) -> None:

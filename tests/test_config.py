@@ -58,7 +58,7 @@ CONTRACT_DEFAULTS = {
     "data.pipeline_buffer_size": None, "data.data_gpu": None, "data.model_gpu": None,
     "data.model_start_delay": 2.0, "data.enable_memory_isolation": False, "data.data_gpu_memory": None,
     "data.model_gpu_memory": None,
-    "data.pad_to_fixed_length": True, "data.max_text_length": 200, "data.max_mel_frames": 800,
+    "data.pad_to_fixed_length": True, "data.max_text_length": 200, "data.max_mel_frames": None,
     "training.optimization_level": "enhanced", "training.checkpoint_dir": Path("checkpoints"),
     "training.reset_training": False,
 }  # fmt: skip
@@ -260,7 +260,7 @@ def test_unknown_names_are_answered_with_the_nearest(text: str, words: str) -> N
         ("training.stages", ["gpt", "dvae"], "in this order"),
         ("training.stages", ["dvae", "gtp"], "did you mean gpt?"),
         ("training.stages", [["gpt"]], "found [[]]"),
-        ("data.min_clip_seconds", 9.5, "lower the first or raise the second"),
+        ("data.min_clip_seconds", 20.5, "lower the first or raise the second"),
     ],
 )
 def test_values_that_do_not_fit_are_explained(key: str, value: Any, words: str) -> None:

@@ -1,7 +1,9 @@
 """The metadata reader: every form users bring, every broken line named, nothing dropped without a word."""
 
 import codecs
+import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,8 +174,8 @@ BAD_LINES = [
     ("b2|  |  ", "b2", "empty text", ""),
     ('b3|""', "b3", "empty text", ""),
     ("no separator", "no separator", "malformed line", ""),
-    ("c;some text", "c;some text", "malformed line", "separated by ';'"),
-    ("c,some text", "c,some text", "malformed line", "separated by ','"),
+    ("c;some text", "c;some text", "malformed line", "put every text"),
+    ("c,some text", "c,some text", "malformed line", "put every text"),
     ("c|x|y|z", "c", "malformed line", "4 fields"),
     ("|no id", "", "malformed line", "the id is empty"),
     ("absent|Nothing there.", "absent", "missing file", "no absent.wav"),
@@ -251,6 +253,76 @@ def test_folders_that_are_no_corpus(tmp_path: Path) -> None:
         read_corpus(tmp_path)
     with pytest.raises(DatasetError, match="is a file: name its folder"):
         read_corpus(tmp_path / "notes.txt")
+    for name in ("Interview 1.MP3", "talk.wav", "a.ogg", "b.ogg", "c.ogg", "d.ogg"):
+        (tmp_path / name).touch()
+    advice = r"clips of 2 to 12 seconds, each with its text\. Cut.*DIR/metadata\.csv.*DIR/ID\.txt"
+    with pytest.raises(DatasetError, match=rf"(?s)only 6 recording.*: Interview 1\.MP3,.*1 more.*{advice}"):
+        read_corpus(tmp_path)
+    with pytest.raises(DatasetError, match=rf"(?s)talk\.wav is a single recording.*{advice}"):
+        read_corpus(tmp_path / "talk.wav")
+
+
+@pytest.mark.parametrize("mark", "\t,;")
+def test_other_separators(read: Read, mark: str) -> None:
+    table = 'path|sentence|client_id|up_votes\na|"Yes, well; no."|ann|2\nb|Two.||0\n'
+    clips = read(table.replace("|", mark), speakers="id|speaker|language\nb|eve|fa\n".replace("|", mark)).clips
+    found = [(clip.id, clip.text, clip.speaker, clip.language) for clip in clips]
+    assert found == [("a", "Yes, well; no.", "ann", ""), ("b", "Two.", "eve", "fa")]
+    lines = "".join(f'x{number}|"One, two; three."\n' for number in range(9)) + "a|One|2|3|4\n"
+    corpus = read(lines.replace("|", mark), "".join(f"wavs/x{number}.wav " for number in range(9)))
+    assert list(texts(corpus).values()) == ["One, two; three."] * 9
+    assert [item.reason for item in corpus.set_aside] == ["malformed line"]
+
+
+def test_recordings_with_texts_of_the_same_name(tmp_path: Path) -> None:
+    def write(name: str, text: str | bytes | None = None) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        if text is not None:
+            path.with_suffix(".txt").write_bytes(text.encode("utf-8-sig") if isinstance(text, str) else text)
+
+    write("one.wav", "First\nline.\n")
+    write("ann/two.MP3", "Two.")
+    write("wavs/one.wav", "Another one.")
+    write("wavs/bob/three.flac", "raw 3")
+    (tmp_path / "wavs/bob/three.normalized.txt").write_text("three")
+    write("no text.ogg")
+    write("latin.wav", b"caf\xe9")
+    write("a/b/c/d/deep.wav", "Deep.")
+    write("a/b/c/d/e/deeper.wav", "Too deep.")
+    (tmp_path / "ann" / "loop").symlink_to(tmp_path)
+    corpus = read_corpus(tmp_path)
+    assert {clip.path: (clip.text, clip.speaker) for clip in corpus.clips} == {
+        "one.wav": ("First line.", ""), "wavs/one.wav": ("Another one.", ""), "a/b/c/d/deep.wav": ("Deep.", "a"),
+        "ann/two.MP3": ("Two.", "ann"), "wavs/bob/three.flac": ("three", "bob"),
+    }  # fmt: skip
+    assert {item.id: item.reason for item in corpus.set_aside} == {
+        "no text.ogg": "no text", "latin.wav": "wrong encoding", "ann/loop": "folder not searched",
+        "a/b/c/d/e": "folder not searched",
+    }  # fmt: skip
+
+
+def test_what_is_no_regular_file_is_not_opened(read: Read, tmp_path: Path) -> None:
+    (tmp_path / "wavs").mkdir()
+    os.mkfifo(tmp_path / "wavs" / "pipe.wav")
+    (tmp_path / "wavs" / "zero.wav").symlink_to("/dev/zero")
+    (tmp_path / "wavs" / "self.wav").symlink_to("self.wav")
+    corpus = read("a|One.\npipe|Two.\nzero|Three.\nself|Four.\n")
+    assert list(texts(corpus)) == ["a"]
+    assert ["no regular file" in item.detail for item in corpus.set_aside] == [True] * 3
+
+
+def test_long_lines_and_many_missing_files(read: Read) -> None:
+    def seconds(num_lines: int) -> float:
+        start = time.process_time()
+        corpus = read("a|One.\n" + "".join(f"x{number}|Text.\n" for number in range(num_lines)))
+        assert len(corpus.set_aside) == num_lines
+        return time.process_time() - start
+
+    assert seconds(40_000) < 8 * max(seconds(10_000), 0.05)
+    corpus = read("a|One.\n" + "b|" + "word " * 1_000_000 + "\n" + "," * 1_000_000 + "\n")
+    assert [clip.id for clip in corpus.clips] == ["a", "b"] and len(corpus.set_aside) == 1
 
 
 PIECES = st.lists(

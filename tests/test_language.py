@@ -144,6 +144,19 @@ def test_each_text_is_looked_at_once_however_often_it_occurs(calls: list[Call]) 
     assert calls == once
 
 
+def test_known_sentences_are_evidence_but_not_examined_again(calls: list[Call]) -> None:
+    known = {(text, "same"): "en" for text in corpus("en", 400)}
+    german, doubtful = SENTENCES["de"][1], "Harrison is still my chauffeur."
+    added, repeated = [german, doubtful, "No.", "..."], corpus("en", 1)
+    speakers = ["same", "same", "new", "new", "new"]
+    assert detect_languages(added + repeated, speakers, known) == ["de", "en", "en", "en", "en"]
+    assert {text for call in calls for text in call.texts} <= set(added)
+    known = {("می‌خواهم بروم", "p"): "fa", ("هذه سيارة جميلة", "q"): "ar"}
+    calls.clear()
+    assert detect_languages(["سلام", "سلام"], ["p", "q"], known) == ["fa", "ar"]
+    assert calls == []
+
+
 def test_order_of_the_corpus_does_not_matter() -> None:
     texts = corpus("en", 30) + corpus("nl", 30) + ["سلام", "می‌رود", "..."]
     speakers = (["a", "b"] * 32)[:63]

@@ -16,11 +16,11 @@ from conftest import SENTENCES, make_voice
 from myxtts import audio
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data import prepare as prepare_module
-from myxtts.data.clips import DecodeOptions, PreparedCorpus, set_aside_list
+from myxtts.data.clips import DecodeOptions, PreparedCorpus, max_frames_of, set_aside_list
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare, spoken_corpus
 from myxtts.errors import DatasetError
-from myxtts.terminal import ProgressLines
+from myxtts.terminal import ProgressLines, show_corpus
 from myxtts.text import tokenizer
 
 Prepare = Callable[..., PreparedCorpus]
@@ -63,7 +63,7 @@ def write_broken_corpus(folder: Path) -> None:
     sf.write(wavs / "silent.wav", np.zeros(SAMPLE_RATE), SAMPLE_RATE)
     sf.write(wavs / "hum.flac", 0.3 + 0.001 * make_voice(1.0), SAMPLE_RATE)
     sf.write(wavs / "short.wav", make_voice(0.3), SAMPLE_RATE)
-    sf.write(wavs / "long.wav", make_voice(11.0, 8000), 8000)
+    sf.write(wavs / "long.wav", make_voice(21.0, 8000), 8000)
     texts = {"blank": "   ", "longtext": "word " * 300, "novel": "word " * 2000, "marks": "\u200b"}
     lines = ["audio_file|text|speaker_name|language", "onlyid", "dup|Once.|s|en", "foreign|Moi.|s|fi"]
     usual = [name for name in BROKEN if name not in ("latin", "onlyid", "foreign")]
@@ -72,12 +72,17 @@ def write_broken_corpus(folder: Path) -> None:
     (folder / "metadata.csv").write_bytes(raw + b"\r\nlatin|caf\xe9|s|en\r\n")
 
 
-def test_every_kind_of_broken_input_is_named(tmp_path: Path, run_prepare: Prepare) -> None:
+def test_every_kind_of_broken_input_is_named(tmp_path: Path, run_prepare: Prepare, capsys) -> None:
     folder = tmp_path / "corpus"
     write_broken_corpus(folder)
     prepared = run_prepare(folder, val_fraction=0.0)
     assert sorted(prepared.train.names) == ["dup", "good1", "good2"]
     assert {item.id: item.reason for item in prepared.set_aside} == BROKEN
+    show_corpus(prepared)
+    output = capsys.readouterr().out
+    assert f"listed in {set_aside_list(prepared.root)}" in output.replace("\n", " ")
+    for flag in ("--max-mel-frames", "--min-clip-seconds", "--max-text-length"):
+        assert f"(see {flag})" in output
     assert all(item.detail and item.where.startswith("metadata.csv:") for item in prepared.set_aside)
     with open(set_aside_list(prepared.root), encoding="utf-8", newline="") as file:
         listed = {row["id"]: row for row in csv.DictReader(file, delimiter="|")}
@@ -87,6 +92,24 @@ def test_every_kind_of_broken_input_is_named(tmp_path: Path, run_prepare: Prepar
         assert detail in listed[name]["detail"]
     again = run_prepare(folder, val_fraction=0.0)
     assert again.set_aside == prepared.set_aside  # the second start, from the cache, says the same
+
+
+def test_texts_cannot_disguise_messages(make_corpus, run_prepare: Prepare, capsys) -> None:
+    """Escape sequences could clear a terminal, and an override of the direction turns a path around."""
+    folder = make_corpus(["One."])
+    with open(folder / "metadata.csv", "a", encoding="utf-8") as metadata:
+        metadata.write("evil\x1b[2J\u202eid|Two.\n")
+    (folder / "speakers.csv").write_text("id|speaker\nclip000|ann\x1b[31m[bold]\n", encoding="utf-8")
+    prepared = run_prepare(folder)
+    show_corpus(prepared)
+    listed = set_aside_list(prepared.root).read_text()
+    (folder / "wavs" / "clip000.wav").unlink()
+    with pytest.raises(DatasetError, match="No usable clip") as caught:
+        run_prepare(folder)
+    for text in (capsys.readouterr().out, listed, str(caught.value)):
+        assert not {"\x1b", "\u202e"} & set(text)
+    assert r"evil\x1b[2J\u202eid|missing file" in listed
+    assert str(set_aside_list(prepared.root)) in str(caught.value)
 
 
 def test_nothing_usable_is_an_error_that_says_why(make_corpus, run_prepare: Prepare) -> None:
@@ -248,7 +271,7 @@ def languages_of(prepared: PreparedCorpus) -> dict[str, str]:
     return {name: LANGUAGES[number] for name, number in by_name(prepared, "languages").items()}
 
 
-def test_where_the_language_comes_from(make_corpus, run_prepare: Prepare) -> None:
+def test_where_the_language_comes_from(make_corpus, run_prepare: Prepare, capsys) -> None:
     german = "Der Zug fährt heute leider erst zwanzig Minuten später ab."
     texts = ["The train is twenty minutes late today, I am afraid.", german, "قطار امروز بیست دقیقه دیر می‌رسد."]
     folder = make_corpus(texts)
@@ -259,6 +282,11 @@ def test_where_the_language_comes_from(make_corpus, run_prepare: Prepare) -> Non
     named = run_prepare(folder, language="nl")
     assert languages_of(named) == {"clip000": "it", "clip001": "nl", "clip002": "nl"}
     assert named.speaker_names == ["", "ann", "bob"]
+    show_corpus(named)
+    assert "names its speaker" not in capsys.readouterr().out
+    (folder / "speakers.csv").unlink()
+    show_corpus(run_prepare(folder, language="nl"))
+    assert "Hint: no clip names its speaker" in capsys.readouterr().out
     assert by_name(named, "speakers") == {"clip000": 1, "clip001": 2, "clip002": 0}
 
 
@@ -321,20 +349,31 @@ def test_the_embedded_corpus_is_small_and_licensed() -> None:
     assert ids == {row[0] for row in rows} == {path.stem for path in (EMBEDDED_CORPUS / "wavs").iterdir()}
 
 
-def test_a_grown_corpus_and_another_detector_mean_detecting_all_languages_again(
+def test_the_language_of_a_sentence_is_detected_once(
     make_corpus, run_prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def detected(code: str) -> set[str]:
-        monkeypatch.setattr("myxtts.data.prepare.detect_languages", lambda texts, _: [code] * len(texts))
-        return set(languages_of(run_prepare(folder, language=None)).values())
+    asked: list[str] = []
 
+    def detect(texts: list[str], _: list[str], known: dict[tuple[str, str], str]) -> list[str]:
+        assert set(known.values()) <= {"en"} and len(known) + len(texts) == len(SENTENCES[:6]) + bool(known)
+        asked.extend(texts)
+        return ["de" if known else "en"] * len(texts)
+
+    monkeypatch.setattr("myxtts.data.prepare.detect_languages", detect)
     folder = make_corpus()
-    assert detected("en") == {"en"}
-    assert detected("de") == {"en"}  # nothing has changed
-    make_corpus(["Ja."], first=6)  # this alone tells nothing: a language is detected from all texts
-    assert detected("de") == {"de"}
+    assert set(languages_of(run_prepare(folder, language=None)).values()) == {"en"}
+    make_corpus(["Ja."], first=6)
+    languages = languages_of(run_prepare(folder, language=None))
+    assert (asked, languages.pop("clip006")) == ([*SENTENCES[:6], "Ja."], "de")
+    assert set(languages.values()) == {"en"}
+    (folder / "metadata.csv").write_text("".join((folder / "metadata.csv").read_text().splitlines(True)[3:]))
+    run_prepare(folder, language=None)
+    assert len(asked) == 7
     monkeypatch.setattr("myxtts.data.prepare.language_fingerprint", lambda: "another")
-    assert detected("it") == {"it"}
+    monkeypatch.setattr(
+        "myxtts.data.prepare.detect_languages", lambda texts, *_: asked.extend(texts) or ["it"] * 4
+    )
+    assert set(languages_of(run_prepare(folder, language=None)).values()) == {"it"}
 
 
 def test_clips_set_aside_are_not_looked_at_again(make_corpus, run_prepare: Prepare, messages) -> None:
@@ -345,7 +384,30 @@ def test_clips_set_aside_are_not_looked_at_again(make_corpus, run_prepare: Prepa
     prepared = run_prepare(folder, max_mel_frames=100)
     assert messages.work()["AUDIO"] == 1
     assert {item.reason for item in prepared.set_aside} == {"too long"}
-    assert all("max_mel_frames" in item.detail for item in prepared.set_aside)
+    assert all("--max-mel-frames" in item.detail for item in prepared.set_aside)
+
+
+def test_the_longest_clip_follows_the_corpus_unless_it_is_named(make_corpus, run_prepare: Prepare) -> None:
+    folder = make_corpus(SENTENCES[:5], seconds=2.0)
+    make_corpus(SENTENCES[5:6], first=5, seconds=12.0)
+    followed, named = run_prepare(folder), run_prepare(folder, max_mel_frames=800)
+    assert (followed.max_mel_frames, followed.set_aside) == (1056, [])  # 12 s are 1034 frames
+    assert run_prepare(folder).max_mel_frames == 1056  # from the snapshot
+    assert (named.max_mel_frames, [item.reason for item in named.set_aside]) == (800, ["too long"])
+    assert "--max-mel-frames" in named.set_aside[0].detail
+    assert run_prepare(make_corpus(name="short", seconds=2.0)).max_mel_frames == 192  # 2 s are 173
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rare", "frames"),
+    [(2.0, 9.0, 800), (9.0, 10.0, 800), (9.4, 10.0, 832), (12.0, 18.0, 1056), (25.0, 25.0, 1728)],
+)
+def test_auto_sets_aside_at_most_a_thousandth_beyond_nine_seconds(
+    seconds: float, rare: float, frames: int
+) -> None:
+    lengths = np.r_[np.full(9991, seconds), np.full(9, rare), np.zeros(5)] * SAMPLE_RATE
+    assert max_frames_of(lengths.astype(np.int64)) == frames
+    assert max_frames_of(np.zeros(5, np.int64)) == 800
 
 
 def test_workers_asked_for_are_started_and_no_more_than_cores(

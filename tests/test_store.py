@@ -304,6 +304,17 @@ def test_an_open_store_outlives_its_folder(folder: Path) -> None:
         assert np.array_equal(opened[row], expected)
 
 
+def test_a_store_truncated_while_it_is_open_is_an_error_and_not_the_end_of_the_process(folder: Path) -> None:
+    opened = Store(folder, np.int16)
+    assert opened.all_intact()
+    os.truncate(folder / "data.bin", 64)
+    assert opened[0].tolist() == rows_of()[0].tolist()
+    for read in (lambda: opened[2], lambda: opened.gather(np.array([0, 2]), np.zeros((2, 128), np.int16))):
+        with pytest.raises(CacheDamaged, match=r"row 2.*truncated.*\n.*run the command again"):
+            read()
+    assert open_store(folder, np.int16) is None
+
+
 def test_verifying_happens_once_per_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Store(folder, np.int16)
     opened.gather(np.arange(5), np.zeros((5, 128), np.int16))

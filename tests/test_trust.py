@@ -148,7 +148,7 @@ def test_what_is_written_in_the_file_holds_even_where_it_repeats_the_default(key
 
 
 HOSTILE = "ann\x1b[31m\x1b]0;title\x07 \u202egnp.exe\u2066 \x9b2J\x00\udcff"
-NEUTRAL = "ann[31m]0;title gnp.exe 2J?"
+NEUTRAL = r"ann\x1b[31m\x1b]0;title\x07 \u202egnp.exe\u2066 \x9b2J\x00\udcff"
 
 
 def test_text_from_files_cannot_change_or_mislead_the_terminal(

@@ -24,6 +24,7 @@ from myxtts.config import (
     SAMPLE_RATE,
     SAMPLES_PER_CODE,
     DataSettings,
+    mel_frames,
     num_codes_of,
     num_frames_of,
 )
@@ -360,7 +361,7 @@ def host_layout(data: DataSettings) -> Layout:
     """Return the layout of what leaves the host for every batch."""
     size = data.batch_size
     fields = {
-        "pcm": Field((size, data.max_mel_frames * HOP_SAMPLES), "int16"),
+        "pcm": Field((size, mel_frames(data) * HOP_SAMPLES), "int16"),
         "ids": Field((size, data.max_text_length), "int32"),
         "codes": Field((size, max_codes(data)), "int32"),
     }
@@ -373,7 +374,7 @@ def host_layout(data: DataSettings) -> Layout:
 
 def max_codes(data: DataSettings) -> int:
     """Return the codes of the longest clip."""
-    return num_codes_of(data.max_mel_frames * HOP_SAMPLES - 1)
+    return num_codes_of(mel_frames(data) * HOP_SAMPLES - 1)
 
 
 @dataclass(frozen=True)
@@ -456,7 +457,7 @@ class Gatherer:
     @property
     def static_sizes(self) -> Sizes:
         """The sizes of every batch under static shapes."""
-        samples = self._data.max_mel_frames * HOP_SAMPLES
+        samples = mel_frames(self._data) * HOP_SAMPLES
         return Sizes(self.batches.budget, self._data.max_text_length, samples, self.frame_budget, self.code_budget)
 
     def _sizes(self, clips: Rows, chosen: Crops) -> Sizes:

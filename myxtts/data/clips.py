@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from myxtts import audio
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings
+from myxtts.config import AUTO_MEL_FRAMES, HOP_SAMPLES, SAMPLE_RATE, DataSettings, mel_frames, num_frames_of
 from myxtts.data.corpus import Corpus, SetAside, last_change
 from myxtts.data.store import (
     Array,
@@ -34,12 +34,14 @@ from myxtts.data.store import (
     hash64,
     open_store,
 )
-from myxtts.errors import DatasetError
+from myxtts.errors import DatasetError, printable
 from myxtts.files import write_atomically
 from myxtts.text.tokenizer import Tokenizer
 
 CLOCK_TICK_NS = 20_000_000
 """A folder that changed within this time before it was listed may have changed again at the same time stamp."""
+_FRAME_STEP = 32
+_TOO_LONG_SHARE = 0.001  # of the clips, which `max_mel_frames: auto` may set aside
 _log = logging.getLogger(__name__)
 
 
@@ -53,7 +55,7 @@ class DecodeOptions:
     @classmethod
     def of(cls, data: DataSettings) -> DecodeOptions:
         """Return the options for these settings; the longest clip has exactly `max_mel_frames` mel frames."""
-        return cls(data.max_mel_frames * HOP_SAMPLES - 1, data.trim_silence_db)
+        return cls(mel_frames(data) * HOP_SAMPLES - 1, data.trim_silence_db)
 
     @property
     def max_seconds(self) -> float:
@@ -61,6 +63,28 @@ class DecodeOptions:
 
     def decode(self, path: Path) -> audio.Pcm:
         return audio.decode(path, SAMPLE_RATE, self.max_seconds, self.trim_silence_db)
+
+
+def frames_for(num_samples: Rows, share: float = 1.0) -> int:
+    """Return the frames, rounded up, in which this share of the clips fits."""
+    lengths = np.append(num_samples[num_samples > 0], 1)
+    return -(-num_frames_of(int(np.quantile(lengths, share, method="higher"))) // _FRAME_STEP) * _FRAME_STEP
+
+
+def max_frames_of(num_samples: Rows) -> int:
+    """Return the longest clip that `auto` takes: a few that are far longer would widen every batch."""
+    least, most = AUTO_MEL_FRAMES
+    return min(max(frames_for(num_samples, 1 - _TOO_LONG_SHARE), least), most)
+
+
+LIMITS = {"too long": "--max-mel-frames", "too short": "--min-clip-seconds", "text too long": "--max-text-length"}
+"""The flags of the settings for which clips are set aside, by reason."""
+
+
+NO_SPEAKERS = (
+    "no clip names its speaker, so each is its own reference voice, which makes cloning harder to learn. If one "
+    "person speaks in all of them, name the speaker: a header with speaker_name, or speakers.csv"
+)
 
 
 class LazyAudio:
@@ -162,6 +186,12 @@ class PreparedCorpus:
     set_aside: list[SetAside]
     vocabulary: str  # the tokenizer as JSON; building the object takes time, and few callers need it
     root: Path
+    max_mel_frames: int
+    """The setting, or for `auto` the frames of the longest clip, rounded up."""
+
+    def fitted(self, data: DataSettings) -> DataSettings:
+        """Return the settings with the limit of this corpus in place of `auto`."""
+        return replace(data, max_mel_frames=self.max_mel_frames)
 
     def voices(self, clips: ClipSet) -> Rows:
         """Return the speaker's index for each clip, or a unique negative number for unlabelled clips."""
@@ -182,7 +212,7 @@ def write_set_aside_list(root: Path, set_aside: Sequence[SetAside]) -> None:
     content = io.StringIO()
     table = csv.writer(content, delimiter="|", lineterminator="\n")
     table.writerow(SetAside._fields)
-    table.writerows(set_aside)
+    table.writerows(map(printable, item) for item in set_aside)
     path = set_aside_list(root)
     encoded = content.getvalue().encode("utf-8", "replace")
     if os.access(root, os.W_OK) and not (path.is_file() and path.read_bytes() == encoded):
@@ -203,6 +233,7 @@ def save_snapshot(prepared: PreparedCorpus, state: str, corpora: Sequence[Corpus
         "vocabulary": prepared.vocabulary,
         "set_aside": prepared.set_aside,
         "speakers": prepared.speaker_names,
+        "max_mel_frames": prepared.max_mel_frames,
         "decoding": asdict(lazy.options) if lazy else None,
         "files": [[0, len(corpora[0].clips)], [num_clips - len(corpora[-1].clips), num_clips]],
         "names": [side.names for side in sides],
@@ -241,7 +272,8 @@ def load_snapshot(root: Path, state: str) -> PreparedCorpus | None:
     train = ClipSet(first[0], first[1], **rows[0], names=texts["names"][0])
     val = ClipSet(second[0], second[1], **rows[1], names=texts["names"][1])
     set_aside = [SetAside(*item) for item in texts["set_aside"]]
-    return PreparedCorpus(train, val, texts["speakers"], set_aside, texts["vocabulary"], root)
+    rest = (texts["vocabulary"], root, texts["max_mel_frames"])
+    return PreparedCorpus(train, val, texts["speakers"], set_aside, *rest)
 
 
 def _snapshot_spec(state: str) -> StoreSpec:

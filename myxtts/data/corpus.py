@@ -7,9 +7,12 @@ or batches.
 from __future__ import annotations
 
 import codecs
+import contextlib
+import csv
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,22 +25,29 @@ import numpy.typing as npt
 from myxtts.audio import EXTENSIONS
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, DataSettings
 from myxtts.data.store import hash64
-from myxtts.errors import DatasetError
+from myxtts.errors import DatasetError, printable
 
 FORMS = """\
   DIR/metadata.csv with lines id|text or id|raw text|normalised text, and DIR/wavs/ID.wav
-  DIR/metadata_train.csv and DIR/metadata_eval.csv in the same form
-  any of these files with a header line such as audio_file|text|speaker_name|language
-Audio may be WAV, FLAC, MP3, OGG or Opus at any rate, mono or stereo.
-Without a header, an optional DIR/speakers.csv with the header id|speaker|language names the speakers."""
+  DIR/metadata.csv with a header line such as audio_file|text|speaker_name|language
+  DIR/ID.wav with its text in DIR/ID.txt; subfolders of DIR are taken for speakers
+Columns may also be separated by tabs, commas or semicolons. metadata_train.csv and metadata_eval.csv in place of
+metadata.csv choose the validation clips. An optional DIR/speakers.csv with the header id|speaker|language names
+speakers. Audio may be WAV, FLAC, MP3, OGG or Opus at any rate, mono or stereo."""
+CUT_INTO_CLIPS = """\
+Training needs clips of 2 to 12 seconds, each with its text. Cut long recordings between sentences, write down what
+is said, and save both in one of these forms:"""
 
-METADATA_FILES = ("metadata_train.csv", "metadata.csv", "metadata_eval.csv", "speakers.csv")
+METADATA_FILES = ("metadata_train.csv", "metadata.csv", "metadata.tsv", "metadata_eval.csv", "speakers.csv")
 """Every file that describes clips."""
+MAX_DEPTH = 4  # levels of folders that are searched for recordings with texts
+_OTHER_SEPARATORS = "\t;,"
+_CONSISTENT_SHARE = 0.9  # of the lines have the same number of columns if a mark other than | separates them
 
 COLUMN_NAMES = {
     "audio": ("audio_file", "audio", "path", "file", "file_name", "filename", "wav", "id"),
     "text": ("normalized_text", "normalised_text", "text", "sentence", "transcription", "transcript"),
-    "speaker": ("speaker_name", "speaker", "speaker_id"),
+    "speaker": ("speaker_name", "speaker", "speaker_id", "client_id"),
     "language": ("language", "lang", "locale"),
 }
 """Header names by meaning; if a file has several with one meaning, the first in this list is used."""
@@ -66,20 +76,16 @@ class Row(NamedTuple):
 
 
 def metadata_files(folder: Path) -> list[tuple[Path, bool]]:
-    """Return the metadata files, each with True if its clips are held out for validation."""
+    """Return the metadata files, if any, each with True if its clips are held out for validation."""
     if not folder.is_dir():
+        if folder.is_file() and folder.name.lower().endswith(EXTENSIONS):
+            raise DatasetError(f"{folder} is a single recording.\n{CUT_INTO_CLIPS}\n{FORMS}")
         missing = f"No such corpus folder: {folder.absolute()}"
         what = f"{folder} is a file: name its folder." if folder.is_file() else missing
         raise DatasetError(f"{what}\nA corpus is a folder in one of these forms:\n{FORMS}")
-    train = [path for name in METADATA_FILES[:2] if (path := folder / name).is_file()]
-    if not train:
-        try:
-            found = ", ".join(sorted(entry.name for entry in os.scandir(folder))[:8]) or "nothing"
-        except OSError as error:
-            raise DatasetError(f"{folder} cannot be read: {error.strerror or error}") from error
-        raise DatasetError(f"No metadata in {folder} (it holds: {found}).\nExpected one of these forms:\n{FORMS}")
+    train = [path for name in METADATA_FILES[:3] if (path := folder / name).is_file()]
     held_out = folder / "metadata_eval.csv"
-    return [(train[0], False)] + ([(held_out, True)] if held_out.is_file() else [])
+    return [(path, False) for path in train[:1]] + [(held_out, True) for _ in train[:1] if held_out.is_file()]
 
 
 def read_rows(path: Path) -> Iterator[Row | SetAside]:
@@ -90,26 +96,105 @@ def read_rows(path: Path) -> Iterator[Row | SetAside]:
         reason = found[0] if found else f"Expected one of these forms:\n{FORMS}"
         raise DatasetError(f"{path} holds no usable line. {reason}")
     yield from undecodable
-    header = _fields(lines[0][1])
+    mark = _separator([line for _, line in lines[:1000]])
+    header = _fields(lines[0][1], mark)
     columns = _columns(path, header)
     if columns:
         unused = [name for at, name in enumerate(header) if at not in columns.values()]
         if unused:
-            _log.info("%s: columns not used: %s", path, ", ".join(unused))
+            _log.info("%s: columns not used: %s", path, printable(", ".join(unused)))
         fewest, most = max(columns["audio"], columns["text"]) + 1, len(header)
     else:
-        _refuse_speaker_column(path, [line for _, line in lines])
+        _refuse_speaker_column(path, [_fields(line, mark) for _, line in lines])
         fewest, most = 2, 3
     for where, line in lines[1 if columns else 0 :]:
-        yield _row(where, _fields(line), fewest, most, columns)
+        yield _row(where, _fields(line, mark), fewest, most, columns, mark)
 
 
-def _row(where: str, fields: list[str], fewest: int, most: int, columns: dict[str, int]) -> Row | SetAside:
+def _separator(lines: list[str]) -> str:
+    """Return what separates the columns: `|` unless another mark makes a header or columns of equal number."""
+    for mark in _OTHER_SEPARATORS:
+        names = {name.lower() for name in _fields(lines[0], mark)}
+        if all(names & set(COLUMN_NAMES[meaning]) for meaning in ("audio", "text")):
+            return mark
+    if sum("|" in line for line in lines) * 2 >= len(lines):
+        return "|"
+    lengths: dict[str, int] = {}  # of the first column, which is shortest where a mark separates ids
+    for mark in _OTHER_SEPARATORS:
+        rows = [_fields(line, mark) for line in lines]
+        most, times = Counter(map(len, rows)).most_common(1)[0]
+        if most in (2, 3) and times >= _CONSISTENT_SHARE * len(lines):
+            lengths[mark] = sum(len(row[0]) for row in rows)
+    return min(lengths, key=lengths.__getitem__, default="|")
+
+
+def read_pairs(folder: Path, listed: dict[str, int]) -> list[Row | SetAside]:
+    """Return the recordings of a folder without metadata, each with the text of the `.txt` of the same name.
+
+    Adds what the result depends on to `listed`. Links to folders are not followed, so that no search is endless.
+    """
+    found: list[Row | SetAside] = []
+    others: list[str] = []
+    for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
+        at = Path(parent).relative_to(folder)
+        listed[parent] = last_change(Path(parent))
+        visible = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = [
+            name for name in visible if len(at.parts) < MAX_DEPTH and not Path(parent, name).is_symlink()
+        ]
+        why = f"a link, or more than {MAX_DEPTH} folders deep"
+        found += [
+            SetAside(str(at / name), "folder not searched", why, "") for name in visible if name not in folders
+        ]
+        for name in sorted(names):
+            if name.lower().endswith(EXTENSIONS):
+                found.append(_pair(folder, at / name, listed))
+            else:
+                others.append(str(at / name))
+    if not any(isinstance(row, Row) for row in found):
+        raise _no_texts(folder, [row.where for row in found if row.where], others)
+    return found
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise DatasetError(f"{error.filename} cannot be read: {error.strerror}")
+
+
+def _pair(folder: Path, recording: Path, listed: dict[str, int]) -> Row | SetAside:
+    """Return a recording with the text next to it; LibriTTS has a second, normalised one, which is preferred."""
+    name = str(recording)
+    texts = [recording.with_suffix(suffix) for suffix in (".normalized.txt", ".txt")]
+    text = next((path for path in texts if (folder / path).is_file()), None)
+    if text is None:
+        return SetAside(name, "no text", f"there is no {texts[-1].name} next to the recording", name)
+    listed[str(folder / text)] = last_change(folder / text)
+    try:
+        spoken = " ".join((folder / text).read_bytes().decode("utf-8-sig").split())
+    except (OSError, UnicodeDecodeError) as error:
+        return SetAside(name, "wrong encoding", f"{text} cannot be read as UTF-8: {error}", name)
+    speaker = next((part for part in recording.parts[:-1] if part not in ("wavs", "clips", "audio")), "")
+    return Row(str(text), name, spoken, speaker, "")
+
+
+def _no_texts(folder: Path, recordings: list[str], others: list[str]) -> DatasetError:
+    def some(names: list[str]) -> str:
+        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "nothing"
+
+    if not recordings:
+        what = f"No metadata in {folder}, and no recordings (it holds: {some(others)})."
+        return DatasetError(f"{what}\nExpected one of these forms:\n{FORMS}")
+    what = f"No metadata in {folder}, only {len(recordings)} recording(s) without texts: {some(recordings)}."
+    return DatasetError(f"{what}\n{CUT_INTO_CLIPS}\n{FORMS}")
+
+
+def _row(
+    where: str, fields: list[str], fewest: int, most: int, columns: dict[str, int], mark: str
+) -> Row | SetAside:
     if not fewest <= len(fields) <= most:
-        detail = f"{len(fields)} fields separated by |, expected {fewest} to {most}"
-        other = [mark for mark in "\t;," if mark in fields[0]] if len(fields) == 1 else []
-        if other:
-            detail = f"no | in the line; columns seem to be separated by {other[0]!r}, expected is |"
+        detail = f"{len(fields)} fields separated by {mark!r}, expected {fewest} to {most}"
+        other = [other for other in _OTHER_SEPARATORS if other in fields[0]] if len(fields) == 1 else []
+        if other:  # not recognised, because many texts hold the mark too
+            detail += f"; if columns are separated by {other[0]!r}, put every text in double quotes"
         return SetAside(fields[0][:80], "malformed line", detail, where)
     if columns:
         named = {meaning: fields[at] for meaning, at in columns.items() if at < len(fields)}
@@ -145,9 +230,13 @@ def _lines(path: Path) -> tuple[list[tuple[str, str]], list[SetAside]]:
     return lines, undecodable
 
 
-def _fields(line: str) -> list[str]:
+def _fields(line: str, mark: str) -> list[str]:
     """Return the fields without the quotes a spreadsheet puts around them ("…", inner quotes doubled)."""
-    fields = [value.strip() for value in line.split("|")]
+    if mark in ";,":  # where these separate columns, a text that holds them is quoted
+        with contextlib.suppress(csv.Error):
+            return [value.strip() for value in next(csv.reader([line.strip()], delimiter=mark), [""])]
+        return [line]
+    fields = [value.strip() for value in line.split(mark)]
     for at, value in enumerate(fields if '"' in line else []):
         inner = value[1:-1]
         if len(value) >= 2 and value[0] == value[-1] == '"' and '"' not in inner.replace('""', ""):
@@ -175,12 +264,12 @@ def _columns(path: Path, header: list[str]) -> dict[str, int]:
     return {}
 
 
-def _refuse_speaker_column(path: Path, lines: list[str]) -> None:
+def _refuse_speaker_column(path: Path, lines: list[list[str]]) -> None:
     """Raise if the third column, which is text without a header, repeats a few values like a speaker column."""
-    rows = [fields for line in lines if len(fields := line.split("|")) == 3 and fields[2].strip()]
+    rows = [fields for fields in lines if len(fields) == 3 and fields[2]]
     texts, thirds = {row[1] for row in rows}, {row[2] for row in rows}
     if len(rows) >= 10 and len(thirds) * 5 <= len(rows) and len(thirds) * 2 < len(texts):
-        found = f"only {len(thirds)} different values in {len(rows)} lines (such as '{min(thirds).strip()[:40]}')"
+        found = f"only {len(thirds)} different values in {len(rows)} lines (such as '{min(thirds)[:40]}')"
         advice = "If it names speakers, put this line first: audio_file|text|speaker_name"
         raise DatasetError(f"{path}: the third column holds {found}, so it is not text.\n{advice}")
 
@@ -192,13 +281,14 @@ def read_speakers(path: Path) -> dict[str, Row]:
     lines, undecodable = _lines(path)
     if undecodable:
         raise DatasetError(f"{path.parent / undecodable[0].where}: {undecodable[0].detail}")
-    names = [name.lower() for name in _fields(lines[0][1])] if lines else []
+    marks = [mark for mark in "|\t;," if lines and mark in lines[0][1]] or ["|"]
+    names = [name.lower() for name in _fields(lines[0][1], marks[0])] if lines else []
     if names[:2] != ["id", "speaker"]:
         first = "|".join(names)[:60]
         raise DatasetError(f"{path} starts with '{first}'; expected the header id|speaker or id|speaker|language")
     named = {}
     for where, line in lines[1:]:
-        clip_id, speaker, *rest = [*_fields(line), "", ""]
+        clip_id, speaker, *rest = [*_fields(line, marks[0]), "", ""]
         named[clip_id] = Row(where, clip_id, "", speaker, rest[0] if names[2:3] == ["language"] else "")
     return named
 
@@ -233,13 +323,13 @@ class Corpus:
 
 def read_corpus(folder: Path) -> Corpus:
     """Read the metadata of `folder` and find the audio file for every line."""
-    files = _AudioFiles(folder)
+    metadata = metadata_files(folder)
+    files = _AudioFiles(folder, ("wavs/", "") if metadata else ("",))
     corpus = Corpus(folder, listed=files.listed)
     first_seen: dict[str, str] = {}
-    metadata = metadata_files(folder)
     speakers = read_speakers(folder / "speakers.csv")
-    for path, held_out in metadata:
-        for row in read_rows(path):
+    for path, held_out in metadata or [(folder, False)]:
+        for row in read_rows(path) if metadata else read_pairs(path, files.listed):
             found: Clip | SetAside
             if isinstance(row, SetAside):
                 found = row
@@ -265,6 +355,9 @@ def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Cl
         detail = f"'{language}' is none of {' '.join(LANGUAGES)}"
         return SetAside(row.audio, "unknown language", detail, row.where)
     if (found := files.find(row.audio)) is None:
+        if row.audio in files.irregular:
+            detail = f"{files.irregular[row.audio]} is no regular file: a folder, a broken link or a device"
+            return SetAside(row.audio, "missing file", detail, row.where)
         has_extension = row.audio.lower().endswith(EXTENSIONS)
         name = f"file {row.audio}" if has_extension else f"{row.audio}{'|'.join(EXTENSIONS)}"
         detail = f"no {name} in {files.folder / 'wavs'} or {files.folder}"
@@ -285,25 +378,25 @@ def language_code(name: str) -> str:
 class _AudioFiles:
     """Finds audio by id with one listing per folder instead of several `stat` calls per clip."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, parents: tuple[str, ...]) -> None:
+        self.folder, self._parents = folder, parents
         self.listed: dict[str, int] = {}
+        self.irregular: dict[str, str] = {}  # what was found in place of an audio file, by id
         self._listings: dict[str, dict[str, os.DirEntry[str]]] = {}
 
     def find(self, audio: str) -> tuple[str, os.stat_result] | None:
         """Return the path, relative to the corpus unless the id is absolute, and the file's `stat`."""
-        for parent in ("wavs/", ""):
+        for parent in self._parents:
             folder, separator, name = (parent + audio if audio[0] != "/" else audio).rpartition("/")
             listing = self._listing(folder + separator)
             for extension in ("", *EXTENSIONS):
                 entry = listing.get(name + extension)
                 if entry is None:
                     continue
-                try:
+                with contextlib.suppress(OSError):  # deleted since it was listed, or a link to itself
                     if entry.is_file():
                         return folder + separator + entry.name, entry.stat()
-                except OSError:  # deleted since it was listed
-                    continue
+                self.irregular[audio] = entry.path
                 # A broken link: when its target appears, the folder of the link does not change.
                 self.listed[entry.path] = last_change(Path(entry.path))
         return None

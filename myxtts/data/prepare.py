@@ -18,7 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,14 +27,18 @@ import xxhash
 
 from myxtts import __version__, audio
 from myxtts.audio import DECODE_VERSION, LIBRARIES
-from myxtts.config import LANGUAGES, PREPARE_KEYS, SAMPLE_RATE, DataSettings, Settings
+from myxtts.config import HOP_SAMPLES, LANGUAGES, PREPARE_KEYS, SAMPLE_RATE, DataSettings, Settings
 from myxtts.data.clips import (
+    LIMITS,
     ClipSet,
     DecodeOptions,
     LazyAudio,
     PreparedCorpus,
+    frames_for,
     load_snapshot,
+    max_frames_of,
     save_snapshot,
+    set_aside_list,
     write_set_aside_list,
 )
 from myxtts.data.corpus import METADATA_FILES, Clip, Corpus, SetAside, held_out, read_corpus
@@ -90,13 +94,15 @@ def prepare(
         tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else parts[0].trained_tokenizer()
         parts += [_Part(data, folder, tools) for folder in folders[1:]]
         speaker_names = sorted({clip.speaker for part in parts for clip in part.corpus.clips})
-        clips = [part.clip_set(tokenizer, speaker_names) for part in parts]
+        limit = data.max_mel_frames or max_frames_of(parts[0].audio.lengths)
+        clips = [part.clip_set(tokenizer, speaker_names, limit) for part in parts]
+    set_aside = [item for part in parts for item in part.set_aside]
+    write_set_aside_list(root, set_aside)
     train_clips, val_clips = parts[0].split(clips[0])
     if data.val_data:
         val_clips = clips[1]
-    set_aside = [item for part in parts for item in part.set_aside]
-    write_set_aside_list(root, set_aside)
-    prepared = PreparedCorpus(train_clips, val_clips, speaker_names, set_aside, tokenizer.to_json(), root)
+    frames = data.max_mel_frames or max(frames_for(part.num_samples) for part in (train_clips, val_clips))
+    prepared = PreparedCorpus(train_clips, val_clips, speaker_names, set_aside, tokenizer.to_json(), root, frames)
     if _state_of(data) == state:  # otherwise the metadata changed while it was read
         save_snapshot(prepared, state, [part.corpus for part in parts])
     return prepared
@@ -196,7 +202,7 @@ class _Part:
     def _languages(self) -> list[str]:
         """Return the language of every clip: from the metadata, the settings, or detected.
 
-        Detection looks at all sentences of a speaker together, so its result is stored for exactly these clips.
+        What is detected is kept by text and speaker, so a sentence is examined once.
         """
         clips = self.corpus.clips
         named = [clip.language or self.data.language or "" for clip in clips]
@@ -206,15 +212,22 @@ class _Part:
         if not unknown:
             return named
 
-        def build(writer: StoreWriter, rows: list[int]) -> None:
-            _log.info("Detecting the language of %d sentences", len(unknown))
-            self.tools.pool.start()
-            found = detect_languages([clip.text for clip in unknown], [clip.speaker for clip in unknown])
-            writer.append(rows, [np.array([LANGUAGES.index(code) for code in found], np.uint8)])
+        pairs = [(clip.text, clip.speaker) for clip in unknown]
 
-        sources = np.array([hash64(*(part for clip in unknown for part in (clip.text, clip.speaker)))], np.uint64)
+        def build(writer: StoreWriter, rows: list[int]) -> None:
+            _log.info("Detecting the language of %d sentences", len(rows))
+            self.tools.pool.start()
+            copied = np.setdiff1d(np.arange(len(pairs)), rows)
+            known = {
+                pairs[row]: LANGUAGES[label] for row, label in zip(copied, writer.labels[copied], strict=True)
+            }
+            added = [pairs[row] for row in rows]
+            found = detect_languages([text for text, _ in added], [speaker for _, speaker in added], known)
+            writer.append(rows, [np.empty(0, np.uint8)] * len(rows), [LANGUAGES.index(code) for code in found])
+
+        sources = np.fromiter((hash64(*pair) for pair in pairs), np.uint64)
         spec = StoreSpec("languages", np.uint8, sources, {"detector": language_fingerprint()})
-        detected = iter(self._store(spec, "language", build)[0].tolist())
+        detected = iter(self._store(spec, "language", build).labels.tolist())
         return [code or LANGUAGES[next(detected)] for code in named]
 
     def spoken(self) -> tuple[list[str], list[str]]:
@@ -237,22 +250,21 @@ class _Part:
         store = self._store(StoreSpec("vocabulary", np.uint8, sources, params), "vocabulary", build)
         return Tokenizer(store[0].tobytes().decode(), source=str(store.folder))
 
-    def clip_set(self, tokenizer: Tokenizer, speaker_names: list[str]) -> ClipSet:
+    def clip_set(self, tokenizer: Tokenizer, speaker_names: list[str], max_frames: int) -> ClipSet:
         """Return the usable clips with their rows, and add the others to `set_aside`."""
-        audio_rows = self._audio()
         # Spoken text and language decide the ids, however they were found.
         sources = self.text.hashes ^ self.text.labels.astype(np.uint64)
         params = {"vocabulary": tokenizer.fingerprint, "code": tokenizer_fingerprint()}
         spec = StoreSpec("ids", np.int32, sources, params)
         ids = self._store(spec, "token", partial(build_ids, self.tools, self.text, tokenizer))
-        problems = self._problems(audio_rows, ids)
+        problems = self._problems(ids, max_frames)
         clips = self.corpus.clips
         self.set_aside += [SetAside(clips[row].id, *problems[row], clips[row].where) for row in sorted(problems)]
         rows = np.array([row for row in range(len(clips)) if row not in problems], np.int64)
         self.usable = [clips[row] for row in rows.tolist()]
         numbers = {name: number for number, name in enumerate(speaker_names)}
         return ClipSet(
-            audio=audio_rows,
+            audio=self.audio,
             ids=ids,
             audio_rows=rows,
             ids_rows=self.sentence_rows[rows],
@@ -261,7 +273,8 @@ class _Part:
             names=[clip.id for clip in self.usable],
         )
 
-    def _audio(self) -> Store | LazyAudio:
+    @cached_property
+    def audio(self) -> Store | LazyAudio:
         corpus, packed, options = self.corpus, self.data.native_loading, DecodeOptions.of(self.data)
         params: dict[str, object] = {"decode": DECODE_VERSION, "libraries": LIBRARIES, "rate": SAMPLE_RATE}
         if options.trim_silence_db > 0:  # the length of a row is then not that of its file
@@ -278,23 +291,26 @@ class _Part:
         paths = [str(corpus.folder.absolute() / path) for path, *_ in files]
         return LazyAudio(store, paths, np.array([stat for _, *stat in files], np.int64), options)
 
-    def _problems(self, audio_rows: Store | LazyAudio, ids: Store) -> dict[int, tuple[str, str]]:
+    def _problems(self, ids: Store, max_frames: int) -> dict[int, tuple[str, str]]:
         """Return why clips cannot be used, by row; if several reasons hold, that of the audio is given."""
-        least, most = self.data.min_clip_seconds, DecodeOptions.of(self.data).max_samples
-        most_ids, seconds = self.data.max_text_length, audio_rows.lengths / SAMPLE_RATE
+        least, most = self.data.min_clip_seconds, max_frames * HOP_SAMPLES - 1
+        most_ids, seconds = self.data.max_text_length, self.audio.lengths / SAMPLE_RATE
         num_ids = ids.lengths[self.sentence_rows]
         problems: dict[int, tuple[str, str]] = {}
         for row in np.flatnonzero(num_ids > most_ids).tolist():
-            problems[row] = ("text too long", f"{num_ids[row]} tokens, the limit is {most_ids} (max_text_length)")
+            problems[row] = (
+                "text too long",
+                f"{num_ids[row]} tokens, the limit is {most_ids} (--max-text-length)",
+            )
         for store in (ids, self.text):
             for row in np.flatnonzero(np.isin(self.sentence_rows, list(store.set_aside))).tolist():
                 problems[row] = store.set_aside[int(self.sentence_rows[row])]
         for row in np.flatnonzero(seconds < least).tolist():
-            problems[row] = ("too short", f"{seconds[row]:.2f} s, the least is {least:.2f} s (min_clip_seconds)")
-        for row in np.flatnonzero(audio_rows.lengths > most).tolist():
-            limit = f"the limit is {most / SAMPLE_RATE:.2f} s (max_mel_frames)"
+            problems[row] = ("too short", f"{seconds[row]:.2f} s, the least is {least:.2f} s (--min-clip-seconds)")
+        for row in np.flatnonzero(self.audio.lengths > most).tolist():
+            limit = f"the limit is {most / SAMPLE_RATE:.2f} s (--max-mel-frames)"
             problems[row] = ("too long", f"{seconds[row]:.2f} s, {limit}")
-        return problems | audio_rows.set_aside
+        return problems | self.audio.set_aside
 
     def split(self, clips: ClipSet) -> tuple[ClipSet, ClipSet]:
         """Return the training and the validation clips."""
@@ -303,7 +319,10 @@ class _Part:
             counts = Counter(item.reason for item in set_aside).most_common()
             reasons = "\n".join(f"  {count} × {reason}" for reason, count in counts) or "  the metadata is empty"
             example = f"\nFor example {set_aside[0].id}: {set_aside[0].detail}" if set_aside else ""
-            raise DatasetError(f"No usable clip in {folder}. Set aside:\n{reasons}{example}")
+            listed = (
+                f"\nAll are listed in {set_aside_list(self.root)}" if set_aside_list(self.root).exists() else ""
+            )
+            raise DatasetError(f"No usable clip in {folder}. Set aside:\n{reasons}{example}{listed}")
         if all(clip.held_out for clip in self.usable):
             raise DatasetError(f"No usable clip in {folder} except those of metadata_eval.csv")
         chosen = held_out(self.usable, self.data)
@@ -428,8 +447,8 @@ def _decode_chunk(folder: Path, options: DecodeOptions, packed: bool, chunk: Seq
             arrays.append(_decode_clip(folder, options, clip))
             rows.append(row)
         except audio.UnusableAudio as error:
-            setting = " (max_mel_frames)" if error.reason == "too long" else ""
-            set_aside.append((row, error.reason, error.detail + setting))
+            flag = f" ({LIMITS[error.reason]})" if error.reason in LIMITS else ""
+            set_aside.append((row, error.reason, error.detail + flag))
     if not packed:
         records = pack(arrays)[1]
         arrays = list(np.stack([records["length"].astype(np.uint64), records["hash"]], axis=1))

@@ -1,4 +1,4 @@
-"""Stores: rows of different lengths packed into one memory-mapped file, each with a checksum.
+"""Stores: rows of different lengths packed into one file, each with a checksum.
 
 A store is a folder `KIND-KEY`, written once and never changed. Its key covers everything that decides its
 content, so a store is either right or absent, never stale:
@@ -20,9 +20,9 @@ import json
 import logging
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ FORMAT_VERSION = 3
 """Part of every key. Raise it when a file of a store changes its format."""
 ROW_ALIGNMENT_BYTES = 64
 STORES_KEPT = 3  # stores of one kind that are kept; building another removes the least recently used
-ROWS_PER_COPY = 256  # rows copied from an older store at a time, which bounds the memory this takes
+ROWS_PER_COPY = 64  # rows copied from an older store at a time, which bounds the memory this takes
 TRANSIENT_REASONS = ("crashed", "unreadable", "changed")
 """Prefixes of reasons that may not hold the next time: these rows are tried again whenever a store is rebuilt."""
 
@@ -55,7 +55,10 @@ class CacheDamaged(DatasetError):
 
 
 class Store:
-    """An open store. Rows are read-only views of the mapped file; any thread may read."""
+    """An open store; any thread may read. It outlives its folder.
+
+    Rows are copied with plain reads: if a mapped file were truncated, touching it would kill the process.
+    """
 
     def __init__(self, folder: Path, dtype: npt.DTypeLike) -> None:
         self.folder = folder
@@ -64,15 +67,13 @@ class Store:
             content = json.loads((folder / "meta.json").read_bytes())
             meta = content["body"]
             index_hash = xxhash.xxh3_128_hexdigest((folder / "index.npy").read_bytes())
-            data_bytes = (folder / "data.bin").stat().st_size
+            self._descriptor = os.open(folder / "data.bin", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+            data_bytes = os.fstat(self._descriptor).st_size
             found = (content["hash"], FORMAT_VERSION, index_hash, data_bytes)
             if found != (_meta_hash(meta), meta["format"], meta["index_hash"], meta["data_bytes"]):
                 raise ValueError
             index: Array = np.load(folder / "index.npy", allow_pickle=False)
-            self._data: Array = np.empty(0, dtype)
-            self._file = FileIO(folder / "data.bin")
-            if data_bytes:
-                self._data = np.memmap(self._file, self.dtype, mode="r")
         except OSError as error:
             raise CacheDamaged(f"{folder}: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError):
@@ -84,38 +85,27 @@ class Store:
         self.labels = index["label"].astype(np.int64)
         self.sources = index["source"].astype(np.uint64)
         self.hashes = index["hash"].astype(np.uint64)
-        self._starts = (index["offset"] // self.dtype.itemsize).astype(np.int64)
+        self._offsets = index["offset"].astype(np.int64)
         self._verified = self.lengths == 0
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Array:
-        self.verify(np.array([row]))
-        return self._row(row)
+        found: Array = np.empty(self.lengths[row], self.dtype)
+        self._read(row, found)
+        found.flags.writeable = False
+        return found
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy row `rows[i]` to the start of `out[i]`; the rest of `out[i]` is left as it is."""
-        self.verify(rows)
-        starts, lengths = self._starts[rows].tolist(), self.lengths[rows].tolist()
-        for slot, start, length in zip(out, starts, lengths, strict=True):
-            slot[:length] = self._data[start : start + length]
+        for slot, row, length in zip(out, rows.tolist(), self.lengths[rows].tolist(), strict=True):
+            self._read(row, slot[:length])
 
     def gather_padded(self, rows: Rows, out: Array) -> None:
-        """Copy short rows in one indexing call and pad each with zeros."""
-        self.verify(rows)
-        columns = np.arange(out.shape[1])
-        places = np.minimum(self._starts[rows, None] + columns, len(self._data) - 1)
-        np.multiply(self._data[places], columns < self.lengths[rows, None], out=out)
-
-    def verify(self, rows: Rows) -> None:
-        """Compare rows with their checksums, each once per process; a mismatch marks the store for rebuilding."""
-        broken = [row for row in rows[~self._verified[rows]].tolist() if not self.is_intact(row)]
-        if broken or self._is_cut_off():
-            _mark_damaged(self.folder)
-            what = f"row {broken[0]} does not match its checksum" if broken else "data.bin was cut off"
-            advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
-            raise CacheDamaged(f"{self.folder}: {what} (a failing disk or memory?).\n{advice}")
+        """Copy row `rows[i]` to the start of `out[i]`, with zeros after it."""
+        self.gather(rows, out)
+        np.copyto(out, 0, where=np.arange(out.shape[1]) >= self.lengths[rows, None])
 
     def all_intact(self) -> bool:
         """True if every row matches its checksum; otherwise the store is marked for rebuilding."""
@@ -125,17 +115,33 @@ class Store:
         return False
 
     def is_intact(self, row: int) -> bool:
-        if not self._verified[row] and not self._is_cut_off():
-            self._verified[row] = checksum(self._row(row)) == int(self.hashes[row])
+        if not self._verified[row]:
+            self._is_read(row, np.empty(self.lengths[row], self.dtype))
         return bool(self._verified[row])
 
-    def _is_cut_off(self) -> bool:
-        """True if the mapped file has shrunk: the kernel kills a process that reads beyond its end."""
-        return os.fstat(self._file.fileno()).st_size < self._data.nbytes
+    def _read(self, row: int, out: Array) -> None:
+        """Fill `out` with a row; one that does not match its checksum marks the store for rebuilding."""
+        if not self._is_read(row, out):
+            _mark_damaged(self.folder)
+            found = (
+                f"{self.folder}: row {row} does not match its checksum (truncated, or a failing disk or memory?)."
+            )
+            advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
+            raise CacheDamaged(f"{found}\n{advice}")
 
-    def _row(self, row: int) -> Array:
-        start = self._starts[row]
-        return self._data[start : start + self.lengths[row]]
+    def _is_read(self, row: int, out: Array) -> bool:
+        """Fill `out` with a row and compare it with its checksum, once per process; True if it is intact."""
+        if out.dtype != self.dtype:
+            raise ValueError(f"rows of {self.dtype} cannot be read into {out.dtype}")
+        remaining, offset = _bytes(out), int(self._offsets[row])
+        while remaining:
+            num_bytes = os.preadv(self._descriptor, [remaining], offset)
+            if num_bytes == 0:  # the file was truncated
+                return False
+            remaining, offset = remaining[num_bytes:], offset + num_bytes
+        if not self._verified[row]:
+            self._verified[row] = checksum(out) == int(self.hashes[row])
+        return bool(self._verified[row])
 
 
 class StoreWriter:
@@ -152,6 +158,11 @@ class StoreWriter:
         self._index["source"] = sources
         self.set_aside: list[tuple[int, str, str]] = []
         """Rows that are left empty, each with the reason and what was found."""
+
+    @property
+    def labels(self) -> Rows:
+        """The label of every row so far; 0 for rows that are not written yet."""
+        return self._index["label"].astype(np.int64)
 
     def append(self, rows: Sequence[int], arrays: Sequence[Array], labels: Labels = 0) -> None:
         """Write rows and add them to the index."""
@@ -288,7 +299,9 @@ def build_store(
                 if missing:
                     build(writer, missing)
                 writer.finish(spec.params, spec.filters)
-                if folder.exists():  # damaged or out of date; processes that mapped it go on reading the old files
+                if (
+                    folder.exists()
+                ):  # damaged or out of date; processes that have it open go on reading the old files
                     aside = root / f"{temporary.name}-old"
                     folder.rename(aside)
                     shutil.rmtree(aside, ignore_errors=True)

@@ -24,6 +24,7 @@ from myxtts.config import (
     Settings,
     TrainingSettings,
     least_memory_mb,
+    mel_frames,
     most_gatherers,
     preset_for,
     stage_steps,
@@ -113,7 +114,7 @@ class Situation:
     @property
     def hours(self) -> float:
         """Hours of speech, or the most that so many clips can hold."""
-        longest_s = self.data.max_mel_frames * HOP_SAMPLES / SAMPLE_RATE
+        longest_s = mel_frames(self.data) * HOP_SAMPLES / SAMPLE_RATE
         return self.num_clips * longest_s / 3600 if self.speech_hours is None else self.speech_hours
 
     @property

@@ -24,7 +24,7 @@ import torch
 
 from myxtts.audio import Wave, write
 from myxtts.checkpoints import UnreadableWeights
-from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
+from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings, mel_frames
 from myxtts.data.clips import ClipSet
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
@@ -643,7 +643,8 @@ def provenance(run: RunDir) -> Provenance:
         data = load(run.folder / "settings.yaml", {}).settings.data
     except ConfigError:
         data = DataSettings()
-    known = (data.max_text_length, data.max_mel_frames, data.use_phonemes)
+    frames = run.started_with().get("data.max_mel_frames") or mel_frames(data)
+    known = (data.max_text_length, frames, data.use_phonemes)
     distances = run.checkpoints("decoder").newest_state().get("notes", {}).get("vocoder")
     learnt = run.checkpoints("gpt").newest_state().get("notes", {}).get("trained_with", {})
     trained_with = (float(learnt.get(f"training.{name}") or 0) for name in ("text_dropout", "code_noise"))

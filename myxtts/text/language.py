@@ -3,7 +3,8 @@
 Three steps, cheapest first. The script decides Korean, Japanese, Chinese, Hindi, Russian and most Persian and
 Arabic in a few microseconds per text. The rest is decided per speaker: a speaker's sentences, joined into a few
 passages long enough to be classified with certainty, usually prove to be one language, and then none of them is
-examined by itself. Only speakers whose passages disagree are classified sentence by sentence.
+examined by itself. Only speakers whose passages disagree are classified sentence by sentence. Sentences added to a
+corpus whose languages are known are classified by themselves, and take another language only on clear evidence.
 
 `lingua` is imported when statistics are first needed, so importing this module is cheap.
 """
@@ -14,7 +15,7 @@ import logging
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ _Group = tuple[str, str | None]
 """Script and speaker of texts classified together; speaker None for all who have few texts."""
 _Codes = tuple[str, ...]
 _Languages = dict[str, str | None]  # language by text
+_Counts = defaultdict[str | None, Counter[str]]  # how often each language is known, by speaker; None for all
 
 _SCRIPTS = re.compile(
     "(?P<latin>[A-Za-z\u00aa\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u1e00-\u1eff\uff21-\uff3a\uff41-\uff5a]+)"
@@ -59,6 +61,7 @@ _TEXTS_COUNTED = 1000  # texts of a speaker whose words are counted to find the 
 _LEAST_PASSAGES = 4  # fewer passages prove nothing: one could mix several languages
 _CANDIDATES = 4  # languages compared by the large models at a time; each takes about 45 MB
 _CANDIDATE_SHARE = 0.02
+_FAMILIARITY = 5.0  # a speaker's known languages count this much more than others for an added sentence
 _MOST_TEXTS = 1000  # texts whose script is compared with a named language, evenly spread
 _NEARLY_ALL = 0.9
 _NAME_IT = "Name the language with --language or add a language column to the metadata"
@@ -81,23 +84,33 @@ def language_fingerprint() -> str:
     return fingerprint_of([Path(__file__), *table_files()], ["lingua_language_detector"])
 
 
-def detect_languages(texts: Sequence[str], speakers: Sequence[str]) -> list[str]:
+def detect_languages(
+    texts: Sequence[str], speakers: Sequence[str], known: Mapping[tuple[str, str], str] | None = None
+) -> list[str]:
     """Return the language of every text, from its script, its speaker's other texts or its own statistics.
 
-    The result depends only on the pairs of text and speaker, not on their order. Texts without letters get the
-    most frequent language of their speaker, or of the corpus.
+    `known` holds languages by (text, speaker) that were found before: they are evidence and not examined again.
+    The result does not depend on the order of the texts. Texts without letters get the most frequent language of
+    their speaker, or of the corpus.
     """
+    by_text = {text: language for (text, _), language in (known or {}).items()}
+    counts: _Counts = defaultdict(Counter)
+    for (_, speaker), language in (known or {}).items():
+        counts[speaker][language] += 1
+        counts[None][language] += 1
     scripts = {text: _script_of(text) for text in texts}
     languages = [_language_in_script(text, scripts[text]) for text in texts]
-    _settle_by_speaker(languages, [scripts[text] for text in texts], speakers)
+    _settle_by_speaker(languages, [scripts[text] for text in texts], speakers, counts)
+    languages = [language or by_text.get(text) for language, text in zip(languages, texts, strict=True)]
 
     open_texts: dict[tuple[str, str], set[str]] = defaultdict(set)
     for text, speaker, language in zip(texts, speakers, languages, strict=True):
         if language is None and scripts[text] in _languages_by_script():
             open_texts[scripts[text], speaker].add(text)
-    found = _detect_by_speaker(open_texts)
+    found = _detect_by_speaker(open_texts, counts)
     triples = zip(languages, speakers, texts, strict=True)
-    return _fill_gaps([language or found.get((speaker, text)) for language, speaker, text in triples], speakers)
+    filled = [language or found.get((speaker, text)) for language, speaker, text in triples]
+    return _fill_gaps(filled, speakers, counts)
 
 
 def _script_of(text: str) -> str:
@@ -126,11 +139,14 @@ def _language_in_script(text: str, script: str) -> str | None:
     return languages[0] if len(languages) == 1 else None
 
 
-def _settle_by_speaker(languages: list[str | None], scripts: Sequence[str], speakers: Sequence[str]) -> None:
+def _settle_by_speaker(
+    languages: list[str | None], scripts: Sequence[str], speakers: Sequence[str], known: _Counts
+) -> None:
     """Decide by the speaker's other texts: kanji-only ones, and Arabic script without a telling letter."""
-    counts: dict[str, Counter[str | None]] = defaultdict(Counter)
+    counts = {speaker: known[speaker].copy() for speaker in set(speakers)}
     for speaker, language in zip(speakers, languages, strict=True):
-        counts[speaker][language] += 1
+        if language:
+            counts[speaker][language] += 1
     for i, (speaker, script) in enumerate(zip(speakers, scripts, strict=True)):
         of = counts[speaker]
         if languages[i] == "zh" and of["zh"] < _KANJI_ONLY_SHARE * of["ja"]:
@@ -139,11 +155,19 @@ def _settle_by_speaker(languages: list[str | None], scripts: Sequence[str], spea
             languages[i] = "fa" if of["fa"] else "ar"
 
 
-def _detect_by_speaker(open_texts: dict[tuple[str, str], set[str]]) -> dict[tuple[str, str], str | None]:
+def _detect_by_speaker(
+    open_texts: dict[tuple[str, str], set[str]], known: _Counts
+) -> dict[tuple[str, str], str | None]:
     """Return languages by (speaker, text) for texts by (script, speaker); speakers with few texts are pooled."""
     groups: dict[_Group, set[str]] = defaultdict(set)
     group_of: dict[tuple[str, str], _Group] = {}
+    added: dict[tuple[str, str], str | None] = {}
     for (script, speaker), texts in open_texts.items():
+        familiar = set(known[speaker] or known[None]) & set(_candidates(script))
+        if familiar:
+            found = _detect_added(sorted(texts), _candidates(script), familiar)
+            added |= {(speaker, text): language for text, language in found.items()}
+            continue
         alone = sum(map(len, texts)) >= _LEAST_PASSAGES * _PASSAGE_CHARACTERS
         group_of[script, speaker] = (script, speaker if alone else None)
         groups[group_of[script, speaker]] |= texts
@@ -151,9 +175,7 @@ def _detect_by_speaker(open_texts: dict[tuple[str, str], set[str]]) -> dict[tupl
     answers: dict[_Group, _Languages] = {}
     for script in {group[0]: None for group in groups}:
         of_script = {group: texts for group, texts in groups.items() if group[0] == script}
-        # Languages that lingua does not know are found by script, --language or metadata only.
-        known = _lingua().IsoCode639_1
-        candidates = tuple(code for code in _languages_by_script()[script] if hasattr(known, code.upper()))
+        candidates = _candidates(script)
         if len(candidates) < 2:
             only = candidates[0] if candidates else None
             answers |= {group: dict.fromkeys(texts, only) for group, texts in of_script.items()}
@@ -169,11 +191,43 @@ def _detect_by_speaker(open_texts: dict[tuple[str, str], set[str]]) -> dict[tupl
             else:
                 mixed[group] = {language for language in seen if language}
         answers |= _detect_each({group: sorted(groups[group]) for group in mixed}, candidates, mixed)
-    return {
-        (speaker, text): answers[group_of[script, speaker]][text]
-        for (script, speaker), texts in open_texts.items()
-        for text in texts
+    return added | {
+        (speaker, text): answers[group][text]
+        for (script, speaker), group in group_of.items()
+        for text in open_texts[script, speaker]
     }
+
+
+def _candidates(script: str) -> _Codes:
+    """Return the languages in a script that lingua knows; others are found by script, --language or metadata."""
+    known = _lingua().IsoCode639_1
+    return tuple(code for code in _languages_by_script()[script] if hasattr(known, code.upper()))
+
+
+def _detect_added(texts: list[str], candidates: _Codes, familiar: set[str]) -> _Languages:
+    """Return the language of texts by speakers of `familiar` languages; the large models confirm any other."""
+    if len(candidates) == 1:
+        return dict.fromkeys(texts, candidates[0])
+    found: _Languages = dict(zip(texts, _most_likely(texts, candidates, familiar, accurate=False), strict=True))
+    for language in sorted({language for language in found.values() if language} - familiar):
+        choice, doubtful = (*sorted(familiar), language), [text for text in texts if found[text] == language]
+        if len(choice) <= _CANDIDATES:
+            found |= dict(zip(doubtful, _most_likely(doubtful, choice, familiar, accurate=True), strict=True))
+    return found
+
+
+def _most_likely(texts: list[str], candidates: _Codes, familiar: set[str], accurate: bool) -> list[str | None]:
+    """Return the most likely language of each text, None without evidence; familiar ones have the advantage."""
+    detector = _detector(candidates, accurate)
+    found: list[str | None] = []
+    for ranking in detector.compute_language_confidence_values_in_parallel(texts):
+        weights = {_code_of(value.language): value.value for value in ranking}
+        weights = {code: weight * (_FAMILIARITY if code in familiar else 1) for code, weight in weights.items()}
+        best = max(weights, key=weights.__getitem__)
+        found.append(best if weights[best] > 0 else None)
+    if accurate:
+        detector.unload_language_models()  # type: ignore[no-untyped-call]
+    return found
 
 
 def _passages(texts: Iterable[str]) -> list[str]:
@@ -277,16 +331,15 @@ def _code_of(language: Any) -> str:
     return str(language.iso_code_639_1.name.lower())
 
 
-def _fill_gaps(languages: list[str | None], speakers: Sequence[str]) -> list[str]:
+def _fill_gaps(languages: list[str | None], speakers: Sequence[str], known: _Counts) -> list[str]:
     """Give undecided texts the most frequent language of their speaker, or of the corpus."""
-    known: dict[str | None, Counter[str]] = defaultdict(Counter)
     for speaker, language in zip(speakers, languages, strict=True):
         if language:
             known[speaker][language] += 1
             known[None][language] += 1
-    if languages and not known:
+    if languages and not known[None]:
         raise DatasetError(f"No text could be recognised as one of {', '.join(LANGUAGES)}. {_NAME_IT}.")
-    usual = {who: min(counts, key=lambda code: (-counts[code], code)) for who, counts in known.items()}
+    usual = {who: min(counts, key=lambda code: (-counts[code], code)) for who, counts in known.items() if counts}
     pairs = zip(speakers, languages, strict=True)
     return [language or usual.get(speaker, usual[None]) for speaker, language in pairs]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from myxtts.config import CARDS, MODEL_SIZES, PRESETS, SAMPLE_RATE, DataSettings, Settings, stages_of
+from myxtts.config import CARDS, MODEL_SIZES, PRESETS, SAMPLE_RATE, DataSettings, Settings, mel_frames, stages_of
 from myxtts.data.batches import MAX_CROP_FRAMES, host_layout
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import Corpus, held_out, read_corpus
@@ -327,14 +327,15 @@ def buffers(ctx: CheckContext) -> Finding:
     if isinstance(ctx.plan, ConfigError):
         return _skipped("buffers", "it is not settled which device does what")
     plan = replace(ctx.plan, model_cap_mb=ctx.model_memory_mb)
-    budget = ctx.data.batch_size * min(MAX_CROP_FRAMES, ctx.data.max_mel_frames)
-    frontend = GptFrontend(ctx.network, ctx.data, budget)
+    data = ctx.prepared.fitted(ctx.data) if ctx.prepared else ctx.data
+    budget = data.batch_size * min(MAX_CROP_FRAMES, mel_frames(data))
+    frontend = GptFrontend(ctx.network, data, budget)
     try:
-        depths = choose_depths(ctx.data, plan, frontend.outputs)
+        depths = choose_depths(data, plan, frontend.outputs)
     except ConfigError as error:
         fix = "lower --buffer-size and --prefetch-buffer-size, or --batch-size"
         return Finding("buffers", "fail", "The buffers do not fit the host's memory", str(error), fix)
-    host_mb = depths.host * host_layout(ctx.data).num_bytes / 2**20
+    host_mb = depths.host * host_layout(data).num_bytes / 2**20
     device_mb = depths.model * frontend.outputs.num_bytes / 2**20
     on_device = f"{depths.model} on {plan.model} ({device_mb:.0f} MB)"
     return Finding("buffers", "pass", f"{depths.host} batches on the host ({host_mb:.0f} MB), {on_device}")

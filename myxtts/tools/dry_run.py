@@ -108,6 +108,7 @@ class DryRun:
     def __init__(
         self, settings: Settings, prepared: PreparedCorpus, stage: str = "gpt", plan: Plan | None = None
     ) -> None:
+        settings = replace(settings, data=prepared.fitted(settings.data))
         settings = with_auto(settings, auto_values(settings, prepared), stage)
         self.settings, self.stage = settings, stage
         self.plan = plan or make_plan(settings.data)

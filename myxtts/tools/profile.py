@@ -361,7 +361,7 @@ class DataAnalysis:
 def _analyse(
     settings: Settings, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
 ) -> DataAnalysis:
-    data = settings.data
+    data = prepared.fitted(settings.data)
     corpus = read_corpus(data.train_data or EMBEDDED_CORPUS)
     text = time_text(corpus.clips, data, prepared)
     audio = time_audio(corpus, data, prepared.train, num_batches)
@@ -447,7 +447,7 @@ def time_feed(
         steps = dry_run.measure(REPLAYED_STEPS, replay=True).times
         taken_ms = float(np.mean([step.step_ms for step in steps])) / dry_run.step.accumulate
     return FeedAnalysis(
-        host=time_host(prepared.train, settings.data, num_batches),
+        host=time_host(prepared.train, dry_run.settings.data, num_batches),
         first_epoch=first_epoch,
         feed=later,
         phases=phases,
