@@ -79,6 +79,7 @@ class TrainingReports(Reporter):
     def validation(self, report: ValidationReport) -> None:
         self._log.validation(report)
         self._printer.validation(report)
+        self._printer.warn(self._warnings.validated(report))
 
     def picture(self, name: str, picture: Tensor, step: int) -> None:
         if picture.dim() == 1:

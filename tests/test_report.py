@@ -224,6 +224,14 @@ def test_axes_are_labelled_with_round_numbers(low: float, high: float, labels: s
     assert chart is not None and [label.replace(" ", "_") for _, label in chart["x_ticks"]] == labels.split()
 
 
+def test_overfitting_is_a_finding() -> None:
+    steps = [step_record(step, losses={"total": 5 - step / 100}) for step in range(10, 200, 10)]
+    worse = [validation_record(40 * number, loss) for number, loss in enumerate((4.0, 3.0, 3.2, 3.3, 3.4), 1)]
+    for verdict in (None, {"findings": []}):
+        findings = sections(render_report("run", [*steps, *worse], verdict=verdict))["findings"]
+        assert "Stage gpt: The validation loss was lowest at step 80" in unescape(findings)
+
+
 def test_every_stage_has_curves_of_its_own_and_validations_are_dots() -> None:
     rings = [{"host": (0 if step % 4 else 8, 16)} for step in range(40)]
     decoder = (step_record(step, stage="decoder", rings=ring) for step, ring in enumerate(rings))

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from myxtts.config import (
@@ -345,6 +346,31 @@ def hints(situation: Situation) -> list[Finding]:
 def rule_finding(code: str, situation: Situation) -> Finding | None:
     """Return what the first rule of a check finds; None if all is well."""
     return next((rule.finding(situation) for rule in RULES if rule.code == code and rule.holds(situation)), None)
+
+
+WORSE_VALIDATIONS, MIN_RISE = 3, 0.02
+"""Validations in a row above the best, and the rise of the loss since then, that show overfitting."""
+Losses = list[tuple[int, float]]  # steps and losses of one stage, in order
+
+
+def overfitting(validations: Losses, training: Losses) -> Finding | None:
+    """Return what to say if the validation loss rises while the training loss falls; None if it does not."""
+    known = [found for found in validations if math.isfinite(found[1])]
+    best = min(known, key=itemgetter(1), default=(0, 0.0))
+    later = [loss for step, loss in known if step > best[0]]
+    before = [loss for step, loss in training if step <= best[0] and math.isfinite(loss)][-WORSE_VALIDATIONS:]
+    after = [loss for step, loss in training if step > best[0] and math.isfinite(loss)][-WORSE_VALIDATIONS:]
+    if len(later) < WORSE_VALIDATIONS or later[-1] < best[1] + MIN_RISE * abs(best[1]) or not before or not after:
+        return None
+    if fmean(after) >= fmean(before):
+        return None
+    what = f"The validation loss was lowest at step {best[0]} ({best[1]:.3f}) and is {later[-1]:.3f} now"
+    why = f"the training loss fell from {fmean(before):.3f} to {fmean(after):.3f}: clips are memorised"
+    fix = (
+        "listen to both (speak --best takes the best GPT), as words may still become clearer; --early-stop ends "
+        "such a stage, and more speech, --dropout and --code-noise help"
+    )
+    return Finding("overfitting", "warn", f"{what}.", sentence(why), sentence(fix), "training.early_stop", 3)
 
 
 def sentence(text: str) -> str:

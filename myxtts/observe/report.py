@@ -19,6 +19,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from myxtts.observe.diagnosis import FEWEST_REPORTS, WARMUP_REPORTS, warnings_of
-from myxtts.observe.findings import Finding
+from myxtts.observe.findings import Finding, overfitting
 from myxtts.observe.metrics import (
     Numbers,
     Record,
@@ -187,11 +188,16 @@ def _listen(scores: Record, sound: Callable[[str], str]) -> list[tuple[str, list
 
 
 def _findings(verdict: Record, stages: Sequence[StageHistory]) -> Sequence[Any]:
-    """Return the findings of the profile; without one, the warnings of its reports."""
+    """Return stages that overfit, and the findings of the profile; without one, the warnings of its reports."""
+    overfitted = []
+    for stage in stages:
+        losses = [(step.step, step.losses.get("total", math.nan)) for step in stage.steps]
+        if found := overfitting(stage.validations, losses):
+            overfitted.append(replace(found, what=f"Stage {stage.name}: {found.what}"))
     if "findings" in verdict:
-        return _sequence(verdict["findings"])
+        return [*overfitted, *_sequence(verdict["findings"])]
     warnings = [(stage.name, *warning) for stage in stages for warning in warnings_of(stage.steps)]
-    return [Finding(code, "warn", f"Stage {stage}: {text}") for stage, code, text in warnings]
+    return [*overfitted, *(Finding(code, "warn", f"Stage {stage}: {text}") for stage, code, text in warnings)]
 
 
 class Curve(NamedTuple):
