@@ -115,7 +115,9 @@ GPU_FRAMES_STEP = 128
 """Frames are padded to multiples of this on a GPU, where every new length costs time to plan the convolutions. One
 piece of a stream with its context fits in."""
 _TAIL_LATENTS = 4
-"""Repetitions of the last latent after the end of a sentence; 17 frames, more than REACH_FRAMES."""
+"""Repetitions of the last latent after the end of a sentence; 17 frames, more than REACH_FRAMES. A wave then does
+not depend on the other sentences of its batch. The reference pads each convolution with zeros instead, so the last
+14 frames differ from it."""
 
 
 class Stretch:
