@@ -450,7 +450,8 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
 def peak_clips_per_s(ctx: StageContext, step: Step) -> float | None:
     """The speed at which every GPU would compute nothing but useful matrix products; None if unknown."""
     peak = peak_flops(step.stream, torch.bfloat16 if step.mode.autocast else torch.float32)
-    return ctx.plan.world_size * peak / useful_flops(step.recipe, ctx.prepared.train) if peak else None
+    flops = useful_flops(step.recipe, ctx.prepared.train) if peak else None
+    return ctx.plan.world_size * peak / flops if flops and peak else None
 
 
 @torch.no_grad()

@@ -212,7 +212,7 @@ def _profile_data(
         recompilations=measured.recompilations,
         kernel_share=view.kernel_share if view else None,
         syncs_per_step=view.syncs_per_step if view else None,
-        flops_per_step=measured.clips_per_step * flops,
+        flops_per_step=measured.clips_per_step * flops if flops else None,
         peak_flops=peak,
     )
 

@@ -162,9 +162,9 @@ class Recipe(nn.Module, ABC):
         """Trained modules that are not part of the model, by their prefix in a checkpoint."""
         return {}
 
-    def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors of a batch of one clip, to count arithmetic."""
-        raise NotImplementedError
+    def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        """Shapes of the tensors of a batch of one clip, to count arithmetic; none if it is not to be counted."""
+        return {}
 
     def before_first_step(self, tensors: Tensors) -> None:
         """Prepare a new network with a first batch; not called when a run is resumed."""
@@ -500,7 +500,7 @@ class DecoderRecipe(Recipe):
 RECIPES: dict[str, type[Recipe]] = {"dvae": DvaeRecipe, "gpt": GptRecipe, "decoder": DecoderRecipe}
 
 
-def useful_flops(recipe: Recipe, clips: ClipSet) -> float:
+def useful_flops(recipe: Recipe, clips: ClipSet) -> float | None:
     """Approximate operations of training on one clip of mean length, without padding and recomputation.
 
     In the GPT each weight takes two per token in the forward pass, two for the gradients of activations, and two
@@ -508,16 +508,19 @@ def useful_flops(recipe: Recipe, clips: ClipSet) -> float:
     convolutions of a step on one clip are counted, without computing them.
     """
     if not isinstance(recipe, GptRecipe):
-        num_samples = max(int(clips.num_samples.mean()), SAMPLES_PER_CODE)
-        state = {**dict(recipe.named_parameters()), **dict(recipe.named_buffers())}
+        num_samples, device = (
+            max(int(clips.num_samples.mean()), SAMPLES_PER_CODE),
+            next(recipe.parameters()).device,
+        )
+        if not (shapes := recipe.clip_shapes(num_samples)):
+            return None
+        shapes |= {"weights": (1,), "totals": (len(Totals._fields),)}
         counter, shapes_only = FlopCounterMode(display=False), FakeTensorMode(allow_non_fake_inputs=True)
-        weights = {name: shapes_only.from_tensor(tensor) for name, tensor in state.items()}
+        state: dict[str, Tensor] = {**dict(recipe.named_parameters()), **dict(recipe.named_buffers())}
+        state = {name: shapes_only.from_tensor(tensor) for name, tensor in state.items()}
         with torch.compiler.set_stance("force_eager"), shapes_only, counter:
-            shapes = {**recipe.clip_shapes(num_samples), "weights": (1,), "totals": (len(Totals._fields),)}
-            batch = {
-                name: torch.ones(shape, device=next(recipe.parameters()).device) for name, shape in shapes.items()
-            }
-            functional_call(recipe, weights, (batch, Sizes(0, 0, num_samples, 0)))["total"].backward()
+            batch = {name: torch.ones(shape, device=device) for name, shape in shapes.items()}
+            functional_call(recipe, state, (batch, Sizes(0, 0, num_samples, 0)))["total"].backward()
         return float(counter.get_total_flops())
     tables = [module for module in recipe.modules() if isinstance(module, nn.Embedding)]
     embeddings = {id(parameter) for table in tables for parameter in table.parameters()}

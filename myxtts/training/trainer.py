@@ -157,17 +157,15 @@ class Step:
                 self.add_gradients(piece, batch.sizes, share, 1 / len(pieces))
 
     def _pieces(self, tensors: Mapping[str, Tensor]) -> list[tuple[float, Mapping[str, Tensor]]]:
-        """A batch in as many pieces as a CPU's memory needs, each with its share of the clips.
-
-        Their gradients add up to those of the batch.
-        """
-        at_once = self.recipe.clips_at_once
+        """A batch in as many pieces as a CPU's memory needs, each with its share of the clips."""
+        at_once, weights = self.recipe.clips_at_once, tensors["weights"]
         if at_once is None or self.stream.device.type != "cpu":
             return [(1.0, tensors)]
-        rows = {name: value.split(at_once) for name, value in tensors.items() if name != "totals"}
-        shares = [float(part.sum() / tensors["weights"].sum().clamp_min(1)) for part in rows["weights"]]
-        parts = [dict(zip(rows, part, strict=True)) for part in zip(*rows.values(), strict=True)]
-        return [(share, {**part, "totals": tensors["totals"]}) for share, part in zip(shares, parts, strict=True)]
+        pieces: list[tuple[float, Mapping[str, Tensor]]] = []
+        for clips in (slice(first, first + at_once) for first in range(0, len(weights), at_once)):
+            piece = {name: value if name == "totals" else value[clips] for name, value in tensors.items()}
+            pieces.append((float(weights[clips].sum() / weights.sum().clamp_min(1)), piece))
+        return pieces
 
     def update(self, number: int) -> None:
         """Clip, update the weights with the learning rate of this step, and zero the gradients."""
