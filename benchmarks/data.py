@@ -1,7 +1,7 @@
 """Preparing and loading a corpus, compared with the usual ways on this machine: `make bench`.
 
 Both sides of a comparison run alternately, and ratios are reported: absolute figures of a shared machine mean
-little. `--only gather` (startup, text, decode, memory) runs one part.
+little. `--only gather` (startup, text, decode, limits, memory) runs one part.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import soundfile as sf
 from harness import console, make_table
 from rich.table import Table
 
-from myxtts.config import SAMPLE_RATE, DataSettings
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings, num_frames_of
 from myxtts.data.batches import Batches, Cursor, Gatherer, HostBatch, host_layout, packed_tokens
+from myxtts.data.clips import frames_for, max_frames_of
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
 
@@ -292,6 +294,35 @@ class PhaseClock:
 
     def end(self) -> None:
         self.seconds[self._title] = time.perf_counter() - self._began_at
+
+
+LENGTHS: dict[str, Callable[[np.random.Generator], npt.NDArray[np.float64]]] = {
+    "like LJSpeech": lambda random: 10.1 * random.beta(3.2, 1.75, 13_100),
+    "like VCTK": lambda random: random.lognormal(np.log(3.3), 0.38, 44_000),
+    "like Common Voice": lambda random: random.normal(5.4, 2.0, 60_000).clip(1.2, 15),
+    "like LibriTTS": lambda random: random.lognormal(np.log(4.1), 0.78, 100_000).clip(0.6, 35),
+}
+"""Seconds of the clips of made-up corpora: about the means of the real ones, with tails that are assumed."""
+
+
+@part
+def limits(_: Path) -> Table:
+    """What a longer limit for clips gains and costs in batches of 64; no audio is made."""
+    columns = ("max_mel_frames", "clips lost", "speech lost", "GPT padding", "DVAE padding", "PCM of a batch")
+    table = make_table("limits: the longest clip", "", *columns)
+    for name, lengths in LENGTHS.items():
+        samples = (lengths(np.random.default_rng(0)) * SAMPLE_RATE).astype(np.int64)
+        for limit in (800, 1040, 1728, 2416, None):
+            frames = limit or max_frames_of(np.where(samples < 2416 * HOP_SAMPLES, samples, 0))
+            kept = samples[num_frames_of(samples) <= frames]
+            width = limit or frames_for(kept)
+            batches = Batches(packed_tokens(kept // 2900 + 5, kept), 64, seed=0)
+            table.add_row(
+                name, str(limit or f"auto: {width}"), f"{1 - len(kept) / len(samples):.2%}",
+                f"{1 - kept.sum() / samples.sum():.2%}", f"{batches.padding(0):.2%}",
+                f"{1 - num_frames_of(kept).mean() / width:.0%}", f"{64 * width * HOP_SAMPLES * 2 / 2**20:.0f} MiB",
+            )  # fmt: skip
+    return table
 
 
 @part

@@ -3,10 +3,10 @@
 Every stage of a run has a folder of its own:
 
     step-00001000/    weights.safetensors, optimizer.safetensors, state.json with their sizes and checksums
-    best              the name of the checkpoint with the best loss, which is never rotated away
 
-A checkpoint is written to `tmp-...`, synced and renamed; only then are older ones removed. The module knows names,
-tensors and bytes, but neither models nor optimisers.
+A checkpoint is written to `tmp-...`, synced and renamed; only then are older ones removed. The newest stay, and
+the one with the best validation loss. The module knows names, tensors and bytes, and two entries of a state:
+`val_loss`, and `trained_on` with the fingerprints of the earlier stages that this one builds on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from myxtts.errors import ConfigError, DatasetError
-from myxtts.files import as_os_error, sync_path, write_atomically, write_text_atomically
+from myxtts.files import as_os_error, sync_path, usual_mode, write_atomically
 
 Tensors = dict[str, Tensor]
 
@@ -132,14 +132,48 @@ class Snapshot(NamedTuple):
     state: dict[str, Any]  # JSON values: cursor, best loss, settings
 
 
-class LoadedCheckpoint(NamedTuple):
-    """A checkpoint read back. Its tensors map the files and stay valid after rotation deletes them."""
+class Notes(NamedTuple):
+    """What a checkpoint says about itself, without its tensors."""
 
     step: int
     folder: Path
+    state: dict[str, Any]
+    fingerprint: str  # step and checksum of the weights
+    serial: int  # number of the save
+
+    @property
+    def trained_on(self) -> dict[str, str]:
+        """Fingerprints of the earlier stages that this one was trained on; empty if they are not known."""
+        return dict(self.state.get("trained_on", {}))
+
+    def was_trained_on(self, fingerprints: Mapping[str, str]) -> bool:
+        """True if these are the earlier stages it was trained on, as far as that is known."""
+        return all(self.trained_on.get(name, known) == known for name, known in fingerprints.items())
+
+    @property
+    def val_loss(self) -> float | None:
+        """The validation loss of these weights; None if they were not validated."""
+        return self.state.get("val_loss")
+
+
+class LoadedCheckpoint(NamedTuple):
+    """A checkpoint read back. Its tensors map the files and stay valid after rotation deletes them."""
+
+    notes: Notes
     weights: Tensors
     optimizer: Tensors
-    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.notes.step
+
+    @property
+    def folder(self) -> Path:
+        return self.notes.folder
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.notes.state
 
 
 class Checkpoints:
@@ -156,11 +190,11 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "checkpoint-writer")
         self._pending: Future[Exception | None] | None = None
 
-    def save(self, step: int, snapshot: Snapshot, best: bool = False) -> None:
+    def save(self, step: int, snapshot: Snapshot) -> None:
         """Save in the background, after the previous checkpoint; the tensors are in use until `wait` returns."""
         self.wait()
         state = json.loads(json.dumps(snapshot.state))  # a copy: the caller keeps changing its own
-        self._pending = self._thread.submit(self._save, step, snapshot._replace(state=state), best)
+        self._pending = self._thread.submit(self._save, step, snapshot._replace(state=state))
 
     def wait(self) -> Exception | None:
         """Block until the last save has ended; returns its error, if any."""
@@ -172,9 +206,9 @@ class Checkpoints:
 
     def newest(self, optimizer: bool = True) -> LoadedCheckpoint | None:
         """The latest undamaged checkpoint, None if nothing was saved; `optimizer` says if that file is read."""
-        found = self._newest_first()
-        found.sort(key=lambda folder: _serial(folder) > 0)  # damaged ones first, so that they are reported
-        for folder in found:
+        found = self._folders()
+        known = [notes.folder for notes in self.all_notes()]
+        for folder in [*(folder for folder in found if folder not in known), *known]:  # reports damaged ones
             with _damage_logged():
                 return _load(folder, optimizer)
         if not found:
@@ -186,38 +220,53 @@ class Checkpoints:
         return _load(self.folder / _name(step), optimizer)
 
     def best(self, optimizer: bool = True) -> LoadedCheckpoint | None:
-        """The checkpoint with the best loss; None if there is none or it is damaged."""
-        if name := self._best_name():
+        """The checkpoint with the best validation loss; None if none was validated, or all of them are damaged."""
+        for notes in self._best_first():
             with _damage_logged():
-                return _load(self.folder / name, optimizer)
+                return _load(notes.folder, optimizer)
         return None
 
-    def newest_state(self) -> dict[str, Any]:
-        """The state of the latest checkpoint that is readable, without its tensors; empty if there is none."""
-        for folder in self._newest_first():
+    def all_notes(self) -> list[Notes]:
+        """The notes of all checkpoints, the last saved first: it may not have the most steps."""
+        found = []
+        for folder in self._folders():
             with contextlib.suppress(UnreadableWeights):
-                return dict(_read_body(folder)["notes"]["state"])
-        return {}
+                found.append(_notes(folder, _read_body(folder)))
+        return sorted(found, key=lambda notes: (notes.serial, notes.folder.name), reverse=True)
 
-    def _newest_first(self) -> list[Path]:
-        """Sorted by the order of saving: after a reset, the latest may not have the most steps."""
-        folders = [path for path in self.folder.glob("*step-*") if _CHECKPOINT_NAME.fullmatch(path.name)]
-        return sorted(folders, key=lambda folder: (_serial(folder), folder.name), reverse=True)
+    def current(self) -> list[Notes]:
+        """The notes of checkpoints that were trained on the same earlier stages as the last saved one."""
+        found = self.all_notes()
+        return [notes for notes in found if notes.trained_on == found[0].trained_on]
 
-    def _best_name(self) -> str:
-        try:
-            return (self.folder / "best").read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError):
-            return ""
+    def prune(self) -> None:
+        """Remove what a killed process left, and superseded checkpoints, unless the newest ones are damaged."""
+        superseded = self._superseded()
+        if superseded and (newest := self.newest()) is not None:
+            self._remove([folder for folder in superseded if folder != newest.folder])
+        self._remove([])
 
-    def _save(self, step: int, snapshot: Snapshot, best: bool) -> Exception | None:
+    def _folders(self) -> list[Path]:
+        return [path for path in self.folder.glob("*step-*") if _CHECKPOINT_NAME.fullmatch(path.name)]
+
+    def _best_first(self) -> list[Notes]:
+        found = [notes for notes in self.current() if notes.val_loss is not None]
+        return sorted(found, key=lambda notes: (notes.val_loss, notes.step))
+
+    def _superseded(self) -> list[Path]:
+        """Checkpoints that are neither among the newest nor the best one."""
+        newest = [notes for notes in self.current() if notes.folder.name.startswith("step-")][: self.keep]
+        kept = [notes.folder for notes in [*newest, *self._best_first()[:1]]]
+        return [folder for folder in self._folders() if folder not in kept]
+
+    def _save(self, step: int, snapshot: Snapshot) -> Exception | None:
         """Save and rotate, or clean up and return the error. Runs in the background thread."""
         final = self.folder / _name(step)
         temporary = self.folder / f"tmp-{final.name}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            serial = 1 + max(map(_serial, self._newest_first()), default=0)
+            self._remove([])
+            serial = 1 + max((notes.serial for notes in self.all_notes()), default=0)
             notes = {"step": step, "stage": self.folder.name, "serial": serial, "state": snapshot.state}
             _write(temporary, {"weights": snapshot.weights, "optimizer": snapshot.optimizer}, notes)
             if final.exists():
@@ -227,13 +276,11 @@ class Checkpoints:
                 final.rename(replaced)
             temporary.rename(final)
             sync_path(self.folder)
-            if best:
-                write_text_atomically(self.folder / "best", final.name)
-            self._rotate()
+            self._remove(self._superseded())
         except Exception as error:  # no error may end the run
             self.num_failed += 1
             with contextlib.suppress(OSError):
-                self._remove_leftovers()
+                self._remove([])
             if isinstance(error, OSError) and error.strerror:
                 error = DatasetError(error.strerror)
             num_bytes = sum(tensor.nbytes for tensor in (*snapshot.weights.values(), *snapshot.optimizer.values()))
@@ -245,16 +292,10 @@ class Checkpoints:
             return error
         return None
 
-    def _rotate(self) -> None:
-        found = self._newest_first()
-        kept = [folder.name for folder in found if folder.name.startswith("step-")][: self.keep]
-        for folder in found:
-            if folder.name not in (*kept, self._best_name()):
-                folder.rename(folder.with_name(f"tmp-{folder.name}"))  # so that a half-deleted one is not read
-        self._remove_leftovers()
-
-    def _remove_leftovers(self) -> None:
-        """Remove what rotation, a failed save or a killed process left. Only saving may do this."""
+    def _remove(self, superseded: Iterable[Path]) -> None:
+        """Remove these, and what a failed save or a killed process left."""
+        for folder in superseded:
+            folder.rename(folder.with_name(f"tmp-{folder.name}"))  # so that a half-deleted one is not read
         for folder in self.folder.glob("tmp-*step-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -273,7 +314,9 @@ def to_host(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = N
     return host
 
 
-def require_same(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def require_same(
+    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], advice: Sequence[str] = ()
+) -> None:
     """Raise an error with every setting that differs."""
     found = [
         f"{name}: the run has {saved.get(name, 'nothing')}, now {now.get(name, 'nothing')}"
@@ -281,7 +324,9 @@ def require_same(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any])
         if (name in saved, saved.get(name)) != (name in now, now.get(name))
     ]
     if found:
-        listed = "\n  ".join([f"The run in {folder} was made with other settings:", *found])
+        listed = "\n".join(
+            [f"The run in {folder} was made with other settings:", *map("  {}".format, found), *advice]
+        )
         keep_apart = "keep the two apart with --checkpoint-dir DIR"
         raise ConfigError(f"{listed}\nUse its settings, {keep_apart}, or start over with --reset-training.")
 
@@ -296,10 +341,8 @@ def _write(folder: Path, tensors: Mapping[str, Tensors], notes: Mapping[str, Any
     files = {}
     for name, content in tensors.items():
         path = folder / f"{name}.safetensors"
-        with as_os_error():
+        with as_os_error(), usual_mode(path):
             save_file(content, path)
-        with contextlib.suppress(PermissionError):  # file systems without modes
-            path.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files readable by the owner only
         sync_path(path)
         files[name] = {"bytes": path.stat().st_size, "xxh3": file_hash(path)}
     body = json.loads(json.dumps({"format": CHECKPOINT_FORMAT, "files": files, "notes": notes}))
@@ -313,7 +356,13 @@ def _load(folder: Path, optimizer: bool) -> LoadedCheckpoint:
     body = _read_body(folder)
     weights = _read_checked(folder, "weights", body)
     state = _read_checked(folder, "optimizer", body) if optimizer else {}
-    return LoadedCheckpoint(body["notes"]["step"], folder, weights, state, body["notes"]["state"])
+    return LoadedCheckpoint(_notes(folder, body), weights, state)
+
+
+def _notes(folder: Path, body: Mapping[str, Any]) -> Notes:
+    known = body["notes"]
+    fingerprint = f"{known['step']}-{body['files']['weights']['xxh3'][:16]}"
+    return Notes(known["step"], folder, known["state"], fingerprint, known["serial"])
 
 
 def _read_body(folder: Path) -> dict[str, Any]:
@@ -356,14 +405,6 @@ def _body_hash(body: Mapping[str, Any]) -> str:
 def file_hash(path: Path) -> str:
     with _as_unreadable(path), open(path, "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-
-
-def _serial(folder: Path) -> int:
-    """Number of the save; an unreadable checkpoint counts as the oldest."""
-    try:
-        return int(_read_body(folder)["notes"]["serial"])
-    except UnreadableWeights:
-        return 0
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import io
 import json
 import logging
@@ -45,7 +46,7 @@ class _Output(io.FileIO):
 
 
 def _secure_streams() -> None:
-    """Make output that fails, or that the locale cannot encode, harmless; pytest's own streams are left alone."""
+    """Make output that fails, or that the locale cannot encode, harmless; streams that were replaced stay."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -53,11 +54,13 @@ def _secure_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream: Any = getattr(sys, name)
-        if stream is not None and stream is getattr(sys, f"__{name}__"):
-            stream.flush()
+        if stream is getattr(sys, f"__{name}__"):
+            kept = ("encoding", "line_buffering", "write_through") if stream is not None else ()
             raw = io.BufferedWriter(_Output(number, "wb", closefd=False))
-            kept = {name: getattr(stream, name) for name in ("encoding", "line_buffering", "write_through")}
-            setattr(sys, name, io.TextIOWrapper(raw, errors="backslashreplace", **kept))
+            options = {option: getattr(stream, option) for option in kept}
+            setattr(sys, name, io.TextIOWrapper(raw, errors="backslashreplace", **options))
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a mapped file on a failing disk ends a process without a word
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -149,6 +152,12 @@ def _add_tools(commands: Any) -> None:
 
     watch = _command(commands, "watch", "show a run live: rings, losses, throughput and GPUs", _watch, strict=True)
     watch.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run")
+
+    runs = _command(
+        commands, "runs", "list the runs in a folder: stages, steps, state, what is left", _runs, strict=True
+    )
+    where = "folder to look in [default: the working folder]"
+    runs.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help=where)
 
     report = _command(commands, "report", "write an HTML page about a run", _report, strict=True)
     report.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run")
@@ -450,6 +459,15 @@ def _watch(options: argparse.Namespace) -> None:
 def _require_run(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give the --checkpoint-dir of a run")
+
+
+def _runs(options: argparse.Namespace) -> None:
+    from myxtts.run_dir import find_runs
+    from myxtts.terminal import show_runs
+
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder}: no such folder; give a folder with runs")
+    show_runs(options.folder, find_runs(options.folder))
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -68,9 +68,8 @@ STAGES = tuple(STAGE_PARTS)
 MAX_AUTO_PREFETCH, MAX_AUTO_BUFFER = 16, 50
 """The most batches that `prefetch_buffer_size` and `pipeline_buffer_size` come to when they are `auto`."""
 
-AUTO_MEL_FRAMES = (800, 1728)
-"""The least and the most that `max_mel_frames` comes to when it is `auto`. Beyond 20 seconds the padding of the
-DVAE stage costs more time than the few longer clips add speech."""
+AUTO_MEL_FRAMES = (800, 2416)
+"""The least and the most that `max_mel_frames` comes to when it is `auto`; XTTS-v2 has room for no more."""
 
 PREPARE_KEYS = tuple(
     f"data.{name}"
@@ -196,10 +195,12 @@ class DataSettings:
     """Fraction of the training clips held out for validation when `val_data` is not given. The choice depends
     only on the clips, so a continued run validates on the same ones."""
     reference_clip: str = setting("other", choices=("other", "same"))
-    """Source of the reference voice of a training clip. `other` takes another clip of the same speaker in the
-    batch, as synthesis does, so that the reference cannot leak the text; `same` takes the clip itself, as
-    XTTS-v2's own training does. Clips without a speaker label, or without another clip of that speaker in the
-    batch, use themselves."""
+    """Source of the reference voice of a training clip. `other` takes another clip of the same speaker, drawn
+    from the whole corpus in every epoch, as synthesis does: the reference cannot leak the text. `same` takes the
+    clip itself, as XTTS-v2's own training does. Clips without a speaker's name, and the only clip of a speaker,
+    use themselves."""
+    single_speaker: bool = setting(False)
+    """All clips whose metadata names no speaker are of one person, so they are references for each other."""
     language: str | None = setting(None, choices=LANGUAGES)
     """Language of the clips whose metadata does not give one. `null` detects it from the text. Set it when all
     clips share one language: that is faster and never wrong."""
@@ -222,8 +223,8 @@ class DataSettings:
     """Longest text in tokens. Clips with longer texts are set aside, never cut. XTTS-v2 has room for 400."""
     max_mel_frames: int | None = setting(None, minimum=64, maximum=2416, none="auto")
     """Longest clip in mel frames of 256 samples. Longer clips are set aside, never cut. `auto` follows the corpus:
-    room for all clips but the longest thousandth, from 800 frames (9.3 seconds) to 1728 (20 seconds). XTTS-v2 has
-    room for 2416 (28 seconds). Memory grows with it."""
+    room for all clips but the longest thousandth, from 800 frames (9.3 seconds) to 2416 (28 seconds), for which
+    XTTS-v2 has room. Memory and the time of the `dvae` stage grow with it."""
     trim_silence_db: float = setting(0.0, minimum=0, maximum=120, metavar="DB")
     """Trims both ends of a clip where it is at least this many decibels quieter than its loudest part; 0 is off.
     Try 40 when recordings start or end with long pauses."""
@@ -382,11 +383,6 @@ def stages_of(settings: Settings) -> tuple[str, ...]:
     return training.stages or (STAGES if training.init_from is None else ("gpt",))
 
 
-def own_steps(training: TrainingSettings, stage: str) -> int | None:
-    """Return the steps that are set for this stage alone."""
-    return {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
-
-
 def stage_steps(
     training: TrainingSettings, stage: str, num_clips: int, batch_clips: int, accumulate: int
 ) -> tuple[int, str]:
@@ -395,7 +391,7 @@ def stage_steps(
     `batch_clips` counts the clips that all processes take in a micro-step.
     """
     steps = math.ceil(math.ceil(num_clips / batch_clips) * training.epochs / accumulate)
-    own = own_steps(training, stage)
+    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
     limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
     return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
 

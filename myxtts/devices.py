@@ -303,7 +303,7 @@ def allocatable_bytes(device: torch.device) -> int:
 def release_memory() -> None:
     """Give memory that PyTorch keeps for reuse back to the GPUs."""
     gc.collect()  # an error that was handled may still hold tensors
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 

@@ -21,7 +21,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with a temporary path next to `path`, sync the file and rename it into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with as_os_error():
+        with as_os_error(), usual_mode(temporary):
             write(temporary)
         sync_path(temporary)
         temporary.replace(path)
@@ -36,6 +36,16 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def write_text_atomically(path: Path, text: str) -> None:
     """Write a UTF-8 text file, completely or not at all."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def usual_mode(path: Path) -> Iterator[None]:
+    """Give a file that is written here the permissions of the user's umask; safetensors would write 0600."""
+    path.touch()
+    mode = path.stat().st_mode & 0o777
+    yield
+    with contextlib.suppress(PermissionError):  # file systems without modes
+        path.chmod(mode)
 
 
 def sync_path(path: Path) -> None:

@@ -5,9 +5,11 @@ PyTorch is imported only to pin memory: preparing a corpus does without the seco
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +35,16 @@ def usable_cores() -> int:
         return cores
 
 
-def hide_working_folder() -> None:
-    """Keep Python processes that are started from here from importing a `random.py` of the working folder."""
+@contextlib.contextmanager
+def hidden_working_folder() -> Iterator[None]:
+    """Keep Python processes that are started meanwhile from importing a `random.py` of the working folder."""
+    before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
 
 
 def available_bytes() -> int:

@@ -9,38 +9,50 @@ import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from myxtts import __version__
-from myxtts.config import STAGES, Settings
+from myxtts.config import LANGUAGES, STAGES, Settings, stage_steps, stages_of
 from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine, make_plan
 from myxtts.errors import MyXTTSError
 from myxtts.host import usable_cores
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.observe.diagnosis import LiveWarnings
-from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, log_sound
+from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, duration, log_sound
 from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
+from myxtts.run import as_started, plan_stages
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, provenance, speak_sample
-from myxtts.terminal import ProgressPrinter, show_corpus_briefly
-from myxtts.training.trainer import Reporter, State
+from myxtts.terminal import ProgressPrinter, show_corpus
+from myxtts.training.trainer import Reporter, StagePlan, State
 
 FEW_STEPS = 1000  # A GPT trained from scratch for fewer steps does not speak words yet
+SLOW_S = 3600.0  # a run on a CPU that takes longer gets advice
 _ABOUT_THE_DEMO = (
     "What to expect: this only checks the installation. A few minutes of training the smallest network on four "
     "minutes of speech give babble, or on a GPU the memorised sentences of the corpus. A voice takes hours of "
-    "recordings and of GPU time, or minutes of both with --init-from XTTS-v2 --model-size normal."
+    "recordings and of GPU time, or minutes of both if you start from XTTS-v2 (README.md says where to get it)."
 )
 _ABOUT_FEW_STEPS = (
     "What to expect: after {} of gpt from scratch, a model only babbles or hums. A voice takes many thousand "
     "steps and hours of recordings; the same command with a larger --max-steps or --epochs continues from here. "
-    "With --init-from XTTS-v2 --model-size normal, minutes of both are enough."
+    "{}"
+)
+_FASTER = "With --init-from XTTS-v2 --model-size normal, minutes of both do; README.md says where to get it."
+_FASTER_IN_PERSIAN = (
+    "XTTS-v2 (README.md says where to get it) does not know Persian, but starting from it with an extended "
+    "vocabulary saves hours of both; docs/recordings.md has the commands."
+)
+_ABOUT_A_CPU = (
+    "From scratch on a CPU this is slow. Faster: a GPU; --init-from FOLDER (weights of XTTS-v2 or another run), "
+    "which trains only gpt; or --max-steps 100 to try the whole run: a larger number continues it later."
 )
 
 _log = logging.getLogger(__name__)
@@ -54,13 +66,18 @@ class TrainingReports(Reporter):
         self._log, self._warnings = MetricsLog(folder), LiveWarnings()
         self.has_trained = False
         self._gpus = Sampler([gpu.index for gpu in Machine.look().gpus])
+        self._steps_left: dict[str, int] = {}
+        self._step_s: dict[str, float] = {}  # of the stages that were measured
 
     def corpus(self, prepared: PreparedCorpus) -> None:
-        show_corpus_briefly(prepared)
+        show_corpus(prepared, brief=True)
 
-    def begin(self, stage: str, step: int, total_steps: int) -> None:
+    def plan(self, stages: Sequence[StagePlan]) -> None:
+        self._steps_left = {stage.stage: stage.num_steps for stage in stages if stage.num_steps}
+
+    def begin(self, stage: str, step: int, total_steps: int, own_references: float | None) -> None:
         self.has_trained = True
-        self._log.begin(stage, step)
+        self._log.begin(stage, step, own_references)
         self._printer.begin(stage, step, total_steps)
         with contextlib.suppress(OSError):  # the page can do without the machine
             (self._folder / "machine.json").write_text(json.dumps(machine(), indent=2), encoding="utf-8")
@@ -71,10 +88,27 @@ class TrainingReports(Reporter):
     def step(self, report: StepReport) -> None:
         self._log.step(report)
         self._printer.report(report)
+        if report.eta_s and report.total_steps and report.stage not in self._step_s:
+            self._step_s[report.stage] = report.eta_s / (report.total_steps - report.step)
+            self._printer.say(self._time_left(report))
         self._printer.warn(self._warnings.add(report))
         lines = [json.dumps(reading._asdict()) + "\n" for reading in self._gpus.read()]
         with contextlib.suppress(OSError), open(self._folder / "readings.jsonl", "a", encoding="utf-8") as file:
             file.writelines(lines)
+
+    def _time_left(self, report: StepReport) -> list[str]:
+        """Return the time that all stages will take; those to come are assumed to be as fast as this one."""
+        eta_s = report.eta_s or 0.0
+        to_come = list(self._steps_left)[list(self._steps_left).index(report.stage) + 1 :]
+        later_s = {stage: self._steps_left[stage] * self._step_s[report.stage] for stage in to_come}
+        total_s, lines = eta_s + sum(later_s.values()), []
+        if to_come:
+            parts = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in later_s.items())
+            measured = f"{report.stage} {duration(eta_s)} as measured, {parts} if a step takes as long"
+            lines.append(f"Time left for all stages: about {duration(total_s)} ({measured})")
+        if total_s > SLOW_S and not Machine.look().gpus and RunDir(self._folder).from_scratch:
+            lines.append(_ABOUT_A_CPU)
+        return lines
 
     def validation(self, report: ValidationReport) -> None:
         self._log.validation(report)
@@ -134,8 +168,11 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
         yield f"  not trained  {', '.join(random)}: random weights"
     if settings.data.train_data is None:
         yield _ABOUT_THE_DEMO
-    elif run.from_scratch and 0 < (steps := run.num_steps("gpt")) < FEW_STEPS:
-        yield _ABOUT_FEW_STEPS.format(_steps(steps))
+    elif run.from_scratch and 0 < (steps := run.status("gpt").step) < FEW_STEPS:
+        is_persian = (prepared.train.languages == LANGUAGES.index("fa")).any()
+        yield _ABOUT_FEW_STEPS.format(_steps(steps), _FASTER_IN_PERSIAN if is_persian else _FASTER)
+    yield "From here:"
+    yield from from_here(settings, prepared)
     yield "Next:"
     if settings.data.train_data is None:
         yield f"  {_command('train', '--train-data', 'DIR')}    # your recordings: DIR/metadata.csv, DIR/wavs/"
@@ -145,12 +182,44 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
     yield f"  {_command('report', str(folder))}"
 
 
+def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
+    """Yield what the same command, a larger number and another stage would do after a run has ended."""
+    run, plan = RunDir(settings.training.checkpoint_dir), make_plan(settings.data)
+    settings = as_started(settings, run)
+    training, stages = settings.training, stages_of(settings)
+    yield f"  {_same_command(settings)}: nothing is left to train"
+    size = (len(prepared.train), settings.data.batch_size * plan.world_size, training.gradient_accumulation_steps)
+    ends = {stage: stage_steps(training, stage, *size) for stage in stages}
+    flags = {
+        stage: "--early-stop" if run.status(stage).step < ends[stage][0] else ends[stage][1] for stage in stages
+    }
+    for flag in dict.fromkeys(flags.values()):
+        longer = next(stage for stage in stages if flags[stage] == flag)
+        over = stages[stages.index(longer) + 1 :]
+        then = f", then {' and '.join(over)} start{'s' * (len(over) == 1)} over" if over else ""
+        yield f"  a larger {flag}: {longer} continues{then}"
+    if training.stages:
+        whole = replace(settings, training=replace(training, stages=None))
+        does = "; ".join(f"{stage.stage} {stage.does}" for stage in plan_stages(whole, prepared, plan, run))
+        yield f"  without --stages: {does}"
+    other = next((stage for stage in STAGES if stage not in stages and not run.has_checkpoint(stage)), "gpt")
+    later = [stage for stage in STAGES[STAGES.index(other) + 1 :] if run.has_checkpoint(stage)]
+    stale = f"; {' and '.join(later)} {'is' if len(later) == 1 else 'are'} then stale" if later else ""
+    if not run.has_checkpoint(other):
+        yield f"  --stages {other}: trains {other}{stale}"
+    elif later and other in flags:
+        yield f"  --stages {other} and a larger {flags[other]}: only {other} continues{stale}"
+
+
 def stopped(settings: Settings, states: Mapping[str, State]) -> str:
     """Return where an interrupted run stopped, and how to continue it."""
     stage, state = next((stage, state) for stage, state in states.items() if not state.done)
-    again = "the same command" + (" without --reset-training" if settings.training.reset_training else "")
     saved = f"everything is saved in {settings.training.checkpoint_dir}"
-    return f"Stopped at step {state.step} of stage {stage}: {saved}; {again} continues from here"
+    return f"Stopped at step {state.step} of stage {stage}: {saved}; {_same_command(settings)} continues from here"
+
+
+def _same_command(settings: Settings) -> str:
+    return "the same command" + (" without --reset-training" if settings.training.reset_training else "")
 
 
 def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
@@ -161,11 +230,11 @@ def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
     except (MyXTTSError, OSError, torch.OutOfMemoryError) as error:
         return [f"No sample was spoken: {error}"], False
     run, vocoder = RunDir(folder), "Griffin-Lim"
-    log_sound(folder, "gpt", speech.wave, OUTPUT_SAMPLE_RATE, run.num_steps("gpt"))
+    log_sound(folder, "gpt", speech.wave, OUTPUT_SAMPLE_RATE, run.status("gpt").step)
     if speech.report.vocoder == "hifigan":
-        steps = run.num_steps("decoder")
+        steps = run.status("decoder").step
         vocoder = "the trained decoder" + (f", {_steps(steps)}" if steps else "")
-    trained = f" (gpt: {_steps(steps)})" if (steps := run.num_steps("gpt")) else ""
+    trained = f" (gpt: {_steps(steps)})" if (steps := run.status("gpt").step) else ""
     spoken = f"{folder / SAMPLE_FILE}: {said.text!r} in the voice of {said.recording}, by {vocoder}{trained}"
     return [spoken, *(f"  {note}" for note in speech.report.notes())], True
 

@@ -7,6 +7,7 @@ refuses settings that cannot change on the way. Several processes (torchrun) tra
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, UnreadableWeights, require_same
+from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
 from myxtts.config import (
+    LANGUAGES,
     SAMPLE_RATE,
     SMALL_CORPUS,
     SMALL_CORPUS_HOURS,
     STAGES,
     Settings,
     num_frames_of,
-    own_steps,
     stage_steps,
     stages_of,
 )
@@ -61,13 +62,13 @@ from myxtts.model.vocoder import spectral_distance
 from myxtts.model.xtts import XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
-from myxtts.run_dir import VOCABULARY_FILE, RunDir, inherited, initial_model
+from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
 from myxtts.settings import LoadedSettings, how_to_set, to_yaml, value_of, with_settings
 from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, DecoderRecipe, DvaeRecipe, Recipe, StageFacts, useful_flops
-from myxtts.training.trainer import Reporter, State, Step, Trainer, choose_mode
+from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, choose_mode
 from myxtts.weights import MODEL_FILES, is_trained_in
 
 MEL_STATISTICS_CLIPS = 256
@@ -124,20 +125,29 @@ def train(
         reporter.corpus(prepared)
         for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan)]:
             say(line)
-        auto = run_dir.started_with().get("auto", {}) if continues else auto_values(settings, prepared)
+        auto = auto_values(settings, prepared, run_dir if continues else None)
         if auto and "gpt" in stages_of(settings) and not run_dir.has_checkpoint("gpt"):
             applied = ", ".join(f"{key} {value:g}" for key, value in auto.items())
             say(f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech, the gpt stage has {applied}")
-        fresh = _start(settings, run_dir, prepared, plan, continues, say)
+        stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
+        for line in (f"Plan of the run in {run_dir.folder}:", *map(str, stages)):
+            say(line)
+        reporter.plan(stages)
+        fresh = cache(partial(initial_model, settings, prepared.tokenizer))
+        _start(settings, run_dir, prepared, plan, None if continues else fresh, say)
         settings = replace(settings, data=prepared.fitted(settings.data))
         stop = held.enter_context(_StopRequest(plan))  # earlier there is no step to finish and nothing to save
         states: dict[str, State] = {}
         for stage in stages_of(settings):
             say(f"Stage {stage}")
-            model = run_dir.load_model(fresh, without=(stage,))
+            trained_on, loaded = run_dir.fingerprints(stage), run_dir.checkpoints(stage).newest()
+            if loaded is not None and not loaded.notes.was_trained_on(trained_on):
+                loaded = None  # it stays on disk until the first new checkpoint is saved
+            is_saved = run_dir.is_whole(without=() if loaded is not None else (stage,))
+            model = run_dir.load_model(None if is_saved else fresh(), without=(stage,), warn=False)
             own = with_auto(settings, auto, stage)
-            context = StageContext(stage, own, prepared, plan, model, run_dir, reporter, say, stop)
-            states[stage] = train_stage(context)
+            context = StageContext(stage, own, prepared, plan, model, run_dir, reporter, say, stop, trained_on)
+            states[stage] = train_stage(context, loaded)
             barrier(plan)  # the next stage reads what rank 0 has saved of this one
             if not states[stage].done:
                 break
@@ -191,20 +201,26 @@ def prepare_corpus(
 
 
 def _start(
-    settings: Settings, run_dir: RunDir, prepared: PreparedCorpus, plan: Plan, continues: bool, say: Say
-) -> XTTS | None:
-    """Return the initial model, or None if all of it is on disk; write the folder of a new run.
+    settings: Settings,
+    run_dir: RunDir,
+    prepared: PreparedCorpus,
+    plan: Plan,
+    fresh: Callable[[], XTTS] | None,
+    say: Say,
+) -> None:
+    """Write the folder of a new run, which starts with the model `fresh`; tidy that of a continued one (None).
 
     An old run in the same folder is put aside only once the new model exists.
     """
     training, stages, source = settings.training, stages_of(settings), settings.training.init_from
-    is_saved = continues and run_dir.is_whole()
-    barrier(plan)
-    model = None if is_saved else initial_model(settings, prepared.tokenizer)
+    barrier(plan)  # all ranks have read what was there
+    model = fresh() if fresh is not None else None
     if plan.rank == 0:
         if training.reset_training and (aside := run_dir.reset()) is not None:
             say(f"Starting over; what the folder held is now in {aside}")
-        if model is not None and not continues:
+        for stage in STAGES:
+            run_dir.checkpoints(stage).prune()
+        if model is not None:
             known = inherited(source)
             random = [stage for stage in STAGES if stage in known["untrained"]]
             if not model.dvae.codebook.is_trained and "dvae" not in random:  # a folder without its file
@@ -212,6 +228,7 @@ def _start(
             facts = {
                 "training.init_from": None if source is None else str(source),
                 "model.size": settings.model.size,
+                "languages": [LANGUAGES[number] for number in sorted(set(prepared.train.languages.tolist()))],
                 "data.max_mel_frames": prepared.max_mel_frames,
                 **known,
                 "untrained": random,
@@ -220,16 +237,20 @@ def _start(
             }
             trained_in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
             run_dir.start(model, prepared.tokenizer, trained_in_full, facts)
-        if "gpt" in stages and "dvae" not in stages and "dvae" in run_dir.untrained() and not continues:
+        is_random = "dvae" in run_dir.untrained() and "dvae" not in stages
+        if "gpt" in stages and is_random and model is not None:
             say("Hint: stage gpt without a trained DVAE learns the codes of a random one; train dvae before it")
         again = replace(settings, training=replace(training, reset_training=False))
         write_text_atomically(run_dir.folder / "settings.yaml", to_yaml(again))
     barrier(plan)
-    return model
 
 
-def auto_values(settings: Settings, prepared: PreparedCorpus) -> dict[str, float]:
-    """The settings that are `auto` and on for this corpus, by key."""
+def auto_values(
+    settings: Settings, prepared: PreparedCorpus, continued: RunDir | None = None
+) -> Mapping[str, float]:
+    """The settings that are `auto` and on for this corpus, by key; those that a continued run began with."""
+    if continued is not None:
+        return dict(continued.started_with().get("auto", {}))
     training, samples = settings.training, int(prepared.train.num_samples.sum())
     is_small = samples / SAMPLE_RATE < 3600 * SMALL_CORPUS_HOURS and settings.data.train_data is not None
     if not is_small or training.init_from is not None:
@@ -287,13 +308,15 @@ class StageContext:
     reporter: Reporter = field(default_factory=Reporter)
     say: Say = _silent
     stop: Callable[[], bool] = lambda: False
+    trained_on: Mapping[str, str] = field(default_factory=dict)
+    """The fingerprints of the earlier stages."""
     vocoder: dict[str, float] = field(default_factory=dict)
     """Mean distances of decoder and Griffin-Lim from held-out recordings, by the last validation."""
 
     @property
     def fine_tuning(self) -> bool:
         """True if the stage starts from trained weights of `init_from`."""
-        random = self.run_dir.started_with().get("untrained", ()) if self.run_dir.exists else ()
+        random = self.run_dir.initially_untrained() if self.run_dir.exists else ()
         return self.settings.training.init_from is not None and self.stage not in random
 
     @cached_property
@@ -313,7 +336,9 @@ class StageContext:
     def notes(self) -> dict[str, Any]:
         known = identity(self.settings, self.prepared, self.plan)
         trained_with = {key: value_of(self.settings, key) for key in SMALL_CORPUS}
-        notes = {"identity": known, "lora_rank": self.settings.model.lora_rank, "trained_with": trained_with}
+        languages = [LANGUAGES[number] for number in sorted(set(self.prepared.train.languages.tolist()))]
+        notes = {"identity": known, "lora_rank": self.settings.model.lora_rank, "languages": languages}
+        notes |= {"trained_with": trained_with}
         return notes | ({"vocoder": self.vocoder} if self.vocoder else {})
 
     def validate(self, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -346,18 +371,60 @@ class StageContext:
             )
 
 
-def train_stage(ctx: StageContext) -> State:
-    """Train one stage to its end or until a stop is requested, from its newest checkpoint if there is one."""
+def plan_stages(
+    settings: Settings, prepared: PreparedCorpus, plan: Plan, run_dir: RunDir | None
+) -> list[StagePlan]:
+    """What a command does with every stage; raises if it cannot continue the run in `run_dir`."""
+    planned, changed, auto = list[StagePlan](), list[str](), auto_values(settings, prepared, run_dir)
+    newest = run_dir.newest_notes() if run_dir is not None else {}
+    for stage in STAGES:
+        now = identity(with_auto(settings, auto, stage), prepared, plan)
+        target, notes = total_steps(settings, prepared, stage, now), newest.get(stage)
+        status = run_dir.status(stage, changed) if run_dir is not None else StageStatus(stage)
+        if stage not in stages_of(settings):
+            if status.state == "stale":
+                cure = "leave out --stages" if settings.training.stages else f"add --stages {stage}"
+                planned.append(
+                    StagePlan(stage, 0, "stale, and left as it is", f"{status.why}; {cure} to train it")
+                )
+            continue
+        if notes is not None and run_dir is not None:
+            require_continuable(run_dir.folder, notes.state["notes"]["identity"], now)
+        if notes is None:
+            step, does = 0, f"{target} steps"
+        elif status.state == "stale":
+            step, does = 0, f"starts over, {target} steps"
+        elif is_complete(settings, prepared, notes):
+            step, does = target, f"complete at step {notes.step}"
+        else:
+            step, does = notes.step, f"continues at step {notes.step} of {max(target, notes.step)}"
+        why = status.why
+        if status.state == "complete" and step < target:
+            why = f"the learning rates of the first {step} steps were those of a run of that length"
+        planned.append(StagePlan(stage, max(target - step, 0), does, why))
+        if step < target:
+            changed.append(stage)
+    return planned
+
+
+def is_complete(settings: Settings, prepared: PreparedCorpus, notes: Notes) -> bool:
+    """True if a stage has ended, early or with the steps that are asked for, as its batches were divided."""
+    stage, training = notes.state["stage"], settings.training
+    is_early = 0 < training.early_stop <= notes.state["stale_validations"]
+    target = total_steps(settings, prepared, stage, notes.state["notes"]["identity"])
+    return bool(notes.state["done"]) and (is_early or notes.step >= target)
+
+
+def train_stage(ctx: StageContext, loaded: LoadedCheckpoint | None) -> State:
+    """Train one stage to its end or until a stop is requested, from the checkpoint `loaded` or from the start."""
     try:
         now = identity(ctx.settings, ctx.prepared, ctx.plan)
-        loaded, state, total = ctx.checkpoints.newest(), State(), total_steps(ctx, now)
+        state, total = State(), total_steps(ctx.settings, ctx.prepared, ctx.stage, now)
         if loaded is not None:
-            saved = loaded.state["notes"]["identity"]
-            same_batches = require_continuable(ctx.run_dir.folder, saved, now)
+            same_batches = require_continuable(ctx.run_dir.folder, loaded.state["notes"]["identity"], now)
             state = State.from_json(loaded.step, loaded.state)
             ctx.vocoder = loaded.state["notes"].get("vocoder", {})
-            is_over = state.step >= total_steps(ctx, saved) or _is_enough(ctx, state)
-            if state.done and is_over:
+            if is_complete(ctx.settings, ctx.prepared, loaded.notes):
                 ctx.say(f"Stage {ctx.stage}: finished at step {state.step}")
                 return state
             ctx.say(f"Stage {ctx.stage}: continuing at step {state.step} of {total}")
@@ -369,21 +436,11 @@ def train_stage(ctx: StageContext) -> State:
         ctx.checkpoints.close()
 
 
-def total_steps(ctx: StageContext, split: Mapping[str, Any]) -> int:
+def total_steps(settings: Settings, prepared: PreparedCorpus, stage: str, split: Mapping[str, Any]) -> int:
     """Optimiser steps of the stage if the clips of a step are divided like this; see BATCH_SPLIT_KEYS."""
     batch_size, accumulate, processes = (int(split[name]) for name in BATCH_SPLIT_KEYS)
-    num_clips, training = len(ctx.prepared.train), ctx.settings.training
-    return stage_steps(training, ctx.stage, num_clips, batch_size * processes, accumulate)[0]
-
-
-def _is_enough(ctx: StageContext, state: State) -> bool:
-    """True if the stage stopped early, or a later one builds on it and more of it was not asked for by name."""
-    training = ctx.settings.training
-    if 0 < training.early_stop <= state.stale_validations:
-        return True
-    is_named = bool(training.stages) or own_steps(training, ctx.stage) is not None
-    later = STAGES[STAGES.index(ctx.stage) + 1 :]
-    return not is_named and any(ctx.run_dir.has_checkpoint(stage) for stage in later)
+    num_clips = len(prepared.train)
+    return stage_steps(settings.training, stage, num_clips, batch_size * processes, accumulate)[0]
 
 
 def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, total: int) -> State:
@@ -391,7 +448,8 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     if ctx.stage == "dvae" and loaded is None and (model.mel_stats == 1).all():  # there are none yet
         model.mel_stats.copy_(mel_statistics(ctx.prepared.train, plan.data))
     # Not for LoRA: adapters belong to the weights that the run wrote down when it started.
-    if ctx.stage == "gpt" and "gpt" in ctx.run_dir.untrained() and not ctx.settings.model.lora_rank:
+    is_random = loaded is None and ctx.stage in ctx.run_dir.initially_untrained()
+    if ctx.stage == "gpt" and is_random and not ctx.settings.model.lora_rank:
         torch.manual_seed(training.seed)
         model.gpt.init_from_codebook(model.dvae.codebook.embed.t())
     step = set_up(ctx, total, loaded)
@@ -401,11 +459,20 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     doing = f"training on batches of {data.batch_size} clips"
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
         ctx.say(f"Buffer size: {feed.buffers()}")
+        if feed.own_references is not None:
+            ctx.say(f"Reference voices: {_references(feed.own_references)}")
         ctx.say(f"Training step: {step.mode}")
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)
         ctx.say(f"Model training starting now ({feed.num_ahead} batches ready after {waited:.1f} s)")
         return Trainer(ctx, step, feed, state, total, peak).run()
+
+
+def _references(own: float) -> str:
+    if own == 0:
+        return "each clip is conditioned on another clip of its speaker"
+    advice = "if one person speaks in all clips without a name, give --single-speaker"
+    return f"{100 * own:.0f} % of the clips have no other clip of their speaker and use themselves; {advice}"
 
 
 def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None) -> Step:
@@ -562,11 +629,9 @@ def check_resumable(settings: Settings, run_dir: RunDir, prepared: PreparedCorpu
     """Raise the error with which `train` would refuse to continue a run, as far as it can be known beforehand."""
     settings = as_started(settings, run_dir)
     auto = run_dir.started_with().get("auto", {})
-    for stage in stages_of(settings):
-        loaded = run_dir.checkpoints(stage).newest(optimizer=False)
-        now = identity(with_auto(settings, auto, stage), prepared)
-        if loaded is not None:
-            saved = loaded.state["notes"]["identity"]
+    for stage, notes in run_dir.newest_notes().items():
+        if stage in stages_of(settings):
+            saved, now = notes.state["notes"]["identity"], identity(with_auto(settings, auto, stage), prepared)
             require_continuable(run_dir.folder, {name: saved[name] for name in now if name in saved}, now)
 
 
@@ -577,8 +642,22 @@ def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str
         | {CLIPS_PER_STEP: math.prod(known.get(name, 1) for name in BATCH_SPLIT_KEYS)}
         for known in (saved, now)
     )
-    require_same(folder, before, after)
+    advice = []
+    if before[CLIPS_PER_STEP] != after[CLIPS_PER_STEP]:
+        per_process = before[CLIPS_PER_STEP] // now["processes"]
+        batch = max(size for size in range(1, now["data.batch_size"] + 1) if per_process % size == 0)
+        keep = f"--batch-size {batch} --grad-accum {per_process // batch}"
+        advice.append(f"A step of the run has {before[CLIPS_PER_STEP]} clips: {keep} keeps them.")
+    if before.get("training clips") != after.get("training clips"):
+        other = f"--init-from {folder} --checkpoint-dir {_free_folder(folder)}"
+        advice.append(f"For recordings added or removed, train on in a new run: {other}")
+    require_same(folder, before, after, advice)
     return all(saved.get(name) == now.get(name) for name in BATCH_SPLIT_KEYS)
+
+
+def _free_folder(folder: Path) -> Path:
+    names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(path for path in names if not path.exists())
 
 
 # Signals and processes

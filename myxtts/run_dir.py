@@ -11,24 +11,104 @@ Trains nothing and needs no corpus: `export` and `speak` read a run through this
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from myxtts.checkpoints import Checkpoints, Tensors, UnreadableWeights, file_hash, read_tensors, write_tensors
-from myxtts.config import STAGE_PARTS, STAGES, Settings
+from myxtts.checkpoints import (
+    Checkpoints,
+    Notes,
+    Tensors,
+    UnreadableWeights,
+    file_hash,
+    read_tensors,
+    write_tensors,
+)
+from myxtts.config import STAGE_PARTS, STAGES, Settings, stages_of
 from myxtts.errors import ConfigError
 from myxtts.files import write_text_atomically
 from myxtts.model.gpt import add_adapters, merge_adapters
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims
+from myxtts.settings import load
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, is_trained_in, load_folder, load_state
 
 BASE_FILE, DIMS_FILE, VOCABULARY_FILE = "base.safetensors", "model.json", "vocab.json"
+RESET_PREFIX = "before-reset-"
+INITIAL = "initial"
+"""Stands for the fingerprint of a stage that the run has not trained: it has the weights of the start."""
+
+_log = logging.getLogger(__name__)
+
+
+class StageStatus(NamedTuple):
+    """How far a stage of a run is. It is stale if it was trained on other weights of an earlier stage."""
+
+    stage: str
+    state: str = "missing"  # or unfinished, complete, stale
+    step: int = 0
+    target: int = 0  # steps that the last command asked for
+    best_loss: float | None = None
+    why: str = ""  # why it is stale
+
+
+class RunSummary(NamedTuple):
+    """One run as `myxtts runs` lists it."""
+
+    folder: Path
+    stages: list[StageStatus]
+    again: dict[str, str]  # what the command of the run, given again, does with each stage
+    size: str
+    num_bytes: int
+    languages: list[str]
+    corpus: Path | None  # None for the embedded one
+    saved_at: float  # in seconds since 1970
+
+
+def find_runs(folder: Path) -> list[RunSummary]:
+    """The runs in a folder and up to two folders below it, the last saved first."""
+    files = [
+        path for pattern in (DIMS_FILE, f"*/{DIMS_FILE}", f"*/*/{DIMS_FILE}") for path in folder.glob(pattern)
+    ]
+    runs = [RunDir(path.parent) for path in files]
+    is_aside = [run.folder != folder and run.folder.name.startswith(RESET_PREFIX) for run in runs]
+    found = [run.summary() for run, aside in zip(runs, is_aside, strict=True) if run.has_begun and not aside]
+    return sorted(found, key=lambda summary: summary.saved_at, reverse=True)
+
+
+class Mismatch(NamedTuple):
+    """A stage that is used with other weights of an earlier stage than it was trained on; both by fingerprint."""
+
+    stage: str
+    earlier: str
+    trained_on: str
+    used_with: str
+
+    def __str__(self) -> str:
+        there, here = _of_step(self.trained_on), _of_step(self.used_with)
+        return (
+            f"{self.stage} was trained on the {self.earlier} of {there}, and this is the {self.earlier} of {here}"
+        )
+
+
+def mismatches(found: Mapping[str, Notes]) -> Iterator[Mismatch]:
+    """The first mismatch of each stage, given the notes of the checkpoints that are used together."""
+    for stage, notes in found.items():
+        for earlier in reversed(STAGES[: STAGES.index(stage)]):
+            trained_on = notes.trained_on.get(earlier)
+            used_with = found[earlier].fingerprint if earlier in found else INITIAL
+            if trained_on not in (None, used_with):
+                yield Mismatch(stage, earlier, str(trained_on), used_with)
+                break
+
+
+def _of_step(fingerprint: str) -> str:
+    return "the start" if fingerprint == INITIAL else f"step {fingerprint.partition('-')[0]}"
 
 
 class RunDir:
@@ -50,10 +130,51 @@ class RunDir:
     def has_checkpoint(self, stage: str) -> bool:
         return any(path.name.startswith(("step-", "replaced-")) for path in (self.folder / stage).glob("*step-*"))
 
-    def num_steps(self, stage: str) -> int:
-        """Steps of the stage in its last checkpoint."""
-        saved = (path.name.removeprefix("step-") for path in (self.folder / stage).glob("step-*"))
-        return max((int(number) for number in saved if number.isdigit()), default=0)
+    def newest_notes(self) -> dict[str, Notes]:
+        """The notes of the last checkpoint of every stage that has one."""
+        found = {stage: self.checkpoints(stage).all_notes() for stage in STAGES}
+        return {stage: notes[0] for stage, notes in found.items() if notes}
+
+    def status(self, stage: str, changed: Collection[str] = ()) -> StageStatus:
+        """How far a stage is; `changed` are earlier stages that are about to change."""
+        newest = self.newest_notes()
+        if stage not in newest:
+            return StageStatus(stage)
+        notes = newest[stage]
+        validated = [known.val_loss for known in self.checkpoints(stage).current() if known.val_loss is not None]
+        why = next((str(found) for found in mismatches(newest) if found.stage == stage), "")
+        if not why and (first := next((name for name in changed if name in notes.trained_on), "")):
+            why = f"it builds on {first}, which changes"
+        state = "stale" if why else "complete" if notes.state["done"] else "unfinished"
+        target = int(notes.state.get("total_steps", notes.step))
+        return StageStatus(stage, state, notes.step, target, min(validated, default=None), why)
+
+    def summary(self) -> RunSummary:
+        """What the folder says about the run; its stages are those of the last command, and trained ones."""
+        try:
+            settings = load(self.folder / "settings.yaml", {}).settings
+        except ConfigError:  # written by another version
+            settings = Settings()
+        facts, asked, changed, stages = self.started_with(), stages_of(settings), list[str](), list[StageStatus]()
+        again = {}
+        for stage in STAGES:
+            status, then = self.status(stage), self.status(stage, changed).state
+            if stage in asked:
+                again[stage] = {"complete": "nothing", "unfinished": "continues", "missing": "trains it"}.get(
+                    then, "starts over"
+                )
+                changed += [stage] * (then != "complete")
+            if stage in asked or status.state != "missing":
+                stages.append(status)
+        saved_at = max(notes.folder.stat().st_mtime for notes in self.newest_notes().values())
+        num_bytes = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        about = (str(facts.get("model.size", "")), num_bytes, list(facts.get("languages", [])))
+        return RunSummary(self.folder, stages, again, *about, settings.data.train_data, saved_at)
+
+    def fingerprints(self, stage: str) -> dict[str, str]:
+        """The fingerprints of the stages before this one, as they are loaded."""
+        loaded = {name: self.checkpoints(name).newest(False) for name in STAGES[: STAGES.index(stage)]}
+        return {name: INITIAL if found is None else found.notes.fingerprint for name, found in loaded.items()}
 
     @property
     def vocabulary_file(self) -> Path:
@@ -85,9 +206,9 @@ class RunDir:
         present = [path for name in (*STAGES, *files, *reports) if (path := self.folder / name).exists()]
         if not present:
             return None
-        numbers = [path.name.removeprefix("before-reset-") for path in self.folder.glob("before-reset-*")]
+        numbers = [path.name.removeprefix(RESET_PREFIX) for path in self.folder.glob(f"{RESET_PREFIX}*")]
         number = 1 + max((int(number) for number in numbers if number.isdigit()), default=0)
-        aside = self.folder / f"before-reset-{number}"
+        aside = self.folder / f"{RESET_PREFIX}{number}"
         aside.mkdir(parents=True)
         for path in present:
             path.rename(aside / path.name)
@@ -109,18 +230,30 @@ class RunDir:
         facts = self.started_with()
         return bool(facts.get("from_scratch", facts.get("training.init_from") is None))
 
-    def is_whole(self) -> bool:
-        """True if every part of the model is on disk, in the initial weights or in a checkpoint."""
+    def is_whole(self, without: Collection[str] = ()) -> bool:
+        """True if every part of the model is on disk, in the initial weights or a checkpoint of another stage."""
         with safe_open(self._undamaged(BASE_FILE), "pt") as file:
             kept = tuple(file.keys())
         return all(
-            self.has_checkpoint(stage) or any(is_trained_in(stage, name) for name in kept) for stage in STAGES
+            (self.has_checkpoint(stage) and stage not in without)
+            or any(is_trained_in(stage, name) for name in kept)
+            for stage in STAGES
         )
+
+    def languages(self) -> list[str]:
+        """Languages that the GPT was trained on, here or before the run started; empty if they are not known."""
+        facts, gpt = self.started_with(), self.checkpoints("gpt").newest(optimizer=False)
+        own = gpt.state["notes"].get("languages", []) if gpt is not None else []
+        return sorted({*facts["languages"], *own}) if "languages" in facts else []
+
+    def initially_untrained(self) -> list[str]:
+        """Stages whose weights were random when the run started."""
+        before = self.started_with().get("untrained", STAGES if self.from_scratch else ())
+        return [stage for stage in STAGES if stage in before]
 
     def untrained(self) -> list[str]:
         """Stages whose weights are random: trained neither here nor in the weights the run was started from."""
-        before = self.started_with().get("untrained", STAGES if self.from_scratch else ())
-        return [stage for stage in STAGES if stage in before and not self.has_checkpoint(stage)]
+        return [stage for stage in self.initially_untrained() if not self.has_checkpoint(stage)]
 
     def _description(self) -> dict[str, Any]:
         path = self.folder / DIMS_FILE
@@ -140,15 +273,23 @@ class RunDir:
             raise UnreadableWeights(f"{path} does not match its checksum.\n{advice}")
         return path
 
-    def load_model(self, fresh: XTTS | None = None, without: Collection[str] = (), best_gpt: bool = False) -> XTTS:
+    def load_model(
+        self,
+        fresh: XTTS | None = None,
+        without: Collection[str] = (),
+        best_gpt: bool = False,
+        warn: bool = True,
+    ) -> XTTS:
         """The model of the run: its initial weights, then the newest checkpoint of every stage.
 
         Parts that were never saved come from `fresh`. Stages `without` keep their initial weights, for a caller
         that loads them itself. `best_gpt` takes the GPT with the best validation loss instead of the newest.
+        Stages that were not trained together get a warning in the log.
         """
         dims = self.dims()
         state: Tensors = dict(read_tensors(self._undamaged(BASE_FILE)))
         adapters: dict[str, Tensor] = {}
+        used: dict[str, Notes] = {}
         rank = 0
         for stage in STAGES:
             loaded = None if stage in without else self.checkpoints(stage).newest(optimizer=False)
@@ -161,6 +302,7 @@ class RunDir:
                         f"No checkpoint of {stage} in {self.folder} is known to be the best: none was validated, "
                         "or it is damaged. Leave out --best to use the newest."
                     )
+            used[stage] = loaded.notes
             if loaded.state["notes"]["identity"].get("training.ema_decay"):
                 loaded = self.checkpoints(stage).load(loaded.step)
             averaged = {name.removeprefix("ema."): value for name, value in loaded.optimizer.items()}
@@ -168,6 +310,8 @@ class RunDir:
             rank = int(loaded.state["notes"].get("lora_rank", 0)) if stage == "gpt" else rank
             kept = {name: value for name, value in weights.items() if is_trained_in(stage, name)}
             (adapters if stage == "gpt" and rank else state).update(kept)
+        if warn:
+            self._warn_of_mismatches(used)
         with torch.device("meta"):
             model = XTTS(dims)
         if fresh is not None:
@@ -184,6 +328,14 @@ class RunDir:
             model.load_state_dict(adapters, strict=False)
             merge_adapters(model.gpt)
         return model
+
+    def _warn_of_mismatches(self, used: Mapping[str, Notes]) -> None:
+        newest = self.newest_notes()
+        for found in mismatches(used):
+            cure = f"the command of the run, or train --stages {found.stage}, trains {found.stage} again"
+            if newest[found.earlier].fingerprint == found.trained_on if found.earlier in newest else False:
+                cure = f"leave out --best to use the {found.earlier} that {found.stage} was trained on"
+            _log.warning("WARNING: %s: %s. Speech gets worse; %s.", self.folder, found, cure)
 
 
 def averaged_weights(
@@ -225,9 +377,14 @@ def initial_model(settings: Settings, vocabulary: Tokenizer) -> XTTS:
 def inherited(source: Path | None) -> dict[str, Any]:
     """Facts for `RunDir.start` about the weights of `init_from`, which may be an unfinished run."""
     if source is None:
-        return {"from_scratch": True, "untrained": list(STAGES)}
+        return {"from_scratch": True, "untrained": list(STAGES), "languages": []}
     run = RunDir(source)
     if run.exists:
-        return {"from_scratch": run.from_scratch, "untrained": run.untrained()}
-    known = Provenance.read(source)
-    return {"from_scratch": known.from_scratch, "untrained": list(known.untrained)}
+        known = Provenance(tuple(run.untrained()), run.from_scratch, languages=tuple(run.languages()))
+    else:
+        known = Provenance.read(source)
+    facts = {"from_scratch": known.from_scratch, "untrained": list(known.untrained)}
+    languages = list(known.languages)
+    if not (languages or run.exists or known.from_scratch) and (source / VOCABULARY_FILE).is_file():
+        languages = sorted(Tokenizer.load(source).languages)  # published weights know those of their vocabulary
+    return facts | ({"languages": languages} if languages else {})

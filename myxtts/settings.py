@@ -251,8 +251,9 @@ def _read_entries(path: Path, problems: list[str]) -> list[Entry]:
         return list(_entries(YAML(typ="safe", pure=True).compose(data), path, problems))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        what = f"{error.problem or error.context}"[:100]  # it quotes the file
         advice = "expected lines such as `batch_size: 16`, indented by spaces under their section"
-        problems.append(f"{path}:{mark.line + 1}: is not valid YAML ({error.problem or error.context}); {advice}")
+        problems.append(f"{path}:{mark.line + 1}: is not valid YAML ({what}); {advice}")
     except RecursionError:
         problems.append(f"{path}: is nested too deeply; expected sections holding one value per key")
     except (OSError, ValueError, RuntimeError, YAMLError) as error:
@@ -467,7 +468,7 @@ def apply_demo(loaded: LoadedSettings, *, on_gpu: bool = False) -> tuple[LoadedS
     if "decoder" not in (loaded.settings.training.stages or ()):
         del values["training.decoder_steps"]
     filled = _filled(loaded, "demonstration", values, [])
-    used = [key for key in values if filled.origin[key] == "preset"]
+    used = [key for key in values if loaded.origin[key] == "default" and filled.origin[key] == "preset"]
     listed = ", ".join(f"{specs()[key].name} {format_setting(key, values[key])}" for key in used)
     about = "No --train-data given: a short demonstration on the embedded corpus"
     return filled, [about, f"demonstration: {listed}"]
@@ -485,7 +486,7 @@ def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], line
             place = loaded.config_file if origin[key] == "file" else f"flag {specs()[key].flag_for(own)}"
             lines.append(f"{stays} ({place})")
         elif source == "demonstration" and origin[key] == "preset":
-            lines.append(f"{stays} (set above)")
+            lines.append(f"{stays} (set by a preset)")
         elif key in config.FINE_TUNING_KEYS and loaded.settings.training.init_from is None:
             lines.append(f"{stays} (only for fine-tuning: with --init-from)")
         else:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -51,6 +51,7 @@ from myxtts.settings import format_setting, patched
 
 if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
     from myxtts.observe.trace import Timing
+    from myxtts.run_dir import RunSummary
     from myxtts.tools.profile import DataAnalysis, GpuUse, Profile
     from myxtts.tools.tune import Tuning
 
@@ -168,6 +169,10 @@ class ProgressPrinter:
     def validation(self, report: ValidationReport) -> None:
         self._print(validation_line(report, self._width))
 
+    def say(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._print(line)
+
     def warn(self, warnings: Iterable[Warning]) -> None:
         for warning in warnings:
             self._print(f"WARNING: {warning.text}", style="yellow")
@@ -269,60 +274,74 @@ def _clock(seconds: float) -> str:
     return (f"{whole.days} d " if whole.days else "") + f"{clock}{whole.seconds % 60:02d}"
 
 
-def show_corpus_briefly(prepared: PreparedCorpus) -> None:
-    """Print what a corpus holds, and how much was set aside for which reason, in two or three lines."""
-    both = (prepared.train, prepared.val)
-    languages = Counter(LANGUAGES[number] for clips in both for number in clips.languages.tolist())
-    speakers = len({number for clips in both for number in clips.speakers.tolist()})
-    clips = (
-        f"{len(prepared.train)} training clips ({_duration(prepared.train)}), {len(prepared.val)} for validation"
-    )
-    spoken = ", ".join(f"{LANGUAGE_NAMES[code]} {count}" for code, count in languages.most_common())
-    people = f"{speakers} speaker{'' if speakers == 1 else 's'}"
-    lines = [f"Corpus: {clips}; {people}; {spoken}; {prepared.tokenizer.num_tokens} tokens"]
-    if prepared.set_aside:
-        reasons = Counter(item.reason for item in prepared.set_aside).most_common()
-        listed = ", ".join(f"{count} {reason}" for reason, count in reasons)
-        lines.append(f"Set aside: {listed}; each clip is listed in {set_aside_list(prepared.root)}")
-    show_lines([*lines, f"Ready: cache in {prepared.root}"])
-
-
-def show_corpus(prepared: PreparedCorpus) -> None:
-    """Print what a corpus holds, and how much was set aside for which reason."""
-    console = Screen()
-    table = _table()
-    for split, clips in (("training", prepared.train), ("validation", prepared.val)):
-        table.add_row(f"{split} clips", f"{len(clips)}", _duration(clips))
+def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
+    """Print what a corpus holds, and how much was set aside for which reason; `brief` is a line of each."""
     both = (prepared.train, prepared.val)
     speakers = Counter(prepared.speaker_names[number] for clips in both for number in clips.speakers.tolist())
     languages = Counter(LANGUAGES[number] for clips in both for number in clips.languages.tolist())
-    named = [f"{escape(printable(name) or 'unnamed')} {count}" for name, count in speakers.most_common(8)]
-    table.add_row("speakers", str(len(speakers)), ", ".join(named + ["…"] * (len(speakers) > 8)))
-    spoken = (f"{LANGUAGE_NAMES[code]} {count}" for code, count in languages.most_common())
-    table.add_row("languages", str(len(languages)), ", ".join(spoken))
-    table.add_row("vocabulary", str(prepared.tokenizer.num_tokens), "tokens")
-    table.add_row("set aside", str(len(prepared.set_aside)), "clips")
-    for reason, count in Counter(item.reason for item in prepared.set_aside).most_common():
-        table.add_row("", str(count), f"{reason} (see {LIMITS[reason]})" if reason in LIMITS else reason)
-    console.print(table)
-    seconds = np.concatenate([clips.num_samples for clips in both]) / SAMPLE_RATE
+    spoken = ", ".join(f"{LANGUAGE_NAMES[code]} {count}" for code, count in languages.most_common())
+    see = {reason: f"{reason} (see {flag})" for reason, flag in LIMITS.items()}
+    counted = Counter(item.reason for item in prepared.set_aside).most_common()
+    reasons = [(count, see.get(reason, reason)) for reason, count in counted]
+    if brief:
+        clips = f"{len(prepared.train)} training clips ({_duration(prepared.train)})"
+        people = "1 speaker" if len(speakers) == 1 else f"{len(speakers)} speakers"
+        facts = [clips, f"{len(prepared.val)} for validation", people, spoken]
+        lines = [f"Corpus: {'; '.join(facts)}; {prepared.tokenizer.num_tokens} tokens"]
+        lines += [f"Set aside: {', '.join(f'{count} {reason}' for count, reason in reasons)}"] if reasons else []
+        show_lines(lines)
+    else:
+        table = _table()
+        for split, part in (("training", prepared.train), ("validation", prepared.val)):
+            table.add_row(f"{split} clips", f"{len(part)}", _duration(part))
+        named = [f"{escape(printable(name) or 'unnamed')} {count}" for name, count in speakers.most_common(8)]
+        table.add_row("speakers", str(len(speakers)), ", ".join(named + ["…"] * (len(speakers) > 8)))
+        table.add_row("languages", str(len(languages)), spoken)
+        table.add_row("vocabulary", str(prepared.tokenizer.num_tokens), "tokens")
+        table.add_row("set aside", str(len(prepared.set_aside)), "clips")
+        for count, reason in reasons:
+            table.add_row("", str(count), reason)
+        Screen().print(table)
+        _show_lengths(np.concatenate([part.num_samples for part in both]) / SAMPLE_RATE)
+    if prepared.set_aside:
+        show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
+    if not brief and not any(prepared.speaker_names):
+        show_lines([f"Hint: {NO_SPEAKERS}"])
+    show_lines([f"Ready: cache in {prepared.root}"])
+
+
+def _show_lengths(seconds: Numbers) -> None:
     counts = np.bincount((seconds // _LENGTH_STEP_S).astype(int))
     lengths = _table()
     for index, count in enumerate(counts.tolist()):
         start = index * _LENGTH_STEP_S
         bar = "█" * round(_BAR_WIDTH * count / counts.max())
         lengths.add_row(f"{start}–{start + _LENGTH_STEP_S} s", str(count), bar)
-    console.print(lengths)
-    if prepared.set_aside:
-        show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
-    if not any(prepared.speaker_names):
-        show_lines([f"Hint: {NO_SPEAKERS}"])
-    show_lines([f"Ready: cache in {prepared.root}"])
+    Screen().print(lengths)
 
 
 def _duration(clips: ClipSet) -> str:
     minutes = float(clips.num_samples.sum()) / SAMPLE_RATE / 60
     return f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:.2f} hours"
+
+
+def show_runs(folder: Path, runs: Sequence[RunSummary]) -> None:
+    """Print every run with its stages, and what its command would do if it were given again."""
+    console = _console()
+    if not runs:
+        console.print(f"No run in {folder}, nor in the folders below it; myxtts train starts one.", markup=False)
+    for run in runs:
+        languages = ", ".join(LANGUAGE_NAMES[code] for code in run.languages)
+        about = [run.size, languages, str(run.corpus or "embedded corpus"), f"{run.num_bytes / 1e6:.0f} MB"]
+        saved = f"saved {datetime.fromtimestamp(run.saved_at):%Y-%m-%d %H:%M}"
+        console.print(Text(str(run.folder), style="bold"), Text("  ".join(filter(None, [*about, saved]))))
+        table = _table("  stage", "step>", "state", "best loss>", "the same command")
+        for stage in run.stages:
+            step = f"{stage.step}/{stage.target}" if stage.state != "missing" else "–"
+            state = f"{stage.state}: {stage.why}" if stage.why else stage.state
+            again = run.again.get(stage.stage, "leaves it")
+            table.add_row(f"  {stage.stage}", step, escape(state), _score(stage.best_loss, 3), again)
+        console.print(table)
 
 
 def show_findings(
@@ -719,6 +738,8 @@ def _curve(values: Numbers, width: int, text: str, style: str, height: int = 1) 
 
 def sparkline(values: Numbers, width: int, height: int = 1) -> list[str]:
     """Return a curve as lines of text, scaled from its lowest to its highest value; blank where unknown."""
+    if height > 1 and 0 < len(values) < width:
+        values = values[np.arange(width) * len(values) // width]
     groups = np.array_split(values, min(width, len(values))) if len(values) else []
     means = numbers(float(np.nanmean(group)) if np.isfinite(group).any() else math.nan for group in groups)
     if not np.isfinite(means).any():

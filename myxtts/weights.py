@@ -47,6 +47,7 @@ class Provenance:
     use_phonemes: bool = False
     vocoder: Mapping[str, float] | None = None
     """Distances of the decoder and of Griffin-Lim from held-out recordings, by the validation of the decoder."""
+    languages: tuple[str, ...] = ()  # those that the GPT was trained on; empty if they are not known
     text_dropout: float = 0.0  # share of the texts dropped in training: if any were, guidance works
     code_noise: float = 0.0  # share of the codes replaced in training: the distributions are flat
 
@@ -59,7 +60,7 @@ class Provenance:
         try:
             found = dict(json.loads(path.read_text(encoding="utf-8")))
             untrained = tuple(stage for stage in STAGES if stage in found["untrained"])
-            return cls(**{**found, "untrained": untrained})
+            return cls(**{**found, "untrained": untrained, "languages": tuple(found.get("languages", ()))})
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UnreadableWeights(f"{path} is not what an export wrote ({error}); export again") from None
 

@@ -22,6 +22,8 @@ from myxtts.config import DataSettings
 from myxtts.observe.metrics import StepReport
 from myxtts.settings import LoadedSettings, add_flags, flags_of, load, specs
 
+pytest.register_assert_rewrite("training_fixtures", "training_processes")
+
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
 

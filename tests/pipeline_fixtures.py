@@ -19,18 +19,15 @@ from torch import Tensor
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings, num_codes_of
 from myxtts.data.batches import (
     Batches,
-    Crops,
     Cursor,
     Gatherer,
     GatherJob,
     Layout,
+    References,
     Sizes,
-    Weights,
-    crops,
     fit,
     host_layout,
     packed_tokens,
-    voices_of,
 )
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
@@ -108,7 +105,7 @@ class Stamps(Frontend):
     """A front end that only copies, so that a torn or repeated batch shows in every sample of it."""
 
     uses_codes = False
-    copied = ("clips", "crop_starts", "weights", "totals")
+    copied = ("clips", "crop_samples", "weights", "totals")
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0) -> None:
         super().__init__(model, data, frame_budget)
@@ -143,8 +140,12 @@ class Corpus:
         hashes = self.clips.audio.hashes[self.clips.audio_rows]
         return CodesCache.open(folder, hashes, num_codes_of(self.clips.num_samples), dvae_key)
 
+    @property
+    def references(self) -> References:
+        return References(self.clips, self.voices)
+
     def gatherer(self, codes: CodesCache | None = None, data: DataSettings | None = None) -> Gatherer:
-        return Gatherer(self.clips, self.batches, data or self.data, SEED, codes, self.voices)
+        return Gatherer(self.clips, self.batches, data or self.data, SEED, codes, self.references)
 
     def feed(
         self,
@@ -220,21 +221,17 @@ def codes_alone(corpus: Corpus, clip: int) -> Tensor:
     return corpus.model.dvae.encode(mel)[0]
 
 
-def references(corpus: Corpus, clips: Rows, epoch: int, weights: Weights | None = None) -> Crops:
-    """What the clips of a batch are conditioned on."""
-    weights = np.ones(len(clips), np.float32) if weights is None else weights
-    voices = voices_of(clips, weights, corpus.voices)
-    return crops(SEED, epoch, clips, corpus.clips.num_samples[clips], voices)
+def references_alone(corpus: Corpus, clips: Rows, epoch: int) -> list[Tensor]:
+    """The reference voice [1, samples] of each clip of a batch."""
+    chosen = fit(corpus.references.crops(SEED, epoch, clips), corpus.gatherer().frame_budget)
+    places = zip(*chosen, strict=True)
+    return [wave_alone(corpus, source)[:, start : start + samples] for source, start, samples in places]
 
 
-def crop_mels_alone(corpus: Corpus, clips: Rows, epoch: int, weights: Weights | None = None) -> list[Tensor]:
+def crop_mels_alone(corpus: Corpus, clips: Rows, epoch: int) -> list[Tensor]:
     """The conditioning mel [frames, channels] of each reference voice, heard alone."""
-    chosen = fit(references(corpus, clips, epoch, weights), corpus.gatherer().frame_budget)
-    mels = []
-    for clip, start, samples in zip(clips[chosen.slots].tolist(), chosen.starts, chosen.samples, strict=True):
-        wave = wave_alone(corpus, clip)[:, start : start + samples]
-        mels.append(LogMel(CONDITIONING_MEL)(wave, corpus.model.mel_stats)[0].t())
-    return mels
+    mel = LogMel(CONDITIONING_MEL)
+    return [mel(wave, corpus.model.mel_stats)[0].t() for wave in references_alone(corpus, clips, epoch)]
 
 
 @contextmanager

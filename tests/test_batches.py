@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from myxtts.data.batches import (
     Gatherer,
     GatherJob,
     HostBatch,
+    References,
     crops,
     fit,
     frame_budget,
@@ -31,7 +33,6 @@ from myxtts.data.batches import (
     mean_clips,
     packed_tokens,
     segments,
-    voices_of,
 )
 from myxtts.data.clips import ClipSet
 from myxtts.data.store import Rows
@@ -174,32 +175,45 @@ def lengths(num_clips: int, seed: int = 0, least_s: float = 0.5, most_s: float =
     return (seconds * SAMPLE_RATE).astype(np.int64)
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 5))
-def test_the_reference_is_the_next_clip_of_the_same_voice(voices: list[int], epoch: int) -> None:
-    size = len(voices)
-    num_samples = lengths(2 * size, seed=size).reshape(2, size)
-    rows = np.array([voices, voices[::-1]])
-    found = crops(1, epoch, np.arange(2 * size).reshape(2, size), num_samples, rows)
-    for row, of_batch in enumerate(rows.tolist()):
-        for slot, voice in enumerate(of_batch):
-            others = [(slot + step) % size for step in range(1, size) if of_batch[(slot + step) % size] == voice]
-            source = found.slots[row, slot]
-            assert source == (others[0] if others else slot)
-            end = found.starts[row, slot] + found.samples[row, slot]
-            assert 0 <= found.starts[row, slot] < end <= num_samples[row, source]
-            if others and num_samples[row, source] < 3 * SAMPLE_RATE:
-                assert found.samples[row, slot] == num_samples[row, source], "all of it may be used"
+@dataclass
+class Lengths:
+    """The part of a ClipSet that decides which references are drawn."""
+
+    num_samples: Rows
+
+    def __len__(self) -> int:
+        return len(self.num_samples)
 
 
-def test_a_clip_that_only_fills_a_batch_up_is_no_reference() -> None:
-    num_samples = lengths(20, seed=3)
-    clips, weights = Batches(packed_tokens(np.full(20, 30), num_samples), batch_size=32, seed=1).epoch(0)
-    assert (weights == 0).sum() == 12
-    alike = voices_of(clips, weights, np.zeros(20, np.int64))
-    slots = crops(1, 0, clips, num_samples[clips], alike).slots
-    references = np.take_along_axis(clips, slots, -1)[weights > 0]
-    assert sorted(references) == list(range(20)), "each is a reference once"
-    assert (references != clips[weights > 0]).all(), "none is its own reference"
+def own_references(num_samples: Rows) -> References:
+    return References(cast("ClipSet", Lengths(num_samples)))
+
+
+@pytest.mark.parametrize("num_lenders", [0, 300])
+def test_the_reference_is_any_other_clip_of_the_same_voice(num_lenders: int) -> None:
+    clips, lenders = (cast("ClipSet", Lengths(lengths(count))) for count in (400, num_lenders))
+    voices = np.random.default_rng(1).integers(0, 40, 400 + num_lenders)
+    voices[:4] = [-1, -2, -3, -4]  # no other clip has these
+    references = References(clips, voices, lenders if num_lenders else None)
+    batches = np.arange(400).reshape(50, 8)
+    assert references.own_share == 0.01
+    num_samples = np.concatenate([clips.num_samples, lenders.num_samples])
+    drawn: set[tuple[int, int]] = set()
+    for epoch in range(150):
+        found = references.crops(1, epoch, batches)
+        assert np.array_equal(voices[found.sources], voices[batches])
+        assert np.array_equal(np.flatnonzero(found.sources == batches), np.arange(4)), "only those are their own"
+        assert (found.starts + found.samples <= num_samples[found.sources]).all()
+        drawn |= set(zip(batches.ravel().tolist(), found.sources.ravel().tolist(), strict=True))
+    assert len(drawn) > 0.99 * ((voices[:400, None] == voices).sum() - 396), "in time every other clip"
+
+
+def test_the_reference_does_not_depend_on_the_batch() -> None:
+    references = References(cast("ClipSet", Lengths(lengths(200))), np.arange(200) % 7)
+    order = np.random.default_rng(4).permutation(200)[:50]
+    whole, part = references.crops(1, 7, np.arange(200)), references.crops(1, 7, order)
+    for each, other in zip(whole, part, strict=True):
+        assert np.array_equal(each[order], other)
 
 
 def test_the_cut_of_a_clip_depends_on_nothing_but_seed_epoch_and_clip() -> None:
@@ -285,7 +299,7 @@ def test_a_small_excess_is_shared_by_all() -> None:
 def test_the_frame_budget_is_enough_for_nearly_every_batch(num_clips: int, batch_size: int, seed: int) -> None:
     num_samples = lengths(num_clips, seed)
     batches = Batches(packed_tokens(num_samples // 2000, num_samples), batch_size, seed)
-    budget = frame_budget(batches, num_samples, seed)
+    budget = frame_budget(batches, own_references(num_samples), seed)
     assert budget % FRAME_MULTIPLE == 0
     needed = []
     for epoch in range(12):
@@ -325,14 +339,15 @@ def check_gathered(batch: HostBatch, clips: ClipSet, job: GatherJob, frame_budge
         "num_codes": -(-(num_samples // HOP_SAMPLES + 1) // 4),
         "clips": plan.clips,
         "weights": plan.weights,
-        "crop_slots": np.arange(len(plan.clips)),
-        "crop_starts": chosen.starts,
         "crop_samples": chosen.samples,
         "segments": segments(SEED, plan.epoch, plan.clips, num_codes_of(num_samples), SEGMENT_CODES),
         "totals": job.totals,
     }
     for name, values in expected.items():
         assert np.array_equal(batch[name], values), name
+    for slot, (clip, start, count) in enumerate(zip(*chosen, strict=True)):
+        pcm = clips.audio[clips.audio_rows[clip]]
+        assert np.array_equal(batch["reference"][slot, :count], pcm[start : start + count])
 
 
 def test_one_host_batch_used_again_never_mixes_clips(corpus: Corpus) -> None:

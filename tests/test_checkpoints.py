@@ -16,9 +16,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 import myxtts.checkpoints
-from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, to_host
+from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Snapshot, to_host, write_pth, write_tensors
 from myxtts.errors import ConfigError, DatasetError
-from myxtts.files import lock
+from myxtts.files import lock, write_text_atomically
 
 LOCK_AND_WAIT = """import pathlib, sys
 from myxtts.files import lock
@@ -61,7 +61,7 @@ def make_calls_deadly():
 
 def save(step):
     tensors = {"a": torch.full((1000,), float(step))}
-    checkpoints.save(step, Snapshot(tensors, dict(tensors), {}), best=True)
+    checkpoints.save(step, Snapshot(tensors, dict(tensors), {"val_loss": 1 / step}))
     checkpoints.wait()
     assert checkpoints.num_failed == 0
     os.write(report, b"%d " % step)
@@ -88,6 +88,9 @@ def check(reported):
     assert loaded.step >= reported[-1], (loaded.step, reported)
     for tensors in loaded.weights, loaded.optimizer:
         assert torch.equal(tensors["a"], torch.full((1000,), float(loaded.step)))
+    assert checkpoints.best().step == loaded.step
+    checkpoints.prune()
+    assert [path.name for path in folder.iterdir()] == [loaded.folder.name]
 
 def fork(deadly_call, seconds=None):
     global report
@@ -169,7 +172,20 @@ def test_what_is_read_is_bit_for_bit_what_was_saved_and_readable_by_other_progra
     assert names(folder) == {"weights.safetensors", "optimizer.safetensors", "state.json"}
     with safe_open(folder / "weights.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("transposed"), tensors["transposed"])
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {folder.stat().st_mode & 0o666}
+
+
+def test_every_file_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_tensors(tmp_path / "base.safetensors", {"a": torch.ones(1)})
+        write_pth(tmp_path / "model.pth", {"a": torch.ones(1)})
+        write_text_atomically(tmp_path / "settings.yaml", "")
+        saved(tmp_path / "gpt", 1)
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 6
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 def test_a_save_in_the_background_sees_no_later_changes_and_a_second_one_waits_for_it(
@@ -264,6 +280,15 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_silently_started_over(tm
         checkpoints.newest()
 
 
+def test_pruning_never_removes_the_last_good_checkpoint(tmp_path: Path) -> None:
+    """As when a kill came before the older one was removed, and the newer one is damaged later."""
+    saved(tmp_path / "gpt", 1, 2, keep=2)
+    truncate(tmp_path / "gpt" / "step-00000002" / "weights.safetensors")
+    checkpoints = Checkpoints(tmp_path / "gpt", keep=1)
+    checkpoints.prune()
+    assert_same(checkpoints.newest(), 1, snapshot(1))
+
+
 def test_leftovers_of_a_killed_save_are_removed_by_the_next_save_only(tmp_path: Path) -> None:
     saved(tmp_path / "gpt", 1)
     leftover = tmp_path / "gpt" / "tmp-step-00000002"
@@ -294,7 +319,7 @@ def test_a_save_that_fails_costs_a_checkpoint_and_nothing_else(
     checkpoints = saved(tmp_path / "gpt", 1, keep=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, function, fail)
-        checkpoints.save(2, snapshot(2), best=True)
+        checkpoints.save(2, snapshot(2))
         assert str(checkpoints.wait()) == words
     assert checkpoints.num_failed == 1
     assert names(tmp_path / "gpt") == {"step-00000001"}

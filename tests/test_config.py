@@ -260,7 +260,7 @@ def test_unknown_names_are_answered_with_the_nearest(text: str, words: str) -> N
         ("training.stages", ["gpt", "dvae"], "in this order"),
         ("training.stages", ["dvae", "gtp"], "did you mean gpt?"),
         ("training.stages", [["gpt"]], "found [[]]"),
-        ("data.min_clip_seconds", 20.5, "lower the first or raise the second"),
+        ("data.min_clip_seconds", 28.5, "lower the first or raise the second"),
     ],
 )
 def test_values_that_do_not_fit_are_explained(key: str, value: Any, words: str) -> None:

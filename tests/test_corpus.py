@@ -72,12 +72,14 @@ def test_a_first_clip_is_not_taken_for_a_header(read: Read) -> None:
 def test_a_missing_file_is_named_as_in_the_metadata(read: Read) -> None:
     corpus = read("audio_file|text\nclips/x.ogg|Hello.\ny|Hi.\n")
     details = [item.detail.partition(" in ")[0] for item in corpus.set_aside]
-    assert details == ["no file clips/x.ogg", "no y.wav|.flac|.mp3|.ogg|.opus"]
+    assert details == ["no regular file clips/x.ogg", "no regular file y.wav|.flac|.mp3|.ogg|.opus"]
 
 
-def test_train_and_eval_files(read: Read, tmp_path: Path) -> None:
+def test_train_and_eval_files(read: Read, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     corpus = read("a|Without the others.\n", metadata_train="a|One.\n", metadata_eval="b|Two.\n")
     assert [(clip.text, clip.held_out) for clip in corpus.clips] == [("One.", False), ("Two.", True)]
+    assert "metadata_train.csv is read, metadata.csv is not" in caplog.text
     (tmp_path / "metadata_train.csv").unlink()
     found = [(clip.text, clip.held_out) for clip in read_corpus(tmp_path).clips]
     assert found == [("Without the others.", False), ("Two.", True)]
@@ -178,7 +180,7 @@ BAD_LINES = [
     ("c,some text", "c,some text", "malformed line", "put every text"),
     ("c|x|y|z", "c", "malformed line", "4 fields"),
     ("|no id", "", "malformed line", "the id is empty"),
-    ("absent|Nothing there.", "absent", "missing file", "no absent.wav"),
+    ("absent|Nothing there.", "absent", "missing file", "no regular file absent.wav"),
     ("nul\0id|Text.", "nul\0id", "missing file", ""),
 ]
 
@@ -256,7 +258,7 @@ def test_folders_that_are_no_corpus(tmp_path: Path) -> None:
     for name in ("Interview 1.MP3", "talk.wav", "a.ogg", "b.ogg", "c.ogg", "d.ogg"):
         (tmp_path / name).touch()
     advice = r"clips of 2 to 12 seconds, each with its text\. Cut.*DIR/metadata\.csv.*DIR/ID\.txt"
-    with pytest.raises(DatasetError, match=rf"(?s)only 6 recording.*: Interview 1\.MP3,.*1 more.*{advice}"):
+    with pytest.raises(DatasetError, match=rf"(?s)only 6 recording.*: Interview 1\.MP3,.*…\..*{advice}"):
         read_corpus(tmp_path)
     with pytest.raises(DatasetError, match=rf"(?s)talk\.wav is a single recording.*{advice}"):
         read_corpus(tmp_path / "talk.wav")

@@ -142,6 +142,7 @@ def test_a_sparkline_shows_the_course_and_leaves_out_what_is_unknown() -> None:
     assert sparkline(np.array([1.0, 2.0, math.nan, 8.0]), 10) == ["▁▂ █"]
     assert sparkline(np.arange(800.0), 8) == ["▁▂▃▄▅▆▇█"]
     assert sparkline(np.arange(800.0), 8, 2) == ["    ▂▄▆█", "▁▃▅▇████"]
+    assert sparkline(np.array([1.0, 2.0]), 6, 2) == ["   ███", "▁▁▁███"], "a short curve is as wide as a long one"
     assert sparkline(np.array([math.nan]), 10) == [""] == sparkline(np.array([]), 10)
     assert sparkline(np.array([3.0, 3.0]), 10) == ["▁▁"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -84,8 +85,13 @@ def test_own_data_get_all_stages_and_a_sample_of_their_own(start: Start) -> None
     assert all(RunDir(run).has_checkpoint(stage) for stage in STAGES)
     assert f"in the voice of {start.clips(6)}" in start.out
     assert "by the trained decoder, 1 step (gpt: 1 step)" in start.out
-    assert "What to expect: after 1 step of gpt from scratch" in start.out
+    assert "What to expect: after 1 step of gpt from scratch" in start.out and "minutes of both do" in start.out
     assert next_commands(start.out).keys() == {"speak", "report"}
+
+
+def test_starting_from_xtts_v2_is_no_short_cut_to_persian(start: Start) -> None:
+    start("--stages dvae,gpt --max-steps 1 --language fa")
+    assert "does not know Persian" in start.out and "minutes of both" not in start.out
 
 
 def test_enough_steps_need_no_excuse(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,3 +140,59 @@ def test_a_training_that_cannot_speak_yet_or_is_interrupted_speaks_nothing(
     start("--stages gpt --max-steps 3")
     assert newest(run).step == 1
     assert "the same command" in start.out and "Done." not in start.out and "sample" not in start.out
+
+
+def from_here(shown: str) -> dict[str, str]:
+    """What the screen says that other commands would do."""
+    lines = shown.partition("\nFrom here:\n")[2].partition("\nNext:")[0].splitlines()
+    return dict(line.strip().split(": ", 1) for line in lines)
+
+
+def test_what_is_said_at_the_end_of_a_run_comes_true(start: Start) -> None:
+    run = start("--max-steps 1")
+    said = from_here(start.out)
+    assert said == {
+        "the same command": "nothing is left to train",
+        "a larger --max-steps": "dvae continues, then gpt and decoder start over",
+        "--stages gpt and a larger --max-steps": "only gpt continues; decoder is then stale",
+    }
+    start("--max-steps 1")
+    assert "starting now" not in start.out
+    start("--max-steps 2 --stages gpt")
+    assert [(newest(run, stage).step, RunDir(run).status(stage).state) for stage in STAGES] == [
+        (1, "complete"), (2, "complete"), (1, "stale")
+    ]  # fmt: skip
+    whole = "dvae continues at step 1 of 2; gpt starts over, 2 steps; decoder starts over, 2 steps"
+    assert from_here(start.out)["without --stages"] == whole
+    start("--max-steps 2")
+    assert start.out.count("starting now") == 3 and start.out.count("starts over") == 2
+    assert [newest(run, stage).step for stage in STAGES] == [2, 2, 2]
+
+
+def test_what_is_said_of_stages_with_limits_of_their_own_comes_true(start: Start) -> None:
+    run = start("--stages dvae,gpt --max-steps 1 --dvae-steps 2")
+    said = from_here(start.out)
+    assert said["a larger --dvae-steps"] == "dvae continues, then gpt starts over"
+    assert said["a larger --max-steps"] == "gpt continues"
+    assert said["--stages decoder"] == "trains decoder"
+    start("--stages dvae,gpt --max-steps 3 --dvae-steps 2")
+    assert "gpt      continues at step 1 of 3" in start.out and newest(run).step == 3
+    start("--stages decoder --max-steps 1")
+    assert newest(run, "decoder").step == 1
+    start("--stages dvae,gpt --max-steps 3 --dvae-steps 3")
+    assert "gpt      starts over, 3 steps" in start.out and "decoder  stale, and left as it is" in start.out
+    assert newest(run, "dvae").step == newest(run).step == 3
+    assert (
+        from_here(start.out)["--stages gpt and a larger --max-steps"]
+        == "only gpt continues; decoder is then stale"
+    )
+
+
+def test_the_time_of_all_stages_is_estimated_from_the_first_steps(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "SLOW_S", 0.0)
+    start("--stages dvae,gpt --max-steps 4")
+    assert re.findall(r"Time left for all stages: about \d+ s \(dvae \d+ s as measured, gpt \d+ s if", start.out)
+    assert start.out.count("Time left for all stages") == 1, "the last stage has its own time left in every line"
+    assert "From scratch on a CPU this is slow. Faster: a GPU; --init-from FOLDER" in start.out

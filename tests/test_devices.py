@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,6 @@ from myxtts.devices import (
     Plan,
     Stream,
     announcements,
-    apply_caps,
     as_flag,
     explain_out_of_memory,
     make_plan,
@@ -177,28 +177,25 @@ def test_default_caps_fit_every_card_and_too_large_ones_are_refused_with_numbers
     assert "--data-gpu-memory" not in text
 
 
-def test_caps_reach_the_allocator_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    fractions: dict[torch.device, float] = {}
-    card = SimpleNamespace(total_memory=16000 * 2**20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: card)
-    limit = "set_per_process_memory_fraction"
-    monkeypatch.setattr(torch.cuda, limit, lambda fraction, device: fractions.update({device: fraction}))
-    apply_caps(Plan(CPU, CPU, data_cap_mb=4000, model_cap_mb=8000))
-    apply_caps(Plan(cuda(0), cuda(1), "dual"))
-    assert fractions == {}
-    apply_caps(Plan(cuda(0), cuda(1), "dual", data_cap_mb=4000, model_cap_mb=8000))
-    assert fractions == {cuda(0): 0.25, cuda(1): 0.5}
+@pytest.mark.parametrize("fixed", [True, False])
+def test_train_applies_the_caps_and_determinism(
+    fixed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stop(*_: object) -> None:
+        assert torch.backends.cudnn.deterministic == torch.are_deterministic_algorithms_enabled() == fixed
+        assert (os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8") == fixed
+        raise DatasetError("far enough")
 
-
-def test_train_applies_the_caps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     plan = Plan(cuda(0), cuda(1), "dual", data_cap_mb=4000, model_cap_mb=8000)
     applied = Mock()
     monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(return_value=Mock(total_memory=16000 * 2**20)))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", applied)
     monkeypatch.setattr("myxtts.run.make_plan", Mock(return_value=plan))
-    monkeypatch.setattr("myxtts.run.prepare_corpus", Mock(side_effect=DatasetError("far enough")))
+    monkeypatch.setattr("myxtts.run.prepare_corpus", stop)
     with pytest.raises(DatasetError, match="far enough"):
-        train(Settings(training=TrainingSettings(checkpoint_dir=tmp_path / "run")))
+        train(Settings(training=TrainingSettings(checkpoint_dir=tmp_path / "run", deterministic=fixed)))
+    assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
     assert applied.call_args_list == [call(0.25, cuda(0)), call(0.5, cuda(1))]
 
 

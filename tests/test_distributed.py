@@ -100,6 +100,20 @@ def test_a_run_of_one_process_goes_on_with_two_that_share_its_batch(
     assert after.step == 3 and {"random.0", "random.1"} <= after.optimizer.keys()
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_other_with_an_explanation(
+    victim: int, clips: Clips, tmp_path: Path, server: Server
+) -> None:
+    flags = "--stages dvae --max-steps 5000 --epochs 5000 --batch-size 1"
+    runs = server.start_ranks(arguments(tmp_path / "run", clips(4), flags))
+    runs[0].wait_for("step 3/")
+    runs[victim].signal(signal.SIGKILL)
+    other = runs[1 - victim]
+    assert other.wait() == 1 and "Traceback" not in other.output
+    assert f"Rank {1 - victim} lost the other processes of the run" in other.output
+    assert "the same command continues from the last checkpoint" in other.output
+
+
 def test_torchrun_starts_the_script_of_the_old_door_plate(clips: Clips, tmp_path: Path) -> None:
     """With the real `tiny`, as a user would start it."""
     flags = arguments(tmp_path / "run", clips(4), "--stages dvae --max-steps 2")[1:]

@@ -23,7 +23,7 @@ from pipeline_fixtures import (
     crop_mels_alone,
     jobs,
     read,
-    references,
+    references_alone,
     short,
     speech,
     wait_for,
@@ -56,7 +56,7 @@ def check_inputs(corpus: Corpus, batch: Read, job: GatherJob) -> None:
         assert tensors["ids"][slot].tolist() == ids + [0] * (tensors["ids"].shape[1] - len(ids))
         assert tensors["num_codes"][slot] == len(codes)
         assert tensors["codes"][slot].tolist() == codes + [0] * (tensors["codes"].shape[1] - len(codes))
-    mels = crop_mels_alone(corpus, job.plan.clips, job.plan.epoch, job.plan.weights)
+    mels = crop_mels_alone(corpus, job.plan.clips, job.plan.epoch)
     assert tensors["num_frames"].tolist() == [len(mel) for mel in mels]
     expected = torch.zeros_like(tensors["mel"])
     expected[: sum(map(len, mels))] = torch.cat(mels)
@@ -94,13 +94,8 @@ def test_clips_of_one_voice_are_references_for_each_other(speech: Corpus) -> Non
     shared = replace(speech, voices=np.arange(len(speech.clips)) % 2)
     with shared.feed(num_batches=EPOCH) as feed:
         batches = read(feed)
-    num_others = 0
     for batch, job in zip(batches, jobs(shared, EPOCH), strict=True):
         check_inputs(shared, batch, job)
-        chosen = references(shared, job.plan.clips, 0, job.plan.weights)
-        num_others += int((chosen.slots != np.arange(len(job.plan.clips))).sum())
-        assert (job.plan.weights[chosen.slots] >= job.plan.weights).all(), "a filling clip is nobody's reference"
-    assert num_others > len(speech.clips) / 2
     with shared.feed(make_frontend=DecoderFrontend, num_batches=1) as feed:
         check_decoder(shared, read(feed)[0], jobs(shared, 1)[0])
 
@@ -132,9 +127,9 @@ def check_decoder(corpus: Corpus, batch: Read, job: GatherJob) -> None:
     """Latents, sound and voice against those of every clip alone."""
     clips, num_samples = job.plan.clips, corpus.clips.num_samples[job.plan.clips]
     pieces = segments(SEED, 0, clips, num_codes_of(num_samples), SEGMENT_CODES)
-    chosen = references(corpus, clips, 0, job.plan.weights)
+    references = references_alone(corpus, clips, 0)
     encoder = corpus.model.hifigan_decoder.speaker_encoder
-    for slot, mel in enumerate(crop_mels_alone(corpus, clips, 0, job.plan.weights)):
+    for slot, mel in enumerate(crop_mels_alone(corpus, clips, 0)):
         clip, piece = int(clips[slot]), int(pieces[slot])
         latents = latents_alone(corpus, clip, mel)[piece : piece + SEGMENT_CODES]
         found = batch.tensors["latents"][slot]
@@ -144,8 +139,7 @@ def check_decoder(corpus: Corpus, batch: Read, job: GatherJob) -> None:
         silence = torch.zeros(1, len(sound))
         expected = resample(torch.cat([alone[:, piece * SAMPLES_PER_CODE :], silence], 1), 24000)[0, : len(sound)]
         torch.testing.assert_close(sound[16:-16], expected[16:-16], rtol=1e-4, atol=1e-5)
-        reference = wave_alone(corpus, int(clips[chosen.slots[slot]]))
-        heard = reference.repeat(1, 10)[:, chosen.starts[slot] :][:, : 3 * SAMPLE_RATE]
+        heard = references[slot].repeat(1, 20)[:, : 3 * SAMPLE_RATE]
         voice = encoder(resample(heard, 16000), l2_norm=True)[0]
         torch.testing.assert_close(batch.tensors["speaker"][slot], voice, rtol=1e-3, atol=1e-4)
 

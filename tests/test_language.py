@@ -199,7 +199,7 @@ def test_mixed_speakers_share_the_large_models_which_are_unloaded_afterwards(cal
     speakers = [speaker for speaker in "vwxyz" for _ in pairs]
     assert detect_languages(texts, speakers) == [code for code, _ in pairs] * 5
     large = [(call.method, len(call.texts)) for call in calls if call.accurate]
-    assert large == [("detect_languages_in_parallel_of", len(pairs)), ("unload_language_models", 0)]
+    assert large == [("compute_language_confidence_values_in_parallel", len(pairs)), ("unload_language_models", 0)]
 
 
 def test_memory_stays_far_below_a_gigabyte() -> None:

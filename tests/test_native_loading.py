@@ -32,7 +32,7 @@ def settings(tmp_path: Path) -> DataSettings:
     for name, rate, channels in (("high.wav", 44100, 1), ("low.flac", 16000, 1), ("wide.flac", 48000, 2)):
         wave = np.stack([make_voice(0.9, rate, seed) for seed in range(channels)], axis=1)
         sf.write(folder / "wavs" / name, wave, rate)
-    sf.write(folder / "wavs" / "long.wav", make_voice(21.0, 8000), 8000)
+    sf.write(folder / "wavs" / "long.wav", make_voice(29.0, 8000), 8000)
     sf.write(folder / "wavs" / "short.wav", make_voice(0.2), 22050)
     (folder / "wavs" / "cut.wav").write_bytes((folder / "wavs" / "high.wav").read_bytes()[:4000])
     with open(folder / "metadata.csv", "a", encoding="utf-8") as metadata:
@@ -160,7 +160,7 @@ def alter_keeping_size_and_time(path: Path) -> None:
     [
         (lambda path: path.unlink(), "missing file"),
         (lambda path: sf.write(path, make_voice(3.0), 22050), "samples, found 66150"),
-        (lambda path: sf.write(path, make_voice(21.0), 22050), "too long"),
+        (lambda path: sf.write(path, make_voice(29.0), 22050), "too long"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "truncated or damaged"),
         (alter_keeping_size_and_time, "written to"),
     ],

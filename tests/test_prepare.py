@@ -63,7 +63,7 @@ def write_broken_corpus(folder: Path) -> None:
     sf.write(wavs / "silent.wav", np.zeros(SAMPLE_RATE), SAMPLE_RATE)
     sf.write(wavs / "hum.flac", 0.3 + 0.001 * make_voice(1.0), SAMPLE_RATE)
     sf.write(wavs / "short.wav", make_voice(0.3), SAMPLE_RATE)
-    sf.write(wavs / "long.wav", make_voice(21.0, 8000), 8000)
+    sf.write(wavs / "long.wav", make_voice(29.0, 8000), 8000)
     texts = {"blank": "   ", "longtext": "word " * 300, "novel": "word " * 2000, "marks": "\u200b"}
     lines = ["audio_file|text|speaker_name|language", "onlyid", "dup|Once.|s|en", "foreign|Moi.|s|fi"]
     usual = [name for name in BROKEN if name not in ("latin", "onlyid", "foreign")]
@@ -355,7 +355,7 @@ def test_the_language_of_a_sentence_is_detected_once(
     asked: list[str] = []
 
     def detect(texts: list[str], _: list[str], known: dict[tuple[str, str], str]) -> list[str]:
-        assert set(known.values()) <= {"en"} and len(known) + len(texts) == len(SENTENCES[:6]) + bool(known)
+        assert {text for text, _ in known} == set(asked)
         asked.extend(texts)
         return ["de" if known else "en"] * len(texts)
 
@@ -363,17 +363,14 @@ def test_the_language_of_a_sentence_is_detected_once(
     folder = make_corpus()
     assert set(languages_of(run_prepare(folder, language=None)).values()) == {"en"}
     make_corpus(["Ja."], first=6)
-    languages = languages_of(run_prepare(folder, language=None))
-    assert (asked, languages.pop("clip006")) == ([*SENTENCES[:6], "Ja."], "de")
-    assert set(languages.values()) == {"en"}
+    assert sorted(languages_of(run_prepare(folder, language=None)).values()) == ["de", *["en"] * 6]
     (folder / "metadata.csv").write_text("".join((folder / "metadata.csv").read_text().splitlines(True)[3:]))
     run_prepare(folder, language=None)
-    assert len(asked) == 7
+    assert asked == [*SENTENCES[:6], "Ja."]
+    asked.clear()
     monkeypatch.setattr("myxtts.data.prepare.language_fingerprint", lambda: "another")
-    monkeypatch.setattr(
-        "myxtts.data.prepare.detect_languages", lambda texts, *_: asked.extend(texts) or ["it"] * 4
-    )
-    assert set(languages_of(run_prepare(folder, language=None)).values()) == {"it"}
+    run_prepare(folder, language=None)
+    assert len(asked) == 4
 
 
 def test_clips_set_aside_are_not_looked_at_again(make_corpus, run_prepare: Prepare, messages) -> None:
@@ -400,7 +397,7 @@ def test_the_longest_clip_follows_the_corpus_unless_it_is_named(make_corpus, run
 
 @pytest.mark.parametrize(
     ("seconds", "rare", "frames"),
-    [(2.0, 9.0, 800), (9.0, 10.0, 800), (9.4, 10.0, 832), (12.0, 18.0, 1056), (25.0, 25.0, 1728)],
+    [(2.0, 9.0, 800), (9.0, 10.0, 800), (9.4, 10.0, 832), (12.0, 18.0, 1056), (30.0, 30.0, 2416)],
 )
 def test_auto_sets_aside_at_most_a_thousandth_beyond_nine_seconds(
     seconds: float, rare: float, frames: int

@@ -224,14 +224,6 @@ def test_axes_are_labelled_with_round_numbers(low: float, high: float, labels: s
     assert chart is not None and [label.replace(" ", "_") for _, label in chart["x_ticks"]] == labels.split()
 
 
-def test_overfitting_is_a_finding() -> None:
-    steps = [step_record(step, losses={"total": 5 - step / 100}) for step in range(10, 200, 10)]
-    worse = [validation_record(40 * number, loss) for number, loss in enumerate((4.0, 3.0, 3.2, 3.3, 3.4), 1)]
-    for verdict in (None, {"findings": []}):
-        findings = sections(render_report("run", [*steps, *worse], verdict=verdict))["findings"]
-        assert "Stage gpt: The validation loss was lowest at step 80" in unescape(findings)
-
-
 def test_every_stage_has_curves_of_its_own_and_validations_are_dots() -> None:
     rings = [{"host": (0 if step % 4 else 8, 16)} for step in range(40)]
     decoder = (step_record(step, stage="decoder", rings=ring) for step, ring in enumerate(rings))
@@ -268,6 +260,17 @@ def test_without_a_profile_the_reports_say_whether_the_data_keeps_up() -> None:
         reports = [step_record(step, rings=EMPTY_RINGS, idle_share=idle_share) for step in range(20)]
         shown = sections(render_report("run", reports))
         assert verdict in shown["verdict"] and finding in shown["findings"]
+
+
+def test_a_stage_whose_validation_worsens_while_its_loss_falls_overfits() -> None:
+    reports = [step_record(step, losses={"total": 3 - step / 100}) for step in range(0, 200, 5)]
+    validations = [validation_record(40 * number, loss) for number, loss in enumerate((3.0, 2.5, 2.6, 2.7, 2.9))]
+    for verdict in (None, VERDICT):
+        shown = sections(render_report("run", [*reports, *validations], verdict=verdict))["findings"]
+        assert "Stage gpt overfits: its validation loss was 2.5 at step 40 and is 2.9 now" in shown
+    rising = [step_record(step, losses={"total": 3 + step / 100}) for step in range(0, 200, 5)]
+    for records in ([*reports, *validations[:4]], [*rising, *validations]):
+        assert "overfits" not in sections(render_report("run", records))["findings"]
 
 
 def test_odd_verdicts_and_scores_do_not_break_the_page() -> None:

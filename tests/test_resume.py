@@ -16,6 +16,7 @@ from training_fixtures import (
     Start,
     arguments,
     assert_equal_tensors,
+    assert_same_checkpoints,
     assert_same_run,
     newest,
     steps,
@@ -24,6 +25,8 @@ from training_fixtures import (
 from training_processes import Server
 
 import myxtts.checkpoints
+from myxtts.config import STAGES
+from myxtts.run_dir import RunDir
 
 pytest_plugins = ["training_fixtures", "training_processes"]
 pytestmark = pytest.mark.usefixtures("small")
@@ -81,18 +84,48 @@ def test_a_stop_ends_the_run_and_says_how_to_go_on(
     assert "Stage dvae: continuing at step 2 of 4" in start.out
 
 
-def test_a_finished_run_may_be_prolonged_and_stopped_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    start("--stages dvae,gpt --max-steps 2")
-    stop_at(monkeypatch, 3)
-    run = start("--stages dvae,gpt --max-steps 6")
-    assert "Stopped at step 3 of stage dvae" in start.out
-    assert (newest(run, "dvae").step, newest(run, "gpt").step) == (3, 2)
+# Tried, then prolonged
+
+
+def test_a_run_that_was_tried_becomes_the_real_one(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate of the first step is the same in both, so nothing differs; a stop on the way changes nothing."""
+    short, long = (f"--dropout 0.2 --batch-size 4 --max-steps 99 --epochs {number}" for number in (1, 3))
+    whole = start(long, "whole")
+    start(short)
+    stop_at(monkeypatch, 2)
+    run = start(long)
+    plan = start.out.partition("Plan of the run")[2].splitlines()
+    assert re.fullmatch(
+        r"  dvae     continues at step 1 of 3: the learning rates of the first 1 steps .*", plan[1]
+    )
+    assert plan[2] == "  gpt      starts over, 3 steps: it builds on dvae, which changes"
+    assert plan[3] == "  decoder  starts over, 3 steps: it builds on dvae, which changes"
+    assert "Stopped at step 2 of stage dvae" in start.out
+    assert [newest(run, stage).step for stage in STAGES] == [2, 1, 1], "nothing is removed before it is replaced"
+    start(long)
+    assert "gpt was trained on the dvae of step 1, and this is the dvae of step 2" in start.out
+    assert_same_checkpoints(run, whole, *STAGES)
+    start(long)
+    assert re.search(r"dvae     complete at step 3\n  gpt      complete at step 3\n  decoder  complete", start.out)
+
+
+def test_a_stage_prolonged_alone_leaves_the_later_ones_stale(start: Start) -> None:
+    run = start("--max-steps 1")
+    start("--max-steps 2 --stages gpt")
+    assert "decoder  stale, and left as it is: it builds on gpt, which changes" in start.out
+    assert [newest(run, stage).step for stage in STAGES] == [1, 2, 1]
+    assert RunDir(run).status("decoder").state == "stale"
+    start("--max-steps 2 --dvae-steps 1")
+    assert "gpt      complete at step 2" in start.out
+    assert "decoder  starts over, 2 steps: decoder was trained on the gpt of step 1" in start.out
+    assert [RunDir(run).status(stage).state for stage in STAGES] == ["complete"] * 3
+    assert not (run / "decoder" / "step-00000001").exists()
 
 
 # Signals, from outside
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_the_step_finish_and_saves(
     number: signal.Signals, clips: Clips, tmp_path: Path, server: Server
 ) -> None:
@@ -123,8 +156,8 @@ def test_a_second_signal_ends_at_once(clips: Clips, tmp_path: Path, server: Serv
 KILLED = "--stages dvae,gpt,decoder --dvae-steps 9 --max-steps 6 --decoder-steps 3 --dropout 0.2 --val-step 3"
 
 
-@pytest.mark.parametrize(("times", "save_step"), [(3, 2), pytest.param(20, 1, marks=pytest.mark.soak)])
-def test_kills_at_random_moments_change_nothing(
+@pytest.mark.parametrize(("times", "save_step"), [(4, 2), pytest.param(60, 1, marks=pytest.mark.soak)])
+def test_kills_at_random_moments_and_at_writes_change_nothing(
     times: int, save_step: int, clips: Clips, tmp_path: Path, server: Server
 ) -> None:
     """Killed runs are started again until they end, and compared with one left in peace."""
@@ -136,8 +169,10 @@ def test_kills_at_random_moments_change_nothing(
     num_kills = num_ended = 0
     while num_kills < times or num_ended == 0:
         folder = tmp_path / f"parts-{num_ended}"
-        run = server.start(arguments(folder, corpus, flags))
-        if num_kills < times:
+        at_a_write = {"hook": "die_at_a_write", "DIE_AT": str(chance.randrange(1, 60))}
+        is_at_a_write = num_kills < times and num_kills % 2 == 1
+        run = server.start(arguments(folder, corpus, flags), **(at_a_write if is_at_a_write else {}))
+        if num_kills < times and not is_at_a_write:
             time.sleep(chance.uniform(0.1, 0.6) * duration_s)
             run.signal()
         ended_by = run.wait()
@@ -219,6 +254,19 @@ def test_another_configuration_is_refused_with_its_differences(flags: str, diffe
     assert "--checkpoint-dir DIR" in start.err and "--reset-training" in start.err
     assert ("processes): the run has 2, now 4" in start.err) is ("--grad-accum" in flags)
     assert_equal_tensors(newest(run, "dvae").weights, before)
+
+
+def test_a_refused_batch_size_or_corpus_names_what_works(start: Start) -> None:
+    start("--stages dvae --max-steps 1 --batch-size 4")
+    start("--stages dvae --max-steps 2 --batch-size 3", code=2)
+    assert "A step of the run has 4 clips: --batch-size 2 --grad-accum 2 keeps them" in start.err
+    start("--stages dvae --max-steps 2 --batch-size 2 --grad-accum 2")
+    start("--max-steps 2 --batch-size 4", corpus=5, code=2)
+    advice = re.search(r"(--init-from \S+) --checkpoint-dir (\S+)", start.err)
+    assert advice
+    assert not Path(advice[2]).exists()
+    start(f"--max-steps 1 {advice[1]}", Path(advice[2]), 5)
+    assert newest(Path(advice[2])).step == 1
 
 
 def test_the_clips_of_a_step_may_come_in_smaller_portions(start: Start) -> None:

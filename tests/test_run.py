@@ -19,6 +19,7 @@ from torch import Tensor
 from training_fixtures import SMALL, Start, assert_equal_tensors, assert_same_run, losses, newest, steps, stop_at
 
 import myxtts.model.gpt
+import myxtts.pipeline.feed
 from myxtts.checkpoints import UnreadableWeights, read_tensors, write_pth
 from myxtts.config import SAMPLE_RATE, SMALL_CORPUS, STAGES, DataSettings
 from myxtts.data.prepare import prepare
@@ -32,7 +33,7 @@ from myxtts.reports import TrainingReports
 from myxtts.run import auto_values, prepare_corpus
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer, override_sampling
+from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer, override_sampling, provenance
 from myxtts.text.tokenizer import Tokenizer, extend
 from myxtts.tools.check import check
 from myxtts.training.trainer import StepMode, choose_mode
@@ -41,6 +42,7 @@ from myxtts.weights import load_folder, save_folder
 pytest_plugins = ["training_fixtures"]
 pytestmark = pytest.mark.usefixtures("small")
 
+CPU = torch.device("cpu")
 UNCHANGED = "--lr 1e-12 --max-steps 1"
 """A training that leaves every weight where it was, to the last digits."""
 
@@ -194,9 +196,10 @@ def test_named_speakers_lend_each_other_reference_voices(start: Start, tmp_path:
     for speakers in ("ann", ""):
         rows = "".join(f"clip{number:03}|{speakers}\n" for number in range(4))
         (corpus / "speakers.csv").write_text(f"id|speaker\n{rows}")
-        for way in ("other", "same"):
+        for way in ("other", "same", "other --single-speaker"):
             flags = f"--stages gpt --max-steps 2 --reference-clip {way}"
             seen[speakers, way] = losses(start(flags, f"{speakers}-{way}", corpus))
+    assert seen["ann", "other"] == seen["", "other --single-speaker"] == seen["ann", "other --single-speaker"]
     assert seen["ann", "other"] != seen["ann", "same"]
     assert seen["", "other"] == seen["", "same"] == seen["ann", "same"]
 
@@ -233,7 +236,7 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start
     run = start(f"--max-steps 2 --model-start-delay 0.5 --val-data {start.clips(3)}")
     stages = [
         rf"Stage {stage}\nBuffer size: 6 batches \(3 on the host, 3 on cpu\), and 2 in work .*\n"
-        r"Training step: eager, fp32\n"
+        r"(Reference voices: 100 % of .*--single-speaker\n)?Training step: eager, fp32\n"
         r"Waiting up to 0\.5s for data pipeline to warm up\nModel training starting now \(\d+ .*\n"
         r"step 1/2  loss .*\nstep 2/2  loss .*\nvalidation at step 2  loss .*  the best so far\n"
         for stage in STAGES
@@ -242,7 +245,8 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start
         r"Corpus: 4 training clips [\s\S]*"
         r"No GPU was found: .*\n[\s\S]*"
         r"Model placed on .*\nNative loading: on, .*\n"
-        rf"(Hint: .*\n)*{''.join(stages)}Speaking a sentence of the corpus …\n(.*\n)+"
+        r"(Hint: .*\n)*Plan of the run in .*:\n  dvae     2 steps\n  gpt      2 steps\n  decoder  2 steps\n"
+        rf"{''.join(stages)}Speaking a sentence of the corpus …\n(.*\n)+"
         rf"Done\. Everything is in {re.escape(str(run))}"
     )
     assert re.search(expected, start.out), start.out
@@ -252,10 +256,19 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start
     assert all(names <= report.keys() for report in reports)
     assert all(report["clips_per_s"] > 0 and report["step_ms"] > 0 for report in reports)
     for stage in STAGES:
-        (events,) = (run / "tensorboard" / stage).glob("events.out.tfevents.*")
-        content = events.read_bytes()
+        content = b"".join(path.read_bytes() for path in (run / "tensorboard" / stage).iterdir())
         for tag in (b"loss/total", b"train/lr", b"speed/idle_share", b"validation/total", f"{stage}/".encode()):
             assert tag in content, (stage, tag)
+
+
+def test_batches_are_as_wide_as_the_longest_clip_needs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths, layout = set(), myxtts.pipeline.feed.host_layout
+    seen = lambda data: widths.add(data.max_mel_frames) or layout(data)  # noqa: E731
+    monkeypatch.setattr(myxtts.pipeline.feed, "host_layout", seen)
+    run = start("--stages gpt --max-steps 1 --max-mel-frames auto")
+    assert widths == {96} == {newest(run).state["notes"]["identity"]["data.max_mel_frames"]}  # 1.1 s are 95 frames
+    assert provenance(RunDir(run)).max_mel_frames == 96
+    assert "max_mel_frames: auto" in (run / "settings.yaml").read_text()
 
 
 def test_the_settings_it_leaves_continue_the_run(start: Start) -> None:
@@ -345,14 +358,6 @@ def test_new_tokens_are_trained_beside_adapters(base: Path, start: Start, tmp_pa
     RunDir(run).load_model()
 
 
-def test_a_stage_that_another_is_built_upon_is_not_prolonged_by_the_way(start: Start) -> None:
-    start("--max-steps 1 --decoder-steps 1")
-    run = start("--max-steps 3 --decoder-steps 2")
-    assert [newest(run, stage).step for stage in ("dvae", "gpt", "decoder")] == [1, 1, 2]
-    start("--max-steps 3 --decoder-steps 2 --stages gpt")  # asked for by name it is
-    assert newest(run, "gpt").step == 3
-
-
 def test_weights_that_were_never_trained_are_not_made_up(start: Start, tmp_path: Path) -> None:
     run = start("--max-steps 1 --stages dvae,gpt")
     lose_checkpoints(run)
@@ -366,11 +371,11 @@ def test_a_run_started_from_an_unfinished_one_speaks_as_that_does(start: Start) 
     run = start("--stages dvae,gpt --max-steps 1", "first")
     for name in ("second", "third"):
         run = start(f"--init-from {run} --max-steps 1", name)
-    synthesizer = load_synthesizer(run, device=torch.device("cpu"))
+    synthesizer = load_synthesizer(run, device=CPU)
     assert synthesizer.sampling == OWN_SAMPLING
     assert synthesizer.vocoder.name == "griffin-lim", "no run has trained the decoder"
     with pytest.raises(UnreadableWeights, match="decoder of this model is not trained"):
-        load_synthesizer(run, vocoder="hifigan", device=torch.device("cpu"))
+        load_synthesizer(run, vocoder="hifigan", device=CPU)
 
 
 def test_a_run_speaks_and_is_exported(start: Start, tmp_path: Path) -> None:
@@ -387,7 +392,7 @@ def test_a_run_speaks_and_is_exported(start: Start, tmp_path: Path) -> None:
     start.command(*speak, code=2)
     exported = start.command("export", run, "--out", out)
     assert "WARNING: decoder and speaker encoder: never trained, these weights are random" in exported
-    theirs, own = (load_synthesizer(folder, device=torch.device("cpu")) for folder in (out, run))
+    theirs, own = (load_synthesizer(folder, device=CPU) for folder in (out, run))
     assert theirs.vocoder.name == "griffin-lim", "a random decoder would only hum"
     assert theirs.sampling == own.sampling == OWN_SAMPLING
     assert theirs.limits == own.limits
@@ -486,21 +491,65 @@ def test_texts_that_the_vocabulary_of_the_run_cannot_write_are_explained(start: 
     assert f"the vocabulary of the run in {run}" in start.err and "another --checkpoint-dir" in start.err
 
 
-def test_the_best_gpt_can_be_had_instead_of_the_newest(start: Start, tmp_path: Path) -> None:
-    flags = "--max-steps 3 --decoder-steps 1 --dvae-steps 1 --save-step 1 --keep 9"
+def test_the_best_gpt_is_used_with_a_warning_that_the_decoder_was_trained_on_the_newest(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = iter([9.0, 1.0, 3.0, 2.0, 9.0])  # one for the dvae, three for the gpt, one for the decoder
+    monkeypatch.setattr("myxtts.run.validate", lambda *_: ({"total": next(found)}, {}))
+    flags = "--max-steps 3 --decoder-steps 1 --dvae-steps 1 --val-step 1 --save-step 1 --keep 1"
     run = start(f"{flags} --val-data {start.clips(3)}")
-    (run / "gpt" / "best").write_text("step-00000001")
     kept = RunDir(run).checkpoints("gpt")
-    for best, step in ((True, 1), (False, 3)):
-        model = RunDir(run).load_model(best_gpt=best)
-        assert torch.equal(model.gpt.mel_head.weight, kept.load(step).weights["gpt.mel_head.weight"])
-    start.command("export", run, "--out", tmp_path / "best", "--best")
-    exported = load_folder(tmp_path / "best").model.gpt.mel_head.weight
-    assert torch.equal(exported, kept.load(1).weights["gpt.mel_head.weight"])
-    (run / "gpt" / "best").unlink()
-    start.command("export", run, "--out", tmp_path / "none", "--best", code=1)
+    assert [notes.step for notes in kept.all_notes()] == [3, 1]
+    for best, step in ((False, 3), (True, 1)):
+        caplog.clear()
+        start.command("export", run, "--out", tmp_path / f"best-{best}", *["--best"] * best)
+        exported = load_folder(tmp_path / f"best-{best}").model.gpt.mel_head.weight
+        assert torch.equal(exported, kept.load(step).weights["gpt.mel_head.weight"])
+        trained_on = "decoder was trained on the gpt of step 3, and this is the gpt of step 1"
+        assert (trained_on in caplog.text) is best
+    assert "leave out --best to use the gpt that decoder was trained on" in caplog.text
+    other = start("--max-steps 1 --stages gpt", "other")
+    start.command("export", other, "--out", tmp_path / "none", "--best", code=1)
     assert "Leave out --best to use the newest" in start.err
-    start.command("export", tmp_path / "best", "--out", tmp_path / "none", "--best", code=2)
+    start.command("export", tmp_path / "best-True", "--out", tmp_path / "none", "--best", code=2)
+
+
+def test_stages_that_were_not_trained_together_are_named_wherever_the_run_is_loaded(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start("--max-steps 1 --stages dvae,gpt")
+    start("--max-steps 2 --stages dvae")
+    for act in (lambda: load_synthesizer(run, device=CPU), lambda: start(f"--init-from {run}", "other")):
+        caplog.clear()
+        act()
+        assert f"{run}: gpt was trained on the dvae of step 1, and this is the dvae of step 2" in caplog.text
+        assert "the command of the run, or train --stages gpt, trains gpt again" in caplog.text
+    caplog.clear()
+    start("--max-steps 2 --stages gpt")
+    load_synthesizer(run, device=CPU)
+    assert "WARNING" not in caplog.text
+
+
+def test_the_runs_of_a_folder_are_listed_with_what_their_command_would_do(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "No run in" in start.command("runs")
+    start.command("runs", tmp_path / "none", code=2)
+    start(f"--max-steps 1 --val-data {start.clips(3)}")
+    start("--max-steps 2 --stages gpt")
+    stop_at(monkeypatch, 1)
+    start("--max-steps 3", "deeper/stopped", 5)
+    start("--max-steps 1 --stages dvae --reset-training")
+    first, second = start.command("runs").split("deeper/stopped tiny  English")
+    assert str(start.clips(4)) in first and str(start.clips(5)) in second
+    rows = [re.split(r"\s{2,}", line.strip()) for line in (first + second).splitlines()]
+    assert ["dvae", "1/3", "unfinished", "–", "continues"] in rows
+    assert ["gpt", "–", "missing", "–", "trains it"] in rows
+    assert ["dvae", "1/1", "complete", "–", "nothing"] in rows
+    aside = start.command("runs", "run/before-reset-1")
+    assert re.search(r"dvae +1/1 +complete +\d+\.\d+ +leaves it", aside)
+    assert re.search(r"gpt +2/2 +complete +\d+\.\d+ +nothing", aside)
+    assert re.search(r"decoder +1/1 +stale: decoder was trained on the gpt of step 1,.* leaves it", aside)
 
 
 def test_a_run_that_has_not_reached_a_stage_goes_on_without_it(

@@ -35,6 +35,7 @@ from myxtts.checkpoints import UnreadableWeights
 from myxtts.cli import main
 from myxtts.devices import Plan, allocatable_bytes, apply_caps, release_memory
 from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.run_dir import inherited
 from myxtts.synthesis.generation import CodeGenerators, Sampling
 from myxtts.synthesis.synthesizer import (
     FAINT_NOTE,
@@ -263,6 +264,25 @@ def test_fewer_sentences_at_a_time_are_spoken_when_memory_is_short(
             PipelineError, match=r"Out of memory on cpu while speaking one sentence.*VISIBLE_DEVICES"
         ):
             speak(TEXTS[0], anna, "en")
+
+
+@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.soak)])
+def test_memory_does_not_grow_with_the_sentences(synthesizer: Synthesizer, anna: Voice, count: int) -> None:
+    """The same five again and again: PyTorch keeps a plan for every new length of a convolution, up to a limit."""
+
+    def used_mb() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+    before = 0.0
+    for number in range(10 + count):
+        if number == 10:
+            before = used_mb()
+        text, seed = TEXTS[number % 5 % 3], number % 5
+        if seed:
+            synthesizer.speak(text, anna, "en", seed=seed, num_attempts=1)
+        else:
+            list(synthesizer.stream(text, anna, "en", seed=seed, num_attempts=1))
+    assert used_mb() < before + 8
 
 
 # What is refused
@@ -523,7 +543,7 @@ def test_missing_parts_and_validation_decide_the_vocoder() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_run_speaks_through_the_vocoder_nearer_to_its_validation_clips(
+def test_a_run_says_which_vocoder_is_nearer_to_its_validation_clips_and_what_it_never_learnt(
     clips: Clips, reference: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     run, exported = tmp_path / "run", tmp_path / "exported"
@@ -534,13 +554,15 @@ def test_a_run_speaks_through_the_vocoder_nearer_to_its_validation_clips(
     better = "hifigan" if found["decoder"] <= found["griffin_lim"] else "griffin-lim"
     for folder in (run, exported):
         assert load_synthesizer(folder).vocoder.name == better
-    given = ["--model", str(run), "--speaker", str(reference), "--language", "en"]
-    for flags in ([], ["--vocoder", "griffin-lim"]):
+    assert inherited(run)["languages"] == inherited(exported)["languages"] == ["en"]
+    given = ["--model", str(run), "--speaker", str(reference)]
+    for flags, language in (([], "en"), (["--vocoder", "griffin-lim"], "de")):
         capsys.readouterr()
-        assert main(["speak", "Hello.", *given, *flags]) == 0
+        assert main(["speak", "Hello.", *given, *flags, "--language", language]) == 0
         numbers = f"(distance {found['griffin_lim']:.2f}, the decoder {found['decoder']:.2f})"
         shown = capsys.readouterr().out
         assert (numbers in shown) == (not flags) and "no trained decoder" not in shown
+        assert ("the model was never trained on German, only on English" in shown) == (language == "de")
 
 
 # On a GPU

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import csv
 import io
 import json
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +19,11 @@ from conftest import REPORT, load_command, load_values, step_record
 from training_fixtures import FLAGS, Clips, clips, small, stop_at, train
 
 from myxtts.cli import main
-from myxtts.config import OPTIMIZATION_LEVELS, PRESETS
+from myxtts.config import OPTIMIZATION_LEVELS, PRESETS, preset_for
+from myxtts.data.clips import PreparedCorpus, set_aside_list
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.devices import Gpu, Machine
-from myxtts.errors import printable
+from myxtts.errors import ConfigError, printable
 from myxtts.observe.findings import RULES, WAIT_RULES, Finding
 from myxtts.observe.metrics import read_metrics, stages_of
 from myxtts.reports import TrainingReports
@@ -51,7 +55,10 @@ HOST = Host(16, 64 * 2**30, "550.54", lambda _: 500 * 10**9)
 def test_every_value_that_a_bundle_announces_is_used(flags: dict[str, object]) -> None:
     loaded, lines = apply_presets(load_values(**flags))
     loaded, more = apply_demo(loaded)
-    said = re.findall(r": ([a-z_.]+) (?:=|stays) (\[.*\]|\S+)", "\n".join([*lines, *more]))
+    said = re.findall(r": ([a-z_.]+) (?:=|stays) (\[.*\]|\S+)", "\n".join(lines))
+    keys = {spec.name: key for key, spec in specs().items()}
+    demo = re.findall(r"[:,] ([a-z_]+) (\[.*?\]|\w+)", more[1] if more else "")
+    said += [(keys[name], value) for name, value in demo]
     assert len(said) >= 6
     for key, value in said:
         assert format_setting(key, value_of(loaded.settings, key)) == value
@@ -119,11 +126,11 @@ def test_rules_hold_no_number_but_those_of_the_machine_they_look_at() -> None:
 @pytest.mark.parametrize("memory_mb", [7972, 11910, 16080, 24210, 40370, 48590, 81150])
 def test_no_default_and_no_preset_is_refused_on_a_card_of_8_to_80_gb(memory_mb: int) -> None:
     machine = Machine([Gpu(0, "Card", memory_mb)])
-    for bundle in (
-        {},
-        *({"preset": name} for name in PRESETS),
-        *({"optimization_level": x} for x in OPTIMIZATION_LEVELS),
-    ):
+    bundles: list[dict[str, object]] = [{}, *({"preset": name} for name in PRESETS)]
+    bundles += [{"optimization_level": name} for name in OPTIMIZATION_LEVELS]
+    isolated = {"enable_memory_isolation": True}
+    bundles += [isolated, isolated | {"preset": preset_for(memory_mb)}]
+    for bundle in bundles:
         loaded, _ = apply_presets(load_values(train_data=str(EMBEDDED_CORPUS), **bundle))
         failed = [found for found in check(loaded, machine, HOST) if found.level == "fail"]
         own_wish = "compilation" if bundle.get("optimization_level") == "basic" else None
@@ -162,7 +169,9 @@ def test_text_from_files_cannot_change_or_mislead_the_terminal(
     screen = io.StringIO()
     terminal = Screen(file=screen, force_terminal=True, width=200)
     terminal.print(render([step_record(stage=HOSTILE)], (), View(200, title=HOSTILE)))
-    assert screen.getvalue().count(NEUTRAL) == 2, "the styles of the view stay, and nothing else"
+    assert screen.getvalue().count(NEUTRAL.replace(r"\x07", "")) == 2, (
+        "the styles of the view stay, and nothing else"
+    )
     assert "\u202e" not in screen.getvalue() and "\x1b]" not in screen.getvalue()
     (corpus / "metadata.csv").write_text(f"clip000|A\x1b[2J text.|{HOSTILE[:9]}\nab\x1b[5msent|Text.\n", "utf-8")
     assert main(["prepare", "--train-data", str(corpus), "--language", "en"]) == 0
@@ -191,3 +200,75 @@ def test_the_time_of_every_step_is_kept_and_pictures_end_with_their_clip(
     ends_s, times_ms = stages_of(reports)[0].step_times()
     assert (times_ms > 0).all() and (np.diff(ends_s) > 0).all() and len(times_ms) == 8
     assert widths["dvae/mel"] == widths["dvae/reconstruction"] < 110, "1.2 seconds, in a batch of 128 frames"
+
+
+def test_a_terminal_wraps_lines_between_words_and_leaves_commands_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    command = f"  myxtts speak {'words ' * 20}"
+    show_lines(["settings " * 30, command])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == command and len(lines) == 5 and max(map(len, lines)) <= 60
+    assert set(" ".join(lines).split()) == {"settings"}
+
+
+# Nothing executes what a file says, and nothing is dropped without a reason that can be found
+
+SHADOWED = ("random", "torch", "numpy", "json", "ruamel", "soundfile", "rich", "tokenizers", "multiprocessing")
+ALIASES = "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefg", "bcdefgh", strict=True)
+)
+
+
+def test_modules_of_the_working_folder_are_not_executed(corpus: Path, tmp_path: Path) -> None:
+    """Python itself starts worker processes so that they import from the working folder first."""
+    folder, mark, script = tmp_path / "downloaded", tmp_path / "executed", tmp_path / "bin" / "myxtts"
+    for path in (*(folder / f"{name}.py" for name in SHADOWED), folder / "myxtts" / "__init__.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"open({str(mark)!r}, 'a').write(__file__)\n")
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom myxtts.cli import main\nsys.exit(main())\n")  # as pip installs it
+    command = [sys.executable, script, "prepare", "--train-data", corpus, "--language", "en", "--num-workers", "2"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    assert not mark.exists(), mark.read_text()
+    assert result.returncode == 0 and "training clips" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/new:os.system [touch executed]",
+        "a: &a [x,x,x,x,x,x,x,x,x]\n" + ALIASES,
+        "data:\n  language: &a [*a]",
+        "{a: " * 20_000,
+        "- " * 40_000,
+        "*" * 90_000,
+    ],
+    ids=["tag", "aliases", "recursion", "flow", "block", "long name"],
+)
+@pytest.mark.usefixtures("empty_working_folder")
+def test_a_settings_file_is_only_text(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_command(text=text)
+    assert len(str(refused.value)) < 2000
+    assert not Path("executed").exists()
+
+
+def test_every_row_is_used_or_listed_with_its_reason(
+    make_corpus: Callable[..., Path], run_prepare: Callable[..., PreparedCorpus]
+) -> None:
+    folder = make_corpus()
+    (folder / "wavs" / "clip001.wav").write_bytes(b"")
+    (folder / "wavs" / "clip002.wav").write_text("no audio")
+    with open(folder / "metadata.csv", "a", encoding="utf-8") as metadata:
+        metadata.write(
+            "absent|There is no such file.\nclip003|A second text.\nclip004\n|\n../../etc/passwd|Out.\n"
+        )
+    prepared = run_prepare(folder)
+    with open(set_aside_list(prepared.root), encoding="utf-8", newline="") as file:
+        listed = list(csv.DictReader(file, delimiter="|"))
+    assert len(prepared.train) + len(prepared.val) + len(listed) == 11
+    assert all(row["reason"] and row["where"] for row in listed)

@@ -144,12 +144,16 @@ def assert_equal_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 def assert_same_run(found: Path, expected: Path, *stages: str) -> None:
     """Weights, optimiser, random numbers, cursor and everything measured, bit by bit."""
+    assert_same_checkpoints(found, expected, *stages)
+    assert measured(found) == measured(expected)
+
+
+def assert_same_checkpoints(found: Path, expected: Path, *stages: str) -> None:
     for stage in stages:
         ours, theirs = newest(found, stage), newest(expected, stage)
         assert (ours.step, ours.state) == (theirs.step, theirs.state)
         assert_equal_tensors(ours.weights, theirs.weights)
         assert_equal_tensors(ours.optimizer, theirs.optimizer)
-    assert measured(found) == measured(expected)
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:

@@ -10,12 +10,13 @@ import atexit
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import pytest
 from safetensors.torch import save_file
 from training_fixtures import shrink
 
+import myxtts.checkpoints
 import myxtts.observe.metrics
 import myxtts.run
 import myxtts.run_dir
@@ -33,7 +35,7 @@ from myxtts.reports import TrainingReports
 from myxtts.training.trainer import Reporter, State, Step, Trainer
 
 LONGEST_S = 60
-"""No run here takes so long."""
+"""No run here takes so long, unless it says so."""
 
 
 class Run:
@@ -56,9 +58,9 @@ class Run:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.01)
 
-    def wait(self) -> int:
+    def wait(self, limit_s: float = LONGEST_S) -> int:
         """The exit code, or the negative number of the signal that ended it."""
-        return self._server.ask({"wait": self.pid})
+        return self._server.ask({"wait": self.pid, "limit_s": limit_s})
 
 
 class Server:
@@ -126,7 +128,7 @@ def serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
-            answer = _ended(request["wait"])
+            answer = _ended(request["wait"], request["limit_s"])
         else:
             answer = os.fork()
             if answer == 0:
@@ -138,9 +140,9 @@ def serve() -> None:
     os._exit(0)  # nothing to clean up, and taking down the interpreter takes its time
 
 
-def _ended(pid: int) -> int:
+def _ended(pid: int, limit_s: float) -> int:
     """How a process ended; one that does not, such as a rank whose partner has failed, is killed."""
-    deadline = time.monotonic() + LONGEST_S
+    deadline = time.monotonic() + limit_s
     while (found := os.waitpid(pid, os.WNOHANG))[0] == 0:
         time.sleep(0.005)
         if time.monotonic() > deadline:
@@ -179,6 +181,46 @@ def second_step_hangs(monkeypatch: pytest.MonkeyPatch, seconds: float = 60) -> N
 
 def second_step_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     second_step_hangs(monkeypatch, seconds=1)
+
+
+def no_reader(_: pytest.MonkeyPatch) -> None:
+    """Connect standard output to a pipe that nobody reads, as `| head -1` leaves it."""
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.close(reader)
+
+
+def die_at_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the process when it is about to change a file for the nth time; DIE_AT says n."""
+    left = int(os.environ["DIE_AT"])
+
+    def deadly(change: Callable[..., Any]) -> Callable[..., Any]:
+        def change_or_die(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*arguments, **options)
+
+        return change_or_die
+
+    places = [(Path, "rename"), (Path, "replace"), (myxtts.checkpoints, "save_file"), (shutil, "rmtree")]
+    for owner, name in [*places, (myxtts.observe.metrics.MetricsLog, "_append")]:
+        monkeypatch.setattr(owner, name, deadly(getattr(owner, name)))
+
+
+def record_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the resident memory of the process, in MB, after every tenth step."""
+    tick = TrainingReports.tick
+
+    def tick_and_record(self: TrainingReports, step: int) -> None:
+        tick(self, step)
+        if step % 10 == 0:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            with open(os.environ["KEPT"], "a") as file:
+                file.write(f"{pages * os.sysconf('SC_PAGE_SIZE') / 1e6}\n")
+
+    monkeypatch.setattr(TrainingReports, "tick", tick_and_record)
 
 
 def watch_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

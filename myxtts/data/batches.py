@@ -30,7 +30,7 @@ from myxtts.config import (
 )
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
-from myxtts.data.store import Rows
+from myxtts.data.store import Pieces, Rows
 from myxtts.errors import DatasetError
 from myxtts.host import HostMemory, host_memory
 
@@ -256,13 +256,13 @@ own reference, so that the model cannot copy the rest from it."""
 MAX_CROP_FRAMES = num_frames_of(MAX_CROP_SAMPLES)
 FRAME_MULTIPLE = 64
 """Frames of a batch are rounded up to this: the conditioning encoder splits them into as many parts."""
-_LENGTH, _START, _SEGMENT = range(3)
+_LENGTH, _START, _SEGMENT, _SOURCE = range(4)
 
 
 class Crops(NamedTuple):
     """The reference voices of a batch, in samples."""
 
-    slots: Rows  # position in the batch of the clip that each is cut from
+    sources: Rows  # the clip that each is cut from, in the numbering of `References`
     starts: Rows
     samples: Rows
 
@@ -271,45 +271,59 @@ class Crops(NamedTuple):
         return num_frames_of(self.samples)
 
 
-def crops(seed: int, epoch: int, clips: Rows, num_samples: Rows, voices: Rows | None = None) -> Crops:
-    """Draw a reference of 3 to 6 seconds for each clip [..., clips] of one batch or several.
+def crops(seed: int, epoch: int, clips: Rows, available: Rows, sources: Rows | None = None) -> Crops:
+    """Draw a reference of 3 to 6 seconds for each clip from its source, by default the clip itself.
 
-    It is cut from the next clip of the batch with the same number in `voices`; without one, from the clip itself.
+    The sources have `available` samples.
     """
-    slots = np.broadcast_to(np.arange(clips.shape[-1]), clips.shape) if voices is None else _next_equal(voices)
-    is_own = slots == np.arange(clips.shape[-1])
-    available = np.take_along_axis(num_samples, slots, -1)
+    sources = clips if sources is None else sources
     span = MAX_CROP_SAMPLES - MIN_CROP_SAMPLES + 1
     samples = MIN_CROP_SAMPLES + (_uniform(seed, epoch, clips, _LENGTH) * span).astype(np.int64)
-    longest = np.where(is_own, np.maximum(available // 2, 1), available)
+    longest = np.where(sources == clips, np.maximum(available // 2, 1), available)
     samples = np.where(samples > available, longest, samples)
     room = available - samples + 1
-    return Crops(slots, (_uniform(seed, epoch, clips, _START) * room).astype(np.int64), samples)
+    return Crops(sources, (_uniform(seed, epoch, clips, _START) * room).astype(np.int64), samples)
 
 
-def voices_of(clips: Rows, weights: Weights, voices: Rows | None) -> Rows | None:
-    """Return the voice of each clip of one batch or several, as `crops` takes it; padding clips get unique ones.
+class References:
+    """The reference voice of every clip: a crop of another clip of the same voice, or of the clip itself.
 
-    In a batch that is mostly padding, the shortest clip, repeated, would become the reference of most others.
+    The draw is a pure function of (seed, epoch, clip): neither the batch size nor the number of ranks matters.
     """
-    if voices is None:
-        return None
-    return np.where(weights > 0, voices[clips], voices.min() - 1 - np.arange(clips.shape[-1]))
 
+    def __init__(self, clips: ClipSet, voices: Rows | None = None, lenders: ClipSet | None = None) -> None:
+        """`voices` has a number for each clip, then for each of `lenders`, which are only references for others.
 
-def _next_equal(values: Rows) -> Rows:
-    """Return for each position of a row the next one with an equal value, cyclically; itself if it is unique."""
-    order = np.argsort(values, axis=-1, kind="stable")
-    ordered = np.take_along_axis(values, order, -1)
-    places = np.broadcast_to(np.arange(values.shape[-1]), values.shape)
-    begins = np.ones(values.shape, bool)
-    begins[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
-    first = np.maximum.accumulate(np.where(begins, places, 0), axis=-1)
-    is_last = np.roll(begins, -1, axis=-1)
-    follower = np.where(is_last, first, np.minimum(places + 1, values.shape[-1] - 1))
-    found = np.empty_like(order)
-    np.put_along_axis(found, order, np.take_along_axis(order, follower, -1), -1)
-    return found
+        Clips with equal numbers are references for each other; without `voices` each clip is its own.
+        """
+        self._sets = [clips] if lenders is None else [clips, lenders]
+        self._num_samples = np.concatenate([each.num_samples for each in self._sets])
+        voices = np.arange(len(self._num_samples)) if voices is None else voices
+        self._by_voice = np.argsort(voices, kind="stable")
+        place = np.empty_like(self._by_voice)
+        place[self._by_voice] = np.arange(len(place))
+        _, group, count = np.unique(voices, return_inverse=True, return_counts=True)
+        first = np.cumsum(count) - count
+        self._first, self._rank, self._others = first[group], place - first[group], count[group] - 1
+        self.own_share = float((self._others[: len(clips)] == 0).mean())
+        """Share of the clips that are their own reference."""
+
+    def crops(self, seed: int, epoch: int, clips: Rows) -> Crops:
+        """Draw a reference for each clip of an array of any shape: every other clip of its voice is as likely."""
+        others = self._others[clips]
+        drawn = (_uniform(seed, epoch, clips, _SOURCE) * np.maximum(others, 1)).astype(np.int64)
+        drawn += (drawn >= self._rank[clips]) & (others > 0)  # skips the clip itself
+        sources = self._by_voice[self._first[clips] + drawn]
+        return crops(seed, epoch, clips, self._num_samples[sources], sources)
+
+    def gather(self, chosen: Crops, out: npt.NDArray[np.int16]) -> None:
+        """Copy the crops of one batch to the starts of the rows of `out`."""
+        first = 0
+        for lender in self._sets:
+            slots = np.flatnonzero((first <= chosen.sources) & (chosen.sources < first + len(lender)))
+            rows = lender.audio_rows[chosen.sources[slots] - first]
+            lender.audio.gather(rows, out, Pieces(slots, chosen.starts[slots], chosen.samples[slots]))
+            first += len(lender)
 
 
 def fit(chosen: Crops, budget: int) -> Crops:
@@ -318,17 +332,13 @@ def fit(chosen: Crops, budget: int) -> Crops:
     while (excess := int(num_frames_of(samples).sum()) - budget) > 0:
         shorter = samples - HOP_SAMPLES * math.ceil(excess / len(samples))
         samples = np.maximum(shorter, np.minimum(samples, HOP_SAMPLES))
-    return Crops(chosen.slots, chosen.starts, samples)
+    return chosen._replace(samples=samples)
 
 
-def frame_budget(batches: Batches, num_samples: Rows, seed: int, voices: Rows | None = None) -> int:
+def frame_budget(batches: Batches, references: References, seed: int) -> int:
     """Return the most frames that batches of two epochs need; later batches rarely need more."""
-    most = 0
-    for epoch in range(2):
-        clips, weights = batches.epoch(epoch)
-        chosen = crops(seed, epoch, clips, num_samples[clips], voices_of(clips, weights, voices))
-        most = max(most, int(chosen.frames.sum(axis=1).max()))
-    return _round_up(most, FRAME_MULTIPLE)
+    drawn = (references.crops(seed, epoch, batches.epoch(epoch)[0]) for epoch in range(2))
+    return _round_up(max(int(crops.frames.sum(axis=1).max()) for crops in drawn), FRAME_MULTIPLE)
 
 
 def segments(seed: int, epoch: int, clips: Rows, num_codes: Rows, length: int) -> Rows:
@@ -357,17 +367,18 @@ TOTALS = ("ids", "targets", "codes", "frames", "clips")
 frames, clips."""
 
 
-def host_layout(data: DataSettings) -> Layout:
-    """Return the layout of what leaves the host for every batch."""
-    size = data.batch_size
+def host_layout(data: DataSettings, reference: bool = True) -> Layout:
+    """Return the layout of what leaves the host for every batch, with or without the reference voices."""
+    size, longest = data.batch_size, mel_frames(data) * HOP_SAMPLES
     fields = {
-        "pcm": Field((size, mel_frames(data) * HOP_SAMPLES), "int16"),
+        "pcm": Field((size, longest), "int16"),
         "ids": Field((size, data.max_text_length), "int32"),
         "codes": Field((size, max_codes(data)), "int32"),
     }
     lengths = ("num_samples", "num_ids", "num_codes")
-    places = ("crop_slots", "crop_starts", "crop_samples", "segments", "clips")
-    fields |= dict.fromkeys((*lengths, *places), Field((size,), "int32"))
+    fields |= dict.fromkeys((*lengths, "crop_samples", "segments", "clips"), Field((size,), "int32"))
+    if reference:
+        fields["reference"] = Field((size, min(MAX_CROP_SAMPLES, longest)), "int16")
     fields |= {"weights": Field((size,), "float32"), "totals": Field((len(TOTALS),), "float32")}
     return Layout(fields)
 
@@ -397,6 +408,9 @@ class HostBatch:
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return self._arrays[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
 
 @dataclass(frozen=True)
 class Gathered:
@@ -416,14 +430,14 @@ class Gatherer:
         data: DataSettings,
         seed: int,
         codes: CodesCache | None = None,
-        voices: Rows | None = None,
+        references: References | None = None,
     ) -> None:
-        """Clips with equal numbers in `voices` are references for each other; without it each is its own."""
+        """Without `references` every clip is its own."""
         self._source, self.batches, self._data, self._seed = source, batches, data, seed
-        self.codes, self._voices = codes, voices
+        self.codes, self.references = codes, references or References(source)
         self._num_samples, self._num_ids = source.num_samples, source.num_ids
         self._num_codes = num_codes_of(self._num_samples)
-        self.frame_budget = frame_budget(batches, self._num_samples, seed, voices)
+        self.frame_budget = frame_budget(batches, self.references, seed)
         """The most conditioning frames of a batch."""
         num_codes = [(self._num_codes[batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
         self.code_budget = _round_up(int(max(num_codes)), FRAME_MULTIPLE)
@@ -443,13 +457,14 @@ class Gatherer:
         known = cache is not None and bool(cache.known(clips).all()) and cache.read(clips, batch["codes"])
         source.audio.gather(source.audio_rows[clips], batch["pcm"])
         source.ids.gather_padded(source.ids_rows[clips], batch["ids"])
-        voices = voices_of(clips, plan.weights, self._voices)
-        chosen = fit(crops(self._seed, plan.epoch, clips, num_samples, voices), self.frame_budget)
+        chosen = fit(self.references.crops(self._seed, plan.epoch, clips), self.frame_budget)
+        if "reference" in batch:
+            self.references.gather(chosen, batch["reference"])
         num_codes = self._num_codes[clips]
         batch["num_samples"][:] = num_samples
         batch["num_ids"][:] = self._num_ids[clips]
         batch["num_codes"][:] = num_codes
-        batch["crop_slots"][:], batch["crop_starts"][:], batch["crop_samples"][:] = chosen
+        batch["crop_samples"][:] = chosen.samples
         batch["segments"][:] = segments(self._seed, plan.epoch, clips, num_codes, SEGMENT_CODES)
         batch["clips"][:], batch["weights"][:], batch["totals"][:] = clips, plan.weights, job.totals
         return Gathered(self._sizes(clips, chosen), plan.after, clips, known)

@@ -25,6 +25,7 @@ from myxtts.data.corpus import Corpus, SetAside, last_change
 from myxtts.data.store import (
     Array,
     CacheDamaged,
+    Pieces,
     Rows,
     Store,
     StoreSpec,
@@ -83,7 +84,8 @@ LIMITS = {"too long": "--max-mel-frames", "too short": "--min-clip-seconds", "te
 
 NO_SPEAKERS = (
     "no clip names its speaker, so each is its own reference voice, which makes cloning harder to learn. If one "
-    "person speaks in all of them, name the speaker: a header with speaker_name, or speakers.csv"
+    "person speaks in all of them, train with --single-speaker; otherwise name the speakers, in a column "
+    "speaker_name or in speakers.csv"
 )
 
 
@@ -117,11 +119,11 @@ class LazyAudio:
             self._explain_other_samples(row, path)
         return pcm
 
-    def gather(self, rows: Rows, out: Array) -> None:
-        """Decode row `rows[i]` to the start of `out[i]`; the rest of `out[i]` is left as it is."""
-        for slot, row in zip(out, rows.tolist(), strict=True):
-            pcm = self[row]
-            slot[: len(pcm)] = pcm
+    def gather(self, rows: Rows, out: Array, pieces: Pieces | None = None) -> None:
+        """Decode row `rows[i]` to the start of `out[i]`, or a piece of it; the rest of `out[i]` stays as it is."""
+        places = pieces or Pieces.whole(self.lengths[rows])
+        for row, slot, start, length in zip(rows.tolist(), *places, strict=True):
+            out[slot, :length] = self[row][start : start + length]
 
     def _explain_other_samples(self, row: int, path: Path) -> None:
         """Raise if the file was written to; otherwise only warn, once.
@@ -193,10 +195,13 @@ class PreparedCorpus:
         """Return the settings with the limit of this corpus in place of `auto`."""
         return replace(data, max_mel_frames=self.max_mel_frames)
 
-    def voices(self, clips: ClipSet) -> Rows:
-        """Return the speaker's index for each clip, or a unique negative number for unlabelled clips."""
-        is_named = np.array([bool(name) for name in self.speaker_names])[clips.speakers]
-        return np.where(is_named, clips.speakers, -1 - np.arange(len(clips)))
+    def voices(self, speakers: Rows, single_speaker: bool) -> Rows:
+        """Return a number for the voice of each clip with these speakers.
+
+        Clips without a speaker's name share one number if there is a `single_speaker`; else each has its own.
+        """
+        is_named = np.array([bool(name) for name in self.speaker_names])[speakers]
+        return np.where(is_named | single_speaker, speakers, -1 - np.arange(len(speakers)))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

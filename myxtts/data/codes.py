@@ -111,7 +111,7 @@ class CodesCache:
     def known(self, clips: Rows) -> Flags:
         """Return which clips have codes; each row is compared with its checksum once per process."""
         if self._was_cut_off():
-            return self._lengths[clips] == 0
+            return np.equal(self._lengths[clips], 0)
         checksums = self._checksums[clips]
         unseen = (checksums != self._verified[clips]) & (checksums != self._rejected[clips]) & (checksums != 0)
         for clip, checksum in zip(clips[unseen].tolist(), checksums[unseen].tolist(), strict=True):

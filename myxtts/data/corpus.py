@@ -84,6 +84,10 @@ def metadata_files(folder: Path) -> list[tuple[Path, bool]]:
         what = f"{folder} is a file: name its folder." if folder.is_file() else missing
         raise DatasetError(f"{what}\nA corpus is a folder in one of these forms:\n{FORMS}")
     train = [path for name in METADATA_FILES[:3] if (path := folder / name).is_file()]
+    if len(train) > 1:
+        _log.info(
+            "%s: %s is read, %s is not", folder, train[0].name, " and ".join(path.name for path in train[1:])
+        )
     held_out = folder / "metadata_eval.csv"
     return [(path, False) for path in train[:1]] + [(held_out, True) for _ in train[:1] if held_out.is_file()]
 
@@ -177,14 +181,12 @@ def _pair(folder: Path, recording: Path, listed: dict[str, int]) -> Row | SetAsi
 
 
 def _no_texts(folder: Path, recordings: list[str], others: list[str]) -> DatasetError:
-    def some(names: list[str]) -> str:
-        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "nothing"
-
-    if not recordings:
-        what = f"No metadata in {folder}, and no recordings (it holds: {some(others)})."
-        return DatasetError(f"{what}\nExpected one of these forms:\n{FORMS}")
-    what = f"No metadata in {folder}, only {len(recordings)} recording(s) without texts: {some(recordings)}."
-    return DatasetError(f"{what}\n{CUT_INTO_CLIPS}\n{FORMS}")
+    held = ", ".join((recordings or others)[:5]) + ", …" * (len(recordings or others) > 5)
+    if recordings:
+        what = f"No metadata in {folder}, only {len(recordings)} recording(s) without texts: {held}."
+        return DatasetError(f"{what}\n{CUT_INTO_CLIPS}\n{FORMS}")
+    what = f"No metadata in {folder}, and no recordings (it holds: {held or 'nothing'})."
+    return DatasetError(f"{what}\nExpected one of these forms:\n{FORMS}")
 
 
 def _row(
@@ -355,12 +357,8 @@ def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Cl
         detail = f"'{language}' is none of {' '.join(LANGUAGES)}"
         return SetAside(row.audio, "unknown language", detail, row.where)
     if (found := files.find(row.audio)) is None:
-        if row.audio in files.irregular:
-            detail = f"{files.irregular[row.audio]} is no regular file: a folder, a broken link or a device"
-            return SetAside(row.audio, "missing file", detail, row.where)
-        has_extension = row.audio.lower().endswith(EXTENSIONS)
-        name = f"file {row.audio}" if has_extension else f"{row.audio}{'|'.join(EXTENSIONS)}"
-        detail = f"no {name} in {files.folder / 'wavs'} or {files.folder}"
+        name = row.audio if row.audio.lower().endswith(EXTENSIONS) else f"{row.audio}{'|'.join(EXTENSIONS)}"
+        detail = f"no regular file {name} in {files.folder / 'wavs'} or {files.folder}"
         return SetAside(row.audio, "missing file", detail, row.where)
     path, stat = found
     times = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
@@ -381,7 +379,6 @@ class _AudioFiles:
     def __init__(self, folder: Path, parents: tuple[str, ...]) -> None:
         self.folder, self._parents = folder, parents
         self.listed: dict[str, int] = {}
-        self.irregular: dict[str, str] = {}  # what was found in place of an audio file, by id
         self._listings: dict[str, dict[str, os.DirEntry[str]]] = {}
 
     def find(self, audio: str) -> tuple[str, os.stat_result] | None:
@@ -396,7 +393,6 @@ class _AudioFiles:
                 with contextlib.suppress(OSError):  # deleted since it was listed, or a link to itself
                     if entry.is_file():
                         return folder + separator + entry.name, entry.stat()
-                self.irregular[audio] = entry.path
                 # A broken link: when its target appears, the folder of the link does not change.
                 self.listed[entry.path] = last_change(Path(entry.path))
         return None

@@ -21,7 +21,7 @@ from multiprocessing.sharedctypes import Synchronized
 from typing import Any, TypeVar
 
 from myxtts.errors import DatasetError
-from myxtts.host import hide_working_folder
+from myxtts.host import hidden_working_folder
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -44,7 +44,8 @@ class _WorkerProcess(ForkServerProcess):
             main.__dict__.update(dict.fromkeys(hidden))
             # Ctrl-C is sent to all processes; only the parent handles it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            return ForkServerProcess._Popen(process_obj)
+            with hidden_working_folder():
+                return ForkServerProcess._Popen(process_obj)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             main.__dict__.update(hidden)
@@ -58,12 +59,12 @@ class ProcessPool:
     """Worker processes, started when first needed and used for one kind of work after another."""
 
     def __init__(self, num_workers: int) -> None:
-        hide_working_folder()
         self.num_workers = num_workers
         self._context = _WorkerContext()
         self._context.set_forkserver_preload(_PRELOADED)
         try:
-            self.reserved: Synchronized[int] = self._context.Value("Q", 0)
+            with hidden_working_folder():  # this starts a process too
+                self.reserved: Synchronized[int] = self._context.Value("Q", 0)
             """The end of the space in use in the shared file; see `reserve`."""
         except OSError as error:
             raise DatasetError(f"Cannot set up worker processes: {error} (is /dev/shm or /tmp full?)") from error

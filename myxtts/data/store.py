@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,18 @@ _log = logging.getLogger(__name__)
 
 class CacheDamaged(DatasetError):
     """The contents of a store do not match its checksums."""
+
+
+class Pieces(NamedTuple):
+    """Parts of rows that are gathered, and the slots that they go to."""
+
+    slots: Rows
+    starts: Rows
+    lengths: Rows
+
+    @classmethod
+    def whole(cls, lengths: Rows) -> Pieces:
+        return cls(np.arange(len(lengths)), np.zeros_like(lengths), lengths)
 
 
 class Store:
@@ -93,14 +105,26 @@ class Store:
 
     def __getitem__(self, row: int) -> Array:
         found: Array = np.empty(self.lengths[row], self.dtype)
-        self._read(row, found)
+        self.gather(np.array([row]), found[None])
         found.flags.writeable = False
         return found
 
-    def gather(self, rows: Rows, out: Array) -> None:
-        """Copy row `rows[i]` to the start of `out[i]`; the rest of `out[i]` is left as it is."""
-        for slot, row, length in zip(out, rows.tolist(), self.lengths[rows].tolist(), strict=True):
-            self._read(row, slot[:length])
+    def gather(self, rows: Rows, out: Array, pieces: Pieces | None = None) -> None:
+        """Copy row `rows[i]` to the start of `out[i]`, or a piece of it; the rest of `out[i]` is left as it is."""
+        if out.dtype != self.dtype or not out.flags.c_contiguous:
+            raise ValueError(f"rows of {self.dtype} cannot be read into {out.dtype}, or not in one piece")
+        slots, starts, lengths = pieces or Pieces.whole(self.lengths[rows])
+        view, size = _bytes(out), self.dtype.itemsize
+        begins, offsets = out.strides[0] * slots, self._offsets[rows] + size * starts
+        numbers = (rows, begins, begins + size * lengths, offsets, self._verified[rows])
+        for row, begin, end, offset, is_known in zip(*(values.tolist() for values in numbers), strict=True):
+            if not is_known and pieces is not None:
+                is_known = self.is_intact(row)
+            if not self._is_read(row, offset, view[begin:end], is_known):
+                _mark_damaged(self.folder)
+                found = f"{self.folder}: row {row} does not match its checksum (truncated, or a failing disk?)."
+                advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
+                raise CacheDamaged(f"{found}\n{advice}")
 
     def gather_padded(self, rows: Rows, out: Array) -> None:
         """Copy row `rows[i]` to the start of `out[i]`, with zeros after it."""
@@ -115,33 +139,20 @@ class Store:
         return False
 
     def is_intact(self, row: int) -> bool:
-        if not self._verified[row]:
-            self._is_read(row, np.empty(self.lengths[row], self.dtype))
-        return bool(self._verified[row])
+        out = bytearray(int(self.lengths[row]) * self.dtype.itemsize)
+        return bool(self._verified[row]) or self._is_read(row, int(self._offsets[row]), memoryview(out), False)
 
-    def _read(self, row: int, out: Array) -> None:
-        """Fill `out` with a row; one that does not match its checksum marks the store for rebuilding."""
-        if not self._is_read(row, out):
-            _mark_damaged(self.folder)
-            found = (
-                f"{self.folder}: row {row} does not match its checksum (truncated, or a failing disk or memory?)."
-            )
-            advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
-            raise CacheDamaged(f"{found}\n{advice}")
-
-    def _is_read(self, row: int, out: Array) -> bool:
-        """Fill `out` with a row and compare it with its checksum, once per process; True if it is intact."""
-        if out.dtype != self.dtype:
-            raise ValueError(f"rows of {self.dtype} cannot be read into {out.dtype}")
-        remaining, offset = _bytes(out), int(self._offsets[row])
+    def _is_read(self, row: int, offset: int, out: memoryview, is_known: bool) -> bool:
+        """Fill `out` with a row and, unless it is known, compare it with its checksum; True if it is intact."""
+        remaining = out
         while remaining:
             num_bytes = os.preadv(self._descriptor, [remaining], offset)
             if num_bytes == 0:  # the file was truncated
                 return False
             remaining, offset = remaining[num_bytes:], offset + num_bytes
-        if not self._verified[row]:
-            self._verified[row] = checksum(out) == int(self.hashes[row])
-        return bool(self._verified[row])
+        if not is_known:
+            self._verified[row] = is_known = xxhash.xxh3_64_intdigest(out) == int(self.hashes[row])
+        return is_known
 
 
 class StoreWriter:
@@ -309,7 +320,9 @@ def build_store(
                 sync_path(root)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-            for old in by_last_use(root, spec.kind)[STORES_KEPT:]:
+            # The new store stays even if a clock that was set back makes the others look newer.
+            others = [other for other in by_last_use(root, spec.kind) if other != folder]
+            for old in others[STORES_KEPT - 1 :]:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise _cannot_write(root, error) from error

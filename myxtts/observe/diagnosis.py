@@ -521,12 +521,12 @@ class LiveWarnings:
         """Return a warning if the stage overfits; once for each step that was the best."""
         validations, training = self._of(report.stage)
         validations.append((report.step, report.losses.get("total", math.nan)))
-        found = overfitting(validations, training)
+        found = overfitting(report.stage, validations, training)
         best = min(validations, key=itemgetter(1))[0]
         if found is None or (report.stage, best) in self._overfitted:
             return []
         self._overfitted.add((report.stage, best))
-        return [Warning(found.code, " ".join((found.what, found.why, found.fix)))]
+        return [Warning(found.code, f"{found.what}. {found.why} {found.fix}")]
 
     def _of(self, stage: str) -> tuple[Losses, Losses]:
         return self._losses.setdefault(stage, ([], []))

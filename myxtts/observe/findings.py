@@ -348,29 +348,27 @@ def rule_finding(code: str, situation: Situation) -> Finding | None:
     return next((rule.finding(situation) for rule in RULES if rule.code == code and rule.holds(situation)), None)
 
 
-WORSE_VALIDATIONS, MIN_RISE = 3, 0.02
-"""Validations in a row above the best, and the rise of the loss since then, that show overfitting."""
+WORSE_VALIDATIONS, WORSE_SHARE = 3, 0.02  # a stage overfits after so many validations, all worse by this share
 Losses = list[tuple[int, float]]  # steps and losses of one stage, in order
 
 
-def overfitting(validations: Losses, training: Losses) -> Finding | None:
-    """Return what to say if the validation loss rises while the training loss falls; None if it does not."""
+def overfitting(stage: str, validations: Losses, training: Losses) -> Finding | None:
+    """Return a finding if validation became worse while the training loss fell on; None otherwise."""
     known = [found for found in validations if math.isfinite(found[1])]
-    best = min(known, key=itemgetter(1), default=(0, 0.0))
-    later = [loss for step, loss in known if step > best[0]]
-    before = [loss for step, loss in training if step <= best[0] and math.isfinite(loss)][-WORSE_VALIDATIONS:]
-    after = [loss for step, loss in training if step > best[0] and math.isfinite(loss)][-WORSE_VALIDATIONS:]
-    if len(later) < WORSE_VALIDATIONS or later[-1] < best[1] + MIN_RISE * abs(best[1]) or not before or not after:
+    best_step, best = min(known, key=itemgetter(1), default=(0, 0.0))
+    later = [loss for step, loss in known if step > best_step]
+    before = [loss for step, loss in training if step <= best_step and math.isfinite(loss)][-WORSE_VALIDATIONS:]
+    after = [loss for step, loss in training if step > best_step and math.isfinite(loss)][-WORSE_VALIDATIONS:]
+    if len(later) < WORSE_VALIDATIONS or min(later) <= (1 + WORSE_SHARE) * best:
         return None
-    if fmean(after) >= fmean(before):
+    if not before or not after or fmean(after) >= fmean(before):
         return None
-    what = f"The validation loss was lowest at step {best[0]} ({best[1]:.3f}) and is {later[-1]:.3f} now"
-    why = f"the training loss fell from {fmean(before):.3f} to {fmean(after):.3f}: clips are memorised"
-    fix = (
-        "listen to both (speak --best takes the best GPT), as words may still become clearer; --early-stop ends "
-        "such a stage, and more speech, --dropout and --code-noise help"
-    )
-    return Finding("overfitting", "warn", f"{what}.", sentence(why), sentence(fix), "training.early_stop", 3)
+    was = f"its validation loss was {best:.4g} at step {best_step:,} and is {later[-1]:.4g} now"
+    why = "The training loss fell meanwhile: the network memorises its clips. The ear may judge otherwise."
+    fix = "More recordings help; --early-stop ends such a stage sooner."
+    if stage == "gpt":
+        fix += " So do --dropout 0.1 and --code-noise 0.3; speak --best uses the weights of the best validation."
+    return Finding("overfitting", "warn", f"Stage {stage} overfits: {was}", why, fix)
 
 
 def sentence(text: str) -> str:

@@ -104,11 +104,11 @@ class MetricsLog:
         self._stage = ""
         self._warned = False
 
-    def begin(self, stage: str, step: int) -> None:
+    def begin(self, stage: str, step: int, own_references: float | None = None) -> None:
         """Start a stage, or continue it after `step`: earlier reports of later steps become void."""
         self.close()
         self._stage = stage
-        self._append({"kind": "begin", "stage": stage, "step": step})
+        self._append({"kind": "begin", "stage": stage, "step": step, "own_references": own_references})
         if not isinstance(threading.excepthook, partial):
             threading.excepthook = partial(_on_thread_error, threading.excepthook)
         try:
@@ -191,7 +191,7 @@ def log_sound(folder: Path, stage: str, wave: npt.NDArray[Any], rate: int, step:
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(str(folder / "tensorboard" / stage)) as board:
-            board.add_audio("sample", wave[None], step, rate)
+            board.add_audio("sample", np.clip(wave, -1, 1)[None], step, rate)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

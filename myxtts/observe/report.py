@@ -19,7 +19,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -188,12 +187,12 @@ def _listen(scores: Record, sound: Callable[[str], str]) -> list[tuple[str, list
 
 
 def _findings(verdict: Record, stages: Sequence[StageHistory]) -> Sequence[Any]:
-    """Return stages that overfit, and the findings of the profile; without one, the warnings of its reports."""
-    overfitted = []
+    """Return what is overfitted, then the findings of the profile; without one, the warnings of the reports."""
+    fitted = []
     for stage in stages:
         losses = [(step.step, step.losses.get("total", math.nan)) for step in stage.steps]
-        if found := overfitting(stage.validations, losses):
-            overfitted.append(replace(found, what=f"Stage {stage.name}: {found.what}"))
+        fitted.append(overfitting(stage.name, stage.validations, losses))
+    overfitted = [found for found in fitted if found is not None]
     if "findings" in verdict:
         return [*overfitted, *_sequence(verdict["findings"])]
     warnings = [(stage.name, *warning) for stage in stages for warning in warnings_of(stage.steps)]

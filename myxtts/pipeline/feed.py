@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import xxhash
 
@@ -24,6 +25,7 @@ from myxtts.data.batches import (
     Gatherer,
     HostBatch,
     Layout,
+    References,
     host_layout,
     packed_tokens,
 )
@@ -212,6 +214,11 @@ class Feed:
         """Batches that are ready, and the depth, of every ring by name."""
         return {ring.name: (ring.num_ready, ring.depth) for ring in self._rings}
 
+    @property
+    def own_references(self) -> float | None:
+        """Share of the clips that are their own reference voice; None if the stage uses none."""
+        return self._gatherer.references.own_share if self._frontend.uses_codes else None
+
     def buffers(self) -> str:
         """How many batches the rings hold, and where."""
         host, model, plan = self.host_ring.depth, self.model_ring.depth, self.plan
@@ -257,7 +264,8 @@ class Feed:
 
     def _allocate(self, depths: Depths) -> None:
         plan, data, outputs = self.plan, self._data, self._frontend.outputs
-        inputs, pinned = host_layout(data), data.enhanced_gpu_prefetch and plan.data.type == "cuda"
+        inputs = host_layout(data, reference=self._frontend.uses_codes)
+        pinned = data.enhanced_gpu_prefetch and plan.data.type == "cuda"
         batches = [HostBatch(inputs, pinned) for _ in range(depths.host)]
         self.host_ring: workers.HostRing = Ring("host", batches, plan.data)
         self.device_ring = _block_ring("device", inputs, plan, "data", DEVICE_DEPTH)
@@ -282,7 +290,8 @@ class Feed:
         encoder = self._frontend.encode_block
         if self._captured:
             with explained_out_of_memory(self.plan, "data", "preparing the front end"):
-                inputs, sizes = host_layout(self._data), self._gatherer.static_sizes
+                inputs = host_layout(self._data, reference=self._frontend.uses_codes)
+                sizes = self._gatherer.static_sizes
                 encoder = CudaGraphFrontend(self._frontend, inputs, sizes, streams.encode).encode_block
         works: dict[str, workers.Work] = {
             "upload": workers.Upload(self.host_ring, uploaded, streams.upload, trace),
@@ -378,8 +387,17 @@ def build_gatherer(ctx: FeedContext, clips: ClipSet) -> Gatherer:
     tokens = packed_tokens(clips.num_ids, clips.num_samples)
     batches = Batches(tokens, data.batch_size, seed, plan.rank, plan.world_size)
     cache = open_codes(ctx, clips) if FRONTENDS[ctx.stage].uses_codes else None
-    voices = ctx.prepared.voices(clips) if data.reference_clip == "other" else None
-    return Gatherer(clips, batches, data, seed, cache, voices)
+    return Gatherer(clips, batches, data, seed, cache, _references(ctx, clips))
+
+
+def _references(ctx: FeedContext, clips: ClipSet) -> References:
+    """Other clips of the same speaker; validation clips also borrow from training clips, never the reverse."""
+    data, train = ctx.settings.data, ctx.prepared.train
+    if data.reference_clip == "same":
+        return References(clips)
+    lenders = train if clips is ctx.prepared.val else None
+    speakers = clips.speakers if lenders is None else np.concatenate([clips.speakers, lenders.speakers])
+    return References(clips, ctx.prepared.voices(speakers, data.single_speaker), lenders)
 
 
 def open_codes(ctx: FeedContext, clips: ClipSet) -> CodesCache:

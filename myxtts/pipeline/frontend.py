@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings, num_frames_of
 from myxtts.data.batches import (
     MAX_CROP_FRAMES,
-    MAX_CROP_SAMPLES,
     MIN_CROP_SAMPLES,
     SEGMENT_CODES,
     TOTALS,
@@ -47,7 +46,7 @@ Tensors = Mapping[str, Tensor]
 class Frontend(nn.Module, ABC):
     """Computes the inputs of one recipe."""
 
-    uses_codes: bool  # True if the outputs include codes, which can be cached
+    uses_codes: bool  # True if the outputs include codes, which can be cached, and depend on a reference voice
     outputs: Layout
     mel_stats: Tensor
 
@@ -106,7 +105,7 @@ class GptFrontend(Frontend):
             inside = torch.arange(codes.shape[1], device=codes.device) < batch["num_codes"][:, None]
             out["codes"][:, : codes.shape[1]].copy_(torch.where(inside, codes, 0))
         out["num_frames"].copy_(num_frames_of(batch["crop_samples"]))
-        out["mel"][: sizes.frames].copy_(self._crop_mels(wave, batch, out["num_frames"], sizes.frames))
+        out["mel"][: sizes.frames].copy_(self._crop_mels(batch, out["num_frames"], sizes.frames))
 
     def used(self, out: Tensors, sizes: Sizes) -> Tensors:
         codes = out["codes"][:, : sizes.samples // SAMPLES_PER_CODE]
@@ -140,18 +139,15 @@ class GptFrontend(Frontend):
         places = torch.arange(-(-wave.shape[1] // SAMPLES_PER_CODE), device=wave.device)
         return codes[(offsets[:-1, None] + places).clamp(max=budget - 1)]
 
-    def _crop_mels(self, wave: Tensor, batch: Tensors, num_frames: Tensor, budget: int) -> Tensor:
+    def _crop_mels(self, batch: Tensors, num_frames: Tensor, budget: int) -> Tensor:
         """Packed mels of the reference crops, [budget, channels], zeros after the last."""
-        starts, lengths = batch["crop_starts"], batch["crop_samples"]
-        places = torch.arange(min(MAX_CROP_SAMPLES, wave.shape[1]), device=wave.device)
-        slots = batch["crop_slots"][:, None].long()
-        crop = wave[slots, (starts[:, None] + places).clamp(max=wave.shape[1] - 1)]
-        crop = torch.where(places < lengths[:, None], crop, 0)
+        lengths = batch["crop_samples"]
+        crop = pcm_to_wave(batch["reference"], lengths)
         offsets = offsets_of(num_frames)
         clip, frame = _places(offsets, budget)
-        rows = (clip, frame.clamp(0, len(places) // HOP_SAMPLES))
+        rows = (clip, frame.clamp(0, crop.shape[1] // HOP_SAMPLES))
         mel = self.conditioning_mel(crop, self.mel_stats, lengths, rows)
-        return torch.where((torch.arange(budget, device=wave.device) < offsets[-1])[:, None], mel, 0)
+        return torch.where((torch.arange(budget, device=mel.device) < offsets[-1])[:, None], mel, 0)
 
 
 def _places(offsets: Tensor, budget: int) -> tuple[Tensor, Tensor]:
@@ -231,10 +227,9 @@ class DecoderFrontend(Frontend):
         out["latents"].copy_(torch.where(present[..., None], chosen, 0))
         wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
         out["wave"].copy_(_segment_24k(wave, batch["segments"], out["wave"].shape[1]))
-        # The voice of three seconds from the start of the reference crop on; shorter clips are repeated.
-        slots = batch["crop_slots"][:, None].long()
-        places = batch["crop_starts"][:, None].long() + torch.arange(MIN_CROP_SAMPLES, device=device)
-        reference = wave[slots, places % batch["num_samples"].long()[slots]]
+        # The voice of the first three seconds of the reference; a shorter one is repeated.
+        places = torch.arange(MIN_CROP_SAMPLES, device=device) % batch["crop_samples"][:, None].long()
+        reference = pcm_to_wave(batch["reference"], batch["crop_samples"]).gather(1, places)
         out["speaker"].copy_(self.speaker_encoder(resample(reference, SPEAKER_SAMPLE_RATE), l2_norm=True))
         out["codes"].copy_(between["codes"])
         for name in ("weights", "totals"):

@@ -24,7 +24,7 @@ import torch
 
 from myxtts.audio import Wave, write
 from myxtts.checkpoints import UnreadableWeights
-from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings, mel_frames
+from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE, DataSettings, mel_frames
 from myxtts.data.clips import ClipSet
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
@@ -339,8 +339,9 @@ class Synthesizer:
 
     Takes over the model: moves it to the device, folds the vocoder's weight norm and, on a GPU, rounds the GPT to
     bfloat16 unless `dtype` says otherwise. `limits` bound a sentence if the model was trained on less than it has
-    positions for. Every report includes the `notes`. On a GPU the first speech of a new shape takes some tenths of
-    a second longer, while its step is captured.
+    positions for. Every report includes the `notes`, and says if `languages`, those that the model was trained on,
+    lack that of the text. On a GPU the first speech of a new shape takes some tenths of a second longer, while its
+    step is captured.
     """
 
     def __init__(
@@ -351,6 +352,7 @@ class Synthesizer:
         *,
         vocoder: VocoderName = "hifigan",
         notes: Sequence[str] = (),
+        languages: Collection[str] = (),
         limits: Limits | None = None,
         use_phonemes: bool = False,
         sampling: Sampling = PUBLISHED_SAMPLING,
@@ -363,7 +365,7 @@ class Synthesizer:
         model.hifigan_decoder.remove_weight_norm()
         self._dims, self._batch_size, self._batches_at_once = model.dims, batch_size, batches_at_once
         self._device = device
-        self.sampling, self._notes = sampling, tuple(notes)
+        self.sampling, self._notes, self._languages = sampling, tuple(notes), languages
         self.limits = limits or Limits(model.dims.gpt.max_text, min(MAX_NEW_CODES, model.dims.gpt.max_codes))
         self._encoder = VoiceEncoder(model, device)
         self.fingerprint = self._encoder.fingerprint
@@ -499,6 +501,9 @@ class Synthesizer:
     def _report(self, said: Utterance, sentences: Sequence[SentenceReport], options: SynthesisOptions) -> Report:
         voice, how = said.voice, (self.vocoder.name, options.seed, options.speed)
         notes = self._notes + voice.notes
+        if self._languages and said.language not in self._languages:
+            trained = ", ".join(LANGUAGE_NAMES[code] for code in self._languages if code in LANGUAGE_NAMES)
+            notes += (f"the model was never trained on {LANGUAGE_NAMES[said.language]}, only on {trained}",)
         return Report(said.language, voice.name, *how, tuple(sentences), said.unknown_characters, notes)
 
     def _spoken(self, work: Work, options: SynthesisOptions) -> Iterator[tuple[SentenceReport, Wave]]:
@@ -623,7 +628,12 @@ def load_synthesizer(
     notes = [choice.note] if choice.note else []
     if choice.name == "hifigan" and known.from_scratch:
         notes.append("the speaker encoder was never trained: all recordings give the decoder nearly one voice")
-    speaks: dict[str, Any] = {"vocoder": choice.name, "notes": notes, "use_phonemes": known.use_phonemes}
+    speaks: dict[str, Any] = {
+        "vocoder": choice.name,
+        "notes": notes,
+        "languages": known.languages,
+        "use_phonemes": known.use_phonemes,
+    }
     if known.from_scratch:
         limits = Limits(known.max_text_length, known.max_mel_frames // 4)
         return Synthesizer(model, vocabulary, device, limits=limits, sampling=sampling_for(known, model), **speaks)
@@ -645,10 +655,17 @@ def provenance(run: RunDir) -> Provenance:
         data = DataSettings()
     frames = run.started_with().get("data.max_mel_frames") or mel_frames(data)
     known = (data.max_text_length, frames, data.use_phonemes)
-    distances = run.checkpoints("decoder").newest_state().get("notes", {}).get("vocoder")
-    learnt = run.checkpoints("gpt").newest_state().get("notes", {}).get("trained_with", {})
-    trained_with = (float(learnt.get(f"training.{name}") or 0) for name in ("text_dropout", "code_noise"))
-    return Provenance(tuple(run.untrained()), run.from_scratch, *known, distances, *trained_with)
+    notes = {stage: found.state["notes"] for stage, found in run.newest_notes().items()}
+    learnt = notes.get("gpt", {}).get("trained_with", {})
+    return Provenance(
+        tuple(run.untrained()),
+        run.from_scratch,
+        *known,
+        notes.get("decoder", {}).get("vocoder"),
+        languages=tuple(run.languages()),
+        text_dropout=float(learnt.get("training.text_dropout") or 0),
+        code_noise=float(learnt.get("training.code_noise") or 0),
+    )
 
 
 SAMPLE_FILE = "sample.wav"

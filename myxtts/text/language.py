@@ -27,8 +27,9 @@ from myxtts.text.tables import fingerprint_of, load_table, table_files
 if TYPE_CHECKING:
     from lingua import LanguageDetector
 
-_Group = tuple[str, str | None]
-"""Script and speaker of texts classified together; speaker None for all who have few texts."""
+_Group = tuple[str, str | frozenset[str] | None]
+"""Script and speaker of texts classified together: None for all speakers of few texts, and for added texts the
+languages that are known of their speakers."""
 _Codes = tuple[str, ...]
 _Languages = dict[str, str | None]  # language by text
 _Counts = defaultdict[str | None, Counter[str]]  # how often each language is known, by speaker; None for all
@@ -95,9 +96,9 @@ def detect_languages(
     """
     by_text = {text: language for (text, _), language in (known or {}).items()}
     counts: _Counts = defaultdict(Counter)
-    for (_, speaker), language in (known or {}).items():
-        counts[speaker][language] += 1
-        counts[None][language] += 1
+    for (_, speaker), code in (known or {}).items():
+        counts[speaker][code] += 1
+        counts[None][code] += 1
     scripts = {text: _script_of(text) for text in texts}
     languages = [_language_in_script(text, scripts[text]) for text in texts]
     _settle_by_speaker(languages, [scripts[text] for text in texts], speakers, counts)
@@ -161,15 +162,10 @@ def _detect_by_speaker(
     """Return languages by (speaker, text) for texts by (script, speaker); speakers with few texts are pooled."""
     groups: dict[_Group, set[str]] = defaultdict(set)
     group_of: dict[tuple[str, str], _Group] = {}
-    added: dict[tuple[str, str], str | None] = {}
     for (script, speaker), texts in open_texts.items():
-        familiar = set(known[speaker] or known[None]) & set(_candidates(script))
-        if familiar:
-            found = _detect_added(sorted(texts), _candidates(script), familiar)
-            added |= {(speaker, text): language for text, language in found.items()}
-            continue
+        familiar = frozenset(known[speaker] or known[None]) & set(_candidates(script))
         alone = sum(map(len, texts)) >= _LEAST_PASSAGES * _PASSAGE_CHARACTERS
-        group_of[script, speaker] = (script, speaker if alone else None)
+        group_of[script, speaker] = (script, familiar or (speaker if alone else None))
         groups[group_of[script, speaker]] |= texts
 
     answers: dict[_Group, _Languages] = {}
@@ -180,21 +176,21 @@ def _detect_by_speaker(
             only = candidates[0] if candidates else None
             answers |= {group: dict.fromkeys(texts, only) for group, texts in of_script.items()}
             continue
-        passages = {group: _passages(texts) for group, texts in of_script.items()}
+        mixed = {group: group[1] for group in of_script if isinstance(group[1], frozenset)}
+        passages = {group: _passages(texts) for group, texts in of_script.items() if group not in mixed}
         all_passages = [passage for sample in passages.values() for passage in sample]
-        detected = iter(_detect(all_passages, candidates, accurate=False))
-        mixed: dict[_Group, set[str]] = {}
+        detected = iter(_detect(all_passages, candidates, False))
         for group, sample in passages.items():
             seen = {next(detected) for _ in sample}
             if len(sample) >= _LEAST_PASSAGES and len(seen) == 1 and None not in seen:
                 answers[group] = dict.fromkeys(groups[group], seen.pop())
             else:
-                mixed[group] = {language for language in seen if language}
+                mixed[group] = frozenset(language for language in seen if language)
         answers |= _detect_each({group: sorted(groups[group]) for group in mixed}, candidates, mixed)
-    return added | {
-        (speaker, text): answers[group][text]
-        for (script, speaker), group in group_of.items()
-        for text in open_texts[script, speaker]
+    return {
+        (speaker, text): answers[group_of[script, speaker]][text]
+        for (script, speaker), texts in open_texts.items()
+        for text in texts
     }
 
 
@@ -202,32 +198,6 @@ def _candidates(script: str) -> _Codes:
     """Return the languages in a script that lingua knows; others are found by script, --language or metadata."""
     known = _lingua().IsoCode639_1
     return tuple(code for code in _languages_by_script()[script] if hasattr(known, code.upper()))
-
-
-def _detect_added(texts: list[str], candidates: _Codes, familiar: set[str]) -> _Languages:
-    """Return the language of texts by speakers of `familiar` languages; the large models confirm any other."""
-    if len(candidates) == 1:
-        return dict.fromkeys(texts, candidates[0])
-    found: _Languages = dict(zip(texts, _most_likely(texts, candidates, familiar, accurate=False), strict=True))
-    for language in sorted({language for language in found.values() if language} - familiar):
-        choice, doubtful = (*sorted(familiar), language), [text for text in texts if found[text] == language]
-        if len(choice) <= _CANDIDATES:
-            found |= dict(zip(doubtful, _most_likely(doubtful, choice, familiar, accurate=True), strict=True))
-    return found
-
-
-def _most_likely(texts: list[str], candidates: _Codes, familiar: set[str], accurate: bool) -> list[str | None]:
-    """Return the most likely language of each text, None without evidence; familiar ones have the advantage."""
-    detector = _detector(candidates, accurate)
-    found: list[str | None] = []
-    for ranking in detector.compute_language_confidence_values_in_parallel(texts):
-        weights = {_code_of(value.language): value.value for value in ranking}
-        weights = {code: weight * (_FAMILIARITY if code in familiar else 1) for code, weight in weights.items()}
-        best = max(weights, key=weights.__getitem__)
-        found.append(best if weights[best] > 0 else None)
-    if accurate:
-        detector.unload_language_models()  # type: ignore[no-untyped-call]
-    return found
 
 
 def _passages(texts: Iterable[str]) -> list[str]:
@@ -261,7 +231,7 @@ def _passages(texts: Iterable[str]) -> list[str]:
 
 
 def _detect_each(
-    texts_of: dict[_Group, list[str]], candidates: _Codes, seen: dict[_Group, set[str]]
+    texts_of: dict[_Group, list[str]], candidates: _Codes, seen: dict[_Group, frozenset[str]]
 ) -> dict[_Group, _Languages]:
     """Return the language of every text by itself: the small models narrow the choice, the large ones decide.
 
@@ -269,22 +239,22 @@ def _detect_each(
     at a time, for all groups with that choice; if a group mixes more languages, the small models decide.
     """
     answers: dict[_Group, _Languages] = {}
-    choices: dict[_Codes, list[_Group]] = defaultdict(list)
+    choices: dict[tuple[_Codes, frozenset[str]], list[_Group]] = defaultdict(list)
     for group, texts in texts_of.items():
         best, likely = _narrow(texts, candidates, seen[group])
         if 2 <= len(likely) <= _CANDIDATES:
-            choices[likely].append(group)
+            choices[likely, group[1] if isinstance(group[1], frozenset) else frozenset()].append(group)
         else:
             answers[group] = best if len(likely) != 1 else dict.fromkeys(texts, likely[0])
-    for likely, groups in choices.items():
+    for (likely, familiar), groups in choices.items():
         texts = sorted({text for group in groups for text in texts_of[group]})
-        found = dict(zip(texts, _detect(texts, likely, accurate=True), strict=True))
+        found = dict(zip(texts, _detect(texts, likely, True, familiar), strict=True))
         for group in groups:
             answers[group] = {text: found[text] for text in texts_of[group]}
     return answers
 
 
-def _narrow(texts: list[str], candidates: _Codes, seen: set[str]) -> tuple[_Languages, _Codes]:
+def _narrow(texts: list[str], candidates: _Codes, seen: frozenset[str]) -> tuple[_Languages, _Codes]:
     """Return the small models' answer for each text, and the languages that the large ones should compare."""
     rankings = _detector(candidates, accurate=False).compute_language_confidence_values_in_parallel(texts)
     weights = dict.fromkeys(candidates, 0.0)
@@ -298,13 +268,20 @@ def _narrow(texts: list[str], candidates: _Codes, seen: set[str]) -> tuple[_Lang
     return best, tuple(code for code in candidates if weights[code] > least or code in seen)
 
 
-def _detect(texts: list[str], candidates: _Codes, *, accurate: bool) -> list[str | None]:
-    """Return the language of each text, None if undecided; one native call on all cores."""
+def _detect(
+    texts: list[str], candidates: _Codes, accurate: bool, familiar: frozenset[str] = frozenset()
+) -> list[str | None]:
+    """Return the most likely language of each text, None if undecided; familiar ones have the advantage."""
     detector = _detector(candidates, accurate)
-    found = detector.detect_languages_in_parallel_of(texts)
+    found: list[str | None] = []
+    for ranking in detector.compute_language_confidence_values_in_parallel(texts):
+        weights = {_code_of(value.language): value.value for value in ranking}
+        weights |= {code: _FAMILIARITY * weights[code] for code in familiar}
+        second, first = sorted(weights, key=weights.__getitem__)[-2:]
+        found.append(first if weights[first] > weights[second] else None)
     if accurate:
         detector.unload_language_models()  # type: ignore[no-untyped-call]
-    return [_code_of(language) if language else None for language in found]
+    return found
 
 
 @cache

@@ -20,7 +20,16 @@ from pathlib import Path
 
 import torch
 
-from myxtts.config import CARDS, MODEL_SIZES, PRESETS, SAMPLE_RATE, DataSettings, Settings, mel_frames, stages_of
+from myxtts.config import (
+    AUTO_MEL_FRAMES,
+    CARDS,
+    MODEL_SIZES,
+    PRESETS,
+    SAMPLE_RATE,
+    DataSettings,
+    Settings,
+    stages_of,
+)
 from myxtts.data.batches import MAX_CROP_FRAMES, host_layout
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import Corpus, held_out, read_corpus
@@ -327,8 +336,9 @@ def buffers(ctx: CheckContext) -> Finding:
     if isinstance(ctx.plan, ConfigError):
         return _skipped("buffers", "it is not settled which device does what")
     plan = replace(ctx.plan, model_cap_mb=ctx.model_memory_mb)
-    data = ctx.prepared.fitted(ctx.data) if ctx.prepared else ctx.data
-    budget = data.batch_size * min(MAX_CROP_FRAMES, mel_frames(data))
+    frames = ctx.prepared.max_mel_frames if ctx.prepared else ctx.data.max_mel_frames or AUTO_MEL_FRAMES[0]
+    data = replace(ctx.data, max_mel_frames=frames)
+    budget = data.batch_size * min(MAX_CROP_FRAMES, frames)
     frontend = GptFrontend(ctx.network, data, budget)
     try:
         depths = choose_depths(data, plan, frontend.outputs)

@@ -32,7 +32,7 @@ from myxtts.data.batches import Batch, Cursor, HostBatch, Sizes, host_layout
 from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Plan, apply_caps, deterministic, explained_out_of_memory, make_plan, peak_memory_mb
 from myxtts.errors import ConfigError, DatasetError, PipelineError
-from myxtts.host import hide_working_folder
+from myxtts.host import hidden_working_folder
 from myxtts.observe.breakdown import (
     ALLOCATED_COUNTER,
     DATA_PHASES,
@@ -307,11 +307,11 @@ def try_out(settings: Settings, prepared: PreparedCorpus, stage: str, num_steps:
 
 def try_out_apart(settings: Settings, stage: str, num_steps: int, limit_s: float = math.inf) -> Trial:
     """The same in a process of its own, which is ended after `limit_s`."""
-    hide_working_folder()
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_trial, args=(sender, settings, stage, num_steps), name="trial")
-    process.start()
+    with hidden_working_folder():
+        process.start()
     sender.close()
     try:
         if not receiver.poll(None if math.isinf(limit_s) else limit_s):

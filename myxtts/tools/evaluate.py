@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from myxtts.audio import Wave
-from myxtts.config import LANGUAGES, SAMPLE_RATE, STAGES, DataSettings
+from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
@@ -227,7 +227,7 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
     _reconstruct(run, out, work, vocoder, options.best_gpt, progress)
     about = {
         "run": folder.resolve().name,
-        "steps": {stage: steps for stage in STAGES if (steps := run.num_steps(stage))},
+        "steps": {stage: notes.step for stage, notes in run.newest_notes().items()},
         "best_gpt": options.best_gpt,
         "vocoder": vocoder,
         "seed": options.seed,
@@ -289,7 +289,7 @@ def _reconstruct(
     """Turn the true codes of every clip into sound, by the vocoder the run speaks with."""
     device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
     trained = vocoder_name == HifiGan.name
-    model = run.load_model(without=() if trained else ("decoder",), best_gpt=best_gpt)
+    model = run.load_model(without=() if trained else ("decoder",), best_gpt=best_gpt, warn=False)
     model = model.to(device).eval().requires_grad_(False)
     model.hifigan_decoder.remove_weight_norm()
     vocoder = HifiGan(model.hifigan_decoder, BATCH_SIZE) if trained else GriffinLim(model.dvae, model.mel_stats)

@@ -17,7 +17,7 @@ from myxtts.devices import Machine, make_plan
 from myxtts.errors import PipelineError
 from myxtts.host import usable_cores
 from myxtts.observe.breakdown import DATA_PHASES
-from myxtts.observe.findings import RULES, SWITCHES, Finding, Rule, Situation
+from myxtts.observe.findings import RULES, SWITCHES, Finding, Situation
 from myxtts.run_dir import RunDir
 from myxtts.settings import LoadedSettings, format_setting, specs, value_of, with_values
 from myxtts.tools.dry_run import Refused, Trial, try_out_apart
@@ -108,7 +108,8 @@ class Search:
             self.found.notes.append(f"{kept}: {new_run}; {this_run}")
         elif not machine.gpus and loaded.settings.data.train_data is None:
             self._batch_is_free = False
-            self.found.notes.append("The batch is the demonstration's and is not changed: give --train-data")
+            size = f"the demonstration's batch of {self.value(BATCH)} clips"
+            self.found.notes.append(f"Measured with {size}, which is not changed: give --train-data")
 
     @property
     def best(self) -> Trial:
@@ -128,6 +129,7 @@ class Search:
             if self.found.after is None:
                 assert refusal is not None
                 self._shrink_batch(refusal)
+                self._mend_faults()
             self._try_feed()
             if self._grow_batch():
                 self._try_feed()
@@ -219,29 +221,16 @@ class Search:
             self._keep(values, None, whys)
             raise
         best = self.found.after
-        if trial is None:
-            self.found.notes.append(
-                f"{_listed(values)} is not possible here: {str(self._refusal).splitlines()[0]}"
-            )
-        elif best is None or trial.clips_per_s * self.min_gain >= best.clips_per_s:
+        if trial is not None and (best is None or trial.clips_per_s * self.min_gain >= best.clips_per_s):
             self._keep(values, trial, whys)
-            return
-        if best is not None:
+        elif best is not None:
             self._try_switches()
 
     def _try_switches(self) -> None:
-        """Try the switches that are off until none helps: one may help only after another."""
-        rules = [rule for rule in SWITCHES.values() if self.machine.gpus or not rule.gpu_only]
-        tried_with: dict[str, LoadedSettings] = {}
-
-        def is_open(rule: Rule) -> bool:
-            return rule.is_off(self.loaded.settings) and tried_with.get(rule.setting) is not self.loaded
-
-        while open_rules := [rule for rule in rules if is_open(rule)]:
-            for rule in open_rules:
-                if is_open(rule):
-                    self._keep_if_faster({rule.setting: rule.value}, rule.why)
-                    tried_with[rule.setting] = self.loaded
+        """Try the switches that are off, in the order of the rules."""
+        for rule in SWITCHES.values():
+            if rule.is_off(self.loaded.settings) and (self.machine.gpus or not rule.gpu_only):
+                self._keep_if_faster({rule.setting: rule.value}, rule.why)
 
     def _try_feed(self) -> None:
         """Try workers and buffers, if batches come too late."""
@@ -294,14 +283,16 @@ class Search:
             self._largest_under = self.loaded
 
     def _grow_batch(self) -> bool:
-        """Double the batch while that helps; if one does not fit, find the largest that does."""
+        """Double the batch while that helps, from the preset's for this card on; find the largest that fits."""
         if not self._batch_is_free or self.loaded is self._largest_under:
             return False
         start = size = self.value(BATCH)
-        tried = {size: self.best}
+        tried, index = {size: self.best}, self.value(MODEL_GPU) or 0
+        memory_mb = next((gpu.memory_mb for gpu in self.machine.gpus if gpu.index == index), 0)
+        known = Situation(settings=self.loaded.settings, gpu_memory_mb=memory_mb).card_batch
         try:
             while size < self._most_clips:
-                doubled = min(2 * size, self._most_clips)
+                doubled = min(max(2 * size, known), self._most_clips)
                 if (trial := self._attempt(self._with_batch(doubled))) is None:
                     self._bisect_batch(tried, doubled)
                     break

@@ -11,9 +11,9 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -237,10 +237,23 @@ class Step:
         self._sums.zero_()
 
 
+class StagePlan(NamedTuple):
+    """What a run does with one stage."""
+
+    stage: str
+    num_steps: int  # to train
+    does: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"  {self.stage:<8} {self.does}{': ' if self.why else ''}{self.why}"
+
+
 class Reporter:
     """Receives how a run goes: override what is of interest, by default nothing happens.
 
     corpus      the corpus is prepared; once, before the first stage
+    plan        what will be done with every stage; once, after that
     begin       a stage begins, or continues after `step`
     tick        a step was launched
     step        the measurements of a step have arrived; every `log_step` steps
@@ -249,7 +262,8 @@ class Reporter:
     """
 
     def corpus(self, prepared: PreparedCorpus) -> None: ...
-    def begin(self, stage: str, step: int, total_steps: int) -> None: ...
+    def plan(self, stages: Sequence[StagePlan]) -> None: ...
+    def begin(self, stage: str, step: int, total_steps: int, own_references: float | None) -> None: ...
     def tick(self, step: int) -> None: ...
     def step(self, report: StepReport) -> None: ...
     def validation(self, report: ValidationReport) -> None: ...
@@ -266,6 +280,8 @@ class Feed(Protocol):
     def readiness(self) -> dict[str, tuple[int, int]]: ...
     @property
     def num_ahead(self) -> int: ...
+    @property
+    def own_references(self) -> float | None: ...
 
 
 class TrainerContext(Protocol):
@@ -281,6 +297,8 @@ class TrainerContext(Protocol):
     def checkpoints(self) -> Checkpoints: ...
     def weights(self, recipe: Recipe) -> Mapping[str, Tensor]: ...
     def notes(self) -> Mapping[str, Any]: ...
+    @property
+    def trained_on(self) -> Mapping[str, str]: ...
     def validate(self, recipe: Recipe) -> tuple[Mapping[str, float], Mapping[str, Tensor]]: ...
     def stop_requested(self, step: int) -> bool: ...
 
@@ -300,11 +318,13 @@ class State:
     best_loss: float = math.inf
     stale_validations: int = 0
     done: bool = False
+    val_loss: float | None = None  # of this very step
 
     def to_json(self) -> dict[str, Any]:
         return {
             "cursor": [self.cursor.epoch, self.cursor.batch],
             "best_loss": None if math.isinf(self.best_loss) else self.best_loss,
+            "val_loss": self.val_loss,
             "stale_validations": self.stale_validations,
             "done": self.done,
         }
@@ -340,12 +360,12 @@ class Trainer:
     def run(self) -> State:
         """Train to the last step, or until a stop is requested; everything is saved on return."""
         training, state = self._training, self.state
-        self.ctx.reporter.begin(self.ctx.stage, state.step, self.total_steps)
+        self.ctx.reporter.begin(self.ctx.stage, state.step, self.total_steps, self.feed.own_references)
         with self._stream.use():
             while state.step < self.total_steps and not self._stops_early():
                 self.step(self.feed.next, state.step, self._clock)
                 state.step += 1
-                state.done = False  # a finished stage may be prolonged
+                state.done, state.val_loss = False, None  # a finished stage may be prolonged
                 state.cursor = self.feed.cursor()
                 self.ctx.reporter.tick(state.step)
                 is_last = state.step == self.total_steps
@@ -357,7 +377,7 @@ class Trainer:
                 validates = state.step % training.val_step == 0 or is_last or is_first
                 is_best = validates and self._validate()
                 if state.step % training.save_step == 0 or is_last or is_best:
-                    self._save(is_best, done=is_last)
+                    self._save(done=is_last)
                 if self.ctx.stop_requested(state.step):
                     break
             if state.step > self._logged:
@@ -378,7 +398,7 @@ class Trainer:
         self._scalars.enqueue(self.state.step, self.step.scalars())
         self._logged = self.state.step
 
-    def _save(self, is_best: bool = False, done: bool = False) -> None:
+    def _save(self, done: bool) -> None:
         """Copy everything to the host and let it be written in the background."""
         self.state.done = done
         random_states = all_random_states(self.ctx.plan)  # every rank must take part
@@ -394,9 +414,9 @@ class Trainer:
             for tensors, copies in zip(live, self._host_copies, strict=True)
         )
         self._host_copies = (weights, optimizer)
-        state = {**self.state.to_json(), "stage": self.ctx.stage, "notes": dict(self.ctx.notes())}
-        snapshot = Snapshot(weights, {**optimizer, **random_states}, state)
-        self.ctx.checkpoints.save(self.state.step, snapshot, best=is_best)
+        about = {"stage": self.ctx.stage, "total_steps": self.total_steps, "trained_on": dict(self.ctx.trained_on)}
+        state = {**self.state.to_json(), **about, "notes": dict(self.ctx.notes())}
+        self.ctx.checkpoints.save(self.state.step, Snapshot(weights, {**optimizer, **random_states}, state))
         self._clock.pause()
 
     def _validate(self) -> bool:
@@ -409,6 +429,7 @@ class Trainer:
         for name, picture in pictures.items():
             ctx.reporter.picture(f"{ctx.stage}/{name}", picture, state.step)
         self._clock.pause()
+        state.val_loss = losses["total"] if math.isfinite(losses["total"]) else None
         is_best = losses["total"] < state.best_loss
         state.best_loss = losses["total"] if is_best else state.best_loss
         state.stale_validations = 0 if is_best else state.stale_validations + 1
