@@ -71,7 +71,8 @@ _VOCODER_PARTS: dict[VocoderName, tuple[str, ...]] = {
 }
 
 Work = Sequence[tuple[Sentence, Voice]]  # sentences, each with its voice
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
