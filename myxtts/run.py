@@ -123,12 +123,9 @@ def train(
         if is_first:
             barrier(plan)
         reporter.corpus(prepared)
-        for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan)]:
-            say(line)
         auto = auto_values(settings, prepared, run_dir if continues else None)
-        if auto and "gpt" in stages_of(settings) and not run_dir.has_checkpoint("gpt"):
-            applied = ", ".join(f"{key} {value:g}" for key, value in auto.items())
-            say(f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech, the gpt stage has {applied}")
+        for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan, auto)]:
+            say(line)
         stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
         for line in (f"Plan of the run in {run_dir.folder}:", *map(str, stages)):
             say(line)
@@ -221,17 +218,15 @@ def _start(
         for stage in STAGES:
             run_dir.checkpoints(stage).prune()
         if model is not None:
-            known = inherited(source)
-            random = [stage for stage in STAGES if stage in known["untrained"]]
-            if not model.dvae.codebook.is_trained and "dvae" not in random:  # a folder without its file
-                random = ["dvae", *random]
+            known, is_coded = inherited(source), model.dvae.codebook.is_trained  # a folder may lack the DVAE
+            random = {*known["untrained"], *(() if is_coded else ("dvae",))}
             facts = {
                 "training.init_from": None if source is None else str(source),
                 "model.size": settings.model.size,
                 "languages": [LANGUAGES[number] for number in sorted(set(prepared.train.languages.tolist()))],
                 "data.max_mel_frames": prepared.max_mel_frames,
                 **known,
-                "untrained": random,
+                "untrained": [stage for stage in STAGES if stage in random],
                 "auto": auto_values(settings, prepared),
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }
@@ -271,7 +266,10 @@ def _num_tokens(source: Path) -> int:
         return sys.maxsize
 
 
-def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan) -> Iterator[str]:
+def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan, auto: Mapping[str, float]) -> Iterator[str]:
+    if auto and "gpt" in stages_of(settings):
+        applied = ", ".join(f"{key} {value:g}" for key, value in auto.items())
+        yield f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech, the gpt stage has {applied}"
     gpus = Machine.look().gpus
     situation = Situation(
         settings=settings,
