@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from myxtts import __version__
-from myxtts.config import STAGES, Settings, stage_steps, stages_of
+from myxtts.config import LANGUAGES, STAGES, Settings, stage_steps, stages_of
 from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine, make_plan
 from myxtts.errors import MyXTTSError
@@ -38,14 +38,18 @@ SLOW_S = 3600.0  # a run on a CPU that takes longer gets advice
 _ABOUT_THE_DEMO = (
     "What to expect: this only checks the installation. A few minutes of training the smallest network on four "
     "minutes of speech give babble, or on a GPU the memorised sentences of the corpus. A voice takes hours of "
-    "recordings and of GPU time, or minutes of both with --init-from XTTS-v2 --model-size normal."
+    "recordings and of GPU time, or minutes of both if you start from XTTS-v2 (README.md says where to get it)."
 )
 _ABOUT_FEW_STEPS = (
     "What to expect: after {} of gpt from scratch, a model only babbles or hums. A voice takes many thousand "
     "steps and hours of recordings; the same command with a larger --max-steps or --epochs continues from here. "
-    "With --init-from XTTS-v2 --model-size normal, minutes of both are enough."
+    "{}"
 )
-
+_FASTER = "With --init-from XTTS-v2 --model-size normal, minutes of both do; README.md says where to get it."
+_FASTER_IN_PERSIAN = (
+    "XTTS-v2 (README.md says where to get it) does not know Persian, but starting from it with an extended "
+    "vocabulary saves hours of both; docs/recordings.md has the commands."
+)
 _ABOUT_A_CPU = (
     "From scratch on a CPU this is slow. Faster: a GPU; --init-from FOLDER (weights of XTTS-v2 or another run), "
     "which trains only gpt; or --max-steps 100 to try the whole run: a larger number continues it later."
@@ -162,7 +166,8 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
     if settings.data.train_data is None:
         yield _ABOUT_THE_DEMO
     elif run.from_scratch and 0 < (steps := run.status("gpt").step) < FEW_STEPS:
-        yield _ABOUT_FEW_STEPS.format(_steps(steps))
+        is_persian = (prepared.train.languages == LANGUAGES.index("fa")).any()
+        yield _ABOUT_FEW_STEPS.format(_steps(steps), _FASTER_IN_PERSIAN if is_persian else _FASTER)
     yield "From here:"
     yield from from_here(settings, prepared)
     yield "Next:"

@@ -355,7 +355,7 @@ def plan_stages(
         else:
             step, does = notes.step, f"continues at step {notes.step} of {max(target, notes.step)}"
         why = status.why
-        if status.state == "complete" and step < target:
+        if status.state == "complete" and settings.training.warmup_steps + 1 < step < target:
             why = f"the learning rates of the first {step} steps were those of a run of that length"
         planned.append(StagePlan(stage, max(target - step, 0), does, why))
         if step < target:

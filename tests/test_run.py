@@ -261,7 +261,7 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start
 
 def test_batches_are_as_wide_as_the_longest_clip_needs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     widths, layout = set(), myxtts.pipeline.feed.host_layout
-    seen = lambda data: widths.add(data.max_mel_frames) or layout(data)  # noqa: E731
+    seen = lambda data, **rest: widths.add(data.max_mel_frames) or layout(data, **rest)  # noqa: E731
     monkeypatch.setattr(myxtts.pipeline.feed, "host_layout", seen)
     run = start("--stages gpt --max-steps 1 --max-mel-frames auto")
     assert widths == {96} == {newest(run).state["notes"]["identity"]["data.max_mel_frames"]}  # 1.1 s are 95 frames

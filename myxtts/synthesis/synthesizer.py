@@ -34,16 +34,7 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.generation import (
-    MAX_NEW_CODES,
-    Advance,
-    CodeGenerator,
-    CodeGenerators,
-    Generated,
-    Prompt,
-    Sampling,
-    draws,
-)
+from myxtts.synthesis.generation import MAX_NEW_CODES, CodeGenerators, Generated, Prompt, Sampling, draws
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
@@ -70,7 +61,8 @@ _VOCODER_PARTS: dict[VocoderName, tuple[str, ...]] = {
 }
 
 Work = Sequence[tuple[Sentence, Voice]]  # sentences, each with its voice
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
@@ -246,15 +238,6 @@ def _writing(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
-@contextlib.contextmanager
-def _removed_if_incomplete(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:  # Ctrl-C too
-        path.unlink(missing_ok=True)
-        raise
-
-
 class SpeechStream(Iterator[Wave]):
     """An iterator over waves of 24 kHz; `report` is available once it is exhausted.
 
@@ -281,15 +264,14 @@ class SpeechStream(Iterator[Wave]):
         A stream that fails or is interrupted leaves no file.
         """
         form = ("w", OUTPUT_SAMPLE_RATE, 1, "PCM_16")
-        with (
-            contextlib.closing(self),
-            _writing(path),
-            soundfile.SoundFile(path, *form) as file,
-            _removed_if_incomplete(path),
-        ):
-            for piece in self:
-                file.write(piece)
-                file.flush()
+        with contextlib.closing(self), _writing(path), soundfile.SoundFile(path, *form) as file:
+            try:
+                for piece in self:
+                    file.write(piece)
+                    file.flush()
+            except BaseException:  # Ctrl-C too
+                path.unlink(missing_ok=True)
+                raise
 
     @property
     def report(self) -> Report:
@@ -380,11 +362,7 @@ class Synthesizer:
 
     def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""
-        encode = partial(self._encoder.voice, name=name)
-        voice = attempted(encode, [Path(file) for file in files])
-        if voice is None:
-            raise self._out_of_memory("reading the reference")
-        return voice
+        return self._alone(partial(self._encoder.voice, name=name), [Path(file) for file in files])
 
     def speak(self, text: str, voice: Voice, language: str, **arguments: Unpack[SynthesisArguments]) -> Speech:
         """Speak a text of any length."""
@@ -453,8 +431,8 @@ class Synthesizer:
         """The pieces of a sentence, with a pause first if `after_sound`."""
         pieces: list[Wave] = []
         for number in options.attempts:
-            begin = partial(self._begin, options.sampling_for(number))
-            (generator,) = self._fit([options.prompt(sentence, voice, number)], begin)
+            begin = partial(self._generators.begin, sampling=options.sampling_for(number))
+            generator = self._alone(begin, [options.prompt(sentence, voice, number)])
             vocoder = self.vocoder.begin(voice.speaker, options.speed)
             attempt: Attempt | None = None
             codes: list[int] = []
@@ -468,10 +446,8 @@ class Synthesizer:
                     attempt = Attempt(generator.generated(0), REPETITION, number + 1)
                 if attempt and attempt.problem and not pieces and number < options.attempts[-1]:
                     break  # none of it was heard: try again
-                piece = attempted(partial(vocoder.push, last=attempt is not None), more)
-                if piece is None:
-                    raise self._out_of_memory("speaking one sentence at a time")
-                if len(wave := piece.numpy()):
+                wave = self._alone(partial(vocoder.push, last=attempt is not None), more).numpy()
+                if len(wave):
                     if after_sound and not pieces:
                         yield pause()
                     pieces.append(faded(wave, starts=not pieces, ends=attempt is not None))
@@ -540,11 +516,13 @@ class Synthesizer:
                 break
         return [best[index] for index in range(len(work))]
 
-    def _begin(self, sampling: Sampling, prompts: Sequence[Prompt]) -> list[CodeGenerator]:
-        return [self._generators.begin(prompts, sampling)]
-
     def _generate(
-        self, work: Work, options: SynthesisOptions, attempt: int, advance: Advance, batch: Sequence[int]
+        self,
+        work: Work,
+        options: SynthesisOptions,
+        attempt: int,
+        advance: Callable[[int], None],
+        batch: Sequence[int],
     ) -> list[Generated]:
         prompts = [options.prompt(*work[index], attempt) for index in batch]
         generator = self._generators.begin(prompts, options.sampling_for(attempt))
@@ -552,7 +530,12 @@ class Synthesizer:
         return [generator.generated(row) for row in range(len(batch))]
 
     def _sound(
-        self, work: Work, attempts: Sequence[Attempt], speed: float, advance: Advance, batch: Sequence[int]
+        self,
+        work: Work,
+        attempts: Sequence[Attempt],
+        speed: float,
+        advance: Callable[[int], None],
+        batch: Sequence[int],
     ) -> list[Wave]:
         generated = [attempts[index].generated for index in batch]
         speakers = [work[index][1].speaker for index in batch]
@@ -568,21 +551,28 @@ class Synthesizer:
 
     def _fit(self, batch: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
         """Results of `work` for a batch: if memory is short, without kept shapes, and then in halves."""
-        results = attempted(work, batch)
-        if results is None and self._generators.drop_all():
-            results = attempted(work, batch)
+        if len(batch) == 1:
+            return self._alone(work, batch)
+        results = self._attempted(work, batch)
         if results is not None:
             return results
-        if len(batch) == 1:
-            raise self._out_of_memory("speaking one sentence at a time")
         self._batch_size = (len(batch) + 1) // 2
         message = "Not enough memory on %s for %d sentences at a time: continuing with %d"
         _log.warning(message, self._device, len(batch), self._batch_size)
         return [result for _, result in self._in_batches(batch, work)]
 
-    def _out_of_memory(self, doing: str) -> PipelineError:
-        cure = "Close other programs that use it, or speak on the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
-        return PipelineError(f"Out of memory on {self._device} while {doing}. {cure}")
+    def _attempted(self, work: Callable[[Item], Result], given: Item) -> Result | None:
+        """The result of `work`, called again without kept shapes if memory is short; None if it still is."""
+        result = attempted(work, given)
+        return attempted(work, given) if result is None and self._generators.drop_all() else result
+
+    def _alone(self, work: Callable[[Item], Result], given: Item) -> Result:
+        """The result of work that cannot be divided."""
+        result = self._attempted(work, given)
+        if result is None:
+            cure = "Close other programs that use it, or speak on the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
+            raise PipelineError(f"Out of memory on {self._device} while speaking one sentence at a time. {cure}")
+        return result
 
 
 def attempted(work: Callable[[Item], Result], given: Item) -> Result | None:
