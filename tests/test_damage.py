@@ -19,6 +19,7 @@ from myxtts.config import DataSettings
 from myxtts.data.codes import CodesCache
 from myxtts.data.prepare import prepare
 from myxtts.errors import DatasetError, MyXTTSError
+from myxtts.observe.report import write_report
 from myxtts.run_dir import RunDir
 
 pytest_plugins = ["training_fixtures", "training_processes"]
@@ -91,6 +92,7 @@ def test_a_damaged_run_is_repaired_or_refused(
         if number % 10 == 0:
             capsys.readouterr()
             assert train(run, clips(4), flags) == 0 or "error: " in capsys.readouterr().err, harmed
+            assert write_report(run).is_file()
         try:
             found = RunDir(run).load_model(without=["gpt", "decoder"])
             last = RunDir(run).checkpoints("dvae").newest(optimizer=False)
