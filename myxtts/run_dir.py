@@ -387,8 +387,7 @@ def inherited(source: Path | None) -> dict[str, Any]:
         known = Provenance(tuple(run.untrained()), run.from_scratch, languages=tuple(run.languages()))
     else:
         known = Provenance.read(source)
-    facts = {"from_scratch": known.from_scratch, "untrained": list(known.untrained)}
-    languages = list(known.languages)
-    if not (languages or run.exists or known.from_scratch) and (source / VOCABULARY_FILE).is_file():
-        languages = sorted(Tokenizer.load(source).languages)  # published weights know those of their vocabulary
-    return facts | ({"languages": languages} if languages else {})
+    has_vocabulary = (source / VOCABULARY_FILE).is_file()  # published weights know the languages of theirs
+    languages = known.languages or (Tokenizer.load(source).languages if has_vocabulary else ())
+    untrained = list(known.untrained)
+    return {"from_scratch": known.from_scratch, "untrained": untrained, "languages": sorted(languages)}

@@ -64,8 +64,7 @@ def test_waves_of_a_batch_equal_the_decoder(decoder: HifiGanDecoder, sentences: 
         with torch.no_grad():
             expected = decoder(sentence.latents[None], SPEAKER[None, :, None])[0, 0]
         assert wave.shape == expected.shape and expected.abs().max() > 0.01
-        sure = len(wave) - REACH_FRAMES * 256  # at the very end the latents are repeated instead of cut off
-        torch.testing.assert_close(wave[:sure], expected[:sure], atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(wave, expected, atol=1e-4, rtol=1e-3)
 
 
 def test_the_generator_sees_no_farther_than_its_reach(decoder: HifiGanDecoder) -> None:
@@ -93,7 +92,8 @@ def test_pieces_equal_the_whole(
         met.clear()
         pieces = streamed(vocoder, sentence, chunk_codes, speed)
         torch.testing.assert_close(torch.cat(pieces), whole, atol=2e-4, rtol=1e-3)
-        assert all(length % frames_step == 0 for length in met)
+        assert all(length % frames_step == 0 for length in met[:-1]), "only an end may have another length"
+        assert met[-1] % frames_step == 0 or met[-1] <= 2 * REACH_FRAMES
         assert max(met) <= max(frames_step, 4.36 * chunk_codes / speed + 3 * REACH_FRAMES)
 
 

@@ -87,10 +87,6 @@ class Decoding:
         size = (dims.layers, shape.sentences, dims.heads, num_slots, dims.dim // dims.heads)
         self.keys, self.values = like.new_zeros(size), like.new_zeros(size)
 
-    @property
-    def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
-
     def prefill(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> None:
         """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths."""
         model, dims = self.model, self.model.dims
@@ -237,7 +233,7 @@ class CodeGenerator:
         self._latents = torch.zeros(rows, steps, gpt.dims.dim, device=device)
         self._graph: CudaGraph[None] | None = None
         self._num_steps = 0
-        self.num_bytes = self._decoding.num_bytes + self._latents.nbytes  # nearly all of its memory
+        self.num_bytes = 2 * self._decoding.keys.nbytes + self._latents.nbytes  # nearly all of its memory
 
     @torch.no_grad()
     def begin(self, prompts: Sequence[Prompt]) -> None:

@@ -34,16 +34,7 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.generation import (
-    MAX_NEW_CODES,
-    Advance,
-    CodeGenerator,
-    CodeGenerators,
-    Generated,
-    Prompt,
-    Sampling,
-    draws,
-)
+from myxtts.synthesis.generation import MAX_NEW_CODES, CodeGenerators, Generated, Prompt, Sampling, draws
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
@@ -55,6 +46,7 @@ PUBLISHED_SAMPLING = Sampling(temperature=0.75, top_k=50, top_p=0.85, repetition
 OWN_SAMPLING = replace(PUBLISHED_SAMPLING, repetition_penalty=1.0, penalise_prompt=False)
 """For a model trained from scratch: speech repeats codes, and a model of a small corpus knows which. With the
 published penalty a model that had memorised eight sentences could say none of them."""
+OWN_GUIDANCE = 2.0  # docs/results.md: words are clearer than without, and no scale from 1.5 to 3 is better
 SAMPLING_FLAGS = ("temperature", "repetition_penalty", "guidance", "central")  # fields of `Sampling` with a flag
 NUM_ATTEMPTS = 3
 BATCH_SIZE, BATCHES_AT_ONCE = 16, 8  # sentences generated together, and batches sorted by length together
@@ -70,7 +62,8 @@ _VOCODER_PARTS: dict[VocoderName, tuple[str, ...]] = {
 }
 
 Work = Sequence[tuple[Sentence, Voice]]  # sentences, each with its voice
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
@@ -246,15 +239,6 @@ def _writing(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
-@contextlib.contextmanager
-def _removed_if_incomplete(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:  # Ctrl-C too
-        path.unlink(missing_ok=True)
-        raise
-
-
 class SpeechStream(Iterator[Wave]):
     """An iterator over waves of 24 kHz; `report` is available once it is exhausted.
 
@@ -281,15 +265,14 @@ class SpeechStream(Iterator[Wave]):
         A stream that fails or is interrupted leaves no file.
         """
         form = ("w", OUTPUT_SAMPLE_RATE, 1, "PCM_16")
-        with (
-            contextlib.closing(self),
-            _writing(path),
-            soundfile.SoundFile(path, *form) as file,
-            _removed_if_incomplete(path),
-        ):
-            for piece in self:
-                file.write(piece)
-                file.flush()
+        with contextlib.closing(self), _writing(path), soundfile.SoundFile(path, *form) as file:
+            try:
+                for piece in self:
+                    file.write(piece)
+                    file.flush()
+            except BaseException:  # Ctrl-C too
+                path.unlink(missing_ok=True)
+                raise
 
     @property
     def report(self) -> Report:
@@ -380,11 +363,7 @@ class Synthesizer:
 
     def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""
-        encode = partial(self._encoder.voice, name=name)
-        voice = attempted(encode, [Path(file) for file in files])
-        if voice is None:
-            raise self._out_of_memory("reading the reference")
-        return voice
+        return self._alone(partial(self._encoder.voice, name=name), [Path(file) for file in files])
 
     def speak(self, text: str, voice: Voice, language: str, **arguments: Unpack[SynthesisArguments]) -> Speech:
         """Speak a text of any length."""
@@ -453,8 +432,8 @@ class Synthesizer:
         """The pieces of a sentence, with a pause first if `after_sound`."""
         pieces: list[Wave] = []
         for number in options.attempts:
-            begin = partial(self._begin, options.sampling_for(number))
-            (generator,) = self._fit([options.prompt(sentence, voice, number)], begin)
+            begin = partial(self._generators.begin, sampling=options.sampling_for(number))
+            generator = self._alone(begin, [options.prompt(sentence, voice, number)])
             vocoder = self.vocoder.begin(voice.speaker, options.speed)
             attempt: Attempt | None = None
             codes: list[int] = []
@@ -468,10 +447,8 @@ class Synthesizer:
                     attempt = Attempt(generator.generated(0), REPETITION, number + 1)
                 if attempt and attempt.problem and not pieces and number < options.attempts[-1]:
                     break  # none of it was heard: try again
-                piece = attempted(partial(vocoder.push, last=attempt is not None), more)
-                if piece is None:
-                    raise self._out_of_memory("speaking one sentence at a time")
-                if len(wave := piece.numpy()):
+                wave = self._alone(partial(vocoder.push, last=attempt is not None), more).numpy()
+                if len(wave):
                     if after_sound and not pieces:
                         yield pause()
                     pieces.append(faded(wave, starts=not pieces, ends=attempt is not None))
@@ -540,11 +517,13 @@ class Synthesizer:
                 break
         return [best[index] for index in range(len(work))]
 
-    def _begin(self, sampling: Sampling, prompts: Sequence[Prompt]) -> list[CodeGenerator]:
-        return [self._generators.begin(prompts, sampling)]
-
     def _generate(
-        self, work: Work, options: SynthesisOptions, attempt: int, advance: Advance, batch: Sequence[int]
+        self,
+        work: Work,
+        options: SynthesisOptions,
+        attempt: int,
+        advance: Callable[[int], None],
+        batch: Sequence[int],
     ) -> list[Generated]:
         prompts = [options.prompt(*work[index], attempt) for index in batch]
         generator = self._generators.begin(prompts, options.sampling_for(attempt))
@@ -552,7 +531,12 @@ class Synthesizer:
         return [generator.generated(row) for row in range(len(batch))]
 
     def _sound(
-        self, work: Work, attempts: Sequence[Attempt], speed: float, advance: Advance, batch: Sequence[int]
+        self,
+        work: Work,
+        attempts: Sequence[Attempt],
+        speed: float,
+        advance: Callable[[int], None],
+        batch: Sequence[int],
     ) -> list[Wave]:
         generated = [attempts[index].generated for index in batch]
         speakers = [work[index][1].speaker for index in batch]
@@ -568,21 +552,28 @@ class Synthesizer:
 
     def _fit(self, batch: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
         """Results of `work` for a batch: if memory is short, without kept shapes, and then in halves."""
-        results = attempted(work, batch)
-        if results is None and self._generators.drop_all():
-            results = attempted(work, batch)
+        if len(batch) == 1:
+            return self._alone(work, batch)
+        results = self._attempted(work, batch)
         if results is not None:
             return results
-        if len(batch) == 1:
-            raise self._out_of_memory("speaking one sentence at a time")
         self._batch_size = (len(batch) + 1) // 2
         message = "Not enough memory on %s for %d sentences at a time: continuing with %d"
         _log.warning(message, self._device, len(batch), self._batch_size)
         return [result for _, result in self._in_batches(batch, work)]
 
-    def _out_of_memory(self, doing: str) -> PipelineError:
-        cure = "Close other programs that use it, or speak on the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
-        return PipelineError(f"Out of memory on {self._device} while {doing}. {cure}")
+    def _attempted(self, work: Callable[[Item], Result], given: Item) -> Result | None:
+        """The result of `work`, called again without kept shapes if memory is short; None if it still is."""
+        result = attempted(work, given)
+        return attempted(work, given) if result is None and self._generators.drop_all() else result
+
+    def _alone(self, work: Callable[[Item], Result], given: Item) -> Result:
+        """The result of work that cannot be divided."""
+        result = self._attempted(work, given)
+        if result is None:
+            cure = "Close other programs that use it, or speak on the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
+            raise PipelineError(f"Out of memory on {self._device} while speaking one sentence at a time. {cure}")
+        return result
 
 
 def attempted(work: Callable[[Item], Result], given: Item) -> Result | None:
@@ -624,16 +615,26 @@ def load_synthesizer(
     else:
         model, vocabulary, fresh_parts, known = load_folder(folder)
         choice = usable_vocoder(fresh_parts, vocoder, known.vocoder)
+    notes = [choice.note] if choice.note else []
+    if choice.name == "hifigan" and known.from_scratch:
+        notes.append("the speaker encoder was never trained: all recordings give the decoder nearly one voice")
     speaks: dict[str, Any] = {
         "vocoder": choice.name,
-        "notes": [choice.note] if choice.note else [],
+        "notes": notes,
         "languages": known.languages,
         "use_phonemes": known.use_phonemes,
     }
     if known.from_scratch:
         limits = Limits(known.max_text_length, known.max_mel_frames // 4)
-        return Synthesizer(model, vocabulary, device, limits=limits, sampling=OWN_SAMPLING, **speaks)
+        return Synthesizer(model, vocabulary, device, limits=limits, sampling=sampling_for(known, model), **speaks)
     return Synthesizer(model, vocabulary, device, **speaks)
+
+
+def sampling_for(known: Provenance, model: XTTS) -> Sampling:
+    """How a model trained from scratch speaks: with guidance and central codes if it was trained for them."""
+    guidance = OWN_GUIDANCE if known.text_dropout else 1.0
+    central = known.code_noise > 0 and model.dvae.codebook.is_trained  # central codes need its vectors
+    return replace(OWN_SAMPLING, guidance=guidance, central=central)
 
 
 def provenance(run: RunDir) -> Provenance:
@@ -644,10 +645,17 @@ def provenance(run: RunDir) -> Provenance:
         data = DataSettings()
     frames = run.started_with().get("data.max_mel_frames") or mel_frames(data)
     known = (data.max_text_length, frames, data.use_phonemes)
-    decoder = run.checkpoints("decoder").newest(optimizer=False)
-    distances = decoder.state["notes"].get("vocoder") if decoder is not None else None
-    languages = tuple(run.languages())
-    return Provenance(tuple(run.untrained()), run.from_scratch, *known, distances, languages=languages)
+    notes = {stage: found.state["notes"] for stage, found in run.newest_notes().items()}
+    learnt = notes.get("gpt", {}).get("trained_with", {})
+    return Provenance(
+        tuple(run.untrained()),
+        run.from_scratch,
+        *known,
+        notes.get("decoder", {}).get("vocoder"),
+        languages=tuple(run.languages()),
+        text_dropout=float(learnt.get("training.text_dropout") or 0),
+        code_noise=float(learnt.get("training.code_noise") or 0),
+    )
 
 
 SAMPLE_FILE = "sample.wav"

@@ -5,14 +5,15 @@
 All three interpolations accept their input in parts, and the generator sees only a few frames to either side. A
 piece of a stream is therefore computed once, from its own frames and that context, and equals the same stretch of
 the whole sentence: the cost of a stream is linear in its length. Pieces overlap by a frame and are cross-faded,
-which hides rounding differences between kernels. After the end of a sentence its last latent is repeated, so that
-the generator cannot see the padding of a batch.
+which hides rounding differences between kernels. The generator would see the padding of a batch in the last frames
+of a sentence. These are computed a second time without it, so that every wave equals the reference.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from fractions import Fraction
 
 import numpy as np
@@ -24,7 +25,7 @@ from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.dvae import DVAE
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
-from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, SAMPLES_PER_FRAME, HifiGanDecoder, num_frames
+from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, SAMPLES_PER_FRAME, HifiGanDecoder
 from myxtts.synthesis.generation import Advance, Generated
 
 SPECTRUM_ROUNDS, PHASE_ROUNDS = 30, 40
@@ -104,8 +105,10 @@ class GriffinLimStream:
         self._codes: list[Tensor] = []
 
     def push(self, generated: Generated, last: bool) -> Tensor:
-        self._codes.append(generated.codes)
-        return self._vocoder.wave(torch.cat(self._codes), self._speed) if last else torch.zeros(0)
+        codes = [*self._codes, generated.codes]
+        wave = self._vocoder.wave(torch.cat(codes), self._speed) if last else torch.zeros(0)
+        self._codes = codes
+        return wave
 
 
 REACH_FRAMES = 16
@@ -114,8 +117,6 @@ FADE_FRAMES = 1
 GPU_FRAMES_STEP = 128
 """Frames are padded to multiples of this on a GPU, where every new length costs time to plan the convolutions. One
 piece of a stream with its context fits in."""
-_TAIL_LATENTS = 4
-"""Repetitions of the last latent after the end of a sentence; 17 frames, more than REACH_FRAMES."""
 
 
 class Stretch:
@@ -151,28 +152,16 @@ class Stretch:
 
 
 class Frames:
-    """Latents of a sentence, arriving in parts, to frames for the generator, with context after the end."""
+    """Latents of a sentence, arriving in parts, to frames for the generator."""
 
     def __init__(self, speed: float) -> None:
         self._speed = Stretch(1 / Fraction(speed).limit_denominator(1000))
         self._to_mel = Stretch(Fraction(SAMPLES_PER_CODE, HOP_SAMPLES))
         self._to_output = Stretch(Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE))
-        self._num_latents = 0
-        self._latest: Tensor | None = None
-
-    @property
-    def num_frames(self) -> int:
-        """Frames of the latents so far, without the context after the end."""
-        return num_frames(self._num_latents)
 
     def push(self, latents: Tensor, last: bool) -> Tensor:
         """Frames [m, channels] for latents [n, channels]."""
-        latents = self._speed.push(latents, last)
-        self._num_latents += len(latents)
-        self._latest = latents[-1:] if len(latents) else self._latest
-        if last and self._latest is not None:
-            latents = torch.cat([latents, self._latest.expand(_TAIL_LATENTS, -1)])
-        return self._to_output.push(self._to_mel.push(latents, last), last)
+        return self._to_output.push(self._to_mel.push(self._speed.push(latents, last), last), last)
 
 
 class HifiGan:
@@ -181,7 +170,7 @@ class HifiGan:
     name = "hifigan"
 
     def __init__(self, decoder: HifiGanDecoder, batch_size: int, frames_step: int = 1) -> None:
-        """Frames are padded to multiples of `frames_step`, out of reach of the samples that are kept."""
+        """Frames are padded to multiples of `frames_step`."""
         self._generator, self._batch_size, self._frames_step = decoder.waveform_decoder, batch_size, frames_step
 
     @torch.no_grad()
@@ -193,13 +182,10 @@ class HifiGan:
         by_length = sorted(range(len(sentences)), key=lambda index: len(sentences[index].codes))
         for first in range(0, len(by_length), self._batch_size):
             batch = by_length[first : first + self._batch_size]
-            makers = [Frames(speed) for _ in batch]
-            rows = [maker.push(sentences[i].latents, last=True) for maker, i in zip(makers, batch, strict=True)]
-            frames = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            speaker = torch.stack([speakers[index] for index in batch]).to(frames)
-            made = self.generate(frames, speaker) if frames.shape[1] else frames.new_zeros(len(batch), 0)
-            for maker, index, wave in zip(makers, batch, made.cpu(), strict=True):
-                waves[index] = wave[: maker.num_frames * SAMPLES_PER_FRAME]
+            rows = [Frames(speed).push(sentences[index].latents, last=True) for index in batch]
+            speaker = torch.stack([speakers[index] for index in batch]).to(rows[0])
+            for index, wave in zip(batch, self.generate(rows, speaker), strict=True):
+                waves[index] = wave.cpu()
             advance(len(batch))
         return [waves[index] for index in range(len(sentences))]
 
@@ -207,10 +193,27 @@ class HifiGan:
         """Start the wave of a sentence that is still being generated."""
         return HifiGanStream(self, speaker, speed)
 
-    def generate(self, frames: Tensor, speaker: Tensor) -> Tensor:
-        """[sentences, frames, channels] to [sentences, samples], followed by samples of the padding."""
-        padded = F.pad(frames.transpose(1, 2), (0, -frames.shape[1] % self._frames_step))
-        wave: Tensor = self._generator(padded, speaker[:, :, None])
+    def generate(self, rows: Sequence[Tensor], speaker: Tensor, *, ends: bool = True) -> list[Tensor]:
+        """Waves [samples] of sentences [frames, channels], each as if made alone; `ends` if their ends count."""
+        longest = max(map(len, rows))
+        if not longest:
+            return [row.new_zeros(0) for row in rows]
+        length = longest + -longest % self._frames_step
+        made = self._run(torch.stack([F.pad(row, (0, 0, 0, length - len(row))) for row in rows]), speaker)
+        waves = [wave[: len(row) * SAMPLES_PER_FRAME] for row, wave in zip(rows, made, strict=True)]
+        again: dict[int, list[int]] = {}  # padded sentences by the frames to compute again, nearly always as many
+        for index, row in enumerate(rows):
+            if ends and 0 < len(row) < length:
+                again.setdefault(min(len(row), 2 * REACH_FRAMES), []).append(index)
+        for num_frames, some in again.items():
+            num_samples = SAMPLES_PER_FRAME * (num_frames if num_frames < 2 * REACH_FRAMES else REACH_FRAMES)
+            exact = self._run(torch.stack([rows[index][-num_frames:] for index in some]), speaker[some])
+            for index, wave in zip(some, exact, strict=True):
+                waves[index][-num_samples:] = wave[-num_samples:]
+        return waves
+
+    def _run(self, frames: Tensor, speaker: Tensor) -> Tensor:
+        wave: Tensor = self._generator(frames.transpose(1, 2), speaker[:, :, None])
         return wave.squeeze(1).float()
 
 
@@ -227,15 +230,16 @@ class HifiGanStream:
 
     @torch.no_grad()
     def push(self, generated: Generated, last: bool) -> Tensor:
-        """The next samples, on the host; none while the next frame lacks context."""
-        more = self._frames.push(generated.latents, last)
+        """The next samples, on the host; none while the next frame lacks context. A failed call has no effect."""
+        frames = deepcopy(self._frames)
+        more = frames.push(generated.latents, last)
         kept = more if self._kept is None else torch.cat([self._kept, more])
         received = self._num_dropped + len(kept)
-        ready = self._frames.num_frames if last else received - REACH_FRAMES
+        ready = received if last else received - REACH_FRAMES
         if ready <= self._num_done + FADE_FRAMES and not (last and ready > self._num_done):
-            self._kept = kept
+            self._frames, self._kept = frames, kept
             return torch.zeros(0)
-        whole = self._vocoder.generate(kept[None], self._speaker.to(kept)[None])[0]
+        (whole,) = self._vocoder.generate([kept], self._speaker.to(kept)[None], ends=last)
         first = self._num_done - self._num_dropped
         wave = whole[first * SAMPLES_PER_FRAME : (ready - self._num_dropped) * SAMPLES_PER_FRAME]
         if self._overlap is not None:
@@ -245,7 +249,7 @@ class HifiGanStream:
             wave, self._overlap = wave.tensor_split([-FADE_FRAMES * SAMPLES_PER_FRAME])
             self._num_done = ready - FADE_FRAMES
         num_passed = max(0, self._num_done - REACH_FRAMES - self._num_dropped)
-        self._kept, self._num_dropped = kept[num_passed:], self._num_dropped + num_passed
+        self._frames, self._kept, self._num_dropped = frames, kept[num_passed:], self._num_dropped + num_passed
         return wave.cpu()
 
 
