@@ -154,14 +154,18 @@ def test_a_second_signal_ends_at_once(clips: Clips, tmp_path: Path, server: Serv
 
 
 KILLED = "--stages dvae,gpt,decoder --dvae-steps 9 --max-steps 6 --decoder-steps 3 --dropout 0.2 --val-step 3"
+ONE_STEP = "--dvae-steps 1 --max-steps 1 --decoder-steps 1"
 
 
-@pytest.mark.parametrize(("times", "save_step"), [(4, 2), pytest.param(60, 1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("times", "save_step", "is_tried"),
+    [(4, 2, False), *(pytest.param(60 - 40 * tried, 1, tried, marks=pytest.mark.soak) for tried in (False, True))],
+)
 def test_kills_at_random_moments_and_at_writes_change_nothing(
-    times: int, save_step: int, clips: Clips, tmp_path: Path, server: Server
+    times: int, save_step: int, is_tried: bool, clips: Clips, tmp_path: Path, server: Server
 ) -> None:
-    """Killed runs are started again until they end, and compared with one left in peace."""
-    corpus, flags = clips(5), f"{KILLED} --save-step {save_step} --val-data {clips(3)}"
+    """Killed runs, new or tried before, are started again until they end, and compared with one left in peace."""
+    corpus, flags = clips(5), f"{KILLED} --save-step {save_step}" + ("" if is_tried else f" --val-data {clips(3)}")
     started_at = time.monotonic()
     assert server.start(arguments(tmp_path / "whole", corpus, flags)).wait() == 0
     duration_s = time.monotonic() - started_at
@@ -169,6 +173,8 @@ def test_kills_at_random_moments_and_at_writes_change_nothing(
     num_kills = num_ended = 0
     while num_kills < times or num_ended == 0:
         folder = tmp_path / f"parts-{num_ended}"
+        if is_tried and not folder.exists():
+            assert server.start(arguments(folder, corpus, f"{KILLED} {ONE_STEP}")).wait() == 0
         at_a_write = {"hook": "die_at_a_write", "DIE_AT": str(chance.randrange(1, 60))}
         is_at_a_write = num_kills < times and num_kills % 2 == 1
         run = server.start(arguments(folder, corpus, flags), **(at_a_write if is_at_a_write else {}))
@@ -180,7 +186,7 @@ def test_kills_at_random_moments_and_at_writes_change_nothing(
         assert "damaged" not in run.output
         if ended_by == 0:
             num_ended += 1
-            assert_same_run(folder, tmp_path / "whole", "dvae", "gpt", "decoder")
+            (assert_same_checkpoints if is_tried else assert_same_run)(folder, tmp_path / "whole", *STAGES)
         else:
             num_kills += 1
 
