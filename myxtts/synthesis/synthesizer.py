@@ -634,7 +634,7 @@ def provenance(run: RunDir) -> Provenance:
         data = DataSettings()
     frames = run.started_with().get("data.max_mel_frames") or mel_frames(data)
     known = (data.max_text_length, frames, data.use_phonemes)
-    decoder = run.checkpoints("decoder").newest(optimizer=False)
+    decoder = run.newest_notes().get("decoder")
     distances = decoder.state["notes"].get("vocoder") if decoder is not None else None
     languages = tuple(run.languages())
     return Provenance(tuple(run.untrained()), run.from_scratch, *known, distances, languages=languages)
