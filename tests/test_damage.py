@@ -8,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import contents
@@ -15,8 +16,10 @@ from training_fixtures import Clips, arguments, newest, train
 from training_processes import Server
 
 from myxtts.config import DataSettings
+from myxtts.data.codes import CodesCache
 from myxtts.data.prepare import prepare
 from myxtts.errors import DatasetError, MyXTTSError
+from myxtts.observe.report import write_report
 from myxtts.run_dir import RunDir
 
 pytest_plugins = ["training_fixtures", "training_processes"]
@@ -55,6 +58,23 @@ def test_a_damaged_cache_is_rebuilt_or_refused(times: int, corpus: Path, tmp_pat
 
 
 @few_or_many
+def test_damaged_codes_count_as_absent_and_are_written_again(times: int, tmp_path: Path) -> None:
+    chance, lengths = random.Random(times), np.array([5, 9, 0, 12])
+    audio, codes = np.arange(1, 5, dtype=np.uint64), np.random.default_rng(0).integers(1, 100, (4, 12))
+    codes *= np.arange(12) < lengths[:, None]
+    for number in range(times):
+        out, clips = np.zeros((4, 12), np.int64), np.arange(4)
+        for _ in range(3):  # written, damaged, and opened again
+            cache = CodesCache.open(tmp_path / str(number), audio, lengths, "dvae")
+            cache.read(clips, out)
+            assert (out == codes)[cache.known(clips)].all()
+            cache.write(clips, codes)
+            assert cache.read(clips, out) and (out == codes).all()
+            cache.close()
+            damage(next((tmp_path / str(number)).glob("codes-*")), chance)
+
+
+@few_or_many
 @pytest.mark.usefixtures("small")
 def test_a_damaged_run_is_repaired_or_refused(
     times: int, clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -72,6 +92,7 @@ def test_a_damaged_run_is_repaired_or_refused(
         if number % 10 == 0:
             capsys.readouterr()
             assert train(run, clips(4), flags) == 0 or "error: " in capsys.readouterr().err, harmed
+            assert write_report(run).is_file()
         try:
             found = RunDir(run).load_model(without=["gpt", "decoder"])
             last = RunDir(run).checkpoints("dvae").newest(optimizer=False)

@@ -74,6 +74,7 @@ def test_encoding_is_that_of_the_reference_pipeline() -> None:
     assert BASE.encode_batch([], []) == []
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(OLD_LETTERS, max_size=40), max_size=5))
 def test_known_text_round_trips(texts: list[str]) -> None:
     for text, ids in zip(texts, BASE.encode_batch(texts, ["en"] * len(texts)), strict=True):
@@ -82,6 +83,7 @@ def test_known_text_round_trips(texts: list[str]) -> None:
         assert BASE.unknown_characters(text, "en") == []
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_unknown_characters_are_exactly_those_without_an_id(text: str) -> None:
     unknown = BASE.unknown_characters(text, "en")
@@ -93,6 +95,7 @@ def test_unknown_characters_are_exactly_those_without_an_id(text: str) -> None:
         assert BASE.unknown_id in ids
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("ab [](){}"), max_size=12), st.sampled_from(list(vocabulary(BASE))))
 def test_text_never_becomes_a_control_token(around: str, token: str) -> None:
     text = around + token + around if token.startswith("[") else around
@@ -137,7 +140,7 @@ def test_training_is_deterministic_across_processes_and_order() -> None:
 WORDS = st.dictionaries(st.text("abc", min_size=1, max_size=8), st.integers(1, 9), min_size=1, max_size=12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(WORDS, st.integers(0, 20))
 def test_merges_are_those_of_the_native_trainer(words: dict[str, int], num_tokens: int) -> None:
     letters = sorted({letter for word in words for letter in word})
@@ -158,7 +161,7 @@ def test_small_corpus_gets_fewer_merges_and_too_small_a_size_is_refused() -> Non
         train(["ab"], [], 30)
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(
     texts=st.lists(st.text(OLD_LETTERS + "ñøپگژ\u200c", max_size=30), max_size=6),
     old=st.text(OLD_LETTERS, max_size=60),

@@ -110,8 +110,9 @@ class CodesCache:
 
     def known(self, clips: Rows) -> Flags:
         """Return which clips have codes; each row is compared with its checksum once per process."""
+        is_empty: Flags = self._lengths[clips] == 0
         if self._was_cut_off():
-            return np.equal(self._lengths[clips], 0)
+            return is_empty
         checksums = self._checksums[clips]
         unseen = (checksums != self._verified[clips]) & (checksums != self._rejected[clips]) & (checksums != 0)
         for clip, checksum in zip(clips[unseen].tolist(), checksums[unseen].tolist(), strict=True):
@@ -119,7 +120,7 @@ class CodesCache:
             row = self._data[start : start + self._lengths[clip]].tobytes()
             matches = _checksum(row, int(self._audio[clip])) == checksum
             (self._verified if matches else self._rejected)[clip] = checksum
-        known: Flags = ((checksums == self._verified[clips]) & (checksums != 0)) | (self._lengths[clips] == 0)
+        known: Flags = ((checksums == self._verified[clips]) & (checksums != 0)) | is_empty
         return known
 
     def read(self, clips: Rows, out: Array) -> bool:

@@ -146,7 +146,10 @@ class Store:
         """Fill `out` with a row and, unless it is known, compare it with its checksum; True if it is intact."""
         remaining = out
         while remaining:
-            num_bytes = os.preadv(self._descriptor, [remaining], offset)
+            try:
+                num_bytes = os.preadv(self._descriptor, [remaining], offset)
+            except OSError:  # a failing disk
+                return False
             if num_bytes == 0:  # the file was truncated
                 return False
             remaining, offset = remaining[num_bytes:], offset + num_bytes
