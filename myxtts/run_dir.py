@@ -246,7 +246,7 @@ class RunDir:
 
     def languages(self) -> list[str]:
         """Languages that the GPT was trained on, here or before the run started; empty if they are not known."""
-        facts, gpt = self.started_with(), self.checkpoints("gpt").newest(optimizer=False)
+        facts, gpt = self.started_with(), self.newest_notes().get("gpt")
         own = gpt.state["notes"].get("languages", []) if gpt is not None else []
         return sorted({*facts["languages"], *own}) if "languages" in facts else []
 

@@ -197,7 +197,7 @@ def test_export_from_the_command_line(
     for source, out, expected, why in (
         ("in", "out", 0, "in place of the weights that were there"),
         ("in", "in", 2, ""),
-        ("absent", "out", 1, "no folder"),
+        ("absent", "out", 2, "no such folder"),
         ("in", "own", 2, "holds other files (vocab.json)"),
         ("in", "own/vocab.json", 2, "is a file"),
     ):
@@ -213,12 +213,12 @@ def test_coqui_loads_the_sizes_with_the_vocoder_and_speaker_encoder_of_xtts_v2()
 def test_what_an_export_says_of_itself_is_honoured_and_carried_on(
     model: XTTS, vocabulary: Tokenizer, tmp_path: Path
 ) -> None:
-    known = Provenance(untrained=("decoder",), from_scratch=True, max_text_length=40, max_mel_frames=128)
+    known = Provenance(("decoder",), True, max_text_length=40, max_mel_frames=128, languages=("en",))
     save_folder(tmp_path, model, vocabulary, known)
     loaded = load_folder(tmp_path)
     assert loaded.provenance == known
     assert loaded.fresh_parts == ["hifigan_decoder.waveform_decoder"]
-    assert inherited(tmp_path) == {"from_scratch": True, "untrained": ["decoder"]}
+    assert inherited(tmp_path) == {"from_scratch": True, "untrained": ["decoder"], "languages": ["en"]}
     (tmp_path / "myxtts.json").write_text("[1]")
     with pytest.raises(UnreadableWeights, match=r"myxtts\.json is not what an export wrote"):
         load_folder(tmp_path)
