@@ -169,7 +169,7 @@ def test_kills_at_random_moments_and_at_writes_change_nothing(
     num_kills = num_ended = 0
     while num_kills < times or num_ended == 0:
         folder = tmp_path / f"parts-{num_ended}"
-        at_a_write = {"hook": "die_at_a_write", "DIE_AT": str(chance.randrange(1, 60))}
+        at_a_write = {"hook": "die_at_a_write", "DIE_AT": str(chance.randrange(1, 30))}
         is_at_a_write = num_kills < times and num_kills % 2 == 1
         run = server.start(arguments(folder, corpus, flags), **(at_a_write if is_at_a_write else {}))
         if num_kills < times and not is_at_a_write:
