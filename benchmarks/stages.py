@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from harness import MAX_MEL_FRAMES, LiveTable, machine, write_corpus
 
-from myxtts.config import STAGES
+from myxtts.config import SMALL_CORPUS, STAGES
 from myxtts.data.prepare import prepare
 from myxtts.model.xtts import SIZES
 from myxtts.settings import load
@@ -34,6 +34,7 @@ def measure(corpus: Path, stage: str, options: argparse.Namespace) -> list[str]:
         "data.batch_size": options.batch,
         "model.size": options.size,
         "training.enable_xla_compilation": not options.no_compile,
+        **dict.fromkeys(SMALL_CORPUS, 0),
     }
     loaded = load(None, flags)
     dry_run = DryRun(loaded.settings, prepare(loaded.settings.data), stage)

@@ -37,7 +37,7 @@ from harness import (
     write_corpus,
 )
 
-from myxtts.config import PRESETS, STAGES, DataSettings, Settings
+from myxtts.config import PRESETS, SMALL_CORPUS, STAGES, DataSettings, Settings
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.prepare import prepare
 from myxtts.devices import CONTEXT_MB, MARGIN_MB, apply_caps, explained_out_of_memory, make_plan
@@ -66,6 +66,7 @@ MEMORY_CASES: list[tuple[int, int, dict[str, object]]] = [
 def run(folder: Path, flags: dict[str, object]) -> list[StepReport]:
     """One run of the GPT stage with these settings."""
     defaults = {"data.language": "en", "training.checkpoint_dir": str(folder), "training.stages": "gpt"}
+    defaults |= dict.fromkeys(SMALL_CORPUS, 0)
     return train_reports(load(None, {**defaults, **flags}), folder)
 
 

@@ -219,9 +219,10 @@ def _add_evaluate(commands: Any) -> None:
 def _add_sampling(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--temperature", type=float, help="sampling temperature [default: 0.75]")
-    add("--guidance", type=float, help="classifier-free guidance, if trained with --text-dropout [default: 1]")
-    central = "use the code nearest to the mean of the likely ones: clearer, less expressive"
-    add("--central", action="store_true", default=None, help=central)
+    guidance = "classifier-free guidance [default: 2 for a model trained with --text-dropout, otherwise 1]"
+    add("--guidance", type=float, help=guidance)
+    central = "use the code nearest to the mean of the likely ones: clearer, less expressive [default: as trained]"
+    add("--central", action=argparse.BooleanOptionalAction, help=central)
     add("--best", action="store_true", help="use the GPT with the best validation loss, not the newest")
     add("--vocoder", choices=["hifigan", "griffin-lim"], help="codes to audio [default: the better one]")
 
@@ -560,7 +561,7 @@ def _export(options: argparse.Namespace) -> None:
     from myxtts.run_dir import RunDir
     from myxtts.synthesis.synthesizer import provenance
     from myxtts.text.tokenizer import Tokenizer
-    from myxtts.weights import load_folder, save_folder
+    from myxtts.weights import ONLY_HERE, fits_coqui, load_folder, save_folder
 
     replaced = ", in place of the weights that were there" if _check_export(options.source, options.out) else ""
     _require_vocabulary("--tokenizer", options.tokenizer)
@@ -578,9 +579,11 @@ def _export(options: argparse.Namespace) -> None:
         fresh = f", new weights for {', '.join(loaded.fresh_parts)}" if loaded.fresh_parts else ""
     save_folder(options.out, model, vocabulary, known)
     _say(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{fresh}{replaced}")
-    if known.untrained:
+    if known.random_parts:
         hum = "; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else ""
-        _say(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{hum}")
+        _say(f"WARNING: {' and '.join(known.random_parts)}: never trained, these weights are random{hum}")
+    if not fits_coqui(model.dims):
+        _say(f"WARNING: {ONLY_HERE}")
 
 
 def _check_export(source: Path, out: Path) -> bool:

@@ -111,6 +111,16 @@ CARDS = {
 FINE_TUNING_KEYS = frozenset({"model.lora_rank"})
 """Settings that a preset gives only with `init_from`: adapters on untrained weights learn nothing."""
 
+SMALL_CORPUS_HOURS = 10.0
+SMALL_CORPUS: Mapping[str, float] = {
+    "model.dropout": 0.1,
+    "training.code_noise": 0.3,
+    "training.text_dropout": 0.1,
+    "training.ema_decay": 0.995,
+}
+"""The `auto` of these settings for a GPT from scratch on less speech than that: without them, it did not learn to
+read from 3.8 hours (docs/results.md). The embedded corpus can only be memorised, and does without."""
+
 DEMO_FOLDER = Path("demo")
 """Folder of runs on the embedded corpus, so that a user's first own training does not continue one of them."""
 _DEMO_ROWS: Mapping[str, tuple[Any, Any]] = {
@@ -167,9 +177,9 @@ class ModelSettings:
     """Rank of the LoRA adapters that are trained instead of the whole GPT; 0 trains every weight. 16 to 64 is
     usual for fine-tuning `normal` on small cards."""
 
-    dropout: float = setting(0.0, minimum=0, maximum=0.9)
-    """Dropout of the GPT's embeddings and residuals. Off by default: it slows training on large corpora. 0.1, as
-    in XTTS-v2's own training, reduces overfitting on small ones."""
+    dropout: float | None = setting(None, minimum=0, maximum=0.9, none="auto")
+    """Dropout of the GPT's embeddings and residuals, which reduces overfitting and slows training. `auto` is 0.1,
+    as in XTTS-v2's own training, from scratch on less than 10 hours of speech, otherwise 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,15 +318,20 @@ class TrainingSettings:
 
     label_smoothing: float = setting(0.0, minimum=0, maximum=0.5)
     """Label smoothing of the GPT's losses. 0, as in XTTS-v2, is off."""
-    code_noise: float = setting(0.0, minimum=0, maximum=0.9)
+    code_noise: float | None = setting(None, minimum=0, maximum=0.9, none="auto")
     """Fraction of the GPT's input codes that are replaced at random during training, which makes it rely more on
-    the text. Helps with only a few hours of speech; 0, as in XTTS-v2, is off."""
-    text_dropout: float = setting(0.0, minimum=0, maximum=0.5)
+    the text. `auto` is 0.3 from scratch on less than 10 hours of speech, otherwise 0, as in XTTS-v2."""
+    text_dropout: float | None = setting(None, minimum=0, maximum=0.5, none="auto")
     """Probability of dropping a clip's text during training, so that the model can be sampled with
-    classifier-free guidance (`myxtts speak --guidance`). 0, as in XTTS-v2, is off."""
-    ema_decay: float = setting(0.0, minimum=0, maximum=0.99999)
+    classifier-free guidance (`myxtts speak --guidance`). `auto` is 0.1 from scratch on less than 10 hours of
+    speech, otherwise 0, as in XTTS-v2."""
+    ema_decay: float | None = setting(None, minimum=0, maximum=0.99999, none="auto")
     """Decay of an exponential moving average of the weights, which is then validated and exported instead of
-    them. 0 is off; 0.999 is usual."""
+    them; 0 is off. `auto` is 0.995 for the GPT from scratch on less than 10 hours of speech, otherwise 0."""
+
+    codebook: str = setting("auto", choices=("auto", "trained", "frozen"))
+    """Codebook of the DVAE in the `dvae` stage. `auto` trains a new one and freezes the one of `init_from`, so
+    that its codes keep their meaning for a GPT. `trained` also moves codes that the corpus does not use."""
 
     early_stop: int = setting(0, minimum=0)
     """Ends a stage after this many validations in a row without improvement; 0 is off."""

@@ -29,7 +29,7 @@ from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
 from myxtts.run import as_started, plan_stages
 from myxtts.run_dir import RunDir
-from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, speak_sample
+from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, provenance, speak_sample
 from myxtts.terminal import ProgressPrinter, show_corpus
 from myxtts.training.trainer import Reporter, StagePlan, State
 
@@ -113,6 +113,7 @@ class TrainingReports(Reporter):
     def validation(self, report: ValidationReport) -> None:
         self._log.validation(report)
         self._printer.validation(report)
+        self._printer.warn(self._warnings.validated(report))
 
     def picture(self, name: str, picture: Tensor, step: int) -> None:
         if picture.dim() == 1:
@@ -163,6 +164,8 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
         yield f"  report       {folder / 'report.html'}"
     yield f"  checkpoints  {', '.join(str(folder / stage) for stage in STAGES if (folder / stage).is_dir())}"
     run = RunDir(folder)
+    if random := provenance(run).random_parts:
+        yield f"  not trained  {', '.join(random)}: random weights"
     if settings.data.train_data is None:
         yield _ABOUT_THE_DEMO
     elif run.from_scratch and 0 < (steps := run.status("gpt").step) < FEW_STEPS:

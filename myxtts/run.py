@@ -24,7 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
-from myxtts.config import LANGUAGES, SAMPLE_RATE, STAGES, Settings, num_frames_of, stage_steps, stages_of
+from myxtts.config import (
+    LANGUAGES,
+    SAMPLE_RATE,
+    SMALL_CORPUS,
+    SMALL_CORPUS_HOURS,
+    STAGES,
+    Settings,
+    num_frames_of,
+    stage_steps,
+    stages_of,
+)
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.prepare import prepare, with_tokenizer_of_run
@@ -53,11 +63,11 @@ from myxtts.model.xtts import XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
-from myxtts.settings import LoadedSettings, how_to_set, to_yaml
+from myxtts.settings import LoadedSettings, how_to_set, to_yaml, value_of, with_settings
 from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
-from myxtts.training.recipes import RECIPES, DecoderRecipe, Recipe, StageFacts, useful_flops
+from myxtts.training.recipes import RECIPES, DecoderRecipe, DvaeRecipe, Recipe, StageFacts, useful_flops
 from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, choose_mode
 from myxtts.weights import MODEL_FILES, is_trained_in
 
@@ -113,7 +123,8 @@ def train(
         if is_first:
             barrier(plan)
         reporter.corpus(prepared)
-        for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan)]:
+        auto = auto_values(settings, prepared, run_dir if continues else None)
+        for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan, auto)]:
             say(line)
         stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
         for line in (f"Plan of the run in {run_dir.folder}:", *map(str, stages)):
@@ -131,9 +142,8 @@ def train(
                 loaded = None  # it stays on disk until the first new checkpoint is saved
             is_saved = run_dir.is_whole(without=() if loaded is not None else (stage,))
             model = run_dir.load_model(None if is_saved else fresh(), without=(stage,), warn=False)
-            context = StageContext(
-                stage, settings, prepared, plan, model, run_dir, reporter, say, stop, trained_on
-            )
+            own = with_auto(settings, auto, stage)
+            context = StageContext(stage, own, prepared, plan, model, run_dir, reporter, say, stop, trained_on)
             states[stage] = train_stage(context, loaded)
             barrier(plan)  # the next stage reads what rank 0 has saved of this one
             if not states[stage].done:
@@ -208,21 +218,45 @@ def _start(
         for stage in STAGES:
             run_dir.checkpoints(stage).prune()
         if model is not None:
+            known, is_coded = inherited(source), model.dvae.codebook.is_trained  # a folder may lack the DVAE
+            random = {*known["untrained"], *(() if is_coded else ("dvae",))}
             facts = {
                 "training.init_from": None if source is None else str(source),
                 "model.size": settings.model.size,
-                "languages": [LANGUAGES[number] for number in sorted(set(prepared.train.languages.tolist()))],
+                "corpus_languages": [LANGUAGES[number] for number in sorted(set(prepared.train.languages.tolist()))],
                 "data.max_mel_frames": prepared.max_mel_frames,
-                **inherited(source),
+                **known,
+                "untrained": [stage for stage in STAGES if stage in random],
+                "auto": auto_values(settings, prepared),
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }
             trained_in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
             run_dir.start(model, prepared.tokenizer, trained_in_full, facts)
-        if "gpt" in stages and "dvae" not in stages and source is None and model is not None:
+        is_random = "dvae" in run_dir.untrained() and "dvae" not in stages
+        if "gpt" in stages and is_random and model is not None:
             say("Hint: stage gpt without a trained DVAE learns the codes of a random one; train dvae before it")
         again = replace(settings, training=replace(training, reset_training=False))
         write_text_atomically(run_dir.folder / "settings.yaml", to_yaml(again))
     barrier(plan)
+
+
+def auto_values(
+    settings: Settings, prepared: PreparedCorpus, continued: RunDir | None = None
+) -> Mapping[str, float]:
+    """The settings that are `auto` and on for this corpus, by key; those that a continued run began with."""
+    if continued is not None:
+        return dict(continued.started_with().get("auto", {}))
+    training, samples = settings.training, int(prepared.train.num_samples.sum())
+    is_small = samples / SAMPLE_RATE < 3600 * SMALL_CORPUS_HOURS and settings.data.train_data is not None
+    if not is_small or training.init_from is not None:
+        return {}
+    return {key: value for key, value in SMALL_CORPUS.items() if value_of(settings, key) is None}
+
+
+def with_auto(settings: Settings, auto: Mapping[str, float], stage: str) -> Settings:
+    """The settings of a stage with a number for each that is `auto`: what the run began with, and only for gpt."""
+    unset = [key for key in SMALL_CORPUS if value_of(settings, key) is None]
+    return with_settings(settings, {key: auto.get(key, 0.0) if stage == "gpt" else 0.0 for key in unset})
 
 
 def _num_tokens(source: Path) -> int:
@@ -232,7 +266,10 @@ def _num_tokens(source: Path) -> int:
         return sys.maxsize
 
 
-def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan) -> Iterator[str]:
+def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan, auto: Mapping[str, float]) -> Iterator[str]:
+    if auto and "gpt" in stages_of(settings):
+        applied = ", ".join(f"{key} {value:g}" for key, value in auto.items())
+        yield f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech, the gpt stage has {applied}"
     gpus = Machine.look().gpus
     situation = Situation(
         settings=settings,
@@ -276,7 +313,9 @@ class StageContext:
 
     @property
     def fine_tuning(self) -> bool:
-        return self.settings.training.init_from is not None
+        """True if the stage starts from trained weights of `init_from`."""
+        random = self.run_dir.initially_untrained() if self.run_dir.exists else ()
+        return self.settings.training.init_from is not None and self.stage not in random
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -294,8 +333,10 @@ class StageContext:
 
     def notes(self) -> dict[str, Any]:
         known = identity(self.settings, self.prepared, self.plan)
+        trained_with = {key: value_of(self.settings, key) for key in SMALL_CORPUS}
         languages = [LANGUAGES[number] for number in sorted(set(self.prepared.train.languages.tolist()))]
         notes = {"identity": known, "lora_rank": self.settings.model.lora_rank, "languages": languages}
+        notes |= {"trained_with": trained_with}
         return notes | ({"vocoder": self.vocoder} if self.vocoder else {})
 
     def validate(self, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -332,9 +373,10 @@ def plan_stages(
     settings: Settings, prepared: PreparedCorpus, plan: Plan, run_dir: RunDir | None
 ) -> list[StagePlan]:
     """What a command does with every stage; raises if it cannot continue the run in `run_dir`."""
-    now, planned, changed = identity(settings, prepared, plan), list[StagePlan](), list[str]()
+    planned, changed, auto = list[StagePlan](), list[str](), auto_values(settings, prepared, run_dir)
     newest = run_dir.newest_notes() if run_dir is not None else {}
     for stage in STAGES:
+        now = identity(with_auto(settings, auto, stage), prepared, plan)
         target, notes = total_steps(settings, prepared, stage, now), newest.get(stage)
         status = run_dir.status(stage, changed) if run_dir is not None else StageStatus(stage)
         if stage not in stages_of(settings):
@@ -401,7 +443,7 @@ def total_steps(settings: Settings, prepared: PreparedCorpus, stage: str, split:
 
 def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, total: int) -> State:
     data, training, plan, model = ctx.settings.data, ctx.settings.training, ctx.plan, ctx.model
-    if ctx.stage == "dvae" and loaded is None and not ctx.fine_tuning:
+    if ctx.stage == "dvae" and loaded is None and (model.mel_stats == 1).all():  # there are none yet
         model.mel_stats.copy_(mel_statistics(ctx.prepared.train, plan.data))
     # Not for LoRA: adapters belong to the weights that the run wrote down when it started.
     is_random = loaded is None and ctx.stage in ctx.run_dir.initially_untrained()
@@ -409,6 +451,8 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
         torch.manual_seed(training.seed)
         model.gpt.init_from_codebook(model.dvae.codebook.embed.t())
     step = set_up(ctx, total, loaded)
+    if isinstance(step.recipe, DvaeRecipe) and step.recipe.frozen:
+        ctx.say("Codebook: frozen, so that its codes keep their meaning; --codebook trained changes it")
     peak = peak_clips_per_s(ctx, step)
     doing = f"training on batches of {data.batch_size} clips"
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
@@ -452,7 +496,7 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
             weight_decay=training.weight_decay,
             grad_clip=training.grad_clip,
             betas=recipe.betas,
-            ema_decay=training.ema_decay,
+            ema_decay=training.ema_decay or 0.0,
         )
     torch.manual_seed(training.seed + plan.rank)  # dropout differs between ranks
     if loaded is not None:
@@ -470,14 +514,18 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
 
 def peak_clips_per_s(ctx: StageContext, step: Step) -> float | None:
     """The speed at which every GPU would compute nothing but useful matrix products; None if unknown."""
-    flops = useful_flops(step.recipe, ctx.prepared.train)
-    peak = peak_flops(step.stream, torch.bfloat16 if step.mode.autocast else torch.float32) if flops else None
+    peak = peak_flops(step.stream, torch.bfloat16 if step.mode.autocast else torch.float32)
+    flops = useful_flops(step.recipe, ctx.prepared.train) if peak else None
     return ctx.plan.world_size * peak / flops if flops and peak else None
 
 
 @torch.no_grad()
 def mel_statistics(clips: ClipSet, device: torch.device) -> Tensor:
-    """The divisors of mels, [80]: the root mean square of each band over some training clips."""
+    """The divisors of mels, [80]: the root mean square of each band over some training clips.
+
+    In the DVAE's loss an error in the loudest band, at 300 Hz, then weighs 4.6 times one in the faintest, at 8 kHz
+    (embedded corpus). XTTS-v2 has a divisor per band too, and errors in faint bands are heard less.
+    """
     log_mel, num_frames = LogMel(DVAE_MEL).to(device), 0
     total = torch.zeros(DVAE_MEL.num_mels, dtype=torch.float64, device=device)
     for clip in range(0, len(clips), max(len(clips) // MEL_STATISTICS_CLIPS, 1)):
@@ -561,7 +609,7 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
         "data.use_phonemes": data.use_phonemes,
         "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
         "training.seed": training.seed,
-        "training.ema_decay": training.ema_decay,
+        "training.ema_decay": training.ema_decay or 0.0,
     }
     if prepared is not None:
         known |= {
@@ -578,10 +626,10 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
 def check_resumable(settings: Settings, run_dir: RunDir, prepared: PreparedCorpus | None) -> None:
     """Raise the error with which `train` would refuse to continue a run, as far as it can be known beforehand."""
     settings = as_started(settings, run_dir)
-    now = identity(settings, prepared)
+    auto = run_dir.started_with().get("auto", {})
     for stage, notes in run_dir.newest_notes().items():
         if stage in stages_of(settings):
-            saved = notes.state["notes"]["identity"]
+            saved, now = notes.state["notes"]["identity"], identity(with_auto(settings, auto, stage), prepared)
             require_continuable(run_dir.folder, {name: saved[name] for name in now if name in saved}, now)
 
 

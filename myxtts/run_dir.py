@@ -168,7 +168,7 @@ class RunDir:
                 stages.append(status)
         saved_at = max(notes.folder.stat().st_mtime for notes in self.newest_notes().values())
         num_bytes = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-        about = (str(facts.get("model.size", "")), num_bytes, list(facts.get("languages", [])))
+        about = (str(facts.get("model.size", "")), num_bytes, list(facts.get("corpus_languages", [])))
         return RunSummary(self.folder, stages, again, *about, settings.data.train_data, saved_at)
 
     def fingerprints(self, stage: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""XTTS-v2 folders: read the published forms, write folders that coqui-tts and tools built on it load.
+"""XTTS-v2 folders: read the published forms, write folders that coqui-tts loads (if `fits_coqui`).
 
     model.pth       GPT, vocoder and speaker encoder; a trainer's checkpoint also holds the DVAE
     dvae.pth        the DVAE;  mel_stats.pth  the 80 divisors of the mels
@@ -48,6 +48,8 @@ class Provenance:
     vocoder: Mapping[str, float] | None = None
     """Distances of the decoder and of Griffin-Lim from held-out recordings, by the validation of the decoder."""
     languages: tuple[str, ...] = ()  # those that the GPT was trained on; empty if they are not known
+    text_dropout: float = 0.0  # share of the texts dropped in training: if any were, guidance works
+    code_noise: float = 0.0  # share of the codes replaced in training: the distributions are flat
 
     @classmethod
     def read(cls, folder: Path) -> Provenance:
@@ -61,6 +63,11 @@ class Provenance:
             return cls(**{**found, "untrained": untrained, "languages": tuple(found.get("languages", ()))})
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UnreadableWeights(f"{path} is not what an export wrote ({error}); export again") from None
+
+    @property
+    def random_parts(self) -> list[str]:
+        """Stages that were never trained, and the speaker encoder, which no stage trains, in words."""
+        return [*self.untrained, *(["speaker encoder"] if self.from_scratch else [])]
 
     @property
     def untrained_parts(self) -> list[str]:
@@ -139,7 +146,7 @@ def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[st
 
 
 def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Provenance = PUBLISHED) -> None:
-    """Write a folder that coqui-tts loads."""
+    """Write a folder that coqui-tts loads if `fits_coqui`."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text_atomically(folder / _PROVENANCE_FILE, json.dumps(asdict(provenance), indent=2))
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
@@ -149,6 +156,20 @@ def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Pr
     write_pth(folder / _STATS_FILE, state["mel_stats"])
     vocabulary.save(folder / VOCABULARY_FILE)
     write_text_atomically(folder / _CONFIG_FILE, json.dumps(coqui_settings(model.dims, vocabulary), indent=2))
+
+
+ONLY_HERE = (
+    "coqui-tts cannot load this folder, because the sizes of its vocoder and speaker encoder are fixed; "
+    "myxtts speak, export and --init-from can. For coqui-tts, train --model-size normal or big"
+)
+
+
+def fits_coqui(dims: XTTSDims) -> bool:
+    """True if coqui-tts, which builds the vocoder and the speaker encoder of XTTS-v2, can load such a model."""
+    sizes, published = (
+        (known.vocoder_channels, known.speaker_dim, known.speaker_filters) for known in (dims, XTTSDims())
+    )
+    return sizes == published
 
 
 def coqui_settings(dims: XTTSDims, vocabulary: Tokenizer) -> dict[str, Any]:

@@ -134,7 +134,7 @@ UNSUITABLE: list[tuple[dict[str, object], dict[str, Any], str, Any, str]] = [
     ({}, {"num_val_clips": 0}, "", None, "no clip is left for validation"),
     ({"early_stop": "3"}, {"num_val_clips": 0}, "training.early_stop", None, "never acts"),
     ({"size": "big"}, {"speech_hours": 3.2}, "model.size", None, "3.2 hours"),
-    ({"size": "normal"}, {"speech_hours": None, "num_clips": 500}, "model.size", None, "2.8 hours"),
+    ({"size": "normal"}, {"speech_hours": None, "num_clips": 300}, "model.size", None, "2.3 hours"),
     ({"pad_to_fixed_length": "false"}, {}, "data.pad_to_fixed_length", True, "is compiled, captured"),
     ({"init_from": "DIR", "learning_rate": "0.002"}, {}, "training.learning_rate", None, "rate"),
     ({"lora_rank": "16"}, {}, "model.lora_rank", 0, "without --init-from"),

@@ -90,6 +90,17 @@ def test_a_clip_in_a_batch_equals_the_clip_alone(reference: dict[str, Tensor], s
         assert error(mel[:, :frames], alone) < 1e-6
 
 
+@pytest.mark.parametrize("hz", [5000, 10000, 10300])
+def test_targets_at_24_khz_keep_tones_and_have_no_images(hz: int) -> None:
+    """An image of a tone lies as far above 11,025 Hz as the tone lies below."""
+    tone = torch.sin(2 * torch.pi * hz * torch.arange(22050) / 22050)
+    wave = resample(tone, 24000)[2000:22000].double() * torch.hann_window(20000, dtype=torch.float64)
+    spectrum = torch.fft.rfft(wave).abs() / 5000
+    at = round(hz * 20000 / 24000)
+    assert float(spectrum[at - 5 : at + 6].max()) > 0.9
+    assert float(spectrum[at + 50 :].max()) < 1e-3
+
+
 def test_pcm_becomes_waves_and_stale_samples_silence() -> None:
     pcm = torch.tensor([[-32768, 32767, 1, 9], [16384, 9, 9, 9], [9, 9, 9, 9]], dtype=torch.int16)
     wave = pcm_to_wave(pcm, torch.tensor([3, 1, 0], dtype=torch.int32))

@@ -229,6 +229,29 @@ def test_a_model_that_waits_for_batches_most_of_the_time_is_starving() -> None:
     assert warnings_of(history(WARMUP_REPORTS + 1, step_cv=0.9)) == [], "the warm-up"
 
 
+def validated(
+    *losses: float, training: Callable[[int], float] = lambda step: 5 - step / 1000
+) -> list[list[Warning]]:
+    """The warnings of validations every 100 steps."""
+    watch, found = LiveWarnings(), []
+    for number, loss in enumerate(losses, 1):
+        for step in range(100 * number - 90, 100 * number + 10, 10):
+            watch.add(on_step(step, losses={"total": training(step)}, rings=FULL))
+        found.append(watch.validated(ValidationReport("gpt", 100 * number, {"total": loss}, is_best=False)))
+    return found
+
+
+def test_a_validation_loss_that_rises_while_the_training_loss_falls_is_overfitting() -> None:
+    *before, (warning,), after = validated(4.0, 3.0, 3.1, 3.15, 3.2, 3.3)
+    assert not any(before) and not after, "once, when it is no longer chance"
+    assert warning.code == "overfitting"
+    assert "overfits: its validation loss was 3 at step 200 and is 3.2 now" in warning.text
+    assert "speak --best" in warning.text and "--early-stop" in warning.text
+    assert not any(validated(4.0, 3.0, 3.01, 3.02, 3.01)), "about the same"
+    assert not any(validated(4.0, 3.0, 3.2, 3.4, 3.6, training=lambda step: 5 + step / 1000)), "it diverges"
+    assert not any(validated(4.0, math.nan, 3.0, 3.1, 2.9))
+
+
 def leak_found(
     used_mb: Callable[[int], float], log_step: int = 10, role: str = "gpu", total: int = 100_000
 ) -> tuple[int, str]:

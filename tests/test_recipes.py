@@ -14,12 +14,22 @@ from model_fixtures import waiting_is_an_error
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from myxtts.config import NUM_STOPS
+from myxtts.config import NUM_STOPS, Settings, TrainingSettings
 from myxtts.data.batches import Sizes
 from myxtts.model.dvae import DVAE
 from myxtts.model.gpt import AUDIO, GPT, TEXT, GPTDims, PackedBatch, add_adapters, packed_length
 from myxtts.model.vocoder import Discriminators, HifiGanDecoder, Resolution, SpeakerEncoder, num_samples
-from myxtts.training.recipes import MANY_LAYERS, DecoderRecipe, DvaeRecipe, GptRecipe, Recipe
+from myxtts.model.xtts import SIZES as MODEL_SIZES
+from myxtts.model.xtts import XTTS
+from myxtts.training.recipes import (
+    MANY_LAYERS,
+    REVIVE_STEPS,
+    DecoderRecipe,
+    DvaeRecipe,
+    GptRecipe,
+    Recipe,
+    StageFacts,
+)
 
 Batch = dict[str, Tensor]
 DIMS = GPTDims(
@@ -402,13 +412,38 @@ def test_a_fresh_codebook_follows_fast_and_a_trained_one_slowly() -> None:
     (batch,) = with_totals([dvae_batch()])
     moved = {}
     for fine_tuning in (False, True):
-        recipe = make("dvae", fine_tuning=fine_tuning)
+        recipe = make("dvae")
+        recipe.fine_tuning = fine_tuning
         before = recipe.dvae.codebook.embed.clone()
         recipe(batch, SIZES)
         chosen = recipe.counts_and_sums[0] > 0
         recipe.after_step(1)
         moved[fine_tuning] = (recipe.dvae.codebook.embed - before)[:, chosen].norm()
     assert moved[False] > 2 * moved[True] > 0
+
+
+@pytest.mark.parametrize("wanted", ["auto", "frozen", "trained"])
+def test_fine_tuning_keeps_a_published_codebook_unless_asked_to_train_it(wanted: str) -> None:
+    """Also if its file has no counts; then no code is thrown away for not being used in the first steps."""
+    torch.manual_seed(0)
+    model = XTTS(replace(MODEL_SIZES["tiny"], dvae_hidden=16, dvae_codebook_dim=8, dvae_blocks=1))
+    book = model.dvae.codebook
+    book.embed_avg.mul_(3.0)
+    assert book.is_trained
+    before = book.embed.clone()
+    recipe = DvaeRecipe.build(model, Settings(training=TrainingSettings(codebook=wanted)), StageFacts(1, True))
+    (batch,) = with_totals([dvae_batch()])
+    recipe.before_first_step(batch)
+    weight = model.dvae.encoder[0][0].weight
+    for step in range(2 * REVIVE_STEPS):
+        recipe(batch, SIZES)["total"].backward()
+        recipe.after_step(step)
+    assert weight.grad.any()
+    if wanted == "trained":
+        moved = ((book.embed - before).abs() > 1e-3).any(0).float()
+        assert 0 < float(moved.mean()) < 0.2, "only those near the clips"
+    else:
+        assert torch.equal(book.embed, before) and not book.cluster_size.any()
 
 
 def test_processes_share_one_codebook() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import signal
@@ -19,8 +20,8 @@ from training_fixtures import SMALL, Start, assert_equal_tensors, assert_same_ru
 
 import myxtts.model.gpt
 import myxtts.pipeline.feed
-from myxtts.checkpoints import UnreadableWeights
-from myxtts.config import SAMPLE_RATE, STAGES, DataSettings
+from myxtts.checkpoints import UnreadableWeights, read_tensors, write_pth
+from myxtts.config import SAMPLE_RATE, SMALL_CORPUS, STAGES, DataSettings
 from myxtts.data.prepare import prepare
 from myxtts.devices import Plan
 from myxtts.files import lock
@@ -29,9 +30,10 @@ from myxtts.model.xtts import XTTS
 from myxtts.observe.findings import Finding
 from myxtts.observe.metrics import StepReport
 from myxtts.reports import TrainingReports
+from myxtts.run import auto_values, prepare_corpus
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer, provenance
+from myxtts.synthesis.synthesizer import OWN_SAMPLING, load_synthesizer, override_sampling, provenance
 from myxtts.text.tokenizer import Tokenizer, extend
 from myxtts.tools.check import check
 from myxtts.training.trainer import StepMode, choose_mode
@@ -327,6 +329,26 @@ def test_adapters_are_not_put_on_the_weights_of_an_earlier_start(base: Path, sta
     assert RunDir(run).started_with()["training.init_from"] == str(tmp_path / "first")
 
 
+def test_a_published_dvae_keeps_its_codebook_and_a_missing_one_is_trained_from_scratch(
+    base: Path, start: Start
+) -> None:
+    (base / "myxtts.json").unlink()  # a published folder has none
+    dvae = read_tensors(base / "dvae.pth")
+    vectors = torch.randn_like(dvae["codebook.embed"])
+    write_pth(base / "dvae.pth", {**dvae, "codebook.embed": vectors, "codebook.cluster_size": vectors[0].abs()})
+    found = newest(start(f"--init-from {base} --stages dvae --max-steps 3", "tuned"), "dvae").weights
+    assert "Codebook: frozen" in start.out
+    assert torch.equal(found["dvae.codebook.embed"], vectors)
+    assert not torch.equal(found["dvae.decoder.0.weight"], dvae["decoder.0.weight"])
+
+    (base / "dvae.pth").unlink()
+    found = newest(start(f"--init-from {base} --stages dvae --max-steps 3", "new"), "dvae").weights
+    assert "Codebook: frozen" not in start.out
+    assert found["dvae.codebook.cluster_size"].any()
+    start(f"--init-from {base} --max-steps 1", "random")
+    assert "without a trained DVAE" in start.out
+
+
 def test_new_tokens_are_trained_beside_adapters(base: Path, start: Start, tmp_path: Path) -> None:
     larger = extend(Tokenizer.load(base), ["zwölf boxkämpfer jagen viktor quer"] * 3, "de", 5)
     larger.save(tmp_path / "larger.json")
@@ -359,6 +381,7 @@ def test_a_run_started_from_an_unfinished_one_speaks_as_that_does(start: Start) 
 def test_a_run_speaks_and_is_exported(start: Start, tmp_path: Path) -> None:
     run, reference, out = start("--stages dvae,gpt --max-steps 1"), tmp_path / "reference.wav", tmp_path / "out"
     soundfile.write(reference, make_voice(6.5, seed=1), SAMPLE_RATE)
+    assert "  not trained  decoder, speaker encoder: random weights" in start.out
     speak = ["speak", "Hello.", "--model", run, "--language", "en", "--seed", "1"]
     shown = start.command(*speak, "--speaker", reference, "--voice", "anna", "--out", tmp_path / "one.wav")
     assert "griffin" in shown.lower(), "no decoder was trained, and that is said"
@@ -368,7 +391,7 @@ def test_a_run_speaks_and_is_exported(start: Start, tmp_path: Path) -> None:
     assert (tmp_path / "one.wav").read_bytes() == (tmp_path / "two.wav").read_bytes()
     start.command(*speak, code=2)
     exported = start.command("export", run, "--out", out)
-    assert "WARNING: decoder: never trained, these weights are random" in exported
+    assert "WARNING: decoder and speaker encoder: never trained, these weights are random" in exported
     theirs, own = (load_synthesizer(folder, device=CPU) for folder in (out, run))
     assert theirs.vocoder.name == "griffin-lim", "a random decoder would only hum"
     assert theirs.sampling == own.sampling == OWN_SAMPLING
@@ -376,6 +399,45 @@ def test_a_run_speaks_and_is_exported(start: Start, tmp_path: Path) -> None:
     tuned = start(f"--init-from {out} --max-steps 1", "tuned")
     assert RunDir(tuned).untrained() == ["decoder"]
     start.command("export", run, "--out", tuned, code=2)  # a run is not written over
+
+
+AUTO = "--dropout auto --code-noise auto --text-dropout auto --ema-decay auto"
+
+
+def test_a_gpt_from_scratch_on_few_hours_is_trained_and_speaks_in_the_way_that_was_measured(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start(f"--stages dvae,gpt --max-steps 1 {AUTO}")
+    applied = "model.dropout 0.1, training.code_noise 0.3, training.text_dropout 0.1, training.ema_decay 0.995"
+    assert f"less than 10 hours of speech, the gpt stage has {applied}" in start.out
+    assert newest(run).state["notes"]["trained_with"] == SMALL_CORPUS
+    assert not any(name.startswith("ema.") for name in newest(run, "dvae").optimizer), "only the GPT is averaged"
+    assert any(name.startswith("ema.") for name in newest(run).optimizer)
+    start(f"--stages gpt --max-steps 2 {AUTO}")  # continued with the same
+    start.command("export", run, "--out", tmp_path / "out")
+    for folder in (run, tmp_path / "out"):
+        sampling = load_synthesizer(folder, device=torch.device("cpu")).sampling
+        assert (sampling.guidance, sampling.central) == (2.0, True)
+    given = argparse.Namespace(temperature=None, repetition_penalty=None, guidance=1.0, central=False)
+    assert override_sampling(sampling, given) == OWN_SAMPLING, "flags win"
+
+
+def test_own_values_win_over_those_for_few_hours(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("model: {dropout: 0.0}\ntraining: {code_noise: 0.2, ema_decay: auto}\n")
+    settings = load(own, {"data.train_data": str(start.clips()), "training.text_dropout": 0}).settings
+    prepared = prepare_corpus(settings)
+    assert auto_values(settings, prepared) == {"training.ema_decay": 0.995}
+    tuned = replace(settings, training=replace(settings.training, init_from=tmp_path))
+    embedded = replace(settings, data=replace(settings.data, train_data=None))
+    assert auto_values(tuned, prepared) == auto_values(embedded, prepared) == {}
+    monkeypatch.setattr("myxtts.run.SMALL_CORPUS_HOURS", 0.0)
+    assert auto_values(settings, prepared) == {}
+    large = start(f"--stages gpt --max-steps 1 {AUTO}", "large")
+    assert "hours of speech, the gpt stage" not in start.out
+    assert set(newest(large).state["notes"]["trained_with"].values()) == {0.0}
 
 
 def test_weights_that_are_not_there_are_named_before_anything_else(

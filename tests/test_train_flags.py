@@ -49,6 +49,7 @@ ELSEWHERE = {
     "training.reset_training": "test_resume.py::test_a_reset_puts_the_old_run_aside_and_starts_over",
     "training.warmup_steps": "test_trainer.py::test_the_learning_rate_rises_and_falls_along_a_cosine",
     "training.ema_decay": "test_trainer.py::test_the_validation_loss_is_that_of_the_averaged_weights_per_token",
+    "training.codebook": ("test_recipes.py::test_fine_tuning_keeps_a_published_codebook_unless_asked_to_train_it"),
     "training.early_stop": "test_trainer.py::test_training_ends_early_when_validations_no_longer_improve",
     "training.log_step": "test_trainer.py::test_reports_validations_and_checkpoints_come_when_they_are_due",
     "training.val_step": "test_trainer.py::test_reports_validations_and_checkpoints_come_when_they_are_due",

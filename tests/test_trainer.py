@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 import torch
 from pipeline_fixtures import SEED, Corpus, codes_alone, crop_mels_alone, num_open_files
 from torch import Tensor
-from training_fixtures import Start, assert_equal_tensors, losses, measured, newest, steps
+from training_fixtures import Start, arguments, assert_equal_tensors, losses, measured, newest, steps
 
 from myxtts.config import DataSettings
 from myxtts.data.prepare import prepare
@@ -21,7 +24,7 @@ from myxtts.model.gpt import pack, packed_length
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import StepClock
 from myxtts.run_dir import RunDir
-from myxtts.training.recipes import GptRecipe
+from myxtts.training.recipes import DecoderRecipe, GptRecipe
 from myxtts.training.trainer import MAX_SKIPPED
 
 pytest_plugins = ["training_fixtures"]
@@ -51,6 +54,34 @@ def test_micro_steps_give_the_weights_of_one_large_batch(count: int, start: Star
         if name.startswith("exp_avg."):
             torch.testing.assert_close(added.optimizer[name], value, rtol=0, atol=1e-6, msg=name)
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+
+
+def test_a_cpu_takes_the_clips_of_the_decoder_one_by_one(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clip that only fills up the batch, and the same losses and weights as all at once."""
+    runs = []
+    for name, at_once in (("pieces", 1), ("whole", None)):
+        monkeypatch.setattr(DecoderRecipe, "clips_at_once", at_once)
+        runs.append(start("--stages decoder --batch-size 4 --max-steps 2", name, corpus=3))
+    for found, expected in zip(*map(steps, runs), strict=True):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+    pieces, whole = (newest(run, "decoder").weights for run in runs)
+    for name, weight in whole.items():
+        torch.testing.assert_close(pieces[name], weight, rtol=0, atol=1e-3)
+
+
+def test_the_decoder_stage_of_tiny_needs_less_than_two_gigabytes_on_a_cpu(start: Start, tmp_path: Path) -> None:
+    code = (
+        "import re, sys; from myxtts.cli import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        # Not ru_maxrss: it starts at what the process that called exec held.
+        "print(int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) // 1024)"
+    )
+    flags = "--stages decoder --batch-size 4 --max-steps 1 --num-workers 1"
+    command = [sys.executable, "-c", code, *arguments(tmp_path / "run", start.clips(4), flags)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert int(result.stdout.split()[-1]) < 2000, "MB"
 
 
 # What is not finite
@@ -144,19 +175,24 @@ def test_what_the_first_step_takes_to_compile_is_not_expected_of_the_others(
 def test_useful_arithmetic_is_reported_as_a_share_of_the_measured_peak(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For the GPT, and only on a GPU, where the peak can be measured; frozen weights take less arithmetic."""
+    """Only on a GPU, where the peak can be measured; frozen weights take less arithmetic."""
     assert steps(start("--stages gpt --max-steps 1", "cpu"))[0]["mfu"] is None
     monkeypatch.setattr("myxtts.run.peak_flops", lambda *_: 1e12)
-    run = start("--stages dvae,gpt --max-steps 2")
-    dvae, _, *gpt = steps(run)
-    assert dvae["mfu"] is None
+    run = start("--max-steps 2")
+    dvae, _, *gpt, decoder, _ = steps(run)
     (lora,) = steps(start("--stages gpt --lora-rank 2 --max-steps 1", "lora"))
     whole, again, adapted = (report["mfu"] / report["clips_per_s"] for report in (*gpt, lora))
     assert whole == pytest.approx(again)
     assert 0.6 * whole < adapted < 0.9 * whole
-    weights = RunDir(run).load_model().gpt
-    products = sum(p.numel() for name, p in weights.named_parameters() if p.dim() > 1 and "embedding" not in name)
-    assert 6 * products * 10 < 1e12 * whole < 6 * products * 100, "each clip has some tens of tokens"
+    model = RunDir(run).load_model()
+    kernels = {
+        part: sum(p.numel() for name, p in network.named_parameters() if p.dim() > 1 and "embedding" not in name)
+        for part, network in (("gpt", model.gpt), ("dvae", model.dvae), ("decoder", model.hifigan_decoder))
+    }
+    assert 6 * kernels["gpt"] * 10 < 1e12 * whole < 6 * kernels["gpt"] * 100, "each clip has some tens of tokens"
+    per_clip = [1e12 * report["mfu"] / report["clips_per_s"] for report in (dvae, decoder)]
+    assert 6 * kernels["dvae"] * 10 < per_clip[0] < 6 * kernels["dvae"] * 160, "one to four frames of each code"
+    assert 6 * kernels["decoder"] < per_clip[1]
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

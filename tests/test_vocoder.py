@@ -65,6 +65,15 @@ class TestVocoder:
         torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
         assert error(vocoder(latents, -g), together) > 1e-3, "the voice must be heard"
 
+    def test_samples_are_not_rounded_under_autocast(
+        self, vocoder: HifiGanDecoder, reference: dict[str, Any]
+    ) -> None:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            wave = vocoder(reference["latents"], reference["g"])
+        assert wave.dtype == torch.float32
+        assert (wave != wave.bfloat16()).float().mean() > 0.9
+        assert error(wave, reference["wav"]) < 10 ** (-44 / 20)
+
     def test_frames_may_be_cut_like_samples(self, vocoder: HifiGanDecoder) -> None:
         latents, g = torch.randn(1, 60, 32), torch.randn(1, 16, 1)
         frames, wave = vocoder.frames(latents), vocoder(latents, g)

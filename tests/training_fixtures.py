@@ -46,7 +46,7 @@ _SHORT_SEGMENT = 4
 FLAGS = (
     "--language en --vocab-size 256 --batch-size 2 --max-mel-frames 128 --max-text-length 40 --num-workers 1 "
     "--model-start-delay 0 --warmup-steps 0 --log-step 1 --val-step 100 --save-step 100 --val-fraction 0 "
-    "--lr 1e-3 --max-steps 4"
+    "--lr 1e-3 --max-steps 4 --dropout 0 --code-noise 0 --text-dropout 0 --ema-decay 0"
 )
 """Of every run here, unless it says otherwise."""
 MEASURED = ("losses", "lr", "grad_norm", "epoch", "skipped", "total_steps")

@@ -81,6 +81,8 @@ def packed_attention(
         assert isinstance(out, Tensor)  # a tuple only if auxiliary outputs are requested
         return out
     # Packed kernels support neither CPUs nor fp32: pad on the right, attend, pack again.
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():  # no device to wait for: pad only as needed
+        max_q, max_k = (max(int(offsets.diff().max()), 1) for offsets in (offsets_q, offsets_k))
     index_q, _ = _unpacking(offsets_q, max_q, len(q))
     index_k, present = _unpacking(offsets_k, max_k, len(k))
     queries, keys, values = (x[index].transpose(1, 2) for x, index in ((q, index_q), (k, index_k), (v, index_k)))

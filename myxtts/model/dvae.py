@@ -57,8 +57,8 @@ class Codebook(nn.Module):
 
     @property
     def is_trained(self) -> bool:
-        """True once a latent has been assigned to a code; until then the vectors are random."""
-        return bool(self.cluster_size.any())
+        """False for random vectors: no latent was assigned to a code. Some published files lack the counts."""
+        return bool(self.cluster_size.any()) or not torch.equal(self.embed, self.embed_avg)
 
     def nearest(self, latents: Tensor) -> Tensor:
         """Codes [...] of the vectors nearest to latents [..., dim]; ties go to the lowest code."""
@@ -110,6 +110,13 @@ class Codebook(nn.Module):
         total = self.cluster_size.sum()
         smoothed = (self.cluster_size + self.eps) / (total + self.eps * len(self.cluster_size)) * total
         self.embed.copy_(self.embed_avg / smoothed)
+
+    @torch.no_grad()
+    def start_means(self) -> None:
+        """Start the running means of a trained codebook that lacks them, as if all its codes were used equally."""
+        if not self.cluster_size.any():
+            self.cluster_size.fill_(1.0)
+            self.embed_avg.copy_(self.embed)
 
     @torch.no_grad()
     def revive(self, latents: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
@@ -170,6 +177,7 @@ class DVAE(nn.Module):
     ) -> None:
         super().__init__()
         outer, inner = hidden_dim, 2 * hidden_dim
+        self.channels = channels
         self.discrete_loss = UnusedAccumulator(num_tokens)
         self.encoder = nn.Sequential(
             nn.Sequential(nn.Conv1d(channels, outer, 3, stride=2, padding=1), nn.ReLU()),

@@ -188,20 +188,26 @@ def resample(wave: Tensor, rate: int) -> Tensor:
     """
     divisor = math.gcd(SAMPLE_RATE, rate)
     block_in, block_out = SAMPLE_RATE // divisor, rate // divisor
-    taps, reach = _resampling_taps(block_in, block_out, wave.device)
+    taps, reach = _resampling_taps(block_in, block_out, wave.device, *_FILTERS.get(rate, _SHARP_FILTER))
     with torch.autocast(wave.device.type, enabled=False):
         padded = F.pad(wave.float(), (reach, reach + block_in))
         blocks = padded.unfold(-1, len(taps), block_in) @ taps.float()
     return blocks.flatten(-2)[..., : -(-wave.shape[-1] * block_out // block_in)]
 
 
-def _resampling_taps(block_in: int, block_out: int, device: torch.device) -> tuple[Tensor, int]:
-    """Taps [reach + block_in + reach, block_out] of a low-pass filter: a Hann-windowed sinc, in float64.
+_FILTERS = {SPEAKER_SAMPLE_RATE: (6, 0.99)}
+"""Zero crossings on either side and the cutoff as a share of the lower Nyquist frequency, by rate: the published
+speaker encoder was trained with these."""
+_SHARP_FILTER = (64, 0.97)
+"""For speech to learn from: what the speaker encoder's filter leaves above 11 kHz is only 7 dB below the band it
+mirrors; this one leaves 68 dB, and dampens 10 kHz by 0 dB instead of 3."""
 
-    The published speaker encoder was trained on audio resampled with six zero crossings on either side and a
-    cutoff at 0.99 of the lower Nyquist frequency.
-    """
-    num_crossings, cutoff = 6, 0.99 * min(block_in, block_out)
+
+def _resampling_taps(
+    block_in: int, block_out: int, device: torch.device, num_crossings: int, share: float
+) -> tuple[Tensor, int]:
+    """Taps [reach + block_in + reach, block_out] of a low-pass filter: a Hann-windowed sinc, in float64."""
+    cutoff = share * min(block_in, block_out)
     reach = math.ceil(num_crossings * block_in / cutoff)
     taken_at = torch.arange(-reach, block_in + reach, device=device, dtype=torch.float64) / block_in
     wanted_at = torch.arange(block_out, device=device, dtype=torch.float64) / block_out

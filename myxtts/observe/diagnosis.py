@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,13 +32,15 @@ from myxtts.observe.findings import (
     Finding,
     Fix,
     Level,
+    Losses,
     Wait,
+    overfitting,
     second_gpu,
     sentence,
     switch,
     wait_rule,
 )
-from myxtts.observe.metrics import StepReport
+from myxtts.observe.metrics import StepReport, ValidationReport
 from myxtts.observe.trace import Timing
 
 MIN_BATCHES, FASTER = 16, 1.1
@@ -415,7 +418,7 @@ _LEAK = "Keep --enable-static-shapes on. If it is on, lower --save-step, so that
 class Warning(NamedTuple):
     """Something to change: what was found, its likely cause, and what to do."""
 
-    code: str  # variation, starving, or memory-ROLE, where a role is gpu, data, model or host
+    code: str  # variation, starving, overfitting, or memory-ROLE, where a role is gpu, data, model or host
     text: str
 
 
@@ -494,6 +497,8 @@ class LiveWarnings:
         self._trends = MemoryTrends()
         self._given: dict[str, int] = {}
         """By code, the reports since the reason last held."""
+        self._losses: dict[str, tuple[Losses, Losses]] = {}  # by stage, of validation and of training
+        self._overfitted: set[tuple[str, int]] = set()  # stages and steps of their best validation
 
     def add(self, report: StepReport) -> list[Warning]:
         """Return the new warnings after this report; another stage starts afresh."""
@@ -505,11 +510,26 @@ class LiveWarnings:
             if on_gpu:  # on a CPU the cause is another program, whatever is trained
                 self._given.clear()
         self._history.append(report)
+        self._of(report.stage)[1].append((report.step, report.losses.get("total", math.nan)))
         holding = warnings_of(list(self._history)) + self._trends.add(report)
         fresh = [warning for warning in holding if warning.code not in self._given]
         quiet = {code: reports + 1 for code, reports in self._given.items() if reports + 1 < clear_reports}
         self._given = quiet | {warning.code: 0 for warning in holding}
         return fresh
+
+    def validated(self, report: ValidationReport) -> list[Warning]:
+        """Return a warning if the stage overfits; once for each step that was the best."""
+        validations, training = self._of(report.stage)
+        validations.append((report.step, report.losses.get("total", math.nan)))
+        found = overfitting(report.stage, validations, training)
+        best = min(validations, key=itemgetter(1))[0]
+        if found is None or (report.stage, best) in self._overfitted:
+            return []
+        self._overfitted.add((report.stage, best))
+        return [Warning(found.code, f"{found.what}. {found.why} {found.fix}")]
+
+    def _of(self, stage: str) -> tuple[Losses, Losses]:
+        return self._losses.setdefault(stage, ([], []))
 
 
 def _cause(empty: str, report: StepReport) -> str:

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from myxtts.config import (
@@ -345,6 +346,29 @@ def hints(situation: Situation) -> list[Finding]:
 def rule_finding(code: str, situation: Situation) -> Finding | None:
     """Return what the first rule of a check finds; None if all is well."""
     return next((rule.finding(situation) for rule in RULES if rule.code == code and rule.holds(situation)), None)
+
+
+WORSE_VALIDATIONS, WORSE_SHARE = 3, 0.02  # a stage overfits after so many validations, all worse by this share
+Losses = list[tuple[int, float]]  # steps and losses of one stage, in order
+
+
+def overfitting(stage: str, validations: Losses, training: Losses) -> Finding | None:
+    """Return a finding if validation became worse while the training loss fell on; None otherwise."""
+    known = [found for found in validations if math.isfinite(found[1])]
+    best_step, best = min(known, key=itemgetter(1), default=(0, 0.0))
+    later = [loss for step, loss in known if step > best_step]
+    before = [loss for step, loss in training if step <= best_step and math.isfinite(loss)][-WORSE_VALIDATIONS:]
+    after = [loss for step, loss in training if step > best_step and math.isfinite(loss)][-WORSE_VALIDATIONS:]
+    if len(later) < WORSE_VALIDATIONS or min(later) <= (1 + WORSE_SHARE) * best:
+        return None
+    if not before or not after or fmean(after) >= fmean(before):
+        return None
+    was = f"its validation loss was {best:.4g} at step {best_step:,} and is {later[-1]:.4g} now"
+    why = "The training loss fell meanwhile: the network memorises its clips. The ear may judge otherwise."
+    fix = "More recordings help; --early-stop ends such a stage sooner."
+    if stage == "gpt":
+        fix += " So do --dropout 0.1 and --code-noise 0.3; speak --best uses the weights of the best validation."
+    return Finding("overfitting", "warn", f"Stage {stage} overfits: {was}", why, fix)
 
 
 def sentence(text: str) -> str:

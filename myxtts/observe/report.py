@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from myxtts.observe.diagnosis import FEWEST_REPORTS, WARMUP_REPORTS, warnings_of
-from myxtts.observe.findings import Finding
+from myxtts.observe.findings import Finding, overfitting
 from myxtts.observe.metrics import (
     Numbers,
     Record,
@@ -53,7 +53,6 @@ MOST_POINTS = 500  # points of a curve; a screen shows hardly more
 FEWEST_SMOOTHED, NUM_MEANS = 80, 40  # a curve of so many points gets a second one through so many means
 MOST_BARS = 600
 TYPICAL_STEPS, NUM_WORST, NUM_HEARD = 4, 3, 4
-WORSE_VALIDATIONS, WORSE_SHARE = 3, 0.02  # a stage overfits after so many validations, worse by this share
 MOST_SECONDS = 20  # of a sound on the page
 KEEPS_UP = 0.01  # the data keeps up if the model waits for at most this share of the time
 FLOW = ("gather", "upload", "encode", "handoff", "wait", "train", "update")
@@ -189,27 +188,15 @@ def _listen(scores: Record, sound: Callable[[str], str]) -> list[tuple[str, list
 
 def _findings(verdict: Record, stages: Sequence[StageHistory]) -> Sequence[Any]:
     """Return what is overfitted, then the findings of the profile; without one, the warnings of the reports."""
-    overfitting = [found for stage in stages if (found := _overfitting(stage)) is not None]
+    fitted = []
+    for stage in stages:
+        losses = [(step.step, step.losses.get("total", math.nan)) for step in stage.steps]
+        fitted.append(overfitting(stage.name, stage.validations, losses))
+    overfitted = [found for found in fitted if found is not None]
     if "findings" in verdict:
-        return [*overfitting, *_sequence(verdict["findings"])]
+        return [*overfitted, *_sequence(verdict["findings"])]
     warnings = [(stage.name, *warning) for stage in stages for warning in warnings_of(stage.steps)]
-    return [*overfitting, *(Finding(code, "warn", f"Stage {stage}: {text}") for stage, code, text in warnings)]
-
-
-def _overfitting(stage: StageHistory) -> Finding | None:
-    """Return a finding if validation became worse while the training loss fell on; None otherwise."""
-    best_step, best = stage.best_validation or (0, math.inf)
-    later = numbers(loss for step, loss in stage.validations if step > best_step)
-    steps, losses = stage.column("step"), stage.column("losses.total")
-    fell = settled(losses[steps > best_step]) < settled(losses[steps <= best_step])
-    if len(later) < WORSE_VALIDATIONS or not fell or not np.nanmin(later) > (1 + WORSE_SHARE) * best:
-        return None
-    what = f"Stage {stage.name} overfits: its validation loss was {short(best)} at step {best_step:,}"
-    why = "The training loss fell meanwhile: the network memorises its clips. The ear may judge otherwise."
-    fix = "More recordings help; --early-stop ends such a stage sooner."
-    if stage.name == "gpt":
-        fix += " So do --dropout 0.1 and --code-noise 0.3; speak --best uses the weights of the best validation."
-    return Finding("overfitting", "warn", f"{what} and is {short(float(later[-1]))} now", why, fix)
+    return [*overfitted, *(Finding(code, "warn", f"Stage {stage}: {text}") for stage, code, text in warnings)]
 
 
 class Curve(NamedTuple):

@@ -46,6 +46,7 @@ PUBLISHED_SAMPLING = Sampling(temperature=0.75, top_k=50, top_p=0.85, repetition
 OWN_SAMPLING = replace(PUBLISHED_SAMPLING, repetition_penalty=1.0, penalise_prompt=False)
 """For a model trained from scratch: speech repeats codes, and a model of a small corpus knows which. With the
 published penalty a model that had memorised eight sentences could say none of them."""
+OWN_GUIDANCE = 2.0  # docs/results.md: words are clearer than without, and no scale from 1.5 to 3 is better
 SAMPLING_FLAGS = ("temperature", "repetition_penalty", "guidance", "central")  # fields of `Sampling` with a flag
 NUM_ATTEMPTS = 3
 BATCH_SIZE, BATCHES_AT_ONCE = 16, 8  # sentences generated together, and batches sorted by length together
@@ -614,16 +615,26 @@ def load_synthesizer(
     else:
         model, vocabulary, fresh_parts, known = load_folder(folder)
         choice = usable_vocoder(fresh_parts, vocoder, known.vocoder)
+    notes = [choice.note] if choice.note else []
+    if choice.name == "hifigan" and known.from_scratch:
+        notes.append("the speaker encoder was never trained: all recordings give the decoder nearly one voice")
     speaks: dict[str, Any] = {
         "vocoder": choice.name,
-        "notes": [choice.note] if choice.note else [],
+        "notes": notes,
         "languages": known.languages,
         "use_phonemes": known.use_phonemes,
     }
     if known.from_scratch:
         limits = Limits(known.max_text_length, known.max_mel_frames // 4)
-        return Synthesizer(model, vocabulary, device, limits=limits, sampling=OWN_SAMPLING, **speaks)
+        return Synthesizer(model, vocabulary, device, limits=limits, sampling=sampling_for(known, model), **speaks)
     return Synthesizer(model, vocabulary, device, **speaks)
+
+
+def sampling_for(known: Provenance, model: XTTS) -> Sampling:
+    """How a model trained from scratch speaks: with guidance and central codes if it was trained for them."""
+    guidance = OWN_GUIDANCE if known.text_dropout else 1.0
+    central = known.code_noise > 0 and model.dvae.codebook.is_trained  # central codes need its vectors
+    return replace(OWN_SAMPLING, guidance=guidance, central=central)
 
 
 def provenance(run: RunDir) -> Provenance:
@@ -634,10 +645,17 @@ def provenance(run: RunDir) -> Provenance:
         data = DataSettings()
     frames = run.started_with().get("data.max_mel_frames") or mel_frames(data)
     known = (data.max_text_length, frames, data.use_phonemes)
-    decoder = run.checkpoints("decoder").newest(optimizer=False)
-    distances = decoder.state["notes"].get("vocoder") if decoder is not None else None
-    languages = tuple(run.languages())
-    return Provenance(tuple(run.untrained()), run.from_scratch, *known, distances, languages=languages)
+    notes = {stage: found.state["notes"] for stage, found in run.newest_notes().items()}
+    learnt = notes.get("gpt", {}).get("trained_with", {})
+    return Provenance(
+        tuple(run.untrained()),
+        run.from_scratch,
+        *known,
+        notes.get("decoder", {}).get("vocoder"),
+        languages=tuple(run.languages()),
+        text_dropout=float(learnt.get("training.text_dropout") or 0),
+        code_noise=float(learnt.get("training.code_noise") or 0),
+    )
 
 
 SAMPLE_FILE = "sample.wav"

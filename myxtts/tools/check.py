@@ -446,7 +446,7 @@ def disk_cache(ctx: CheckContext) -> Finding:
 def disk_checkpoints(ctx: CheckContext) -> Finding:
     """Check that the disk has room for all checkpoints: those kept, the best, and one being written."""
     kept, folder = ctx.training.keep_checkpoints + 2, ctx.training.checkpoint_dir
-    per_weight = BYTES_PER_SAVED_WEIGHT + (4 if ctx.training.ema_decay else 0)
+    per_weight = BYTES_PER_SAVED_WEIGHT + (4 if ctx.training.ema_decay != 0 else 0)
     needed = kept * per_weight * sum(ctx.num_trained(stage) for stage in ctx.stages)
     fix = "free some space, name another disk with --checkpoint-dir, or give --keep 1"
     return _room(ctx, "disk-checkpoints", f"{kept} checkpoints of each stage", needed, folder, fix)

@@ -45,7 +45,7 @@ from myxtts.observe.breakdown import (
 from myxtts.observe.nvml import allocated_mb
 from myxtts.observe.trace import OFF, Counter, Span, StepClock, StepTime, Timing, Trace, idle_share, now_us
 from myxtts.pipeline.feed import Feed, build_feed, build_gatherer, open_codes
-from myxtts.run import StageContext, prepare_corpus, set_up
+from myxtts.run import StageContext, auto_values, prepare_corpus, set_up, with_auto
 from myxtts.run_dir import RunDir, initial_model
 from myxtts.training.trainer import StepMode, clips_per_step
 
@@ -109,6 +109,7 @@ class DryRun:
         self, settings: Settings, prepared: PreparedCorpus, stage: str = "gpt", plan: Plan | None = None
     ) -> None:
         settings = replace(settings, data=prepared.fitted(settings.data))
+        settings = with_auto(settings, auto_values(settings, prepared), stage)
         self.settings, self.stage = settings, stage
         self.plan = plan or make_plan(settings.data)
         apply_caps(self.plan)

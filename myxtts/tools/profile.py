@@ -199,7 +199,7 @@ def _profile_data(
 ) -> ProfileData:
     step, plan = dry_run.step, dry_run.plan
     flops = useful_flops(step.recipe, dry_run.ctx.prepared.train)
-    peak = peak_flops(step.stream, torch.bfloat16 if step.mode.autocast else torch.float32) if flops else None
+    peak = peak_flops(step.stream, torch.bfloat16 if step.mode.autocast else torch.float32)
     return ProfileData(
         spans=measured.spans,
         counters=measured.counters,

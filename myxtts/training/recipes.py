@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 from myxtts.config import SAMPLES_PER_CODE, Settings
-from myxtts.data.batches import MAX_CROP_FRAMES, Sizes, packed_tokens
+from myxtts.data.batches import MAX_CROP_FRAMES, SEGMENT_CODES, Sizes, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
@@ -33,6 +35,7 @@ from myxtts.model.vocoder import (
     Discriminators,
     HifiGanDecoder,
 )
+from myxtts.model.vocoder import num_samples as num_samples_of
 from myxtts.model.xtts import XTTS, XTTSDims
 
 Tensors = Mapping[str, Tensor]
@@ -104,6 +107,8 @@ class Recipe(nn.Module, ABC):
     betas: tuple[float, float]  # betas of AdamW
     from_scratch_lr: float
     fine_tuning_lr: float
+    clips_at_once: int | None = None
+    """Clips that a CPU trains on at once, if a whole batch would need too much memory; None for all of them."""
 
     @classmethod
     @abstractmethod
@@ -157,6 +162,10 @@ class Recipe(nn.Module, ABC):
         """Trained modules that are not part of the model, by their prefix in a checkpoint."""
         return {}
 
+    def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002
+        """Shapes of the tensors of a batch of one clip, to count arithmetic; none if it is not to be counted."""
+        return {}
+
     def before_first_step(self, tensors: Tensors) -> None:
         """Prepare a new network with a first batch; not called when a run is resumed."""
 
@@ -185,15 +194,20 @@ class DvaeRecipe(Recipe):
 
     @classmethod
     def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> DvaeRecipe:
+        """With `facts.fine_tuning`, the codebook is frozen unless the settings ask for another."""
         model.dvae.requires_grad_(True)
-        recipe = cls(model.dvae, facts.world_size, settings.training.seed, facts.fine_tuning)
+        wanted = settings.training.codebook
+        frozen = facts.fine_tuning if wanted == "auto" else wanted == "frozen"
+        recipe = cls(model.dvae, facts.world_size, settings.training.seed, facts.fine_tuning, frozen)
         if facts.world_size > 1:
             recipe.all_reduce, recipe.broadcast = dist.all_reduce, partial(dist.broadcast, src=0)
         return recipe
 
-    def __init__(self, dvae: DVAE, world_size: int = 1, seed: int = 0, fine_tuning: bool = False) -> None:
+    def __init__(
+        self, dvae: DVAE, world_size: int = 1, seed: int = 0, fine_tuning: bool = False, frozen: bool = False
+    ) -> None:
         super().__init__(world_size)
-        self.dvae, self.seed, self.fine_tuning = dvae, seed, fine_tuning
+        self.dvae, self.seed, self.fine_tuning, self.frozen = dvae, seed, fine_tuning, frozen
         self.all_reduce: InPlace | None = None
         self.broadcast: InPlace | None = None
         vectors = dvae.codebook.embed
@@ -205,7 +219,8 @@ class DvaeRecipe(Recipe):
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         out, sums = self._reconstruct(tensors, sizes)
-        self._accumulate(out, tensors["weights"])
+        if not self.frozen:
+            self._accumulate(out, tensors["weights"])
         totals, usage = Totals.of(tensors), self.dvae.codebook.usage()
         mel, commitment = sums["sum"] / totals.frames, sums["commitment_sum"] / totals.codes
         return {
@@ -226,15 +241,25 @@ class DvaeRecipe(Recipe):
         mel, decoded = tensors["mel"][0, :, :num_frames], out.reconstruction[0, :, :num_frames].float()
         return {"mel": mel, "reconstruction": decoded, "code_usage": self.dvae.codebook.usage().counts}
 
+    def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:
+        frames = FRAMES_PER_CODE * math.ceil(num_samples / SAMPLES_PER_CODE)
+        return {"mel": (1, self.dvae.channels, frames), "num_frames": (1,)}
+
     @torch.no_grad()
     def before_first_step(self, tensors: Tensors) -> None:
-        """Move all codes to latents of a first batch: random ones would never be near any latent."""
+        """Move all codes of a new codebook to latents of a first batch: random ones would never be near any."""
+        if self.fine_tuning or self.frozen:
+            if not self.frozen:
+                self.dvae.codebook.start_means()
+            return
         out, _ = self._reconstruct(tensors, None)
         self._revive(out.latents, out.mask * tensors["weights"][:, None], step=0)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         """Update the codebook from the micro-batches of this step, and every few steps revive dead codes."""
+        if self.frozen:
+            return
         counts, sums = self.counts_and_sums[0], self.counts_and_sums[1:]
         codes = torch.arange(len(counts), device=counts.device)
         # The mean latent of each code, weighted by its count, gives the same update as the latents themselves.
@@ -308,11 +333,11 @@ class GptRecipe(Recipe):
         gpt, training = model.gpt, settings.training
         gpt.requires_grad_(True)
         gpt.checkpointing = settings.model.gradient_checkpointing
-        gpt.set_dropout(settings.model.dropout)
+        gpt.set_dropout(settings.model.dropout or 0.0)
         if settings.model.lora_rank:
             new_tokens = ("text_embedding", "text_head") if facts.has_new_tokens else ()
             add_adapters(gpt, settings.model.lora_rank, train_also=new_tokens)
-        noise, dropout = training.code_noise, training.text_dropout
+        noise, dropout = training.code_noise or 0.0, training.text_dropout or 0.0
         return cls(gpt, facts.world_size, training.label_smoothing, code_noise=noise, text_dropout=dropout)
 
     def __init__(
@@ -398,6 +423,7 @@ class DecoderRecipe(Recipe):
     betas = (0.8, 0.99)
     # Not far apart: the discriminators are new in both cases.
     from_scratch_lr, fine_tuning_lr = 2e-4, 1e-4
+    clips_at_once = 1  # 0.7 GB of activations each in `tiny`
 
     @classmethod
     def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> DecoderRecipe:  # noqa: ARG003
@@ -452,6 +478,11 @@ class DecoderRecipe(Recipe):
     def extra_modules(self) -> dict[str, nn.Module]:
         return {"discriminators": self.discriminators}
 
+    def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002 - a segment of the clip
+        latents, speaker = self.generator.conv_pre.in_channels, self.generator.cond_layer.in_channels
+        wave = (1, num_samples_of(SEGMENT_CODES))
+        return {"latents": (1, SEGMENT_CODES, latents), "wave": wave, "speaker": (1, speaker)}
+
     def waves(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Real and generated waveforms, [B, 1, N] each; filler clips are silent."""
         present = (tensors["weights"] > 0)[:, None, None]
@@ -470,13 +501,27 @@ RECIPES: dict[str, type[Recipe]] = {"dvae": DvaeRecipe, "gpt": GptRecipe, "decod
 
 
 def useful_flops(recipe: Recipe, clips: ClipSet) -> float | None:
-    """Approximate operations of training on one clip, without padding and recomputation; None except for the GPT.
+    """Approximate operations of training on one clip of mean length, without padding and recomputation.
 
-    Each weight takes two per token in the forward pass, two for the gradients of activations, and two for its own
-    gradient if it is trained. Attention is not counted.
+    In the GPT each weight takes two per token in the forward pass, two for the gradients of activations, and two
+    for its own gradient if it is trained; attention is not counted. In the other recipes all matrix products and
+    convolutions of a step on one clip are counted, without computing them.
     """
     if not isinstance(recipe, GptRecipe):
-        return None
+        num_samples, device = (
+            max(int(clips.num_samples.mean()), SAMPLES_PER_CODE),
+            next(recipe.parameters()).device,
+        )
+        if not (shapes := recipe.clip_shapes(num_samples)):
+            return None
+        shapes |= {"weights": (1,), "totals": (len(Totals._fields),)}
+        counter, shapes_only = FlopCounterMode(display=False), FakeTensorMode(allow_non_fake_inputs=True)
+        state: dict[str, Tensor] = {**dict(recipe.named_parameters()), **dict(recipe.named_buffers())}
+        state = {name: shapes_only.from_tensor(tensor) for name, tensor in state.items()}
+        with torch.compiler.set_stance("force_eager"), shapes_only, counter:
+            batch = {name: torch.ones(shape, device=device) for name, shape in shapes.items()}
+            functional_call(recipe, state, (batch, Sizes(0, 0, num_samples, 0)))["total"].backward()
+        return float(counter.get_total_flops())
     tables = [module for module in recipe.modules() if isinstance(module, nn.Embedding)]
     embeddings = {id(parameter) for table in tables for parameter in table.parameters()}
     matrices = [p for p in recipe.parameters() if p.ndim > 1 and id(p) not in embeddings]

@@ -72,7 +72,7 @@ def choose_mode(settings: Settings, stage: str, plan: Plan) -> StepMode:
     # The compiler may choose other kernels next time.
     compiled = graph and training.enable_xla_compilation and not deterministic
     # Checkpointing draws the dropout of the forward pass again, which a CUDA graph cannot replay.
-    redraws = stage == "gpt" and settings.model.gradient_checkpointing and settings.model.dropout > 0
+    redraws = stage == "gpt" and settings.model.gradient_checkpointing and bool(settings.model.dropout)
     return StepMode(
         autocast=autocast,
         compiled=compiled,
@@ -150,8 +150,22 @@ class Step:
             assert self._micro_graph is not None
             self._micro_graph.replay()
             return
-        with contextlib.nullcontext() if last or self._distributed is None else self._distributed.no_sync():
-            self.add_gradients(batch.tensors, batch.sizes)
+        pieces = self._pieces(batch.tensors)
+        for number, (share, piece) in enumerate(pieces, 1):
+            is_last = last and number == len(pieces)
+            with contextlib.nullcontext() if is_last or not self._distributed else self._distributed.no_sync():
+                self.add_gradients(piece, batch.sizes, share, 1 / len(pieces))
+
+    def _pieces(self, tensors: Mapping[str, Tensor]) -> list[tuple[float, Mapping[str, Tensor]]]:
+        """A batch in as many pieces as a CPU's memory needs, each with its share of the clips."""
+        at_once, weights = self.recipe.clips_at_once, tensors["weights"]
+        if at_once is None or self.stream.device.type != "cpu":
+            return [(1.0, tensors)]
+        pieces: list[tuple[float, Mapping[str, Tensor]]] = []
+        for clips in (slice(first, first + at_once) for first in range(0, len(weights), at_once)):
+            piece = {name: value if name == "totals" else value[clips] for name, value in tensors.items()}
+            pieces.append((float(weights[clips].sum() / weights.sum().clamp_min(1)), piece))
+        return pieces
 
     def update(self, number: int) -> None:
         """Clip, update the weights with the learning rate of this step, and zero the gradients."""
@@ -186,8 +200,10 @@ class Step:
             losses: dict[str, Tensor] = self._forward(tensors, sizes)
         return losses
 
-    def add_gradients(self, tensors: Mapping[str, Tensor], sizes: Sizes) -> None:
-        """The forward and backward pass of a batch, launched kernel by kernel."""
+    def add_gradients(
+        self, tensors: Mapping[str, Tensor], sizes: Sizes, share: float = 1.0, part: float = 1.0
+    ) -> None:
+        """The forward and backward pass of a batch, or a `part` of one with this `share` of its clips."""
         with torch.autograd.set_detect_anomaly(True) if self.mode.debug else contextlib.nullcontext():
             losses = self.forward(tensors, sizes)
             losses["total"].backward()  # type: ignore[no-untyped-call]
@@ -197,7 +213,10 @@ class Step:
             self._names = list(losses)
             self._sums = torch.zeros(len(losses) + 1, device=self.stream.device)
         values = [value.detach().float() for value in losses.values()]
-        self._sums += torch.stack([*values, torch.ones_like(values[0])])
+        row = torch.stack([*values, torch.ones_like(values[0])])
+        if part < 1:  # means count by their clips; the total is the sum of its parts
+            row *= torch.tensor([*(1.0 if name == "total" else share for name in self._names), part])
+        self._sums += row
 
     def _capture(self, batch: Batch) -> None:
         """Record both graphs. The warm-up must change nothing: neither weights, buffers nor sums."""
