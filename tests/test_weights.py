@@ -197,7 +197,7 @@ def test_export_from_the_command_line(
     for source, out, expected, why in (
         ("in", "out", 0, "in place of the weights that were there"),
         ("in", "in", 2, ""),
-        ("absent", "out", 1, "no folder"),
+        ("absent", "out", 2, "no such folder"),
         ("in", "own", 2, "holds other files (vocab.json)"),
         ("in", "own/vocab.json", 2, "is a file"),
     ):
