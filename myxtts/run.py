@@ -223,7 +223,9 @@ def _start(
             facts = {
                 "training.init_from": None if source is None else str(source),
                 "model.size": settings.model.size,
-                "corpus_languages": [LANGUAGES[number] for number in sorted(set(prepared.train.languages.tolist()))],
+                "corpus_languages": [
+                    LANGUAGES[number] for number in sorted(set(prepared.train.languages.tolist()))
+                ],
                 "data.max_mel_frames": prepared.max_mel_frames,
                 **known,
                 "untrained": [stage for stage in STAGES if stage in random],
