@@ -570,9 +570,12 @@ def test_captured_steps_say_what_plain_ones_say(reference: Path, sampling: Sampl
 
 
 @pytest.mark.gpu
-def test_speaking_goes_on_in_smaller_batches_under_a_cap(reference: Path, caplog: Log) -> None:
+def test_speaking_goes_on_in_smaller_batches_under_a_cap(
+    reference: Path, caplog: Log, request: pytest.FixtureRequest
+) -> None:
     device, outcomes = torch.device("cuda", 0), set()
-    apply_caps(Plan(device, device, model_cap_mb=2048))
+    apply_caps(Plan(device, device, model_cap_mb=torch.cuda.memory_reserved() // 2**20 + 4096))
+    request.addfinalizer(lambda: apply_caps(Plan(device, device, model_cap_mb=10**9)))
     for room_mb in (1024, 512, 256, 128, 96, 64, 48, 32, 24, 16, 8, 4):
         synthesizer = speaking(device=device)
         voice = synthesizer.voice([reference])
@@ -586,7 +589,6 @@ def test_speaking_goes_on_in_smaller_batches_under_a_cap(reference: Path, caplog
             assert "one sentence at a time" in str(error)
         del filler, synthesizer
         release_memory()
-    apply_caps(Plan(device, device, model_cap_mb=10**9))
     assert outcomes == {"whole batches", "smaller batches"}
 
 
