@@ -89,21 +89,22 @@ OPTIMIZATION_LEVELS: Mapping[str, Mapping[str, Any]] = {
 """The settings that each optimisation level gives, by key."""
 
 _PRESET_KEYS = (
-    "data.batch_size", "training.gradient_accumulation_steps", "data.data_gpu_memory", "data.model_gpu_memory",
-    "data.prefetch_buffer_size", "data.num_workers", "model.gradient_checkpointing", "model.lora_rank",
+    "data.batch_size", "training.gradient_accumulation_steps", "data.prefetch_buffer_size", "data.num_workers",
+    "model.gradient_checkpointing", "model.lora_rank",
 )  # fmt: skip
 _PRESET_ROWS = {
-    "8gb":  ( 4, 8,  2048,  6144, 8,  8, True,   16),
-    "12gb": ( 8, 2,  4096,  8192, 8,  8, True, None),
-    "16gb": (12, 1,  6144, 10240, 6, 16, None, None),
-    "24gb": (32, 1,  8192, 16384, 4, 16, None, None),
-    "40gb": (64, 1,  8192, 32768, 4, 16, None, None),
+    "8gb":  ( 4, 8, 8,  8, True,   16),
+    "12gb": ( 8, 2, 8,  8, True, None),
+    "16gb": (12, 1, 6, 16, None, None),
+    "24gb": (32, 1, 4, 16, None, None),
+    "40gb": (64, 1, 4, 16, None, None),
 }  # fmt: skip
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     name: {key: value for key, value in zip(_PRESET_KEYS, row, strict=True) if value is not None}
     for name, row in _PRESET_ROWS.items()
 }
-"""Starting points by the memory of the card, by key. The two caps of a preset fit one such card together."""
+"""Starting points by the memory of the card, by key. Memory caps are left to `auto`: `normal` needs more of a card
+than a smaller cap would leave (docs/performance.md)."""
 CARDS = {
     "rtx3060": "12gb", "rtx3070": "8gb", "rtx3080": "8gb", "rtx3090": "24gb", "rtx4090": "24gb", "a100": "40gb",
 }  # fmt: skip
@@ -266,7 +267,7 @@ class DataSettings:
     both roles together."""
 
     native_loading: bool = setting(True, aliases=("use_tf_native_loading",))
-    """Gathers batches from the packed cache, without any Python per sample. Off decodes the audio files for
+    """Gathers batches from the packed cache, without decoding anything. Off decodes the audio files for
     every batch: for comparison, and for corpora too large to pack."""
     mixed_precision: bool = setting(True)
     """Computes in bf16 where that is safe; weights and sums stay in fp32. Turn it off only for comparison."""
