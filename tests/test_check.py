@@ -131,8 +131,8 @@ WHOLE = {"size": "normal"}
         ("prepared", (), {}, "info", "not prepared yet"),
         ("disk-cache", (machine(), host(free_gb=0.015)), FAST, "warn", "--cache-dir"),
         ("disk-cache", (machine(), host(free_gb=0.01)), FAST, "fail", "--cache-dir"),
-        ("disk-checkpoints", (), WHOLE, "pass", "30.7 GB"),
-        ("disk-checkpoints", (machine(), host(free_gb=40)), WHOLE, "warn", "--keep 1"),
+        ("disk-checkpoints", (), WHOLE, "pass", "40.9 GB"),
+        ("disk-checkpoints", (machine(), host(free_gb=50)), WHOLE, "warn", "--keep 1"),
         ("disk-checkpoints", (machine(), host(free_gb=20)), WHOLE, "fail", "--checkpoint-dir"),
     ],
 )

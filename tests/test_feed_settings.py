@@ -156,7 +156,7 @@ def depths_for(
 ) -> Depths:
     monkeypatch.setattr(feed_module, "usable_cores", lambda: cores)
     monkeypatch.setattr(feed_module, "available_bytes", lambda: host_mb * MB)
-    data = DataSettings(batch_size=16, **settings)
+    data = DataSettings(batch_size=16, max_mel_frames=800, **settings)
     plan = Plan(CPU, CPU) if gpu_mb is None else Plan(GPU, GPU, "buffered", gpu_mb, gpu_mb)
     return choose_depths(data, plan, host_layout(data))
 
@@ -188,7 +188,7 @@ def test_how_many_batches_wait(monkeypatch: pytest.MonkeyPatch, given: dict[str,
 def test_what_does_not_fit_one_memory_waits_in_the_other_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     depths = depths_for(monkeypatch, pipeline_buffer_size=100, gpu_mb=2000)
     assert depths.host + depths.model == 100
-    assert depths.model == int(0.05 * 2000 * MB // host_layout(DataSettings(batch_size=16)).num_bytes)
+    assert depths.model == int(0.05 * 2000 * MB // host_layout(DataSettings(batch_size=16, max_mel_frames=800)).num_bytes)
     assert depths_for(monkeypatch, gpu_mb=1000).model < 42
     assert depths_for(monkeypatch, host_mb=300).host < 8
 
