@@ -219,6 +219,16 @@ class Checkpoints:
     def load(self, step: int, optimizer: bool = True) -> LoadedCheckpoint:
         return _load(self.folder / _name(step), optimizer)
 
+    def read(self, folder: Path) -> LoadedCheckpoint:
+        """A checkpoint by its folder, with its optimiser."""
+        return _load(folder, optimizer=True)
+
+    @property
+    def newest_is_damaged(self) -> bool:
+        """True if an older checkpoint is used because the last saved one cannot be read."""
+        found, used = self.all_notes(), self.newest(optimizer=False)
+        return used is not None and (len(found) < len(self._folders()) or found[0].folder != used.folder)
+
     def best(self, optimizer: bool = True) -> LoadedCheckpoint | None:
         """The checkpoint with the best validation loss; None if none was validated, or all of them are damaged."""
         for notes in self._best_first():
@@ -237,7 +247,7 @@ class Checkpoints:
     def current(self) -> list[Notes]:
         """The notes of checkpoints that were trained on the same earlier stages as the last saved one."""
         found = self.all_notes()
-        return [notes for notes in found if notes.trained_on == found[0].trained_on]
+        return [notes for notes in found if notes.was_trained_on(found[0].trained_on)]
 
     def prune(self) -> None:
         """Remove what a killed process left, and superseded checkpoints, unless the newest ones are damaged."""
@@ -254,9 +264,17 @@ class Checkpoints:
         return sorted(found, key=lambda notes: (notes.val_loss, notes.step))
 
     def _superseded(self) -> list[Path]:
-        """Checkpoints that are neither among the newest nor the best one."""
-        newest = [notes for notes in self.current() if notes.folder.name.startswith("step-")][: self.keep]
-        kept = [notes.folder for notes in [*newest, *self._best_first()[:1]]]
+        """Checkpoints that are neither among the newest nor the best one.
+
+        While a stage that starts over is unfinished, the last checkpoint of before is kept too.
+        """
+        found, current = self.all_notes(), self.current()
+        newest = [notes for notes in current if notes.folder.name.startswith("step-")][: self.keep]
+        before = [notes for notes in found if notes not in current and not found[0].state["done"]][:1]
+        kept = [notes.folder for notes in [*newest, *self._best_first()[:1], *before]]
+        marked = self.folder / "best"  # names the best checkpoint of 0.1.0, whose notes do not say their loss
+        if marked.is_file() and not self._best_first():
+            kept.append(self.folder / marked.read_text(encoding="utf-8", errors="replace").strip())
         return [folder for folder in self._folders() if folder not in kept]
 
     def _save(self, step: int, snapshot: Snapshot) -> Exception | None:

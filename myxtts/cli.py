@@ -219,7 +219,7 @@ def _add_evaluate(commands: Any) -> None:
 def _add_sampling(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--temperature", type=float, help="sampling temperature [default: 0.75]")
-    guidance = "classifier-free guidance [default: 2 for a model trained with --text-dropout, otherwise 1]"
+    guidance = "classifier-free guidance [default: 2 if trained from scratch with --text-dropout, else 1]"
     add("--guidance", type=float, help=guidance)
     central = "use the code nearest to the mean of the likely ones: clearer, less expressive [default: as trained]"
     add("--central", action=argparse.BooleanOptionalAction, help=central)

@@ -43,8 +43,9 @@ def hidden_working_folder() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def available_bytes() -> int:
@@ -61,7 +62,7 @@ def available_bytes() -> int:
 def process_bytes() -> int:
     """Return the memory that this process holds for itself: mapped files do not count."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(fields["RssAnon"].split()[0])
+    return 1024 * int(fields.get("RssAnon", fields["VmRSS"]).split()[0])  # kernels before 4.5 lack the first
 
 
 def may_pin(num_bytes: int, what: str) -> bool:

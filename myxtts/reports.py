@@ -20,7 +20,7 @@ from myxtts import __version__
 from myxtts.config import LANGUAGES, STAGES, Settings, stage_steps, stages_of
 from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine, make_plan
-from myxtts.errors import MyXTTSError
+from myxtts.errors import ConfigError, MyXTTSError
 from myxtts.host import usable_cores
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.observe.diagnosis import LiveWarnings
@@ -42,17 +42,16 @@ _ABOUT_THE_DEMO = (
 )
 _ABOUT_FEW_STEPS = (
     "What to expect: after {} of gpt from scratch, a model only babbles or hums. A voice takes many thousand "
-    "steps and hours of recordings; the same command with a larger --max-steps or --epochs continues from here. "
-    "{}"
+    "steps and hours of recordings. {}"
 )
-_FASTER = "With --init-from XTTS-v2 --model-size normal, minutes of both do; README.md says where to get it."
+_FASTER = "With --init-from XTTS-v2 --model-size normal, minutes of each are enough; README.md has a link."
 _FASTER_IN_PERSIAN = (
     "XTTS-v2 (README.md says where to get it) does not know Persian, but starting from it with an extended "
     "vocabulary saves hours of both; docs/recordings.md has the commands."
 )
 _ABOUT_A_CPU = (
     "From scratch on a CPU this is slow. Faster: a GPU; --init-from FOLDER (weights of XTTS-v2 or another run), "
-    "which trains only gpt; or --max-steps 100 to try the whole run: a larger number continues it later."
+    "which trains only gpt; or --max-steps 100 to try the whole run first."
 )
 
 _log = logging.getLogger(__name__)
@@ -99,7 +98,8 @@ class TrainingReports(Reporter):
     def _time_left(self, report: StepReport) -> list[str]:
         """Return the time that all stages will take; those to come are assumed to be as fast as this one."""
         eta_s = report.eta_s or 0.0
-        to_come = list(self._steps_left)[list(self._steps_left).index(report.stage) + 1 :]
+        stages = list(self._steps_left)  # without this one if only a damaged checkpoint made it train on
+        to_come = stages[stages.index(report.stage) + 1 :] if report.stage in stages else []
         later_s = {stage: self._steps_left[stage] * self._step_s[report.stage] for stage in to_come}
         total_s, lines = eta_s + sum(later_s.values()), []
         if to_come:
@@ -200,8 +200,9 @@ def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
         yield f"  a larger {flag}: {longer} continues{then}"
     if training.stages:
         whole = replace(settings, training=replace(training, stages=None))
-        does = "; ".join(f"{stage.stage} {stage.does}" for stage in plan_stages(whole, prepared, plan, run))
-        yield f"  without --stages: {does}"
+        with contextlib.suppress(ConfigError):  # other stages may have been trained with other settings
+            does = "; ".join(f"{stage.stage} {stage.does}" for stage in plan_stages(whole, prepared, plan, run))
+            yield f"  without --stages: {does}"
     other = next((stage for stage in STAGES if stage not in stages and not run.has_checkpoint(stage)), "gpt")
     later = [stage for stage in STAGES[STAGES.index(other) + 1 :] if run.has_checkpoint(stage)]
     stale = f"; {' and '.join(later)} {'is' if len(later) == 1 else 'are'} then stale" if later else ""

@@ -139,7 +139,8 @@ def train(
             say(f"Stage {stage}")
             trained_on, loaded = run_dir.fingerprints(stage), run_dir.checkpoints(stage).newest()
             if loaded is not None and not loaded.notes.was_trained_on(trained_on):
-                loaded = None  # it stays on disk until the first new checkpoint is saved
+                _require_undamaged(run_dir, stage)
+                loaded = None  # its last checkpoint stays until the stage has ended again
             is_saved = run_dir.is_whole(without=() if loaded is not None else (stage,))
             model = run_dir.load_model(None if is_saved else fresh(), without=(stage,), warn=False)
             own = with_auto(settings, auto, stage)
@@ -149,6 +150,16 @@ def train(
             if not states[stage].done:
                 break
     return TrainingResult(states, prepared)
+
+
+def _require_undamaged(run_dir: RunDir, stage: str) -> None:
+    """Raise an error if a stage would start over only because an earlier one cannot be read."""
+    for earlier in STAGES[: STAGES.index(stage)]:
+        if run_dir.checkpoints(earlier).newest_is_damaged:
+            damaged = (
+                f"The newest checkpoint of {earlier} in {run_dir.folder} is damaged: {stage} was trained on it."
+            )
+            raise UnreadableWeights(f"{damaged}\nRestore it from a backup, or start over with --reset-training.")
 
 
 def _silent(_: str) -> None: ...
@@ -397,7 +408,7 @@ def plan_stages(
             step, does = notes.step, f"continues at step {notes.step} of {max(target, notes.step)}"
         why = status.why
         if status.state == "complete" and settings.training.warmup_steps + 1 < step < target:
-            why = f"the learning rates of the first {step} steps were those of a run of that length"
+            why = f"its first {step} steps used the learning rates of a shorter run"
         planned.append(StagePlan(stage, max(target - step, 0), does, why))
         if step < target:
             changed.append(stage)
@@ -424,9 +435,9 @@ def train_stage(ctx: StageContext, loaded: LoadedCheckpoint | None) -> State:
             if is_complete(ctx.settings, ctx.prepared, loaded.notes):
                 ctx.say(f"Stage {ctx.stage}: finished at step {state.step}")
                 return state
-            ctx.say(f"Stage {ctx.stage}: continuing at step {state.step} of {total}")
+            ctx.say(f"Stage {ctx.stage}: continuing at step {state.step} of {max(total, state.step)}")
             if not same_batches and state.cursor.batch:
-                ctx.say(f"The clips of a step come in other portions now: epoch {state.cursor.epoch} starts over")
+                ctx.say(f"Batches are split differently now: epoch {state.cursor.epoch} starts over")
                 state.cursor = Cursor(state.cursor.epoch)
         return _train(ctx, loaded, state, total)
     finally:
@@ -457,7 +468,7 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
         ctx.say(f"Buffer size: {feed.buffers()}")
         if feed.own_references is not None:
-            ctx.say(f"Reference voices: {_references(feed.own_references)}")
+            ctx.say(f"Reference voices: {_about_references(feed.own_references)}")
         ctx.say(f"Training step: {step.mode}")
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)
@@ -465,7 +476,7 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
         return Trainer(ctx, step, feed, state, total, peak).run()
 
 
-def _references(own: float) -> str:
+def _about_references(own: float) -> str:
     if own == 0:
         return "each clip is conditioned on another clip of its speaker"
     advice = "if one person speaks in all clips without a name, give --single-speaker"
@@ -616,8 +627,6 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
             "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
             "vocabulary": prepared.tokenizer.fingerprint,
         }
-    if frames := data.max_mel_frames or (prepared and prepared.max_mel_frames):
-        known["data.max_mel_frames"] = frames
     given = os.environ.get("WORLD_SIZE", "")  # as torchrun would start it from here
     return known | {"processes": plan.world_size if plan else int(given) if given.isdigit() else 1}
 
@@ -635,12 +644,12 @@ def check_resumable(settings: Settings, run_dir: RunDir, prepared: PreparedCorpu
 def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Raise a ConfigError if what cannot change has changed; return True if batches are divided as before."""
     before, after = (
-        {name: value for name, value in known.items() if name not in BATCH_SPLIT_KEYS}
+        {name: value for name, value in known.items() if name not in (*BATCH_SPLIT_KEYS, "data.max_mel_frames")}
         | {CLIPS_PER_STEP: math.prod(known.get(name, 1) for name in BATCH_SPLIT_KEYS)}
         for known in (saved, now)
     )
     advice = []
-    if before[CLIPS_PER_STEP] != after[CLIPS_PER_STEP]:
+    if before[CLIPS_PER_STEP] != after[CLIPS_PER_STEP] and before[CLIPS_PER_STEP] % now["processes"] == 0:
         per_process = before[CLIPS_PER_STEP] // now["processes"]
         batch = max(size for size in range(1, now["data.batch_size"] + 1) if per_process % size == 0)
         keep = f"--batch-size {batch} --grad-accum {per_process // batch}"

@@ -308,7 +308,7 @@ class RunDir:
                     )
             used[stage] = loaded.notes
             if loaded.state["notes"]["identity"].get("training.ema_decay"):
-                loaded = self.checkpoints(stage).load(loaded.step)
+                loaded = self.checkpoints(stage).read(loaded.folder)
             averaged = {name.removeprefix("ema."): value for name, value in loaded.optimizer.items()}
             weights = averaged_weights(stage, loaded.weights, averaged)
             rank = int(loaded.state["notes"].get("lora_rank", 0)) if stage == "gpt" else rank

@@ -85,13 +85,14 @@ def test_own_data_get_all_stages_and_a_sample_of_their_own(start: Start) -> None
     assert all(RunDir(run).has_checkpoint(stage) for stage in STAGES)
     assert f"in the voice of {start.clips(6)}" in start.out
     assert "by the trained decoder, 1 step (gpt: 1 step)" in start.out
-    assert "What to expect: after 1 step of gpt from scratch" in start.out and "minutes of both do" in start.out
+    assert "What to expect: after 1 step of gpt from scratch" in start.out
+    assert "minutes of each are enough" in start.out
     assert next_commands(start.out).keys() == {"speak", "report"}
 
 
 def test_starting_from_xtts_v2_is_no_short_cut_to_persian(start: Start) -> None:
     start("--stages dvae,gpt --max-steps 1 --language fa")
-    assert "does not know Persian" in start.out and "minutes of both" not in start.out
+    assert "does not know Persian" in start.out and "minutes of each" not in start.out
 
 
 def test_enough_steps_need_no_excuse(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,8 @@ def test_how_many_batches_wait(monkeypatch: pytest.MonkeyPatch, given: dict[str,
 def test_what_does_not_fit_one_memory_waits_in_the_other_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     depths = depths_for(monkeypatch, pipeline_buffer_size=100, gpu_mb=2000)
     assert depths.host + depths.model == 100
-    assert depths.model == int(0.05 * 2000 * MB // host_layout(DataSettings(batch_size=16, max_mel_frames=800)).num_bytes)
+    layout = host_layout(DataSettings(batch_size=16, max_mel_frames=800))
+    assert depths.model == int(0.05 * 2000 * MB // layout.num_bytes)
     assert depths_for(monkeypatch, gpu_mb=1000).model < 42
     assert depths_for(monkeypatch, host_mb=300).host < 8
 

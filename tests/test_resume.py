@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -84,6 +85,35 @@ def test_a_stop_ends_the_run_and_says_how_to_go_on(
     assert not re.search("Stage gpt|Done|continuing", start.out)
     start("--stages dvae,gpt")
     assert "Stage dvae: continuing at step 2 of 4" in start.out
+
+
+def test_a_damaged_checkpoint_costs_its_steps_and_never_a_later_stage(start: Start) -> None:
+    run = start("--stages dvae,gpt --max-steps 4 --save-step 2")
+    path = newest(run, "dvae").folder / "weights.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+    start("--stages gpt --max-steps 5", code=1)
+    assert "newest checkpoint of dvae" in start.err and newest(run, "gpt").step == 4
+    shutil.rmtree(run / "gpt")
+    start("--stages dvae --max-steps 4 --save-step 2")  # announced as complete, continued at step 2
+    assert newest(run, "dvae").step == 4
+
+
+def test_a_stage_that_starts_over_keeps_its_last_checkpoint_until_it_has_ended(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("--stages dvae,gpt --max-steps 2")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 1)  # of the gpt stage: dvae continues at step 2
+        start("--stages dvae,gpt --max-steps 4")
+    assert [notes.step for notes in RunDir(run).checkpoints("gpt").all_notes()] == [1, 2]
+    start("--stages dvae,gpt --max-steps 4")
+    assert [notes.step for notes in RunDir(run).checkpoints("gpt").all_notes()] == [4, 1]
+
+
+def test_stages_with_other_settings_are_left_out_of_the_advice(start: Start) -> None:
+    start("--stages dvae --max-steps 1")
+    start("--stages gpt --max-steps 1 --batch-size 1")
+    assert "without --stages" not in start.out and "Next:" in start.out
 
 
 # Tried, then prolonged

@@ -114,6 +114,8 @@ class Store:
         if out.dtype != self.dtype or not out.flags.c_contiguous:
             raise ValueError(f"rows of {self.dtype} cannot be read into {out.dtype}, or not in one piece")
         slots, starts, lengths = pieces or Pieces.whole(self.lengths[rows])
+        if lengths.max(initial=0) > out.shape[1]:
+            raise ValueError(f"a row of {lengths.max()} values does not fit {out.shape[1]}")
         view, size = _bytes(out), self.dtype.itemsize
         begins, offsets = out.strides[0] * slots, self._offsets[rows] + size * starts
         numbers = (rows, begins, begins + size * lengths, offsets, self._verified[rows])

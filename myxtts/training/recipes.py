@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from myxtts.config import SAMPLES_PER_CODE, Settings
 from myxtts.data.batches import MAX_CROP_FRAMES, SEGMENT_CODES, Sizes, packed_tokens
 from myxtts.data.clips import ClipSet
+from myxtts.errors import ConfigError
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
 from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
@@ -198,6 +199,8 @@ class DvaeRecipe(Recipe):
         model.dvae.requires_grad_(True)
         wanted = settings.training.codebook
         frozen = facts.fine_tuning if wanted == "auto" else wanted == "frozen"
+        if frozen and not facts.fine_tuning:
+            raise ConfigError("--codebook frozen needs a trained codebook: give --init-from, or leave it out")
         recipe = cls(model.dvae, facts.world_size, settings.training.seed, facts.fine_tuning, frozen)
         if facts.world_size > 1:
             recipe.all_reduce, recipe.broadcast = dist.all_reduce, partial(dist.broadcast, src=0)

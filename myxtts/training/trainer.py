@@ -332,7 +332,8 @@ class State:
     @classmethod
     def from_json(cls, step: int, values: Mapping[str, Any]) -> State:
         best = math.inf if values["best_loss"] is None else float(values["best_loss"])
-        return cls(step, Cursor(*values["cursor"]), best, values["stale_validations"], values["done"])
+        known = (values["stale_validations"], values["done"])
+        return cls(step, Cursor(*values["cursor"]), best, *known, val_loss=values.get("val_loss"))
 
 
 @dataclass
