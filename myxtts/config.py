@@ -148,9 +148,8 @@ def least_memory_mb(preset: str) -> float:
 
 def preset_for(gpu_memory_mb: int, cap_mb: int | None = None) -> str:
     """Return the largest preset for a card that reports this much memory and for a cap; at least the smallest."""
-    fitting = [name for name in PRESETS if gpu_memory_mb >= least_memory_mb(name)]
-    if cap_mb is not None:
-        fitting = [name for name in fitting if PRESETS[name]["data.model_gpu_memory"] <= cap_mb]
+    memory_mb = gpu_memory_mb if cap_mb is None else min(gpu_memory_mb, cap_mb + 1024)  # as `auto` leaves 1 GB
+    fitting = [name for name in PRESETS if memory_mb >= least_memory_mb(name)]
     return fitting[-1] if fitting else next(iter(PRESETS))
 
 

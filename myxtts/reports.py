@@ -105,6 +105,7 @@ class TrainingReports(Reporter):
         if to_come:
             parts = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in later_s.items())
             measured = f"{report.stage} {duration(eta_s)} as measured, {parts} if a step takes as long"
+            measured += "; one of the decoder takes longer" if "decoder" in to_come else ""
             lines.append(f"Time left for all stages: about {duration(total_s)} ({measured})")
         if total_s > SLOW_S and not Machine.look().gpus and RunDir(self._folder).from_scratch:
             lines.append(_ABOUT_A_CPU)

@@ -461,12 +461,12 @@ def apply_presets(loaded: LoadedSettings) -> tuple[LoadedSettings, list[str]]:
 
 
 def apply_demo(loaded: LoadedSettings, *, on_gpu: bool = False) -> tuple[LoadedSettings, list[str]]:
-    """Give the embedded corpus short limits, unless the user says how long to train; return lines that say so."""
-    if any(loaded.is_set(f"training.{name}") for name in ("epochs", "max_steps", "dvae_steps", "decoder_steps")):
-        return loaded, []
+    """Give the embedded corpus the settings of a short run, except those of the user; return lines that say so."""
     values = dict(config.DEMO_ON_GPU if on_gpu else config.DEMO)
+    if loaded.is_set("training.epochs"):
+        values = {key: value for key, value in values.items() if not key.endswith("steps")}
     if "decoder" not in (loaded.settings.training.stages or ()):
-        del values["training.decoder_steps"]
+        values.pop("training.decoder_steps", None)
     filled = _filled(loaded, "demonstration", values, [])
     used = [key for key in values if loaded.origin[key] == "default" and filled.origin[key] == "preset"]
     listed = ", ".join(f"{specs()[key].name} {format_setting(key, values[key])}" for key in used)

@@ -286,6 +286,7 @@ def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
     if brief:
         clips = f"{len(prepared.train)} training clips ({_duration(prepared.train)})"
         people = "1 speaker" if len(speakers) == 1 else f"{len(speakers)} speakers"
+        people = people if any(speakers) else "speakers not named"
         facts = [clips, f"{len(prepared.val)} for validation", people, spoken]
         lines = [f"Corpus: {'; '.join(facts)}; {prepared.tokenizer.num_tokens} tokens"]
         lines += [f"Set aside: {', '.join(f'{count} {reason}' for count, reason in reasons)}"] if reasons else []

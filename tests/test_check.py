@@ -103,7 +103,7 @@ WHOLE = {"size": "normal"}
         ("batch-size", (), {"batch_size": "2"}, "fail", "--batch-size 32"),
         ("batch-size", (NO_GPU,), {"batch_size": "2"}, "pass", "2 clips"),
         ("batch-size", (), WHOLE | {"batch_size": "128"}, "warn", "may not fit"),
-        ("batch-size", (machine(1, 80000),), CAPPED | {"batch_size": "1"}, "fail", "--batch-size 8,"),
+        ("batch-size", (machine(1, 80000),), CAPPED | {"batch_size": "1"}, "fail", "--batch-size 4,"),
         ("fixed-shapes", (), {"pad_to_fixed_length": False}, "fail", "only a step with fixed shapes"),
         ("compilation", (), {"enable_xla_compilation": False}, "warn", "fused"),
         ("compilation", (), {"enable_graph_mode": False}, "fail", "eagerly"),

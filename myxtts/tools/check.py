@@ -381,6 +381,8 @@ def run(ctx: CheckContext) -> Finding:
     if ctx.continued is None:
         over = f"Starts over in {folder}; the run there is put aside"
         return Finding("run", "pass", over if RunDir(folder).has_begun else f"A new run in {folder}")
+    if ctx.data.train_data is None:  # `train` would apply the settings of the demonstration
+        return Finding("run", "pass", f"The demonstration in {folder} can be continued")
     try:
         check_resumable(ctx.loaded.settings, ctx.continued, ctx.prepared)
     except MyXTTSError as error:
