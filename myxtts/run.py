@@ -124,10 +124,9 @@ def train(
             barrier(plan)
         reporter.corpus(prepared)
         auto = auto_values(settings, prepared, run_dir if continues else None)
-        for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan, auto)]:
-            say(line)
         stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
-        for line in (f"Plan of the run in {run_dir.folder}:", *map(str, stages)):
+        planned = [f"Plan of the run in {run_dir.folder}:", *map(str, stages)]
+        for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan, auto), *planned]:
             say(line)
         reporter.plan(stages)
         fresh = cache(partial(initial_model, settings, prepared.tokenizer))
