@@ -151,7 +151,7 @@ def test_a_stage_prolonged_alone_leaves_the_later_ones_stale(start: Start) -> No
     assert [RunDir(run).status(stage).state for stage in STAGES] == ["complete"] * 3
     assert not (run / "decoder" / "step-00000001").exists()
     start("--max-steps 2 --dvae-steps 1 --decoder-steps 3")
-    assert "the learning rates of the first 2 steps were those of a run of that length" in start.out
+    assert "its first 2 steps used the learning rates of a shorter run" in start.out
 
 
 # Signals, from outside
