@@ -80,7 +80,7 @@ def _read_pth(path: Path) -> Any:
     except Exception as error:  # the unpickler raises whatever a damaged stream makes it raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         if type(error).__name__ == "UnpicklingError":  # its text advises to execute what the file says
-            reason = "it holds something else than weights, which is not loaded"
+            reason = "it holds something other than weights, which is not loaded"
         raise UnreadableWeights(f"{path} is damaged or no PyTorch checkpoint: {reason}") from None
     raise UnreadableWeights(f"{path} was not loaded: it refers to {strangers[0]}, which is no part of weights")
 
