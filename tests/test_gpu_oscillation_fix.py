@@ -1,4 +1,4 @@
-"""Oscillating and steady GPUs are told apart: `python tests/test_gpu_oscillation_fix.py`; needs no GPU."""
+"""Oscillating and steady GPUs are distinguished: `python tests/test_gpu_oscillation_fix.py`; needs no GPU."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from model_fixtures import waiting_is_an_error
 from pipeline_fixtures import PLANS, SHORT, Corpus, Read, Stamps, assert_same, read, short, speech, wait_for
 
 from myxtts.config import DataSettings
@@ -242,16 +243,6 @@ def test_no_delay_of_any_stream_tears_a_batch(
     for copy, batch in zip(copies, expected, strict=True):
         for name, tensor in copy.items():
             assert torch.equal(tensor.cpu(), batch.tensors[name]), name
-
-
-@contextlib.contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """In every thread: the switch is the process's."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
