@@ -509,8 +509,8 @@ def _speak(options: argparse.Namespace) -> None:
     voices = VoiceLibrary(folder)
     if options.voice:
         voices.path(options.voice)  # reports an impossible name before anything is computed
-    elif not options.speaker and not voices.built_in():
-        raise ConfigError("speak: give a recording with --speaker FILE, or a saved voice with --voice NAME")
+    elif not options.speaker:
+        voices.default()  # raises if there is none
     synthesizer = load_synthesizer(folder, vocoder=options.vocoder, best_gpt=options.best)
     language = options.language or language_of(text, synthesizer.languages)
     if options.speaker:

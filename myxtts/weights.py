@@ -210,10 +210,11 @@ def save_compact(
     for number, shard in enumerate(shards, 1):
         written.append(folder / _SHARD.format(number))
         write_tensors(written[-1], shard)
-    files = {path.name: {"bytes": path.stat().st_size, "xxh3": file_hash(path)} for path in written}
+    sizes = {path.name: path.stat().st_size for path in written}
+    files = {name: {"bytes": size, "xxh3": file_hash(folder / name)} for name, size in sizes.items()}
     content = json.dumps({**asdict(provenance), "files": files}, indent=2)
     write_text_atomically(folder / _PROVENANCE_FILE, content)
-    return {name: int(facts["bytes"]) for name, facts in files.items()}
+    return sizes
 
 
 def compacted(state: Mapping[str, Tensor], most_bytes: int) -> Tensors:

@@ -96,7 +96,9 @@ def test_bad_references_are_all_named(
 
 def test_voices_are_saved_by_name(synthesizer: Synthesizer, anna: Voice, tmp_path: Path) -> None:
     library = VoiceLibrary(tmp_path)
-    assert library.all() == [] and library.default("en") is None
+    assert library.all() == []
+    with pytest.raises(ConfigError, match="no built-in one"):
+        library.default("en")
     library.save(replace(anna, languages=("en", "fa"), description="calm"))
     library.save(replace(anna, name="خانم آنا"))
     assert [voice.name for voice in library.all()] == sorted(["anna", "خانم آنا"])

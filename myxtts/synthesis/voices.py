@@ -165,12 +165,14 @@ class VoiceLibrary:
         saved = {path.stem: _read_voice(path) for path in sorted(self.folder.glob("*.safetensors"))}
         return list((self.built_in() | saved).values())
 
-    def default(self, language: str) -> str | None:
-        """The name of the first built-in voice of that language, or else of any; None if none is built in."""
+    def default(self, language: str = "") -> str:
+        """The name of the first built-in voice of that language, or else of any."""
         voices = list(self.built_in().values())
-        return next((voice.name for voice in voices if language in voice.languages), None) or next(
-            (voice.name for voice in voices), None
-        )
+        if not voices:
+            raise ConfigError(
+                f"Give a recording with --speaker FILE, or a voice: {self._model} has no built-in one"
+            )
+        return next((voice for voice in voices if language in voice.languages), voices[0]).name
 
     def save(self, voice: Voice) -> Path:
         """Store a voice under its name; replaces an earlier one of that name."""
