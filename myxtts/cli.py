@@ -276,13 +276,47 @@ def _load(options: argparse.Namespace, demo: bool = True) -> LoadedSettings:
     """Return the settings of a run with presets, and on request the demonstration; prints what they set."""
     from myxtts.devices import Machine
 
-    loaded, lines = apply_presets(load(options.config, flags_of(options), options.unknown))
+    loaded = load(options.config, flags_of(options), options.unknown)
+    loaded, lines = apply_presets(loaded, _start_of(loaded))
     if demo and loaded.settings.data.train_data is None:
         loaded, more = apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
         lines += more if options.run is _train else more[:1]
     if lines and _is_first_process() and not getattr(options, "json", False):
         _say(*lines)
     return loaded
+
+
+def _start_of(loaded: LoadedSettings) -> tuple[str, dict[str, Any]]:
+    """Return what a run starts from if the user does not say it, in a word, and the settings that this gives.
+
+    That is the base model, if the settings fit it, or what the run that is continued was started from.
+    """
+    from myxtts.run_dir import RunDir
+    from myxtts.weights import Provenance, has_weights
+
+    data, training, base = loaded.settings.data, loaded.settings.training, config.BASE_FOLDER
+    if loaded.is_set("training.init_from"):
+        return "", {}
+    is_demo = data.train_data is None and not loaded.is_set("training.checkpoint_dir")
+    run = RunDir(config.DEMO_FOLDER if is_demo else training.checkpoint_dir)
+    if run.has_begun and not training.reset_training:
+        facts = run.started_with()
+        source = facts.get("training.init_from")
+        values = {"training.init_from": Path(source), "model.size": facts.get("model.size")} if source else {}
+        return "continued run", {key: value for key, value in values.items() if not loaded.is_set(key)}
+    if not has_weights(base):
+        return "", {}
+    known = Provenance.read(base)
+    reasons = {
+        "--model-size": loaded.is_set("model.size") and loaded.settings.model.size != "base",
+        "--tokenizer": data.tokenizer is not None,
+        "--use-phonemes": data.use_phonemes != known.use_phonemes,
+        f"--language {data.language}": data.language not in (None, *known.languages),
+    }
+    if found := [flag for flag, does_not_fit in reasons.items() if does_not_fit]:
+        logging.info("From scratch: the base model does not fit %s", " and ".join(found))
+        return "", {}
+    return "base model", {"training.init_from": base, "model.size": "base"}
 
 
 def _is_first_process() -> bool:

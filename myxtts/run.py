@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from myxtts import config
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
 from myxtts.config import (
+    FINE_TUNING,
     LANGUAGES,
     SAMPLE_RATE,
     SMALL_CORPUS,
@@ -63,19 +65,25 @@ from myxtts.model.xtts import XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
-from myxtts.settings import LoadedSettings, how_to_set, to_yaml, value_of, with_settings
+from myxtts.settings import LoadedSettings, how_to_set, specs, to_yaml, value_of, with_settings
+from myxtts.synthesis.synthesizer import provenance
 from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, DecoderRecipe, DvaeRecipe, Recipe, StageFacts, useful_flops
 from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, choose_mode
-from myxtts.weights import MODEL_FILES, has_weights, is_trained_in
+from myxtts.weights import MODEL_FILES, Provenance, has_weights, is_trained_in
 
 MEL_STATISTICS_CLIPS = 256
 COMPARED_CLIPS = 32  # validation clips, about, on which the decoder is compared with Griffin-Lim
 BATCH_SPLIT_KEYS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
 """How the clips of a step are divided: a run may change these as long as their product stays the same."""
 CLIPS_PER_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
+
+NOT_FOR_THE_BASE = (
+    "Texts were read with the vocabulary of the base model. --init-from none starts from scratch, with one of the "
+    "corpus; docs/recordings.md says how to add a language to a vocabulary."
+)
 
 Say = Callable[[str], None]
 
@@ -102,6 +110,7 @@ def train(
     to the log).
     """
     spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
+    chosen = settings.chosen if isinstance(settings, LoadedSettings) else unusual(settings)
     settings = settings.settings if isinstance(settings, LoadedSettings) else settings
     plan = make_plan(settings.data, spelling=spelling)
     is_first = plan.rank == 0
@@ -123,14 +132,17 @@ def train(
         if is_first:
             barrier(plan)
         reporter.corpus(prepared)
+        tuned = {} if continues else fine_tuning_values(settings, prepared, chosen)
+        settings = with_settings(settings, tuned)
         auto = auto_values(settings, prepared, run_dir if continues else None)
         stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
         planned = [f"Plan of the run in {run_dir.folder}:", *map(str, stages)]
-        for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan, auto), *planned]:
+        about = [*announcements(plan, settings.data), *_hints(settings, prepared, plan, auto, tuned)]
+        for line in [*about, *planned]:
             say(line)
         reporter.plan(stages)
         fresh = cache(partial(initial_model, settings, prepared.tokenizer))
-        _start(settings, run_dir, prepared, plan, None if continues else fresh, say)
+        _start(settings, run_dir, prepared, plan, None if continues else fresh, say, tuned)
         settings = replace(settings, data=prepared.fitted(settings.data))
         stop = held.enter_context(_StopRequest(plan))  # earlier there is no step to finish and nothing to save
         states: dict[str, State] = {}
@@ -198,6 +210,8 @@ def prepare_corpus(
     try:
         return prepare(data, progress)
     except DatasetError as error:
+        if continued is None and settings.training.init_from == config.BASE_FOLDER:
+            raise DatasetError(f"{error}\n{NOT_FOR_THE_BASE}") from error
         if continued is None:
             raise
         raise DatasetError(
@@ -213,6 +227,7 @@ def _start(
     plan: Plan,
     fresh: Callable[[], XTTS] | None,
     say: Say,
+    tuned: Mapping[str, Any],
 ) -> None:
     """Write the folder of a new run, which starts with the model `fresh`; tidy that of a continued one (None).
 
@@ -236,6 +251,7 @@ def _start(
                 **known,
                 "untrained": [stage for stage in STAGES if stage in random],
                 "auto": auto_values(settings, prepared),
+                "fine_tuning": dict(tuned),
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }
             trained_in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
@@ -248,6 +264,23 @@ def _start(
     barrier(plan)
 
 
+def fine_tuning_values(settings: Settings, prepared: PreparedCorpus, chosen: Collection[str]) -> dict[str, Any]:
+    """The settings that suit fine-tuning the GPT on so much speech, by key; none if the user has `chosen` any."""
+    minutes = float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 60
+    row = next((values for most, values in FINE_TUNING.items() if minutes < most), {})
+    decisive = {"training.epochs", *(key for values in FINE_TUNING.values() for key in values)}
+    if settings.training.init_from is None or stages_of(settings) != ("gpt",) or decisive.intersection(chosen):
+        return {}
+    filled = unusual(settings)  # by a preset; adapters have a learning rate of their own
+    filled += ["training.learning_rate"] if settings.model.lora_rank else []
+    return {key: value for key, value in row.items() if key not in filled}
+
+
+def unusual(settings: Settings) -> list[str]:
+    """The keys of the settings that differ from their defaults."""
+    return [key for key, spec in specs().items() if value_of(settings, key) != spec.default]
+
+
 def auto_values(
     settings: Settings, prepared: PreparedCorpus, continued: RunDir | None = None
 ) -> Mapping[str, float]:
@@ -256,9 +289,11 @@ def auto_values(
         return dict(continued.started_with().get("auto", {}))
     training, samples = settings.training, int(prepared.train.num_samples.sum())
     is_small = samples / SAMPLE_RATE < 3600 * SMALL_CORPUS_HOURS and settings.data.train_data is not None
-    if not is_small or training.init_from is not None:
-        return {}
-    return {key: value for key, value in SMALL_CORPUS.items() if value_of(settings, key) is None}
+    values: Mapping[str, float] = SMALL_CORPUS if is_small else {}
+    if (source := training.init_from) is not None:  # speaking depends on these, see `synthesizer.sampling_for`
+        known = provenance(RunDir(source)) if RunDir(source).exists else Provenance.read(source)
+        values = {"training.code_noise": known.code_noise, "training.text_dropout": known.text_dropout}
+    return {key: value for key, value in values.items() if value and value_of(settings, key) is None}
 
 
 def with_auto(settings: Settings, auto: Mapping[str, float], stage: str) -> Settings:
@@ -274,10 +309,21 @@ def _num_tokens(source: Path) -> int:
         return sys.maxsize
 
 
-def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan, auto: Mapping[str, float]) -> Iterator[str]:
+def _hints(
+    settings: Settings,
+    prepared: PreparedCorpus,
+    plan: Plan,
+    auto: Mapping[str, float],
+    tuned: Mapping[str, Any],
+) -> Iterator[str]:
+    if tuned:
+        listed = ", ".join(f"{specs()[key].flags[0]} {value:g}" for key, value in tuned.items())
+        yield f"Fine-tuning on so little speech: {listed} (give one of these, and you decide on all)"
     if auto and "gpt" in stages_of(settings):
         applied = ", ".join(f"{key} {value:g}" for key, value in auto.items())
-        yield f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech, the gpt stage has {applied}"
+        why = f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech"
+        why = why if settings.training.init_from is None else "Like the weights it starts from"
+        yield f"{why}, the gpt stage has {applied}"
     gpus = Machine.look().gpus
     situation = Situation(
         settings=settings,
@@ -600,10 +646,13 @@ def as_started(settings: Settings, run_dir: RunDir) -> Settings:
     given = source if training.init_from is None else str(training.init_from)
     now = {"training.init_from": given, "model.size": settings.model.size}
     require_same(run_dir.folder, {name: facts.get(name) for name in now}, now)
+    own = unusual(settings)
+    tuned = {key: value for key, value in facts.get("fine_tuning", {}).items() if key not in own}
+    settings = with_settings(settings, tuned)
     if settings.data.tokenizer is not None:
         named, pinned = Tokenizer.load(settings.data.tokenizer), run_dir.vocabulary()
         require_same(run_dir.folder, {"vocabulary": pinned.fingerprint}, {"vocabulary": named.fingerprint})
-    return replace(settings, training=replace(training, init_from=Path(source) if source else None))
+    return with_settings(settings, {"training.init_from": Path(source) if source else None})
 
 
 def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | None = None) -> dict[str, Any]:

@@ -169,9 +169,7 @@ class VoiceLibrary:
         """The name of the first built-in voice of that language, or else of any."""
         voices = list(self.built_in().values())
         if not voices:
-            raise ConfigError(
-                f"Give a recording with --speaker FILE, or a voice: {self._model} has no built-in one"
-            )
+            raise ConfigError(f"{self._model} has no built-in voice: give --speaker FILE, a recording of one")
         return next((voice for voice in voices if language in voice.languages), voices[0]).name
 
     def save(self, voice: Voice) -> Path:
