@@ -9,6 +9,7 @@ setting gives it its effect.
 # ruff: noqa: RUF009 - `setting` returns dataclasses.field, which is what a default may call
 import ast
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -122,6 +123,8 @@ SMALL_CORPUS: Mapping[str, float] = {
 """The `auto` of these settings for a GPT from scratch on less speech than that: without them, it did not learn to
 read from 3.8 hours (docs/results.md). The embedded corpus can only be memorised, and does without."""
 
+BASE_FOLDER = Path(os.environ.get("MYXTTS_BASE") or Path(__file__).with_name("base"))
+"""Folder of the base model, with which `speak` and training start; an installation may lack it."""
 DEMO_FOLDER = Path("demo")
 """Folder of runs on the embedded corpus, so that a user's first own training does not continue one of them."""
 _DEMO_ROWS: Mapping[str, tuple[Any, Any]] = {

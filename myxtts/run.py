@@ -69,7 +69,7 @@ from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, DecoderRecipe, DvaeRecipe, Recipe, StageFacts, useful_flops
 from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, choose_mode
-from myxtts.weights import MODEL_FILES, is_trained_in
+from myxtts.weights import MODEL_FILES, has_weights, is_trained_in
 
 MEL_STATISTICS_CLIPS = 256
 COMPARED_CLIPS = 32  # validation clips, about, on which the decoder is compared with Griffin-Lim
@@ -173,10 +173,9 @@ def require_source(settings: Settings, continued: RunDir | None) -> None:
     known = continued.started_with().get("training.init_from") if continued is not None else None
     if source is None or str(source) == known or RunDir(source).exists:
         return
-    has_weights = any((source / name).is_file() for name in MODEL_FILES)
-    if has_weights and (settings.data.tokenizer is not None or (source / VOCABULARY_FILE).is_file()):
+    if has_weights(source) and (settings.data.tokenizer is not None or (source / VOCABULARY_FILE).is_file()):
         return
-    if has_weights:
+    if has_weights(source):
         why = f"the folder has weights, but no {VOCABULARY_FILE}; copy it there, or name one with --tokenizer"
     elif source.is_dir():
         why = f"the folder holds neither XTTS weights ({' or '.join(MODEL_FILES)}) nor a run"

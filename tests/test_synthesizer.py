@@ -455,7 +455,7 @@ DEEP = "[" * 10**6
         ("myxtts.json", DEEP, "not what an export wrote"),
         ("model.json", DEEP, "is no run of MyXTTS"),
         ("model.pth", "", "damaged or no PyTorch checkpoint"),
-        ("model.pth", None, "No model.pth or best_model.pth"),
+        ("model.pth", None, "No model.pth or best_model.pth or weights-1.safetensors"),
     ],
 )
 def test_damaged_folders_are_refused_soon(
@@ -497,7 +497,8 @@ def test_without_a_model_the_flag_of_speak_is_named(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     assert main(["speak", "Hello.", "--speaker", "x.wav", "--language", "en"]) != 0
     shown = capsys.readouterr().err
-    assert "checkpoints: no such folder" in shown and "--model" in shown and "--checkpoint-dir" not in shown
+    assert "no run in the folder checkpoints" in shown and "has no base model" in shown
+    assert "--model" in shown and "--checkpoint-dir" not in shown
 
 
 def test_missing_parts_and_validation_decide_the_vocoder() -> None:
