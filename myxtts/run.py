@@ -25,7 +25,9 @@ from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
 from myxtts.config import (
+    BUILDS_ON,
     LANGUAGES,
+    MIN_SPEAKERS,
     SAMPLE_RATE,
     SMALL_CORPUS,
     SMALL_CORPUS_HOURS,
@@ -123,6 +125,9 @@ def train(
         if is_first:
             barrier(plan)
         reporter.corpus(prepared)
+        if (left_out := without_speaker(settings, prepared)) is not None:
+            say(left_out)
+        settings = with_stages(settings, prepared)
         auto = auto_values(settings, prepared, run_dir if continues else None)
         stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
         planned = [f"Plan of the run in {run_dir.folder}:", *map(str, stages)]
@@ -153,7 +158,7 @@ def train(
 
 def _require_undamaged(run_dir: RunDir, stage: str) -> None:
     """Raise an error if a stage would start over only because an earlier one cannot be read."""
-    for earlier in STAGES[: STAGES.index(stage)]:
+    for earlier in BUILDS_ON.get(stage, ()):
         if run_dir.checkpoints(earlier).newest_is_damaged:
             damaged = (
                 f"The newest checkpoint of {earlier} in {run_dir.folder} is damaged: {stage} was trained on it."
@@ -205,6 +210,29 @@ def prepare_corpus(
             f"{error}\nTexts were read with the vocabulary of the run in {continued.folder}, which this would "
             "continue. For another corpus give another --checkpoint-dir, or --reset-training."
         ) from error
+
+
+def with_stages(settings: Settings, prepared: PreparedCorpus) -> Settings:
+    """The settings with the stages that the corpus allows; raises if they name one that it does not."""
+    training, num_speakers = settings.training, prepared.num_speakers
+    if "speaker" in (training.stages or ()) and num_speakers < MIN_SPEAKERS:
+        raise ConfigError(f"--stages speaker: {_about_speakers(num_speakers)}")
+    stages = stages_of(settings, num_speakers)
+    return replace(settings, training=replace(training, stages=stages)) if "speaker" in stages else settings
+
+
+def without_speaker(settings: Settings, prepared: PreparedCorpus) -> str | None:
+    """Why a run from scratch leaves the stage `speaker` out; None if it does not, or was told which to train."""
+    training, num_speakers = settings.training, prepared.num_speakers
+    if training.stages is not None or training.init_from is not None or num_speakers >= MIN_SPEAKERS:
+        return None
+    return f"Stage speaker is left out: {_about_speakers(num_speakers)}"
+
+
+def _about_speakers(num_speakers: int) -> str:
+    """What the stage `speaker` needs, and what happens without it."""
+    found = f"the corpus names {num_speakers or 'no'} speaker{'s' * (num_speakers != 1)} with two clips or more"
+    return f"{found}, and it learns from {MIN_SPEAKERS} or more. The decoder then takes the voice from the GPT"
 
 
 def _start(

@@ -29,7 +29,7 @@ from myxtts.checkpoints import (
     read_tensors,
     write_tensors,
 )
-from myxtts.config import STAGE_PARTS, STAGES, Settings, stages_of
+from myxtts.config import BUILDS_ON, STAGE_PARTS, STAGES, Settings, stages_of
 from myxtts.errors import ConfigError
 from myxtts.files import write_text_atomically
 from myxtts.model.gpt import add_adapters, merge_adapters
@@ -101,7 +101,7 @@ class Mismatch(NamedTuple):
 def mismatches(found: Mapping[str, Notes]) -> Iterator[Mismatch]:
     """The first mismatch of each stage, given the notes of the checkpoints that are used together."""
     for stage, notes in found.items():
-        for earlier in reversed(STAGES[: STAGES.index(stage)]):
+        for earlier in reversed(BUILDS_ON.get(stage, ())):
             trained_on = notes.trained_on.get(earlier)
             used_with = found[earlier].fingerprint if earlier in found else INITIAL
             if trained_on not in (None, used_with):
@@ -176,8 +176,8 @@ class RunDir:
         return RunSummary(self.folder, stages, again, *about, settings.data.train_data, saved_at)
 
     def fingerprints(self, stage: str) -> dict[str, str]:
-        """The fingerprints of the stages before this one, as they are loaded."""
-        loaded = {name: self.checkpoints(name).newest(False) for name in STAGES[: STAGES.index(stage)]}
+        """The fingerprints of the stages that this one builds on, as they are loaded."""
+        loaded = {name: self.checkpoints(name).newest(False) for name in BUILDS_ON.get(stage, ())}
         return {name: INITIAL if found is None else found.notes.fingerprint for name, found in loaded.items()}
 
     @property
@@ -348,8 +348,8 @@ def averaged_weights(
     """Weights, replaced by their running averages where the run keeps these."""
     merged = dict(weights)
     for name, value in averaged.items():
-        if stage == "decoder" and name.startswith("generator."):
-            name = name.replace("generator", STAGE_PARTS["decoder"][0], 1)
+        if name.startswith(("generator.", "encoder.")):  # as the recipes of decoder and speaker call their network
+            name = f"{STAGE_PARTS[stage][0]}.{name.partition('.')[2]}"
         if name in merged:
             merged[name] = value
     return merged

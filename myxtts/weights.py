@@ -65,11 +65,6 @@ class Provenance:
             raise UnreadableWeights(f"{path} is not what an export wrote ({error}); export again") from None
 
     @property
-    def random_parts(self) -> list[str]:
-        """Stages that were never trained, and the speaker encoder, which no stage trains, in words."""
-        return [*self.untrained, *(["speaker encoder"] if self.from_scratch else [])]
-
-    @property
     def untrained_parts(self) -> list[str]:
         return [STAGE_PARTS[stage][0] for stage in self.untrained]
 
