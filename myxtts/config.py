@@ -24,7 +24,7 @@ LANGUAGE_NAMES = {
 LANGUAGES = tuple(LANGUAGE_NAMES)
 """XTTS-v2's seventeen languages and Persian, in the order of their indices in a cache."""
 SYNONYMS = {name.lower(): code for code, name in LANGUAGE_NAMES.items()}
-SYNONYMS |= {"farsi": "fa", "mandarin": "zh", "large": "big", "medium": "normal", "base": "normal"}
+SYNONYMS |= {"farsi": "fa", "mandarin": "zh", "large": "big", "medium": "normal"}
 """Words for the choices of settings that are spelt otherwise."""
 
 SAMPLE_RATE = 22050
@@ -56,7 +56,7 @@ def num_codes_of(num_samples: Count) -> Count:
     return codes
 
 
-MODEL_SIZES = ("tiny", "small", "normal", "big")
+MODEL_SIZES = ("tiny", "small", "base", "normal", "big")
 STAGE_PARTS = {
     "dvae": ("dvae", "mel_stats"),
     "speaker": ("hifigan_decoder.speaker_encoder",),
@@ -174,7 +174,8 @@ class ModelSettings:
 
     size: str = setting("tiny", flag="--model-size", choices=MODEL_SIZES)
     """Size of the network. `normal` is exactly XTTS-v2 and loads its weights. `tiny` and `small` are for
-    experiments and small cards, `big` is for training from scratch on large corpora."""
+    experiments and small cards, `base` is `small` with the vocoder and speaker encoder of XTTS-v2, `big` is for
+    training from scratch on large corpora."""
     gradient_checkpointing: bool = setting(False)
     """Recomputes activations in the backward pass, layer by layer: less GPU memory, more time. Turn it on when a
     batch does not fit the card."""
