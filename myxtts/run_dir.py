@@ -331,6 +331,7 @@ class RunDir:
             add_adapters(model.gpt, rank)
             model.load_state_dict(adapters, strict=False)
             merge_adapters(model.gpt)
+        model.speaker_is_trained = "speaker" not in self.untrained()
         return model
 
     def _warn_of_mismatches(self, used: Mapping[str, Notes]) -> None:

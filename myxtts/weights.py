@@ -66,7 +66,8 @@ class Provenance:
 
     @property
     def untrained_parts(self) -> list[str]:
-        return [STAGE_PARTS[stage][0] for stage in self.untrained]
+        """Random parts that a decoder needs: it does without a speaker encoder that was never trained."""
+        return [STAGE_PARTS[stage][0] for stage in self.untrained if stage != "speaker"]
 
 
 PUBLISHED = Provenance()
@@ -99,6 +100,7 @@ def load_folder(folder: Path, vocabulary: Tokenizer | None = None) -> LoadedFold
         model = XTTS(dims)
     absent, provenance = load_state(model, state, str(folder)), Provenance.read(folder)
     untrained = [part for part in provenance.untrained_parts if part not in absent]
+    model.speaker_is_trained = "speaker" not in provenance.untrained
     return LoadedFolder(model, used, absent + untrained, provenance)
 
 

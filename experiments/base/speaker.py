@@ -42,7 +42,11 @@ class DistilledRecipe(SpeakerRecipe):
         similarity = difference.square().sum() / (len(ours) * (len(ours) - 1))  # the diagonal is 0
         taught = PREDICTION_WEIGHT * prediction + SIMILARITY_WEIGHT * similarity
         share = self.world_size * tensors["weights"].sum() / Totals.of(tensors).clips
-        about = {"prediction": prediction.detach(), "similarity": similarity.detach(), "verification": losses["total"].detach()}
+        about = {
+            "prediction": prediction.detach(),
+            "similarity": similarity.detach(),
+            "verification": losses["total"].detach(),
+        }
         return {**losses, **about, "total": losses["total"] + share * taught}
 
     def extra_modules(self) -> dict[str, nn.Module]:

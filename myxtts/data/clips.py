@@ -205,7 +205,7 @@ class PreparedCorpus:
 
     @cached_property
     def num_speakers(self) -> int:
-        """Speakers that two or more training clips name: each clip of theirs has another one to be compared with."""
+        """Speakers that two or more training clips name, so that these can be compared."""
         counts = np.bincount(self.train.speakers, minlength=len(self.speaker_names))
         return sum(bool(name) and count > 1 for name, count in zip(self.speaker_names, counts, strict=True))
 

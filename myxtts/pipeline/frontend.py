@@ -39,7 +39,7 @@ from myxtts.model.dvae import FRAMES_PER_CODE
 from myxtts.model.gpt import pack
 from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, pcm_to_wave, resample
 from myxtts.model.vocoder import CROP_SAMPLES, OUTPUT_SAMPLE_RATE, num_samples
-from myxtts.model.xtts import XTTS
+from myxtts.model.xtts import XTTS, speaker_of_latents
 
 Tensors = Mapping[str, Tensor]
 
@@ -228,6 +228,7 @@ class DecoderFrontend(Frontend):
         self.inputs = GptFrontend(model, data, frame_budget, autocast)
         self.gpt = model.gpt
         self.speaker_encoder: nn.Module = model.hifigan_decoder.speaker_encoder  # type: ignore[assignment]
+        self.speaker_is_trained, self.speaker_dim = model.speaker_is_trained, model.dims.speaker_dim
         size = data.batch_size
         self.outputs = _outputs(
             size,
@@ -258,10 +259,14 @@ class DecoderFrontend(Frontend):
         out["latents"].copy_(torch.where(present[..., None], chosen, 0))
         wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
         out["wave"].copy_(_segment_24k(wave, batch["segments"], out["wave"].shape[1]))
-        # The voice of the first three seconds of the reference; a shorter one is repeated.
-        lengths = batch["crop_samples"]
-        reference = _looped(pcm_to_wave(batch["reference"], lengths), lengths, MIN_CROP_SAMPLES)
-        out["speaker"].copy_(self.speaker_encoder(resample(reference, SPEAKER_SAMPLE_RATE), l2_norm=True))
+        if self.speaker_is_trained:  # of the first three seconds of the reference; a shorter one is repeated
+            lengths = batch["crop_samples"]
+            reference = _looped(pcm_to_wave(batch["reference"], lengths), lengths, MIN_CROP_SAMPLES)
+            out["speaker"].copy_(self.speaker_encoder(resample(reference, SPEAKER_SAMPLE_RATE), l2_norm=True))
+        else:
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
+                voices = self.gpt.condition(frames)
+            out["speaker"].copy_(speaker_of_latents(voices, self.speaker_dim))
         out["codes"].copy_(between["codes"])
         for name in ("weights", "totals"):
             out[name].copy_(batch[name])

@@ -328,9 +328,9 @@ NOISE_TILT = 1.0  # noise falls with the frequency to the power of up to this
 class SpeakerRecipe(Recipe):
     """The speaker encoder: a recording to an embedding of its voice, by verification.
 
-    Reads crops float32 [B, 2, samples] at 16 kHz, two recordings of one voice per row, and voices int32 [B], -1 if
-    both are of one clip. Each crop has to find the other one of its row among those of all other voices. Validation
-    loss: cross-entropy per row. "error" is the share of rows that find another voice.
+    Reads crops float32 [B, 2, samples] at 16 kHz, two recordings of one voice per row, and voices int32 [B], -1
+    if both are of one clip. Each crop has to find the other one of its row among those of all other voices.
+    Validation loss: cross-entropy per row. "error" is the share of rows that find another voice.
     """
 
     betas = (0.9, 0.99)
@@ -383,7 +383,7 @@ class SpeakerRecipe(Recipe):
         return F.normalize(embeddings.float(), dim=1).unflatten(0, (-1, 2))
 
     def vary(self, crops: Tensor) -> Tensor:
-        """A part of each crop [B, 2, VARIED_SAMPLES]; half of the rows at another speed, which is another voice."""
+        """A part of each crop [B, 2, VARIED_SAMPLES]; at another speed, half of the rows are other voices."""
         rows, device = len(crops), crops.device
         slowest, fastest = SPEEDS
         speed = slowest + (fastest - slowest) * torch.rand(rows, 1, 1, device=device)
@@ -416,8 +416,9 @@ def add_noise(crops: Tensor) -> Tensor:
     """Crops [..., samples] with noise of random level and colour in half of them."""
     shape, device = (*crops.shape[:-1], 1), crops.device
     spectrum = torch.fft.rfft(torch.randn_like(crops))
-    colour = torch.arange(1, spectrum.shape[-1] + 1, device=device) ** (-NOISE_TILT * torch.rand(shape, device=device))
-    noise = torch.fft.irfft(spectrum * colour, n=crops.shape[-1])
+    tilt = NOISE_TILT * torch.rand(shape, device=device)
+    frequency = torch.arange(1, spectrum.shape[-1] + 1, device=device)
+    noise = torch.fft.irfft(spectrum * frequency**-tilt, n=crops.shape[-1])
     level_db = NOISE_DB[0] + (NOISE_DB[1] - NOISE_DB[0]) * torch.rand(shape, device=device)
     wanted = crops.square().mean(-1, keepdim=True).sqrt() * 10 ** (-level_db / 20)
     scale = wanted / noise.square().mean(-1, keepdim=True).sqrt()
