@@ -13,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from ecapa import Ecapa
 from torch import Tensor, nn
@@ -30,15 +31,16 @@ class DistilledRecipe(SpeakerRecipe):
 
     teacher: Ecapa
 
-    def __init__(self, encoder: SpeakerEncoder, world_size: int = 1, fine_tuning: bool = False) -> None:
-        super().__init__(encoder, world_size, fine_tuning)
+    def __init__(self, encoder: SpeakerEncoder, world_size: int = 1) -> None:
+        super().__init__(encoder, world_size)
         self.head = nn.Linear(encoder.fc.out_features, TEACHER_DIM, bias=False)
 
     def losses(self, embeddings: Tensor, clean: Tensor, tensors: Tensors) -> dict[str, Tensor]:
         losses = super().losses(embeddings, clean, tensors)
         ours, theirs = embeddings.flatten(0, 1), self.teacher.to(clean.device)(clean.flatten(0, 1))
         prediction = 1 - F.cosine_similarity(self.head(ours).float(), theirs).mean()
-        difference = ours.float() @ ours.float().t() - theirs @ theirs.t()
+        with torch.autocast(clean.device.type, enabled=False):
+            difference = ours @ ours.t() - theirs @ theirs.t()
         similarity = difference.square().sum() / (len(ours) * (len(ours) - 1))  # the diagonal is 0
         taught = PREDICTION_WEIGHT * prediction + SIMILARITY_WEIGHT * similarity
         share = self.world_size * tensors["weights"].sum() / Totals.of(tensors).clips

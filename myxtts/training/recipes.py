@@ -321,6 +321,7 @@ COSINE_SCALE, COSINE_MARGIN = 20.0, 0.1
 """Factor of the cosines that are compared, and how much closer than others the right crop must be in training."""
 VARIED_SAMPLES = 32000  # of a crop that is varied: 2 seconds, so that one played 1.2 times as fast is long enough
 SPEEDS = (0.85, 1.2)
+CENTRE_RATE = 0.1  # share of the mean embedding that is subtracted in every step
 NOISE_DB = (5.0, 30.0)  # level of the speech above the noise
 NOISE_TILT = 1.0  # noise falls with the frequency to the power of up to this
 
@@ -331,21 +332,28 @@ class SpeakerRecipe(Recipe):
     Reads crops float32 [B, 2, samples] at 16 kHz, two recordings of one voice per row, and voices int32 [B], -1
     if both are of one clip. Each crop has to find the other one of its row among those of all other voices.
     Validation loss: cross-entropy per row. "error" is the share of rows that find another voice.
+
+    In training the embeddings of a batch are centred: otherwise the easiest way to compare no voice as wrong is to
+    make all of them equal. The bias of the last layer follows, so that the encoder's own are centred too.
     """
 
     betas = (0.9, 0.99)
     from_scratch_lr, fine_tuning_lr = 1e-3, 1e-4
+    mean: Tensor  # [dim]: of the embeddings of the last micro-batch
 
     @classmethod
     def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> SpeakerRecipe:
         if settings.data.batch_size == 1:
             raise ConfigError("Stage speaker compares the clips of a batch: give --batch-size 2 or more")
         encoder = cast(SpeakerEncoder, model.hifigan_decoder.speaker_encoder).requires_grad_(True)
-        return cls(encoder, facts.world_size, facts.fine_tuning)
+        return cls(encoder, facts.world_size)
 
-    def __init__(self, encoder: SpeakerEncoder, world_size: int = 1, fine_tuning: bool = False) -> None:
+    def __init__(self, encoder: SpeakerEncoder, world_size: int = 1) -> None:
         super().__init__(world_size)
-        self.encoder, self.fine_tuning = encoder, fine_tuning
+        self.encoder = encoder
+        encoder.fc.bias.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros_like(encoder.fc.bias), persistent=False)
+        self._ddp_params_and_buffers_to_ignore = ["mean"]  # it differs between processes
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - one signature for all
         clean = self.vary(tensors["crops"])
@@ -368,19 +376,20 @@ class SpeakerRecipe(Recipe):
         return {"crops": (1, 2, CROP_SAMPLES), "voices": (1,)}
 
     @torch.no_grad()
-    def before_first_step(self, tensors: Tensors) -> None:
-        """Centre the embeddings of a new network: they would all be nearly equal, and learn nothing for long."""
-        if self.fine_tuning:
-            return
-        mean = self.encoder(tensors["crops"].flatten(0, 1)).float().mean(0)
+    def after_step(self, step: int) -> None:  # noqa: ARG002
         if self.world_size > 1:
-            dist.all_reduce(mean)
-        self.encoder.fc.bias -= mean / self.world_size
+            dist.all_reduce(self.mean)
+        self.encoder.fc.bias.sub_(self.mean, alpha=CENTRE_RATE / self.world_size)
+        self.mean.zero_()
 
     def embed(self, crops: Tensor) -> Tensor:
         """Embeddings of length 1, float32 [B, 2, dim]."""
-        embeddings: Tensor = self.encoder(crops.flatten(0, 1))
-        return F.normalize(embeddings.float(), dim=1).unflatten(0, (-1, 2))
+        embeddings: Tensor = self.encoder(crops.flatten(0, 1)).float()
+        if self.training:
+            mean = embeddings.mean(0)
+            self.mean.copy_(mean.detach())
+            embeddings = embeddings - mean
+        return F.normalize(embeddings, dim=1).unflatten(0, (-1, 2))
 
     def vary(self, crops: Tensor) -> Tensor:
         """A part of each crop [B, 2, VARIED_SAMPLES]; at another speed, half of the rows are other voices."""
