@@ -3,9 +3,9 @@
     python experiments/base/eer.py FOLDER... [--run RUN] [--teacher ecapa-*.bin] [--held-out lj,cmu_bdl,...]
 
 A folder holds metadata.csv with the columns path and speaker, or speakers.csv with id and speaker, and wavs/. A
-person of an earlier folder is left out. Every crop is of another recording and is compared with every other one. The
-rate is where as many pairs of one person are refused as pairs of two are accepted: over all people, and over the
-pairs of people who are held out from training.
+person of an earlier folder is left out. Every crop is of another recording, and all are compared with each other.
+The rate is where as many pairs of one person are refused as pairs of two are accepted: over all people, and over
+the pairs of people who are held out from training.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def mean_mel(wave: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--run", type=Path, action="append", default=[], help="a run or XTTS-v2 folder; repeatable")
+    parser.add_argument(
+        "--run", type=Path, action="append", default=[], help="a run or XTTS-v2 folder"
+    )
     parser.add_argument("--teacher", type=Path, nargs="+", help="its checkpoint, or ecapa-*.bin")
     parser.add_argument("--held-out", default="", help="people, with commas between, that no encoder has heard")
     parser.add_argument("--per-person", type=int, default=PER_PERSON)

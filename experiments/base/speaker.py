@@ -23,7 +23,7 @@ from myxtts.model.vocoder import SpeakerEncoder
 from myxtts.training.recipes import RECIPES, SpeakerRecipe, Tensors, Totals
 
 TEACHER_DIM = 192
-PREDICTION_WEIGHT, SIMILARITY_WEIGHT = 1.0, 20.0
+PREDICTION_WEIGHT, SIMILARITY_WEIGHT = 2.0, 20.0
 
 
 class DistilledRecipe(SpeakerRecipe):

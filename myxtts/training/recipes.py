@@ -317,7 +317,7 @@ class DvaeRecipe(Recipe):
                 self.broadcast(values)
 
 
-COSINE_SCALE, COSINE_MARGIN = 20.0, 0.1
+COSINE_SCALE, COSINE_MARGIN = 10.0, 0.1
 """Factor of the cosines that are compared, and how much closer than others the right crop must be in training."""
 VARIED_SAMPLES = 32000  # of a crop that is varied: 2 seconds, so that one played 1.2 times as fast is long enough
 SPEEDS = (0.85, 1.2)
@@ -338,7 +338,7 @@ class SpeakerRecipe(Recipe):
     """
 
     betas = (0.9, 0.99)
-    from_scratch_lr, fine_tuning_lr = 1e-3, 1e-4
+    from_scratch_lr, fine_tuning_lr = 2e-3, 1e-4
     mean: Tensor  # [dim]: of the embeddings of the last micro-batch
 
     @classmethod
