@@ -100,8 +100,7 @@ def train(
 ) -> TrainingResult:
     """Train every stage that the settings ask for, or continue the run in their `checkpoint_dir`.
 
-    Under torchrun every process calls this; only rank 0 reports, writes, and says what it does (`say`, by default
-    to the log).
+    Under torchrun every process calls this; only rank 0 reports, writes, and says what it does: by `say`, or to the log.
     """
     spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
     settings = settings.settings if isinstance(settings, LoadedSettings) else settings
@@ -125,9 +124,7 @@ def train(
         if is_first:
             barrier(plan)
         reporter.corpus(prepared)
-        if (left_out := without_speaker(settings, prepared)) is not None:
-            say(left_out)
-        settings = with_stages(settings, prepared)
+        settings = with_stages(settings, prepared, say)
         auto = auto_values(settings, prepared, run_dir if continues else None)
         stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
         planned = [f"Plan of the run in {run_dir.folder}:", *map(str, stages)]
@@ -212,27 +209,17 @@ def prepare_corpus(
         ) from error
 
 
-def with_stages(settings: Settings, prepared: PreparedCorpus) -> Settings:
+def with_stages(settings: Settings, prepared: PreparedCorpus, say: Say = _silent) -> Settings:
     """The settings with the stages that the corpus allows; raises if they name one that it does not."""
     training, num_speakers = settings.training, prepared.num_speakers
-    if "speaker" in (training.stages or ()) and num_speakers < MIN_SPEAKERS:
-        raise ConfigError(f"--stages speaker: {_about_speakers(num_speakers)}")
     stages = stages_of(settings, num_speakers)
-    return replace(settings, training=replace(training, stages=stages)) if "speaker" in stages else settings
-
-
-def without_speaker(settings: Settings, prepared: PreparedCorpus) -> str | None:
-    """Why a run from scratch leaves the stage `speaker` out; None if it does not, or was told which to train."""
-    training, num_speakers = settings.training, prepared.num_speakers
-    if training.stages is not None or training.init_from is not None or num_speakers >= MIN_SPEAKERS:
-        return None
-    return f"Stage speaker is left out: {_about_speakers(num_speakers)}"
-
-
-def _about_speakers(num_speakers: int) -> str:
-    """What the stage `speaker` needs, and what happens without it."""
     found = f"the corpus names {num_speakers or 'no'} speaker{'s' * (num_speakers != 1)} with two clips or more"
-    return f"{found}, and it learns from {MIN_SPEAKERS} or more. The decoder then takes the voice from the GPT"
+    why = f"{found}, and the stage learns from {MIN_SPEAKERS} or more"
+    if "speaker" in stages and num_speakers < MIN_SPEAKERS:
+        raise ConfigError(f"--stages speaker: {why}. Leave it out: the decoder then takes voices from the GPT")
+    if training.stages is None and "decoder" in stages and "speaker" not in stages:
+        say(f"Stage speaker is left out: {why}. The decoder takes voices from the GPT instead")
+    return replace(settings, training=replace(training, stages=stages)) if "speaker" in stages else settings
 
 
 def _start(

@@ -197,7 +197,7 @@ def test_the_stage_is_trained_where_there_are_speakers(tmp_path: Path, start: St
     assert not (run / "speaker").exists() and RunDir(run).untrained() == ["speaker"]
     assert "  not trained  speaker: random weights" in start.out
     start("--max-steps 1 --stages speaker", "third", few, code=2)
-    assert "learns from 8 or more" in start.err
+    assert "the stage learns from 8 or more" in start.err
     start("--max-steps 1 --stages speaker --batch-size 1", "third", many, code=2)
     assert "give --batch-size 2 or more" in start.err
 
