@@ -335,6 +335,9 @@ class TrainingSettings:
     """Probability of dropping a clip's text during training, so that the model can be sampled with
     classifier-free guidance (`myxtts speak --guidance`). `auto` is 0.1 from scratch on less than 10 hours of
     speech, otherwise 0, as in XTTS-v2."""
+    reference_noise: float = setting(0.0, minimum=0, maximum=1)
+    """Fraction of the clips whose reference voice gets reverberation, noise and the curve of another microphone
+    while the GPT trains, so that it also clones from a recording that is not clean. 0, as in XTTS-v2, is off."""
     ema_decay: float | None = setting(None, minimum=0, maximum=0.99999, none="auto")
     """Decay of an exponential moving average of the weights, which is then validated and exported instead of
     them; 0 is off. `auto` is 0.995 for the GPT from scratch on less than 10 hours of speech, otherwise 0."""
