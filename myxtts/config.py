@@ -340,7 +340,8 @@ class TrainingSettings:
     while the GPT trains, so that it also clones from a recording that is not clean. 0, as in XTTS-v2, is off."""
     ema_decay: float | None = setting(None, minimum=0, maximum=0.99999, none="auto")
     """Decay of an exponential moving average of the weights, which is then validated and exported instead of
-    them; 0 is off. `auto` is 0.995 for the GPT from scratch on less than 10 hours of speech, otherwise 0."""
+    them; 0 is off. `auto` is 0.995 for the GPT from scratch on less than 10 hours of speech, otherwise 0. The
+    `speaker` stage keeps none: the statistics of its batch norms would not fit."""
 
     codebook: str = setting("auto", choices=("auto", "trained", "frozen"))
     """Codebook of the DVAE in the `dvae` stage. `auto` trains a new one and freezes the one of `init_from`, so

@@ -520,7 +520,7 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
             weight_decay=training.weight_decay,
             grad_clip=training.grad_clip,
             betas=recipe.betas,
-            ema_decay=training.ema_decay or 0.0,
+            ema_decay=(training.ema_decay or 0.0) if recipe.is_averaged else 0.0,
         )
     torch.manual_seed(training.seed + plan.rank)  # dropout differs between ranks
     if loaded is not None:

@@ -349,8 +349,8 @@ def averaged_weights(
     """Weights, replaced by their running averages where the run keeps these."""
     merged = dict(weights)
     for name, value in averaged.items():
-        if name.startswith(("generator.", "encoder.")):  # as the recipes of decoder and speaker call their network
-            name = f"{STAGE_PARTS[stage][0]}.{name.partition('.')[2]}"
+        if stage == "decoder" and name.startswith("generator."):
+            name = name.replace("generator", STAGE_PARTS["decoder"][0], 1)
         if name in merged:
             merged[name] = value
     return merged

@@ -110,6 +110,7 @@ class Recipe(nn.Module, ABC):
     betas: tuple[float, float]  # betas of AdamW
     from_scratch_lr: float
     fine_tuning_lr: float
+    is_averaged = True  # False if `ema_decay` is ignored
     clips_at_once: int | None = None
     """Clips that a CPU trains on at once, if a whole batch would need too much memory; None for all of them."""
 
@@ -339,6 +340,7 @@ class SpeakerRecipe(Recipe):
 
     betas = (0.9, 0.99)
     from_scratch_lr, fine_tuning_lr = 2e-3, 1e-4
+    is_averaged = False  # the statistics of its batch norms are those of the last weights
     mean: Tensor  # [dim]: of the embeddings of the last micro-batch
 
     @classmethod
