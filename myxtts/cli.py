@@ -641,9 +641,9 @@ def _export(options: argparse.Namespace) -> None:
     else:
         save_folder(options.out, model, vocabulary, known)
     _say(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{size}{fresh}{replaced}")
-    if known.random_parts:
+    if known.untrained:
         hum = "; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else ""
-        _say(f"WARNING: {' and '.join(known.random_parts)}: never trained, these weights are random{hum}")
+        _say(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{hum}")
     if options.to == "coqui" and not fits_coqui(model.dims):
         _say(f"WARNING: {ONLY_HERE}")
 

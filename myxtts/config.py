@@ -60,11 +60,16 @@ def num_codes_of(num_samples: Count) -> Count:
 MODEL_SIZES = ("tiny", "small", "base", "normal", "big")
 STAGE_PARTS = {
     "dvae": ("dvae", "mel_stats"),
+    "speaker": ("hifigan_decoder.speaker_encoder",),
     "gpt": ("gpt",),
     "decoder": ("hifigan_decoder.waveform_decoder",),
 }
 """The parts of the model that each training stage trains, the main one first; stages in the order of training."""
 STAGES = tuple(STAGE_PARTS)
+BUILDS_ON: Mapping[str, tuple[str, ...]] = {"gpt": ("dvae",), "decoder": ("dvae", "speaker", "gpt")}
+"""The earlier stages whose weights a stage is trained on; others need none."""
+MIN_SPEAKERS = 8
+"""Speakers with two clips or more from which a run from scratch trains the speaker encoder."""
 
 MAX_AUTO_PREFETCH, MAX_AUTO_BUFFER = 16, 50
 """The most batches that `prefetch_buffer_size` and `pipeline_buffer_size` come to when they are `auto`."""
@@ -287,8 +292,9 @@ class TrainingSettings:
     """What is trained, for how long, and what is saved."""
 
     stages: tuple[str, ...] | None = setting(None, choices=STAGES)
-    """Parts to train, in this order: `dvae` (audio to codes), `gpt` (text to codes), `decoder` (codes to audio).
-    `null` trains all three, or only `gpt` with `init_from`."""
+    """Parts to train, in this order: `dvae` (audio to codes), `speaker` (audio to a voice), `gpt` (text to codes),
+    `decoder` (codes to audio). `null` trains all, without `speaker` on fewer than 8 speakers, or only `gpt` with
+    `init_from`."""
     init_from: Path | None = setting(None, metavar="DIR")
     """Folder of weights to start from, such as a downloaded XTTS-v2. `null` starts from scratch."""
     checkpoint_dir: Path = setting(Path("checkpoints"), metavar="DIR")
@@ -303,6 +309,9 @@ class TrainingSettings:
     """Most optimiser steps of a stage. `null` sets no limit: `epochs` ends the stage."""
     dvae_steps: int | None = setting(None, minimum=1)
     """Most optimiser steps of the `dvae` stage, in place of `max_steps`; `epochs` still applies. `null` uses
+    `max_steps`."""
+    speaker_steps: int | None = setting(None, minimum=1)
+    """Most optimiser steps of the `speaker` stage, in place of `max_steps`; `epochs` still applies. `null` uses
     `max_steps`."""
     decoder_steps: int | None = setting(None, minimum=1)
     """Most optimiser steps of the `decoder` stage, in place of `max_steps`; `epochs` still applies. `null` uses
@@ -334,7 +343,8 @@ class TrainingSettings:
     while the GPT trains, so that it also clones from a recording that is not clean. 0, as in XTTS-v2, is off."""
     ema_decay: float | None = setting(None, minimum=0, maximum=0.99999, none="auto")
     """Decay of an exponential moving average of the weights, which is then validated and exported instead of
-    them; 0 is off. `auto` is 0.995 for the GPT from scratch on less than 10 hours of speech, otherwise 0."""
+    them; 0 is off. `auto` is 0.995 for the GPT from scratch on less than 10 hours of speech, otherwise 0. The
+    `speaker` stage keeps none: the statistics of its batch norms would not fit."""
 
     codebook: str = setting("auto", choices=("auto", "trained", "frozen"))
     """Codebook of the DVAE in the `dvae` stage. `auto` trains a new one and freezes the one of `init_from`, so
@@ -384,10 +394,12 @@ class Settings:
     training: TrainingSettings = TrainingSettings()
 
 
-def stages_of(settings: Settings) -> tuple[str, ...]:
-    """Return the stages that a run with these settings trains."""
+def stages_of(settings: Settings, num_speakers: int = 0) -> tuple[str, ...]:
+    """Return the stages that a run with these settings trains on a corpus of so many speakers."""
     training = settings.training
-    return training.stages or (STAGES if training.init_from is None else ("gpt",))
+    if training.stages is not None or training.init_from is not None:
+        return training.stages or ("gpt",)
+    return tuple(stage for stage in STAGES if stage != "speaker" or num_speakers >= MIN_SPEAKERS)
 
 
 def stage_steps(
@@ -398,7 +410,7 @@ def stage_steps(
     `batch_clips` counts the clips that all processes take in a micro-step.
     """
     steps = math.ceil(math.ceil(num_clips / batch_clips) * training.epochs / accumulate)
-    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
+    own: int | None = getattr(training, f"{stage}_steps", None)
     limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
     return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
 

@@ -25,7 +25,9 @@ from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
 from myxtts.config import (
+    BUILDS_ON,
     LANGUAGES,
+    MIN_SPEAKERS,
     SAMPLE_RATE,
     SMALL_CORPUS,
     SMALL_CORPUS_HOURS,
@@ -98,8 +100,7 @@ def train(
 ) -> TrainingResult:
     """Train every stage that the settings ask for, or continue the run in their `checkpoint_dir`.
 
-    Under torchrun every process calls this; only rank 0 reports, writes, and says what it does (`say`, by default
-    to the log).
+    Under torchrun every process calls this; only rank 0 reports, writes, and says what it does: by `say`, or to the log.
     """
     spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
     settings = settings.settings if isinstance(settings, LoadedSettings) else settings
@@ -123,6 +124,7 @@ def train(
         if is_first:
             barrier(plan)
         reporter.corpus(prepared)
+        settings = with_stages(settings, prepared, say)
         auto = auto_values(settings, prepared, run_dir if continues else None)
         stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
         planned = [f"Plan of the run in {run_dir.folder}:", *map(str, stages)]
@@ -153,7 +155,7 @@ def train(
 
 def _require_undamaged(run_dir: RunDir, stage: str) -> None:
     """Raise an error if a stage would start over only because an earlier one cannot be read."""
-    for earlier in STAGES[: STAGES.index(stage)]:
+    for earlier in BUILDS_ON.get(stage, ()):
         if run_dir.checkpoints(earlier).newest_is_damaged:
             damaged = (
                 f"The newest checkpoint of {earlier} in {run_dir.folder} is damaged: {stage} was trained on it."
@@ -204,6 +206,19 @@ def prepare_corpus(
             f"{error}\nTexts were read with the vocabulary of the run in {continued.folder}, which this would "
             "continue. For another corpus give another --checkpoint-dir, or --reset-training."
         ) from error
+
+
+def with_stages(settings: Settings, prepared: PreparedCorpus, say: Say = _silent) -> Settings:
+    """The settings with the stages that the corpus allows; raises if they name one that it does not."""
+    training, num_speakers = settings.training, prepared.num_speakers
+    stages = stages_of(settings, num_speakers)
+    found = f"the corpus names {num_speakers or 'no'} speaker{'s' * (num_speakers != 1)} with two clips or more"
+    why = f"{found}, and the stage learns from {MIN_SPEAKERS} or more"
+    if "speaker" in stages and num_speakers < MIN_SPEAKERS:
+        raise ConfigError(f"--stages speaker: {why}. Leave it out: the decoder then takes voices from the GPT")
+    if training.stages is None and "decoder" in stages and "speaker" not in stages:
+        say(f"Stage speaker is left out: {why}. The decoder takes voices from the GPT instead")
+    return replace(settings, training=replace(training, stages=stages)) if "speaker" in stages else settings
 
 
 def _start(
@@ -504,7 +519,7 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
             weight_decay=training.weight_decay,
             grad_clip=training.grad_clip,
             betas=recipe.betas,
-            ema_decay=training.ema_decay or 0.0,
+            ema_decay=(training.ema_decay or 0.0) if recipe.is_averaged else 0.0,
         )
     torch.manual_seed(training.seed + plan.rank)  # dropout differs between ranks
     if loaded is not None:

@@ -88,13 +88,9 @@ class Provenance:
             raise UnreadableWeights(f"{path} is not what an export wrote ({error}); export again") from None
 
     @property
-    def random_parts(self) -> list[str]:
-        """Stages that were never trained, and the speaker encoder, which no stage trains, in words."""
-        return [*self.untrained, *(["speaker encoder"] if self.from_scratch else [])]
-
-    @property
     def untrained_parts(self) -> list[str]:
-        return [STAGE_PARTS[stage][0] for stage in self.untrained]
+        """Random parts that a decoder needs: it does without a speaker encoder that was never trained."""
+        return [STAGE_PARTS[stage][0] for stage in self.untrained if stage != "speaker"]
 
 
 PUBLISHED = Provenance()
@@ -131,6 +127,7 @@ def load_folder(folder: Path, vocabulary: Tokenizer | None = None) -> LoadedFold
         model = XTTS(dims)
     absent, provenance = load_state(model, state, str(folder)), Provenance.read(folder)
     untrained = [part for part in provenance.untrained_parts if part not in absent]
+    model.speaker_is_trained = "speaker" not in provenance.untrained
     return LoadedFolder(model, used, absent + untrained, provenance)
 
 

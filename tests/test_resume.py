@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 from training_fixtures import (
+    STAGES,
     Clips,
     Start,
     arguments,
@@ -27,7 +28,6 @@ from training_fixtures import (
 from training_processes import Server
 
 import myxtts.checkpoints
-from myxtts.config import STAGES
 from myxtts.run_dir import RunDir
 
 pytest_plugins = ["training_fixtures", "training_processes"]

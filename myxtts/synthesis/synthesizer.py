@@ -630,8 +630,6 @@ def load_synthesizer(
         model, vocabulary, fresh_parts, known = load_folder(folder)
         choice = usable_vocoder(fresh_parts, vocoder, known.vocoder)
     notes = [choice.note] if choice.note else []
-    if choice.name == "hifigan" and known.from_scratch:
-        notes.append("the speaker encoder was never trained: all recordings give the decoder nearly one voice")
     speaks: dict[str, Any] = {
         "vocoder": choice.name,
         "notes": notes,

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,14 @@ from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
 from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
 from myxtts.model.mel import CONDITIONING_MEL, LogMel, MelSpec
 from myxtts.model.vocoder import (
+    CROP_SAMPLES,
     OUTPUT_SAMPLE_RATE,
     PERIOD_WIDTHS,
     RESOLUTION_WIDTH,
     DiscriminatorOutput,
     Discriminators,
     HifiGanDecoder,
+    SpeakerEncoder,
 )
 from myxtts.model.vocoder import num_samples as num_samples_of
 from myxtts.model.xtts import XTTS, XTTSDims
@@ -108,6 +110,7 @@ class Recipe(nn.Module, ABC):
     betas: tuple[float, float]  # betas of AdamW
     from_scratch_lr: float
     fine_tuning_lr: float
+    is_averaged = True  # False if `ema_decay` is ignored
     clips_at_once: int | None = None
     """Clips that a CPU trains on at once, if a whole batch would need too much memory; None for all of them."""
 
@@ -313,6 +316,124 @@ class DvaeRecipe(Recipe):
         if self.broadcast is not None:
             for values in self.dvae.codebook.buffers():
                 self.broadcast(values)
+
+
+COSINE_SCALE, COSINE_MARGIN = 10.0, 0.1
+"""Factor of the cosines that are compared, and how much closer than others the right crop must be in training."""
+VARIED_SAMPLES = 32000  # of a crop that is varied: 2 seconds, so that one played 1.2 times as fast is long enough
+SPEEDS = (0.85, 1.2)
+CENTRE_RATE = 0.1  # share of the mean embedding that is subtracted in every step
+NOISE_DB = (5.0, 30.0)  # level of the speech above the noise
+NOISE_TILT = 1.0  # noise falls with the frequency to the power of up to this
+
+
+class SpeakerRecipe(Recipe):
+    """The speaker encoder: a recording to an embedding of its voice, by verification.
+
+    Reads crops float32 [B, 2, samples] at 16 kHz, two recordings of one voice per row, and voices int32 [B], -1
+    if both are of one clip. Each crop has to find the other one of its row among those of all other voices.
+    Validation loss: cross-entropy per row. "error" is the share of rows that find another voice.
+
+    In training the embeddings of a batch are centred: otherwise the easiest way to compare no voice as wrong is to
+    make all of them equal. The bias of the last layer follows, so that the encoder's own are centred too.
+    """
+
+    betas = (0.9, 0.99)
+    from_scratch_lr, fine_tuning_lr = 2e-3, 1e-4
+    is_averaged = False  # the statistics of its batch norms are those of the last weights
+    mean: Tensor  # [dim]: of the embeddings of the last micro-batch
+
+    @classmethod
+    def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> SpeakerRecipe:
+        if settings.data.batch_size == 1:
+            raise ConfigError("Stage speaker compares the clips of a batch: give --batch-size 2 or more")
+        encoder = cast(SpeakerEncoder, model.hifigan_decoder.speaker_encoder).requires_grad_(True)
+        return cls(encoder, facts.world_size)
+
+    def __init__(self, encoder: SpeakerEncoder, world_size: int = 1) -> None:
+        super().__init__(world_size)
+        self.encoder = encoder
+        encoder.fc.bias.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros_like(encoder.fc.bias), persistent=False)
+        self._ddp_params_and_buffers_to_ignore = ["mean"]  # it differs between processes
+
+    def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - one signature for all
+        clean = self.vary(tensors["crops"])
+        return self.losses(self.embed(add_noise(clean)), clean, tensors)
+
+    def losses(self, embeddings: Tensor, clean: Tensor, tensors: Tensors) -> dict[str, Tensor]:  # noqa: ARG002
+        """Losses of the embeddings [B, 2, dim] of crops, of which `clean` are those without noise."""
+        sums = self._compare(embeddings, tensors)
+        loss, count = self.world_size * sums["sum"] / Totals.of(tensors).clips, sums["count"]
+        return {"total": loss, "error": mean_of(sums["error_sum"], count)}
+
+    def sums(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
+        return self._compare(self.embed(tensors["crops"]), tensors)
+
+    def regions(self) -> list[nn.Module]:
+        """The residual layers, nearly all the arithmetic."""
+        return [self.encoder.get_submodule(f"layer{number}") for number in range(1, 5)]
+
+    def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002 - a crop of the clip
+        return {"crops": (1, 2, CROP_SAMPLES), "voices": (1,)}
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:  # noqa: ARG002
+        if self.world_size > 1:
+            dist.all_reduce(self.mean)
+        self.encoder.fc.bias.sub_(self.mean, alpha=CENTRE_RATE / self.world_size)
+        self.mean.zero_()
+
+    def embed(self, crops: Tensor) -> Tensor:
+        """Embeddings of length 1, float32 [B, 2, dim]."""
+        embeddings: Tensor = self.encoder(crops.flatten(0, 1)).float()
+        if self.training:
+            mean = embeddings.mean(0)
+            self.mean.copy_(mean.detach())
+            embeddings = embeddings - mean
+        return F.normalize(embeddings, dim=1).unflatten(0, (-1, 2))
+
+    def vary(self, crops: Tensor) -> Tensor:
+        """A part of each crop [B, 2, VARIED_SAMPLES]; at another speed, half of the rows are other voices."""
+        rows, device = len(crops), crops.device
+        slowest, fastest = SPEEDS
+        speed = slowest + (fastest - slowest) * torch.rand(rows, 1, 1, device=device)
+        speed = torch.where(torch.rand(rows, 1, 1, device=device) < 0.5, speed, 1.0)
+        room = crops.shape[2] - 1 - speed * VARIED_SAMPLES
+        starts = (torch.rand(rows, 2, 1, device=device) * room).floor()
+        places = starts + speed * torch.arange(VARIED_SAMPLES, device=device)
+        before = places.long()
+        return torch.lerp(crops.gather(2, before), crops.gather(2, before + 1), places - before)
+
+    def _compare(self, embeddings: Tensor, tensors: Tensors) -> dict[str, Tensor]:
+        voices, weights = tensors["voices"], tensors["weights"]
+        with torch.autocast(embeddings.device.type, enabled=False):
+            cosines = embeddings[:, 0] @ embeddings[:, 1].t()
+        known = (voices >= 0) & (weights > 0)
+        right = torch.eye(len(voices), dtype=torch.bool, device=voices.device)
+        is_other = known[:, None] & known & (voices[:, None] != voices)
+        margin = COSINE_MARGIN if self.training else 0.0
+        compared = is_other | right
+        logits = (COSINE_SCALE * (cosines - margin * right)).masked_fill(~compared, -math.inf)
+        numbers = torch.arange(len(voices), device=voices.device)
+        losses = [F.cross_entropy(each, numbers, reduction="none") for each in (logits, logits.t())]
+        wrong = cosines.masked_fill(~compared, -math.inf).argmax(1) != numbers
+        counted = known * weights
+        sums = {"sum": (torch.stack(losses).mean(0) * counted).sum(), "count": counted.sum()}
+        return {**sums, "error_sum": (wrong * counted).sum(), "error_count": counted.sum()}
+
+
+def add_noise(crops: Tensor) -> Tensor:
+    """Crops [..., samples] with noise of random level and colour in half of them."""
+    shape, device = (*crops.shape[:-1], 1), crops.device
+    spectrum = torch.fft.rfft(torch.randn_like(crops))
+    tilt = NOISE_TILT * torch.rand(shape, device=device)
+    frequency = torch.arange(1, spectrum.shape[-1] + 1, device=device)
+    noise = torch.fft.irfft(spectrum * frequency**-tilt, n=crops.shape[-1])
+    level_db = NOISE_DB[0] + (NOISE_DB[1] - NOISE_DB[0]) * torch.rand(shape, device=device)
+    wanted = crops.square().mean(-1, keepdim=True).sqrt() * 10 ** (-level_db / 20)
+    scale = wanted / noise.square().mean(-1, keepdim=True).sqrt()
+    return crops + torch.where(torch.rand(shape, device=device) < 0.5, scale, 0.0) * noise
 
 
 TEXT_WEIGHT = 0.01  # weight of the text loss; that of the audio loss is 1
@@ -540,7 +661,12 @@ class DecoderRecipe(Recipe):
         return by_clip((self.log_mel(fake) - target).abs()) / 2
 
 
-RECIPES: dict[str, type[Recipe]] = {"dvae": DvaeRecipe, "gpt": GptRecipe, "decoder": DecoderRecipe}
+RECIPES: dict[str, type[Recipe]] = {
+    "dvae": DvaeRecipe,
+    "speaker": SpeakerRecipe,
+    "gpt": GptRecipe,
+    "decoder": DecoderRecipe,
+}
 
 
 def useful_flops(recipe: Recipe, clips: ClipSet) -> float | None:
