@@ -221,7 +221,7 @@ class DataSettings:
     """Shortest clip to train on. Shorter ones are set aside and listed with the reason."""
     max_text_length: int = setting(200, minimum=8, maximum=400)
     """Longest text in tokens. Clips with longer texts are set aside, never cut. XTTS-v2 has room for 400."""
-    max_mel_frames: int | None = setting(None, minimum=64, maximum=2416, none="auto")
+    max_mel_frames: int | None = setting(None, minimum=64, maximum=AUTO_MEL_FRAMES[1], none="auto")
     """Longest clip in mel frames of 256 samples. Longer clips are set aside, never cut. `auto` follows the corpus:
     room for all clips but the longest thousandth, from 800 frames (9.3 seconds) to 2416 (28 seconds), for which
     XTTS-v2 has room. Memory and the time of the `dvae` stage grow with it."""

@@ -194,9 +194,8 @@ def test_the_time_of_every_step_is_kept_and_pictures_end_with_their_clip(
     assert train(run, clips(), flags) == 0
     reports = read_metrics(run / "metrics.jsonl")
     steps = [record for record in reports if record["kind"] == "step"]
-    timed = [(record["timed_from"], len(record["times_ms"])) for record in steps]
     assert [record["step"] for record in steps] == [3, 5, 6, 8]
-    assert timed == [(1, 3), (4, 2), (6, 1), (7, 2)], "each step once, also of a run that was stopped"
+    assert [len(record["times_ms"]) for record in steps] == [3, 2, 1, 2], "each once, also of a stopped run"
     ends_s, times_ms = stages_of(reports)[0].step_times()
     assert (times_ms > 0).all() and (np.diff(ends_s) > 0).all() and len(times_ms) == 8
     assert widths["dvae/mel"] == widths["dvae/reconstruction"] < 110, "1.2 seconds, in a batch of 128 frames"

@@ -365,9 +365,9 @@ def overfitting(stage: str, validations: Losses, training: Losses) -> Finding | 
         return None
     was = f"its validation loss was {best:.4g} at step {best_step:,} and is {later[-1]:.4g} now"
     why = "The training loss fell meanwhile: the network memorises its clips. The ear may judge otherwise."
-    fix = "More recordings help; --early-stop ends such a stage sooner."
+    fix = "More recordings help, and --early-stop ends such a stage sooner."
     if stage == "gpt":
-        fix += " So do --dropout 0.1 and --code-noise 0.3; speak --best uses the weights of the best validation."
+        fix += " Where they are off, --dropout 0.1 and --code-noise 0.3 help too; speak --best uses the best GPT."
     return Finding("overfitting", "warn", f"Stage {stage} overfits: {was}", why, fix)
 
 
