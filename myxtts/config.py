@@ -306,8 +306,9 @@ class TrainingSettings:
 
     learning_rate: float | None = setting(None, flag="--lr", above=0, maximum=1)
     """Peak learning rate. `null` uses the stage's own default, which is lower with `init_from`."""
-    warmup_steps: int = setting(500, minimum=0)
-    """Optimiser steps over which the learning rate rises linearly from zero, before its cosine decay."""
+    warmup_steps: int | None = setting(None, minimum=0, none="auto")
+    """Optimiser steps over which the learning rate rises linearly from zero, before its cosine decay. `auto` is
+    500, or a tenth of the steps of all `epochs` if that is less; step limits do not change it."""
     gradient_accumulation_steps: int = setting(1, flag="--grad-accum", minimum=1)
     """Micro-steps per optimiser step. The effective batch is this many times `batch_size`, in the memory of
     one."""
@@ -394,6 +395,13 @@ def stage_steps(
     own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
     limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
     return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
+
+
+def warmup_steps(training: TrainingSettings, num_clips: int, batch_clips: int) -> int:
+    """Return the warm-up of a stage; `auto` ignores step limits: a trial has the rates of the whole run."""
+    step_clips = batch_clips * training.gradient_accumulation_steps
+    auto = min(500, num_clips * training.epochs // (10 * step_clips))
+    return auto if training.warmup_steps is None else training.warmup_steps
 
 
 def mel_frames(data: DataSettings) -> int:

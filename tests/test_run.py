@@ -235,7 +235,7 @@ def test_how_a_step_is_run(settings: dict[str, Any], plan: dict[str, Any], expec
 def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start) -> None:
     run = start(f"--max-steps 2 --model-start-delay 0.5 --val-data {start.clips(3)}")
     stages = [
-        rf"Stage {stage}\nBuffer size: 6 batches \(3 on the host, 3 on cpu\), and 2 in work .*\n"
+        rf"Stage {stage}\nBuffer size: 6 batches \(3 on the host, 3 on cpu\), and 2 being .*\n"
         r"(Reference voices: 100 % of .*--single-speaker\n)?Training step: eager, fp32\n"
         r"Waiting up to 0\.5s for data pipeline to warm up\nModel training starting now \(\d+ .*\n"
         r"step 1/2  loss .*\nstep 2/2  loss .*\nvalidation at step 2  loss .*  the best so far\n"

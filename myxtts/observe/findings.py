@@ -285,7 +285,7 @@ RULES = (
     Rule(
         "hint", "warn", "data.batch_size", lambda s: s.own_clips,
         "there are only {s.own_clips} training clips, and the rest of a batch is padding",
-        when=lambda s: s.data.batch_size > s.own_clips > 0,
+        when=lambda s: DataSettings().batch_size != s.data.batch_size > s.own_clips > 0,
     ),
     _buffer_hint("pipeline_buffer_size"),
     _buffer_hint("prefetch_buffer_size"),
@@ -302,12 +302,13 @@ RULES = (
     Rule(
         "hint", "warn", "training.warmup_steps", lambda s: s.end[0] // 10,
         "{s.end[1]} ends a stage at step {s.end[0]}, before the learning rate has risen",
-        when=lambda s: 0 < s.training.warmup_steps >= s.end[0],
+        when=lambda s: 0 < (s.training.warmup_steps or 0) >= s.end[0],
     ),
     Rule(
         "hint", "warn", "training.save_step", None,
         "{s.end[1]} ends a stage at step {s.end[0]}, with no checkpoint before the last",
-        fix="lower --save-step so that a crash costs less", when=lambda s: s.training.save_step > s.end[0],
+        fix="lower --save-step so that a crash costs less",
+        when=lambda s: s.end[0] < s.training.save_step != TrainingSettings().save_step,
     ),
     Rule(
         "hint", "warn", "training.early_stop", None,
