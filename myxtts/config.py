@@ -230,7 +230,7 @@ class DataSettings:
     """Shortest clip to train on. Shorter ones are set aside and listed with the reason."""
     max_text_length: int = setting(200, minimum=8, maximum=400)
     """Longest text in tokens. Clips with longer texts are set aside, never cut. XTTS-v2 has room for 400."""
-    max_mel_frames: int | None = setting(None, minimum=64, maximum=2416, none="auto")
+    max_mel_frames: int | None = setting(None, minimum=64, maximum=AUTO_MEL_FRAMES[1], none="auto")
     """Longest clip in mel frames of 256 samples. Longer clips are set aside, never cut. `auto` follows the corpus:
     room for all clips but the longest thousandth, from 800 frames (9.3 seconds) to 2416 (28 seconds), for which
     XTTS-v2 has room. Memory and the time of the `dvae` stage grow with it."""
@@ -319,8 +319,9 @@ class TrainingSettings:
 
     learning_rate: float | None = setting(None, flag="--lr", above=0, maximum=1)
     """Peak learning rate. `null` uses the stage's own default, which is lower with `init_from`."""
-    warmup_steps: int = setting(500, minimum=0)
-    """Optimiser steps over which the learning rate rises linearly from zero, before its cosine decay."""
+    warmup_steps: int | None = setting(None, minimum=0, none="auto")
+    """Optimiser steps over which the learning rate rises linearly from zero, before its cosine decay. `auto` is
+    500, or a tenth of the steps of all `epochs` if that is less; step limits do not change it."""
     gradient_accumulation_steps: int = setting(1, flag="--grad-accum", minimum=1)
     """Micro-steps per optimiser step. The effective batch is this many times `batch_size`, in the memory of
     one."""
@@ -413,6 +414,13 @@ def stage_steps(
     own: int | None = getattr(training, f"{stage}_steps", None)
     limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
     return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
+
+
+def warmup_steps(training: TrainingSettings, num_clips: int, batch_clips: int) -> int:
+    """Return the warm-up of a stage; `auto` ignores step limits: a trial has the rates of the whole run."""
+    step_clips = batch_clips * training.gradient_accumulation_steps
+    auto = min(500, num_clips * training.epochs // (10 * step_clips))
+    return auto if training.warmup_steps is None else training.warmup_steps
 
 
 def mel_frames(data: DataSettings) -> int:

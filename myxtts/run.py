@@ -36,6 +36,7 @@ from myxtts.config import (
     num_frames_of,
     stage_steps,
     stages_of,
+    warmup_steps,
 )
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import ClipSet, PreparedCorpus
@@ -420,7 +421,9 @@ def plan_stages(
         else:
             step, does = notes.step, f"continues at step {notes.step} of {max(target, notes.step)}"
         why = status.why
-        if status.state == "complete" and settings.training.warmup_steps + 1 < step < target:
+        batch_clips = settings.data.batch_size * plan.world_size
+        risen = warmup_steps(settings.training, len(prepared.train), batch_clips) + 1
+        if status.state == "complete" and risen < step < target:
             why = f"its first {step} steps used the learning rates of a shorter run"
         planned.append(StagePlan(stage, max(target - step, 0), does, why))
         if step < target:
@@ -512,10 +515,11 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
             store_frozen_in_bf16(ctx.model.gpt)
         recipe.to(plan.model).train()
         parts = recipe.parts()
+        warmup = warmup_steps(training, len(ctx.prepared.train), settings.data.batch_size * plan.world_size)
         optimizer = Optimizer(
             parts if len(parts) > 1 else recipe,
             training.learning_rate or recipe.learning_rate(ctx.fine_tuning),
-            Schedule(training.warmup_steps, total),
+            Schedule(warmup, total),
             weight_decay=training.weight_decay,
             grad_clip=training.grad_clip,
             betas=recipe.betas,

@@ -31,7 +31,15 @@ from myxtts.checkpoints import (
     write_pth,
     write_tensors,
 )
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, STAGE_PARTS, STAGES, DataSettings
+from myxtts.config import (
+    AUTO_MEL_FRAMES,
+    HOP_SAMPLES,
+    SAMPLE_RATE,
+    SAMPLES_PER_CODE,
+    STAGE_PARTS,
+    STAGES,
+    DataSettings,
+)
 from myxtts.files import write_text_atomically
 from myxtts.model.gpt import grow_text_vocabulary
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
@@ -65,7 +73,7 @@ class Provenance:
     from_scratch: bool = False
     """True if training did not start from published weights: the model knows only what it was trained on."""
     max_text_length: int = DataSettings.max_text_length
-    max_mel_frames: int = 2416
+    max_mel_frames: int = AUTO_MEL_FRAMES[1]
     use_phonemes: bool = False
     vocoder: Mapping[str, float] | None = None
     """Distances of the decoder and of Griffin-Lim from held-out recordings, by the validation of the decoder."""

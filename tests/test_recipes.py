@@ -459,6 +459,10 @@ def test_fine_tuning_keeps_a_published_codebook_unless_asked_to_train_it(wanted:
         assert 0 < float(moved.mean()) < 0.2, "only those near the clips"
     else:
         assert torch.equal(book.embed, before) and not book.cluster_size.any()
+        found = recipe(batch, SIZES)
+        chosen = recipe.pictures(batch, SIZES)["code_usage"]
+        assert 1 < found["perplexity"] <= found["codes_used"] == (chosen > 0).sum(), "of this batch"
+        assert chosen.sum() == float((batch["num_frames"] / 4).ceil()[batch["weights"] > 0].sum())
 
 
 def test_processes_share_one_codebook() -> None:

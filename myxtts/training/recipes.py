@@ -25,7 +25,7 @@ from myxtts.data.batches import MAX_CROP_FRAMES, SEGMENT_CODES, Sizes, packed_to
 from myxtts.data.clips import ClipSet
 from myxtts.errors import ConfigError
 from myxtts.model.conditioning import PackedFrames, pack_frames
-from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
+from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction, Usage
 from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
 from myxtts.model.mel import CONDITIONING_MEL, LogMel, MelSpec
 from myxtts.model.vocoder import (
@@ -227,7 +227,7 @@ class DvaeRecipe(Recipe):
         out, sums = self._reconstruct(tensors, sizes)
         if not self.frozen:
             self._accumulate(out, tensors["weights"])
-        totals, usage = Totals.of(tensors), self.dvae.codebook.usage()
+        totals, usage = Totals.of(tensors), self._usage(out, tensors["weights"])
         mel, commitment = sums["sum"] / totals.frames, sums["commitment_sum"] / totals.codes
         return {
             "total": self.world_size * (mel + COMMITMENT_WEIGHT * commitment),
@@ -245,7 +245,7 @@ class DvaeRecipe(Recipe):
         out, _ = self._reconstruct(tensors, sizes)
         num_frames = int(tensors["num_frames"][0])  # the rest is padding
         mel, decoded = tensors["mel"][0, :, :num_frames], out.reconstruction[0, :, :num_frames].float()
-        return {"mel": mel, "reconstruction": decoded, "code_usage": self.dvae.codebook.usage().counts}
+        return {"mel": mel, "reconstruction": decoded, "code_usage": self._usage(out, tensors["weights"]).counts}
 
     def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:
         frames = FRAMES_PER_CODE * math.ceil(num_samples / SAMPLES_PER_CODE)
@@ -293,6 +293,13 @@ class DvaeRecipe(Recipe):
             "commitment_sum": (out.commitment * code_weights).sum(),
             "commitment_count": code_weights.sum(),
         }
+
+    def _usage(self, out: Reconstruction, weights: Tensor) -> Usage:
+        """The use of a trained codebook in the last updates, and of a frozen one in this batch."""
+        if not self.frozen:
+            return self.dvae.codebook.usage()
+        book, mask = self.dvae.codebook, out.mask * weights[:, None]
+        return book.usage(book.counts_and_sums(out.latents[..., :1], out.codes, mask)[0])
 
     @torch.no_grad()
     def _accumulate(self, out: Reconstruction, weights: Tensor) -> None:
