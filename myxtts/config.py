@@ -122,6 +122,9 @@ SMALL_CORPUS: Mapping[str, float] = {
 """The `auto` of these settings for a GPT from scratch on less speech than that: without them, it did not learn to
 read from 3.8 hours (docs/results.md). The embedded corpus can only be memorised, and does without."""
 
+DECODER_EMA_DECAY = 0.999
+"""The `auto` of `ema_decay` for the decoder: the weights of a GAN never settle, their average does."""
+
 DEMO_FOLDER = Path("demo")
 """Folder of runs on the embedded corpus, so that a user's first own training does not continue one of them."""
 _DEMO_ROWS: Mapping[str, tuple[Any, Any]] = {
@@ -331,7 +334,8 @@ class TrainingSettings:
     speech, otherwise 0, as in XTTS-v2."""
     ema_decay: float | None = setting(None, minimum=0, maximum=0.99999, none="auto")
     """Decay of an exponential moving average of the weights, which is then validated and exported instead of
-    them; 0 is off. `auto` is 0.995 for the GPT from scratch on less than 10 hours of speech, otherwise 0."""
+    them; 0 is off. `auto` is 0.999 for the decoder, 0.995 for the GPT from scratch on less than 10 hours of
+    speech, otherwise 0."""
 
     codebook: str = setting("auto", choices=("auto", "trained", "frozen"))
     """Codebook of the DVAE in the `dvae` stage. `auto` trains a new one and freezes the one of `init_from`, so

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
 from myxtts.config import (
+    DECODER_EMA_DECAY,
     LANGUAGES,
     SAMPLE_RATE,
     SMALL_CORPUS,
@@ -58,8 +59,8 @@ from myxtts.files import lock, write_text_atomically
 from myxtts.host import usable_cores
 from myxtts.model.gpt import adapter_state, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
-from myxtts.model.vocoder import spectral_distance
-from myxtts.model.xtts import XTTS
+from myxtts.model.vocoder import Generator, HifiGanInput, spectral_distance
+from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
@@ -109,6 +110,7 @@ def train(
     run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
     continues = run_dir.has_begun and not settings.training.reset_training
     require_source(settings, run_dir if continues else None)
+    _require_hifigan(settings, run_dir if continues else None)
     with contextlib.ExitStack() as held:
         if is_first:
             held.enter_context(lock(run_dir.folder))
@@ -188,6 +190,14 @@ def require_source(settings: Settings, continued: RunDir | None) -> None:
     )
 
 
+def _require_hifigan(settings: Settings, continued: RunDir | None) -> None:
+    """Raise an error unless a decoder stage that is yet to begin can start from `init_decoder`."""
+    path, is_begun = settings.training.init_decoder, continued is not None and continued.has_checkpoint("decoder")
+    if path is not None and "decoder" in stages_of(settings) and not is_begun:
+        channels = SIZES[settings.model.size].vocoder_channels
+        start_from_hifigan(path, Generator(1, channels, 1), HifiGanInput(channels))
+
+
 def prepare_corpus(
     settings: Settings, progress: Progress = NO_PROGRESS, continued: RunDir | None = None
 ) -> PreparedCorpus:
@@ -263,9 +273,10 @@ def auto_values(
 
 
 def with_auto(settings: Settings, auto: Mapping[str, float], stage: str) -> Settings:
-    """The settings of a stage with a number for each that is `auto`: what the run began with, and only for gpt."""
+    """The settings of a stage with a number for each that is `auto`; for gpt, what the run began with."""
+    own = {"gpt": auto, "decoder": {"training.ema_decay": DECODER_EMA_DECAY}}.get(stage, {})
     unset = [key for key in SMALL_CORPUS if value_of(settings, key) is None]
-    return with_settings(settings, {key: auto.get(key, 0.0) if stage == "gpt" else 0.0 for key in unset})
+    return with_settings(settings, {key: own.get(key, 0.0) for key in unset})
 
 
 def _num_tokens(source: Path) -> int:

@@ -115,7 +115,7 @@ class Recipe(nn.Module, ABC):
     from_scratch_lr: float
     fine_tuning_lr: float
     phase = ""
-    """The computation that `forward` does. It may change only in `begin_step`, and never back."""
+    """The computation that `forward` does; only `begin_step` changes it. Each is compiled and captured alone."""
     lead_steps = 0
     """Steps before the warm-up of the learning rate; see `Schedule`."""
     clips_at_once: int | None = None
