@@ -81,6 +81,7 @@ class Way(NamedTuple):
     clips: int = 64
     codes: int = SEGMENT_CODES
     phase: str = ADVERSARIAL
+    networks: str = "all"  # the discriminators: on periods, on spectrograms, or all
 
 
 WAYS = (
@@ -94,6 +95,8 @@ WAYS = (
     Way(),
     Way(clips=128),
     Way(phase=GENERATOR),
+    Way(networks="periods"),
+    Way(networks="resolutions"),
     Way(compiled=True, phase=GENERATOR),
     Way(compiled=True),
     Way("none", compiled=True),
@@ -110,6 +113,8 @@ def step_ms(way: Way, size: str, profiled: bool, steps: int = 8) -> float:
     names = ("decoder_input_dim", "upsample_initial_channel", "d_vector_dim")
     model = SimpleNamespace(dims=dims, hifigan_decoder=HifiGanDecoder(**dict(zip(names, sizes, strict=True))))
     recipe = DecoderRecipe.build(model, Settings(), StageFacts()).to(device).train()  # type: ignore[arg-type]
+    for name in {"periods": ["resolutions"], "resolutions": ["periods"]}.get(way.networks, []):
+        setattr(recipe.discriminators, name, nn.ModuleList())
     recipe.phases = Phases(0, 10**9 if way.phase == GENERATOR else 0, 0)
     recipe.begin_step(0)
     shapes = {
@@ -150,7 +155,7 @@ def compare_layouts(options: argparse.Namespace) -> None:
     for way in WAYS:
         if time.perf_counter() - started_at > options.seconds:
             break
-        vocoder._image = image if way.layout in ("adjacent", "generator") else lambda x: x  # type: ignore[assignment]
+        vocoder._image = image if way.layout in ("adjacent", "generator") else lambda x: x
         vocoder._discriminate = discriminate if way.layout == "adjacent" else _discriminate_as_given
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

@@ -592,7 +592,7 @@ class DecoderRecipe(Recipe):
 
     def _stft_distance(self, real: Tensor, fake: Tensor) -> Tensor:
         """Distance of magnitudes relative to their norm, and of their logarithms, over the resolutions, [B]."""
-        distances = []
+        distances: list[Tensor] = []
         for network in self.discriminators.resolutions:
             target, found = (network.magnitudes(wave) for wave in (real, fake))  # type: ignore[operator]
             error, norm = (part.flatten(1).norm(dim=1) for part in (found - target, target))
