@@ -162,7 +162,8 @@ def compare_layouts(options: argparse.Namespace) -> None:
         profiled = options.kernels and way in (Way(), Way(compiled=True))
         try:
             ms = step_ms(way, options.size, profiled)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # out of memory, or not to be compiled
+            console.print(str(error)[:500], markup=False)
             ms = math.nan
         audio_s = way.clips * num_samples(way.codes) / OUTPUT_SAMPLE_RATE
         gib, elapsed = torch.cuda.max_memory_allocated() / 2**30, time.perf_counter() - started_at
