@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from harness import MAX_MEL_FRAMES, LiveTable, console, machine, write_corpus
-from torch import Tensor, nn
+from torch import nn
 
 from myxtts.config import SMALL_CORPUS, STAGES, Settings
 from myxtts.data.batches import MARGIN_CODES, SEGMENT_CODES, Batch, Cursor, Sizes
@@ -75,8 +75,8 @@ def measure(corpus: Path, stage: str, options: argparse.Namespace) -> list[str]:
 class Way(NamedTuple):
     """One way to compute the decoder's step."""
 
-    layout: str = "adjacent"  # of the channels: in the generator and the discriminators, one of them, or none
-    tried: bool = True  # cuDNN tries its kernels
+    adjacent: bool = True  # images with adjacent channels
+    tried: bool = False  # cuDNN tries its kernels
     compiled: bool = False
     clips: int = 64
     codes: int = SEGMENT_CODES
@@ -85,19 +85,17 @@ class Way(NamedTuple):
 
 
 WAYS = (
-    Way("none", tried=False, clips=16, codes=32),
-    Way("none", clips=16, codes=32),
-    Way(clips=16, codes=32),
     Way(),
     Way(phase=GENERATOR),
     Way(compiled=True),
     Way(networks="periods"),
     Way(networks="resolutions"),
-    Way(tried=False),
     Way(clips=128),
-    Way("generator"),
     Way(clips=16),
+    Way(adjacent=False),
     Way(compiled=True, phase=GENERATOR),
+    Way(compiled=True, tried=True),
+    Way(compiled=True, adjacent=False),
 )
 
 
@@ -151,12 +149,11 @@ def compare_layouts(options: argparse.Namespace) -> None:
     """A table of all ways that begin within `--seconds`."""
     columns = (*Way._fields, "ms", "audio s/s", "GiB", "after s")
     table = LiveTable(f"decoder of {options.size} on {machine()}", *columns)
-    image, discriminate, started_at = vocoder._image, vocoder._discriminate, time.perf_counter()
+    is_adjacent, started_at = vocoder._is_adjacent, time.perf_counter()
     for way in WAYS:
         if time.perf_counter() - started_at > options.seconds:
             break
-        vocoder._image = image if way.layout in ("adjacent", "generator") else lambda x: x
-        vocoder._discriminate = discriminate if way.layout == "adjacent" else _discriminate_as_given
+        vocoder._is_adjacent = is_adjacent if way.adjacent else lambda _: False
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         profiled = options.kernels and way in (Way(), Way(compiled=True))
@@ -170,14 +167,6 @@ def compare_layouts(options: argparse.Namespace) -> None:
         table.add(*way, f"{ms:.1f}", f"{1000 * audio_s / ms:,.0f}", f"{gib:.1f}", f"{elapsed:.0f}")
         release_memory()
     table.show()
-
-
-def _discriminate_as_given(image: Tensor, layers: nn.ModuleList, last: nn.Module) -> vocoder.DiscriminatorOutput:
-    features = []
-    for layer in layers:
-        image = torch.nn.functional.leaky_relu(layer(image), vocoder.SLOPE)
-        features.append(image)
-    return vocoder.DiscriminatorOutput(last(image).flatten(1), features)
 
 
 def main() -> None:

@@ -164,9 +164,28 @@ def test_waves_and_gradients_are_the_same_in_the_layout_for_gpus(monkeypatch: py
         return torch.cat([wave.flatten(), *(value.grad.flatten() for value in generator.parameters())])
 
     expected = gradients()
-    adjacent = torch.channels_last
-    monkeypatch.setattr(vocoder_module, "_image", lambda x: x.unsqueeze(2).contiguous(memory_format=adjacent))
+    monkeypatch.setattr(vocoder_module, "_is_adjacent", lambda _: True)
     assert error(gradients(), expected) < 1e-3  # gradients of a weight norm are small differences of large sums
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_discriminators_are_the_same_in_the_layout_for_gpus(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    network = small_discriminators(periods=(2, 3), resolutions=RESOLUTIONS).networks[number]
+    wave = torch.randn(2, 1, 4801, requires_grad=True)
+
+    def gradients() -> Tensor:
+        network.zero_grad()
+        wave.grad = None
+        logits, features = network(wave)
+        loss = (logits * torch.linspace(-1, 1, logits.shape[-1])).sum()
+        (loss + sum(feature.square().sum() for feature in features)).backward()
+        found = [logits, *features, wave.grad, *(value.grad for value in network.parameters())]
+        return torch.cat([value.flatten() for value in found])
+
+    expected = gradients()
+    monkeypatch.setattr(vocoder_module, "_is_adjacent", lambda _: True)
+    assert error(gradients(), expected) < 1e-4
 
 
 class TestDiscriminators:
