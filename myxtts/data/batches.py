@@ -363,7 +363,10 @@ def _uniform(seed: int, epoch: int, clips: Rows, purpose: int) -> npt.NDArray[np
     return draws
 
 
-SEGMENT_CODES = 32  # codes of the segments that the decoder is trained on: 1.5 seconds
+SEGMENT_CODES = 12
+"""Codes of the segments that the decoder is trained on: 0.56 s. Many short ones teach more than few long ones."""
+MARGIN_CODES = 3
+"""Codes on either side of a segment whose latents the decoder's first layer sees: nearly 13 of its frames."""
 TOTALS = ("ids", "targets", "codes", "frames", "clips")
 """Weighted counts over all clips of an optimiser step: text targets, audio targets (codes and STOPs), codes, mel
 frames, clips."""
