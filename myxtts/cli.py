@@ -1,4 +1,7 @@
-"""The `myxtts` command: one function per command, which imports what it needs so that `--help` stays immediate."""
+"""The `myxtts` command: one function per command, which reads its flags and then imports what it needs.
+
+So `--help` and the answer to a mistyped flag come at once: PyTorch takes seconds to import.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,16 @@ from typing import TYPE_CHECKING, Any
 from myxtts import __version__, config
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
-from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
+from myxtts.settings import (
+    LoadedSettings,
+    Parser,
+    add_flags,
+    apply_demo,
+    apply_patch,
+    apply_presets,
+    flags_of,
+    load,
+)
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
@@ -85,6 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MyXTTSError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except ModuleNotFoundError as error:
+        missing = f"error: this Python ({sys.executable}) has no package {error.name}"
+        print(f"{missing}. Run make train or make test once, then use .venv/bin/python.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\ninterrupted; no incomplete file was left", file=sys.stderr)
         return 130
@@ -274,11 +290,11 @@ def _positive(text: str) -> float:
 
 def _load(options: argparse.Namespace, demo: bool = True) -> LoadedSettings:
     """Return the settings of a run with presets, and on request the demonstration; prints what they set."""
-    from myxtts.devices import Machine
-
     loaded = load(options.config, flags_of(options), options.unknown)
     loaded, lines = apply_presets(loaded, _start_of(loaded))
     if demo and loaded.settings.data.train_data is None:
+        from myxtts.devices import Machine
+
         loaded, more = apply_demo(loaded, on_gpu=bool(Machine.look().gpus))
         lines += more if options.run is _train else more[:1]
     if lines and _is_first_process() and not getattr(options, "json", False):
@@ -335,13 +351,13 @@ def _require_vocabulary(flag: str, path: Path | None) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
+    loaded = _load(options)
+    settings = loaded.settings
+    _require_vocabulary("--tokenizer", settings.data.tokenizer)
     from myxtts.reports import TrainingReports, closing, stopped
     from myxtts.run import train
     from myxtts.terminal import ProgressLines, ProgressPrinter, dashboard, show_lines
 
-    loaded = _load(options)
-    settings = loaded.settings
-    _require_vocabulary("--tokenizer", settings.data.tokenizer)
     folder = settings.training.checkpoint_dir
     if not _is_first_process():
         logging.getLogger().setLevel(logging.WARNING)
@@ -355,7 +371,7 @@ def _train(options: argparse.Namespace) -> None:
     ):
         result = train(loaded, reporter=reports, progress=ProgressLines(), say=lambda line: show_lines([line]))
     if all(state.done for state in result.states.values()):
-        show_lines(closing(settings, result.prepared, reports.has_trained))
+        show_lines(closing(settings, result.prepared, reports.has_trained), columns=120)
     else:
         _say(stopped(settings, result.states))
 
@@ -369,21 +385,21 @@ def _gpu_readings() -> Callable[[], list[dict[str, Any]]]:
 
 
 def _prepare(options: argparse.Namespace) -> None:
+    data = _load_data(options)
     from myxtts.data.prepare import prepare
     from myxtts.terminal import ProgressLines, show_corpus
 
-    data = _load_data(options)
     if data.train_data is None:
         logging.info("No --train-data given: using the embedded corpus")
     show_corpus(prepare(data, ProgressLines(), verify=True))
 
 
 def _vocabulary(options: argparse.Namespace) -> None:
+    data = _load_data(options)
     from myxtts.data.prepare import spoken_corpus
     from myxtts.terminal import ProgressLines
     from myxtts.text import tokenizer
 
-    data = _load_data(options)
     base: Path | None = getattr(options, "base", None)
     if base is not None and data.language is None:
         raise ConfigError("vocabulary extend: --language is missing; give the language to add, such as fa")
@@ -404,10 +420,10 @@ def _vocabulary(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    loaded = _load(options, demo=False)
     from myxtts.terminal import ProgressLines, show_findings
     from myxtts.tools.check import check, check_gpus, passed, to_json
 
-    loaded = _load(options, demo=False)
     findings = check_gpus(loaded, progress=ProgressLines(), say=logging.info) if options.gpus else check(loaded)
     if options.json:
         print(to_json(findings))
@@ -417,12 +433,12 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> None:
-    from myxtts.terminal import show_profile
-    from myxtts.tools.profile import profile
-
     loaded = _load(options)
     if options.trace is not None:
         _check_trace(options.trace, options.data_only)
+    from myxtts.terminal import show_profile
+    from myxtts.tools.profile import profile
+
     prepared, stage = _prepare_for_tool(loaded, options)
     given = {name: getattr(options, name) for name in ("num_steps", "data_only", "kernels", "step_ms")}
     found = profile(loaded.settings, prepared, stage=stage, **given)
@@ -468,11 +484,10 @@ def _add_to_page(found: Profile, settings: Settings) -> None:
 
 
 def _tune(options: argparse.Namespace) -> None:
-    from myxtts.settings import apply_patch
+    loaded = _load(options)
     from myxtts.terminal import show_tuning
     from myxtts.tools.tune import known_faults, tune
 
-    loaded = _load(options)
     for fault in known_faults(loaded):
         logging.info("%s: %s", fault.setting, fault.what)
     prepared, stage = _prepare_for_tool(loaded, options)
@@ -513,11 +528,11 @@ def _require_run(folder: Path) -> None:
 
 
 def _runs(options: argparse.Namespace) -> None:
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder}: no such folder; give a folder with runs")
     from myxtts.run_dir import find_runs
     from myxtts.terminal import show_runs
 
-    if not options.folder.is_dir():
-        raise ConfigError(f"{options.folder}: no such folder; give a folder with runs")
     show_runs(options.folder, find_runs(options.folder))
 
 
@@ -675,9 +690,9 @@ def _export(options: argparse.Namespace) -> None:
     else:
         save_folder(options.out, model, vocabulary, known)
     _say(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{size}{fresh}{replaced}")
-    if known.random_parts:
+    if known.untrained:
         hum = "; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else ""
-        _say(f"WARNING: {' and '.join(known.random_parts)}: never trained, these weights are random{hum}")
+        _say(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{hum}")
     if options.to == "coqui" and not fits_coqui(model.dims):
         _say(f"WARNING: {ONLY_HERE}")
 

@@ -31,10 +31,18 @@ from myxtts.checkpoints import (
     write_pth,
     write_tensors,
 )
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, STAGE_PARTS, STAGES, DataSettings
+from myxtts.config import (
+    AUTO_MEL_FRAMES,
+    HOP_SAMPLES,
+    SAMPLE_RATE,
+    SAMPLES_PER_CODE,
+    STAGE_PARTS,
+    STAGES,
+    DataSettings,
+)
 from myxtts.files import write_text_atomically
 from myxtts.model.gpt import grow_text_vocabulary
-from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
+from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, Generator, HifiGanInput, modern_names
 from myxtts.model.xtts import XTTS, XTTSDims, canonical_names, dims_of
 from myxtts.text.tokenizer import FILE_NAME as VOCABULARY_FILE
 from myxtts.text.tokenizer import Tokenizer
@@ -55,6 +63,7 @@ _INT8_ORDER = ("gpt", "hifigan_decoder.speaker_encoder", "dvae", "hifigan_decode
 _NEVER_INT8 = ("gpt.mel_embedding", "gpt.mel_head", "gpt.mel_pos_embedding", "gpt.text_pos_embedding")
 _EXACT, _EXACT_ELEMENTS = "dvae.codebook", 16384  # the codebook and small tensors stay as they are
 _ENTRY_BYTES = 256  # room for the entry of a tensor in the header of a file
+_NEW_LAYERS = ("conv_pre.", "cond_layer.", "conds.")  # of the decoder, which a HiFi-GAN does not have
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class Provenance:
     from_scratch: bool = False
     """True if training did not start from published weights: the model knows only what it was trained on."""
     max_text_length: int = DataSettings.max_text_length
-    max_mel_frames: int = 2416
+    max_mel_frames: int = AUTO_MEL_FRAMES[1]
     use_phonemes: bool = False
     vocoder: Mapping[str, float] | None = None
     """Distances of the decoder and of Griffin-Lim from held-out recordings, by the validation of the decoder."""
@@ -88,13 +97,9 @@ class Provenance:
             raise UnreadableWeights(f"{path} is not what an export wrote ({error}); export again") from None
 
     @property
-    def random_parts(self) -> list[str]:
-        """Stages that were never trained, and the speaker encoder, which no stage trains, in words."""
-        return [*self.untrained, *(["speaker encoder"] if self.from_scratch else [])]
-
-    @property
     def untrained_parts(self) -> list[str]:
-        return [STAGE_PARTS[stage][0] for stage in self.untrained]
+        """Random parts that a decoder needs: it does without a speaker encoder that was never trained."""
+        return [STAGE_PARTS[stage][0] for stage in self.untrained if stage != "speaker"]
 
 
 PUBLISHED = Provenance()
@@ -131,6 +136,7 @@ def load_folder(folder: Path, vocabulary: Tokenizer | None = None) -> LoadedFold
         model = XTTS(dims)
     absent, provenance = load_state(model, state, str(folder)), Provenance.read(folder)
     untrained = [part for part in provenance.untrained_parts if part not in absent]
+    model.speaker_is_trained = "speaker" not in provenance.untrained
     return LoadedFolder(model, used, absent + untrained, provenance)
 
 
@@ -172,6 +178,48 @@ def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[st
             parent, _, name = part.rpartition(".")
             setattr(model.get_submodule(parent), name, getattr(fresh.get_submodule(parent), name))
     return absent
+
+
+def start_from_hifigan(path: Path, generator: Generator, teacher: HifiGanInput) -> str:
+    """Load a HiFi-GAN's generator, its first layer into `teacher`; return a sentence about what was loaded.
+
+    The generator's own first layer and speaker layers remain to be learnt; the latter start at zero.
+    """
+    state = {
+        name.removeprefix("generator."): value.float()
+        for name, value in read_tensors(path).items()
+        if name.startswith("generator.")
+    }
+    state = modern_names(_plain_ends(state))
+    state.pop("conv_post.bias", None)  # XTTS's last layer has none; it shifts the whole wave a little
+    own = {name: value for name, value in generator.state_dict().items() if not name.startswith(_NEW_LAYERS)}
+    expected = {name: value.shape for name, value in own.items()}
+    expected |= {name: value.shape for name, value in teacher.state_dict().items()}
+    channels, wanted = len(state.get("conv_pre.weight", ())), generator.conv_pre.out_channels
+    if channels not in (0, wanted):
+        raise UnreadableWeights(
+            f"{path} is a generator of {channels} channels, and the decoder of this model has {wanted}; "
+            "choose a --model-size with as many, or leave out --init-decoder"
+        )
+    require_match(state, expected, f"{path}, which should be the generator of a HiFi-GAN (V1),")
+    teacher.load_state_dict({name: state.pop(name) for name in teacher.state_dict()})
+    generator.load_state_dict(state, strict=False)
+    for layer in (generator.cond_layer, *generator.conds):
+        for parameter in layer.parameters():
+            torch.nn.init.zeros_(parameter)
+    loaded, total = (sum(value.numel() for value in each.values()) for each in (own, generator.state_dict()))
+    what = f"{loaded / 1e6:.1f} of {total / 1e6:.1f} million weights from {path}"
+    return f"Decoder: {what}; the first layer and the speaker layers are new"
+
+
+def _plain_ends(state: Mapping[str, Tensor]) -> Tensors:
+    """The first and the last layer without weight norm: XTTS's have none."""
+    plain = dict(state)
+    for name in ("conv_pre", "conv_post"):
+        if f"{name}.weight_g" in plain and f"{name}.weight_v" in plain:
+            scale, weight = plain.pop(f"{name}.weight_g"), plain.pop(f"{name}.weight_v")
+            plain[f"{name}.weight"] = weight * (scale / weight.flatten(1).norm(dim=1).view(-1, 1, 1))
+    return plain
 
 
 def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Provenance = PUBLISHED) -> None:

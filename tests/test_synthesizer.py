@@ -240,6 +240,9 @@ def test_fewer_sentences_at_a_time_are_spoken_when_memory_is_short(
     for speak in (synthesizer.speak, lambda *given: list(synthesizer.stream(*given))):
         with pytest.raises(PipelineError, match=r"Out of memory on cpu while speaking one sentence.*DEVICES="):
             speak(TEXTS[0], anna, "en")
+    monkeypatch.setattr(synthesizer._encoder, "voice", lambda *_, **__: limited(None, range(1)))
+    with pytest.raises(PipelineError, match=r"Out of memory on cpu while encoding a voice\. Close"):
+        synthesizer.voice(["anna.wav"])
 
 
 def test_a_piece_that_runs_out_of_memory_once_is_made_again(

@@ -364,7 +364,8 @@ class Synthesizer:
 
     def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""
-        return self._alone(partial(self._encoder.voice, name=name), [Path(file) for file in files])
+        encode = partial(self._encoder.voice, name=name)
+        return self._alone(encode, [Path(file) for file in files], "encoding a voice")
 
     def speak(self, text: str, voice: Voice, language: str, **arguments: Unpack[SynthesisArguments]) -> Speech:
         """Speak a text of any length."""
@@ -568,12 +569,14 @@ class Synthesizer:
         result = attempted(work, given)
         return attempted(work, given) if result is None and self._generators.drop_all() else result
 
-    def _alone(self, work: Callable[[Item], Result], given: Item) -> Result:
+    def _alone(
+        self, work: Callable[[Item], Result], given: Item, doing: str = "speaking one sentence at a time"
+    ) -> Result:
         """The result of work that cannot be divided."""
         result = self._attempted(work, given)
         if result is None:
             cure = "Close other programs that use it, or speak on the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
-            raise PipelineError(f"Out of memory on {self._device} while speaking one sentence at a time. {cure}")
+            raise PipelineError(f"Out of memory on {self._device} while {doing}. {cure}")
         return result
 
 
@@ -630,8 +633,6 @@ def load_synthesizer(
         model, vocabulary, fresh_parts, known = load_folder(folder)
         choice = usable_vocoder(fresh_parts, vocoder, known.vocoder)
     notes = [choice.note] if choice.note else []
-    if choice.name == "hifigan" and known.from_scratch:
-        notes.append("the speaker encoder was never trained: all recordings give the decoder nearly one voice")
     speaks: dict[str, Any] = {
         "vocoder": choice.name,
         "notes": notes,

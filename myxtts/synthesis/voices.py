@@ -29,7 +29,7 @@ from myxtts.checkpoints import read_metadata, read_tensors, write_tensors
 from myxtts.config import CONDITIONING_TOKENS, SAMPLE_RATE
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.model.mel import CONDITIONING_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample
-from myxtts.model.xtts import XTTS
+from myxtts.model.xtts import XTTS, speaker_of_latents
 from myxtts.weights import VOICES_FILE, require_shipped
 
 CHUNK_SECONDS, LEAST_CHUNK_SECONDS, USED_SECONDS = 4, 0.33, 30
@@ -67,6 +67,7 @@ class VoiceEncoder:
     def __init__(self, model: XTTS, device: torch.device) -> None:
         self._gpt = model.gpt
         self._speaker_encoder = cast(nn.Module, model.hifigan_decoder.speaker_encoder)
+        self._speaker_dim, self._encodes = model.dims.speaker_dim, model.speaker_is_trained
         self._mel_stats = model.mel_stats
         self._mel = LogMel(CONDITIONING_MEL).to(device)
         self._device = device
@@ -77,14 +78,17 @@ class VoiceEncoder:
         """The voice of one or several recordings of the same speaker."""
         recordings, notes = read_references(files)
         waves = [torch.from_numpy(pcm).to(self._device).float() / 32768 for pcm in recordings]
-        waves_16k = [resample(wave[None, : USED_SECONDS * SAMPLE_RATE], SPEAKER_SAMPLE_RATE) for wave in waves]
-        embeddings = torch.cat([self._speaker_encoder(wave, l2_norm=True) for wave in waves_16k])
-        speaker = F.normalize(embeddings.mean(0), dim=0)
         mels = [self._mel(chunk[None], self._mel_stats)[0].t() for chunk in _chunks(waves)]
         latents = self._gpt.voice(mels)
+        speaker = self._embedding(waves) if self._encodes else speaker_of_latents(latents, self._speaker_dim)[0]
         if not (latents.isfinite().all() and speaker.isfinite().all()):
             raise DatasetError("The voice is NaN or infinite: the weights are damaged, or training diverged.")
         return Voice(name or files[0].stem, latents.cpu(), speaker.cpu(), self.fingerprint, tuple(notes))
+
+    def _embedding(self, waves: Sequence[Tensor]) -> Tensor:
+        waves_16k = [resample(wave[None, : USED_SECONDS * SAMPLE_RATE], SPEAKER_SAMPLE_RATE) for wave in waves]
+        embeddings = torch.cat([self._speaker_encoder(wave, l2_norm=True) for wave in waves_16k])
+        return F.normalize(embeddings.mean(0), dim=0)
 
 
 def read_references(files: Sequence[Path]) -> tuple[list[Pcm], list[str]]:
