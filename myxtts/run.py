@@ -13,7 +13,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -84,11 +84,6 @@ BATCH_SPLIT_KEYS = ("data.batch_size", "training.gradient_accumulation_steps", "
 """How the clips of a step are divided: a run may change these as long as their product stays the same."""
 CLIPS_PER_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
 
-NOT_FOR_THE_BASE = (
-    "Texts were read with the vocabulary of the base model. --init-from none starts from scratch, with one of the "
-    "corpus; docs/recordings.md says how to add a language to a vocabulary."
-)
-
 Say = Callable[[str], None]
 
 _log = logging.getLogger(__name__)
@@ -114,7 +109,7 @@ def train(
     log.
     """
     spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
-    chosen = settings.chosen if isinstance(settings, LoadedSettings) else unusual(settings)
+    origin = settings.origin if isinstance(settings, LoadedSettings) else dict.fromkeys(unusual(settings), "flag")
     settings = settings.settings if isinstance(settings, LoadedSettings) else settings
     plan = make_plan(settings.data, spelling=spelling)
     is_first = plan.rank == 0
@@ -138,13 +133,12 @@ def train(
             barrier(plan)
         reporter.corpus(prepared)
         settings = with_stages(settings, prepared, say)
-        tuned = {} if continues else fine_tuning_values(settings, prepared, chosen)
+        tuned = {} if continues else fine_tuning_values(settings, prepared, origin, say)
         settings = with_settings(settings, tuned)
         auto = auto_values(settings, prepared, run_dir if continues else None)
         stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
         planned = [f"Plan of the run in {run_dir.folder}:", *map(str, stages)]
-        about = [*announcements(plan, settings.data), *_hints(settings, prepared, plan, auto, tuned)]
-        for line in [*about, *planned]:
+        for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan, auto), *planned]:
             say(line)
         reporter.plan(stages)
         fresh = cache(partial(initial_model, settings, prepared.tokenizer))
@@ -225,7 +219,10 @@ def prepare_corpus(
         return prepare(data, progress)
     except DatasetError as error:
         if continued is None and settings.training.init_from == config.BASE_FOLDER:
-            raise DatasetError(f"{error}\n{NOT_FOR_THE_BASE}") from error
+            cure = "--init-from none starts from scratch with one of the corpus; docs/recordings.md: how to extend one"
+            raise DatasetError(
+                f"{error}\nTexts were read with the vocabulary of the base model. {cure}"
+            ) from error
         if continued is None:
             raise
         raise DatasetError(
@@ -291,16 +288,22 @@ def _start(
     barrier(plan)
 
 
-def fine_tuning_values(settings: Settings, prepared: PreparedCorpus, chosen: Collection[str]) -> dict[str, Any]:
-    """The settings that suit fine-tuning the GPT on so much speech, by key; none if the user has `chosen` any."""
+def fine_tuning_values(
+    settings: Settings, prepared: PreparedCorpus, origin: Mapping[str, str], say: Say = _silent
+) -> dict[str, Any]:
+    """The settings that suit fine-tuning the GPT on so much speech, by key; none if the user gave one of them."""
     minutes = float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 60
     row = next((values for most, values in FINE_TUNING.items() if minutes < most), {})
-    decisive = {"training.epochs", *(key for values in FINE_TUNING.values() for key in values)}
-    if settings.training.init_from is None or stages_of(settings) != ("gpt",) or decisive.intersection(chosen):
+    keys = {"training.epochs", *(key for values in FINE_TUNING.values() for key in values)}
+    is_decided = any(origin.get(key) in ("file", "flag") for key in keys)
+    if settings.training.init_from is None or stages_of(settings) != ("gpt",) or is_decided:
         return {}
     filled = unusual(settings)  # by a preset; adapters have a learning rate of their own
     filled += ["training.learning_rate"] if settings.model.lora_rank else []
-    return {key: value for key, value in row.items() if key not in filled}
+    found = {key: value for key, value in row.items() if key not in filled}
+    if listed := ", ".join(f"{specs()[key].flags[0]} {value:g}" for key, value in found.items()):
+        say(f"Fine-tuning on {minutes:.1f} minutes of speech: {listed} (give one of these, and you decide on all)")
+    return found
 
 
 def unusual(settings: Settings) -> list[str]:
@@ -337,16 +340,7 @@ def _num_tokens(source: Path) -> int:
         return sys.maxsize
 
 
-def _hints(
-    settings: Settings,
-    prepared: PreparedCorpus,
-    plan: Plan,
-    auto: Mapping[str, float],
-    tuned: Mapping[str, Any],
-) -> Iterator[str]:
-    if tuned:
-        listed = ", ".join(f"{specs()[key].flags[0]} {value:g}" for key, value in tuned.items())
-        yield f"Fine-tuning on so little speech: {listed} (give one of these, and you decide on all)"
+def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan, auto: Mapping[str, float]) -> Iterator[str]:
     if auto and "gpt" in stages_of(settings):
         applied = ", ".join(f"{key} {value:g}" for key, value in auto.items())
         why = f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech"

@@ -319,11 +319,6 @@ class LoadedSettings:
         """True if the user chose this setting (`data.batch_size`), directly or with a preset."""
         return self.origin[key] != "default"
 
-    @property
-    def chosen(self) -> list[str]:
-        """The keys that the file or a flag gives."""
-        return [key for key, origin in self.origin.items() if origin in ("file", "flag")]
-
     def spelling(self, key: str) -> str:
         """The setting as the user writes it: its key if it is in the file, else its flag."""
         return key if self.origin[key] == "file" else specs()[key].flags[0]
@@ -464,10 +459,7 @@ def flags_of(namespace: argparse.Namespace) -> dict[str, Any]:
 def apply_presets(
     loaded: LoadedSettings, start: tuple[str, Mapping[str, Any]] = ("", {})
 ) -> tuple[LoadedSettings, list[str]]:
-    """Fill what the user did not choose from the optimisation level and the preset; return lines that say so.
-
-    `start` is what the run starts from, in a word, and the settings that this gives.
-    """
+    """Fill what the user did not choose from `start` (a source and its settings), level and preset, and say so."""
     lines: list[str] = []
     loaded = _filled(loaded, *start, lines)
     level, name = loaded.settings.training.optimization_level, loaded.settings.training.preset

@@ -55,7 +55,7 @@ def test_a_run_starts_from_the_base_model_with_settings_for_so_little_speech_and
     shown = train(start, "tuned", "--language en")
     assert f"base model: training.init_from = {base} (default auto)" in shown
     assert "base model: model.size = base (default tiny)" in shown
-    assert "Fine-tuning on so little speech: --lora-rank 2, --max-steps 4, --warmup-steps 1" in shown
+    assert "Fine-tuning on 0.1 minutes of speech: --lora-rank 2, --max-steps 4, --warmup-steps 1" in shown
     assert "Like the weights it starts from, the gpt stage has training.code_noise 0.2" in shown
     assert newest(Path("tuned")).step == 2
     assert "continues at step 2 of 4" in train(start, "tuned", "--language en")
@@ -133,15 +133,15 @@ def test_fine_tuning_follows_the_minutes_of_speech_unless_the_user_decides() -> 
     started = with_settings(Settings(), {"training.init_from": Path("XTTS-v2")})
     few, more = FINE_TUNING.values()
     for minutes, expected in ((1, few), (4.9, few), (5, more), (59, more), (60, {}), (600, {})):
-        assert fine_tuning_values(started, speech(minutes), []) == expected
-    assert fine_tuning_values(Settings(), speech(1), []) == {}, "from scratch"
+        assert fine_tuning_values(started, speech(minutes), {}) == expected
+    assert fine_tuning_values(Settings(), speech(1), {}) == {}, "from scratch"
     staged = with_settings(started, {"training.stages": ("gpt", "decoder")})
-    assert fine_tuning_values(staged, speech(1), []) == {}
+    assert fine_tuning_values(staged, speech(1), {}) == {}
     for key in ("training.epochs", "training.max_steps", "training.learning_rate", "model.lora_rank"):
-        assert fine_tuning_values(started, speech(1), [key, "data.batch_size"]) == {}
-    assert fine_tuning_values(started, speech(1), ["data.batch_size"]) == few
+        assert fine_tuning_values(started, speech(1), {key: "flag"}) == {}
+    assert fine_tuning_values(started, speech(1), {"data.batch_size": "flag", "training.epochs": "default"}) == few
     with_adapters = with_settings(started, {"model.lora_rank": 8})  # by a preset: they have a rate of their own
-    assert "training.learning_rate" not in fine_tuning_values(with_adapters, speech(20), [])
+    assert "training.learning_rate" not in fine_tuning_values(with_adapters, speech(20), {})
 
 
 def test_auto_and_none_are_different_starts() -> None:
