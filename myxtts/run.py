@@ -219,10 +219,10 @@ def prepare_corpus(
         return prepare(data, progress)
     except DatasetError as error:
         if continued is None and settings.training.init_from == config.BASE_FOLDER:
-            cure = "--init-from none starts from scratch with one of the corpus; docs/recordings.md: how to extend one"
-            raise DatasetError(
-                f"{error}\nTexts were read with the vocabulary of the base model. {cure}"
-            ) from error
+            cure = (
+                "--init-from none starts from scratch, with one of the corpus (or extend it: docs/recordings.md)"
+            )
+            raise DatasetError(f"{error}\nThe vocabulary is that of the base model. {cure}") from error
         if continued is None:
             raise
         raise DatasetError(
