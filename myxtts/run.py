@@ -220,7 +220,7 @@ def prepare_corpus(
     except DatasetError as error:
         if continued is None and settings.training.init_from == config.BASE_FOLDER:
             cure = (
-                "--init-from none starts from scratch, with one of the corpus (or extend it: docs/recordings.md)"
+                "--init-from none starts from scratch, with one of the corpus; docs/recordings.md extends it"
             )
             raise DatasetError(f"{error}\nThe vocabulary is that of the base model. {cure}") from error
         if continued is None:

@@ -305,7 +305,7 @@ def _read_compact(folder: Path) -> Tensors:
         if scales is not None and scales.shape != tensor.shape[:1]:
             raise UnreadableWeights(f"{folder} is damaged: {name} has other rows than its scales; export it again")
         if scales is not None:
-            tensor = (tensor.float().flatten(1) * scales[:, None]).view(tensor.shape)
+            tensor = (tensor.flatten(1) * scales[:, None]).view(tensor.shape)
         if not name.endswith(_SCALES):
             state[name] = tensor.float() if tensor.is_floating_point() else tensor
     return state
