@@ -39,6 +39,7 @@ from myxtts.training.recipes import (
     Phases,
     Recipe,
     StageFacts,
+    disturbed,
 )
 
 Batch = dict[str, Tensor]
@@ -310,7 +311,9 @@ def test_text_weighs_a_hundredth_and_labels_are_smoothed_in_training_only() -> N
 
 def trained_and_evaluated(**options: float) -> list[PackedBatch]:
     """The same batch as the GPT gets it in training and in validation, where the options change nothing."""
-    recipe, batch, seen = make("gpt", **options), gpt_batch(), list[PackedBatch]()
+    recipe, batch, seen = make("gpt"), gpt_batch(), list[PackedBatch]()
+    for name, value in options.items():
+        setattr(recipe, name, value)
     recipe.gpt.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     run(recipe, batch)
     torch.testing.assert_close(evaluate(recipe, batch), evaluate(make("gpt"), batch))
@@ -333,6 +336,18 @@ def test_some_clips_are_trained_without_their_text_and_none_is_validated_so() ->
     ]
     assert 2 * 4 <= counts[0][0] < counts[1][0], "START and STOP of a text stay"
     assert counts[0][1] == counts[1][1]
+
+
+def test_references_are_disturbed_in_training_within_their_clips_and_nothing_else() -> None:
+    trained, evaluated = trained_and_evaluated(reference_noise=1.0)
+    assert torch.equal(trained.token, evaluated.token)
+    before, after = evaluated.frames, trained.frames
+    assert after.mel.isfinite().all() and not torch.equal(after.mel, before.mel)
+    num_frames = int(before.num_frames.sum())
+    assert torch.equal(after.mel[num_frames:], before.mel[num_frames:]), "padding stays"
+    torch.manual_seed(3)
+    alone = disturbed(before, torch.ones(before.mel.shape[1]), 0.0)
+    assert torch.equal(alone.mel, before.mel), "no clip is chosen"
 
 
 def test_only_what_sizes_say_is_read() -> None:
@@ -454,6 +469,10 @@ def test_fine_tuning_keeps_a_published_codebook_unless_asked_to_train_it(wanted:
         assert 0 < float(moved.mean()) < 0.2, "only those near the clips"
     else:
         assert torch.equal(book.embed, before) and not book.cluster_size.any()
+        found = recipe(batch, SIZES)
+        chosen = recipe.pictures(batch, SIZES)["code_usage"]
+        assert 1 < found["perplexity"] <= found["codes_used"] == (chosen > 0).sum(), "of this batch"
+        assert chosen.sum() == float((batch["num_frames"] / 4).ceil()[batch["weights"] > 0].sum())
 
 
 def test_processes_share_one_codebook() -> None:

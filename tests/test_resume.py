@@ -14,6 +14,7 @@ import pytest
 from model_fixtures import write_hifigan
 from safetensors import SafetensorError
 from training_fixtures import (
+    STAGES,
     Clips,
     Start,
     arguments,
@@ -28,7 +29,6 @@ from training_fixtures import (
 from training_processes import Server
 
 import myxtts.checkpoints
-from myxtts.config import STAGES
 from myxtts.run_dir import RunDir
 
 pytest_plugins = ["training_fixtures", "training_processes"]
@@ -370,6 +370,8 @@ def test_a_reset_puts_the_old_run_aside_and_starts_over(start: Start, tmp_path: 
     start(f"--stages dvae --max-steps 1 --reset-training --init-from {tmp_path / 'none'}", code=2)
     assert newest(run, "dvae").step == 2, "a reset that cannot start changes nothing"
     (run / "evaluation").mkdir()
+    for name in ("verdict.json", "trace.jsonl"):
+        (run / name).write_text("of a profile")
     start("--stages dvae --seed 7 --max-steps 3 --reset-training")
     aside = run / "before-reset-1"
     assert f"Starting over; what the folder held is now in {aside}" in start.out
@@ -377,7 +379,9 @@ def test_a_reset_puts_the_old_run_aside_and_starts_over(start: Start, tmp_path: 
     assert [report["step"] for report in steps(aside)] == [1, 2]
     assert (aside / "tensorboard").is_dir()
     assert newest(run, "dvae").step == 3 == len(steps(run))
-    assert not (run / "evaluation").exists(), "it is of another run"
+    gone = ("evaluation", "verdict.json", "trace.jsonl")
+    assert not any((run / name).exists() for name in gone), "they are of another run"
+    assert (aside / "machine.json").is_file()
     for number, step in ((2, 3), (3, 1)):
         start("--stages dvae --max-steps 1 --reset-training")
         assert newest(run / f"before-reset-{number}", "dvae").step == step

@@ -305,6 +305,8 @@ class References:
         _, group, count = np.unique(voices, return_inverse=True, return_counts=True)
         first = np.cumsum(count) - count
         self._first, self._rank, self._others = first[group], place - first[group], count[group] - 1
+        self.voices = np.where(self._others > 0, group, -1)
+        """A number for the voice of each clip; -1 if there is no other clip of it."""
         self.own_share = float((self._others[: len(clips)] == 0).mean())
         """Share of the clips that are their own reference."""
 
@@ -380,7 +382,7 @@ def host_layout(data: DataSettings, reference: bool = True) -> Layout:
         "codes": Field((size, max_codes(data)), "int32"),
     }
     lengths = ("num_samples", "num_ids", "num_codes")
-    fields |= dict.fromkeys((*lengths, "crop_samples", "segments", "clips"), Field((size,), "int32"))
+    fields |= dict.fromkeys((*lengths, "crop_samples", "segments", "clips", "voices"), Field((size,), "int32"))
     if reference:
         fields["reference"] = Field((size, min(MAX_CROP_SAMPLES, longest)), "int16")
     fields |= {"weights": Field((size,), "float32"), "totals": Field((len(TOTALS),), "float32")}
@@ -469,6 +471,7 @@ class Gatherer:
         batch["num_ids"][:] = self._num_ids[clips]
         batch["num_codes"][:] = num_codes
         batch["crop_samples"][:] = chosen.samples
+        batch["voices"][:] = self.references.voices[clips]
         batch["segments"][:] = segments(self._seed, plan.epoch, clips, num_codes, SEGMENT_CODES)
         batch["clips"][:], batch["weights"][:], batch["totals"][:] = clips, plan.weights, job.totals
         return Gathered(self._sizes(clips, chosen), plan.after, clips, known)

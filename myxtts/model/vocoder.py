@@ -402,6 +402,7 @@ LAYER_STRIDES = (1, 2, 2, 2)  # strides of both mels and time
 SQUEEZE = 8
 ATTENTION_CHANNELS = 128
 LEAST_VARIANCE = 1e-5
+CROP_SAMPLES = 40000  # length of the clips that the speaker encoder is trained on: 2.5 seconds at 16 kHz
 
 
 class SpeakerEncoder(nn.Module):
@@ -433,6 +434,8 @@ class SpeakerEncoder(nn.Module):
         mel = F.instance_norm(self.torch_spec(wave))
         image = mel.to(self.conv1.weight.dtype).unsqueeze(1)  # [batch, 1, mels, frames]
         hidden = self.bn1(self.conv1(image).relu())  # the published weights have the ReLU before the norm
+        if hidden.is_cuda:  # the layout that tensor cores need; the layers keep it
+            hidden = hidden.contiguous(memory_format=torch.channels_last)
         hidden = self.layer4(self.layer3(self.layer2(self.layer1(hidden))))
         hidden = hidden.flatten(1, 2)  # [batch, channels * mels / 8, frames / 8], grouped by channel
         pooled = attentive_statistics(hidden, self.attention(hidden))

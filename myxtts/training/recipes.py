@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from myxtts.config import SAMPLES_PER_CODE, Settings
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, Settings
 from myxtts.data.batches import MARGIN_CODES, MAX_CROP_FRAMES, SEGMENT_CODES, Sizes, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.errors import ConfigError
-from myxtts.model.conditioning import pack_frames
-from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
+from myxtts.model.conditioning import PackedFrames, pack_frames
+from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction, Usage
 from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
-from myxtts.model.mel import LogMel, MelSpec
+from myxtts.model.mel import CONDITIONING_MEL, LogMel, MelSpec
 from myxtts.model.vocoder import (
+    CROP_SAMPLES,
     OUTPUT_SAMPLE_RATE,
     PERIOD_WIDTHS,
     RESOLUTION_WIDTH,
@@ -38,6 +39,7 @@ from myxtts.model.vocoder import (
     Discriminators,
     HifiGanDecoder,
     HifiGanInput,
+    SpeakerEncoder,
     frames_of,
 )
 from myxtts.model.vocoder import num_samples as num_samples_of
@@ -114,6 +116,7 @@ class Recipe(nn.Module, ABC):
     betas: tuple[float, float]  # betas of AdamW
     from_scratch_lr: float
     fine_tuning_lr: float
+    is_averaged = True  # False if `ema_decay` is ignored
     phase = ""
     """The computation that `forward` does; only `begin_step` changes it. Each is compiled and captured alone."""
     lead_steps = 0
@@ -237,7 +240,7 @@ class DvaeRecipe(Recipe):
         out, sums = self._reconstruct(tensors, sizes)
         if not self.frozen:
             self._accumulate(out, tensors["weights"])
-        totals, usage = Totals.of(tensors), self.dvae.codebook.usage()
+        totals, usage = Totals.of(tensors), self._usage(out, tensors["weights"])
         mel, commitment = sums["sum"] / totals.frames, sums["commitment_sum"] / totals.codes
         return {
             "total": self.world_size * (mel + COMMITMENT_WEIGHT * commitment),
@@ -255,7 +258,7 @@ class DvaeRecipe(Recipe):
         out, _ = self._reconstruct(tensors, sizes)
         num_frames = int(tensors["num_frames"][0])  # the rest is padding
         mel, decoded = tensors["mel"][0, :, :num_frames], out.reconstruction[0, :, :num_frames].float()
-        return {"mel": mel, "reconstruction": decoded, "code_usage": self.dvae.codebook.usage().counts}
+        return {"mel": mel, "reconstruction": decoded, "code_usage": self._usage(out, tensors["weights"]).counts}
 
     def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:
         frames = FRAMES_PER_CODE * math.ceil(num_samples / SAMPLES_PER_CODE)
@@ -304,6 +307,13 @@ class DvaeRecipe(Recipe):
             "commitment_count": code_weights.sum(),
         }
 
+    def _usage(self, out: Reconstruction, weights: Tensor) -> Usage:
+        """The use of a trained codebook in the last updates, and of a frozen one in this batch."""
+        if not self.frozen:
+            return self.dvae.codebook.usage()
+        book, mask = self.dvae.codebook, out.mask * weights[:, None]
+        return book.usage(book.counts_and_sums(out.latents[..., :1], out.codes, mask)[0])
+
     @torch.no_grad()
     def _accumulate(self, out: Reconstruction, weights: Tensor) -> None:
         latents, weights = out.latents.flatten(0, 1), (out.mask * weights[:, None]).flatten()
@@ -328,9 +338,162 @@ class DvaeRecipe(Recipe):
                 self.broadcast(values)
 
 
+COSINE_SCALE, COSINE_MARGIN = 10.0, 0.1
+"""Factor of the cosines that are compared, and how much closer than others the right crop must be in training."""
+VARIED_SAMPLES = 32000  # of a crop that is varied: 2 seconds, so that one played 1.2 times as fast is long enough
+SPEEDS = (0.85, 1.2)
+CENTRE_RATE = 0.1  # share of the mean embedding that is subtracted in every step
+NOISE_DB = (5.0, 30.0)  # level of the speech above the noise
+NOISE_TILT = 1.0  # noise falls with the frequency to the power of up to this
+
+
+class SpeakerRecipe(Recipe):
+    """The speaker encoder: a recording to an embedding of its voice, by verification.
+
+    Reads crops float32 [B, 2, samples] at 16 kHz, two recordings of one voice per row, and voices int32 [B], -1
+    if both are of one clip. Each crop has to find the other one of its row among those of all other voices.
+    Validation loss: cross-entropy per row. "error" is the share of rows that find another voice.
+
+    In training the embeddings of a batch are centred: otherwise the easiest way to compare no voice as wrong is to
+    make all of them equal. The bias of the last layer follows, so that the encoder's own are centred too.
+    """
+
+    betas = (0.9, 0.99)
+    from_scratch_lr, fine_tuning_lr = 2e-3, 1e-4
+    is_averaged = False  # the statistics of its batch norms are those of the last weights
+    mean: Tensor  # [dim]: of the embeddings of the last micro-batch
+
+    @classmethod
+    def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> SpeakerRecipe:
+        if settings.data.batch_size == 1:
+            raise ConfigError("Stage speaker compares the clips of a batch: give --batch-size 2 or more")
+        encoder = cast(SpeakerEncoder, model.hifigan_decoder.speaker_encoder).requires_grad_(True)
+        return cls(encoder, facts.world_size)
+
+    def __init__(self, encoder: SpeakerEncoder, world_size: int = 1) -> None:
+        super().__init__(world_size)
+        self.encoder = encoder
+        encoder.fc.bias.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros_like(encoder.fc.bias), persistent=False)
+        self._ddp_params_and_buffers_to_ignore = ["mean"]  # it differs between processes
+
+    def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - one signature for all
+        clean = self.vary(tensors["crops"])
+        return self.losses(self.embed(add_noise(clean)), clean, tensors)
+
+    def losses(self, embeddings: Tensor, clean: Tensor, tensors: Tensors) -> dict[str, Tensor]:  # noqa: ARG002
+        """Losses of the embeddings [B, 2, dim] of crops, of which `clean` are those without noise."""
+        sums = self._compare(embeddings, tensors)
+        loss, count = self.world_size * sums["sum"] / Totals.of(tensors).clips, sums["count"]
+        return {"total": loss, "error": mean_of(sums["error_sum"], count)}
+
+    def sums(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
+        return self._compare(self.embed(tensors["crops"]), tensors)
+
+    def regions(self) -> list[nn.Module]:
+        """The residual layers, nearly all the arithmetic."""
+        return [self.encoder.get_submodule(f"layer{number}") for number in range(1, 5)]
+
+    def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002 - a crop of the clip
+        return {"crops": (1, 2, CROP_SAMPLES), "voices": (1,)}
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:  # noqa: ARG002
+        if self.world_size > 1:
+            dist.all_reduce(self.mean)
+        self.encoder.fc.bias.sub_(self.mean, alpha=CENTRE_RATE / self.world_size)
+        self.mean.zero_()
+
+    def embed(self, crops: Tensor) -> Tensor:
+        """Embeddings of length 1, float32 [B, 2, dim]."""
+        embeddings: Tensor = self.encoder(crops.flatten(0, 1)).float()
+        if self.training:
+            mean = embeddings.mean(0)
+            self.mean.copy_(mean.detach())
+            embeddings = embeddings - mean
+        return F.normalize(embeddings, dim=1).unflatten(0, (-1, 2))
+
+    def vary(self, crops: Tensor) -> Tensor:
+        """A part of each crop [B, 2, VARIED_SAMPLES]; at another speed, half of the rows are other voices."""
+        rows, device = len(crops), crops.device
+        slowest, fastest = SPEEDS
+        speed = slowest + (fastest - slowest) * torch.rand(rows, 1, 1, device=device)
+        speed = torch.where(torch.rand(rows, 1, 1, device=device) < 0.5, speed, 1.0)
+        room = crops.shape[2] - 1 - speed * VARIED_SAMPLES
+        starts = (torch.rand(rows, 2, 1, device=device) * room).floor()
+        places = starts + speed * torch.arange(VARIED_SAMPLES, device=device)
+        before = places.long()
+        return torch.lerp(crops.gather(2, before), crops.gather(2, before + 1), places - before)
+
+    def _compare(self, embeddings: Tensor, tensors: Tensors) -> dict[str, Tensor]:
+        voices, weights = tensors["voices"], tensors["weights"]
+        with torch.autocast(embeddings.device.type, enabled=False):
+            cosines = embeddings[:, 0] @ embeddings[:, 1].t()
+        known = (voices >= 0) & (weights > 0)
+        right = torch.eye(len(voices), dtype=torch.bool, device=voices.device)
+        is_other = known[:, None] & known & (voices[:, None] != voices)
+        margin = COSINE_MARGIN if self.training else 0.0
+        compared = is_other | right
+        logits = (COSINE_SCALE * (cosines - margin * right)).masked_fill(~compared, -math.inf)
+        numbers = torch.arange(len(voices), device=voices.device)
+        losses = [F.cross_entropy(each, numbers, reduction="none") for each in (logits, logits.t())]
+        wrong = cosines.masked_fill(~compared, -math.inf).argmax(1) != numbers
+        counted = known * weights
+        sums = {"sum": (torch.stack(losses).mean(0) * counted).sum(), "count": counted.sum()}
+        return {**sums, "error_sum": (wrong * counted).sum(), "error_count": counted.sum()}
+
+
+def add_noise(crops: Tensor) -> Tensor:
+    """Crops [..., samples] with noise of random level and colour in half of them."""
+    shape, device = (*crops.shape[:-1], 1), crops.device
+    spectrum = torch.fft.rfft(torch.randn_like(crops))
+    tilt = NOISE_TILT * torch.rand(shape, device=device)
+    frequency = torch.arange(1, spectrum.shape[-1] + 1, device=device)
+    noise = torch.fft.irfft(spectrum * frequency**-tilt, n=crops.shape[-1])
+    level_db = NOISE_DB[0] + (NOISE_DB[1] - NOISE_DB[0]) * torch.rand(shape, device=device)
+    wanted = crops.square().mean(-1, keepdim=True).sqrt() * 10 ** (-level_db / 20)
+    scale = wanted / noise.square().mean(-1, keepdim=True).sqrt()
+    return crops + torch.where(torch.rand(shape, device=device) < 0.5, scale, 0.0) * noise
+
+
 TEXT_WEIGHT = 0.01  # weight of the text loss; that of the audio loss is 1
 MANY_LAYERS = 8  # from this many layers on, the GPT is compiled layer by layer
 WIDE_DIM = 1024  # XTTS-v2's width; a GPT at least this wide gets half the learning rate
+
+
+@torch.no_grad()
+def disturbed(frames: PackedFrames, mel_stats: Tensor, share: float) -> PackedFrames:
+    """The references of a `share` of the clips as another room, microphone and noise would make them.
+
+    Everything happens to the energies of mel bands: reverberation adds a decaying tail to each band, a microphone
+    multiplies bands by a smooth curve, and noise adds energy with another smooth curve.
+    """
+    num_clips, device = len(frames.num_frames), frames.mel.device
+    bands = torch.arange(frames.mel.shape[1], device=device) / frames.mel.shape[1]
+    waves = torch.cos(math.pi * bands * torch.arange(1, 4, device=device)[:, None])
+
+    def drawn(low: float, high: float, columns: int = 1) -> Tensor:
+        return low + (high - low) * torch.rand(num_clips, columns, device=device)
+
+    def curve(decibels: float) -> Tensor:
+        """A random smooth curve over the bands for each clip, as factors."""
+        return 10 ** ((drawn(-decibels, decibels, 3) @ waves) / 10)
+
+    with torch.autocast(device.type, enabled=False):
+        clip = frames.spread(torch.arange(1.0, num_clips + 1, device=device)[:, None])  # 0 for padding
+        dry = (frames.mel.float() * mel_stats).exp()
+        tail, decay = dry, frames.spread(10 ** (-6 * HOP_SAMPLES / SAMPLE_RATE / drawn(0.1, 0.6)))
+        for shift in (1, 2, 4, 8, 16):  # sums the tails of 32 frames
+            is_same = F.pad(clip, (0, 0, shift, 0))[:-shift] == clip
+            tail = tail + torch.where(is_same, decay**shift * F.pad(tail, (0, 0, shift, 0))[:-shift], 0)
+        energy = dry + frames.spread(drawn(0.0, 0.3)) * (tail - dry)
+        energy = energy * frames.spread(curve(4.0))
+        loudness = frames.sum_by_clip(energy.mean(1, keepdim=True)) / frames.num_frames
+        noise = frames.spread(loudness * 10 ** (-drawn(1.0, 4.0)) * curve(6.0))  # 10 to 40 decibels below
+        energy = energy + noise * (0.5 + torch.rand_like(noise))
+        mel = energy.clamp_min(CONDITIONING_MEL.log_floor).log() / mel_stats
+        chosen = (frames.spread((drawn(0.0, 1.0) < share).float()) > 0) & (clip > 0)
+        return frames._replace(mel=torch.where(chosen, mel, frames.mel))
 
 
 class GptRecipe(Recipe):
@@ -340,6 +503,7 @@ class GptRecipe(Recipe):
     and num_frames [B]; `sizes` bounds each. Validation loss: cross-entropy per code or STOP.
     """
 
+    mel_stats: Tensor
     betas = (0.9, 0.96)
     from_scratch_lr, fine_tuning_lr, adapter_lr = 2e-4, 5e-6, 1e-4
 
@@ -353,8 +517,10 @@ class GptRecipe(Recipe):
         if settings.model.lora_rank:
             new_tokens = ("text_embedding", "text_head") if facts.has_new_tokens else ()
             add_adapters(gpt, settings.model.lora_rank, train_also=new_tokens)
-        noise, dropout = training.code_noise or 0.0, training.text_dropout or 0.0
-        return cls(gpt, facts.world_size, training.label_smoothing, code_noise=noise, text_dropout=dropout)
+        recipe = cls(gpt, facts.world_size, training.label_smoothing)
+        recipe.code_noise, recipe.text_dropout = training.code_noise or 0.0, training.text_dropout or 0.0
+        recipe.reference_noise, recipe.mel_stats = training.reference_noise, model.mel_stats
+        return recipe
 
     def __init__(
         self,
@@ -362,12 +528,12 @@ class GptRecipe(Recipe):
         world_size: int = 1,
         label_smoothing: float = 0.0,
         max_frames: int = MAX_CROP_FRAMES,
-        code_noise: float = 0.0,
-        text_dropout: float = 0.0,
     ) -> None:
         super().__init__(world_size)
         self.gpt, self.label_smoothing, self.max_frames = gpt, label_smoothing, max_frames
-        self.code_noise, self.text_dropout = code_noise, text_dropout
+        self.code_noise, self.text_dropout, self.reference_noise = 0.0, 0.0, 0.0  # shares of codes, texts, clips
+        self.register_buffer("mel_stats", torch.ones(gpt.dims.mel_channels), persistent=False)
+        self._ddp_params_and_buffers_to_ignore = ["mel_stats"]
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         losses, totals = self._losses(tensors, sizes, self.label_smoothing), Totals.of(tensors)
@@ -406,6 +572,8 @@ class GptRecipe(Recipe):
 
     def _losses(self, tensors: Tensors, sizes: Sizes, label_smoothing: float) -> Losses:
         frames = pack_frames(tensors["mel"][: sizes.frames], tensors["num_frames"], self.max_frames)
+        if self.training and self.reference_noise:
+            frames = disturbed(frames, self.mel_stats, self.reference_noise)
         ids, num_ids = tensors["ids"][:, : sizes.ids], tensors["num_ids"]
         if self.training and self.text_dropout:  # as an empty text, with START and STOP
             num_ids = torch.where(torch.rand(num_ids.shape, device=num_ids.device) < self.text_dropout, 0, num_ids)
@@ -616,7 +784,12 @@ def _distance(log_mel: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
     return by_clip((log_mel(fake) - target).abs()) / 2
 
 
-RECIPES: dict[str, type[Recipe]] = {"dvae": DvaeRecipe, "gpt": GptRecipe, "decoder": DecoderRecipe}
+RECIPES: dict[str, type[Recipe]] = {
+    "dvae": DvaeRecipe,
+    "speaker": SpeakerRecipe,
+    "gpt": GptRecipe,
+    "decoder": DecoderRecipe,
+}
 
 
 def useful_flops(recipe: Recipe, clips: ClipSet) -> float | None:

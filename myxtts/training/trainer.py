@@ -511,7 +511,6 @@ class Trainer:
             eta_s=(self.total_steps - step) * expected_s if expected_s else None,
             elapsed_s=elapsed_s,
             mfu=clips_per_s / self.peak_clips_per_s if self.peak_clips_per_s else None,
-            timed_from=steps[0].step + 1 if steps else None,
             times_ms=[round(step.step_ms, 2) for step in steps],
         )
 
