@@ -30,8 +30,8 @@ from voices import SHIFTS
 from weights import load
 
 HEADER = "path|speaker|language|text|seconds|sample_rate\n"
-BLOCK = 1024  # clips that are read at once
-READ_ROWS = 256  # of one batch of texts
+BLOCK = 2048  # clips that are read before any of them is spoken
+READ_ROWS = 1024  # of one batch of texts
 BUCKET = 16  # frames: clips whose lengths round up to the same multiple share a batch
 UNFINISHED = 64  # batches that may wait for the disk
 WARM_UP = 3  # batches that are not counted in the speed: compilers and allocators start
@@ -110,7 +110,7 @@ class Voice:
         frames = spoken.durations.sum(1)
         if self.device.type != "cuda":
             return clips, spoken, frames, None
-        frames, event = frames.to("cpu", non_blocking=True), torch.cuda.Event()
+        frames, event = frames.to("cpu", non_blocking=True), torch.cuda.Event(blocking=True)
         event.record()
         return clips, spoken, frames, event
 
@@ -152,7 +152,7 @@ def fault(checks: npt.NDArray[np.float32], seconds: float, phonemes: int) -> str
 
 @dataclass
 class Corpus:
-    """Writes clips and their lines of metadata from several threads."""
+    """Writes clips and their lines of metadata from several threads; adds to what the folder holds already."""
 
     out: Path
     texts: Texts
@@ -163,18 +163,24 @@ class Corpus:
 
     def __post_init__(self) -> None:
         (self.out / "wavs").mkdir(parents=True, exist_ok=True)
-        self._metadata = open(self.out / "metadata.csv", "w", encoding="utf-8")
-        self._metadata.write(HEADER)
+        path = self.out / "metadata.csv"
+        before = path.read_text(encoding="utf-8") if path.is_file() else ""
+        self.known = {line.partition("|")[0] for line in before.splitlines()}
+        self._metadata = open(path, "a", encoding="utf-8")
+        self._metadata.write("" if before else HEADER)
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(12)
         self._unfinished: deque[Future[None]] = deque()
+
+    def path(self, clip: int) -> str:
+        return f"wavs/{self.texts.language(clip)}_{clip:06d}.wav"
 
     def add(self, clips: list[int], lengths: list[int], samples: Tensor, checks: Tensor) -> None:
         """Take a batch from the device; waits only where the disk lags far."""
         event = None
         if samples.is_cuda:
             samples, checks = (tensor.to("cpu", non_blocking=True) for tensor in (samples, checks))
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)
             event.record()
         self._unfinished.append(self._pool.submit(self._write, clips, lengths, samples, checks, event))
         while len(self._unfinished) > UNFINISHED or (self._unfinished and self._unfinished[0].done()):
@@ -193,7 +199,7 @@ class Corpus:
                 dropped[why] += 1
                 continue
             language, voice = self.texts.language(clip), int(self.texts.clip_voice[clip])
-            path = f"wavs/{language}_{clip:06d}.wav"
+            path = self.path(clip)
             data = pcm[row, :length].tobytes()
             (self.out / path).write_bytes(_wav_header(len(data)) + data)
             name = self.texts.voices.names[voice]
@@ -292,7 +298,9 @@ def generate(voice: Voice, corpus: Corpus, clips: list[int], options: argparse.N
     ended = time.perf_counter()
     speed = (made - counted) / (spoken - steady) if counted else made / (spoken - started)
     dropped = ", ".join(f"{count} {why}" for why, count in sorted(corpus.dropped.items())) or "none"
-    print(f"{corpus.seconds / 3600:.2f} hours, {corpus.clips} clips, {len(corpus.voices)} voices; dropped: {dropped}")
+    print(
+        f"{corpus.seconds / 3600:.2f} hours, {corpus.clips} clips, {len(corpus.voices)} voices; dropped: {dropped}"
+    )
     print(f"{speed:.0f} x real time without the first {WARM_UP} batches, {made / (ended - started):.0f} x in all")
     print(f"{ended - started:.1f} s, of which {ended - spoken:.1f} s waited for the disk after the last batch")
     if voice.device.type == "cuda":
@@ -310,9 +318,10 @@ def main() -> None:
     parser.add_argument("--teacher", type=Path, help="folder of teacher-*.bin; that of the texts if not given")
     parser.add_argument("--out", type=Path, required=True, help="the corpus folder to write")
     parser.add_argument("--hours", type=float, default=math.inf, help="stop when so much is spoken")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so much time without the start")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="stop after so much time without the start"
+    )
     parser.add_argument("--languages", default="", help="such as en,fa; all if not given")
-    parser.add_argument("--skip", type=int, default=0, help="leave out the first clips, which another run made")
     parser.add_argument("--frames", type=int, default=49_152, help="of 25 ms in a batch")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--benchmark", action=argparse.BooleanOptionalAction, default=False, help="of cuDNN")
@@ -327,10 +336,12 @@ def main() -> None:
         KERNELS.compile()
     texts = Texts.load(options.texts)
     wanted = set(options.languages.split(",")) - {""}
-    clips = [at for at in range(options.skip, len(texts.clips)) if not wanted or texts.language(at) in wanted]
+    corpus = Corpus(options.out, texts)
+    clips = [at for at in range(len(texts.clips)) if not wanted or texts.language(at) in wanted]
+    clips = [at for at in clips if corpus.path(at) not in corpus.known]
     with torch.inference_mode():
         voice = Voice(options.teacher or options.texts.parent, texts, device, getattr(torch, options.dtype))
-        generate(voice, Corpus(options.out, texts), clips, options)
+        generate(voice, corpus, clips, options)
 
 
 if __name__ == "__main__":

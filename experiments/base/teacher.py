@@ -135,8 +135,12 @@ class SnakeBlock(nn.Module):
         change = None
         for at in range(3):
             # The first convolution needs no bias: the norm after it removes any constant.
-            norm, alpha, dtype = self.adain1[at](style), self.alpha1[at].view(1, 1, -1), self.convs1[at].weight.dtype
-            _any_length(x, real.mask)
+            norm, alpha, dtype = (
+                self.adain1[at](style),
+                self.alpha1[at].view(1, 1, -1),
+                self.convs1[at].weight.dtype,
+            )
+            _any_length(x, *real, *norm)
             if change is None:
                 y = KERNELS.snake(x, *real, *norm, alpha, dtype)
             else:
@@ -144,8 +148,9 @@ class SnakeBlock(nn.Module):
                 bias = self.convs2[at - 1].bias.float()
                 x, y = KERNELS.add_and_snake(x, change, bias, *real, *norm, alpha, dtype)
             y = conv(y, self.convs1[at])
-            _any_length(y)
-            y = KERNELS.snake(y, *real, *self.adain2[at](style), self.alpha2[at].view(1, 1, -1), dtype)
+            norm, alpha = self.adain2[at](style), self.alpha2[at].view(1, 1, -1)
+            _any_length(y, *norm)
+            y = KERNELS.snake(y, *real, *norm, alpha, dtype)
             change = conv(y, self.convs2[at])
         return (x + change + self.convs2[2].bias) * real.mask
 
@@ -193,7 +198,9 @@ class Albert(nn.Module):
             }
         )
         attention: dict[str, nn.Module] = {n: nn.Linear(768, 768) for n in ("query", "key", "value", "dense")}
-        layer = nn.ModuleDict({"attention": nn.ModuleDict(attention | {"LayerNorm": nn.LayerNorm(768, eps=1e-12)})})
+        layer = nn.ModuleDict(
+            {"attention": nn.ModuleDict(attention | {"LayerNorm": nn.LayerNorm(768, eps=1e-12)})}
+        )
         layer["ffn"], layer["ffn_output"] = nn.Linear(768, 2048), nn.Linear(2048, 768)
         layer["full_layer_layer_norm"] = nn.LayerNorm(768, eps=1e-12)
         groups = nn.ModuleList([nn.ModuleDict({"albert_layers": nn.ModuleList([layer])})])
@@ -411,7 +418,9 @@ class Decoder(nn.Module):
         self.asr_res = nn.ModuleList([nn.Conv1d(512, 64, 1)])
         self.generator = Generator()
 
-    def forward(self, text: Tensor, curves: list[Tensor], style: Tensor, spans: list[Span], noise: float) -> Tensor:
+    def forward(
+        self, text: Tensor, curves: list[Tensor], style: Tensor, spans: list[Span], noise: float
+    ) -> Tensor:
         real, doubled, *rest = spans
         pitch, energy = (
             layer(curve[:, None]).transpose(1, 2) * real.mask

@@ -41,6 +41,7 @@ def clean(sentence: str, language: str) -> str:
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r"^[\s.!?,:;…،؛؟\-–—]+", "", text)
     text = re.sub(r"\s+([.!?,:;…،؛؟।])", r"\1", text)
+    text = re.sub(r"([¿¡])\s+", r"\1", text)
     text = re.sub(r"[\s,:;،؛\-–—]+$", "", text)
     if text and text[-1] not in ".!?…؟।":
         text += "।" if language == "hi" else "."
@@ -146,7 +147,11 @@ class Texts(NamedTuple):
         """Write one compact file."""
         arrays = {name: value for name, value in self._asdict().items() if isinstance(value, np.ndarray)}
         arrays["sentences"] = np.frombuffer("\n".join(self.sentences).encode(), np.uint8)
-        arrays |= {"known": np.array(self.known), "names": np.array(self.voices.names), "space": np.array(self.space)}
+        arrays |= {
+            "known": np.array(self.known),
+            "names": np.array(self.voices.names),
+            "space": np.array(self.space),
+        }
         arrays |= {f"voice_{name}": getattr(self.voices, name) for name in ("weights", "shifts", "tempos")}
         np.savez_compressed(path, **arrays)
 
@@ -238,7 +243,9 @@ def assemble(
         clips += [[start + at for at in clip] for clip in made]
         able = french_voices(voices, known) if language == "fr" else np.arange(VOICES)
         speakers += rng.choice(able, len(made)).tolist()
-        print(f"{language}: {len(train)} sentences, {len(made)} clips for {wanted} hours, {len(held_out)} held out")
+        print(
+            f"{language}: {len(train)} sentences, {len(made)} clips for {wanted} hours, {len(held_out)} held out"
+        )
     order = rng.permutation(len(clips))
     padded = np.array([clips[at] + [-1] * (MOST_SENTENCES - len(clips[at])) for at in order], np.int32)
     flat, ends = np.frombuffer(b"".join(ids), np.uint8), np.cumsum([len(one) for one in ids]).astype(np.uint32)
@@ -253,7 +260,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     spelling = commands.add_parser("phonemes")
     spelling.add_argument("languages", nargs="+", choices=LANGUAGES)
-    spelling.add_argument("--sentences", type=Path, required=True, help="folder of LANGUAGE.txt, a sentence a line")
+    spelling.add_argument(
+        "--sentences", type=Path, required=True, help="folder of LANGUAGE.txt, a sentence a line"
+    )
     spelling.add_argument("--out", type=Path, required=True)
     clips = commands.add_parser("clips")
     clips.add_argument("--phonemes", type=Path, required=True)
