@@ -96,7 +96,7 @@ class Voice:
         return self.styles[self.put(self.texts.clip_voice[clips]), self.put((length - 1).clip(0, 509))].float()
 
     def read(self, clips: list[int]) -> tuple[list[int], Spoken, Tensor, torch.cuda.Event | None]:
-        """Read the texts of clips: the clips by falling length, what was read, and frames on their way to the CPU."""
+        """Return the clips by descending length, what was read of them, and frames on their way to the CPU."""
         ids = {clip: self.texts.ids(clip) for clip in clips}
         clips = sorted(clips, key=lambda clip: -len(ids[clip]))
         lengths = np.array([len(ids[clip]) + 2 for clip in clips])
@@ -166,7 +166,7 @@ class Corpus:
         path = self.out / "metadata.csv"
         before = path.read_text(encoding="utf-8") if path.is_file() else ""
         self.known = {line.partition("|")[0] for line in before.splitlines()}
-        self._metadata = open(path, "a", encoding="utf-8")
+        self._metadata = open(path, "a", encoding="utf-8")  # noqa: SIM115 (until close)
         self._metadata.write("" if before else HEADER)
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(12)
@@ -318,9 +318,7 @@ def main() -> None:
     parser.add_argument("--teacher", type=Path, help="folder of teacher-*.bin; that of the texts if not given")
     parser.add_argument("--out", type=Path, required=True, help="the corpus folder to write")
     parser.add_argument("--hours", type=float, default=math.inf, help="stop when so much is spoken")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="stop after so much time without the start"
-    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long, without the start")
     parser.add_argument("--languages", default="", help="such as en,fa; all if not given")
     parser.add_argument("--frames", type=int, default=49_152, help="of 25 ms in a batch")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)

@@ -36,7 +36,7 @@ def span(counts: Tensor, longest: int) -> Span:
     return Span(mask[..., None].float(), counts[:, None, None].float())
 
 
-# --- The two blocks in which nearly all time is spent: norm, activation and mask in one pass when compiled ---------
+# --- Blocks of the decoder: nearly all time is spent here --------------------------------------------------------
 
 
 def _normed(x: Tensor, mask: Tensor, count: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -135,11 +135,8 @@ class SnakeBlock(nn.Module):
         change = None
         for at in range(3):
             # The first convolution needs no bias: the norm after it removes any constant.
-            norm, alpha, dtype = (
-                self.adain1[at](style),
-                self.alpha1[at].view(1, 1, -1),
-                self.convs1[at].weight.dtype,
-            )
+            dtype = self.convs1[at].weight.dtype
+            norm, alpha = self.adain1[at](style), self.alpha1[at].view(1, 1, -1)
             _any_length(x, *real, *norm)
             if change is None:
                 y = KERNELS.snake(x, *real, *norm, alpha, dtype)
@@ -181,7 +178,7 @@ class LeakyBlock(nn.Module):
         return (x.float() + y) * (math.sqrt(0.5) * real.mask)
 
 
-# --- Text -----------------------------------------------------------------------------------------------------------
+# --- Text --------------------------------------------------------------------------------------------------------
 
 
 class Albert(nn.Module):
@@ -197,10 +194,9 @@ class Albert(nn.Module):
                 "LayerNorm": nn.LayerNorm(128, eps=1e-12),
             }
         )
-        attention: dict[str, nn.Module] = {n: nn.Linear(768, 768) for n in ("query", "key", "value", "dense")}
-        layer = nn.ModuleDict(
-            {"attention": nn.ModuleDict(attention | {"LayerNorm": nn.LayerNorm(768, eps=1e-12)})}
-        )
+        attention = nn.ModuleDict({name: nn.Linear(768, 768) for name in ("query", "key", "value", "dense")})
+        attention["LayerNorm"] = nn.LayerNorm(768, eps=1e-12)
+        layer = nn.ModuleDict({"attention": attention})
         layer["ffn"], layer["ffn_output"] = nn.Linear(768, 2048), nn.Linear(2048, 768)
         layer["full_layer_layer_norm"] = nn.LayerNorm(768, eps=1e-12)
         groups = nn.ModuleList([nn.ModuleDict({"albert_layers": nn.ModuleList([layer])})])
@@ -248,7 +244,7 @@ def _lstm(inputs: int) -> nn.LSTM:
 
 
 def _unroll(lstm: nn.LSTM, x: Tensor, lengths: Tensor) -> Tensor:
-    """Return the outputs of an LSTM; `lengths` lie on the CPU and never rise, so that nothing waits for the GPU."""
+    """Return the outputs of an LSTM; `lengths` are on the CPU and descend, so that nothing waits for the GPU."""
     packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
     return nn.utils.rnn.pad_packed_sequence(lstm(packed)[0], batch_first=True, total_length=x.shape[1])[0]
 
@@ -303,7 +299,7 @@ class Predictor(nn.Module):
         return found
 
 
-# --- Sound ----------------------------------------------------------------------------------------------------------
+# --- Sound -------------------------------------------------------------------------------------------------------
 
 
 def _bases() -> tuple[Tensor, Tensor]:
@@ -398,7 +394,7 @@ class Generator(nn.Module):
         return _overlap(frames) / _overlap(spans[1].mask * squares).clamp(min=1e-3)
 
 
-class exact:  # noqa: N801 (used like a function)
+class exact:
     """Turns TF32 off: for the few products whose rounding would be audible as noise."""
 
     def __enter__(self) -> None:
@@ -434,7 +430,7 @@ class Decoder(nn.Module):
 
 
 class Spoken(NamedTuple):
-    """What `Teacher.read` returns: frames per id (B, T), and features for pitch (B, T, 640) and sound (B, T, 512)."""
+    """A text that was read: frames per id (B, T), features for pitch (B, T, 640) and for sound (B, T, 512)."""
 
     durations: Tensor
     manner: Tensor
@@ -462,7 +458,7 @@ class Teacher(nn.Module):
         return self
 
     def read(self, ids: Tensor, lengths: Tensor, style: Tensor, speed: Tensor) -> Spoken:
-        """Return how long each id (B, T) is spoken and how; `lengths` lie on the CPU and never rise."""
+        """Return how long each id (B, T) is spoken and how; `lengths` are on the CPU and descend."""
         keep = torch.arange(ids.shape[1])[None] < lengths[:, None]
         if ids.is_cuda:
             keep = keep.pin_memory().to(ids.device, non_blocking=True)
@@ -472,12 +468,9 @@ class Teacher(nn.Module):
         return Spoken(durations, manner, self.text_encoder(ids, lengths, keep[..., None]))
 
     def speak(self, text: Spoken, counts: Tensor, style: Tensor, frames: int, noise: float = 1.0) -> Tensor:
-        """Return samples (B, 600 frames); `counts`, the frames of the rows, lie on the CPU and never rise."""
+        """Return samples (B, 600 frames); `counts`, the frames of the rows, are on the CPU and descend."""
         device = style.device
-        if device.type == "cuda":
-            on_device = counts.pin_memory().to(device, non_blocking=True)
-        else:
-            on_device = counts
+        on_device = counts.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else counts
         steps = torch.arange(frames, device=device).expand(len(counts), -1).contiguous()
         index = torch.searchsorted(text.durations.cumsum(1), steps, right=True)
         index = index.clamp(max=text.durations.shape[1] - 1)[..., None]

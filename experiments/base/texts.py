@@ -1,10 +1,11 @@
-"""Sentences for the teacher: their phonemes, joined to clips of 3 to 12 seconds, each with a voice. Runs on the CPU.
+"""Sentences for the teacher: their phonemes, joined to clips of 3 to 12 seconds, each with a voice.
 
-    python experiments/base/texts.py phonemes --sentences FOLDER --out PHONEMES en fa    (125 sentences/s in English)
+    python experiments/base/texts.py phonemes --sentences FOLDER --out PHONEMES en fa
     python experiments/base/texts.py clips --phonemes PHONEMES --vocabulary config.json --hours en=140 fa=60 \
         --voices VOICES --test test_sentences.csv --out texts.npz
 
-`phonemes` needs misaki and espeak-ng and continues where it stopped; `clips` needs numpy alone.
+`phonemes` needs misaki and espeak-ng and continues where it stopped: 125 English sentences a second on one core.
+`clips` needs numpy alone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def clean(sentence: str, language: str) -> str:
     return text
 
 
-# --- Phonemes -------------------------------------------------------------------------------------------------------
+# --- Phonemes ----------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -105,7 +106,7 @@ def read_phonemes(folder: Path, language: str) -> Iterator[tuple[str, str]]:
             yield sentence, phonemes
 
 
-# --- Clips ----------------------------------------------------------------------------------------------------------
+# --- Clips -------------------------------------------------------------------------------------------------------
 
 
 class Texts(NamedTuple):
@@ -260,9 +261,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     spelling = commands.add_parser("phonemes")
     spelling.add_argument("languages", nargs="+", choices=LANGUAGES)
-    spelling.add_argument(
-        "--sentences", type=Path, required=True, help="folder of LANGUAGE.txt, a sentence a line"
-    )
+    spelling.add_argument("--sentences", type=Path, required=True, help="folder of LANGUAGE.txt")
     spelling.add_argument("--out", type=Path, required=True)
     clips = commands.add_parser("clips")
     clips.add_argument("--phonemes", type=Path, required=True)
