@@ -24,7 +24,7 @@ LANGUAGE_NAMES = {
 LANGUAGES = tuple(LANGUAGE_NAMES)
 """XTTS-v2's seventeen languages and Persian, in the order of their indices in a cache."""
 SYNONYMS = {name.lower(): code for code, name in LANGUAGE_NAMES.items()}
-SYNONYMS |= {"farsi": "fa", "mandarin": "zh", "large": "big", "medium": "normal", "base": "normal"}
+SYNONYMS |= {"farsi": "fa", "mandarin": "zh", "large": "big", "medium": "normal"}
 """Words for the choices of settings that are spelt otherwise."""
 
 SAMPLE_RATE = 22050
@@ -56,7 +56,7 @@ def num_codes_of(num_samples: Count) -> Count:
     return codes
 
 
-MODEL_SIZES = ("tiny", "small", "normal", "big")
+MODEL_SIZES = ("tiny", "small", "base", "normal", "big")
 STAGE_PARTS = {
     "dvae": ("dvae", "mel_stats"),
     "gpt": ("gpt",),
@@ -169,7 +169,8 @@ class ModelSettings:
 
     size: str = setting("tiny", flag="--model-size", choices=MODEL_SIZES)
     """Size of the network. `normal` is exactly XTTS-v2 and loads its weights. `tiny` and `small` are for
-    experiments and small cards, `big` is for training from scratch on large corpora."""
+    experiments and small cards, `base` is `small` with the vocoder and speaker encoder of XTTS-v2, `big` is for
+    training from scratch on large corpora."""
     gradient_checkpointing: bool = setting(False)
     """Recomputes activations in the backward pass, layer by layer: less GPU memory, more time. Turn it on when a
     batch does not fit the card."""
@@ -325,6 +326,9 @@ class TrainingSettings:
     """Probability of dropping a clip's text during training, so that the model can be sampled with
     classifier-free guidance (`myxtts speak --guidance`). `auto` is 0.1 from scratch on less than 10 hours of
     speech, otherwise 0, as in XTTS-v2."""
+    reference_noise: float = setting(0.0, minimum=0, maximum=1)
+    """Fraction of the clips whose reference voice gets reverberation, noise and the curve of another microphone
+    while the GPT trains, so that it also clones from a recording that is not clean. 0, as in XTTS-v2, is off."""
     ema_decay: float | None = setting(None, minimum=0, maximum=0.99999, none="auto")
     """Decay of an exponential moving average of the weights, which is then validated and exported instead of
     them; 0 is off. `auto` is 0.995 for the GPT from scratch on less than 10 hours of speech, otherwise 0."""

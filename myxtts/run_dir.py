@@ -33,7 +33,7 @@ from myxtts.config import STAGE_PARTS, STAGES, Settings, stages_of
 from myxtts.errors import ConfigError
 from myxtts.files import write_text_atomically
 from myxtts.model.gpt import add_adapters, merge_adapters
-from myxtts.model.xtts import SIZES, XTTS, XTTSDims
+from myxtts.model.xtts import SIZES, XTTS, XTTSDims, sizes_of
 from myxtts.settings import load
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, is_trained_in, load_folder, load_state
@@ -362,7 +362,7 @@ def initial_model(settings: Settings, vocabulary: Tokenizer) -> XTTS:
     if source is not None:
         is_run = RunDir(source).exists
         model = RunDir(source).load_model() if is_run else load_folder(source, vocabulary).model
-        found = [name for name, dims in SIZES.items() if dims.gpt.dim == model.dims.gpt.dim]
+        found = sizes_of(model.dims)
         if settings.model.size not in found:
             raise ConfigError(
                 f"The weights in {source} are of size {found[0] if found else 'unknown'}, and --model-size is "

@@ -159,15 +159,16 @@ def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Pr
 
 
 ONLY_HERE = (
-    "coqui-tts cannot load this folder, because the sizes of its vocoder and speaker encoder are fixed; "
+    "coqui-tts cannot load this folder, which fixes the sizes of conditioning, vocoder and speaker encoder; "
     "myxtts speak, export and --init-from can. For coqui-tts, train --model-size normal or big"
 )
 
 
 def fits_coqui(dims: XTTSDims) -> bool:
-    """True if coqui-tts, which builds the vocoder and the speaker encoder of XTTS-v2, can load such a model."""
+    """True if coqui-tts can load such a model: it builds these parts in XTTS-v2's sizes, whatever the settings."""
     sizes, published = (
-        (known.vocoder_channels, known.speaker_dim, known.speaker_filters) for known in (dims, XTTSDims())
+        (known.gpt.encoder_layers, known.vocoder_channels, known.speaker_dim, known.speaker_filters)
+        for known in (dims, XTTSDims())
     )
     return sizes == published
 

@@ -29,6 +29,7 @@ from myxtts.training.recipes import (
     GptRecipe,
     Recipe,
     StageFacts,
+    disturbed,
 )
 
 Batch = dict[str, Tensor]
@@ -300,7 +301,9 @@ def test_text_weighs_a_hundredth_and_labels_are_smoothed_in_training_only() -> N
 
 def trained_and_evaluated(**options: float) -> list[PackedBatch]:
     """The same batch as the GPT gets it in training and in validation, where the options change nothing."""
-    recipe, batch, seen = make("gpt", **options), gpt_batch(), list[PackedBatch]()
+    recipe, batch, seen = make("gpt"), gpt_batch(), list[PackedBatch]()
+    for name, value in options.items():
+        setattr(recipe, name, value)
     recipe.gpt.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     run(recipe, batch)
     torch.testing.assert_close(evaluate(recipe, batch), evaluate(make("gpt"), batch))
@@ -323,6 +326,18 @@ def test_some_clips_are_trained_without_their_text_and_none_is_validated_so() ->
     ]
     assert 2 * 4 <= counts[0][0] < counts[1][0], "START and STOP of a text stay"
     assert counts[0][1] == counts[1][1]
+
+
+def test_references_are_disturbed_in_training_within_their_clips_and_nothing_else() -> None:
+    trained, evaluated = trained_and_evaluated(reference_noise=1.0)
+    assert torch.equal(trained.token, evaluated.token)
+    before, after = evaluated.frames, trained.frames
+    assert after.mel.isfinite().all() and not torch.equal(after.mel, before.mel)
+    num_frames = int(before.num_frames.sum())
+    assert torch.equal(after.mel[num_frames:], before.mel[num_frames:]), "padding stays"
+    torch.manual_seed(3)
+    alone = disturbed(before, torch.ones(before.mel.shape[1]), 0.0)
+    assert torch.equal(alone.mel, before.mel), "no clip is chosen"
 
 
 def test_only_what_sizes_say_is_read() -> None:

@@ -166,11 +166,10 @@ def see_preset(run: Observe) -> None:
 
 
 def see_regularisation(run: Observe) -> None:
-    first_losses = {
-        flags: losses(run(f"--stages gpt --max-steps 1 {flags}").folder)[0]
-        for flags in ("", "--dropout 0.5", "--label-smoothing 0.3", "--code-noise 0.5", "--text-dropout 0.5")
-    }
-    assert len(set(first_losses.values())) == 5
+    names = ("dropout", "label-smoothing", "code-noise", "text-dropout", "reference-noise")
+    given = ["", *(f"--{name} 0.4" for name in names)]
+    first_losses = [losses(run(f"--stages gpt --max-steps 1 {flags}").folder)[0] for flags in given]
+    assert len(set(first_losses)) == len(given)
 
 
 OBSERVED: dict[Callable[[Observe], None], str] = {
@@ -190,7 +189,9 @@ OBSERVED: dict[Callable[[Observe], None], str] = {
     see_grad_clip: "training.grad_clip",
     see_optimization_level: "training.optimization_level",
     see_preset: "training.preset",
-    see_regularisation: ("model.dropout training.label_smoothing training.code_noise training.text_dropout"),
+    see_regularisation: (
+        "model.dropout training.label_smoothing training.code_noise training.text_dropout training.reference_noise"
+    ),
 }
 
 

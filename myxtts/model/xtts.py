@@ -72,11 +72,27 @@ SIZES = {
         speaker_dim=256,
         speaker_filters=(16, 32, 64, 128),
     ),
+    "base": XTTSDims(
+        gpt=GPTDims(layers=12, dim=512, heads=8, encoder_layers=4),
+        dvae_hidden=256,
+        dvae_codebook_dim=256,
+    ),
     "normal": XTTSDims(),
     "big": XTTSDims(gpt=GPTDims(layers=36, dim=1280, heads=20)),
 }
 """The values of `--model-size`; `normal` is exactly XTTS-v2. The names are listed in `config.MODEL_SIZES` too, so
 that `--help` does not import PyTorch."""
+
+
+def sizes_of(dims: XTTSDims) -> list[str]:
+    """The names of the size with these dimensions; if there is none, of those with a GPT as wide."""
+    gpt = dims.gpt
+    exact = [
+        name
+        for name, known in SIZES.items()
+        if known.with_vocabulary(gpt.text_tokens, gpt.start_text, gpt.stop_text) == dims
+    ]
+    return exact or [name for name, known in SIZES.items() if known.gpt.dim == gpt.dim]
 
 
 class XTTS(nn.Module):

@@ -20,14 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from myxtts.config import SAMPLES_PER_CODE, Settings
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, Settings
 from myxtts.data.batches import MAX_CROP_FRAMES, SEGMENT_CODES, Sizes, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.errors import ConfigError
-from myxtts.model.conditioning import pack_frames
+from myxtts.model.conditioning import PackedFrames, pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction
 from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
-from myxtts.model.mel import LogMel, MelSpec
+from myxtts.model.mel import CONDITIONING_MEL, LogMel, MelSpec
 from myxtts.model.vocoder import (
     OUTPUT_SAMPLE_RATE,
     PERIOD_WIDTHS,
@@ -320,6 +320,41 @@ MANY_LAYERS = 8  # from this many layers on, the GPT is compiled layer by layer
 WIDE_DIM = 1024  # XTTS-v2's width; a GPT at least this wide gets half the learning rate
 
 
+@torch.no_grad()
+def disturbed(frames: PackedFrames, mel_stats: Tensor, share: float) -> PackedFrames:
+    """The references of a `share` of the clips as another room, microphone and noise would make them.
+
+    Everything happens to the energies of mel bands: reverberation adds a decaying tail to each band, a microphone
+    multiplies bands by a smooth curve, and noise adds energy with another smooth curve.
+    """
+    num_clips, device = len(frames.num_frames), frames.mel.device
+    bands = torch.arange(frames.mel.shape[1], device=device) / frames.mel.shape[1]
+    waves = torch.cos(math.pi * bands * torch.arange(1, 4, device=device)[:, None])
+
+    def drawn(low: float, high: float, columns: int = 1) -> Tensor:
+        return low + (high - low) * torch.rand(num_clips, columns, device=device)
+
+    def curve(decibels: float) -> Tensor:
+        """A random smooth curve over the bands for each clip, as factors."""
+        return 10 ** ((drawn(-decibels, decibels, 3) @ waves) / 10)
+
+    with torch.autocast(device.type, enabled=False):
+        clip = frames.spread(torch.arange(1.0, num_clips + 1, device=device)[:, None])  # 0 for padding
+        dry = (frames.mel.float() * mel_stats).exp()
+        tail, decay = dry, frames.spread(10 ** (-6 * HOP_SAMPLES / SAMPLE_RATE / drawn(0.1, 0.6)))
+        for shift in (1, 2, 4, 8, 16):  # sums the tails of 32 frames
+            is_same = F.pad(clip, (0, 0, shift, 0))[:-shift] == clip
+            tail = tail + torch.where(is_same, decay**shift * F.pad(tail, (0, 0, shift, 0))[:-shift], 0)
+        energy = dry + frames.spread(drawn(0.0, 0.3)) * (tail - dry)
+        energy = energy * frames.spread(curve(4.0))
+        loudness = frames.sum_by_clip(energy.mean(1, keepdim=True)) / frames.num_frames
+        noise = frames.spread(loudness * 10 ** (-drawn(1.0, 4.0)) * curve(6.0))  # 10 to 40 decibels below
+        energy = energy + noise * (0.5 + torch.rand_like(noise))
+        mel = energy.clamp_min(CONDITIONING_MEL.log_floor).log() / mel_stats
+        chosen = (frames.spread((drawn(0.0, 1.0) < share).float()) > 0) & (clip > 0)
+        return frames._replace(mel=torch.where(chosen, mel, frames.mel))
+
+
 class GptRecipe(Recipe):
     """The GPT: text and voice to codes.
 
@@ -327,6 +362,7 @@ class GptRecipe(Recipe):
     and num_frames [B]; `sizes` bounds each. Validation loss: cross-entropy per code or STOP.
     """
 
+    mel_stats: Tensor
     betas = (0.9, 0.96)
     from_scratch_lr, fine_tuning_lr, adapter_lr = 2e-4, 5e-6, 1e-4
 
@@ -340,8 +376,10 @@ class GptRecipe(Recipe):
         if settings.model.lora_rank:
             new_tokens = ("text_embedding", "text_head") if facts.has_new_tokens else ()
             add_adapters(gpt, settings.model.lora_rank, train_also=new_tokens)
-        noise, dropout = training.code_noise or 0.0, training.text_dropout or 0.0
-        return cls(gpt, facts.world_size, training.label_smoothing, code_noise=noise, text_dropout=dropout)
+        recipe = cls(gpt, facts.world_size, training.label_smoothing)
+        recipe.code_noise, recipe.text_dropout = training.code_noise or 0.0, training.text_dropout or 0.0
+        recipe.reference_noise, recipe.mel_stats = training.reference_noise, model.mel_stats
+        return recipe
 
     def __init__(
         self,
@@ -349,12 +387,12 @@ class GptRecipe(Recipe):
         world_size: int = 1,
         label_smoothing: float = 0.0,
         max_frames: int = MAX_CROP_FRAMES,
-        code_noise: float = 0.0,
-        text_dropout: float = 0.0,
     ) -> None:
         super().__init__(world_size)
         self.gpt, self.label_smoothing, self.max_frames = gpt, label_smoothing, max_frames
-        self.code_noise, self.text_dropout = code_noise, text_dropout
+        self.code_noise, self.text_dropout, self.reference_noise = 0.0, 0.0, 0.0  # shares of codes, texts, clips
+        self.register_buffer("mel_stats", torch.ones(gpt.dims.mel_channels), persistent=False)
+        self._ddp_params_and_buffers_to_ignore = ["mel_stats"]
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         losses, totals = self._losses(tensors, sizes, self.label_smoothing), Totals.of(tensors)
@@ -393,6 +431,8 @@ class GptRecipe(Recipe):
 
     def _losses(self, tensors: Tensors, sizes: Sizes, label_smoothing: float) -> Losses:
         frames = pack_frames(tensors["mel"][: sizes.frames], tensors["num_frames"], self.max_frames)
+        if self.training and self.reference_noise:
+            frames = disturbed(frames, self.mel_stats, self.reference_noise)
         ids, num_ids = tensors["ids"][:, : sizes.ids], tensors["num_ids"]
         if self.training and self.text_dropout:  # as an empty text, with START and STOP
             num_ids = torch.where(torch.rand(num_ids.shape, device=num_ids.device) < self.text_dropout, 0, num_ids)
