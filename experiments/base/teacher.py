@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 SAMPLE_RATE = 24_000
 FRAME = 600  # samples
-STYLE = 128  # numbers that describe the timbre, and as many for the manner of speaking
+STYLE = 128  # numbers that describe the timbre, and as many for the prosody
 HARMONICS = 9
 WINDOW, HOP = 20, 5  # of the short Fourier transform at both ends of the generator
 BINS = WINDOW // 2 + 1
@@ -433,7 +433,7 @@ class Spoken(NamedTuple):
     """A text that was read: frames per id (B, T), features for pitch (B, T, 640) and for sound (B, T, 512)."""
 
     durations: Tensor
-    manner: Tensor
+    prosody: Tensor
     sound: Tensor
 
 
@@ -463,9 +463,9 @@ class Teacher(nn.Module):
         if ids.is_cuda:
             keep = keep.pin_memory().to(ids.device, non_blocking=True)
         x = self.bert_encoder(self.bert(ids, keep))
-        length, manner = self.predictor.durations(x, style[:, STYLE:], lengths, keep[..., None])
+        length, prosody = self.predictor.durations(x, style[:, STYLE:], lengths, keep[..., None])
         durations = (length / speed[:, None]).round().clamp(min=1).long() * keep
-        return Spoken(durations, manner, self.text_encoder(ids, lengths, keep[..., None]))
+        return Spoken(durations, prosody, self.text_encoder(ids, lengths, keep[..., None]))
 
     def speak(self, text: Spoken, counts: Tensor, style: Tensor, frames: int, noise: float = 1.0) -> Tensor:
         """Return samples (B, 600 frames); `counts`, the frames of the rows, are on the CPU and descend."""
@@ -476,9 +476,9 @@ class Teacher(nn.Module):
         index = index.clamp(max=text.durations.shape[1] - 1)[..., None]
         real, doubled = span(on_device, frames), span(2 * on_device, 2 * frames)
         spans = [real, doubled, span(20 * on_device, 20 * frames), span(120 * on_device + 1, 120 * frames + 1)]
-        manner, sound = (
+        prosody, sound = (
             features.gather(1, index.expand(-1, -1, features.shape[2])) * real.mask
-            for features in (text.manner, text.sound)
+            for features in (text.prosody, text.sound)
         )
-        curves = self.predictor.curves(manner, style[:, STYLE:], counts, real, doubled)
+        curves = self.predictor.curves(prosody, style[:, STYLE:], counts, real, doubled)
         return self.decoder(sound, curves, style[:, :STYLE], spans, noise)
