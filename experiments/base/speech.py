@@ -35,8 +35,8 @@ READ_ROWS = 1024  # of one batch of texts
 BUCKET = 16  # frames: clips whose lengths round up to the same multiple share a batch
 UNFINISHED = 64  # batches that may wait for the disk
 WARM_UP = 3  # batches that are not counted in the speed: compilers and allocators start
-LONGEST = 13.0  # seconds
-SLOWEST = 0.16  # seconds per phoneme, above one second for the pauses at both ends
+LONGEST = 12.0  # seconds
+SLOWEST = 0.13  # seconds per phoneme, above one second for the pauses at both ends
 
 
 class Pending(NamedTuple):

@@ -80,11 +80,13 @@ class Kernels:
     """The functions that `compile` replaces by fused ones."""
 
     def __init__(self) -> None:
+        self.compiled = False
         self.snake: Callable[..., Tensor] = snake
         self.add_and_snake: Callable[..., tuple[Tensor, Tensor]] = add_and_snake
         self.leaky: Callable[..., Tensor] = leaky
 
     def compile(self) -> None:
+        self.compiled = True
         self.snake, self.add_and_snake = torch.compile(snake), torch.compile(add_and_snake)
         self.leaky = torch.compile(leaky, dynamic=True)
 
@@ -94,7 +96,7 @@ KERNELS = Kernels()
 
 def _any_length(*tensors: Tensor) -> None:
     """Let compiled code accept any number of rows and frames; channels stay fixed."""
-    for tensor in tensors:
+    for tensor in tensors if KERNELS.compiled else ():
         for axis in (0, 1):
             if tensor.shape[axis] > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, axis)
