@@ -47,6 +47,11 @@ def _normed(x: Tensor, mask: Tensor, count: Tensor, scale: Tensor, shift: Tensor
     return x * gain + (shift - mean * gain)
 
 
+def add(x: Tensor, change: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    """Return the stream after a residual change."""
+    return (x + change.float() + bias.float()) * mask
+
+
 def snake(
     x: Tensor, mask: Tensor, count: Tensor, scale: Tensor, shift: Tensor, alpha: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -67,7 +72,7 @@ def add_and_snake(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the stream after a residual change, and `snake` of it."""
-    x = (x + change.float() + bias) * mask
+    x = add(x, change, bias, mask)
     return x, snake(x, mask, count, scale, shift, alpha, dtype)
 
 
@@ -81,13 +86,14 @@ class Kernels:
 
     def __init__(self) -> None:
         self.compiled = False
+        self.add: Callable[..., Tensor] = add
         self.snake: Callable[..., Tensor] = snake
         self.add_and_snake: Callable[..., tuple[Tensor, Tensor]] = add_and_snake
         self.leaky: Callable[..., Tensor] = leaky
 
     def compile(self) -> None:
         self.compiled = True
-        self.snake, self.add_and_snake = torch.compile(snake), torch.compile(add_and_snake)
+        self.add, self.snake, self.add_and_snake = map(torch.compile, (add, snake, add_and_snake))
         self.leaky = torch.compile(leaky, dynamic=True)
 
 
@@ -144,14 +150,15 @@ class SnakeBlock(nn.Module):
                 y = KERNELS.snake(x, *real, *norm, alpha, dtype)
             else:
                 _any_length(change)
-                bias = self.convs2[at - 1].bias.float()
+                bias = self.convs2[at - 1].bias
                 x, y = KERNELS.add_and_snake(x, change, bias, *real, *norm, alpha, dtype)
             y = conv(y, self.convs1[at])
             norm, alpha = self.adain2[at](style), self.alpha2[at].view(1, 1, -1)
             _any_length(y, *norm)
             y = KERNELS.snake(y, *real, *norm, alpha, dtype)
             change = conv(y, self.convs2[at])
-        return (x + change + self.convs2[2].bias) * real.mask
+        _any_length(x, change, real.mask)
+        return KERNELS.add(x, change, self.convs2[2].bias, real.mask)
 
 
 class LeakyBlock(nn.Module):
@@ -326,11 +333,11 @@ def _overlap(frames: Tensor) -> Tensor:
 
 
 def _upsample(x: Tensor, layer: nn.ConvTranspose1d) -> Tensor:
-    """Return a transposed convolution whose kernel is two strides long: one matrix product."""
+    """Return a transposed convolution whose kernel is two strides long, without its bias: one matrix product."""
     stride, pad = layer.stride[0], int(layer.padding[0])
     weight = layer.weight.unflatten(2, (2, stride)).permute(2, 0, 3, 1).flatten(0, 1).flatten(1)
     x = torch.cat([F.pad(x, (0, 0, 0, 1)), F.pad(x, (0, 0, 1, 0))], -1).to(weight.dtype)
-    return (x @ weight).unflatten(2, (stride, -1)).flatten(1, 2)[:, pad:-pad] + layer.bias
+    return (x @ weight).unflatten(2, (stride, -1)).flatten(1, 2)[:, pad:-pad]
 
 
 class Source(nn.Module):
@@ -386,7 +393,9 @@ class Generator(nn.Module):
             x = _upsample(F.leaky_relu(x, 0.1), self.ups[at])
             if at == 1:
                 x = torch.cat([x[:, 1:2], x], 1)
-            x = (x.float() + source) * real.mask
+            x = x.contiguous()
+            _any_length(source, x, real.mask)
+            x = KERNELS.add(source, x, self.ups[at].bias, real.mask)
             x = sum(block(x, style, real) for block in self.resblocks[3 * at : 3 * at + 3]) / 3
         x = conv(F.leaky_relu(x), self.conv_post, self.conv_post.bias)  # float32: exp magnifies rounding
         size, phase = x[..., :BINS].exp() * spans[1].mask, torch.sin(x[..., BINS:])
