@@ -49,7 +49,6 @@ from myxtts.devices import (
     Plan,
     announcements,
     apply_caps,
-    as_flag,
     barrier,
     deterministic,
     explained_out_of_memory,
@@ -69,7 +68,7 @@ from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
-from myxtts.settings import LoadedSettings, how_to_set, specs, to_yaml, value_of, with_settings
+from myxtts.settings import LoadedSettings, as_loaded, how_to_set, specs, to_yaml, value_of, with_settings
 from myxtts.synthesis.synthesizer import provenance
 from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.text.tokenizer import Tokenizer
@@ -105,13 +104,11 @@ def train(
 ) -> TrainingResult:
     """Train every stage that the settings ask for, or continue the run in their `checkpoint_dir`.
 
-    Under torchrun every process calls this. Only rank 0 reports, writes, and says what it does, by `say` or to the
-    log.
+    Under torchrun every process calls this. Only rank 0 reports, writes and says what it does (`say`, or the log).
     """
-    spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
-    origin = settings.origin if isinstance(settings, LoadedSettings) else dict.fromkeys(unusual(settings), "flag")
-    settings = settings.settings if isinstance(settings, LoadedSettings) else settings
-    plan = make_plan(settings.data, spelling=spelling)
+    given = settings if isinstance(settings, LoadedSettings) else as_loaded(settings)
+    settings = given.settings
+    plan = make_plan(settings.data, spelling=given.spelling)
     is_first = plan.rank == 0
     reporter, say = (reporter or Reporter(), say or _log.info) if is_first else (Reporter(), _silent)
     run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
@@ -133,7 +130,7 @@ def train(
             barrier(plan)
         reporter.corpus(prepared)
         settings = with_stages(settings, prepared, say)
-        tuned = {} if continues else fine_tuning_values(settings, prepared, origin, say)
+        tuned = {} if continues else fine_tuning_values(settings, prepared, given.origin, say)
         settings = with_settings(settings, tuned)
         auto = auto_values(settings, prepared, run_dir if continues else None)
         stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
@@ -144,14 +141,11 @@ def train(
         fresh = cache(partial(initial_model, settings, prepared.tokenizer))
         _start(settings, run_dir, prepared, plan, None if continues else fresh, say, tuned)
         settings = replace(settings, data=prepared.fitted(settings.data))
-        stop = held.enter_context(_StopRequest(plan))  # earlier there is no step to finish and nothing to save
-        states: dict[str, State] = {}
+        stop, states = held.enter_context(_StopRequest(plan)), dict[str, State]()  # earlier, nothing is to save
         for stage in stages_of(settings):
             say(f"Stage {stage}")
-            trained_on, loaded = run_dir.fingerprints(stage), run_dir.checkpoints(stage).newest()
-            if loaded is not None and not loaded.notes.was_trained_on(trained_on):
-                _require_undamaged(run_dir, stage)
-                loaded = None  # its last checkpoint stays until the stage has ended again
+            trained_on = run_dir.fingerprints(stage)
+            loaded = _to_continue(run_dir, stage, trained_on)
             is_saved = run_dir.is_whole(without=() if loaded is not None else (stage,))
             model = run_dir.load_model(None if is_saved else fresh(), without=(stage,), warn=False)
             own = with_auto(settings, auto, stage)
@@ -163,14 +157,22 @@ def train(
     return TrainingResult(states, prepared)
 
 
-def _require_undamaged(run_dir: RunDir, stage: str) -> None:
-    """Raise an error if a stage would start over only because an earlier one cannot be read."""
+def _to_continue(run_dir: RunDir, stage: str, trained_on: Mapping[str, str]) -> LoadedCheckpoint | None:
+    """The checkpoint that a stage continues from; None if it starts, or starts over as an earlier one changed.
+
+    Raises an error if it would start over only because an earlier one cannot be read. The last checkpoint stays
+    until the stage has ended again.
+    """
+    loaded = run_dir.checkpoints(stage).newest()
+    if loaded is None or loaded.notes.was_trained_on(trained_on):
+        return loaded
     for earlier in BUILDS_ON.get(stage, ()):
         if run_dir.checkpoints(earlier).newest_is_damaged:
             damaged = (
                 f"The newest checkpoint of {earlier} in {run_dir.folder} is damaged: {stage} was trained on it."
             )
             raise UnreadableWeights(f"{damaged}\nRestore it from a backup, or start over with --reset-training.")
+    return None
 
 
 def _silent(_: str) -> None: ...
@@ -219,9 +221,7 @@ def prepare_corpus(
         return prepare(data, progress)
     except DatasetError as error:
         if continued is None and settings.training.init_from == config.BASE_FOLDER:
-            cure = (
-                "--init-from none starts from scratch, with one of the corpus; docs/recordings.md extends it"
-            )
+            cure = "--init-from none starts from scratch, with one of the corpus; docs/recordings.md extends it"
             raise DatasetError(f"{error}\nThe vocabulary is that of the base model. {cure}") from error
         if continued is None:
             raise
@@ -298,17 +298,12 @@ def fine_tuning_values(
     is_decided = any(origin.get(key) in ("file", "flag") for key in keys)
     if settings.training.init_from is None or stages_of(settings) != ("gpt",) or is_decided:
         return {}
-    filled = unusual(settings)  # by a preset; adapters have a learning rate of their own
-    filled += ["training.learning_rate"] if settings.model.lora_rank else []
-    found = {key: value for key, value in row.items() if key not in filled}
+    own = as_loaded(settings)  # a preset may have set some; adapters have a learning rate of their own
+    has_own = {key: own.is_set(key) for key in row} | {"training.learning_rate": settings.model.lora_rank > 0}
+    found = {key: value for key, value in row.items() if not has_own[key]}
     if listed := ", ".join(f"{specs()[key].flags[0]} {value:g}" for key, value in found.items()):
         say(f"Fine-tuning on {minutes:.1f} minutes of speech: {listed} (give one of these, and you decide on all)")
     return found
-
-
-def unusual(settings: Settings) -> list[str]:
-    """The keys of the settings that differ from their defaults."""
-    return [key for key, spec in specs().items() if value_of(settings, key) != spec.default]
 
 
 def auto_values(
@@ -676,8 +671,8 @@ def as_started(settings: Settings, run_dir: RunDir) -> Settings:
     given = source if training.init_from is None else str(training.init_from)
     now = {"training.init_from": given, "model.size": settings.model.size}
     require_same(run_dir.folder, {name: facts.get(name) for name in now}, now)
-    own = unusual(settings)
-    tuned = {key: value for key, value in facts.get("fine_tuning", {}).items() if key not in own}
+    own = as_loaded(settings)
+    tuned = {key: value for key, value in facts.get("fine_tuning", {}).items() if not own.is_set(key)}
     settings = with_settings(settings, tuned)
     if settings.data.tokenizer is not None:
         named, pinned = Tokenizer.load(settings.data.tokenizer), run_dir.vocabulary()

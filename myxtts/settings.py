@@ -324,6 +324,14 @@ class LoadedSettings:
         return key if self.origin[key] == "file" else specs()[key].flags[0]
 
 
+def as_loaded(settings: Settings) -> LoadedSettings:
+    """Return settings that were not loaded as if all that differ from their defaults were given as flags."""
+    origin: dict[str, Origin] = {
+        key: "default" if value_of(settings, key) == spec.default else "flag" for key, spec in specs().items()
+    }
+    return LoadedSettings(settings, origin, None)
+
+
 def load(config_file: Path | None, flags: Mapping[str, Any], unrecognized: Sequence[str] = ()) -> LoadedSettings:
     """Return the settings from defaults, file and flags (see `flags_of`); `unrecognized` ones are problems."""
     if config_file is None and DEFAULT_CONFIG_FILE.is_file():
