@@ -100,7 +100,7 @@ def train(
 ) -> TrainingResult:
     """Train every stage that the settings ask for, or continue the run in their `checkpoint_dir`.
 
-    Under torchrun every process calls this; only rank 0 reports, writes, and says what it does: by `say`, or to the log.
+    Under torchrun every process calls this; only rank 0 reports, writes, and calls `say`, by default the log's.
     """
     spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
     settings = settings.settings if isinstance(settings, LoadedSettings) else settings

@@ -13,7 +13,7 @@ import torch
 from conftest import SENTENCES, make_voice
 from model_fixtures import error, reference_of
 from torch import Tensor
-from training_fixtures import Start, assert_same_run, newest, stop_at
+from training_fixtures import Start, assert_same_run, losses, newest, stop_at
 
 import myxtts.model.vocoder
 import myxtts.training.recipes
@@ -110,13 +110,13 @@ def test_voices_are_learnt_and_the_embeddings_are_centred(monkeypatch: pytest.Mo
     optimizer = Optimizer(recipe, 3e-3, Schedule(0, None), betas=recipe.betas)
     found = []
     for step in range(60):
-        losses = recipe(batch, NO_SIZES)
-        losses["total"].backward()
+        total = recipe(batch, NO_SIZES)["total"]
+        total.backward()
         optimizer.set_lr(step)
         optimizer.update()
         optimizer.zero_grad()
         recipe.after_step(step)
-        found.append(float(losses["total"].detach()))
+        found.append(float(total.detach()))
     assert sum(found[-10:]) < 0.7 * sum(found[:10])
     embeddings = recipe.encoder(batch["crops"].flatten(0, 1)).detach()
     assert float(embeddings.mean(0).norm()) < 0.5 * float(embeddings.norm(dim=1).mean())
@@ -241,3 +241,18 @@ def test_cuda_equals_cpu(
     wave = reference["wav16"].cuda()
     assert error(encoder(wave), reference["emb"]) <= TOLERANCE
     assert error(encoder(wave, l2_norm=True), reference["emb_l2"]) <= TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("flags", ["--disable-xla-compilation", ""], ids=["captured", "compiled"])
+def test_the_stage_is_captured_on_a_gpu(flags: str, tmp_path: Path, start: Start) -> None:
+    corpus = people(tmp_path / "corpus", MIN_SPEAKERS)
+    run = start(f"--stages speaker --batch-size 8 --max-steps 40 --val-data {corpus} {flags}", "run", corpus)
+    assert "captured as a CUDA graph" in start.out
+    found = losses(run, "speaker")
+    assert sum(found[-5:]) < sum(found[:5])
+    weights = newest(run, "speaker").weights
+    assert all(value.isfinite().all() for value in weights.values())
+    tracked = weights["hifigan_decoder.speaker_encoder.bn1.num_batches_tracked"]
+    assert int(tracked) == 40, "warming up changes no statistics"

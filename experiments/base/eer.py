@@ -114,9 +114,7 @@ def mean_mel(wave: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument(
-        "--run", type=Path, action="append", default=[], help="a run or XTTS-v2 folder"
-    )
+    parser.add_argument("--run", type=Path, action="append", default=[], help="a run or XTTS-v2 folder")
     parser.add_argument("--teacher", type=Path, nargs="+", help="its checkpoint, or ecapa-*.bin")
     parser.add_argument("--held-out", default="", help="people, with commas between, that no encoder has heard")
     parser.add_argument("--per-person", type=int, default=PER_PERSON)
