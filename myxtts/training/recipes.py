@@ -581,7 +581,7 @@ class DecoderRecipe(Recipe):
     """The vocoder: the GPT's latents and a speaker embedding to a waveform, trained as a GAN.
 
     Reads latents float32 [B, L, dim], wave float32 [B, num_samples(L)] at 24 kHz, and speaker float32
-    [B, speaker_dim]. Validation loss: distance of log-mels per clip. The speaker encoder is not trained.
+    [B, speaker_dim]. Validation loss: distance of log-mels per clip. The speaker encoder is frozen.
     """
 
     betas = (0.8, 0.99)
