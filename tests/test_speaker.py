@@ -12,8 +12,10 @@ import soundfile
 import torch
 from conftest import SENTENCES, make_voice
 from model_fixtures import error, reference_of
+from safetensors.torch import load_file
 from torch import Tensor
-from training_fixtures import Start, assert_same_run, losses, newest, stop_at
+from training_fixtures import Start, arguments, assert_same_run, losses, newest, stop_at
+from training_processes import Server
 
 import myxtts.model.vocoder
 import myxtts.training.recipes
@@ -26,7 +28,7 @@ from myxtts.synthesis.synthesizer import load_synthesizer, provenance
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import NOISE_DB, DecoderRecipe, SpeakerRecipe, add_noise
 
-pytest_plugins = ["training_fixtures"]
+pytest_plugins = ["training_fixtures", "training_processes"]
 TOLERANCE = 1e-4
 NO_SIZES = Sizes(0, 0, 0, 0)
 reference = reference_of("speaker_encoder")
@@ -178,6 +180,17 @@ def test_a_stopped_stage_continues_exactly(tmp_path: Path, start: Start, monkeyp
     assert not any(name.startswith("ema.") for name in saved.optimizer), "its batch norms cannot be averaged"
     state = RunDir(whole).load_model().state_dict()
     assert all(torch.equal(state[name], value) for name, value in saved.weights.items())
+
+
+@pytest.mark.usefixtures("small")
+def test_two_processes_train_one_encoder(tmp_path: Path, server: Server) -> None:
+    command = arguments(tmp_path / "run", people(tmp_path / "corpus", MIN_SPEAKERS), STAGE)
+    for run in server.start_ranks(command, hook="watch_ranks", KEPT=str(tmp_path)):
+        assert run.wait() == 0, run.output
+    ours, others = (load_file(tmp_path / f"speaker-{rank}.safetensors") for rank in range(2))
+    for name, value in ours.items():
+        if ".running_" not in name:  # the statistics of the first rank are broadcast before each step, and saved
+            assert torch.equal(others[name], value), name
 
 
 @pytest.mark.usefixtures("small")
