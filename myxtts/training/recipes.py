@@ -391,7 +391,7 @@ class SpeakerRecipe(Recipe):
             mean = embeddings.mean(0)
             self.mean.copy_(mean.detach())
             embeddings = embeddings - mean
-        return F.normalize(embeddings, dim=1).unflatten(0, (-1, 2))
+        return F.normalize(embeddings, dim=1).view(len(crops), 2, -1)
 
     def vary(self, crops: Tensor) -> Tensor:
         """A part of each crop [B, 2, VARIED_SAMPLES]; at another speed, half of the rows are other voices."""
@@ -429,7 +429,7 @@ def add_noise(crops: Tensor) -> Tensor:
     spectrum = torch.fft.rfft(torch.randn_like(crops))
     tilt = NOISE_TILT * torch.rand(shape, device=device)
     frequency = torch.arange(1, spectrum.shape[-1] + 1, device=device)
-    noise = torch.fft.irfft(spectrum * frequency**-tilt, n=crops.shape[-1])
+    noise: Tensor = torch.fft.irfft(spectrum * frequency**-tilt, n=crops.shape[-1])
     level_db = NOISE_DB[0] + (NOISE_DB[1] - NOISE_DB[0]) * torch.rand(shape, device=device)
     wanted = crops.square().mean(-1, keepdim=True).sqrt() * 10 ** (-level_db / 20)
     scale = wanted / noise.square().mean(-1, keepdim=True).sqrt()
