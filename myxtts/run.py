@@ -26,6 +26,7 @@ from torch import Tensor
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
 from myxtts.config import (
     BUILDS_ON,
+    DECODER_EMA_DECAY,
     LANGUAGES,
     MIN_SPEAKERS,
     SAMPLE_RATE,
@@ -36,6 +37,7 @@ from myxtts.config import (
     num_frames_of,
     stage_steps,
     stages_of,
+    warmup_steps,
 )
 from myxtts.data.batches import Cursor
 from myxtts.data.clips import ClipSet, PreparedCorpus
@@ -60,8 +62,8 @@ from myxtts.files import lock, write_text_atomically
 from myxtts.host import usable_cores
 from myxtts.model.gpt import adapter_state, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
-from myxtts.model.vocoder import spectral_distance
-from myxtts.model.xtts import XTTS
+from myxtts.model.vocoder import Generator, HifiGanInput, spectral_distance
+from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
@@ -71,7 +73,7 @@ from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, DecoderRecipe, DvaeRecipe, Recipe, StageFacts, useful_flops
 from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, choose_mode
-from myxtts.weights import MODEL_FILES, is_trained_in
+from myxtts.weights import MODEL_FILES, has_weights, is_trained_in, start_from_hifigan
 
 MEL_STATISTICS_CLIPS = 256
 COMPARED_CLIPS = 32  # validation clips, about, on which the decoder is compared with Griffin-Lim
@@ -110,6 +112,7 @@ def train(
     run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
     continues = run_dir.has_begun and not settings.training.reset_training
     require_source(settings, run_dir if continues else None)
+    _require_hifigan(settings, run_dir if continues else None)
     with contextlib.ExitStack() as held:
         if is_first:
             held.enter_context(lock(run_dir.folder))
@@ -175,10 +178,9 @@ def require_source(settings: Settings, continued: RunDir | None) -> None:
     known = continued.started_with().get("training.init_from") if continued is not None else None
     if source is None or str(source) == known or RunDir(source).exists:
         return
-    has_weights = any((source / name).is_file() for name in MODEL_FILES)
-    if has_weights and (settings.data.tokenizer is not None or (source / VOCABULARY_FILE).is_file()):
+    if has_weights(source) and (settings.data.tokenizer is not None or (source / VOCABULARY_FILE).is_file()):
         return
-    if has_weights:
+    if has_weights(source):
         why = f"the folder has weights, but no {VOCABULARY_FILE}; copy it there, or name one with --tokenizer"
     elif source.is_dir():
         why = f"the folder holds neither XTTS weights ({' or '.join(MODEL_FILES)}) nor a run"
@@ -188,6 +190,14 @@ def require_source(settings: Settings, continued: RunDir | None) -> None:
         f"--init-from {source}: {why}.\n"
         "Name a folder with the files of XTTS-v2 (model.pth, dvae.pth, mel_stats.pth, vocab.json), or a run's."
     )
+
+
+def _require_hifigan(settings: Settings, continued: RunDir | None) -> None:
+    """Raise an error unless a decoder stage that is yet to begin can start from `init_decoder`."""
+    path, is_begun = settings.training.init_decoder, continued is not None and continued.has_checkpoint("decoder")
+    if path is not None and "decoder" in stages_of(settings) and not is_begun:
+        channels = SIZES[settings.model.size].vocoder_channels
+        start_from_hifigan(path, Generator(1, channels, 1), HifiGanInput(channels))
 
 
 def prepare_corpus(
@@ -278,9 +288,10 @@ def auto_values(
 
 
 def with_auto(settings: Settings, auto: Mapping[str, float], stage: str) -> Settings:
-    """The settings of a stage with a number for each that is `auto`: what the run began with, and only for gpt."""
+    """The settings of a stage with a number for each that is `auto`; for gpt, what the run began with."""
+    own = {"gpt": auto, "decoder": {"training.ema_decay": DECODER_EMA_DECAY}}.get(stage, {})
     unset = [key for key in SMALL_CORPUS if value_of(settings, key) is None]
-    return with_settings(settings, {key: auto.get(key, 0.0) if stage == "gpt" else 0.0 for key in unset})
+    return with_settings(settings, {key: own.get(key, 0.0) for key in unset})
 
 
 def _num_tokens(source: Path) -> int:
@@ -421,7 +432,9 @@ def plan_stages(
         else:
             step, does = notes.step, f"continues at step {notes.step} of {max(target, notes.step)}"
         why = status.why
-        if status.state == "complete" and settings.training.warmup_steps + 1 < step < target:
+        batch_clips = settings.data.batch_size * plan.world_size
+        risen = warmup_steps(settings.training, len(prepared.train), batch_clips) + 1
+        if status.state == "complete" and risen < step < target:
             why = f"its first {step} steps used the learning rates of a shorter run"
         planned.append(StagePlan(stage, max(target - step, 0), does, why))
         if step < target:
@@ -505,18 +518,24 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
     torch.manual_seed(training.seed)  # a stage starts the same, whatever this process did before
     with explained_out_of_memory(plan, "model", "loading weights and optimiser"):
         has_new_tokens = ctx.run_dir.exists and bool(ctx.run_dir.started_with().get("has_grown_vocabulary"))
-        facts = StageFacts(plan.world_size, ctx.fine_tuning, has_new_tokens)
+        warm = ctx.stage == "decoder" and training.init_decoder is not None
+        if loaded is not None:
+            warm = any(name.startswith("teacher.") for name in loaded.weights)
+        facts = StageFacts(plan.world_size, ctx.fine_tuning, total, warm, has_new_tokens)
         recipe = RECIPES[ctx.stage].build(ctx.model, settings, facts)
         if loaded is not None:
             ctx.load_weights(recipe, loaded.weights)
+        elif isinstance(recipe, DecoderRecipe) and recipe.teacher is not None and training.init_decoder:
+            ctx.say(start_from_hifigan(training.init_decoder, recipe.generator, recipe.teacher))
         if ctx.stage == "gpt" and settings.model.lora_rank and mode.autocast:
             store_frozen_in_bf16(ctx.model.gpt)
         recipe.to(plan.model).train()
         parts = recipe.parts()
+        warmup = warmup_steps(training, len(ctx.prepared.train), settings.data.batch_size * plan.world_size)
         optimizer = Optimizer(
             parts if len(parts) > 1 else recipe,
             training.learning_rate or recipe.learning_rate(ctx.fine_tuning),
-            Schedule(training.warmup_steps, total),
+            Schedule(warmup, total, lead_steps=recipe.lead_steps),
             weight_decay=training.weight_decay,
             grad_clip=training.grad_clip,
             betas=recipe.betas,

@@ -34,6 +34,7 @@ from myxtts.errors import ConfigError
 from myxtts.files import write_text_atomically
 from myxtts.model.gpt import add_adapters, merge_adapters
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims, sizes_of
+from myxtts.observe.metrics import RUN_FILES
 from myxtts.settings import load
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, is_trained_in, load_folder, load_state
@@ -205,8 +206,8 @@ class RunDir:
 
     def reset(self) -> Path | None:
         """Move everything of an earlier run to a subfolder and return that; None if there is nothing."""
-        files = (BASE_FILE, DIMS_FILE, VOCABULARY_FILE, "settings.yaml", "metrics.jsonl", "tensorboard")
-        reports = ("readings.jsonl", "report.html", "sample.wav", "evaluation")
+        files = (BASE_FILE, DIMS_FILE, VOCABULARY_FILE, "tensorboard", "report.html", "sample.wav", "evaluation")
+        reports = (name for name in RUN_FILES if "/" not in name)
         present = [path for name in (*STAGES, *files, *reports) if (path := self.folder / name).exists()]
         if not present:
             return None

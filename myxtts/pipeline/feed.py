@@ -224,7 +224,7 @@ class Feed:
         host, model, plan = self.host_ring.depth, self.model_ring.depth, self.plan
         between = sum(ring.depth for ring in (self.device_ring, self.handoff_ring) if ring is not None)
         split = f"{host} on the host, {model} on {plan.model}"
-        return f"{host + model} batches ({split}), and {between} in work between them on {plan.data}"
+        return f"{host + model} batches ({split}), and {between} being prepared on {plan.data}"
 
     @property
     def num_ahead(self) -> int:

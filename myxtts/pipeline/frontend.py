@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings, num_frames_of
 from myxtts.data.batches import (
+    MARGIN_CODES,
     MAX_CROP_FRAMES,
     MIN_CROP_SAMPLES,
     SEGMENT_CODES,
@@ -38,7 +39,7 @@ from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import FRAMES_PER_CODE
 from myxtts.model.gpt import pack
 from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, pcm_to_wave, resample
-from myxtts.model.vocoder import CROP_SAMPLES, OUTPUT_SAMPLE_RATE, num_samples
+from myxtts.model.vocoder import CROP_SAMPLES, OUTPUT_SAMPLE_RATE, SAMPLES_PER_FRAME, frames_of, num_samples
 from myxtts.model.xtts import XTTS, speaker_of_latents
 
 Tensors = Mapping[str, Tensor]
@@ -218,7 +219,8 @@ def _looped(wave: Tensor, lengths: Tensor, width: int, starts: Tensor | None = N
 class DecoderFrontend(Frontend):
     """Latents of the frozen GPT for a segment of every clip, the segment at 24 kHz, and the speaker embedding.
 
-    Also the codes of the segment, -1 after the end of the clip.
+    The latents have a margin of MARGIN_CODES on either side, in which the first and the last of the clip are
+    repeated. Also the codes of the segment, -1 after the end of the clip.
     """
 
     uses_codes = True
@@ -232,7 +234,7 @@ class DecoderFrontend(Frontend):
         size = data.batch_size
         self.outputs = _outputs(
             size,
-            latents=Field((size, SEGMENT_CODES, model.dims.gpt.dim), "float32"),
+            latents=Field((size, SEGMENT_CODES + 2 * MARGIN_CODES, model.dims.gpt.dim), "float32"),
             wave=Field((size, num_samples(SEGMENT_CODES)), "float32"),
             speaker=Field((size, model.dims.speaker_dim), "float32"),
             segment_codes=Field((size, SEGMENT_CODES), "int32"),
@@ -249,12 +251,15 @@ class DecoderFrontend(Frontend):
         packed = pack(self.gpt.dims, frames, *texts, between["codes"], between["num_codes"], budget=sizes.tokens)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             latents = self.gpt.code_latents(packed)
+        num_codes = between["num_codes"][:, None]
         places = batch["segments"][:, None].long() + torch.arange(SEGMENT_CODES, device=device)
-        # a clip shorter than the segment gets zeros after its last latent and silence after its last sample.
-        present = places < between["num_codes"][:, None]
         codes = between["codes"].gather(1, places.clamp(max=between["codes"].shape[1] - 1))
-        out["segment_codes"].copy_(torch.where(present, codes, -1))
-        places = places.clamp(max=latents.shape[1] - 1)
+        out["segment_codes"].copy_(torch.where(places < num_codes, codes, -1))
+        width = out["latents"].shape[1]
+        places = batch["segments"][:, None].long() - MARGIN_CODES + torch.arange(width, device=device)
+        # A clip shorter than the segment gets zeros after its last latents and silence after its last sample.
+        present = places < num_codes + MARGIN_CODES
+        places = torch.minimum(places, num_codes - 1).clamp(0, latents.shape[1] - 1)
         chosen = latents.gather(1, places[..., None].expand(-1, -1, latents.shape[2]))
         out["latents"].copy_(torch.where(present[..., None], chosen, 0))
         wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
@@ -275,15 +280,17 @@ class DecoderFrontend(Frontend):
 def _segment_24k(wave: Tensor, segments: Tensor, width: int) -> Tensor:
     """The audio of SEGMENT_CODES codes from `segments` [clips] on, at 24 kHz [clips, width].
 
-    It is resampled with a margin, so that its ends see their real neighbours.
+    It begins whole frames of the generator after the first latent of the margin. It is resampled with more audio
+    on either side, so that its ends see their real neighbours.
     """
-    margin = 1470  # becomes exactly 1600 samples
-    span = SEGMENT_CODES * SAMPLES_PER_CODE + 2 * margin
-    places = segments[:, None].long() * SAMPLES_PER_CODE - margin + torch.arange(span, device=wave.device)
+    extra = 1470  # becomes exactly 1600 samples
+    span = (SEGMENT_CODES + MARGIN_CODES + 1) * SAMPLES_PER_CODE + 2 * extra
+    first = (segments[:, None].long() - MARGIN_CODES) * SAMPLES_PER_CODE - extra
+    places = first + torch.arange(span, device=wave.device)
     inside = (places >= 0) & (places < wave.shape[1])
     segment = torch.where(inside, wave.gather(1, places.clamp(0, wave.shape[1] - 1)), 0)
-    first = margin * OUTPUT_SAMPLE_RATE // SAMPLE_RATE
-    return resample(segment, OUTPUT_SAMPLE_RATE)[:, first : first + width]
+    start = extra * OUTPUT_SAMPLE_RATE // SAMPLE_RATE + frames_of(MARGIN_CODES) * SAMPLES_PER_FRAME
+    return resample(segment, OUTPUT_SAMPLE_RATE)[:, start : start + width]
 
 
 FRONTENDS: dict[str, type[Frontend]] = {
