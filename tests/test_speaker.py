@@ -221,13 +221,13 @@ def test_without_the_stage_the_decoder_has_the_latents_of_the_gpt(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus, seen = people(tmp_path / "corpus", 3), list[Tensor]()
-    forward = DecoderRecipe.waves
+    forward = DecoderRecipe.forward
 
-    def waves(self: DecoderRecipe, tensors: dict[str, Tensor]) -> Any:
+    def seen_forward(self: DecoderRecipe, tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
         seen.append(tensors["speaker"].clone())
-        return forward(self, tensors)
+        return forward(self, tensors, sizes)
 
-    monkeypatch.setattr(DecoderRecipe, "waves", waves)
+    monkeypatch.setattr(DecoderRecipe, "forward", seen_forward)
     run = start("--max-steps 1", "run", corpus)
     model = RunDir(run).load_model()
     assert not model.speaker_is_trained
