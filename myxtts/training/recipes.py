@@ -343,7 +343,7 @@ COSINE_SCALE, COSINE_MARGIN = 10.0, 0.1
 VARIED_SAMPLES = 32000  # of a crop that is varied: 2 seconds, so that one played 1.2 times as fast is long enough
 SPEEDS = (0.85, 1.2)
 CENTRE_RATE = 0.1  # share of the mean embedding that is subtracted in every step
-NOISE_DB = (5.0, 30.0)  # level of the speech above the noise
+NOISE_DB = (10.0, 40.0)  # level of the speech above the noise
 NOISE_TILT = 1.0  # noise falls with the frequency to the power of up to this
 
 
@@ -359,7 +359,7 @@ class SpeakerRecipe(Recipe):
     """
 
     betas = (0.9, 0.99)
-    from_scratch_lr, fine_tuning_lr = 2e-3, 1e-4
+    from_scratch_lr, fine_tuning_lr = 1e-3, 1e-4
     is_averaged = False  # the statistics of its batch norms are those of the last weights
     mean: Tensor  # [dim]: of the embeddings of the last micro-batch
 
