@@ -316,9 +316,11 @@ def _start_of(loaded: LoadedSettings) -> tuple[str, dict[str, Any]]:
     is_demo = data.train_data is None and not loaded.is_set("training.checkpoint_dir")
     run = RunDir(config.DEMO_FOLDER if is_demo else training.checkpoint_dir)
     if run.has_begun and not training.reset_training:
-        facts = run.started_with()
-        source = facts.get("training.init_from")
-        values = {"training.init_from": Path(source), "model.size": facts.get("model.size")} if source else {}
+        values: dict[str, Any] = {}
+        with contextlib.suppress(DatasetError):  # a damaged run is reported by the command
+            facts = run.started_with()
+            if source := facts.get("training.init_from"):
+                values = {"training.init_from": Path(source), "model.size": facts.get("model.size")}
         return "continued run", {key: value for key, value in values.items() if not loaded.is_set(key)}
     if not has_weights(base):
         return "", {}
@@ -330,7 +332,8 @@ def _start_of(loaded: LoadedSettings) -> tuple[str, dict[str, Any]]:
         f"--language {data.language}": data.language not in (None, *known.languages),
     }
     if found := [flag for flag, does_not_fit in reasons.items() if does_not_fit]:
-        logging.info("From scratch: the base model does not fit %s", " and ".join(found))
+        if _is_first_process():
+            logging.info("From scratch: the base model does not fit %s", " and ".join(found))
         return "", {}
     return "base model", {"training.init_from": base, "model.size": "base"}
 
@@ -692,7 +695,9 @@ def _export(options: argparse.Namespace) -> None:
     _say(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{size}{fresh}{replaced}")
     if known.untrained:
         hum = "; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else ""
-        _say(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{hum}")
+        voices = "; coqui-tts will speak with other voices, myxtts speak takes them from the GPT"
+        use = voices if known.untrained == ("speaker",) else hum
+        _say(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{use}")
     if options.to == "coqui" and not fits_coqui(model.dims):
         _say(f"WARNING: {ONLY_HERE}")
 
