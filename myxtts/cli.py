@@ -229,7 +229,7 @@ def _add_speak(commands: Any) -> None:
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
-    about = "a run or a folder of weights [default: the run in checkpoints, or the base model of MyXTTS]"
+    about = "a run, a folder of weights, or base, the model of MyXTTS [default: the run in checkpoints, or base]"
     command.add_argument("--model", type=Path, metavar="DIR", help=about)
 
 
@@ -591,6 +591,8 @@ def _model_folder(options: argparse.Namespace) -> Path:
     from myxtts.synthesis.synthesizer import usual_model
 
     folder: Path = options.model or usual_model()
+    if folder == Path("base") and not folder.exists():
+        folder = config.BASE_FOLDER
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give a run or a folder of weights with --model DIR")
     return folder

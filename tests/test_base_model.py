@@ -186,6 +186,7 @@ def test_a_run_in_the_usual_folder_speaks_before_the_base_model(
     Path("checkpoints/model.json").write_text("{}")  # a run that has trained nothing
     code, shown = myxtts(capsys, "speak", TEXTS[0], "--speaker", reference)
     assert code == 1 and "The model has no gpt" in shown[0]
+    assert myxtts(capsys, "speak", TEXTS[0], "--model", "base")[0] == 0
     Path("checkpoints/model.json").unlink()
     assert load_synthesizer(device=CPU).languages == ("en", "fa")
     monkeypatch.setattr(config, "BASE_FOLDER", Path("absent"))
