@@ -113,7 +113,6 @@ def train(
     run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
     continues = run_dir.has_begun and not settings.training.reset_training
     require_source(settings, run_dir if continues else None)
-    _require_hifigan(settings, run_dir if continues else None)
     with contextlib.ExitStack() as held:
         if is_first:
             held.enter_context(lock(run_dir.folder))
@@ -175,6 +174,7 @@ def _silent(_: str) -> None: ...
 
 def require_source(settings: Settings, continued: RunDir | None) -> None:
     """Raise a ConfigError unless there are weights where `init_from` points; a continued run has them already."""
+    _require_hifigan(settings, continued)
     source = settings.training.init_from
     known = continued.started_with().get("training.init_from") if continued is not None else None
     if source is None or str(source) == known or RunDir(source).exists:
