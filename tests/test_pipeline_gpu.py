@@ -18,7 +18,19 @@ import numpy as np
 import pytest
 import torch
 from model_fixtures import waiting_is_an_error
-from pipeline_fixtures import PLANS, SHORT, Corpus, Read, Stamps, assert_same, read, short, speech, wait_for
+from pipeline_fixtures import (
+    PLANS,
+    SHORT,
+    SPEECH,
+    Corpus,
+    Read,
+    Stamps,
+    assert_same,
+    read,
+    short,
+    speech,
+    wait_for,
+)
 
 from myxtts.config import DataSettings
 from myxtts.devices import Plan, Stream, apply_caps

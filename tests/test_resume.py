@@ -92,7 +92,7 @@ def test_deterministic_runs_on_a_gpu_are_equal_whether_resumed_or_not(
     stage: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = (
-        f"--stages {stage} --deterministic --dropout 0.2 --max-steps 9 --val-step 5 --val-data {start.clips(3)}"
+        f"--stages {stage} --deterministic --dropout 0.2 --max-steps 12 --val-step 5 --val-data {start.clips(3)}"
     )
     one, two = (start(flags, name, 5) for name in ("one", "two"))
     assert "captured as a CUDA graph, bf16, deterministic" in start.out
