@@ -76,7 +76,7 @@ from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, c
 from myxtts.weights import MODEL_FILES, has_weights, is_trained_in, start_from_hifigan
 
 MEL_STATISTICS_CLIPS = 256
-COMPARED_CLIPS = 32  # validation clips, about, on which the decoder is compared with Griffin-Lim
+COMPARED_CLIPS = 64  # validation clips, about, on which the decoder is compared with Griffin-Lim
 BATCH_SPLIT_KEYS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
 """How the clips of a step are divided: a run may change these as long as their product stays the same."""
 CLIPS_PER_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
