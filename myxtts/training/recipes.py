@@ -615,7 +615,7 @@ class Phases(NamedTuple):
     def of(cls, facts: StageFacts) -> Phases:
         """Shares of the steps of the stage, with upper bounds, so that a prolonged run hardly goes back."""
         tenth = facts.total_steps // 10
-        generator = min(tenth, 1000) if facts.warm_start else 0
+        generator = min(tenth // 2, 500) if facts.warm_start else 0
         alone = min(tenth, 2000) if facts.warm_start else 0 if facts.fine_tuning else min(3 * tenth, 20_000)
         return cls(generator, generator + alone, generator + alone + min(tenth, 2000))
 
