@@ -531,10 +531,10 @@ class Gatherer:
         assert self.codes is not None
         rows: Sequence[Array] | Array = made["codes"]
         if self.latents is not None:
-            parts, counts = (made["codes"], made["all_latents"]), self._num_codes[clips].tolist()
+            codes, latents, speaker = (made[name] for name in ("codes", "all_latents", "speaker"))
             rows = [
-                self.latents.row(*(part[slot, :count] for part in parts), made["speaker"][slot])
-                for slot, count in enumerate(counts)
+                self.latents.row(codes[slot, :count], latents[slot, :count], speaker[slot])
+                for slot, count in enumerate(self._num_codes[clips].tolist())
             ]
         self.codes.write(clips, rows)
 

@@ -489,7 +489,7 @@ def dvae_key(model: XTTS, autocast: bool = False) -> str:
 def latents_key(model: XTTS, codes_key: str) -> str:
     """Names the latents and speaker embeddings of this model, which has these codes."""
     hasher = xxhash.xxh3_128(f"{LATENTS_VERSION} {codes_key} {model.speaker_is_trained}".encode())
-    _update(hasher, model.gpt, model.hifigan_decoder.speaker_encoder)
+    _update(hasher, model.gpt, model.hifigan_decoder.get_submodule("speaker_encoder"))
     return hasher.hexdigest()
 
 
