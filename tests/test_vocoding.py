@@ -39,7 +39,7 @@ SPEAKER = F.normalize(torch.randn(16, generator=torch.Generator().manual_seed(0)
 def frames_met(decoder: HifiGanDecoder) -> list[int]:
     """The numbers of frames the generator is given from now on."""
     met: list[int] = []
-    decoder.waveform_decoder.register_forward_pre_hook(lambda _, given: met.append(given[0].shape[2]))
+    decoder.waveform_decoder.conv_pre.register_forward_pre_hook(lambda _, given: met.append(given[0].shape[2]))
     return met
 
 

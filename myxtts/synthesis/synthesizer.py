@@ -34,7 +34,15 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.generation import MAX_NEW_CODES, CodeGenerators, Generated, Prompt, Sampling, draws
+from myxtts.synthesis.generation import (
+    MAX_NEW_CODES,
+    CodeGenerators,
+    Generated,
+    Prompt,
+    Sampling,
+    draws,
+    usual_dtype,
+)
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
@@ -319,8 +327,8 @@ def usable_vocoder(
 class Synthesizer:
     """Speaks. Not thread-safe.
 
-    Takes over the model: moves it to the device, folds the vocoder's weight norm and, on a GPU, rounds the GPT to
-    bfloat16 unless `dtype` says otherwise. `limits` bound a sentence if the model was trained on less than it has
+    Takes over the model: moves it to the device, folds the vocoder's weight norm and rounds the GPT to
+    16 bits unless `dtype` says otherwise. `limits` bound a sentence if the model was trained on less than it has
     positions for. Every report includes the `notes`, and says if `languages`, those that the model was trained on,
     lack that of the text. On a GPU the first speech of a new shape takes some tenths of a second longer, while its
     step is captured.
@@ -352,9 +360,8 @@ class Synthesizer:
         self._encoder = VoiceEncoder(model, device)
         self.fingerprint = self._encoder.fingerprint
         self._frontend = TextFrontend(vocabulary, self.limits, use_phonemes=use_phonemes)
-        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         vectors = model.dvae.codebook.embed.t() if model.dvae.codebook.is_trained else None
-        self._generators = CodeGenerators(model.gpt, vectors, dtype, capture=capture)
+        self._generators = CodeGenerators(model.gpt, vectors, dtype or usual_dtype(device), capture=capture)
         self.vocoder: HifiGan | GriffinLim = (
             HifiGan(model.hifigan_decoder, batch_size, GPU_FRAMES_STEP if device.type == "cuda" else 1)
             if vocoder == "hifigan"
