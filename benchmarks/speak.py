@@ -4,6 +4,7 @@
     python benchmarks/speak.py ours --weights DIR --out ours.json
     python benchmarks/speak.py coqui --weights DIR --out coqui.json         with coqui-tts: see coqui.py
     python benchmarks/speak.py compare ours.json coqui.json
+    python benchmarks/speak.py cpu --weights DIR [--threads 2] [--rounds 5]   ours, and without what makes a CPU fast
 
 Fresh weights would never end a sentence. In these, one position embedding is so large that STOP is certain there:
 both sides generate as many codes as `set_length` sets, with the default settings and checks. All sentences of a
@@ -15,10 +16,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,9 +35,12 @@ from harness import add_command, console, fresh_weights, machine, make_table
 from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import SIZES, XTTS
-from myxtts.synthesis.synthesizer import load_synthesizer
+from myxtts.synthesis.synthesizer import Synthesizer, load_synthesizer
+from myxtts.synthesis.vocoding import HifiGan
+from myxtts.synthesis.voices import Voice
 from myxtts.text.normalize import normalize
 from myxtts.text.tokenizer import train
+from myxtts.weights import load_folder
 
 OPENINGS = (
     "The harbour was quiet that morning and only two boats had gone out",
@@ -55,6 +61,7 @@ STREAMS, VOICES, BATCHES, HEARD_PIECES = 5, 3, 3, 4
 RTF, FIRST_CHUNK, GAIN = "real-time factor of one sentence", "first chunk (ms)", "gain of the batch (times)"
 LINEAR = f"cost of a code in {LONG_CODES[-1]} / in {LONG_CODES[0]}"
 AIMS = {RTF: "≤ 0.1", FIRST_CHUNK: "≤ 200", GAIN: "≥ 6", LINEAR: "≤ 1.1"}
+CPU_AIMS = {RTF: "≤ 0.5", FIRST_CHUNK: "≤ 1500", "memory": "≤ 1500"}  # `base` on two cores
 Result = TypeVar("Result")
 
 
@@ -265,6 +272,71 @@ def compare(options: argparse.Namespace) -> None:
     console.print(table)
 
 
+class OnCpu:
+    """A synthesizer on the CPU and the time it spends in its parts."""
+
+    def __init__(self, weights: Path, *, plain: bool) -> None:
+        model, vocabulary, *_ = load_folder(weights)
+        dtype = torch.float32 if plain else None
+        self.load_s, self._synthesizer = timed(
+            lambda: Synthesizer(model, vocabulary, torch.device("cpu"), dtype=dtype)
+        )
+        self.gpt, vocoder = model.gpt, self._synthesizer.vocoder
+        assert isinstance(vocoder, HifiGan)
+        if plain:
+            vocoder._alone = None
+        dims, self._seconds = model.dims, dict.fromkeys(("GPT", "vocoder"), 0.0)
+        self._voice = Voice("noise", torch.randn(1, 32, dims.gpt.dim), torch.randn(dims.speaker_dim))
+        for owner, name, part in ((self._synthesizer, "_generate", "GPT"), (vocoder, "waves", "vocoder")):
+            setattr(owner, name, self._clocked(getattr(owner, name), part))
+
+    def _clocked(self, work: Callable[..., Result], part: str) -> Callable[..., Result]:
+        def clocked(*arguments: Any) -> Result:
+            seconds, result = timed(work, *arguments)
+            self._seconds[part] += seconds
+            return result
+
+        return clocked
+
+    def measure(self, guidance: float) -> dict[str, float]:
+        """Times of one sentence, whole and as a stream, per second of speech."""
+        sampling = replace(self._synthesizer.sampling, guidance=guidance)
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        speech = self._synthesizer.speak(SENTENCES[0], self._voice, "en", sampling=sampling, num_attempts=1)
+        require_length(len(speech.wave), CODES)
+        length = len(speech.wave) / OUTPUT_SAMPLE_RATE
+        found = {f"{part}, s per s of speech": seconds / length for part, seconds in self._seconds.items()}
+        started_at = now()
+        stream = self._synthesizer.stream(SENTENCES[0], self._voice, "en", sampling=sampling, num_attempts=1)
+        next(stream)
+        first = 1000 * (now() - started_at)
+        list(stream)
+        return {**found, FIRST_CHUNK: first, "stream, s per s of speech": (now() - started_at) / length}
+
+
+def cpu(options: argparse.Namespace) -> None:
+    """Compare speaking on a CPU with plain float32 layers, in turns; of several rounds the fastest counts."""
+    torch.set_num_threads(options.threads)
+    ours = OnCpu(options.weights, plain=False)
+    set_length(ours.gpt, CODES)
+    ours.measure(options.guidance)
+    memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    sides = {"plain": OnCpu(options.weights, plain=True), "MyXTTS": ours}
+    set_length(sides["plain"].gpt, CODES)
+    rounds = [{name: side.measure(options.guidance) for name, side in sides.items()} for _ in range(options.rounds)]
+    best = {name: {row: min(each[name][row] for each in rounds) for row in rounds[0][name]} for name in sides}
+    for found in best.values():
+        found[RTF] = sum(value for row, value in found.items() if row.startswith(("GPT", "vocoder")))
+    title = f"Speaking, {options.threads} threads, guidance {options.guidance:g}, {machine()}"
+    table = make_table(title, "", *sides, "times", "aim")
+    for row in best["MyXTTS"]:
+        before, after = (best[name][row] for name in sides)
+        table.add_row(row, shown(before), shown(after), shown(before / after), CPU_AIMS.get(row, ""))
+    table.add_row("to the first sentence: synthesizer (s)", *(shown(side.load_s) for side in sides.values()))
+    table.add_row("memory at its peak (MB)", "", shown(memory_mb), "", CPU_AIMS["memory"])
+    console.print(table)
+
+
 def shown(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -283,6 +355,11 @@ def main() -> None:
         command.add_argument("--sentences", type=int, default=sentences, help="spoken one by one")
         choices = ("fp32", "fp16") if side is Coqui else ("default",)
         command.add_argument("--precision", choices=choices, default=choices[0])
+    command = add_command(commands, "cpu", cpu)
+    command.add_argument("--weights", type=Path, required=True)
+    command.add_argument("--threads", type=int, default=2)
+    command.add_argument("--rounds", type=int, default=5)
+    command.add_argument("--guidance", type=float, default=2.0)
     command = add_command(commands, "compare", compare)
     command.add_argument("results", type=Path, nargs="+")
     options = parser.parse_args()

@@ -180,6 +180,7 @@ TILE = 4
 _POINTS = (0.0, 1.0, -1.0, 0.5, -2.0, 2.0)  # and infinity: of the points tried, those with the smallest rounding error
 _CHUNK_ELEMENTS = 1 << 19  # rows times channels computed together: all intermediate results fit in the L3 cache
 _ROOM = 64  # rows of zeros around a chunk: at least the padding of a convolution, and the last tiles of its input
+LEAST_CHANNELS = 128  # of a generator: in a narrower one the transforms cost more than they save
 _LEAST_ROWS = 256  # of a chunk: shorter ones would mostly compute what others compute too
 _LEVEL_REACH = (max(RESBLOCK_KERNELS) - 1) // 2 * sum(dilation + 1 for dilation in RESBLOCK_DILATIONS)
 """Rows that the residual blocks of a level see to either side."""
@@ -344,8 +345,9 @@ class HifiGan:
     def __init__(self, decoder: HifiGanDecoder, batch_size: int, frames_step: int = 1) -> None:
         """Frames are padded to multiples of `frames_step`."""
         self._generator, self._batch_size, self._frames_step = decoder.waveform_decoder, batch_size, frames_step
-        on_cpu = self._generator.conv_pre.weight.device.type == "cpu"
-        self._alone = CpuGenerator(self._generator) if on_cpu and frames_step == 1 else None
+        weight = self._generator.conv_pre.weight
+        is_fast = weight.device.type == "cpu" and len(weight) >= LEAST_CHANNELS and frames_step == 1
+        self._alone = CpuGenerator(self._generator) if is_fast else None
 
     @torch.no_grad()
     def waves(
