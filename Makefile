@@ -5,9 +5,10 @@ JUDGE := .judge
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 DATA ?=
+ARGS ?=
 
 # make ignores a misspelt variable: `make train data=DIR` would train the demonstration.
-KNOWN := DATA PYTHON
+KNOWN := DATA ARGS PYTHON
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command line,$(origin $(name))),$(name)))
 ifneq ($(filter-out $(KNOWN) MAKEFLAGS -%,$(GIVEN)),)
   WRONG := $(firstword $(filter-out $(KNOWN) MAKEFLAGS -%,$(GIVEN)))
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint con
 .PHONY: train test lint bench gpu-test soak docs judge clean
 
 train: $(VENV)/installed
-	$(BIN)/python train_main.py $(if $(DATA),--train-data "$(DATA)")
+	$(BIN)/python train_main.py $(if $(DATA),--train-data "$(DATA)") $(ARGS)
 
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not gpu and not two_gpus and not soak and not parity"

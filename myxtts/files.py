@@ -12,8 +12,6 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from myxtts.errors import ConfigError, DatasetError
 
 
@@ -63,6 +61,8 @@ def sync_path(path: Path) -> None:
 @contextlib.contextmanager
 def as_os_error() -> Iterator[None]:
     """Turn the errors that safetensors and PyTorch raise, for example on a full disk, into an OSError."""
+    from safetensors import SafetensorError  # the command line works without packages, to say which one is missing
+
     try:
         yield
     except SafetensorError as error:

@@ -465,13 +465,19 @@ def apply_demo(loaded: LoadedSettings, *, on_gpu: bool = False) -> tuple[LoadedS
     values = dict(config.DEMO_ON_GPU if on_gpu else config.DEMO)
     if loaded.is_set("training.epochs"):
         values = {key: value for key, value in values.items() if not key.endswith("steps")}
-    if "decoder" not in (loaded.settings.training.stages or ()):
+    has_decoder = "decoder" in (loaded.settings.training.stages or ())
+    if not has_decoder:
         values.pop("training.decoder_steps", None)
     filled = _filled(loaded, "demonstration", values, [])
     used = [key for key in values if loaded.origin[key] == "default" and filled.origin[key] == "preset"]
     listed = ", ".join(f"{specs()[key].name} {format_setting(key, values[key])}" for key in used)
     about = "No --train-data given: a short demonstration on the embedded corpus"
-    return filled, [about, f"demonstration: {listed}"]
+    lines = [about, f"demonstration: {listed}"]
+    if has_decoder and "training.decoder_steps" in used and not on_gpu:
+        lines.append(
+            "A decoder needs thousands of steps, which take seconds each on a CPU: this only tries it out"
+        )
+    return filled, lines
 
 
 def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], lines: list[str]) -> LoadedSettings:

@@ -7,6 +7,7 @@ import io
 import logging
 import math
 import sys
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -87,14 +88,15 @@ class Screen(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
-def show_lines(lines: Iterable[object]) -> None:
-    """Print lines. A terminal wraps them between words, except those that begin with a space: to be copied."""
+def show_lines(lines: Iterable[object], columns: int | None = None) -> None:
+    """Print lines, wrapped by a terminal, elsewhere at `columns`; never those that begin with a space."""
     for line in map(str, lines):
-        screen = Screen()
-        if screen.is_terminal and not line.startswith(" "):
+        screen, is_to_be_copied = Screen(), line.startswith(" ")
+        if screen.is_terminal and not is_to_be_copied:
             screen.print(Text(line))
-        else:
-            print(printable(line), flush=True)
+            continue
+        for part in [line] if is_to_be_copied or columns is None else textwrap.wrap(line, columns):
+            print(printable(part), flush=True)
 
 
 class ProgressLines:

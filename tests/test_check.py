@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import load_values
 from rich.console import Console
+from test_diagnosis import Line
 from training_fixtures import Clips, clips, small  # noqa: F401 - fixtures
 
 import myxtts.host
@@ -253,6 +254,8 @@ def test_a_cap_that_is_not_held_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"grew_mb": 40.0}, {}, "optimisations", "fail", "no allocation"),
         ({"num_recompiled": 1}, {}, "optimisations", "fail", "no recompilation"),
+        ({}, {}, "grade", "pass", "Grade: excellent"),
+        ({"profile": Line(gather=200).data()}, {}, "grade", "warn", "Grade: below minimum not minimum: the model"),
     ],
 )
 def test_a_dry_run_on_two_gpus_is_judged_by_what_was_seen(
@@ -269,10 +272,11 @@ def test_a_dry_run_on_two_gpus_is_judged_by_what_was_seen(
     seen.model_devices = seen.batch_devices = {MODEL}
     seen.frozen_devices = {DATA}
     seen.is_pinned = seen.is_ahead = seen.has_learnt = True
+    seen.profile = Line().data()
     monkeypatch.setattr(checks, "prepare", lambda *_: None)
     monkeypatch.setattr(checks, "observe_pipeline", lambda *_: replace(seen, **changes))
     answers = list(checks.dry_run(context(TWO, **given), plan, NoProgress(), lambda _: None))
-    assert [answer.code for answer in answers] == ["rehearsal", "placement", "optimisations"]
+    assert [answer.code for answer in answers] == ["rehearsal", "placement", "optimisations", "grade"]
     for answer in answers:
         assert answer.level == (level if answer.code == code else "pass"), answer
         assert answer.code != code or says in f"{answer.what} {answer.why}"
@@ -303,7 +307,7 @@ def test_the_pipeline_is_tried_on_the_cpu_and_leaves_nothing(
     assert by_code["rehearsal"].level == "pass", by_code["rehearsal"]
     assert ("handoff" in by_code["rehearsal"].what) == dual
     assert by_code["placement"].level == "pass" and by_code["driver"].level == "skip"
-    assert by_code["optimisations"].level == by_code["transfer"].level == "skip"
+    assert {by_code[code].level for code in ("optimisations", "transfer", "grade")} == {"skip"}
     assert "copies between GPUs" in by_code["not-checked"].what
     assert by_code["devices"].level == ("fail" if dual else "pass")
     assert by_code.keys() >= {"native-loading", "corpus", "disk-checkpoints"}, "the other findings follow"
@@ -361,7 +365,7 @@ def test_a_real_gpu_passes(prepared_corpus: dict[str, object]) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     for code in ("driver", "gpus", "caps-held", "transfer", "rehearsal", "placement", "optimisations"):
         assert findings[code].level == "pass", findings[code]
-    assert "not-checked" not in findings
+    assert "not-checked" not in findings and findings["grade"].what.startswith("Grade: ")
 
 
 # What is shown

@@ -48,6 +48,8 @@ def test_help_and_the_front_door_import_only_what_is_used() -> None:
         "from myxtts.cli import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
+        "for wrong in ('train --epoch 3', 'check --config no.yaml', 'profile --batch-size 0', 'tune --lr x', "
+        "'prepare DIR', 'runs no', 'vocabulary train --out v.json --lr 1'): assert main(wrong.split()) == 2\n"
         "print([name for name in ('torch', 'numpy', 'soundfile', 'rich') if name in sys.modules])\n"
         "from myxtts import prepare; print('myxtts.data.prepare' in sys.modules, 'torch' in sys.modules)"
     )
@@ -57,6 +59,25 @@ def test_help_and_the_front_door_import_only_what_is_used() -> None:
     with pytest.raises(AttributeError, match="no attribute 'tarin'"):
         _ = myxtts.tarin
     assert set(dir(myxtts)) >= {"load_synthesizer", "prepare", "train", "__version__"}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "train_main",
+        "quick_gpu_fix",
+        "validate_dual_gpu_pipeline",
+        "test_gpu_optimization",
+        "utilities/gpu_profiler",
+    ],
+)
+def test_a_python_without_the_packages_says_what_to_run_instead(script: str, tmp_path: Path) -> None:
+    for name in ("safetensors", "numpy", "torch", "rich", "ruamel"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('none', name='{name}')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run(str(ROOT / f"{script}.py"), "--train-data", "DIR", cwd=tmp_path, PYTHONPATH=path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(r"no package \w+\. Run make train .* then use \.venv/bin/python\.", done.stderr), done.stderr
 
 
 @pytest.mark.usefixtures("small")
@@ -152,6 +173,7 @@ def test_train_main_trains_from_another_folder_and_says_where_everything_is(corp
     [
         ("prepare --train-data absent", 1, "No such corpus folder: /"),
         ("prepare --train-data .", 1, "No metadata in ."),
+        ("prepare --train-data DIR/wavs", 1, "metadata.csv is in the folder above: give --train-data /"),
         ("train --train-data absent", 1, "metadata.csv with lines id|text"),
         ("vocabulary train --out /proc/no/v.json", 1, "/proc/no/v.json"),
         ("vocabulary extend --base absent.json --out v.json", 2, "--language is missing"),
@@ -161,9 +183,9 @@ def test_train_main_trains_from_another_folder_and_says_where_everything_is(corp
     ],
 )
 def test_what_cannot_be_used_is_an_error_in_plain_words(
-    line: str, code: int, expected: str, capsys: pytest.CaptureFixture[str]
+    line: str, code: int, expected: str, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(line.split()) == code
+    assert main(line.replace("DIR", str(corpus)).split()) == code
     shown = capsys.readouterr().err
     assert expected in shown and "Errno" not in shown and "Traceback" not in shown
     assert shown.startswith("error: ") and not Path("v.json").exists()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import soundfile
-from training_fixtures import FLAGS, Start, newest, stop_at
+from training_fixtures import FLAGS, STAGES, Start, newest, stop_at
 
 import myxtts.config
 from myxtts import reports
-from myxtts.config import DEMO, STAGES
+from myxtts.config import DEMO
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.errors import PipelineError
 from myxtts.reports import TrainingReports
@@ -33,7 +33,8 @@ def short_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def next_commands(shown: str) -> dict[str, list[str]]:
     """What the screen offers to type, by the name of the command."""
-    typed = [shlex.split(line, comments=True) for line in shown.partition("\nNext:\n")[2].splitlines()]
+    offered = shown.partition("\nNext:\n")[2]
+    typed = [shlex.split(line, comments=True) for line in offered.replace("\\\n", " ").splitlines()]
     assert all(Path(words[0]).name == "myxtts" for words in typed)
     return {words[1]: words[1:] for words in typed}
 
@@ -54,7 +55,8 @@ def test_the_demonstration_ends_with_a_voice_and_what_to_do_next(start: Start) -
     assert f"in the voice of {EMBEDDED_CORPUS}" in shown and "by Griffin-Lim (gpt: 2 steps)" in shown
     for place in ("sample.wav", "report.html", "gpt"):
         assert str(run / place) in shown.partition("Done.")[2]
-    assert "babble" in shown
+    assert "babble" in shown and "loss of gpt" in shown
+    assert max(map(len, shown.partition("\nDone. ")[2].splitlines())) <= 120, "commands continue on a second line"
     offered = next_commands(shown)
     assert offered.keys() == {"train", "speak", "report"}
     start.command(*offered["speak"])
@@ -75,6 +77,8 @@ def test_the_demonstration_trains_longer_on_a_gpu_and_leaves_wishes_alone() -> N
         settings = apply_demo(load(None, flags), on_gpu=on_gpu)[0].settings
         return settings.data.batch_size, settings.training.max_steps
 
+    lines = apply_demo(load(None, {"training.stages": "decoder"}))[1]
+    assert "decoder_steps 2" in lines[1] and "needs thousands of steps" in lines[2]
     assert applied(True)[1] > 2 * applied(False)[1]
     assert applied(False, **{"data.batch_size": 5})[0] == 5
     assert applied(True, **{"training.max_steps": 7}) == (16, 7)

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from myxtts.observe.report import write_report
 from myxtts.settings import load, to_yaml
 from myxtts.synthesis.generation import CodeGenerators, Prompt, Sampling
 from myxtts.synthesis.voices import Voice
+from myxtts.tools import judge
 from myxtts.tools.evaluate import JUDGE_SCRIPT, code_latents, find_judges, held_out_sentences, interpret, summarise
 from myxtts.tools.judge import mistakes, num_edits, plain
 
@@ -366,3 +369,16 @@ def test_the_judge_imports_nothing_of_the_project_and_says_what_is_missing(tmp_p
     command = [sys.executable, "-I", str(JUDGE_SCRIPT), "--home", str(tmp_path), str(tmp_path / "items.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "No judge is installed" in done.stderr and not done.stdout
+
+
+def test_the_judges_are_pinned_and_their_weights_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(re.fullmatch(r"[\w.-]+==[\d.]+", package) for package in (*judge.RESOLVED, *judge.ALONE))
+    weights = tmp_path / "whisper-base" / "model.bin"
+    weights.parent.mkdir()
+    weights.write_bytes(b"other weights")
+    monkeypatch.setitem(sys.modules, "faster_whisper", ModuleType("faster_whisper"))
+    monkeypatch.setattr(sys.modules["faster_whisper"], "WhisperModel", lambda *_, **__: "loaded", raising=False)
+    with pytest.raises(SystemExit, match=r"model\.bin is damaged or another version.*expected d01c30.*make judge"):
+        judge.Whisper(tmp_path)
+    monkeypatch.setitem(judge.SHA256, "model.bin", sha256(b"other weights").hexdigest())
+    judge.Whisper(tmp_path)

@@ -122,14 +122,14 @@ def test_a_start_from_weights_trains_only_the_gpt_unless_stages_are_named() -> N
 
 
 UNSUITABLE: list[tuple[dict[str, object], dict[str, Any], str, Any, str]] = [
-    ({"batch_size": "16"}, {"num_clips": 9}, "data.batch_size", 9, "only 9 training clips"),
+    ({"batch_size": "24"}, {"num_clips": 9}, "data.batch_size", 9, "only 9 training clips"),
     ({"num_workers": "24"}, {"cores": 4}, "data.num_workers", 4, "4 usable cores"),
     ({"prefetch_buffer_size": "400"}, {}, "data.prefetch_buffer_size", 375, "375 batches"),
     ({}, {"num_gpus": 2}, "", None, "2 GPUs were found and one is used"),
     ({"preset": "40gb"}, {}, "training.preset", "24gb", "40gb is for a larger card"),
     ({"size": "normal"}, {"gpu_memory_mb": 11910}, "model.size", None, "11910 MB"),
-    ({"max_steps": "500", "save_step": "50"}, {}, "training.warmup_steps", 50, "--max-steps"),
-    ({"max_steps": "900"}, {}, "training.save_step", None, "step 900"),
+    ({"max_steps": "500", "warmup_steps": "500"}, {}, "training.warmup_steps", 50, "--max-steps"),
+    ({"max_steps": "900", "save_step": "950"}, {}, "training.save_step", None, "step 900"),
     ({"max_steps": "2500", "early_stop": "2"}, {}, "training.early_stop", None, "step 3000"),
     ({}, {"num_val_clips": 0}, "", None, "no clip is left for validation"),
     ({"early_stop": "3"}, {"num_val_clips": 0}, "training.early_stop", None, "never acts"),
@@ -159,7 +159,8 @@ def test_unsuitable_settings_are_named_with_the_fix(
         ({}, {}),
         ({"data_gpu": "0", "model_gpu": "1"}, {"num_gpus": 2}),
         ({}, {"cores": 2, "num_clips": 320}),  # the defaults follow the machine and the corpus by themselves
-        ({"warmup_steps": "0", "save_step": "100"}, {"num_clips": 16}),
+        ({}, {"num_clips": 3}),
+        ({"max_steps": "2"}, {}),
         ({"max_steps": "3000", "early_stop": "2"}, {}),
         ({"init_from": "DIR", "decoder_steps": "300"}, {}),
         ({"size": "normal", "stages": "decoder"}, {"speech_hours": 1.0}),

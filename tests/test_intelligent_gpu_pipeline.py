@@ -38,7 +38,8 @@ class Pipeline(unittest.TestCase):
                 with nothing_left_behind(), corpus.feed(plan, num_batches=6) as feed:
                     self.assertLess(feed.wait_until_warm(60), 60)
                     self.assertEqual(feed.readiness()["model"], (3, 3))
-                    split = f"6 batches (3 on the host, 3 on cpu), and {5 if plan.mode == 'dual' else 2} in work"
+                    more = 5 if plan.mode == "dual" else 2
+                    split = f"6 batches (3 on the host, 3 on cpu), and {more} being prepared"
                     self.assertTrue(feed.buffers().startswith(split), feed.buffers())
                     found.append(read(feed))
         self.assertEqual(len(found[0]), 6)

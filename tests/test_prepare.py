@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -311,6 +312,15 @@ def test_spoken_corpus_touches_no_audio(corpus: Path, messages) -> None:
     assert len(texts) == 6
     assert languages == ["en"] * 6
     assert messages.work() == {"TEXT": 6}
+
+
+def test_a_second_start_is_many_times_as_fast(forty: Path, run_prepare: Prepare) -> None:
+    taken = []
+    for _ in range(3):
+        started_at = time.perf_counter()
+        run_prepare(forty)
+        taken.append(time.perf_counter() - started_at)
+    assert taken[0] > 5 * min(taken[1:]), taken
 
 
 def test_no_start_imports_pytorch_and_a_second_one_no_decoder(corpus: Path) -> None:

@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from training_fixtures import FLAGS, Clips, clips, small, train
 
 import myxtts.cli
 from myxtts.config import DataSettings, Settings
-from myxtts.data.batches import Gatherer
+from myxtts.data.batches import Gatherer, References
 from myxtts.observe.findings import Finding
 from myxtts.observe.trace import Timing
 from myxtts.pipeline.feed import open_codes
@@ -288,10 +287,22 @@ def test_a_slow_host_is_set_against_the_step_of_the_users_gpu(
 @pytest.mark.usefixtures("slow_gathering")
 def test_more_threads_gather_more(clips: Clips, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("myxtts.tools.profile.usable_cores", lambda: 4)
-    data = load_flags(clips(4)).data
-    train = prepare_corpus(load_flags(clips(4))).train
-    one, four = (time_host(train, replace(data, num_workers=count), 8) for count in (1, 4))
-    assert one.mean_ms > 1.5 * four.mean_ms
+    sources: list[bool] = []
+
+    def crops(self: References, seed: int, epoch: int, drawn: Any) -> Any:
+        found = own_crops(self, seed, epoch, drawn)
+        sources.append(bool((found.sources != drawn).all()))
+        return found
+
+    own_crops = References.crops
+    monkeypatch.setattr(References, "crops", crops)
+    timed = []
+    for count in (1, 4):
+        settings = load_flags(clips(4), f"--single-speaker --num-workers {count}")
+        with dry_run.temporary_codes(prepare_corpus(settings)) as apart:
+            timed.append(time_host(dry_run.DryRun(settings, apart), 8))
+    assert timed[0].mean_ms > 1.5 * timed[1].mean_ms
+    assert len(sources) > 16 and all(sources), "the references are other clips, as in training"
 
 
 TEXT = TextAnalysis(Timing(9, 0.1), Timing(9, 0.1), None, 1000)

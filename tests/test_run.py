@@ -16,19 +16,32 @@ import soundfile
 import torch
 from conftest import make_voice
 from torch import Tensor
-from training_fixtures import SMALL, Start, assert_equal_tensors, assert_same_run, losses, newest, steps, stop_at
+from training_fixtures import (
+    SMALL,
+    STAGES,
+    Start,
+    assert_equal_tensors,
+    assert_same_checkpoints,
+    assert_same_run,
+    losses,
+    newest,
+    steps,
+    stop_at,
+)
 
 import myxtts.model.gpt
 import myxtts.pipeline.feed
+import myxtts.run
 from myxtts.checkpoints import UnreadableWeights, read_tensors, write_pth
-from myxtts.config import SAMPLE_RATE, SMALL_CORPUS, STAGES, DataSettings
+from myxtts.config import SAMPLE_RATE, SMALL_CORPUS, DataSettings
 from myxtts.data.prepare import prepare
 from myxtts.devices import Plan
 from myxtts.files import lock
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.xtts import XTTS
 from myxtts.observe.findings import Finding
-from myxtts.observe.metrics import StepReport
+from myxtts.observe.metrics import StepReport, json_lines
+from myxtts.observe.nvml import Reading, Sampler
 from myxtts.reports import TrainingReports
 from myxtts.run import auto_values, prepare_corpus
 from myxtts.run_dir import RunDir
@@ -123,6 +136,36 @@ def test_stages_start_from_the_seed_however_they_are_reached(start: Start) -> No
         for name, value in newest(parts, stage).weights.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5, msg=name)
         assert losses(parts, stage) == pytest.approx(losses(whole, stage), rel=1e-6)
+
+
+FIRST, SECOND, HOST = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("data", "model"),
+    [
+        pytest.param(HOST, HOST, id="cpu"),
+        pytest.param(FIRST, FIRST, id="one", marks=pytest.mark.gpu),
+        pytest.param(FIRST, SECOND, id="two", marks=[pytest.mark.gpu, pytest.mark.two_gpus]),
+    ],
+)
+def test_a_run_in_dual_mode_is_that_of_buffered_mode(
+    data: torch.device, model: torch.device, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All stages with validation, from the command line on; on the CPU bit for bit."""
+    flags = f"--max-steps 2 --val-data {start.clips(3)} --disable-xla-compilation --disable-graph-mode"
+    monkeypatch.setattr(myxtts.run, "make_plan", lambda *_, **__: Plan(model, model, "buffered"))
+    buffered = start(flags, "buffered")
+    monkeypatch.setattr(myxtts.run, "make_plan", lambda *_, **__: Plan(data, model, "dual"))
+    dual = start(flags, "dual")
+    assert "Multi-GPU configuration completed successfully" in start.out
+    assert f"Copies from {data} to {model}" in start.out
+    for report in steps(dual):
+        assert {"host", "device", "handoff", "model"} <= report["rings"].keys()
+    if model == HOST:
+        assert_same_checkpoints(dual, buffered, *STAGES)
+    for stage in STAGES:
+        assert losses(dual, stage) == pytest.approx(losses(buffered, stage), rel=0.05)
 
 
 def follows_codebook(state: dict[str, Tensor]) -> bool:
@@ -232,10 +275,21 @@ def test_how_a_step_is_run(settings: dict[str, Any], plan: dict[str, Any], expec
 # What is shown and left
 
 
+def test_the_readings_of_the_gpus_are_kept_for_the_page(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = Reading(1_000_000, 0, utilisation=0.93, memory_used_mb=11_000, memory_total_mb=24_000, power_w=212.0)
+    monkeypatch.setattr(Sampler, "read", lambda _: [reading, reading._replace(gpu=1, utilisation=0.41)])
+    run = start("--stages dvae --max-steps 2")
+    kept = json_lines(run / "readings.jsonl")
+    assert [(line["gpu"], line["utilisation"]) for line in kept] == [(0, 0.93), (1, 0.41)] * 2, (
+        "with every step line"
+    )
+    assert "212" in (run / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start) -> None:
     run = start(f"--max-steps 2 --model-start-delay 0.5 --val-data {start.clips(3)}")
     stages = [
-        rf"Stage {stage}\nBuffer size: 6 batches \(3 on the host, 3 on cpu\), and 2 in work .*\n"
+        rf"Stage {stage}\nBuffer size: 6 batches \(3 on the host, 3 on cpu\), and 2 being .*\n"
         r"(Reference voices: 100 % of .*--single-speaker\n)?Training step: eager, fp32\n"
         r"Waiting up to 0\.5s for data pipeline to warm up\nModel training starting now \(\d+ .*\n"
         r"step 1/2  loss .*\nstep 2/2  loss .*\nvalidation at step 2  loss .*  the best so far\n"
@@ -381,7 +435,7 @@ def test_a_run_started_from_an_unfinished_one_speaks_as_that_does(start: Start) 
 def test_a_run_speaks_and_is_exported(start: Start, tmp_path: Path) -> None:
     run, reference, out = start("--stages dvae,gpt --max-steps 1"), tmp_path / "reference.wav", tmp_path / "out"
     soundfile.write(reference, make_voice(6.5, seed=1), SAMPLE_RATE)
-    assert "  not trained  decoder, speaker encoder: random weights" in start.out
+    assert "  not trained  speaker, decoder: random weights" in start.out
     speak = ["speak", "Hello.", "--model", run, "--language", "en", "--seed", "1"]
     shown = start.command(*speak, "--speaker", reference, "--voice", "anna", "--out", tmp_path / "one.wav")
     assert "griffin" in shown.lower(), "no decoder was trained, and that is said"
@@ -391,13 +445,13 @@ def test_a_run_speaks_and_is_exported(start: Start, tmp_path: Path) -> None:
     assert (tmp_path / "one.wav").read_bytes() == (tmp_path / "two.wav").read_bytes()
     start.command(*speak, code=2)
     exported = start.command("export", run, "--out", out)
-    assert "WARNING: decoder and speaker encoder: never trained, these weights are random" in exported
+    assert "WARNING: speaker and decoder: never trained, these weights are random" in exported
     theirs, own = (load_synthesizer(folder, device=CPU) for folder in (out, run))
     assert theirs.vocoder.name == "griffin-lim", "a random decoder would only hum"
     assert theirs.sampling == own.sampling == OWN_SAMPLING
     assert theirs.limits == own.limits
     tuned = start(f"--init-from {out} --max-steps 1", "tuned")
-    assert RunDir(tuned).untrained() == ["decoder"]
+    assert RunDir(tuned).untrained() == ["speaker", "decoder"]
     start.command("export", run, "--out", tuned, code=2)  # a run is not written over
 
 

@@ -240,6 +240,9 @@ def test_fewer_sentences_at_a_time_are_spoken_when_memory_is_short(
     for speak in (synthesizer.speak, lambda *given: list(synthesizer.stream(*given))):
         with pytest.raises(PipelineError, match=r"Out of memory on cpu while speaking one sentence.*DEVICES="):
             speak(TEXTS[0], anna, "en")
+    monkeypatch.setattr(synthesizer._encoder, "voice", lambda *_, **__: limited(None, range(1)))
+    with pytest.raises(PipelineError, match=r"Out of memory on cpu while encoding a voice\. Close"):
+        synthesizer.voice(["anna.wav"])
 
 
 def test_a_piece_that_runs_out_of_memory_once_is_made_again(
@@ -455,7 +458,7 @@ DEEP = "[" * 10**6
         ("myxtts.json", DEEP, "not what an export wrote"),
         ("model.json", DEEP, "is no run of MyXTTS"),
         ("model.pth", "", "damaged or no PyTorch checkpoint"),
-        ("model.pth", None, "No model.pth or best_model.pth"),
+        ("model.pth", None, "No model.pth or best_model.pth or weights-1.safetensors"),
     ],
 )
 def test_damaged_folders_are_refused_soon(
@@ -497,7 +500,8 @@ def test_without_a_model_the_flag_of_speak_is_named(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     assert main(["speak", "Hello.", "--speaker", "x.wav", "--language", "en"]) != 0
     shown = capsys.readouterr().err
-    assert "checkpoints: no such folder" in shown and "--model" in shown and "--checkpoint-dir" not in shown
+    assert "no run in the folder checkpoints" in shown and "has no base model" in shown
+    assert "--model" in shown and "--checkpoint-dir" not in shown
 
 
 def test_missing_parts_and_validation_decide_the_vocoder() -> None:

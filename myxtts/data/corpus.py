@@ -182,6 +182,10 @@ def _pair(folder: Path, recording: Path, listed: dict[str, int]) -> Row | SetAsi
 
 def _no_texts(folder: Path, recordings: list[str], others: list[str]) -> DatasetError:
     held = ", ".join((recordings or others)[:5]) + ", …" * (len(recordings or others) > 5)
+    above = folder.absolute().parent
+    if listed := sorted(path.name for path in above.glob("metadata*.csv")):
+        there = f"{listed[0]} is in the folder above"
+        return DatasetError(f"No metadata in {folder}, but {there}: give --train-data {above}")
     if recordings:
         what = f"No metadata in {folder}, only {len(recordings)} recording(s) without texts: {held}."
         return DatasetError(f"{what}\n{CUT_INTO_CLIPS}\n{FORMS}")

@@ -298,18 +298,14 @@ class _Part:
         num_ids = ids.lengths[self.sentence_rows]
         problems: dict[int, tuple[str, str]] = {}
         for row in np.flatnonzero(num_ids > most_ids).tolist():
-            problems[row] = (
-                "text too long",
-                f"{num_ids[row]} tokens, the limit is {most_ids} (--max-text-length)",
-            )
+            problems[row] = _beyond("text too long", f"{num_ids[row]} tokens, the limit is {most_ids}")
         for store in (ids, self.text):
             for row in np.flatnonzero(np.isin(self.sentence_rows, list(store.set_aside))).tolist():
                 problems[row] = store.set_aside[int(self.sentence_rows[row])]
         for row in np.flatnonzero(seconds < least).tolist():
-            problems[row] = ("too short", f"{seconds[row]:.2f} s, the least is {least:.2f} s (--min-clip-seconds)")
+            problems[row] = _beyond("too short", f"{seconds[row]:.2f} s, the least is {least:.2f} s")
         for row in np.flatnonzero(self.audio.lengths > most).tolist():
-            limit = f"the limit is {most / SAMPLE_RATE:.2f} s (--max-mel-frames)"
-            problems[row] = ("too long", f"{seconds[row]:.2f} s, {limit}")
+            problems[row] = _beyond("too long", f"{seconds[row]:.2f} s, the limit is {most / SAMPLE_RATE:.2f} s")
         return problems | self.audio.set_aside
 
     def split(self, clips: ClipSet) -> tuple[ClipSet, ClipSet]:
@@ -447,12 +443,16 @@ def _decode_chunk(folder: Path, options: DecodeOptions, packed: bool, chunk: Seq
             arrays.append(_decode_clip(folder, options, clip))
             rows.append(row)
         except audio.UnusableAudio as error:
-            flag = f" ({LIMITS[error.reason]})" if error.reason in LIMITS else ""
-            set_aside.append((row, error.reason, error.detail + flag))
+            set_aside.append((row, *_beyond(error.reason, error.detail)))
     if not packed:
         records = pack(arrays)[1]
         arrays = list(np.stack([records["length"].astype(np.uint64), records["hash"]], axis=1))
     return _Made(rows, arrays, set_aside)
+
+
+def _beyond(reason: str, detail: str) -> tuple[str, str]:
+    """The reason why a clip is set aside, and what was found, with the flag of the limit if one can be changed."""
+    return reason, f"{detail} ({LIMITS[reason]})" if reason in LIMITS else detail
 
 
 def _decode_clip(folder: Path, options: DecodeOptions, clip: Clip) -> audio.Pcm:

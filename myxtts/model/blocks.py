@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
 
 class InOutLinear(nn.Module):
@@ -77,6 +76,8 @@ def packed_attention(
     """
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         window = (-1, 0) if causal else (-1, -1)
+        from torch.nn.attention.varlen import varlen_attn  # imports the compiler, which takes seconds
+
         out = varlen_attn(q, k, v, offsets_q, offsets_k, max_q, max_k, window_size=window)
         assert isinstance(out, Tensor)  # a tuple only if auxiliary outputs are requested
         return out

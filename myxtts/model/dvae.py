@@ -32,9 +32,9 @@ InPlace = Callable[[Tensor], object]
 
 
 class Usage(NamedTuple):
-    """Use of the codebook over about the last hundred updates; tensors on its device."""
+    """Use of the codebook over about the last hundred updates, or in a batch; tensors on its device."""
 
-    counts: Tensor  # mean number of latents per update assigned to each code, [num_tokens]
+    counts: Tensor  # number of latents assigned to each code, or its mean per update, [num_tokens]
     used: Tensor  # number of codes that are not dead
     perplexity: Tensor  # exp(entropy) of the use: `num_tokens` if all codes are used equally, 1 if only one is
 
@@ -132,7 +132,8 @@ class Codebook(nn.Module):
         # Draw each latent once if there are enough: of two equal vectors, one would never be nearest.
         turns = torch.arange(num_codes, device=points.device) % counts.sum().clamp_min(1)
         fresh = points[order[turns]].t().contiguous()
-        dead, mean = self._dead(), self.cluster_size.mean()
+        mean = self.cluster_size.mean()
+        dead = self.cluster_size <= DEAD_SHARE * mean
         start = FRESH_SHARE * torch.where(mean > 0, mean, len(points) / num_codes)
         self.embed.copy_(torch.where(dead, fresh, self.embed))
         self.embed_avg.copy_(torch.where(dead, fresh * start, self.embed_avg))
@@ -140,13 +141,11 @@ class Codebook(nn.Module):
         return dead.sum()
 
     @torch.no_grad()
-    def usage(self) -> Usage:
-        shares = self.cluster_size / self.cluster_size.sum().clamp_min(self.eps)
-        entropy = torch.special.entr(shares).sum()
-        return Usage(self.cluster_size.clone(), (~self._dead()).sum(), entropy.exp())
-
-    def _dead(self) -> Tensor:
-        return self.cluster_size <= DEAD_SHARE * self.cluster_size.mean()
+    def usage(self, counts: Tensor | None = None) -> Usage:
+        """The use of the codes by these counts, or by the running means, which only updates change."""
+        counts = self.cluster_size.clone() if counts is None else counts
+        entropy = torch.special.entr(counts / counts.sum().clamp_min(self.eps)).sum()
+        return Usage(counts, (counts > DEAD_SHARE * counts.mean()).sum(), entropy.exp())
 
 
 class Reconstruction(NamedTuple):

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from myxtts.model.dvae import DVAE
@@ -103,6 +104,8 @@ class XTTS(nn.Module):
     def __init__(self, dims: XTTSDims) -> None:
         super().__init__()
         self.dims = dims
+        self.speaker_is_trained = True
+        """False if the speaker encoder is random: the vocoder then has `speaker_of_latents` instead."""
         self.gpt = GPT(dims.gpt)
         self.hifigan_decoder = HifiGanDecoder(
             decoder_input_dim=dims.gpt.dim,
@@ -118,6 +121,17 @@ class XTTS(nn.Module):
             num_resnet_blocks=dims.dvae_blocks,
         )
         self.register_buffer("mel_stats", torch.ones(dims.gpt.mel_channels))
+
+
+def speaker_of_latents(latents: Tensor, dim: int) -> Tensor:
+    """Conditioning latents of voices [B, 32, channels] to speaker embeddings of length 1, [B, dim].
+
+    Their mean, mapped by the first functions of a cosine transform: orthogonal rows that need not be stored.
+    """
+    channels = latents.shape[2]
+    places = (torch.arange(channels, device=latents.device) + 0.5) * torch.pi / channels
+    rows = torch.cos(torch.arange(1, dim + 1, device=latents.device)[:, None] * places)
+    return F.normalize(latents.float().mean(1) @ rows.t(), dim=1)
 
 
 def canonical_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ _GRADES = (
     _Grade("good", 0.5, 0.8, 0.3),
     _Grade("excellent", 0.6, 0.9, 0.2),
 )
-_BELOW = "below minimum"
+BELOW_MINIMUM = "below minimum"
 _JSON = (
     "sentence", "grade", "grade_notes", "bound", "shares", "waits", "headroom", "headroom_measured", "phases",
     "rings", "step_cv", "steady_cv", "outliers", "oscillation", "recompilations", "growth_mb", "utilisation",
@@ -149,7 +149,7 @@ class Diagnosis(Breakdown):
         if not data.on_gpu or not self.shares:
             return "", ["grades are for GPUs"] if self.shares else []
         if data.ran_out_of_memory:
-            return _BELOW, ["the GPU ran out of memory"]
+            return BELOW_MINIMUM, ["the GPU ran out of memory"]
         notes, data_busy = list[str](), None
         if data.is_dual:
             data_busy = busy_share(data.spans, GPU_PHASES, self.window)
@@ -158,7 +158,7 @@ class Diagnosis(Breakdown):
                 notes.append(f"{busy}, and the model does not wait for it: this does not count")
                 data_busy = None
             notes.append("the speed against one GPU is no part of the grade; myxtts tune measures it")
-        reached = _BELOW
+        reached = BELOW_MINIMUM
         for grade in _GRADES:
             if missing := self._missing_for(grade, data_busy):
                 return reached, [*notes, *(f"not {grade.name}: {lack}" for lack in missing)]

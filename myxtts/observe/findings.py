@@ -285,7 +285,7 @@ RULES = (
     Rule(
         "hint", "warn", "data.batch_size", lambda s: s.own_clips,
         "there are only {s.own_clips} training clips, and the rest of a batch is padding",
-        when=lambda s: s.data.batch_size > s.own_clips > 0,
+        when=lambda s: DataSettings().batch_size != s.data.batch_size > s.own_clips > 0,
     ),
     _buffer_hint("pipeline_buffer_size"),
     _buffer_hint("prefetch_buffer_size"),
@@ -302,12 +302,13 @@ RULES = (
     Rule(
         "hint", "warn", "training.warmup_steps", lambda s: s.end[0] // 10,
         "{s.end[1]} ends a stage at step {s.end[0]}, before the learning rate has risen",
-        when=lambda s: 0 < s.training.warmup_steps >= s.end[0],
+        when=lambda s: 0 < (s.training.warmup_steps or 0) >= s.end[0],
     ),
     Rule(
         "hint", "warn", "training.save_step", None,
         "{s.end[1]} ends a stage at step {s.end[0]}, with no checkpoint before the last",
-        fix="lower --save-step so that a crash costs less", when=lambda s: s.training.save_step > s.end[0],
+        fix="lower --save-step so that a crash costs less",
+        when=lambda s: s.end[0] < s.training.save_step != TrainingSettings().save_step,
     ),
     Rule(
         "hint", "warn", "training.early_stop", None,
@@ -365,9 +366,9 @@ def overfitting(stage: str, validations: Losses, training: Losses) -> Finding | 
         return None
     was = f"its validation loss was {best:.4g} at step {best_step:,} and is {later[-1]:.4g} now"
     why = "The training loss fell meanwhile: the network memorises its clips. The ear may judge otherwise."
-    fix = "More recordings help; --early-stop ends such a stage sooner."
+    fix = "More recordings help, and --early-stop ends such a stage sooner."
     if stage == "gpt":
-        fix += " So do --dropout 0.1 and --code-noise 0.3; speak --best uses the weights of the best validation."
+        fix += " Where they are off, --dropout 0.1 and --code-noise 0.3 help too; speak --best uses the best GPT."
     return Finding("overfitting", "warn", f"Stage {stage} overfits: {was}", why, fix)
 
 

@@ -68,7 +68,6 @@ class StepReport:
     in_use_mb: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Memory held now, and the most there can be, on the device of each role and by the process on the "host"."""
     mfu: float | None = None  # model FLOP/s as a share of this GPU's measured matmul rate; None if not measured
-    timed_from: int | None = None  # number of the first step in `times_ms`
     times_ms: Sequence[float] = ()  # of every step that ended since the last report, in order
 
     def scalars(self) -> dict[str, float]:

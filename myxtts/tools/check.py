@@ -39,7 +39,8 @@ from myxtts.errors import ConfigError, DatasetError, MyXTTSError, NoProgress, Pr
 from myxtts.host import available_bytes, host_memory, nvidia_driver, usable_cores
 from myxtts.model.gpt import adapter_state, add_adapters
 from myxtts.model.xtts import SIZES, XTTS
-from myxtts.observe.breakdown import DATA_PHASES
+from myxtts.observe.breakdown import DATA_PHASES, ProfileData
+from myxtts.observe.diagnosis import BELOW_MINIMUM, Diagnosis
 from myxtts.observe.findings import Finding, Level, Situation, hints, rule_finding
 from myxtts.pipeline.feed import choose_depths
 from myxtts.pipeline.frontend import GptFrontend
@@ -367,7 +368,7 @@ def card_preset(ctx: CheckContext) -> Finding:
 
 
 def weights(ctx: CheckContext) -> Finding:
-    for key in ("training.init_from", "data.tokenizer"):
+    for key in ("training.init_from", "training.init_decoder", "data.tokenizer"):
         path: Path | None = attrgetter(key)(ctx.loaded.settings)
         if path is not None and not path.exists():
             fix = f"correct {specs()[key].flags[0]}, or leave it out"
@@ -603,6 +604,7 @@ def dry_run(ctx: CheckContext, plan: Plan, progress: Progress, say: Callable[[st
     yield _judge_pipeline(seen, settings, time.perf_counter() - started_at)
     yield _judge_placement(seen)
     yield _judge_optimisations(seen, settings) if on_gpu else _skipped("optimisations")
+    yield _skipped("grade", "grades are for GPUs") if seen.profile is None else _judge_speed(seen.profile)
 
 
 def _judge_pipeline(seen: Observation, settings: Settings, seconds: float) -> Finding:
@@ -661,6 +663,15 @@ def _judge_optimisations(seen: Observation, settings: Settings) -> Finding:
     why = f"asked for, and yet not on: {', '.join(broken)}" if broken else "the settings turn them off"
     fix = f"check {', '.join(sorted({key for _, key in off}))}"
     return Finding("optimisations", "fail" if broken else "warn", what, why, fix)
+
+
+def _judge_speed(profile: ProfileData) -> Finding:
+    """Return the grade of some steps: how busy the GPUs are and how evenly they work."""
+    verdict = Diagnosis(profile)
+    is_low = verdict.grade == BELOW_MINIMUM
+    fix = "myxtts profile shows what the steps wait for, and what to change" if is_low else ""
+    notes = "; ".join(verdict.grade_notes)
+    return Finding("grade", "warn" if is_low else "pass", f"Grade: {verdict.grade}", notes, fix)
 
 
 def not_checked(ctx: CheckContext, plan: Plan) -> Iterator[Finding]:

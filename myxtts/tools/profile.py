@@ -22,8 +22,8 @@ import torch
 
 from myxtts.audio import UnusableAudio
 from myxtts.config import LANGUAGES, DataSettings, Settings, most_gatherers
-from myxtts.data.batches import Batches, Cursor, Gatherer, HostBatch, host_layout, packed_tokens
-from myxtts.data.clips import ClipSet, DecodeOptions, PreparedCorpus
+from myxtts.data.batches import Cursor, HostBatch, host_layout
+from myxtts.data.clips import DecodeOptions, PreparedCorpus
 from myxtts.data.corpus import Clip, Corpus, read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.devices import Machine, Plan, peak_flops
@@ -34,6 +34,8 @@ from myxtts.observe.diagnosis import Diagnosis
 from myxtts.observe.findings import MIN_SHARE, SWITCHES, Finding, Level, Wait, sentence, wait_rule
 from myxtts.observe.nvml import Reading, Sampler
 from myxtts.observe.trace import Span, Timing, Trace
+from myxtts.pipeline.feed import build_gatherer
+from myxtts.pipeline.frontend import FRONTENDS
 from myxtts.text.language import detect_languages
 from myxtts.text.normalize import normalize, phonemize
 from myxtts.tools.dry_run import DryRun, KernelView, Measurement, kernel_view, temporary_codes
@@ -364,9 +366,10 @@ def _analyse(
     data = prepared.fitted(settings.data)
     corpus = read_corpus(data.train_data or EMBEDDED_CORPUS)
     text = time_text(corpus.clips, data, prepared)
-    audio = time_audio(corpus, data, prepared.train, num_batches)
     with temporary_codes(prepared) as apart:
-        feed = time_feed(settings, apart, stage, num_batches, step_ms)
+        dry_run = DryRun(settings, apart, stage)
+        audio = time_audio(corpus, dry_run, num_batches)
+        feed = time_feed(dry_run, num_batches, step_ms)
     return DataAnalysis(text, audio, feed, data_findings(text, audio, feed, data))
 
 
@@ -408,20 +411,22 @@ def time_decoding(corpus: Corpus, data: DataSettings, num_files: int = SAMPLED_F
     return taken_ms
 
 
-def time_audio(corpus: Corpus, data: DataSettings, source: ClipSet, num_batches: int) -> AudioAnalysis:
+def time_audio(corpus: Corpus, dry_run: DryRun, num_batches: int) -> AudioAnalysis:
     """Time decoding files and gathering batches."""
+    data = dry_run.settings.data
     decoded_ms = time_decoding(corpus, data)
-    gatherer, batch = _gatherer(source, data), HostBatch(host_layout(data), pinned=False)
+    gatherer, batch = build_gatherer(dry_run.ctx, dry_run.ctx.prepared.train), _host_batch(dry_run)
     jobs = gatherer.jobs(Cursor(), num_batches=num_batches)
     gathered = Timing.of(_duration_ms(partial(gatherer.fill, batch, job)) for job in jobs)
     slowest = max(decoded_ms, key=lambda path: decoded_ms[path], default="")
     return AudioAnalysis(Timing.of(decoded_ms.values()), gathered, data.batch_size, slowest)
 
 
-def time_host(source: ClipSet, data: DataSettings, num_batches: int) -> Timing:
+def time_host(dry_run: DryRun, num_batches: int) -> Timing:
     """Time between two batches in host memory, gathered by as many threads as a run would start."""
+    data = dry_run.settings.data
     num_threads = min(data.num_workers, most_gatherers(data, usable_cores()), num_batches)
-    gatherer, layout = _gatherer(source, data), host_layout(data)
+    gatherer = build_gatherer(dry_run.ctx, dry_run.ctx.prepared.train)
     jobs = iter([*gatherer.jobs(Cursor(), num_batches=num_batches)])
     done_at = [time.perf_counter()]
 
@@ -431,15 +436,12 @@ def time_host(source: ClipSet, data: DataSettings, num_batches: int) -> Timing:
             done_at.append(time.perf_counter())
 
     with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(work, [HostBatch(layout, pinned=False) for _ in range(num_threads)]))
+        list(threads.map(work, [_host_batch(dry_run) for _ in range(num_threads)]))
     return Timing.of(1000 * np.diff(sorted(done_at)))
 
 
-def time_feed(
-    settings: Settings, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
-) -> FeedAnalysis:
-    """Drain the feed of a stage twice, and time a step; codes are written where `prepared` says."""
-    dry_run = DryRun(settings, prepared, stage)
+def time_feed(dry_run: DryRun, num_batches: int, step_ms: float | None) -> FeedAnalysis:
+    """Drain the feed of a stage twice, and time a step; codes are written where its corpus says."""
     first_epoch, _ = dry_run.drain(num_batches)  # computes the codes that the next one finds
     later, phases = dry_run.drain(num_batches)
     taken_ms = step_ms
@@ -447,7 +449,7 @@ def time_feed(
         steps = dry_run.measure(REPLAYED_STEPS, replay=True).times
         taken_ms = float(np.mean([step.step_ms for step in steps])) / dry_run.step.accumulate
     return FeedAnalysis(
-        host=time_host(prepared.train, dry_run.settings.data, num_batches),
+        host=time_host(dry_run, num_batches),
         first_epoch=first_epoch,
         feed=later,
         phases=phases,
@@ -513,9 +515,9 @@ def _text_findings(text: TextAnalysis) -> Iterator[Finding]:
         yield Finding("data-text-detection", "info", what, why, fix, "data.language")
 
 
-def _gatherer(source: ClipSet, data: DataSettings) -> Gatherer:
-    tokens = packed_tokens(source.num_ids, source.num_samples)
-    return Gatherer(source, Batches(tokens, data.batch_size, seed=0), data, seed=0)
+def _host_batch(dry_run: DryRun) -> HostBatch:
+    reference = FRONTENDS[dry_run.stage].uses_codes
+    return HostBatch(host_layout(dry_run.settings.data, reference), pinned=False)
 
 
 def _spread(clips: Sequence[Clip], count: int) -> list[Clip]:
