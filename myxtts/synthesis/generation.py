@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,6 +38,8 @@ _SLOTS_STEP = 8
 """The number of cache slots is a multiple of this; otherwise every layer copies the mask to align it."""
 _STEPS_BETWEEN_CHECKS = 8
 """Steps of a CUDA graph between checks for the end of all sentences: a check waits for the device."""
+
+_ALONE = 2  # a CPU generates so many sentences at a time in one thread
 
 Advance = Callable[[int], None]
 
@@ -186,6 +191,7 @@ class Generated(NamedTuple):
 
     codes: Tensor  # [codes], on the host
     latents: Tensor  # float32 [codes, dim], on the device: the hidden states that chose the codes
+    wave: Tensor | None = None  # [samples], where it was made at the same time
 
 
 def draws(seed: int, sentence: int, attempt: int, num_codes: int) -> Tensor:
@@ -270,6 +276,7 @@ class CodeGenerator:
         self._codes = torch.zeros(rows, steps, dtype=torch.long, device=device)
         self._latents = torch.zeros(rows, steps, gpt.dims.dim, device=device)
         self._graph: CudaGraph[None] | None = None
+        self._on_cpu = device.type == "cpu"
         self._num_steps = 0
         self.num_bytes = 2 * self._decoding.keys.nbytes + self._latents.nbytes  # nearly all of its memory
 
@@ -295,13 +302,46 @@ class CodeGenerator:
     @torch.no_grad()
     def advance(self, num_steps: int) -> bool:
         """Take `num_steps` steps, or as many as there is room for; True if all sentences have ended."""
-        for _ in range(min(num_steps, self._shape.steps - self._num_steps)):
-            if self._graph is None:
-                self.step(self._num_steps + 1)
-            else:
-                self._graph.replay()
-            self._num_steps += 1
+        with self._few_threads():
+            for _ in range(min(num_steps, self._shape.steps - self._num_steps)):
+                if self._graph is None:
+                    self.step(self._num_steps + 1)
+                else:
+                    self._graph.replay()
+                self._num_steps += 1
         return self._num_steps == self._shape.steps or bool(self._ended.all())
+
+    @contextmanager
+    def _few_threads(self) -> Iterator[None]:
+        """A CPU takes steps of few sentences in one thread: others would only wait for memory too."""
+        before = torch.get_num_threads()
+        if self._on_cpu and self._shape.sentences <= _ALONE:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def parts(self, num_codes: int) -> Iterator[tuple[Generated, bool]]:
+        """The first sentence in parts of `num_codes`, each with whether the sentence has ended.
+
+        A CPU generates the next part while the caller uses one. Close the iterator to stop early.
+        """
+        num_before, has_ended = 0, False
+        with ThreadPoolExecutor(1) as worker:
+
+            def begin() -> Callable[[], bool]:
+                work = partial(self.advance, num_codes)
+                return worker.submit(work).result if self._on_cpu else work
+
+            result = begin()
+            while not has_ended:
+                has_ended = result()
+                part = self.generated(0, num_before)
+                num_before += len(part.codes)
+                if not has_ended:
+                    result = begin()
+                yield part, has_ended
 
     def finish(self, advance: Advance = NO_PROGRESS.advance) -> None:
         """Generate until all sentences have ended; calls `advance` with the number that just did."""

@@ -446,14 +446,12 @@ class Synthesizer:
             vocoder = self.vocoder.begin(voice.speaker, options.speed)
             attempt: Attempt | None = None
             codes: list[int] = []
-            while attempt is None:
-                has_ended = generator.advance(chunk_codes)
-                more = generator.generated(0, len(codes))
+            for more, has_ended in generator.parts(chunk_codes):
                 codes += more.codes.tolist()
                 if has_ended:
                     attempt = checked(generator.generated(0), sentence, number)
                 elif ends_in_loop(codes, len(more.codes)):
-                    attempt = Attempt(generator.generated(0), REPETITION, number + 1)
+                    attempt = Attempt(Generated(torch.tensor(codes), more.latents), REPETITION, number + 1)
                 if attempt and attempt.problem and not pieces and number < options.attempts[-1]:
                     break  # none of it was heard: try again
                 wave = self._alone(partial(vocoder.push, last=attempt is not None), more).numpy()
@@ -462,6 +460,9 @@ class Synthesizer:
                         yield pause()
                     pieces.append(faded(wave, starts=not pieces, ends=attempt is not None))
                     yield pieces[-1]
+                if attempt:
+                    break
+            assert attempt is not None
             if pieces or attempt.problem is None:
                 break
         assert attempt is not None
@@ -536,6 +537,11 @@ class Synthesizer:
     ) -> list[Generated]:
         prompts = [options.prompt(*work[index], attempt) for index in batch]
         generator = self._generators.begin(prompts, options.sampling_for(attempt))
+        if len(work) == 1 and self._device.type == "cpu" and isinstance(self.vocoder, HifiGan):
+            stream = self.vocoder.begin(work[0][1].speaker, options.speed)
+            waves = [stream.push(part, has_ended) for part, has_ended in generator.parts(CHUNK_CODES)]
+            advance(1)
+            return [generator.generated(0)._replace(wave=torch.cat(waves))]
         generator.finish(advance)
         return [generator.generated(row) for row in range(len(batch))]
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from fractions import Fraction
+from threading import Barrier
 
 import numpy as np
 import torch
@@ -260,7 +261,15 @@ class CpuGenerator:
             halves = weight.unflatten(0, (2, UPSAMPLE_RATES[level])).transpose(1, 2).flatten(2)
             self._ups.append((*halves.contiguous(), up.bias.detach()))
         self._last = (generator.conv_post.weight.detach()[0] / len(RESBLOCK_KERNELS)).contiguous()
-        self._pool = ThreadPoolExecutor(torch.get_num_threads())
+        self._num_threads = torch.get_num_threads()
+        self._pool, all_begun = ThreadPoolExecutor(self._num_threads), Barrier(self._num_threads)
+
+        def begin(_: int) -> None:
+            torch.set_num_threads(1)
+            all_begun.wait()
+
+        list(self._pool.map(begin, range(self._num_threads)))
+        torch.set_num_threads(self._num_threads)  # a thread's call also sets it for threads that begin later
 
     @torch.no_grad()
     def wave(self, frames: Tensor, speaker: Tensor, first: int, last: int) -> Tensor:
@@ -299,18 +308,13 @@ class CpuGenerator:
     def _level(self, level: int, x: Tensor, first: int, last: int) -> Tensor:
         """The sum of the level's blocks at the rows `first` to `last` of x."""
         made = x.new_empty(last - first, x.shape[1])
-        num_threads = torch.get_num_threads()
-        num_chunks = max(num_threads, -(-made.numel() // _CHUNK_ELEMENTS))
-        size = max(-(-len(made) // (num_chunks + -num_chunks % num_threads)), _LEAST_ROWS)
+        num_chunks = max(self._num_threads, -(-made.numel() // _CHUNK_ELEMENTS))
+        size = max(-(-len(made) // (num_chunks + -num_chunks % self._num_threads)), _LEAST_ROWS)
 
         def compute(start: int) -> None:
-            torch.set_num_threads(1)
             self._chunk(level, x, first + start, made[start : start + size])
 
-        try:
-            list(self._pool.map(compute, range(0, len(made), size)))
-        finally:
-            torch.set_num_threads(num_threads)  # a thread's call also sets it for threads that begin later
+        list(self._pool.map(compute, range(0, len(made), size)))
         return made
 
     def _chunk(self, level: int, x: Tensor, first: int, made: Tensor) -> None:
@@ -354,8 +358,10 @@ class HifiGan:
         self, sentences: Sequence[Generated], speakers: Sequence[Tensor], speed: float, advance: Advance
     ) -> list[Tensor]:
         """Waves [samples] of 24 kHz on the host; `speakers` [speaker_dim] each."""
-        waves: dict[int, Tensor] = {}
-        by_length = sorted(range(len(sentences)), key=lambda index: len(sentences[index].codes))
+        waves = {index: each.wave for index, each in enumerate(sentences) if each.wave is not None}
+        advance(len(waves))
+        waiting = [index for index in range(len(sentences)) if index not in waves]
+        by_length = sorted(waiting, key=lambda index: len(sentences[index].codes))
         for first in range(0, len(by_length), self._batch_size):
             batch = by_length[first : first + self._batch_size]
             rows = [Frames(speed).push(sentences[index].latents, last=True) for index in batch]
