@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from fractions import Fraction
+from functools import cache
 from threading import Barrier
 
 import numpy as np
@@ -178,7 +179,7 @@ class Frames:
 
 
 TILE = 4
-_POINTS = (0.0, 1.0, -1.0, 0.5, -2.0, 2.0)  # and infinity: of the points tried, those with the smallest rounding error
+_POINTS = (0.0, 1.0, -1.0, 0.5, -2.0, 2.0)  # and infinity; of the points tried, these round best
 _CHUNK_ELEMENTS = 1 << 19  # rows times channels computed together: all intermediate results fit in the L3 cache
 _ROOM = 64  # rows of zeros around a chunk: at least the padding of a convolution, and the last tiles of its input
 LEAST_CHANNELS = 128  # of a generator: in a narrower one the transforms cost more than they save
@@ -187,7 +188,8 @@ _LEVEL_REACH = (max(RESBLOCK_KERNELS) - 1) // 2 * sum(dilation + 1 for dilation 
 """Rows that the residual blocks of a level see to either side."""
 
 
-def _minimal_filtering() -> tuple[Tensor, Tensor, Tensor]:
+@cache
+def _minimal_filtering() -> list[Tensor]:
     """Matrices O, T and I with which O @ (T @ taps * I @ inputs) are 4 outputs of a filter with 4 taps.
 
     Minimal filtering (Winograd 1980): 7 products of transformed taps and inputs instead of 16.
@@ -200,7 +202,7 @@ def _minimal_filtering() -> tuple[Tensor, Tensor, Tensor]:
 
     inputs = powers(size).inverse().t()
     scale = inputs.abs().amax(1, keepdim=True)
-    return powers(TILE).t(), powers(TILE) * scale, inputs / scale
+    return [matrix.float() for matrix in (powers(TILE).t(), powers(TILE) * scale, inputs / scale)]
 
 
 class TiledConv:
@@ -210,14 +212,13 @@ class TiledConv:
     """
 
     def __init__(self, conv: nn.Conv1d) -> None:
-        outputs, taps, inputs = _minimal_filtering()
-        self._outputs = outputs.float().contiguous()
+        self._outputs, taps, inputs = _minimal_filtering()
         # A transform covers 7 rows: a tile and three rows of the next.
-        self._tile, self._next = (part.float().contiguous() for part in inputs.split([TILE, TILE - 1], dim=1))
+        self._tile, self._next = inputs.split([TILE, TILE - 1], dim=1)
         (kernel,), (self._dilation,) = conv.kernel_size, conv.dilation
         self._before = self._dilation * (kernel - 1) // 2
-        weight = F.pad(conv.weight.detach().double(), (0, -kernel % TILE)).unflatten(2, (-1, TILE))
-        self._weights = torch.einsum("pt,oigt->gpio", taps, weight).float().contiguous()
+        weight = F.pad(conv.weight.detach(), (0, -kernel % TILE)).unflatten(2, (-1, TILE))
+        self._weights = torch.einsum("pt,oigt->gpio", taps, weight).contiguous()
         assert conv.bias is not None
         self.bias = conv.bias.detach()
 
@@ -229,12 +230,12 @@ class TiledConv:
         dilation, (groups, points, channels, width) = self._dilation, self._weights.shape
         num_tiles = -(-num_rows // (TILE * dilation))
         first = _ROOM - self._before
-        tiles = rows[first : first + (num_tiles + groups) * TILE * dilation]
+        tiles = rows[first : first + (num_tiles + groups) * TILE * dilation].view(-1, TILE, dilation * channels)
         planes = rows.new_empty(TILE, num_tiles + groups, dilation * channels)
-        torch.ops.aten.leaky_relu.out(tiles.view(planes.transpose(0, 1).shape).transpose(0, 1), SLOPE, out=planes)
-        flat, step = planes.view(TILE, -1), dilation * channels
-        inputs = torch.mm(self._tile, flat[:, :-step]).addmm_(self._next, flat[:-1, step:]).view(points, -1, channels)
-        count = num_tiles * dilation
+        torch.ops.aten.leaky_relu.out(tiles.transpose(0, 1), SLOPE, out=planes)
+        flat, tile = planes.view(TILE, -1), dilation * channels
+        inputs = torch.mm(self._tile, flat[:, :-tile]).addmm_(self._next, flat[:-1, tile:])
+        inputs, count = inputs.view(points, -1, channels), num_tiles * dilation
         products = torch.bmm(inputs[:, :count], self._weights[0])
         for group in range(1, groups):
             products.baddbmm_(inputs[:, group * dilation : group * dilation + count], self._weights[group])
@@ -243,18 +244,18 @@ class TiledConv:
 
 
 class CpuGenerator:
-    """`Generator` for one sentence on a CPU, up to rounding: with half the multiplications, in parts that fit caches.
+    """`Generator` for one sentence on a CPU, equal up to rounding, with half the multiplications.
 
-    Threads compute chunks of a level independently of each other, so they never wait within an operation.
+    Each thread computes chunks of a level that fit the cache. No operation waits for several threads.
     """
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
         self._blocks = [
-            [(TiledConv(dilated), TiledConv(plain)) for dilated, plain in zip(block.convs1, block.convs2, strict=True)]
+            [tuple(map(TiledConv, pair)) for pair in zip(block.convs1, block.convs2, strict=True)]
             for block in generator.resblocks
         ]
-        # The mean over the blocks of a level is a sum here: the next weights divide, leaky ReLUs do not mind.
+        # Levels end in the sum of their blocks instead of the mean: the weights after them are divided.
         self._ups = []
         for level, up in enumerate(generator.ups):
             weight = up.weight.detach().permute(2, 0, 1) / (len(RESBLOCK_KERNELS) if level else 1)
@@ -378,7 +379,7 @@ class HifiGan:
     def generate(
         self, rows: Sequence[Tensor], speaker: Tensor, first: int = 0, last: int | None = None
     ) -> list[Tensor]:
-        """Waves [samples] of the frames `first` to `last` of sentences [frames, channels], each as if made alone."""
+        """Waves [samples] of sentences [frames, channels], from frame `first` to `last`, each as if made alone."""
         longest = max(map(len, rows))
         if not longest:
             return [row.new_zeros(0) for row in rows]
