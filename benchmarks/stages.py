@@ -85,17 +85,17 @@ class Way(NamedTuple):
 
 
 WAYS = (
-    Way(),
-    Way(phase=GENERATOR),
     Way(compiled=True),
+    Way(compiled=True, phase=GENERATOR),
+    Way(),
     Way(networks="periods"),
     Way(networks="resolutions"),
-    Way(clips=128),
+    Way(phase=GENERATOR),
+    Way(compiled=True, clips=128),
+    Way(compiled=True, adjacent=False),
+    Way(compiled=True, tried=True),
     Way(clips=16),
     Way(adjacent=False),
-    Way(compiled=True, phase=GENERATOR),
-    Way(compiled=True, tried=True),
-    Way(compiled=True, adjacent=False),
 )
 
 

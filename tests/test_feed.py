@@ -156,7 +156,7 @@ def test_what_the_decoder_learns_from_equals_every_clip_heard_alone(
         monkeypatch.setattr(f"{module}.SEGMENT_CODES", length)
     with speech.feed(make_frontend=DecoderFrontend, num_batches=EPOCH) as feed:
         batches = read(feed)
-    assert 12 < num_codes_of(speech.clips.num_samples).min() < 24
+    assert 13 < num_codes_of(speech.clips.num_samples).min() < 24
     for batch, job in zip(batches, jobs(speech, EPOCH), strict=True):
         check_decoder(speech, batch, job)
 

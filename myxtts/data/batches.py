@@ -363,8 +363,9 @@ def _uniform(seed: int, epoch: int, clips: Rows, purpose: int) -> npt.NDArray[np
     return draws
 
 
-SEGMENT_CODES = 12
-"""Codes of the segments that the decoder is trained on: 0.56 s. Many short ones teach more than few long ones."""
+SEGMENT_CODES = 13
+"""Codes of the segments that the decoder is trained on: 0.6 s. Many short ones teach more than few long ones, and
+13 are 56 of its frames: multiples of 8 suit GPUs."""
 MARGIN_CODES = 3
 """Codes on either side of a segment whose latents the decoder's first layer sees: nearly 13 of its frames."""
 TOTALS = ("ids", "targets", "codes", "frames", "clips")

@@ -191,18 +191,13 @@ def _from_one_channel(image: Tensor, weight: Tensor, stride: Sequence[int], padd
     padded = F.pad(image[:, 0], (columns, columns, rows, rows))
     size = [(padded.shape[1] - height) // stride[0] + 1, (padded.shape[2] - width) // stride[1] + 1]
     ends = [(count - 1) * step + 1 for count, step in zip(size, stride, strict=True)]
-    patches = torch.stack(
-        [
-            padded[:, row : row + ends[0] : stride[0], column : column + ends[1] : stride[1]]
-            for row in range(height)
-            for column in range(width)
-        ],
-        dim=-1,
-    )
-    spare = -patches.shape[-1] % 8  # tensor cores need multiples of 8
-    patches, matrix = F.pad(patches, (0, spare)).flatten(1, 2), F.pad(weight.flatten(1), (0, spare)).t()
+    patches = [
+        padded[:, row : row + ends[0] : stride[0], column : column + ends[1] : stride[1]].flatten(1)
+        for row in range(height)
+        for column in range(width)
+    ]
     # As a batch of products: the gradient of the weights is then a sum of many short ones.
-    products = torch.bmm(patches, matrix.expand(len(image), -1, -1))
+    products = torch.bmm(torch.stack(patches, 1).mT, weight.flatten(1).t().expand(len(image), -1, -1))
     return products.unflatten(1, size).permute(0, 3, 1, 2)
 
 
