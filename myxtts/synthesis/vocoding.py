@@ -19,6 +19,7 @@ from copy import deepcopy
 from fractions import Fraction
 from functools import cache
 from threading import Barrier
+from typing import Any
 
 import numpy as np
 import torch
@@ -214,10 +215,10 @@ class TiledConv:
     def __init__(self, conv: nn.Conv1d) -> None:
         self._outputs, taps, inputs = _minimal_filtering()
         # A transform covers 7 rows: a tile and three rows of the next.
-        self._tile, self._next = inputs.split([TILE, TILE - 1], dim=1)
+        self._tile, self._next = inputs[:, :TILE], inputs[:, TILE:]
         (kernel,), (self._dilation,) = conv.kernel_size, conv.dilation
         self._before = self._dilation * (kernel - 1) // 2
-        weight = F.pad(conv.weight.detach(), (0, -kernel % TILE)).unflatten(2, (-1, TILE))
+        weight = F.pad(conv.weight.detach(), (0, -kernel % TILE)).view(*conv.weight.shape[:2], -1, TILE)
         self._weights = torch.einsum("pt,oigt->gpio", taps, weight).contiguous()
         assert conv.bias is not None
         self.bias = conv.bias.detach()
@@ -251,13 +252,14 @@ class CpuGenerator:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
+        blocks, ups = list[Any](generator.resblocks), list[Any](generator.ups)
         self._blocks = [
             [tuple(map(TiledConv, pair)) for pair in zip(block.convs1, block.convs2, strict=True)]
-            for block in generator.resblocks
+            for block in blocks
         ]
         # Levels end in the sum of their blocks instead of the mean: the weights after them are divided.
         self._ups = []
-        for level, up in enumerate(generator.ups):
+        for level, up in enumerate(ups):
             weight = up.weight.detach().permute(2, 0, 1) / (len(RESBLOCK_KERNELS) if level else 1)
             halves = weight.unflatten(0, (2, UPSAMPLE_RATES[level])).transpose(1, 2).flatten(2)
             self._ups.append((*halves.contiguous(), up.bias.detach()))
