@@ -658,7 +658,9 @@ def _export(options: argparse.Namespace) -> None:
     _say(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{size}{fresh}{replaced}")
     if known.untrained:
         hum = "; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else ""
-        _say(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{hum}")
+        voices = "; coqui-tts will speak with other voices, myxtts speak takes them from the GPT"
+        use = voices if known.untrained == ("speaker",) else hum
+        _say(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{use}")
     if options.to == "coqui" and not fits_coqui(model.dims):
         _say(f"WARNING: {ONLY_HERE}")
 

@@ -102,30 +102,28 @@ def train(
 ) -> TrainingResult:
     """Train every stage that the settings ask for, or continue the run in their `checkpoint_dir`.
 
-    Under torchrun every process calls this. Only rank 0 reports, writes, and says what it does, by `say` or to the
-    log.
+    Under torchrun every process calls this; only rank 0 reports, writes, and calls `say`, by default the log's.
     """
     spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
     settings = settings.settings if isinstance(settings, LoadedSettings) else settings
     plan = make_plan(settings.data, spelling=spelling)
-    is_first = plan.rank == 0
-    reporter, say = (reporter or Reporter(), say or _log.info) if is_first else (Reporter(), _silent)
+    reporter, say = (reporter or Reporter(), say or _log.info) if plan.rank == 0 else (Reporter(), _silent)
     run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
     continues = run_dir.has_begun and not settings.training.reset_training
     require_source(settings, run_dir if continues else None)
     _require_hifigan(settings, run_dir if continues else None)
     with contextlib.ExitStack() as held:
-        if is_first:
+        if plan.rank == 0:
             held.enter_context(lock(run_dir.folder))
         held.enter_context(deterministic(plan, settings.training.deterministic))
         held.enter_context(process_group(plan))
         apply_caps(plan)
         if continues:
             settings = as_started(settings, run_dir)
-        if not is_first:
+        if plan.rank > 0:
             barrier(plan)  # rank 0 prepares the corpus, the others read it
         prepared = prepare_corpus(settings, progress, run_dir if continues else None)
-        if is_first:
+        if plan.rank == 0:
             barrier(plan)
         reporter.corpus(prepared)
         settings = with_stages(settings, prepared, say)
