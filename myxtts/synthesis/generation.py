@@ -12,7 +12,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -39,7 +38,7 @@ _SLOTS_STEP = 8
 _STEPS_BETWEEN_CHECKS = 8
 """Steps of a CUDA graph between checks for the end of all sentences: a check waits for the device."""
 
-_ALONE = 2  # a CPU generates so many sentences at a time in one thread
+_ALONE = 2  # a CPU generates up to so many sentences in one thread: a second one would only wait for memory too
 
 Advance = Callable[[int], None]
 
@@ -302,25 +301,19 @@ class CodeGenerator:
     @torch.no_grad()
     def advance(self, num_steps: int) -> bool:
         """Take `num_steps` steps, or as many as there is room for; True if all sentences have ended."""
-        with self._few_threads():
+        num_threads = torch.get_num_threads()
+        if self._on_cpu and self._shape.sentences <= _ALONE:
+            torch.set_num_threads(1)
+        try:
             for _ in range(min(num_steps, self._shape.steps - self._num_steps)):
                 if self._graph is None:
                     self.step(self._num_steps + 1)
                 else:
                     self._graph.replay()
                 self._num_steps += 1
-        return self._num_steps == self._shape.steps or bool(self._ended.all())
-
-    @contextmanager
-    def _few_threads(self) -> Iterator[None]:
-        """A CPU takes steps of few sentences in one thread: others would only wait for memory too."""
-        before = torch.get_num_threads()
-        if self._on_cpu and self._shape.sentences <= _ALONE:
-            torch.set_num_threads(1)
-        try:
-            yield
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(num_threads)
+        return self._num_steps == self._shape.steps or bool(self._ended.all())
 
     def parts(self, num_codes: int) -> Iterator[tuple[Generated, bool]]:
         """The first sentence in parts of `num_codes`, each with whether the sentence has ended.
@@ -404,10 +397,15 @@ class CodeGenerators:
     """Makes generators for batches of any shape; on a GPU keeps the most recent ones with their CUDA graphs."""
 
     def __init__(
-        self, gpt: GPT, vectors: Tensor | None = None, dtype: torch.dtype = torch.float32, *, capture: bool = True
+        self,
+        gpt: GPT,
+        vectors: Tensor | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        *,
+        capture: bool = True,
     ) -> None:
         """Converts the GPT. `vectors` [codes, dim] are the DVAE's codebook, needed for central codes."""
-        convert(gpt, dtype)
+        convert(gpt, dtype or usual_dtype(gpt.mel_embedding.weight.device))
         self._gpt, device = gpt, gpt.mel_embedding.weight.device
         self.has_codebook = vectors is not None
         self._vectors = None if vectors is None else vectors.float().contiguous()

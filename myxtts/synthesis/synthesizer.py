@@ -35,15 +35,7 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.generation import (
-    MAX_NEW_CODES,
-    CodeGenerators,
-    Generated,
-    Prompt,
-    Sampling,
-    draws,
-    usual_dtype,
-)
+from myxtts.synthesis.generation import MAX_NEW_CODES, CodeGenerators, Generated, Prompt, Sampling, draws
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
@@ -362,7 +354,7 @@ class Synthesizer:
         self.fingerprint = self._encoder.fingerprint
         self._frontend = TextFrontend(vocabulary, self.limits, use_phonemes=use_phonemes)
         vectors = model.dvae.codebook.embed.t() if model.dvae.codebook.is_trained else None
-        self._generators = CodeGenerators(model.gpt, vectors, dtype or usual_dtype(device), capture=capture)
+        self._generators = CodeGenerators(model.gpt, vectors, dtype, capture=capture)
         self.vocoder: HifiGan | GriffinLim = (
             HifiGan(model.hifigan_decoder, batch_size, GPU_FRAMES_STEP if device.type == "cuda" else 1)
             if vocoder == "hifigan"

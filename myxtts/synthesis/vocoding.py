@@ -195,13 +195,12 @@ def _minimal_filtering() -> list[Tensor]:
 
     Minimal filtering (Winograd 1980): 7 products of transformed taps and inputs instead of 16.
     """
-    size = 2 * TILE - 1
 
     def powers(count: int) -> Tensor:
         rows = [[point**exponent for exponent in range(count)] for point in _POINTS]
         return torch.tensor([*rows, [0.0] * (count - 1) + [1.0]], dtype=torch.float64)
 
-    inputs = powers(size).inverse().t()
+    inputs = powers(2 * TILE - 1).inverse().t()
     scale = inputs.abs().amax(1, keepdim=True)
     return [matrix.float() for matrix in (powers(TILE).t(), powers(TILE) * scale, inputs / scale)]
 
