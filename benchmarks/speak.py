@@ -4,6 +4,7 @@
     python benchmarks/speak.py ours --weights DIR --out ours.json
     python benchmarks/speak.py coqui --weights DIR --out coqui.json         with coqui-tts: see coqui.py
     python benchmarks/speak.py compare ours.json coqui.json
+    python benchmarks/speak.py cpu --weights DIR [--threads 2]              ours, and with plain float32 layers
 
 Fresh weights would never end a sentence. In these, one position embedding is so large that STOP is certain there:
 both sides generate as many codes as `set_length` sets, with the default settings and checks. All sentences of a
@@ -15,10 +16,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,12 +33,17 @@ import torch
 from coqui import DEVICE, import_coqui, versions
 from harness import add_command, console, fresh_weights, machine, make_table
 
-from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE
+from myxtts.config import CONDITIONING_TOKENS, SAMPLE_RATE, SAMPLES_PER_CODE
+from myxtts.errors import NO_PROGRESS
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import SIZES, XTTS
-from myxtts.synthesis.synthesizer import load_synthesizer
+from myxtts.synthesis.generation import Prompt, draws
+from myxtts.synthesis.synthesizer import Synthesizer, load_synthesizer
+from myxtts.synthesis.vocoding import HifiGan
+from myxtts.synthesis.voices import Voice
 from myxtts.text.normalize import normalize
 from myxtts.text.tokenizer import train
+from myxtts.weights import load_folder
 
 OPENINGS = (
     "The harbour was quiet that morning and only two boats had gone out",
@@ -55,6 +64,8 @@ STREAMS, VOICES, BATCHES, HEARD_PIECES = 5, 3, 3, 4
 RTF, FIRST_CHUNK, GAIN = "real-time factor of one sentence", "first chunk (ms)", "gain of the batch (times)"
 LINEAR = f"cost of a code in {LONG_CODES[-1]} / in {LONG_CODES[0]}"
 AIMS = {RTF: "≤ 0.1", FIRST_CHUNK: "≤ 200", GAIN: "≥ 6", LINEAR: "≤ 1.1"}
+MEMORY = "memory at its peak (MB)"
+CPU_AIMS = {RTF: "≤ 0.5", FIRST_CHUNK: "≤ 1500", MEMORY: "≤ 1500"}  # of `base` on two cores
 Result = TypeVar("Result")
 
 
@@ -265,6 +276,72 @@ def compare(options: argparse.Namespace) -> None:
     console.print(table)
 
 
+class OnCpu:
+    """A synthesizer on the CPU, or one with plain float32 layers."""
+
+    def __init__(self, weights: Path, *, is_plain: bool) -> None:
+        model, vocabulary, *_ = load_folder(weights)
+        dtype = torch.float32 if is_plain else None
+        build = partial(Synthesizer, model, vocabulary, torch.device("cpu"), dtype=dtype)
+        self.build_s, self._synthesizer = timed(build)
+        self._vocoder, self._voice = self._synthesizer.vocoder, random_voice(model)
+        if is_plain:
+            assert isinstance(self._vocoder, HifiGan)
+            self._vocoder._alone = None
+        set_length(model.gpt, CODES)
+
+    def measure(self, guidance: float) -> dict[str, float]:
+        """Times of one sentence: of its parts alone, whole, and as a stream."""
+        synthesizer, sampling = self._synthesizer, replace(self._synthesizer.sampling, guidance=guidance)
+        prompt = Prompt(range(40), self._voice.latents, draws(0, 0, 0, 2 * CODES))
+        begin_s, generator = timed(synthesizer._generators.begin, [prompt], sampling)
+        finish_s, _ = timed(generator.finish)
+        generated = generator.generated(0)
+        waves_s, _ = timed(self._vocoder.waves, [generated], [self._voice.speaker], 1.0, NO_PROGRESS.advance)
+        given: Any = {"sampling": sampling, "num_attempts": 1}
+        speak_s, speech = timed(lambda: synthesizer.speak(SENTENCES[0], self._voice, "en", **given))
+        require_length(len(speech.wave), CODES)
+        started_at = now()
+        stream = synthesizer.stream(SENTENCES[0], self._voice, "en", **given)
+        next(stream)
+        first_s = now() - started_at
+        list(stream)
+        whole_s, length = now() - started_at, len(speech.wave) / OUTPUT_SAMPLE_RATE
+        return {
+            "GPT alone, s per s of speech": (begin_s + finish_s) / length,
+            "vocoder alone, s per s of speech": waves_s / length,
+            RTF: speak_s / length,
+            "real-time factor of its stream": whole_s / length,
+            FIRST_CHUNK: 1000 * first_s,
+        }
+
+
+def random_voice(model: XTTS) -> Voice:
+    speaker = torch.nn.functional.normalize(torch.randn(model.dims.speaker_dim), dim=0)
+    return Voice("noise", torch.randn(1, CONDITIONING_TOKENS, model.dims.gpt.dim), speaker)
+
+
+def cpu(options: argparse.Namespace) -> None:
+    """Compare with plain float32 layers on a CPU, in turns; the fastest of several rounds counts."""
+    torch.set_num_threads(options.threads)
+    guidance: float = options.guidance
+    if options.cpu_time:
+        globals()["now"] = time.process_time
+    ours = OnCpu(options.weights, is_plain=False)
+    ours.measure(guidance)
+    memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    sides = {"plain": OnCpu(options.weights, is_plain=True), "MyXTTS": ours}
+    rounds = [{name: side.measure(guidance) for name, side in sides.items()} for _ in range(options.rounds)]
+    title = f"Speaking, {options.threads} threads, guidance {guidance:g}, {machine()}"
+    table = make_table(title, "", *sides, "times", "aim")
+    for row in rounds[0]["plain"]:
+        before, after = (min(each[name][row] for each in rounds) for name in sides)
+        table.add_row(row, shown(before), shown(after), shown(before / after), CPU_AIMS.get(row, ""))
+    table.add_row("to make the synthesizer (s)", *(shown(side.build_s) for side in sides.values()))
+    table.add_row(MEMORY, "", shown(memory_mb), "", CPU_AIMS[MEMORY])
+    console.print(table)
+
+
 def shown(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -283,6 +360,12 @@ def main() -> None:
         command.add_argument("--sentences", type=int, default=sentences, help="spoken one by one")
         choices = ("fp32", "fp16") if side is Coqui else ("default",)
         command.add_argument("--precision", choices=choices, default=choices[0])
+    command = add_command(commands, "cpu", cpu)
+    command.add_argument("--weights", type=Path, required=True)
+    command.add_argument("--threads", type=int, default=2)
+    command.add_argument("--rounds", type=int, default=5)
+    command.add_argument("--guidance", type=float, default=2.0)
+    command.add_argument("--cpu-time", action="store_true", help="of all threads, on a machine that is not idle")
     command = add_command(commands, "compare", compare)
     command.add_argument("results", type=Path, nargs="+")
     options = parser.parse_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from threading import active_count
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from model_fixtures import gpt_model, reference_of
 from torch import Tensor
 
 from myxtts.devices import Stream
+from myxtts.model.blocks import InOutLinear
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import GPT, pack
 from myxtts.synthesis.generation import (
     CodeGenerator,
     CodeGenerators,
+    Decoding,
     Generated,
     Prompt,
     Sampling,
@@ -25,6 +28,7 @@ from myxtts.synthesis.generation import (
     captured_shape,
     choose,
     draws,
+    usual_dtype,
 )
 
 __all__ = ["gpt_model"]
@@ -100,6 +104,46 @@ def test_the_cache_equals_computing_everything_again(
     for one, latents, likely in zip(found, with_text, scores.argmax(-1), strict=True):
         torch.testing.assert_close(one.latents, latents[: len(one.codes)], rtol=1e-5, atol=1e-5)
         assert torch.equal(one.codes, likely[: len(one.codes)])
+
+
+def test_matrices_of_16_bits_hardly_change_the_probabilities(model: GPT, prompts: Sentences) -> None:
+    if usual_dtype(torch.device("cpu")) == torch.float32:
+        pytest.skip("PyTorch has no float16 kernels for this CPU")
+    (codes,) = (found.codes for found in generate(model, prompts[:1]))
+
+    def log_probabilities() -> Tensor:
+        decoding = Decoding(model, Shape(1, len(prompts[0].ids), len(codes)))
+        with torch.no_grad():
+            decoding.prefill(prompts[0].voice, torch.tensor([prompts[0].ids]), torch.tensor([len(prompts[0].ids)]))
+            logits = [decoding.step(code[None], torch.tensor([at]), at + 1)[0] for at, code in enumerate(codes)]
+        return torch.cat(logits).double().log_softmax(-1)
+
+    before = log_probabilities()
+    CodeGenerators(model, dtype=torch.float16)
+    assert not any(isinstance(layer, InOutLinear) for layer in model.gpt.modules())
+    after = log_probabilities()
+    assert 0 < (before.exp() * (before - after)).sum(-1).max() < 1e-5
+
+
+def test_a_cpu_without_16_bit_kernels_keeps_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.quantized.engine", "qnnpack")
+    assert usual_dtype(torch.device("cpu")) == torch.float32
+
+
+def test_parts_are_the_sentence(model: GPT, prompts: Sentences) -> None:
+    """And a sentence may be left after any part; the number of threads is what it was."""
+    num_threads = torch.get_num_threads()
+    (whole,) = generate(model, prompts[:1])
+    generators = CodeGenerators(model, capture=False)
+    parts, ends = zip(*generators.begin(prompts[:1], GREEDY).parts(7), strict=True)
+    assert torch.equal(torch.cat([part.codes for part in parts]), whole.codes)
+    torch.testing.assert_close(torch.cat([part.latents for part in parts]), whole.latents)
+    assert ends == (False,) * (len(ends) - 1) + (True,)
+    before = active_count()
+    for part, _ in generators.begin(prompts[:1], GREEDY).parts(7):
+        assert torch.equal(part.codes, whole.codes[:7])
+        break
+    assert active_count() == before and torch.get_num_threads() == num_threads
 
 
 def test_generation_stops_with_the_last_sentence(model: GPT, prompts: Sentences) -> None:

@@ -16,7 +16,15 @@ from myxtts.errors import NO_PROGRESS
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, HifiGanDecoder, spectral_distance
 from myxtts.synthesis.generation import Generated
-from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, REACH_FRAMES, GriffinLim, HifiGan, Stretch
+from myxtts.synthesis.vocoding import (
+    GPU_FRAMES_STEP,
+    LEAST_CHANNELS,
+    REACH_FRAMES,
+    CpuGenerator,
+    GriffinLim,
+    HifiGan,
+    Stretch,
+)
 from myxtts.training.recipes import LOSS_MEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,13 +47,14 @@ SPEAKER = F.normalize(torch.randn(16, generator=torch.Generator().manual_seed(0)
 def frames_met(decoder: HifiGanDecoder) -> list[int]:
     """The numbers of frames the generator is given from now on."""
     met: list[int] = []
-    decoder.waveform_decoder.register_forward_pre_hook(lambda _, given: met.append(given[0].shape[2]))
+    decoder.waveform_decoder.conv_pre.register_forward_pre_hook(lambda _, given: met.append(given[0].shape[2]))
     return met
 
 
 def streamed(vocoder: HifiGan, sentence: Generated, chunk_codes: int, speed: float) -> list[Tensor]:
     stream = vocoder.begin(SPEAKER, speed)
-    parts = [Generated(*part) for part in zip(*(both.split(chunk_codes) for both in sentence), strict=True)]
+    both = (rows.split(chunk_codes) for rows in (sentence.codes, sentence.latents))
+    parts = [Generated(*part) for part in zip(*both, strict=True)]
     return [stream.push(part, last=part is parts[-1]) for part in parts]
 
 
@@ -95,6 +104,51 @@ def test_pieces_equal_the_whole(
         assert all(length % frames_step == 0 for length in met[:-1]), "only an end may have another length"
         assert met[-1] % frames_step == 0 or met[-1] <= 2 * REACH_FRAMES
         assert max(met) <= max(frames_step, 4.36 * chunk_codes / speed + 3 * REACH_FRAMES)
+
+
+@pytest.fixture
+def wide_decoder() -> HifiGanDecoder:
+    """A decoder that is computed by `CpuGenerator`, whose wave fills the range."""
+    torch.manual_seed(0)
+    decoder = HifiGanDecoder(decoder_input_dim=64, upsample_initial_channel=LEAST_CHANNELS, d_vector_dim=16).eval()
+    decoder.remove_weight_norm()
+    for name, weight in decoder.requires_grad_(False).waveform_decoder.named_parameters():
+        if name.endswith("weight") and "cond" not in name:
+            num_inputs = 2 * len(weight) if name.startswith("ups") else weight[0].numel()
+            weight.normal_(std=(2 if name.startswith("conv_post") else 0.7) * num_inputs**-0.5)
+    return decoder
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_generator_of_a_cpu_equals_the_plain_one(
+    wide_decoder: HifiGanDecoder, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    """Whole and in parts, over several chunks and threads; its threads change nobody's number of threads."""
+    monkeypatch.setattr("myxtts.synthesis.vocoding._CHUNK_ELEMENTS", 1 << 15)
+    torch.set_num_threads(num_threads)
+    plain = wide_decoder.waveform_decoder
+    generator = CpuGenerator(plain)
+    frames, speaker = torch.randn(53, 64), SPEAKER
+    expected = plain(frames.t()[None], speaker[None, :, None])[0, 0]
+    assert expected.std() > 0.05
+    for first, last in ((0, 53), (0, 1), (17, 40), (30, 53), (52, 53)):
+        found = generator.wave(frames, speaker, first, last)
+        torch.testing.assert_close(found, expected[first * 256 : last * 256], atol=2e-5, rtol=0)
+    assert torch.get_num_threads() == num_threads
+    for shorter in (1, 2, 5):
+        expected = plain(frames[:shorter].t()[None], speaker[None, :, None])[0, 0]
+        found = generator.wave(frames[:shorter], speaker, 0, shorter)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def test_pieces_of_a_wide_decoder_equal_the_whole(
+    wide_decoder: HifiGanDecoder, sentences: list[Generated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HifiGan, "_run", None)  # `CpuGenerator` does all the work
+    vocoder = HifiGan(wide_decoder, 2)
+    waves = vocoder.waves(sentences, [SPEAKER] * 2, 1.0, NO_PROGRESS.advance)
+    for sentence, whole in zip(sentences, waves, strict=True):
+        torch.testing.assert_close(torch.cat(streamed(vocoder, sentence, 20, 1.0)), whole, atol=2e-5, rtol=0)
 
 
 def test_the_spectral_distance_prefers_griffin_lim_to_noise_with_the_right_mel() -> None:

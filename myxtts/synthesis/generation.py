@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from myxtts.config import CONDITIONING_TOKENS
 from myxtts.devices import CudaGraph, Stream, allocatable_bytes, release_memory
 from myxtts.errors import NO_PROGRESS, PipelineError
+from myxtts.model.blocks import InOutLinear
 from myxtts.model.gpt import GPT, GPTDims, PaddedTokens
 
 MAX_NEW_CODES = 602  # codes of a sentence at most, as in the reference
@@ -34,6 +37,8 @@ _SLOTS_STEP = 8
 """The number of cache slots is a multiple of this; otherwise every layer copies the mask to align it."""
 _STEPS_BETWEEN_CHECKS = 8
 """Steps of a CUDA graph between checks for the end of all sentences: a check waits for the device."""
+
+_ALONE = 2  # a CPU generates up to so many sentences in one thread: a second one would only wait for memory too
 
 Advance = Callable[[int], None]
 
@@ -58,6 +63,39 @@ class Sampling:
     penalise_prompt: bool = True
     """Count codes 1 and START as already generated. The reference does, because it stores the prompt as a row of
     ones: code 1 is hardly ever chosen, and published models were tuned that way."""
+
+
+class HalfLinear(nn.Module):
+    """`InOutLinear` on a CPU with its matrix in float16, half the memory to read per code; it adds in float32."""
+
+    def __init__(self, linear: InOutLinear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().t().contiguous()
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight, linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        return out
+
+
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """Type of the GPT's matrices: 16 bits, except on CPUs for which PyTorch has no fast product of that kind."""
+    if device.type == "cpu":
+        return torch.float16 if torch.backends.quantized.engine in ("x86", "fbgemm") else torch.float32
+    return torch.bfloat16
+
+
+def convert(gpt: GPT, dtype: torch.dtype) -> None:
+    """Convert what runs once per code; the conditioning encoder keeps its precision. On a CPU only matrices."""
+    if dtype == torch.float16 and gpt.mel_embedding.weight.device.type == "cpu":
+        for parent in [*gpt.gpt.modules()]:
+            for name, layer in [*parent.named_children()]:
+                if isinstance(layer, InOutLinear):
+                    setattr(parent, name, HalfLinear(layer))
+        return
+    embeddings = (gpt.mel_embedding, gpt.text_embedding, gpt.mel_pos_embedding, gpt.text_pos_embedding)
+    for module in (gpt.gpt, gpt.final_norm, gpt.mel_head, *embeddings):
+        module.to(dtype)
 
 
 class Shape(NamedTuple):
@@ -107,16 +145,20 @@ class Decoding:
 
             x = block(x, attend)
 
-    def step(self, codes: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the next code and their latents; `codes` [sentences] stand at `place` [1], counted from 0."""
+    def step(self, codes: Tensor, place: Tensor, num_codes: int | None = None) -> tuple[Tensor, Tensor]:
+        """Logits of the next code and their latents; `codes` [sentences] stand at `place` [1], counted from 0.
+
+        With `num_codes`, the number of codes so far, attention skips the slots that are still empty.
+        """
         model = self.model
-        slot = self.prefix + place
-        seen = self.is_prefix | ((self.slots >= self.prefix) & (self.slots <= slot))
+        used = None if num_codes is None else -(-(self.prefix + num_codes) // _SLOTS_STEP) * _SLOTS_STEP
+        slot, slots = self.prefix + place, self.slots[:used]
+        seen = self.is_prefix[:, :used] | ((slots >= self.prefix) & (slots <= slot))
         x = (model.mel_embedding(codes) + model.mel_pos_embedding.emb(place))[:, None]
         # An additive mask: from booleans every layer would compute it again.
         mask = torch.zeros_like(seen, dtype=self.keys.dtype).masked_fill(~seen, -torch.inf)[:, None, None, :]
         for layer, block in enumerate(model.gpt.h):
-            keys, values = self.keys[layer], self.values[layer]
+            keys, values = self.keys[layer, :, :, :used], self.values[layer, :, :, :used]
 
             def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
                 keys.index_copy_(2, slot, k.transpose(1, 2))
@@ -148,6 +190,7 @@ class Generated(NamedTuple):
 
     codes: Tensor  # [codes], on the host
     latents: Tensor  # float32 [codes, dim], on the device: the hidden states that chose the codes
+    wave: Tensor | None = None  # [samples], where it was made at the same time
 
 
 def draws(seed: int, sentence: int, attempt: int, num_codes: int) -> Tensor:
@@ -232,6 +275,7 @@ class CodeGenerator:
         self._codes = torch.zeros(rows, steps, dtype=torch.long, device=device)
         self._latents = torch.zeros(rows, steps, gpt.dims.dim, device=device)
         self._graph: CudaGraph[None] | None = None
+        self._on_cpu = device.type == "cpu"
         self._num_steps = 0
         self.num_bytes = 2 * self._decoding.keys.nbytes + self._latents.nbytes  # nearly all of its memory
 
@@ -257,13 +301,40 @@ class CodeGenerator:
     @torch.no_grad()
     def advance(self, num_steps: int) -> bool:
         """Take `num_steps` steps, or as many as there is room for; True if all sentences have ended."""
-        for _ in range(min(num_steps, self._shape.steps - self._num_steps)):
-            if self._graph is None:
-                self.step()
-            else:
-                self._graph.replay()
-            self._num_steps += 1
+        num_threads = torch.get_num_threads()
+        if self._on_cpu and self._shape.sentences <= _ALONE:
+            torch.set_num_threads(1)
+        try:
+            for _ in range(min(num_steps, self._shape.steps - self._num_steps)):
+                if self._graph is None:
+                    self.step(self._num_steps + 1)
+                else:
+                    self._graph.replay()
+                self._num_steps += 1
+        finally:
+            torch.set_num_threads(num_threads)
         return self._num_steps == self._shape.steps or bool(self._ended.all())
+
+    def parts(self, num_codes: int) -> Iterator[tuple[Generated, bool]]:
+        """The first sentence in parts of `num_codes`, each with whether the sentence has ended.
+
+        A CPU generates the next part while the caller uses one. Close the iterator to stop early.
+        """
+        num_before, has_ended = 0, False
+        with ThreadPoolExecutor(1) as worker:
+
+            def begin() -> Callable[[], bool]:
+                work = partial(self.advance, num_codes)
+                return worker.submit(work).result if self._on_cpu else work
+
+            result = begin()
+            while not has_ended:
+                has_ended = result()
+                part = self.generated(0, num_before)
+                num_before += len(part.codes)
+                if not has_ended:
+                    result = begin()
+                yield part, has_ended
 
     def finish(self, advance: Advance = NO_PROGRESS.advance) -> None:
         """Generate until all sentences have ended; calls `advance` with the number that just did."""
@@ -286,9 +357,13 @@ class CodeGenerator:
             )
         return Generated(codes, latents)
 
-    def step(self) -> None:
-        """Choose the next code of every sentence; touches only memory that stays, so it can be captured."""
-        logits, latents = self._decoding.step(self._last_codes.repeat(self._num_copies), self._place)
+    def step(self, num_codes: int | None = None) -> None:
+        """Choose the next code of every sentence; touches only memory that stays, so it can be captured.
+
+        `num_codes` is as in `Decoding.step`; a captured step serves any number.
+        """
+        codes = self._last_codes.repeat(self._num_copies)
+        logits, latents = self._decoding.step(codes, self._place, num_codes)
         if self._num_copies == 2:
             logits, latents = guided(logits, self._sampling.guidance), latents.chunk(2)[0]
         logits[:, self._gpt.dims.start_code] = -torch.inf  # never a target, but barely trained models choose it
@@ -322,15 +397,15 @@ class CodeGenerators:
     """Makes generators for batches of any shape; on a GPU keeps the most recent ones with their CUDA graphs."""
 
     def __init__(
-        self, gpt: GPT, vectors: Tensor | None = None, dtype: torch.dtype = torch.float32, *, capture: bool = True
+        self,
+        gpt: GPT,
+        vectors: Tensor | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        *,
+        capture: bool = True,
     ) -> None:
-        """`vectors` [codes, dim] are the DVAE's codebook, needed for central codes.
-
-        Converts what runs once per code to `dtype`; the conditioning encoder keeps its precision.
-        """
-        embeddings = (gpt.mel_embedding, gpt.text_embedding, gpt.mel_pos_embedding, gpt.text_pos_embedding)
-        for module in (gpt.gpt, gpt.final_norm, gpt.mel_head, *embeddings):
-            module.to(dtype)
+        """Converts the GPT. `vectors` [codes, dim] are the DVAE's codebook, needed for central codes."""
+        convert(gpt, dtype or usual_dtype(gpt.mel_embedding.weight.device))
         self._gpt, device = gpt, gpt.mel_embedding.weight.device
         self.has_codebook = vectors is not None
         self._vectors = None if vectors is None else vectors.float().contiguous()

@@ -320,8 +320,8 @@ def usable_vocoder(
 class Synthesizer:
     """Speaks. Not thread-safe.
 
-    Takes over the model: moves it to the device, folds the vocoder's weight norm and, on a GPU, rounds the GPT to
-    bfloat16 unless `dtype` says otherwise. `limits` bound a sentence if the model was trained on less than it has
+    Takes over the model: moves it to the device, folds the vocoder's weight norm and rounds the GPT to
+    16 bits unless `dtype` says otherwise. `limits` bound a sentence if the model was trained on less than it has
     positions for. Every report includes the `notes`, and says if `languages`, those that the model was trained on,
     lack that of the text. On a GPU the first speech of a new shape takes some tenths of a second longer, while its
     step is captured.
@@ -353,7 +353,6 @@ class Synthesizer:
         self._encoder = VoiceEncoder(model, device)
         self.fingerprint = self._encoder.fingerprint
         self._frontend = TextFrontend(vocabulary, self.limits, use_phonemes=use_phonemes)
-        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         vectors = model.dvae.codebook.embed.t() if model.dvae.codebook.is_trained else None
         self._generators = CodeGenerators(model.gpt, vectors, dtype, capture=capture)
         self.vocoder: HifiGan | GriffinLim = (
@@ -439,14 +438,12 @@ class Synthesizer:
             vocoder = self.vocoder.begin(voice.speaker, options.speed)
             attempt: Attempt | None = None
             codes: list[int] = []
-            while attempt is None:
-                has_ended = generator.advance(chunk_codes)
-                more = generator.generated(0, len(codes))
+            for more, has_ended in generator.parts(chunk_codes):
                 codes += more.codes.tolist()
                 if has_ended:
                     attempt = checked(generator.generated(0), sentence, number)
                 elif ends_in_loop(codes, len(more.codes)):
-                    attempt = Attempt(generator.generated(0), REPETITION, number + 1)
+                    attempt = Attempt(Generated(torch.tensor(codes), more.latents), REPETITION, number + 1)
                 if attempt and attempt.problem and not pieces and number < options.attempts[-1]:
                     break  # none of it was heard: try again
                 wave = self._alone(partial(vocoder.push, last=attempt is not None), more).numpy()
@@ -455,6 +452,9 @@ class Synthesizer:
                         yield pause()
                     pieces.append(faded(wave, starts=not pieces, ends=attempt is not None))
                     yield pieces[-1]
+                if attempt:
+                    break
+            assert attempt is not None
             if pieces or attempt.problem is None:
                 break
         assert attempt is not None
@@ -529,6 +529,11 @@ class Synthesizer:
     ) -> list[Generated]:
         prompts = [options.prompt(*work[index], attempt) for index in batch]
         generator = self._generators.begin(prompts, options.sampling_for(attempt))
+        if len(work) == 1 and self._device.type == "cpu" and isinstance(self.vocoder, HifiGan):
+            stream = self.vocoder.begin(work[0][1].speaker, options.speed)
+            waves = [stream.push(part, has_ended) for part, has_ended in generator.parts(CHUNK_CODES)]
+            advance(1)
+            return [generator.generated(0)._replace(wave=torch.cat(waves))]
         generator.finish(advance)
         return [generator.generated(row) for row in range(len(batch))]
 

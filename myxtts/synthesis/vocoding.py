@@ -6,26 +6,41 @@ All three interpolations accept their input in parts, and the generator sees onl
 piece of a stream is therefore computed once, from its own frames and that context, and equals the same stretch of
 the whole sentence: the cost of a stream is linear in its length. Pieces overlap by a frame and are cross-faded,
 which hides rounding differences between kernels. The generator would see the padding of a batch in the last frames
-of a sentence. These are computed a second time without it, so that every wave equals the reference.
+of a sentence. These are computed a second time without it, so that every wave equals the reference. On a CPU
+`CpuGenerator` computes sentences one by one, with half the arithmetic.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from fractions import Fraction
+from functools import cache
+from threading import Barrier
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.dvae import DVAE
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
-from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, SAMPLES_PER_FRAME, HifiGanDecoder
+from myxtts.model.vocoder import (
+    LAST_SLOPE,
+    OUTPUT_SAMPLE_RATE,
+    RESBLOCK_DILATIONS,
+    RESBLOCK_KERNELS,
+    SAMPLES_PER_FRAME,
+    SLOPE,
+    UPSAMPLE_RATES,
+    Generator,
+    HifiGanDecoder,
+)
 from myxtts.synthesis.generation import Advance, Generated
 
 SPECTRUM_ROUNDS, PHASE_ROUNDS = 30, 40
@@ -164,6 +179,170 @@ class Frames:
         return self._to_output.push(self._to_mel.push(self._speed.push(latents, last), last), last)
 
 
+TILE = 4
+_POINTS = (0.0, 1.0, -1.0, 0.5, -2.0, 2.0)  # and infinity; of the points tried, these round best
+_CHUNK_ELEMENTS = 1 << 19  # rows times channels computed together: all intermediate results fit in the L3 cache
+_ROOM = 64  # rows of zeros around a chunk: at least the padding of a convolution, and the last tiles of its input
+LEAST_CHANNELS = 128  # of a generator: in a narrower one the transforms cost more than they save
+_LEAST_ROWS = 256  # of a chunk: shorter ones would mostly compute what others compute too
+_LEVEL_REACH = (max(RESBLOCK_KERNELS) - 1) // 2 * sum(dilation + 1 for dilation in RESBLOCK_DILATIONS)
+"""Rows that the residual blocks of a level see to either side."""
+
+
+@cache
+def _minimal_filtering() -> list[Tensor]:
+    """Matrices O, T and I with which O @ (T @ taps * I @ inputs) are 4 outputs of a filter with 4 taps.
+
+    Minimal filtering (Winograd 1980): 7 products of transformed taps and inputs instead of 16.
+    """
+
+    def powers(count: int) -> Tensor:
+        rows = [[point**exponent for exponent in range(count)] for point in _POINTS]
+        return torch.tensor([*rows, [0.0] * (count - 1) + [1.0]], dtype=torch.float64)
+
+    inputs = powers(2 * TILE - 1).inverse().t()
+    scale = inputs.abs().amax(1, keepdim=True)
+    return [matrix.float() for matrix in (powers(TILE).t(), powers(TILE) * scale, inputs / scale)]
+
+
+class TiledConv:
+    """A leaky ReLU and a convolution of rows [rows, channels], as matrix products of transformed tiles.
+
+    A tile is 4 rows, `dilation` apart. Its transform has 7 rows, and each is multiplied with a matrix of its own.
+    """
+
+    def __init__(self, conv: nn.Conv1d) -> None:
+        self._outputs, taps, inputs = _minimal_filtering()
+        # A transform covers 7 rows: a tile and three rows of the next.
+        self._tile, self._next = inputs[:, :TILE], inputs[:, TILE:]
+        (kernel,), (self._dilation,) = conv.kernel_size, conv.dilation
+        self._before = self._dilation * (kernel - 1) // 2
+        weight = F.pad(conv.weight.detach(), (0, -kernel % TILE)).view(*conv.weight.shape[:2], -1, TILE)
+        self._weights = torch.einsum("pt,oigt->gpio", taps, weight).contiguous()
+        assert conv.bias is not None
+        self.bias = conv.bias.detach()
+
+    def __call__(self, rows: Tensor, num_rows: int) -> Tensor:
+        """Outputs without bias [tiles, 4, dilation, channels] of the rows after the first `_ROOM`.
+
+        Everything before and after the `num_rows` rows must be zero.
+        """
+        dilation, (groups, points, channels, width) = self._dilation, self._weights.shape
+        num_tiles = -(-num_rows // (TILE * dilation))
+        first = _ROOM - self._before
+        tiles = rows[first : first + (num_tiles + groups) * TILE * dilation].view(-1, TILE, dilation * channels)
+        planes = rows.new_empty(TILE, num_tiles + groups, dilation * channels)
+        torch.ops.aten.leaky_relu.out(tiles.transpose(0, 1), SLOPE, out=planes)
+        flat, tile = planes.view(TILE, -1), dilation * channels
+        inputs = torch.mm(self._tile, flat[:, :-tile]).addmm_(self._next, flat[:-1, tile:])
+        inputs, count = inputs.view(points, -1, channels), num_tiles * dilation
+        products = torch.bmm(inputs[:, :count], self._weights[0])
+        for group in range(1, groups):
+            products.baddbmm_(inputs[:, group * dilation : group * dilation + count], self._weights[group])
+        made = torch.mm(self._outputs, products.view(points, -1))
+        return made.view(TILE, num_tiles, dilation, width).transpose(0, 1)
+
+
+class CpuGenerator:
+    """`Generator` for one sentence on a CPU, equal up to rounding, with half the multiplications.
+
+    Each thread computes chunks of a level that fit the cache. No operation waits for several threads.
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        blocks, ups = list[Any](generator.resblocks), list[Any](generator.ups)
+        self._blocks = [
+            [tuple(map(TiledConv, pair)) for pair in zip(block.convs1, block.convs2, strict=True)]
+            for block in blocks
+        ]
+        # Levels end in the sum of their blocks instead of the mean: the weights after them are divided.
+        self._ups = []
+        for level, up in enumerate(ups):
+            weight = up.weight.detach().permute(2, 0, 1) / (len(RESBLOCK_KERNELS) if level else 1)
+            halves = weight.unflatten(0, (2, UPSAMPLE_RATES[level])).transpose(1, 2).flatten(2)
+            self._ups.append((*halves.contiguous(), up.bias.detach()))
+        self._last = (generator.conv_post.weight.detach()[0] / len(RESBLOCK_KERNELS)).contiguous()
+        self._num_threads = torch.get_num_threads()
+        self._pool, all_begun = ThreadPoolExecutor(self._num_threads), Barrier(self._num_threads)
+
+        def begin(_: int) -> None:
+            torch.set_num_threads(1)
+            all_begun.wait()
+
+        list(self._pool.map(begin, range(self._num_threads)))
+        torch.set_num_threads(self._num_threads)  # a thread's call also sets it for threads that begin later
+
+    @torch.no_grad()
+    def wave(self, frames: Tensor, speaker: Tensor, first: int, last: int) -> Tensor:
+        """Samples of the frames `first` to `last` of a sentence [frames, channels]; `speaker` is [speaker_dim]."""
+        generator, g = self._generator, speaker[None, :, None]
+        spans = self._spans(len(frames), first, last)
+        x = (generator.conv_pre(frames.t()[None]) + generator.cond_layer(g))[0].t()[slice(*spans[0])]
+        num_rows = len(frames)
+        for level, rate in enumerate(UPSAMPLE_RATES):
+            num_rows *= rate
+            (given, _), wanted = spans[level], spans[level + 1]
+            start, end = max(wanted[0] - _LEVEL_REACH, 0), min(wanted[1] + _LEVEL_REACH, num_rows)
+            before, after, bias = self._ups[level]
+            added = (bias + generator.conds[level](g)[0, :, 0]).repeat(rate)
+            x = F.leaky_relu(x, SLOPE)
+            x = torch.addmm(added, F.pad(x, (0, 0, 0, 1)), before).addmm_(F.pad(x, (0, 0, 1, 0)), after)
+            skipped = given * rate - rate // 2
+            x = x.view(-1, len(bias))[start - skipped : end - skipped]
+            x = self._level(level, x, wanted[0] - start, wanted[1] - start)
+        taps, (start, end) = self._last.shape[1], spans[-1]
+        first, last = first * SAMPLES_PER_FRAME - taps // 2, last * SAMPLES_PER_FRAME + taps // 2
+        products = F.pad(F.leaky_relu(x, LAST_SLOPE) @ self._last, (0, 0, start - first, last - end))
+        return products.as_strided((last - first - taps + 1, taps), (taps, taps + 1)).sum(1).tanh()
+
+    def _spans(self, num_frames: int, first: int, last: int) -> list[tuple[int, int]]:
+        """First and last row of the input and of each level's output that samples of the frames depend on."""
+        num_rows, reach = num_frames * SAMPLES_PER_FRAME, self._last.shape[1] // 2
+        first, last = first * SAMPLES_PER_FRAME - reach, last * SAMPLES_PER_FRAME + reach
+        spans = [(max(first, 0), min(last, num_rows))]
+        for rate in reversed(UPSAMPLE_RATES):
+            num_rows //= rate
+            first, last = spans[0][0] - _LEVEL_REACH + rate // 2, spans[0][1] + _LEVEL_REACH + rate // 2
+            spans.insert(0, (max(first // rate - 1, 0), min(-(-last // rate), num_rows)))
+        return spans
+
+    def _level(self, level: int, x: Tensor, first: int, last: int) -> Tensor:
+        """The sum of the level's blocks at the rows `first` to `last` of x."""
+        made = x.new_empty(last - first, x.shape[1])
+        num_chunks = max(self._num_threads, -(-made.numel() // _CHUNK_ELEMENTS))
+        size = max(-(-len(made) // (num_chunks + -num_chunks % self._num_threads)), _LEAST_ROWS)
+
+        def compute(start: int) -> None:
+            self._chunk(level, x, first + start, made[start : start + size])
+
+        list(self._pool.map(compute, range(0, len(made), size)))
+        return made
+
+    def _chunk(self, level: int, x: Tensor, first: int, made: Tensor) -> None:
+        """Write the sum of the level's blocks at x[first:] to `made`."""
+        start, end = max(first - _LEVEL_REACH, 0), min(first + len(made) + _LEVEL_REACH, len(x))
+        num_rows, end_row = end - start, _ROOM + end - start
+        rows, hidden = x.new_zeros(2, 2 * _ROOM + num_rows, x.shape[1])
+        kernels = len(RESBLOCK_KERNELS)
+        for index, block in enumerate(self._blocks[kernels * level : kernels * (level + 1)]):
+            rows[_ROOM:end_row] = x[start:end]
+            for dilated, plain in block:
+                more = dilated(rows, num_rows)
+                torch.add(more, dilated.bias, out=_rows_like(hidden, more))
+                hidden[end_row:].zero_()  # the last tile may be longer than the rows
+                more = plain(hidden, num_rows)
+                _rows_like(rows, more).add_(more).add_(plain.bias)
+                rows[end_row:].zero_()
+            part = rows[_ROOM + first - start :][: len(made)]
+            made.copy_(part) if index == 0 else made.add_(part)
+
+
+def _rows_like(rows: Tensor, tiles: Tensor) -> Tensor:
+    """View of the rows after the first `_ROOM` in the shape of an output of `TiledConv`."""
+    return rows[_ROOM : _ROOM + math.prod(tiles.shape[:3])].view(tiles.shape)
+
+
 class HifiGan:
     """Waves from the trained decoder."""
 
@@ -172,14 +351,19 @@ class HifiGan:
     def __init__(self, decoder: HifiGanDecoder, batch_size: int, frames_step: int = 1) -> None:
         """Frames are padded to multiples of `frames_step`."""
         self._generator, self._batch_size, self._frames_step = decoder.waveform_decoder, batch_size, frames_step
+        weight = self._generator.conv_pre.weight
+        is_fast = weight.device.type == "cpu" and len(weight) >= LEAST_CHANNELS and frames_step == 1
+        self._alone = CpuGenerator(self._generator) if is_fast else None
 
     @torch.no_grad()
     def waves(
         self, sentences: Sequence[Generated], speakers: Sequence[Tensor], speed: float, advance: Advance
     ) -> list[Tensor]:
         """Waves [samples] of 24 kHz on the host; `speakers` [speaker_dim] each."""
-        waves: dict[int, Tensor] = {}
-        by_length = sorted(range(len(sentences)), key=lambda index: len(sentences[index].codes))
+        waves = {index: each.wave for index, each in enumerate(sentences) if each.wave is not None}
+        advance(len(waves))
+        waiting = [index for index in range(len(sentences)) if index not in waves]
+        by_length = sorted(waiting, key=lambda index: len(sentences[index].codes))
         for first in range(0, len(by_length), self._batch_size):
             batch = by_length[first : first + self._batch_size]
             rows = [Frames(speed).push(sentences[index].latents, last=True) for index in batch]
@@ -193,24 +377,30 @@ class HifiGan:
         """Start the wave of a sentence that is still being generated."""
         return HifiGanStream(self, speaker, speed)
 
-    def generate(self, rows: Sequence[Tensor], speaker: Tensor, *, ends: bool = True) -> list[Tensor]:
-        """Waves [samples] of sentences [frames, channels], each as if made alone; `ends` if their ends count."""
+    def generate(
+        self, rows: Sequence[Tensor], speaker: Tensor, first: int = 0, last: int | None = None
+    ) -> list[Tensor]:
+        """Waves [samples] of sentences [frames, channels], from frame `first` to `last`, each as if made alone."""
         longest = max(map(len, rows))
         if not longest:
             return [row.new_zeros(0) for row in rows]
+        if self._alone is not None:
+            given = zip(rows, speaker, strict=True)
+            return [self._alone.wave(row, one, first, len(row) if last is None else last) for row, one in given]
         length = longest + -longest % self._frames_step
         made = self._run(torch.stack([F.pad(row, (0, 0, 0, length - len(row))) for row in rows]), speaker)
         waves = [wave[: len(row) * SAMPLES_PER_FRAME] for row, wave in zip(rows, made, strict=True)]
         again: dict[int, list[int]] = {}  # padded sentences by the frames to compute again, nearly always as many
         for index, row in enumerate(rows):
-            if ends and 0 < len(row) < length:
+            if last is None and 0 < len(row) < length:
                 again.setdefault(min(len(row), 2 * REACH_FRAMES), []).append(index)
         for num_frames, some in again.items():
             num_samples = SAMPLES_PER_FRAME * (num_frames if num_frames < 2 * REACH_FRAMES else REACH_FRAMES)
             exact = self._run(torch.stack([rows[index][-num_frames:] for index in some]), speaker[some])
             for index, wave in zip(some, exact, strict=True):
                 waves[index][-num_samples:] = wave[-num_samples:]
-        return waves
+        end = None if last is None else last * SAMPLES_PER_FRAME
+        return [wave[first * SAMPLES_PER_FRAME : end] for wave in waves]
 
     def _run(self, frames: Tensor, speaker: Tensor) -> Tensor:
         wave: Tensor = self._generator(frames.transpose(1, 2), speaker[:, :, None])
@@ -239,9 +429,8 @@ class HifiGanStream:
         if ready <= self._num_done + FADE_FRAMES and not (last and ready > self._num_done):
             self._frames, self._kept = frames, kept
             return torch.zeros(0)
-        (whole,) = self._vocoder.generate([kept], self._speaker.to(kept)[None], ends=last)
-        first = self._num_done - self._num_dropped
-        wave = whole[first * SAMPLES_PER_FRAME : (ready - self._num_dropped) * SAMPLES_PER_FRAME]
+        wanted = self._num_done - self._num_dropped, None if last else ready - self._num_dropped
+        (wave,) = self._vocoder.generate([kept], self._speaker.to(kept)[None], *wanted)
         if self._overlap is not None:
             rise = torch.linspace(0, 1, len(self._overlap), device=wave.device)
             wave[: len(rise)] = self._overlap.lerp(wave[: len(rise)], rise)
