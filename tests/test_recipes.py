@@ -529,7 +529,7 @@ def test_the_margins_are_the_neighbours_that_the_first_layer_sees() -> None:
     segment = recipe.waves(batch | {"latents": latents})[1]
     first = frames_of(MARGIN_CODES)
     expected = recipe.generator.conv_pre(HifiGanDecoder.frames(latents))[..., first : first + num_frames(34)]
-    torch.testing.assert_close(recipe._first_layer(batch | {"latents": latents})[1], expected)
+    torch.testing.assert_close(recipe._first_layer(batch | {"latents": latents})[2], expected)
     middle = slice(20 * 256, -20 * 256)  # further from the ends than the network sees
     expected = whole[..., first * 256 : first * 256 + segment.shape[-1]]
     torch.testing.assert_close(segment[..., middle], expected[..., middle], rtol=1e-4, atol=1e-6)

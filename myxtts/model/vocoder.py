@@ -1,6 +1,7 @@
 """The vocoder (GPT latents and a speaker embedding to a waveform), its discriminators, and the speaker encoder.
 
     latents [B, T, 1024] ─ ×4 ─► mel-frame rate ─ ×24000/22050 ─► 24 kHz frames ─ generator ×256 ─► [B, 1, N]
+    mels [B, T, 4 × 80] ─ unfold ─► mel-frame rate ─ the same, with a map of mels before the generator
 
 The generator is HiFi-GAN's (Kong et al. 2020, V1 widths, residual blocks of type 1) with the speaker embedding
 added to its input and after every upsampling. Because of the two interpolations an input frame stands for 256
@@ -25,7 +26,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import is_parametrized
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
-from myxtts.model.mel import DVAE_MEL, SPEAKER_MEL, LogMel, filterbank, reflect
+from myxtts.model.mel import DVAE_MEL, SPEAKER_MEL, LogMel, corners_of, filterbank, reflect
 
 OUTPUT_SAMPLE_RATE = 24000  # sample rate of the vocoder's output, in Hz
 UPSAMPLE_RATES, UPSAMPLE_KERNELS = (8, 8, 2, 2), (16, 16, 4, 4)
@@ -41,23 +42,33 @@ class HifiGanDecoder(nn.Module):
     """Latents and speaker embedding to waveform; the defaults are XTTS-v2's."""
 
     def __init__(
-        self, *, decoder_input_dim: int = 1024, upsample_initial_channel: int = 512, d_vector_dim: int = 512
+        self,
+        *,
+        decoder_input_dim: int = 1024,
+        upsample_initial_channel: int = 512,
+        d_vector_dim: int = 512,
+        reads_mels: bool = False,
     ) -> None:
+        """With `reads_mels` the latents are the mels of `DVAE.mel_rows`, whatever `decoder_input_dim` is."""
         super().__init__()
-        self.waveform_decoder = Generator(decoder_input_dim, upsample_initial_channel, d_vector_dim)
+        sizes = (upsample_initial_channel, d_vector_dim)
+        self.waveform_decoder = Generator(decoder_input_dim, *sizes, reads_mels=reads_mels)
 
     def forward(self, latents: Tensor, g: Tensor) -> Tensor:
         """Waveform [B, 1, num_samples(T)] of latents [B, T, C] and speaker embeddings g [B, d_vector_dim, 1]."""
-        wave: Tensor = self.waveform_decoder(self.frames(latents), g)
+        wave: Tensor = self.waveform_decoder(self.frames(latents, self.waveform_decoder.reads_mels), g)
         return wave
 
     @staticmethod
-    def frames(latents: Tensor) -> Tensor:
-        """Latents [B, T, C] to the generator's input [B, C, num_frames(T)].
+    def frames(latents: Tensor, are_mels: bool = False) -> Tensor:
+        """Latents [B, T, C] to the generator's input [B, C, num_frames(T)], or mels [B, T, 4 C].
 
         Frame i belongs to samples 256 i to 256 i + 255 of the output, so both can be cropped at the same place.
         """
-        frames = F.interpolate(latents.transpose(1, 2), scale_factor=_FRAMES_PER_LATENT, mode="linear")
+        if are_mels:
+            frames = latents.unflatten(2, (-1, DVAE_MEL.num_mels)).flatten(1, 2).transpose(1, 2)
+        else:
+            frames = F.interpolate(latents.transpose(1, 2), scale_factor=_FRAMES_PER_LATENT, mode="linear")
         # By a factor, not to a size: the factor is exact, the number of frames is rounded down.
         return F.interpolate(frames, scale_factor=_FRAME_RATE_RATIO, mode="linear")
 
@@ -109,11 +120,18 @@ def spectral_distance(real: Tensor, fake: Tensor) -> Tensor:
 
 
 class Generator(nn.Module):
-    """HiFi-GAN's generator with a speaker embedding: frames [B, C, F] to samples [B, 1, 256 F]."""
+    """HiFi-GAN's generator with a speaker embedding: frames [B, C, F] to samples [B, 1, 256 F].
 
-    def __init__(self, in_channels: int, initial_channels: int, speaker_dim: int) -> None:
+    With `reads_mels` the frames are mels of the DVAE's kind, and a `MelMap` makes HiFi-GAN's own of them.
+    """
+
+    def __init__(
+        self, in_channels: int, initial_channels: int, speaker_dim: int, *, reads_mels: bool = False
+    ) -> None:
         super().__init__()
+        self.reads_mels, in_channels = reads_mels, DVAE_MEL.num_mels if reads_mels else in_channels
         widths = [initial_channels >> (level + 1) for level in range(len(UPSAMPLE_RATES))]
+        self.prenet = MelMap() if reads_mels else None
         self.conv_pre = nn.Conv1d(in_channels, initial_channels, 7, padding=3)
         self.ups = nn.ModuleList(
             _normed(nn.ConvTranspose1d(2 * width, width, kernel, stride=rate, padding=(kernel - rate) // 2))
@@ -128,10 +146,19 @@ class Generator(nn.Module):
         self.conds = nn.ModuleList(nn.Conv1d(speaker_dim, width, 1) for width in widths)
 
     def forward(self, frames: Tensor, g: Tensor) -> Tensor:
-        return self.body(self.conv_pre(frames), g)
+        return self.body(self.first(frames), g)
+
+    def first(self, frames: Tensor) -> Tensor:
+        """What `body` reads, [B, initial_channels, F]; a frame depends on `first_reach` frames to either side."""
+        first: Tensor = self.conv_pre(frames if self.prenet is None else self.prenet(frames))
+        return first
+
+    @property
+    def first_reach(self) -> int:
+        return self.conv_pre.kernel_size[0] // 2 + (MAP_REACH if self.reads_mels else 0)
 
     def body(self, x: Tensor, g: Tensor) -> Tensor:
-        """Samples of what `conv_pre` returned, [B, initial_channels, F], and speaker embeddings."""
+        """Samples of what `first` returned, and speaker embeddings."""
         x = _image(x + self.cond_layer(g))
         kernels = len(RESBLOCK_KERNELS)
         for level, (up, cond) in enumerate(zip(self.ups, self.conds, strict=True)):
@@ -146,6 +173,40 @@ class Generator(nn.Module):
             if x.dim() == 3:
                 return torch.tanh(F.conv1d(x, weight, padding=padding))
             return torch.tanh(_to_one_channel(x, weight.unsqueeze(2), (0, padding)).squeeze(2))
+
+
+HIFIGAN_MEL = replace(DVAE_MEL, slaney_scale=True)
+MAP_CHANNELS, MAP_REACH = 512, 2
+
+
+class MelMap(nn.Module):
+    """Log-mels of the DVAE's kind to HiFi-GAN's, both [B, 80, F] at 24 kHz: a linear map and a small network.
+
+    It starts with what is known of both: their bands and the middles of their frames, powers and magnitudes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        mels, kernel = DVAE_MEL.num_mels, 2 * MAP_REACH + 1
+        self.linear = nn.Conv1d(mels, mels, kernel, padding=MAP_REACH)
+        self.inner = nn.Conv1d(mels, MAP_CHANNELS, kernel, padding=MAP_REACH)
+        self.outer = nn.Conv1d(MAP_CHANNELS, mels, 1)
+        for parameter in (self.linear.weight, *self.outer.parameters()):
+            nn.init.zeros_(parameter)
+        # The places of HiFi-GAN's bands, which are higher as it takes 24 kHz for 22.05, among the DVAE's.
+        ours, theirs = corners_of(DVAE_MEL), corners_of(HIFIGAN_MEL)[1:-1] * _FRAME_RATE_RATIO
+        places = torch.log1p(theirs / 700) / torch.log1p(ours[-1] / 700) * (mels + 1) - 1
+        bands = (1 - (places.clamp(0, mels - 1)[:, None] - torch.arange(mels)).abs()).clamp(min=0)
+        # The DVAE's frames are centred where `frames` takes them to begin.
+        late = _FRAME_RATE_RATIO / 2
+        with torch.no_grad():
+            for tap, share in ((MAP_REACH, 1 - late), (MAP_REACH + 1, late)):
+                self.linear.weight[:, :, tap] = share / 2 * bands  # half the logarithm of a power
+        nn.init.constant_(self.linear.bias, math.log(DVAE_MEL.fft_samples / SAMPLE_RATE) / 2)
+
+    def forward(self, mel: Tensor) -> Tensor:
+        mapped: Tensor = self.linear(mel) + self.outer(F.gelu(self.inner(mel)))
+        return mapped
 
 
 class DilatedBlock(nn.Module):
@@ -227,9 +288,6 @@ def _normed(conv: nn.Conv1d | nn.ConvTranspose1d) -> nn.Module:
     nn.init.normal_(conv.weight, std=0.01)
     weight_norm(conv)
     return conv
-
-
-HIFIGAN_MEL = replace(DVAE_MEL, slaney_scale=True)
 
 
 class HifiGanInput(nn.Module):

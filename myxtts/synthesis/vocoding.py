@@ -1,6 +1,7 @@
 """Generated sentences to waves, whole or piece by piece: by the trained decoder (HiFi-GAN), or by Griffin-Lim.
 
     latents ─ time / speed ─► ─ ×4 ─► ─ ×160/147 ─► frames ─ generator ×256 ─► wave of 24 kHz
+    codes ─ DVAE ─► mel ─ time / speed ─► ─ ×160/147 ─► the same, for a decoder that reads mels
 
 All three interpolations accept their input in parts, and the generator sees only a few frames to either side. A
 piece of a stream is therefore computed once, from its own frames and that context, and equals the same stretch of
@@ -19,7 +20,7 @@ from copy import deepcopy
 from fractions import Fraction
 from functools import cache
 from threading import Barrier
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -127,7 +128,8 @@ class GriffinLimStream:
 
 
 REACH_FRAMES = 16
-"""Receptive field of the generator to either side: 13.3 frames by the widths of its convolutions."""
+"""Receptive field of the generator to either side: 13.3 frames by the widths of its convolutions, 15.3 with a map
+of mels."""
 FADE_FRAMES = 1
 GPU_FRAMES_STEP = 128
 """Frames are padded to multiples of this on a GPU, where every new length costs time to plan the convolutions. One
@@ -166,17 +168,43 @@ class Stretch:
         return made
 
 
+class Codec(NamedTuple):
+    """What decodes codes to log-mels."""
+
+    dvae: DVAE
+    mel_stats: Tensor
+
+
 class Frames:
-    """Latents of a sentence, arriving in parts, to frames for the generator."""
+    """A sentence, arriving in parts, to frames for the generator; of its mels if there is a codec."""
 
     def __init__(self, speed: float) -> None:
         self._speed = Stretch(1 / Fraction(speed).limit_denominator(1000))
         self._to_mel = Stretch(Fraction(SAMPLES_PER_CODE, HOP_SAMPLES))
         self._to_output = Stretch(Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE))
+        self._codes: Tensor | None = None
+        self._num_dropped = 0
+        self._num_decoded = 0
 
-    def push(self, latents: Tensor, last: bool) -> Tensor:
-        """Frames [m, channels] for latents [n, channels]."""
-        return self._to_output.push(self._to_mel.push(self._speed.push(latents, last), last), last)
+    def push(self, generated: Generated, last: bool, codec: Codec | None) -> Tensor:
+        """Frames [m, channels] for more of the sentence."""
+        if codec is None:
+            rows = self._to_mel.push(self._speed.push(generated.latents, last), last)
+        else:
+            rows = self._speed.push(self._mels(generated.codes.to(codec.mel_stats.device), last, codec), last)
+        return self._to_output.push(rows, last)
+
+    def _mels(self, more: Tensor, last: bool, codec: Codec) -> Tensor:
+        """Mel frames [m, channels] that later codes cannot change."""
+        codes = more if self._codes is None else torch.cat([self._codes, more])
+        received, reach = self._num_dropped + len(codes), codec.dvae.reach_codes
+        ready = received if last else max(received - reach, self._num_decoded)
+        first, end = self._num_decoded - self._num_dropped, ready - self._num_dropped
+        rows = codec.dvae.mel_rows(codes[None].long(), codec.mel_stats)[0, first:end]
+        num_passed = max(0, ready - reach - self._num_dropped)
+        self._codes, self._num_dropped = codes[num_passed:], self._num_dropped + num_passed
+        self._num_decoded = ready
+        return rows.reshape(-1, len(codec.mel_stats))
 
 
 TILE = 4
@@ -278,7 +306,7 @@ class CpuGenerator:
         """Samples of the frames `first` to `last` of a sentence [frames, channels]; `speaker` is [speaker_dim]."""
         generator, g = self._generator, speaker[None, :, None]
         spans = self._spans(len(frames), first, last)
-        x = (generator.conv_pre(frames.t()[None]) + generator.cond_layer(g))[0].t()[slice(*spans[0])]
+        x = (generator.first(frames.t()[None]) + generator.cond_layer(g))[0].t()[slice(*spans[0])]
         num_rows = len(frames)
         for level, rate in enumerate(UPSAMPLE_RATES):
             num_rows *= rate
@@ -348,9 +376,12 @@ class HifiGan:
 
     name = "hifigan"
 
-    def __init__(self, decoder: HifiGanDecoder, batch_size: int, frames_step: int = 1) -> None:
-        """Frames are padded to multiples of `frames_step`."""
+    def __init__(
+        self, decoder: HifiGanDecoder, batch_size: int, frames_step: int = 1, codec: Codec | None = None
+    ) -> None:
+        """Frames are padded to multiples of `frames_step`. A decoder that reads mels needs a codec."""
         self._generator, self._batch_size, self._frames_step = decoder.waveform_decoder, batch_size, frames_step
+        self.codec = codec if self._generator.reads_mels else None
         weight = self._generator.conv_pre.weight
         is_fast = weight.device.type == "cpu" and len(weight) >= LEAST_CHANNELS and frames_step == 1
         self._alone = CpuGenerator(self._generator) if is_fast else None
@@ -366,7 +397,7 @@ class HifiGan:
         by_length = sorted(waiting, key=lambda index: len(sentences[index].codes))
         for first in range(0, len(by_length), self._batch_size):
             batch = by_length[first : first + self._batch_size]
-            rows = [Frames(speed).push(sentences[index].latents, last=True) for index in batch]
+            rows = [Frames(speed).push(sentences[index], True, self.codec) for index in batch]
             speaker = torch.stack([speakers[index] for index in batch]).to(rows[0])
             for index, wave in zip(batch, self.generate(rows, speaker), strict=True):
                 waves[index] = wave.cpu()
@@ -422,7 +453,7 @@ class HifiGanStream:
     def push(self, generated: Generated, last: bool) -> Tensor:
         """The next samples, on the host; none while the next frame lacks context. A failed call has no effect."""
         frames = deepcopy(self._frames)
-        more = frames.push(generated.latents, last)
+        more = frames.push(generated, last, self._vocoder.codec)
         kept = more if self._kept is None else torch.cat([self._kept, more])
         received = self._num_dropped + len(kept)
         ready = received if last else received - REACH_FRAMES

@@ -629,13 +629,14 @@ class Phases(NamedTuple):
 
 
 class DecoderRecipe(Recipe):
-    """The vocoder: the GPT's latents and a speaker embedding to a waveform, trained as a GAN.
+    """The vocoder: the GPT's latents, or mels, and a speaker embedding to a waveform, trained as a GAN.
 
     Reads latents float32 [B, L + 2 * MARGIN_CODES, dim], wave float32 [B, num_samples(L)] at 24 kHz, and speaker
     float32 [B, speaker_dim]. Validation loss: distance of log-mels per clip. The speaker encoder is frozen.
     The phases:
 
-        first layer   with the weights of a HiFi-GAN: the first layer learns to return what HiFi-GAN's own returns
+        first layer   with the weights of a HiFi-GAN: the first layer learns to return what HiFi-GAN's own returns,
+                      or the map of mels to return HiFi-GAN's
         generator     the whole generator, compared in mels and spectrograms
         adversarial   with discriminators
     """
@@ -681,14 +682,14 @@ class DecoderRecipe(Recipe):
         if phase != self.phase:
             self.phase = phase
             self.generator.requires_grad_(phase != FIRST_LAYER)
-            self.generator.conv_pre.requires_grad_(True)
+            (self.generator.prenet or self.generator.conv_pre).requires_grad_(True)
             self.discriminators.requires_grad_(phase == ADVERSARIAL)
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - one signature for all
         """The loss "disc" has gradients for the discriminators only, the other losses for the generator only."""
-        real, first = self._first_layer(tensors)
+        real, mapped, first = self._first_layer(tensors)
         if self.phase == FIRST_LAYER:
-            found = {"first_layer": self._teaching(real, first)}
+            found = {"first_layer": self._teaching(real, first if mapped is None else mapped)}
         else:
             fake = self._generate(first, tensors)
             mels = [_distance(log_mel, real, fake) for log_mel in self.log_mels]
@@ -723,24 +724,32 @@ class DecoderRecipe(Recipe):
 
     def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002 - a segment of the clip
         latents, speaker = self.generator.conv_pre.in_channels, self.generator.cond_layer.in_channels
+        latents *= FRAMES_PER_CODE if self.generator.reads_mels else 1
         wave, codes = (1, num_samples_of(SEGMENT_CODES)), SEGMENT_CODES + 2 * MARGIN_CODES
         return {"latents": (1, codes, latents), "wave": wave, "speaker": (1, speaker)}
 
     def waves(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Real and generated waveforms, [B, 1, N] each; filler clips are silent."""
-        real, first = self._first_layer(tensors)
+        real, _, first = self._first_layer(tensors)
         return real, self._generate(first, tensors)
 
-    def _first_layer(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """Real waveforms [B, 1, N], and the output of the generator's first layer, [B, channels, N // 256]."""
+    def _first_layer(self, tensors: Tensors) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Real waveforms [B, 1, N], what the map of mels returns, if any, and what the first layer returns.
+
+        The outputs are [B, channels, N // 256].
+        """
         present = (tensors["weights"] > 0)[:, None, None]
         latents = torch.where(present, tensors["latents"], 0)
         real = torch.where(present, tensors["wave"].unsqueeze(1), 0)
         # The first layer sees real neighbours at both ends of the segment; its own padding is cut off.
-        reach, start = self.generator.conv_pre.kernel_size[0] // 2, frames_of(MARGIN_CODES)
+        generator = self.generator
+        reach, start = generator.first_reach, frames_of(MARGIN_CODES)
         end = start + real.shape[-1] // SAMPLES_PER_FRAME
-        first = self.generator.conv_pre(HifiGanDecoder.frames(latents)[..., start - reach : end + reach])
-        return real, first[..., reach:-reach]
+        frames = HifiGanDecoder.frames(latents, generator.reads_mels)[..., start - reach : end + reach]
+        if generator.prenet is None:
+            return real, None, generator.conv_pre(frames)[..., reach:-reach]
+        mapped = generator.prenet(frames)
+        return real, mapped[..., reach:-reach], generator.conv_pre(mapped)[..., reach:-reach]
 
     def _generate(self, first: Tensor, tensors: Tensors) -> Tensor:
         speaker = torch.where((tensors["weights"] > 0)[:, None, None], tensors["speaker"].unsqueeze(-1), 0)
@@ -770,9 +779,9 @@ class DecoderRecipe(Recipe):
         return sum(distances[1:], distances[0]) / len(distances)
 
     def _teaching(self, real: Tensor, first: Tensor) -> Tensor:
-        """Distance from HiFi-GAN's first layer, [B], without the ends, whose mels do not see their neighbours."""
+        """Distance from HiFi-GAN's first layer or mel, [B], without the ends, whose mels lack their neighbours."""
         assert self.teacher is not None
-        target: Tensor = self.teacher(real)
+        target: Tensor = self.teacher.mel(real) if self.generator.reads_mels else self.teacher(real)
         return by_clip((first.float() - target.float())[..., _END_FRAMES:-_END_FRAMES].abs())
 
 
