@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pipeline_fixtures import (
     PLANS,
     SEED,
     SHORT,
+    SMALL,
     SPEECH,
     Corpus,
     Read,
@@ -37,6 +39,7 @@ from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import pack
 from myxtts.model.mel import DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample
 from myxtts.model.vocoder import CROP_SAMPLES, frames_of
+from myxtts.model.xtts import XTTS
 from myxtts.pipeline.feed import Depths
 from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, GptFrontend, SpeakerFrontend
 
@@ -155,10 +158,13 @@ def check_decoder(corpus: Corpus, batch: Read, job: GatherJob) -> None:
     encoder = corpus.model.hifigan_decoder.speaker_encoder
     for slot, mel in enumerate(crop_mels_alone(corpus, clips, 0)):
         clip, piece = int(clips[slot]), int(pieces[slot])
-        latents = latents_alone(corpus, clip, mel)
+        latents, after = latents_alone(corpus, clip, mel), 0.0
+        if corpus.model.dims.reads_mels:
+            codes = codes_alone(corpus, clip)[None].long()
+            latents, after = corpus.model.dvae.mel_rows(codes, corpus.model.mel_stats)[0], math.log(1e-5)
         places = torch.arange(piece - MARGIN_CODES, piece + SEGMENT_CODES + MARGIN_CODES)
         repeated = latents[places.clamp(0, len(latents) - 1)]
-        expected = torch.where((places < len(latents) + MARGIN_CODES)[:, None], repeated, 0)
+        expected = torch.where((places < len(latents) + MARGIN_CODES)[:, None], repeated, after)
         torch.testing.assert_close(batch.tensors["latents"][slot], expected, rtol=1e-3, atol=1e-4)
         alone, sound = wave_alone(corpus, clip), batch.tensors["wave"][slot]
         before, after = torch.zeros(1, MARGIN_CODES * SAMPLES_PER_CODE), torch.zeros(1, 2 * len(sound))
@@ -167,7 +173,7 @@ def check_decoder(corpus: Corpus, batch: Read, job: GatherJob) -> None:
         expected = resample(whole, 24000)[0, first : first + len(sound)]
         torch.testing.assert_close(sound[64:-64], expected[64:-64], rtol=1e-4, atol=1e-5)
         heard = references[slot].repeat(1, 20)[:, : 3 * SAMPLE_RATE]
-        voice = encoder(resample(heard, 16000), l2_norm=True)[0]
+        voice = encoder(resample(heard, 16000), l2_norm=True)[0] * corpus.model.speaker_is_trained
         torch.testing.assert_close(batch.tensors["speaker"][slot], voice, rtol=1e-3, atol=1e-4)
 
 
@@ -182,6 +188,20 @@ def test_what_the_decoder_learns_from_equals_every_clip_heard_alone(
     assert 13 < num_codes_of(speech.clips.num_samples).min() < 24
     for batch, job in zip(batches, jobs(speech, EPOCH), strict=True):
         check_decoder(speech, batch, job)
+
+
+@pytest.mark.parametrize("speaker_is_trained", [True, False])
+def test_mels_for_the_decoder_need_no_gpt(speech: Corpus, speaker_is_trained: bool) -> None:
+    model = XTTS(replace(SMALL, decoder_input="mel")).eval().requires_grad_(False)
+    own = {name: value for name, value in speech.model.state_dict().items() if "waveform_decoder" not in name}
+    model.load_state_dict(own, strict=False)
+    model.speaker_is_trained = speaker_is_trained
+    frontend = DecoderFrontend(model, replace(speech.data, cache_latents=True), 100)
+    assert frontend.gpt is None and frontend.latents is None
+    mels = replace(speech, model=model)
+    with mels.feed(make_frontend=DecoderFrontend, num_batches=2) as feed:
+        for batch, job in zip(read(feed), jobs(mels, 2), strict=True):
+            check_decoder(mels, batch, job)
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,7 @@ def decoder_batch(seed: int = 0, num_clips: int = 4) -> Batch:
     }
 
 
-def make(name: str, **options: object) -> Recipe:
+def make(name: str, reads_mels: bool = False, **options: object) -> Recipe:
     torch.manual_seed(0)
     recipe: Recipe
     if name == "gpt":
@@ -121,7 +121,8 @@ def make(name: str, **options: object) -> Recipe:
         recipe = DvaeRecipe(dvae, **options)
         recipe.before_first_step(dvae_batch())
     else:
-        vocoder = HifiGanDecoder(decoder_input_dim=8, upsample_initial_channel=16, d_vector_dim=4)
+        sizes = {"decoder_input_dim": 8, "upsample_initial_channel": 16, "d_vector_dim": 4}
+        vocoder = HifiGanDecoder(**sizes, reads_mels=reads_mels)
         vocoder.speaker_encoder = SpeakerEncoder(proj_dim=4, num_filters=(8, 8, 8, 8))
         discriminators = Discriminators(
             periods=(2, 3), period_widths=(4, 8), resolutions=(Resolution(256, 64, 256),), resolution_width=4
@@ -598,6 +599,30 @@ def test_the_first_layer_learns_what_hifigans_own_returns() -> None:
         optimizer.zero_grad()
         distances.append(float(losses["first_layer"]))
     assert distances[-1] < 0.9 * distances[0]
+
+
+def test_a_decoder_of_mels_first_learns_the_map_alone_to_return_hifigans_mels() -> None:
+    recipe = make("decoder", reads_mels=True, facts=StageFacts(total_steps=100, warm_start=True))
+    rows = torch.randn(4, LATENTS + 2 * MARGIN_CODES, 320)
+    batch, distances = decoder_batch() | {"latents": rows}, []
+    optimizer = Optimizer(recipe.parts(), 1e-2, Schedule(0, None), betas=recipe.betas)
+    for _ in range(8):
+        recipe.begin_step(0)
+        losses = run(recipe, batch)
+        losses["total"].backward()
+        trained = {name.rsplit(".", 2)[0] for name, value in recipe.named_parameters() if value.grad is not None}
+        assert trained == {"generator.prenet"}
+        optimizer.update()
+        optimizer.zero_grad()
+        distances.append(float(losses["first_layer"]))
+    assert distances[-1] < 0.9 * distances[0]
+    recipe.begin_step(6)
+    whole = recipe.generator.first(HifiGanDecoder.frames(rows, are_mels=True))
+    first = frames_of(MARGIN_CODES)
+    expected = whole[..., first : first + num_frames(LATENTS)]
+    torch.testing.assert_close(recipe._first_layer(batch)[2], expected)
+    run(recipe, batch)["total"].backward()
+    assert recipe.generator.prenet.linear.weight.grad.any() and recipe.generator.conv_pre.weight.grad.any()
 
 
 # On a GPU

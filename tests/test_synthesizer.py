@@ -528,6 +528,8 @@ def test_missing_parts_and_validation_decide_the_vocoder() -> None:
     ):
         with pytest.raises(UnreadableWeights, match=problem):
             usable_vocoder(parts, vocoder)  # type: ignore[arg-type]
+    with pytest.raises(UnreadableWeights, match=r"^The dvae of this .* is not trained.*\(--stages dvae\)\.$"):
+        usable_vocoder([dvae], reads_mels=True)
 
 
 @pytest.mark.usefixtures("small")

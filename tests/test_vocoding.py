@@ -15,11 +15,13 @@ from torch import Tensor
 from myxtts.errors import NO_PROGRESS
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, HifiGanDecoder, spectral_distance
+from myxtts.model.xtts import XTTS
 from myxtts.synthesis.generation import Generated
 from myxtts.synthesis.vocoding import (
     GPU_FRAMES_STEP,
     LEAST_CHANNELS,
     REACH_FRAMES,
+    Codec,
     CpuGenerator,
     GriffinLim,
     HifiGan,
@@ -49,6 +51,16 @@ def frames_met(decoder: HifiGanDecoder) -> list[int]:
     met: list[int] = []
     decoder.waveform_decoder.conv_pre.register_forward_pre_hook(lambda _, given: met.append(given[0].shape[2]))
     return met
+
+
+@pytest.fixture
+def mel_model() -> XTTS:
+    """A model whose decoder reads the mels of its DVAE; its codes differ."""
+    model = make_model(decoder_input="mel").eval().requires_grad_(False)
+    for weight in (*model.dvae.decoder.parameters(), *model.hifigan_decoder.waveform_decoder.prenet.parameters()):
+        weight.normal_(std=0.3)
+    model.mel_stats.copy_(torch.linspace(0.5, 2, 80))
+    return model
 
 
 def streamed(vocoder: HifiGan, sentence: Generated, chunk_codes: int, speed: float) -> list[Tensor]:
@@ -104,6 +116,33 @@ def test_pieces_equal_the_whole(
         assert all(length % frames_step == 0 for length in met[:-1]), "only an end may have another length"
         assert met[-1] % frames_step == 0 or met[-1] <= 2 * REACH_FRAMES
         assert max(met) <= max(frames_step, 4.36 * chunk_codes / speed + 3 * REACH_FRAMES)
+
+
+def test_the_mel_of_a_code_depends_on_the_codes_within_its_reach(mel_model: XTTS) -> None:
+    codes, reach = torch.zeros(1, 40).long(), mel_model.dvae.reach_codes
+    rows = mel_model.dvae.mel_rows(codes, mel_model.mel_stats)[0]
+    codes[0, 20] = 1
+    changed = mel_model.dvae.mel_rows(codes, mel_model.mel_stats)[0]
+    differs = (rows != changed).any(1).nonzero()
+    assert (int(differs.min()), int(differs.max())) == (20 - reach, 20 + reach)
+
+
+@pytest.mark.parametrize(("chunk_codes", "speed"), [(3, 1.0), (20, 1.0), (20, 1.3), (1000, 0.7)])
+def test_pieces_of_a_decoder_of_mels_equal_the_whole(mel_model: XTTS, chunk_codes: int, speed: float) -> None:
+    decoder, codec = mel_model.hifigan_decoder, Codec(mel_model.dvae, mel_model.mel_stats)
+    vocoder, sentences = HifiGan(decoder, 2, codec=codec), []
+    for length in (23, 61):
+        sentences.append(Generated(torch.randint(64, (length,)), torch.zeros(length, 64)))
+    waves = vocoder.waves(sentences, [SPEAKER, SPEAKER], speed, NO_PROGRESS.advance)
+    for sentence, whole in zip(sentences, waves, strict=True):
+        pieces = streamed(vocoder, sentence, chunk_codes, speed)
+        torch.testing.assert_close(torch.cat(pieces), whole, atol=2e-4, rtol=1e-3)
+        assert chunk_codes > 20 or len(pieces[-2]) > 0, "it does not wait for the end"
+        if speed == 1:
+            rows = mel_model.dvae.mel_rows(sentence.codes[None], mel_model.mel_stats)
+            expected = decoder(rows, SPEAKER[None, :, None])[0, 0]
+            assert expected.std() > 1e-4
+            torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-3)
 
 
 @pytest.fixture

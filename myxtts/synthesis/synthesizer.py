@@ -302,8 +302,8 @@ def usable_vocoder(
         if part in fresh_parts:
             raise UnreadableWeights(f"The model has no {part}, without which it cannot speak.")
     names: tuple[VocoderName, ...] = (wanted,) if wanted else ("hifigan", "griffin-lim")
-    needed = {name: (*_VOCODER_PARTS[name], *(["dvae"] if reads_mels else [])) for name in names}
-    missing = {name: [part for part in fresh_parts if part in needed[name]] for name in names}
+    needed = {**_VOCODER_PARTS, "hifigan": (*_VOCODER_PARTS["hifigan"], *(("dvae",) if reads_mels else ()))}
+    missing = {name: [part for part in needed[name] if part in fresh_parts] for name in names}
     trained = [name for name, parts in missing.items() if not parts]
     if distances and len(trained) == 2:
         decoder, griffin_lim = distances["decoder"], distances["griffin_lim"]
@@ -315,9 +315,10 @@ def usable_vocoder(
         lacks_decoder = trained == ["griffin-lim"] and wanted is None
         note = "no trained decoder; using Griffin-Lim, which sounds hollow" if lacks_decoder else ""
         return VocoderChoice(trained[0], note)
-    parts = dict.fromkeys(part for parts in missing.values() for part in parts)
-    words = [part.split(".")[-1].replace("_", " ") for part in parts]
-    stages = " or ".join(f"--stages {'decoder' if name == 'hifigan' else 'dvae'}" for name in missing)
+    lacking = dict.fromkeys(part for parts in missing.values() for part in parts)
+    words = [part.split(".")[-1].replace("_", " ") for part in lacking]
+    choices = dict.fromkeys("dvae" if parts == ["dvae"] else "decoder" for parts in missing.values())
+    stages = " or ".join(f"--stages {stage}" for stage in choices)
     other = " or use --vocoder griffin-lim" if wanted == "hifigan" and "dvae" not in fresh_parts else ""
     untrained = f"The {' and the '.join(words)} of this model {'is' if len(words) == 1 else 'are'} not trained"
     raise UnreadableWeights(f"{untrained}, so nothing turns its codes into sound: train it ({stages}){other}.")
