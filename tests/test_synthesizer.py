@@ -109,10 +109,14 @@ def test_only_the_first_attempt_takes_central_codes() -> None:
 # Streams
 
 
-@pytest.mark.parametrize(("chunk_codes", "speed"), [(3, 1.0), (20, 1.3)])
+@pytest.mark.parametrize(
+    ("chunk_codes", "speed", "reads"), [(3, 1.0, "latents"), (20, 1.3, "latents"), (20, 1.0, "mel")]
+)
 def test_a_stream_says_what_speak_says(
-    synthesizer: Synthesizer, anna: Voice, speed: float, chunk_codes: int
+    synthesizer: Synthesizer, anna: Voice, speed: float, chunk_codes: int, reads: str
 ) -> None:
+    if reads == "mel":
+        synthesizer, anna = speaking(make_model(decoder_input=reads)), replace(anna, fingerprint="")
     stream = synthesizer.stream(LONG_TEXT, anna, "en", seed=4, speed=speed, chunk_codes=chunk_codes)
     with pytest.raises(RuntimeError, match="when all"):
         _ = stream.report
