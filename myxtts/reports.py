@@ -201,7 +201,7 @@ def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
         over = stages[stages.index(longer) + 1 :]
         then = f", then {' and '.join(over)} start{'s' * (len(over) == 1)} over" if over else ""
         yield f"  a larger {flag}: {longer} continues{then}"
-    if training.stages:
+    if training.stages and settings.data.train_data is not None:  # the demonstration chooses its stages itself
         whole = replace(settings, training=replace(training, stages=None))
         with contextlib.suppress(ConfigError):  # other stages may have been trained with other settings
             does = "; ".join(f"{stage.stage} {stage.does}" for stage in plan_stages(whole, prepared, plan, run))
