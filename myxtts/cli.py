@@ -15,12 +15,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from myxtts import __version__
-from myxtts.config import LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
+from myxtts import __version__, config
+from myxtts.config import LANGUAGE_NAMES, LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
 from myxtts.settings import (
     LoadedSettings,
@@ -35,6 +36,7 @@ from myxtts.settings import (
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
+    from myxtts.model.xtts import XTTS
     from myxtts.synthesis.synthesizer import Speech, SpeechStream
     from myxtts.tools.profile import Profile
 
@@ -202,19 +204,33 @@ def _add_tools(commands: Any) -> None:
 
 def _add_speak(commands: Any) -> None:
     speak = _command(commands, "speak", "speak a text in the voice of a recording", _speak, strict=True)
-    add, model, out = speak.add_argument, Path("checkpoints"), Path("speech.wav")
+    add, out = speak.add_argument, Path("speech.wav")
     add("text", nargs="?", help="text to speak")
     add("--from-file", type=Path, metavar="FILE", help="text file to speak; - for standard input")
-    add("--model", type=Path, default=model, metavar="DIR", help=f"a run or an XTTS-v2 folder [default: {model}]")
+    _add_model(speak)
     add("--speaker", type=Path, action="append", metavar="FILE", help="recording of the voice; may be repeated")
-    add("--voice", metavar="NAME", help="a saved voice; with --speaker: save the voice under this name")
-    add("--language", choices=LANGUAGES, required=True, help="language of the text")
+    voice = "a voice that myxtts voices lists [default: the first]; with --speaker: save the voice under this name"
+    add("--voice", metavar="NAME", help=voice)
+    add("--language", choices=LANGUAGES, help="language of the text [default: detected]")
     add("--out", type=Path, default=out, metavar="FILE", help=f"wav or flac file to write [default: {out}]")
     add("--stream", action="store_true", help="write the audio while it is generated")
     add("--speed", type=float, default=1.0, help="speaking rate; 2 is twice as fast [default: 1]")
     add("--seed", type=int, help="random seed, for reproducible output")
     add("--repetition-penalty", type=float, help="penalty on repeated codes [default: 5; from scratch: 1]")
     _add_sampling(speak)
+
+    voices = _command(commands, "voices", "list the voices of a model, or add one", _voices, strict=True)
+    add = voices.add_argument
+    _add_model(voices)
+    add("--add", metavar="NAME", help="save the voice of the recordings under this name")
+    add("recordings", type=Path, nargs="*", metavar="RECORDING", help="with --add: recordings of one person")
+    add("--language", choices=LANGUAGES, action="append", help="with --add: of the speaker; may be repeated")
+    add("--description", default="", metavar="TEXT", help="with --add: what the voice is like, for the list")
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    about = "a run or a folder of weights [default: the run in checkpoints, or the base model of MyXTTS]"
+    command.add_argument("--model", type=Path, metavar="DIR", help=about)
 
 
 def _add_evaluate(commands: Any) -> None:
@@ -244,11 +260,12 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 
 
 def _add_export(commands: Any) -> None:
-    about = "write a folder that coqui-tts and the tools built on it can load"
+    about = "write a folder of weights, for coqui-tts and the tools built on it or to give away"
     export = _command(commands, "export", about, _export, strict=True)
     add = export.add_argument
     add("source", type=Path, metavar="FOLDER", help="a run, or a folder of XTTS weights")
-    add("--to", choices=["coqui"], default="coqui", help="format to write [default: coqui]")
+    formats = "coqui: as XTTS-v2; compact: int8 and float16, up to 100 MB, with the saved voices [default: coqui]"
+    add("--to", choices=["coqui", "compact"], default="coqui", help=formats)
     add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     add("--tokenizer", type=Path, metavar="FILE", help="a larger vocab.json, for which the network is extended")
     add("--best", action="store_true", help="use the GPT of the run with the best validation loss, not the newest")
@@ -499,21 +516,25 @@ def _speak(options: argparse.Namespace) -> None:
     from myxtts.synthesis.synthesizer import check_output, load_synthesizer, override_sampling
     from myxtts.synthesis.voices import VoiceLibrary
     from myxtts.terminal import ProgressLines
+    from myxtts.text.language import language_of
 
     text = _text(options)
-    if not options.speaker and not options.voice:
-        raise ConfigError("speak: give a recording with --speaker FILE, or a saved voice with --voice NAME")
     check_output(options.out)
-    voices = VoiceLibrary(options.model)
+    folder = _model_folder(options)
+    voices = VoiceLibrary(folder)
     if options.voice:
         voices.path(options.voice)  # reports an impossible name before anything is computed
-    synthesizer = load_synthesizer(options.model, vocoder=options.vocoder, best_gpt=options.best)
+    elif not options.speaker:
+        voices.default()  # raises if there is none
+    synthesizer = load_synthesizer(folder, vocoder=options.vocoder, best_gpt=options.best)
+    language = options.language or language_of(text, synthesizer.languages)
     if options.speaker:
         voice = synthesizer.voice(options.speaker, options.voice)
         if options.voice:
             voices.save(voice)
     else:
-        voice = voices.load(options.voice, synthesizer.fingerprint)
+        voice = voices.load(options.voice or voices.default(language), synthesizer.fingerprint)
+    _say(f"Speaking {LANGUAGE_NAMES[language]} with {_model_name(folder)}, voice {voice.name}")
     how = {
         "sampling": override_sampling(synthesizer.sampling, options),
         "speed": options.speed,
@@ -522,11 +543,46 @@ def _speak(options: argparse.Namespace) -> None:
     }
     speech: Speech | SpeechStream
     if options.stream:
-        speech = synthesizer.stream(text, voice, options.language, **how)
+        speech = synthesizer.stream(text, voice, language, **how)
     else:
-        speech = synthesizer.speak(text, voice, options.language, **how)
+        speech = synthesizer.speak(text, voice, language, **how)
     speech.save(options.out)
     _say(*speech.report.notes(), options.out)
+
+
+def _model_folder(options: argparse.Namespace) -> Path:
+    from myxtts.synthesis.synthesizer import usual_model
+
+    folder: Path = options.model or usual_model()
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give a run or a folder of weights with --model DIR")
+    return folder
+
+
+def _model_name(folder: Path) -> str:
+    return "the base model" if folder == config.BASE_FOLDER else f"the model in {folder}"
+
+
+def _voices(options: argparse.Namespace) -> None:
+    from myxtts.synthesis.synthesizer import load_synthesizer
+    from myxtts.synthesis.voices import VoiceLibrary
+
+    if (options.add is None) != (not options.recordings):
+        raise ConfigError("voices: to add one give a name and recordings: myxtts voices --add NAME FILE…")
+    folder = _model_folder(options)
+    library = VoiceLibrary(folder)
+    if options.add is not None:
+        library.path(options.add)  # reports an impossible name before anything is computed
+        voice = load_synthesizer(folder).voice(options.recordings, options.add)
+        about = {"languages": tuple(options.language or ()), "description": options.description}
+        _say(*voice.notes, library.save(replace(voice, **about)))
+        return
+    found = library.all()
+    add = "myxtts voices --add NAME RECORDING… adds one"
+    _say(f"Voices of {_model_name(folder)}" + (", for --voice NAME:" if found else f": none yet; {add}"))
+    width = max((len(voice.name) for voice in found), default=0)
+    for voice in found:
+        _say(f"  {voice.name:{width}}  {' '.join(voice.languages) or '–':8}  {voice.description}".rstrip())
 
 
 def _text(options: argparse.Namespace) -> str:
@@ -576,7 +632,7 @@ def _export(options: argparse.Namespace) -> None:
     from myxtts.run_dir import RunDir
     from myxtts.synthesis.synthesizer import provenance
     from myxtts.text.tokenizer import Tokenizer
-    from myxtts.weights import ONLY_HERE, fits_coqui, load_folder, save_folder
+    from myxtts.weights import ONLY_HERE, fits_coqui, load_folder, save_compact, save_folder
 
     replaced = ", in place of the weights that were there" if _check_export(options.source, options.out) else ""
     _require_vocabulary("--tokenizer", options.tokenizer)
@@ -592,13 +648,29 @@ def _export(options: argparse.Namespace) -> None:
         loaded = load_folder(options.source, larger)
         model, vocabulary, known = loaded.model, loaded.vocabulary, loaded.provenance
         fresh = f", new weights for {', '.join(loaded.fresh_parts)}" if loaded.fresh_parts else ""
-    save_folder(options.out, model, vocabulary, known)
-    _say(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{fresh}{replaced}")
-    if known.random_parts:
+    size = ""
+    if options.to == "compact":
+        _build_in_voices(options.source, options.out, model)
+        written = save_compact(options.out, model, vocabulary, known)
+        size = f", {sum(written.values()) / 1e6:.1f} MB"
+    else:
+        save_folder(options.out, model, vocabulary, known)
+    _say(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{size}{fresh}{replaced}")
+    if known.untrained:
         hum = "; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else ""
-        _say(f"WARNING: {' and '.join(known.random_parts)}: never trained, these weights are random{hum}")
-    if not fits_coqui(model.dims):
+        _say(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{hum}")
+    if options.to == "coqui" and not fits_coqui(model.dims):
         _say(f"WARNING: {ONLY_HERE}")
+
+
+def _build_in_voices(source: Path, out: Path, model: XTTS) -> None:
+    """Give an export the voices of its source, without those that other weights made."""
+    from myxtts.synthesis.voices import VoiceLibrary, fingerprint
+
+    found, own = VoiceLibrary(source).all(), ("", fingerprint(model))
+    for voice in [voice for voice in found if voice.fingerprint not in own]:
+        _say(f"WARNING: voice {voice.name} is left out: other weights made it. myxtts voices --add makes it again")
+    VoiceLibrary(out).build_in([voice for voice in found if voice.fingerprint in own])
 
 
 def _check_export(source: Path, out: Path) -> bool:

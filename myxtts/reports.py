@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from myxtts import __version__
-from myxtts.config import LANGUAGES, STAGES, Settings, stage_steps, stages_of
+from myxtts.config import BUILDS_ON, LANGUAGES, MIN_SPEAKERS, STAGES, Settings, stage_steps, stages_of
 from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine, make_plan
 from myxtts.errors import ConfigError, MyXTTSError
@@ -27,7 +27,7 @@ from myxtts.observe.diagnosis import LiveWarnings
 from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, duration, log_sound
 from myxtts.observe.nvml import Sampler
 from myxtts.observe.report import write_report
-from myxtts.run import as_started, plan_stages
+from myxtts.run import as_started, plan_stages, with_stages
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import SAMPLE_FILE, Example, example, provenance, speak_sample
 from myxtts.terminal import ProgressPrinter, show_corpus
@@ -167,7 +167,7 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
         yield f"  report       {folder / 'report.html'}"
     yield f"  checkpoints  {', '.join(str(folder / stage) for stage in STAGES if (folder / stage).is_dir())}"
     run = RunDir(folder)
-    if random := provenance(run).random_parts:
+    if random := provenance(run).untrained:
         yield f"  not trained  {', '.join(random)}: random weights"
     if settings.data.train_data is None:
         yield _ABOUT_THE_DEMO
@@ -189,7 +189,7 @@ def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
     """Yield what the same command, a larger number and another stage would do after a run has ended."""
     run, plan = RunDir(settings.training.checkpoint_dir), make_plan(settings.data)
     settings = as_started(settings, run)
-    training, stages = settings.training, stages_of(settings)
+    training, stages = settings.training, stages_of(settings, prepared.num_speakers)
     yield f"  {_same_command(settings)}: nothing is left to train"
     size = (len(prepared.train), settings.data.batch_size * plan.world_size, training.gradient_accumulation_steps)
     ends = {stage: stage_steps(training, stage, *size) for stage in stages}
@@ -198,16 +198,17 @@ def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
         flags[stage] = "--early-stop" if run.status(stage).step < ends[stage][0] else flags[stage]
     for flag in dict.fromkeys(flags.values()):
         longer = next(stage for stage in stages if flags[stage] == flag)
-        over = stages[stages.index(longer) + 1 :]
+        over = [stage for stage in stages if longer in BUILDS_ON.get(stage, ())]
         then = f", then {' and '.join(over)} start{'s' * (len(over) == 1)} over" if over else ""
         yield f"  a larger {flag}: {longer} continues{then}"
     if training.stages and settings.data.train_data is not None:  # the demonstration chooses its stages itself
-        whole = replace(settings, training=replace(training, stages=None))
+        whole = with_stages(replace(settings, training=replace(training, stages=None)), prepared)
         with contextlib.suppress(ConfigError):  # other stages may have been trained with other settings
             does = "; ".join(f"{stage.stage} {stage.does}" for stage in plan_stages(whole, prepared, plan, run))
             yield f"  without --stages: {does}"
-    other = next((stage for stage in STAGES if stage not in stages and not run.has_checkpoint(stage)), "gpt")
-    later = [stage for stage in STAGES[STAGES.index(other) + 1 :] if run.has_checkpoint(stage)]
+    possible = [stage for stage in STAGES if stage != "speaker" or prepared.num_speakers >= MIN_SPEAKERS]
+    other = next((stage for stage in possible if stage not in stages and not run.has_checkpoint(stage)), "gpt")
+    later = [stage for stage in STAGES if other in BUILDS_ON.get(stage, ()) and run.has_checkpoint(stage)]
     stale = f"; {' and '.join(later)} {'is' if len(later) == 1 else 'are'} then stale" if later else ""
     if not run.has_checkpoint(other):
         yield f"  --stages {other}: trains {other}{stale}"

@@ -25,7 +25,10 @@ from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
 from myxtts.config import (
+    BUILDS_ON,
+    DECODER_EMA_DECAY,
     LANGUAGES,
+    MIN_SPEAKERS,
     SAMPLE_RATE,
     SMALL_CORPUS,
     SMALL_CORPUS_HOURS,
@@ -59,8 +62,8 @@ from myxtts.files import lock, write_text_atomically
 from myxtts.host import usable_cores
 from myxtts.model.gpt import adapter_state, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
-from myxtts.model.vocoder import spectral_distance
-from myxtts.model.xtts import XTTS
+from myxtts.model.vocoder import Generator, HifiGanInput, spectral_distance
+from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
@@ -70,7 +73,7 @@ from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, DecoderRecipe, DvaeRecipe, Recipe, StageFacts, useful_flops
 from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, choose_mode
-from myxtts.weights import MODEL_FILES, is_trained_in
+from myxtts.weights import MODEL_FILES, has_weights, is_trained_in, start_from_hifigan
 
 MEL_STATISTICS_CLIPS = 256
 COMPARED_CLIPS = 32  # validation clips, about, on which the decoder is compared with Griffin-Lim
@@ -99,8 +102,8 @@ def train(
 ) -> TrainingResult:
     """Train every stage that the settings ask for, or continue the run in their `checkpoint_dir`.
 
-    Under torchrun every process calls this; only rank 0 reports, writes, and says what it does (`say`, by default
-    to the log).
+    Under torchrun every process calls this. Only rank 0 reports, writes, and says what it does, by `say` or to the
+    log.
     """
     spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
     settings = settings.settings if isinstance(settings, LoadedSettings) else settings
@@ -110,6 +113,7 @@ def train(
     run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
     continues = run_dir.has_begun and not settings.training.reset_training
     require_source(settings, run_dir if continues else None)
+    _require_hifigan(settings, run_dir if continues else None)
     with contextlib.ExitStack() as held:
         if is_first:
             held.enter_context(lock(run_dir.folder))
@@ -124,6 +128,7 @@ def train(
         if is_first:
             barrier(plan)
         reporter.corpus(prepared)
+        settings = with_stages(settings, prepared, say)
         auto = auto_values(settings, prepared, run_dir if continues else None)
         stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
         planned = [f"Plan of the run in {run_dir.folder}:", *map(str, stages)]
@@ -154,7 +159,7 @@ def train(
 
 def _require_undamaged(run_dir: RunDir, stage: str) -> None:
     """Raise an error if a stage would start over only because an earlier one cannot be read."""
-    for earlier in STAGES[: STAGES.index(stage)]:
+    for earlier in BUILDS_ON.get(stage, ()):
         if run_dir.checkpoints(earlier).newest_is_damaged:
             damaged = (
                 f"The newest checkpoint of {earlier} in {run_dir.folder} is damaged: {stage} was trained on it."
@@ -174,10 +179,9 @@ def require_source(settings: Settings, continued: RunDir | None) -> None:
     known = continued.started_with().get("training.init_from") if continued is not None else None
     if source is None or str(source) == known or RunDir(source).exists:
         return
-    has_weights = any((source / name).is_file() for name in MODEL_FILES)
-    if has_weights and (settings.data.tokenizer is not None or (source / VOCABULARY_FILE).is_file()):
+    if has_weights(source) and (settings.data.tokenizer is not None or (source / VOCABULARY_FILE).is_file()):
         return
-    if has_weights:
+    if has_weights(source):
         why = f"the folder has weights, but no {VOCABULARY_FILE}; copy it there, or name one with --tokenizer"
     elif source.is_dir():
         why = f"the folder holds neither XTTS weights ({' or '.join(MODEL_FILES)}) nor a run"
@@ -187,6 +191,14 @@ def require_source(settings: Settings, continued: RunDir | None) -> None:
         f"--init-from {source}: {why}.\n"
         "Name a folder with the files of XTTS-v2 (model.pth, dvae.pth, mel_stats.pth, vocab.json), or a run's."
     )
+
+
+def _require_hifigan(settings: Settings, continued: RunDir | None) -> None:
+    """Raise an error unless a decoder stage that is yet to begin can start from `init_decoder`."""
+    path, is_begun = settings.training.init_decoder, continued is not None and continued.has_checkpoint("decoder")
+    if path is not None and "decoder" in stages_of(settings) and not is_begun:
+        channels = SIZES[settings.model.size].vocoder_channels
+        start_from_hifigan(path, Generator(1, channels, 1), HifiGanInput(channels))
 
 
 def prepare_corpus(
@@ -206,6 +218,19 @@ def prepare_corpus(
             f"{error}\nTexts were read with the vocabulary of the run in {continued.folder}, which this would "
             "continue. For another corpus give another --checkpoint-dir, or --reset-training."
         ) from error
+
+
+def with_stages(settings: Settings, prepared: PreparedCorpus, say: Say = _silent) -> Settings:
+    """The settings with the stages that the corpus allows; raises if they name one that it does not."""
+    training, num_speakers = settings.training, prepared.num_speakers
+    stages = stages_of(settings, num_speakers)
+    found = f"the corpus names {num_speakers or 'no'} speaker{'s' * (num_speakers != 1)} with two clips or more"
+    why = f"{found}, and the stage learns from {MIN_SPEAKERS} or more"
+    if "speaker" in stages and num_speakers < MIN_SPEAKERS:
+        raise ConfigError(f"--stages speaker: {why}. Leave it out: the decoder then takes voices from the GPT")
+    if training.stages is None and "decoder" in stages and "speaker" not in stages:
+        say(f"Stage speaker is left out: {why}. The decoder takes voices from the GPT instead")
+    return replace(settings, training=replace(training, stages=stages)) if "speaker" in stages else settings
 
 
 def _start(
@@ -264,9 +289,10 @@ def auto_values(
 
 
 def with_auto(settings: Settings, auto: Mapping[str, float], stage: str) -> Settings:
-    """The settings of a stage with a number for each that is `auto`: what the run began with, and only for gpt."""
+    """The settings of a stage with a number for each that is `auto`; for gpt, what the run began with."""
+    own = {"gpt": auto, "decoder": {"training.ema_decay": DECODER_EMA_DECAY}}.get(stage, {})
     unset = [key for key in SMALL_CORPUS if value_of(settings, key) is None]
-    return with_settings(settings, {key: auto.get(key, 0.0) if stage == "gpt" else 0.0 for key in unset})
+    return with_settings(settings, {key: own.get(key, 0.0) for key in unset})
 
 
 def _num_tokens(source: Path) -> int:
@@ -493,10 +519,15 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
     torch.manual_seed(training.seed)  # a stage starts the same, whatever this process did before
     with explained_out_of_memory(plan, "model", "loading weights and optimiser"):
         has_new_tokens = ctx.run_dir.exists and bool(ctx.run_dir.started_with().get("has_grown_vocabulary"))
-        facts = StageFacts(plan.world_size, ctx.fine_tuning, has_new_tokens)
+        warm = ctx.stage == "decoder" and training.init_decoder is not None
+        if loaded is not None:
+            warm = any(name.startswith("teacher.") for name in loaded.weights)
+        facts = StageFacts(plan.world_size, ctx.fine_tuning, total, warm, has_new_tokens)
         recipe = RECIPES[ctx.stage].build(ctx.model, settings, facts)
         if loaded is not None:
             ctx.load_weights(recipe, loaded.weights)
+        elif isinstance(recipe, DecoderRecipe) and recipe.teacher is not None and training.init_decoder:
+            ctx.say(start_from_hifigan(training.init_decoder, recipe.generator, recipe.teacher))
         if ctx.stage == "gpt" and settings.model.lora_rank and mode.autocast:
             store_frozen_in_bf16(ctx.model.gpt)
         recipe.to(plan.model).train()
@@ -505,11 +536,11 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
         optimizer = Optimizer(
             parts if len(parts) > 1 else recipe,
             training.learning_rate or recipe.learning_rate(ctx.fine_tuning),
-            Schedule(warmup, total),
+            Schedule(warmup, total, lead_steps=recipe.lead_steps),
             weight_decay=training.weight_decay,
             grad_clip=training.grad_clip,
             betas=recipe.betas,
-            ema_decay=training.ema_decay or 0.0,
+            ema_decay=(training.ema_decay or 0.0) if recipe.is_averaged else 0.0,
         )
     torch.manual_seed(training.seed + plan.rank)  # dropout differs between ranks
     if loaded is not None:

@@ -29,11 +29,11 @@ from myxtts.checkpoints import (
     read_tensors,
     write_tensors,
 )
-from myxtts.config import STAGE_PARTS, STAGES, Settings, stages_of
+from myxtts.config import BUILDS_ON, STAGE_PARTS, STAGES, Settings, stages_of
 from myxtts.errors import ConfigError
 from myxtts.files import write_text_atomically
 from myxtts.model.gpt import add_adapters, merge_adapters
-from myxtts.model.xtts import SIZES, XTTS, XTTSDims
+from myxtts.model.xtts import SIZES, XTTS, XTTSDims, sizes_of
 from myxtts.observe.metrics import RUN_FILES
 from myxtts.settings import load
 from myxtts.text.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ class Mismatch(NamedTuple):
 def mismatches(found: Mapping[str, Notes]) -> Iterator[Mismatch]:
     """The first mismatch of each stage, given the notes of the checkpoints that are used together."""
     for stage, notes in found.items():
-        for earlier in reversed(STAGES[: STAGES.index(stage)]):
+        for earlier in reversed(BUILDS_ON.get(stage, ())):
             trained_on = notes.trained_on.get(earlier)
             used_with = found[earlier].fingerprint if earlier in found else INITIAL
             if trained_on not in (None, used_with):
@@ -177,8 +177,8 @@ class RunDir:
         return RunSummary(self.folder, stages, again, *about, settings.data.train_data, saved_at)
 
     def fingerprints(self, stage: str) -> dict[str, str]:
-        """The fingerprints of the stages before this one, as they are loaded."""
-        loaded = {name: self.checkpoints(name).newest(False) for name in STAGES[: STAGES.index(stage)]}
+        """The fingerprints of the stages that this one builds on, as they are loaded."""
+        loaded = {name: self.checkpoints(name).newest(False) for name in BUILDS_ON.get(stage, ())}
         return {name: INITIAL if found is None else found.notes.fingerprint for name, found in loaded.items()}
 
     @property
@@ -332,6 +332,7 @@ class RunDir:
             add_adapters(model.gpt, rank)
             model.load_state_dict(adapters, strict=False)
             merge_adapters(model.gpt)
+        model.speaker_is_trained = "speaker" not in self.untrained()
         return model
 
     def _warn_of_mismatches(self, used: Mapping[str, Notes]) -> None:
@@ -363,7 +364,7 @@ def initial_model(settings: Settings, vocabulary: Tokenizer) -> XTTS:
     if source is not None:
         is_run = RunDir(source).exists
         model = RunDir(source).load_model() if is_run else load_folder(source, vocabulary).model
-        found = [name for name, dims in SIZES.items() if dims.gpt.dim == model.dims.gpt.dim]
+        found = sizes_of(model.dims)
         if settings.model.size not in found:
             raise ConfigError(
                 f"The weights in {source} are of size {found[0] if found else 'unknown'}, and --model-size is "

@@ -1,9 +1,12 @@
-"""XTTS-v2 folders: read the published forms, write folders that coqui-tts loads (if `fits_coqui`).
+"""Folders of weights: read XTTS-v2's published forms, write folders that coqui-tts loads (if `fits_coqui`).
 
     model.pth       GPT, vocoder and speaker encoder; a trainer's checkpoint also holds the DVAE
     dvae.pth        the DVAE;  mel_stats.pth  the 80 divisors of the mels
     vocab.json      the tokenizer;  config.json  sizes and sampling parameters
     myxtts.json     provenance of the weights, only in folders written here; other tools ignore it
+
+The compact form, which only MyXTTS reads, has `weights-N.safetensors` in place of the `.pth` files: float16, and
+int8 with a scale per row for as many large tensors as it takes to fit `COMPACT_BYTES`. `myxtts.json` lists them.
 
 Combines files (`checkpoints`), names (`model.xtts`) and the vocabulary (`text.tokenizer`).
 """
@@ -19,7 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from myxtts.checkpoints import Tensors, UnreadableWeights, read_tensors, require_match, write_pth
+from myxtts.checkpoints import (
+    Tensors,
+    UnreadableWeights,
+    file_hash,
+    read_tensors,
+    require_match,
+    write_pth,
+    write_tensors,
+)
 from myxtts.config import (
     AUTO_MEL_FRAMES,
     HOP_SAMPLES,
@@ -31,16 +42,28 @@ from myxtts.config import (
 )
 from myxtts.files import write_text_atomically
 from myxtts.model.gpt import grow_text_vocabulary
-from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
+from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, Generator, HifiGanInput, modern_names
 from myxtts.model.xtts import XTTS, XTTSDims, canonical_names, dims_of
 from myxtts.text.tokenizer import FILE_NAME as VOCABULARY_FILE
 from myxtts.text.tokenizer import Tokenizer
 
-MODEL_FILES = ("model.pth", "best_model.pth")
+MODEL_FILES = ("model.pth", "best_model.pth", "weights-1.safetensors")
 """Possible names of the file with the weights, in order of preference."""
 PARTS = ("gpt", "hifigan_decoder.waveform_decoder", "hifigan_decoder.speaker_encoder", "dvae", "mel_stats")
 _DVAE_FILE, _STATS_FILE, _CONFIG_FILE = "dvae.pth", "mel_stats.pth", "config.json"
 _PROVENANCE_FILE = "myxtts.json"
+VOICES_FILE = "voices.safetensors"
+"""Built-in voices of a compact folder (`synthesis.voices`)."""
+
+COMPACT_BYTES, SHARD_BYTES = 100_000_000, 45_000_000
+"""The most that a compact folder takes, if int8 is enough for that, and each of its files."""
+_SHARD, _SCALES = "weights-{}.safetensors", "|scales"
+_INT8_ORDER = ("gpt", "hifigan_decoder.speaker_encoder", "dvae", "hifigan_decoder.waveform_decoder")
+"""Parts whose tensors become int8, in this order, the largest first: rounding the vocoder is heard most."""
+_NEVER_INT8 = ("gpt.mel_embedding", "gpt.mel_head", "gpt.mel_pos_embedding", "gpt.text_pos_embedding")
+_EXACT, _EXACT_ELEMENTS = "dvae.codebook", 16384  # the codebook and small tensors stay as they are
+_ENTRY_BYTES = 256  # room for the entry of a tensor in the header of a file
+_NEW_LAYERS = ("conv_pre.", "cond_layer.", "conds.")  # of the decoder, which a HiFi-GAN does not have
 
 
 @dataclass(frozen=True)
@@ -67,22 +90,23 @@ class Provenance:
             return PUBLISHED
         try:
             found = dict(json.loads(path.read_text(encoding="utf-8")))
+            found.pop("files", None)
             untrained = tuple(stage for stage in STAGES if stage in found["untrained"])
             return cls(**{**found, "untrained": untrained, "languages": tuple(found.get("languages", ()))})
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UnreadableWeights(f"{path} is not what an export wrote ({error}); export again") from None
 
     @property
-    def random_parts(self) -> list[str]:
-        """Stages that were never trained, and the speaker encoder, which no stage trains, in words."""
-        return [*self.untrained, *(["speaker encoder"] if self.from_scratch else [])]
-
-    @property
     def untrained_parts(self) -> list[str]:
-        return [STAGE_PARTS[stage][0] for stage in self.untrained]
+        """Random parts that a decoder needs: it does without a speaker encoder that was never trained."""
+        return [STAGE_PARTS[stage][0] for stage in self.untrained if stage != "speaker"]
 
 
 PUBLISHED = Provenance()
+
+
+def has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in MODEL_FILES)
 
 
 class LoadedFolder(NamedTuple):
@@ -112,6 +136,7 @@ def load_folder(folder: Path, vocabulary: Tokenizer | None = None) -> LoadedFold
         model = XTTS(dims)
     absent, provenance = load_state(model, state, str(folder)), Provenance.read(folder)
     untrained = [part for part in provenance.untrained_parts if part not in absent]
+    model.speaker_is_trained = "speaker" not in provenance.untrained
     return LoadedFolder(model, used, absent + untrained, provenance)
 
 
@@ -121,6 +146,8 @@ def read_folder(folder: Path) -> Tensors:
     if not found:
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no folder"
         raise UnreadableWeights(f"No {' or '.join(MODEL_FILES)} in {folder} (there is: {there or 'nothing'})")
+    if found[0].suffix == ".safetensors":
+        return _read_compact(folder)
     state = canonical_names(read_tensors(found[0]))
     if "gpt.text_embedding.weight" not in state:
         raise UnreadableWeights(f"{found[0]} holds no XTTS: {len(state)} tensors such as {next(iter(state), '-')}")
@@ -153,9 +180,53 @@ def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[st
     return absent
 
 
+def start_from_hifigan(path: Path, generator: Generator, teacher: HifiGanInput) -> str:
+    """Load a HiFi-GAN's generator, its first layer into `teacher`; return a sentence about what was loaded.
+
+    The generator's own first layer and speaker layers remain to be learnt; the latter start at zero.
+    """
+    state = {
+        name.removeprefix("generator."): value.float()
+        for name, value in read_tensors(path).items()
+        if name.startswith("generator.")
+    }
+    state = modern_names(_plain_ends(state))
+    state.pop("conv_post.bias", None)  # XTTS's last layer has none; it shifts the whole wave a little
+    own = {name: value for name, value in generator.state_dict().items() if not name.startswith(_NEW_LAYERS)}
+    expected = {name: value.shape for name, value in own.items()}
+    expected |= {name: value.shape for name, value in teacher.state_dict().items()}
+    channels, wanted = len(state.get("conv_pre.weight", ())), generator.conv_pre.out_channels
+    if channels not in (0, wanted):
+        raise UnreadableWeights(
+            f"{path} is a generator of {channels} channels, and the decoder of this model has {wanted}; "
+            "choose a --model-size with as many, or leave out --init-decoder"
+        )
+    require_match(state, expected, f"{path}, which should be the generator of a HiFi-GAN (V1),")
+    teacher.load_state_dict({name: state.pop(name) for name in teacher.state_dict()})
+    generator.load_state_dict(state, strict=False)
+    for layer in (generator.cond_layer, *generator.conds):
+        for parameter in layer.parameters():
+            torch.nn.init.zeros_(parameter)
+    loaded, total = (sum(value.numel() for value in each.values()) for each in (own, generator.state_dict()))
+    what = f"{loaded / 1e6:.1f} of {total / 1e6:.1f} million weights from {path}"
+    return f"Decoder: {what}; the first layer and the speaker layers are new"
+
+
+def _plain_ends(state: Mapping[str, Tensor]) -> Tensors:
+    """The first and the last layer without weight norm: XTTS's have none."""
+    plain = dict(state)
+    for name in ("conv_pre", "conv_post"):
+        if f"{name}.weight_g" in plain and f"{name}.weight_v" in plain:
+            scale, weight = plain.pop(f"{name}.weight_g"), plain.pop(f"{name}.weight_v")
+            plain[f"{name}.weight"] = weight * (scale / weight.flatten(1).norm(dim=1).view(-1, 1, 1))
+    return plain
+
+
 def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Provenance = PUBLISHED) -> None:
-    """Write a folder that coqui-tts loads if `fits_coqui`."""
+    """Write a folder that coqui-tts loads if `fits_coqui`, in place of a compact one."""
     folder.mkdir(parents=True, exist_ok=True)
+    for path in [folder / VOICES_FILE, *folder.glob(_SHARD.format("*"))]:
+        path.unlink(missing_ok=True)
     write_text_atomically(folder / _PROVENANCE_FILE, json.dumps(asdict(provenance), indent=2))
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     main = {name: tensor for name, tensor in state.items() if not name.startswith("dvae.")}
@@ -166,16 +237,123 @@ def save_folder(folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Pr
     write_text_atomically(folder / _CONFIG_FILE, json.dumps(coqui_settings(model.dims, vocabulary), indent=2))
 
 
+def save_compact(
+    folder: Path, model: XTTS, vocabulary: Tokenizer, provenance: Provenance = PUBLISHED
+) -> dict[str, int]:
+    """Write the compact form, in place of any other, and return its bytes by file; `VOICES_FILE` may be there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    voices = [path for path in (folder / VOICES_FILE,) if path.is_file()]
+    named = len(vocabulary.to_json().encode()) + sum(path.stat().st_size for path in voices)
+    shards: list[Tensors] = [{}]
+    for name, tensor in compacted(model.state_dict(), COMPACT_BYTES - named - 100 * _ENTRY_BYTES).items():
+        used = sum(other.nbytes + _ENTRY_BYTES for other in shards[-1].values())
+        if used + tensor.nbytes + _ENTRY_BYTES > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = tensor
+    older = [folder / name for name in (*MODEL_FILES, _DVAE_FILE, _STATS_FILE, _CONFIG_FILE)]
+    for path in [*older, *folder.glob(_SHARD.format("*"))]:
+        path.unlink(missing_ok=True)
+    vocabulary.save(folder / VOCABULARY_FILE)
+    written = [folder / VOCABULARY_FILE, *voices]
+    for number, shard in enumerate(shards, 1):
+        written.append(folder / _SHARD.format(number))
+        write_tensors(written[-1], shard)
+    sizes = {path.name: path.stat().st_size for path in written}
+    files = {name: {"bytes": size, "xxh3": file_hash(folder / name)} for name, size in sizes.items()}
+    content = json.dumps({**asdict(provenance), "files": files}, indent=2)
+    write_text_atomically(folder / _PROVENANCE_FILE, content)
+    return sizes
+
+
+def compacted(state: Mapping[str, Tensor], most_bytes: int) -> Tensors:
+    """The tensors of a compact folder: as many of the large ones in int8 as it takes to fit into `most_bytes`."""
+    kept, order = Tensors(), list[tuple[int, int, str]]()
+    for name, tensor in state.items():
+        if not tensor.isfinite().all():
+            raise UnreadableWeights(f"{name} is NaN or infinite: training diverged, and nothing was exported")
+        is_large = tensor.is_floating_point() and tensor.dim() > 1 and tensor.numel() > _EXACT_ELEMENTS
+        kept[name] = _halved(tensor) if is_large and not _belongs(name, _EXACT) else tensor
+        parts = [number for number, part in enumerate(_INT8_ORDER) if _belongs(name, part)]
+        if is_large and parts and not name.startswith((_EXACT, *_NEVER_INT8)):
+            order.append((parts[0], -tensor.numel(), name))
+    num_bytes = sum(tensor.nbytes + _ENTRY_BYTES for tensor in kept.values())
+    for _, _, name in sorted(order):
+        if num_bytes <= most_bytes:
+            break
+        rows, scales = quantised(state[name])
+        num_bytes += rows.nbytes + scales.nbytes + _ENTRY_BYTES - kept[name].nbytes
+        kept |= {name: rows, name + _SCALES: scales}
+    return kept
+
+
+def _halved(tensor: Tensor) -> Tensor:
+    half = tensor.half()
+    return half if bool(half.isfinite().all()) else tensor.bfloat16()
+
+
+def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor as int8, and the value of 1 in each of its rows: off by at most 1/254 of the row's maximum."""
+    rows = tensor.detach().float().flatten(1)
+    scales = (rows.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (rows / scales[:, None]).round().to(torch.int8).view(tensor.shape), scales
+
+
+def _read_compact(folder: Path) -> Tensors:
+    """All weights of a compact folder in fp32; raises an error for files that are not those that were written."""
+    stored = Tensors()
+    for name in [name for name in shipped_files(folder) if name != VOICES_FILE]:
+        path = require_shipped(folder, name)
+        stored |= read_tensors(path) if path.suffix == ".safetensors" else {}
+    state = Tensors()
+    for name, tensor in stored.items():
+        scales = stored.get(name + _SCALES)
+        if scales is not None and scales.shape != tensor.shape[:1]:
+            raise UnreadableWeights(f"{folder} is damaged: {name} has other rows than its scales; export it again")
+        if scales is not None:
+            tensor = (tensor.float().flatten(1) * scales[:, None]).view(tensor.shape)
+        if not name.endswith(_SCALES):
+            state[name] = tensor.float() if tensor.is_floating_point() else tensor
+    if "gpt.text_embedding.weight" not in state:
+        why = f"no {_PROVENANCE_FILE} that lists its files" if not stored else "no GPT among its weights"
+        raise UnreadableWeights(f"{folder} holds no XTTS: there is {why}; get it again, or export it again")
+    return state
+
+
+def shipped_files(folder: Path) -> dict[str, Any]:
+    """Bytes and checksum of the files of a compact folder, by name; none for another folder."""
+    path = folder / _PROVENANCE_FILE
+    if not path.is_file():
+        return {}
+    try:
+        return {str(name): dict(facts) for name, facts in json.loads(path.read_bytes()).get("files", {}).items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UnreadableWeights(f"{path} is not what an export wrote ({error}); export again") from None
+
+
+def require_shipped(folder: Path, name: str) -> Path:
+    """The path of a file of a compact folder; raises an error if it is not what was written."""
+    path, expected = folder / name, shipped_files(folder).get(name, {})
+    if not path.is_file():
+        raise UnreadableWeights(f"{path} is missing; get the folder again, or export it again")
+    if path.stat().st_size != expected.get("bytes") or file_hash(path) != expected.get("xxh3"):
+        raise UnreadableWeights(
+            f"{path} has {path.stat().st_size} bytes and is damaged: {expected.get('bytes')} bytes with another "
+            "checksum were written. Get it again (git checkout, git lfs pull), or export it again"
+        )
+    return path
+
+
 ONLY_HERE = (
-    "coqui-tts cannot load this folder, because the sizes of its vocoder and speaker encoder are fixed; "
+    "coqui-tts cannot load this folder, because its conditioning, vocoder and speaker encoder have fixed sizes; "
     "myxtts speak, export and --init-from can. For coqui-tts, train --model-size normal or big"
 )
 
 
 def fits_coqui(dims: XTTSDims) -> bool:
-    """True if coqui-tts, which builds the vocoder and the speaker encoder of XTTS-v2, can load such a model."""
+    """True if coqui-tts can load such a model: it builds these parts in XTTS-v2's sizes, whatever the settings."""
     sizes, published = (
-        (known.vocoder_channels, known.speaker_dim, known.speaker_filters) for known in (dims, XTTSDims())
+        (known.gpt.encoder_layers, known.vocoder_channels, known.speaker_dim, known.speaker_filters)
+        for known in (dims, XTTSDims())
     )
     return sizes == published
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from myxtts.model.gpt import GPT, GPTDims
+from myxtts.model.vocoder import Generator
 
 FIXTURES = Path(__file__).parent / "fixtures"
 Entries = dict[str, tuple[str, str, str]]
@@ -48,6 +49,25 @@ def waiting_is_an_error() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def write_hifigan(path: Path, channels: int) -> Generator:
+    """Write a random generator of mels as HiFi-GAN's authors do, and return it; the speaker changes nothing."""
+    generator = Generator(80, channels, 1)
+    for layer in (generator.cond_layer, *generator.conds):
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    state, endings = {}, {"original0": "weight_g", "original1": "weight_v"}
+    for name, value in generator.state_dict().items():
+        owner, _, last = name.replace(".parametrizations.weight", "").rpartition(".")
+        if owner in ("conv_pre", "conv_post") and last == "weight":
+            state[f"{owner}.weight_g"] = 2 * value.flatten(1).norm(dim=1).view(-1, 1, 1)
+            state[f"{owner}.weight_v"] = value / 2
+            value.mul_(2)
+        elif not owner.startswith("cond"):
+            state[f"{owner}.{endings.get(last, last)}"] = value
+    torch.save({"generator": state | {"conv_post.bias": torch.zeros(1)}}, path)
+    return generator
 
 
 def error(found: Tensor, expected: Tensor) -> float:

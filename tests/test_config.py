@@ -252,7 +252,7 @@ def test_unknown_names_are_answered_with_the_nearest(text: str, words: str) -> N
         ("data.val_fraction", 0.6, "from 0 to 0.5"),
         ("data.val_fraction", float("nan"), "found 'NaN'"),
         ("training.learning_rate", 0, "above 0"),
-        ("model.size", "large", "one of tiny, small, normal, big; did you mean big?"),
+        ("model.size", "large", "one of tiny, small, base, normal, big; did you mean big?"),
         ("data.language", "zh-cn", "did you mean zh?"),
         ("data.language", "persain", "did you mean fa?"),
         ("training.preset", "10gb", "one of 8gb, 12gb, 16gb, 24gb, 40gb, rtx3060"),

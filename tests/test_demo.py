@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import soundfile
-from training_fixtures import FLAGS, Start, newest, stop_at
+from training_fixtures import FLAGS, STAGES, Start, newest, stop_at
 
 import myxtts.config
 from myxtts import reports
-from myxtts.config import DEMO, STAGES
+from myxtts.config import DEMO
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.errors import PipelineError
 from myxtts.reports import TrainingReports

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_fixtures import write_hifigan
 from safetensors.torch import load_file
 from torch import Tensor
 from training_fixtures import Clips, Start, arguments, assert_equal_tensors, assert_same_run, losses, newest, steps
@@ -51,6 +52,23 @@ def test_two_ranks_with_half_the_batch_each_equal_one_process(
     assert [sum(pair) / 2 for pair in zip(*shares, strict=True)] == pytest.approx(losses(one), rel=1e-5)
     (alone,), (together,) = (steps(tmp_path / name, "validation") for name in ("one", "two"))
     assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+def test_two_ranks_go_through_the_phases_of_the_decoder_as_one_process_does(
+    start: Start, clips: Clips, tmp_path: Path, server: Server
+) -> None:
+    """Three steps without discriminators, one with them."""
+    shared = f"--stages decoder --max-steps 10 --init-decoder {tmp_path / 'hifigan.pth'}"
+    write_hifigan(tmp_path / "hifigan.pth", 64)
+    command = arguments(tmp_path / "two", clips(4), f"{shared} --batch-size 2")
+    runs = server.start_ranks(command, hook="watch_ranks", KEPT=str(tmp_path))
+    one = start(f"{shared} --batch-size 4", "one")
+    ended(runs)
+    ours, others = kept(tmp_path, "decoder")
+    assert_equal_tensors(others, ours)
+    shares = [json.loads((tmp_path / f"decoder-{rank}.json").read_text()) for rank in range(2)]
+    together = [sum(pair) / 2 for pair in zip(*shares, strict=True)]
+    assert together == pytest.approx(losses(one, "decoder"), rel=1e-2)
 
 
 def test_ranks_hold_the_same_model_and_only_the_first_writes_and_speaks(

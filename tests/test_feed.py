@@ -32,10 +32,11 @@ from pipeline_fixtures import (
 from torch import Tensor
 
 from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE, num_codes_of
-from myxtts.data.batches import MAX_CROP_FRAMES, SEGMENT_CODES, Cursor, Gatherer, GatherJob, segments
+from myxtts.data.batches import MARGIN_CODES, MAX_CROP_FRAMES, SEGMENT_CODES, Cursor, Gatherer, GatherJob, segments
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import pack
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
+from myxtts.model.vocoder import frames_of
 from myxtts.pipeline.feed import Depths
 from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, GptFrontend
 
@@ -131,23 +132,31 @@ def check_decoder(corpus: Corpus, batch: Read, job: GatherJob) -> None:
     encoder = corpus.model.hifigan_decoder.speaker_encoder
     for slot, mel in enumerate(crop_mels_alone(corpus, clips, 0)):
         clip, piece = int(clips[slot]), int(pieces[slot])
-        latents = latents_alone(corpus, clip, mel)[piece : piece + SEGMENT_CODES]
-        found = batch.tensors["latents"][slot]
-        torch.testing.assert_close(found[: len(latents)], latents, rtol=1e-3, atol=1e-4)
-        assert not found[len(latents) :].any()
+        latents = latents_alone(corpus, clip, mel)
+        places = torch.arange(piece - MARGIN_CODES, piece + SEGMENT_CODES + MARGIN_CODES)
+        repeated = latents[places.clamp(0, len(latents) - 1)]
+        expected = torch.where((places < len(latents) + MARGIN_CODES)[:, None], repeated, 0)
+        torch.testing.assert_close(batch.tensors["latents"][slot], expected, rtol=1e-3, atol=1e-4)
         alone, sound = wave_alone(corpus, clip), batch.tensors["wave"][slot]
-        silence = torch.zeros(1, len(sound))
-        expected = resample(torch.cat([alone[:, piece * SAMPLES_PER_CODE :], silence], 1), 24000)[0, : len(sound)]
+        before, after = torch.zeros(1, MARGIN_CODES * SAMPLES_PER_CODE), torch.zeros(1, 2 * len(sound))
+        whole = torch.cat([before, alone, after], 1)[:, piece * SAMPLES_PER_CODE :]
+        first = frames_of(MARGIN_CODES) * 256
+        expected = resample(whole, 24000)[0, first : first + len(sound)]
         torch.testing.assert_close(sound[64:-64], expected[64:-64], rtol=1e-4, atol=1e-5)
         heard = references[slot].repeat(1, 20)[:, : 3 * SAMPLE_RATE]
         voice = encoder(resample(heard, 16000), l2_norm=True)[0]
         torch.testing.assert_close(batch.tensors["speaker"][slot], voice, rtol=1e-3, atol=1e-4)
 
 
-def test_what_the_decoder_learns_from_equals_every_clip_heard_alone(speech: Corpus) -> None:
+@pytest.mark.parametrize("length", [SEGMENT_CODES, 24])
+def test_what_the_decoder_learns_from_equals_every_clip_heard_alone(
+    speech: Corpus, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("myxtts.data.batches", "myxtts.pipeline.frontend", __name__):
+        monkeypatch.setattr(f"{module}.SEGMENT_CODES", length)
     with speech.feed(make_frontend=DecoderFrontend, num_batches=EPOCH) as feed:
         batches = read(feed)
-    assert num_codes_of(speech.clips.num_samples).min() < SEGMENT_CODES  # one clip is shorter than a piece
+    assert 13 < num_codes_of(speech.clips.num_samples).min() < 24
     for batch, job in zip(batches, jobs(speech, EPOCH), strict=True):
         check_decoder(speech, batch, job)
 

@@ -15,20 +15,31 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from myxtts.config import NUM_STOPS, Settings, TrainingSettings
-from myxtts.data.batches import Sizes
+from myxtts.data.batches import MARGIN_CODES, Sizes
 from myxtts.model.dvae import DVAE
 from myxtts.model.gpt import AUDIO, GPT, TEXT, GPTDims, PackedBatch, add_adapters, packed_length
-from myxtts.model.vocoder import Discriminators, HifiGanDecoder, Resolution, SpeakerEncoder, num_samples
+from myxtts.model.vocoder import (
+    Discriminators,
+    HifiGanDecoder,
+    Resolution,
+    SpeakerEncoder,
+    frames_of,
+    num_frames,
+    num_samples,
+)
 from myxtts.model.xtts import SIZES as MODEL_SIZES
 from myxtts.model.xtts import XTTS
+from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import (
     MANY_LAYERS,
     REVIVE_STEPS,
     DecoderRecipe,
     DvaeRecipe,
     GptRecipe,
+    Phases,
     Recipe,
     StageFacts,
+    disturbed,
 )
 
 Batch = dict[str, Tensor]
@@ -93,7 +104,7 @@ def decoder_batch(seed: int = 0, num_clips: int = 4) -> Batch:
     phase = torch.arange(num_samples(LATENTS)) * (torch.rand(num_clips, 1, generator=random) + 1) / 25
     buzz = torch.stack([torch.sin(harmonic * phase) / harmonic for harmonic in range(1, 40)]).sum(0)
     return {
-        "latents": torch.randn(num_clips, LATENTS, 8, generator=random),
+        "latents": torch.randn(num_clips, LATENTS + 2 * MARGIN_CODES, 8, generator=random),
         "wave": 0.2 * buzz + 0.01 * torch.randn(buzz.shape, generator=random),
         "speaker": torch.randn(num_clips, 4, generator=random),
         "weights": torch.ones(num_clips),
@@ -300,7 +311,9 @@ def test_text_weighs_a_hundredth_and_labels_are_smoothed_in_training_only() -> N
 
 def trained_and_evaluated(**options: float) -> list[PackedBatch]:
     """The same batch as the GPT gets it in training and in validation, where the options change nothing."""
-    recipe, batch, seen = make("gpt", **options), gpt_batch(), list[PackedBatch]()
+    recipe, batch, seen = make("gpt"), gpt_batch(), list[PackedBatch]()
+    for name, value in options.items():
+        setattr(recipe, name, value)
     recipe.gpt.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     run(recipe, batch)
     torch.testing.assert_close(evaluate(recipe, batch), evaluate(make("gpt"), batch))
@@ -323,6 +336,18 @@ def test_some_clips_are_trained_without_their_text_and_none_is_validated_so() ->
     ]
     assert 2 * 4 <= counts[0][0] < counts[1][0], "START and STOP of a text stay"
     assert counts[0][1] == counts[1][1]
+
+
+def test_references_are_disturbed_in_training_within_their_clips_and_nothing_else() -> None:
+    trained, evaluated = trained_and_evaluated(reference_noise=1.0)
+    assert torch.equal(trained.token, evaluated.token)
+    before, after = evaluated.frames, trained.frames
+    assert after.mel.isfinite().all() and not torch.equal(after.mel, before.mel)
+    num_frames = int(before.num_frames.sum())
+    assert torch.equal(after.mel[num_frames:], before.mel[num_frames:]), "padding stays"
+    torch.manual_seed(3)
+    alone = disturbed(before, torch.ones(before.mel.shape[1]), 0.0)
+    assert torch.equal(alone.mel, before.mel), "no clip is chosen"
 
 
 def test_only_what_sizes_say_is_read() -> None:
@@ -477,13 +502,13 @@ def test_generator_and_discriminators_get_only_their_own_gradients() -> None:
 
     discriminators, real = recipe.discriminators, batch["wave"].unsqueeze(1)
     recipe.zero_grad()
-    fake = recipe.generator(HifiGanDecoder.frames(batch["latents"]), batch["speaker"].unsqueeze(-1))
+    fake = recipe.waves(batch)[1]
     reals, fakes = discriminators(real, fake.detach())
     pairs = list(zip(reals, fakes, strict=True))
     sum((a.logits - 1).square().mean() + b.logits.square().mean() for a, b in pairs).backward()
     discriminators.requires_grad_(False)
     reals, fakes = discriminators(real, fake)
-    loss = 45 * (recipe.log_mel(fake) - recipe.log_mel(real)).abs().mean() / 2
+    loss = 45 * sum((log_mel(fake) - log_mel(real)).abs().mean() / 2 for log_mel in recipe.log_mels) / 4
     for a, b in zip(reals, fakes, strict=True):
         loss = loss + (b.logits - 1).square().mean()
         loss = loss + 2 * sum((x - y).abs().mean() for x, y in zip(a.features, b.features, strict=True))
@@ -493,6 +518,86 @@ def test_generator_and_discriminators_get_only_their_own_gradients() -> None:
         ours, theirs = ({n: g for n, g in grads.items() if n.startswith(part)} for grads in (found, expected))
         assert len(theirs) > 10
         assert_same(ours, theirs)
+
+
+def test_the_margins_are_the_neighbours_that_the_first_layer_sees() -> None:
+    """In the middle of a long clip, a segment is generated as the clip is; frames have the phase of the wave."""
+    recipe = make("decoder")
+    latents, speaker = torch.randn(1, 40, 8), torch.randn(1, 4)
+    whole = recipe.generator(HifiGanDecoder.frames(latents), speaker.unsqueeze(-1))
+    batch = decoder_batch(num_clips=1) | {"speaker": speaker, "wave": torch.zeros(1, num_samples(34))}
+    segment = recipe.waves(batch | {"latents": latents})[1]
+    first = frames_of(MARGIN_CODES)
+    expected = recipe.generator.conv_pre(HifiGanDecoder.frames(latents))[..., first : first + num_frames(34)]
+    torch.testing.assert_close(recipe._waves(batch | {"latents": latents})[1], expected)
+    middle = slice(20 * 256, -20 * 256)  # further from the ends than the network sees
+    expected = whole[..., first * 256 : first * 256 + segment.shape[-1]]
+    torch.testing.assert_close(segment[..., middle], expected[..., middle], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (StageFacts(), Phases(0, 0, 0)),
+        (StageFacts(total_steps=1000), Phases(0, 300, 400)),
+        (StageFacts(total_steps=1000, fine_tuning=True), Phases(0, 0, 100)),
+        (StageFacts(total_steps=1000, fine_tuning=True, warm_start=True), Phases(100, 200, 300)),
+        (StageFacts(total_steps=10**6), Phases(0, 20_000, 22_000)),
+        (StageFacts(total_steps=10**6, warm_start=True), Phases(1000, 3000, 5000)),
+    ],
+)
+def test_phases_are_shares_of_the_stage(facts: StageFacts, expected: Phases) -> None:
+    phases = Phases.of(facts)
+    assert phases == expected
+    assert phases.at(10**7) == ("adversarial", 1.0)
+    assert phases.at(phases.full) == ("adversarial", 1.0)
+    if phases.full > phases.adversarial:
+        middle = (phases.full + phases.adversarial) // 2 - 1
+        assert phases.at(middle) == ("adversarial", pytest.approx(0.5))
+
+
+def test_each_phase_trains_its_part_alone_and_discriminators_come_in_gradually() -> None:
+    recipe = make("decoder", facts=StageFacts(total_steps=100, warm_start=True))
+    state, batch, trained, losses = copy.deepcopy(recipe.state_dict()), decoder_batch(), {}, {}
+    for step in (0, 10, 20, 29):
+        recipe.load_state_dict(state)
+        recipe.begin_step(step)
+        recipe.zero_grad(set_to_none=True)
+        losses[step] = run(recipe, batch)
+        losses[step]["total"].backward()
+        found = [name for name, value in recipe.named_parameters() if value.grad is not None]
+        trained[step] = {".".join(name.split(".")[:2]) for name in found}
+    assert trained[0] == {"generator.conv_pre"}
+    assert not any(name.startswith("disc") for name in trained[10]) and "generator.conds" in trained[10]
+    assert {"discriminators.periods", "generator.conds"} <= trained[20]
+    assert "teacher.conv_pre" not in trained[29]
+    values = {step: {name: float(loss.detach()) for name, loss in found.items()} for step, found in losses.items()}
+    assert all(found.keys() == values[0].keys() for found in values.values()), "one row of the log"
+    present = {step: {name for name, value in found.items() if value} for step, found in values.items()}
+    assert present[0] - present[10] == {"first_layer"}
+    assert present[10] - present[20] == {"stft"}
+    assert present[20] - present[10] == {"gen_adv", "feature_matching", "disc"} == present[29] - present[10]
+    rest = {
+        step: found["total"] - 45 * found["mel_loss"] - found["disc"]
+        for step, found in values.items()
+        if step >= 20
+    }
+    assert rest[20] == pytest.approx(rest[29] / 10, rel=1e-3)
+    assert rest[29] == pytest.approx(values[29]["gen_adv"] + 2 * values[29]["feature_matching"], rel=1e-3)
+
+
+def test_the_first_layer_learns_what_hifigans_own_returns() -> None:
+    recipe = make("decoder", facts=StageFacts(total_steps=100, warm_start=True))
+    recipe.begin_step(0)
+    optimizer = Optimizer(recipe.parts(), 1e-2, Schedule(0, None), betas=recipe.betas)
+    batch, distances = decoder_batch(), []
+    for _ in range(8):
+        losses = run(recipe, batch)
+        losses["total"].backward()
+        optimizer.update()
+        optimizer.zero_grad()
+        distances.append(float(losses["first_layer"]))
+    assert distances[-1] < 0.9 * distances[0]
 
 
 # On a GPU

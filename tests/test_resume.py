@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from model_fixtures import write_hifigan
 from safetensors import SafetensorError
 from training_fixtures import (
+    STAGES,
     Clips,
     Start,
     arguments,
@@ -27,7 +29,6 @@ from training_fixtures import (
 from training_processes import Server
 
 import myxtts.checkpoints
-from myxtts.config import STAGES
 from myxtts.run_dir import RunDir
 
 pytest_plugins = ["training_fixtures", "training_processes"]
@@ -53,6 +54,36 @@ def test_a_run_stopped_twice_equals_one_that_never_was(
         assert newest(parts, stage).step == expected
     assert newest(parts, stage).state["cursor"] == [1, 2]
     assert_same_run(parts, whole, stage)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["from scratch", "from a HiFi-GAN"])
+def test_a_decoder_stopped_in_any_phase_equals_one_that_never_was(
+    warm: bool, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Phases begin with steps 1 and 2 from a HiFi-GAN, or with step 3; the file is needed only at the start."""
+    flags, hifigan = "--stages decoder --max-steps 10 --ema-decay 0.5", tmp_path / "hifigan.pth"
+    write_hifigan(hifigan, 64)
+    first = f"--init-decoder {hifigan}" if warm else ""
+    whole = start(f"{flags} {first}", "whole", 5)
+    assert ("million weights from" in start.out) == warm
+    stop_at(monkeypatch, 1, 2, 4)
+    for number, expected in enumerate((1, 2, 4, 10)):
+        parts = start(f"{flags} {first if number == 0 else ''}", "parts", 5)
+        assert newest(parts, "decoder").step == expected
+    assert_same_run(parts, whole, "decoder")
+    phases = [{name for name, value in report["losses"].items() if value} for report in steps(whole)]
+    assert [("first_layer" in found, "disc" in found) for found in phases] == (
+        [(True, False), (False, False)] + [(False, True)] * 8
+        if warm
+        else [(False, False)] * 3 + [(False, True)] * 7
+    )
+
+
+def test_a_hifigan_that_does_not_fit_is_refused_before_anything_is_done(start: Start, tmp_path: Path) -> None:
+    write_hifigan(tmp_path / "hifigan.pth", 32)
+    run = start(f"--stages dvae,decoder --init-decoder {tmp_path / 'hifigan.pth'}", code=1)
+    assert "a generator of 32 channels, and the decoder of this model has 64" in start.err
+    assert not run.exists()
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from conftest import make_voice
 from torch import Tensor
 from training_fixtures import (
     SMALL,
+    STAGES,
     Start,
     assert_equal_tensors,
     assert_same_checkpoints,
@@ -32,7 +33,7 @@ import myxtts.model.gpt
 import myxtts.pipeline.feed
 import myxtts.run
 from myxtts.checkpoints import UnreadableWeights, read_tensors, write_pth
-from myxtts.config import SAMPLE_RATE, SMALL_CORPUS, STAGES, DataSettings
+from myxtts.config import SAMPLE_RATE, SMALL_CORPUS, DataSettings
 from myxtts.data.prepare import prepare
 from myxtts.devices import Plan
 from myxtts.files import lock
@@ -434,7 +435,7 @@ def test_a_run_started_from_an_unfinished_one_speaks_as_that_does(start: Start) 
 def test_a_run_speaks_and_is_exported(start: Start, tmp_path: Path) -> None:
     run, reference, out = start("--stages dvae,gpt --max-steps 1"), tmp_path / "reference.wav", tmp_path / "out"
     soundfile.write(reference, make_voice(6.5, seed=1), SAMPLE_RATE)
-    assert "  not trained  decoder, speaker encoder: random weights" in start.out
+    assert "  not trained  speaker, decoder: random weights" in start.out
     speak = ["speak", "Hello.", "--model", run, "--language", "en", "--seed", "1"]
     shown = start.command(*speak, "--speaker", reference, "--voice", "anna", "--out", tmp_path / "one.wav")
     assert "griffin" in shown.lower(), "no decoder was trained, and that is said"
@@ -444,13 +445,13 @@ def test_a_run_speaks_and_is_exported(start: Start, tmp_path: Path) -> None:
     assert (tmp_path / "one.wav").read_bytes() == (tmp_path / "two.wav").read_bytes()
     start.command(*speak, code=2)
     exported = start.command("export", run, "--out", out)
-    assert "WARNING: decoder and speaker encoder: never trained, these weights are random" in exported
+    assert "WARNING: speaker and decoder: never trained, these weights are random" in exported
     theirs, own = (load_synthesizer(folder, device=CPU) for folder in (out, run))
     assert theirs.vocoder.name == "griffin-lim", "a random decoder would only hum"
     assert theirs.sampling == own.sampling == OWN_SAMPLING
     assert theirs.limits == own.limits
     tuned = start(f"--init-from {out} --max-steps 1", "tuned")
-    assert RunDir(tuned).untrained() == ["decoder"]
+    assert RunDir(tuned).untrained() == ["speaker", "decoder"]
     start.command("export", run, "--out", tuned, code=2)  # a run is not written over
 
 

@@ -1,17 +1,34 @@
-"""The speaker encoder: equal to the reference, loadable from published weights, and free of side effects."""
+"""The speaker encoder: equal to the reference, loadable from published weights, and trained by verification."""
 
 from __future__ import annotations
 
+import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 import torch
+from conftest import SENTENCES, make_voice
 from model_fixtures import error, reference_of
+from torch import Tensor
+from training_fixtures import Start, assert_same_run, newest, stop_at
 
 import myxtts.model.vocoder
+import myxtts.training.recipes
+from myxtts.config import MIN_SPEAKERS
+from myxtts.data.batches import Sizes
 from myxtts.model.vocoder import SpeakerEncoder
+from myxtts.model.xtts import speaker_of_latents
+from myxtts.run_dir import RunDir
+from myxtts.synthesis.synthesizer import load_synthesizer, provenance
+from myxtts.training.optim import Optimizer, Schedule
+from myxtts.training.recipes import NOISE_DB, DecoderRecipe, SpeakerRecipe, add_noise
 
+pytest_plugins = ["training_fixtures"]
 TOLERANCE = 1e-4
+NO_SIZES = Sizes(0, 0, 0, 0)
 reference = reference_of("speaker_encoder")
 
 # The fixture's first stage has four channels, a squeeze of which to an eighth leaves none.
@@ -62,6 +79,157 @@ def test_one_graph(reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     encoder = SpeakerEncoder(proj_dim=8, num_filters=(8, 8, 8, 8)).eval()
     compiled = torch.compile(encoder, fullgraph=True, dynamic=False, backend="eager")
     assert error(compiled(reference["wav16"]), encoder(reference["wav16"])) < 1e-6
+
+
+# Training
+
+
+def pairs(num_voices: int = 6) -> dict[str, Tensor]:
+    """Two crops of each voice, and what a recipe reads of them."""
+    waves = [torch.from_numpy(make_voice(2.0, seed=seed)).float() for seed in range(num_voices)]
+    crops = torch.stack([torch.stack([wave[:8000], wave[20000:28000]]) for wave in waves])
+    crops = crops + 0.01 * torch.randn(crops.shape, generator=torch.Generator().manual_seed(0))
+    return {
+        "crops": crops,
+        "voices": torch.arange(num_voices, dtype=torch.int32),
+        "weights": torch.ones(num_voices),
+        "totals": torch.full((5,), float(num_voices)),
+    }
+
+
+def make_recipe(monkeypatch: pytest.MonkeyPatch) -> SpeakerRecipe:
+    monkeypatch.setattr(myxtts.training.recipes, "VARIED_SAMPLES", 6400)
+    torch.manual_seed(0)
+    return SpeakerRecipe(SpeakerEncoder(proj_dim=16, num_filters=(8, 8, 8, 8)))
+
+
+def test_voices_are_learnt_and_the_embeddings_are_centred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(myxtts.training.recipes, "add_noise", lambda crops: crops)  # learns sooner
+    monkeypatch.setattr(myxtts.training.recipes, "SPEEDS", (1.0, 1.0))
+    recipe, batch = make_recipe(monkeypatch), pairs()
+    optimizer = Optimizer(recipe, 3e-3, Schedule(0, None), betas=recipe.betas)
+    found = []
+    for step in range(60):
+        losses = recipe(batch, NO_SIZES)
+        losses["total"].backward()
+        optimizer.set_lr(step)
+        optimizer.update()
+        optimizer.zero_grad()
+        recipe.after_step(step)
+        found.append(float(losses["total"].detach()))
+    assert sum(found[-10:]) < 0.7 * sum(found[:10])
+    embeddings = recipe.encoder(batch["crops"].flatten(0, 1)).detach()
+    assert float(embeddings.mean(0).norm()) < 0.5 * float(embeddings.norm(dim=1).mean())
+
+
+def test_only_other_voices_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, batch = make_recipe(monkeypatch), pairs()
+    alone = recipe.evaluate({name: value[:4] for name, value in batch.items()}, NO_SIZES)
+    for change in (
+        {"weights": torch.tensor([1.0, 1, 1, 1, 0, 0])},
+        {"voices": torch.tensor([0, 1, 2, 3, -1, -1])},
+    ):
+        torch.testing.assert_close(recipe.evaluate(batch | change, NO_SIZES), alone)
+    one_voice = recipe.evaluate(batch | {"voices": torch.zeros(6, dtype=torch.int32)}, NO_SIZES)
+    assert float(one_voice["sum"]) == float(one_voice["error_sum"]) == 0
+    assert float(one_voice["count"]) == 6
+
+
+def test_noise_and_speed_are_drawn_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, batch = make_recipe(monkeypatch), pairs()
+    torch.manual_seed(1)
+    one, other = (recipe.evaluate(batch, NO_SIZES)["sum"] for _ in range(2))
+    assert torch.equal(one, other)
+    varied = recipe.vary(batch["crops"])
+    assert varied.shape == (6, 2, 6400) and not torch.equal(varied, recipe.vary(batch["crops"]))
+    noise = add_noise(varied) - varied
+    has_noise = noise.square().mean(2) > 0
+    assert has_noise.any() and not has_noise.all()
+    level = 10 * torch.log10(varied.square().mean(2) / noise.square().mean(2))[has_noise]
+    assert level.min() > NOISE_DB[0] - 0.1 and level.max() < NOISE_DB[1] + 0.1
+
+
+def people(folder: Path, count: int) -> Path:
+    """A corpus of so many speakers with three clips each."""
+    (folder / "wavs").mkdir(parents=True)
+    rows = ["audio_file|text|speaker_name"]
+    for number, sentence in zip(range(3 * count), itertools.cycle(SENTENCES), strict=False):
+        name = f"clip{number:03d}.wav"
+        wave = make_voice(1.2, seed=number // 3)
+        soundfile.write(folder / "wavs" / name, wave, 22050, subtype="PCM_16")
+        rows.append(f"{name}|{sentence[:20]}|speaker {number // 3}")
+    (folder / "metadata.csv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+STAGE = "--stages speaker --batch-size 4 --max-steps 9 --speaker-steps 4"
+
+
+@pytest.mark.usefixtures("small")
+def test_a_stopped_stage_continues_exactly(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = people(tmp_path / "corpus", MIN_SPEAKERS)
+    whole = start(f"{STAGE} --save-step 2 --ema-decay 0.5", "whole", corpus)
+    stop_at(monkeypatch, 3)
+    parts = start(f"{STAGE} --save-step 2 --ema-decay 0.5", "parts", corpus)
+    start(f"{STAGE} --save-step 2 --ema-decay 0.5", "parts", corpus)
+    assert "continuing at step 3 of 4" in start.out
+    assert_same_run(parts, whole, "speaker")
+    saved = newest(whole, "speaker")
+    assert not any(name.startswith("ema.") for name in saved.optimizer), "its batch norms cannot be averaged"
+    state = RunDir(whole).load_model().state_dict()
+    assert all(torch.equal(state[name], value) for name, value in saved.weights.items())
+
+
+@pytest.mark.usefixtures("small")
+def test_the_stage_is_trained_where_there_are_speakers(tmp_path: Path, start: Start) -> None:
+    many, few = people(tmp_path / "many", MIN_SPEAKERS), people(tmp_path / "few", MIN_SPEAKERS - 1)
+    run = start("--max-steps 1", "run", many)
+    assert re.search(
+        r"  dvae     1 steps\n  speaker  1 steps\n  gpt      1 steps\n  decoder  1 steps\n", start.out
+    )
+    assert RunDir(run).untrained() == [] and RunDir(run).load_model().speaker_is_trained
+    assert provenance(RunDir(run)).untrained == ()
+    start("--max-steps 2 --stages speaker", "run", many)
+    assert "decoder  stale, and left as it is: it builds on speaker, which changes" in start.out
+    assert RunDir(run).status("gpt").state == "complete", "the GPT knows no speaker encoder"
+
+    run = start("--max-steps 1", "other", few)
+    assert "Stage speaker is left out: the corpus names 7 speakers with two clips or more" in start.out
+    assert not (run / "speaker").exists() and RunDir(run).untrained() == ["speaker"]
+    assert "  not trained  speaker: random weights" in start.out
+    start("--max-steps 1 --stages speaker", "third", few, code=2)
+    assert "the stage learns from 8 or more" in start.err
+    start("--max-steps 1 --stages speaker --batch-size 1", "third", many, code=2)
+    assert "give --batch-size 2 or more" in start.err
+
+
+@pytest.mark.usefixtures("small")
+def test_without_the_stage_the_decoder_has_the_latents_of_the_gpt(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, seen = people(tmp_path / "corpus", 3), list[Tensor]()
+    forward = DecoderRecipe.waves
+
+    def waves(self: DecoderRecipe, tensors: dict[str, Tensor]) -> Any:
+        seen.append(tensors["speaker"].clone())
+        return forward(self, tensors)
+
+    monkeypatch.setattr(DecoderRecipe, "waves", waves)
+    run = start("--max-steps 1", "run", corpus)
+    model = RunDir(run).load_model()
+    assert not model.speaker_is_trained
+    exported = tmp_path / "exported"
+    assert "WARNING: speaker: never trained" in start.command("export", run, "--out", exported)
+    for folder in (run, exported):
+        synthesizer = load_synthesizer(folder, vocoder="hifigan", device=torch.device("cpu"))
+        voice = synthesizer.voice([corpus / "wavs" / "clip000.wav"])
+        expected = speaker_of_latents(voice.latents, model.dims.speaker_dim)[0]
+        torch.testing.assert_close(voice.speaker, expected)
+        assert float(voice.speaker.norm()) == pytest.approx(1)
+    assert torch.cat(seen).norm(dim=1) == pytest.approx(1)
+    references = torch.cat([RunDir(run).load_model().gpt.voice([torch.randn(40, 80)]) for _ in range(2)])
+    one, other = speaker_of_latents(references, 8)
+    assert not torch.allclose(one, other), "voices differ"
 
 
 @pytest.mark.gpu

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from model_fixtures import error, reference_of
+from model_fixtures import error, reference_of, write_hifigan
+from torch import Tensor
 
+from myxtts.checkpoints import UnreadableWeights
+from myxtts.model import vocoder as vocoder_module
 from myxtts.model.vocoder import (
     RESOLUTIONS,
     DiscriminatorOutput,
     Discriminators,
+    Generator,
     HifiGanDecoder,
+    HifiGanInput,
     PeriodDiscriminator,
     ResolutionDiscriminator,
     num_frames,
     num_samples,
 )
+from myxtts.weights import start_from_hifigan
 
 reference = reference_of("hifigan")
 SIZES = ("decoder_input_dim", "upsample_initial_channel", "d_vector_dim")
@@ -87,6 +96,96 @@ class TestVocoder:
         torch.manual_seed(0)
         model = HifiGanDecoder(decoder_input_dim=32, upsample_initial_channel=64, d_vector_dim=16)
         assert model(torch.randn(1, 4, 32), F.normalize(torch.randn(1, 16, 1), dim=1)).abs().mean() < 0.2
+
+
+class TestStartFromHifiGan:
+    def test_only_the_first_layer_and_the_speaker_are_new(self, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        hifigan = write_hifigan(tmp_path / "generator.pth.tar", 32)
+        ours, teacher = Generator(8, 32, 4), HifiGanInput(32)
+        said = start_from_hifigan(tmp_path / "generator.pth.tar", ours, teacher)
+        assert re.fullmatch(r"Decoder: 0\.1 of 0\.1 million weights from .*; the first layer and .* are new", said)
+        wave = 0.1 * torch.randn(2, 1, 20 * 256)
+        expected = hifigan(teacher.mel(wave), torch.zeros(2, 1, 1))
+        assert expected.abs().mean() > 1e-4
+        assert error(ours.body(teacher(wave), torch.randn(2, 4, 1)), expected) < 1e-5
+        assert all(value.requires_grad for value in ours.parameters())
+        assert not any(value.requires_grad for value in teacher.parameters())
+
+    def test_its_mel_is_of_magnitudes_around_the_middle_of_each_frame(self) -> None:
+        """Filters with the corners of Slaney's scale: 200/3 Hz a mel up to 1 kHz, then 27 for a factor of 6.4."""
+        teacher, time = HifiGanInput(4), torch.arange(16 * 256) / 22050
+        corners = [200 / 3 * mel if mel < 15 else 1000 * 6.4 ** ((mel - 15) / 27) for mel in _slaney_mels()]
+        for band in (5, 30, 70):
+            tone = 0.3 * torch.sin(2 * torch.pi * corners[band + 1] * time)
+            assert (teacher.mel(tone.view(1, 1, -1))[0, :, 3:-3].argmax(0) == band).all()
+        click = torch.zeros(1, 1, 16 * 256)
+        click[..., 7 * 256 + 128] = 1
+        mel = teacher.mel(click)
+        assert mel.shape == (1, 80, 16)
+        assert mel.mean(1).argmax() == 7
+        torch.testing.assert_close(mel[..., 6], mel[..., 8], rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (None, "No such file of weights"),
+            (b"no weights", "damaged or no PyTorch checkpoint"),
+            ({"model": {"a": torch.zeros(2)}}, "should be the generator of a HiFi-GAN .* is missing"),
+            (64, "a generator of 64 channels, and the decoder of this model has 32; choose a --model-size"),
+        ],
+    )
+    def test_a_file_that_does_not_fit_is_refused(self, content: object, message: str, tmp_path: Path) -> None:
+        path = tmp_path / "generator.pth.tar"
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif isinstance(content, int):
+            write_hifigan(path, content)
+        elif content is not None:
+            torch.save(content, path)
+        with pytest.raises(UnreadableWeights, match=f"(?s){message}"):
+            start_from_hifigan(path, Generator(8, 32, 4), HifiGanInput(32))
+
+
+def _slaney_mels() -> list[float]:
+    highest = 15 + 27 * math.log(8) / math.log(6.4)
+    return [highest * number / 81 for number in range(82)]
+
+
+def test_waves_and_gradients_are_the_same_in_the_layout_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    generator = Generator(8, 32, 4)
+    frames, g = torch.randn(2, 8, 12), torch.randn(2, 4, 1)
+
+    def gradients() -> Tensor:
+        generator.zero_grad()
+        wave = generator(frames, g)
+        (wave * torch.linspace(-1, 1, wave.shape[-1])).sum().backward()
+        return torch.cat([wave.flatten(), *(value.grad.flatten() for value in generator.parameters())])
+
+    expected = gradients()
+    monkeypatch.setattr(vocoder_module, "_is_adjacent", lambda _: True)
+    assert error(gradients(), expected) < 1e-3  # gradients of a weight norm are small differences of large sums
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_discriminators_are_the_same_in_the_layout_for_gpus(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    network = small_discriminators(periods=(2, 3), resolutions=RESOLUTIONS).networks[number]
+    wave = torch.randn(2, 1, 4801, requires_grad=True)
+
+    def gradients() -> Tensor:
+        network.zero_grad()
+        wave.grad = None
+        logits, features = network(wave)
+        loss = (logits * torch.linspace(-1, 1, logits.shape[-1])).sum()
+        (loss + sum(feature.square().sum() for feature in features)).backward()
+        found = [logits, *features, wave.grad, *(value.grad for value in network.parameters())]
+        return torch.cat([value.flatten() for value in found])
+
+    expected = gradients()
+    monkeypatch.setattr(vocoder_module, "_is_adjacent", lambda _: True)
+    assert error(gradients(), expected) < 1e-4
 
 
 class TestDiscriminators:

@@ -96,10 +96,13 @@ def test_bad_references_are_all_named(
 
 def test_voices_are_saved_by_name(synthesizer: Synthesizer, anna: Voice, tmp_path: Path) -> None:
     library = VoiceLibrary(tmp_path)
-    assert library.names() == []
-    library.save(anna)
+    assert library.all() == []
+    with pytest.raises(ConfigError, match="no built-in one"):
+        library.default("en")
+    library.save(replace(anna, languages=("en", "fa"), description="calm"))
     library.save(replace(anna, name="خانم آنا"))
-    assert library.names() == sorted(["anna", "خانم آنا"])
+    assert [voice.name for voice in library.all()] == sorted(["anna", "خانم آنا"])
+    assert (library.all()[0].languages, library.all()[0].description) == (("en", "fa"), "calm")
     kept = library.load("anna", synthesizer.fingerprint)
     assert torch.equal(kept.latents, anna.latents) and torch.equal(kept.speaker, anna.speaker)
     with pytest.raises(ConfigError, match="there are: anna"):
@@ -162,10 +165,9 @@ def test_published_speakers_are_found_by_name(tmp_path: Path, synthesizer: Synth
     maria = library.load("Alma María", synthesizer.fingerprint)
     assert torch.equal(maria.latents, torch.zeros(1, 32, 64)) and maria.speaker.tolist() == [0.25] * 16
     assert synthesizer.speak(TEXTS[0], maria, "en", seed=4).report.voice == "Alma María"
-    with pytest.raises(ConfigError, match=r"the nearest: Claribel Dervla.*--voice list shows all 10"):
+    with pytest.raises(ConfigError, match=r"the nearest: Claribel Dervla.*myxtts voices shows all 10"):
         library.load("claribel", "")
-    with pytest.raises(ConfigError, match=", ".join(sorted(PUBLISHED))):
-        library.load("list", "")
     library.save(replace(anna, name="Ana Florence"))
-    assert library.names() == sorted(PUBLISHED)
+    assert [voice.name for voice in library.all()] == PUBLISHED
+    assert library.default("en") == "Claribel Dervla"
     assert torch.equal(library.load("Ana Florence", synthesizer.fingerprint).latents, anna.latents)

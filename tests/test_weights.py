@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import soundfile as sf
 import torch
-from conftest import make_voice
 from model_fixtures import entries_of, published_entries
 from torch import Tensor
 
@@ -20,7 +18,6 @@ from myxtts.checkpoints import UnreadableWeights, read_tensors, require_match, w
 from myxtts.errors import DatasetError
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims, canonical_names, dims_of
 from myxtts.run_dir import inherited
-from myxtts.synthesis.synthesizer import load_synthesizer
 from myxtts.text.tokenizer import Tokenizer, extend, train
 from myxtts.weights import Provenance, fits_coqui, load_folder, read_folder, save_folder
 
@@ -224,18 +221,6 @@ def test_what_an_export_says_of_itself_is_honoured_and_carried_on(
         load_folder(tmp_path)
     (tmp_path / "myxtts.json").unlink()
     assert load_folder(tmp_path).provenance == Provenance(), "a published folder"
-
-
-def test_speaking_says_that_the_speaker_encoder_is_random(
-    model: XTTS, vocabulary: Tokenizer, tmp_path: Path
-) -> None:
-    sf.write(tmp_path / "voice.wav", make_voice(2.0), 22050)
-    for known in (Provenance(), Provenance(from_scratch=True)):
-        save_folder(tmp_path, model, vocabulary, known)
-        synthesizer = load_synthesizer(tmp_path, device=torch.device("cpu"))
-        voice = synthesizer.voice([tmp_path / "voice.wav"])
-        report = synthesizer.speak("the fox", voice, "en", num_attempts=1).report
-        assert any("speaker encoder was never trained" in note for note in report.notes()) == known.from_scratch
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import myxtts.pipeline.frontend
 import myxtts.training.recipes
 from myxtts.checkpoints import LoadedCheckpoint
 from myxtts.cli import main
+from myxtts.config import Settings, stages_of
 from myxtts.data.batches import Sizes
 from myxtts.devices import Machine
 from myxtts.model.gpt import GPTDims
@@ -43,6 +44,8 @@ SMALL = XTTSDims(
     speaker_filters=(8, 8, 8, 8),
 )
 _SHORT_SEGMENT = 4
+STAGES = stages_of(Settings())
+"""Those that a run on the corpora of `Clips` trains: their clips name no speakers."""
 FLAGS = (
     "--language en --vocab-size 256 --batch-size 2 --max-mel-frames 128 --max-text-length 40 --num-workers 1 "
     "--model-start-delay 0 --warmup-steps 0 --log-step 1 --val-step 100 --save-step 100 --val-fraction 0 "
@@ -64,6 +67,8 @@ def shrink(monkeypatch: pytest.MonkeyPatch, *, with_gpus: bool = False) -> None:
     monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_DILATIONS", (1,))
     monkeypatch.setattr(myxtts.data.batches, "SEGMENT_CODES", _SHORT_SEGMENT)
     monkeypatch.setattr(myxtts.pipeline.frontend, "SEGMENT_CODES", _SHORT_SEGMENT)
+    monkeypatch.setattr(myxtts.pipeline.frontend, "CROP_SAMPLES", 8000)
+    monkeypatch.setattr(myxtts.training.recipes, "VARIED_SAMPLES", 6400)
 
 
 @pytest.fixture

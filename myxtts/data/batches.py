@@ -305,6 +305,8 @@ class References:
         _, group, count = np.unique(voices, return_inverse=True, return_counts=True)
         first = np.cumsum(count) - count
         self._first, self._rank, self._others = first[group], place - first[group], count[group] - 1
+        self.voices = np.where(self._others > 0, group, -1)
+        """A number for the voice of each clip; -1 if there is no other clip of it."""
         self.own_share = float((self._others[: len(clips)] == 0).mean())
         """Share of the clips that are their own reference."""
 
@@ -361,7 +363,11 @@ def _uniform(seed: int, epoch: int, clips: Rows, purpose: int) -> npt.NDArray[np
     return draws
 
 
-SEGMENT_CODES = 32  # codes of the segments that the decoder is trained on: 1.5 seconds
+SEGMENT_CODES = 13
+"""Codes of the segments that the decoder is trained on: 0.6 s. Many short ones teach more than few long ones, and
+13 are 56 of its frames: multiples of 8 suit GPUs."""
+MARGIN_CODES = 3
+"""Codes on either side of a segment whose latents the decoder's first layer sees: nearly 13 of its frames."""
 TOTALS = ("ids", "targets", "codes", "frames", "clips")
 """Weighted counts over all clips of an optimiser step: text targets, audio targets (codes and STOPs), codes, mel
 frames, clips."""
@@ -376,7 +382,7 @@ def host_layout(data: DataSettings, reference: bool = True) -> Layout:
         "codes": Field((size, max_codes(data)), "int32"),
     }
     lengths = ("num_samples", "num_ids", "num_codes")
-    fields |= dict.fromkeys((*lengths, "crop_samples", "segments", "clips"), Field((size,), "int32"))
+    fields |= dict.fromkeys((*lengths, "crop_samples", "segments", "clips", "voices"), Field((size,), "int32"))
     if reference:
         fields["reference"] = Field((size, min(MAX_CROP_SAMPLES, longest)), "int16")
     fields |= {"weights": Field((size,), "float32"), "totals": Field((len(TOTALS),), "float32")}
@@ -465,6 +471,7 @@ class Gatherer:
         batch["num_ids"][:] = self._num_ids[clips]
         batch["num_codes"][:] = num_codes
         batch["crop_samples"][:] = chosen.samples
+        batch["voices"][:] = self.references.voices[clips]
         batch["segments"][:] = segments(self._seed, plan.epoch, clips, num_codes, SEGMENT_CODES)
         batch["clips"][:], batch["weights"][:], batch["totals"][:] = clips, plan.weights, job.totals
         return Gathered(self._sizes(clips, chosen), plan.after, clips, known)

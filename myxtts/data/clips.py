@@ -204,6 +204,12 @@ class PreparedCorpus:
         return np.where(is_named | single_speaker, speakers, -1 - np.arange(len(speakers)))
 
     @cached_property
+    def num_speakers(self) -> int:
+        """Speakers that two or more training clips name, so that these can be compared."""
+        counts = np.bincount(self.train.speakers, minlength=len(self.speaker_names)).tolist()
+        return sum(bool(name) and count > 1 for name, count in zip(self.speaker_names, counts, strict=True))
+
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer(self.vocabulary)
 

@@ -23,7 +23,7 @@ SPEAKER_SAMPLE_RATE = 16000  # sample rate of the speaker encoder's input, in Hz
 
 @dataclass(frozen=True)
 class MelSpec:
-    """Parameters of a log-mel: power spectrum, triangular filters on the HTK mel scale, natural logarithm."""
+    """Parameters of a log-mel: power spectrum, triangular filters, natural logarithm."""
 
     sample_rate: int
     fft_samples: int
@@ -36,6 +36,7 @@ class MelSpec:
     log_floor: float
     floor_is_added: bool  # ln(x + floor) instead of ln(max(x, floor))
     pre_emphasis: float = 0.0  # y[t] = x[t] - pre_emphasis * x[t-1], applied first; 0 for none
+    slaney_scale: bool = False  # Slaney's mel scale, linear up to 1 kHz, instead of HTK's
 
 
 DVAE_MEL = MelSpec(
@@ -136,7 +137,7 @@ class _MelPower(nn.Module):
         window = make(spec.window_samples, periodic=True, dtype=torch.float64).float()
         self.spectrogram, self.mel_scale = nn.Module(), nn.Module()
         self.spectrogram.register_buffer("window", window, persistent=persistent)
-        self.mel_scale.register_buffer("fb", _filterbank(spec).float(), persistent=persistent)
+        self.mel_scale.register_buffer("fb", filterbank(spec).float(), persistent=persistent)
         self.fft_samples, self.hop_samples = spec.fft_samples, spec.hop_samples
 
     def forward(self, wave: Tensor, num_samples: Tensor | None, rows: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -159,12 +160,17 @@ class _MelPower(nn.Module):
         return power
 
 
-def _filterbank(spec: MelSpec) -> Tensor:
-    """Triangular filters [bins, mels] in float64; corners evenly spaced in mel = 2595 log10(1 + Hz / 700)."""
+def filterbank(spec: MelSpec) -> Tensor:
+    """Triangular filters [bins, mels] in float64; corners evenly spaced in mel."""
     bins = torch.linspace(0, spec.sample_rate / 2, spec.fft_samples // 2 + 1, dtype=torch.float64)
-    highest_mel = 2595 * math.log10(1 + spec.max_hz / 700)
-    corner_mels = torch.linspace(0, highest_mel, spec.num_mels + 2, dtype=torch.float64)
-    corners = 700 * (10 ** (corner_mels / 2595) - 1)
+    linear, ratio = 15, 6.4  # Slaney's: 15 mels up to 1 kHz, then 27 for every factor of 6.4
+    highest = 2595 * math.log10(1 + spec.max_hz / 700)
+    if spec.slaney_scale:
+        highest = linear + 27 * math.log(spec.max_hz / 1000, ratio)
+    mels = torch.linspace(0, highest, spec.num_mels + 2, dtype=torch.float64)
+    corners = 700 * (10 ** (mels / 2595) - 1)
+    if spec.slaney_scale:
+        corners = torch.where(mels < linear, mels * 1000 / linear, 1000 * ratio ** ((mels - linear) / 27))
     left, peak, right = corners[:-2], corners[1:-1], corners[2:]
     rising = (bins[:, None] - left) / (peak - left)
     falling = (right - bins[:, None]) / (right - peak)

@@ -25,7 +25,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import is_parametrized
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
-from myxtts.model.mel import SPEAKER_MEL, LogMel, reflect
+from myxtts.model.mel import DVAE_MEL, SPEAKER_MEL, LogMel, filterbank, reflect
 
 OUTPUT_SAMPLE_RATE = 24000  # sample rate of the vocoder's output, in Hz
 UPSAMPLE_RATES, UPSAMPLE_KERNELS = (8, 8, 2, 2), (16, 16, 4, 4)
@@ -85,6 +85,11 @@ def num_samples(num_latents: int) -> int:
     return num_frames(num_latents) * SAMPLES_PER_FRAME
 
 
+def frames_of(num_latents: int) -> int:
+    """Input frames of the generator that stand for the time of so many latents, rounded."""
+    return round(num_latents * _FRAMES_PER_LATENT * _FRAME_RATE_RATIO)
+
+
 def spectral_distance(real: Tensor, fake: Tensor) -> Tensor:
     """Distance of waves [B, N] at 24 kHz, [B]: 0 if their spectra are equal up to loudness, 1 if unrelated.
 
@@ -123,16 +128,24 @@ class Generator(nn.Module):
         self.conds = nn.ModuleList(nn.Conv1d(speaker_dim, width, 1) for width in widths)
 
     def forward(self, frames: Tensor, g: Tensor) -> Tensor:
-        x = self.conv_pre(frames) + self.cond_layer(g)
+        return self.body(self.conv_pre(frames), g)
+
+    def body(self, x: Tensor, g: Tensor) -> Tensor:
+        """Samples of what `conv_pre` returned, [B, initial_channels, F], and speaker embeddings."""
+        x = _image(x + self.cond_layer(g))
         kernels = len(RESBLOCK_KERNELS)
         for level, (up, cond) in enumerate(zip(self.ups, self.conds, strict=True)):
-            x = up(F.leaky_relu(x, SLOPE)) + cond(g)
+            x = _convolve(up, F.leaky_relu(x, SLOPE))
+            x = x + cond(g).view(*x.shape[:2], *[1] * (x.dim() - 2))
             blocks = self.resblocks[kernels * level : kernels * (level + 1)]
             x = sum(block(x) for block in blocks) / kernels
         # The samples in float32 even under autocast: rounded to bf16 they hiss at -55 dB.
         with torch.autocast(x.device.type, enabled=False):
-            x = F.leaky_relu(x.float(), LAST_SLOPE)
-            return torch.tanh(F.conv1d(x, self.conv_post.weight.float(), padding=self.conv_post.padding))
+            x, weight = F.leaky_relu(x.float(), LAST_SLOPE), self.conv_post.weight.float()
+            padding = int(self.conv_post.padding[0])
+            if x.dim() == 3:
+                return torch.tanh(F.conv1d(x, weight, padding=padding))
+            return torch.tanh(_to_one_channel(x, weight.unsqueeze(2), (0, padding)).squeeze(2))
 
 
 class DilatedBlock(nn.Module):
@@ -145,8 +158,62 @@ class DilatedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for dilated, plain in zip(self.convs1, self.convs2, strict=True):
-            x = x + plain(F.leaky_relu(dilated(F.leaky_relu(x, SLOPE)), SLOPE))
+            hidden = _convolve(dilated, F.leaky_relu(x, SLOPE))
+            x = x + _convolve(plain, F.leaky_relu(hidden, SLOPE))
         return x
+
+
+def _is_adjacent(x: Tensor) -> bool:
+    """True where convolutions of images with adjacent channels are faster: on a GPU."""
+    return x.is_cuda
+
+
+def _image(x: Tensor) -> Tensor:
+    """On a GPU, [B, C, T] as [B, C, 1, T] with adjacent channels."""
+    return x.unsqueeze(2).contiguous(memory_format=torch.channels_last) if _is_adjacent(x) else x
+
+
+def _convolve(conv: nn.Module, x: Tensor) -> Tensor:
+    """A one-dimensional convolution of [B, C, T], or of an image [B, C, 1, T]."""
+    if x.dim() == 3:
+        output: Tensor = conv(x)
+        return output
+    assert isinstance(conv, nn.Conv1d | nn.ConvTranspose1d)
+    weight, stride, padding = conv.weight.unsqueeze(2), (1, conv.stride[0]), (0, int(conv.padding[0]))
+    if isinstance(conv, nn.ConvTranspose1d):
+        return F.conv_transpose2d(x, weight, conv.bias, stride, padding)
+    return F.conv2d(x, weight, conv.bias, stride, padding, (1, conv.dilation[0]))
+
+
+def _from_one_channel(image: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """A convolution of [B, 1, H, W] as a product with its patches: cuDNN is slow with a single channel."""
+    (height, width), (rows, columns) = weight.shape[2:], padding
+    padded = F.pad(image[:, 0], (columns, columns, rows, rows))
+    size = [(padded.shape[1] - height) // stride[0] + 1, (padded.shape[2] - width) // stride[1] + 1]
+    ends = [(count - 1) * step + 1 for count, step in zip(size, stride, strict=True)]
+    patches = [
+        padded[:, row : row + ends[0] : stride[0], column : column + ends[1] : stride[1]].flatten(1)
+        for row in range(height)
+        for column in range(width)
+    ]
+    # As a batch of products: the gradient of the weights is then a sum of many short ones.
+    products = torch.bmm(torch.stack(patches, 1).mT, weight.flatten(1).t().expand(len(image), -1, -1))
+    return products.unflatten(1, size).permute(0, 3, 1, 2)
+
+
+def _to_one_channel(image: Tensor, weight: Tensor, padding: Sequence[int]) -> Tensor:
+    """A convolution to [B, 1, H, W] as a product and shifted sums, for the same reason; its kernel moves by 1."""
+    (height, width), (rows, columns) = weight.shape[2:], padding
+    matrix = F.pad(weight[0].flatten(1), (0, -height * width % 8))
+    products = torch.bmm(image.permute(0, 2, 3, 1).flatten(1, 2), matrix.expand(len(image), -1, -1))
+    padded = F.pad(products.unflatten(1, image.shape[2:]), (0, 0, columns, columns, rows, rows))
+    high, wide = image.shape[2] + 2 * rows - height + 1, image.shape[3] + 2 * columns - width + 1
+    shifted = [
+        padded[:, row : row + high, column : column + wide, row * width + column].float()
+        for row in range(height)
+        for column in range(width)
+    ]
+    return torch.stack(shifted).sum(0).unsqueeze(1)
 
 
 def _conv(channels: int, kernel: int, dilation: int) -> nn.Module:
@@ -159,6 +226,38 @@ def _normed(conv: nn.Conv1d | nn.ConvTranspose1d) -> nn.Module:
     nn.init.normal_(conv.weight, std=0.01)
     weight_norm(conv)
     return conv
+
+
+HIFIGAN_MEL = replace(DVAE_MEL, slaney_scale=True)
+
+
+class HifiGanInput(nn.Module):
+    """HiFi-GAN's own mel and first layer: what the first layer of a generator with its weights should return.
+
+    Waveforms [B, 1, N] at 24 kHz, taken for 22.05 kHz, to [B, channels, N // 256]: a frame is 256 samples at both.
+    """
+
+    window: Tensor
+    filters: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv_pre = nn.Conv1d(HIFIGAN_MEL.num_mels, channels, 7, padding=3).requires_grad_(False)
+        self.register_buffer("window", torch.hann_window(HIFIGAN_MEL.window_samples), persistent=False)
+        self.register_buffer("filters", filterbank(HIFIGAN_MEL).float(), persistent=False)
+
+    def forward(self, wave: Tensor) -> Tensor:
+        output: Tensor = self.conv_pre(self.mel(wave))
+        return output
+
+    def mel(self, wave: Tensor) -> Tensor:
+        """Log-mels of magnitudes, [B, 80, N // 256], each frame around the middle of its 256 samples."""
+        with torch.autocast(wave.device.type, enabled=False):
+            size, hop = len(self.window), HIFIGAN_MEL.hop_samples
+            frames = reflect(wave.float(), (size - hop) // 2, (size - hop) // 2).squeeze(1).unfold(-1, size, hop)
+            spectrum = torch.fft.rfft(frames * self.window)
+            magnitudes = (spectrum.real.square() + spectrum.imag.square() + _LEAST_POWER).sqrt()
+            return (magnitudes @ self.filters).clamp(min=HIFIGAN_MEL.log_floor).log().mT
 
 
 def modern_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -183,8 +282,8 @@ class Resolution(NamedTuple):
     window_samples: int
 
 
-RESOLUTIONS = (Resolution(1024, 120, 600), Resolution(2048, 240, 1200), Resolution(512, 50, 240))
-"""Windows of 25, 50 and 10 ms at 24 kHz, with hops of about a fifth of the window."""
+RESOLUTIONS = (Resolution(1024, 256, 1024), Resolution(2048, 512, 2048), Resolution(512, 128, 512))
+"""Windows of 43, 85 and 21 ms at 24 kHz, with hops of a quarter of the window."""
 RESOLUTION_WIDTH = 32
 _LEAST_POWER = 1e-9  # added under the square root of a magnitude, whose gradient is infinite at silence
 
@@ -279,12 +378,23 @@ class ResolutionDiscriminator(nn.Module):
             return (torch.view_as_real(spectrum).square().sum(-1) + _LEAST_POWER).sqrt()
 
 
-def _discriminate(image: Tensor, layers: nn.ModuleList, last: nn.Module) -> DiscriminatorOutput:
-    features = []
+def _discriminate(image: Tensor, layers: nn.ModuleList, last: nn.Conv2d) -> DiscriminatorOutput:
+    features: list[Tensor] = []
     for layer in layers:
-        image = F.leaky_relu(layer(image), SLOPE)
+        assert isinstance(layer, nn.Conv2d)
+        if not features and _is_adjacent(image):
+            output = _from_one_channel(image, layer.weight, layer.stride, [*map(int, layer.padding)])
+            assert layer.bias is not None
+            image = output + layer.bias[:, None, None].to(output.dtype)
+        else:
+            image = layer(image)
+        image = F.leaky_relu(image, SLOPE)
         features.append(image)
-    return DiscriminatorOutput(last(image).flatten(1), features)
+    if not _is_adjacent(image):
+        return DiscriminatorOutput(last(image).flatten(1), features)
+    assert last.bias is not None
+    logits = _to_one_channel(image, last.weight, [*map(int, last.padding)]) + last.bias
+    return DiscriminatorOutput(logits.flatten(1), features)
 
 
 BLOCKS_PER_LAYER = (3, 4, 6, 3)
@@ -292,6 +402,7 @@ LAYER_STRIDES = (1, 2, 2, 2)  # strides of both mels and time
 SQUEEZE = 8
 ATTENTION_CHANNELS = 128
 LEAST_VARIANCE = 1e-5
+CROP_SAMPLES = 40000  # length of the clips that the speaker encoder is trained on: 2.5 seconds at 16 kHz
 
 
 class SpeakerEncoder(nn.Module):
@@ -323,6 +434,8 @@ class SpeakerEncoder(nn.Module):
         mel = F.instance_norm(self.torch_spec(wave))
         image = mel.to(self.conv1.weight.dtype).unsqueeze(1)  # [batch, 1, mels, frames]
         hidden = self.bn1(self.conv1(image).relu())  # the published weights have the ReLU before the norm
+        if hidden.is_cuda:  # the layout that tensor cores need; the layers keep it
+            hidden = hidden.contiguous(memory_format=torch.channels_last)
         hidden = self.layer4(self.layer3(self.layer2(self.layer1(hidden))))
         hidden = hidden.flatten(1, 2)  # [batch, channels * mels / 8, frames / 8], grouped by channel
         pooled = attentive_statistics(hidden, self.attention(hidden))

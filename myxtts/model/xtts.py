@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from myxtts.model.dvae import DVAE
@@ -72,11 +73,27 @@ SIZES = {
         speaker_dim=256,
         speaker_filters=(16, 32, 64, 128),
     ),
+    "base": XTTSDims(
+        gpt=GPTDims(layers=12, dim=512, heads=8, encoder_layers=4),
+        dvae_hidden=256,
+        dvae_codebook_dim=256,
+    ),
     "normal": XTTSDims(),
     "big": XTTSDims(gpt=GPTDims(layers=36, dim=1280, heads=20)),
 }
 """The values of `--model-size`; `normal` is exactly XTTS-v2. The names are listed in `config.MODEL_SIZES` too, so
 that `--help` does not import PyTorch."""
+
+
+def sizes_of(dims: XTTSDims) -> list[str]:
+    """The names of the size with these dimensions; if there is none, of those with a GPT as wide."""
+    gpt = dims.gpt
+    exact = [
+        name
+        for name, known in SIZES.items()
+        if known.with_vocabulary(gpt.text_tokens, gpt.start_text, gpt.stop_text) == dims
+    ]
+    return exact or [name for name, known in SIZES.items() if known.gpt.dim == gpt.dim]
 
 
 class XTTS(nn.Module):
@@ -87,6 +104,8 @@ class XTTS(nn.Module):
     def __init__(self, dims: XTTSDims) -> None:
         super().__init__()
         self.dims = dims
+        self.speaker_is_trained = True
+        """False if the speaker encoder is random: the vocoder then has `speaker_of_latents` instead."""
         self.gpt = GPT(dims.gpt)
         self.hifigan_decoder = HifiGanDecoder(
             decoder_input_dim=dims.gpt.dim,
@@ -102,6 +121,17 @@ class XTTS(nn.Module):
             num_resnet_blocks=dims.dvae_blocks,
         )
         self.register_buffer("mel_stats", torch.ones(dims.gpt.mel_channels))
+
+
+def speaker_of_latents(latents: Tensor, dim: int) -> Tensor:
+    """Conditioning latents of voices [B, 32, channels] to speaker embeddings of length 1, [B, dim].
+
+    Their mean, mapped by the first functions of a cosine transform: orthogonal rows that need not be stored.
+    """
+    channels = latents.shape[2]
+    places = (torch.arange(channels, device=latents.device) + 0.5) * torch.pi / channels
+    rows = torch.cos(torch.arange(1, dim + 1, device=latents.device)[:, None] * places)
+    return F.normalize(latents.float().mean(1) @ rows.t(), dim=1)
 
 
 def canonical_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

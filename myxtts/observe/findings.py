@@ -101,7 +101,7 @@ class Situation:
 
     @property
     def is_large(self) -> bool:
-        return self.settings.model.size in MODEL_SIZES[2:]
+        return self.settings.model.size in MODEL_SIZES[MODEL_SIZES.index("normal") :]
 
     @property
     def is_whole(self) -> bool:

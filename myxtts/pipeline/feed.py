@@ -217,7 +217,7 @@ class Feed:
     @property
     def own_references(self) -> float | None:
         """Share of the clips that are their own reference voice; None if the stage uses none."""
-        return self._gatherer.references.own_share if self._frontend.uses_codes else None
+        return self._gatherer.references.own_share if self._frontend.uses_references else None
 
     def buffers(self) -> str:
         """How many batches the rings hold, and where."""
@@ -264,7 +264,7 @@ class Feed:
 
     def _allocate(self, depths: Depths) -> None:
         plan, data, outputs = self.plan, self._data, self._frontend.outputs
-        inputs = host_layout(data, reference=self._frontend.uses_codes)
+        inputs = host_layout(data, reference=self._frontend.uses_references)
         pinned = data.enhanced_gpu_prefetch and plan.data.type == "cuda"
         batches = [HostBatch(inputs, pinned) for _ in range(depths.host)]
         self.host_ring: workers.HostRing = Ring("host", batches, plan.data)
@@ -290,7 +290,7 @@ class Feed:
         encoder = self._frontend.encode_block
         if self._captured:
             with explained_out_of_memory(self.plan, "data", "preparing the front end"):
-                inputs = host_layout(self._data, reference=self._frontend.uses_codes)
+                inputs = host_layout(self._data, reference=self._frontend.uses_references)
                 sizes = self._gatherer.static_sizes
                 encoder = CudaGraphFrontend(self._frontend, inputs, sizes, streams.encode).encode_block
         works: dict[str, workers.Work] = {
@@ -393,7 +393,7 @@ def build_gatherer(ctx: FeedContext, clips: ClipSet) -> Gatherer:
 def _references(ctx: FeedContext, clips: ClipSet) -> References:
     """Other clips of the same speaker; validation clips also borrow from training clips, never the reverse."""
     data, train = ctx.settings.data, ctx.prepared.train
-    if data.reference_clip == "same":
+    if data.reference_clip == "same" and ctx.stage != "speaker":
         return References(clips)
     lenders = train if clips is ctx.prepared.val else None
     speakers = clips.speakers if lenders is None else np.concatenate([clips.speakers, lenders.speakers])

@@ -1,6 +1,7 @@
 """Front ends: frozen networks that compute a recipe's inputs from an uploaded batch, on the data role's device.
 
     dvae      PCM ─► mel
+    speaker   PCM, reference audio ─► a crop of each at 16 kHz
     gpt       PCM ─► codes, unless cached; reference audio ─► conditioning mel
     decoder   as gpt, then GPT ─► latents of a segment of each clip; the segment at 24 kHz; speaker embedding
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings, num_frames_of
 from myxtts.data.batches import (
+    MARGIN_CODES,
     MAX_CROP_FRAMES,
     MIN_CROP_SAMPLES,
     SEGMENT_CODES,
@@ -37,8 +39,8 @@ from myxtts.model.conditioning import pack_frames
 from myxtts.model.dvae import FRAMES_PER_CODE
 from myxtts.model.gpt import pack
 from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, pcm_to_wave, resample
-from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, num_samples
-from myxtts.model.xtts import XTTS
+from myxtts.model.vocoder import CROP_SAMPLES, OUTPUT_SAMPLE_RATE, SAMPLES_PER_FRAME, frames_of, num_samples
+from myxtts.model.xtts import XTTS, speaker_of_latents
 
 Tensors = Mapping[str, Tensor]
 
@@ -46,7 +48,8 @@ Tensors = Mapping[str, Tensor]
 class Frontend(nn.Module, ABC):
     """Computes the inputs of one recipe."""
 
-    uses_codes: bool  # True if the outputs include codes, which can be cached, and depend on a reference voice
+    uses_codes: bool  # True if the outputs include codes, which can be cached
+    uses_references: bool
     outputs: Layout
     mel_stats: Tensor
 
@@ -75,7 +78,7 @@ def _outputs(batch_size: int, **fields: Field) -> Layout:
 class GptFrontend(Frontend):
     """Text ids, codes and packed conditioning mels."""
 
-    uses_codes = True
+    uses_codes = uses_references = True
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
         super().__init__(model, data, frame_budget, autocast)
@@ -160,7 +163,7 @@ def _places(offsets: Tensor, budget: int) -> tuple[Tensor, Tensor]:
 class DvaeFrontend(Frontend):
     """Mels for the DVAE, zero after each clip."""
 
-    uses_codes = False
+    uses_codes = uses_references = False
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0, autocast: bool = False) -> None:
         super().__init__(model, data, frame_budget, autocast)
@@ -184,23 +187,54 @@ class DvaeFrontend(Frontend):
         return {**out, "mel": out["mel"][..., : sizes.samples // HOP_SAMPLES]}
 
 
+class SpeakerFrontend(Frontend):
+    """Two crops of each voice at 16 kHz, one of the clip and one of its reference, and the number of the voice."""
+
+    uses_codes, uses_references = False, True
+
+    def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0, autocast: bool = False) -> None:
+        super().__init__(model, data, frame_budget, autocast)
+        size = data.batch_size
+        crops = Field((size, 2, CROP_SAMPLES), "float32")
+        self.outputs = _outputs(size, crops=crops, voices=Field((size,), "int32"))
+
+    @torch.no_grad()
+    def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:  # noqa: ARG002
+        span = CROP_SAMPLES * SAMPLE_RATE // SPEAKER_SAMPLE_RATE
+        wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
+        clip = _looped(wave, batch["num_samples"], span, batch["segments"] * SAMPLES_PER_CODE)
+        reference = pcm_to_wave(batch["reference"], batch["crop_samples"])
+        other = _looped(reference, batch["crop_samples"], span)
+        out["crops"].copy_(resample(torch.stack([clip, other], 1), SPEAKER_SAMPLE_RATE))
+        for name in ("voices", "weights", "totals"):
+            out[name].copy_(batch[name])
+
+
+def _looped(wave: Tensor, lengths: Tensor, width: int, starts: Tensor | None = None) -> Tensor:
+    """`width` samples of each clip from `starts` on; a clip that ends before is repeated."""
+    places = torch.arange(width, device=wave.device) + (0 if starts is None else starts[:, None].long())
+    return wave.gather(1, places % lengths[:, None].long())
+
+
 class DecoderFrontend(Frontend):
     """Latents of the frozen GPT for a segment of every clip, the segment at 24 kHz, and the speaker embedding.
 
-    Also the codes of the segment, -1 after the end of the clip.
+    The latents have a margin of MARGIN_CODES on either side, in which the first and the last of the clip are
+    repeated. Also the codes of the segment, -1 after the end of the clip.
     """
 
-    uses_codes = True
+    uses_codes = uses_references = True
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
         super().__init__(model, data, frame_budget, autocast)
         self.inputs = GptFrontend(model, data, frame_budget, autocast)
         self.gpt = model.gpt
         self.speaker_encoder: nn.Module = model.hifigan_decoder.speaker_encoder  # type: ignore[assignment]
+        self.speaker_is_trained, self.speaker_dim = model.speaker_is_trained, model.dims.speaker_dim
         size = data.batch_size
         self.outputs = _outputs(
             size,
-            latents=Field((size, SEGMENT_CODES, model.dims.gpt.dim), "float32"),
+            latents=Field((size, SEGMENT_CODES + 2 * MARGIN_CODES, model.dims.gpt.dim), "float32"),
             wave=Field((size, num_samples(SEGMENT_CODES)), "float32"),
             speaker=Field((size, model.dims.speaker_dim), "float32"),
             segment_codes=Field((size, SEGMENT_CODES), "int32"),
@@ -217,20 +251,27 @@ class DecoderFrontend(Frontend):
         packed = pack(self.gpt.dims, frames, *texts, between["codes"], between["num_codes"], budget=sizes.tokens)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             latents = self.gpt.code_latents(packed)
+        num_codes = between["num_codes"][:, None]
         places = batch["segments"][:, None].long() + torch.arange(SEGMENT_CODES, device=device)
-        # a clip shorter than the segment gets zeros after its last latent and silence after its last sample.
-        present = places < between["num_codes"][:, None]
         codes = between["codes"].gather(1, places.clamp(max=between["codes"].shape[1] - 1))
-        out["segment_codes"].copy_(torch.where(present, codes, -1))
-        places = places.clamp(max=latents.shape[1] - 1)
+        out["segment_codes"].copy_(torch.where(places < num_codes, codes, -1))
+        width = out["latents"].shape[1]
+        places = batch["segments"][:, None].long() - MARGIN_CODES + torch.arange(width, device=device)
+        # A clip shorter than the segment gets zeros after its last latents and silence after its last sample.
+        present = places < num_codes + MARGIN_CODES
+        places = torch.minimum(places, num_codes - 1).clamp(0, latents.shape[1] - 1)
         chosen = latents.gather(1, places[..., None].expand(-1, -1, latents.shape[2]))
         out["latents"].copy_(torch.where(present[..., None], chosen, 0))
         wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
         out["wave"].copy_(_segment_24k(wave, batch["segments"], out["wave"].shape[1]))
-        # The voice of the first three seconds of the reference; a shorter one is repeated.
-        places = torch.arange(MIN_CROP_SAMPLES, device=device) % batch["crop_samples"][:, None].long()
-        reference = pcm_to_wave(batch["reference"], batch["crop_samples"]).gather(1, places)
-        out["speaker"].copy_(self.speaker_encoder(resample(reference, SPEAKER_SAMPLE_RATE), l2_norm=True))
+        if self.speaker_is_trained:  # of the first three seconds of the reference; a shorter one is repeated
+            lengths = batch["crop_samples"]
+            reference = _looped(pcm_to_wave(batch["reference"], lengths), lengths, MIN_CROP_SAMPLES)
+            out["speaker"].copy_(self.speaker_encoder(resample(reference, SPEAKER_SAMPLE_RATE), l2_norm=True))
+        else:
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
+                voices = self.gpt.condition(frames)
+            out["speaker"].copy_(speaker_of_latents(voices, self.speaker_dim))
         out["codes"].copy_(between["codes"])
         for name in ("weights", "totals"):
             out[name].copy_(batch[name])
@@ -239,18 +280,25 @@ class DecoderFrontend(Frontend):
 def _segment_24k(wave: Tensor, segments: Tensor, width: int) -> Tensor:
     """The audio of SEGMENT_CODES codes from `segments` [clips] on, at 24 kHz [clips, width].
 
-    It is resampled with a margin, so that its ends see their real neighbours.
+    It begins whole frames of the generator after the first latent of the margin. It is resampled with more audio
+    on either side, so that its ends see their real neighbours.
     """
-    margin = 1470  # becomes exactly 1600 samples
-    span = SEGMENT_CODES * SAMPLES_PER_CODE + 2 * margin
-    places = segments[:, None].long() * SAMPLES_PER_CODE - margin + torch.arange(span, device=wave.device)
+    extra = 1470  # becomes exactly 1600 samples
+    span = (SEGMENT_CODES + MARGIN_CODES + 1) * SAMPLES_PER_CODE + 2 * extra
+    first = (segments[:, None].long() - MARGIN_CODES) * SAMPLES_PER_CODE - extra
+    places = first + torch.arange(span, device=wave.device)
     inside = (places >= 0) & (places < wave.shape[1])
     segment = torch.where(inside, wave.gather(1, places.clamp(0, wave.shape[1] - 1)), 0)
-    first = margin * OUTPUT_SAMPLE_RATE // SAMPLE_RATE
-    return resample(segment, OUTPUT_SAMPLE_RATE)[:, first : first + width]
+    start = extra * OUTPUT_SAMPLE_RATE // SAMPLE_RATE + frames_of(MARGIN_CODES) * SAMPLES_PER_FRAME
+    return resample(segment, OUTPUT_SAMPLE_RATE)[:, start : start + width]
 
 
-FRONTENDS: dict[str, type[Frontend]] = {"dvae": DvaeFrontend, "gpt": GptFrontend, "decoder": DecoderFrontend}
+FRONTENDS: dict[str, type[Frontend]] = {
+    "dvae": DvaeFrontend,
+    "speaker": SpeakerFrontend,
+    "gpt": GptFrontend,
+    "decoder": DecoderFrontend,
+}
 """The front end of each stage of `config.STAGES`."""
 _WAYS = ((True, True), (False, True), (False, False))
 """(codes known, packed): codes from the cache, encoded packed, or encoded with padding."""

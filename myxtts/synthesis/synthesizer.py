@@ -22,9 +22,10 @@ import numpy as np
 import soundfile
 import torch
 
+from myxtts import config
 from myxtts.audio import Wave, write
 from myxtts.checkpoints import UnreadableWeights
-from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE, DataSettings, mel_frames
+from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE, DataSettings, TrainingSettings, mel_frames
 from myxtts.data.clips import ClipSet
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
@@ -39,7 +40,7 @@ from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFr
 from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
 from myxtts.text.tokenizer import Tokenizer
-from myxtts.weights import Provenance, load_folder
+from myxtts.weights import Provenance, has_weights, load_folder
 
 PUBLISHED_SAMPLING = Sampling(temperature=0.75, top_k=50, top_p=0.85, repetition_penalty=5.0)
 """As in XTTS-v2's `config.json`, whose length penalty only matters to beam search."""
@@ -347,7 +348,7 @@ class Synthesizer:
         model.hifigan_decoder.remove_weight_norm()
         self._dims, self._batch_size, self._batches_at_once = model.dims, batch_size, batches_at_once
         self._device = device
-        self.sampling, self._notes, self._languages = sampling, tuple(notes), languages
+        self.sampling, self._notes, self.languages = sampling, tuple(notes), languages
         self.limits = limits or Limits(model.dims.gpt.max_text, min(MAX_NEW_CODES, model.dims.gpt.max_codes))
         self._encoder = VoiceEncoder(model, device)
         self.fingerprint = self._encoder.fingerprint
@@ -478,8 +479,8 @@ class Synthesizer:
     def _report(self, said: Utterance, sentences: Sequence[SentenceReport], options: SynthesisOptions) -> Report:
         voice, how = said.voice, (self.vocoder.name, options.seed, options.speed)
         notes = self._notes + voice.notes
-        if self._languages and said.language not in self._languages:
-            trained = ", ".join(LANGUAGE_NAMES[code] for code in self._languages if code in LANGUAGE_NAMES)
+        if self.languages and said.language not in self.languages:
+            trained = ", ".join(LANGUAGE_NAMES[code] for code in self.languages if code in LANGUAGE_NAMES)
             notes += (f"the model was never trained on {LANGUAGE_NAMES[said.language]}, only on {trained}",)
         return Report(said.language, voice.name, *how, tuple(sentences), said.unknown_characters, notes)
 
@@ -589,20 +590,33 @@ def attempted(work: Callable[[Item], Result], given: Item) -> Result | None:
         return None
 
 
+def usual_model() -> Path:
+    """The folder of the model that speaks if none is named: the run in `checkpoints`, else the base model."""
+    run = TrainingSettings.checkpoint_dir
+    if RunDir(run).exists:
+        return run
+    if not has_weights(config.BASE_FOLDER):
+        raise ConfigError(
+            f"There is no run in the folder {run}, and this copy of MyXTTS has no base model (no weights in "
+            f"{config.BASE_FOLDER}). Name a run or an XTTS-v2 folder with --model DIR, or train one: myxtts train"
+        )
+    return config.BASE_FOLDER
+
+
 def load_synthesizer(
-    folder: Path | str,
+    folder: Path | str | None = None,
     *,
     vocoder: VocoderName | None = None,
     device: torch.device | None = None,
     best_gpt: bool = False,
 ) -> Synthesizer:
-    """Load a run or an XTTS-v2 folder onto the first GPU, or the CPU.
+    """Load a run or a folder of weights onto the first GPU, or the CPU; by default the `usual_model`.
 
     Without `vocoder` it speaks through the decoder, or through Griffin-Lim if the decoder is not trained, or is
     farther from held-out recordings by its own validation.
     `best_gpt` takes the GPT of a run with the best validation loss instead of the newest.
     """
-    folder = Path(folder)
+    folder = usual_model() if folder is None else Path(folder)
     if device is None:
         device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
     run = RunDir(folder)
@@ -619,8 +633,6 @@ def load_synthesizer(
         model, vocabulary, fresh_parts, known = load_folder(folder)
         choice = usable_vocoder(fresh_parts, vocoder, known.vocoder)
     notes = [choice.note] if choice.note else []
-    if choice.name == "hifigan" and known.from_scratch:
-        notes.append("the speaker encoder was never trained: all recordings give the decoder nearly one voice")
     speaks: dict[str, Any] = {
         "vocoder": choice.name,
         "notes": notes,

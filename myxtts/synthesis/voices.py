@@ -1,4 +1,4 @@
-"""Voices: the conditioning of a speaker, computed from recordings, stored and found by name.
+"""Voices: the conditioning of a speaker, computed from recordings, stored and found by name, or built in.
 
     files ─ mono, 22.05 kHz ─► chunks of 4 s ─ conditioning mel ─► 32 latents, averaged over all chunks
                             └► up to 30 s of each file at 16 kHz ─► speaker embedding, averaged over the files
@@ -8,25 +8,29 @@ A voice belongs to the weights that made it, which its fingerprint identifies. K
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 
+from myxtts import config
 from myxtts.audio import SILENCE, Pcm, UnusableAudio, decode, is_silent, trim_silence
-from myxtts.checkpoints import read_tensors, write_tensors
+from myxtts.checkpoints import read_metadata, read_tensors, write_tensors
 from myxtts.config import CONDITIONING_TOKENS, SAMPLE_RATE
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.model.mel import CONDITIONING_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample
-from myxtts.model.xtts import XTTS
+from myxtts.model.xtts import XTTS, speaker_of_latents
+from myxtts.weights import VOICES_FILE, require_shipped
 
 CHUNK_SECONDS, LEAST_CHUNK_SECONDS, USED_SECONDS = 4, 0.33, 30
 """As published with XTTS-v2. Several files contribute chunks in turn, up to 30 seconds together."""
@@ -34,7 +38,7 @@ LONGEST_SECONDS = 600  # a longer file is taken for a recording session by mista
 SHORTEST_SECONDS, ENOUGH_SECONDS = 1.0, 3.0
 SILENCE_DB = 40.0  # speech has ended where the level is this far below the loudest part
 PUBLISHED_FILE = "speakers_xtts.pth"
-LIST = "list"  # the name that asks for the names of all voices
+_ABOUT = "voices"  # the entry of a file's metadata with the languages and descriptions of its voices
 _FEW_NAMES, _LONGEST_NAME = 8, 200  # the name of a file may have 255 bytes
 _NAME = re.compile(r"[^\W_][\w .'-]*")
 _FINGERPRINTED = 65536
@@ -53,6 +57,8 @@ class Voice:
     speaker: Tensor  # [speaker_dim], of length 1: conditions the vocoder
     fingerprint: str = ""  # identifies the weights that made it; empty if unknown
     notes: tuple[str, ...] = ()  # notes for the user about its recordings
+    languages: tuple[str, ...] = ()  # those of the speaker; empty if unknown
+    description: str = ""
 
 
 class VoiceEncoder:
@@ -61,6 +67,7 @@ class VoiceEncoder:
     def __init__(self, model: XTTS, device: torch.device) -> None:
         self._gpt = model.gpt
         self._speaker_encoder = cast(nn.Module, model.hifigan_decoder.speaker_encoder)
+        self._speaker_dim, self._encodes = model.dims.speaker_dim, model.speaker_is_trained
         self._mel_stats = model.mel_stats
         self._mel = LogMel(CONDITIONING_MEL).to(device)
         self._device = device
@@ -71,14 +78,17 @@ class VoiceEncoder:
         """The voice of one or several recordings of the same speaker."""
         recordings, notes = read_references(files)
         waves = [torch.from_numpy(pcm).to(self._device).float() / 32768 for pcm in recordings]
-        waves_16k = [resample(wave[None, : USED_SECONDS * SAMPLE_RATE], SPEAKER_SAMPLE_RATE) for wave in waves]
-        embeddings = torch.cat([self._speaker_encoder(wave, l2_norm=True) for wave in waves_16k])
-        speaker = F.normalize(embeddings.mean(0), dim=0)
         mels = [self._mel(chunk[None], self._mel_stats)[0].t() for chunk in _chunks(waves)]
         latents = self._gpt.voice(mels)
+        speaker = self._embedding(waves) if self._encodes else speaker_of_latents(latents, self._speaker_dim)[0]
         if not (latents.isfinite().all() and speaker.isfinite().all()):
             raise DatasetError("The voice is NaN or infinite: the weights are damaged, or training diverged.")
         return Voice(name or files[0].stem, latents.cpu(), speaker.cpu(), self.fingerprint, tuple(notes))
+
+    def _embedding(self, waves: Sequence[Tensor]) -> Tensor:
+        waves_16k = [resample(wave[None, : USED_SECONDS * SAMPLE_RATE], SPEAKER_SAMPLE_RATE) for wave in waves]
+        embeddings = torch.cat([self._speaker_encoder(wave, l2_norm=True) for wave in waves_16k])
+        return F.normalize(embeddings.mean(0), dim=0)
 
 
 def read_references(files: Sequence[Path]) -> tuple[list[Pcm], list[str]]:
@@ -138,58 +148,78 @@ def fingerprint(model: XTTS) -> str:
 
 
 class VoiceLibrary:
-    """The named voices of a model: those saved in its folder `voices`, and those published with XTTS-v2."""
+    """The named voices of a model: those saved in its folder `voices`, and those that came with it.
+
+    Voices of the base model are saved in the user's own folder, which an update of MyXTTS leaves alone.
+    """
 
     def __init__(self, model_folder: Path) -> None:
-        self._published = model_folder / PUBLISHED_FILE
-        self.folder = model_folder / "voices"
+        self._model = model_folder
+        self.folder = (_user_folder() if model_folder == config.BASE_FOLDER else model_folder) / "voices"
 
-    def names(self) -> list[str]:
-        saved = {path.stem for path in self.folder.glob("*.safetensors")}
-        return sorted(saved | published_voices(self._published).keys())
+    def built_in(self) -> dict[str, Voice]:
+        """The voices that came with the model, by name, in their order: the first ones are preferred."""
+        found = published_voices(self._model / PUBLISHED_FILE)
+        if (self._model / VOICES_FILE).is_file():
+            found |= published_voices(require_shipped(self._model, VOICES_FILE))
+        return found
+
+    def all(self) -> list[Voice]:
+        """All voices, the built-in ones first; of two with one name, the saved one."""
+        saved = {path.stem: _read_voice(path) for path in sorted(self.folder.glob("*.safetensors"))}
+        return list((self.built_in() | saved).values())
+
+    def default(self, language: str = "") -> str:
+        """The name of the first built-in voice of that language, or else of any."""
+        voices = list(self.built_in().values())
+        if not voices:
+            raise ConfigError(
+                f"Give a recording with --speaker FILE, or a voice: {self._model} has no built-in one"
+            )
+        return next((voice for voice in voices if language in voice.languages), voices[0]).name
 
     def save(self, voice: Voice) -> Path:
         """Store a voice under its name; replaces an earlier one of that name."""
         path = self.path(voice.name)
         self.folder.mkdir(parents=True, exist_ok=True)
         mark = torch.tensor(list(voice.fingerprint.encode()), dtype=torch.uint8)
-        write_tensors(path, {"latents": voice.latents, "speaker": voice.speaker, "fingerprint": mark})
+        tensors = {"latents": voice.latents, "speaker": voice.speaker, "fingerprint": mark}
+        write_tensors(path, tensors, _about([voice]))
         return path
+
+    def build_in(self, voices: Sequence[Voice]) -> None:
+        """Make these the built-in voices of a compact folder, in float16; `weights.save_compact` follows."""
+        (self._model / VOICES_FILE).unlink(missing_ok=True)
+        if not voices:
+            return
+        pairs = {f"{voice.name}.gpt_cond_latent": voice.latents.half() for voice in voices}
+        pairs |= {f"{voice.name}.speaker_embedding": voice.speaker.half() for voice in voices}
+        self._model.mkdir(parents=True, exist_ok=True)
+        write_tensors(self._model / VOICES_FILE, pairs, _about(voices))
 
     def load(self, name: str, expected: str) -> Voice:
         """The voice of that name; a saved one must come from the weights with the fingerprint `expected`."""
         path = self.path(name)
         if not path.is_file():
-            published = published_voices(self._published).get(name)
-            if published is None:
+            if (voice := self.built_in().get(name)) is None:
                 raise ConfigError(self._unknown(name))
-            return published
-        tensors = read_tensors(path)
-        if missing := {"latents", "speaker", "fingerprint"} - tensors.keys():
-            raise DatasetError(f"{path} is not a voice: it lacks {', '.join(sorted(missing))}.")
-        if tensors["fingerprint"].dtype != torch.uint8 or not _is_voice(tensors["latents"], tensors["speaker"]):
-            raise DatasetError(
-                f"{path} is not a voice: its tensors have other shapes or types, or are not finite."
-            )
-        made_by = bytes(tensors["fingerprint"].tolist()).decode(errors="replace")
-        if made_by != expected:
+            return voice
+        voice = _read_voice(path)
+        if voice.fingerprint != expected:
             raise DatasetError(
                 f"The voice {name!r} in {self.folder} was made by other weights; make it again from recordings."
             )
-        return Voice(name, tensors["latents"], tensors["speaker"], made_by)
+        return voice
 
     def _unknown(self, name: str) -> str:
-        names = self.names()
-        listed = ", ".join(names) or "none yet"
-        if name == LIST:
-            return f"Voices of {self.folder.parent} for --voice NAME: {listed}"
+        names = [voice.name for voice in self.all()]
+        where = f"No voice {name!r} of the model in {self._model}"
         if len(names) <= _FEW_NAMES:
-            return f"No voice {name!r} in {self.folder} (there are: {listed})."
-        nearest = ", ".join(get_close_matches(name, names, cutoff=0.4)) or "none"
-        return (
-            f"No voice {name!r} in {self.folder} nor in {self._published} (the nearest: {nearest}). "
-            f"--voice {LIST} shows all {len(names)}."
-        )
+            return f"{where} (there are: {', '.join(names) or 'none yet'})."
+        by_word = {known.lower(): known for known in names}
+        near = get_close_matches(name.lower(), by_word, cutoff=0.4)
+        nearest = ", ".join(by_word[word] for word in near) or "none"
+        return f"{where} (the nearest: {nearest}). myxtts voices shows all {len(names)}."
 
     def path(self, name: str) -> Path:
         """The file of a saved voice; an error if the name could not be that of a file in this folder."""
@@ -200,8 +230,9 @@ class VoiceLibrary:
 
 
 def published_voices(path: Path) -> dict[str, Voice]:
-    """The speakers published with XTTS-v2 in `speakers_xtts.pth`, by name; none if there is no such file."""
+    """The speakers in a file such as XTTS-v2's `speakers_xtts.pth`, by name; none if there is no such file."""
     tensors = read_tensors(path) if path.is_file() else {}
+    about = _read_about(path) if path.suffix == ".safetensors" else {}
     voices = {}
     for key, latents in tensors.items():
         name, _, kind = key.rpartition(".")
@@ -210,8 +241,45 @@ def published_voices(path: Path) -> dict[str, Voice]:
             latents, speaker = latents.reshape(1, *latents.shape[-2:]), speaker.flatten()
             if not _is_voice(latents, speaker):
                 raise DatasetError(f"{path} is damaged: {name!r} has other shapes or types, or is not finite.")
-            voices[name] = Voice(name, latents.float(), speaker.float())
-    return voices
+            voices[name] = Voice(name, latents.float(), speaker.float(), **about.get(name, {}))
+    return {name: voices[name] for name in {**about, **voices} if name in voices}
+
+
+def _read_voice(path: Path) -> Voice:
+    """A saved voice."""
+    tensors = read_tensors(path)
+    if missing := {"latents", "speaker", "fingerprint"} - tensors.keys():
+        raise DatasetError(f"{path} is not a voice: it lacks {', '.join(sorted(missing))}.")
+    if tensors["fingerprint"].dtype != torch.uint8 or not _is_voice(tensors["latents"], tensors["speaker"]):
+        raise DatasetError(f"{path} is not a voice: its tensors have other shapes or types, or are not finite.")
+    made_by = bytes(tensors["fingerprint"].tolist()).decode(errors="replace")
+    about = _read_about(path).get(path.stem, {})
+    return Voice(path.stem, tensors["latents"], tensors["speaker"], made_by, **about)
+
+
+def _about(voices: Sequence[Voice]) -> dict[str, str]:
+    """Languages and descriptions of voices as metadata of their file."""
+    facts = {each.name: {"languages": each.languages, "description": each.description} for each in voices}
+    return {_ABOUT: json.dumps(facts, ensure_ascii=False)}
+
+
+def _read_about(path: Path) -> dict[str, dict[str, Any]]:
+    """What `_about` wrote, by the name of the voice; empty for files without it."""
+    try:
+        found = json.loads(read_metadata(path).get(_ABOUT, "{}"))
+        return {
+            str(name): {"languages": tuple(map(str, facts["languages"])), "description": str(facts["description"])}
+            for name, facts in found.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DatasetError(f"{path} is damaged: it describes its voices in an unknown form ({error}).") from None
+
+
+def _user_folder() -> Path:
+    try:
+        return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "myxtts"
+    except RuntimeError:  # as in a container that runs under a number
+        raise ConfigError("There is no home folder to keep voices in; set HOME or XDG_DATA_HOME.") from None
 
 
 def _is_voice(latents: Tensor, speaker: Tensor) -> bool:

@@ -15,7 +15,7 @@ import logging
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,6 +112,12 @@ def detect_languages(
     triples = zip(languages, speakers, texts, strict=True)
     filled = [language or found.get((speaker, text)) for language, speaker, text in triples]
     return _fill_gaps(filled, speakers, counts)
+
+
+def language_of(text: str, known: Collection[str]) -> str:
+    """Return the language of a text: the only one of those `known` in its script, else by statistics."""
+    near = [code for code in _languages_by_script().get(_script_of(text), ()) if code in known]
+    return near[0] if len(near) == 1 else detect_languages([text], [""])[0]
 
 
 def _script_of(text: str) -> str:

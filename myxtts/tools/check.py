@@ -368,7 +368,7 @@ def card_preset(ctx: CheckContext) -> Finding:
 
 
 def weights(ctx: CheckContext) -> Finding:
-    for key in ("training.init_from", "data.tokenizer"):
+    for key in ("training.init_from", "training.init_decoder", "data.tokenizer"):
         path: Path | None = attrgetter(key)(ctx.loaded.settings)
         if path is not None and not path.exists():
             fix = f"correct {specs()[key].flags[0]}, or leave it out"

@@ -20,22 +20,31 @@ from torch.optim.sgd import sgd
 
 from myxtts.errors import ConfigError
 
+LEAD_FACTOR = 5.0
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then cosine decay to `floor`; constant after the warm-up if there is no last step."""
+    """Linear warm-up, then cosine decay to `floor`; constant after the warm-up if there is no last step.
+
+    Before the warm-up there may be steps that train a single layer, with `LEAD_FACTOR` times the peak.
+    """
 
     warmup_steps: int
     total_steps: int | None
     floor: float = 0.1  # share of the peak learning rate that is left from `total_steps` on
+    lead_steps: int = 0
 
     def factor(self, step: int) -> float:
         """Factor of the peak learning rate in a step; steps count from 0."""
+        if step < self.lead_steps:
+            return LEAD_FACTOR
+        step, last = step - self.lead_steps, self.total_steps
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
-        if self.total_steps is None:
+        if last is None:
             return 1.0
-        done = (step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1)
+        done = (step - self.warmup_steps) / max(last - self.lead_steps - self.warmup_steps, 1)
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -20,21 +21,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from myxtts.config import SAMPLES_PER_CODE, Settings
-from myxtts.data.batches import MAX_CROP_FRAMES, SEGMENT_CODES, Sizes, packed_tokens
+from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, Settings
+from myxtts.data.batches import MARGIN_CODES, MAX_CROP_FRAMES, SEGMENT_CODES, Sizes, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.errors import ConfigError
-from myxtts.model.conditioning import pack_frames
+from myxtts.model.conditioning import PackedFrames, pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction, Usage
 from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
-from myxtts.model.mel import LogMel, MelSpec
+from myxtts.model.mel import CONDITIONING_MEL, LogMel, MelSpec
 from myxtts.model.vocoder import (
+    CROP_SAMPLES,
     OUTPUT_SAMPLE_RATE,
     PERIOD_WIDTHS,
     RESOLUTION_WIDTH,
+    SAMPLES_PER_FRAME,
     DiscriminatorOutput,
     Discriminators,
     HifiGanDecoder,
+    HifiGanInput,
+    SpeakerEncoder,
+    frames_of,
 )
 from myxtts.model.vocoder import num_samples as num_samples_of
 from myxtts.model.xtts import XTTS, XTTSDims
@@ -99,6 +105,8 @@ class StageFacts(NamedTuple):
 
     world_size: int = 1
     fine_tuning: bool = False
+    total_steps: int = 1
+    warm_start: bool = False  # the decoder began with the weights of a HiFi-GAN
     has_new_tokens: bool = False  # the text vocabulary grew after the weights to start from were trained
 
 
@@ -108,6 +116,11 @@ class Recipe(nn.Module, ABC):
     betas: tuple[float, float]  # betas of AdamW
     from_scratch_lr: float
     fine_tuning_lr: float
+    is_averaged = True  # False if `ema_decay` is ignored
+    phase = ""
+    """The computation that `forward` does; only `begin_step` changes it. Each is compiled and captured alone."""
+    lead_steps = 0
+    """Steps before the warm-up of the learning rate; see `Schedule`."""
     clips_at_once: int | None = None
     """Clips that a CPU trains on at once, if a whole batch would need too much memory; None for all of them."""
 
@@ -169,6 +182,9 @@ class Recipe(nn.Module, ABC):
 
     def before_first_step(self, tensors: Tensors) -> None:
         """Prepare a new network with a first batch; not called when a run is resumed."""
+
+    def begin_step(self, step: int) -> None:
+        """Called before every optimiser step."""
 
     def after_step(self, step: int) -> None:
         """Called after every optimiser step."""
@@ -322,9 +338,162 @@ class DvaeRecipe(Recipe):
                 self.broadcast(values)
 
 
+COSINE_SCALE, COSINE_MARGIN = 10.0, 0.1
+"""Factor of the cosines that are compared, and how much closer than others the right crop must be in training."""
+VARIED_SAMPLES = 32000  # of a crop that is varied: 2 seconds, so that one played 1.2 times as fast is long enough
+SPEEDS = (0.85, 1.2)
+CENTRE_RATE = 0.1  # share of the mean embedding that is subtracted in every step
+NOISE_DB = (5.0, 30.0)  # level of the speech above the noise
+NOISE_TILT = 1.0  # noise falls with the frequency to the power of up to this
+
+
+class SpeakerRecipe(Recipe):
+    """The speaker encoder: a recording to an embedding of its voice, by verification.
+
+    Reads crops float32 [B, 2, samples] at 16 kHz, two recordings of one voice per row, and voices int32 [B], -1
+    if both are of one clip. Each crop has to find the other one of its row among those of all other voices.
+    Validation loss: cross-entropy per row. "error" is the share of rows that find another voice.
+
+    In training the embeddings of a batch are centred: otherwise the easiest way to compare no voice as wrong is to
+    make all of them equal. The bias of the last layer follows, so that the encoder's own are centred too.
+    """
+
+    betas = (0.9, 0.99)
+    from_scratch_lr, fine_tuning_lr = 2e-3, 1e-4
+    is_averaged = False  # the statistics of its batch norms are those of the last weights
+    mean: Tensor  # [dim]: of the embeddings of the last micro-batch
+
+    @classmethod
+    def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> SpeakerRecipe:
+        if settings.data.batch_size == 1:
+            raise ConfigError("Stage speaker compares the clips of a batch: give --batch-size 2 or more")
+        encoder = cast(SpeakerEncoder, model.hifigan_decoder.speaker_encoder).requires_grad_(True)
+        return cls(encoder, facts.world_size)
+
+    def __init__(self, encoder: SpeakerEncoder, world_size: int = 1) -> None:
+        super().__init__(world_size)
+        self.encoder = encoder
+        encoder.fc.bias.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros_like(encoder.fc.bias), persistent=False)
+        self._ddp_params_and_buffers_to_ignore = ["mean"]  # it differs between processes
+
+    def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - one signature for all
+        clean = self.vary(tensors["crops"])
+        return self.losses(self.embed(add_noise(clean)), clean, tensors)
+
+    def losses(self, embeddings: Tensor, clean: Tensor, tensors: Tensors) -> dict[str, Tensor]:  # noqa: ARG002
+        """Losses of the embeddings [B, 2, dim] of crops, of which `clean` are those without noise."""
+        sums = self._compare(embeddings, tensors)
+        loss, count = self.world_size * sums["sum"] / Totals.of(tensors).clips, sums["count"]
+        return {"total": loss, "error": mean_of(sums["error_sum"], count)}
+
+    def sums(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
+        return self._compare(self.embed(tensors["crops"]), tensors)
+
+    def regions(self) -> list[nn.Module]:
+        """The residual layers, nearly all the arithmetic."""
+        return [self.encoder.get_submodule(f"layer{number}") for number in range(1, 5)]
+
+    def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002 - a crop of the clip
+        return {"crops": (1, 2, CROP_SAMPLES), "voices": (1,)}
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:  # noqa: ARG002
+        if self.world_size > 1:
+            dist.all_reduce(self.mean)
+        self.encoder.fc.bias.sub_(self.mean, alpha=CENTRE_RATE / self.world_size)
+        self.mean.zero_()
+
+    def embed(self, crops: Tensor) -> Tensor:
+        """Embeddings of length 1, float32 [B, 2, dim]."""
+        embeddings: Tensor = self.encoder(crops.flatten(0, 1)).float()
+        if self.training:
+            mean = embeddings.mean(0)
+            self.mean.copy_(mean.detach())
+            embeddings = embeddings - mean
+        return F.normalize(embeddings, dim=1).unflatten(0, (-1, 2))
+
+    def vary(self, crops: Tensor) -> Tensor:
+        """A part of each crop [B, 2, VARIED_SAMPLES]; at another speed, half of the rows are other voices."""
+        rows, device = len(crops), crops.device
+        slowest, fastest = SPEEDS
+        speed = slowest + (fastest - slowest) * torch.rand(rows, 1, 1, device=device)
+        speed = torch.where(torch.rand(rows, 1, 1, device=device) < 0.5, speed, 1.0)
+        room = crops.shape[2] - 1 - speed * VARIED_SAMPLES
+        starts = (torch.rand(rows, 2, 1, device=device) * room).floor()
+        places = starts + speed * torch.arange(VARIED_SAMPLES, device=device)
+        before = places.long()
+        return torch.lerp(crops.gather(2, before), crops.gather(2, before + 1), places - before)
+
+    def _compare(self, embeddings: Tensor, tensors: Tensors) -> dict[str, Tensor]:
+        voices, weights = tensors["voices"], tensors["weights"]
+        with torch.autocast(embeddings.device.type, enabled=False):
+            cosines = embeddings[:, 0] @ embeddings[:, 1].t()
+        known = (voices >= 0) & (weights > 0)
+        right = torch.eye(len(voices), dtype=torch.bool, device=voices.device)
+        is_other = known[:, None] & known & (voices[:, None] != voices)
+        margin = COSINE_MARGIN if self.training else 0.0
+        compared = is_other | right
+        logits = (COSINE_SCALE * (cosines - margin * right)).masked_fill(~compared, -math.inf)
+        numbers = torch.arange(len(voices), device=voices.device)
+        losses = [F.cross_entropy(each, numbers, reduction="none") for each in (logits, logits.t())]
+        wrong = cosines.masked_fill(~compared, -math.inf).argmax(1) != numbers
+        counted = known * weights
+        sums = {"sum": (torch.stack(losses).mean(0) * counted).sum(), "count": counted.sum()}
+        return {**sums, "error_sum": (wrong * counted).sum(), "error_count": counted.sum()}
+
+
+def add_noise(crops: Tensor) -> Tensor:
+    """Crops [..., samples] with noise of random level and colour in half of them."""
+    shape, device = (*crops.shape[:-1], 1), crops.device
+    spectrum = torch.fft.rfft(torch.randn_like(crops))
+    tilt = NOISE_TILT * torch.rand(shape, device=device)
+    frequency = torch.arange(1, spectrum.shape[-1] + 1, device=device)
+    noise = torch.fft.irfft(spectrum * frequency**-tilt, n=crops.shape[-1])
+    level_db = NOISE_DB[0] + (NOISE_DB[1] - NOISE_DB[0]) * torch.rand(shape, device=device)
+    wanted = crops.square().mean(-1, keepdim=True).sqrt() * 10 ** (-level_db / 20)
+    scale = wanted / noise.square().mean(-1, keepdim=True).sqrt()
+    return crops + torch.where(torch.rand(shape, device=device) < 0.5, scale, 0.0) * noise
+
+
 TEXT_WEIGHT = 0.01  # weight of the text loss; that of the audio loss is 1
 MANY_LAYERS = 8  # from this many layers on, the GPT is compiled layer by layer
 WIDE_DIM = 1024  # XTTS-v2's width; a GPT at least this wide gets half the learning rate
+
+
+@torch.no_grad()
+def disturbed(frames: PackedFrames, mel_stats: Tensor, share: float) -> PackedFrames:
+    """The references of a `share` of the clips as another room, microphone and noise would make them.
+
+    Everything happens to the energies of mel bands: reverberation adds a decaying tail to each band, a microphone
+    multiplies bands by a smooth curve, and noise adds energy with another smooth curve.
+    """
+    num_clips, device = len(frames.num_frames), frames.mel.device
+    bands = torch.arange(frames.mel.shape[1], device=device) / frames.mel.shape[1]
+    waves = torch.cos(math.pi * bands * torch.arange(1, 4, device=device)[:, None])
+
+    def drawn(low: float, high: float, columns: int = 1) -> Tensor:
+        return low + (high - low) * torch.rand(num_clips, columns, device=device)
+
+    def curve(decibels: float) -> Tensor:
+        """A random smooth curve over the bands for each clip, as factors."""
+        return 10 ** ((drawn(-decibels, decibels, 3) @ waves) / 10)
+
+    with torch.autocast(device.type, enabled=False):
+        clip = frames.spread(torch.arange(1.0, num_clips + 1, device=device)[:, None])  # 0 for padding
+        dry = (frames.mel.float() * mel_stats).exp()
+        tail, decay = dry, frames.spread(10 ** (-6 * HOP_SAMPLES / SAMPLE_RATE / drawn(0.1, 0.6)))
+        for shift in (1, 2, 4, 8, 16):  # sums the tails of 32 frames
+            is_same = F.pad(clip, (0, 0, shift, 0))[:-shift] == clip
+            tail = tail + torch.where(is_same, decay**shift * F.pad(tail, (0, 0, shift, 0))[:-shift], 0)
+        energy = dry + frames.spread(drawn(0.0, 0.3)) * (tail - dry)
+        energy = energy * frames.spread(curve(4.0))
+        loudness = frames.sum_by_clip(energy.mean(1, keepdim=True)) / frames.num_frames
+        noise = frames.spread(loudness * 10 ** (-drawn(1.0, 4.0)) * curve(6.0))  # 10 to 40 decibels below
+        energy = energy + noise * (0.5 + torch.rand_like(noise))
+        mel = energy.clamp_min(CONDITIONING_MEL.log_floor).log() / mel_stats
+        chosen = (frames.spread((drawn(0.0, 1.0) < share).float()) > 0) & (clip > 0)
+        return frames._replace(mel=torch.where(chosen, mel, frames.mel))
 
 
 class GptRecipe(Recipe):
@@ -334,6 +503,7 @@ class GptRecipe(Recipe):
     and num_frames [B]; `sizes` bounds each. Validation loss: cross-entropy per code or STOP.
     """
 
+    mel_stats: Tensor
     betas = (0.9, 0.96)
     from_scratch_lr, fine_tuning_lr, adapter_lr = 2e-4, 5e-6, 1e-4
 
@@ -347,8 +517,10 @@ class GptRecipe(Recipe):
         if settings.model.lora_rank:
             new_tokens = ("text_embedding", "text_head") if facts.has_new_tokens else ()
             add_adapters(gpt, settings.model.lora_rank, train_also=new_tokens)
-        noise, dropout = training.code_noise or 0.0, training.text_dropout or 0.0
-        return cls(gpt, facts.world_size, training.label_smoothing, code_noise=noise, text_dropout=dropout)
+        recipe = cls(gpt, facts.world_size, training.label_smoothing)
+        recipe.code_noise, recipe.text_dropout = training.code_noise or 0.0, training.text_dropout or 0.0
+        recipe.reference_noise, recipe.mel_stats = training.reference_noise, model.mel_stats
+        return recipe
 
     def __init__(
         self,
@@ -356,12 +528,12 @@ class GptRecipe(Recipe):
         world_size: int = 1,
         label_smoothing: float = 0.0,
         max_frames: int = MAX_CROP_FRAMES,
-        code_noise: float = 0.0,
-        text_dropout: float = 0.0,
     ) -> None:
         super().__init__(world_size)
         self.gpt, self.label_smoothing, self.max_frames = gpt, label_smoothing, max_frames
-        self.code_noise, self.text_dropout = code_noise, text_dropout
+        self.code_noise, self.text_dropout, self.reference_noise = 0.0, 0.0, 0.0  # shares of codes, texts, clips
+        self.register_buffer("mel_stats", torch.ones(gpt.dims.mel_channels), persistent=False)
+        self._ddp_params_and_buffers_to_ignore = ["mel_stats"]
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         losses, totals = self._losses(tensors, sizes, self.label_smoothing), Totals.of(tensors)
@@ -400,6 +572,8 @@ class GptRecipe(Recipe):
 
     def _losses(self, tensors: Tensors, sizes: Sizes, label_smoothing: float) -> Losses:
         frames = pack_frames(tensors["mel"][: sizes.frames], tensors["num_frames"], self.max_frames)
+        if self.training and self.reference_noise:
+            frames = disturbed(frames, self.mel_stats, self.reference_noise)
         ids, num_ids = tensors["ids"][:, : sizes.ids], tensors["num_ids"]
         if self.training and self.text_dropout:  # as an empty text, with START and STOP
             num_ids = torch.where(torch.rand(num_ids.shape, device=num_ids.device) < self.text_dropout, 0, num_ids)
@@ -416,24 +590,61 @@ class GptRecipe(Recipe):
 
 
 FEATURE_WEIGHT, MEL_WEIGHT = 2.0, 45.0  # HiFi-GAN's loss weights; that of the adversarial loss is 1
+STFT_WEIGHT, FIRST_LAYER_WEIGHT = 10.0, 45.0  # of the losses before there are discriminators
 LOSS_MEL = MelSpec(
     sample_rate=OUTPUT_SAMPLE_RATE, fft_samples=1024, window_samples=1024, hop_samples=256, window="hann",
     num_mels=80, max_hz=OUTPUT_SAMPLE_RATE / 2, equal_area=True, log_floor=1e-8, floor_is_added=False,
 )  # fmt: skip
 """The mel that waveforms are compared in: up to the Nyquist frequency, down to about 16-bit noise."""
+LOSS_MELS = tuple(
+    replace(LOSS_MEL, fft_samples=size, window_samples=size, hop_samples=size // 4, num_mels=mels)
+    for size, mels in ((1024, 80), (2048, 160), (512, 40), (256, 20))
+)
+"""The mels of the training loss, from long windows, which resolve pitch, to short ones, which resolve onsets."""
+FIRST_LAYER, GENERATOR, ADVERSARIAL = "first layer", "generator", "adversarial"
+
+
+class Phases(NamedTuple):
+    """The steps at which the phases of the decoder stage begin; the first layer alone begins at 0, if at all."""
+
+    generator: int  # the whole generator, without discriminators
+    adversarial: int
+    full: int  # the adversarial losses have their full weights, after a linear ramp
+
+    @classmethod
+    def of(cls, facts: StageFacts) -> Phases:
+        """Shares of the steps of the stage, with upper bounds, so that a prolonged run hardly goes back."""
+        tenth = facts.total_steps // 10
+        generator = min(tenth, 1000) if facts.warm_start else 0
+        alone = min(tenth, 2000) if facts.warm_start else 0 if facts.fine_tuning else min(3 * tenth, 20_000)
+        return cls(generator, generator + alone, generator + alone + min(tenth, 2000))
+
+    def at(self, step: int) -> tuple[str, float]:
+        """The phase of a step, and the share of the adversarial losses in it."""
+        if step < self.generator:
+            return FIRST_LAYER, 0.0
+        if step < self.adversarial:
+            return GENERATOR, 0.0
+        return ADVERSARIAL, min((step + 1 - self.adversarial) / max(self.full - self.adversarial, 1), 1.0)
 
 
 class DecoderRecipe(Recipe):
     """The vocoder: the GPT's latents and a speaker embedding to a waveform, trained as a GAN.
 
-    Reads latents float32 [B, L, dim], wave float32 [B, num_samples(L)] at 24 kHz, and speaker float32
-    [B, speaker_dim]. Validation loss: distance of log-mels per clip. The speaker encoder is not trained.
+    Reads latents float32 [B, L + 2 * MARGIN_CODES, dim], wave float32 [B, num_samples(L)] at 24 kHz, and speaker
+    float32 [B, speaker_dim]. Validation loss: distance of log-mels per clip. The speaker encoder is not trained.
+    The phases:
+
+        first layer   with the weights of a HiFi-GAN: the first layer learns to return what HiFi-GAN's own returns
+        generator     the whole generator, compared in mels and spectrograms
+        adversarial   with discriminators
     """
 
     betas = (0.8, 0.99)
     # Not far apart: the discriminators are new in both cases.
     from_scratch_lr, fine_tuning_lr = 2e-4, 1e-4
     clips_at_once = 1  # 0.7 GB of activations each in `tiny`
+    ramp: Tensor  # share of the adversarial losses, a tensor because a captured step reads it
 
     @classmethod
     def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> DecoderRecipe:  # noqa: ARG003
@@ -444,70 +655,141 @@ class DecoderRecipe(Recipe):
             period_widths=[max(int(scale * width), 4) for width in PERIOD_WIDTHS],
             resolution_width=max(int(scale * RESOLUTION_WIDTH), 4),
         )
-        return cls(model.hifigan_decoder, discriminators, facts.world_size)
+        return cls(model.hifigan_decoder, discriminators, facts.world_size, facts)
 
-    def __init__(self, vocoder: HifiGanDecoder, discriminators: Discriminators, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        vocoder: HifiGanDecoder,
+        discriminators: Discriminators,
+        world_size: int = 1,
+        facts: StageFacts = StageFacts(),  # noqa: B008 - immutable
+    ) -> None:
         super().__init__(world_size)
         self.generator, self.discriminators = vocoder.waveform_decoder, discriminators
-        self.log_mel = LogMel(LOSS_MEL)
+        self.log_mels = nn.ModuleList(LogMel(spec) for spec in LOSS_MELS)
+        self.phases, self.phase = Phases.of(facts), ADVERSARIAL
+        self.lead_steps = self.phases.generator
+        channels = self.generator.conv_pre.out_channels
+        self.teacher = HifiGanInput(channels) if facts.warm_start else None
+        self.register_buffer("ramp", torch.ones(()), persistent=False)
+        self._ddp_params_and_buffers_to_ignore = ["ramp"]
+
+    def begin_step(self, step: int) -> None:
+        """Set the phase of the step: parts that it does not train have no gradients."""
+        phase, ramp = self.phases.at(step)
+        self.ramp.fill_(ramp)
+        if phase != self.phase:
+            self.phase = phase
+            self.generator.requires_grad_(phase != FIRST_LAYER)
+            self.generator.conv_pre.requires_grad_(True)
+            self.discriminators.requires_grad_(phase == ADVERSARIAL)
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - one signature for all
         """The loss "disc" has gradients for the discriminators only, the other losses for the generator only."""
-        real, fake = self.waves(tensors)
-        real_outputs, fake_outputs = self.discriminators(real, fake.detach())
-        # The weights are passed as constants: switching `requires_grad` off and on cannot be compiled.
-        generated = [
-            functional_call(network, {name: weight.detach() for name, weight in network.named_parameters()}, fake)
-            for network in self.discriminators.networks
-        ]
-        losses = {
-            "gen_adv": generator_loss(generated),
-            "feature_matching": feature_matching(real_outputs, generated),
-            "mel_loss": self._mel_distance(real, fake),
-            "disc": discriminator_loss(real_outputs, fake_outputs),
-        }
-        factors = {"feature_matching": FEATURE_WEIGHT, "mel_loss": MEL_WEIGHT}
+        real, first, fake = self._waves(tensors)
+        mels = [_distance(log_mel, real, fake) for log_mel in self.log_mels]
+        losses, factors = {"mel_loss": sum(mels[1:], mels[0]) / len(mels)}, {"mel_loss": MEL_WEIGHT}
+        absent = torch.zeros_like(losses["mel_loss"])
+        if self.phase == ADVERSARIAL:
+            losses |= self._adversarial(real, fake) | {"stft": absent}
+        else:
+            losses |= dict.fromkeys(("gen_adv", "feature_matching", "disc"), absent)
+            losses["stft"] = self._stft_distance(real, fake)
+            factors["stft"] = STFT_WEIGHT
+        if self.teacher is not None:
+            losses["first_layer"] = self._first_layer(real, first) if self.phase == FIRST_LAYER else absent
+            factors["first_layer"] = FIRST_LAYER_WEIGHT
         weights, totals = tensors["weights"], Totals.of(tensors)
         by_name = {name: (loss * weights).sum() for name, loss in losses.items()}
-        total = torch.stack([factors.get(name, 1.0) * loss for name, loss in by_name.items()]).sum()
+        ramps = {"gen_adv": self.ramp, "feature_matching": FEATURE_WEIGHT * self.ramp}
+        total = torch.stack([ramps.get(n, factors.get(n, 1.0)) * loss for n, loss in by_name.items()]).sum()
         means = {name: mean_of(loss, weights.sum()) for name, loss in by_name.items()}
         return {"total": self.world_size * total / totals.clips, **means}
 
     def sums(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
         weights = tensors["weights"]
-        return {"sum": (self._mel_distance(*self.waves(tensors)) * weights).sum(), "count": weights.sum()}
+        return {"sum": (_distance(self.log_mels[0], *self.waves(tensors)) * weights).sum(), "count": weights.sum()}
 
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
-        real, fake = (self.log_mel(wave[:1].float())[0, 0] for wave in self.waves(tensors))
+        real, fake = (self.log_mels[0](wave[:1].float())[0, 0] for wave in self.waves(tensors))
         return {"mel": real, "generated": fake}
 
     def parts(self) -> dict[str, nn.Module]:
         return {"generator": self.generator, "discriminators": self.discriminators}
 
     def extra_modules(self) -> dict[str, nn.Module]:
-        return {"discriminators": self.discriminators}
+        teacher = {"teacher": self.teacher} if self.teacher is not None else {}
+        return {"discriminators": self.discriminators, **teacher}
 
     def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002 - a segment of the clip
         latents, speaker = self.generator.conv_pre.in_channels, self.generator.cond_layer.in_channels
-        wave = (1, num_samples_of(SEGMENT_CODES))
-        return {"latents": (1, SEGMENT_CODES, latents), "wave": wave, "speaker": (1, speaker)}
+        wave, codes = (1, num_samples_of(SEGMENT_CODES)), SEGMENT_CODES + 2 * MARGIN_CODES
+        return {"latents": (1, codes, latents), "wave": wave, "speaker": (1, speaker)}
 
     def waves(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Real and generated waveforms, [B, 1, N] each; filler clips are silent."""
+        real, _, fake = self._waves(tensors)
+        return real, fake
+
+    def _waves(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+        """Real waveforms [B, 1, N], the first layer's output [B, channels, N // 256], generated waveforms."""
         present = (tensors["weights"] > 0)[:, None, None]
         latents = torch.where(present, tensors["latents"], 0)
         speaker = torch.where(present, tensors["speaker"].unsqueeze(-1), 0)
-        fake: Tensor = self.generator(HifiGanDecoder.frames(latents), speaker)
-        return torch.where(present, tensors["wave"].unsqueeze(1), 0), fake
+        real = torch.where(present, tensors["wave"].unsqueeze(1), 0)
+        # The first layer sees real neighbours at both ends of the segment; its own padding is cut off.
+        reach, start = self.generator.conv_pre.kernel_size[0] // 2, frames_of(MARGIN_CODES)
+        end = start + real.shape[-1] // SAMPLES_PER_FRAME
+        first = self.generator.conv_pre(HifiGanDecoder.frames(latents)[..., start - reach : end + reach])
+        first = first[..., reach:-reach]
+        return real, first, self.generator.body(first, speaker)
 
-    def _mel_distance(self, real: Tensor, fake: Tensor) -> Tensor:
-        """L1 distance of the log-mels, [B]; halved, because HiFi-GAN compares magnitudes, and these are powers."""
-        target: Tensor = self.log_mel(real)
-        return by_clip((self.log_mel(fake) - target).abs()) / 2
+    def _adversarial(self, real: Tensor, fake: Tensor) -> dict[str, Tensor]:
+        real_outputs, fake_outputs = self.discriminators(real, fake.detach())
+        # The weights are passed as constants: switching `requires_grad` off and on cannot be compiled.
+        generated = [
+            functional_call(network, {name: weight.detach() for name, weight in network.named_parameters()}, fake)
+            for network in self.discriminators.networks
+        ]
+        return {
+            "gen_adv": generator_loss(generated),
+            "feature_matching": feature_matching(real_outputs, generated),
+            "disc": discriminator_loss(real_outputs, fake_outputs),
+        }
+
+    def _stft_distance(self, real: Tensor, fake: Tensor) -> Tensor:
+        """Distance of magnitudes relative to their norm, and of their logarithms, over the resolutions, [B]."""
+        distances: list[Tensor] = []
+        for network in self.discriminators.resolutions:
+            target, found = (network.magnitudes(wave) for wave in (real, fake))  # type: ignore[operator]
+            error, norm = (part.flatten(1).norm(dim=1) for part in (found - target, target))
+            relative = error / norm.clamp_min(1.0)  # silence has no norm
+            distances.append(relative + by_clip((found / target).log().abs()))
+        return sum(distances[1:], distances[0]) / len(distances)
+
+    def _first_layer(self, real: Tensor, first: Tensor) -> Tensor:
+        """Distance from HiFi-GAN's first layer, [B], without the ends, whose mels do not see their neighbours."""
+        assert self.teacher is not None
+        target: Tensor = self.teacher(real)
+        return by_clip((first.float() - target.float())[..., _END_FRAMES:-_END_FRAMES].abs())
 
 
-RECIPES: dict[str, type[Recipe]] = {"dvae": DvaeRecipe, "gpt": GptRecipe, "decoder": DecoderRecipe}
+_END_FRAMES = 5
+
+
+def _distance(log_mel: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    """L1 distance of the log-mels, [B]; halved, because HiFi-GAN compares magnitudes, and these are powers."""
+    target: Tensor = log_mel(real)
+    return by_clip((log_mel(fake) - target).abs()) / 2
+
+
+RECIPES: dict[str, type[Recipe]] = {
+    "dvae": DvaeRecipe,
+    "speaker": SpeakerRecipe,
+    "gpt": GptRecipe,
+    "decoder": DecoderRecipe,
+}
 
 
 def useful_flops(recipe: Recipe, clips: ClipSet) -> float | None:

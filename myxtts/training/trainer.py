@@ -23,7 +23,16 @@ from myxtts.checkpoints import Checkpoints, Snapshot, to_host
 from myxtts.config import Settings
 from myxtts.data.batches import Batch, Cursor, Sizes, mean_clips
 from myxtts.data.clips import PreparedCorpus
-from myxtts.devices import CudaGraph, Event, Plan, Stream, all_random_states, memory_in_use_mb, peak_memory_mb
+from myxtts.devices import (
+    CudaGraph,
+    Event,
+    Plan,
+    Stream,
+    all_random_states,
+    memory_in_use_mb,
+    peak_memory_mb,
+    release_memory,
+)
 from myxtts.errors import PipelineError
 from myxtts.host import may_pin
 from myxtts.observe.metrics import StepReport, ValidationReport
@@ -107,13 +116,8 @@ class Step:
                 region.compile(fullgraph=True, dynamic=False, mode=options)
         self._forward: nn.Module = recipe
         self._distributed: DistributedDataParallel | None = None
-        if world_size > 1:
-            # Weights of width 1 have several layouts that are one and the same.
-            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-            ids = [stream.device.index] if stream.device.type == "cuda" else None
-            with stream.use():  # what DDP launches now and in training is then in one order
-                self._distributed = DistributedDataParallel(recipe, device_ids=ids, gradient_as_bucket_view=True)
-            self._forward = self._distributed
+        self._world_size, self._phase = world_size, recipe.phase
+        self._wrap()
         self._names: list[str] = []
         self._sums: Tensor | None = None
         self._static: dict[str, Tensor] = {}
@@ -124,6 +128,9 @@ class Step:
 
     def __call__(self, next_batch: NextBatch, number: int, clock: StepClock, trace: Trace = OFF) -> None:
         """Train on the next batches, as optimiser step `number`; steps count from 0."""
+        self.recipe.begin_step(number)
+        if self.recipe.phase != self._phase:
+            self._enter_phase()
         for micro in range(self.accumulate):
             with next_batch() as batch:
                 if batch is None:
@@ -139,6 +146,27 @@ class Step:
         clock.end()
         if trace.enabled:
             trace.collect()
+
+    def _wrap(self) -> None:
+        """Wrap the recipe for several processes; what it does not train in this phase is left out."""
+        if self._world_size == 1:
+            return
+        # Weights of width 1 have several layouts that are one and the same.
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+        ids = [self.stream.device.index] if self.stream.device.type == "cuda" else None
+        with self.stream.use():  # what DDP launches now and in training is then in one order
+            self._distributed = DistributedDataParallel(self.recipe, device_ids=ids, gradient_as_bucket_view=True)
+        self._forward = self._distributed
+
+    def _enter_phase(self) -> None:
+        """Drop what was captured and wrapped for another phase of the recipe, with its gradients."""
+        self.stream.finish()
+        self._phase, self._micro_graph, self._update_graph = self.recipe.phase, None, None
+        self._forward, self._distributed = self.recipe, None
+        for parameter in self.recipe.parameters():
+            parameter.grad = None
+        release_memory()  # also of the old wrapper, whose hooks would wait for gradients
+        self._wrap()
 
     def micro(self, batch: Batch, last: bool = True) -> None:
         """Add the gradients of one batch; under DDP the last micro-step exchanges them."""
@@ -222,6 +250,7 @@ class Step:
         """Record both graphs. The warm-up must change nothing: neither weights, buffers nor sums."""
         self._static = {name: tensor.clone() for name, tensor in batch.tensors.items()}
         kept = {name: buffer.clone() for name, buffer in self.recipe.named_buffers()}
+        sums = None if self._sums is None else self._sums.clone()
         self._micro_graph = CudaGraph(lambda: self.add_gradients(self._static, batch.sizes), self.stream)
         self.optimizer.zero_grad()
         counters = [counter.clone() for counter in self.optimizer.counters()]
@@ -234,7 +263,7 @@ class Step:
             for name, buffer in self.recipe.named_buffers():
                 buffer.copy_(kept[name])
         assert self._sums is not None
-        self._sums.zero_()
+        self._sums.copy_(torch.zeros_like(self._sums) if sums is None else sums)
 
 
 class StagePlan(NamedTuple):
