@@ -117,8 +117,8 @@ def train_reports(loaded: LoadedSettings, folder: Path) -> list[StepReport]:
     steps: list[StepReport] = []
 
     class Collected(Reporter):
-        def begin(self, stage: str, step: int, total_steps: int, own_references: float | None) -> None:  # noqa: ARG002
-            log.begin(stage, step, own_references)
+        def begin(self, stage: str, step: int, total_steps: int) -> None:  # noqa: ARG002
+            log.begin(stage, step)
 
         def step(self, report: StepReport) -> None:
             steps.append(report)

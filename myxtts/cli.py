@@ -23,16 +23,7 @@ from typing import TYPE_CHECKING, Any
 from myxtts import __version__, config
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
-from myxtts.settings import (
-    LoadedSettings,
-    Parser,
-    add_flags,
-    apply_demo,
-    apply_patch,
-    apply_presets,
-    flags_of,
-    load,
-)
+from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
@@ -451,6 +442,7 @@ def _add_to_page(found: Profile, settings: Settings) -> None:
 
 def _tune(options: argparse.Namespace) -> None:
     loaded = _load(options)
+    from myxtts.settings import apply_patch
     from myxtts.terminal import show_tuning
     from myxtts.tools.tune import known_faults, tune
 
