@@ -471,8 +471,8 @@ def observe_pipeline(settings: Settings, prepared: PreparedCorpus, stage: str, p
             dry_run.fill_codes()
             measured = dry_run.measure(GRADED_STEPS, traced=True)
             seen.profile = ProfileData(
-                measured.spans,
-                measured.counters,
+                spans=measured.spans,
+                counters=measured.counters,
                 settings=settings,
                 depths=measured.depths,
                 data_gpu=plan.data.index,
