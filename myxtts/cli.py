@@ -82,9 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = int(options.run(options) or 0)
         print(end="", flush=True)
-        return code or int(
-            _Output.result_is_lost and options.run is not _train
-        )  # the result of a run is its folder
+        return code or int(_Output.result_is_lost and options.run is not _train)  # a run's result is its folder
     except MyXTTSError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -162,9 +160,7 @@ def _add_tools(commands: Any) -> None:
     watch = _command(commands, "watch", "show a run live: rings, losses, throughput and GPUs", _watch, strict=True)
     watch.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run")
 
-    runs = _command(
-        commands, "runs", "list the runs in a folder: stages, steps, state, what is left", _runs, strict=True
-    )
+    runs = _command(commands, "runs", "list the runs in a folder: stages, steps, what is left", _runs, strict=True)
     where = "folder to look in [default: the working folder]"
     runs.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help=where)
 

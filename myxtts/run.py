@@ -100,10 +100,9 @@ def train(
     progress: Progress = NO_PROGRESS,
     say: Say | None = None,
 ) -> TrainingResult:
-    """Train every stage that the settings ask for, or continue the run in their `checkpoint_dir`.
+    """Train what the settings ask for, or continue the run in their `checkpoint_dir`.
 
-    Under torchrun every process calls this. Only rank 0 reports, writes, and says what it does, by `say` or to the
-    log.
+    Under torchrun every process calls this. Only rank 0 reports, writes and says what it does (`say`, or the log).
     """
     spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
     settings = settings.settings if isinstance(settings, LoadedSettings) else settings
@@ -111,32 +110,31 @@ def train(
     is_first = plan.rank == 0
     reporter, say = (reporter or Reporter(), say or _log.info) if is_first else (Reporter(), _silent)
     run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
-    continues = run_dir.has_begun and not settings.training.reset_training
-    require_source(settings, run_dir if continues else None)
-    _require_hifigan(settings, run_dir if continues else None)
+    begun = run_dir if run_dir.has_begun and not settings.training.reset_training else None
+    require_source(settings, begun)
+    _require_hifigan(settings, begun)
     with contextlib.ExitStack() as held:
         if is_first:
             held.enter_context(lock(run_dir.folder))
         held.enter_context(deterministic(plan, settings.training.deterministic))
         held.enter_context(process_group(plan))
         apply_caps(plan)
-        if continues:
-            settings = as_started(settings, run_dir)
+        settings = as_started(settings, begun) if begun is not None else settings
         if not is_first:
             barrier(plan)  # rank 0 prepares the corpus, the others read it
-        prepared = prepare_corpus(settings, progress, run_dir if continues else None)
+        prepared = prepare_corpus(settings, progress, begun)
         if is_first:
             barrier(plan)
         reporter.corpus(prepared)
         settings = with_stages(settings, prepared, say)
-        auto = auto_values(settings, prepared, run_dir if continues else None)
-        stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
+        auto = auto_values(settings, prepared, begun)
+        stages = plan_stages(settings, prepared, plan, begun)
         planned = [f"Plan of the run in {run_dir.folder}:", *map(str, stages)]
         for line in [*announcements(plan, settings.data), *_hints(settings, prepared, plan, auto), *planned]:
             say(line)
         reporter.plan(stages)
         fresh = cache(partial(initial_model, settings, prepared.tokenizer))
-        _start(settings, run_dir, prepared, plan, None if continues else fresh, say)
+        _start(settings, run_dir, prepared, plan, None if begun else fresh, say)
         settings = replace(settings, data=prepared.fitted(settings.data))
         stop = held.enter_context(_StopRequest(plan))  # earlier there is no step to finish and nothing to save
         states: dict[str, State] = {}
@@ -400,9 +398,7 @@ class StageContext:
             module.load_state_dict({name.removeprefix(f"{prefix}."): own.pop(name) for name in names})
         unknown = self.model.load_state_dict(own, strict=False).unexpected_keys
         if unknown:
-            raise UnreadableWeights(
-                f"The checkpoint of {self.stage} does not fit this model: it holds {unknown[:3]}"
-            )
+            raise UnreadableWeights(f"The checkpoint of {self.stage} does not fit: it holds {unknown[:3]}")
 
 
 def plan_stages(

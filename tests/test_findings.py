@@ -129,7 +129,6 @@ UNSUITABLE: list[tuple[dict[str, object], dict[str, Any], str, Any, str]] = [
     ({"max_steps": "500", "warmup_steps": "500"}, {}, "training.warmup_steps", 50, "--max-steps"),
     ({"max_steps": "2500", "early_stop": "2"}, {}, "training.early_stop", None, "step 3000"),
     ({}, {"num_val_clips": 0}, "", None, "no clip is left for validation"),
-    ({"early_stop": "3"}, {"num_val_clips": 0}, "training.early_stop", None, "never acts"),
     ({"size": "big"}, {"speech_hours": 3.2}, "model.size", None, "3.2 hours"),
     ({"size": "normal"}, {"speech_hours": None, "num_clips": 300}, "model.size", None, "2.3 hours"),
     ({"pad_to_fixed_length": "false"}, {}, "data.pad_to_fixed_length", True, "is compiled, captured"),

@@ -291,11 +291,6 @@ RULES = (
     ),
     Rule(
         "hint", "warn", "training.early_stop", None,
-        "it never acts, because no clip is left for validation",
-        fix="leave out --early-stop", when=lambda s: s.training.early_stop > 0 and not s.validates,
-    ),
-    Rule(
-        "hint", "warn", "training.early_stop", None,
         "it acts at step {s.first_early_stop} at the earliest, and {s.end[1]} ends a stage at step {s.end[0]}",
         fix="lower --val-step or leave out --early-stop",
         when=lambda s: s.training.early_stop > 0 and s.validates and s.first_early_stop > s.end[0],
