@@ -150,11 +150,11 @@ def machine() -> dict[str, str]:
 def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> Iterator[str]:
     """Speak a sample unless there is one; yield where everything is, what to expect, and what to type next."""
     folder = settings.training.checkpoint_dir
-    said = example(settings.data, prepared.train)
+    said, run = example(settings.data, prepared.train), RunDir(folder)
     if has_trained:
         (folder / SAMPLE_FILE).unlink(missing_ok=True)  # it is from an earlier state of the run
     has_spoken = (folder / SAMPLE_FILE).is_file()
-    if said is not None and not has_spoken:
+    if said is not None and not has_spoken and "gpt" not in run.untrained():
         yield "Speaking a sentence of the corpus …"
         outcome, has_spoken = _sample(settings, said)
         yield from outcome
@@ -166,7 +166,6 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
     if (folder / "report.html").is_file():
         yield f"  report       {folder / 'report.html'}"
     yield f"  checkpoints  {', '.join(str(folder / stage) for stage in STAGES if (folder / stage).is_dir())}"
-    run = RunDir(folder)
     if random := provenance(run).untrained:
         yield f"  not trained  {', '.join(random)}: random weights"
     if settings.data.train_data is None:
