@@ -273,12 +273,10 @@ def _start(
     barrier(plan)
 
 
-def auto_values(
-    settings: Settings, prepared: PreparedCorpus, continued: RunDir | None = None
-) -> Mapping[str, float]:
+def auto_values(settings: Settings, prepared: PreparedCorpus, begun: RunDir | None = None) -> Mapping[str, float]:
     """The settings that are `auto` and on for this corpus, by key; those that a continued run began with."""
-    if continued is not None:
-        return dict(continued.started_with().get("auto", {}))
+    if begun is not None:
+        return dict(begun.started_with().get("auto", {}))
     training, samples = settings.training, int(prepared.train.num_samples.sum())
     is_small = samples / SAMPLE_RATE < 3600 * SMALL_CORPUS_HOURS and settings.data.train_data is not None
     if not is_small or training.init_from is not None:
