@@ -216,7 +216,7 @@ def _add_speak(commands: Any) -> None:
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
-    about = "a run or a folder of weights [default: the run in checkpoints, or the base model of MyXTTS]"
+    about = "a run, a folder of weights, or base, the model of MyXTTS [default: the run in checkpoints, or base]"
     command.add_argument("--model", type=Path, metavar="DIR", help=about)
 
 
@@ -277,7 +277,8 @@ def _positive(text: str) -> float:
 
 def _load(options: argparse.Namespace, demo: bool = True) -> LoadedSettings:
     """Return the settings of a run with presets, and on request the demonstration; prints what they set."""
-    loaded, lines = apply_presets(load(options.config, flags_of(options), options.unknown))
+    loaded = load(options.config, flags_of(options), options.unknown)
+    loaded, lines = apply_presets(loaded, _start_of(loaded))
     if demo and loaded.settings.data.train_data is None:
         from myxtts.devices import Machine
 
@@ -286,6 +287,42 @@ def _load(options: argparse.Namespace, demo: bool = True) -> LoadedSettings:
     if lines and _is_first_process() and not getattr(options, "json", False):
         _say(*lines)
     return loaded
+
+
+def _start_of(loaded: LoadedSettings) -> tuple[str, dict[str, Any]]:
+    """Return what a run starts from if the user does not say it, in a word, and the settings that this gives.
+
+    That is the base model, if the settings fit it, or what the run that is continued was started from.
+    """
+    from myxtts.run_dir import RunDir
+    from myxtts.weights import Provenance, has_weights
+
+    data, training, base = loaded.settings.data, loaded.settings.training, config.BASE_FOLDER
+    if loaded.is_set("training.init_from"):
+        return "", {}
+    is_demo = data.train_data is None and not loaded.is_set("training.checkpoint_dir")
+    run = RunDir(config.DEMO_FOLDER if is_demo else training.checkpoint_dir)
+    if run.has_begun and not training.reset_training:
+        values: dict[str, Any] = {}
+        with contextlib.suppress(DatasetError):  # a damaged run is reported by the command
+            facts = run.started_with()
+            if source := facts.get("training.init_from"):
+                values = {"training.init_from": Path(source), "model.size": facts.get("model.size")}
+        return "continued run", {key: value for key, value in values.items() if not loaded.is_set(key)}
+    if not has_weights(base):
+        return "", {}
+    known = Provenance.read(base)
+    reasons = {
+        "--model-size": loaded.is_set("model.size") and loaded.settings.model.size != "base",
+        "--tokenizer": data.tokenizer is not None,
+        "--use-phonemes": data.use_phonemes != known.use_phonemes,
+        f"--language {data.language}": data.language not in (None, *known.languages),
+    }
+    if found := [flag for flag, does_not_fit in reasons.items() if does_not_fit]:
+        if _is_first_process():
+            logging.info("From scratch: the base model does not fit %s", " and ".join(found))
+        return "", {}
+    return "base model", {"training.init_from": base, "model.size": "base"}
 
 
 def _is_first_process() -> bool:
@@ -542,6 +579,8 @@ def _model_folder(options: argparse.Namespace) -> Path:
     from myxtts.synthesis.synthesizer import usual_model
 
     folder: Path = options.model or usual_model()
+    if folder == Path("base") and not folder.exists():
+        folder = config.BASE_FOLDER
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give a run or a folder of weights with --model DIR")
     return folder
@@ -646,7 +685,9 @@ def _export(options: argparse.Namespace) -> None:
     _say(f"{options.out}: {model.dims.gpt.text_tokens} text tokens{size}{fresh}{replaced}")
     if known.untrained:
         hum = "; coqui-tts will only hum, myxtts speak uses Griffin-Lim" if "decoder" in known.untrained else ""
-        _say(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{hum}")
+        voices = "; coqui-tts will speak with other voices, myxtts speak takes them from the GPT"
+        use = voices if known.untrained == ("speaker",) else hum
+        _say(f"WARNING: {' and '.join(known.untrained)}: never trained, these weights are random{use}")
     if options.to == "coqui" and not fits_coqui(model.dims):
         _say(f"WARNING: {ONLY_HERE}")
 

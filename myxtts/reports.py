@@ -42,6 +42,10 @@ _ABOUT_THE_DEMO = (
     "rises because so few sentences are memorised, not learnt. A voice takes hours of recordings and of GPU time, "
     "or minutes of both if you start from XTTS-v2 (README.md says where to get it)."
 )
+_ABOUT_THE_TUNED_DEMO = (
+    "What to expect: the model it started from, fine-tuned on four minutes of speech. --train-data DIR takes your "
+    "recordings; --init-from none trains from scratch."
+)
 _ABOUT_FEW_STEPS = (
     "What to expect: after {} of gpt from scratch, a model only babbles or hums. A voice takes many thousand "
     "steps and hours of recordings. {}"
@@ -166,11 +170,12 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
     if (folder / "report.html").is_file():
         yield f"  report       {folder / 'report.html'}"
     yield f"  checkpoints  {', '.join(str(folder / stage) for stage in STAGES if (folder / stage).is_dir())}"
+    is_new = run.started_with().get("training.init_from") is None
     if random := provenance(run).untrained:
         yield f"  not trained  {', '.join(random)}: random weights"
     if settings.data.train_data is None:
-        yield _ABOUT_THE_DEMO
-    elif run.from_scratch and 0 < (steps := run.status("gpt").step) < FEW_STEPS:
+        yield _ABOUT_THE_DEMO if is_new else _ABOUT_THE_TUNED_DEMO
+    elif is_new and 0 < (steps := run.status("gpt").step) < FEW_STEPS:
         is_persian = (prepared.train.languages == LANGUAGES.index("fa")).any()
         yield _ABOUT_FEW_STEPS.format(_steps(steps), _FASTER_IN_PERSIAN if is_persian else _FASTER)
     yield "From here:"

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from real import HEADER, pack, unpack
+from real import pack, unpack
 from speech import BUCKET, Pending, batches, fault, played_samples, resample, resampling_filter
 from teacher import SnakeBlock, Spoken, span
-from texts import FEWEST, MOST, TEST_SENTENCES, Texts, assemble, clean, join, normal, split
+from texts import FEWEST, HEADER, MOST, TEST_SENTENCES, Texts, assemble, clean, join, normal, split
 from voices import FRENCH, HELD_OUT_PEOPLE, HELD_OUT_VOICES, SHIFTS, french_voices, make_voices
 
 from myxtts.data.corpus import read_corpus
@@ -62,7 +62,7 @@ def test_texts_survive_the_file_and_voices_fit_their_language(tmp_path: Path) ->
     made, test = assemble(tmp_path, letters, {"en": 0.5, "fr": 0.2}, KNOWN)
     made.save(tmp_path / "texts.npz")
     texts = Texts.load(tmp_path / "texts.npz")
-    held_out, french = {text for _, text in test}, set(french_voices(texts.voices, KNOWN))
+    held_out, french = {text for _, text, _ in test}, set(french_voices(texts.voices, KNOWN))
     assert len(held_out) == TEST_SENTENCES["en"]
     for clip in range(len(texts.clips)):
         parts = [texts.sentences[at] for at in texts.parts(clip)]

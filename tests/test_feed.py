@@ -35,10 +35,10 @@ from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE, num_codes_of
 from myxtts.data.batches import MARGIN_CODES, MAX_CROP_FRAMES, SEGMENT_CODES, Cursor, Gatherer, GatherJob, segments
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import pack
-from myxtts.model.mel import DVAE_MEL, LogMel, resample
-from myxtts.model.vocoder import frames_of
+from myxtts.model.mel import DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample
+from myxtts.model.vocoder import CROP_SAMPLES, frames_of
 from myxtts.pipeline.feed import Depths
-from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, GptFrontend
+from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, GptFrontend, SpeakerFrontend
 
 __all__ = ["short", "speech"]
 
@@ -99,6 +99,29 @@ def test_clips_of_one_voice_are_references_for_each_other(speech: Corpus) -> Non
         check_inputs(shared, batch, job)
     with shared.feed(make_frontend=DecoderFrontend, num_batches=1) as feed:
         check_decoder(shared, read(feed)[0], jobs(shared, 1)[0])
+
+
+def test_crops_for_the_speaker_encoder_are_of_one_voice_and_repeat_short_recordings(speech: Corpus) -> None:
+    voices = np.arange(len(speech.clips)) % 2
+    voices[3] = 9  # has no other clip
+    shared = replace(speech, voices=voices)
+    with shared.feed(make_frontend=SpeakerFrontend, num_batches=EPOCH) as feed:
+        batches = read(feed)
+    span = CROP_SAMPLES * SAMPLE_RATE // SPEAKER_SAMPLE_RATE
+    for batch, job in zip(batches, jobs(shared, EPOCH), strict=True):
+        clips = job.plan.clips
+        expected = np.where(voices[clips] < 9, voices[clips], -1)
+        assert batch.tensors["voices"].tolist() == expected.tolist()
+        num_codes = num_codes_of(shared.clips.num_samples[clips])
+        starts = SAMPLES_PER_CODE * segments(SEED, job.plan.epoch, clips, num_codes, SEGMENT_CODES)
+        others = references_alone(shared, clips, job.plan.epoch)
+        for slot, (clip, start) in enumerate(zip(clips.tolist(), starts.tolist(), strict=True)):
+            for crop, wave, first in zip(
+                batch.tensors["crops"][slot], (wave_alone(shared, clip), others[slot]), (start, 0), strict=True
+            ):
+                wave = wave.flatten()
+                whole = wave.repeat(-(-(first + span) // len(wave)))[first : first + span]
+                torch.testing.assert_close(crop, resample(whole, SPEAKER_SAMPLE_RATE))
 
 
 def test_mels_for_the_dvae_equal_every_clip_heard_alone(speech: Corpus) -> None:

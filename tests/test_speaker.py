@@ -12,8 +12,10 @@ import soundfile
 import torch
 from conftest import SENTENCES, make_voice
 from model_fixtures import error, reference_of
+from safetensors.torch import load_file
 from torch import Tensor
-from training_fixtures import Start, assert_same_run, newest, stop_at
+from training_fixtures import Start, arguments, assert_same_run, losses, newest, stop_at
+from training_processes import Server
 
 import myxtts.model.vocoder
 import myxtts.training.recipes
@@ -26,7 +28,7 @@ from myxtts.synthesis.synthesizer import load_synthesizer, provenance
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import NOISE_DB, DecoderRecipe, SpeakerRecipe, add_noise
 
-pytest_plugins = ["training_fixtures"]
+pytest_plugins = ["training_fixtures", "training_processes"]
 TOLERANCE = 1e-4
 NO_SIZES = Sizes(0, 0, 0, 0)
 reference = reference_of("speaker_encoder")
@@ -110,13 +112,13 @@ def test_voices_are_learnt_and_the_embeddings_are_centred(monkeypatch: pytest.Mo
     optimizer = Optimizer(recipe, 3e-3, Schedule(0, None), betas=recipe.betas)
     found = []
     for step in range(60):
-        losses = recipe(batch, NO_SIZES)
-        losses["total"].backward()
+        total = recipe(batch, NO_SIZES)["total"]
+        total.backward()
         optimizer.set_lr(step)
         optimizer.update()
         optimizer.zero_grad()
         recipe.after_step(step)
-        found.append(float(losses["total"].detach()))
+        found.append(float(total.detach()))
     assert sum(found[-10:]) < 0.7 * sum(found[:10])
     embeddings = recipe.encoder(batch["crops"].flatten(0, 1)).detach()
     assert float(embeddings.mean(0).norm()) < 0.5 * float(embeddings.norm(dim=1).mean())
@@ -181,6 +183,17 @@ def test_a_stopped_stage_continues_exactly(tmp_path: Path, start: Start, monkeyp
 
 
 @pytest.mark.usefixtures("small")
+def test_two_processes_train_one_encoder(tmp_path: Path, server: Server) -> None:
+    command = arguments(tmp_path / "run", people(tmp_path / "corpus", MIN_SPEAKERS), STAGE)
+    for run in server.start_ranks(command, hook="watch_ranks", KEPT=str(tmp_path)):
+        assert run.wait() == 0, run.output
+    ours, others = (load_file(tmp_path / f"speaker-{rank}.safetensors") for rank in range(2))
+    for name, value in ours.items():
+        if ".running_" not in name:  # the statistics of the first rank are broadcast before each step, and saved
+            assert torch.equal(others[name], value), name
+
+
+@pytest.mark.usefixtures("small")
 def test_the_stage_is_trained_where_there_are_speakers(tmp_path: Path, start: Start) -> None:
     many, few = people(tmp_path / "many", MIN_SPEAKERS), people(tmp_path / "few", MIN_SPEAKERS - 1)
     run = start("--max-steps 1", "run", many)
@@ -208,13 +221,13 @@ def test_without_the_stage_the_decoder_has_the_latents_of_the_gpt(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus, seen = people(tmp_path / "corpus", 3), list[Tensor]()
-    forward = DecoderRecipe.waves
+    forward = DecoderRecipe.forward
 
-    def waves(self: DecoderRecipe, tensors: dict[str, Tensor]) -> Any:
+    def seen_forward(self: DecoderRecipe, tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
         seen.append(tensors["speaker"].clone())
-        return forward(self, tensors)
+        return forward(self, tensors, sizes)
 
-    monkeypatch.setattr(DecoderRecipe, "waves", waves)
+    monkeypatch.setattr(DecoderRecipe, "forward", seen_forward)
     run = start("--max-steps 1", "run", corpus)
     model = RunDir(run).load_model()
     assert not model.speaker_is_trained
@@ -241,3 +254,18 @@ def test_cuda_equals_cpu(
     wave = reference["wav16"].cuda()
     assert error(encoder(wave), reference["emb"]) <= TOLERANCE
     assert error(encoder(wave, l2_norm=True), reference["emb_l2"]) <= TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("flags", ["--disable-xla-compilation", ""], ids=["captured", "compiled"])
+def test_the_stage_is_captured_on_a_gpu(flags: str, tmp_path: Path, start: Start) -> None:
+    corpus = people(tmp_path / "corpus", MIN_SPEAKERS)
+    run = start(f"--stages speaker --batch-size 8 --max-steps 40 --val-data {corpus} {flags}", "run", corpus)
+    assert "captured as a CUDA graph" in start.out
+    found = losses(run, "speaker")
+    assert sum(found[-5:]) < sum(found[:5])
+    weights = newest(run, "speaker").weights
+    assert all(value.isfinite().all() for value in weights.values())
+    tracked = weights["hifigan_decoder.speaker_encoder.bn1.num_batches_tracked"]
+    assert int(tracked) == 40, "warming up changes no statistics"

@@ -13,9 +13,9 @@ import zipfile
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from texts import HEADER
 from voices import HELD_OUT_PEOPLE
 
-HEADER = "path|speaker|language|text|seconds|sample_rate"
 METADATA = "metadata.csv"
 PARTS = 2
 

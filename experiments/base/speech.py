@@ -24,12 +24,12 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from teacher import FRAME, KERNELS, SAMPLE_RATE, Spoken, Teacher, exact
-from texts import Texts
+from texts import HEADER, Texts
 from torch import Tensor
 from voices import SHIFTS
 from weights import load
 
-HEADER = "path|speaker|language|text|seconds|sample_rate\n"
+LABEL = "Synthetic speech (Kokoro-82M, mixed voices). Persian is spoken by a teacher that never heard Persian.\n"
 BLOCK = 2048  # clips that are read before any of them is spoken
 READ_ROWS = 1024  # of one batch of texts
 BUCKET = 16  # frames: clips whose lengths round up to the same multiple share a batch
@@ -37,6 +37,15 @@ UNFINISHED = 64  # batches that may wait for the disk
 WARM_UP = 3  # batches that are not counted in the speed: compilers and allocators start
 LONGEST = 12.0  # seconds
 SLOWEST = 0.13  # seconds per phoneme, above one second for the pauses at both ends
+
+
+class Reading(NamedTuple):
+    """Clips by descending length, what was read of them, and their frames, which are on their way to the CPU."""
+
+    clips: list[int]
+    spoken: Spoken
+    frames: Tensor
+    arrival: torch.cuda.Event | None
 
 
 class Pending(NamedTuple):
@@ -70,8 +79,8 @@ def played_samples(samples: int, speed: tuple[int, int]) -> int:
     return samples * speed[1] // speed[0]
 
 
-class Voice:
-    """Reads texts and speaks them, always one step ahead of the GPU."""
+class Speaker:
+    """The teacher with all voices: reads texts and speaks them, without waiting for the GPU."""
 
     def __init__(self, folder: Path, texts: Texts, device: torch.device, dtype: torch.dtype) -> None:
         state, known, styles = load(folder)
@@ -95,8 +104,8 @@ class Voice:
         length = np.array([len(self.texts.ids(clip)) for clip in clips])
         return self.styles[self.put(self.texts.clip_voice[clips]), self.put((length - 1).clip(0, 509))].float()
 
-    def read(self, clips: list[int]) -> tuple[list[int], Spoken, Tensor, torch.cuda.Event | None]:
-        """Return the clips by descending length, what was read of them, and frames on their way to the CPU."""
+    def read(self, clips: list[int]) -> Reading:
+        """Start to read the texts of clips."""
         ids = {clip: self.texts.ids(clip) for clip in clips}
         clips = sorted(clips, key=lambda clip: -len(ids[clip]))
         lengths = np.array([len(ids[clip]) + 2 for clip in clips])
@@ -109,10 +118,10 @@ class Voice:
         spoken = self.teacher.read(self.put(padded), torch.from_numpy(lengths), self.style(clips), speed)
         frames = spoken.durations.sum(1)
         if self.device.type != "cuda":
-            return clips, spoken, frames, None
-        frames, event = frames.to("cpu", non_blocking=True), torch.cuda.Event(blocking=True)
-        event.record()
-        return clips, spoken, frames, event
+            return Reading(clips, spoken, frames, None)
+        frames, arrival = frames.to("cpu", non_blocking=True), torch.cuda.Event(blocking=True)
+        arrival.record()
+        return Reading(clips, spoken, frames, arrival)
 
     def speak(self, batch: list[Pending], frames: int) -> tuple[Tensor, Tensor, list[int]]:
         """Return 16-bit samples, peak, loudness and share of clipped samples of each row, and samples per row."""
@@ -167,7 +176,8 @@ class Corpus:
         before = path.read_text(encoding="utf-8") if path.is_file() else ""
         self.known = {line.partition("|")[0] for line in before.splitlines()}
         self._metadata = open(path, "a", encoding="utf-8")  # noqa: SIM115 (until close)
-        self._metadata.write("" if before else HEADER)
+        self._metadata.write("" if before else f"{HEADER}\n")
+        (self.out / "source.txt").write_text(LABEL, encoding="utf-8")
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(12)
         self._unfinished: deque[Future[None]] = deque()
@@ -176,7 +186,7 @@ class Corpus:
         return f"wavs/{self.texts.language(clip)}_{clip:06d}.wav"
 
     def add(self, clips: list[int], lengths: list[int], samples: Tensor, checks: Tensor) -> None:
-        """Take a batch from the device; waits only where the disk lags far."""
+        """Take a batch from the device; wait only if many batches are not on disk yet."""
         event = None
         if samples.is_cuda:
             samples, checks = (tensor.to("cpu", non_blocking=True) for tensor in (samples, checks))
@@ -207,6 +217,7 @@ class Corpus:
             seconds += duration
         with self._lock:
             self._metadata.writelines(lines)
+            self._metadata.flush()
             self.seconds += seconds
             self.clips += len(lines)
             self.voices.update(int(self.texts.clip_voice[clip]) for clip in clips)
@@ -224,29 +235,28 @@ def _wav_header(data: int) -> bytes:
     return struct.pack("<4sI4s", b"RIFF", 36 + data, b"WAVE") + form + struct.pack("<4sI", b"data", data)
 
 
-def read_ahead(voice: Voice, clips: list[int]) -> Iterator[list[Pending]]:
+def read_ahead(speaker: Speaker, clips: list[int]) -> Iterator[list[Pending]]:
     """Yield blocks of clips whose texts are read; the next block is always queued before one is handed out."""
-    waiting: deque[list[tuple[list[int], Spoken, Tensor, torch.cuda.Event | None]]] = deque()
+    waiting: deque[list[Reading]] = deque()
     for start in range(0, len(clips), BLOCK):
-        block = sorted(clips[start : start + BLOCK], key=lambda clip: len(voice.texts.ids(clip)))
-        waiting.append([voice.read(block[at : at + READ_ROWS]) for at in range(0, len(block), READ_ROWS)])
+        block = sorted(clips[start : start + BLOCK], key=lambda clip: len(speaker.texts.ids(clip)))
+        waiting.append([speaker.read(block[at : at + READ_ROWS]) for at in range(0, len(block), READ_ROWS)])
         if len(waiting) > 1:
-            yield _finished(waiting.popleft(), voice)
+            yield _pending(waiting.popleft(), speaker.texts)
     while waiting:
-        yield _finished(waiting.popleft(), voice)
+        yield _pending(waiting.popleft(), speaker.texts)
 
 
-def _finished(
-    parts: list[tuple[list[int], Spoken, Tensor, torch.cuda.Event | None]], voice: Voice
-) -> list[Pending]:
+def _pending(readings: list[Reading], texts: Texts) -> list[Pending]:
+    """Return every clip with a copy of its own part, so that no clip keeps a whole batch in memory."""
     found = []
-    for clips, spoken, frames, event in parts:
-        if event is not None:
-            event.synchronize()
-        for row, clip in enumerate(clips):
-            end = len(voice.texts.ids(clip)) + 2
-            own = Spoken(*(value[row, :end].clone() for value in spoken))
-            found.append(Pending(clip, int(frames[row]), own))
+    for reading in readings:
+        if reading.arrival is not None:
+            reading.arrival.synchronize()
+        for row, clip in enumerate(reading.clips):
+            end = len(texts.ids(clip)) + 2
+            own = Spoken(*(value[row, :end].clone() for value in reading.spoken))
+            found.append(Pending(clip, int(reading.frames[row]), own))
     return found
 
 
@@ -275,35 +285,34 @@ def batches(blocks: Iterator[list[Pending]], budget: int, enough: float) -> Iter
         rest = rest[rows:]
 
 
-def generate(voice: Voice, corpus: Corpus, clips: list[int], options: argparse.Namespace) -> None:
+def generate(speaker: Speaker, corpus: Corpus, clips: list[int], options: argparse.Namespace) -> None:
     """Speak clips until hours or seconds are reached, and print the speed."""
     started, made, counted = time.perf_counter(), 0.0, 0.0
     steady = started
-    source = batches(read_ahead(voice, clips), options.frames, options.hours * 3600)
+    source = batches(read_ahead(speaker, clips), options.frames, options.hours * 3600)
     for number, (batch, frames) in enumerate(source, 1):
-        samples, checks, lengths = voice.speak(batch, frames)
+        samples, checks, lengths = speaker.speak(batch, frames)
         corpus.add([item.clip for item in batch], lengths, samples, checks)
         made += sum(lengths) / SAMPLE_RATE
         if number == WARM_UP:
-            _wait(voice.device)
+            _wait(speaker.device)
             steady, counted = time.perf_counter(), made
             print(f"warm after {steady - started:.1f} s and {number} batches", flush=True)
         if number % 16 == 0:
             print(f"{made / 3600:.1f} h queued after {time.perf_counter() - started:.0f} s", flush=True)
         if number >= WARM_UP and time.perf_counter() - steady > options.seconds:
             break
-    _wait(voice.device)
+    _wait(speaker.device)
     spoken = time.perf_counter()
     corpus.close()
     ended = time.perf_counter()
     speed = (made - counted) / (spoken - steady) if counted else made / (spoken - started)
     dropped = ", ".join(f"{count} {why}" for why, count in sorted(corpus.dropped.items())) or "none"
-    print(
-        f"{corpus.seconds / 3600:.2f} hours, {corpus.clips} clips, {len(corpus.voices)} voices; dropped: {dropped}"
-    )
+    print(f"{corpus.seconds / 3600:.2f} hours, {corpus.clips} clips, {len(corpus.voices)} voices")
+    print(f"dropped: {dropped}")
     print(f"{speed:.0f} x real time without the first {WARM_UP} batches, {made / (ended - started):.0f} x in all")
     print(f"{ended - started:.1f} s, of which {ended - spoken:.1f} s waited for the disk after the last batch")
-    if voice.device.type == "cuda":
+    if speaker.device.type == "cuda":
         print(f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of GPU memory")
 
 
@@ -338,8 +347,8 @@ def main() -> None:
     clips = [at for at in range(len(texts.clips)) if not wanted or texts.language(at) in wanted]
     clips = [at for at in clips if corpus.path(at) not in corpus.known]
     with torch.inference_mode():
-        voice = Voice(options.teacher or options.texts.parent, texts, device, getattr(torch, options.dtype))
-        generate(voice, corpus, clips, options)
+        speaker = Speaker(options.teacher or options.texts.parent, texts, device, getattr(torch, options.dtype))
+        generate(speaker, corpus, clips, options)
 
 
 if __name__ == "__main__":

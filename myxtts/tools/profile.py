@@ -186,7 +186,7 @@ def _profile_stage(dry_run: DryRun, machine: Machine, num_steps: int, kernels: b
         batch_size=data.batch_size,
         notes=notes,
         clips_per_s=measured.sustained_clips_per_s,
-        first_epoch_clips_per_s=None if dry_run.stage == "dvae" else first.sustained_clips_per_s,
+        first_epoch_clips_per_s=first.sustained_clips_per_s if FRONTENDS[dry_run.stage].uses_codes else None,
         rows=[_decode_row(data), *_rows(measured, first, dry_run.stage, forward_share)],
         verdict=Diagnosis(found),
         gpus=_gpu_uses(readings, plan),
@@ -223,7 +223,7 @@ def _rows(measured: Measurement, first: Measurement, stage: str, forward: float 
     """The phases in order, `encode` also as in the first epoch, and the passes of `train` if they are known."""
     for name, where in PHASES.items():
         spans, earlier = ([s for s in found.spans if s.name == name] for found in (measured, first))
-        if name == "encode" and stage != "dvae" and earlier:
+        if name == "encode" and FRONTENDS[stage].uses_codes and earlier:
             note = "first epoch: codes are computed, later they are found"
             yield _row("encode (first)", where, earlier, first.seconds, note)
         if spans:
@@ -514,7 +514,7 @@ def _text_findings(text: TextAnalysis) -> Iterator[Finding]:
 
 
 def _host_batch(dry_run: DryRun) -> HostBatch:
-    reference = FRONTENDS[dry_run.stage].uses_codes
+    reference = FRONTENDS[dry_run.stage].uses_references
     return HostBatch(host_layout(dry_run.settings.data, reference), pinned=False)
 
 

@@ -343,7 +343,7 @@ COSINE_SCALE, COSINE_MARGIN = 10.0, 0.1
 VARIED_SAMPLES = 32000  # of a crop that is varied: 2 seconds, so that one played 1.2 times as fast is long enough
 SPEEDS = (0.85, 1.2)
 CENTRE_RATE = 0.1  # share of the mean embedding that is subtracted in every step
-NOISE_DB = (5.0, 30.0)  # level of the speech above the noise
+NOISE_DB = (10.0, 40.0)  # level of the speech above the noise
 NOISE_TILT = 1.0  # noise falls with the frequency to the power of up to this
 
 
@@ -359,7 +359,7 @@ class SpeakerRecipe(Recipe):
     """
 
     betas = (0.9, 0.99)
-    from_scratch_lr, fine_tuning_lr = 2e-3, 1e-4
+    from_scratch_lr, fine_tuning_lr = 1e-3, 1e-4
     is_averaged = False  # the statistics of its batch norms are those of the last weights
     mean: Tensor  # [dim]: of the embeddings of the last micro-batch
 
@@ -411,7 +411,7 @@ class SpeakerRecipe(Recipe):
             mean = embeddings.mean(0)
             self.mean.copy_(mean.detach())
             embeddings = embeddings - mean
-        return F.normalize(embeddings, dim=1).unflatten(0, (-1, 2))
+        return F.normalize(embeddings, dim=1).view(len(crops), 2, -1)
 
     def vary(self, crops: Tensor) -> Tensor:
         """A part of each crop [B, 2, VARIED_SAMPLES]; at another speed, half of the rows are other voices."""
@@ -449,7 +449,7 @@ def add_noise(crops: Tensor) -> Tensor:
     spectrum = torch.fft.rfft(torch.randn_like(crops))
     tilt = NOISE_TILT * torch.rand(shape, device=device)
     frequency = torch.arange(1, spectrum.shape[-1] + 1, device=device)
-    noise = torch.fft.irfft(spectrum * frequency**-tilt, n=crops.shape[-1])
+    noise: Tensor = torch.fft.irfft(spectrum * frequency**-tilt, n=crops.shape[-1])
     level_db = NOISE_DB[0] + (NOISE_DB[1] - NOISE_DB[0]) * torch.rand(shape, device=device)
     wanted = crops.square().mean(-1, keepdim=True).sqrt() * 10 ** (-level_db / 20)
     scale = wanted / noise.square().mean(-1, keepdim=True).sqrt()
@@ -632,7 +632,7 @@ class DecoderRecipe(Recipe):
     """The vocoder: the GPT's latents and a speaker embedding to a waveform, trained as a GAN.
 
     Reads latents float32 [B, L + 2 * MARGIN_CODES, dim], wave float32 [B, num_samples(L)] at 24 kHz, and speaker
-    float32 [B, speaker_dim]. Validation loss: distance of log-mels per clip. The speaker encoder is not trained.
+    float32 [B, speaker_dim]. Validation loss: distance of log-mels per clip. The speaker encoder is frozen.
     The phases:
 
         first layer   with the weights of a HiFi-GAN: the first layer learns to return what HiFi-GAN's own returns
