@@ -80,9 +80,9 @@ class TrainingReports(Reporter):
     def plan(self, stages: Sequence[StagePlan]) -> None:
         self._steps_left = {stage.stage: stage.num_steps for stage in stages if stage.num_steps}
 
-    def begin(self, stage: str, step: int, total_steps: int) -> None:
+    def begin(self, stage: str, step: int, total_steps: int, own_references: float | None) -> None:
         self.has_trained = True
-        self._log.begin(stage, step)
+        self._log.begin(stage, step, own_references)
         self._printer.begin(stage, step, total_steps)
         with contextlib.suppress(OSError):  # the page can do without the machine
             (self._folder / "machine.json").write_text(json.dumps(machine(), indent=2), encoding="utf-8")

@@ -55,9 +55,9 @@ class PrintedReports(Reporter):
     def __init__(self, folder: Path) -> None:
         self._log = MetricsLog(folder)
 
-    def begin(self, stage: str, step: int, total_steps: int) -> None:
+    def begin(self, stage: str, step: int, total_steps: int, own_references: float | None) -> None:
         console.print(f"{stage}: from step {step} to {total_steps}")
-        self._log.begin(stage, step)
+        self._log.begin(stage, step, own_references)
 
     def step(self, report: StepReport) -> None:
         self._log.step(report)

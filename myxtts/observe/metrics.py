@@ -101,11 +101,11 @@ class MetricsLog:
         self._stage = ""
         self._warned = False
 
-    def begin(self, stage: str, step: int) -> None:
+    def begin(self, stage: str, step: int, own_references: float | None = None) -> None:
         """Start a stage, or continue it after `step`: earlier reports of later steps become void."""
         self.close()
         self._stage = stage
-        self._append({"kind": "begin", "stage": stage, "step": step})
+        self._append({"kind": "begin", "stage": stage, "step": step, "own_references": own_references})
         if not isinstance(threading.excepthook, partial):
             threading.excepthook = partial(_on_thread_error, threading.excepthook)
         try:
