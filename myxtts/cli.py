@@ -23,16 +23,7 @@ from typing import TYPE_CHECKING, Any
 from myxtts import __version__, config
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
-from myxtts.settings import (
-    LoadedSettings,
-    Parser,
-    add_flags,
-    apply_demo,
-    apply_patch,
-    apply_presets,
-    flags_of,
-    load,
-)
+from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
@@ -91,9 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = int(options.run(options) or 0)
         print(end="", flush=True)
-        return code or int(
-            _Output.result_is_lost and options.run is not _train
-        )  # the result of a run is its folder
+        return code or int(_Output.result_is_lost and options.run is not _train)  # a run's result is its folder
     except MyXTTSError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -171,9 +160,7 @@ def _add_tools(commands: Any) -> None:
     watch = _command(commands, "watch", "show a run live: rings, losses, throughput and GPUs", _watch, strict=True)
     watch.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run")
 
-    runs = _command(
-        commands, "runs", "list the runs in a folder: stages, steps, state, what is left", _runs, strict=True
-    )
+    runs = _command(commands, "runs", "list the runs in a folder: stages, steps, what is left", _runs, strict=True)
     where = "folder to look in [default: the working folder]"
     runs.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help=where)
 
@@ -488,6 +475,7 @@ def _add_to_page(found: Profile, settings: Settings) -> None:
 
 def _tune(options: argparse.Namespace) -> None:
     loaded = _load(options)
+    from myxtts.settings import apply_patch
     from myxtts.terminal import show_tuning
     from myxtts.tools.tune import known_faults, tune
 

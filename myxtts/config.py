@@ -146,12 +146,12 @@ DEMO_FOLDER = Path("demo")
 _DEMO_ROWS: Mapping[str, tuple[Any, Any]] = {
     "training.stages": (("dvae", "gpt"), ("dvae", "gpt")),
     "data.batch_size": (2, 16),
-    "training.dvae_steps": (450, 2000),
+    "training.dvae_steps": (300, 2000),
     "training.max_steps": (500, 2000),
     "training.decoder_steps": (2, 500),
-    "training.save_step": (225, 500),
+    "training.save_step": (250, 500),
     "training.warmup_steps": (20, 100),
-    "training.val_step": (225, 500),
+    "training.val_step": (250, 500),
 }
 DEMO: Mapping[str, Any] = {key: on_cpu for key, (on_cpu, _) in _DEMO_ROWS.items()}
 """The demonstration: a few minutes on two CPU cores, which favour small batches. The decoder would take as long

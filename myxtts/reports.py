@@ -154,11 +154,11 @@ def machine() -> dict[str, str]:
 def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> Iterator[str]:
     """Speak a sample unless there is one; yield where everything is, what to expect, and what to type next."""
     folder = settings.training.checkpoint_dir
-    said = example(settings.data, prepared.train)
+    said, run = example(settings.data, prepared.train), RunDir(folder)
     if has_trained:
         (folder / SAMPLE_FILE).unlink(missing_ok=True)  # it is from an earlier state of the run
     has_spoken = (folder / SAMPLE_FILE).is_file()
-    if said is not None and not has_spoken:
+    if said is not None and not has_spoken and "gpt" not in run.untrained():
         yield "Speaking a sentence of the corpus …"
         outcome, has_spoken = _sample(settings, said)
         yield from outcome
@@ -170,7 +170,6 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
     if (folder / "report.html").is_file():
         yield f"  report       {folder / 'report.html'}"
     yield f"  checkpoints  {', '.join(str(folder / stage) for stage in STAGES if (folder / stage).is_dir())}"
-    run = RunDir(folder)
     is_new = run.started_with().get("training.init_from") is None
     if random := provenance(run).untrained:
         yield f"  not trained  {', '.join(random)}: random weights"
@@ -206,7 +205,7 @@ def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
         over = [stage for stage in stages if longer in run.builds_on(stage)]
         then = f", then {' and '.join(over)} start{'s' * (len(over) == 1)} over" if over else ""
         yield f"  a larger {flag}: {longer} continues{then}"
-    if training.stages:
+    if training.stages and settings.data.train_data is not None:  # the demonstration chooses its stages itself
         whole = with_stages(replace(settings, training=replace(training, stages=None)), prepared)
         with contextlib.suppress(ConfigError):  # other stages may have been trained with other settings
             does = "; ".join(f"{stage.stage} {stage.does}" for stage in plan_stages(whole, prepared, plan, run))

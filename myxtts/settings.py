@@ -498,9 +498,7 @@ def apply_demo(loaded: LoadedSettings, *, on_gpu: bool = False) -> tuple[LoadedS
     about = "No --train-data given: a short demonstration on the embedded corpus"
     lines = [about, *([f"demonstration: {listed}"] if listed else [])]
     if has_decoder and "training.decoder_steps" in used and not on_gpu:
-        lines.append(
-            "A decoder needs thousands of steps, which take seconds each on a CPU: this only tries it out"
-        )
+        lines.append("A decoder needs thousands of steps, each of seconds on a CPU: this only tries it out")
     return filled, lines
 
 

@@ -279,18 +279,6 @@ class CpuGenerator:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        blocks, ups = list[Any](generator.resblocks), list[Any](generator.ups)
-        self._blocks = [
-            [tuple(map(TiledConv, pair)) for pair in zip(block.convs1, block.convs2, strict=True)]
-            for block in blocks
-        ]
-        # Levels end in the sum of their blocks instead of the mean: the weights after them are divided.
-        self._ups = []
-        for level, up in enumerate(ups):
-            weight = up.weight.detach().permute(2, 0, 1) / (len(RESBLOCK_KERNELS) if level else 1)
-            halves = weight.unflatten(0, (2, UPSAMPLE_RATES[level])).transpose(1, 2).flatten(2)
-            self._ups.append((*halves.contiguous(), up.bias.detach()))
-        self._last = (generator.conv_post.weight.detach()[0] / len(RESBLOCK_KERNELS)).contiguous()
         self._num_threads = torch.get_num_threads()
         self._pool, all_begun = ThreadPoolExecutor(self._num_threads), Barrier(self._num_threads)
 
@@ -300,6 +288,15 @@ class CpuGenerator:
 
         list(self._pool.map(begin, range(self._num_threads)))
         torch.set_num_threads(self._num_threads)  # a thread's call also sets it for threads that begin later
+        blocks, ups = list[Any](generator.resblocks), list[Any](generator.ups)
+        self._blocks = list(self._pool.map(_tiled, blocks))
+        # Levels end in the sum of their blocks instead of the mean: the weights after them are divided.
+        self._ups = []
+        for level, up in enumerate(ups):
+            weight = up.weight.detach().permute(2, 0, 1) / (len(RESBLOCK_KERNELS) if level else 1)
+            halves = weight.unflatten(0, (2, UPSAMPLE_RATES[level])).transpose(1, 2).flatten(2)
+            self._ups.append((*halves.contiguous(), up.bias.detach()))
+        self._last = (generator.conv_post.weight.detach()[0] / len(RESBLOCK_KERNELS)).contiguous()
 
     @torch.no_grad()
     def wave(self, frames: Tensor, speaker: Tensor, first: int, last: int) -> Tensor:
@@ -364,6 +361,11 @@ class CpuGenerator:
                 rows[end_row:].zero_()
             part = rows[_ROOM + first - start :][: len(made)]
             made.copy_(part) if index == 0 else made.add_(part)
+
+
+def _tiled(block: Any) -> list[tuple[TiledConv, TiledConv]]:
+    pairs = zip(block.convs1, block.convs2, strict=True)
+    return [(TiledConv(dilated), TiledConv(plain)) for dilated, plain in pairs]
 
 
 def _rows_like(rows: Tensor, tiles: Tensor) -> Tensor:
