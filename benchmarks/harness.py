@@ -117,7 +117,7 @@ def train_reports(loaded: LoadedSettings, folder: Path) -> list[StepReport]:
     steps: list[StepReport] = []
 
     class Collected(Reporter):
-        def begin(self, stage: str, step: int, total_steps: int, own_references: float | None) -> None:  # noqa: ARG002
+        def begin(self, stage: str, step: int, _total_steps: int, own_references: float | None) -> None:
             log.begin(stage, step, own_references)
 
         def step(self, report: StepReport) -> None:

@@ -194,9 +194,7 @@ def _check_constant_bitrate(content: bytes) -> None:
         bitrates.add(bitrate)
         position += frame_bytes
     if len(bitrates) > 1:
-        raise UnusableAudio(
-            "unknown length", "the bitrate varies and the MP3 header has no length; encode it again"
-        )
+        raise UnusableAudio("unknown length", "the bitrate varies and the MP3 header has no length; re-encode it")
 
 
 def _mpeg_frame(header: bytes) -> tuple[int, int]:

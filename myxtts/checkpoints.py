@@ -94,18 +94,9 @@ def _named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _named_tensors(value, f"{prefix}.{name}" if prefix else str(name))
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """The words that `write_tensors` put into the header of a file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise UnreadableWeights(f"{path} is damaged or no safetensors file: {error}") from None
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, lambda temporary: save_file(contiguous, temporary, dict(metadata or {}) or None))
+    write_atomically(path, lambda temporary: save_file(contiguous, temporary))
 
 
 def write_pth(path: Path, content: Any) -> None:

@@ -23,16 +23,7 @@ from typing import TYPE_CHECKING, Any
 from myxtts import __version__, config
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, PREPARE_KEYS, STAGES, DataSettings, Settings
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, printable
-from myxtts.settings import (
-    LoadedSettings,
-    Parser,
-    add_flags,
-    apply_demo,
-    apply_patch,
-    apply_presets,
-    flags_of,
-    load,
-)
+from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
     from myxtts.data.clips import PreparedCorpus
@@ -91,9 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = int(options.run(options) or 0)
         print(end="", flush=True)
-        return code or int(
-            _Output.result_is_lost and options.run is not _train
-        )  # the result of a run is its folder
+        return code or int(_Output.result_is_lost and options.run is not _train)  # a run's result is its folder
     except MyXTTSError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -171,9 +160,7 @@ def _add_tools(commands: Any) -> None:
     watch = _command(commands, "watch", "show a run live: rings, losses, throughput and GPUs", _watch, strict=True)
     watch.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run")
 
-    runs = _command(
-        commands, "runs", "list the runs in a folder: stages, steps, state, what is left", _runs, strict=True
-    )
+    runs = _command(commands, "runs", "list the runs in a folder: stages, steps, what is left", _runs, strict=True)
     where = "folder to look in [default: the working folder]"
     runs.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help=where)
 
@@ -229,7 +216,7 @@ def _add_speak(commands: Any) -> None:
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
-    about = "a run or a folder of weights [default: the run in checkpoints, or the base model of MyXTTS]"
+    about = "a run, a folder of weights, or base, the model of MyXTTS [default: the run in checkpoints, or base]"
     command.add_argument("--model", type=Path, metavar="DIR", help=about)
 
 
@@ -290,7 +277,8 @@ def _positive(text: str) -> float:
 
 def _load(options: argparse.Namespace, demo: bool = True) -> LoadedSettings:
     """Return the settings of a run with presets, and on request the demonstration; prints what they set."""
-    loaded, lines = apply_presets(load(options.config, flags_of(options), options.unknown))
+    loaded = load(options.config, flags_of(options), options.unknown)
+    loaded, lines = apply_presets(loaded, _start_of(loaded))
     if demo and loaded.settings.data.train_data is None:
         from myxtts.devices import Machine
 
@@ -299,6 +287,42 @@ def _load(options: argparse.Namespace, demo: bool = True) -> LoadedSettings:
     if lines and _is_first_process() and not getattr(options, "json", False):
         _say(*lines)
     return loaded
+
+
+def _start_of(loaded: LoadedSettings) -> tuple[str, dict[str, Any]]:
+    """Return what a run starts from if the user does not say it, in a word, and the settings that this gives.
+
+    That is the base model, if the settings fit it, or what the run that is continued was started from.
+    """
+    from myxtts.run_dir import RunDir
+    from myxtts.weights import Provenance, has_weights
+
+    data, training, base = loaded.settings.data, loaded.settings.training, config.BASE_FOLDER
+    if loaded.is_set("training.init_from"):
+        return "", {}
+    is_demo = data.train_data is None and not loaded.is_set("training.checkpoint_dir")
+    run = RunDir(config.DEMO_FOLDER if is_demo else training.checkpoint_dir)
+    if run.has_begun and not training.reset_training:
+        values: dict[str, Any] = {}
+        with contextlib.suppress(DatasetError):  # a damaged run is reported by the command
+            facts = run.started_with()
+            if source := facts.get("training.init_from"):
+                values = {"training.init_from": Path(source), "model.size": facts.get("model.size")}
+        return "continued run", {key: value for key, value in values.items() if not loaded.is_set(key)}
+    if not has_weights(base):
+        return "", {}
+    known = Provenance.read(base)
+    reasons = {
+        "--model-size": loaded.is_set("model.size") and loaded.settings.model.size != "base",
+        "--tokenizer": data.tokenizer is not None,
+        "--use-phonemes": data.use_phonemes != known.use_phonemes,
+        f"--language {data.language}": data.language not in (None, *known.languages),
+    }
+    if found := [flag for flag, does_not_fit in reasons.items() if does_not_fit]:
+        if _is_first_process():
+            logging.info("From scratch: the base model does not fit %s", " and ".join(found))
+        return "", {}
+    return "base model", {"training.init_from": base, "model.size": "base"}
 
 
 def _is_first_process() -> bool:
@@ -451,6 +475,7 @@ def _add_to_page(found: Profile, settings: Settings) -> None:
 
 def _tune(options: argparse.Namespace) -> None:
     loaded = _load(options)
+    from myxtts.settings import apply_patch
     from myxtts.terminal import show_tuning
     from myxtts.tools.tune import known_faults, tune
 
@@ -554,6 +579,8 @@ def _model_folder(options: argparse.Namespace) -> Path:
     from myxtts.synthesis.synthesizer import usual_model
 
     folder: Path = options.model or usual_model()
+    if folder == Path("base") and not folder.exists():
+        folder = config.BASE_FOLDER
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give a run or a folder of weights with --model DIR")
     return folder

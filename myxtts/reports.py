@@ -42,6 +42,10 @@ _ABOUT_THE_DEMO = (
     "rises because so few sentences are memorised, not learnt. A voice takes hours of recordings and of GPU time, "
     "or minutes of both if you start from XTTS-v2 (README.md says where to get it)."
 )
+_ABOUT_THE_TUNED_DEMO = (
+    "What to expect: the model it started from, fine-tuned on four minutes of speech. --train-data DIR takes your "
+    "recordings; --init-from none trains from scratch."
+)
 _ABOUT_FEW_STEPS = (
     "What to expect: after {} of gpt from scratch, a model only babbles or hums. A voice takes many thousand "
     "steps and hours of recordings. {}"
@@ -150,11 +154,11 @@ def machine() -> dict[str, str]:
 def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> Iterator[str]:
     """Speak a sample unless there is one; yield where everything is, what to expect, and what to type next."""
     folder = settings.training.checkpoint_dir
-    said = example(settings.data, prepared.train)
+    said, run = example(settings.data, prepared.train), RunDir(folder)
     if has_trained:
         (folder / SAMPLE_FILE).unlink(missing_ok=True)  # it is from an earlier state of the run
     has_spoken = (folder / SAMPLE_FILE).is_file()
-    if said is not None and not has_spoken:
+    if said is not None and not has_spoken and "gpt" not in run.untrained():
         yield "Speaking a sentence of the corpus …"
         outcome, has_spoken = _sample(settings, said)
         yield from outcome
@@ -166,12 +170,12 @@ def closing(settings: Settings, prepared: PreparedCorpus, has_trained: bool) -> 
     if (folder / "report.html").is_file():
         yield f"  report       {folder / 'report.html'}"
     yield f"  checkpoints  {', '.join(str(folder / stage) for stage in STAGES if (folder / stage).is_dir())}"
-    run = RunDir(folder)
+    is_new = run.started_with().get("training.init_from") is None
     if random := provenance(run).untrained:
         yield f"  not trained  {', '.join(random)}: random weights"
     if settings.data.train_data is None:
-        yield _ABOUT_THE_DEMO
-    elif run.from_scratch and 0 < (steps := run.status("gpt").step) < FEW_STEPS:
+        yield _ABOUT_THE_DEMO if is_new else _ABOUT_THE_TUNED_DEMO
+    elif is_new and 0 < (steps := run.status("gpt").step) < FEW_STEPS:
         is_persian = (prepared.train.languages == LANGUAGES.index("fa")).any()
         yield _ABOUT_FEW_STEPS.format(_steps(steps), _FASTER_IN_PERSIAN if is_persian else _FASTER)
     yield "From here:"
@@ -201,7 +205,7 @@ def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
         over = [stage for stage in stages if longer in BUILDS_ON.get(stage, ())]
         then = f", then {' and '.join(over)} start{'s' * (len(over) == 1)} over" if over else ""
         yield f"  a larger {flag}: {longer} continues{then}"
-    if training.stages:
+    if training.stages and settings.data.train_data is not None:  # the demonstration chooses its stages itself
         whole = with_stages(replace(settings, training=replace(training, stages=None)), prepared)
         with contextlib.suppress(ConfigError):  # other stages may have been trained with other settings
             does = "; ".join(f"{stage.stage} {stage.does}" for stage in plan_stages(whole, prepared, plan, run))

@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from myxtts import config
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
 from myxtts.config import (
     BUILDS_ON,
     DECODER_EMA_DECAY,
+    FINE_TUNING,
     LANGUAGES,
     MIN_SPEAKERS,
     SAMPLE_RATE,
@@ -47,7 +49,6 @@ from myxtts.devices import (
     Plan,
     announcements,
     apply_caps,
-    as_flag,
     barrier,
     deterministic,
     explained_out_of_memory,
@@ -67,13 +68,14 @@ from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key, keep_latents, latents_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
-from myxtts.settings import LoadedSettings, how_to_set, to_yaml, value_of, with_settings
+from myxtts.settings import LoadedSettings, as_loaded, how_to_set, specs, to_yaml, value_of, with_settings
+from myxtts.synthesis.synthesizer import provenance
 from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, DecoderRecipe, DvaeRecipe, Recipe, StageFacts, useful_flops
 from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, choose_mode, clips_per_step
-from myxtts.weights import MODEL_FILES, has_weights, is_trained_in, start_from_hifigan
+from myxtts.weights import MODEL_FILES, Provenance, has_weights, is_trained_in, start_from_hifigan
 
 MEL_STATISTICS_CLIPS = 256
 COMPARED_CLIPS = 64  # validation clips, about, on which the decoder is compared with Griffin-Lim
@@ -104,9 +106,9 @@ def train(
 
     Under torchrun every process calls this; only rank 0 reports, writes, and calls `say`, by default the log's.
     """
-    spelling = settings.spelling if isinstance(settings, LoadedSettings) else as_flag
-    settings = settings.settings if isinstance(settings, LoadedSettings) else settings
-    plan = make_plan(settings.data, spelling=spelling)
+    given = settings if isinstance(settings, LoadedSettings) else as_loaded(settings)
+    settings = given.settings
+    plan = make_plan(settings.data, spelling=given.spelling)
     reporter, say = (reporter or Reporter(), say or _log.info) if plan.rank == 0 else (Reporter(), _silent)
     run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
     continues = run_dir.has_begun and not settings.training.reset_training
@@ -126,6 +128,8 @@ def train(
             barrier(plan)
         reporter.corpus(prepared)
         settings = with_stages(settings, prepared, say)
+        tuned = {} if continues else fine_tuning_values(settings, prepared, given.origin, say)
+        settings = with_settings(settings, tuned)
         auto = auto_values(settings, prepared, run_dir if continues else None)
         stages = plan_stages(settings, prepared, plan, run_dir if continues else None)
         planned = [f"Plan of the run in {run_dir.folder}:", *map(str, stages)]
@@ -133,16 +137,13 @@ def train(
             say(line)
         reporter.plan(stages)
         fresh = cache(partial(initial_model, settings, prepared.tokenizer))
-        _start(settings, run_dir, prepared, plan, None if continues else fresh, say)
+        _start(settings, run_dir, prepared, plan, None if continues else fresh, say, tuned)
         settings = replace(settings, data=prepared.fitted(settings.data))
-        stop = held.enter_context(_StopRequest(plan))  # earlier there is no step to finish and nothing to save
-        states: dict[str, State] = {}
+        stop, states = held.enter_context(_StopRequest(plan)), dict[str, State]()  # earlier, nothing is to save
         for stage in stages_of(settings):
             say(f"Stage {stage}")
-            trained_on, loaded = run_dir.fingerprints(stage), run_dir.checkpoints(stage).newest()
-            if loaded is not None and not loaded.notes.was_trained_on(trained_on):
-                _require_undamaged(run_dir, stage)
-                loaded = None  # its last checkpoint stays until the stage has ended again
+            trained_on = run_dir.fingerprints(stage)
+            loaded = _to_continue(run_dir, stage, trained_on)
             is_saved = run_dir.is_whole(without=() if loaded is not None else (stage,))
             model = run_dir.load_model(None if is_saved else fresh(), without=(stage,), warn=False)
             own = with_auto(settings, auto, stage)
@@ -154,14 +155,22 @@ def train(
     return TrainingResult(states, prepared)
 
 
-def _require_undamaged(run_dir: RunDir, stage: str) -> None:
-    """Raise an error if a stage would start over only because an earlier one cannot be read."""
+def _to_continue(run_dir: RunDir, stage: str, trained_on: Mapping[str, str]) -> LoadedCheckpoint | None:
+    """The checkpoint that a stage continues from; None if it starts, or starts over as an earlier one changed.
+
+    Raises an error if it would start over only because an earlier one cannot be read. The last checkpoint stays
+    until the stage has ended again.
+    """
+    loaded = run_dir.checkpoints(stage).newest()
+    if loaded is None or loaded.notes.was_trained_on(trained_on):
+        return loaded
     for earlier in BUILDS_ON.get(stage, ()):
         if run_dir.checkpoints(earlier).newest_is_damaged:
             damaged = (
                 f"The newest checkpoint of {earlier} in {run_dir.folder} is damaged: {stage} was trained on it."
             )
             raise UnreadableWeights(f"{damaged}\nRestore it from a backup, or start over with --reset-training.")
+    return None
 
 
 def _silent(_: str) -> None: ...
@@ -210,6 +219,9 @@ def prepare_corpus(
     try:
         return prepare(data, progress)
     except DatasetError as error:
+        if continued is None and settings.training.init_from == config.BASE_FOLDER:
+            cure = "--init-from none starts from scratch, with one of the corpus; docs/recordings.md extends it"
+            raise DatasetError(f"{error}\nThe vocabulary is that of the base model. {cure}") from error
         if continued is None:
             raise
         raise DatasetError(
@@ -238,6 +250,7 @@ def _start(
     plan: Plan,
     fresh: Callable[[], XTTS] | None,
     say: Say,
+    tuned: Mapping[str, Any],
 ) -> None:
     """Write the folder of a new run, which starts with the model `fresh`; tidy that of a continued one (None).
 
@@ -261,6 +274,7 @@ def _start(
                 **known,
                 "untrained": [stage for stage in STAGES if stage in random],
                 "auto": auto_values(settings, prepared),
+                "fine_tuning": dict(tuned),
                 "has_grown_vocabulary": source is not None and _num_tokens(source) < prepared.tokenizer.num_tokens,
             }
             trained_in_full = [stage for stage in stages if stage != "gpt" or not settings.model.lora_rank]
@@ -273,6 +287,24 @@ def _start(
     barrier(plan)
 
 
+def fine_tuning_values(
+    settings: Settings, prepared: PreparedCorpus, origin: Mapping[str, str], say: Say = _silent
+) -> dict[str, Any]:
+    """The settings that suit fine-tuning the GPT on so much speech, by key; none if the user gave one of them."""
+    minutes = float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 60
+    row = next((values for most, values in FINE_TUNING.items() if minutes < most), {})
+    keys = {"training.epochs", *(key for values in FINE_TUNING.values() for key in values)}
+    is_decided = any(origin.get(key) in ("file", "flag") for key in keys)
+    if settings.training.init_from is None or stages_of(settings) != ("gpt",) or is_decided:
+        return {}
+    own = as_loaded(settings)  # a preset may have set some; adapters have a learning rate of their own
+    has_own = {key: own.is_set(key) for key in row} | {"training.learning_rate": settings.model.lora_rank > 0}
+    found = {key: value for key, value in row.items() if not has_own[key]}
+    if listed := ", ".join(f"{specs()[key].flags[0]} {value:g}" for key, value in found.items()):
+        say(f"Fine-tuning on {minutes:.1f} minutes of speech: {listed} (give one of these, and you decide on all)")
+    return found
+
+
 def auto_values(
     settings: Settings, prepared: PreparedCorpus, continued: RunDir | None = None
 ) -> Mapping[str, float]:
@@ -281,9 +313,11 @@ def auto_values(
         return dict(continued.started_with().get("auto", {}))
     training, samples = settings.training, int(prepared.train.num_samples.sum())
     is_small = samples / SAMPLE_RATE < 3600 * SMALL_CORPUS_HOURS and settings.data.train_data is not None
-    if not is_small or training.init_from is not None:
-        return {}
-    return {key: value for key, value in SMALL_CORPUS.items() if value_of(settings, key) is None}
+    values: Mapping[str, float] = SMALL_CORPUS if is_small else {}
+    if (source := training.init_from) is not None:  # speaking depends on these, see `synthesizer.sampling_for`
+        known = provenance(RunDir(source)) if RunDir(source).exists else Provenance.read(source)
+        values = {"training.code_noise": known.code_noise, "training.text_dropout": known.text_dropout}
+    return {key: value for key, value in values.items() if value and value_of(settings, key) is None}
 
 
 def with_auto(settings: Settings, auto: Mapping[str, float], stage: str) -> Settings:
@@ -303,7 +337,9 @@ def _num_tokens(source: Path) -> int:
 def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan, auto: Mapping[str, float]) -> Iterator[str]:
     if auto and "gpt" in stages_of(settings):
         applied = ", ".join(f"{key} {value:g}" for key, value in auto.items())
-        yield f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech, the gpt stage has {applied}"
+        why = f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech"
+        why = why if settings.training.init_from is None else "Like the weights it starts from"
+        yield f"{why}, the gpt stage has {applied}"
     gpus = Machine.look().gpus
     situation = Situation(
         settings=settings,
@@ -643,10 +679,13 @@ def as_started(settings: Settings, run_dir: RunDir) -> Settings:
     given = source if training.init_from is None else str(training.init_from)
     now = {"training.init_from": given, "model.size": settings.model.size}
     require_same(run_dir.folder, {name: facts.get(name) for name in now}, now)
+    own = as_loaded(settings)
+    tuned = {key: value for key, value in facts.get("fine_tuning", {}).items() if not own.is_set(key)}
+    settings = with_settings(settings, tuned)
     if settings.data.tokenizer is not None:
         named, pinned = Tokenizer.load(settings.data.tokenizer), run_dir.vocabulary()
         require_same(run_dir.folder, {"vocabulary": pinned.fingerprint}, {"vocabulary": named.fingerprint})
-    return replace(settings, training=replace(training, init_from=Path(source) if source else None))
+    return with_settings(settings, {"training.init_from": Path(source) if source else None})
 
 
 def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | None = None) -> dict[str, Any]:

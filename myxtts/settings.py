@@ -55,6 +55,7 @@ class Spec:
     above: float | None = None
     metavar: str = ""
     none: str = "null"
+    unset: str = ""
 
     @property
     def key(self) -> str:
@@ -76,6 +77,10 @@ class Spec:
             for word, limit in ((of_at_least, self.minimum), ("above", self.above), (up_to, self.maximum)):
                 text += f" {word} {limit:.15g}" if limit is not None else ""
         return text + (f", or {self.none}" if self.optional else "")
+
+    @property
+    def default_word(self) -> str:
+        return self.unset or format_setting(self.key, self.default)
 
     def accepts(self, value: Any) -> bool:
         if self.kind is tuple:
@@ -139,13 +144,18 @@ class _InvalidValue(Exception):
         unknown = [word for word in words if isinstance(word, str) and spec.choices and word not in spec.choices]
         advice = next(filter(None, (suggest_choice(word, spec.choices) for word in unknown)), "")
         if not advice:
-            default = format_setting(spec.key, spec.default)
-            advice = "leave it out for the default" if spec.default is None else f"the default is {default}"
+            default = f"the default is {spec.default_word}"
+            advice = "leave it out for the default" if spec.default is None else default
         found = "nothing" if raw is None else reprlib.repr(raw)
         super().__init__(f"found {found}, expected {spec.expected()}; {advice}")
 
 
+_UNSET = object()  # the value of a setting that is given as if it were left out
+
+
 def _parse_value(spec: Spec, raw: Any) -> Any:
+    if spec.unset and isinstance(raw, str) and raw.lower() == spec.unset:
+        return _UNSET
     if spec.optional and (raw is None or (isinstance(raw, str) and raw.lower() in ("none", "null", spec.none))):
         return None
     value = raw
@@ -314,6 +324,14 @@ class LoadedSettings:
         return key if self.origin[key] == "file" else specs()[key].flags[0]
 
 
+def as_loaded(settings: Settings) -> LoadedSettings:
+    """Return settings that were not loaded as if all that differ from their defaults were given as flags."""
+    origin: dict[str, Origin] = {
+        key: "default" if value_of(settings, key) == spec.default else "flag" for key, spec in specs().items()
+    }
+    return LoadedSettings(settings, origin, None)
+
+
 def load(config_file: Path | None, flags: Mapping[str, Any], unrecognized: Sequence[str] = ()) -> LoadedSettings:
     """Return the settings from defaults, file and flags (see `flags_of`); `unrecognized` ones are problems."""
     if config_file is None and DEFAULT_CONFIG_FILE.is_file():
@@ -330,6 +348,8 @@ def load(config_file: Path | None, flags: Mapping[str, Any], unrecognized: Seque
     for source, entries in sources:
         for key, value, place in _settle(entries, problems, invalid):
             where[key], values[key], origin[key] = place, value, source
+            if value is _UNSET:
+                values[key], origin[key] = specs()[key].default, "default"
     problems += _unknown_arguments(unrecognized)
     settings = with_settings(Settings(), values)
     for keys, text in _conflicts(settings):
@@ -429,8 +449,7 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = No
             continue
         group = parser.add_argument_group(f"{section} settings", about)
         for spec in wanted:
-            default = format_setting(spec.key, spec.default)
-            default = {"true": "on", "false": "off"}.get(default, default)
+            default = {"true": "on", "false": "off"}.get(spec.default_word, spec.default_word)
             text = f"{descriptions()[spec.key]} [default: {default}]".replace("%", "%%")
             target: dict[str, Any] = {"dest": spec.key, "default": argparse.SUPPRESS}
             if spec.kind is bool:
@@ -445,9 +464,12 @@ def flags_of(namespace: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key, value in vars(namespace).items() if key in specs()}
 
 
-def apply_presets(loaded: LoadedSettings) -> tuple[LoadedSettings, list[str]]:
-    """Fill what the user did not choose from the optimisation level and the preset; return lines that say so."""
+def apply_presets(
+    loaded: LoadedSettings, start: tuple[str, Mapping[str, Any]] = ("", {})
+) -> tuple[LoadedSettings, list[str]]:
+    """Fill what the user did not choose from `start` (a source and its settings), level and preset, and say so."""
     lines: list[str] = []
+    loaded = _filled(loaded, *start, lines)
     level, name = loaded.settings.training.optimization_level, loaded.settings.training.preset
     if not OPTIMIZATION_LEVELS[level] and loaded.is_set("training.optimization_level"):
         kernels = "; the compiler also tries many kernels" if level == "experimental" else ""
@@ -463,6 +485,8 @@ def apply_presets(loaded: LoadedSettings) -> tuple[LoadedSettings, list[str]]:
 def apply_demo(loaded: LoadedSettings, *, on_gpu: bool = False) -> tuple[LoadedSettings, list[str]]:
     """Give the embedded corpus the settings of a short run, except those of the user; return lines that say so."""
     values = dict(config.DEMO_ON_GPU if on_gpu else config.DEMO)
+    if loaded.settings.training.init_from is not None:
+        values = {} if on_gpu else dict(config.DEMO_FINE_TUNING)
     if loaded.is_set("training.epochs"):
         values = {key: value for key, value in values.items() if not key.endswith("steps")}
     has_decoder = "decoder" in (loaded.settings.training.stages or ())
@@ -472,11 +496,9 @@ def apply_demo(loaded: LoadedSettings, *, on_gpu: bool = False) -> tuple[LoadedS
     used = [key for key in values if loaded.origin[key] == "default" and filled.origin[key] == "preset"]
     listed = ", ".join(f"{specs()[key].name} {format_setting(key, values[key])}" for key in used)
     about = "No --train-data given: a short demonstration on the embedded corpus"
-    lines = [about, f"demonstration: {listed}"]
+    lines = [about, *([f"demonstration: {listed}"] if listed else [])]
     if has_decoder and "training.decoder_steps" in used and not on_gpu:
-        lines.append(
-            "A decoder needs thousands of steps, which take seconds each on a CPU: this only tries it out"
-        )
+        lines.append("A decoder needs thousands of steps, each of seconds on a CPU: this only tries it out")
     return filled, lines
 
 
@@ -497,7 +519,7 @@ def _filled(loaded: LoadedSettings, source: str, values: Mapping[str, Any], line
             lines.append(f"{stays} (only for fine-tuning: with --init-from)")
         else:
             used[key], origin[key] = value, "preset"
-            was = "the default" if value == default else f"default {format_setting(key, default)}"
+            was = "the default" if value == default else f"default {specs()[key].default_word}"
             lines.append(f"{source}: {key} = {format_setting(key, value)} ({was})")
     return replace(loaded, settings=with_settings(loaded.settings, used), origin=origin)
 
@@ -521,7 +543,7 @@ def to_yaml(settings: Settings, *, comments: bool = False) -> str:
         for spec in members:
             value = value_of(settings, spec.key)
             off = "#" if comments and value == spec.default else ""
-            setting = f"  {off}{spec.name}: {format_setting(spec.key, value)}"
+            setting = f"  {off}{spec.name}: {spec.default_word if off else format_setting(spec.key, value)}"
             description = textwrap.wrap(_described(spec), 104, break_on_hyphens=False)
             lines += [*(f"  # {line}" for line in description), setting, ""] if comments else [setting]
     return "\n".join(lines if comments else [*lines, ""])
@@ -541,8 +563,7 @@ def render_docs(page: str) -> str:
         lines += [f"## `{section}`", "", about, "", "| key | flag | default | meaning |", "|---|---|---|---|"]
         for spec in members:
             flags = [f"`{flag} {spec.placeholder()}".rstrip() + "`" for flag in spec.flags + spec.off_flags]
-            default = format_setting(spec.key, spec.default)
-            lines.append(f"| `{spec.name}` | {'<br>'.join(flags)} | `{default}` | {_described(spec)} |")
+            lines.append(f"| `{spec.name}` | {'<br>'.join(flags)} | `{spec.default_word}` | {_described(spec)} |")
         lines.append("")
     names = ", ".join(f"`{code}` {name}" for code, name in LANGUAGE_NAMES.items())
     return "\n".join([*lines, "## Languages", "", names + ".", ""])

@@ -694,9 +694,7 @@ def _add_training(rows: Table, stage: StageHistory, width: int, bar_width: int, 
         used = "  ".join(f"{role} {short(mb / 1024)} GB" for role, mb in last.memory_mb.items())
         rows.add_row("memory", Text(used))
     if last.skipped:
-        rows.add_row(
-            "skipped", Text(f"{last.skipped:,} steps with gradients that were not finite", style="yellow")
-        )
+        rows.add_row("skipped", Text(f"{last.skipped:,} steps whose gradients were not finite", style="yellow"))
 
 
 def _gpu_line(reading: Record, bar_width: int) -> Text:

@@ -146,9 +146,8 @@ def read_folder(folder: Path) -> Tensors:
     if not found:
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no folder"
         raise UnreadableWeights(f"No {' or '.join(MODEL_FILES)} in {folder} (there is: {there or 'nothing'})")
-    if found[0].suffix == ".safetensors":
-        return _read_compact(folder)
-    state = canonical_names(read_tensors(found[0]))
+    is_compact = found[0].suffix == ".safetensors"
+    state = _read_compact(folder) if is_compact else canonical_names(read_tensors(found[0]))
     if "gpt.text_embedding.weight" not in state:
         raise UnreadableWeights(f"{found[0]} holds no XTTS: {len(state)} tensors such as {next(iter(state), '-')}")
     if (folder / _DVAE_FILE).is_file():
@@ -272,7 +271,8 @@ def compacted(state: Mapping[str, Tensor], most_bytes: int) -> Tensors:
         if not tensor.isfinite().all():
             raise UnreadableWeights(f"{name} is NaN or infinite: training diverged, and nothing was exported")
         is_large = tensor.is_floating_point() and tensor.dim() > 1 and tensor.numel() > _EXACT_ELEMENTS
-        kept[name] = _halved(tensor) if is_large and not _belongs(name, _EXACT) else tensor
+        half = tensor.half() if is_large and not _belongs(name, _EXACT) else tensor
+        kept[name] = half if half.isfinite().all() else tensor
         parts = [number for number, part in enumerate(_INT8_ORDER) if _belongs(name, part)]
         if is_large and parts and not name.startswith((_EXACT, *_NEVER_INT8)):
             order.append((parts[0], -tensor.numel(), name))
@@ -284,11 +284,6 @@ def compacted(state: Mapping[str, Tensor], most_bytes: int) -> Tensors:
         num_bytes += rows.nbytes + scales.nbytes + _ENTRY_BYTES - kept[name].nbytes
         kept |= {name: rows, name + _SCALES: scales}
     return kept
-
-
-def _halved(tensor: Tensor) -> Tensor:
-    half = tensor.half()
-    return half if bool(half.isfinite().all()) else tensor.bfloat16()
 
 
 def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -310,20 +305,15 @@ def _read_compact(folder: Path) -> Tensors:
         if scales is not None and scales.shape != tensor.shape[:1]:
             raise UnreadableWeights(f"{folder} is damaged: {name} has other rows than its scales; export it again")
         if scales is not None:
-            tensor = (tensor.float().flatten(1) * scales[:, None]).view(tensor.shape)
+            tensor = (tensor.flatten(1) * scales[:, None]).view(tensor.shape)
         if not name.endswith(_SCALES):
             state[name] = tensor.float() if tensor.is_floating_point() else tensor
-    if "gpt.text_embedding.weight" not in state:
-        why = f"no {_PROVENANCE_FILE} that lists its files" if not stored else "no GPT among its weights"
-        raise UnreadableWeights(f"{folder} holds no XTTS: there is {why}; get it again, or export it again")
     return state
 
 
 def shipped_files(folder: Path) -> dict[str, Any]:
-    """Bytes and checksum of the files of a compact folder, by name; none for another folder."""
+    """Bytes and checksum of the files of a compact folder, by name."""
     path = folder / _PROVENANCE_FILE
-    if not path.is_file():
-        return {}
     try:
         return {str(name): dict(facts) for name, facts in json.loads(path.read_bytes()).get("files", {}).items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -79,7 +79,7 @@ def test_a_small_network_is_not_rounded_to_int8_and_a_diverged_one_not_written(t
     model = make_model()
     kept = compacted(model.state_dict(), COMPACT_BYTES)
     assert not any(value.dtype == torch.int8 for value in kept.values())
-    assert compacted({"gpt.gpt.h.0": torch.full((2, 10_000), 1e6)}, 10**9)["gpt.gpt.h.0"].dtype == torch.bfloat16
+    assert compacted({"gpt.gpt.h.0": torch.full((2, 10_000), 1e6)}, 10**9)["gpt.gpt.h.0"].dtype == torch.float32
     save_compact(tmp_path, model, vocabulary())
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     model.gpt.text_head.weight.data[0, 0] = torch.nan
@@ -109,7 +109,7 @@ def test_what_is_known_of_the_weights_and_a_larger_vocabulary_survive_the_compac
         ("weights-1.safetensors", None, "No model.pth"),
         ("vocab.json", lambda content: content + b" ", "is damaged"),
         ("vocab.json", None, "vocab.json is missing"),
-        ("myxtts.json", None, "no myxtts.json that lists its files"),
+        ("myxtts.json", None, "myxtts.json is not what an export wrote"),
         ("myxtts.json", lambda _: b"[1]", "not what an export wrote"),
         ("myxtts.json", lambda _: b'{"files": {"vocab.json": 3}}', "not what an export wrote"),
     ],
@@ -186,6 +186,7 @@ def test_a_run_in_the_usual_folder_speaks_before_the_base_model(
     Path("checkpoints/model.json").write_text("{}")  # a run that has trained nothing
     code, shown = myxtts(capsys, "speak", TEXTS[0], "--speaker", reference)
     assert code == 1 and "The model has no gpt" in shown[0]
+    assert myxtts(capsys, "speak", TEXTS[0], "--model", "base")[0] == 0
     Path("checkpoints/model.json").unlink()
     assert load_synthesizer(device=CPU).languages == ("en", "fa")
     monkeypatch.setattr(config, "BASE_FOLDER", Path("absent"))
@@ -200,7 +201,8 @@ def test_damaged_voices_are_refused(base: Path, capsys: Capture) -> None:
     assert code == 1 and "voices.safetensors" in shown[0] and "is damaged" in shown[0]
     tensors = {"x.gpt_cond_latent": torch.zeros(1, 32, 64), "x.speaker_embedding": torch.zeros(16)}
     for about in ("[1]", '{"x": {"languages": 3, "description": ""}}', '{"x": {}}'):
-        write_tensors(base / "voices.safetensors", tensors, {"voices": about})
+        stored = torch.tensor(list(about.encode()), dtype=torch.uint8)
+        write_tensors(base / "voices.safetensors", tensors | {"about": stored})
         (base / "myxtts.json").write_text(json.dumps(listed(base)))
         code, shown = myxtts(capsys, "voices")
         assert code == 1 and "describes its voices in an unknown form" in shown[0]

@@ -114,7 +114,7 @@ WHOLE = {"size": "normal"}
         ("precision", (), {"mixed_precision": False}, "fail", "--mixed-precision"),
         ("precision", (NO_GPU,), {"mixed_precision": False}, "skip", "no GPU"),
         ("model-memory", (), WHOLE, "pass", "6729 MB"),
-        ("model-memory", (machine(1, 8000),), WHOLE, "warn", "--model-size small"),
+        ("model-memory", (machine(1, 8000),), WHOLE, "warn", "--model-size base"),
         ("model-memory", (machine(1, 4000),), WHOLE, "fail", "does not fit"),
         ("model-memory", (machine(1, 4000),), WHOLE | {"init_from": "w"}, "fail", "lora_rank"),
         ("model-memory", (machine(1, 8000),), WHOLE | {"lora_rank": "16"}, "pass", "gpt"),

@@ -55,8 +55,7 @@ def test_no_sentence_stands_in_the_table_twice() -> None:
     texts += [rule.why for rule in WAIT_RULES] + [
         fix.text for fix in vars(findings).values() if isinstance(fix, Fix)
     ]
-    buffers = "an epoch has only {s.num_batches} batches; keeping more ready only takes memory"
-    assert {text for text in texts if texts.count(text) > 1} == {buffers}
+    assert len(texts) == len(set(texts))
     switches = [rule.setting for rule in RULES if rule.when is None]
     assert len(switches) == len(set(switches)) == len(SWITCHES) >= 9
 
@@ -124,15 +123,12 @@ def test_a_start_from_weights_trains_only_the_gpt_unless_stages_are_named() -> N
 UNSUITABLE: list[tuple[dict[str, object], dict[str, Any], str, Any, str]] = [
     ({"batch_size": "24"}, {"num_clips": 9}, "data.batch_size", 9, "only 9 training clips"),
     ({"num_workers": "24"}, {"cores": 4}, "data.num_workers", 4, "4 usable cores"),
-    ({"prefetch_buffer_size": "400"}, {}, "data.prefetch_buffer_size", 375, "375 batches"),
     ({}, {"num_gpus": 2}, "", None, "2 GPUs were found and one is used"),
     ({"preset": "40gb"}, {}, "training.preset", "24gb", "40gb is for a larger card"),
     ({"size": "normal"}, {"gpu_memory_mb": 11910}, "model.size", None, "11910 MB"),
     ({"max_steps": "500", "warmup_steps": "500"}, {}, "training.warmup_steps", 50, "--max-steps"),
-    ({"max_steps": "900", "save_step": "950"}, {}, "training.save_step", None, "step 900"),
     ({"max_steps": "2500", "early_stop": "2"}, {}, "training.early_stop", None, "step 3000"),
     ({}, {"num_val_clips": 0}, "", None, "no clip is left for validation"),
-    ({"early_stop": "3"}, {"num_val_clips": 0}, "training.early_stop", None, "never acts"),
     ({"size": "big"}, {"speech_hours": 3.2}, "model.size", None, "3.2 hours"),
     ({"size": "normal"}, {"speech_hours": None, "num_clips": 300}, "model.size", None, "2.3 hours"),
     ({"pad_to_fixed_length": "false"}, {}, "data.pad_to_fixed_length", True, "is compiled, captured"),

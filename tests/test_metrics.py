@@ -29,7 +29,7 @@ from myxtts.observe.diagnosis import (
     Warning,
     warnings_of,
 )
-from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, colours, read_metrics, usage_bars
+from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, colours, read_metrics
 from myxtts.terminal import ProgressPrinter, progress_line, validation_line
 
 FULL = {"host": (16, 16), "device": (1, 2), "model": (3, 3)}
@@ -146,18 +146,13 @@ def test_tensorboard_has_pictures_of_mels_and_code_usage(tmp_path: Path, curves:
     assert mel.shape == (20, 30, 3)
     assert mel[0].sum() > mel[-1].sum(), "the lowest frequencies are drawn below"
     assert "codes/uses" in events.Tags()["histograms"]
-    assert "codes/most_used_first" in events.Tags()["images"]
 
 
-def test_colours_span_the_finite_values_and_bars_start_with_the_most_used_code() -> None:
+def test_colours_span_the_finite_values() -> None:
     pixels = colours(np.array([[1.0, 2.0, 3.0], [np.nan, np.inf, -np.inf]])).astype(int)
     brightness = pixels.sum(-1)
     assert brightness[0, 0] < brightness[0, 1] < brightness[0, 2]
     assert brightness[1].tolist() == [brightness[0, 0], brightness[0, 2], brightness[0, 0]]
-    drawn = (usage_bars(np.array([0, 50, 100, 1])) != 255).any(-1)
-    quarter = drawn.shape[1] // 4
-    assert [int(drawn[:, place * quarter].sum()) for place in range(4)] == [64, 32, 1, 0]
-    assert drawn[-1, 0], "bars stand on the ground"
 
 
 def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -306,6 +306,8 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start
     assert re.search(expected, start.out), start.out
     reports = steps(run)
     assert [(report["stage"], report["step"]) for report in reports] == [(s, n) for s in STAGES for n in (1, 2)]
+    begun = [line for line in json_lines(run / "metrics.jsonl") if line["kind"] == "begin"]
+    assert {line["stage"]: line["own_references"] for line in begun} == {"dvae": None, "gpt": 1.0, "decoder": 1.0}
     names = {field.name for field in fields(StepReport)}
     assert all(names <= report.keys() for report in reports)
     assert all(report["clips_per_s"] > 0 and report["step_ms"] > 0 for report in reports)
@@ -501,7 +503,8 @@ def test_weights_that_are_not_there_are_named_before_anything_else(
     (base / "vocab.json").unlink()
     found = {
         tmp_path / "XTTS-v2": "there is no such folder",
-        tmp_path / "empty": "holds neither XTTS weights (model.pth or best_model.pth) nor a run",
+        tmp_path
+        / "empty": "holds neither XTTS weights (model.pth or best_model.pth or weights-1.safetensors) nor a run",
         base: "has weights, but no vocab.json",
         base / "model.pth": "that is a file",
     }

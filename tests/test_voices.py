@@ -97,7 +97,7 @@ def test_bad_references_are_all_named(
 def test_voices_are_saved_by_name(synthesizer: Synthesizer, anna: Voice, tmp_path: Path) -> None:
     library = VoiceLibrary(tmp_path)
     assert library.all() == []
-    with pytest.raises(ConfigError, match="no built-in one"):
+    with pytest.raises(ConfigError, match="no built-in voice"):
         library.default("en")
     library.save(replace(anna, languages=("en", "fa"), description="calm"))
     library.save(replace(anna, name="خانم آنا"))

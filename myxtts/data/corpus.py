@@ -85,9 +85,8 @@ def metadata_files(folder: Path) -> list[tuple[Path, bool]]:
         raise DatasetError(f"{what}\nA corpus is a folder in one of these forms:\n{FORMS}")
     train = [path for name in METADATA_FILES[:3] if (path := folder / name).is_file()]
     if len(train) > 1:
-        _log.info(
-            "%s: %s is read, %s is not", folder, train[0].name, " and ".join(path.name for path in train[1:])
-        )
+        first, *others = (path.name for path in train)
+        _log.info("%s: %s is read, %s is not", folder, first, " and ".join(others))
     held_out = folder / "metadata_eval.csv"
     return [(path, False) for path in train[:1]] + [(held_out, True) for _ in train[:1] if held_out.is_file()]
 

@@ -315,9 +315,7 @@ class _Part:
             counts = Counter(item.reason for item in set_aside).most_common()
             reasons = "\n".join(f"  {count} × {reason}" for reason, count in counts) or "  the metadata is empty"
             example = f"\nFor example {set_aside[0].id}: {set_aside[0].detail}" if set_aside else ""
-            listed = (
-                f"\nAll are listed in {set_aside_list(self.root)}" if set_aside_list(self.root).exists() else ""
-            )
+            listed = f"\nAll are listed in {path}" if (path := set_aside_list(self.root)).exists() else ""
             raise DatasetError(f"No usable clip in {folder}. Set aside:\n{reasons}{example}{listed}")
         if all(clip.held_out for clip in self.usable):
             raise DatasetError(f"No usable clip in {folder} except those of metadata_eval.csv")

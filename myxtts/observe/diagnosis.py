@@ -363,9 +363,7 @@ def _information(stats: Diagnosis) -> Iterator[Finding]:
     if data.is_dual and starved < MIN_LOSS and busy < 0.4:
         why = "the stage gives it little to do; two processes that both train (torchrun) may use both GPUs better"
         what = f"The data GPU is busy {_percent(busy)} of the time, and that is enough"
-        fix = Fix(
-            "compare with torchrun: clips/s of a short run of each; myxtts tune measures one GPU against two"
-        )
+        fix = Fix("compare clips/s of a short run with torchrun; myxtts tune measures one GPU against two")
         yield _found("data-gpu-idle", "info", what, why, fix)
     if data.no_readings and not data.readings:
         yield _found("no-readings", "info", "There are no readings of GPUs", data.no_readings)

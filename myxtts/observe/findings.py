@@ -124,10 +124,6 @@ class Situation:
         return self.num_clips // self.processes
 
     @property
-    def num_batches(self) -> int:
-        return math.ceil(self.own_clips / self.data.batch_size)
-
-    @property
     def validates(self) -> bool:
         if self.num_val_clips is None:
             return self.data.val_data is not None or self.data.val_fraction > 0
@@ -176,15 +172,6 @@ class Rule:
         if self.code == "hint" and self.setting:
             what = f"{self.setting} = {attrgetter(self.setting)(situation.settings)}: {what}"
         return Finding(self.code, level, what, why, fix, self.setting, value)
-
-
-def _buffer_hint(name: str) -> Rule:
-    def is_too_large(s: Situation) -> bool:
-        size = getattr(s.data, name)
-        return size is not None and size > s.num_batches
-
-    text = "an epoch has only {s.num_batches} batches; keeping more ready only takes memory"
-    return Rule("hint", "warn", f"data.{name}", lambda s: s.num_batches, text, when=is_too_large)
 
 
 RULES = (
@@ -287,8 +274,6 @@ RULES = (
         "there are only {s.own_clips} training clips, and the rest of a batch is padding",
         when=lambda s: DataSettings().batch_size != s.data.batch_size > s.own_clips > 0,
     ),
-    _buffer_hint("pipeline_buffer_size"),
-    _buffer_hint("prefetch_buffer_size"),
     Rule(
         "hint", "warn", "", None, "no clip is left for validation: there is no best checkpoint",
         fix="give --val-data, or a --val-fraction such as 0.02", when=lambda s: not s.validates,
@@ -303,17 +288,6 @@ RULES = (
         "hint", "warn", "training.warmup_steps", lambda s: s.end[0] // 10,
         "{s.end[1]} ends a stage at step {s.end[0]}, before the learning rate has risen",
         when=lambda s: 0 < (s.training.warmup_steps or 0) >= s.end[0],
-    ),
-    Rule(
-        "hint", "warn", "training.save_step", None,
-        "{s.end[1]} ends a stage at step {s.end[0]}, with no checkpoint before the last",
-        fix="lower --save-step so that a crash costs less",
-        when=lambda s: s.end[0] < s.training.save_step != TrainingSettings().save_step,
-    ),
-    Rule(
-        "hint", "warn", "training.early_stop", None,
-        "it never acts, because no clip is left for validation",
-        fix="leave out --early-stop", when=lambda s: s.training.early_stop > 0 and not s.validates,
     ),
     Rule(
         "hint", "warn", "training.early_stop", None,

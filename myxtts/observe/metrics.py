@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 BOARD = {"max_queue": 1000, "flush_secs": 30}
 """Options of TensorBoard's writer: so many events may wait for the disk before the run does."""
-USAGE_PICTURE = (64, 256)  # rows and columns of the picture of code usage
 MOST_KEPT = 4000  # step reports that `MetricsTail` keeps; the live view needs no more
 RUN_FILES = (
     "metrics.jsonl", "settings.yaml", "machine.json", "trace.jsonl", "readings.jsonl", "verdict.json",
@@ -38,7 +37,6 @@ RUN_FILES = (
 """Files that a run, a profile or an evaluation leaves; a folder without any of them is not a run."""
 
 Numbers = npt.NDArray[np.float64]
-Pixels = npt.NDArray[np.uint8]
 Record = Mapping[str, Any]  # one object read from JSON
 
 _log = logging.getLogger(__name__)
@@ -124,14 +122,13 @@ class MetricsLog:
         self._write("validation", report)
 
     def image(self, tag: str, array: npt.NDArray[Any], step: int) -> None:
-        """Show a picture in TensorBoard: uint8 [H, W, 3] as it is, or numbers [H, W] in colour, row 0 lowest."""
-        pixels = array if array.ndim == 3 else colours(array)[::-1]
+        """Show numbers [H, W] as a picture in TensorBoard, in colour, row 0 lowest."""
+        pixels = colours(array)[::-1]
         self._draw(lambda board: board.add_image(tag, pixels, step, dataformats="HWC"))
 
     def code_usage(self, counts: npt.NDArray[Any], step: int) -> None:
-        """Show how often each code was used: as a histogram of the counts, and as bars, the most used first."""
+        """Show a histogram of how often each code was used."""
         self._draw(lambda board: board.add_histogram("codes/uses", counts, step))
-        self.image("codes/most_used_first", usage_bars(counts), step)
 
     def close(self) -> None:
         board, self._board = self._board, None
@@ -249,7 +246,7 @@ def _add_lines(kept: _Kept, text: bytes) -> None:
             kept[kind, stage, step] = record
 
 
-def colours(array: npt.NDArray[Any]) -> Pixels:
+def colours(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Return numbers [H, W] as colours [H, W, 3], from black (lowest) over violet and orange to pale yellow."""
     finite = array[np.isfinite(array)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
@@ -257,17 +254,6 @@ def colours(array: npt.NDArray[Any]) -> Pixels:
     stops = np.array([[0, 0, 4], [87, 16, 110], [188, 55, 84], [249, 142, 9], [252, 255, 164]])
     places = np.linspace(0, 1, len(stops))
     return np.stack([np.interp(level, places, stops[:, channel]) for channel in range(3)], -1).astype(np.uint8)
-
-
-def usage_bars(counts: npt.NDArray[Any]) -> Pixels:
-    """Return a bar chart of code usage, the most used code first and as high as the picture."""
-    rows, columns = USAGE_PICTURE
-    most_first = np.sort(counts.astype(np.float64))[::-1]
-    groups = np.array([group.mean() for group in np.array_split(most_first, min(columns, len(most_first)))])
-    heights = np.ceil(rows * groups / max(groups[0], 1e-12))  # every used code gets at least one pixel
-    heights = np.repeat(heights, columns // len(heights))
-    filled = np.arange(rows, 0, -1)[:, None] <= heights[None, :]
-    return np.where(filled[..., None], np.array([188, 55, 84]), 255).astype(np.uint8)
 
 
 def _add_scalars(board: SummaryWriter, scalars: Mapping[str, float], step: int) -> None:

@@ -281,9 +281,7 @@ class TextFrontend:
                 limits = bounds(len(words), self._limits.max_codes)
                 sentences.append(Sentence(len(sentences), piece, ids, limits))
         if not num_letters:
-            raise UnspeakableText(
-                f"There is nothing to say: {text.strip()[:40]!r} has neither letters nor digits."
-            )
+            raise UnspeakableText(f"There is nothing to say: {text.strip()[:40]!r} has no letters and no digits.")
         if 2 * num_lost > num_letters or not sentences:
             dropped = [character for character, said in replaced.items() if not said][:_SHOWN]
             raise UnspeakableText(

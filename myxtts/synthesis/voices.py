@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from myxtts import config
 from myxtts.audio import SILENCE, Pcm, UnusableAudio, decode, is_silent, trim_silence
-from myxtts.checkpoints import read_metadata, read_tensors, write_tensors
+from myxtts.checkpoints import Tensors, read_tensors, write_tensors
 from myxtts.config import CONDITIONING_TOKENS, SAMPLE_RATE
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.model.mel import CONDITIONING_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample
@@ -38,7 +38,7 @@ LONGEST_SECONDS = 600  # a longer file is taken for a recording session by mista
 SHORTEST_SECONDS, ENOUGH_SECONDS = 1.0, 3.0
 SILENCE_DB = 40.0  # speech has ended where the level is this far below the loudest part
 PUBLISHED_FILE = "speakers_xtts.pth"
-_ABOUT = "voices"  # the entry of a file's metadata with the languages and descriptions of its voices
+_ABOUT = "about"  # the tensor with the languages and descriptions of the voices of a file, as JSON
 _FEW_NAMES, _LONGEST_NAME = 8, 200  # the name of a file may have 255 bytes
 _NAME = re.compile(r"[^\W_][\w .'-]*")
 _FINGERPRINTED = 65536
@@ -173,18 +173,15 @@ class VoiceLibrary:
         """The name of the first built-in voice of that language, or else of any."""
         voices = list(self.built_in().values())
         if not voices:
-            raise ConfigError(
-                f"Give a recording with --speaker FILE, or a voice: {self._model} has no built-in one"
-            )
+            raise ConfigError(f"{self._model} has no built-in voice: give --speaker FILE, a recording of one")
         return next((voice for voice in voices if language in voice.languages), voices[0]).name
 
     def save(self, voice: Voice) -> Path:
         """Store a voice under its name; replaces an earlier one of that name."""
         path = self.path(voice.name)
         self.folder.mkdir(parents=True, exist_ok=True)
-        mark = torch.tensor(list(voice.fingerprint.encode()), dtype=torch.uint8)
-        tensors = {"latents": voice.latents, "speaker": voice.speaker, "fingerprint": mark}
-        write_tensors(path, tensors, _about([voice]))
+        tensors = {"latents": voice.latents, "speaker": voice.speaker, "fingerprint": _as_bytes(voice.fingerprint)}
+        write_tensors(path, tensors | _about([voice]))
         return path
 
     def build_in(self, voices: Sequence[Voice]) -> None:
@@ -195,7 +192,7 @@ class VoiceLibrary:
         pairs = {f"{voice.name}.gpt_cond_latent": voice.latents.half() for voice in voices}
         pairs |= {f"{voice.name}.speaker_embedding": voice.speaker.half() for voice in voices}
         self._model.mkdir(parents=True, exist_ok=True)
-        write_tensors(self._model / VOICES_FILE, pairs, _about(voices))
+        write_tensors(self._model / VOICES_FILE, pairs | _about(voices))
 
     def load(self, name: str, expected: str) -> Voice:
         """The voice of that name; a saved one must come from the weights with the fingerprint `expected`."""
@@ -232,8 +229,7 @@ class VoiceLibrary:
 def published_voices(path: Path) -> dict[str, Voice]:
     """The speakers in a file such as XTTS-v2's `speakers_xtts.pth`, by name; none if there is no such file."""
     tensors = read_tensors(path) if path.is_file() else {}
-    about = _read_about(path) if path.suffix == ".safetensors" else {}
-    voices = {}
+    about, voices = _read_about(path, tensors), {}
     for key, latents in tensors.items():
         name, _, kind = key.rpartition(".")
         speaker = tensors.get(f"{name}.speaker_embedding")
@@ -252,21 +248,28 @@ def _read_voice(path: Path) -> Voice:
         raise DatasetError(f"{path} is not a voice: it lacks {', '.join(sorted(missing))}.")
     if tensors["fingerprint"].dtype != torch.uint8 or not _is_voice(tensors["latents"], tensors["speaker"]):
         raise DatasetError(f"{path} is not a voice: its tensors have other shapes or types, or are not finite.")
-    made_by = bytes(tensors["fingerprint"].tolist()).decode(errors="replace")
-    about = _read_about(path).get(path.stem, {})
-    return Voice(path.stem, tensors["latents"], tensors["speaker"], made_by, **about)
+    about = _read_about(path, tensors).get(path.stem, {})
+    return Voice(path.stem, tensors["latents"], tensors["speaker"], _text(tensors["fingerprint"]), **about)
 
 
-def _about(voices: Sequence[Voice]) -> dict[str, str]:
-    """Languages and descriptions of voices as metadata of their file."""
+def _as_bytes(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _text(stored: Tensor) -> str:
+    return bytes(stored.tolist()).decode(errors="replace")
+
+
+def _about(voices: Sequence[Voice]) -> Tensors:
+    """Languages and descriptions of voices as a tensor of their file."""
     facts = {each.name: {"languages": each.languages, "description": each.description} for each in voices}
-    return {_ABOUT: json.dumps(facts, ensure_ascii=False)}
+    return {_ABOUT: _as_bytes(json.dumps(facts, ensure_ascii=False))}
 
 
-def _read_about(path: Path) -> dict[str, dict[str, Any]]:
+def _read_about(path: Path, tensors: Tensors) -> dict[str, dict[str, Any]]:
     """What `_about` wrote, by the name of the voice; empty for files without it."""
     try:
-        found = json.loads(read_metadata(path).get(_ABOUT, "{}"))
+        found = json.loads(_text(tensors[_ABOUT])) if _ABOUT in tensors else {}
         return {
             str(name): {"languages": tuple(map(str, facts["languages"])), "description": str(facts["description"])}
             for name, facts in found.items()

@@ -150,9 +150,7 @@ def phonemize(texts: Sequence[str], language: str) -> list[str]:
         library = open_library()
         if getattr(library, "voice_in_use", None) != voice and library.espeak_SetVoiceByName(voice.encode()) != 0:
             has_it = 'pip install "myxtts[phonemes]"'
-            raise ConfigError(
-                f"The installed espeak-ng has no voice {voice!r} for {language}; one that has: {has_it}"
-            )
+            raise ConfigError(f"This espeak-ng has no voice {voice!r} for {language}; one that has: {has_it}")
         library.voice_in_use = voice  # type: ignore[attr-defined]
         return [_phonemes_of(library, text) for text in texts]
 

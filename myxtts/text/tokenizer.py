@@ -151,9 +151,7 @@ class Tokenizer:
         try:
             if (num_bytes := file.stat().st_size) > MAX_FILE_BYTES:
                 limit = f"a vocabulary has at most {MAX_FILE_BYTES / 1e6:.0f} MB"
-                raise DatasetError(
-                    f"The vocabulary {file} cannot be read: it has {num_bytes / 1e6:.0f} MB; {limit}"
-                )
+                raise DatasetError(f"The vocabulary {file} is too large: {num_bytes / 1e6:.0f} MB; {limit}")
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error

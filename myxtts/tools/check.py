@@ -285,9 +285,7 @@ def caps(ctx: CheckContext) -> Finding:
         what, key = f"{' and '.join(chosen)} given, but memory isolation is off", "data.enable_memory_isolation"
         return _with_flag(Finding("caps", "warn", what, "without it no cap has an effect", "", key, True))
     if not ctx.on_gpu:
-        return Finding(
-            "caps", "warn", "On the CPU memory isolation has no effect", "the roles share the host's memory"
-        )
+        return Finding("caps", "warn", "On the CPU memory isolation has no effect", "the roles share host memory")
     if isinstance(ctx.plan, ConfigError):
         return Finding("caps", "fail", "The memory caps are not possible", _problems(ctx.plan), "lower the caps")
     if ctx.plan.mode == "buffered" and keys[0] in chosen:
@@ -410,17 +408,13 @@ def corpus(ctx: CheckContext) -> Finding:
         num_clips, aside = len(ctx.prepared.train) + len(ctx.prepared.val), ctx.prepared.set_aside
     reasons = ", ".join(f"{count} × {why}" for why, count in Counter(item.reason for item in aside).most_common(3))
     if not ctx.corpora[0].clips:
-        return Finding(
-            "corpus", "fail", "No line of the metadata has an audio file", reasons, "correct the metadata"
-        )
+        return Finding("corpus", "fail", "No line of the metadata has a file", reasons, "correct the metadata")
     what = f"{num_clips} clips in {' and '.join(map(str, corpus_folders(ctx.data)))}"
     if len(aside) > MAX_SET_ASIDE * (num_clips + len(aside)):
         fix = "run myxtts prepare: it lists every clip with its reason"
         return Finding("corpus", "warn", f"{what}; {len(aside)} cannot be used", reasons, fix)
     if ctx.data.train_data is None:
-        why = (
-            "the settings are checked as they are; a run without --train-data is a short demonstration with others"
-        )
+        why = "settings are checked as they are; a run without --train-data is a short demonstration with others"
         return Finding("corpus", "info", f"{what}: the embedded corpus", why, "give --train-data")
     return Finding("corpus", "pass", what, reasons)
 

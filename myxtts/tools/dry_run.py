@@ -472,14 +472,7 @@ def observe_pipeline(settings: Settings, prepared: PreparedCorpus, stage: str, p
         if plan.model.type == "cuda":
             dry_run.fill_codes()
             measured = dry_run.measure(GRADED_STEPS, traced=True)
-            seen.profile = ProfileData(
-                measured.spans,
-                measured.counters,
-                settings=settings,
-                depths=measured.depths,
-                data_gpu=plan.data.index,
-                model_gpu=plan.model.index,
-            )
+            seen.profile = ProfileData(spans=measured.spans, data_gpu=plan.data.index, model_gpu=plan.model.index)
     seen.spans = {span.name for span in trace.spans()}
     return seen
 

@@ -219,9 +219,7 @@ def _profile_data(
     )
 
 
-def _rows(
-    measured: Measurement, first: Measurement, stage: str, forward_share: float | None
-) -> Iterator[PhaseRow]:
+def _rows(measured: Measurement, first: Measurement, stage: str, forward: float | None) -> Iterator[PhaseRow]:
     """The phases in order, `encode` also as in the first epoch, and the passes of `train` if they are known."""
     for name, where in PHASES.items():
         spans, earlier = ([s for s in found.spans if s.name == name] for found in (measured, first))
@@ -231,8 +229,8 @@ def _rows(
         if spans:
             row = _row(name, where, spans, measured.seconds, NOTES.get(name, ""))
             yield row
-            if name == "train" and forward_share is not None:
-                for part, share in (("  forward", forward_share), ("  backward", 1 - forward_share)):
+            if name == "train" and forward is not None:
+                for part, share in (("  forward", forward), ("  backward", 1 - forward)):
                     yield PhaseRow(part, where, share * row.mean_ms, share * row.p95_ms, share * row.share)
 
 

@@ -31,9 +31,7 @@ WORKERS, CHECKPOINTING = "data.num_workers", "model.gradient_checkpointing"
 DATA_GPU, MODEL_GPU = "data.data_gpu", "data.model_gpu"
 BUFFERS = ("data.prefetch_buffer_size", "data.pipeline_buffer_size")
 LEVEL = "training.optimization_level"
-FAULT_CODES = frozenset(
-    {"compilation", "native-loading", "fixed-shapes", "precision", "upload", "workers", "prefetch"}
-)
+FAULT_CODES = {"compilation", "native-loading", "fixed-shapes", "precision", "upload", "workers", "prefetch"}
 """The checks whose faults have one right value; the rest is a matter of measuring."""
 Say = Callable[[str], None]
 Measure = Callable[[LoadedSettings], Trial]
