@@ -617,12 +617,12 @@ def test_a_decoder_of_mels_first_learns_the_map_alone_to_return_hifigans_mels() 
         distances.append(float(losses["first_layer"]))
     assert distances[-1] < 0.9 * distances[0]
     recipe.begin_step(6)
-    whole = recipe.generator.first(HifiGanDecoder.frames(rows, are_mels=True))
+    whole = recipe.generator.first(HifiGanDecoder.frames(rows, are_mels=True), batch["speaker"].unsqueeze(-1))
     first = frames_of(MARGIN_CODES)
     expected = whole[..., first : first + num_frames(LATENTS)]
     torch.testing.assert_close(recipe._first_layer(batch)[2], expected)
     run(recipe, batch)["total"].backward()
-    assert recipe.generator.prenet.linear.weight.grad.any() and recipe.generator.conv_pre.weight.grad.any()
+    assert recipe.generator.prenet.speaker.weight.grad.any() and recipe.generator.conv_pre.weight.grad.any()
 
 
 # On a GPU

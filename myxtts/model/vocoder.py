@@ -131,7 +131,7 @@ class Generator(nn.Module):
         super().__init__()
         self.reads_mels, in_channels = reads_mels, DVAE_MEL.num_mels if reads_mels else in_channels
         widths = [initial_channels >> (level + 1) for level in range(len(UPSAMPLE_RATES))]
-        self.prenet = MelMap() if reads_mels else None
+        self.prenet = MelMap(speaker_dim) if reads_mels else None
         self.conv_pre = nn.Conv1d(in_channels, initial_channels, 7, padding=3)
         self.ups = nn.ModuleList(
             _normed(nn.ConvTranspose1d(2 * width, width, kernel, stride=rate, padding=(kernel - rate) // 2))
@@ -146,11 +146,11 @@ class Generator(nn.Module):
         self.conds = nn.ModuleList(nn.Conv1d(speaker_dim, width, 1) for width in widths)
 
     def forward(self, frames: Tensor, g: Tensor) -> Tensor:
-        return self.body(self.first(frames), g)
+        return self.body(self.first(frames, g), g)
 
-    def first(self, frames: Tensor) -> Tensor:
+    def first(self, frames: Tensor, g: Tensor) -> Tensor:
         """What `body` reads, [B, initial_channels, F]; a frame depends on `first_reach` frames to either side."""
-        first: Tensor = self.conv_pre(frames if self.prenet is None else self.prenet(frames))
+        first: Tensor = self.conv_pre(frames if self.prenet is None else self.prenet(frames, g))
         return first
 
     @property
@@ -182,16 +182,17 @@ MAP_CHANNELS, MAP_REACH = 512, 2
 class MelMap(nn.Module):
     """Log-mels of the DVAE's kind to HiFi-GAN's, both [B, 80, F] at 24 kHz: a linear map and a small network.
 
-    It starts with what is known of both: their bands and the middles of their frames, powers and magnitudes.
+    It starts with what is known of both: their bands and the middles of their frames, powers and magnitudes. The
+    network also reads the speaker embedding, because mels that were codes hold little of the voice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, speaker_dim: int) -> None:
         super().__init__()
         mels, kernel = DVAE_MEL.num_mels, 2 * MAP_REACH + 1
         self.linear = nn.Conv1d(mels, mels, kernel, padding=MAP_REACH)
         self.inner = nn.Conv1d(mels, MAP_CHANNELS, kernel, padding=MAP_REACH)
-        self.outer = nn.Conv1d(MAP_CHANNELS, mels, 1)
-        for parameter in (self.linear.weight, *self.outer.parameters()):
+        self.outer, self.speaker = nn.Conv1d(MAP_CHANNELS, mels, 1), nn.Conv1d(speaker_dim, MAP_CHANNELS, 1)
+        for parameter in (self.linear.weight, *self.outer.parameters(), *self.speaker.parameters()):
             nn.init.zeros_(parameter)
         # The places of HiFi-GAN's bands, which are higher as it takes 24 kHz for 22.05, among the DVAE's.
         ours, theirs = corners_of(DVAE_MEL), corners_of(HIFIGAN_MEL)[1:-1] * _FRAME_RATE_RATIO
@@ -204,8 +205,8 @@ class MelMap(nn.Module):
                 self.linear.weight[:, :, tap] = share / 2 * bands  # half the logarithm of a power
         nn.init.constant_(self.linear.bias, math.log(DVAE_MEL.fft_samples / SAMPLE_RATE) / 2)
 
-    def forward(self, mel: Tensor) -> Tensor:
-        mapped: Tensor = self.linear(mel) + self.outer(F.gelu(self.inner(mel)))
+    def forward(self, mel: Tensor, g: Tensor) -> Tensor:
+        mapped: Tensor = self.linear(mel) + self.outer(F.gelu(self.inner(mel) + self.speaker(g)))
         return mapped
 
 

@@ -303,7 +303,7 @@ class CpuGenerator:
         """Samples of the frames `first` to `last` of a sentence [frames, channels]; `speaker` is [speaker_dim]."""
         generator, g = self._generator, speaker[None, :, None]
         spans = self._spans(len(frames), first, last)
-        x = (generator.first(frames.t()[None]) + generator.cond_layer(g))[0].t()[slice(*spans[0])]
+        x = (generator.first(frames.t()[None], g) + generator.cond_layer(g))[0].t()[slice(*spans[0])]
         num_rows = len(frames)
         for level, rate in enumerate(UPSAMPLE_RATES):
             num_rows *= rate

@@ -748,12 +748,15 @@ class DecoderRecipe(Recipe):
         frames = HifiGanDecoder.frames(latents, generator.reads_mels)[..., start - reach : end + reach]
         if generator.prenet is None:
             return real, None, generator.conv_pre(frames)[..., reach:-reach]
-        mapped = generator.prenet(frames)
+        mapped = generator.prenet(frames, self._speaker(tensors))
         return real, mapped[..., reach:-reach], generator.conv_pre(mapped)[..., reach:-reach]
 
     def _generate(self, first: Tensor, tensors: Tensors) -> Tensor:
-        speaker = torch.where((tensors["weights"] > 0)[:, None, None], tensors["speaker"].unsqueeze(-1), 0)
-        return self.generator.body(first, speaker)
+        return self.generator.body(first, self._speaker(tensors))
+
+    def _speaker(self, tensors: Tensors) -> Tensor:
+        """Speaker embeddings [B, speaker_dim, 1], zeros for filler clips."""
+        return torch.where((tensors["weights"] > 0)[:, None, None], tensors["speaker"].unsqueeze(-1), 0)
 
     def _adversarial(self, real: Tensor, fake: Tensor) -> dict[str, Tensor]:
         real_outputs, fake_outputs = self.discriminators(real, fake.detach())
