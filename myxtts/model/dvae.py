@@ -215,7 +215,7 @@ class DVAE(nn.Module):
     def mel_rows(self, codes: Tensor, mel_norms: Tensor, num_codes: Tensor | None = None) -> Tensor:
         """The log-mels of codes as a row per code, [B, T', 4 channels] in float32: a decoder's input."""
         mel = self.decode(codes, num_codes).float().transpose(1, 2) * mel_norms
-        return mel.unflatten(1, (-1, FRAMES_PER_CODE)).flatten(2)
+        return mel.reshape(len(codes), -1, FRAMES_PER_CODE * self.channels)
 
     @property
     def reach_codes(self) -> int:

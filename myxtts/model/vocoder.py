@@ -66,7 +66,7 @@ class HifiGanDecoder(nn.Module):
         Frame i belongs to samples 256 i to 256 i + 255 of the output, so both can be cropped at the same place.
         """
         if are_mels:
-            frames = latents.unflatten(2, (-1, DVAE_MEL.num_mels)).flatten(1, 2).transpose(1, 2)
+            frames = latents.reshape(len(latents), -1, DVAE_MEL.num_mels).transpose(1, 2)
         else:
             frames = F.interpolate(latents.transpose(1, 2), scale_factor=_FRAMES_PER_LATENT, mode="linear")
         # By a factor, not to a size: the factor is exact, the number of frames is rounded down.
@@ -201,9 +201,9 @@ class MelMap(nn.Module):
         # The DVAE's frames are centred where `frames` takes them to begin.
         late = _FRAME_RATE_RATIO / 2
         with torch.no_grad():
+            self.linear.get_parameter("bias").fill_(math.log(DVAE_MEL.fft_samples / SAMPLE_RATE) / 2)
             for tap, share in ((MAP_REACH, 1 - late), (MAP_REACH + 1, late)):
                 self.linear.weight[:, :, tap] = share / 2 * bands  # half the logarithm of a power
-        nn.init.constant_(self.linear.bias, math.log(DVAE_MEL.fft_samples / SAMPLE_RATE) / 2)
 
     def forward(self, mel: Tensor, g: Tensor) -> Tensor:
         mapped: Tensor = self.linear(mel) + self.outer(F.gelu(self.inner(mel) + self.speaker(g)))
