@@ -153,7 +153,7 @@ def compare_layouts(options: argparse.Namespace) -> None:
     for way in WAYS:
         if time.perf_counter() - started_at > options.seconds:
             break
-        vocoder._is_adjacent = is_adjacent if way.adjacent else lambda _: False
+        vocoder.__dict__["_is_adjacent"] = is_adjacent if way.adjacent else lambda _: False
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         profiled = options.kernels and way in (Way(), Way(compiled=True))

@@ -66,7 +66,7 @@ from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import Generator, HifiGanInput, spectral_distance
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.findings import Situation, hints
-from myxtts.pipeline.feed import Streams, build_feed, dvae_key
+from myxtts.pipeline.feed import Streams, build_feed, dvae_key, keep_latents, latents_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
 from myxtts.settings import LoadedSettings, as_loaded, how_to_set, specs, to_yaml, value_of, with_settings
 from myxtts.synthesis.synthesizer import provenance
@@ -74,11 +74,11 @@ from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, DecoderRecipe, DvaeRecipe, Recipe, StageFacts, useful_flops
-from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, choose_mode
+from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, choose_mode, clips_per_step
 from myxtts.weights import MODEL_FILES, Provenance, has_weights, is_trained_in, start_from_hifigan
 
 MEL_STATISTICS_CLIPS = 256
-COMPARED_CLIPS = 32  # validation clips, about, on which the decoder is compared with Griffin-Lim
+COMPARED_CLIPS = 64  # validation clips, about, on which the decoder is compared with Griffin-Lim
 BATCH_SPLIT_KEYS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
 """How the clips of a step are divided: a run may change these as long as their product stays the same."""
 CLIPS_PER_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
@@ -113,7 +113,6 @@ def train(
     run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
     continues = run_dir.has_begun and not settings.training.reset_training
     require_source(settings, run_dir if continues else None)
-    _require_hifigan(settings, run_dir if continues else None)
     with contextlib.ExitStack() as held:
         if plan.rank == 0:
             held.enter_context(lock(run_dir.folder))
@@ -182,6 +181,7 @@ def _silent(_: str) -> None: ...
 
 def require_source(settings: Settings, continued: RunDir | None) -> None:
     """Raise a ConfigError unless there are weights where `init_from` points; a continued run has them already."""
+    _require_hifigan(settings, continued)
     source = settings.training.init_from
     known = continued.started_with().get("training.init_from") if continued is not None else None
     if source is None or str(source) == known or RunDir(source).exists:
@@ -401,6 +401,11 @@ class StageContext:
         """Names the codes in the cache; not known before the DVAE has its final weights."""
         return dvae_key(self.model, self.settings.data.mixed_precision and self.plan.data.type == "cuda")
 
+    @cached_property
+    def latents_key(self) -> str:
+        """Names the latents in the cache; the networks before the decoder have their final weights."""
+        return latents_key(self.model, self.codes_key)
+
     def notes(self) -> dict[str, Any]:
         known = identity(self.settings, self.prepared, self.plan)
         trained_with = {key: value_of(self.settings, key) for key in SMALL_CORPUS}
@@ -526,6 +531,10 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     if isinstance(step.recipe, DvaeRecipe) and step.recipe.frozen:
         ctx.say("Codebook: frozen, so that its codes keep their meaning; --codebook trained changes it")
     peak = peak_clips_per_s(ctx, step)
+    if ctx.stage == "decoder" and data.cache_latents:
+        if total * clips_per_step(ctx) < len(ctx.prepared.train) or not keep_latents(ctx, ctx.say):
+            ctx.settings = with_settings(ctx.settings, {"data.cache_latents": False})
+        barrier(plan)  # each rank has computed its share
     doing = f"training on batches of {data.batch_size} clips"
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
         ctx.say(f"Buffer size: {feed.buffers()}")

@@ -22,6 +22,7 @@ from myxtts.data.batches import (
     Cursor,
     Gatherer,
     GatherJob,
+    LatentDims,
     Layout,
     References,
     Sizes,
@@ -52,9 +53,10 @@ SMALL = XTTSDims(
     speaker_dim=16,
     speaker_filters=(8, 8, 8, 8),
 )
-SPEECH = DataSettings(batch_size=3, max_mel_frames=330, max_text_length=24)
+LATENTS = LatentDims(latent=SMALL.gpt.dim, speaker=SMALL.speaker_dim)
+SPEECH = DataSettings(batch_size=3, max_mel_frames=330, max_text_length=24, cache_latents=False)
 """Up to 3.8 seconds, so that some reference voices are longer than half a clip; 330 frames are no whole codes."""
-SHORT = DataSettings(batch_size=3, max_mel_frames=66, max_text_length=24)
+SHORT = DataSettings(batch_size=3, max_mel_frames=66, max_text_length=24, cache_latents=False)
 """Less than a second: where only the way of a batch matters."""
 
 
@@ -144,8 +146,13 @@ class Corpus:
     def references(self) -> References:
         return References(self.clips, self.voices)
 
+    def latents(self, folder: Path) -> CodesCache:
+        lengths = LATENTS.row_lengths(num_codes_of(self.clips.num_samples))
+        return CodesCache.open(folder, self.references.made_from(SEED, self.clips), lengths, "gpt", "latents")
+
     def gatherer(self, codes: CodesCache | None = None, data: DataSettings | None = None) -> Gatherer:
-        return Gatherer(self.clips, self.batches, data or self.data, SEED, codes, self.references)
+        latents = LATENTS if codes is not None and codes.kind == "latents" else None
+        return Gatherer(self.clips, self.batches, data or self.data, SEED, codes, self.references, latents)
 
     def feed(
         self,

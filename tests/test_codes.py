@@ -122,7 +122,7 @@ def test_folders_in_use_are_not_removed(tmp_path: Path) -> None:
     in_use = open_codes(tmp_path, (4,), dvae="in use")
     (folder,) = folders(tmp_path)
     os.utime(folder, (1, 1))
-    for number in range(FOLDERS_KEPT + 1):
+    for number in range(FOLDERS_KEPT["codes"] + 1):
         open_codes(tmp_path, (4,), dvae=f"dvae {number}").close()
     assert folder.exists()
     in_use.write(np.array([0]), np.full((1, 4), 8))

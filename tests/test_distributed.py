@@ -57,8 +57,8 @@ def test_two_ranks_with_half_the_batch_each_equal_one_process(
 def test_two_ranks_go_through_the_phases_of_the_decoder_as_one_process_does(
     start: Start, clips: Clips, tmp_path: Path, server: Server
 ) -> None:
-    """Three steps without discriminators, one with them."""
-    shared = f"--stages decoder --max-steps 10 --init-decoder {tmp_path / 'hifigan.pth'}"
+    """A step of the first layer, two of the generator, the others with discriminators."""
+    shared = f"--stages decoder --max-steps 20 --init-decoder {tmp_path / 'hifigan.pth'}"
     write_hifigan(tmp_path / "hifigan.pth", 64)
     command = arguments(tmp_path / "two", clips(4), f"{shared} --batch-size 2")
     runs = server.start_ranks(command, hook="watch_ranks", KEPT=str(tmp_path))

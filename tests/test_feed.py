@@ -273,6 +273,39 @@ def test_the_decoder_gets_the_same_from_loose_shapes(speech: Corpus) -> None:
             torch.testing.assert_close(loose.tensors[name], static.tensors[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("mode", PLANS)
+def test_latents_are_computed_once_and_then_read(
+    speech: Corpus, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In later epochs other segments are cut from them; references stay those of the first."""
+    computed, compute = [], DecoderFrontend._encode_latents
+    monkeypatch.setattr(DecoderFrontend, "_encode_latents", lambda *given: computed.append(1) or compute(*given))
+    data = replace(SPEECH, cache_latents=True)
+
+    def read_from(folder: str, cursor: Cursor, count: int) -> list[Read]:
+        computed.clear()
+        cache = speech.latents(tmp_path / folder)
+        options = {"codes": cache, "data": data, "num_batches": count, "cursor": cursor}
+        with speech.feed(PLANS[mode], DecoderFrontend, **options) as feed:
+            batches = read(feed)
+        cache.close()
+        return batches
+
+    first = read_from("kept", Cursor(), EPOCH)
+    assert len(computed) == EPOCH
+    again = read_from("kept", Cursor(), 2 * EPOCH)
+    assert not computed
+    assert_same(read_from("kept", Cursor(), 2 * EPOCH), again)
+    second = read_from("other", Cursor(1), EPOCH)
+    assert len(computed) == EPOCH
+    with speech.feed(PLANS[mode], DecoderFrontend, num_batches=EPOCH) as feed:
+        plain = read(feed)
+    for found, expected in zip([*first, *again], [*plain, *plain, *second], strict=True):
+        for name, value in expected.tensors.items():  # kept in bf16
+            rounding = 2e-2 if name in ("latents", "speaker") else 0
+            torch.testing.assert_close(found.tensors[name], value, rtol=rounding, atol=rounding, msg=name)
+
+
 @pytest.mark.parametrize("make_frontend", [GptFrontend, DvaeFrontend])
 @pytest.mark.parametrize("mode", PLANS)
 def test_loose_shapes_follow_the_batch_and_hold_the_same(

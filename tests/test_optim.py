@@ -164,6 +164,7 @@ def test_a_step_with_a_non_finite_gradient_is_counted_and_changes_nothing(bad: f
         (Schedule(4, 104, floor=0.1), {0: 0.2, 1: 0.4, 2: 0.6, 3: 0.8, 4: 1.0, 54: 0.55, 104: 0.1, 5000: 0.1}),
         (Schedule(4, 104, floor=0.1), {29: 0.1 + 0.45 * (1 + math.sqrt(0.5))}),
         (Schedule(10, None), {10: 1.0, 11: 1.0, 10**6: 1.0}),
+        (Schedule(4, 120, lead_steps=16), {0: 1.0, 15: 1.0, 16: 0.2, 20: 1.0, 70: 0.55, 120: 0.1}),
         (Schedule(0, None), {0: 1.0}),
         (Schedule(0, 100), {0: 1.0}),
     ],

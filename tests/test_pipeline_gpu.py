@@ -18,7 +18,19 @@ import numpy as np
 import pytest
 import torch
 from model_fixtures import waiting_is_an_error
-from pipeline_fixtures import PLANS, SHORT, Corpus, Read, Stamps, assert_same, read, short, speech, wait_for
+from pipeline_fixtures import (
+    PLANS,
+    SHORT,
+    SPEECH,
+    Corpus,
+    Read,
+    Stamps,
+    assert_same,
+    read,
+    short,
+    speech,
+    wait_for,
+)
 
 from myxtts.config import DataSettings
 from myxtts.devices import Plan, Stream, apply_caps
@@ -119,6 +131,21 @@ def test_codes_kept_from_one_feed_are_those_of_the_next(short: Corpus, tmp_path:
     with short.feed(plan, gpt, codes=cache, num_batches=5) as feed:
         assert_same(read(feed), computed)
     cache.close()
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_latents_kept_from_one_feed_are_those_of_the_next(speech: Corpus, tmp_path: Path, plan: Plan) -> None:
+    data, batches = replace(SPEECH, cache_latents=True), []
+    for _ in range(3):
+        cache = speech.latents(tmp_path)
+        with speech.feed(plan, on_gpu(DecoderFrontend), data=data, codes=cache, num_batches=5) as feed:
+            batches.append(read(feed))
+        assert cache.known(np.arange(len(cache))).all()
+        cache.close()
+    assert_same(batches[2], batches[1])
+    for one, other in zip(*batches[:2], strict=True):  # of a clip that is in two batches, one was kept
+        for name in ("latents", "speaker", "wave"):
+            assert (one.tensors[name] - other.tensors[name]).norm() <= 0.02 * other.tensors[name].norm(), name
 
 
 @pytest.mark.gpu

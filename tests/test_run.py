@@ -639,3 +639,30 @@ def test_a_leak_of_5_mb_a_step_is_warned_of(role: str, start: Start, monkeypatch
         rf"The memory held {place} grows by ([\d.]+) MB a step .* at about step", start.out + start.err
     )
     assert found and 4 < float(found[1]) < 7
+
+
+def test_latents_are_kept_unless_there_is_no_room_or_no_use_for_them(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def folders() -> set[str]:
+        return {path.name[:7] for path in tmp_path.rglob("latents-*")}
+
+    flags, kept = (
+        f"--stages decoder --cache-dir {tmp_path / 'cache'}",
+        r"Latents of the training clips: .* in \d+ s",
+    )
+    start(f"{flags} --max-steps 1", "short")
+    assert "Latents" not in start.out and not folders()  # less than an epoch
+    first = start(flags, "first")
+    assert re.search(kept, start.out) and folders()
+    again = start(flags, "again")
+    assert "Latents" not in start.out
+    assert_same_run(again, first, "decoder")
+    start(f"{flags} --no-cache-latents", "off")
+    assert "Latents" not in start.out
+    start(f"{flags} --seed 2", "other references")
+    assert re.search(kept, start.out)
+    usage = Mock(return_value=Mock(free=1000))
+    monkeypatch.setattr("myxtts.pipeline.feed.shutil.disk_usage", usage)
+    start(f"{flags} --seed 3", "full")
+    assert "Latents are computed for every batch: they take 0.0 GB, more than half of the 0.0 GB free" in start.out

@@ -58,7 +58,7 @@ class CodesFormat:
     """The codes cache, which grows row by row."""
 
     files = ("data.bin", "index.bin", "checksums.bin")
-    kept = FOLDERS_KEPT
+    kept = FOLDERS_KEPT["codes"]
     version = "myxtts.data.codes.CODES_VERSION"
 
     def complete(self, root: Path, *keys: int, params: int = 1) -> tuple[Made, Values]:

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "data.trim_silence_db": "test_cache.py::test_settings_redo_only_what_they_decide",
     "data.data_gpu_memory": "test_devices.py::test_train_applies_the_caps_and_determinism",
     "data.model_gpu_memory": "test_devices.py::test_train_applies_the_caps_and_determinism",
+    "data.cache_latents": "test_run.py::test_latents_are_kept_unless_there_is_no_room_or_no_use_for_them",
     "data.mixed_precision": "test_run.py::test_how_a_step_is_run",
     "data.prefetch_to_gpu": (
         "test_feed_settings.py::test_without_prefetch_batches_are_uploaded_when_they_are_asked_for"

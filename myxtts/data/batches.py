@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from numpy.random import default_rng
 
 from myxtts.config import (
@@ -30,7 +31,7 @@ from myxtts.config import (
 )
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
-from myxtts.data.store import Pieces, Rows
+from myxtts.data.store import Array, Pieces, Rows, Sources
 from myxtts.errors import DatasetError
 from myxtts.host import HostMemory, host_memory
 
@@ -318,6 +319,14 @@ class References:
         sources = self._by_voice[self._first[clips] + drawn]
         return crops(seed, epoch, clips, self._num_samples[sources], sources)
 
+    def made_from(self, seed: int, clips: ClipSet) -> Sources:
+        """A hash of what the latents of each clip are made from: audio, text, and reference in the first epoch."""
+        audio = np.concatenate([each.audio.hashes[each.audio_rows] for each in self._sets])
+        chosen = self.crops(seed, 0, np.arange(len(clips)))
+        parts = (audio[: len(clips)], clips.ids.hashes[clips.ids_rows], audio[chosen.sources], *chosen[1:])
+        table = np.stack([part.astype(np.uint64) for part in parts], axis=1)
+        return np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in table], np.uint64)
+
     def gather(self, chosen: Crops, out: npt.NDArray[np.int16]) -> None:
         """Copy the crops of one batch to the starts of the rows of `out`."""
         first = 0
@@ -373,8 +382,28 @@ TOTALS = ("ids", "targets", "codes", "frames", "clips")
 frames, clips."""
 
 
-def host_layout(data: DataSettings, reference: bool = True) -> Layout:
-    """Return the layout of what leaves the host for every batch, with or without the reference voices."""
+class LatentDims(NamedTuple):
+    """Sizes of what the cache of latents keeps of a clip besides its codes."""
+
+    latent: int  # of the latent of each code, in bf16
+    speaker: int  # of the speaker embedding, in float32
+
+    def row_lengths(self, num_codes: Rows) -> Rows:
+        """The length of each clip's row, in units of two bytes."""
+        return num_codes * (1 + self.latent) + 2 * self.speaker
+
+    def row(self, codes: Array, latents: Array, speaker: Array) -> Array:
+        """The row of a clip: codes, bits of the latents [codes, latent], bits of the embedding."""
+        return np.concatenate([codes.astype(np.uint16), latents.view(np.uint16).ravel(), speaker.view(np.uint16)])
+
+    def read(self, row: Array, num_codes: int) -> tuple[Array, Array, Array]:
+        """What `row` was given."""
+        codes, latents, speaker = np.split(row, [num_codes, num_codes * (1 + self.latent)])
+        return codes, latents.view(np.int16).reshape(num_codes, self.latent), speaker.copy().view(np.float32)
+
+
+def host_layout(data: DataSettings, reference: bool = True, latents: LatentDims | None = None) -> Layout:
+    """Return the layout of what leaves the host for every batch, with or without reference voices and latents."""
     size, longest = data.batch_size, mel_frames(data) * HOP_SAMPLES
     fields = {
         "pcm": Field((size, longest), "int16"),
@@ -385,6 +414,9 @@ def host_layout(data: DataSettings, reference: bool = True) -> Layout:
     fields |= dict.fromkeys((*lengths, "crop_samples", "segments", "clips", "voices"), Field((size,), "int32"))
     if reference:
         fields["reference"] = Field((size, min(MAX_CROP_SAMPLES, longest)), "int16")
+    if latents is not None:
+        fields["latents"] = Field((size, SEGMENT_CODES + 2 * MARGIN_CODES, latents.latent), "int16")
+        fields["speaker"] = Field((size, latents.speaker), "float32")
     fields |= {"weights": Field((size,), "float32"), "totals": Field((len(TOTALS),), "float32")}
     return Layout(fields)
 
@@ -423,7 +455,7 @@ class Gathered:
     sizes: Sizes
     after: Cursor
     clips: Rows
-    codes_known: bool  # True if the codes came from the cache, False if they are still to be computed
+    codes_known: bool  # True if the batch holds what the cache keeps, False if it is still to be computed
 
 
 class Gatherer:
@@ -437,10 +469,11 @@ class Gatherer:
         seed: int,
         codes: CodesCache | None = None,
         references: References | None = None,
+        latents: LatentDims | None = None,
     ) -> None:
-        """Without `references` every clip is its own."""
+        """Without `references` every clip is its own. With `latents`, `codes` is a cache of these."""
         self._source, self.batches, self._data, self._seed = source, batches, data, seed
-        self.codes, self.references = codes, references or References(source)
+        self.codes, self.references, self.latents = codes, references or References(source), latents
         self._num_samples, self._num_ids = source.num_samples, source.num_ids
         self._num_codes = num_codes_of(self._num_samples)
         self.frame_budget = frame_budget(batches, self.references, seed)
@@ -460,10 +493,14 @@ class Gatherer:
         """Copy the clips of a job into the memory of a batch."""
         plan, source, cache = job.plan, self._source, self.codes
         clips, num_samples = plan.clips, self._num_samples[plan.clips]
-        known = cache is not None and bool(cache.known(clips).all()) and cache.read(clips, batch["codes"])
+        known = cache is not None and bool(cache.known(clips).all())
+        if known and cache is not None and self.latents is None:
+            known = cache.read(clips, batch["codes"])
         source.audio.gather(source.audio_rows[clips], batch["pcm"])
         source.ids.gather_padded(source.ids_rows[clips], batch["ids"])
-        chosen = fit(self.references.crops(self._seed, plan.epoch, clips), self.frame_budget)
+        # Latents depend on the reference: those that are kept have the one of the first epoch.
+        chosen = self.references.crops(self._seed, 0 if self.latents else plan.epoch, clips)
+        chosen = fit(chosen, self.frame_budget)
         if "reference" in batch:
             self.references.gather(chosen, batch["reference"])
         num_codes = self._num_codes[clips]
@@ -473,8 +510,33 @@ class Gatherer:
         batch["crop_samples"][:] = chosen.samples
         batch["voices"][:] = self.references.voices[clips]
         batch["segments"][:] = segments(self._seed, plan.epoch, clips, num_codes, SEGMENT_CODES)
+        if known and cache is not None and self.latents is not None:
+            self._read_latents(batch, cache, self.latents, clips)
         batch["clips"][:], batch["weights"][:], batch["totals"][:] = clips, plan.weights, job.totals
         return Gathered(self._sizes(clips, chosen), plan.after, clips, known)
+
+    def _read_latents(self, batch: HostBatch, cache: CodesCache, dims: LatentDims, clips: Rows) -> None:
+        """Copy codes, speaker embeddings and the latents of the segments, as the front end chooses them."""
+        batch["codes"][:] = 0
+        for slot, clip in enumerate(clips.tolist()):
+            count = int(self._num_codes[clip])
+            codes, latents, batch["speaker"][slot] = dims.read(cache.row(clip), count)
+            batch["codes"][slot, :count] = codes
+            places = int(batch["segments"][slot]) - MARGIN_CODES + np.arange(batch["latents"].shape[1])
+            chosen = latents[places.clip(0, count - 1)]
+            batch["latents"][slot] = np.where((places < count + MARGIN_CODES)[:, None], chosen, 0)
+
+    def keep(self, clips: Rows, made: Mapping[str, Array]) -> None:
+        """Write to the cache what the front end made for a batch."""
+        assert self.codes is not None
+        rows: Sequence[Array] | Array = made["codes"]
+        if self.latents is not None:
+            codes, latents, speaker = (made[name] for name in ("codes", "all_latents", "speaker"))
+            rows = [
+                self.latents.row(codes[slot, :count], latents[slot, :count], speaker[slot])
+                for slot, count in enumerate(self._num_codes[clips].tolist())
+            ]
+        self.codes.write(clips, rows)
 
     @property
     def static_sizes(self) -> Sizes:

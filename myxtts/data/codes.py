@@ -1,15 +1,16 @@
-"""The codes cache: codes that the frozen DVAE computed for clips, kept from the moment they are first computed.
+"""The codes cache: what frozen networks computed for clips, kept from the moment it is first computed.
 
-Each DVAE and set of clips has one folder among the stores, `codes-DVAE-CLIPS`:
+There are two kinds of rows: a clip's `codes`, or its codes, latents and speaker embedding (`latents`). Each set of
+frozen networks and of clips has one folder among the stores, `KIND-NETWORKS-CLIPS`:
 
-    index.bin       per clip: the hash of its audio, the number of its codes
+    index.bin       per clip: the hash of what its row is made from, the length of the row
     data.bin        uint16, the rows one after another; their lengths are known, so each row has its place
     checksums.bin   per clip: the checksum of its row, 0 while it is absent
 
 Unlike a store, this cache grows while it is used. Rows are written one by one, data before checksum, by any number
 of processes at once, and never synced: a row that a crash or a full disk left half-written does not match its
 checksum and counts as absent. Every file can be created or repaired in place. This module does not know what a
-code means or how codes are computed.
+row means or how it is computed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -44,8 +45,8 @@ from myxtts.data.store import (
 
 CODES_VERSION = 1
 """Raise it when a file of the folder changes its format: folders of another version are not read."""
-FOLDERS_KEPT = 8
-"""Folders that are kept, the most recently used. A run has two: training and validation clips."""
+FOLDERS_KEPT = {"codes": 8, "latents": 2}
+"""Folders of each kind that are kept, the most recently used. A run has two: training and validation clips."""
 
 Flags = npt.NDArray[np.bool_]
 
@@ -59,10 +60,10 @@ class _Files(NamedTuple):
 
 
 class CodesCache:
-    """The codes of one set of clips, by position in the set. Any thread may call any method at any time."""
+    """The rows of one set of clips, by position in the set. Any thread may call any method at any time."""
 
-    def __init__(self, files: _Files, index: Array, place: Path | str) -> None:
-        self._files = files
+    def __init__(self, files: _Files, index: Array, place: Path | str, kind: str = "codes") -> None:
+        self._files, self.kind = files, kind
         self._place = place
         self._accepts_rows = True
         self._write_lock = threading.Lock()
@@ -79,34 +80,45 @@ class CodesCache:
         """The checksum each row was seen not to match."""
 
     @classmethod
-    def open(cls, root: Path, audio_hashes: Sources, num_codes: Rows, dvae_key: str) -> CodesCache:
-        """Open the codes of these clips below `root`, with rows that other sets of clips hold for the same audio.
+    def open(
+        cls, root: Path, audio_hashes: Sources, num_codes: Rows, dvae_key: str, kind: str = "codes"
+    ) -> CodesCache:
+        """Open the rows of these clips below `root`, with those that other sets of clips hold for the same audio.
 
         If nothing can be written there, readable rows are copied to memory, and new ones stay in memory.
         """
         index = np.zeros(len(audio_hashes), _INDEX)
         index["audio"], index["length"] = audio_hashes, num_codes
-        family = f"codes-{hash64(CODES_VERSION, dvae_key):016x}"
+        family = f"{kind}-{hash64(CODES_VERSION, dvae_key):016x}"
         folder = root / f"{family}-{xxhash.xxh3_64_hexdigest(index.tobytes())}"
         try:
             with only_process(root, "codes.lock"):  # the next process finds the rows already copied
-                cache = cls(_files_on_disk(folder, index), index, folder)
+                cache = cls(_files_on_disk(folder, index), index, folder, kind)
                 cache._copy_known_rows(other for other in by_last_use(root, family) if other != folder)
-                for old in by_last_use(root, "codes")[FOLDERS_KEPT:]:
+                for old in by_last_use(root, kind)[FOLDERS_KEPT[kind] :]:
                     with contextlib.suppress(OSError), open(old / "checksums.bin", "ab") as checksums:
                         fcntl.flock(checksums, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if a process has it open
                         shutil.rmtree(old)
         except OSError as error:
-            message = "Codes cannot be kept in %s (%s): they stay in memory, and the next run computes them again"
-            _log.warning(message, root, error.strerror or error)
+            message = "%s cannot be kept in %s (%s): they stay in memory, and the next run computes them again"
+            _log.warning(message, kind.capitalize(), root, error.strerror or error)
             files = (os.fdopen(os.memfd_create(name), "r+b", buffering=0) for name in _Files._fields)
-            cache = cls(_sized(_Files(*files), index), index, "memory")
+            cache = cls(_sized(_Files(*files), index), index, "memory", kind)
             with contextlib.suppress(OSError):
                 cache._copy_known_rows(by_last_use(root, family))
         return cache
 
     def __len__(self) -> int:
         return len(self._lengths)
+
+    @property
+    def is_on_disk(self) -> bool:
+        return isinstance(self._place, Path)
+
+    @property
+    def absent_bytes(self) -> int:
+        """Size of the rows that are not there."""
+        return int(2 * self._lengths[~self._held()].sum())
 
     def known(self, clips: Rows) -> Flags:
         """Return which clips have codes; each row is compared with its checksum once per process."""
@@ -126,7 +138,8 @@ class CodesCache:
     def read(self, clips: Rows, out: Array) -> bool:
         """Copy codes of `clips[i]` to `out[i]` [clips, width], zero-padded; return False if some are absent."""
         lengths = np.where(self.known(clips), self._lengths[clips], 0)
-        _check_width(lengths, out)
+        if lengths.size and lengths.max() > out.shape[1]:
+            raise ValueError(f"A clip has {lengths.max()} codes, more than the {out.shape[1]} of a row")
         if self._is_lost:
             out[:] = 0
             return not self._lengths[clips].any()
@@ -137,22 +150,32 @@ class CodesCache:
         np.multiply(self._data[starts[:, None] + inside], columns < lengths[:, None], out=out)
         return bool((lengths == self._lengths[clips]).all())
 
-    def write(self, clips: Rows, codes: Array) -> None:
-        """Store `codes[i]` [clips, width] of absent `clips[i]`; a failed write is logged and ends all writing."""
-        lengths = self._lengths[clips]
-        _check_width(lengths, codes)
-        used = codes[np.arange(codes.shape[1]) < lengths[:, None]]
-        if used.dtype.kind not in "iu" or (used.size and (used.min() < 0 or used.max() > 0xFFFF)):
-            raise ValueError(f"Codes must be whole numbers from 0 to {0xFFFF}")
+    def row(self, clip: int) -> Array:
+        """The row of a known clip, as long as it is; not a copy."""
+        start = self._starts[clip]
+        return self._data[start : start + self._lengths[clip]]
+
+    def write(self, clips: Rows, rows: Sequence[Array] | Array) -> None:
+        """Store the start of `rows[i]` of absent `clips[i]`; a failed write is logged and ends all writing."""
+        cut = []
+        for row, length in zip(rows, self._lengths[clips].tolist(), strict=True):
+            if length > len(row):
+                raise ValueError(f"A clip has {length} codes, more than the {len(row)} of a row")
+            used = row[:length]
+            if used.dtype != np.uint16:
+                if used.dtype.kind not in "iu" or (used.size and (used.min() < 0 or used.max() > 0xFFFF)):
+                    raise ValueError(f"Codes must be whole numbers from 0 to {0xFFFF}")
+                used = used.astype("<u2")
+            cut.append(used)
         with self._write_lock:
-            absent = ~self.known(clips)
-            if self._accepts_rows and absent.any():
+            absent = np.flatnonzero(~self.known(clips))
+            if self._accepts_rows and len(absent):
                 try:
-                    self._write_rows(clips[absent], codes[absent].astype("<u2"))
+                    self._write_rows(clips[absent], [cut[place] for place in absent])
                 except OSError as error:
                     self._accepts_rows = False
-                    message = "No more codes can be kept in %s (%s): those of other clips will be computed again"
-                    _log.warning(message, self._place, error.strerror or error)
+                    message = "No more %s can be kept in %s (%s): those of other clips will be computed again"
+                    _log.warning(message, self.kind, self._place, error.strerror or error)
 
     def close(self) -> None:
         """Release the folder. Rows can still be read; writes are ignored."""
@@ -166,13 +189,13 @@ class CodesCache:
                 with contextlib.suppress(OSError):
                     file.close()
 
-    def _write_rows(self, clips: Rows, codes: Array) -> None:
+    def _write_rows(self, clips: Rows, rows: Sequence[Array]) -> None:
         data, checksums = (file.fileno() for file in self._files)
         made: list[int] = []
-        places = (values[clips].tolist() for values in (self._starts, self._lengths, self._audio))
-        for row, start, length, audio_hash in zip(codes, *places, strict=True):
-            content = row[:length].tobytes()
-            write_at(data, bytearray(content), start * codes.itemsize)
+        places = (values[clips].tolist() for values in (self._starts, self._audio))
+        for row, start, audio_hash in zip(rows, *places, strict=True):
+            content = row.tobytes()
+            write_at(data, bytearray(content), start * row.itemsize)
             made.append(_checksum(content, audio_hash))
         self._rejected[clips] = 0
         for clip, checksum in zip(clips.tolist(), made, strict=True):
@@ -182,7 +205,7 @@ class CodesCache:
         """True, for good, if a mapped file has shrunk: the kernel kills a process that reads beyond its end."""
         if not self._is_lost and any(mapped.size() < len(mapped) for mapped in self._maps):
             self._is_lost, self._accepts_rows = True, False
-            _log.warning("The codes in %s were cut off; they are computed again until the next start", self._place)
+            _log.warning("The rows in %s were cut off; they are computed again until the next start", self._place)
         return self._is_lost
 
     def _held(self) -> Flags:
@@ -206,10 +229,9 @@ class CodesCache:
             wanted, rows = wanted[same_length], rows[same_length]
             for start in range(0, len(wanted), ROWS_PER_COPY):
                 chunk = rows[start : start + ROWS_PER_COPY]
-                codes = np.zeros((len(chunk), donor._lengths[chunk].max()), np.uint16)
-                donor.read(chunk, codes)
                 intact = donor.known(chunk)
-                self.write(wanted[start : start + ROWS_PER_COPY][intact], codes[intact])
+                copied = [donor.row(clip) for clip in chunk[intact].tolist()]
+                self.write(wanted[start : start + ROWS_PER_COPY][intact], copied)
             donor.close()
 
 
@@ -252,11 +274,6 @@ def _sized(files: _Files, index: Array) -> _Files:
 def _num_elements(index: Array) -> int:
     """Codes of all clips, and a final 0 that is read for clips without codes."""
     return int(index["length"].sum(dtype=np.int64)) + 1
-
-
-def _check_width(lengths: Rows, codes: Array) -> None:
-    if lengths.size and lengths.max() > codes.shape[1]:
-        raise ValueError(f"A clip has {lengths.max()} codes, more than the {codes.shape[1]} of a row")
 
 
 def _checksum(row: bytes, audio_hash: int) -> int:

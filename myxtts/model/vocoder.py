@@ -198,7 +198,7 @@ def _from_one_channel(image: Tensor, weight: Tensor, stride: Sequence[int], padd
     ]
     # As a batch of products: the gradient of the weights is then a sum of many short ones.
     products = torch.bmm(torch.stack(patches, 1).mT, weight.flatten(1).t().expand(len(image), -1, -1))
-    return products.unflatten(1, size).permute(0, 3, 1, 2)
+    return products.view(len(image), *size, -1).permute(0, 3, 1, 2)
 
 
 def _to_one_channel(image: Tensor, weight: Tensor, padding: Sequence[int]) -> Tensor:
@@ -206,7 +206,8 @@ def _to_one_channel(image: Tensor, weight: Tensor, padding: Sequence[int]) -> Te
     (height, width), (rows, columns) = weight.shape[2:], padding
     matrix = F.pad(weight[0].flatten(1), (0, -height * width % 8))
     products = torch.bmm(image.permute(0, 2, 3, 1).flatten(1, 2), matrix.expand(len(image), -1, -1))
-    padded = F.pad(products.unflatten(1, image.shape[2:]), (0, 0, columns, columns, rows, rows))
+    products = products.view(len(image), *image.shape[2:], -1)
+    padded = F.pad(products, (0, 0, columns, columns, rows, rows))
     high, wide = image.shape[2] + 2 * rows - height + 1, image.shape[3] + 2 * columns - width + 1
     shifted = [
         padded[:, row : row + high, column : column + wide, row * width + column].float()
@@ -257,7 +258,8 @@ class HifiGanInput(nn.Module):
             frames = reflect(wave.float(), (size - hop) // 2, (size - hop) // 2).squeeze(1).unfold(-1, size, hop)
             spectrum = torch.fft.rfft(frames * self.window)
             magnitudes = (spectrum.real.square() + spectrum.imag.square() + _LEAST_POWER).sqrt()
-            return (magnitudes @ self.filters).clamp(min=HIFIGAN_MEL.log_floor).log().mT
+            mel: Tensor = (magnitudes @ self.filters).clamp(min=HIFIGAN_MEL.log_floor).log().mT
+            return mel
 
 
 def modern_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,13 +8,15 @@ may be used, in the feed's model stream, until the `with` block ends. This modul
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import xxhash
+from torch import Tensor, nn
 
 from myxtts.config import MAX_AUTO_BUFFER, MAX_AUTO_PREFETCH, DataSettings, Settings, most_gatherers, num_codes_of
 from myxtts.data.batches import (
@@ -22,8 +24,10 @@ from myxtts.data.batches import (
     Batches,
     Block,
     Cursor,
+    Field,
     Gatherer,
     HostBatch,
+    LatentDims,
     Layout,
     References,
     host_layout,
@@ -50,6 +54,8 @@ HOST_SHARE, MAX_HOST_SHARE = 0.1, 0.5
 """Shares of the available host memory that `auto` buffer sizes take, and that explicit sizes may request."""
 ENCODE_VERSION = 2
 """Increment it whenever the mels or codes of a clip change, so that cached codes are ignored."""
+LATENTS_VERSION = 1
+"""Likewise of latents and speaker embeddings."""
 _POLL_S = 0.01
 
 
@@ -165,7 +171,7 @@ class Feed:
         gather = workers.Gather(self._gatherer, self._jobs, self.host_ring, self._trace)
         works: dict[str, workers.Work] = {f"gather-{number}": gather for number in range(self._num_gatherers)}
         if self._keep_ring is not None and self._gatherer.codes is not None:
-            works["keep"] = workers.Keep(self._keep_ring, self._gatherer.codes)
+            works["keep"] = workers.Keep(self._keep_ring, self._gatherer)
         if self._data.prefetch_to_gpu:
             works |= on_device
         else:
@@ -205,6 +211,11 @@ class Feed:
             if not self._replay:
                 self.model_ring.release(slot)
         self._cursor = gathered.after
+
+    def skip(self) -> bool:
+        """Take a batch without using it; False after the last one."""
+        with self.next() as batch:
+            return batch is not None
 
     def cursor(self) -> Cursor:
         """The position after the batches that have been read."""
@@ -264,7 +275,7 @@ class Feed:
 
     def _allocate(self, depths: Depths) -> None:
         plan, data, outputs = self.plan, self._data, self._frontend.outputs
-        inputs = host_layout(data, reference=self._frontend.uses_references)
+        inputs = self._inputs()
         pinned = data.enhanced_gpu_prefetch and plan.data.type == "cuda"
         batches = [HostBatch(inputs, pinned) for _ in range(depths.host)]
         self.host_ring: workers.HostRing = Ring("host", batches, plan.data)
@@ -275,7 +286,8 @@ class Feed:
             self.handoff_ring = _block_ring("handoff", outputs, plan, "data", HANDOFF_DEPTH)
         self._keep_ring: workers.BlockRing | None = None
         if self._frontend.uses_codes and self._gatherer.codes is not None:
-            layout = Layout({"codes": outputs["codes"]})
+            fresh = {name: Field(tuple(value.shape), "int16") for name, value in self._fresh().items()}
+            layout = Layout({name: fresh.get(name) or outputs[name] for name in self._frontend.keeps})
             blocks = [Block(layout, torch.device("cpu"), pinned) for _ in range(KEEP_DEPTH)]
             self._keep_ring = Ring("keep", blocks, plan.data)
         for device in {plan.data, plan.model}:
@@ -290,17 +302,25 @@ class Feed:
         encoder = self._frontend.encode_block
         if self._captured:
             with explained_out_of_memory(self.plan, "data", "preparing the front end"):
-                inputs = host_layout(self._data, reference=self._frontend.uses_references)
                 sizes = self._gatherer.static_sizes
-                encoder = CudaGraphFrontend(self._frontend, inputs, sizes, streams.encode).encode_block
+                encoder = CudaGraphFrontend(self._frontend, self._inputs(), sizes, streams.encode).encode_block
         works: dict[str, workers.Work] = {
             "upload": workers.Upload(self.host_ring, uploaded, streams.upload, trace),
-            "encode": workers.Encode(encoder, uploaded, encoded, streams.encode, self._keep_ring, trace),
+            "encode": workers.Encode(
+                encoder, uploaded, encoded, streams.encode, self._keep_ring, trace, self._fresh()
+            ),
         }
         if encoded is not self.model_ring:
             across = (streams.handoff_from, streams.handoff_to)
             works["handoff"] = workers.Handoff(encoded, self.model_ring, *across, trace)
         return works
+
+    def _inputs(self) -> Layout:
+        return host_layout(self._data, self._frontend.uses_references, self._frontend.latents)
+
+    def _fresh(self) -> dict[str, Tensor]:
+        """Buffers of the front end that only the cache needs."""
+        return {name: value for name, value in self._frontend.named_buffers() if name in self._frontend.keeps}
 
     def _lease(self) -> workers.BlockSlot | None:
         if self._replay and self._leased is not None:
@@ -352,16 +372,21 @@ class FeedContext(Protocol):
     def codes_key(self) -> str:
         """Names the codes that the DVAE makes; see `dvae_key`."""
 
+    @property
+    def latents_key(self) -> str:
+        """Names the latents and speaker embeddings that the model makes; see `latents_key`."""
+
 
 def build_feed(
     ctx: FeedContext,
     cursor: Cursor | None = None,
     *,
     validation: bool = False,
+    once: bool = False,
     replay: bool = False,
     trace: Trace = OFF,
 ) -> Feed:
-    """Training batches without end from the cursor on, or every validation clip once, always cropped the same."""
+    """Training batches from the cursor on, for ever or `once`, or every validation clip once, cut the same."""
     data, plan = ctx.settings.data, ctx.plan
     gatherer = build_gatherer(ctx, ctx.prepared.val if validation else ctx.prepared.train)
     frontend = _frontend(ctx, gatherer.frame_budget)
@@ -373,7 +398,7 @@ def build_feed(
         VALIDATION_DEPTHS if validation else choose_depths(data, plan, frontend.outputs),
         cursor=cursor,
         accumulate=1 if validation else ctx.settings.training.gradient_accumulation_steps,
-        num_batches=gatherer.batches.num_batches if validation else None,
+        num_batches=gatherer.batches.num_batches if validation or once else None,
         replay=replay,
         captured=not validation,
         streams=ctx.streams,
@@ -386,8 +411,13 @@ def build_gatherer(ctx: FeedContext, clips: ClipSet) -> Gatherer:
     data, seed, plan = ctx.settings.data, ctx.settings.training.seed, ctx.plan
     tokens = packed_tokens(clips.num_ids, clips.num_samples)
     batches = Batches(tokens, data.batch_size, seed, plan.rank, plan.world_size)
-    cache = open_codes(ctx, clips) if FRONTENDS[ctx.stage].uses_codes else None
-    return Gatherer(clips, batches, data, seed, cache, _references(ctx, clips))
+    cache, references = None, _references(ctx, clips)
+    if ctx.stage == "decoder" and data.cache_latents:
+        cache = _open_latents(ctx, clips, references)
+        return Gatherer(clips, batches, data, seed, cache, references, _latent_dims(ctx))
+    if FRONTENDS[ctx.stage].uses_codes:
+        cache = open_codes(ctx, clips)
+    return Gatherer(clips, batches, data, seed, cache, references)
 
 
 def _references(ctx: FeedContext, clips: ClipSet) -> References:
@@ -406,6 +436,41 @@ def open_codes(ctx: FeedContext, clips: ClipSet) -> CodesCache:
     return CodesCache.open(ctx.prepared.root, hashes, num_codes_of(clips.num_samples), ctx.codes_key)
 
 
+def _open_latents(ctx: FeedContext, clips: ClipSet, references: References) -> CodesCache:
+    """The cached latents of these clips, each with its text and its reference of the first epoch."""
+    made_from = references.made_from(ctx.settings.training.seed, clips)
+    lengths = _latent_dims(ctx).row_lengths(num_codes_of(clips.num_samples))
+    return CodesCache.open(ctx.prepared.root, made_from, lengths, ctx.latents_key, "latents")
+
+
+def _latent_dims(ctx: FeedContext) -> LatentDims:
+    return LatentDims(ctx.model.dims.gpt.dim, ctx.model.dims.speaker_dim)
+
+
+def keep_latents(ctx: FeedContext, say: Callable[[str], None]) -> bool:
+    """Compute the latents that are not in the cache, in the batches of the first epoch; False if they do not fit.
+
+    Latents computed in other batches differ in their last bits: training reads all of them from the cache, so that
+    a run does not depend on when each was written.
+    """
+    sets = [("training", ctx.prepared.train), ("validation", ctx.prepared.val)]
+    for name, clips in [(name, clips) for name, clips in sets if len(clips)]:
+        cache, root = _open_latents(ctx, clips, _references(ctx, clips)), ctx.prepared.root
+        cache.close()
+        needed, free = cache.absent_bytes, shutil.disk_usage(root).free
+        if needed > free / 2 or not cache.is_on_disk:
+            why = f"they take {needed / 1e9:.1f} GB, more than half of the {free / 1e9:.1f} GB free in {root}"
+            say(f"Latents are computed for every batch: {why if cache.is_on_disk else f'{root} is read-only'}")
+            return False
+        if needed:
+            started_at = time.perf_counter()
+            with build_feed(ctx, validation=name == "validation", once=True) as feed, feed.model_stream.use():
+                while feed.skip():
+                    pass
+            say(f"Latents of the {name} clips: {needed / 1e9:.2f} GB in {time.perf_counter() - started_at:.0f} s")
+    return True
+
+
 def _frontend(ctx: FeedContext, frame_budget: int) -> Frontend:
     data, device = ctx.settings.data, ctx.plan.data
     frontend = FRONTENDS[ctx.stage](ctx.model, data, frame_budget, data.mixed_precision and device.type == "cuda")
@@ -416,9 +481,20 @@ def _frontend(ctx: FeedContext, frame_budget: int) -> Frontend:
 def dvae_key(model: XTTS, autocast: bool = False) -> str:
     """Names the codes that this DVAE makes: a hash of everything they depend on."""
     hasher = xxhash.xxh3_128(f"{ENCODE_VERSION} {'bf16' if autocast else 'fp32'}".encode())
-    for module in (model.dvae.encoder, model.dvae.codebook):
+    _update(hasher, model.dvae.encoder, model.dvae.codebook)
+    hasher.update(model.mel_stats.detach().cpu().numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def latents_key(model: XTTS, codes_key: str) -> str:
+    """Names the latents and speaker embeddings of this model, which has these codes."""
+    hasher = xxhash.xxh3_128(f"{LATENTS_VERSION} {codes_key} {model.speaker_is_trained}".encode())
+    _update(hasher, model.gpt, model.hifigan_decoder.get_submodule("speaker_encoder"))
+    return hasher.hexdigest()
+
+
+def _update(hasher: xxhash.xxh3_128, *modules: nn.Module) -> None:
+    for module in modules:
         for name, tensor in module.state_dict().items():
             hasher.update(name.encode())
             hasher.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    hasher.update(model.mel_stats.detach().cpu().numpy().tobytes())
-    return hasher.hexdigest()

@@ -29,6 +29,7 @@ from myxtts.data.batches import (
     Block,
     Field,
     Gathered,
+    LatentDims,
     Layout,
     Sizes,
     max_codes,
@@ -51,6 +52,10 @@ class Frontend(nn.Module, ABC):
     uses_codes: bool  # True if the outputs include codes, which can be cached
     uses_references = True
     outputs: Layout
+    latents: LatentDims | None = None
+    """Sizes of the latents that are cached, if any are."""
+    keeps: tuple[str, ...] = ("codes",)
+    """The tensors that go to the cache: outputs, or buffers that hold those of the last batch."""
     mel_stats: Tensor
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int = 0, autocast: bool = False) -> None:  # noqa: ARG002
@@ -60,7 +65,7 @@ class Frontend(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
-        """Fill `out` from an uploaded batch; `codes_known` if the batch holds codes from the cache."""
+        """Fill `out` from an uploaded batch; `codes_known` if the batch holds what the cache keeps."""
 
     def used(self, out: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002 - the sizes of some outputs are fixed
         """The part of `out` that a batch of these sizes fills; all of it under static shapes."""
@@ -224,6 +229,7 @@ class DecoderFrontend(Frontend):
     """
 
     uses_codes = True
+    all_latents: Tensor  # bits of those of the last batch that was not in the cache
 
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
         super().__init__(model, data, frame_budget, autocast)
@@ -231,10 +237,14 @@ class DecoderFrontend(Frontend):
         self.gpt = model.gpt
         self.speaker_encoder: nn.Module = model.hifigan_decoder.speaker_encoder  # type: ignore[assignment]
         self.speaker_is_trained, self.speaker_dim = model.speaker_is_trained, model.dims.speaker_dim
-        size = data.batch_size
+        size, dim = data.batch_size, model.dims.gpt.dim
+        if data.cache_latents:
+            self.latents, self.keeps = LatentDims(dim, self.speaker_dim), ("codes", "all_latents", "speaker")
+            every = torch.zeros(size, max_codes(data), dim, dtype=torch.int16)
+            self.register_buffer("all_latents", every, persistent=False)
         self.outputs = _outputs(
             size,
-            latents=Field((size, SEGMENT_CODES + 2 * MARGIN_CODES, model.dims.gpt.dim), "float32"),
+            latents=Field((size, SEGMENT_CODES + 2 * MARGIN_CODES, dim), "float32"),
             wave=Field((size, num_samples(SEGMENT_CODES)), "float32"),
             speaker=Field((size, model.dims.speaker_dim), "float32"),
             segment_codes=Field((size, SEGMENT_CODES), "int32"),
@@ -243,27 +253,42 @@ class DecoderFrontend(Frontend):
 
     @torch.no_grad()
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
+        if self.latents is not None and codes_known:
+            out["latents"].copy_(batch["latents"].view(torch.bfloat16))
+            for name in ("speaker", "codes"):
+                out[name].copy_(batch[name])
+        else:
+            self._encode_latents(batch, out, sizes, codes_known)
+        places = batch["segments"][:, None].long() + torch.arange(SEGMENT_CODES, device=batch["pcm"].device)
+        codes = out["codes"].gather(1, places.clamp(max=out["codes"].shape[1] - 1))
+        out["segment_codes"].copy_(torch.where(places < batch["num_codes"][:, None], codes, -1))
+        wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
+        out["wave"].copy_(_segment_24k(wave, batch["segments"], out["wave"].shape[1]))
+        for name in ("weights", "totals"):
+            out[name].copy_(batch[name])
+
+    def _encode_latents(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
+        """Codes, latents of the segment and its margins, speaker embeddings; all latents for the cache."""
         device, layout = batch["pcm"].device, self.inputs.outputs
         between = layout.tensors(torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
         self.inputs.encode(batch, between, sizes, codes_known)
+        out["codes"].copy_(between["codes"])
         frames = pack_frames(between["mel"][: sizes.frames], between["num_frames"], MAX_CROP_FRAMES)
         texts = (between["ids"][:, : sizes.ids], between["num_ids"])
         packed = pack(self.gpt.dims, frames, *texts, between["codes"], between["num_codes"], budget=sizes.tokens)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             latents = self.gpt.code_latents(packed)
+        if self.latents is not None:
+            latents = latents.bfloat16()  # as they are kept
+            self.all_latents[:, : latents.shape[1]].copy_(latents.view(torch.int16))
         num_codes = between["num_codes"][:, None]
-        places = batch["segments"][:, None].long() + torch.arange(SEGMENT_CODES, device=device)
-        codes = between["codes"].gather(1, places.clamp(max=between["codes"].shape[1] - 1))
-        out["segment_codes"].copy_(torch.where(places < num_codes, codes, -1))
-        width = out["latents"].shape[1]
-        places = batch["segments"][:, None].long() - MARGIN_CODES + torch.arange(width, device=device)
+        places = torch.arange(out["latents"].shape[1], device=device) - MARGIN_CODES
+        places = batch["segments"][:, None].long() + places
         # A clip shorter than the segment gets zeros after its last latents and silence after its last sample.
         present = places < num_codes + MARGIN_CODES
         places = torch.minimum(places, num_codes - 1).clamp(0, latents.shape[1] - 1)
         chosen = latents.gather(1, places[..., None].expand(-1, -1, latents.shape[2]))
         out["latents"].copy_(torch.where(present[..., None], chosen, 0))
-        wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
-        out["wave"].copy_(_segment_24k(wave, batch["segments"], out["wave"].shape[1]))
         if self.speaker_is_trained:  # of the first three seconds of the reference; a shorter one is repeated
             lengths = batch["crop_samples"]
             reference = _looped(pcm_to_wave(batch["reference"], lengths), lengths, MIN_CROP_SAMPLES)
@@ -272,9 +297,6 @@ class DecoderFrontend(Frontend):
             with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
                 voices = self.gpt.condition(frames)
             out["speaker"].copy_(speaker_of_latents(voices, self.speaker_dim))
-        out["codes"].copy_(between["codes"])
-        for name in ("weights", "totals"):
-            out[name].copy_(batch[name])
 
 
 def _segment_24k(wave: Tensor, segments: Tensor, width: int) -> Tensor:

@@ -2,9 +2,9 @@
 
     Gather   clips ─► host ring           host threads
     Upload   host ring ─► device ring     upload stream
-    Encode   device ring ─► model ring    encode stream; fresh codes also go to the `keep` ring
+    Encode   device ring ─► model ring    encode stream; fresh codes or latents also go to the `keep` ring
     Handoff  handoff ring ─► model ring   dual mode only, where encode fills the handoff ring
-    Keep     fresh codes ─► the cache on disk
+    Keep     fresh codes or latents ─► the cache on disk
 
 The first worker that fails poisons all rings with its error: the trainer raises that error and every other worker
 ends. No worker knows how many others there are, nor whether it has a thread of its own.
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from myxtts.data.batches import Block, Gathered, Gatherer, GatherJob, HostBatch
-from myxtts.data.codes import CodesCache
 from myxtts.devices import Stream
 from myxtts.observe.trace import Trace
 from myxtts.pipeline.ring import Ring, RingClosed, Slot
@@ -86,7 +86,7 @@ class Upload:
 
 
 class Encode:
-    """The front end's work. Codes that were not in the cache go to the keep ring as well, if there is one."""
+    """The front end's work. What was not in the cache goes to the keep ring as well, if there is one."""
 
     def __init__(
         self,
@@ -96,8 +96,10 @@ class Encode:
         stream: Stream,
         keep: BlockRing | None,
         trace: Trace,
+        fresh: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._encode, self._source, self._target = encode, source, target
+        """`fresh` are results of the last batch that only the cache needs."""
+        self._encode, self._source, self._target, self._fresh = encode, source, target, fresh or {}
         self._stream, self._keep, self._trace = stream, keep, trace
 
     def __call__(self) -> bool:
@@ -115,7 +117,9 @@ class Encode:
         if self._keep is not None and not gathered.codes_known:
             kept = self._keep.acquire()
             with stream.use():
-                kept.content.tensors["codes"].copy_(to.content.tensors["codes"], non_blocking=True)
+                for name, tensor in kept.content.tensors.items():
+                    made = self._fresh[name] if name in self._fresh else to.content.tensors[name]
+                    tensor.copy_(made, non_blocking=True)
             stream.record(kept.filled)
             self._keep.commit(kept, gathered)
         stream.record(to.filled)
@@ -154,17 +158,18 @@ class Handoff:
 
 
 class Keep:
-    """Writes fresh codes to the cache. It waits for the device on the host, which holds up nothing else."""
+    """Writes what is fresh to the cache. It waits for the device on the host, which holds up nothing else."""
 
-    def __init__(self, ring: BlockRing, cache: CodesCache) -> None:
-        self._ring, self._cache = ring, cache
+    def __init__(self, ring: BlockRing, gatherer: Gatherer) -> None:
+        self._ring, self._gatherer = ring, gatherer
 
     def __call__(self) -> bool:
         slot = self._ring.take()
         if slot is None:
             return False
         slot.filled.wait_on_host()
-        self._cache.write(slot.read_ticket().clips, slot.content.tensors["codes"].numpy())
+        made = {name: tensor.numpy() for name, tensor in slot.content.tensors.items()}
+        self._gatherer.keep(slot.read_ticket().clips, made)
         self._ring.release(slot)
         return True
 

@@ -48,6 +48,7 @@ from myxtts.observe.trace import OFF, Counter, Span, StepClock, StepTime, Timing
 from myxtts.pipeline.feed import Feed, build_feed, build_gatherer, open_codes
 from myxtts.run import StageContext, auto_values, prepare_corpus, set_up, with_auto
 from myxtts.run_dir import RunDir, initial_model
+from myxtts.settings import with_settings
 from myxtts.training.trainer import StepMode, clips_per_step
 
 WARM_UP_STEPS = 3  # steps before the measured ones: compiling, capturing, filling the buffers
@@ -111,6 +112,7 @@ class DryRun:
     ) -> None:
         settings = replace(settings, data=prepared.fitted(settings.data))
         settings = with_auto(settings, auto_values(settings, prepared), stage)
+        settings = with_settings(settings, {"data.cache_latents": False})  # as in the first epoch of the decoder
         self.settings, self.stage = settings, stage
         self.plan = plan or make_plan(settings.data)
         apply_caps(self.plan)

@@ -20,14 +20,12 @@ from torch.optim.sgd import sgd
 
 from myxtts.errors import ConfigError
 
-LEAD_FACTOR = 5.0
-
 
 @dataclass(frozen=True)
 class Schedule:
     """Linear warm-up, then cosine decay to `floor`; constant after the warm-up if there is no last step.
 
-    Before the warm-up there may be steps that train a single layer, with `LEAD_FACTOR` times the peak.
+    Before the warm-up there may be `lead_steps` with the peak rate: a single layer needs no warm-up.
     """
 
     warmup_steps: int
@@ -38,7 +36,7 @@ class Schedule:
     def factor(self, step: int) -> float:
         """Factor of the peak learning rate in a step; steps count from 0."""
         if step < self.lead_steps:
-            return LEAD_FACTOR
+            return 1.0
         step, last = step - self.lead_steps, self.total_steps
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)

@@ -590,7 +590,7 @@ class GptRecipe(Recipe):
 
 
 FEATURE_WEIGHT, MEL_WEIGHT = 2.0, 45.0  # HiFi-GAN's loss weights; that of the adversarial loss is 1
-STFT_WEIGHT, FIRST_LAYER_WEIGHT = 10.0, 45.0  # of the losses before there are discriminators
+STFT_WEIGHT = 10.0  # of the spectrograms, before there are discriminators
 LOSS_MEL = MelSpec(
     sample_rate=OUTPUT_SAMPLE_RATE, fft_samples=1024, window_samples=1024, hop_samples=256, window="hann",
     num_mels=80, max_hz=OUTPUT_SAMPLE_RATE / 2, equal_area=True, log_floor=1e-8, floor_is_added=False,
@@ -615,7 +615,7 @@ class Phases(NamedTuple):
     def of(cls, facts: StageFacts) -> Phases:
         """Shares of the steps of the stage, with upper bounds, so that a prolonged run hardly goes back."""
         tenth = facts.total_steps // 10
-        generator = min(tenth, 1000) if facts.warm_start else 0
+        generator = min(tenth // 2, 500) if facts.warm_start else 0
         alone = min(tenth, 2000) if facts.warm_start else 0 if facts.fine_tuning else min(3 * tenth, 20_000)
         return cls(generator, generator + alone, generator + alone + min(tenth, 2000))
 
@@ -686,22 +686,21 @@ class DecoderRecipe(Recipe):
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - one signature for all
         """The loss "disc" has gradients for the discriminators only, the other losses for the generator only."""
-        real, first, fake = self._waves(tensors)
-        mels = [_distance(log_mel, real, fake) for log_mel in self.log_mels]
-        losses, factors = {"mel_loss": sum(mels[1:], mels[0]) / len(mels)}, {"mel_loss": MEL_WEIGHT}
-        absent = torch.zeros_like(losses["mel_loss"])
-        if self.phase == ADVERSARIAL:
-            losses |= self._adversarial(real, fake) | {"stft": absent}
+        real, first = self._first_layer(tensors)
+        if self.phase == FIRST_LAYER:
+            found = {"first_layer": self._teaching(real, first)}
         else:
-            losses |= dict.fromkeys(("gen_adv", "feature_matching", "disc"), absent)
-            losses["stft"] = self._stft_distance(real, fake)
-            factors["stft"] = STFT_WEIGHT
-        if self.teacher is not None:
-            losses["first_layer"] = self._first_layer(real, first) if self.phase == FIRST_LAYER else absent
-            factors["first_layer"] = FIRST_LAYER_WEIGHT
-        weights, totals = tensors["weights"], Totals.of(tensors)
-        by_name = {name: (loss * weights).sum() for name, loss in losses.items()}
+            fake = self._generate(first, tensors)
+            mels = [_distance(log_mel, real, fake) for log_mel in self.log_mels]
+            found = {"mel_loss": sum(mels[1:], mels[0]) / len(mels)}
+            is_last = self.phase == ADVERSARIAL
+            found |= self._adversarial(real, fake) if is_last else {"stft": self._stft_distance(real, fake)}
+        factors = {"mel_loss": MEL_WEIGHT, "stft": STFT_WEIGHT, "disc": 1.0, "first_layer": 1.0}
         ramps = {"gen_adv": self.ramp, "feature_matching": FEATURE_WEIGHT * self.ramp}
+        names = [name for name in (*factors, *ramps) if name != "first_layer" or self.teacher is not None]
+        weights, totals = tensors["weights"], Totals.of(tensors)
+        absent = torch.zeros_like(weights)  # every phase logs the same names
+        by_name = {name: (found.get(name, absent) * weights).sum() for name in names}
         total = torch.stack([ramps.get(n, factors.get(n, 1.0)) * loss for n, loss in by_name.items()]).sum()
         means = {name: mean_of(loss, weights.sum()) for name, loss in by_name.items()}
         return {"total": self.world_size * total / totals.clips, **means}
@@ -729,21 +728,23 @@ class DecoderRecipe(Recipe):
 
     def waves(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Real and generated waveforms, [B, 1, N] each; filler clips are silent."""
-        real, _, fake = self._waves(tensors)
-        return real, fake
+        real, first = self._first_layer(tensors)
+        return real, self._generate(first, tensors)
 
-    def _waves(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-        """Real waveforms [B, 1, N], the first layer's output [B, channels, N // 256], generated waveforms."""
+    def _first_layer(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Real waveforms [B, 1, N], and the output of the generator's first layer, [B, channels, N // 256]."""
         present = (tensors["weights"] > 0)[:, None, None]
         latents = torch.where(present, tensors["latents"], 0)
-        speaker = torch.where(present, tensors["speaker"].unsqueeze(-1), 0)
         real = torch.where(present, tensors["wave"].unsqueeze(1), 0)
         # The first layer sees real neighbours at both ends of the segment; its own padding is cut off.
         reach, start = self.generator.conv_pre.kernel_size[0] // 2, frames_of(MARGIN_CODES)
         end = start + real.shape[-1] // SAMPLES_PER_FRAME
         first = self.generator.conv_pre(HifiGanDecoder.frames(latents)[..., start - reach : end + reach])
-        first = first[..., reach:-reach]
-        return real, first, self.generator.body(first, speaker)
+        return real, first[..., reach:-reach]
+
+    def _generate(self, first: Tensor, tensors: Tensors) -> Tensor:
+        speaker = torch.where((tensors["weights"] > 0)[:, None, None], tensors["speaker"].unsqueeze(-1), 0)
+        return self.generator.body(first, speaker)
 
     def _adversarial(self, real: Tensor, fake: Tensor) -> dict[str, Tensor]:
         real_outputs, fake_outputs = self.discriminators(real, fake.detach())
@@ -768,7 +769,7 @@ class DecoderRecipe(Recipe):
             distances.append(relative + by_clip((found / target).log().abs()))
         return sum(distances[1:], distances[0]) / len(distances)
 
-    def _first_layer(self, real: Tensor, first: Tensor) -> Tensor:
+    def _teaching(self, real: Tensor, first: Tensor) -> Tensor:
         """Distance from HiFi-GAN's first layer, [B], without the ends, whose mels do not see their neighbours."""
         assert self.teacher is not None
         target: Tensor = self.teacher(real)
