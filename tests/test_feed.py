@@ -15,7 +15,6 @@ from pipeline_fixtures import (
     PLANS,
     SEED,
     SHORT,
-    SMALL,
     SPEECH,
     Corpus,
     Read,
@@ -25,6 +24,7 @@ from pipeline_fixtures import (
     crop_mels_alone,
     jobs,
     read,
+    reading_mels,
     references_alone,
     short,
     speech,
@@ -39,7 +39,6 @@ from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import pack
 from myxtts.model.mel import DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample
 from myxtts.model.vocoder import CROP_SAMPLES, frames_of
-from myxtts.model.xtts import XTTS
 from myxtts.pipeline.feed import Depths
 from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, GptFrontend, SpeakerFrontend
 
@@ -192,13 +191,10 @@ def test_what_the_decoder_learns_from_equals_every_clip_heard_alone(
 
 @pytest.mark.parametrize("speaker_is_trained", [True, False])
 def test_mels_for_the_decoder_need_no_gpt(speech: Corpus, speaker_is_trained: bool) -> None:
-    model = XTTS(replace(SMALL, decoder_input="mel")).eval().requires_grad_(False)
-    own = {name: value for name, value in speech.model.state_dict().items() if "waveform_decoder" not in name}
-    model.load_state_dict(own, strict=False)
-    model.speaker_is_trained = speaker_is_trained
-    frontend = DecoderFrontend(model, replace(speech.data, cache_latents=True), 100)
+    mels = reading_mels(speech)
+    mels.model.speaker_is_trained = speaker_is_trained
+    frontend = DecoderFrontend(mels.model, replace(speech.data, cache_latents=True), 100)
     assert frontend.gpt is None and frontend.latents is None
-    mels = replace(speech, model=model)
     with mels.feed(make_frontend=DecoderFrontend, num_batches=2) as feed:
         for batch, job in zip(read(feed), jobs(mels, 2), strict=True):
             check_decoder(mels, batch, job)
