@@ -8,7 +8,7 @@
     python benchmarks/train.py curve --corpus DIR --weights DIR --out FILE     losses on real speech, for `compare`
     python benchmarks/train.py compare OURS COQUI…       tables of what `curve` and benchmarks/coqui.py wrote
 
-Every measurement is one call of the function behind `myxtts train`.
+Every measurement is one call of the function that `myxtts train` calls.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import mmap
 import re
 import shutil
 import signal
@@ -319,7 +320,7 @@ def test_a_run_announces_itself_and_leaves_everything_in_its_folder(start: Start
 
 def test_batches_are_as_wide_as_the_longest_clip_needs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     widths, layout = set(), myxtts.pipeline.feed.host_layout
-    seen = lambda data, **rest: widths.add(data.max_mel_frames) or layout(data, **rest)  # noqa: E731
+    seen = lambda data, *rest: widths.add(data.max_mel_frames) or layout(data, *rest)  # noqa: E731
     monkeypatch.setattr(myxtts.pipeline.feed, "host_layout", seen)
     run = start("--stages gpt --max-steps 1 --max-mel-frames auto")
     assert widths == {96}  # 1.1 s are 95 frames
@@ -624,11 +625,15 @@ def test_a_run_that_has_not_reached_a_stage_goes_on_without_it(
 
 @pytest.mark.parametrize("role", ["host", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_a_leak_of_5_mb_a_step_is_warned_of(role: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    leaked, tick = [], TrainingReports.tick
+    leaked, tick = list[Any](), TrainingReports.tick
 
     def leak(reports: TrainingReports, step: int) -> None:
         tick(reports, step)
-        leaked.append(torch.ones(5 * 2**20, dtype=torch.uint8, device="cuda" if role == "gpu" else "cpu"))
+        if role == "gpu":
+            leaked.append(torch.ones(5 * 2**20, dtype=torch.uint8, device="cuda"))
+        else:  # mapped: an allocation may reuse what earlier tests have freed
+            leaked.append(mmap.mmap(-1, 5 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            leaked[-1].write(b"1" * (5 * 2**20))
 
     monkeypatch.setattr(TrainingReports, "tick", leak)
     monkeypatch.setattr("myxtts.observe.diagnosis.MIN_HOST_GROWTH_MB", 64.0)

@@ -460,7 +460,7 @@ DEEP = "[" * 10**6
     ("file", "content", "problem"),
     [
         ("vocab.json", DEEP, "not a vocabulary"),
-        ("vocab.json", '"' + "x" * 100_000_000, "it has 100 MB; a vocabulary has at most 32 MB"),
+        ("vocab.json", '"' + "x" * 100_000_000, "too large: 100 MB; a vocabulary has at most 32 MB"),
         ("myxtts.json", DEEP, "not what an export wrote"),
         ("model.json", DEEP, "is no run of MyXTTS"),
         ("model.pth", "", "damaged or no PyTorch checkpoint"),

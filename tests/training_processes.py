@@ -125,6 +125,7 @@ def serve() -> None:
     import torch.utils.tensorboard
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and a run respects that
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
