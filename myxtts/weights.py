@@ -62,7 +62,6 @@ _INT8_ORDER = ("gpt", "hifigan_decoder.speaker_encoder", "dvae", "hifigan_decode
 """Parts whose tensors become int8, in this order, the largest first: rounding the vocoder is heard most."""
 _NEVER_INT8 = (
     "gpt.mel_embedding", "gpt.mel_head", "gpt.mel_pos_embedding", "gpt.text_pos_embedding",
-    "hifigan_decoder.waveform_decoder.prenet",
 )  # fmt: skip
 _EXACT, _EXACT_ELEMENTS = "dvae.codebook", 16384  # the codebook and small tensors stay as they are
 _ENTRY_BYTES = 256  # room for the entry of a tensor in the header of a file
@@ -185,10 +184,10 @@ def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[st
 def start_from_hifigan(path: Path, generator: Generator, teacher: HifiGanInput) -> str:
     """Load a HiFi-GAN's generator, its first layer into `teacher`; return a sentence about what was loaded.
 
-    The generator's speaker layers and its first layer remain to be learnt, or its map of mels, if it reads these.
+    The generator's speaker layers and its first layer remain to be learnt, or its flow, if it reads mels.
     The speaker layers start at zero.
     """
-    new = (*_SPEAKER_LAYERS, "prenet.") if generator.reads_mels else (*_SPEAKER_LAYERS, "conv_pre.")
+    new = (*_SPEAKER_LAYERS, "flow.") if generator.reads_mels else (*_SPEAKER_LAYERS, "conv_pre.")
     state = {
         name.removeprefix("generator."): value.float()
         for name, value in read_tensors(path).items()
@@ -213,7 +212,7 @@ def start_from_hifigan(path: Path, generator: Generator, teacher: HifiGanInput) 
             torch.nn.init.zeros_(parameter)
     loaded, total = (sum(value.numel() for value in each.values()) for each in (own, generator.state_dict()))
     what = f"{loaded / 1e6:.1f} of {total / 1e6:.1f} million weights from {path}"
-    first = "map of mels" if generator.reads_mels else "first layer"
+    first = "flow" if generator.reads_mels else "first layer"
     return f"Decoder: {what}; the {first} and the speaker layers are new"
 
 

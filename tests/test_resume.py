@@ -79,8 +79,8 @@ def test_a_decoder_stopped_in_any_phase_equals_one_that_never_was(
         assert newest(parts, "decoder").step == expected
     assert_same_run(parts, whole, "decoder")
     phases = [{name for name, value in report["losses"].items() if value} for report in steps(whole)]
-    counts = [sum(name in found for found in phases) for name in ("first_layer", "stft", "disc")]
-    assert counts == ([1, 2, 17] if warm else [0, 6, 14])
+    counts = [sum(name in found for found in phases) for name in ("first_layer", "stft", "disc", "flow")]
+    assert counts == ([0, 0, 0, 20] if reads == "mel" else [1, 2, 17, 0] if warm else [0, 6, 14, 0])
 
 
 def test_a_hifigan_that_does_not_fit_is_refused_before_anything_is_done(start: Start, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_stream_says_what_speak_says(
         _ = stream.report
     pieces = list(stream)
     speech = synthesizer.speak(LONG_TEXT, anna, "en", seed=4, speed=speed)
-    assert len(pieces) > 2 * len(TEXTS)
+    assert len(pieces) > (2 if reads == "latents" else 1) * len(TEXTS)
     whole = np.concatenate(pieces)
     np.testing.assert_allclose(whole, speech.wave, atol=2e-4)
     assert stream.report.sentences == speech.report.sentences

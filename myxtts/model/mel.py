@@ -160,8 +160,9 @@ class _MelPower(nn.Module):
         return power
 
 
-def corners_of(spec: MelSpec) -> Tensor:
-    """Frequencies in Hz where the triangular filters begin, peak and end, [mels + 2]: evenly spaced in mel."""
+def filterbank(spec: MelSpec) -> Tensor:
+    """Triangular filters [bins, mels] in float64; corners evenly spaced in mel."""
+    bins = torch.linspace(0, spec.sample_rate / 2, spec.fft_samples // 2 + 1, dtype=torch.float64)
     linear, ratio = 15, 6.4  # Slaney's: 15 mels up to 1 kHz, then 27 for every factor of 6.4
     highest = 2595 * math.log10(1 + spec.max_hz / 700)
     if spec.slaney_scale:
@@ -170,13 +171,6 @@ def corners_of(spec: MelSpec) -> Tensor:
     corners = 700 * (10 ** (mels / 2595) - 1)
     if spec.slaney_scale:
         corners = torch.where(mels < linear, mels * 1000 / linear, 1000 * ratio ** ((mels - linear) / 27))
-    return corners
-
-
-def filterbank(spec: MelSpec) -> Tensor:
-    """Triangular filters [bins, mels] in float64."""
-    bins = torch.linspace(0, spec.sample_rate / 2, spec.fft_samples // 2 + 1, dtype=torch.float64)
-    corners = corners_of(spec)
     left, peak, right = corners[:-2], corners[1:-1], corners[2:]
     rising = (bins[:, None] - left) / (peak - left)
     falling = (right - bins[:, None]) / (right - peak)

@@ -1,7 +1,7 @@
 """The vocoder (GPT latents and a speaker embedding to a waveform), its discriminators, and the speaker encoder.
 
     latents [B, T, 1024] ─ ×4 ─► mel-frame rate ─ ×24000/22050 ─► 24 kHz frames ─ generator ×256 ─► [B, 1, N]
-    mels [B, T, 4 × 80] ─ unfold ─► mel-frame rate ─ the same, with a map of mels before the generator
+    mels [B, T, 4 × 80] ─ unfold ─► mel-frame rate ─ the same, with a flow before the generator (`model.flow`)
 
 The generator is HiFi-GAN's (Kong et al. 2020, V1 widths, residual blocks of type 1) with the speaker embedding
 added to its input and after every upsampling. Because of the two interpolations an input frame stands for 256
@@ -26,7 +26,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import is_parametrized
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
-from myxtts.model.mel import DVAE_MEL, SPEAKER_MEL, LogMel, corners_of, filterbank, reflect
+from myxtts.model.flow import MelFlow
+from myxtts.model.mel import DVAE_MEL, SPEAKER_MEL, LogMel, filterbank, reflect
 
 OUTPUT_SAMPLE_RATE = 24000  # sample rate of the vocoder's output, in Hz
 UPSAMPLE_RATES, UPSAMPLE_KERNELS = (8, 8, 2, 2), (16, 16, 4, 4)
@@ -34,6 +35,7 @@ SAMPLES_PER_FRAME = math.prod(UPSAMPLE_RATES)  # output samples per input frame 
 RESBLOCK_KERNELS, RESBLOCK_DILATIONS = (3, 7, 11), (1, 3, 5)
 SLOPE, LAST_SLOPE = 0.1, 0.01
 """Slopes of the leaky ReLUs; before the last convolution XTTS-v2 has PyTorch's default, not HiFi-GAN's."""
+HIFIGAN_MEL = replace(DVAE_MEL, slaney_scale=True)
 _FRAMES_PER_LATENT = SAMPLES_PER_CODE / HOP_SAMPLES
 _FRAME_RATE_RATIO = OUTPUT_SAMPLE_RATE / SAMPLE_RATE
 
@@ -56,7 +58,9 @@ class HifiGanDecoder(nn.Module):
 
     def forward(self, latents: Tensor, g: Tensor) -> Tensor:
         """Waveform [B, 1, num_samples(T)] of latents [B, T, C] and speaker embeddings g [B, d_vector_dim, 1]."""
-        wave: Tensor = self.waveform_decoder(self.frames(latents, self.waveform_decoder.reads_mels), g)
+        generator = self.waveform_decoder
+        frames = self.frames(latents, generator.reads_mels)
+        wave: Tensor = generator(frames if generator.flow is None else generator.flow.draw(frames, g), g)
         return wave
 
     @staticmethod
@@ -122,16 +126,16 @@ def spectral_distance(real: Tensor, fake: Tensor) -> Tensor:
 class Generator(nn.Module):
     """HiFi-GAN's generator with a speaker embedding: frames [B, C, F] to samples [B, 1, 256 F].
 
-    With `reads_mels` the frames are mels of the DVAE's kind, and a `MelMap` makes HiFi-GAN's own of them.
+    With `reads_mels` the frames are HiFi-GAN's own mels, and `flow` draws these from mels of the DVAE's kind.
     """
 
     def __init__(
         self, in_channels: int, initial_channels: int, speaker_dim: int, *, reads_mels: bool = False
     ) -> None:
         super().__init__()
-        self.reads_mels, in_channels = reads_mels, DVAE_MEL.num_mels if reads_mels else in_channels
+        self.reads_mels, in_channels = reads_mels, HIFIGAN_MEL.num_mels if reads_mels else in_channels
         widths = [initial_channels >> (level + 1) for level in range(len(UPSAMPLE_RATES))]
-        self.prenet = MelMap(speaker_dim) if reads_mels else None
+        self.flow = MelFlow(speaker_dim) if reads_mels else None
         self.conv_pre = nn.Conv1d(in_channels, initial_channels, 7, padding=3)
         self.ups = nn.ModuleList(
             _normed(nn.ConvTranspose1d(2 * width, width, kernel, stride=rate, padding=(kernel - rate) // 2))
@@ -146,19 +150,10 @@ class Generator(nn.Module):
         self.conds = nn.ModuleList(nn.Conv1d(speaker_dim, width, 1) for width in widths)
 
     def forward(self, frames: Tensor, g: Tensor) -> Tensor:
-        return self.body(self.first(frames, g), g)
-
-    def first(self, frames: Tensor, g: Tensor) -> Tensor:
-        """What `body` reads, [B, initial_channels, F]; a frame depends on `first_reach` frames to either side."""
-        first: Tensor = self.conv_pre(frames if self.prenet is None else self.prenet(frames, g))
-        return first
-
-    @property
-    def first_reach(self) -> int:
-        return self.conv_pre.kernel_size[0] // 2 + (MAP_REACH if self.reads_mels else 0)
+        return self.body(self.conv_pre(frames), g)
 
     def body(self, x: Tensor, g: Tensor) -> Tensor:
-        """Samples of what `first` returned, and speaker embeddings."""
+        """Samples of what `conv_pre` returned, [B, initial_channels, F], and speaker embeddings."""
         x = _image(x + self.cond_layer(g))
         kernels = len(RESBLOCK_KERNELS)
         for level, (up, cond) in enumerate(zip(self.ups, self.conds, strict=True)):
@@ -173,41 +168,6 @@ class Generator(nn.Module):
             if x.dim() == 3:
                 return torch.tanh(F.conv1d(x, weight, padding=padding))
             return torch.tanh(_to_one_channel(x, weight.unsqueeze(2), (0, padding)).squeeze(2))
-
-
-HIFIGAN_MEL = replace(DVAE_MEL, slaney_scale=True)
-MAP_CHANNELS, MAP_REACH = 512, 2
-
-
-class MelMap(nn.Module):
-    """Log-mels of the DVAE's kind to HiFi-GAN's, both [B, 80, F] at 24 kHz: a linear map and a small network.
-
-    It starts with what is known of both: their bands and the middles of their frames, powers and magnitudes. The
-    network also reads the speaker embedding, because mels that were codes hold little of the voice.
-    """
-
-    def __init__(self, speaker_dim: int) -> None:
-        super().__init__()
-        mels, kernel = DVAE_MEL.num_mels, 2 * MAP_REACH + 1
-        self.linear = nn.Conv1d(mels, mels, kernel, padding=MAP_REACH)
-        self.inner = nn.Conv1d(mels, MAP_CHANNELS, kernel, padding=MAP_REACH)
-        self.outer, self.speaker = nn.Conv1d(MAP_CHANNELS, mels, 1), nn.Conv1d(speaker_dim, MAP_CHANNELS, 1)
-        for parameter in (self.linear.weight, *self.outer.parameters(), *self.speaker.parameters()):
-            nn.init.zeros_(parameter)
-        # The places of HiFi-GAN's bands, which are higher as it takes 24 kHz for 22.05, among the DVAE's.
-        ours, theirs = corners_of(DVAE_MEL), corners_of(HIFIGAN_MEL)[1:-1] * _FRAME_RATE_RATIO
-        places = torch.log1p(theirs / 700) / torch.log1p(ours[-1] / 700) * (mels + 1) - 1
-        bands = (1 - (places.clamp(0, mels - 1)[:, None] - torch.arange(mels)).abs()).clamp(min=0)
-        # The DVAE's frames are centred where `frames` takes them to begin.
-        late = _FRAME_RATE_RATIO / 2
-        with torch.no_grad():
-            self.linear.get_parameter("bias").fill_(math.log(DVAE_MEL.fft_samples / SAMPLE_RATE) / 2)
-            for tap, share in ((MAP_REACH, 1 - late), (MAP_REACH + 1, late)):
-                self.linear.weight[:, :, tap] = share / 2 * bands  # half the logarithm of a power
-
-    def forward(self, mel: Tensor, g: Tensor) -> Tensor:
-        mapped: Tensor = self.linear(mel) + self.outer(F.gelu(self.inner(mel) + self.speaker(g)))
-        return mapped
 
 
 class DilatedBlock(nn.Module):
@@ -291,27 +251,19 @@ def _normed(conv: nn.Conv1d | nn.ConvTranspose1d) -> nn.Module:
     return conv
 
 
-class HifiGanInput(nn.Module):
-    """HiFi-GAN's own mel and first layer: what the first layer of a generator with its weights should return.
-
-    Waveforms [B, 1, N] at 24 kHz, taken for 22.05 kHz, to [B, channels, N // 256]: a frame is 256 samples at both.
-    """
+class HifiGanMel(nn.Module):
+    """HiFi-GAN's own mel: waveforms [B, 1, N] at 24 kHz, taken for 22.05 kHz, to log-mels [B, 80, N // 256]."""
 
     window: Tensor
     filters: Tensor
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.conv_pre = nn.Conv1d(HIFIGAN_MEL.num_mels, channels, 7, padding=3).requires_grad_(False)
         self.register_buffer("window", torch.hann_window(HIFIGAN_MEL.window_samples), persistent=False)
         self.register_buffer("filters", filterbank(HIFIGAN_MEL).float(), persistent=False)
 
     def forward(self, wave: Tensor) -> Tensor:
-        output: Tensor = self.conv_pre(self.mel(wave))
-        return output
-
-    def mel(self, wave: Tensor) -> Tensor:
-        """Log-mels of magnitudes, [B, 80, N // 256], each frame around the middle of its 256 samples."""
+        """Log-mels of magnitudes, each frame around the middle of its 256 samples."""
         with torch.autocast(wave.device.type, enabled=False):
             size, hop = len(self.window), HIFIGAN_MEL.hop_samples
             frames = reflect(wave.float(), (size - hop) // 2, (size - hop) // 2).squeeze(1).unfold(-1, size, hop)
@@ -319,6 +271,19 @@ class HifiGanInput(nn.Module):
             magnitudes = (spectrum.real.square() + spectrum.imag.square() + _LEAST_POWER).sqrt()
             mel: Tensor = (magnitudes @ self.filters).clamp(min=HIFIGAN_MEL.log_floor).log().mT
             return mel
+
+
+class HifiGanInput(nn.Module):
+    """HiFi-GAN's own mel and first layer: what the first layer of a generator with its weights should return."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv_pre = nn.Conv1d(HIFIGAN_MEL.num_mels, channels, 7, padding=3).requires_grad_(False)
+        self.mel = HifiGanMel()
+
+    def forward(self, wave: Tensor) -> Tensor:
+        output: Tensor = self.conv_pre(self.mel(wave))
+        return output
 
 
 def modern_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

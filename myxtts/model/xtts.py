@@ -2,7 +2,7 @@
 
     reference audio ─ conditioning network ─► voice latents        reference audio ─► speaker embedding
     text ids, voice latents ─ GPT ─► codes and their latents ─ vocoder, speaker embedding ─► waveform
-    with `decoder_input` "mel": codes ─ DVAE ─► mel ─ vocoder, speaker embedding ─► waveform
+    with `decoder_input` "mel": codes ─ DVAE ─► mel ─ flow, speaker embedding ─► mel ─ vocoder ─► waveform
     training: audio ─ mel ─ DVAE ─► codes, the GPT's targets
 
 Composition only: the module does not know files, devices or tokenizers.
@@ -178,7 +178,7 @@ def dims_of(state: Mapping[str, Tensor]) -> XTTSDims:
     vocoder, speaker = "hifigan_decoder.waveform_decoder.conv_pre.weight", "hifigan_decoder.speaker_encoder."
     if vocoder in state:
         values["vocoder_channels"] = len(state[vocoder])
-        is_mel = vocoder.replace("conv_pre", "prenet.linear") in state
+        is_mel = vocoder.replace("conv_pre", "flow.first") in state
         values["decoder_input"] = "mel" if is_mel else "latents"
     if f"{speaker}fc.weight" in state:
         values["speaker_dim"] = len(state[f"{speaker}fc.weight"])

@@ -37,7 +37,7 @@ from myxtts.run_dir import RunDir
 from myxtts.settings import load
 from myxtts.synthesis.generation import MAX_NEW_CODES, CodeGenerators, Generated, Prompt, Sampling, draws
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
-from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, Codec, GriffinLim, HifiGan, faded, is_faint, joined, pause
+from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, has_weights, load_folder
@@ -364,7 +364,7 @@ class Synthesizer:
         self._generators = CodeGenerators(model.gpt, vectors, dtype, capture=capture)
         frames_step = GPU_FRAMES_STEP if device.type == "cuda" else 1
         self.vocoder: HifiGan | GriffinLim = (
-            HifiGan(model.hifigan_decoder, batch_size, frames_step, Codec(model.dvae, model.mel_stats))
+            HifiGan(model.hifigan_decoder, batch_size, frames_step, (model.dvae, model.mel_stats))
             if vocoder == "hifigan"
             else GriffinLim(model.dvae, model.mel_stats)
         )

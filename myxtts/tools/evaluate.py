@@ -54,7 +54,7 @@ from myxtts.synthesis.synthesizer import (
     override_sampling,
     save_wave,
 )
-from myxtts.synthesis.vocoding import Codec, GriffinLim, HifiGan
+from myxtts.synthesis.vocoding import GriffinLim, HifiGan
 from myxtts.synthesis.voices import UnusableReference, Voice
 
 SETS = ("recording", "reconstructed", "synthesised", "other speaker")
@@ -292,8 +292,8 @@ def _reconstruct(
     model = run.load_model(without=() if trained else ("decoder",), best_gpt=best_gpt, warn=False)
     model = model.to(device).eval().requires_grad_(False)
     model.hifigan_decoder.remove_weight_norm()
-    codec = Codec(model.dvae, model.mel_stats)
-    vocoder = HifiGan(model.hifigan_decoder, BATCH_SIZE, codec=codec) if trained else GriffinLim(*codec)
+    dvae = (model.dvae, model.mel_stats)
+    vocoder = HifiGan(model.hifigan_decoder, BATCH_SIZE, dvae=dvae) if trained else GriffinLim(*dvae)
     log_mel = LogMel(DVAE_MEL).to(device)
     with progress_bar(progress, "Reconstructing", len(work)) as advance:
         for sentences, voices in _batches(work):
