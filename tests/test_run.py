@@ -504,8 +504,7 @@ def test_weights_that_are_not_there_are_named_before_anything_else(
     (base / "vocab.json").unlink()
     found = {
         tmp_path / "XTTS-v2": "there is no such folder",
-        tmp_path
-        / "empty": "holds neither XTTS weights (model.pth or best_model.pth or weights-1.safetensors) nor a run",
+        tmp_path / "empty": "holds neither XTTS weights (model.pth or best_model.pth or weights-1.npz) nor a run",
         base: "has weights, but no vocab.json",
         base / "model.pth": "that is a file",
     }

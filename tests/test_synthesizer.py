@@ -464,7 +464,7 @@ DEEP = "[" * 10**6
         ("myxtts.json", DEEP, "not what an export wrote"),
         ("model.json", DEEP, "is no run of MyXTTS"),
         ("model.pth", "", "damaged or no PyTorch checkpoint"),
-        ("model.pth", None, "No model.pth or best_model.pth or weights-1.safetensors"),
+        ("model.pth", None, "No model.pth or best_model.pth or weights-1.npz"),
     ],
 )
 def test_damaged_folders_are_refused_soon(
