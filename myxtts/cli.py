@@ -311,12 +311,12 @@ def _start_of(loaded: LoadedSettings) -> tuple[str, dict[str, Any]]:
         return "continued run", {key: value for key, value in values.items() if not loaded.is_set(key)}
     if not has_weights(base):
         return "", {}
-    known = Provenance.read(base)
+    known, languages = Provenance.read(base), [data.language, *(source.language for source in data.sources)]
     reasons = {
         "--model-size": loaded.is_set("model.size") and loaded.settings.model.size != "base",
         "--tokenizer": data.tokenizer is not None,
         "--use-phonemes": data.use_phonemes != known.use_phonemes,
-        f"--language {data.language}": data.language not in (None, *known.languages),
+        **{f"--language {code}": code not in (None, *known.languages) for code in languages},
     }
     if found := [flag for flag, does_not_fit in reasons.items() if does_not_fit]:
         if _is_first_process():

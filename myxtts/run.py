@@ -346,7 +346,7 @@ def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan, auto: Mappi
         num_gpus=len(gpus) if plan.world_size == 1 else min(len(gpus), 1),
         cores=usable_cores(),
         gpu_memory_mb=next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0),
-        num_clips=len(prepared.train),
+        num_clips=prepared.mixture.num_clips,
         num_val_clips=len(prepared.val),
         speech_hours=float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600,
         processes=plan.world_size,
@@ -473,7 +473,7 @@ def plan_stages(
             step, does = notes.step, f"continues at step {notes.step} of {max(target, notes.step)}"
         why = status.why
         batch_clips = settings.data.batch_size * plan.world_size
-        risen = warmup_steps(settings.training, len(prepared.train), batch_clips) + 1
+        risen = warmup_steps(settings.training, prepared.mixture.num_clips, batch_clips) + 1
         if status.state == "complete" and risen < step < target:
             why = f"its first {step} steps used the learning rates of a shorter run"
         planned.append(StagePlan(stage, max(target - step, 0), does, why))
@@ -514,7 +514,7 @@ def train_stage(ctx: StageContext, loaded: LoadedCheckpoint | None) -> State:
 def total_steps(settings: Settings, prepared: PreparedCorpus, stage: str, split: Mapping[str, Any]) -> int:
     """Optimiser steps of the stage if the clips of a step are divided like this; see BATCH_SPLIT_KEYS."""
     batch_size, accumulate, processes = (int(split[name]) for name in BATCH_SPLIT_KEYS)
-    num_clips = len(prepared.train)
+    num_clips = prepared.mixture.num_clips
     return stage_steps(settings.training, stage, num_clips, batch_size * processes, accumulate)[0]
 
 
@@ -575,7 +575,8 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
             store_frozen_in_bf16(ctx.model.gpt)
         recipe.to(plan.model).train()
         parts = recipe.parts()
-        warmup = warmup_steps(training, len(ctx.prepared.train), settings.data.batch_size * plan.world_size)
+        num_clips = ctx.prepared.mixture.num_clips
+        warmup = warmup_steps(training, num_clips, settings.data.batch_size * plan.world_size)
         optimizer = Optimizer(
             parts if len(parts) > 1 else recipe,
             training.learning_rate or recipe.learning_rate(ctx.fine_tuning),
@@ -707,6 +708,10 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
             "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
             "vocabulary": prepared.tokenizer.fingerprint,
         }
+        if len(prepared.corpora) > 1 or not prepared.mixture.is_plain:
+            pairs = zip(prepared.corpora, prepared.weights, strict=True)
+            known |= {"corpora and weights": ", ".join(f"{name}:{weight:g}" for name, weight in pairs)}
+            known |= {"data.language_temperature": data.language_temperature}
     given = os.environ.get("WORLD_SIZE", "")  # as torchrun would start it from here
     return known | {"processes": plan.world_size if plan else int(given) if given.isdigit() else 1}
 

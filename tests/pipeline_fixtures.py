@@ -80,6 +80,7 @@ def make_clips(folder: Path, data: DataSettings, num_clips: int = 14) -> ClipSet
         ids_rows=random.integers(0, len(texts), num_clips),
         speakers=random.integers(0, 4, num_clips),
         languages=random.integers(0, 18, num_clips),
+        corpora=np.zeros(num_clips, np.int64),
         names=[f"clip{number}" for number in range(num_clips)],
     )
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import glob
 import logging
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +82,8 @@ def metadata_files(folder: Path) -> list[tuple[Path, bool]]:
         if folder.is_file() and folder.name.lower().endswith(EXTENSIONS):
             raise DatasetError(f"{folder} is a single recording.\n{CUT_INTO_CLIPS}\n{FORMS}")
         missing = f"No such corpus folder: {folder.absolute()}"
+        if near := sorted(folder.parent.glob(f"{glob.escape(folder.name)}:*")):
+            missing += f" (for {near[0].name}, with a colon in its name, give {near[0]}/)"
         what = f"{folder} is a file: name its folder." if folder.is_file() else missing
         raise DatasetError(f"{what}\nA corpus is a folder in one of these forms:\n{FORMS}")
     train = [path for name in METADATA_FILES[:3] if (path := folder / name).is_file()]
@@ -347,6 +350,17 @@ def read_corpus(folder: Path) -> Corpus:
             else:
                 corpus.set_aside.append(found)
     return corpus
+
+
+def labelled(corpus: Corpus, name: str, speakers: str) -> Corpus:
+    """Return the corpus with ids `NAME/ID` and speakers `SPEAKERS/NAME`, each unless it is empty."""
+
+    def label(item: Clip | SetAside) -> Any:
+        item = item._replace(id=f"{name}/{item.id}") if name else item
+        is_named = isinstance(item, Clip) and item.speaker and speakers
+        return item._replace(speaker=f"{speakers}/{item.speaker}") if is_named else item
+
+    return replace(corpus, clips=[*map(label, corpus.clips)], set_aside=[*map(label, corpus.set_aside)])
 
 
 def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Clip | SetAside:

@@ -27,8 +27,7 @@ from myxtts.audio import Wave, write
 from myxtts.checkpoints import UnreadableWeights
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE, DataSettings, TrainingSettings, mel_frames
 from myxtts.data.clips import ClipSet
-from myxtts.data.corpus import read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS
+from myxtts.data.prepare import read_training
 from myxtts.devices import Machine, is_out_of_memory
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress, progress_bar
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
@@ -696,12 +695,13 @@ def example(data: DataSettings, clips: ClipSet) -> Example | None:
     main_language = np.bincount(clips.languages).argmax()
     seconds = np.where(clips.languages == main_language, clips.num_samples / SAMPLE_RATE, 0.0)
     chosen = int(np.argmax(np.minimum(seconds, _ENOUGH_SECONDS)))
-    folder = data.train_data or EMBEDDED_CORPUS
     try:
-        found = [clip for clip in read_corpus(folder).clips if clip.id == clips.names[chosen]]
+        corpora, name = read_training(data), clips.names[chosen]
     except (DatasetError, OSError):
         return None
-    return Example(folder / found[0].path, found[0].text, LANGUAGES[main_language]) if found else None
+    found = [(corpus, clip) for corpus in corpora for clip in corpus.clips if clip.id == name]
+    said = [(corpus.folder / clip.path, clip.text) for corpus, clip in found[:1]]
+    return Example(*said[0], LANGUAGES[main_language]) if said else None
 
 
 def speak_sample(folder: Path, said: Example, device: torch.device | None = None) -> Speech:

@@ -63,7 +63,7 @@ STEP_RANGE = "myxtts step"  # the name of a step in PyTorch's profiler
 def temporary_codes(prepared: PreparedCorpus) -> Iterator[PreparedCorpus]:
     """The corpus with a temporary folder for codes: the user's cache is not for those of untrained weights."""
     with tempfile.TemporaryDirectory(prefix="myxtts-dry-run-") as folder:
-        yield replace(prepared, root=Path(folder))
+        yield replace(prepared, root=Path(folder), other_roots=[])
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from myxtts.audio import Wave
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.corpus import read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
+from myxtts.data.prepare import prepare, read_training
 from myxtts.data.store import user_cache
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError, DatasetError, PipelineError, Progress, progress_bar
@@ -168,7 +168,7 @@ def held_out_sentences(
 
 def _unseen_texts(prepared: PreparedCorpus, data: DataSettings) -> dict[str, str]:
     """The text of every held-out clip by name, without those that are the text of a training clip too."""
-    train = {clip.id: clip.text for clip in read_corpus(data.train_data or EMBEDDED_CORPUS).clips}
+    train = {clip.id: clip.text for corpus in read_training(data) for clip in corpus.clips}
     val = {clip.id: clip.text for clip in read_corpus(data.val_data).clips} if data.val_data else train
     seen = {train[name] for name in prepared.train.names if name in train}
     unseen = {name: val[name] for name in prepared.val.names if name in val and val[name] not in seen}
