@@ -57,6 +57,7 @@ from myxtts.devices import (
     process_group,
     random_state,
     set_random_state,
+    work_on,
 )
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, Progress
 from myxtts.files import lock, write_text_atomically
@@ -117,6 +118,7 @@ def train(
         if plan.rank == 0:
             held.enter_context(lock(run_dir.folder))
         held.enter_context(deterministic(plan, settings.training.deterministic))
+        work_on(plan.model)
         held.enter_context(process_group(plan))
         apply_caps(plan)
         if continues:
@@ -340,10 +342,12 @@ def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan, auto: Mappi
         why = f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech"
         why = why if settings.training.init_from is None else "Like the weights it starts from"
         yield f"{why}, the gpt stage has {applied}"
-    gpus = Machine.look().gpus
+    machine = Machine.look()
+    gpus = machine.gpus
     situation = Situation(
         settings=settings,
         num_gpus=len(gpus) if plan.world_size == 1 else min(len(gpus), 1),
+        roles=machine.roles,
         cores=usable_cores(),
         gpu_memory_mb=next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0),
         num_clips=prepared.mixture.num_clips,

@@ -168,7 +168,7 @@ class Corpus:
         """A feed that the caller starts and closes."""
         data = data or self.data
         gatherer = self.gatherer(codes, data)
-        frontend = make_frontend(self.model, data, gatherer.frame_budget)
+        frontend = make_frontend(self.model, data, gatherer.frame_budget).to(plan.data)
         return Feed(gatherer, frontend, plan, data, depths, **options)
 
 

@@ -202,16 +202,20 @@ class ClipSet:
     @classmethod
     def joined(cls, sets: Sequence[ClipSet]) -> ClipSet:
         """Return the clips of several sets, each with a store of its own, one set after another."""
-        if len(sets) == 1:
-            return sets[0]
-        audio, ids = _join_stores([store for each in sets for store in each.stores])
+        audio, ids = _joined([store for each in sets for store in each.stores])
         numbers = {field: np.concatenate([getattr(each, field) for each in sets]) for field in _ROW_FIELDS}
-        for field, starts in (("audio_rows", audio.starts), ("ids_rows", ids.starts)):
-            numbers[field] += np.repeat(starts, [len(each) for each in sets])
+        for field, store in (("audio_rows", audio), ("ids_rows", ids)):
+            if isinstance(store, Joined):
+                numbers[field] += np.repeat(store.starts, [len(each) for each in sets])
         return cls(audio, ids, **numbers, names=[name for each in sets for name in each.names])
 
 
-def _join_stores(stores: Sequence[tuple[AudioRows, Store]]) -> tuple[Joined[AudioRows], Joined[Store]]:
+def _joined(
+    stores: Sequence[tuple[AudioRows, Store]],
+) -> tuple[AudioRows | Joined[AudioRows], Store | Joined[Store]]:
+    """Return the audio and the ids of several corpora, one after another."""
+    if len(stores) == 1:
+        return stores[0]
     return Joined([audio for audio, _ in stores]), Joined([ids for _, ids in stores])
 
 
@@ -262,7 +266,7 @@ class Mixture:
         for members, taken in zip(self._members, self._taken.tolist(), strict=True):
             rest = taken % len(members) / len(members)
             variance += rest * (1 - rest) * len(members) * float(values[members].var())
-        return variance**0.5 / float((self.times * values).sum())
+        return float(variance**0.5 / (self.times * values).sum())
 
 
 class Share(NamedTuple):
@@ -409,11 +413,10 @@ def load_snapshot(root: Path, state: str) -> PreparedCorpus | None:
         return None
     per_side = len(_ROW_FIELDS)
     rows = [dict(zip(_ROW_FIELDS, side, strict=True)) for side in (numbers[:per_side], numbers[per_side:])]
-    joined = [each[0] if len(each) == 1 else _join_stores(each) for each in (stores[:num_corpora], stores[-1:])]
-    sources = (joined[0], joined[len(stores) > num_corpora])
+    sources = [_joined(stores[:num_corpora]), _joined(stores[num_corpora:] or stores)]
     train, val = (
-        ClipSet(*source, **of_side, names=names)
-        for source, of_side, names in zip(sources, rows, texts["names"], strict=True)
+        ClipSet(audio, ids, **of_side, names=names)
+        for (audio, ids), of_side, names in zip(sources, rows, texts["names"], strict=True)
     )
     set_aside = [SetAside(*item) for item in texts["set_aside"]]
     rest = (texts["vocabulary"], root, texts["max_mel_frames"], texts["corpora"], texts["other_roots"])

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -353,14 +353,13 @@ def read_corpus(folder: Path) -> Corpus:
 
 
 def labelled(corpus: Corpus, name: str, speakers: str) -> Corpus:
-    """Return the corpus with ids `NAME/ID` and speakers `SPEAKERS/NAME`, each unless it is empty."""
-
-    def label(item: Clip | SetAside) -> Any:
-        item = item._replace(id=f"{name}/{item.id}") if name else item
-        is_named = isinstance(item, Clip) and item.speaker and speakers
-        return item._replace(speaker=f"{speakers}/{item.speaker}") if is_named else item
-
-    return replace(corpus, clips=[*map(label, corpus.clips)], set_aside=[*map(label, corpus.set_aside)])
+    """Return the corpus with ids `NAME/ID` and speakers `SPEAKERS/SPEAKER`, where these are not empty."""
+    start, person = (f"{word}/" if word else "" for word in (name, speakers))
+    aside = [item._replace(id=start + item.id) for item in corpus.set_aside]
+    clips = [
+        clip._replace(id=start + clip.id, speaker=clip.speaker and person + clip.speaker) for clip in corpus.clips
+    ]
+    return replace(corpus, clips=clips, set_aside=aside)
 
 
 def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Clip | SetAside:

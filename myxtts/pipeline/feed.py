@@ -175,7 +175,7 @@ class Feed:
             works |= on_device
         else:
             self._on_demand = list(on_device.values())
-        self._workers = [workers.Worker(name, work, self._rings) for name, work in works.items()]
+        self._workers = [workers.Worker(name, work, self._rings, self.plan.data) for name, work in works.items()]
         for worker in self._workers:
             worker.start()
 

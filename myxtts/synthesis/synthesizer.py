@@ -28,7 +28,7 @@ from myxtts.checkpoints import UnreadableWeights
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE, DataSettings, TrainingSettings, mel_frames
 from myxtts.data.clips import ClipSet
 from myxtts.data.prepare import read_training
-from myxtts.devices import Machine, is_out_of_memory
+from myxtts.devices import device_named, is_out_of_memory, work_on
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress, progress_bar
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
@@ -611,7 +611,7 @@ def load_synthesizer(
     folder: Path | str | None = None,
     *,
     vocoder: VocoderName | None = None,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     best_gpt: bool = False,
 ) -> Synthesizer:
     """Load a run or a folder of weights onto the first GPU, or the CPU; by default the `usual_model`.
@@ -621,8 +621,8 @@ def load_synthesizer(
     `best_gpt` takes the GPT of a run with the best validation loss instead of the newest.
     """
     folder = usual_model() if folder is None else Path(folder)
-    if device is None:
-        device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
+    device = device_named(device)
+    work_on(device)
     run = RunDir(folder)
     if run.exists:
         known = provenance(run)

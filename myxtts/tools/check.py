@@ -121,6 +121,7 @@ class CheckContext:
         return Situation(
             settings=self.loaded.settings,
             num_gpus=len(self.machine.gpus),
+            roles=self.machine.roles,
             cores=self.host.cores,
             gpu_memory_mb=self.model_gpu.memory_mb if self.model_gpu is not None else 0,
             num_clips=num_clips,
