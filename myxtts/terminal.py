@@ -309,8 +309,9 @@ def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
     _show_shares(list(prepared.shares()), prepared)
     if prepared.set_aside:
         show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
-    if not brief and not any(prepared.speaker_names):
-        show_lines([f"Hint: {NO_SPEAKERS}"])
+    if not brief and (unnamed := prepared.unnamed_corpora):
+        where = f"In {', '.join(unnamed)}: " if len(prepared.corpora) > 1 else ""
+        show_lines([f"Hint: {where}{NO_SPEAKERS}"])
     show_lines([f"Ready: cache in {prepared.root}"])
 
 

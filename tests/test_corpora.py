@@ -19,6 +19,7 @@ from myxtts.data.clips import ClipSet, Mixture, PreparedCorpus
 from myxtts.data.codes import CodesCache
 from myxtts.data.prepare import prepare, prepared_before
 from myxtts.errors import ConfigError, DatasetError
+from myxtts.observe.metrics import json_lines
 from myxtts.pipeline import feed
 from myxtts.settings import load, to_yaml
 from myxtts.terminal import show_corpus
@@ -41,6 +42,8 @@ def test_how_corpora_are_written() -> None:
     everything = CorpusSource(Path("b"), 2, "de", "x y", True)
     written = load_command(text='data: {train_data: [a, "b:2,language=de, speakers=x y,single-speaker"]}')
     assert written.settings.data.sources == (CorpusSource(Path("a")), everything)
+    flow = load_command(text="data: {train_data: [a:single-speaker, b:0.5]}").settings.data.sources
+    assert flow == (CorpusSource(Path("a"), single_speaker=True), CorpusSource(Path("b"), 0.5))
     block = load_command(text="data:\n  train_data:\n    - a\n    - b:0.5\n").settings.data
     assert block.sources == (CorpusSource(Path("a")), CorpusSource(Path("b"), 0.5))
     assert load_command("--train-data a").settings.data.train_data == Path("a"), "one folder is a path, as ever"
@@ -294,6 +297,28 @@ def test_clips_without_names_have_the_voice_of_their_corpus(two: tuple[Path, Pat
     assert len(set(both[:6])) == len(set(both[6:])) == 1 and both[0] != both[6]
     one = voices(replace(data, train_data=(CorpusSource(two[0], single_speaker=True), data.sources[1])))
     assert len(set(one[:6])) == 1 and one[6:] == [-1] * 4
+    assert prepared.unnamed_corpora == ["first", "second"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_corpus_without_names_is_asked_about_and_the_share_is_kept(start: Start, two: tuple[Path, Path]) -> None:
+    (two[1] / "speakers.csv").unlink()
+    names = "".join(f"clip{number:03d}|ann\n" for number in range(6))
+    (two[0] / "speakers.csv").write_text(f"id|speaker\n{names}")
+    start.command("prepare", "--train-data", two[0], "--train-data", two[1], "--language", "en")
+    assert "Hint: In second: no clip names its speaker" in start.out.replace("\n", " ")
+    for options, share in ((":0.5", 2 / 8), (":0.5,single-speaker", 0.0)):
+        run = start(
+            f"--train-data {two[1]}{options} --stages gpt --max-steps 1 --max-mel-frames 300",
+            f"run{share}",
+            two[0],
+        )
+        begun = [line for line in json_lines(run / "metrics.jsonl") if line["kind"] == "begin"]
+        assert [line["own_references"] for line in begun] == [pytest.approx(share)]
+        asked = (
+            "25 % of the clips have no other clip of their speaker and use themselves; if one person speaks in "
+        )
+        assert (asked + "all of second, give it as DIR:single-speaker" in start.out) == (share > 0)
 
 
 def test_each_corpus_may_have_its_language(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

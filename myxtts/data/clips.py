@@ -312,6 +312,14 @@ class PreparedCorpus:
                     share = float(taken[place] / taken.sum())
                     yield Share(kind, known[place], int(clips[place]), float(hours[place]), share)
 
+    @property
+    def unnamed_corpora(self) -> list[str]:
+        """The training corpora in which no clip names its speaker."""
+        is_named = np.array([bool(name) for name in self.speaker_names])[self.train.speakers]
+        return [
+            name for number, name in enumerate(self.corpora) if not is_named[self.train.corpora == number].any()
+        ]
+
     def fitted(self, data: DataSettings) -> DataSettings:
         """Return the settings with the limit of this corpus in place of `auto`."""
         return replace(data, max_mel_frames=self.max_mel_frames)

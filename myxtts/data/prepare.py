@@ -154,7 +154,9 @@ def named_sources(data: DataSettings) -> list[NamedSource]:
     found: dict[str, CorpusSource] = {}
     for number, source in enumerate(sources, 1):
         name = source.folder.resolve().name
-        found[f"{name}-{number}" if name in found else name] = source
+        while name in found:
+            name = f"{name}-{number}"
+        found[name] = source
     return [NamedSource(name if len(sources) > 1 else "", source) for name, source in found.items()]
 
 
