@@ -229,11 +229,12 @@ class DataSettings:
     """Folder of the training corpus in LJSpeech's layout: `metadata.csv` and `wavs/`. `null` uses the small
     corpus embedded in the package. Give the flag several times, or a list in the file, to train on several
     corpora. Options follow a colon, separated by commas: `DIR:0.3`, `DIR:2,language=de,speakers=x,single-speaker`.
-    The number is the weight: an epoch takes so many times the clips of the corpus. Below 1 each epoch continues
-    where the last one ended, until all clips have been used; above 1 clips are repeated. `language` and
-    `single-speaker` are the settings of these names for one corpus. With several corpora, the speakers of each
-    are called `x/NAME`, where x is its folder or what `speakers` says, so equal names in two corpora are two
-    people unless `speakers` is the same. A folder with a colon in its name ends with a slash: `a:b/`."""
+    The number is the weight: an epoch takes so many times the clips of the corpus, rounded to whole clips. Below 1
+    each epoch continues where the last one ended, until all clips have been used, and then in another order; above
+    1 clips are repeated. Validation ignores weights. `language` and `single-speaker` are the settings of these
+    names for one corpus. With several corpora, the speakers of each are called `x/NAME`, where x is its folder or
+    what `speakers` says, so equal names in two corpora are two people unless `speakers` is the same. A folder with
+    a colon in its name ends with a slash: `a:b/`."""
     language_temperature: float = setting(1.0, minimum=1, maximum=100)
     """Evens out the languages of an epoch: the clips of a language are in proportion to their number to the power
     of 1/temperature. 1 changes nothing, 2 uses the square root, 100 makes all languages about equal. The number of
