@@ -56,6 +56,7 @@ from myxtts.devices import (
     process_group,
     random_state,
     set_random_state,
+    work_on,
 )
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, Progress
 from myxtts.files import lock, write_text_atomically
@@ -116,6 +117,7 @@ def train(
         if plan.rank == 0:
             held.enter_context(lock(run_dir.folder))
         held.enter_context(deterministic(plan, settings.training.deterministic))
+        work_on(plan.model)
         held.enter_context(process_group(plan))
         apply_caps(plan)
         if continues:
@@ -341,13 +343,15 @@ def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan, auto: Mappi
         why = f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech"
         why = why if settings.training.init_from is None else "Like the weights it starts from"
         yield f"{why}, the gpt stage has {applied}"
-    gpus = Machine.look().gpus
+    machine = Machine.look()
+    gpus = machine.gpus
     situation = Situation(
         settings=settings,
         num_gpus=len(gpus) if plan.world_size == 1 else min(len(gpus), 1),
+        roles=machine.roles,
         cores=usable_cores(),
         gpu_memory_mb=next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0),
-        num_clips=len(prepared.train),
+        num_clips=prepared.mixture.num_clips,
         num_val_clips=len(prepared.val),
         speech_hours=float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600,
         processes=plan.world_size,
@@ -474,7 +478,7 @@ def plan_stages(
             step, does = notes.step, f"continues at step {notes.step} of {max(target, notes.step)}"
         why = status.why
         batch_clips = settings.data.batch_size * plan.world_size
-        risen = warmup_steps(settings.training, len(prepared.train), batch_clips) + 1
+        risen = warmup_steps(settings.training, prepared.mixture.num_clips, batch_clips) + 1
         if status.state == "complete" and risen < step < target:
             why = f"its first {step} steps used the learning rates of a shorter run"
         planned.append(StagePlan(stage, max(target - step, 0), does, why))
@@ -515,7 +519,7 @@ def train_stage(ctx: StageContext, loaded: LoadedCheckpoint | None) -> State:
 def total_steps(settings: Settings, prepared: PreparedCorpus, stage: str, split: Mapping[str, Any]) -> int:
     """Optimiser steps of the stage if the clips of a step are divided like this; see BATCH_SPLIT_KEYS."""
     batch_size, accumulate, processes = (int(split[name]) for name in BATCH_SPLIT_KEYS)
-    num_clips = len(prepared.train)
+    num_clips = prepared.mixture.num_clips
     return stage_steps(settings.training, stage, num_clips, batch_size * processes, accumulate)[0]
 
 
@@ -541,7 +545,7 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
         ctx.say(f"Buffer size: {feed.buffers()}")
         if feed.own_references is not None:
-            ctx.say(f"Reference voices: {_about_references(feed.own_references)}")
+            ctx.say(f"Reference voices: {_about_references(feed.own_references, ctx.prepared)}")
         ctx.say(f"Training step: {step.mode}")
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)
@@ -549,10 +553,12 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
         return Trainer(ctx, step, feed, state, total, peak).run()
 
 
-def _about_references(own: float) -> str:
+def _about_references(own: float, prepared: PreparedCorpus) -> str:
     if own == 0:
         return "each clip is conditioned on another clip of its speaker"
     advice = "if one person speaks in all clips without a name, give --single-speaker"
+    if len(prepared.corpora) > 1 and (unnamed := prepared.unnamed_corpora):
+        advice = f"if one person speaks in all of {' or of '.join(unnamed)}, give it as DIR:single-speaker"
     return f"{100 * own:.0f} % of the clips have no other clip of their speaker and use themselves; {advice}"
 
 
@@ -577,7 +583,8 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
             store_frozen_in_bf16(ctx.model.gpt)
         recipe.to(plan.model).train()
         parts = recipe.parts()
-        warmup = warmup_steps(training, len(ctx.prepared.train), settings.data.batch_size * plan.world_size)
+        num_clips = ctx.prepared.mixture.num_clips
+        warmup = warmup_steps(training, num_clips, settings.data.batch_size * plan.world_size)
         optimizer = Optimizer(
             parts if len(parts) > 1 else recipe,
             training.learning_rate or recipe.learning_rate(ctx.fine_tuning),
@@ -711,6 +718,10 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
             "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
             "vocabulary": prepared.tokenizer.fingerprint,
         }
+        if len(prepared.corpora) > 1 or not prepared.mixture.is_plain:
+            pairs = zip(prepared.corpora, prepared.weights, strict=True)
+            known |= {"corpora and weights": ", ".join(f"{name}:{weight:g}" for name, weight in pairs)}
+            known |= {"data.language_temperature": data.language_temperature}
     given = os.environ.get("WORLD_SIZE", "")  # as torchrun would start it from here
     return known | {"processes": plan.world_size if plan else int(given) if given.isdigit() else 1}
 

@@ -34,9 +34,9 @@ from myxtts.audio import Wave
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.corpus import read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
+from myxtts.data.prepare import prepare, read_training
 from myxtts.data.store import user_cache
-from myxtts.devices import Machine
+from myxtts.devices import device_named
 from myxtts.errors import ConfigError, DatasetError, PipelineError, Progress, progress_bar
 from myxtts.files import write_text_atomically
 from myxtts.model.mel import DVAE_MEL, LogMel
@@ -168,7 +168,7 @@ def held_out_sentences(
 
 def _unseen_texts(prepared: PreparedCorpus, data: DataSettings) -> dict[str, str]:
     """The text of every held-out clip by name, without those that are the text of a training clip too."""
-    train = {clip.id: clip.text for clip in read_corpus(data.train_data or EMBEDDED_CORPUS).clips}
+    train = {clip.id: clip.text for corpus in read_training(data) for clip in corpus.clips}
     val = {clip.id: clip.text for clip in read_corpus(data.val_data).clips} if data.val_data else train
     seen = {train[name] for name in prepared.train.names if name in train}
     unseen = {name: val[name] for name in prepared.val.names if name in val and val[name] not in seen}
@@ -205,6 +205,7 @@ class EvaluationOptions:
     best_gpt: bool = False
     guidance: float | None = None
     central: bool | None = None
+    device: str | None = None
 
 
 def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Progress) -> None:
@@ -218,13 +219,14 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
         raise ConfigError(f"{settings_file} is missing; it says what the run was trained on")
     data = replace(load(settings_file, {}).settings.data, tokenizer=run.vocabulary_file)
     sentences = held_out_sentences(prepare(data, progress), data, options.num_sentences, options.language)
-    synthesizer = load_synthesizer(folder, vocoder=options.vocoder, best_gpt=options.best_gpt)
+    device = device_named(options.device)
+    synthesizer = load_synthesizer(folder, vocoder=options.vocoder, device=device, best_gpt=options.best_gpt)
     sampling, vocoder = override_sampling(synthesizer.sampling, options), synthesizer.vocoder.name
     _write_recordings(out, sentences)
     work = _with_voices(synthesizer, out, sentences)
     problems = _speak(synthesizer, out, work, sampling, options.seed, progress)
     del synthesizer
-    _reconstruct(run, out, work, vocoder, options.best_gpt, progress)
+    _reconstruct(run, out, work, vocoder, options.best_gpt, device, progress)
     about = {
         "run": folder.resolve().name,
         "steps": {stage: notes.step for stage, notes in run.newest_notes().items()},
@@ -284,10 +286,15 @@ def _speak(
 
 @torch.no_grad()
 def _reconstruct(
-    run: RunDir, out: Path, work: VoicedSentences, vocoder_name: str, best_gpt: bool, progress: Progress
+    run: RunDir,
+    out: Path,
+    work: VoicedSentences,
+    vocoder_name: str,
+    best_gpt: bool,
+    device: torch.device,
+    progress: Progress,
 ) -> None:
     """Turn the true codes of every clip into sound, by the vocoder the run speaks with."""
-    device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
     trained = vocoder_name == HifiGan.name
     model = run.load_model(without=() if trained else ("decoder",), best_gpt=best_gpt, warn=False)
     model = model.to(device).eval().requires_grad_(False)
