@@ -183,6 +183,33 @@ def test_ranks_share_an_epoch_of_any_mixture_within_the_budget(world_size: int) 
     assert steps[ranks[0].num_batches - 2] == Cursor(1) and steps[-1] == Cursor(2, 1)
 
 
+@pytest.mark.parametrize("seed", [12, 36])
+def test_every_clip_of_a_large_mixture_has_its_turn(seed: int) -> None:
+    """With these seeds the first two epochs, of five that hold every clip once, hold none of the long clips."""
+    tokens = np.random.default_rng(0).integers(60, 200, 30000)
+    tokens[long := [5, 900, 15000, 29999]] = 600
+    mixture = Mixture(clip_set([0] * 30000, [0] * 30000), [0.2])
+    assert mixture.num_clips > 5000
+    batches = Batches(tokens, 2, seed, mixture=mixture)
+    assert 660 <= batches.budget <= 680, "the longest clip and a short one"
+    seen: Counter[int] = Counter()
+    for epoch in range(5):
+        clips, weights = batches.epoch(epoch)
+        seen += Counter(clips[weights > 0].tolist())
+    assert set(seen.values()) == {1} and seen.keys() >= set(long)
+
+
+@pytest.mark.parametrize("weights", [[0.3, 1.6], [0.95, 0.95], [1.0, 0.02]])
+def test_the_longest_epoch_holds_more_long_clips_than_others(weights: list[float]) -> None:
+    random = np.random.default_rng(4)
+    lengths = random.integers(50, 400, 500)
+    mixture = Mixture(clip_set([0] * 500, [0] * 200 + [1] * 300), weights)
+    longest = lengths[mixture.longest_epoch(lengths, 3.0)]
+    assert len(longest) == mixture.num_clips and longest.max() == lengths.max()
+    totals = [lengths[mixture.clips(1, epoch)].sum() for epoch in range(60)]
+    assert max(totals) < longest.sum() < 1.1 * np.mean(totals)
+
+
 def test_own_references_are_counted_as_an_epoch_holds_them(small_set: ClipSet) -> None:
     voices = np.where(small_set.corpora == 0, 0, np.arange(len(small_set)))
     mixture = Mixture(small_set, [1.0, 0.5])

@@ -45,8 +45,8 @@ BUDGET_SLACK = 0.003
 """The least share by which the budget exceeds the mean batch; large corpora balance far better than this."""
 _ATTEMPTS = 64
 _ATTEMPTS_PER_DRAW = 16
-_MOST_EPOCHS, _DEVIATIONS = 100, 3.0
-"""Epochs that decide the budget of a small corpus, and the room for epochs whose clips are longer on average."""
+_DEVIATIONS = 2.5
+"""Room for epochs of a mixture with more long clips than the average one, in standard deviations."""
 _SWAP_ROUNDS = 64
 """Batches of 16 and more clips need a few rounds; batches of 4 need many to come within two per cent."""
 
@@ -138,21 +138,20 @@ class Batches:
         clips, weights = self.epoch(epoch)
         return 1.0 - float((self._num_tokens[clips] * weights).sum()) / (self.budget * self.num_batches)
 
-    def _arrange(self, epoch: int, attempt: int) -> tuple[Rows, Weights]:
-        """Return the clips of an epoch in random batches of nearly equal token totals.
+    def _arrange(self, epoch: int, attempt: int, drawn: Rows | None = None) -> tuple[Rows, Weights]:
+        """Return the clips of an epoch, or those `drawn`, in random batches of nearly equal token totals.
 
         Clips are sorted by length with some noise and dealt stratum by stratum, one to each batch: the longest
         goes to the batch with the fewest tokens so far. Swaps then even out the totals.
         """
         random = default_rng([self._seed, epoch, attempt])
         num_clips, batch_size = self._num_clips, self._batch_size
-        drawn: Rows = np.arange(num_clips)
-        if self._mixture is not None:  # others only if these do not fit, however they are arranged
+        if drawn is None and self._mixture is not None:  # others only if no arrangement of these fits
             drawn = self._mixture.clips(self._seed, epoch, attempt // _ATTEMPTS_PER_DRAW)
         num_batches = self.num_batches * self._world_size
         num_padding = num_batches * batch_size - num_clips
         padding = np.full(num_padding, self._num_tokens.argmin())
-        items = np.concatenate([random.permutation(drawn), padding])
+        items = np.concatenate([random.permutation(num_clips if drawn is None else drawn), padding])
         weights = np.repeat(np.array([1, 0], np.float32), [num_clips, num_padding])
         noisy = self._num_tokens[items] * random.uniform(0.8, 1.25, len(items))
         strata = np.argsort(-noisy, kind="stable").reshape(batch_size, num_batches)
@@ -172,15 +171,11 @@ class Batches:
 
     def _find_budget(self) -> int:
         """Return the smallest budget that every epoch fits within a few of its `_ATTEMPTS` arrangements."""
-        epochs, share, excess = 16 if self._num_clips < 5000 else 2, 0.75, 0.0
-        if self._mixture is not None and not self._mixture.is_plain:
-            least = float(self._mixture.times.min())  # so that every clip of a small corpus is seen once
-            epochs, share = min(max(epochs, math.ceil(1 / least)), _MOST_EPOCHS) if epochs > 2 else epochs, 1.0
-            excess = _DEVIATIONS * self._mixture.spread(self._num_tokens)
-        totals = [self._num_tokens[self._arrange(epoch, 0)[0]].sum(axis=1) for epoch in range(epochs)]
-        largest = float(np.quantile([batch_totals.max() for batch_totals in totals], share))
-        mean = float(max(batch_totals.mean() for batch_totals in totals))
-        return _round_up(max(mean * (1 + BUDGET_SLACK + excess), largest), TOKEN_MULTIPLE)
+        drawn = self._mixture and self._mixture.longest_epoch(self._num_tokens, _DEVIATIONS)
+        epochs = range(16 if self._num_clips < 5000 else 2)
+        totals = [self._num_tokens[self._arrange(epoch, 0, drawn)[0]].sum(axis=1) for epoch in epochs]
+        largest = float(np.quantile([batch_totals.max() for batch_totals in totals], 0.75))
+        return _round_up(max(float(totals[0].mean()) * (1 + BUDGET_SLACK), largest), TOKEN_MULTIPLE)
 
 
 def _swap_towards_mean(batches: Rows, num_tokens: Rows, totals: Rows, shift: int) -> Rows:

@@ -260,13 +260,24 @@ class Mixture:
             found.append(np.concatenate(order)[start : start + taken])
         return np.concatenate(found)
 
-    def spread(self, values: Rows) -> float:
-        """Return the standard deviation of the sum of `values` over an epoch, as a share of its mean."""
-        variance = 0.0
-        for members, taken in zip(self._members, self._taken.tolist(), strict=True):
-            rest = taken % len(members) / len(members)
-            variance += rest * (1 - rest) * len(members) * float(values[members].var())
-        return float(variance**0.5 / (self.times * values).sum())
+    def longest_epoch(self, lengths: Rows, deviations: float) -> Rows:
+        """Return the clips of an epoch with more long clips than nearly every other has, the longest included.
+
+        For every length, the number of clips of at least this length exceeds its mean by so many `deviations`.
+        """
+        order = np.argsort(-lengths, kind="stable")
+        whole, rest = np.divmod(self.times, 1)
+        mean, variance = np.cumsum(rest[order]), np.zeros(len(order))
+        for members in self._members:
+            share, longer = float(rest[members[0]]), np.cumsum(np.isin(order, members))
+            # An epoch may hold the end of one pass and the start of another: two halves vary most.
+            ends = max(share * (1 - share / 2), (1 - share**2) / 2 * bool(whole[members[0]])) if share else 0.0
+            variance += ends * longer * (1 - longer / len(members))
+        most = np.minimum(np.ceil(mean + deviations * np.sqrt(variance)), self.num_clips - whole.sum())
+        places = 2 * np.arange(1, len(order) + 1)  # of each clip at most two, one from either pass
+        taken = places + np.minimum.accumulate(np.minimum(np.maximum.accumulate(most) - places, 0))
+        whole[order] += np.diff(taken, prepend=0)
+        return np.repeat(np.arange(len(order)), whole.astype(np.int64))
 
 
 class Share(NamedTuple):
