@@ -543,6 +543,7 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _speak(options: argparse.Namespace) -> None:
+    from myxtts.devices import device_named, work_on
     from myxtts.synthesis.synthesizer import check_output, load_synthesizer, override_sampling
     from myxtts.synthesis.voices import VoiceLibrary
     from myxtts.terminal import ProgressLines
@@ -556,8 +557,8 @@ def _speak(options: argparse.Namespace) -> None:
         voices.path(options.voice)  # reports an impossible name before anything is computed
     elif not options.speaker:
         voices.default()  # raises if there is none
-    where = {"device": options.device, "best_gpt": options.best}
-    synthesizer = load_synthesizer(folder, vocoder=options.vocoder, **where)
+    work_on(device := device_named(options.device))
+    synthesizer = load_synthesizer(folder, vocoder=options.vocoder, device=device, best_gpt=options.best)
     language = options.language or language_of(text, synthesizer.languages)
     if options.speaker:
         voice = synthesizer.voice(options.speaker, options.voice)

@@ -212,7 +212,7 @@ MAX_WEIGHT = 100.0
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """One of the training corpora."""
+    """A corpus for training or validation."""
 
     folder: Path
     weight: float = 1.0
@@ -233,14 +233,16 @@ class DataSettings:
     each epoch continues where the last one ended, until all clips have been used, and then in another order; above
     1 clips are repeated. Validation ignores weights. `language` and `single-speaker` are the settings of these
     names for one corpus. With several corpora, the speakers of each are called `x/NAME`, where x is its folder or
-    what `speakers` says, so equal names in two corpora are two people unless `speakers` is the same. A folder with
-    a colon in its name ends with a slash: `a:b/`."""
+    what `speakers` says, so equal names in two corpora are two people unless `speakers` is the same. The same
+    holds for the single speakers of two corpora. A folder with a colon in its name ends with a slash: `a:b/`."""
     language_temperature: float = setting(1.0, minimum=1, maximum=100)
     """Evens out the languages of an epoch: the clips of a language are in proportion to their number to the power
     of 1/temperature. 1 changes nothing, 2 uses the square root, 100 makes all languages about equal. The number of
     clips in an epoch stays the same: frequent languages take turns, and clips of rare ones are repeated."""
-    val_data: Path | None = setting(None, metavar="DIR")
-    """Folder of the validation corpus. `null` holds out a fixed part of the training data (`val_fraction`)."""
+    val_data: Path | tuple[CorpusSource, ...] | None = setting(None, metavar="DIR[:OPTIONS]", several=True)
+    """Folder of the validation corpus, or several. `null` holds out a fixed part of the training data
+    (`val_fraction`). Options are those of `train_data` without weights. With several training corpora,
+    `DIR:speakers=x` says that its speakers are those of the training corpus whose speakers are called `x/NAME`."""
     val_fraction: float = setting(0.02, minimum=0, maximum=0.5)
     """Fraction of the training clips held out for validation when `val_data` is not given. The choice depends
     only on the clips, so a continued run validates on the same ones."""
@@ -334,8 +336,16 @@ class DataSettings:
     @property
     def sources(self) -> tuple[CorpusSource, ...]:
         """The training corpora that are named; none for the embedded one."""
-        given = self.train_data
-        return (CorpusSource(given),) if isinstance(given, Path) else given or ()
+        return _sources(self.train_data)
+
+    @property
+    def val_sources(self) -> tuple[CorpusSource, ...]:
+        """The validation corpora that are named."""
+        return _sources(self.val_data)
+
+
+def _sources(given: Path | tuple[CorpusSource, ...] | None) -> tuple[CorpusSource, ...]:
+    return (CorpusSource(given),) if isinstance(given, Path) else given or ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,16 @@ from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key, keep_latents, latents_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
-from myxtts.settings import LoadedSettings, as_loaded, how_to_set, specs, to_yaml, value_of, with_settings
+from myxtts.settings import (
+    LoadedSettings,
+    as_loaded,
+    format_weight,
+    how_to_set,
+    specs,
+    to_yaml,
+    value_of,
+    with_settings,
+)
 from myxtts.synthesis.synthesizer import provenance
 from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.text.tokenizer import Tokenizer
@@ -81,6 +90,9 @@ MEL_STATISTICS_CLIPS = 256
 COMPARED_CLIPS = 64  # validation clips, about, on which the decoder is compared with Griffin-Lim
 BATCH_SPLIT_KEYS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
 """How the clips of a step are divided: a run may change these as long as their product stays the same."""
+MIXTURE, TEMPERATURE = "corpora and weights", "data.language_temperature"
+ONE_CORPUS = {MIXTURE: "one corpus, each clip once", TEMPERATURE: 1.0}
+"""What is written, and assumed of a run that does not say it, where every epoch holds every clip of one corpus."""
 CLIPS_PER_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
 
 Say = Callable[[str], None]
@@ -557,8 +569,9 @@ def _about_references(own: float, prepared: PreparedCorpus) -> str:
     if own == 0:
         return "each clip is conditioned on another clip of its speaker"
     advice = "if one person speaks in all clips without a name, give --single-speaker"
-    if len(prepared.corpora) > 1 and (unnamed := prepared.unnamed_corpora):
-        advice = f"if one person speaks in all of {' or of '.join(unnamed)}, give it as DIR:single-speaker"
+    if len(prepared.corpora) > 1:
+        where = " or of ".join(prepared.unnamed_corpora) or "the clips without a name of a corpus"
+        advice = f"if one person speaks in all of {where}, give it as DIR:single-speaker"
     return f"{100 * own:.0f} % of the clips have no other clip of their speaker and use themselves; {advice}"
 
 
@@ -718,10 +731,10 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
             "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
             "vocabulary": prepared.tokenizer.fingerprint,
         }
+        known |= ONE_CORPUS
         if len(prepared.corpora) > 1 or not prepared.mixture.is_plain:
-            pairs = zip(prepared.corpora, prepared.weights, strict=True)
-            known |= {"corpora and weights": ", ".join(f"{name}:{weight:g}" for name, weight in pairs)}
-            known |= {"data.language_temperature": data.language_temperature}
+            pairs = zip(prepared.corpora, map(format_weight, prepared.weights), strict=True)
+            known |= {MIXTURE: ", ".join(map(":".join, pairs)), TEMPERATURE: data.language_temperature}
     given = os.environ.get("WORLD_SIZE", "")  # as torchrun would start it from here
     return known | {"processes": plan.world_size if plan else int(given) if given.isdigit() else 1}
 
@@ -738,6 +751,7 @@ def check_resumable(settings: Settings, run_dir: RunDir, prepared: PreparedCorpu
 
 def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Raise a ConfigError if what cannot change has changed; return True if batches are divided as before."""
+    saved = {name: value for name, value in ONE_CORPUS.items() if name in now} | dict(saved)
     before, after = (
         {name: value for name, value in known.items() if name not in (*BATCH_SPLIT_KEYS, "data.max_mel_frames")}
         | {CLIPS_PER_STEP: math.prod(known.get(name, 1) for name in BATCH_SPLIT_KEYS)}

@@ -209,10 +209,10 @@ def _parse_sources(spec: Spec, raw: Any) -> Path | tuple[CorpusSource, ...]:
 
 
 def _parse_source(spec: Spec, raw: Any) -> CorpusSource:
-    """A folder and the options after the last colon, unless a slash follows that."""
+    """A folder and the options after the last colon, unless a slash follows that; one in a name is refused."""
     text = raw if isinstance(raw, str) else ""
-    at = text.rfind(":", text.rfind("/") + 1)
-    path, options = (text, None) if at < 0 else (text[:at], text[at + 1 :])
+    found_options = re.search(r":([^:/]*|([^:/]*,)?\s*speakers=[^:]*[^:/])$", text)
+    path, options = (text[: found_options.start()], found_options[1]) if found_options else (text, None)
     if (folder := _parse_path(path)) is None:
         raise _InvalidValue(spec, raw)
     found: dict[str, Any] = {}
@@ -221,8 +221,8 @@ def _parse_source(spec: Spec, raw: Any) -> CorpusSource:
         if not name or name in found:
             near = suggest_choice(option.partition("=")[2], config.LANGUAGES) if "language" in option else ""
             weight = f"a weight above 0 and up to {config.MAX_WEIGHT:g}"
-            known = f"{weight}, language=CODE, speakers=NAME and single-speaker"
-            cure = f"after a colon stand, each once and separated by commas, {known}"
+            known = f"{weight}, language=CODE, speakers=NAME (without a slash) and single-speaker"
+            cure = f"the options after a colon, separated by commas and each given once, are {known}"
             named = f"a folder with a colon in its name ends with a slash: {text}/"
             raise _InvalidValue(spec, raw, f"{option!r} is no option{near and f', {near}'}: {cure}; {named}")
         found[name] = value
@@ -232,7 +232,7 @@ def _parse_source(spec: Spec, raw: Any) -> CorpusSource:
 def _parse_option(option: str) -> tuple[str, Any]:
     """The field of `CorpusSource` that an option sets, and its value; "" for what is no option."""
     name, _, value = (part.strip() for part in option.partition("="))
-    if (name == "language" and value in config.LANGUAGES) or (name == "speakers" and value):
+    if (name == "language" and value in config.LANGUAGES) or (name == "speakers" and value and "/" not in value):
         return name, value
     if option == "single-speaker":
         return "single_speaker", True
@@ -245,12 +245,17 @@ def _parse_option(option: str) -> tuple[str, Any]:
 def format_source(source: CorpusSource) -> str:
     """Return a corpus as a flag names it."""
     text = _path_text(source.folder)
-    text += "/" if ":" in source.folder.name else ""
-    options = [f"{source.weight:.15g}"] if source.weight != 1 else []
+    text += "/" if ":" in text else ""
+    options = [format_weight(source.weight)] if source.weight != 1 else []
     options += [f"language={source.language}"] if source.language else []
     options += [f"speakers={source.speakers}"] if source.speakers else []
     options += ["single-speaker"] if source.single_speaker else []
     return ":".join([text, *([",".join(options)] if options else [])])
+
+
+def format_weight(weight: float) -> str:
+    """Return a weight without loss, whole numbers as such."""
+    return repr(float(weight)).removesuffix(".0")
 
 
 def _path_text(path: Path) -> str:
@@ -478,10 +483,13 @@ def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
         longest = f"data.max_mel_frames is {data.max_mel_frames or 'auto'} ({longest_s:.2f} seconds)"
         text = f"no clip fits: {shortest}, but {longest}; lower the first or raise the second"
         yield ("data.min_clip_seconds", "data.max_mel_frames"), text
-    folders = [source.folder.resolve() for source in data.sources]
-    for folder in {folder for folder in folders if folders.count(folder) > 1}:
-        advice = f"name it once, with a weight such as {folder.name}:2 for more of it"
-        yield ("data.train_data",), f"data.train_data names {folder} more than once; {advice}"
+    for key, sources in (("data.train_data", data.sources), ("data.val_data", data.val_sources)):
+        folders = [source.folder.resolve() for source in sources]
+        for folder in {folder for folder in folders if folders.count(folder) > 1}:
+            more = f", with a weight such as {folder.name}:2 for more of it" if key == "data.train_data" else ""
+            yield (key,), f"{key} names {folder} more than once; name it once{more}"
+    if any(source.weight != 1 for source in data.val_sources):
+        yield ("data.val_data",), "data.val_data has a weight; leave it out: validation uses every clip once"
 
 
 def value_of(settings: Settings, key: str) -> Any:

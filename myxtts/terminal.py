@@ -310,8 +310,10 @@ def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
     if prepared.set_aside:
         show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
     if not brief and (unnamed := prepared.unnamed_corpora):
-        where = f"In {', '.join(unnamed)}: " if len(prepared.corpora) > 1 else ""
-        show_lines([f"Hint: {where}{NO_SPEAKERS}"])
+        where, give = "", "train with --single-speaker"
+        if len(prepared.corpora) > 1:
+            where, give = f"In {', '.join(unnamed)}: ", "give the folder as DIR:single-speaker"
+        show_lines([f"Hint: {where}{NO_SPEAKERS.format(give=give)}"])
     show_lines([f"Ready: cache in {prepared.root}"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import SENTENCES, contents, load_command, prepare_and_count_reads, write_corpus
-from training_fixtures import Start, assert_same_run, newest, stop_at
+from training_fixtures import Start, arguments, assert_same_run, newest, stop_at
 
 from myxtts.config import LANGUAGES, CorpusSource, DataSettings
 from myxtts.data.batches import Batches, Cursor, References
@@ -21,6 +22,8 @@ from myxtts.data.prepare import prepare, prepared_before
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.observe.metrics import json_lines
 from myxtts.pipeline import feed
+from myxtts.run import ONE_CORPUS, check_resumable, prepare_corpus, require_continuable
+from myxtts.run_dir import RunDir
 from myxtts.settings import load, to_yaml
 from myxtts.terminal import show_corpus
 
@@ -34,7 +37,11 @@ Prepare = Callable[..., PreparedCorpus]
 
 
 def sources(text: str) -> tuple[CorpusSource, ...]:
-    return load_command(" ".join(f"--train-data {word}" for word in text.split())).settings.data.sources
+    return load_command(f"--train-data {text}" if " --" in text else named(text)).settings.data.sources
+
+
+def named(text: str) -> str:
+    return " ".join(f"--train-data {word}" for word in text.split())
 
 
 def test_how_corpora_are_written() -> None:
@@ -53,15 +60,20 @@ def test_how_corpora_are_written() -> None:
 def test_a_colon_in_a_path_is_told_from_options() -> None:
     assert sources("/at/12:30/a") == (CorpusSource(Path("/at/12:30/a")),)
     assert sources("a:b/ c:1/:0.3") == (CorpusSource(Path("a:b")), CorpusSource(Path("c:1"), 0.3))
+    assert sources("a:speakers=x/y/") == (CorpusSource(Path("a:speakers=x/y")),)
     with pytest.raises(ConfigError, match=r"ends with a slash: a:b/"):
         sources("a:b")
 
 
 @pytest.mark.parametrize(
-    "text", ["a", "a:b/", "a b:0.3", "a:2,language=de,speakers=x,single-speaker", "~ ./~:0.5"]
+    "text",
+    [
+        *("a", "a:b/", "a:speakers=x/y/", "a b:0.3", "a:2,language=de,speakers=x,single-speaker", "~ ./~:0.5"),
+        *(f"a:{1 / 3} b:{2 / 3}", "a:1e-9"),
+    ],
 )
 def test_corpora_survive_the_file_of_a_run(text: str, tmp_path: Path) -> None:
-    settings = load_command(" ".join(f"--train-data {word}" for word in text.split())).settings
+    settings = load_command(f"{named(text)} --val-data v:language=de,speakers=b").settings
     (tmp_path / "kept.yaml").write_text(to_yaml(settings), encoding="utf-8")
     assert load(tmp_path / "kept.yaml", {}).settings == settings
 
@@ -74,10 +86,14 @@ def test_corpora_survive_the_file_of_a_run(text: str, tmp_path: Path) -> None:
         ("a:nan", "'nan' is no option"),
         ("a:101", "above 0 and up to 100"),
         ("a:0,3", "'0' is no option"),
-        ("a:1,2", "each once"),
+        ("a:1,2", "each given once"),
         ("a:", "'' is no option"),
         ("a:language=german", "did you mean de?"),
         ("a:speakers=", "speakers=NAME"),
+        ("a:speakers=x/y", "'speakers=x/y' is no option"),
+        ("/at/a:2,speakers=x/y", "speakers=NAME (without a slash)"),
+        ("a --val-data b:2", "data.val_data has a weight; leave it out"),
+        ("a --val-data b --val-data ./b", "b more than once; name it once"),
         (":0.3", "expected the path of a folder"),
         ("a b ./a:0.3", r"/a more than once; name it once, with a weight such as a:2"),
     ],
@@ -320,11 +336,60 @@ def test_clips_without_names_have_the_voice_of_their_corpus(two: tuple[Path, Pat
         return References(prepared.train, prepared.voices([prepared.train], data)).voices.tolist()
 
     assert voices(data) == [-1] * 10, "each clip is its own reference"
-    both = voices(replace(data, single_speaker=True))
+    assert len(set(voices(replace(data, single_speaker=True)))) == 1, "one person in all of them"
+    both = voices(replace(data, train_data=tuple(CorpusSource(folder, single_speaker=True) for folder in two)))
     assert len(set(both[:6])) == len(set(both[6:])) == 1 and both[0] != both[6]
     one = voices(replace(data, train_data=(CorpusSource(two[0], single_speaker=True), data.sources[1])))
     assert len(set(one[:6])) == 1 and one[6:] == [-1] * 4
     assert prepared.unnamed_corpora == ["first", "second"]
+    single = (CorpusSource(two[0], single_speaker=True), data.sources[1])
+    assert prepare(replace(data, train_data=single)).unnamed_corpora == ["second"]
+    assert prepare(replace(data, single_speaker=True)).unnamed_corpora == []
+
+
+@pytest.mark.parametrize("options", [{"single_speaker": True}, {}])
+def test_clips_without_names_in_validation_have_the_voice_of_training(
+    two: tuple[Path, Path], tmp_path: Path, options: dict[str, bool]
+) -> None:
+    for folder in two:
+        (folder / "speakers.csv").unlink()
+    val, how = write_corpus(tmp_path / "val", SENTENCES[10:12]), {"speakers": "x", "single_speaker": True}
+    chosen = [CorpusSource(two[0], **how), CorpusSource(two[1]), CorpusSource(val, **how)]
+    if options:
+        chosen = [CorpusSource(source.folder) for source in chosen]
+    data = together(two, train_data=tuple(chosen[:2]), val_data=tuple(chosen[2:]), **options)
+    prepared = prepare(data)
+    voices = prepared.voices([prepared.val, prepared.train], data)
+    assert References(prepared.val, voices, prepared.train).own_share == 0
+    assert len(set(voices[:8])) == 1 and (voices[8] == voices[0]) == bool(options)
+
+
+def test_speakers_of_validation_are_those_of_the_corpus_that_is_named(
+    two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    val = write_corpus(tmp_path / "val", SENTENCES[10:12])
+    (val / "speakers.csv").write_text("id|speaker\nclip000|ann\nclip001|eve\n")
+    given = f"--train-data {two[0]} --train-data {two[1]} --val-data {val}:speakers=second,language=de"
+    data = load_command(f"{given} --language en --vocab-size 256 --num-workers 1").settings.data
+    prepared = prepare(data)
+    assert [prepared.speaker_names[number] for number in prepared.val.speakers] == ["second/ann", "second/eve"]
+    assert [LANGUAGES[number] for number in prepared.val.languages] == ["de", "de"]
+    assert prepared.val.names == ["clip000", "clip001"]
+    shared = prepared.voices([prepared.val, prepared.train], data)
+    assert shared[0] in shared[2:].tolist() and shared[1] not in shared[2:].tolist()
+
+
+def test_several_corpora_validate(two: tuple[Path, Path], tmp_path: Path) -> None:
+    from myxtts.tools.evaluate import _unseen_texts
+
+    vals = [write_corpus(tmp_path / name, SENTENCES[at : at + 2]) for at, name in ((10, "v"), (12, "w"))]
+    time.sleep(0.05)  # so that a snapshot trusts the times of the folders
+    data = together(two, val_data=tuple(CorpusSource(folder) for folder in vals))
+    prepared = prepare(data)
+    assert prepared.val.names == ["v/clip000", "v/clip001", "w/clip000", "w/clip001"]
+    assert set(_unseen_texts(prepared, data).values()) == set(SENTENCES[10:14])
+    second = prepared_before(data)
+    assert second is not None and contents(second) == contents(prepared)
 
 
 @pytest.mark.usefixtures("small")
@@ -333,7 +398,13 @@ def test_a_corpus_without_names_is_asked_about_and_the_share_is_kept(start: Star
     names = "".join(f"clip{number:03d}|ann\n" for number in range(6))
     (two[0] / "speakers.csv").write_text(f"id|speaker\n{names}")
     start.command("prepare", "--train-data", two[0], "--train-data", two[1], "--language", "en")
-    assert "Hint: In second: no clip names its speaker" in start.out.replace("\n", " ")
+    shown = " ".join(start.out.split())
+    assert (
+        "Hint: In second: no clip names its speaker" in shown and "give the folder as DIR:single-speaker" in shown
+    )
+    single = f"{two[1]}:single-speaker"
+    start.command("prepare", "--train-data", two[0], "--train-data", single, "--language", "en")
+    assert "no clip names its speaker" not in start.out
     for options, share in ((":0.5", 2 / 8), (":0.5,single-speaker", 0.0)):
         run = start(
             f"--train-data {two[1]}{options} --stages gpt --max-steps 1 --max-mel-frames 300",
@@ -415,6 +486,25 @@ def test_other_weights_or_another_order_are_refused(start: Start) -> None:
     assert "corpora and weights" in start.err
     start(f"--train-data {second}:0.5 --language-temperature 2 --stages dvae --max-steps 2", code=2)
     assert "data.language_temperature: the run has 1.0, now 2.0" in start.err
+
+
+@pytest.mark.usefixtures("small")
+def test_check_refuses_what_train_refuses_where_weights_or_temperature_are_given_up(start: Start) -> None:
+    clips, flags = start.clips(4), "--stages dvae --max-steps"
+    start(f"{flags} 1", "weighed", Path(f"{clips}:{1 / 3}"))
+    start(f"{flags} 1", "plain", clips)
+    for run, corpus, says in (
+        ("weighed", clips, f"the run has training-clips-4:{1 / 3}, now one corpus, each clip once"),
+        ("plain", Path(f"{clips}:0.5"), "the run has one corpus, each clip once, now training-clips-4:0.5"),
+    ):
+        start(f"{flags} 2", run, corpus, code=2)
+        assert f"corpora and weights: {says}" in start.err
+        words = arguments(start.folder / run, corpus, f"{flags} 2")[1:]
+        settings, folder = load_command(shlex.join(words)).settings, RunDir(start.folder / run)
+        with pytest.raises(ConfigError, match="corpora and weights"):
+            check_resumable(settings, folder, prepare_corpus(settings, continued=folder))
+    saved = {"processes": 1, "data.batch_size": 1}
+    assert require_continuable(Path(), saved, saved | ONE_CORPUS), "older runs do not name what is usual"
 
 
 @pytest.mark.usefixtures("small")

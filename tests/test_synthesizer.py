@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import shutil
 import time
@@ -10,6 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -432,6 +434,20 @@ def test_flags_decide_how_a_folder_speaks(
 def test_a_device_that_is_not_there_is_named(folders: dict[str, Path], reference: Path, capfd: Capture) -> None:
     assert speak(folders["loud"], reference, "Hello.", "--device", "cuda:9") == 2
     assert "--device cuda:9: there is no such device. Found: " in capfd.readouterr().err
+
+
+def test_only_the_command_changes_the_current_gpu(
+    folders: dict[str, Path], reference: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, second = Mock(), torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "set_device", current)
+    with contextlib.suppress(AssertionError, RuntimeError):  # this machine may have no such GPU
+        load_synthesizer(folders["loud"], device=second)
+    assert not current.called
+    monkeypatch.setattr("myxtts.devices.device_named", lambda _: second)
+    monkeypatch.setattr("myxtts.synthesis.synthesizer.load_synthesizer", Mock(side_effect=ConfigError("enough")))
+    assert speak(folders["loud"], reference, "Hello.") == 2
+    assert current.call_args_list == [call(second)], "the main thread opens no context on the first GPU"
 
 
 class Payload:

@@ -27,6 +27,7 @@ from myxtts.config import (
     HOP_SAMPLES,
     LANGUAGES,
     SAMPLE_RATE,
+    CorpusSource,
     DataSettings,
     mel_frames,
     num_frames_of,
@@ -95,7 +96,7 @@ LIMITS = {"too long": "--max-mel-frames", "too short": "--min-clip-seconds", "te
 
 NO_SPEAKERS = (
     "no clip names its speaker, so each is its own reference voice, which makes cloning harder to learn. If one "
-    "person speaks in all of them, train with --single-speaker; otherwise name the speakers, in a column "
+    "person speaks in all of them, {give}; otherwise name the speakers, in a column "
     "speaker_name or in speakers.csv"
 )
 
@@ -238,7 +239,7 @@ class Mixture:
             of_clip = evened * of_clip.sum() / evened.sum()
             groups = clips.corpora * (clips.languages.max() + 1) + clips.languages
         _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-        self._members = [np.flatnonzero(group == number) for number in range(len(sizes))]
+        self._group, self._members = group, [np.flatnonzero(group == number) for number in range(len(sizes))]
         self._taken = np.maximum(np.rint(np.bincount(group, of_clip)), 1).astype(np.int64)
         self.is_plain = bool((self._taken == sizes).all())
         """True if every epoch holds every clip once."""
@@ -268,11 +269,12 @@ class Mixture:
         order = np.argsort(-lengths, kind="stable")
         whole, rest = np.divmod(self.times, 1)
         mean, variance = np.cumsum(rest[order]), np.zeros(len(order))
-        for members in self._members:
-            share, longer = float(rest[members[0]]), np.cumsum(np.isin(order, members))
-            # An epoch may hold the end of one pass and the start of another: two halves vary most.
-            ends = max(share * (1 - share / 2), (1 - share**2) / 2 * bool(whole[members[0]])) if share else 0.0
-            variance += ends * longer * (1 - longer / len(members))
+        for number, members in enumerate(self._members):
+            if (share := float(rest[members[0]])) > 0:
+                longer = np.cumsum(self._group[order] == number)
+                # An epoch may hold the end of one pass and the start of another: two halves vary most.
+                ends = max(share * (1 - share / 2), (1 - share**2) / 2 if whole[members[0]] else 0.0)
+                variance += ends * longer * (1 - longer / len(members))
         most = np.minimum(np.ceil(mean + deviations * np.sqrt(variance)), self.num_clips - whole.sum())
         places = 2 * np.arange(1, len(order) + 1)  # of each clip at most two, one from either pass
         taken = places + np.minimum.accumulate(np.minimum(np.maximum.accumulate(most) - places, 0))
@@ -302,7 +304,8 @@ class PreparedCorpus:
     """The setting, or for `auto` the frames of the longest clip, rounded up."""
     corpora: list[str]  # names of the training corpora
     other_roots: list[Path]  # caches of the training corpora after the first
-    weights: tuple[float, ...] = (1.0,)
+    weights: tuple[float, ...] = (1.0,)  # of each training corpus
+    single_speaker: tuple[bool, ...] = (False,)  # of each training corpus: its unnamed clips are of one person
     language_temperature: float = 1.0
 
     @cached_property
@@ -325,11 +328,11 @@ class PreparedCorpus:
 
     @property
     def unnamed_corpora(self) -> list[str]:
-        """The training corpora in which no clip names its speaker."""
+        """The training corpora in which no clip names its speaker, and which are not said to have only one."""
         is_named = np.array([bool(name) for name in self.speaker_names])[self.train.speakers]
-        return [
-            name for number, name in enumerate(self.corpora) if not is_named[self.train.corpora == number].any()
-        ]
+        number_of_named = np.bincount(self.train.corpora[is_named], minlength=len(self.corpora)).tolist()
+        facts = zip(self.corpora, number_of_named, self.single_speaker, strict=True)
+        return [name for name, number, is_single in facts if not number and not is_single]
 
     def fitted(self, data: DataSettings) -> DataSettings:
         """Return the settings with the limit of this corpus in place of `auto`."""
@@ -338,15 +341,18 @@ class PreparedCorpus:
     def voices(self, sets: Sequence[ClipSet], data: DataSettings) -> Rows:
         """Return a number for the voice of each clip of these sets.
 
-        Clips of a corpus without a speaker's name share one number if it has a single speaker; else each has its
-        own.
+        Clips without a speaker's name share one number if all are of one person, or those of a corpus that has a
+        single speaker; else each has its own.
         """
         speakers = np.concatenate([each.speakers for each in sets])
         corpora = np.concatenate([each.corpora for each in sets])
         is_named = np.array([bool(name) for name in self.speaker_names])[speakers]
-        single = np.array([source.single_speaker for source in data.sources] or [False], bool)
-        is_single = data.single_speaker | np.append(single, False)[np.minimum(corpora, len(single))]
-        unnamed = np.where(is_single, -1 - corpora, -2 - corpora.max(initial=0) - np.arange(len(speakers)))
+        sources = (*(data.sources or (CorpusSource(Path()),)), *data.val_sources)  # as corpora are numbered
+        people = [source.speakers or number for number, source in enumerate(sources)]
+        person = [0 if data.single_speaker else people.index(one) for one in people]
+        is_single = [data.single_speaker or source.single_speaker for source in sources]
+        own = -1 - len(sources) - np.arange(len(speakers))
+        unnamed = np.where(np.array(is_single)[corpora], -1 - np.array(person)[corpora], own)
         return np.where(is_named, speakers, unnamed)
 
     @cached_property

@@ -100,10 +100,10 @@ def prepare(
         return known
     with ProcessPool(min(data.num_workers, usable_cores())) as pool:
         tools = Tools(pool, progress or NO_PROGRESS, verify)
-        parts = [_Part(data, source, tools) for source in named_sources(data)]
+        parts = [_Part(data, source, tools) for source in training_sources(data)]
         num_corpora = len(parts)
         tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else _trained_tokenizer(parts)
-        parts += [_Part(data, NamedSource("", CorpusSource(data.val_data)), tools)] if data.val_data else []
+        parts += [_Part(data, source, tools) for source in _named(data.val_sources)]
         speaker_names = sorted({clip.speaker for part in parts for clip in part.corpus.clips})
         lengths = np.concatenate([part.audio.lengths for part in parts[:num_corpora]])
         limit = data.max_mel_frames or max_frames_of(lengths)
@@ -113,7 +113,7 @@ def prepare(
     sides = [part.split(clips[number]) for number, part in enumerate(parts[:num_corpora])]
     train_clips, val_clips = (ClipSet.joined(sets) for sets in zip(*sides, strict=True))
     if data.val_data:
-        val_clips = clips[-1]
+        val_clips = ClipSet.joined(clips[num_corpora:])
     frames = data.max_mel_frames or max(frames_for(part.num_samples) for part in (train_clips, val_clips))
     names = [part.name or part.corpus.folder.absolute().name for part in parts[:num_corpora]]
     roots = [part.root for part in parts[1:num_corpora]]
@@ -132,15 +132,18 @@ def prepared_before(data: DataSettings) -> PreparedCorpus | None:
 
 def _mixed(prepared: PreparedCorpus, data: DataSettings) -> PreparedCorpus:
     """Return the corpus with the weights of the settings, which decide nothing that is kept on disk."""
-    weights = tuple(source.weight for source in data.sources) or (1.0,)
-    return replace(prepared, weights=weights, language_temperature=data.language_temperature)
+    sources = data.sources or (CorpusSource(EMBEDDED_CORPUS),)
+    weights = tuple(source.weight for source in sources)
+    single = tuple(data.single_speaker or source.single_speaker for source in sources)
+    temperature = data.language_temperature
+    return replace(prepared, weights=weights, single_speaker=single, language_temperature=temperature)
 
 
 def spoken_corpus(data: DataSettings, progress: Progress) -> tuple[list[str], list[str]]:
     """Return every distinct sentence of each corpus as it is spoken, and its language; no audio is read."""
     with ProcessPool(min(data.num_workers, usable_cores())) as pool:
         tools = Tools(pool, progress)
-        return _spoken_of([_Part(data, source, tools) for source in named_sources(data)])
+        return _spoken_of([_Part(data, source, tools) for source in training_sources(data)])
 
 
 class NamedSource(NamedTuple):
@@ -148,9 +151,12 @@ class NamedSource(NamedTuple):
     source: CorpusSource
 
 
-def named_sources(data: DataSettings) -> list[NamedSource]:
+def training_sources(data: DataSettings) -> list[NamedSource]:
     """Return the training corpora; several have different names, by default those of their folders."""
-    sources = data.sources or (CorpusSource(EMBEDDED_CORPUS),)
+    return _named(data.sources or (CorpusSource(EMBEDDED_CORPUS),))
+
+
+def _named(sources: Sequence[CorpusSource]) -> list[NamedSource]:
     found: dict[str, CorpusSource] = {}
     for number, source in enumerate(sources, 1):
         name = source.folder.resolve().name
@@ -161,16 +167,24 @@ def named_sources(data: DataSettings) -> list[NamedSource]:
 
 
 def read_training(data: DataSettings) -> list[Corpus]:
-    """Return the training corpora as their metadata describes them; clips have the names of the prepared ones."""
-    return [
-        labelled(read_corpus(source.folder), name, source.speakers or name) for name, source in named_sources(data)
-    ]
+    """Return the training corpora as metadata and options describe them; clips have the names of prepared ones."""
+    return [_read(named) for named in training_sources(data)]
+
+
+def read_validation(data: DataSettings) -> list[Corpus]:
+    """Return the same of the validation corpora that are named."""
+    return [_read(named) for named in _named(data.val_sources)]
+
+
+def _read(named: NamedSource) -> Corpus:
+    corpus = labelled(read_corpus(named.source.folder), named.name, named.source.speakers or named.name)
+    clips = [clip._replace(language=clip.language or named.source.language or "") for clip in corpus.clips]
+    return replace(corpus, clips=clips)
 
 
 def corpus_folders(data: DataSettings) -> list[Path]:
-    """Return the folders of the training corpora and, if one is named, that of the validation corpus."""
-    folders = [source.folder for _, source in named_sources(data)]
-    return [*folders, *([data.val_data] if data.val_data else [])]
+    """Return the folders of the training corpora and of the validation corpora that are named."""
+    return [source.folder for _, source in [*training_sources(data), *_named(data.val_sources)]]
 
 
 def cache_folder(data: DataSettings, corpus: Path | None = None) -> Path:

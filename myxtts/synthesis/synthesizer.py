@@ -28,7 +28,7 @@ from myxtts.checkpoints import UnreadableWeights
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE, DataSettings, TrainingSettings, mel_frames
 from myxtts.data.clips import ClipSet
 from myxtts.data.prepare import read_training
-from myxtts.devices import device_named, is_out_of_memory, work_on
+from myxtts.devices import device_named, is_out_of_memory
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress, progress_bar
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
@@ -630,7 +630,6 @@ def load_synthesizer(
     """
     folder = usual_model() if folder is None else Path(folder)
     device = device_named(device)
-    work_on(device)
     run = RunDir(folder)
     if run.exists:
         known = provenance(run)

@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,13 @@ ROWS_PER_WRITE = 1024
 STEP_RANGE = "myxtts step"  # the name of a step in PyTorch's profiler
 
 
+_temporary_folder = partial(tempfile.TemporaryDirectory[str], prefix="myxtts-dry-run-")
+
+
 @contextlib.contextmanager
-def temporary_codes(prepared: PreparedCorpus) -> Iterator[PreparedCorpus]:
+def temporary_codes(prepared: PreparedCorpus, inside: str | None = None) -> Iterator[PreparedCorpus]:
     """The corpus with a temporary folder for codes: the user's cache is not for those of untrained weights."""
-    with tempfile.TemporaryDirectory(prefix="myxtts-dry-run-") as folder:
+    with _temporary_folder(dir=inside) as folder:
         yield replace(prepared, root=Path(folder), other_roots=[])
 
 
@@ -295,10 +299,12 @@ class Trial:
         return max(self.fed_clips_per_s / max(self.clips_per_s, 1e-9), 1.0)
 
 
-def try_out(settings: Settings, prepared: PreparedCorpus, stage: str, num_steps: int) -> Trial:
+def try_out(
+    settings: Settings, prepared: PreparedCorpus, stage: str, num_steps: int, inside: str | None = None
+) -> Trial:
     """Measure at most so many steps in this process, fewer if they are slow; Refused if they cannot be trained."""
     try:
-        with temporary_codes(prepared) as apart:
+        with temporary_codes(prepared, inside) as apart:
             dry_run = DryRun(settings, apart, stage)
             dry_run.fill_codes()
             max_steps = num_steps
@@ -329,9 +335,11 @@ def try_out_apart(
 ) -> Trial:
     """The same in a process of its own, or in several as torchrun starts them, which are ended after `limit_s`."""
     context, answer = multiprocessing.get_context("spawn"), None
+    folder = _temporary_folder()  # for theirs, which they cannot remove if they are ended
     pipes = [context.Pipe(duplex=False) for _ in range(num_processes)]
     places = _places(num_processes) if num_processes > 1 else [{}]
-    work = [(sender, settings, stage, num_steps, place) for (_, sender), place in zip(pipes, places, strict=True)]
+    common = (folder.name, settings, stage, num_steps)
+    work = [(sender, place, *common) for (_, sender), place in zip(pipes, places, strict=True)]
     processes = [context.Process(target=_send_trial, args=given, name="trial") for given in work]
     with hidden_working_folder():
         for process in processes:
@@ -355,6 +363,7 @@ def try_out_apart(
             process.terminate()
             process.join()
             receiver.close()
+        folder.cleanup()
     if isinstance(answer, Exception):
         raise answer
     assert isinstance(answer, Trial)
@@ -370,7 +379,7 @@ def _places(num_processes: int) -> list[dict[str, str]]:
 
 
 def _send_trial(
-    connection: Connection, settings: Settings, stage: str, num_steps: int, place: Mapping[str, str]
+    connection: Connection, place: Mapping[str, str], folder: str, settings: Settings, stage: str, num_steps: int
 ) -> None:
     """In the process of a trial: send what was measured, or the error."""
     answer: Trial | Refused | DatasetError
@@ -378,7 +387,7 @@ def _send_trial(
         os.environ.update(place)
         prepared = prepare_corpus(settings)
         with process_group(make_plan(settings.data)):
-            answer = try_out(settings, prepared, stage, num_steps)
+            answer = try_out(settings, prepared, stage, num_steps, folder)
     except (Refused, DatasetError) as error:
         answer = error
     except Exception as error:  # errors of compilers and drivers are answers too

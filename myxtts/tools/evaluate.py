@@ -33,10 +33,9 @@ from torch import Tensor
 from myxtts.audio import Wave
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import ClipSet, PreparedCorpus
-from myxtts.data.corpus import read_corpus
-from myxtts.data.prepare import prepare, read_training
+from myxtts.data.prepare import prepare, read_training, read_validation
 from myxtts.data.store import user_cache
-from myxtts.devices import device_named
+from myxtts.devices import device_named, work_on
 from myxtts.errors import ConfigError, DatasetError, PipelineError, Progress, progress_bar
 from myxtts.files import write_text_atomically
 from myxtts.model.mel import DVAE_MEL, LogMel
@@ -168,8 +167,10 @@ def held_out_sentences(
 
 def _unseen_texts(prepared: PreparedCorpus, data: DataSettings) -> dict[str, str]:
     """The text of every held-out clip by name, without those that are the text of a training clip too."""
-    train = {clip.id: clip.text for corpus in read_training(data) for clip in corpus.clips}
-    val = {clip.id: clip.text for clip in read_corpus(data.val_data).clips} if data.val_data else train
+    train, val = (
+        {clip.id: clip.text for corpus in read(data) for clip in corpus.clips}
+        for read in (read_training, read_validation if data.val_data else read_training)
+    )
     seen = {train[name] for name in prepared.train.names if name in train}
     unseen = {name: val[name] for name in prepared.val.names if name in val and val[name] not in seen}
     if not unseen:
@@ -219,7 +220,7 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
         raise ConfigError(f"{settings_file} is missing; it says what the run was trained on")
     data = replace(load(settings_file, {}).settings.data, tokenizer=run.vocabulary_file)
     sentences = held_out_sentences(prepare(data, progress), data, options.num_sentences, options.language)
-    device = device_named(options.device)
+    work_on(device := device_named(options.device))
     synthesizer = load_synthesizer(folder, vocoder=options.vocoder, device=device, best_gpt=options.best_gpt)
     sampling, vocoder = override_sampling(synthesizer.sampling, options), synthesizer.vocoder.name
     _write_recordings(out, sentences)

@@ -244,8 +244,7 @@ def _row(name: str, where: str, spans: Sequence[Span], seconds: float, note: str
 
 def _decode_row(data: DataSettings) -> PhaseRow:
     """The time to read a batch from its files."""
-    corpus = read_training(data)[0]
-    timing = Timing.of(time_decoding(corpus, data, DECODED_FILES).values())
+    timing = Timing.of(time_decoding(read_training(data), data, DECODED_FILES).values())
     note = "once, when the corpus is prepared" if data.native_loading else "for every batch, part of gather"
     mean_ms, p95_ms = data.batch_size * timing.mean_ms, data.batch_size * timing.p95_ms
     return PhaseRow("load and decode", "host", mean_ms, p95_ms, 0.0, note)
@@ -362,11 +361,11 @@ def _analyse(
     settings: Settings, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
 ) -> DataAnalysis:
     data = prepared.fitted(settings.data)
-    corpus = read_training(data)[0]
-    text = time_text(corpus.clips, data, prepared)
+    corpora = read_training(data)
+    text = time_text([clip for corpus in corpora for clip in corpus.clips], data, prepared)
     with temporary_codes(prepared) as apart:
         dry_run = DryRun(settings, apart, stage)
-        audio = time_audio(corpus, dry_run, num_batches)
+        audio = time_audio(corpora, dry_run, num_batches)
         feed = time_feed(dry_run, num_batches, step_ms)
     return DataAnalysis(text, audio, feed, data_findings(text, audio, feed, data))
 
@@ -398,21 +397,24 @@ def time_text(clips: Sequence[Clip], data: DataSettings, prepared: PreparedCorpu
     return TextAnalysis(spelled, encoded, detect_ms, len({clip.text for clip in clips}))
 
 
-def time_decoding(corpus: Corpus, data: DataSettings, num_files: int = SAMPLED_FILES) -> dict[str, float]:
+def time_decoding(
+    corpora: Sequence[Corpus], data: DataSettings, num_files: int = SAMPLED_FILES
+) -> dict[str, float]:
     """Milliseconds that decoding takes, by file; without files that cannot be decoded."""
     options, taken_ms = DecodeOptions.of(data), {}
-    for clip in _spread(corpus.clips, num_files):
+    clips = [c._replace(path=str(corpus.folder / c.path)) for corpus in corpora for c in corpus.clips]
+    for clip in _spread(clips, num_files):
         try:
-            taken_ms[clip.path] = _duration_ms(partial(options.decode, corpus.folder / clip.path))
+            taken_ms[clip.path] = _duration_ms(partial(options.decode, Path(clip.path)))
         except UnusableAudio:
             continue
     return taken_ms
 
 
-def time_audio(corpus: Corpus, dry_run: DryRun, num_batches: int) -> AudioAnalysis:
+def time_audio(corpora: Sequence[Corpus], dry_run: DryRun, num_batches: int) -> AudioAnalysis:
     """Time decoding files and gathering batches."""
     data = dry_run.settings.data
-    decoded_ms = time_decoding(corpus, data)
+    decoded_ms = time_decoding(corpora, data)
     gatherer, batch = build_gatherer(dry_run.ctx, dry_run.ctx.prepared.train), _host_batch(dry_run)
     jobs = gatherer.jobs(Cursor(), num_batches=num_batches)
     gathered = Timing.of(_duration_ms(partial(gatherer.fill, batch, job)) for job in jobs)

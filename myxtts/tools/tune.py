@@ -251,11 +251,14 @@ class Search:
             self._keep_if_faster(roles, "the data role has its own GPU")
         else:
             self._keep_if_faster(one, "one GPU does the work of both roles faster")
-        accumulate = max(1, round(self.value(ACCUMULATE) / num_gpus))
-        self.found.all_gpus = self._attempt(one | {ACCUMULATE: accumulate}, num_gpus)
+        self.found.all_gpus = self._attempt(one | {ACCUMULATE: self.accumulate_of_each(num_gpus)}, num_gpus)
         if self.found.all_gpus is None:
             why = str(self._refusal).splitlines()[0]
             self.found.notes.append(f"torchrun --nproc-per-node {num_gpus} is not possible here: {why}")
+
+    def accumulate_of_each(self, num_gpus: int) -> int:
+        """Return the accumulation with which so many processes keep the effective batch about the same."""
+        return max(1, round(int(self.value(ACCUMULATE)) / num_gpus))
 
     def _with_batch(self, size: int) -> dict[str, Any]:
         """Return this batch size and the accumulation that keeps the effective batch about the same."""
@@ -360,7 +363,7 @@ def tune(
         limit_s = max(ends_at - time.monotonic(), 1.0)
         return try_out_apart(loaded.settings, stage, num_steps, limit_s, num_processes)
 
-    most_clips = min(max_batch or most, len(prepared.train))
+    most_clips = min(max_batch or most, prepared.mixture.num_clips)
     search = Search(loaded, measure or train, machine, ends_at, most_clips, say)
     search.run()
     search.found.minutes = (time.monotonic() - started_at) / 60
@@ -374,7 +377,7 @@ def _advice(search: Search) -> Iterator[Finding]:
     if together is not None:
         gain = together.clips_per_s / best.clips_per_s
         what = f"Training on all {num_gpus} GPUs is {gain:.2f}× as fast as what was found."
-        clips = num_gpus * search.value(BATCH) * max(1, round(search.value(ACCUMULATE) / num_gpus))
+        clips = num_gpus * search.value(BATCH) * search.accumulate_of_each(num_gpus)
         why = f"{together.clips_per_s:.1f} clips/s were measured with torchrun, and an effective batch of {clips}."
         drop = " and without --data-gpu and --model-gpu" if search.value(DATA_GPU) is not None else ""
         fix = f"Start with torchrun --nproc-per-node {num_gpus} train_main.py{drop}."
