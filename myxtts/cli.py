@@ -629,9 +629,10 @@ def _text(options: argparse.Namespace) -> str:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
+    from myxtts.evaluation import find_judges
     from myxtts.observe.report import write_report
     from myxtts.terminal import ProgressLines, show_scores
-    from myxtts.tools.evaluate import EvaluationOptions, find_judges, score, synthesise
+    from myxtts.tools.evaluate import EvaluationOptions, score, synthesise
 
     _require_run(options.run_folder)
     out = options.out or options.run_folder / EVALUATION_FOLDER

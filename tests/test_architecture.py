@@ -21,6 +21,7 @@ LAYERS = [
     {"data", "weights"},
     {"run_dir"},
     {"pipeline", "training", "synthesis"},
+    {"evaluation"},
     {"run"},
     {"tools"},
     {"terminal"},

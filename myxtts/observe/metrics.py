@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +91,30 @@ class ValidationReport:
         return {f"validation/{name}": value for name, value in self.losses.items()}
 
 
+class Spoken(NamedTuple):
+    """A held-out sentence that an evaluation spoke; files are relative to the folder `samples` of the run."""
+
+    text: str
+    language: str
+    file: str
+    recording: str  # the same sentence, recorded
+    reference: str  # another recording of the speaker, which gave the voice
+    problem: str  # what the quality check says; "" if nothing
+    wave: npt.NDArray[np.float32]  # of 24 kHz
+
+
+@dataclass(frozen=True)
+class JudgeReport:
+    """Mean scores of the sentences that the weights of a step spoke: wer, cer, similarity, mos."""
+
+    stage: str
+    step: int
+    scores: Mapping[str, float]
+
+    def scalars(self) -> dict[str, float]:
+        return {f"judges/{name}": value for name, value in self.scores.items()}
+
+
 class MetricsLog:
     """Writes the reports of one run. Used by one thread, in the first process of a process group."""
 
@@ -121,6 +145,17 @@ class MetricsLog:
     def validation(self, report: ValidationReport) -> None:
         self._write("validation", report)
 
+    def judged(self, report: JudgeReport) -> None:
+        self._write("judged", report)
+
+    def spoken(self, stage: str, step: int, sentences: Sequence[Spoken], rate: int) -> None:
+        """Note the spoken sentences of an evaluation, and add their sound to TensorBoard."""
+        rows = [{name: value for name, value in each._asdict().items() if name != "wave"} for each in sentences]
+        self._append({"kind": "spoken", "stage": stage, "step": step, "sentences": rows})
+        for number, each in enumerate(sentences):
+            wave = np.clip(each.wave, -1, 1)[None]
+            self._draw(partial(_add_audio, tag=f"spoken/{number}", wave=wave, step=step, rate=rate))
+
     def image(self, tag: str, array: npt.NDArray[Any], step: int) -> None:
         """Show numbers [H, W] as a picture in TensorBoard, in colour, row 0 lowest."""
         pixels = colours(array)[::-1]
@@ -136,7 +171,7 @@ class MetricsLog:
             with contextlib.suppress(OSError):  # the failed write has been reported
                 board.close()
 
-    def _write(self, kind: str, report: StepReport | ValidationReport) -> None:
+    def _write(self, kind: str, report: StepReport | ValidationReport | JudgeReport) -> None:
         if report.stage != self._stage:
             self.begin(report.stage, report.step - 1)
         if self._append({"kind": kind, **vars(report)}):  # if not, the disk is full for TensorBoard too
@@ -223,7 +258,7 @@ class MetricsTail:
         _add_lines(self._kept, complete)
         if len(self._kept) > 2 * MOST_KEPT:
             recent = list(self._kept)[-MOST_KEPT:]
-            old = [key for key in list(self._kept)[:-MOST_KEPT] if key[0] == "validation"]
+            old = [key for key in list(self._kept)[:-MOST_KEPT] if key[0] != "step"]
             self._kept = {key: self._kept[key] for key in [*old, *recent]}
         return list(self._kept.values())
 
@@ -256,6 +291,10 @@ def colours(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.stack([np.interp(level, places, stops[:, channel]) for channel in range(3)], -1).astype(np.uint8)
 
 
+def _add_audio(board: SummaryWriter, tag: str, wave: npt.NDArray[Any], step: int, rate: int) -> None:
+    board.add_audio(tag, wave, step, rate)
+
+
 def _add_scalars(board: SummaryWriter, scalars: Mapping[str, float], step: int) -> None:
     """Write all numbers of a report as one event, because `add_scalar` reopens its file for each."""
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
@@ -282,6 +321,8 @@ class StageHistory:
     seconds: list[float] = field(default_factory=list)
     """Training time of the whole run up to each step report, without pauses."""
     validations: list[tuple[int, float]] = field(default_factory=list)  # step and total loss
+    judged: list[tuple[int, Record]] = field(default_factory=list)  # step and scores
+    spoken: list[tuple[int, Sequence[Any]]] = field(default_factory=list)  # step and sentences
 
     def column(self, name: str) -> Numbers:
         """Return one number of all step reports; `losses.total` for one inside a mapping."""
@@ -325,6 +366,13 @@ def stages_of(records: Iterable[Record]) -> list[StageHistory]:
             losses = record.get("losses")
             loss = losses.get("total") if isinstance(losses, Mapping) else None
             stage.validations.append((record["step"], number(loss)))
+        elif record.get("kind") in ("judged", "spoken"):
+            stage = stages.setdefault(stage.name, stage)
+            scores, sentences = record.get("scores"), record.get("sentences")
+            if isinstance(scores, Mapping):
+                stage.judged.append((record["step"], scores))
+            if isinstance(sentences, list):
+                stage.spoken.append((record["step"], sentences))
         elif record.get("kind") == "step" and (report := step_report(record)) is not None:
             stage = stages.setdefault(stage.name, stage)
             if math.isfinite(report.elapsed_s):  # counts from the start of the stage, or from where it resumed
