@@ -428,7 +428,8 @@ class Speaker:
             self._known = replace(self._known, code_noise=noise, text_dropout=dropout)
         self._vocoder = VocoderChoice("hifigan")
         if ctx.stage != "decoder":
-            self._vocoder = usable_vocoder(self._known.untrained_parts, None, known.vocoder)
+            parts, reads_mels = self._known.untrained_parts, ctx.model.dims.reads_mels
+            self._vocoder = usable_vocoder(parts, None, known.vocoder, reads_mels)
         self._warned = False
         for sentence in self._sentences:
             for clip, suffix in ((sentence.clip, ".opus"), (sentence.reference, ".wav")):

@@ -26,7 +26,6 @@ from torch import Tensor
 from myxtts import config
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
 from myxtts.config import (
-    BUILDS_ON,
     DECODER_EMA_DECAY,
     FINE_TUNING,
     LANGUAGES,
@@ -177,7 +176,7 @@ def _to_continue(run_dir: RunDir, stage: str, trained_on: Mapping[str, str]) -> 
     loaded = run_dir.checkpoints(stage).newest()
     if loaded is None or loaded.notes.was_trained_on(trained_on):
         return loaded
-    for earlier in BUILDS_ON.get(stage, ()):
+    for earlier in run_dir.builds_on(stage):
         if run_dir.checkpoints(earlier).newest_is_damaged:
             damaged = (
                 f"The newest checkpoint of {earlier} in {run_dir.folder} is damaged: {stage} was trained on it."
@@ -232,8 +231,9 @@ def _require_hifigan(settings: Settings, continued: RunDir | None) -> None:
     """Raise an error unless a decoder stage that is yet to begin can start from `init_decoder`."""
     path, is_begun = settings.training.init_decoder, continued is not None and continued.has_checkpoint("decoder")
     if path is not None and "decoder" in stages_of(settings) and not is_begun:
-        channels = SIZES[settings.model.size].vocoder_channels
-        start_from_hifigan(path, Generator(1, channels, 1), HifiGanInput(channels))
+        dims = SIZES[settings.model.size]
+        generator = Generator(1, dims.vocoder_channels, 1, reads_mels=dims.reads_mels)
+        start_from_hifigan(path, generator, HifiGanInput(dims.vocoder_channels))
 
 
 def prepare_corpus(
@@ -265,9 +265,10 @@ def with_stages(settings: Settings, prepared: PreparedCorpus, say: Say = _silent
     found = f"the corpus names {num_speakers or 'no'} speaker{'s' * (num_speakers != 1)} with two clips or more"
     why = f"{found}, and the stage learns from {MIN_SPEAKERS} or more"
     if "speaker" in stages and num_speakers < MIN_SPEAKERS:
-        raise ConfigError(f"--stages speaker: {why}. Leave it out: the decoder then takes voices from the GPT")
+        raise ConfigError(f"--stages speaker: {why}. Leave it out: the decoder does without")
     if training.stages is None and "decoder" in stages and "speaker" not in stages:
-        say(f"Stage speaker is left out: {why}. The decoder takes voices from the GPT instead")
+        source = "mels" if SIZES[settings.model.size].reads_mels else "GPT"
+        say(f"Stage speaker is left out: {why}. The decoder takes voices from the {source} instead")
     return replace(settings, training=replace(training, stages=stages)) if "speaker" in stages else settings
 
 
@@ -637,7 +638,8 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
         ctx.say("Codebook: frozen, so that its codes keep their meaning; --codebook trained changes it")
     peak = peak_clips_per_s(ctx, step)
     if ctx.stage == "decoder" and data.cache_latents:
-        if total * clips_per_step(ctx) < len(ctx.prepared.train) or not keep_latents(ctx, ctx.say):
+        is_worth_it = not model.dims.reads_mels and total * clips_per_step(ctx) >= len(ctx.prepared.train)
+        if not (is_worth_it and keep_latents(ctx, ctx.say)):
             ctx.settings = with_settings(ctx.settings, {"data.cache_latents": False})
         barrier(plan)  # each rank has computed its share
     doing = f"training on batches of {data.batch_size} clips"

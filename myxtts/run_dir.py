@@ -196,9 +196,14 @@ class RunDir:
         about = (str(facts.get("model.size", "")), num_bytes, languages)
         return RunSummary(self.folder, stages, again, *about, settings.data.train_data, saved_at)
 
+    def builds_on(self, stage: str) -> list[str]:
+        """The earlier stages whose weights a stage is trained on; a decoder of mels does without the GPT."""
+        unused = ("gpt",) if stage == "decoder" and self.dims().reads_mels else ()
+        return [earlier for earlier in BUILDS_ON.get(stage, ()) if earlier not in unused]
+
     def fingerprints(self, stage: str) -> dict[str, str]:
         """The fingerprints of the stages that this one builds on, as they are loaded."""
-        loaded = {name: self.checkpoints(name).used() for name in BUILDS_ON.get(stage, ())}
+        loaded = {name: self.checkpoints(name).used() for name in self.builds_on(stage)}
         return {name: INITIAL if found is None else found.notes.fingerprint for name, found in loaded.items()}
 
     @property

@@ -60,10 +60,12 @@ COMPACT_BYTES, SHARD_BYTES = 100_000_000, 45_000_000
 _SHARD, _SCALES = "weights-{}.safetensors", "|scales"
 _INT8_ORDER = ("gpt", "hifigan_decoder.speaker_encoder", "dvae", "hifigan_decoder.waveform_decoder")
 """Parts whose tensors become int8, in this order, the largest first: rounding the vocoder is heard most."""
-_NEVER_INT8 = ("gpt.mel_embedding", "gpt.mel_head", "gpt.mel_pos_embedding", "gpt.text_pos_embedding")
+_NEVER_INT8 = (
+    "gpt.mel_embedding", "gpt.mel_head", "gpt.mel_pos_embedding", "gpt.text_pos_embedding",
+)  # fmt: skip
 _EXACT, _EXACT_ELEMENTS = "dvae.codebook", 16384  # the codebook and small tensors stay as they are
 _ENTRY_BYTES = 256  # room for the entry of a tensor in the header of a file
-_NEW_LAYERS = ("conv_pre.", "cond_layer.", "conds.")  # of the decoder, which a HiFi-GAN does not have
+_SPEAKER_LAYERS = ("cond_layer.", "conds.")  # of the decoder, which a HiFi-GAN does not have
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,10 @@ def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[st
 def start_from_hifigan(path: Path, generator: Generator, teacher: HifiGanInput) -> str:
     """Load a HiFi-GAN's generator, its first layer into `teacher`; return a sentence about what was loaded.
 
-    The generator's own first layer and speaker layers remain to be learnt; the latter start at zero.
+    The generator's speaker layers and its first layer remain to be learnt, or its flow, if it reads mels.
+    The speaker layers start at zero.
     """
+    new = (*_SPEAKER_LAYERS, "flow.") if generator.reads_mels else (*_SPEAKER_LAYERS, "conv_pre.")
     state = {
         name.removeprefix("generator."): value.float()
         for name, value in read_tensors(path).items()
@@ -191,7 +195,7 @@ def start_from_hifigan(path: Path, generator: Generator, teacher: HifiGanInput) 
     }
     state = modern_names(_plain_ends(state))
     state.pop("conv_post.bias", None)  # XTTS's last layer has none; it shifts the whole wave a little
-    own = {name: value for name, value in generator.state_dict().items() if not name.startswith(_NEW_LAYERS)}
+    own = {name: value for name, value in generator.state_dict().items() if not name.startswith(new)}
     expected = {name: value.shape for name, value in own.items()}
     expected |= {name: value.shape for name, value in teacher.state_dict().items()}
     channels, wanted = len(state.get("conv_pre.weight", ())), generator.conv_pre.out_channels
@@ -201,14 +205,15 @@ def start_from_hifigan(path: Path, generator: Generator, teacher: HifiGanInput) 
             "choose a --model-size with as many, or leave out --init-decoder"
         )
     require_match(state, expected, f"{path}, which should be the generator of a HiFi-GAN (V1),")
-    teacher.load_state_dict({name: state.pop(name) for name in teacher.state_dict()})
-    generator.load_state_dict(state, strict=False)
+    teacher.load_state_dict({name: state[name] for name in teacher.state_dict()})
+    generator.load_state_dict({name: state[name] for name in own}, strict=False)
     for layer in (generator.cond_layer, *generator.conds):
         for parameter in layer.parameters():
             torch.nn.init.zeros_(parameter)
     loaded, total = (sum(value.numel() for value in each.values()) for each in (own, generator.state_dict()))
     what = f"{loaded / 1e6:.1f} of {total / 1e6:.1f} million weights from {path}"
-    return f"Decoder: {what}; the first layer and the speaker layers are new"
+    first = "flow" if generator.reads_mels else "first layer"
+    return f"Decoder: {what}; the {first} and the speaker layers are new"
 
 
 def _plain_ends(state: Mapping[str, Tensor]) -> Tensors:
@@ -342,7 +347,13 @@ ONLY_HERE = (
 def fits_coqui(dims: XTTSDims) -> bool:
     """True if coqui-tts can load such a model: it builds these parts in XTTS-v2's sizes, whatever the settings."""
     sizes, published = (
-        (known.gpt.encoder_layers, known.vocoder_channels, known.speaker_dim, known.speaker_filters)
+        (
+            known.gpt.encoder_layers,
+            known.vocoder_channels,
+            known.speaker_dim,
+            known.speaker_filters,
+            known.decoder_input,
+        )
         for known in (dims, XTTSDims())
     )
     return sizes == published

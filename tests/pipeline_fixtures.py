@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +169,14 @@ class Corpus:
         gatherer = self.gatherer(codes, data)
         frontend = make_frontend(self.model, data, gatherer.frame_budget)
         return Feed(gatherer, frontend, plan, data, depths, **options)
+
+
+def reading_mels(corpus: Corpus) -> Corpus:
+    """The same with a decoder that reads mels."""
+    model = XTTS(replace(SMALL, decoder_input="mel")).eval().requires_grad_(False)
+    own = {name: value for name, value in corpus.model.state_dict().items() if "waveform_decoder" not in name}
+    model.load_state_dict(own, strict=False)
+    return replace(corpus, model=model)
 
 
 @pytest.fixture(scope="module")

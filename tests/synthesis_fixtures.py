@@ -28,7 +28,7 @@ def vocabulary() -> Tokenizer:
     return train([text.lower() for text in TEXTS] * 2, ["en"] * 6, 120)
 
 
-def make_model(*, stop_bias: float = 0.5, has_codebook: bool = False) -> XTTS:
+def make_model(*, stop_bias: float = 0.5, has_codebook: bool = False, **dims_options: Any) -> XTTS:
     """A network whose sentences end by chance after some seconds and whose vocoder can be heard."""
     tiny, known = SIZES["tiny"], vocabulary()
     dims = replace(
@@ -40,6 +40,7 @@ def make_model(*, stop_bias: float = 0.5, has_codebook: bool = False) -> XTTS:
         vocoder_channels=16,
         speaker_dim=16,
         speaker_filters=(8, 8, 8, 8),
+        **dims_options,
     ).with_vocabulary(known.num_tokens, known.start_id, known.stop_id)
     torch.manual_seed(0)
     model = XTTS(dims)

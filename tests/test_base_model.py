@@ -183,7 +183,8 @@ def test_a_run_in_the_usual_folder_speaks_before_the_base_model(
 ) -> None:
     Path("checkpoints").mkdir()
     assert myxtts(capsys, "speak", TEXTS[0])[0] == 0
-    Path("checkpoints/model.json").write_text("{}")  # a run that has trained nothing
+    content = json.dumps({"dims": SIZES["base"].to_dict()})  # a run that has trained nothing
+    Path("checkpoints/model.json").write_text(content)
     code, shown = myxtts(capsys, "speak", TEXTS[0], "--speaker", reference)
     assert code == 1 and "The model has no gpt" in shown[0]
     assert myxtts(capsys, "speak", TEXTS[0], "--model", "base")[0] == 0

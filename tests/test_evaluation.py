@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("small")
 
 @pytest.mark.parametrize("stage", ["dvae", "gpt", "decoder"])
 @pytest.mark.parametrize("where", ["data", "cpu"])
-def test_evaluations_beside_training_change_nothing_and_find_the_same(stage: str, where: str, start: Start) -> None:
+def test_evaluations_on_the_side_change_nothing_and_find_the_same(stage: str, where: str, start: Start) -> None:
     flags = f"--stages {stage} --dropout 0.2 --ema-decay 0.9 --max-steps 6 --val-data {start.clips(3)}"
     inside = start(f"{flags} --val-step 3 --evaluate-on model --deterministic", "inside")
     beside = start(f"{flags} --val-step 3 --evaluate-on {where} --deterministic", "beside")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pipeline_fixtures import (
     crop_mels_alone,
     jobs,
     read,
+    reading_mels,
     references_alone,
     short,
     speech,
@@ -32,7 +34,16 @@ from pipeline_fixtures import (
 from torch import Tensor
 
 from myxtts.config import SAMPLE_RATE, SAMPLES_PER_CODE, num_codes_of
-from myxtts.data.batches import MARGIN_CODES, MAX_CROP_FRAMES, SEGMENT_CODES, Cursor, Gatherer, GatherJob, segments
+from myxtts.data.batches import (
+    FLOW_CODES,
+    MARGIN_CODES,
+    MAX_CROP_FRAMES,
+    SEGMENT_CODES,
+    Cursor,
+    Gatherer,
+    GatherJob,
+    segments,
+)
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import pack
 from myxtts.model.mel import DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample
@@ -154,11 +165,15 @@ def check_decoder(corpus: Corpus, batch: Read, job: GatherJob) -> None:
     references = references_alone(corpus, clips, 0)
     encoder = corpus.model.hifigan_decoder.speaker_encoder
     for slot, mel in enumerate(crop_mels_alone(corpus, clips, 0)):
-        clip, piece = int(clips[slot]), int(pieces[slot])
-        latents = latents_alone(corpus, clip, mel)
-        places = torch.arange(piece - MARGIN_CODES, piece + SEGMENT_CODES + MARGIN_CODES)
+        clip, piece, length = int(clips[slot]), int(pieces[slot]), SEGMENT_CODES
+        latents, after = latents_alone(corpus, clip, mel), 0.0
+        if corpus.model.dims.reads_mels:
+            codes, length = codes_alone(corpus, clip)[None].long(), FLOW_CODES
+            piece = piece * max(codes.shape[1] - length, 0) // max(codes.shape[1] - SEGMENT_CODES, 1)
+            latents, after = corpus.model.dvae.mel_rows(codes, corpus.model.mel_stats)[0], math.log(1e-5)
+        places = torch.arange(piece - MARGIN_CODES, piece + length + MARGIN_CODES)
         repeated = latents[places.clamp(0, len(latents) - 1)]
-        expected = torch.where((places < len(latents) + MARGIN_CODES)[:, None], repeated, 0)
+        expected = torch.where((places < len(latents) + MARGIN_CODES)[:, None], repeated, after)
         torch.testing.assert_close(batch.tensors["latents"][slot], expected, rtol=1e-3, atol=1e-4)
         alone, sound = wave_alone(corpus, clip), batch.tensors["wave"][slot]
         before, after = torch.zeros(1, MARGIN_CODES * SAMPLES_PER_CODE), torch.zeros(1, 2 * len(sound))
@@ -167,7 +182,7 @@ def check_decoder(corpus: Corpus, batch: Read, job: GatherJob) -> None:
         expected = resample(whole, 24000)[0, first : first + len(sound)]
         torch.testing.assert_close(sound[64:-64], expected[64:-64], rtol=1e-4, atol=1e-5)
         heard = references[slot].repeat(1, 20)[:, : 3 * SAMPLE_RATE]
-        voice = encoder(resample(heard, 16000), l2_norm=True)[0]
+        voice = encoder(resample(heard, 16000), l2_norm=True)[0] * corpus.model.speaker_is_trained
         torch.testing.assert_close(batch.tensors["speaker"][slot], voice, rtol=1e-3, atol=1e-4)
 
 
@@ -182,6 +197,21 @@ def test_what_the_decoder_learns_from_equals_every_clip_heard_alone(
     assert 13 < num_codes_of(speech.clips.num_samples).min() < 24
     for batch, job in zip(batches, jobs(speech, EPOCH), strict=True):
         check_decoder(speech, batch, job)
+
+
+@pytest.mark.parametrize("speaker_is_trained", [True, False])
+def test_mels_for_the_decoder_need_no_gpt(
+    speech: Corpus, speaker_is_trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("myxtts.pipeline.frontend", __name__):  # shorter than some clips, longer than others
+        monkeypatch.setattr(f"{module}.FLOW_CODES", 24)
+    mels = reading_mels(speech)
+    mels.model.speaker_is_trained = speaker_is_trained
+    frontend = DecoderFrontend(mels.model, replace(speech.data, cache_latents=True), 100)
+    assert frontend.gpt is None and frontend.latents is None
+    with mels.feed(make_frontend=DecoderFrontend, num_batches=2) as feed:
+        for batch, job in zip(read(feed), jobs(mels, 2), strict=True):
+            check_decoder(mels, batch, job)
 
 
 @pytest.fixture(scope="module")

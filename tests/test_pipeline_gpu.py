@@ -27,6 +27,7 @@ from pipeline_fixtures import (
     Stamps,
     assert_same,
     read,
+    reading_mels,
     short,
     speech,
     wait_for,
@@ -95,7 +96,9 @@ def test_batches_equal_those_of_the_cpu(speech: Corpus, plan: Plan, frontend: ty
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
-def test_what_the_decoder_learns_from_is_that_of_the_cpu(speech: Corpus, plan: Plan) -> None:
+@pytest.mark.parametrize("reads", ["latents", "mel"])
+def test_what_the_decoder_learns_from_is_that_of_the_cpu(speech: Corpus, plan: Plan, reads: str) -> None:
+    speech = reading_mels(speech) if reads == "mel" else speech
     with speech.feed(make_frontend=DecoderFrontend, num_batches=3) as feed:
         expected = read(feed)
     with speech.feed(plan, on_gpu(DecoderFrontend), num_batches=3) as feed:

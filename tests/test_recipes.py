@@ -111,7 +111,7 @@ def decoder_batch(seed: int = 0, num_clips: int = 4) -> Batch:
     }
 
 
-def make(name: str, **options: object) -> Recipe:
+def make(name: str, reads_mels: bool = False, **options: object) -> Recipe:
     torch.manual_seed(0)
     recipe: Recipe
     if name == "gpt":
@@ -121,7 +121,8 @@ def make(name: str, **options: object) -> Recipe:
         recipe = DvaeRecipe(dvae, **options)
         recipe.before_first_step(dvae_batch())
     else:
-        vocoder = HifiGanDecoder(decoder_input_dim=8, upsample_initial_channel=16, d_vector_dim=4)
+        sizes = {"decoder_input_dim": 8, "upsample_initial_channel": 16, "d_vector_dim": 4}
+        vocoder = HifiGanDecoder(**sizes, reads_mels=reads_mels)
         vocoder.speaker_encoder = SpeakerEncoder(proj_dim=4, num_filters=(8, 8, 8, 8))
         discriminators = Discriminators(
             periods=(2, 3), period_widths=(4, 8), resolutions=(Resolution(256, 64, 256),), resolution_width=4
@@ -598,6 +599,45 @@ def test_the_first_layer_learns_what_hifigans_own_returns() -> None:
         optimizer.zero_grad()
         distances.append(float(losses["first_layer"]))
     assert distances[-1] < 0.9 * distances[0]
+
+
+def mel_batch() -> Batch:
+    return decoder_batch() | {"latents": torch.randn(4, LATENTS + 2 * MARGIN_CODES, 320)}
+
+
+@pytest.mark.parametrize("facts", [StageFacts(warm_start=True), StageFacts(fine_tuning=True)])
+def test_a_decoder_of_mels_trains_its_flow_alone_once_it_has_a_generator(facts: StageFacts) -> None:
+    dims = replace(MODEL_SIZES["tiny"], decoder_input="mel", vocoder_channels=16, speaker_dim=4)
+    model = XTTS(dims).requires_grad_(False)
+    recipe, batch = DecoderRecipe.build(model, Settings(), facts), mel_batch()
+    recipe.begin_step(0)
+    before, losses = float(recipe.evaluate(batch, SIZES)["sum"]), []
+    optimizer = Optimizer(recipe, 1e-3, Schedule(0, None), betas=recipe.betas)
+    for _ in range(15):
+        found = run(recipe, batch)
+        assert set(found) == {"total", "flow"}
+        found["total"].backward()
+        trained = {name.split(".")[1] for name, value in recipe.named_parameters() if value.grad is not None}
+        assert trained == {"flow"}
+        optimizer.update()
+        optimizer.zero_grad()
+        losses.append(float(found["flow"]))
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    after = [float(recipe.evaluate(batch, SIZES)["sum"]) for _ in range(2)]
+    assert after[0] == after[1] < before  # always with the same noise
+
+
+def test_a_decoder_of_mels_from_scratch_learns_generator_and_flow() -> None:
+    recipe, batch = make("decoder", reads_mels=True, facts=StageFacts(total_steps=100)), mel_batch()
+    for step, names in ((0, {"flow", "mel_loss", "stft"}), (40, {"flow", "mel_loss", "disc", "gen_adv"})):
+        recipe.begin_step(step)
+        losses = run(recipe, batch)
+        losses["total"].backward()
+        assert all(losses[name] > 0 for name in names)
+        assert recipe.generator.flow.first.weight.grad is not None
+        assert recipe.generator.conv_pre.weight.grad.any()
+    real, fake = recipe.waves(batch)
+    assert real.shape == fake.shape and fake.isfinite().all()
 
 
 # On a GPU

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from training_fixtures import (
 from training_processes import Server
 
 import myxtts.checkpoints
+from myxtts.model.xtts import SIZES
 from myxtts.run_dir import RunDir
 
 pytest_plugins = ["training_fixtures", "training_processes"]
@@ -56,11 +58,16 @@ def test_a_run_stopped_twice_equals_one_that_never_was(
     assert_same_run(parts, whole, stage)
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["from scratch", "from a HiFi-GAN"])
+@pytest.mark.parametrize(
+    ("warm", "reads"),
+    [(False, "latents"), (True, "latents"), (True, "mel")],
+    ids=["from scratch", "from a HiFi-GAN", "of mels"],
+)
 def test_a_decoder_stopped_in_any_phase_equals_one_that_never_was(
-    warm: bool, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    warm: bool, reads: str, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Phases begin with steps 1 and 3 from a HiFi-GAN, or with step 6; the file is needed only at the start."""
+    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], decoder_input=reads))
     flags, hifigan = "--stages decoder --max-steps 20 --ema-decay 0.5", tmp_path / "hifigan.pth"
     write_hifigan(hifigan, 64)
     first = f"--init-decoder {hifigan}" if warm else ""
@@ -72,8 +79,8 @@ def test_a_decoder_stopped_in_any_phase_equals_one_that_never_was(
         assert newest(parts, "decoder").step == expected
     assert_same_run(parts, whole, "decoder")
     phases = [{name for name, value in report["losses"].items() if value} for report in steps(whole)]
-    counts = [sum(name in found for found in phases) for name in ("first_layer", "stft", "disc")]
-    assert counts == ([1, 2, 17] if warm else [0, 6, 14])
+    counts = [sum(name in found for found in phases) for name in ("first_layer", "stft", "disc", "flow")]
+    assert counts == ([0, 0, 0, 20] if reads == "mel" else [1, 2, 17, 0] if warm else [0, 6, 14, 0])
 
 
 def test_a_hifigan_that_does_not_fit_is_refused_before_anything_is_done(start: Start, tmp_path: Path) -> None:
@@ -180,6 +187,18 @@ def test_a_stage_prolonged_alone_leaves_the_later_ones_stale(start: Start) -> No
     assert not (run / "decoder" / "step-00000001").exists()
     start("--max-steps 2 --dvae-steps 1 --decoder-steps 3")
     assert "its first 2 steps used the learning rates of a shorter run" in start.out
+
+
+def test_a_decoder_of_mels_stays_when_the_gpt_is_prolonged(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], decoder_input="mel"))
+    run = start("--max-steps 1")
+    assert "The decoder takes voices from the mels instead" in start.out
+    assert not any(path.name.startswith("latents") for path in start.folder.rglob("*"))
+    start("--max-steps 2 --stages gpt")
+    assert "decoder  stale" not in start.out and "decoder is then stale" not in start.out
+    assert RunDir(run).status("decoder").state == "complete"
+    start("--max-steps 3 --stages dvae")
+    assert "decoder  stale, and left as it is: it builds on dvae, which changes" in start.out
 
 
 # Signals, from outside

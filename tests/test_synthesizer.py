@@ -109,16 +109,22 @@ def test_only_the_first_attempt_takes_central_codes() -> None:
 # Streams
 
 
-@pytest.mark.parametrize(("chunk_codes", "speed"), [(3, 1.0), (20, 1.3)])
+@pytest.mark.parametrize(
+    ("chunk_codes", "speed", "reads"), [(3, 1.0, "latents"), (20, 1.3, "latents"), (20, 1.0, "mel")]
+)
 def test_a_stream_says_what_speak_says(
-    synthesizer: Synthesizer, anna: Voice, speed: float, chunk_codes: int
+    synthesizer: Synthesizer, anna: Voice, speed: float, chunk_codes: int, reads: str
 ) -> None:
+    if reads == "mel":
+        model = make_model(decoder_input=reads)
+        model.gpt.load_state_dict(make_model().gpt.state_dict())
+        synthesizer, anna = speaking(model), replace(anna, fingerprint="")
     stream = synthesizer.stream(LONG_TEXT, anna, "en", seed=4, speed=speed, chunk_codes=chunk_codes)
     with pytest.raises(RuntimeError, match="when all"):
         _ = stream.report
     pieces = list(stream)
     speech = synthesizer.speak(LONG_TEXT, anna, "en", seed=4, speed=speed)
-    assert len(pieces) > 2 * len(TEXTS)
+    assert len(pieces) > (2 if reads == "latents" else 1) * len(TEXTS)
     whole = np.concatenate(pieces)
     np.testing.assert_allclose(whole, speech.wave, atol=2e-4)
     assert stream.report.sentences == speech.report.sentences
@@ -528,6 +534,8 @@ def test_missing_parts_and_validation_decide_the_vocoder() -> None:
     ):
         with pytest.raises(UnreadableWeights, match=problem):
             usable_vocoder(parts, vocoder)  # type: ignore[arg-type]
+    with pytest.raises(UnreadableWeights, match=r"^The dvae of this .* is not trained.*\(--stages dvae\)\.$"):
+        usable_vocoder([dvae], reads_mels=True)
 
 
 @pytest.mark.usefixtures("small")

@@ -112,6 +112,16 @@ class TestStartFromHifiGan:
         assert all(value.requires_grad for value in ours.parameters())
         assert not any(value.requires_grad for value in teacher.parameters())
 
+    def test_all_of_it_fits_a_generator_of_mels(self, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        hifigan = write_hifigan(tmp_path / "generator.pth.tar", 32)
+        ours, teacher = Generator(1, 32, 4, reads_mels=True), HifiGanInput(32)
+        said = start_from_hifigan(tmp_path / "generator.pth.tar", ours, teacher)
+        assert said.endswith("the flow and the speaker layers are new")
+        mel, speaker = teacher.mel(0.1 * torch.randn(2, 1, 20 * 256)), torch.randn(2, 4, 1)
+        expected = hifigan(mel, torch.zeros(2, 1, 1))
+        assert error(ours(mel, speaker), expected) < 1e-5
+
     def test_its_mel_is_of_magnitudes_around_the_middle_of_each_frame(self) -> None:
         """Filters with the corners of Slaney's scale: 200/3 Hz a mel up to 1 kHz, then 27 for a factor of 6.4."""
         teacher, time = HifiGanInput(4), torch.arange(16 * 256) / 22050

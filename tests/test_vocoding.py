@@ -13,8 +13,10 @@ from synthesis_fixtures import make_model
 from torch import Tensor
 
 from myxtts.errors import NO_PROGRESS
+from myxtts.model.flow import REACH
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, HifiGanDecoder, spectral_distance
+from myxtts.model.xtts import XTTS
 from myxtts.synthesis.generation import Generated
 from myxtts.synthesis.vocoding import (
     GPU_FRAMES_STEP,
@@ -49,6 +51,17 @@ def frames_met(decoder: HifiGanDecoder) -> list[int]:
     met: list[int] = []
     decoder.waveform_decoder.conv_pre.register_forward_pre_hook(lambda _, given: met.append(given[0].shape[2]))
     return met
+
+
+@pytest.fixture
+def mel_model() -> XTTS:
+    """A model whose decoder reads the mels of its DVAE; its codes differ."""
+    model = make_model(decoder_input="mel").eval().requires_grad_(False)
+    flow = model.hifigan_decoder.waveform_decoder.flow
+    for weight in (*model.dvae.decoder.parameters(), *flow.last.parameters()):
+        weight.normal_(std=0.3)
+    model.mel_stats.copy_(torch.linspace(0.5, 2, 80))
+    return model
 
 
 def streamed(vocoder: HifiGan, sentence: Generated, chunk_codes: int, speed: float) -> list[Tensor]:
@@ -104,6 +117,47 @@ def test_pieces_equal_the_whole(
         assert all(length % frames_step == 0 for length in met[:-1]), "only an end may have another length"
         assert met[-1] % frames_step == 0 or met[-1] <= 2 * REACH_FRAMES
         assert max(met) <= max(frames_step, 4.36 * chunk_codes / speed + 3 * REACH_FRAMES)
+
+
+def test_the_mel_of_a_code_depends_on_the_codes_within_its_reach(mel_model: XTTS) -> None:
+    codes, reach = torch.zeros(1, 40).long(), mel_model.dvae.reach_codes
+    rows = mel_model.dvae.mel_rows(codes, mel_model.mel_stats)[0]
+    codes[0, 20] = 1
+    changed = mel_model.dvae.mel_rows(codes, mel_model.mel_stats)[0]
+    differs = (rows != changed).any(1).nonzero()
+    assert (int(differs.min()), int(differs.max())) == (20 - reach, 20 + reach)
+
+
+def test_a_drawn_frame_depends_on_the_frames_within_the_reach_of_the_flow(mel_model: XTTS) -> None:
+    flow, speaker = mel_model.hifigan_decoder.waveform_decoder.flow, SPEAKER[None, :, None]
+    for block in flow.blocks:
+        block.outer.weight.normal_()
+    given = torch.randn(1, 80, 2 * REACH + 20)
+    changed = given.clone()
+    changed[0, :, REACH + 10] += 5
+    differs = (flow.draw(given, speaker) != flow.draw(changed, speaker))[0].any(0).nonzero()
+    assert 10 <= int(differs.min()) < 30 and 2 * REACH - 10 < int(differs.max()) <= 2 * REACH + 10
+    later = flow.draw(given[:, :, 7:], speaker, first_frame=7)  # the noise belongs to the frame
+    torch.testing.assert_close(later[..., REACH:], flow.draw(given, speaker)[..., 7 + REACH :])
+
+
+@pytest.mark.parametrize(("chunk_codes", "speed"), [(3, 1.0), (20, 1.0), (20, 1.3), (1000, 0.7)])
+def test_pieces_of_a_decoder_of_mels_equal_the_whole(mel_model: XTTS, chunk_codes: int, speed: float) -> None:
+    decoder = mel_model.hifigan_decoder
+    vocoder, sentences = HifiGan(decoder, 2, dvae=(mel_model.dvae, mel_model.mel_stats)), []
+    for length in (23, 91):
+        sentences.append(Generated(torch.randint(64, (length,)), torch.zeros(length, 64)))
+    waves = vocoder.waves(sentences, [SPEAKER, SPEAKER], speed, NO_PROGRESS.advance)
+    for sentence, whole in zip(sentences, waves, strict=True):
+        pieces = streamed(vocoder, sentence, chunk_codes, speed)
+        torch.testing.assert_close(torch.cat(pieces), whole, atol=2e-4, rtol=1e-3)
+        is_short = chunk_codes > 20 or len(sentence.codes) < 50
+        assert is_short or len(pieces[-2]) > 0, "it does not wait for the end"
+        if speed == 1:
+            rows = mel_model.dvae.mel_rows(sentence.codes[None], mel_model.mel_stats)
+            expected = decoder(rows, SPEAKER[None, :, None])[0, 0]
+            assert expected.std() > 1e-4
+            torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-3)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import types
@@ -19,7 +20,7 @@ from myxtts.errors import DatasetError
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims, canonical_names, dims_of
 from myxtts.run_dir import inherited
 from myxtts.text.tokenizer import Tokenizer, extend, train
-from myxtts.weights import Provenance, fits_coqui, load_folder, read_folder, save_folder
+from myxtts.weights import Provenance, fits_coqui, load_folder, read_folder, save_compact, save_folder
 
 ENGLISH = ["the quick brown fox", "the lazy dog", "nothing but the truth"] * 2
 
@@ -205,6 +206,21 @@ def test_export_from_the_command_line(
 
 def test_coqui_loads_the_sizes_with_the_vocoder_and_speaker_encoder_of_xtts_v2() -> None:
     assert [size for size, dims in SIZES.items() if fits_coqui(dims)] == ["normal", "big"]
+
+
+@pytest.mark.parametrize("save", [save_folder, save_compact])
+def test_a_decoder_of_mels_is_known_by_its_weights(
+    save: Callable[..., object], model: XTTS, vocabulary: Tokenizer, tmp_path: Path
+) -> None:
+    model = XTTS(replace(model.dims, decoder_input="mel"))
+    save(tmp_path, model, vocabulary)
+    loaded = load_folder(tmp_path).model
+    assert loaded.dims == model.dims and loaded.dims.decoder_dim == 320
+    found, expected = (some.hifigan_decoder.waveform_decoder.flow.first.weight for some in (loaded, model))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert XTTSDims.from_dict(json.loads(json.dumps(model.dims.to_dict()))) == model.dims
+    older = {name: value for name, value in model.dims.to_dict().items() if name != "decoder_input"}
+    assert XTTSDims.from_dict(older).decoder_input == "latents"
 
 
 def test_what_an_export_says_of_itself_is_honoured_and_carried_on(

@@ -375,6 +375,8 @@ def _uniform(seed: int, epoch: int, clips: Rows, purpose: int) -> npt.NDArray[np
 SEGMENT_CODES = 13
 """Codes of the segments that the decoder is trained on: 0.6 s. Many short ones teach more than few long ones, and
 13 are 56 of its frames: multiples of 8 suit GPUs."""
+FLOW_CODES = 59
+"""Codes of the segments that a flow is trained on: 2.7 s, 256 frames. It sees further than the decoder."""
 MARGIN_CODES = 3
 """Codes on either side of a segment whose latents the decoder's first layer sees: nearly 13 of its frames."""
 TOTALS = ("ids", "targets", "codes", "frames", "clips")

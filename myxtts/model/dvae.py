@@ -207,9 +207,20 @@ class DVAE(nn.Module):
         with torch.no_grad():
             return self.codebook.nearest(self._encode(mel[None], [mask[None, :, None] for mask in inside])[0])
 
-    def decode(self, codes: Tensor) -> Tensor:
-        """Mel [B, channels, 4 T'] of codes [B, T']."""
-        return self._mel(self.codebook.vectors(codes))
+    def decode(self, codes: Tensor, num_codes: Tensor | None = None) -> Tensor:
+        """Mel [B, channels, 4 T'] of codes [B, T'], meaningless after `num_codes` [B]."""
+        num_frames = None if num_codes is None else FRAMES_PER_CODE * num_codes
+        return self._mel(self.codebook.vectors(codes), num_frames)
+
+    def mel_rows(self, codes: Tensor, mel_norms: Tensor, num_codes: Tensor | None = None) -> Tensor:
+        """The log-mels of codes as a row per code, [B, T', 4 channels] in float32: a decoder's input."""
+        mel = self.decode(codes, num_codes).float().transpose(1, 2) * mel_norms
+        return mel.reshape(len(codes), -1, FRAMES_PER_CODE * self.channels)
+
+    @property
+    def reach_codes(self) -> int:
+        """Codes to either side that the mel of a code depends on: two by each residual block, 3/4 by the rest."""
+        return 2 * sum(isinstance(layer, ResidualBlock) for layer in self.decoder) + 1
 
     def forward(self, mel: Tensor, num_frames: Tensor | None = None) -> Reconstruction:
         """Encode and reconstruct a mel [B, channels, T]; frames after the last whole code are cut off."""

@@ -1,6 +1,7 @@
 """The vocoder (GPT latents and a speaker embedding to a waveform), its discriminators, and the speaker encoder.
 
     latents [B, T, 1024] ─ ×4 ─► mel-frame rate ─ ×24000/22050 ─► 24 kHz frames ─ generator ×256 ─► [B, 1, N]
+    mels [B, T, 4 × 80] ─ unfold ─► mel-frame rate ─ the same, with a flow before the generator (`model.flow`)
 
 The generator is HiFi-GAN's (Kong et al. 2020, V1 widths, residual blocks of type 1) with the speaker embedding
 added to its input and after every upsampling. Because of the two interpolations an input frame stands for 256
@@ -25,6 +26,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import is_parametrized
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
+from myxtts.model.flow import MelFlow
 from myxtts.model.mel import DVAE_MEL, SPEAKER_MEL, LogMel, filterbank, reflect
 
 OUTPUT_SAMPLE_RATE = 24000  # sample rate of the vocoder's output, in Hz
@@ -33,6 +35,7 @@ SAMPLES_PER_FRAME = math.prod(UPSAMPLE_RATES)  # output samples per input frame 
 RESBLOCK_KERNELS, RESBLOCK_DILATIONS = (3, 7, 11), (1, 3, 5)
 SLOPE, LAST_SLOPE = 0.1, 0.01
 """Slopes of the leaky ReLUs; before the last convolution XTTS-v2 has PyTorch's default, not HiFi-GAN's."""
+HIFIGAN_MEL = replace(DVAE_MEL, slaney_scale=True)
 _FRAMES_PER_LATENT = SAMPLES_PER_CODE / HOP_SAMPLES
 _FRAME_RATE_RATIO = OUTPUT_SAMPLE_RATE / SAMPLE_RATE
 
@@ -41,23 +44,35 @@ class HifiGanDecoder(nn.Module):
     """Latents and speaker embedding to waveform; the defaults are XTTS-v2's."""
 
     def __init__(
-        self, *, decoder_input_dim: int = 1024, upsample_initial_channel: int = 512, d_vector_dim: int = 512
+        self,
+        *,
+        decoder_input_dim: int = 1024,
+        upsample_initial_channel: int = 512,
+        d_vector_dim: int = 512,
+        reads_mels: bool = False,
     ) -> None:
+        """With `reads_mels` the latents are the mels of `DVAE.mel_rows`, whatever `decoder_input_dim` is."""
         super().__init__()
-        self.waveform_decoder = Generator(decoder_input_dim, upsample_initial_channel, d_vector_dim)
+        sizes = (upsample_initial_channel, d_vector_dim)
+        self.waveform_decoder = Generator(decoder_input_dim, *sizes, reads_mels=reads_mels)
 
     def forward(self, latents: Tensor, g: Tensor) -> Tensor:
         """Waveform [B, 1, num_samples(T)] of latents [B, T, C] and speaker embeddings g [B, d_vector_dim, 1]."""
-        wave: Tensor = self.waveform_decoder(self.frames(latents), g)
+        generator = self.waveform_decoder
+        frames = self.frames(latents, generator.reads_mels)
+        wave: Tensor = generator(frames if generator.flow is None else generator.flow.draw(frames, g), g)
         return wave
 
     @staticmethod
-    def frames(latents: Tensor) -> Tensor:
-        """Latents [B, T, C] to the generator's input [B, C, num_frames(T)].
+    def frames(latents: Tensor, are_mels: bool = False) -> Tensor:
+        """Latents [B, T, C] to the generator's input [B, C, num_frames(T)], or mels [B, T, 4 C].
 
         Frame i belongs to samples 256 i to 256 i + 255 of the output, so both can be cropped at the same place.
         """
-        frames = F.interpolate(latents.transpose(1, 2), scale_factor=_FRAMES_PER_LATENT, mode="linear")
+        if are_mels:
+            frames = latents.reshape(len(latents), -1, DVAE_MEL.num_mels).transpose(1, 2)
+        else:
+            frames = F.interpolate(latents.transpose(1, 2), scale_factor=_FRAMES_PER_LATENT, mode="linear")
         # By a factor, not to a size: the factor is exact, the number of frames is rounded down.
         return F.interpolate(frames, scale_factor=_FRAME_RATE_RATIO, mode="linear")
 
@@ -109,11 +124,18 @@ def spectral_distance(real: Tensor, fake: Tensor) -> Tensor:
 
 
 class Generator(nn.Module):
-    """HiFi-GAN's generator with a speaker embedding: frames [B, C, F] to samples [B, 1, 256 F]."""
+    """HiFi-GAN's generator with a speaker embedding: frames [B, C, F] to samples [B, 1, 256 F].
 
-    def __init__(self, in_channels: int, initial_channels: int, speaker_dim: int) -> None:
+    With `reads_mels` the frames are HiFi-GAN's own mels, and `flow` draws these from mels of the DVAE's kind.
+    """
+
+    def __init__(
+        self, in_channels: int, initial_channels: int, speaker_dim: int, *, reads_mels: bool = False
+    ) -> None:
         super().__init__()
+        self.reads_mels, in_channels = reads_mels, HIFIGAN_MEL.num_mels if reads_mels else in_channels
         widths = [initial_channels >> (level + 1) for level in range(len(UPSAMPLE_RATES))]
+        self.flow = MelFlow(speaker_dim) if reads_mels else None
         self.conv_pre = nn.Conv1d(in_channels, initial_channels, 7, padding=3)
         self.ups = nn.ModuleList(
             _normed(nn.ConvTranspose1d(2 * width, width, kernel, stride=rate, padding=(kernel - rate) // 2))
@@ -229,30 +251,19 @@ def _normed(conv: nn.Conv1d | nn.ConvTranspose1d) -> nn.Module:
     return conv
 
 
-HIFIGAN_MEL = replace(DVAE_MEL, slaney_scale=True)
-
-
-class HifiGanInput(nn.Module):
-    """HiFi-GAN's own mel and first layer: what the first layer of a generator with its weights should return.
-
-    Waveforms [B, 1, N] at 24 kHz, taken for 22.05 kHz, to [B, channels, N // 256]: a frame is 256 samples at both.
-    """
+class HifiGanMel(nn.Module):
+    """HiFi-GAN's own mel: waveforms [B, 1, N] at 24 kHz, taken for 22.05 kHz, to log-mels [B, 80, N // 256]."""
 
     window: Tensor
     filters: Tensor
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.conv_pre = nn.Conv1d(HIFIGAN_MEL.num_mels, channels, 7, padding=3).requires_grad_(False)
         self.register_buffer("window", torch.hann_window(HIFIGAN_MEL.window_samples), persistent=False)
         self.register_buffer("filters", filterbank(HIFIGAN_MEL).float(), persistent=False)
 
     def forward(self, wave: Tensor) -> Tensor:
-        output: Tensor = self.conv_pre(self.mel(wave))
-        return output
-
-    def mel(self, wave: Tensor) -> Tensor:
-        """Log-mels of magnitudes, [B, 80, N // 256], each frame around the middle of its 256 samples."""
+        """Log-mels of magnitudes, each frame around the middle of its 256 samples."""
         with torch.autocast(wave.device.type, enabled=False):
             size, hop = len(self.window), HIFIGAN_MEL.hop_samples
             frames = reflect(wave.float(), (size - hop) // 2, (size - hop) // 2).squeeze(1).unfold(-1, size, hop)
@@ -260,6 +271,19 @@ class HifiGanInput(nn.Module):
             magnitudes = (spectrum.real.square() + spectrum.imag.square() + _LEAST_POWER).sqrt()
             mel: Tensor = (magnitudes @ self.filters).clamp(min=HIFIGAN_MEL.log_floor).log().mT
             return mel
+
+
+class HifiGanInput(nn.Module):
+    """HiFi-GAN's own mel and first layer: what the first layer of a generator with its weights should return."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv_pre = nn.Conv1d(HIFIGAN_MEL.num_mels, channels, 7, padding=3).requires_grad_(False)
+        self.mel = HifiGanMel()
+
+    def forward(self, wave: Tensor) -> Tensor:
+        output: Tensor = self.conv_pre(self.mel(wave))
+        return output
 
 
 def modern_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
     reference audio ─ conditioning network ─► voice latents        reference audio ─► speaker embedding
     text ids, voice latents ─ GPT ─► codes and their latents ─ vocoder, speaker embedding ─► waveform
+    with `decoder_input` "mel": codes ─ DVAE ─► mel ─ flow, speaker embedding ─► mel ─ vocoder ─► waveform
     training: audio ─ mel ─ DVAE ─► codes, the GPT's targets
 
 Composition only: the module does not know files, devices or tokenizers.
@@ -12,13 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from myxtts.model.dvae import DVAE
+from myxtts.model.dvae import DVAE, FRAMES_PER_CODE
 from myxtts.model.gpt import GPT, GPTDims
 from myxtts.model.vocoder import HifiGanDecoder, SpeakerEncoder, modern_names
 
@@ -40,6 +41,17 @@ class XTTSDims:
     vocoder_channels: int = 512
     speaker_dim: int = 512
     speaker_filters: tuple[int, ...] = (32, 64, 128, 256)
+    decoder_input: Literal["latents", "mel"] = "latents"
+    """What the vocoder reads: the GPT's latents, or the mel that the DVAE decodes, which needs no GPT."""
+
+    @property
+    def reads_mels(self) -> bool:
+        return self.decoder_input == "mel"
+
+    @property
+    def decoder_dim(self) -> int:
+        """Channels of the vocoder's input, per code."""
+        return FRAMES_PER_CODE * self.gpt.mel_channels if self.reads_mels else self.gpt.dim
 
     def with_vocabulary(self, text_tokens: int, start_text: int, stop_text: int) -> XTTSDims:
         """The same sizes with another text vocabulary."""
@@ -77,6 +89,7 @@ SIZES = {
         gpt=GPTDims(layers=12, dim=512, heads=8, encoder_layers=4),
         dvae_hidden=256,
         dvae_codebook_dim=256,
+        decoder_input="mel",
     ),
     "normal": XTTSDims(),
     "big": XTTSDims(gpt=GPTDims(layers=36, dim=1280, heads=20)),
@@ -105,12 +118,13 @@ class XTTS(nn.Module):
         super().__init__()
         self.dims = dims
         self.speaker_is_trained = True
-        """False if the speaker encoder is random: the vocoder then has `speaker_of_latents` instead."""
+        """False if the speaker encoder is random: the vocoder has `speaker_of_latents` instead, or zeros."""
         self.gpt = GPT(dims.gpt)
         self.hifigan_decoder = HifiGanDecoder(
             decoder_input_dim=dims.gpt.dim,
             upsample_initial_channel=dims.vocoder_channels,
             d_vector_dim=dims.speaker_dim,
+            reads_mels=dims.reads_mels,
         )
         speaker_encoder = SpeakerEncoder(proj_dim=dims.speaker_dim, num_filters=dims.speaker_filters)
         self.hifigan_decoder.speaker_encoder = speaker_encoder
@@ -164,6 +178,8 @@ def dims_of(state: Mapping[str, Tensor]) -> XTTSDims:
     vocoder, speaker = "hifigan_decoder.waveform_decoder.conv_pre.weight", "hifigan_decoder.speaker_encoder."
     if vocoder in state:
         values["vocoder_channels"] = len(state[vocoder])
+        is_mel = vocoder.replace("conv_pre", "flow.first") in state
+        values["decoder_input"] = "mel" if is_mel else "latents"
     if f"{speaker}fc.weight" in state:
         values["speaker_dim"] = len(state[f"{speaker}fc.weight"])
         layers = (state[f"{speaker}layer{number}.0.conv1.weight"] for number in range(1, 5))

@@ -4,6 +4,7 @@
     speaker   PCM, reference audio ─► a crop of each at 16 kHz
     gpt       PCM ─► codes, unless cached; reference audio ─► conditioning mel
     decoder   as gpt, then GPT ─► latents of a segment of each clip; the segment at 24 kHz; speaker embedding
+              or codes ─ DVAE ─► mels in place of the latents
 
 On CUDA with static shapes a front end is captured as a CUDA graph: one launch per batch, which hardly disturbs the
 trainer's thread. Nothing here waits for the device or knows rings and threads.
@@ -11,6 +12,7 @@ trainer's thread. Nothing here waits for the device or knows rings and threads.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings, num_frames_of
 from myxtts.data.batches import (
+    FLOW_CODES,
     MARGIN_CODES,
     MAX_CROP_FRAMES,
     MIN_CROP_SAMPLES,
@@ -224,6 +227,8 @@ def _looped(wave: Tensor, lengths: Tensor, width: int, starts: Tensor | None = N
 class DecoderFrontend(Frontend):
     """Latents of the frozen GPT for a segment of every clip, the segment at 24 kHz, and the speaker embedding.
 
+    For a decoder that reads mels, those that the frozen DVAE decodes are the latents, and nothing needs the GPT.
+
     The latents have a margin of MARGIN_CODES on either side, in which the first and the last of the clip are
     repeated. Also the codes of the segment, -1 after the end of the clip.
     """
@@ -234,20 +239,21 @@ class DecoderFrontend(Frontend):
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
         super().__init__(model, data, frame_budget, autocast)
         self.inputs = GptFrontend(model, data, frame_budget, autocast)
-        self.gpt = model.gpt
+        self.gpt = None if model.dims.reads_mels else model.gpt
         self.speaker_encoder: nn.Module = model.hifigan_decoder.speaker_encoder  # type: ignore[assignment]
         self.speaker_is_trained, self.speaker_dim = model.speaker_is_trained, model.dims.speaker_dim
-        size, dim = data.batch_size, model.dims.gpt.dim
-        if data.cache_latents:
+        self.num_codes = FLOW_CODES if model.dims.reads_mels else SEGMENT_CODES
+        size, dim = data.batch_size, model.dims.decoder_dim
+        if data.cache_latents and self.gpt is not None:
             self.latents, self.keeps = LatentDims(dim, self.speaker_dim), ("codes", "all_latents", "speaker")
             every = torch.zeros(size, max_codes(data), dim, dtype=torch.int16)
             self.register_buffer("all_latents", every, persistent=False)
         self.outputs = _outputs(
             size,
-            latents=Field((size, SEGMENT_CODES + 2 * MARGIN_CODES, dim), "float32"),
-            wave=Field((size, num_samples(SEGMENT_CODES)), "float32"),
+            latents=Field((size, self.num_codes + 2 * MARGIN_CODES, dim), "float32"),
+            wave=Field((size, num_samples(self.num_codes)), "float32"),
             speaker=Field((size, model.dims.speaker_dim), "float32"),
-            segment_codes=Field((size, SEGMENT_CODES), "int32"),
+            segment_codes=Field((size, self.num_codes), "int32"),
             codes=self.inputs.outputs["codes"],
         )
 
@@ -259,11 +265,12 @@ class DecoderFrontend(Frontend):
                 out[name].copy_(batch[name])
         else:
             self._encode_latents(batch, out, sizes, codes_known)
-        places = batch["segments"][:, None].long() + torch.arange(SEGMENT_CODES, device=batch["pcm"].device)
+        segments = self._segments(batch)
+        places = segments[:, None] + torch.arange(self.num_codes, device=segments.device)
         codes = out["codes"].gather(1, places.clamp(max=out["codes"].shape[1] - 1))
         out["segment_codes"].copy_(torch.where(places < batch["num_codes"][:, None], codes, -1))
         wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
-        out["wave"].copy_(_segment_24k(wave, batch["segments"], out["wave"].shape[1]))
+        out["wave"].copy_(_segment_24k(wave, segments, self.num_codes))
         for name in ("weights", "totals"):
             out[name].copy_(batch[name])
 
@@ -273,46 +280,63 @@ class DecoderFrontend(Frontend):
         between = layout.tensors(torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
         self.inputs.encode(batch, between, sizes, codes_known)
         out["codes"].copy_(between["codes"])
-        frames = pack_frames(between["mel"][: sizes.frames], between["num_frames"], MAX_CROP_FRAMES)
-        texts = (between["ids"][:, : sizes.ids], between["num_ids"])
-        packed = pack(self.gpt.dims, frames, *texts, between["codes"], between["num_codes"], budget=sizes.tokens)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
-            latents = self.gpt.code_latents(packed)
+            latents, voices = self._latents(between, sizes)
         if self.latents is not None:
             latents = latents.bfloat16()  # as they are kept
             self.all_latents[:, : latents.shape[1]].copy_(latents.view(torch.int16))
         num_codes = between["num_codes"][:, None]
         places = torch.arange(out["latents"].shape[1], device=device) - MARGIN_CODES
-        places = batch["segments"][:, None].long() + places
-        # A clip shorter than the segment gets zeros after its last latents and silence after its last sample.
+        places = self._segments(batch)[:, None] + places
+        # A clip shorter than the segment gets silence after its last sample and mels of silence after its last
+        # codes; GPT latents of silence are not known and are zeros.
         present = places < num_codes + MARGIN_CODES
         places = torch.minimum(places, num_codes - 1).clamp(0, latents.shape[1] - 1)
         chosen = latents.gather(1, places[..., None].expand(-1, -1, latents.shape[2]))
-        out["latents"].copy_(torch.where(present[..., None], chosen, 0))
+        silence = 0.0 if self.gpt is not None else math.log(DVAE_MEL.log_floor)
+        out["latents"].copy_(torch.where(present[..., None], chosen, silence))
         if self.speaker_is_trained:  # of the first three seconds of the reference; a shorter one is repeated
             lengths = batch["crop_samples"]
             reference = _looped(pcm_to_wave(batch["reference"], lengths), lengths, MIN_CROP_SAMPLES)
             out["speaker"].copy_(self.speaker_encoder(resample(reference, SPEAKER_SAMPLE_RATE), l2_norm=True))
-        else:
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
-                voices = self.gpt.condition(frames)
+        elif voices is not None:
             out["speaker"].copy_(speaker_of_latents(voices, self.speaker_dim))
+        else:
+            out["speaker"].zero_()
+
+    def _segments(self, batch: Tensors) -> Tensor:
+        """The first code of each segment, [clips]: as the host chose it, or moved where segments are longer."""
+        chosen, num_codes = batch["segments"].long(), batch["num_codes"].long()
+        if self.num_codes == SEGMENT_CODES:
+            return chosen
+        last = (num_codes - self.num_codes).clamp(min=0)
+        return chosen * last // (num_codes - SEGMENT_CODES).clamp(min=1)
+
+    def _latents(self, batch: Tensors, sizes: Sizes) -> tuple[Tensor, Tensor | None]:
+        """Latents of all codes; conditioning latents of the voices, where the GPT gives the decoder these."""
+        codes, num_codes = batch["codes"], batch["num_codes"]
+        if self.gpt is None:
+            return self.inputs.dvae.mel_rows(codes.long(), self.mel_stats, num_codes), None
+        frames = pack_frames(batch["mel"][: sizes.frames], batch["num_frames"], MAX_CROP_FRAMES)
+        texts = (batch["ids"][:, : sizes.ids], batch["num_ids"])
+        packed = pack(self.gpt.dims, frames, *texts, codes, num_codes, budget=sizes.tokens)
+        return self.gpt.code_latents(packed), None if self.speaker_is_trained else self.gpt.condition(frames)
 
 
-def _segment_24k(wave: Tensor, segments: Tensor, width: int) -> Tensor:
-    """The audio of SEGMENT_CODES codes from `segments` [clips] on, at 24 kHz [clips, width].
+def _segment_24k(wave: Tensor, segments: Tensor, num_codes: int) -> Tensor:
+    """The audio of a number of codes from `segments` [clips] on, at 24 kHz [clips, samples].
 
     It begins whole frames of the generator after the first latent of the margin. It is resampled with more audio
     on either side, so that its ends see their real neighbours.
     """
     extra = 1470  # becomes exactly 1600 samples
-    span = (SEGMENT_CODES + MARGIN_CODES + 1) * SAMPLES_PER_CODE + 2 * extra
-    first = (segments[:, None].long() - MARGIN_CODES) * SAMPLES_PER_CODE - extra
+    span = (num_codes + MARGIN_CODES + 1) * SAMPLES_PER_CODE + 2 * extra
+    first = (segments[:, None] - MARGIN_CODES) * SAMPLES_PER_CODE - extra
     places = first + torch.arange(span, device=wave.device)
     inside = (places >= 0) & (places < wave.shape[1])
     segment = torch.where(inside, wave.gather(1, places.clamp(0, wave.shape[1] - 1)), 0)
     start = extra * OUTPUT_SAMPLE_RATE // SAMPLE_RATE + frames_of(MARGIN_CODES) * SAMPLES_PER_FRAME
-    return resample(segment, OUTPUT_SAMPLE_RATE)[:, start : start + width]
+    return resample(segment, OUTPUT_SAMPLE_RATE)[:, start : start + num_samples(num_codes)]
 
 
 FRONTENDS: dict[str, type[Frontend]] = {

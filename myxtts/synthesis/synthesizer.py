@@ -288,17 +288,22 @@ class VocoderChoice(NamedTuple):
 
 
 def usable_vocoder(
-    fresh_parts: Collection[str], wanted: VocoderName | None = None, distances: Mapping[str, float] | None = None
+    fresh_parts: Collection[str],
+    wanted: VocoderName | None = None,
+    distances: Mapping[str, float] | None = None,
+    reads_mels: bool = False,
 ) -> VocoderChoice:
     """The vocoder for a model whose `fresh_parts` (of `weights.PARTS`) were never trained, or an error.
 
-    Of two that are trained, the one nearer to the recordings by the `distances` of the decoder's validation.
+    Of two that are trained, the one nearer to the recordings by the `distances` of the decoder's validation. A
+    decoder that reads mels needs the DVAE too.
     """
     for part in ("gpt", "mel_stats"):
         if part in fresh_parts:
             raise UnreadableWeights(f"The model has no {part}, without which it cannot speak.")
     names: tuple[VocoderName, ...] = (wanted,) if wanted else ("hifigan", "griffin-lim")
-    missing = {name: [part for part in _VOCODER_PARTS[name] if part in fresh_parts] for name in names}
+    needed = {**_VOCODER_PARTS, "hifigan": (*_VOCODER_PARTS["hifigan"], *(("dvae",) if reads_mels else ()))}
+    missing = {name: [part for part in needed[name] if part in fresh_parts] for name in names}
     trained = [name for name, parts in missing.items() if not parts]
     if distances and len(trained) == 2:
         decoder, griffin_lim = distances["decoder"], distances["griffin_lim"]
@@ -310,8 +315,10 @@ def usable_vocoder(
         lacks_decoder = trained == ["griffin-lim"] and wanted is None
         note = "no trained decoder; using Griffin-Lim, which sounds hollow" if lacks_decoder else ""
         return VocoderChoice(trained[0], note)
-    words = [part.split(".")[-1].replace("_", " ") for parts in missing.values() for part in parts]
-    stages = " or ".join(f"--stages {'decoder' if name == 'hifigan' else 'dvae'}" for name in missing)
+    lacking = dict.fromkeys(part for parts in missing.values() for part in parts)
+    words = [part.split(".")[-1].replace("_", " ") for part in lacking]
+    choices = dict.fromkeys("dvae" if parts == ["dvae"] else "decoder" for parts in missing.values())
+    stages = " or ".join(f"--stages {stage}" for stage in choices)
     other = " or use --vocoder griffin-lim" if wanted == "hifigan" and "dvae" not in fresh_parts else ""
     untrained = f"The {' and the '.join(words)} of this model {'is' if len(words) == 1 else 'are'} not trained"
     raise UnreadableWeights(f"{untrained}, so nothing turns its codes into sound: train it ({stages}){other}.")
@@ -355,8 +362,9 @@ class Synthesizer:
         self._frontend = TextFrontend(vocabulary, self.limits, use_phonemes=use_phonemes)
         vectors = model.dvae.codebook.embed.t() if model.dvae.codebook.is_trained else None
         self._generators = CodeGenerators(model.gpt, vectors, dtype, capture=capture)
+        frames_step = GPU_FRAMES_STEP if device.type == "cuda" else 1
         self.vocoder: HifiGan | GriffinLim = (
-            HifiGan(model.hifigan_decoder, batch_size, GPU_FRAMES_STEP if device.type == "cuda" else 1)
+            HifiGan(model.hifigan_decoder, batch_size, frames_step, (model.dvae, model.mel_stats))
             if vocoder == "hifigan"
             else GriffinLim(model.dvae, model.mel_stats)
         )
@@ -627,7 +635,7 @@ def load_synthesizer(
     run = RunDir(folder)
     if run.exists:
         known = provenance(run)
-        choice = usable_vocoder(known.untrained_parts, vocoder, known.vocoder)
+        choice = usable_vocoder(known.untrained_parts, vocoder, known.vocoder, run.dims().reads_mels)
         model, vocabulary = run.load_model(without=known.untrained, best_gpt=best_gpt), run.vocabulary()
     elif not folder.is_dir():
         cure = "give the folder of a run or of XTTS-v2 (myxtts speak: --model DIR)"
@@ -636,7 +644,7 @@ def load_synthesizer(
         raise ConfigError(f"--best chooses among the checkpoints of a run; {folder} is a folder of weights")
     else:
         model, vocabulary, fresh_parts, known = load_folder(folder)
-        choice = usable_vocoder(fresh_parts, vocoder, known.vocoder)
+        choice = usable_vocoder(fresh_parts, vocoder, known.vocoder, model.dims.reads_mels)
     return synthesizer_of(model, vocabulary, device, known, choice)
 
 

@@ -1,6 +1,7 @@
 """Generated sentences to waves, whole or piece by piece: by the trained decoder (HiFi-GAN), or by Griffin-Lim.
 
     latents ─ time / speed ─► ─ ×4 ─► ─ ×160/147 ─► frames ─ generator ×256 ─► wave of 24 kHz
+    codes ─ DVAE ─► mel ─ time / speed ─► ─ ×160/147 ─► flow ─► the same, for a decoder that reads mels
 
 All three interpolations accept their input in parts, and the generator sees only a few frames to either side. A
 piece of a stream is therefore computed once, from its own frames and that context, and equals the same stretch of
@@ -13,13 +14,13 @@ of a sentence. These are computed a second time without it, so that every wave e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from threading import Barrier
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ from torch import Tensor, nn
 
 from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
-from myxtts.model.dvae import DVAE
+from myxtts.model.dvae import DVAE, FRAMES_PER_CODE
+from myxtts.model.flow import REACH, MelFlow
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import (
     LAST_SLOPE,
@@ -166,17 +168,68 @@ class Stretch:
         return made
 
 
+class Window:
+    """A computation on a sequence that arrives in parts, if a row depends on a few rows to either side."""
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None
+        self._num_dropped = 0
+        self._num_made = 0
+
+    def push(self, more: Tensor, last: bool, reach: int, compute: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Add rows [n, ...]; return the outputs, a row for each, that later rows cannot change.
+
+        `compute` is given rows and the number of the first; none if nothing can be returned yet.
+        """
+        kept = more if self._kept is None else torch.cat([self._kept, more])
+        received = self._num_dropped + len(kept)
+        ready = received if last else max(received - reach, self._num_made)
+        first, end = self._num_made - self._num_dropped, ready - self._num_dropped
+        made = compute(kept if end > first else kept[:0], self._num_dropped)[first:end]
+        num_passed = max(0, ready - reach - self._num_dropped)
+        self._kept, self._num_dropped, self._num_made = kept[num_passed:], self._num_dropped + num_passed, ready
+        return made
+
+
+class Codec(NamedTuple):
+    """What makes HiFi-GAN's mels of codes."""
+
+    dvae: DVAE
+    mel_stats: Tensor
+    flow: MelFlow
+
+    def decode(self, codes: Tensor, first: int) -> Tensor:  # noqa: ARG002 - any codes are decoded the same way
+        """Mels of the DVAE of codes [n], [n, 4 * channels]."""
+        if not len(codes):
+            return self.mel_stats.new_zeros(0, FRAMES_PER_CODE * len(self.mel_stats))
+        return self.dvae.mel_rows(codes[None].long(), self.mel_stats)[0]
+
+    def draw(self, mel: Tensor, first: int, speaker: Tensor) -> Tensor:
+        """Mels of HiFi-GAN, [n, channels], in place of those of the DVAE; `first` is the number of the first."""
+        if not len(mel):
+            return mel
+        return self.flow.draw(mel.t()[None], speaker.to(mel)[None, :, None], first)[0].t()
+
+
 class Frames:
-    """Latents of a sentence, arriving in parts, to frames for the generator."""
+    """A sentence, arriving in parts, to frames for the generator; to mels if there is a codec."""
 
     def __init__(self, speed: float) -> None:
         self._speed = Stretch(1 / Fraction(speed).limit_denominator(1000))
         self._to_mel = Stretch(Fraction(SAMPLES_PER_CODE, HOP_SAMPLES))
         self._to_output = Stretch(Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE))
+        self._codes, self._mels = Window(), Window()
 
-    def push(self, latents: Tensor, last: bool) -> Tensor:
-        """Frames [m, channels] for latents [n, channels]."""
-        return self._to_output.push(self._to_mel.push(self._speed.push(latents, last), last), last)
+    def push(self, generated: Generated, last: bool, speaker: Tensor, codec: Codec | None) -> Tensor:
+        """Frames [m, channels] for more of the sentence."""
+        if codec is None:
+            rows = self._to_mel.push(self._speed.push(generated.latents, last), last)
+            return self._to_output.push(rows, last)
+        codes = generated.codes.to(codec.mel_stats.device)
+        mels = self._codes.push(codes, last, codec.dvae.reach_codes, codec.decode)
+        mels = self._speed.push(mels.reshape(-1, len(codec.mel_stats)), last)
+        draw = partial(codec.draw, speaker=speaker)
+        return self._mels.push(self._to_output.push(mels, last), last, REACH, draw)
 
 
 TILE = 4
@@ -350,9 +403,20 @@ class HifiGan:
 
     name = "hifigan"
 
-    def __init__(self, decoder: HifiGanDecoder, batch_size: int, frames_step: int = 1) -> None:
-        """Frames are padded to multiples of `frames_step`."""
+    def __init__(
+        self,
+        decoder: HifiGanDecoder,
+        batch_size: int,
+        frames_step: int = 1,
+        dvae: tuple[DVAE, Tensor] | None = None,
+    ) -> None:
+        """Frames are padded to multiples of `frames_step`.
+
+        A decoder that reads mels needs the DVAE and its mel statistics.
+        """
         self._generator, self._batch_size, self._frames_step = decoder.waveform_decoder, batch_size, frames_step
+        flow = self._generator.flow
+        self.codec = Codec(*dvae, flow) if flow is not None and dvae is not None else None
         weight = self._generator.conv_pre.weight
         is_fast = weight.device.type == "cpu" and len(weight) >= LEAST_CHANNELS and frames_step == 1
         self._alone = CpuGenerator(self._generator) if is_fast else None
@@ -368,7 +432,7 @@ class HifiGan:
         by_length = sorted(waiting, key=lambda index: len(sentences[index].codes))
         for first in range(0, len(by_length), self._batch_size):
             batch = by_length[first : first + self._batch_size]
-            rows = [Frames(speed).push(sentences[index].latents, last=True) for index in batch]
+            rows = [Frames(speed).push(sentences[index], True, speakers[index], self.codec) for index in batch]
             speaker = torch.stack([speakers[index] for index in batch]).to(rows[0])
             for index, wave in zip(batch, self.generate(rows, speaker), strict=True):
                 waves[index] = wave.cpu()
@@ -424,7 +488,7 @@ class HifiGanStream:
     def push(self, generated: Generated, last: bool) -> Tensor:
         """The next samples, on the host; none while the next frame lacks context. A failed call has no effect."""
         frames = deepcopy(self._frames)
-        more = frames.push(generated.latents, last)
+        more = frames.push(generated, last, self._speaker, self._vocoder.codec)
         kept = more if self._kept is None else torch.cat([self._kept, more])
         received = self._num_dropped + len(kept)
         ready = received if last else received - REACH_FRAMES

@@ -67,7 +67,7 @@ class VoiceEncoder:
     def __init__(self, model: XTTS, device: torch.device) -> None:
         self._gpt = model.gpt
         self._speaker_encoder = cast(nn.Module, model.hifigan_decoder.speaker_encoder)
-        self._speaker_dim, self._encodes = model.dims.speaker_dim, model.speaker_is_trained
+        self._dims, self._encodes = model.dims, model.speaker_is_trained
         self._mel_stats = model.mel_stats
         self._mel = LogMel(CONDITIONING_MEL).to(device)
         self._device = device
@@ -80,7 +80,12 @@ class VoiceEncoder:
         waves = [torch.from_numpy(pcm).to(self._device).float() / 32768 for pcm in recordings]
         mels = [self._mel(chunk[None], self._mel_stats)[0].t() for chunk in _chunks(waves)]
         latents = self._gpt.voice(mels)
-        speaker = self._embedding(waves) if self._encodes else speaker_of_latents(latents, self._speaker_dim)[0]
+        if self._encodes:
+            speaker = self._embedding(waves)
+        elif self._dims.reads_mels:  # they hold the voice
+            speaker = torch.zeros(self._dims.speaker_dim)
+        else:
+            speaker = speaker_of_latents(latents, self._dims.speaker_dim)[0]
         if not (latents.isfinite().all() and speaker.isfinite().all()):
             raise DatasetError("The voice is NaN or infinite: the weights are damaged, or training diverged.")
         return Voice(name or files[0].stem, latents.cpu(), speaker.cpu(), self.fingerprint, tuple(notes))

@@ -167,7 +167,8 @@ def _reconstruct(
     model = run.load_model(without=() if trained else ("decoder",), best_gpt=best_gpt, warn=False)
     model = model.to(device).eval().requires_grad_(False)
     model.hifigan_decoder.remove_weight_norm()
-    vocoder = HifiGan(model.hifigan_decoder, BATCH_SIZE) if trained else GriffinLim(model.dvae, model.mel_stats)
+    dvae = (model.dvae, model.mel_stats)
+    vocoder = HifiGan(model.hifigan_decoder, BATCH_SIZE, dvae=dvae) if trained else GriffinLim(*dvae)
     log_mel = LogMel(DVAE_MEL).to(device)
     with progress_bar(progress, "Reconstructing", len(work)) as advance:
         for sentences, voices in _batches(work):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
@@ -22,11 +22,12 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, Settings
-from myxtts.data.batches import MARGIN_CODES, MAX_CROP_FRAMES, SEGMENT_CODES, Sizes, packed_tokens
+from myxtts.data.batches import FLOW_CODES, MARGIN_CODES, MAX_CROP_FRAMES, SEGMENT_CODES, Sizes, packed_tokens
 from myxtts.data.clips import ClipSet
 from myxtts.errors import ConfigError
 from myxtts.model.conditioning import PackedFrames, pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction, Usage
+from myxtts.model.flow import noise_of
 from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
 from myxtts.model.mel import CONDITIONING_MEL, LogMel, MelSpec
 from myxtts.model.vocoder import (
@@ -39,8 +40,10 @@ from myxtts.model.vocoder import (
     Discriminators,
     HifiGanDecoder,
     HifiGanInput,
+    HifiGanMel,
     SpeakerEncoder,
     frames_of,
+    num_frames,
 )
 from myxtts.model.vocoder import num_samples as num_samples_of
 from myxtts.model.xtts import XTTS, XTTSDims
@@ -601,7 +604,7 @@ LOSS_MELS = tuple(
     for size, mels in ((1024, 80), (2048, 160), (512, 40), (256, 20))
 )
 """The mels of the training loss, from long windows, which resolve pitch, to short ones, which resolve onsets."""
-FIRST_LAYER, GENERATOR, ADVERSARIAL = "first layer", "generator", "adversarial"
+FLOW, FIRST_LAYER, GENERATOR, ADVERSARIAL = "flow", "first layer", "generator", "adversarial"
 
 
 class Phases(NamedTuple):
@@ -629,7 +632,7 @@ class Phases(NamedTuple):
 
 
 class DecoderRecipe(Recipe):
-    """The vocoder: the GPT's latents and a speaker embedding to a waveform, trained as a GAN.
+    """The vocoder: the GPT's latents, or mels, and a speaker embedding to a waveform, trained as a GAN.
 
     Reads latents float32 [B, L + 2 * MARGIN_CODES, dim], wave float32 [B, num_samples(L)] at 24 kHz, and speaker
     float32 [B, speaker_dim]. Validation loss: distance of log-mels per clip. The speaker encoder is frozen.
@@ -638,17 +641,26 @@ class DecoderRecipe(Recipe):
         first layer   with the weights of a HiFi-GAN: the first layer learns to return what HiFi-GAN's own returns
         generator     the whole generator, compared in mels and spectrograms
         adversarial   with discriminators
+
+    A decoder that reads mels has a flow, and a generator for HiFi-GAN's mels. If the generator is already trained,
+    the flow is trained alone, in a single phase. Otherwise the generator has the last two phases, with mels of the
+    recordings, and the flow is trained in both. The validation loss is that of the flow.
     """
 
     betas = (0.8, 0.99)
     # Not far apart: the discriminators are new in both cases.
     from_scratch_lr, fine_tuning_lr = 2e-4, 1e-4
+    flow_lr = 5e-4
     clips_at_once = 1  # 0.7 GB of activations each in `tiny`
     ramp: Tensor  # share of the adversarial losses, a tensor because a captured step reads it
 
     @classmethod
     def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> DecoderRecipe:  # noqa: ARG003
-        model.hifigan_decoder.waveform_decoder.requires_grad_(True)
+        generator = model.hifigan_decoder.waveform_decoder
+        if generator.flow is not None and (facts.warm_start or facts.fine_tuning):
+            generator.flow.requires_grad_(True)
+            return cls(model.hifigan_decoder, None, facts.world_size, facts)
+        generator.requires_grad_(True)
         # Discriminators far stronger than the generator teach it nothing, and take most of the time.
         scale = min(model.dims.vocoder_channels / XTTSDims().vocoder_channels, 1.0)
         discriminators = Discriminators(
@@ -660,22 +672,26 @@ class DecoderRecipe(Recipe):
     def __init__(
         self,
         vocoder: HifiGanDecoder,
-        discriminators: Discriminators,
+        discriminators: Discriminators | None,
         world_size: int = 1,
         facts: StageFacts = StageFacts(),  # noqa: B008 - immutable
     ) -> None:
+        """Without discriminators only the flow is trained."""
         super().__init__(world_size)
         self.generator, self.discriminators = vocoder.waveform_decoder, discriminators
         self.log_mels = nn.ModuleList(LogMel(spec) for spec in LOSS_MELS)
-        self.phases, self.phase = Phases.of(facts), ADVERSARIAL
-        self.lead_steps = self.phases.generator
+        self.phases, self.phase = Phases.of(facts), ADVERSARIAL if discriminators else FLOW
+        self.lead_steps = self.phases.generator if discriminators else 0
         channels = self.generator.conv_pre.out_channels
         self.teacher = HifiGanInput(channels) if facts.warm_start else None
+        self.hifigan_mel = HifiGanMel() if self.generator.reads_mels else None
         self.register_buffer("ramp", torch.ones(()), persistent=False)
         self._ddp_params_and_buffers_to_ignore = ["ramp"]
 
     def begin_step(self, step: int) -> None:
         """Set the phase of the step: parts that it does not train have no gradients."""
+        if self.discriminators is None:
+            return
         phase, ramp = self.phases.at(step)
         self.ramp.fill_(ramp)
         if phase != self.phase:
@@ -686,67 +702,113 @@ class DecoderRecipe(Recipe):
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - one signature for all
         """The loss "disc" has gradients for the discriminators only, the other losses for the generator only."""
-        real, first = self._first_layer(tensors)
+        found = {}
+        if self.generator.flow is not None:
+            random = torch.rand(len(tensors["wave"]), device=tensors["wave"].device)
+            found["flow"] = self._flow_loss(tensors, random, torch.randn_like)
         if self.phase == FIRST_LAYER:
-            found = {"first_layer": self._teaching(real, first)}
-        else:
-            fake = self._generate(first, tensors)
+            found["first_layer"] = self._teaching(*self._first_layer(tensors))
+        elif self.phase != FLOW:
+            real, first = self._first_layer(tensors)
+            fake = self.generator.body(first, self._speaker(tensors))
             mels = [_distance(log_mel, real, fake) for log_mel in self.log_mels]
-            found = {"mel_loss": sum(mels[1:], mels[0]) / len(mels)}
+            found["mel_loss"] = sum(mels[1:], mels[0]) / len(mels)
             is_last = self.phase == ADVERSARIAL
             found |= self._adversarial(real, fake) if is_last else {"stft": self._stft_distance(real, fake)}
-        factors = {"mel_loss": MEL_WEIGHT, "stft": STFT_WEIGHT, "disc": 1.0, "first_layer": 1.0}
+        factors = {"flow": 1.0, "mel_loss": MEL_WEIGHT, "stft": STFT_WEIGHT, "disc": 1.0, "first_layer": 1.0}
         ramps = {"gen_adv": self.ramp, "feature_matching": FEATURE_WEIGHT * self.ramp}
-        names = [name for name in (*factors, *ramps) if name != "first_layer" or self.teacher is not None]
         weights, totals = tensors["weights"], Totals.of(tensors)
         absent = torch.zeros_like(weights)  # every phase logs the same names
-        by_name = {name: (found.get(name, absent) * weights).sum() for name in names}
+        by_name = {name: (found.get(name, absent) * weights).sum() for name in self._loss_names(factors, ramps)}
         total = torch.stack([ramps.get(n, factors.get(n, 1.0)) * loss for n, loss in by_name.items()]).sum()
         means = {name: mean_of(loss, weights.sum()) for name, loss in by_name.items()}
         return {"total": self.world_size * total / totals.clips, **means}
 
+    def _loss_names(self, *tables: Mapping[str, object]) -> list[str]:
+        if self.discriminators is None:
+            return ["flow"]
+        unused = {"first_layer"} if self.teacher is None else set()
+        unused |= {"flow"} if self.generator.flow is None else set()
+        return [name for table in tables for name in table if name not in unused]
+
     def sums(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
         weights = tensors["weights"]
-        return {"sum": (_distance(self.log_mels[0], *self.waves(tensors)) * weights).sum(), "count": weights.sum()}
+        if self.generator.flow is None:
+            losses = _distance(self.log_mels[0], *self.waves(tensors))
+        else:  # always the same times and noise
+            times = (torch.arange(len(weights), device=weights.device) + 0.5) / len(weights)
+            losses = self._flow_loss(tensors, times, lambda mel: noise_of(mel.shape[2]).to(mel).expand_as(mel))
+        return {"sum": (losses * weights).sum(), "count": weights.sum()}
 
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
-        real, fake = (self.log_mels[0](wave[:1].float())[0, 0] for wave in self.waves(tensors))
+        first = {name: tensors[name][:1] for name in ("latents", "wave", "speaker", "weights")}
+        real, fake = (self.log_mels[0](wave.float())[0, 0] for wave in self.waves(first))
         return {"mel": real, "generated": fake}
 
     def parts(self) -> dict[str, nn.Module]:
+        if self.discriminators is None:
+            return {"flow": self.generator}
         return {"generator": self.generator, "discriminators": self.discriminators}
 
     def extra_modules(self) -> dict[str, nn.Module]:
-        teacher = {"teacher": self.teacher} if self.teacher is not None else {}
-        return {"discriminators": self.discriminators, **teacher}
+        extra = {"discriminators": self.discriminators, "teacher": self.teacher}
+        return {name: module for name, module in extra.items() if module is not None}
+
+    def learning_rate(self, fine_tuning: bool) -> float:
+        own = super().learning_rate(fine_tuning)
+        return self.flow_lr if self.discriminators is None and not fine_tuning else own
 
     def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002 - a segment of the clip
         latents, speaker = self.generator.conv_pre.in_channels, self.generator.cond_layer.in_channels
-        wave, codes = (1, num_samples_of(SEGMENT_CODES)), SEGMENT_CODES + 2 * MARGIN_CODES
-        return {"latents": (1, codes, latents), "wave": wave, "speaker": (1, speaker)}
+        latents *= FRAMES_PER_CODE if self.generator.reads_mels else 1
+        codes = FLOW_CODES if self.generator.reads_mels else SEGMENT_CODES
+        shapes: dict[str, tuple[int, ...]] = {"latents": (1, codes + 2 * MARGIN_CODES, latents)}
+        return shapes | {"wave": (1, num_samples_of(codes)), "speaker": (1, speaker)}
 
     def waves(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Real and generated waveforms, [B, 1, N] each; filler clips are silent."""
-        real, first = self._first_layer(tensors)
-        return real, self._generate(first, tensors)
+        speaker = self._speaker(tensors)
+        if self.generator.flow is None:
+            real, first = self._first_layer(tensors)
+            return real, self.generator.body(first, speaker)
+        real, frames = self._real_and_frames(tensors)
+        return real, self.generator(self.generator.flow.draw(frames, speaker), speaker)
 
-    def _first_layer(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """Real waveforms [B, 1, N], and the output of the generator's first layer, [B, channels, N // 256]."""
+    def _real_and_frames(self, tensors: Tensors, reach: int = 0) -> tuple[Tensor, Tensor]:
+        """Real waveforms [B, 1, N], and the frames of their latents or mels with `reach` more on either side."""
         present = (tensors["weights"] > 0)[:, None, None]
         latents = torch.where(present, tensors["latents"], 0)
         real = torch.where(present, tensors["wave"].unsqueeze(1), 0)
-        # The first layer sees real neighbours at both ends of the segment; its own padding is cut off.
-        reach, start = self.generator.conv_pre.kernel_size[0] // 2, frames_of(MARGIN_CODES)
+        start = frames_of(MARGIN_CODES)
         end = start + real.shape[-1] // SAMPLES_PER_FRAME
-        first = self.generator.conv_pre(HifiGanDecoder.frames(latents)[..., start - reach : end + reach])
-        return real, first[..., reach:-reach]
+        return real, HifiGanDecoder.frames(latents, self.generator.reads_mels)[..., start - reach : end + reach]
 
-    def _generate(self, first: Tensor, tensors: Tensors) -> Tensor:
-        speaker = torch.where((tensors["weights"] > 0)[:, None, None], tensors["speaker"].unsqueeze(-1), 0)
-        return self.generator.body(first, speaker)
+    def _first_layer(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """Real waveforms [B, 1, N], and the output of the generator's first layer, [B, channels, N // 256]."""
+        if self.hifigan_mel is not None:
+            real, _ = self._real_and_frames(tensors)
+            mel = self.hifigan_mel(real)[..., : num_frames(SEGMENT_CODES)]
+            return real[..., : mel.shape[-1] * SAMPLES_PER_FRAME], self.generator.conv_pre(mel)
+        # The first layer sees real neighbours at both ends of the segment; its own padding is cut off.
+        reach = self.generator.conv_pre.kernel_size[0] // 2
+        real, frames = self._real_and_frames(tensors, reach)
+        return real, self.generator.conv_pre(frames)[..., reach:-reach]
+
+    def _flow_loss(self, tensors: Tensors, times: Tensor, noise_like: Callable[[Tensor], Tensor]) -> Tensor:
+        """Loss of the flow, [B], without the ends, whose mels lack their neighbours."""
+        assert self.hifigan_mel is not None and self.generator.flow is not None
+        real, frames = self._real_and_frames(tensors)
+        target = self.hifigan_mel(real)
+        errors = self.generator.flow.loss(target, frames, self._speaker(tensors), noise_like(target), times)
+        return by_clip(errors[..., _END_FRAMES:-_END_FRAMES])
+
+    def _speaker(self, tensors: Tensors) -> Tensor:
+        """Speaker embeddings [B, speaker_dim, 1], zeros for filler clips."""
+        return torch.where((tensors["weights"] > 0)[:, None, None], tensors["speaker"].unsqueeze(-1), 0)
 
     def _adversarial(self, real: Tensor, fake: Tensor) -> dict[str, Tensor]:
+        assert self.discriminators is not None
         real_outputs, fake_outputs = self.discriminators(real, fake.detach())
         # The weights are passed as constants: switching `requires_grad` off and on cannot be compiled.
         generated = [
@@ -761,6 +823,7 @@ class DecoderRecipe(Recipe):
 
     def _stft_distance(self, real: Tensor, fake: Tensor) -> Tensor:
         """Distance of magnitudes relative to their norm, and of their logarithms, over the resolutions, [B]."""
+        assert self.discriminators is not None
         distances: list[Tensor] = []
         for network in self.discriminators.resolutions:
             target, found = (network.magnitudes(wave) for wave in (real, fake))  # type: ignore[operator]
