@@ -58,7 +58,7 @@ from myxtts.files import write_text_atomically
 from myxtts.model.mel import LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, spectral_distance
 from myxtts.model.xtts import XTTS
-from myxtts.observe.metrics import Spoken
+from myxtts.observe.metrics import SAMPLES_FOLDER, Spoken
 from myxtts.pipeline.feed import FeedContext, Streams, build_feed, dvae_key, latents_key
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import (
@@ -83,7 +83,6 @@ JUDGE_FOLDER = ".judge"
 SAME_SPEAKER = 0.345
 """The equal error rate of similarity: as many pairs of one speaker lie below as pairs of two lie above."""
 COMPARED_CLIPS = 64  # validation clips, about, on which the decoder is compared with Griffin-Lim
-SAMPLES_FOLDER = "samples"
 MOST_SAMPLES = 8  # evaluations of a stage whose samples are kept
 SPEAKING_STAGES = ("gpt", "decoder")
 SPOKEN_SEED = 1
@@ -316,14 +315,11 @@ class ValidatedStage(FeedContext, Protocol):
     vocoder: dict[str, float]
 
 
-@torch.no_grad()
 def validate(
     ctx: ValidatedStage, recipe: Recipe, piece: Piece = contextlib.nullcontext
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Mean losses over the validation clips of all ranks, "total" the deciding one, and pictures of one batch."""
     plan, sums, pictures, num_compared = ctx.plan, dict[str, Tensor](), dict[str, Tensor](), 0
-    # A copy is always in this mode; to evaluate it in another thread must not change how PyTorch compiles.
-    measure = recipe.evaluate if recipe.training else recipe.sums
     with contextlib.ExitStack() as held:
         with piece():
             feed = held.enter_context(build_feed(ctx, validation=True))
@@ -333,8 +329,8 @@ def validate(
             with piece(), feed.next() as batch:
                 if batch is None:
                     break
-                with torch.autocast(plan.model.type, torch.bfloat16, enabled=autocast):
-                    found = measure(batch.tensors, batch.sizes)
+                with torch.autocast(plan.model.type, torch.bfloat16, enabled=autocast), recipe.evaluating():
+                    found = recipe.sums(batch.tensors, batch.sizes)
                     if not pictures:  # copied while the batch is leased
                         shown = recipe.pictures(batch.tensors, batch.sizes)
                         pictures = {name: picture.float().cpu() for name, picture in shown.items()}

@@ -25,6 +25,7 @@ from myxtts.host import usable_cores
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.observe.diagnosis import LiveWarnings
 from myxtts.observe.metrics import (
+    SAMPLES_FOLDER,
     JudgeReport,
     MetricsLog,
     Spoken,
@@ -140,9 +141,8 @@ class TrainingReports(Reporter):
         self._log.spoken(stage, step, sentences, OUTPUT_SAMPLE_RATE)
         bad = sum(bool(sentence.problem) for sentence in sentences)
         found = f"{len(sentences)} sentences{f', {bad} of them badly' * bool(bad)}"
-        self._printer.say(
-            [f"spoken at step {step}  {found}: {(self._folder / 'samples' / sentences[0].file).parent}"]
-        )
+        where = (self._folder / SAMPLES_FOLDER / sentences[0].file).parent
+        self._printer.say([f"spoken at step {step}  {found}: {where}"])
 
     def judged(self, report: JudgeReport) -> None:
         self._log.judged(report)

@@ -13,8 +13,10 @@ import contextlib
 import json
 import logging
 import math
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 BOARD = {"max_queue": 1000, "flush_secs": 30}
 """Options of TensorBoard's writer: so many events may wait for the disk before the run does."""
+SAMPLES_FOLDER = "samples"
+"""Folder of a run for what its evaluations spoke, and for their newest pictures."""
 MOST_KEPT = 4000  # step reports that `MetricsTail` keeps; the live view needs no more
 RUN_FILES = (
     "metrics.jsonl", "settings.yaml", "machine.json", "trace.jsonl", "readings.jsonl", "verdict.json",
@@ -157,9 +161,13 @@ class MetricsLog:
             self._draw(partial(_add_audio, tag=f"spoken/{number}", wave=wave, step=step, rate=rate))
 
     def image(self, tag: str, array: npt.NDArray[Any], step: int) -> None:
-        """Show numbers [H, W] as a picture in TensorBoard, in colour, row 0 lowest."""
+        """Show numbers [H, W] as a picture in TensorBoard, row 0 lowest; the page shows the newest of each tag."""
         pixels = colours(array)[::-1]
         self._draw(lambda board: board.add_image(tag, pixels, step, dataformats="HWC"))
+        with contextlib.suppress(OSError):  # the page can do without
+            folder = self.path.parent / SAMPLES_FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{tag.replace('/', '-')}.png").write_bytes(png(pixels))
 
     def code_usage(self, counts: npt.NDArray[Any], step: int) -> None:
         """Show a histogram of how often each code was used."""
@@ -289,6 +297,19 @@ def colours(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     stops = np.array([[0, 0, 4], [87, 16, 110], [188, 55, 84], [249, 142, 9], [252, 255, 164]])
     places = np.linspace(0, 1, len(stops))
     return np.stack([np.interp(level, places, stops[:, channel]) for channel in range(3)], -1).astype(np.uint8)
+
+
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """Return colours [H, W, 3] as a PNG file."""
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    chunks = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 def _add_audio(board: SummaryWriter, tag: str, wave: npt.NDArray[Any], step: int, rate: int) -> None:

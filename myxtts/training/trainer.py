@@ -351,6 +351,8 @@ class TrainerContext(Protocol):
     def notes(self) -> Mapping[str, Any]: ...
     @property
     def trained_on(self) -> Mapping[str, str]: ...
+    @property
+    def evaluates_on(self) -> str: ...
     def evaluate(self, recipe: Recipe, step: int, speaks: bool) -> Evaluation: ...
     def evaluator(self, step: Step) -> Evaluator | None: ...
     def evaluated(self, found: Evaluation) -> None: ...
@@ -376,12 +378,14 @@ class State:
     done: bool = False
     val_loss: float | None = None  # of this very step
     pending: int | None = None  # the last step whose weights are being evaluated
+    validated: int | None = None  # the last step whose loss is counted
 
     def add_loss(self, step: int, loss: float) -> bool:
         """Count the validation loss of a step; True if it is the best so far."""
         is_best = loss < self.best_loss
         self.best_loss = loss if is_best else self.best_loss
         self.stale_validations = 0 if is_best else self.stale_validations + 1
+        self.validated = step
         if step == self.step:
             self.val_loss = loss if math.isfinite(loss) else None
         return is_best
@@ -394,13 +398,14 @@ class State:
             "stale_validations": self.stale_validations,
             "done": self.done,
             "pending": self.pending,
+            "validated": self.validated,
         }
 
     @classmethod
     def from_json(cls, step: int, values: Mapping[str, Any]) -> State:
         best = math.inf if values["best_loss"] is None else float(values["best_loss"])
         known = (values["stale_validations"], values["done"])
-        later = {name: values.get(name) for name in ("val_loss", "pending")}
+        later = {name: values.get(name) for name in ("val_loss", "pending", "validated")}
         return cls(step, Cursor(*values["cursor"]), best, *known, **later)
 
 
@@ -583,9 +588,14 @@ class Trainer:
         return is_best
 
     def _stops_early(self) -> bool:
-        """True if validations no longer improve; only at validations, so that every run ends at the same step."""
-        is_due = self.state.step % self._training.val_step == 0
-        return is_due and 0 < self._training.early_stop <= self.state.stale_validations
+        """True if validations no longer improve.
+
+        That is decided at validations. Where training goes on during one, its own result does not count yet: a run
+        ends at the same step, whether it was stopped in between or not.
+        """
+        state, training = self.state, self._training
+        num_stale = state.stale_validations - (self.ctx.evaluates_on != "model" and state.validated == state.step)
+        return state.step % training.val_step == 0 and 0 < training.early_stop <= num_stale
 
     def _report_arrived(self) -> None:
         if not self._depends:
