@@ -25,12 +25,12 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from subprocess import PIPE, Popen
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import soxr
@@ -39,13 +39,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from myxtts.audio import Wave, write
-from myxtts.checkpoints import Checkpoints, Snapshot, Tensors, to_host
-from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings, Settings
+from myxtts.checkpoints import Snapshot, to_host
+from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import EMBEDDED_CORPUS
 from myxtts.data.store import user_cache
-from myxtts.devices import CAPTURING, Event, Plan, Stream, release_memory
+from myxtts.devices import CAPTURING, Event, Plan, Stream, is_out_of_memory
 from myxtts.errors import (
     NO_PROGRESS,
     ConfigError,
@@ -55,12 +55,12 @@ from myxtts.errors import (
     progress_bar,
 )
 from myxtts.files import write_text_atomically
+from myxtts.model.gpt import merge_adapters
 from myxtts.model.mel import LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, spectral_distance
 from myxtts.model.xtts import XTTS
 from myxtts.observe.metrics import SAMPLES_FOLDER, Spoken
-from myxtts.pipeline.feed import FeedContext, Streams, build_feed, dvae_key, latents_key
-from myxtts.run_dir import RunDir
+from myxtts.pipeline.feed import Streams, build_feed
 from myxtts.synthesis.synthesizer import (
     VocoderChoice,
     provenance,
@@ -72,6 +72,9 @@ from myxtts.synthesis.voices import UnusableReference, Voice
 from myxtts.training.recipes import LOSS_MEL, DecoderRecipe, Recipe
 from myxtts.training.trainer import Evaluation, Step
 from myxtts.weights import is_trained_in
+
+if TYPE_CHECKING:
+    from myxtts.run import StageContext
 
 SETS = ("recording", "reconstructed", "synthesised", "other speaker")
 """The sets of clips: real; real through codes and back; spoken by the model; the same against another voice."""
@@ -309,14 +312,8 @@ def _mean(values: Sequence[float]) -> float | None:
 # Validation
 
 
-class ValidatedStage(FeedContext, Protocol):
-    """The stage that is validated, or its copy."""
-
-    vocoder: dict[str, float]
-
-
 def validate(
-    ctx: ValidatedStage, recipe: Recipe, piece: Piece = contextlib.nullcontext
+    ctx: StageContext, recipe: Recipe, piece: Piece = contextlib.nullcontext
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Mean losses over the validation clips of all ranks, "total" the deciding one, and pictures of one batch."""
     plan, sums, pictures, num_compared = ctx.plan, dict[str, Tensor](), dict[str, Tensor](), 0
@@ -346,7 +343,6 @@ def validate(
     losses = {"total": totals["sum"] / max(totals["count"], 1e-6)}
     for part in [name.removesuffix("_sum") for name in totals if name.endswith("_sum")]:
         losses[part] = totals[f"{part}_sum"] / max(totals[f"{part}_count"], 1e-6)
-    ctx.vocoder = {name: losses[name] for name in ("decoder", "griffin_lim") if name in losses}
     return losses, pictures
 
 
@@ -369,28 +365,6 @@ def vocoder_distances(model: XTTS, recipe: DecoderRecipe, tensors: Mapping[str, 
 # Spoken sentences
 
 
-class EvaluatedStage(Protocol):
-    """The stage that is evaluated."""
-
-    stage: str
-    settings: Settings
-    prepared: PreparedCorpus
-    plan: Plan
-    model: XTTS
-    run_dir: RunDir
-    vocoder: dict[str, float]
-
-    @property
-    def checkpoints(self) -> Checkpoints: ...
-    @property
-    def streams(self) -> Streams: ...
-    @property
-    def codes_key(self) -> str: ...
-    @property
-    def latents_key(self) -> str: ...
-    def weights(self, recipe: Recipe) -> Mapping[str, Tensor]: ...
-
-
 def copied(modules: Sequence[nn.Module], replacement: Callable[[Tensor], Tensor]) -> list[nn.Module]:
     """Copies of modules whose tensors are `replacement`s: new memory, or the same under another parameter."""
     memo: dict[int, object] = {}
@@ -410,7 +384,7 @@ class Speaker:
     RUN/samples/gpt-00001000/              the sentences as the networks of a step speak them
     """
 
-    def __init__(self, ctx: EvaluatedStage, num_sentences: int) -> None:
+    def __init__(self, ctx: StageContext, num_sentences: int) -> None:
         """Raises a MyXTTSError if there are no such sentences, or nothing turns codes into sound."""
         data, run, training = ctx.settings.data, ctx.run_dir, ctx.settings.training
         self._stage, self._vocabulary = ctx.stage, ctx.prepared.tokenizer
@@ -439,6 +413,7 @@ class Speaker:
         """The sentences that these networks speak, and pictures of the first; the model is left as it is."""
         (own,) = copied([model], lambda tensor: tensor.to(device))
         assert isinstance(own, XTTS)
+        merge_adapters(own.gpt)
         synthesizer = synthesizer_of(own, self._vocabulary, device, self._known, self._vocoder, capture=False)
         voices: dict[str, Voice] = {}
         for file in sorted({sentence.reference.file for sentence in self._sentences}):
@@ -462,10 +437,10 @@ class Speaker:
         (self._folder / folder).mkdir(parents=True, exist_ok=True)
         for sentence, speech in zip(sentences, speeches, strict=True):
             recording = Path(sentence.clip.file).with_suffix(".opus")
-            file = folder / recording.name
-            write(self._folder / file, speech.wave, OUTPUT_SAMPLE_RATE)
+            write(self._folder / folder / recording.name, speech.wave, OUTPUT_SAMPLE_RATE)
             problem = ", ".join(part.problem for part in speech.report.sentences if part.problem)
-            files = (str(file), str(recording), str(Path(sentence.reference.file).with_suffix(".wav")))
+            reference = Path(sentence.reference.file).with_suffix(".wav")
+            files = (str(folder / recording.name), str(recording), str(reference))
             spoken.append(Spoken(sentence.text, sentence.language, *files, problem, speech.wave))
         self._prune()
         recorded = soxr.resample(sentences[0].clip.wave, SAMPLE_RATE, OUTPUT_SAMPLE_RATE)
@@ -516,7 +491,7 @@ class _Newest(ABC, Generic[Job]):
     def _take(self) -> None:
         """Prepare the next job; called with the lock, under which jobs are submitted."""
 
-    def _submit(self, step: int, job: Job) -> int | None:
+    def submit(self, step: int, job: Job) -> int | None:
         """Leave a job; returns the step of the one that it replaces, if one waited."""
         with self._changed:
             replaced = self._waiting[0] if self._waiting is not None else None
@@ -559,9 +534,8 @@ class _Newest(ABC, Generic[Job]):
             except Exception as error:  # whatever it is, training goes on
                 _log.debug("Step %d could not be evaluated", step, exc_info=True)
                 what = str(error).strip().splitlines()[:1] or [type(error).__name__]
-                self._done.put(Evaluation(step, failure=what[0]))
-                if isinstance(error, torch.OutOfMemoryError):
-                    release_memory()
+                lacks_memory = isinstance(error, RuntimeError) and is_out_of_memory(error)
+                self._done.put(Evaluation(step, failure=what[0], lacks_memory=lacks_memory))
 
 
 class Judging(_Newest[Sequence[Spoken]]):
@@ -571,10 +545,6 @@ class Judging(_Newest[Sequence[Spoken]]):
         self._judges, self._folder = judges, folder
         self._process: Popen[str] | None = None
         super().__init__("judging")
-
-    def add(self, step: int, spoken: Sequence[Spoken]) -> int | None:
-        """Have the sentences of a step judged; returns the step whose sentences they replace, if any waited."""
-        return self._submit(step, spoken)
 
     def close(self) -> None:
         with self._changed:
@@ -605,29 +575,7 @@ class Judging(_Newest[Sequence[Spoken]]):
                 process.kill()
 
 
-@dataclass
-class _CopiedStage:
-    """What a feed of validation clips needs, with the copy of the networks on the evaluator's device."""
-
-    stage: str
-    settings: Settings
-    prepared: PreparedCorpus
-    plan: Plan
-    model: XTTS
-    streams: Streams
-    codes_key: str
-    latents_key: str
-    vocoder: dict[str, float] = field(default_factory=dict)
-
-
-class _Published(NamedTuple):
-    """Facts about published weights."""
-
-    state: dict[str, Any]  # as in a checkpoint
-    is_saved: bool  # a checkpoint of this step is saved
-
-
-class Evaluator(_Newest[_Published]):
+class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
     """Evaluates copies of the weights on another stream or device, while training goes on.
 
     `publish` copies the weights, or their averages, into memory allocated once. When an evaluation has ended, the
@@ -635,7 +583,7 @@ class Evaluator(_Newest[_Published]):
     """
 
     def __init__(
-        self, ctx: EvaluatedStage, step: Step, device: torch.device, speaker: Speaker | None, keeps_all: bool
+        self, ctx: StageContext, step: Step, device: torch.device, speaker: Speaker | None, keeps_all: bool
     ) -> None:
         """`keeps_all` keeps the weights of every evaluation on disk, until they are judged."""
         self._ctx, self._speaker, self._keeps_all, self._device = ctx, speaker, keeps_all, device
@@ -660,14 +608,15 @@ class Evaluator(_Newest[_Published]):
     def publish(self, step: int, state: dict[str, Any], is_saved: bool) -> int | None:
         """Hand over the weights of a step; returns the step whose weights they replace, if any waited.
 
-        The stream of the model role copies them, and the host does not wait.
+        The stream of the model role copies them; the host does not wait. `state` is what a checkpoint says, and
+        `is_saved` says if there is one of this step.
         """
         with self._changed, torch.no_grad():
             self._copying.wait(self._taken)
             with self._copying.use():
                 torch._foreach_copy_(self._box, self._live, non_blocking=True)
             self._copying.record(self._published)
-            return self._submit(step, _Published(state, is_saved))
+            return self.submit(step, (state, is_saved))
 
     def close(self) -> None:
         super().close()
@@ -692,17 +641,19 @@ class Evaluator(_Newest[_Published]):
         assert isinstance(model, XTTS) and isinstance(recipe, Recipe)
         return model.eval(), recipe.eval()
 
-    def _copied_stage(self) -> _CopiedStage:
+    def _copied_stage(self) -> StageContext:
+        """The stage with the copied networks, on the evaluator's device and streams."""
         ctx, device, data = self._ctx, self._device, self._ctx.settings.data
         plan = Plan(device, device, data_cap_mb=ctx.plan.data_cap_mb, model_cap_mb=ctx.plan.data_cap_mb)
-        streams = Streams.of(plan, data)._replace(model=self._stream)  # its own has a high priority
-        codes, settings = ctx.codes_key, ctx.settings
-        latents = ctx.latents_key if ctx.stage == "decoder" else ""
+        beside = replace(ctx, plan=plan, model=self._model)
+        known: dict[str, Any] = {"codes_key": ctx.codes_key}
         if device.type != ctx.plan.data.type:  # other kernels compute other codes
-            codes = dvae_key(self._model)
-            latents = latents_key(self._model, codes)
-            settings = replace(settings, data=replace(data, cache_latents=False))
-        return _CopiedStage(ctx.stage, settings, ctx.prepared, plan, self._model, streams, codes, latents)
+            beside.settings, known = replace(ctx.settings, data=replace(data, cache_latents=False)), {}
+        elif ctx.stage == "decoder":
+            known["latents_key"] = ctx.latents_key
+        # The stream of the trainer would have a high priority.
+        vars(beside).update(known, streams=Streams.of(plan, data)._replace(model=self._stream))
+        return beside
 
     def _take(self) -> None:
         if self._device.type == "cpu":
@@ -719,22 +670,20 @@ class Evaluator(_Newest[_Published]):
                 raise _Closed
             yield
 
-    def _work(self, step: int, job: _Published) -> Evaluation:
-        spoken: list[Spoken] = []
+    def _work(self, step: int, job: tuple[dict[str, Any], bool]) -> Evaluation:
+        (state, is_saved), spoken = job, list[Spoken]()
         with self._stream.use():
             losses, pictures = validate(self._beside, self._recipe, self._piece)
             if self._speaker is not None:
                 with self._piece():
                     spoken, more = self._speaker.speak(self._model, self._device, step)
                 pictures |= more
-            loss, known = losses["total"], job.state["best_loss"]
+            loss, known = losses["total"], state["best_loss"]
             self._best = self._best if known is None else min(self._best, known)
-            if not job.is_saved and (loss < self._best or (self._keeps_all and spoken)):
-                state = {**job.state, "val_loss": loss if math.isfinite(loss) else None, "pending": None}
-                self._ctx.checkpoints.save_evaluated(step, Snapshot(self._weights(), None, state))
-            self._best = min(self._best, loss) if math.isfinite(loss) else self._best
+            if not is_saved and (loss < self._best or (self._keeps_all and spoken)):
+                state |= {"val_loss": loss if math.isfinite(loss) else None, "pending": None}
+                tensors = self._model.state_dict()
+                weights = to_host({name: tensors[name] for name in self._names if name in tensors})
+                self._ctx.checkpoints.save_evaluated(step, Snapshot(weights, None, state))
+            self._best = loss if loss < self._best else self._best
         return Evaluation(step, losses, pictures, spoken)
-
-    def _weights(self) -> Tensors:
-        tensors = self._model.state_dict()
-        return to_host({name: tensors[name] for name in self._names if name in tensors})

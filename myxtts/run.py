@@ -506,7 +506,7 @@ class StageContext:
         distances = {name: found.losses[name] for name in ("decoder", "griffin_lim") if name in found.losses}
         self.vocoder = distances or self.vocoder
         if found.spoken and self.judging is not None:
-            replaced = self.judging.add(found.step, found.spoken)
+            replaced = self.judging.submit(found.step, found.spoken)
             if replaced is not None:
                 self.say(f"The sentences of step {replaced} are not judged: judging takes longer than evaluating")
 
@@ -514,11 +514,16 @@ class StageContext:
         """What the judges found since the last call; with `wait`, everything that was spoken."""
         return self.judging.results(wait) if "judging" in vars(self) and self.judging is not None else []
 
-    def close(self) -> None:
-        """End the evaluator, the judges and the writer of checkpoints."""
+    def drop_evaluator(self) -> None:
+        """End the evaluator, and free the memory of its copies."""
         if self._evaluator is not None:
             self._evaluator.close()
-            self._evaluator = None  # its copies are memory for the next stage
+            self._evaluator = None
+            release_memory()
+
+    def close(self) -> None:
+        """End the evaluator, the judges and the writer of checkpoints."""
+        self.drop_evaluator()
         if "judging" in vars(self) and self.judging is not None:
             self.judging.close()
         self.checkpoints.close()

@@ -134,7 +134,10 @@ def test_an_evaluation_that_fails_is_reported_and_training_goes_on(
     flags = f"--stages dvae --max-steps 4 --val-step 2 --evaluate-on data --val-data {start.clips(3)}"
     run = start(f"{flags} --deterministic")
     assert newest(run, "dvae").step == 4
-    for step in (2, 4):
+    lacks_memory = isinstance(error, torch.OutOfMemoryError)
+    assert ("from here on training waits for evaluations" in start.out) is lacks_memory
+    assert [report["step"] for report in steps(run, "validation")] == ([4] if lacks_memory else [])
+    for step in (2,) if lacks_memory else (2, 4):
         assert re.search(rf"The evaluation of step {step} failed: {said}.*; training goes on; --eval", start.out)
 
 

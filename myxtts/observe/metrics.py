@@ -158,7 +158,8 @@ class MetricsLog:
         self._append({"kind": "spoken", "stage": stage, "step": step, "sentences": rows})
         for number, each in enumerate(sentences):
             wave = np.clip(each.wave, -1, 1)[None]
-            self._draw(partial(_add_audio, tag=f"spoken/{number}", wave=wave, step=step, rate=rate))
+            tag = f"spoken/{number}"
+            self._draw(lambda board, tag=tag, wave=wave: board.add_audio(tag, wave, step, rate))  # type: ignore[misc]
 
     def image(self, tag: str, array: npt.NDArray[Any], step: int) -> None:
         """Show numbers [H, W] as a picture in TensorBoard, row 0 lowest; the page shows the newest of each tag."""
@@ -310,10 +311,6 @@ def png(pixels: npt.NDArray[np.uint8]) -> bytes:
         for kind, data in parts
     )
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-
-def _add_audio(board: SummaryWriter, tag: str, wave: npt.NDArray[Any], step: int, rate: int) -> None:
-    board.add_audio(tag, wave, step, rate)
 
 
 def _add_scalars(board: SummaryWriter, scalars: Mapping[str, float], step: int) -> None:

@@ -54,7 +54,7 @@ REPORT_FILE = "report.html"
 MOST_POINTS = 500  # points of a curve; a screen shows hardly more
 FEWEST_SMOOTHED, NUM_MEANS = 80, 40  # a curve of so many points gets a second one through so many means
 MOST_BARS = 600
-TYPICAL_STEPS, NUM_WORST, NUM_HEARD, MOST_PLAYERS = 4, 3, 4, 6
+TYPICAL_STEPS, NUM_WORST, NUM_HEARD = 4, 3, 4
 MOST_SECONDS = 20  # of a sound on the page
 KEEPS_UP = 0.01  # the data keeps up if the model waits for at most this share of the time
 FLOW = ("gather", "upload", "encode", "handoff", "wait", "train", "update")
@@ -199,22 +199,13 @@ def _listen(scores: Record, sound: Callable[[str], str]) -> list[tuple[str, list
 
 def _spoken(stage: StageHistory, sound: Callable[[str], str]) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the sentences that evaluations spoke: the recording first, then as the steps speak it, in order."""
-    spoken = {
-        step: {str(row.get("text")): row for row in rows if isinstance(row, Mapping)}
-        for step, rows in stage.spoken
-    }
-    texts = list(dict.fromkeys(text for rows in spoken.values() for text in rows))[:NUM_HEARD]
-    found = []
-    for text in texts:
-        files = {
-            step: f"{SAMPLES_FOLDER}/{rows[text].get('file')}" for step, rows in spoken.items() if text in rows
-        }
-        sounds = [(f"{stage.name}, step {step:,}", uri) for step, file in files.items() if (uri := sound(file))]
-        chosen = np.unique(np.linspace(0, len(sounds) - 1, MOST_PLAYERS).round().astype(int)) if sounds else []
-        first = next(rows[text].get("recording") for rows in spoken.values() if text in rows)
-        recorded = ("recording", sound(f"{SAMPLES_FOLDER}/{first}"))
-        found += [(text, [recorded, *(sounds[at] for at in chosen)])] if sounds else []
-    return found
+    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    for step, rows in stage.spoken:
+        for row in [row for row in rows if isinstance(row, Mapping)][:NUM_HEARD]:
+            recorded, file = (f"{SAMPLES_FOLDER}/{row.get(name)}" for name in ("recording", "file"))
+            _, sounds = found.setdefault(recorded, (str(row.get("text")), [("recording", sound(recorded))]))
+            sounds += [(f"{stage.name}, step {step:,}", uri)] if (uri := sound(file)) else []
+    return [row for row in found.values() if len(row[1]) > 1]
 
 
 def _embedded(path: Path) -> str:

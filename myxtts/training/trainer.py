@@ -288,6 +288,7 @@ class Evaluation:
     spoken: Sequence[Spoken] = ()
     scores: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
+    lacks_memory: bool = False  # the failure is a lack of memory
 
 
 class Evaluator(Protocol):
@@ -356,6 +357,7 @@ class TrainerContext(Protocol):
     def evaluate(self, recipe: Recipe, step: int, speaks: bool) -> Evaluation: ...
     def evaluator(self, step: Step) -> Evaluator | None: ...
     def evaluated(self, found: Evaluation) -> None: ...
+    def drop_evaluator(self) -> None: ...
     def judged(self, wait: bool = False) -> list[Evaluation]: ...
     def say(self, line: str) -> None: ...
     def stop_requested(self, step: int) -> bool: ...
@@ -405,8 +407,8 @@ class State:
     def from_json(cls, step: int, values: Mapping[str, Any]) -> State:
         best = math.inf if values["best_loss"] is None else float(values["best_loss"])
         known = (values["stale_validations"], values["done"])
-        later = {name: values.get(name) for name in ("val_loss", "pending", "validated")}
-        return cls(step, Cursor(*values["cursor"]), best, *known, **later)
+        later = [values.get(name) for name in ("val_loss", "pending", "validated")]
+        return cls(step, Cursor(*values["cursor"]), best, *known, *later)
 
 
 @dataclass
@@ -520,14 +522,14 @@ class Trainer:
             return False
         if not here and not self._has_evaluator:
             self._evaluator, self._has_evaluator = ctx.evaluator(self.step), True
+        self._add_evaluations(wait=self._depends)
+        if self._stops_early():
+            return False
         if here or self._evaluator is None:
             with self.step.optimizer.swap_ema():
                 found = ctx.evaluate(self.step.recipe, state.step, speaks)
             self._clock.pause()
             return self._add(found) or (training.best_by not in (None, "loss") and bool(found.spoken))
-        self._add_evaluations(wait=self._depends)
-        if self._stops_early():
-            return False
         if (replaced := self._evaluator.publish(state.step, self._saved_state(), self._saves())) is not None:
             slow = f"evaluations take longer than the {training.val_step} steps between two of them"
             ctx.say(f"Step {replaced} is not evaluated, step {state.step} is: {slow}; a larger --val-step helps")
@@ -558,6 +560,10 @@ class Trainer:
             self._add(each)
             if math.isfinite(loss := each.losses.get("total", math.nan)):
                 self.ctx.checkpoints.rate(each.step, {"loss": loss})
+        if any(each.lacks_memory for each in found):
+            self.ctx.say("There is not enough memory for this: from here on training waits for evaluations")
+            self._evaluator = None
+            self.ctx.drop_evaluator()
         self._add_judgements()
         return bool(found)
 
