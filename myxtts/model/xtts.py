@@ -86,7 +86,7 @@ SIZES = {
         speaker_filters=(16, 32, 64, 128),
     ),
     "base": XTTSDims(
-        gpt=GPTDims(layers=12, dim=512, heads=8, encoder_layers=4),
+        gpt=GPTDims(layers=12, dim=512, heads=8, num_codes=4096, encoder_layers=4),
         dvae_hidden=256,
         dvae_codebook_dim=256,
         decoder_input="mel",
