@@ -242,7 +242,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     add("--guidance", type=float, help=guidance)
     central = "use the code nearest to the mean of the likely ones: clearer, less expressive [default: as trained]"
     add("--central", action=argparse.BooleanOptionalAction, help=central)
-    add("--best", action="store_true", help="use the GPT with the best validation loss, not the newest")
+    add("--best", action="store_true", help="use the best GPT by --best-by of the run, or by its validation loss")
     add("--vocoder", choices=["hifigan", "griffin-lim"], help="codes to audio [default: the better one]")
 
 
@@ -255,7 +255,7 @@ def _add_export(commands: Any) -> None:
     add("--to", choices=["coqui", "compact"], default="coqui", help=formats)
     add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     add("--tokenizer", type=Path, metavar="FILE", help="a larger vocab.json, for which the network is extended")
-    add("--best", action="store_true", help="use the GPT of the run with the best validation loss, not the newest")
+    add("--best", action="store_true", help="use the best GPT by --best-by of the run, or by its validation loss")
 
 
 def _whole_number(least: int) -> Callable[[str], int]:

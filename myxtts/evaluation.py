@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from subprocess import PIPE, Popen
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import soxr
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from myxtts.audio import Wave, write
-from myxtts.checkpoints import Snapshot, to_host
+from myxtts.checkpoints import Checkpoints, Snapshot, to_host
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.corpus import read_corpus
@@ -60,7 +60,8 @@ from myxtts.model.mel import LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, spectral_distance
 from myxtts.model.xtts import XTTS
 from myxtts.observe.metrics import SAMPLES_FOLDER, Spoken
-from myxtts.pipeline.feed import Streams, build_feed
+from myxtts.pipeline.feed import FeedContext, Streams, build_feed
+from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import (
     VocoderChoice,
     provenance,
@@ -72,9 +73,6 @@ from myxtts.synthesis.voices import UnusableReference, Voice
 from myxtts.training.recipes import LOSS_MEL, DecoderRecipe, Recipe
 from myxtts.training.trainer import Evaluation, Step
 from myxtts.weights import is_trained_in
-
-if TYPE_CHECKING:
-    from myxtts.run import StageContext
 
 SETS = ("recording", "reconstructed", "synthesised", "other speaker")
 """The sets of clips: real; real through codes and back; spoken by the model; the same against another voice."""
@@ -313,7 +311,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def validate(
-    ctx: StageContext, recipe: Recipe, piece: Piece = contextlib.nullcontext
+    ctx: FeedContext, recipe: Recipe, piece: Piece = contextlib.nullcontext
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Mean losses over the validation clips of all ranks, "total" the deciding one, and pictures of one batch."""
     plan, sums, pictures, num_compared = ctx.plan, dict[str, Tensor](), dict[str, Tensor](), 0
@@ -367,6 +365,16 @@ def vocoder_distances(model: XTTS, recipe: DecoderRecipe, tensors: Mapping[str, 
 # Spoken sentences
 
 
+class Stage(FeedContext, Protocol):
+    """The stage that is evaluated."""
+
+    run_dir: RunDir
+
+    @property
+    def checkpoints(self) -> Checkpoints: ...
+    def weights(self, recipe: Recipe) -> Mapping[str, Tensor]: ...
+
+
 def copied(modules: Sequence[nn.Module], replacement: Callable[[Tensor], Tensor]) -> list[nn.Module]:
     """Copies of modules whose tensors are `replacement`s: new memory, or the same under another parameter."""
     memo: dict[int, object] = {}
@@ -386,7 +394,7 @@ class Speaker:
     RUN/samples/gpt-00001000/              the sentences as the networks of a step speak them
     """
 
-    def __init__(self, ctx: StageContext, num_sentences: int) -> None:
+    def __init__(self, ctx: Stage, num_sentences: int) -> None:
         """Raises a MyXTTSError if there are no such sentences, or nothing turns codes into sound."""
         data, run, training = ctx.settings.data, ctx.run_dir, ctx.settings.training
         self._stage, self._vocabulary = ctx.stage, ctx.prepared.tokenizer
@@ -585,7 +593,7 @@ class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
     """
 
     def __init__(
-        self, ctx: StageContext, step: Step, device: torch.device, speaker: Speaker | None, keeps_all: bool
+        self, ctx: Stage, step: Step, device: torch.device, speaker: Speaker | None, keeps_all: bool
     ) -> None:
         """`keeps_all` keeps the weights of every evaluation on disk, until they are judged."""
         self._ctx, self._speaker, self._keeps_all, self._device = ctx, speaker, keeps_all, device
@@ -643,18 +651,16 @@ class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
         assert isinstance(model, XTTS) and isinstance(recipe, Recipe)
         return model.eval(), recipe.eval()
 
-    def _copied_stage(self) -> StageContext:
+    def _copied_stage(self) -> Stage:
         """The stage with the copied networks, on the evaluator's device and streams."""
-        ctx, device, data = self._ctx, self._device, self._ctx.settings.data
-        plan = Plan(device, device, data_cap_mb=ctx.plan.data_cap_mb, model_cap_mb=ctx.plan.data_cap_mb)
-        beside = replace(ctx, plan=plan, model=self._model)
-        known: dict[str, Any] = {"codes_key": ctx.codes_key}
-        if device.type != ctx.plan.data.type:  # other kernels compute other codes
-            beside.settings, known = replace(ctx.settings, data=replace(data, cache_latents=False)), {}
-        elif ctx.stage == "decoder":
-            known["latents_key"] = ctx.latents_key
+        beside, data, cap_mb = copy.copy(self._ctx), self._ctx.settings.data, self._ctx.plan.data_cap_mb
+        beside.plan = Plan(self._device, self._device, data_cap_mb=cap_mb, model_cap_mb=cap_mb)
+        beside.model = self._model
+        if self._device.type != self._ctx.plan.data.type:  # other kernels compute other codes
+            beside.settings = replace(beside.settings, data=replace(data, cache_latents=False))
+            vars(beside).pop("codes_key", None)
         # The stream of the trainer would have a high priority.
-        vars(beside).update(known, streams=Streams.of(plan, data)._replace(model=self._stream))
+        vars(beside)["streams"] = Streams.of(beside.plan, data)._replace(model=self._stream)
         return beside
 
     def _take(self) -> None:

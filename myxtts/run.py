@@ -461,6 +461,8 @@ class StageContext:
         if not wanted or self.stage not in SPEAKING_STAGES or self.plan.rank > 0:
             return None
         try:
+            if training.deterministic and not is_slow:  # PyTorch has no sums of that kind for sampling
+                raise ConfigError("a GPU samples no codes with --deterministic; --evaluate-on cpu does")
             return Speaker(self, wanted)
         except (MyXTTSError, OSError) as error:
             self.say(f"Evaluations speak no sentences: {error}")

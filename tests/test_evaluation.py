@@ -192,6 +192,50 @@ def test_nothing_is_captured_while_a_piece_of_an_evaluation_runs(
     assert held[:4] == [True, False, True, False] and len(held) >= 6, "the feed, the batches, the end"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["data", "cpu"])
+def test_on_a_gpu_evaluations_leave_captured_steps_alone(where: str, start: Start, speech: Path) -> None:
+    """The decoder is captured again in every phase, while an evaluation may be running."""
+    flags = "--stages dvae,gpt,decoder --deterministic --ema-decay 0.9 --max-steps 20 --val-fraction 0.5"
+    beside = start(f"{flags} --val-step 3 --evaluate-on {where}", "beside", speech)
+    assert f"Evaluations run on {'cpu' if where == 'cpu' else 'cuda:0'} while training goes on" in start.out
+    assert start.out.count("captured as a CUDA graph") == 3 and "failed" not in start.out
+    never = start(f"{flags} --evaluate-on off", "never", speech)
+    for stage in ("dvae", "gpt", "decoder"):
+        assert_equal_tensors(newest(beside, stage).weights, newest(never, stage).weights)
+        assert_equal_tensors(newest(beside, stage).optimizer, newest(never, stage).optimizer)
+        assert len([report for report in steps(beside, "validation") if report["stage"] == stage]) == 8
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_evaluations_find_what_the_model_role_finds_and_speak(start: Start, speech: Path) -> None:
+    flags = "--stages dvae,gpt,decoder --max-steps 20 --val-step 10 --val-fraction 0.5"
+    run = start(f"{flags} --spoken-sentences 3", corpus=speech)
+    assert "failed" not in start.out and "Evaluations run on cuda:0 while training goes on" in start.out
+    spoken = {(record["stage"], record["step"]) for record in steps(run, "spoken")}
+    assert spoken >= {("gpt", 20), ("decoder", 20)}, "the last ones are awaited"
+    for record in steps(run, "spoken"):
+        for row in record["sentences"]:
+            assert sf.info(run / "samples" / row["file"]).samplerate == 24000
+    inside = start(f"{flags} --deterministic --evaluate-on model", "inside", speech)
+    beside = start(f"{flags} --deterministic --evaluate-on data", "beside", speech)
+    ours, theirs = (
+        {(report["stage"], report["step"]): report["losses"]["total"] for report in steps(folder, "validation")}
+        for folder in (beside, inside)
+    )
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.two_gpus
+def test_on_two_gpus_evaluations_run_on_the_data_gpu(start: Start, speech: Path) -> None:
+    flags = "--stages gpt --deterministic --max-steps 20 --val-step 5 --val-fraction 0.5"
+    flags += " --data-gpu 0 --model-gpu 1"
+    never = start(f"{flags} --evaluate-on off", "never", speech)
+    beside = start(f"{flags} --evaluate-on data", "beside", speech)
+    assert "Evaluations run on cuda:0 while training goes on" in start.out and "failed" not in start.out
+    assert_equal_tensors(newest(beside).weights, newest(never).weights)
+
+
 # Results that come later
 
 
