@@ -287,7 +287,7 @@ def explained_out_of_memory(plan: Plan, role: str, doing: str) -> Iterator[None]
         raise explain_out_of_memory(plan, error, role, doing) from error
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """True for a lack of memory, also where ending a capture raised another error because of it."""
     causes = (error, error.__context__, error.__cause__)
     return any(isinstance(each, torch.OutOfMemoryError) for each in causes) or "allocate memory" in str(error)

@@ -544,8 +544,7 @@ class _Newest(ABC, Generic[Job]):
             except Exception as error:  # whatever it is, training goes on
                 _log.debug("Step %d could not be evaluated", step, exc_info=True)
                 what = str(error).strip().splitlines()[:1] or [type(error).__name__]
-                lacks_memory = isinstance(error, RuntimeError) and is_out_of_memory(error)
-                self._done.put(Evaluation(step, failure=what[0], lacks_memory=lacks_memory))
+                self._done.put(Evaluation(step, failure=what[0], lacks_memory=is_out_of_memory(error)))
 
 
 class Judging(_Newest[Sequence[Spoken]]):
@@ -638,10 +637,9 @@ class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
         ctx, device = self._ctx, self._device
         trained = {id(weight): average for weight, average in step.optimizer.validated()}
         trained |= {id(each): each for name, each in ctx.model.named_buffers() if is_trained_in(ctx.stage, name)}
-        ours = {id(each) for each in (*ctx.model.parameters(), *ctx.model.buffers())}  # no discriminators
 
         def replacement(tensor: Tensor) -> Tensor:
-            if id(tensor) not in trained or id(tensor) not in ours:
+            if id(tensor) not in trained:
                 return tensor.detach().to(device)
             self._live.append(trained[id(tensor)].detach())
             self._own.append(torch.empty_like(tensor, device=device, requires_grad=False))
@@ -653,12 +651,15 @@ class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
 
     def _copied_stage(self) -> Stage:
         """The stage with the copied networks, on the evaluator's device and streams."""
-        beside, data, cap_mb = copy.copy(self._ctx), self._ctx.settings.data, self._ctx.plan.data_cap_mb
+        beside, cap_mb = copy.copy(self._ctx), self._ctx.plan.data_cap_mb
         beside.plan = Plan(self._device, self._device, data_cap_mb=cap_mb, model_cap_mb=cap_mb)
         beside.model = self._model
+        # Batches are encoded by the thread that reads them: in its pieces, not during a capture.
+        data = replace(beside.settings.data, prefetch_to_gpu=False)
         if self._device.type != self._ctx.plan.data.type:  # other kernels compute other codes
-            beside.settings = replace(beside.settings, data=replace(data, cache_latents=False))
+            data = replace(data, cache_latents=False)
             vars(beside).pop("codes_key", None)
+        beside.settings = replace(beside.settings, data=data)
         # The stream of the trainer would have a high priority.
         vars(beside)["streams"] = Streams.of(beside.plan, data)._replace(model=self._stream)
         return beside

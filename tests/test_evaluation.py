@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import soundfile as sf
 import torch
 from conftest import SENTENCES
 from test_evaluate import install, write_speakers
+from test_speaker import people
 from training_fixtures import (
     Start,
     assert_equal_tensors,
@@ -28,6 +30,7 @@ from training_fixtures import (
 )
 
 import myxtts.evaluation
+from myxtts.config import MIN_SPEAKERS
 from myxtts.devices import CAPTURING
 from myxtts.evaluation import MOST_SAMPLES, Evaluator, Speaker
 from myxtts.observe.metrics import MetricsLog
@@ -74,9 +77,23 @@ def in_any_order(run: Path) -> list[dict[str, Any]]:
 # Training goes on
 
 
-@pytest.mark.parametrize("stage", ["dvae", "gpt", "decoder"])
-@pytest.mark.parametrize("where", ["data", "cpu"])
-def test_evaluations_on_the_side_change_nothing_and_find_the_same(stage: str, where: str, start: Start) -> None:
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    [
+        ("dvae", "data"),
+        ("speaker", "data"),
+        ("gpt", "data"),
+        ("gpt", "cpu"),
+        ("decoder", "data"),
+        ("decoder", "cpu"),
+    ],
+)
+def test_evaluations_on_the_side_change_nothing_and_find_the_same(
+    stage: str, where: str, start: Start, tmp_path: Path
+) -> None:
+    if stage == "speaker":
+        clips = people(tmp_path / "people", MIN_SPEAKERS)
+        start = replace(start, clips=lambda *_: clips)
     flags = f"--stages {stage} --dropout 0.2 --ema-decay 0.9 --max-steps 6 --val-data {start.clips(3)}"
     inside = start(f"{flags} --val-step 3 --evaluate-on model", "inside")
     assert "while training goes on" not in start.out
