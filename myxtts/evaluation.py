@@ -72,7 +72,6 @@ from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.synthesis.voices import UnusableReference, Voice
 from myxtts.training.recipes import LOSS_MEL, DecoderRecipe, Recipe
 from myxtts.training.trainer import Evaluation, Step
-from myxtts.weights import is_trained_in
 
 SETS = ("recording", "reconstructed", "synthesised", "other speaker")
 """The sets of clips: real; real through codes and back; spoken by the model; the same against another voice."""
@@ -600,12 +599,12 @@ class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
         self._copying = Stream(device) if device.type == "cuda" and device != source.device else source
         self._published, self._taken = Event(source.device), Event(device)
         self._live, self._own, self._best = list[Tensor](), list[Tensor](), math.inf
+        self._names = list(ctx.weights(step.recipe))
         with CAPTURING, self._stream.use():
             self._model, self._recipe = self._copies(step)
             pins = source.device.type == "cuda" and device.type == "cpu"
             self._box = [torch.empty_like(each, pin_memory=pins) for each in self._own]
         self._stream.finish()
-        self._names = list(ctx.weights(step.recipe))
         self._beside = self._copied_stage()
         super().__init__("evaluator")
 
@@ -635,8 +634,9 @@ class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
     def _copies(self, step: Step) -> tuple[XTTS, Recipe]:
         """Copies of the model and the recipe: what is trained in new memory, the rest shared where it can be."""
         ctx, device = self._ctx, self._device
-        trained = {id(weight): average for weight, average in step.optimizer.validated()}
-        trained |= {id(each): each for name, each in ctx.model.named_buffers() if is_trained_in(ctx.stage, name)}
+        tensors: dict[str, Tensor] = dict(ctx.model.named_parameters()) | dict(ctx.model.named_buffers())
+        trained = {id(tensors[name]): tensors[name] for name in self._names if name in tensors}
+        trained |= {id(weight): average for weight, average in step.optimizer.validated()}
 
         def replacement(tensor: Tensor) -> Tensor:
             if id(tensor) not in trained:
