@@ -26,6 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -38,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from myxtts.audio import Wave, write
+from myxtts.audio import Wave
 from myxtts.checkpoints import Checkpoints, Snapshot, to_host
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import ClipSet, PreparedCorpus
@@ -63,8 +64,10 @@ from myxtts.observe.metrics import SAMPLES_FOLDER, Spoken
 from myxtts.pipeline.feed import FeedContext, Streams, build_feed
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import (
+    Synthesizer,
     VocoderChoice,
     provenance,
+    save_wave,
     synthesizer_of,
     usable_vocoder,
 )
@@ -210,6 +213,22 @@ def _references(prepared: PreparedCorpus) -> dict[int, list[Recording]]:
             found[int(clips.speakers[index])].append(Recording(clips, index, folder))
         known = {speaker: recordings[:REFERENCES_A_SPEAKER] for speaker, recordings in found.items()} | known
     return known
+
+
+VoicedSentences = Sequence[tuple[HeldOutSentence, Voice]]
+
+
+def with_voices(synthesizer: Synthesizer, out: Path, sentences: Sequence[HeldOutSentence]) -> VoicedSentences:
+    """The sentences with the voices of their references; unusable references are reported and left out."""
+    voices: dict[str, Voice] = {}
+    for file in sorted({sentence.reference.file for sentence in sentences}):
+        try:
+            voices[file] = synthesizer.voice([out / file])
+        except UnusableReference as error:
+            _log.warning("Skipping sentences without a usable reference. %s", error)
+    if not voices:
+        raise DatasetError("None of the references can be used.")
+    return [(one, voices[one.reference.file]) for one in sentences if one.reference.file in voices]
 
 
 # Judges
@@ -409,13 +428,9 @@ class Speaker:
         if ctx.stage != "decoder":
             parts, reads_mels = self._known.untrained_parts, ctx.model.dims.reads_mels
             self._vocoder = usable_vocoder(parts, None, known.vocoder, reads_mels)
-        self._warned = False
         for sentence in self._sentences:
             for clip, suffix in ((sentence.clip, ".opus"), (sentence.reference, ".wav")):
-                path = self._folder / Path(clip.file).with_suffix(suffix)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if not path.is_file():
-                    write(path, clip.wave, SAMPLE_RATE)
+                save_wave(self._folder / Path(clip.file).with_suffix(suffix), clip.wave, SAMPLE_RATE)
 
     @torch.no_grad()
     def speak(self, model: XTTS, device: torch.device, step: int) -> tuple[list[Spoken], dict[str, Tensor]]:
@@ -424,35 +439,20 @@ class Speaker:
         assert isinstance(own, XTTS)
         merge_adapters(own.gpt)
         synthesizer = synthesizer_of(own, self._vocabulary, device, self._known, self._vocoder, capture=False)
-        voices: dict[str, Voice] = {}
-        for file in sorted({sentence.reference.file for sentence in self._sentences}):
-            try:
-                voices[file] = synthesizer.voice([self._folder / Path(file).with_suffix(".wav")])
-            except UnusableReference as error:
-                if not self._warned:
-                    _log.warning("Sentences without a usable reference are not spoken. %s", error)
-        self._warned = True
-        sentences = [sentence for sentence in self._sentences if sentence.reference.file in voices]
-        if not sentences:
-            return [], {}
-        speeches = synthesizer.speak_many(
-            [sentence.text for sentence in sentences],
-            [voices[sentence.reference.file] for sentence in sentences],
-            [sentence.language for sentence in sentences],
-            seed=SPOKEN_SEED,
-            num_attempts=1,
-        )
+        work = with_voices(synthesizer, self._folder, self._sentences)
+        self._sentences = [sentence for sentence, _ in work]  # the others are reported once
+        texts, languages = zip(*((sentence.text, sentence.language) for sentence in self._sentences), strict=True)
+        voices = [voice for _, voice in work]
+        speeches = synthesizer.speak_many(texts, voices, languages, seed=SPOKEN_SEED, num_attempts=1)
         folder, spoken = Path(f"{self._stage}-{step:08d}"), []
-        (self._folder / folder).mkdir(parents=True, exist_ok=True)
-        for sentence, speech in zip(sentences, speeches, strict=True):
+        for sentence, speech in zip(self._sentences, speeches, strict=True):
             recording = Path(sentence.clip.file).with_suffix(".opus")
-            write(self._folder / folder / recording.name, speech.wave, OUTPUT_SAMPLE_RATE)
+            save_wave(self._folder / folder / recording.name, speech.wave, OUTPUT_SAMPLE_RATE)
             problem = ", ".join(part.problem for part in speech.report.sentences if part.problem)
-            reference = Path(sentence.reference.file).with_suffix(".wav")
-            files = (str(folder / recording.name), str(recording), str(reference))
+            files = (str(folder / recording.name), str(recording), sentence.reference.file)
             spoken.append(Spoken(sentence.text, sentence.language, *files, problem, speech.wave))
         self._prune()
-        recorded = soxr.resample(sentences[0].clip.wave, SAMPLE_RATE, OUTPUT_SAMPLE_RATE)
+        recorded = soxr.resample(self._sentences[0].clip.wave, SAMPLE_RATE, OUTPUT_SAMPLE_RATE)
         return spoken, {"spoken": _mel(speeches[0].wave), "recorded": _mel(recorded)}
 
     def _prune(self) -> None:
@@ -472,14 +472,39 @@ def _mel(wave: Wave) -> Tensor:
     return mel[0]
 
 
+class _Closed(Exception):
+    """The thread was told to end while it worked."""
+
+
+def with_speech(
+    found: Evaluation,
+    speaker: Speaker | None,
+    model: XTTS,
+    device: torch.device,
+    piece: Piece = contextlib.nullcontext,
+) -> Evaluation:
+    """An evaluation with spoken sentences, if there is a speaker; a failure costs no more than them."""
+    if speaker is None:
+        return found
+    try:
+        with piece():
+            spoken, pictures = speaker.speak(model, device, found.step)
+    except _Closed:
+        raise
+    except Exception as error:
+        _log.debug("Step %d could not speak", found.step, exc_info=True)
+        return replace(found, unspoken=_first_line(error), lacks_memory=is_out_of_memory(error))
+    return replace(found, spoken=spoken, pictures={**found.pictures, **pictures})
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 # In the background
 
 
 Job = TypeVar("Job")
-
-
-class _Closed(Exception):
-    """The thread was told to end while it worked."""
 
 
 class _Newest(ABC, Generic[Job]):
@@ -512,12 +537,16 @@ class _Newest(ABC, Generic[Job]):
         """The results since the last call; with `wait`, also those of all jobs that were left."""
         if wait:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is None and not self._is_busy)
+                self._changed.wait_for(lambda: self.is_idle)
         found = []
         with contextlib.suppress(Empty):
             while True:
                 found.append(self._done.get_nowait())
         return found
+
+    @property
+    def is_idle(self) -> bool:
+        return self._waiting is None and not self._is_busy
 
     def close(self) -> None:
         """End the thread as soon as possible; the job it works on is lost."""
@@ -534,16 +563,25 @@ class _Newest(ABC, Generic[Job]):
                 self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
                 if self._is_closed or self._waiting is None:
                     return
-                self._take()
                 (step, job), self._waiting, self._is_busy = self._waiting, None, True
+                failure = _attempted(step, self._take)
             try:
-                self._done.put(self._work(step, job))
+                found = failure or _attempted(step, partial(self._work, step, job))
             except _Closed:
                 return
-            except Exception as error:  # whatever it is, training goes on
-                _log.debug("Step %d could not be evaluated", step, exc_info=True)
-                what = str(error).strip().splitlines()[:1] or [type(error).__name__]
-                self._done.put(Evaluation(step, failure=what[0], lacks_memory=is_out_of_memory(error)))
+            if found is not None:
+                self._done.put(found)
+
+
+def _attempted(step: int, work: Callable[[], Evaluation | None]) -> Evaluation | None:
+    """What `work` returns, or why it failed: whatever that is, training goes on."""
+    try:
+        return work()
+    except _Closed:
+        raise
+    except Exception as error:
+        _log.debug("Step %d could not be evaluated", step, exc_info=True)
+        return Evaluation(step, failure=_first_line(error), lacks_memory=is_out_of_memory(error))
 
 
 class Judging(_Newest[Sequence[Spoken]]):
@@ -680,19 +718,17 @@ class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
             yield
 
     def _work(self, step: int, job: tuple[dict[str, Any], bool]) -> Evaluation:
-        (state, is_saved), spoken = job, list[Spoken]()
+        state, is_saved = job
         with self._stream.use():
             losses, pictures = validate(self._beside, self._recipe, self._piece)
-            if self._speaker is not None:
-                with self._piece():
-                    spoken, more = self._speaker.speak(self._model, self._device, step)
-                pictures |= more
+            found = Evaluation(step, losses, pictures)
+            found = with_speech(found, self._speaker, self._model, self._device, self._piece)
             loss, known = losses["total"], state["best_loss"]
             self._best = self._best if known is None else min(self._best, known)
-            if not is_saved and (loss < self._best or (self._keeps_all and spoken)):
+            if not is_saved and (loss < self._best or (self._keeps_all and found.spoken)):
                 state |= {"val_loss": loss if math.isfinite(loss) else None, "pending": None}
                 tensors = self._model.state_dict()
                 weights = to_host({name: tensors[name] for name in self._names if name in tensors})
                 self._ctx.checkpoints.save_evaluated(step, Snapshot(weights, None, state))
             self._best = loss if loss < self._best else self._best
-        return Evaluation(step, losses, pictures, spoken)
+        return found

@@ -59,7 +59,7 @@ from myxtts.devices import (
     set_random_state,
 )
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, Progress
-from myxtts.evaluation import SPEAKING_STAGES, Evaluator, Judging, Speaker, find_judges, validate
+from myxtts.evaluation import SPEAKING_STAGES, Evaluator, Judging, Speaker, find_judges, validate, with_speech
 from myxtts.files import lock, write_text_atomically
 from myxtts.host import usable_cores
 from myxtts.model.gpt import adapter_state, store_frozen_in_bf16
@@ -455,13 +455,13 @@ class StageContext:
     @cached_property
     def speaker(self) -> Speaker | None:
         """Speaks the held-out sentences; None if the stage, the settings or the corpus have none."""
-        training, is_slow = self.settings.training, self.plan.model.type == "cpu" or self.evaluates_on == "cpu"
-        wanted = training.spoken_sentences
-        wanted = (0 if is_slow and training.best_by not in JUDGED else 8) if wanted is None else wanted
+        training, is_on_cpu = self.settings.training, self.plan.model.type == "cpu" or self.evaluates_on == "cpu"
+        is_free, wanted = self.evaluates_on == "data" and not is_on_cpu, training.spoken_sentences
+        wanted = (8 if is_free or training.best_by in JUDGED else 0) if wanted is None else wanted
         if not wanted or self.stage not in SPEAKING_STAGES or self.plan.rank > 0:
             return None
         try:
-            if training.deterministic and not is_slow:  # PyTorch has no sums of that kind for sampling
+            if training.deterministic and not is_on_cpu:  # PyTorch has no sums of that kind for sampling
                 raise ConfigError("a GPU samples no codes with --deterministic; --evaluate-on cpu does")
             return Speaker(self, wanted)
         except (MyXTTSError, OSError) as error:
@@ -479,10 +479,8 @@ class StageContext:
     def evaluate(self, recipe: Recipe, step: int, speaks: bool) -> Evaluation:
         """Evaluate the networks as they are, in the stream of the model role."""
         losses, pictures = validate(self, recipe)
-        if not speaks or self.speaker is None:
-            return Evaluation(step, losses, pictures)
-        spoken, more = self.speaker.speak(self.model, self.plan.model, step)
-        return Evaluation(step, losses, {**pictures, **more}, spoken)
+        speaker = self.speaker if speaks else None
+        return with_speech(Evaluation(step, losses, pictures), speaker, self.model, self.plan.model)
 
     def evaluator(self, step: Step) -> Evaluator | None:
         """The evaluator that works beside training; None if the model role evaluates, also for lack of memory."""
@@ -496,7 +494,7 @@ class StageContext:
         try:
             self._evaluator = Evaluator(self, step, device, self.speaker, keeps_all)
         except torch.OutOfMemoryError:
-            release_memory()
+            self.drop_evaluator()
             self.say(f"No room on {device} for copies of the weights: training waits for evaluations")
             return None
         size = f"{self._evaluator.num_bytes / 2**20:.0f} MB of copied weights"
@@ -514,14 +512,19 @@ class StageContext:
 
     def judged(self, wait: bool = False) -> list[Evaluation]:
         """What the judges found since the last call; with `wait`, everything that was spoken."""
-        return self.judging.results(wait) if "judging" in vars(self) and self.judging is not None else []
+        if "judging" not in vars(self) or self.judging is None:
+            return []
+        if wait and not self.judging.is_idle:
+            self.say("Waiting for the judges")
+        return self.judging.results(wait)
 
     def drop_evaluator(self) -> None:
-        """End the evaluator, and free the memory of its copies."""
+        """End the evaluator and free its memory; what is evaluated from here on speaks no sentences."""
         if self._evaluator is not None:
             self._evaluator.close()
             self._evaluator = None
             release_memory()
+        vars(self)["speaker"] = None
 
     def close(self) -> None:
         """End the evaluator, the judges and the writer of checkpoints."""
@@ -649,6 +652,8 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
         if not (is_worth_it and keep_latents(ctx, ctx.say)):
             ctx.settings = with_settings(ctx.settings, {"data.cache_latents": False})
         barrier(plan)  # each rank has computed its share
+    if training.evaluate_on != "off" and len(ctx.prepared.val):
+        _ = ctx.speaker  # reads the texts of the corpus, for which training would wait
     doing = f"training on batches of {data.batch_size} clips"
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
         ctx.say(f"Buffer size: {feed.buffers()}")

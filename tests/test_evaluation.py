@@ -246,6 +246,15 @@ def test_on_two_gpus_evaluations_run_on_the_data_gpu(start: Start, speech: Path)
     assert_equal_tensors(newest(beside).weights, newest(never).weights)
 
 
+def test_weights_that_cannot_be_copied_fail_one_evaluation(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Evaluator) -> None:
+        raise RuntimeError("the copy failed")
+
+    monkeypatch.setattr(Evaluator, "_take", fail)
+    start(f"--stages dvae --max-steps 2 --evaluate-on data --val-data {start.clips(3)}")
+    assert "The evaluation of step 2 failed: the copy failed" in start.out
+
+
 # Results that come later
 
 
@@ -360,6 +369,22 @@ def test_evaluations_speak_held_out_sentences_and_leave_them_in_the_run(start: S
     players = re.findall(r'<span class="sound"><span>([^<]*)</span> <audio[^>]*src="data:audio/mpeg', page)
     assert players[-3:] == ["recording", "decoder, step 2", "decoder, step 4"], "the recording first"
     assert re.search(r'<figcaption>gpt: alignment</figcaption><img class="picture" src="data:image/png', page)
+
+
+@pytest.mark.parametrize("where", ["model", "data"])
+def test_a_failure_to_speak_costs_the_sentences_and_nothing_else(
+    where: str, start: Start, speech: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(Speaker, "speak", fail)
+    flags = f"--stages dvae,gpt --dvae-steps 1 --max-steps 6 --val-step 2 {SPEAK} --evaluate-on {where}"
+    run = start(flags, corpus=speech)
+    assert start.out.count("The sentences of step 2 were not spoken: CUDA out of memory") == 1
+    assert start.out.count("were not spoken") == 1 and "which speak no sentences" in start.out
+    found = [report["step"] for report in steps(run, "validation") if report["stage"] == "gpt"]
+    assert found == [2, 4, 6] and newest(run).step == 6
 
 
 def test_few_samples_of_a_stage_are_kept_the_first_and_the_newest_among_them(tmp_path: Path) -> None:

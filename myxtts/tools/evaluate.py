@@ -25,7 +25,7 @@ from torch import Tensor
 from myxtts.config import SAMPLE_RATE
 from myxtts.data.prepare import prepare
 from myxtts.devices import Machine
-from myxtts.errors import ConfigError, DatasetError, Progress, progress_bar
+from myxtts.errors import ConfigError, Progress, progress_bar
 from myxtts.evaluation import (
     OTHER,
     RECONSTRUCTED,
@@ -34,9 +34,11 @@ from myxtts.evaluation import (
     SYNTHESISED,
     HeldOutSentence,
     Judges,
+    VoicedSentences,
     held_out_sentences,
     run_judges,
     summarise,
+    with_voices,
 )
 from myxtts.files import write_text_atomically
 from myxtts.model.mel import DVAE_MEL, LogMel
@@ -55,7 +57,7 @@ from myxtts.synthesis.synthesizer import (
     save_wave,
 )
 from myxtts.synthesis.vocoding import GriffinLim, HifiGan
-from myxtts.synthesis.voices import UnusableReference, Voice
+from myxtts.synthesis.voices import Voice
 
 ITEMS_FILE, ABOUT_FILE, SCORES_FILE = "items.json", "about.json", "scores.json"
 LOST, WORSE = 0.35, 0.1
@@ -63,9 +65,6 @@ LOST, WORSE = 0.35, 0.1
 UNRELIABLE = 0.6  # a judge with this error rate on real speech cannot judge
 _UNSPACED = {"zh", "ja"}  # languages without spaces between words, where only letters can be counted
 _log = logging.getLogger(__name__)
-
-
-VoicedSentences = Sequence[tuple[HeldOutSentence, Voice]]
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
     synthesizer = load_synthesizer(folder, vocoder=options.vocoder, best_gpt=options.best_gpt)
     sampling, vocoder = override_sampling(synthesizer.sampling, options), synthesizer.vocoder.name
     _write_recordings(out, sentences)
-    work = _with_voices(synthesizer, out, sentences)
+    work = with_voices(synthesizer, out, sentences)
     problems = _speak(synthesizer, out, work, sampling, options.seed, progress)
     del synthesizer
     _reconstruct(run, out, work, vocoder, options.best_gpt, progress)
@@ -125,19 +124,6 @@ def _write_recordings(out: Path, sentences: Sequence[HeldOutSentence]) -> None:
     clips = {clip.file: clip for each in sentences for clip in (each.clip, each.reference, each.other) if clip}
     for file, clip in clips.items():
         save_wave(out / file, clip.wave, SAMPLE_RATE)
-
-
-def _with_voices(synthesizer: Synthesizer, out: Path, sentences: Sequence[HeldOutSentence]) -> VoicedSentences:
-    """The sentences with the voices of their references; unusable references are reported and left out."""
-    voices: dict[str, Voice] = {}
-    for file in sorted({sentence.reference.file for sentence in sentences}):
-        try:
-            voices[file] = synthesizer.voice([out / file])
-        except UnusableReference as error:
-            _log.warning("Skipping sentences without a usable reference. %s", error)
-    if not voices:
-        raise DatasetError("None of the references can be used.")
-    return [(one, voices[one.reference.file]) for one in sentences if one.reference.file in voices]
 
 
 def _speak(

@@ -287,8 +287,9 @@ class Evaluation:
     pictures: Mapping[str, Tensor] = field(default_factory=dict)
     spoken: Sequence[Spoken] = ()
     scores: Mapping[str, float] = field(default_factory=dict)
-    failure: str = ""
-    lacks_memory: bool = False  # the failure is a lack of memory
+    failure: str = ""  # why nothing was found
+    unspoken: str = ""  # why no sentences were spoken, though they should be
+    lacks_memory: bool = False  # that is a lack of memory
 
 
 class Evaluator(Protocol):
@@ -560,10 +561,6 @@ class Trainer:
             self._add(each)
             if math.isfinite(loss := each.losses.get("total", math.nan)):
                 self.ctx.checkpoints.rate(each.step, {"loss": loss})
-        if any(each.lacks_memory for each in found):
-            self.ctx.say("There is not enough memory for this: from here on training waits for evaluations")
-            self._evaluator = None
-            self.ctx.drop_evaluator()
         self._add_judgements()
         return bool(found)
 
@@ -578,6 +575,12 @@ class Trainer:
     def _add(self, found: Evaluation) -> bool:
         """Report an evaluation and count its loss; True if it is the best so far."""
         ctx = self.ctx
+        if found.unspoken:
+            ctx.say(f"The sentences of step {found.step} were not spoken: {found.unspoken}; training goes on")
+        if found.lacks_memory:
+            ctx.say("Too little memory: from here on training waits for evaluations, which speak no sentences")
+            self._evaluator, self.state.pending = None, None
+            ctx.drop_evaluator()
         if found.failure:
             cure = "training goes on; --evaluate-on model, cpu or off avoids this"
             ctx.say(f"The evaluation of step {found.step} failed: {found.failure}; {cure}")
