@@ -22,6 +22,7 @@ from harness import MAX_MEL_FRAMES, LiveTable, console, machine, write_corpus
 
 from myxtts.config import SMALL_CORPUS
 from myxtts.data.prepare import prepare
+from myxtts.devices import release_memory
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.metrics import Spoken, StepReport, ValidationReport
 from myxtts.run import train
@@ -116,6 +117,7 @@ def main() -> None:
         write_weights(folder / "weights", options.size, values)
         values["training.init_from"] = str(folder / "weights")
         for way, where in WAYS.items():
+            release_memory()
             found, lines = one_run(folder / where, values, where)
             elapsed = found.launched[last] - found.launched[first]
             clips_per_s = (last - first) * options.batch / elapsed
