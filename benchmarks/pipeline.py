@@ -61,7 +61,7 @@ def make_clips(folder: Path) -> ClipSet:
     none = np.zeros(num_clips, np.int64)
     names = [f"clip-{number}" for number in range(num_clips)]
     return ClipSet(
-        Store(folder / "audio", np.int16), Store(folder / "ids", np.int32), every, every, none, none, names
+        Store(folder / "audio", np.int16), Store(folder / "ids", np.int32), every, every, none, none, none, names
     )
 
 

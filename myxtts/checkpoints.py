@@ -21,11 +21,13 @@ import re
 import shutil
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -57,11 +59,13 @@ class UnreadableWeights(DatasetError):
 
 
 def read_tensors(path: Path) -> Tensors:
-    """The tensors of a `.pth` or `.safetensors` file by their full dotted names, memory-mapped where possible."""
+    """The tensors of a `.pth`, `.safetensors` or `.npz` file by their full names, memory-mapped where possible."""
     if not path.is_file():
         raise UnreadableWeights(f"No such file of weights: {path}")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
+    if path.suffix == ".npz":
+        return _read_npz(path)
     return dict(_named_tensors(_read_pth(path)))
 
 
@@ -71,6 +75,14 @@ def _read_safetensors(path: Path) -> Tensors:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
         raise UnreadableWeights(f"{path} is damaged or no safetensors file: {error}") from None
+
+
+def _read_npz(path: Path) -> Tensors:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: torch.from_numpy(file[name]) for name in file.files}
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UnreadableWeights(f"{path} is damaged or no file of arrays: {error}") from None
 
 
 def _read_pth(path: Path) -> Any:
@@ -104,6 +116,16 @@ def _named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_atomically(path, lambda temporary: save_file(contiguous, temporary))
+
+
+def write_compressed(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write an `.npz` file: int8 takes about 10 % less than in a `.safetensors` file."""
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as file:  # given a path, NumPy adds an ending
+            np.savez_compressed(file, **{name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()})
+
+    write_atomically(path, write)
 
 
 def write_pth(path: Path, content: Any) -> None:

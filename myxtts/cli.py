@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -244,6 +245,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     add("--central", action=argparse.BooleanOptionalAction, help=central)
     add("--best", action="store_true", help="use the best GPT by --best-by of the run, or by its validation loss")
     add("--vocoder", choices=["hifigan", "griffin-lim"], help="codes to audio [default: the better one]")
+    add("--device", metavar="D", help="cpu, cuda or cuda:1 [default: the first GPU, or the CPU]")
 
 
 def _add_export(commands: Any) -> None:
@@ -311,12 +313,12 @@ def _start_of(loaded: LoadedSettings) -> tuple[str, dict[str, Any]]:
         return "continued run", {key: value for key, value in values.items() if not loaded.is_set(key)}
     if not has_weights(base):
         return "", {}
-    known = Provenance.read(base)
+    known, languages = Provenance.read(base), [data.language, *(source.language for source in data.sources)]
     reasons = {
         "--model-size": loaded.is_set("model.size") and loaded.settings.model.size != "base",
         "--tokenizer": data.tokenizer is not None,
         "--use-phonemes": data.use_phonemes != known.use_phonemes,
-        f"--language {data.language}": data.language not in (None, *known.languages),
+        **{f"--language {code}": code not in (None, *known.languages) for code in languages},
     }
     if found := [flag for flag, does_not_fit in reasons.items() if does_not_fit]:
         if _is_first_process():
@@ -356,7 +358,7 @@ def _train(options: argparse.Namespace) -> None:
     has_view = options.dashboard and sys.stdout.isatty()
     with (
         ProgressPrinter(is_silent=has_view) as printer,
-        dashboard(folder, _gpu_readings()) if has_view else contextlib.nullcontext(),
+        dashboard(folder, _gpu_readings(folder)) if has_view else contextlib.nullcontext(),
         contextlib.closing(TrainingReports(folder, printer)) as reports,
     ):
         result = train(loaded, reporter=reports, progress=ProgressLines(), say=lambda line: show_lines([line]))
@@ -366,12 +368,15 @@ def _train(options: argparse.Namespace) -> None:
         _say(stopped(settings, result.states))
 
 
-def _gpu_readings() -> Callable[[], list[dict[str, Any]]]:
-    """Return a function that reads all GPUs; it finds none without a driver."""
-    from myxtts.observe.nvml import Sampler
+def _gpu_readings(folder: Path) -> Callable[[], list[dict[str, Any]]]:
+    """Return a function that reads all GPUs of a run, as it counts them; it finds none without a driver."""
+    from myxtts.observe.nvml import Sampler, gpus_of_run
 
-    sampler = Sampler(range(MOST_GPUS))
-    return lambda: [reading._asdict() for reading in sampler.read()]
+    @cache
+    def sampler(uuids: tuple[str, ...]) -> Sampler:
+        return Sampler(range(len(uuids) or MOST_GPUS), uuids=uuids or None)
+
+    return lambda: [reading._asdict() for reading in sampler(gpus_of_run(folder)).read()]
 
 
 def _prepare(options: argparse.Namespace) -> None:
@@ -510,7 +515,7 @@ def _watch(options: argparse.Namespace) -> None:
     from myxtts.terminal import watch
 
     _require_run(options.run_folder)
-    watch(options.run_folder, threading.Event(), _gpu_readings())
+    watch(options.run_folder, threading.Event(), _gpu_readings(options.run_folder))
 
 
 def _require_run(folder: Path) -> None:
@@ -551,7 +556,8 @@ def _speak(options: argparse.Namespace) -> None:
         voices.path(options.voice)  # reports an impossible name before anything is computed
     elif not options.speaker:
         voices.default()  # raises if there is none
-    synthesizer = load_synthesizer(folder, vocoder=options.vocoder, best_gpt=options.best)
+    where = {"device": options.device, "best_gpt": options.best}
+    synthesizer = load_synthesizer(folder, vocoder=options.vocoder, **where)
     language = options.language or language_of(text, synthesizer.languages)
     if options.speaker:
         voice = synthesizer.voice(options.speaker, options.voice)
@@ -638,7 +644,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     out = options.out or options.run_folder / EVALUATION_FOLDER
     judges = find_judges(options.judge) if options.only != "synthesise" else None  # before anything is computed
     if options.only != "judge":
-        names = ("language", "vocoder", "seed", "temperature", "guidance", "central")
+        names = ("language", "vocoder", "seed", "temperature", "guidance", "central", "device")
         given = {name: getattr(options, name) for name in names}
         asked = EvaluationOptions(num_sentences=options.sentences, best_gpt=options.best, **given)
         synthesise(options.run_folder, out, asked, ProgressLines())

@@ -182,7 +182,7 @@ def setting(default: Any, **rules: Any) -> Any:
     `choices`, `minimum`, `maximum` and `above` (an exclusive minimum) limit the values; `flag` replaces the flag
     derived from the field's name; `on_flags` and `off_flags` are further spellings of a switch; `aliases` are
     further keys of the YAML file, dotted when they belong to another section; `none` is the word for None, and
-    `unset` that for leaving the setting out where this is something else.
+    `unset` that for leaving the setting out where this is something else; `several` allows a list of corpora.
     """
     return field(default=default, metadata=rules)
 
@@ -207,13 +207,38 @@ class ModelSettings:
     as in XTTS-v2's own training, from scratch on less than 10 hours of speech, otherwise 0."""
 
 
+MAX_WEIGHT = 100.0
+
+
+@dataclass(frozen=True)
+class CorpusSource:
+    """One of the training corpora."""
+
+    folder: Path
+    weight: float = 1.0
+    language: str | None = None
+    speakers: str | None = None  # what the names of its speakers begin with
+    single_speaker: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """The corpus, its preparation, and the pipeline that brings its batches to the GPU."""
 
-    train_data: Path | None = setting(None, metavar="DIR")
+    train_data: Path | tuple[CorpusSource, ...] | None = setting(None, metavar="DIR[:OPTIONS]", several=True)
     """Folder of the training corpus in LJSpeech's layout: `metadata.csv` and `wavs/`. `null` uses the small
-    corpus embedded in the package."""
+    corpus embedded in the package. Give the flag several times, or a list in the file, to train on several
+    corpora. Options follow a colon, separated by commas: `DIR:0.3`, `DIR:2,language=de,speakers=x,single-speaker`.
+    The number is the weight: an epoch takes so many times the clips of the corpus, rounded to whole clips. Below 1
+    each epoch continues where the last one ended, until all clips have been used, and then in another order; above
+    1 clips are repeated. Validation ignores weights. `language` and `single-speaker` are the settings of these
+    names for one corpus. With several corpora, the speakers of each are called `x/NAME`, where x is its folder or
+    what `speakers` says, so equal names in two corpora are two people unless `speakers` is the same. A folder with
+    a colon in its name ends with a slash: `a:b/`."""
+    language_temperature: float = setting(1.0, minimum=1, maximum=100)
+    """Evens out the languages of an epoch: the clips of a language are in proportion to their number to the power
+    of 1/temperature. 1 changes nothing, 2 uses the square root, 100 makes all languages about equal. The number of
+    clips in an epoch stays the same: frequent languages take turns, and clips of rare ones are repeated."""
     val_data: Path | None = setting(None, metavar="DIR")
     """Folder of the validation corpus. `null` holds out a fixed part of the training data (`val_fraction`)."""
     val_fraction: float = setting(0.02, minimum=0, maximum=0.5)
@@ -305,6 +330,12 @@ class DataSettings:
     """Uploads from pinned memory on a separate upload stream, so that copies overlap with computation."""
     optimize_cpu_gpu_overlap: bool = setting(True)
     """Runs the data role's kernels on a separate stream, so that they overlap with the training step."""
+
+    @property
+    def sources(self) -> tuple[CorpusSource, ...]:
+        """The training corpora that are named; none for the embedded one."""
+        given = self.train_data
+        return (CorpusSource(given),) if isinstance(given, Path) else given or ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,8 @@ class Gpu:
     index: int
     name: str
     memory_mb: int
+    multiprocessors: int = 0
+    uuid: str = ""
 
     def __str__(self) -> str:
         return f"{self.index}: {self.name}, {self.memory_mb} MB"
@@ -70,9 +72,23 @@ class Machine:
         indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
         cards = [torch.cuda.get_device_properties(index) for index in indices]
         return cls(
-            [Gpu(index, card.name, card.total_memory // _MB) for index, card in enumerate(cards)],
+            [
+                Gpu(index, card.name, card.total_memory // _MB, card.multi_processor_count, str(card.uuid))
+                for index, card in enumerate(cards)
+            ],
             frozenset(pair for pair in permutations(indices, 2) if torch.cuda.can_device_access_peer(*pair)),
         )
+
+    @property
+    def roles(self) -> tuple[int, int]:
+        """The GPUs for the data and the model role, if there are two: the strongest trains, the weakest prepares.
+
+        More memory counts first, then more multiprocessors; equal cards are taken in their order.
+        """
+        strength = {gpu.index: (gpu.memory_mb, gpu.multiprocessors) for gpu in self.gpus}
+        data = min(strength, key=lambda index: strength[index], default=0)
+        others = [index for index in strength if index != data]
+        return data, max(others, key=lambda index: strength[index], default=1)
 
     def cap_mb(self, device: torch.device) -> int | None:
         """The default cap of a card: its memory without the CUDA context and a margin; None on the CPU."""
@@ -238,6 +254,27 @@ def announcements(plan: Plan, data: DataSettings, machine: Machine | None = None
     if plan.world_size > 1:
         lines.append(f"Rank {plan.rank} of {plan.world_size}")
     return lines
+
+
+def device_named(name: torch.device | str | None = None, machine: Machine | None = None) -> torch.device:
+    """The device of this name, `cpu`, `cuda` or `cuda:1`; without one the first GPU, or the CPU."""
+    if isinstance(name, torch.device):
+        return name
+    gpus = (Machine.look() if machine is None else machine).gpus
+    known = {f"cuda:{gpu.index}": torch.device("cuda", gpu.index) for gpu in gpus}
+    known |= {"cuda": known["cuda:0"]} if gpus else {}
+    known |= {"cpu": torch.device("cpu")}
+    name = name or next(iter(known))
+    if name not in known:
+        found = "; ".join(f"cuda:{gpu}" for gpu in gpus) or "no GPU"
+        raise ConfigError(f"--device {name}: there is no such device. Found: {found}; or give --device cpu")
+    return known[name]
+
+
+def work_on(device: torch.device) -> None:
+    """Make a GPU the current one of the calling thread, so that it opens no context on the first GPU."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def apply_caps(plan: Plan) -> None:

@@ -44,9 +44,9 @@ from myxtts.checkpoints import Checkpoints, Snapshot, to_host
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.corpus import read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS
+from myxtts.data.prepare import read_training
 from myxtts.data.store import user_cache
-from myxtts.devices import CAPTURING, Event, Plan, Stream, is_out_of_memory
+from myxtts.devices import CAPTURING, Event, Plan, Stream, is_out_of_memory, work_on
 from myxtts.errors import (
     NO_PROGRESS,
     ConfigError,
@@ -194,7 +194,7 @@ def held_out_sentences(
 
 def _unseen_texts(prepared: PreparedCorpus, data: DataSettings) -> dict[str, str]:
     """The text of every held-out clip by name, without those that are the text of a training clip too."""
-    train = {clip.id: clip.text for clip in read_corpus(data.train_data or EMBEDDED_CORPUS).clips}
+    train = {clip.id: clip.text for corpus in read_training(data) for clip in corpus.clips}
     val = {clip.id: clip.text for clip in read_corpus(data.val_data).clips} if data.val_data else train
     seen = {train[name] for name in prepared.train.names if name in train}
     unseen = {name: val[name] for name in prepared.val.names if name in val and val[name] not in seen}
@@ -721,6 +721,10 @@ class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
         with self._stream.use(), torch.no_grad():
             torch._foreach_copy_(self._own, self._box)
         self._stream.record(self._taken)
+
+    def _run(self) -> None:
+        work_on(self._device)
+        super()._run()
 
     @contextlib.contextmanager
     def _piece(self) -> Iterator[None]:

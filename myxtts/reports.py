@@ -34,7 +34,7 @@ from myxtts.observe.metrics import (
     duration,
     log_sound,
 )
-from myxtts.observe.nvml import Sampler
+from myxtts.observe.nvml import MACHINE_FILE, UUIDS, Sampler
 from myxtts.observe.report import write_report
 from myxtts.run import as_started, plan_stages, with_stages
 from myxtts.run_dir import RunDir
@@ -94,7 +94,7 @@ class TrainingReports(Reporter):
         self._log.begin(stage, step, own_references)
         self._printer.begin(stage, step, total_steps)
         with contextlib.suppress(OSError):  # the page can do without the machine
-            (self._folder / "machine.json").write_text(json.dumps(machine(), indent=2), encoding="utf-8")
+            (self._folder / MACHINE_FILE).write_text(json.dumps(machine(), indent=2), encoding="utf-8")
 
     def tick(self, step: int) -> None:
         self._printer.tick(step)
@@ -163,8 +163,10 @@ class TrainingReports(Reporter):
 
 def machine() -> dict[str, str]:
     """Return the hardware and software of this machine, by name."""
+    gpus = Machine.look().gpus
     return {
-        "GPUs": ", ".join(map(str, Machine.look().gpus)) or "none",
+        "GPUs": ", ".join(map(str, gpus)) or "none",
+        **({UUIDS: ", ".join(gpu.uuid for gpu in gpus)} if gpus else {}),
         "CPU": f"{platform.processor() or platform.machine()}, {usable_cores()} usable cores",
         "system": platform.platform(),
         "Python": platform.python_version(),
@@ -217,7 +219,8 @@ def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
     settings = as_started(settings, run)
     training, stages = settings.training, stages_of(settings, prepared.num_speakers)
     yield f"  {_same_command(settings)}: nothing is left to train"
-    size = (len(prepared.train), settings.data.batch_size * plan.world_size, training.gradient_accumulation_steps)
+    batch_clips = settings.data.batch_size * plan.world_size
+    size = (prepared.mixture.num_clips, batch_clips, training.gradient_accumulation_steps)
     ends = {stage: stage_steps(training, stage, *size) for stage in stages}
     flags = {stage: flag for stage, (_, flag) in ends.items()}
     for stage in stages if training.early_stop else ():

@@ -57,6 +57,7 @@ from myxtts.devices import (
     random_state,
     release_memory,
     set_random_state,
+    work_on,
 )
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, Progress
 from myxtts.evaluation import SPEAKING_STAGES, Evaluator, Judging, Speaker, find_judges, validate, with_speech
@@ -122,13 +123,13 @@ def train(
     reporter, say = (reporter or Reporter(), say or _log.info) if plan.rank == 0 else (Reporter(), _silent)
     training = settings.training
     run_dir = RunDir(training.checkpoint_dir, training.keep_checkpoints, training.best_by)
-    require_evaluation(training)
     continues = run_dir.has_begun and not settings.training.reset_training
     require_source(settings, run_dir if continues else None)
     with contextlib.ExitStack() as held:
         if plan.rank == 0:
             held.enter_context(lock(run_dir.folder))
         held.enter_context(deterministic(plan, settings.training.deterministic))
+        work_on(plan.model)
         held.enter_context(process_group(plan))
         apply_caps(plan)
         if continues:
@@ -192,8 +193,9 @@ def _silent(_: str) -> None: ...
 
 
 def require_source(settings: Settings, continued: RunDir | None) -> None:
-    """Raise a ConfigError unless there are weights where `init_from` points; a continued run has them already."""
+    """Raise a ConfigError unless there is all that the settings need: weights, which a continued run has, judges."""
     _require_hifigan(settings, continued)
+    _require_evaluation(settings.training)
     source = settings.training.init_from
     known = continued.started_with().get("training.init_from") if continued is not None else None
     if source is None or str(source) == known or RunDir(source).exists:
@@ -212,7 +214,7 @@ def require_source(settings: Settings, continued: RunDir | None) -> None:
     )
 
 
-def require_evaluation(training: config.TrainingSettings) -> None:
+def _require_evaluation(training: config.TrainingSettings) -> None:
     """Raise a ConfigError if the settings need evaluations that they switch off, or judges that are not there."""
     needs = [f"--best-by {training.best_by}"] if training.best_by else []
     needs += [f"--early-stop {training.early_stop}"] if training.early_stop else []
@@ -369,13 +371,15 @@ def _hints(settings: Settings, prepared: PreparedCorpus, plan: Plan, auto: Mappi
         why = f"From scratch on less than {SMALL_CORPUS_HOURS:g} hours of speech"
         why = why if settings.training.init_from is None else "Like the weights it starts from"
         yield f"{why}, the gpt stage has {applied}"
-    gpus = Machine.look().gpus
+    machine = Machine.look()
+    gpus = machine.gpus
     situation = Situation(
         settings=settings,
         num_gpus=len(gpus) if plan.world_size == 1 else min(len(gpus), 1),
+        roles=machine.roles,
         cores=usable_cores(),
         gpu_memory_mb=next((gpu.memory_mb for gpu in gpus if gpu.index == plan.model.index), 0),
-        num_clips=len(prepared.train),
+        num_clips=prepared.mixture.num_clips,
         num_val_clips=len(prepared.val),
         speech_hours=float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600,
         processes=plan.world_size,
@@ -589,7 +593,7 @@ def plan_stages(
             step, does = notes.step, f"continues at step {notes.step} of {max(target, notes.step)}"
         why = status.why
         batch_clips = settings.data.batch_size * plan.world_size
-        risen = warmup_steps(settings.training, len(prepared.train), batch_clips) + 1
+        risen = warmup_steps(settings.training, prepared.mixture.num_clips, batch_clips) + 1
         if status.state == "complete" and risen < step < target:
             why = f"its first {step} steps used the learning rates of a shorter run"
         planned.append(StagePlan(stage, max(target - step, 0), does, why))
@@ -630,7 +634,7 @@ def train_stage(ctx: StageContext, loaded: LoadedCheckpoint | None) -> State:
 def total_steps(settings: Settings, prepared: PreparedCorpus, stage: str, split: Mapping[str, Any]) -> int:
     """Optimiser steps of the stage if the clips of a step are divided like this; see BATCH_SPLIT_KEYS."""
     batch_size, accumulate, processes = (int(split[name]) for name in BATCH_SPLIT_KEYS)
-    num_clips = len(prepared.train)
+    num_clips = prepared.mixture.num_clips
     return stage_steps(settings.training, stage, num_clips, batch_size * processes, accumulate)[0]
 
 
@@ -658,7 +662,7 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
         ctx.say(f"Buffer size: {feed.buffers()}")
         if feed.own_references is not None:
-            ctx.say(f"Reference voices: {_about_references(feed.own_references)}")
+            ctx.say(f"Reference voices: {_about_references(feed.own_references, ctx.prepared)}")
         ctx.say(f"Training step: {step.mode}")
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)
@@ -666,10 +670,12 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
         return Trainer(ctx, step, feed, state, total, peak).run()
 
 
-def _about_references(own: float) -> str:
+def _about_references(own: float, prepared: PreparedCorpus) -> str:
     if own == 0:
         return "each clip is conditioned on another clip of its speaker"
     advice = "if one person speaks in all clips without a name, give --single-speaker"
+    if len(prepared.corpora) > 1 and (unnamed := prepared.unnamed_corpora):
+        advice = f"if one person speaks in all of {' or of '.join(unnamed)}, give it as DIR:single-speaker"
     return f"{100 * own:.0f} % of the clips have no other clip of their speaker and use themselves; {advice}"
 
 
@@ -694,7 +700,8 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
             store_frozen_in_bf16(ctx.model.gpt)
         recipe.to(plan.model).train()
         parts = recipe.parts()
-        warmup = warmup_steps(training, len(ctx.prepared.train), settings.data.batch_size * plan.world_size)
+        num_clips = ctx.prepared.mixture.num_clips
+        warmup = warmup_steps(training, num_clips, settings.data.batch_size * plan.world_size)
         optimizer = Optimizer(
             parts if len(parts) > 1 else recipe,
             training.learning_rate or recipe.learning_rate(ctx.fine_tuning),
@@ -780,6 +787,10 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
             "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
             "vocabulary": prepared.tokenizer.fingerprint,
         }
+        if len(prepared.corpora) > 1 or not prepared.mixture.is_plain:
+            pairs = zip(prepared.corpora, prepared.weights, strict=True)
+            known |= {"corpora and weights": ", ".join(f"{name}:{weight:g}" for name, weight in pairs)}
+            known |= {"data.language_temperature": data.language_temperature}
     given = os.environ.get("WORLD_SIZE", "")  # as torchrun would start it from here
     return known | {"processes": plan.world_size if plan else int(given) if given.isdigit() else 1}
 

@@ -69,7 +69,7 @@ class RunSummary(NamedTuple):
     size: str
     num_bytes: int
     languages: list[str]
-    corpus: Path | None  # None for the embedded one
+    corpus: str  # the folders; "" for the embedded one
     saved_at: float  # in seconds since 1970
 
 
@@ -194,7 +194,8 @@ class RunDir:
         languages = sorted({code for notes in newest for code in notes.state["notes"].get("languages", [])})
         num_bytes = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
         about = (str(facts.get("model.size", "")), num_bytes, languages)
-        return RunSummary(self.folder, stages, again, *about, settings.data.train_data, saved_at)
+        corpora = ", ".join(str(source.folder) for source in settings.data.sources)
+        return RunSummary(self.folder, stages, again, *about, corpora, saved_at)
 
     def builds_on(self, stage: str) -> list[str]:
         """The earlier stages whose weights a stage is trained on; a decoder of mels does without the GPT."""

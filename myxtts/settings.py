@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from myxtts import config
-from myxtts.config import CARDS, LANGUAGE_NAMES, OPTIMIZATION_LEVELS, PRESETS, SYNONYMS, Settings, descriptions
+from myxtts.config import (
+    CARDS,
+    LANGUAGE_NAMES,
+    OPTIMIZATION_LEVELS,
+    PRESETS,
+    SYNONYMS,
+    CorpusSource,
+    Settings,
+    descriptions,
+)
 from myxtts.errors import ConfigError
 from myxtts.files import write_atomically
 
@@ -56,6 +65,7 @@ class Spec:
     metavar: str = ""
     none: str = "null"
     unset: str = ""
+    several: bool = False
 
     @property
     def key(self) -> str:
@@ -70,6 +80,7 @@ class Spec:
             text = f"one of {', '.join(self.choices)}"
         elif self.kind is Path:
             text = "the path of a file" if self.metavar == "FILE" else "the path of a folder"
+            text += " with or without options, or a list of these" if self.several else ""
         else:
             text = "a whole number" if self.kind is int else "a number"
             of_at_least = "of at least" if self.maximum is None else "from"
@@ -139,10 +150,10 @@ def _sections() -> Iterator[tuple[str, str, list[Spec]]]:
 class _InvalidValue(Exception):
     """A setting does not accept a value; the text says what was found, what is expected, and what to do."""
 
-    def __init__(self, spec: Spec, raw: Any) -> None:
+    def __init__(self, spec: Spec, raw: Any, advice: str = "") -> None:
         words = raw.split(",") if isinstance(raw, str) else raw if isinstance(raw, list) else []
         unknown = [word for word in words if isinstance(word, str) and spec.choices and word not in spec.choices]
-        advice = next(filter(None, (suggest_choice(word, spec.choices) for word in unknown)), "")
+        advice = advice or next(filter(None, (suggest_choice(word, spec.choices) for word in unknown)), "")
         if not advice:
             default = f"the default is {spec.default_word}"
             advice = "leave it out for the default" if spec.default is None else default
@@ -154,20 +165,21 @@ _UNSET = object()  # the value of a setting that is given as if it were left out
 
 
 def _parse_value(spec: Spec, raw: Any) -> Any:
+    raw = raw[0] if spec.several and isinstance(raw, list) and len(raw) == 1 else raw
     if spec.unset and isinstance(raw, str) and raw.lower() == spec.unset:
         return _UNSET
     if spec.optional and (raw is None or (isinstance(raw, str) and raw.lower() in ("none", "null", spec.none))):
         return None
     value = raw
+    if spec.several:
+        return _parse_sources(spec, raw)
     if isinstance(raw, str) and spec.kind is bool:
         value = _SWITCH_WORDS.get(raw.lower(), raw)
     elif isinstance(raw, (str, list)) and spec.kind is tuple:
         items = raw.split(",") if isinstance(raw, str) else raw
         value = tuple(item.strip() if isinstance(item, str) else item for item in items)
-    elif isinstance(raw, str) and spec.kind is Path and raw.strip() and "\0" not in raw:
-        with contextlib.suppress(RuntimeError):  # a user that this machine does not know
-            # Decided by the text: as paths, "./~" (a folder of that name) and "~" are equal.
-            value = Path(raw).expanduser() if raw.startswith("~") else Path(raw)
+    elif isinstance(raw, str) and spec.kind is Path:
+        value = _parse_path(raw)
     elif type(raw) in (str, int) and spec.kind in (int, float):
         with contextlib.suppress(ValueError, OverflowError):
             value = spec.kind(raw)
@@ -178,6 +190,75 @@ def _parse_value(spec: Spec, raw: Any) -> Any:
     return value
 
 
+def _parse_path(raw: str) -> Path | None:
+    """The path, None if there is none in the text. Decided by the text: as paths, "./~" and "~" are equal."""
+    with contextlib.suppress(RuntimeError):  # a user that this machine does not know
+        if raw.strip() and "\0" not in raw:
+            return Path(raw).expanduser() if raw.startswith("~") else Path(raw)
+    return None
+
+
+def _parse_sources(spec: Spec, raw: Any) -> Path | tuple[CorpusSource, ...]:
+    """One folder without options, or the corpora of a list."""
+    texts = raw if isinstance(raw, list) else [raw]
+    sources = tuple(_parse_source(spec, text) for text in texts)
+    if not sources:
+        raise _InvalidValue(spec, raw)
+    is_plain = len(sources) == 1 and sources[0] == CorpusSource(sources[0].folder)
+    return sources[0].folder if is_plain else sources
+
+
+def _parse_source(spec: Spec, raw: Any) -> CorpusSource:
+    """A folder and the options after the last colon, unless a slash follows that."""
+    text = raw if isinstance(raw, str) else ""
+    at = text.rfind(":", text.rfind("/") + 1)
+    path, options = (text, None) if at < 0 else (text[:at], text[at + 1 :])
+    if (folder := _parse_path(path)) is None:
+        raise _InvalidValue(spec, raw)
+    found: dict[str, Any] = {}
+    for option in [] if options is None else options.split(","):
+        name, value = _parse_option(option.strip())
+        if not name or name in found:
+            near = suggest_choice(option.partition("=")[2], config.LANGUAGES) if "language" in option else ""
+            weight = f"a weight above 0 and up to {config.MAX_WEIGHT:g}"
+            known = f"{weight}, language=CODE, speakers=NAME and single-speaker"
+            cure = f"after a colon stand, each once and separated by commas, {known}"
+            named = f"a folder with a colon in its name ends with a slash: {text}/"
+            raise _InvalidValue(spec, raw, f"{option!r} is no option{near and f', {near}'}: {cure}; {named}")
+        found[name] = value
+    return CorpusSource(folder, **found)
+
+
+def _parse_option(option: str) -> tuple[str, Any]:
+    """The field of `CorpusSource` that an option sets, and its value; "" for what is no option."""
+    name, _, value = (part.strip() for part in option.partition("="))
+    if (name == "language" and value in config.LANGUAGES) or (name == "speakers" and value):
+        return name, value
+    if option == "single-speaker":
+        return "single_speaker", True
+    with contextlib.suppress(ValueError):
+        if 0 < (weight := float(option)) <= config.MAX_WEIGHT:
+            return "weight", weight
+    return "", None
+
+
+def format_source(source: CorpusSource) -> str:
+    """Return a corpus as a flag names it."""
+    text = _path_text(source.folder)
+    text += "/" if ":" in source.folder.name else ""
+    options = [f"{source.weight:.15g}"] if source.weight != 1 else []
+    options += [f"language={source.language}"] if source.language else []
+    options += [f"speakers={source.speakers}"] if source.speakers else []
+    options += ["single-speaker"] if source.single_speaker else []
+    return ":".join([text, *([",".join(options)] if options else [])])
+
+
+def _path_text(path: Path) -> str:
+    """A path as it reads back: `./~` and `./null` are folders of these names, not the home folder or nothing."""
+    text = str(path)
+    return f"./{text}" if text.startswith("~") or text.lower() in ("none", "null") else text
+
+
 def format_setting(key: str, value: Any) -> str:
     """Return a value as the YAML file writes it."""
     if value is None:
@@ -185,11 +266,17 @@ def format_setting(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return f"[{', '.join(value)}]"
-    text = str(value)
-    if isinstance(value, Path) and (text.startswith("~") or text.lower() in ("none", "null")):
-        text = f"./{text}"  # a relative folder of that name, not the home folder or nothing
-    if isinstance(value, (int, float)) or _PLAIN_TEXT.fullmatch(text):
+        items = (format_source(item) if isinstance(item, CorpusSource) else item for item in value)
+        return f"[{', '.join(map(_quoted, items))}]"
+    if specs()[key].several:
+        return _quoted(format_source(CorpusSource(value)))
+    if isinstance(value, (int, float)):
+        return str(value)
+    return _quoted(_path_text(value) if isinstance(value, Path) else value)
+
+
+def _quoted(text: str) -> str:
+    if _PLAIN_TEXT.fullmatch(text):
         return text
     escaped = text.encode("unicode_escape").decode("ascii").replace('"', '\\"')
     return f'"{escaped}"'
@@ -391,6 +478,10 @@ def _conflicts(settings: Settings) -> Iterator[tuple[tuple[str, ...], str]]:
         longest = f"data.max_mel_frames is {data.max_mel_frames or 'auto'} ({longest_s:.2f} seconds)"
         text = f"no clip fits: {shortest}, but {longest}; lower the first or raise the second"
         yield ("data.min_clip_seconds", "data.max_mel_frames"), text
+    folders = [source.folder.resolve() for source in data.sources]
+    for folder in {folder for folder in folders if folders.count(folder) > 1}:
+        advice = f"name it once, with a weight such as {folder.name}:2 for more of it"
+        yield ("data.train_data",), f"data.train_data names {folder} more than once; {advice}"
 
 
 def value_of(settings: Settings, key: str) -> Any:
@@ -457,7 +548,8 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = No
                 text = f"Turns {spec.name} off."
                 group.add_argument(*spec.off_flags, action="store_false", help=text, **target)
             else:
-                group.add_argument(*spec.flags, metavar=spec.placeholder(), help=text, **target)
+                action = "append" if spec.several else "store"
+                group.add_argument(*spec.flags, action=action, metavar=spec.placeholder(), help=text, **target)
 
 
 def flags_of(namespace: argparse.Namespace) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE
-from myxtts.data.clips import LIMITS, NO_SPEAKERS, ClipSet, PreparedCorpus, set_aside_list
+from myxtts.data.clips import LIMITS, NO_SPEAKERS, ClipSet, PreparedCorpus, Share, set_aside_list
 from myxtts.errors import printable
 from myxtts.files import has_ended
 from myxtts.observe.diagnosis import WARMUP_REPORTS, Warning, warnings_of
@@ -61,7 +61,7 @@ SILENCE_S = 60.0  # missing reports are mentioned after this long, and five time
 LINE_WIDTH = 100  # most columns of a progress line
 _FILE_WIDTH = 100_000  # columns of a file or pipe: a sentence on one line can be searched for
 _NAME_WIDTH = 60
-_LENGTH_STEP_S, _BAR_WIDTH = 2, 30
+_LENGTH_STEP_S, _BAR_WIDTH, _MOST_SHARES = 2, 30, 5
 _STYLES = {"fail": "bold red", "warn": "yellow", "skip": "magenta", "info": "cyan", "pass": "green"}
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _MOST_SAID = 6  # lines of the output that the live view repeats
@@ -306,11 +306,38 @@ def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
             table.add_row("", str(count), reason)
         Screen().print(table)
         _show_lengths(np.concatenate([part.num_samples for part in both]) / SAMPLE_RATE)
+    _show_shares(list(prepared.shares()), prepared)
     if prepared.set_aside:
         show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
-    if not brief and not any(prepared.speaker_names):
-        show_lines([f"Hint: {NO_SPEAKERS}"])
+    if not brief and (unnamed := prepared.unnamed_corpora):
+        where = f"In {', '.join(unnamed)}: " if len(prepared.corpora) > 1 else ""
+        show_lines([f"Hint: {where}{NO_SPEAKERS}"])
     show_lines([f"Ready: cache in {prepared.root}"])
+
+
+def _show_shares(shares: Sequence[Share], prepared: PreparedCorpus) -> None:
+    """Print hours and shares of corpora, languages and speakers, where there are several."""
+    weights, table = (
+        dict(zip(prepared.corpora, prepared.weights, strict=True)),
+        _table("", "", "clips>", "hours>", ""),
+    )
+    for kind in dict.fromkeys(share.kind for share in shares):
+        parts = [share for share in shares if share.kind == kind]
+        rest = parts[_MOST_SHARES:] if len(parts) > _MOST_SHARES + 1 else []
+        for part in parts[: len(parts) - len(rest)] if len(parts) > 1 else []:
+            weight = weights.get(part.name, 1) if kind == "corpus" else 1
+            about = f"{100 * part.share:.1f} % of an epoch" + (f", weight {weight:g}" if weight != 1 else "")
+            name = LANGUAGE_NAMES.get(part.name, part.name) if kind == "language" else escape(part.name)
+            table.add_row(kind, name, str(part.num_clips), f"{part.hours:.2f}", about)
+        if rest:
+            clips, hours, share = (sum(values) for values in list(zip(*rest, strict=True))[2:])
+            table.add_row(
+                kind, f"{len(rest)} others", str(clips), f"{hours:.2f}", f"{100 * share:.1f} % of an epoch"
+            )
+    if table.row_count:
+        _console().print(table)
+    if not prepared.mixture.is_plain:
+        show_lines([f"An epoch has {prepared.mixture.num_clips} clips of {len(prepared.train)}"])
 
 
 def _show_lengths(seconds: Numbers) -> None:
@@ -335,7 +362,7 @@ def show_runs(folder: Path, runs: Sequence[RunSummary]) -> None:
         console.print(f"No run in {folder}, nor in the folders below it; myxtts train starts one.", markup=False)
     for run in runs:
         languages = ", ".join(LANGUAGE_NAMES[code] for code in run.languages)
-        about = [run.size, languages, str(run.corpus or "embedded corpus"), f"{run.num_bytes / 1e6:.0f} MB"]
+        about = [run.size, languages, run.corpus or "embedded corpus", f"{run.num_bytes / 1e6:.0f} MB"]
         saved = f"saved {datetime.fromtimestamp(run.saved_at):%Y-%m-%d %H:%M}"
         console.print(Text(str(run.folder), style="bold"), Text("  ".join(filter(None, [*about, saved]))))
         table = _table("  stage", "step>", "state", "best loss>", "the same command")

@@ -5,8 +5,8 @@
     vocab.json      the tokenizer;  config.json  sizes and sampling parameters
     myxtts.json     provenance of the weights, only in folders written here; other tools ignore it
 
-The compact form, which only MyXTTS reads, has `weights-N.safetensors` in place of the `.pth` files: float16, and
-int8 with a scale per row for as many large tensors as it takes to fit `COMPACT_BYTES`. `myxtts.json` lists them.
+The compact form, which only MyXTTS reads, has `weights-N.npz` in place of the `.pth` files: float16, and int8 with
+a scale per row for as many large tensors as it takes to fit `COMPACT_BYTES`, compressed. `myxtts.json` lists them.
 
 Combines files (`checkpoints`), names (`model.xtts`) and the vocabulary (`text.tokenizer`).
 """
@@ -14,6 +14,7 @@ Combines files (`checkpoints`), names (`model.xtts`) and the vocabulary (`text.t
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,8 +29,8 @@ from myxtts.checkpoints import (
     file_hash,
     read_tensors,
     require_match,
+    write_compressed,
     write_pth,
-    write_tensors,
 )
 from myxtts.config import (
     AUTO_MEL_FRAMES,
@@ -47,7 +48,7 @@ from myxtts.model.xtts import XTTS, XTTSDims, canonical_names, dims_of
 from myxtts.text.tokenizer import FILE_NAME as VOCABULARY_FILE
 from myxtts.text.tokenizer import Tokenizer
 
-MODEL_FILES = ("model.pth", "best_model.pth", "weights-1.safetensors")
+MODEL_FILES = ("model.pth", "best_model.pth", "weights-1.npz")
 """Possible names of the file with the weights, in order of preference."""
 PARTS = ("gpt", "hifigan_decoder.waveform_decoder", "hifigan_decoder.speaker_encoder", "dvae", "mel_stats")
 _DVAE_FILE, _STATS_FILE, _CONFIG_FILE = "dvae.pth", "mel_stats.pth", "config.json"
@@ -57,14 +58,16 @@ VOICES_FILE = "voices.safetensors"
 
 COMPACT_BYTES, SHARD_BYTES = 100_000_000, 45_000_000
 """The most that a compact folder takes, if int8 is enough for that, and each of its files."""
-_SHARD, _SCALES = "weights-{}.safetensors", "|scales"
-_INT8_ORDER = ("gpt", "hifigan_decoder.speaker_encoder", "dvae", "hifigan_decoder.waveform_decoder")
-"""Parts whose tensors become int8, in this order, the largest first: rounding the vocoder is heard most."""
-_NEVER_INT8 = (
-    "gpt.mel_embedding", "gpt.mel_head", "gpt.mel_pos_embedding", "gpt.text_pos_embedding",
+_SHARD, _SCALES = "weights-{}.npz", "|scales"
+_INT8_ORDER = (
+    "gpt.gpt", "gpt.conditioning_encoder", "gpt.conditioning_perceiver", "gpt.text_embedding", "gpt.text_head",
+    "hifigan_decoder.speaker_encoder", "dvae", "hifigan_decoder.waveform_decoder.flow", "gpt.mel_head",
+    "gpt.mel_embedding", "hifigan_decoder.waveform_decoder",
 )  # fmt: skip
+"""Parts whose tensors become int8, in this order, the largest first: rounding the vocoder is heard most."""
+_SUMS = "dvae.codebook.embed_avg"  # left out: the codebook times how often each code is used
 _EXACT, _EXACT_ELEMENTS = "dvae.codebook", 16384  # the codebook and small tensors stay as they are
-_ENTRY_BYTES = 256  # room for the entry of a tensor in the header of a file
+_ENTRY_BYTES = 512  # room for the entries and headers of a tensor in a file
 _SPEAKER_LAYERS = ("cond_layer.", "conds.")  # of the decoder, which a HiFi-GAN does not have
 
 
@@ -148,7 +151,7 @@ def read_folder(folder: Path) -> Tensors:
     if not found:
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no folder"
         raise UnreadableWeights(f"No {' or '.join(MODEL_FILES)} in {folder} (there is: {there or 'nothing'})")
-    is_compact = found[0].suffix == ".safetensors"
+    is_compact = found[0].suffix == ".npz"
     state = _read_compact(folder) if is_compact else canonical_names(read_tensors(found[0]))
     if "gpt.text_embedding.weight" not in state:
         raise UnreadableWeights(f"{found[0]} holds no XTTS: {len(state)} tensors such as {next(iter(state), '-')}")
@@ -248,12 +251,12 @@ def save_compact(
     folder.mkdir(parents=True, exist_ok=True)
     voices = [path for path in (folder / VOICES_FILE,) if path.is_file()]
     named = len(vocabulary.to_json().encode()) + sum(path.stat().st_size for path in voices)
-    shards: list[Tensors] = [{}]
+    shards, used = [Tensors()], 0
     for name, tensor in compacted(model.state_dict(), COMPACT_BYTES - named - 100 * _ENTRY_BYTES).items():
-        used = sum(other.nbytes + _ENTRY_BYTES for other in shards[-1].values())
-        if used + tensor.nbytes + _ENTRY_BYTES > SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = tensor
+        more = _stored_bytes(tensor)
+        if used + more > SHARD_BYTES:
+            shards, used = [*shards, Tensors()], 0
+        shards[-1][name], used = tensor, used + more
     older = [folder / name for name in (*MODEL_FILES, _DVAE_FILE, _STATS_FILE, _CONFIG_FILE)]
     for path in [*older, *folder.glob(_SHARD.format("*"))]:
         path.unlink(missing_ok=True)
@@ -261,7 +264,7 @@ def save_compact(
     written = [folder / VOCABULARY_FILE, *voices]
     for number, shard in enumerate(shards, 1):
         written.append(folder / _SHARD.format(number))
-        write_tensors(written[-1], shard)
+        write_compressed(written[-1], shard)
     sizes = {path.name: path.stat().st_size for path in written}
     files = {name: {"bytes": size, "xxh3": file_hash(folder / name)} for name, size in sizes.items()}
     content = json.dumps({**asdict(provenance), "files": files}, indent=2)
@@ -273,22 +276,30 @@ def compacted(state: Mapping[str, Tensor], most_bytes: int) -> Tensors:
     """The tensors of a compact folder: as many of the large ones in int8 as it takes to fit into `most_bytes`."""
     kept, order = Tensors(), list[tuple[int, int, str]]()
     for name, tensor in state.items():
+        if name == _SUMS:
+            continue
         if not tensor.isfinite().all():
             raise UnreadableWeights(f"{name} is NaN or infinite: training diverged, and nothing was exported")
         is_large = tensor.is_floating_point() and tensor.dim() > 1 and tensor.numel() > _EXACT_ELEMENTS
         half = tensor.half() if is_large and not _belongs(name, _EXACT) else tensor
         kept[name] = half if half.isfinite().all() else tensor
         parts = [number for number, part in enumerate(_INT8_ORDER) if _belongs(name, part)]
-        if is_large and parts and not name.startswith((_EXACT, *_NEVER_INT8)):
+        if is_large and parts and not _belongs(name, _EXACT):
             order.append((parts[0], -tensor.numel(), name))
-    num_bytes = sum(tensor.nbytes + _ENTRY_BYTES for tensor in kept.values())
+    num_bytes = sum(map(_stored_bytes, kept.values()))
     for _, _, name in sorted(order):
         if num_bytes <= most_bytes:
             break
         rows, scales = quantised(state[name])
-        num_bytes += rows.nbytes + scales.nbytes + _ENTRY_BYTES - kept[name].nbytes
+        num_bytes += _stored_bytes(rows) + _stored_bytes(scales) - _stored_bytes(kept[name])
         kept |= {name: rows, name + _SCALES: scales}
     return kept
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor in a compact folder; floats hardly shrink, and are taken as they are."""
+    data = tensor.detach().cpu().numpy()
+    return _ENTRY_BYTES + (len(zlib.compress(data.tobytes())) if tensor.dtype == torch.int8 else tensor.nbytes)
 
 
 def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,7 +314,7 @@ def _read_compact(folder: Path) -> Tensors:
     stored = Tensors()
     for name in [name for name in shipped_files(folder) if name != VOICES_FILE]:
         path = require_shipped(folder, name)
-        stored |= read_tensors(path) if path.suffix == ".safetensors" else {}
+        stored |= read_tensors(path) if path.suffix == ".npz" else {}
     state = Tensors()
     for name, tensor in stored.items():
         scales = stored.get(name + _SCALES)
@@ -313,6 +324,9 @@ def _read_compact(folder: Path) -> Tensors:
             tensor = (tensor.flatten(1) * scales[:, None]).view(tensor.shape)
         if not name.endswith(_SCALES):
             state[name] = tensor.float() if tensor.is_floating_point() else tensor
+    if "dvae.codebook.embed" in state:
+        vectors, uses = state["dvae.codebook.embed"], state["dvae.codebook.cluster_size"]
+        state[_SUMS] = vectors * uses if uses.any() else vectors.clone()  # a new codebook has no uses
     return state
 
 

@@ -80,6 +80,7 @@ def make_clips(folder: Path, data: DataSettings, num_clips: int = 14) -> ClipSet
         ids_rows=random.integers(0, len(texts), num_clips),
         speakers=random.integers(0, 4, num_clips),
         languages=random.integers(0, 18, num_clips),
+        corpora=np.zeros(num_clips, np.int64),
         names=[f"clip{number}" for number in range(num_clips)],
     )
 
@@ -167,7 +168,7 @@ class Corpus:
         """A feed that the caller starts and closes."""
         data = data or self.data
         gatherer = self.gatherer(codes, data)
-        frontend = make_frontend(self.model, data, gatherer.frame_budget)
+        frontend = make_frontend(self.model, data, gatherer.frame_budget).to(plan.data)
         return Feed(gatherer, frontend, plan, data, depths, **options)
 
 

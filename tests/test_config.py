@@ -155,7 +155,7 @@ def test_a_subset_of_flags_for_other_commands() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser, only={"data.train_data", "data.num_workers"})
     namespace, rest = parser.parse_known_args(["--train-data", "D", "--num-workers", "3", "--lr=1"])
-    assert flags_of(namespace) == {"data.train_data": "D", "data.num_workers": "3"}
+    assert flags_of(namespace) == {"data.train_data": ["D"], "data.num_workers": "3"}
     with pytest.raises(ConfigError, match="flag --lr has no meaning for this command"):
         load(None, flags_of(namespace), rest)
     assert "training settings" not in parser.format_help()

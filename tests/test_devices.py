@@ -22,6 +22,7 @@ from myxtts.devices import (
     Stream,
     announcements,
     as_flag,
+    device_named,
     explain_out_of_memory,
     make_plan,
 )
@@ -188,7 +189,8 @@ def test_train_applies_the_caps_and_determinism(
 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     plan = Plan(cuda(0), cuda(1), "dual", data_cap_mb=4000, model_cap_mb=8000)
-    applied = Mock()
+    applied, current = Mock(), Mock()
+    monkeypatch.setattr(torch.cuda, "set_device", current)
     monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(return_value=Mock(total_memory=16000 * 2**20)))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", applied)
     monkeypatch.setattr("myxtts.run.make_plan", Mock(return_value=plan))
@@ -197,6 +199,7 @@ def test_train_applies_the_caps_and_determinism(
         train(Settings(training=TrainingSettings(checkpoint_dir=tmp_path / "run", deterministic=fixed)))
     assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
     assert applied.call_args_list == [call(0.25, cuda(0)), call(0.5, cuda(1))]
+    assert current.call_args_list == [call(cuda(1))], "the main thread opens no context on the first GPU"
 
 
 @pytest.mark.parametrize(("free_gb", "pinned"), [(64, True), (16, False)])
@@ -221,13 +224,45 @@ def test_ddp_is_built_in_the_stream_of_the_model(monkeypatch: pytest.MonkeyPatch
 def test_the_machine_is_what_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    cards = [SimpleNamespace(name=f"Card {index}", total_memory=24000 * 2**20 + index) for index in range(2)]
+    facts = {"multi_processor_count": 82, "uuid": "1-2"}
+    cards = [
+        SimpleNamespace(name=f"Card {index}", total_memory=24000 * 2**20 + index, **facts) for index in range(2)
+    ]
     monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
     seen = Machine.look()
-    assert seen == Machine([Gpu(0, "Card 0", 24000), Gpu(1, "Card 1", 24000)], frozenset({(0, 1)}))
+    known = [Gpu(index, f"Card {index}", 24000, 82, "1-2") for index in range(2)]
+    assert seen == Machine(known, frozenset({(0, 1)}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not Machine.look().gpus
+
+
+@pytest.mark.parametrize(
+    ("cards", "roles"),
+    [
+        ([(24000, 82), (24000, 82)], (0, 1)),
+        ([(24000, 82), (24000, 82), (24000, 82), (24000, 82)], (0, 1)),
+        ([(24000, 82), (8000, 46)], (1, 0)),
+        ([(8000, 46), (24000, 82)], (0, 1)),
+        ([(24000, 128), (24000, 82)], (1, 0)),
+        ([(24000, 82), (24000, 82), (8000, 46)], (2, 0)),
+    ],
+)
+def test_the_strongest_card_trains_and_the_weakest_prepares(
+    cards: list[tuple[int, int]], roles: tuple[int, int]
+) -> None:
+    assert Machine([Gpu(index, "Card", *card) for index, card in enumerate(cards)]).roles == roles
+
+
+def test_a_device_is_named_by_the_words_of_pytorch() -> None:
+    assert device_named(None, machine(0)) == device_named("cpu", machine(2)) == CPU
+    assert device_named(None, machine(2)) == device_named("cuda", machine(2)) == cuda(0)
+    assert device_named("cuda:1", machine(2)) == cuda(1) == device_named(cuda(1), machine(0))
+    for name, found in (("cuda:2", "cuda:0: Card 0"), ("gpu1", "Found: cuda:0"), ("cuda:", "no such device")):
+        with pytest.raises(ConfigError, match=found):
+            device_named(name, machine(2))
+    with pytest.raises(ConfigError, match="Found: no GPU; or give --device cpu"):
+        device_named("cuda", machine(0))
 
 
 def test_buffered_mode_is_announced_with_one_cap_for_both_roles() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,13 +29,15 @@ from pipeline_fixtures import (
 )
 
 from myxtts.config import DataSettings
-from myxtts.data.batches import host_layout
-from myxtts.devices import Plan, Stream
+from myxtts.data.batches import Block, Field, Layout, host_layout
+from myxtts.devices import Event, Plan, Stream
 from myxtts.errors import ConfigError
 from myxtts.host import HostMemory
 from myxtts.observe.trace import Trace, now_us
 from myxtts.pipeline import feed as feed_module
+from myxtts.pipeline import workers
 from myxtts.pipeline.feed import Depths, choose_depths
+from myxtts.pipeline.ring import Ring
 
 __all__ = ["short"]
 
@@ -108,6 +113,48 @@ def test_which_thread_works_in_which_stream(
         read(feed, 4)
         assert feed.model_stream is STREAMS[0]
     assert [stream.users for stream in STREAMS if stream.users] == expected
+
+
+def test_every_thread_of_the_pipeline_works_on_the_device_of_the_data_role(
+    short: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A thread without a current device would open a context on the first GPU, whatever the roles are."""
+    current: dict[str, torch.device] = {}
+    see = lambda device: current.update({threading.current_thread().name: device})  # noqa: E731
+    monkeypatch.setattr("myxtts.pipeline.workers.work_on", see)
+    data, model, cache = torch.device("cpu", 0), torch.device("cpu"), short.cache(tmp_path)
+    with short.feed(Plan(data, model, "dual"), codes=cache, depths=Depths(2, 3, 2)) as feed:
+        read(feed, 2)
+    assert current == dict.fromkeys(("gather-0", "gather-1", "upload", "encode", "handoff", "keep"), data)
+    cache.close()
+
+
+def test_a_handoff_is_measured_from_the_moment_its_batch_is_encoded() -> None:
+    """Between two GPUs the copy is in the stream of the second, which must wait too before the span begins."""
+    done: list[str] = []
+
+    class Order(Stream):
+        def __init__(self, name: str) -> None:
+            super().__init__(torch.device("cpu"))
+            self.name = name
+
+        def wait(self, event: Event) -> None:
+            done.append(f"{self.name} waits for {events[id(event)]}")
+
+    class Spans(Trace):
+        @contextlib.contextmanager
+        def device_span(self, name: str, *_: object) -> Iterator[None]:
+            done.append(f"{name} begins")
+            yield
+
+    block = Block(Layout({"pcm": Field((1,), "int16")}), torch.device("cpu"))
+    source, target = (Ring(name, [block], torch.device("cpu")) for name in ("source", "target"))
+    events = {id(source.slots[0].filled): "encode", id(target.slots[0].emptied): "training"}
+    source.commit(source.acquire(), Mock())
+    workers.Handoff(source, target, Order("first"), Order("second"), Spans())()
+    assert done == [
+        "first waits for encode", "second waits for encode", "second waits for training", "handoff begins",
+    ]  # fmt: skip
 
 
 def test_a_pipeline_on_the_cpu_asks_for_no_pinned_memory(short: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:

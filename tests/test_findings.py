@@ -124,6 +124,7 @@ UNSUITABLE: list[tuple[dict[str, object], dict[str, Any], str, Any, str]] = [
     ({"batch_size": "24"}, {"num_clips": 9}, "data.batch_size", 9, "only 9 training clips"),
     ({"num_workers": "24"}, {"cores": 4}, "data.num_workers", 4, "4 usable cores"),
     ({}, {"num_gpus": 2}, "", None, "2 GPUs were found and one is used"),
+    ({}, {"num_gpus": 2, "roles": (1, 0)}, "", None, "2 GPUs were found and one is used"),
     ({"preset": "40gb"}, {}, "training.preset", "24gb", "40gb is for a larger card"),
     ({"size": "normal"}, {"gpu_memory_mb": 11910}, "model.size", None, "11910 MB"),
     ({"max_steps": "500", "warmup_steps": "500"}, {}, "training.warmup_steps", 50, "--max-steps"),
@@ -147,6 +148,8 @@ def test_unsuitable_settings_are_named_with_the_fix(
     assert hint.fix or hint.value is not None
     known = {flag for spec in specs().values() for flag in spec.flags + spec.off_flags} | {"--nproc-per-node"}
     assert set(re.findall(r"--[a-z-]+", f"{hint.what} {hint.fix}")) <= known
+    if "num_gpus" in facts:
+        assert hint.fix.endswith("--data-gpu {} --model-gpu {}".format(*facts.get("roles", (0, 1))))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,11 @@ import pytest
 import torch
 from pipeline_fixtures import wait_for
 
+from myxtts import cli
+from myxtts.devices import Gpu, Machine
+from myxtts.observe import nvml
 from myxtts.observe.nvml import PCIE_EVERY, Reading, Sampler
+from myxtts.reports import machine
 
 
 class FakeNvml:
@@ -174,6 +179,22 @@ def test_the_uuids_of_pytorch_win_over_any_order() -> None:
     environment, swapped = {"CUDA_VISIBLE_DEVICES": "0,1"}, ["1ABC-def", "0abc-def"]
     for index, uuids, expected in ((0, swapped, 1), (1, swapped, 0), (0, ["9abc"], None)):
         assert gpu_read(FakeNvml(), index, environment=environment, uuids=uuids) == expected
+
+
+def test_watch_counts_the_gpus_as_its_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run sees the second and third card, the fastest first; another process counts all by their slots."""
+    read = cli._gpu_readings(tmp_path)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(count=4))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert len(read()) == 4, "before the run has begun nothing better is known"
+    for damaged in ("", "[]", "{"):
+        (tmp_path / "machine.json").write_text(damaged)
+        assert nvml.gpus_of_run(tmp_path) == ()
+    gpus = [Gpu(0, "Fast", 24000, 82, "2abc-def"), Gpu(1, "Slow", 8000, 46, "1abc-def")]
+    monkeypatch.setattr(Machine, "look", classmethod(lambda cls: cls(gpus)))
+    (tmp_path / "machine.json").write_text(json.dumps(machine()))
+    utilisation = {reading["gpu"]: reading["utilisation"] for reading in read()}
+    assert utilisation == {0: 0.52, 1: 0.51}, "the driver's third card is the first of the run"
 
 
 def test_a_gpu_lost_while_reading_ends_neither_thread_nor_program() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -38,13 +40,22 @@ from myxtts.devices import Plan, Stream, apply_caps
 from myxtts.errors import PipelineError
 from myxtts.model.xtts import XTTS
 from myxtts.observe.trace import Span, Trace
-from myxtts.pipeline.feed import Depths, Feed
+from myxtts.pipeline.feed import Depths, Feed, Streams
 from myxtts.pipeline.frontend import DecoderFrontend, DvaeFrontend, Frontend, GptFrontend, SpeakerFrontend
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 MB = 2**20
 ONE_GPU = [pytest.param(Plan(FIRST, FIRST, mode), id=mode, marks=pytest.mark.gpu) for mode in ("buffered", "dual")]
-EVERY_PLAN = [*ONE_GPU, pytest.param(Plan(FIRST, SECOND, "dual"), id="two", marks=pytest.mark.two_gpus)]
+TWO_GPUS = [
+    pytest.param(Plan(FIRST, SECOND, "dual"), id="two", marks=pytest.mark.two_gpus),
+    pytest.param(Plan(SECOND, FIRST, "dual"), id="two-reversed", marks=pytest.mark.two_gpus),
+    pytest.param(
+        Plan(torch.device("cuda", 2), torch.device("cuda", 3), "dual"),
+        id="third-and-fourth",
+        marks=[pytest.mark.two_gpus, pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")],
+    ),
+]
+EVERY_PLAN = [*ONE_GPU, *TWO_GPUS]
 __all__ = ["short", "speech"]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -52,7 +63,8 @@ MakeFrontend = Callable[[XTTS, DataSettings, int], Frontend]
 
 
 def on_gpu(frontend: type[Frontend]) -> MakeFrontend:
-    return lambda model, data, frame_budget: frontend(deepcopy(model), data, frame_budget).to(FIRST)
+    """With a copy of the model: the front end moves to the device of the data role, and takes its model along."""
+    return lambda model, data, frame_budget: frontend(deepcopy(model), data, frame_budget)
 
 
 gpt = on_gpu(GptFrontend)
@@ -234,6 +246,104 @@ def test_a_cap_below_what_is_needed_names_the_role(short: Corpus, role: str, spa
             short.feed(plan, Stamps, data=data, depths=Depths(1, 10, 1))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, FIRST)
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize(("role", "spare_mb", "device"), [("data", 8, "cuda:0"), ("model", 400, "cuda:1")])
+def test_caps_hold_on_both_cards(short: Corpus, role: str, spare_mb: int, device: str) -> None:
+    data, plenty = replace(SHORT, batch_size=256, max_mel_frames=800), 4000
+    gc.collect()
+    torch.cuda.empty_cache()
+    reserved = {each: torch.cuda.memory_reserved(each) // MB for each in (FIRST, SECOND)}
+    caps = {
+        name: plenty if name != role else reserved[torch.device(device)] + spare_mb for name in ("data", "model")
+    }
+    plan = Plan(FIRST, SECOND, "dual", caps["data"], caps["model"])
+    apply_caps(plan)
+    try:
+        with pytest.raises(
+            PipelineError, match=rf"The {role} role ran out of memory on {device} .* {caps[role]} MB"
+        ):
+            short.feed(plan, Stamps, data=data, depths=Depths(1, 10, 1))
+    finally:
+        for each in (FIRST, SECOND):
+            torch.cuda.set_per_process_memory_fraction(1.0, each)
+
+
+OPENS_NO_CONTEXT = """
+import os, sys, pynvml, torch
+sys.path.insert(0, "tests")
+from pathlib import Path
+from pipeline_fixtures import SHORT, Corpus, read
+from test_pipeline_gpu import gpt
+from myxtts.devices import Plan, work_on
+second = torch.device("cuda", 1)
+work_on(second)
+corpus = Corpus.make(Path(sys.argv[1]), SHORT)
+with corpus.feed(Plan(second, second), gpt, codes=corpus.cache(Path(sys.argv[1])), num_batches=5) as feed:
+    read(feed)
+pynvml.nvmlInit()
+by_uuid = {}
+for number in range(pynvml.nvmlDeviceGetCount()):
+    handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+    by_uuid[pynvml.nvmlDeviceGetUUID(handle).removeprefix("GPU-")] = handle
+for index in (0, 1):
+    handle = by_uuid[str(torch.cuda.get_device_properties(index).uuid)]
+    print(os.getpid() in [each.pid for each in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)])
+"""
+
+
+@pytest.mark.two_gpus
+def test_a_feed_on_the_second_card_opens_no_context_on_the_first(tmp_path: Path) -> None:
+    """In a container the driver may hide process ids: then the card in use shows none either."""
+    command = [sys.executable, "-c", OPENS_NO_CONTEXT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+    first, second = done.stdout.split()[-2:]
+    if second == "False":
+        pytest.skip("the driver shows no process ids here")
+    assert first == "False"
+
+
+class LateEncode(Stream):
+    """A stream in which encoding takes about 20 ms longer."""
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        with super().use():
+            if threading.current_thread().name == "encode":
+                torch.cuda._sleep(40_000_000)
+            yield
+
+
+@pytest.mark.parametrize("plan", [ONE_GPU[1], *TWO_GPUS[:2]])
+def test_the_handoff_takes_as_long_as_the_copy_alone(
+    short: Corpus, monkeypatch: pytest.MonkeyPatch, plan: Plan
+) -> None:
+    monkeypatch.setattr("myxtts.pipeline.feed.Stream", LateEncode)
+    data, trace = replace(SHORT, batch_size=256, max_mel_frames=800), Trace()
+    apart = Streams.of(plan, data)._replace(handoff_from=LateEncode(plan.data))  # also where one would do
+    with short.feed(plan, Stamps, data=data, streams=apart, trace=trace, depths=Depths(2, 3, 2)) as feed:
+        for _ in range(8):
+            feed.skip()
+        assert feed.handoff_ring is not None
+        blocks = feed.handoff_ring.slots[0].content.memory, feed.model_ring.slots[0].content.memory.clone()
+    trace.finish()
+    stream, times = torch.cuda.Stream(plan.model), []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            begin.record(stream)
+            blocks[1].copy_(blocks[0], non_blocking=True)
+            end.record(stream)
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    taken = sorted(span.duration_us / 1000 for span in trace.spans() if span.name == "handoff")
+    encoded = sorted(span.duration_us / 1000 for span in trace.spans() if span.name == "encode")
+    assert encoded[len(encoded) // 2] > 5 and taken[len(taken) // 2] < 2 * min(times) + 0.3, (
+        taken,
+        times,
+        encoded,
+    )
 
 
 class SlowStream(Stream):

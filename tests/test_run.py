@@ -169,6 +169,41 @@ def test_a_run_in_dual_mode_is_that_of_buffered_mode(
         assert losses(dual, stage) == pytest.approx(losses(buffered, stage), rel=0.05)
 
 
+TWO_ROLES = [
+    pytest.param(HOST, HOST, id="cpu"),
+    pytest.param(FIRST, FIRST, id="one", marks=pytest.mark.gpu),
+    pytest.param(FIRST, SECOND, id="two", marks=[pytest.mark.gpu, pytest.mark.two_gpus]),
+    pytest.param(SECOND, FIRST, id="two-reversed", marks=[pytest.mark.gpu, pytest.mark.two_gpus]),
+]
+
+
+@pytest.mark.parametrize(("data", "model"), TWO_ROLES)
+def test_a_run_in_dual_mode_continues_exactly(
+    data: torch.device, model: torch.device, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(myxtts.run, "make_plan", lambda *_, **__: Plan(data, model, "dual"))
+    flags = "--stages gpt --max-steps 5 --deterministic --dropout 0.2"
+    whole = start(flags, "whole")
+    stop_at(monkeypatch, 2)
+    for expected in (2, 5):
+        parts = start(flags, "parts")
+        assert newest(parts).step == expected
+    assert_same_run(parts, whole, "gpt")
+
+
+@pytest.mark.parametrize(("data", "model"), TWO_ROLES[1:])
+def test_the_compiled_and_captured_step_trains_on_the_card_of_its_role(
+    data: torch.device, model: torch.device, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for way in ("", "--disable-xla-compilation --disable-graph-mode"):
+        monkeypatch.setattr(myxtts.run, "make_plan", lambda *_, **__: Plan(data, model, "dual"))
+        run = start(f"--stages gpt --max-steps 6 {way}", f"run {len(way)}")
+        found[way] = losses(run)
+        assert ("Training step: compiled, captured as a CUDA graph" in start.out) == (not way), start.out
+    assert found[""] == pytest.approx(found["--disable-xla-compilation --disable-graph-mode"], rel=0.05)
+
+
 def follows_codebook(state: dict[str, Tensor]) -> bool:
     """Whether codes are as far apart for the GPT as they are for the DVAE."""
     heard, meant = state["gpt.mel_embedding.weight"], state["dvae.codebook.embed"].t()
@@ -504,8 +539,7 @@ def test_weights_that_are_not_there_are_named_before_anything_else(
     (base / "vocab.json").unlink()
     found = {
         tmp_path / "XTTS-v2": "there is no such folder",
-        tmp_path
-        / "empty": "holds neither XTTS weights (model.pth or best_model.pth or weights-1.safetensors) nor a run",
+        tmp_path / "empty": "holds neither XTTS weights (model.pth or best_model.pth or weights-1.npz) nor a run",
         base: "has weights, but no vocab.json",
         base / "model.pth": "that is a file",
     }

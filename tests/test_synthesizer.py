@@ -423,8 +423,15 @@ def test_flags_decide_how_a_folder_speaks(
     speech = synthesizer.speak(LONG_TEXT, voice, "en", seed=4, speed=1.25, sampling=sampling)
     speech.save(tmp_path / "same.wav")
     assert (tmp_path / "out.wav").read_bytes() == (tmp_path / "same.wav").read_bytes()
+    assert speak(folders["loud"], reference, LONG_TEXT, *flags, *out, "--device", "cpu") == 0
+    assert (tmp_path / "out.wav").read_bytes() == (tmp_path / "same.wav").read_bytes()
     asked = Namespace(central=True, temperature=None)
     assert override_sampling(PUBLISHED_SAMPLING, asked) == replace(PUBLISHED_SAMPLING, central=True)
+
+
+def test_a_device_that_is_not_there_is_named(folders: dict[str, Path], reference: Path, capfd: Capture) -> None:
+    assert speak(folders["loud"], reference, "Hello.", "--device", "cuda:9") == 2
+    assert "--device cuda:9: there is no such device. Found: " in capfd.readouterr().err
 
 
 class Payload:
@@ -464,7 +471,7 @@ DEEP = "[" * 10**6
         ("myxtts.json", DEEP, "not what an export wrote"),
         ("model.json", DEEP, "is no run of MyXTTS"),
         ("model.pth", "", "damaged or no PyTorch checkpoint"),
-        ("model.pth", None, "No model.pth or best_model.pth or weights-1.safetensors"),
+        ("model.pth", None, "No model.pth or best_model.pth or weights-1.npz"),
     ],
 )
 def test_damaged_folders_are_refused_soon(

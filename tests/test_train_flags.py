@@ -26,6 +26,7 @@ ELSEWHERE = {
     "data.reference_clip": "test_run.py::test_named_speakers_lend_each_other_reference_voices",
     "data.single_speaker": "test_run.py::test_named_speakers_lend_each_other_reference_voices",
     "training.speaker_steps": "test_speaker.py::test_a_stopped_stage_continues_exactly",
+    "data.language_temperature": "test_corpora.py::test_the_temperature_evens_out_languages",
     "data.vocab_size": "test_cache.py::test_settings_redo_only_what_they_decide",
     "data.use_phonemes": (
         "test_prepare.py::test_phonemes_change_the_ids_and_cost_clips_in_languages_without_a_voice"

@@ -29,7 +29,7 @@ from myxtts.tools.tune import CHECKPOINTING, DATA_GPU, LEVEL, MODEL_GPU, Tuning,
 __all__ = ["clips", "small"]
 
 CARD = Machine([Gpu(0, "Card", 24000)])
-Tune, Measure = Callable[..., Tuning], Callable[[LoadedSettings], Trial]
+Tune, Measure = Callable[..., Tuning], Callable[[LoadedSettings, int], Trial]
 Slower = dict[str, dict[Any, float]]
 TWO_CARDS = Machine([Gpu(0, "Card", 24000), Gpu(1, "Card", 24000)])
 
@@ -45,14 +45,19 @@ class Pretended:
     """Factors of speed by setting and value."""
     feed_per_worker: float = 1e9
     refuses: Callable[[Settings], str] = lambda _: ""
+    shared: float = 0.9
+    """Share of its speed that each of several processes keeps."""
     tried: list[Settings] = field(default_factory=list)
+    processes: list[int] = field(default_factory=list)
 
-    def __call__(self, loaded: LoadedSettings) -> Trial:
+    def __call__(self, loaded: LoadedSettings, num_processes: int = 1) -> Trial:
         data = loaded.settings.data
         self.tried.append(loaded.settings)
+        self.processes.append(num_processes)
         if reason := self.refuses(loaded.settings):
             raise Refused(reason)
         fed = self.speed * data.batch_size / (data.batch_size + self.half_speed_batch)
+        fed *= num_processes * self.shared if num_processes > 1 else 1
         for key, factors in self.slower.items():
             fed *= factors.get(value_of(loaded.settings, key), 1.0)
         memory = {"gpu": 1000 + self.mb_per_clip * data.batch_size}
@@ -158,7 +163,7 @@ def test_workers_follow_when_batches_come_too_slowly(tuned: Tune, monkeypatch: p
 
 
 def test_small_buffers_are_given_back_to_the_machine_if_that_helps(tuned: Tune) -> None:
-    def measure(loaded: LoadedSettings) -> Trial:
+    def measure(loaded: LoadedSettings, _: int) -> Trial:
         is_small = loaded.settings.data.prefetch_buffer_size == 2
         return Trial(20.0 if is_small else 50.0, 50.0, {}, {})
 
@@ -224,12 +229,36 @@ def test_faults_that_measure_slower_together_are_tried_one_by_one(tuned: Tune) -
     assert GRAPH in found.values and "data.mixed_precision" not in found.values
 
 
-def test_two_gpus_are_used_as_measured_and_torchrun_is_estimated(tuned: Tune) -> None:
-    found = tuned(Pretended(slower={"data.data_gpu": {None: 0.8}}, half_speed_batch=0), machine=TWO_CARDS)
+def test_one_gpu_two_roles_and_torchrun_are_all_measured(tuned: Tune) -> None:
+    machine = Pretended(slower={"data.data_gpu": {None: 0.8}}, half_speed_batch=0, shared=0.7)
+    found = tuned(machine, machine=TWO_CARDS, gradient_accumulation_steps="4", max_batch=16)
     assert found.values == {"data.data_gpu": 0, "data.model_gpu": 1}
+    ways = list(zip([trial.data.data_gpu for trial in machine.tried], machine.processes, strict=True))
+    assert ways[-2:] == [(0, 1), (None, 2)] and (None, 1) in ways
+    assert machine.tried[-1].training.gradient_accumulation_steps == 2, "the effective batch stays the same"
     (advice,) = found.advice
-    assert advice.code == "tune-several-gpus" and advice.gain == pytest.approx(2 * 0.8)
-    assert "torchrun --nproc-per-node 2" in advice.fix and "at most" in advice.what
+    assert advice.code == "tune-several-gpus" and advice.gain == pytest.approx(2 * 0.7 * 0.8)
+    assert "torchrun --nproc-per-node 2" in advice.fix and "56" not in advice.fix
+    assert f"{2 * 0.7 * 0.8 * 100:.1f} clips/s were measured" in advice.why and "batch of 64" in advice.why
+    (slow,) = tuned(replace(machine, shared=0.5), machine=TWO_CARDS, data_gpu="0", model_gpu="1").advice
+    assert slow.gain == pytest.approx(0.8) and not slow.fix, "torchrun is not advised where it is slower"
+
+
+def test_of_unequal_cards_the_stronger_trains(tuned: Tune) -> None:
+    cards = Machine([Gpu(0, "Large", 24000), Gpu(1, "Small", 8000)])
+    found = tuned(Pretended(slower={"data.data_gpu": {None: 0.8}}, half_speed_batch=0), machine=cards)
+    assert found.values == {"data.data_gpu": 1, "data.model_gpu": 0}
+
+
+def test_what_cannot_be_trained_by_all_gpus_is_said(tuned: Tune) -> None:
+    def measure(loaded: LoadedSettings, num_processes: int) -> Trial:
+        if num_processes > 1:
+            raise Refused("NCCL is not there")
+        return Pretended()(loaded, num_processes)
+
+    found = tuned(measure, machine=TWO_CARDS, max_batch=16)
+    assert found.notes[-1] == "torchrun --nproc-per-node 2 is not possible here: NCCL is not there"
+    assert not found.advice
 
 
 def test_a_run_that_has_begun_keeps_its_batch(tuned: Tune, tmp_path: Path) -> None:
@@ -251,9 +280,9 @@ def a_minute_each(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], Measur
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
     def slowly(machine: Measure) -> Measure:
-        def measure(loaded: LoadedSettings) -> Trial:
+        def measure(loaded: LoadedSettings, num_processes: int) -> Trial:
             now[0] += 60.0
-            return machine(loaded)
+            return machine(loaded, num_processes)
 
         return measure
 
@@ -367,6 +396,7 @@ def test_a_trial_in_a_process_of_its_own_answers_or_is_ended(clips: Clips) -> No
     """The process trains the real tiny network, so the batch is as small as it gets."""
     settings = tiny(clips(4), batch_size="1", max_mel_frames="112").settings
     assert try_out_apart(settings, "dvae", 1).clips_per_s > 0
+    assert try_out_apart(settings, "dvae", 1, num_processes=2).clips_per_s > 0, "as torchrun would start it"
     with pytest.raises(Refused, match="no answer within 0 s"):
         try_out_apart(settings, "dvae", 1, limit_s=0.1)
 

@@ -1,8 +1,9 @@
 """Batches: which clips they hold and in which order, how their memory is laid out, and how it is filled.
 
 Every batch has exactly `batch_size` clips and at most a fixed budget of packed tokens, so that every step has the
-same shapes. The order is a pure function of (seed, epoch, rank, world size): the only state is a cursor, and the
-number of workers that gather does not matter. This module starts no threads and touches no GPU.
+same shapes. Which clips an epoch holds is a pure function of (seed, epoch), their order one of (seed, epoch, rank,
+world size): the only state is a cursor, and the number of workers that gather does not matter. This module starts
+no threads and touches no GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from myxtts.config import (
     num_codes_of,
     num_frames_of,
 )
-from myxtts.data.clips import ClipSet
+from myxtts.data.clips import ClipSet, Mixture
 from myxtts.data.codes import CodesCache
 from myxtts.data.store import Array, Pieces, Rows, Sources
 from myxtts.errors import DatasetError
@@ -43,6 +44,9 @@ TOKEN_MULTIPLE = 8  # the budget is rounded up to a multiple of this, which tens
 BUDGET_SLACK = 0.003
 """The least share by which the budget exceeds the mean batch; large corpora balance far better than this."""
 _ATTEMPTS = 64
+_ATTEMPTS_PER_DRAW = 16
+_MOST_EPOCHS, _DEVIATIONS = 100, 3.0
+"""Epochs that decide the budget of a small corpus, and the room for epochs whose clips are longer on average."""
 _SWAP_ROUNDS = 64
 """Batches of 16 and more clips need a few rounds; batches of 4 need many to come within two per cent."""
 
@@ -82,14 +86,24 @@ def mean_clips(num_clips: int, batch_size: int) -> float:
 class Batches:
     """The batches of one rank, epoch after epoch."""
 
-    def __init__(self, num_tokens: Rows, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        num_tokens: Rows,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        mixture: Mixture | None = None,
+    ) -> None:
+        """Without a `mixture` every epoch holds every clip once."""
         if len(num_tokens) == 0:
             raise DatasetError("There is no clip to batch.")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
         self._num_tokens, self._batch_size, self._seed = num_tokens, batch_size, seed
-        self._rank, self._world_size = rank, world_size
-        self.num_batches = math.ceil(len(num_tokens) / (batch_size * world_size))
+        self._rank, self._world_size, self._mixture = rank, world_size, mixture
+        self._num_clips = len(num_tokens) if mixture is None else mixture.num_clips
+        self.num_batches = math.ceil(self._num_clips / (batch_size * world_size))
         """Batches of an epoch on each rank."""
         self.budget = self._find_budget()
         """The most packed tokens of any batch of any epoch."""
@@ -125,17 +139,20 @@ class Batches:
         return 1.0 - float((self._num_tokens[clips] * weights).sum()) / (self.budget * self.num_batches)
 
     def _arrange(self, epoch: int, attempt: int) -> tuple[Rows, Weights]:
-        """Return all clips once, in random batches of nearly equal token totals.
+        """Return the clips of an epoch in random batches of nearly equal token totals.
 
         Clips are sorted by length with some noise and dealt stratum by stratum, one to each batch: the longest
         goes to the batch with the fewest tokens so far. Swaps then even out the totals.
         """
         random = default_rng([self._seed, epoch, attempt])
-        num_clips, batch_size = len(self._num_tokens), self._batch_size
+        num_clips, batch_size = self._num_clips, self._batch_size
+        drawn: Rows = np.arange(num_clips)
+        if self._mixture is not None:  # others only if these do not fit, however they are arranged
+            drawn = self._mixture.clips(self._seed, epoch, attempt // _ATTEMPTS_PER_DRAW)
         num_batches = self.num_batches * self._world_size
         num_padding = num_batches * batch_size - num_clips
         padding = np.full(num_padding, self._num_tokens.argmin())
-        items = np.concatenate([random.permutation(num_clips), padding])
+        items = np.concatenate([random.permutation(drawn), padding])
         weights = np.repeat(np.array([1, 0], np.float32), [num_clips, num_padding])
         noisy = self._num_tokens[items] * random.uniform(0.8, 1.25, len(items))
         strata = np.argsort(-noisy, kind="stable").reshape(batch_size, num_batches)
@@ -155,10 +172,15 @@ class Batches:
 
     def _find_budget(self) -> int:
         """Return the smallest budget that every epoch fits within a few of its `_ATTEMPTS` arrangements."""
-        epochs = range(16 if len(self._num_tokens) < 5000 else 2)
-        totals = [self._num_tokens[self._arrange(epoch, 0)[0]].sum(axis=1) for epoch in epochs]
-        largest = float(np.quantile([batch_totals.max() for batch_totals in totals], 0.75))
-        return _round_up(max(float(totals[0].mean()) * (1 + BUDGET_SLACK), largest), TOKEN_MULTIPLE)
+        epochs, share, excess = 16 if self._num_clips < 5000 else 2, 0.75, 0.0
+        if self._mixture is not None and not self._mixture.is_plain:
+            least = float(self._mixture.times.min())  # so that every clip of a small corpus is seen once
+            epochs, share = min(max(epochs, math.ceil(1 / least)), _MOST_EPOCHS) if epochs > 2 else epochs, 1.0
+            excess = _DEVIATIONS * self._mixture.spread(self._num_tokens)
+        totals = [self._num_tokens[self._arrange(epoch, 0)[0]].sum(axis=1) for epoch in range(epochs)]
+        largest = float(np.quantile([batch_totals.max() for batch_totals in totals], share))
+        mean = float(max(batch_totals.mean() for batch_totals in totals))
+        return _round_up(max(mean * (1 + BUDGET_SLACK + excess), largest), TOKEN_MULTIPLE)
 
 
 def _swap_towards_mean(batches: Rows, num_tokens: Rows, totals: Rows, shift: int) -> Rows:
@@ -292,10 +314,17 @@ class References:
     The draw is a pure function of (seed, epoch, clip): neither the batch size nor the number of ranks matters.
     """
 
-    def __init__(self, clips: ClipSet, voices: Rows | None = None, lenders: ClipSet | None = None) -> None:
+    def __init__(
+        self,
+        clips: ClipSet,
+        voices: Rows | None = None,
+        lenders: ClipSet | None = None,
+        times: npt.NDArray[np.float64] | None = None,
+    ) -> None:
         """`voices` has a number for each clip, then for each of `lenders`, which are only references for others.
 
-        Clips with equal numbers are references for each other; without `voices` each clip is its own.
+        Clips with equal numbers are references for each other; without `voices` each clip is its own. `times` is
+        how often an epoch holds each clip.
         """
         self._sets = [clips] if lenders is None else [clips, lenders]
         self._num_samples = np.concatenate([each.num_samples for each in self._sets])
@@ -308,8 +337,8 @@ class References:
         self._first, self._rank, self._others = first[group], place - first[group], count[group] - 1
         self.voices = np.where(self._others > 0, group, -1)
         """A number for the voice of each clip; -1 if there is no other clip of it."""
-        self.own_share = float((self._others[: len(clips)] == 0).mean())
-        """Share of the clips that are their own reference."""
+        self.own_share = float(np.average(self._others[: len(clips)] == 0, weights=times))
+        """Share of the clips of an epoch that are their own reference."""
 
     def crops(self, seed: int, epoch: int, clips: Rows) -> Crops:
         """Draw a reference for each clip of an array of any shape: every other clip of its voice is as likely."""

@@ -11,20 +11,31 @@ import io
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.random import default_rng
 
 from myxtts import audio
-from myxtts.config import AUTO_MEL_FRAMES, HOP_SAMPLES, SAMPLE_RATE, DataSettings, mel_frames, num_frames_of
+from myxtts.config import (
+    AUTO_MEL_FRAMES,
+    HOP_SAMPLES,
+    LANGUAGES,
+    SAMPLE_RATE,
+    DataSettings,
+    mel_frames,
+    num_frames_of,
+)
 from myxtts.data.corpus import Corpus, SetAside, last_change
 from myxtts.data.store import (
     Array,
     CacheDamaged,
+    Joined,
     Pieces,
     Rows,
     Store,
@@ -148,17 +159,21 @@ def _not_as_prepared(path: Path, found: str) -> DatasetError:
     return DatasetError(f"{path} has changed since the corpus was prepared: {found}.\n{why} {advice}")
 
 
+AudioRows = Store | LazyAudio
+"""Samples, packed on disk or decoded when they are read; both have the same rows and checksums."""
+
+
 @dataclass(frozen=True)
 class ClipSet:
-    """Clips that can be batched: the rows of each in the stores, its speaker and its language."""
+    """Clips that can be batched: the rows of each in the stores, its speaker, its language and its corpus."""
 
-    audio: Store | LazyAudio
-    """The samples, packed on disk or decoded when they are read; both have the same rows and checksums."""
-    ids: Store
+    audio: AudioRows | Joined[AudioRows]
+    ids: Store | Joined[Store]
     audio_rows: Rows
     ids_rows: Rows
     speakers: Rows
     languages: Rows
+    corpora: Rows
     names: list[str]
 
     def __len__(self) -> int:
@@ -176,8 +191,92 @@ class ClipSet:
         numbers = {field: getattr(self, field)[chosen] for field in _ROW_FIELDS}
         return replace(self, **numbers, names=[self.names[at] for at in chosen.tolist()])
 
+    @property
+    def stores(self) -> list[tuple[AudioRows, Store]]:
+        """Audio and ids of each corpus."""
+        if isinstance(self.audio, Joined) and isinstance(self.ids, Joined):
+            return list(zip(self.audio.parts, self.ids.parts, strict=True))
+        assert not isinstance(self.audio, Joined) and not isinstance(self.ids, Joined)
+        return [(self.audio, self.ids)]
 
-_ROW_FIELDS = ("audio_rows", "ids_rows", "speakers", "languages")
+    @classmethod
+    def joined(cls, sets: Sequence[ClipSet]) -> ClipSet:
+        """Return the clips of several sets, each with a store of its own, one set after another."""
+        audio, ids = _joined([store for each in sets for store in each.stores])
+        numbers = {field: np.concatenate([getattr(each, field) for each in sets]) for field in _ROW_FIELDS}
+        for field, store in (("audio_rows", audio), ("ids_rows", ids)):
+            if isinstance(store, Joined):
+                numbers[field] += np.repeat(store.starts, [len(each) for each in sets])
+        return cls(audio, ids, **numbers, names=[name for each in sets for name in each.names])
+
+
+def _joined(
+    stores: Sequence[tuple[AudioRows, Store]],
+) -> tuple[AudioRows | Joined[AudioRows], Store | Joined[Store]]:
+    """Return the audio and the ids of several corpora, one after another."""
+    if len(stores) == 1:
+        return stores[0]
+    return Joined([audio for audio, _ in stores]), Joined([ids for _, ids in stores])
+
+
+_ROW_FIELDS = ("audio_rows", "ids_rows", "speakers", "languages", "corpora")
+
+
+class Mixture:
+    """Which clips an epoch holds: of each corpus, and under a temperature of each language, its part.
+
+    The clips of such a group are walked through in a random order, pass after pass, and each epoch continues
+    where the last one ended. This is a pure function of (seed, epoch).
+    """
+
+    def __init__(self, clips: ClipSet, weights: Sequence[float], language_temperature: float = 1.0) -> None:
+        """`weights` has the times that an epoch takes the clips of each corpus."""
+        of_clip, groups = np.array(weights, np.float64)[clips.corpora], clips.corpora
+        if language_temperature > 1:
+            of_language = np.bincount(clips.languages, of_clip)[clips.languages]
+            evened = of_clip * of_language ** (1 / language_temperature - 1)
+            of_clip = evened * of_clip.sum() / evened.sum()
+            groups = clips.corpora * (clips.languages.max() + 1) + clips.languages
+        _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+        self._members = [np.flatnonzero(group == number) for number in range(len(sizes))]
+        self._taken = np.maximum(np.rint(np.bincount(group, of_clip)), 1).astype(np.int64)
+        self.is_plain = bool((self._taken == sizes).all())
+        """True if every epoch holds every clip once."""
+        self.num_clips = int(self._taken.sum())
+        """Clips of an epoch."""
+        self.times = (self._taken / sizes)[group]
+        """How often an epoch holds each clip, on average."""
+
+    def clips(self, seed: int, epoch: int, redraw: int = 0) -> Rows:
+        """Return the clips of an epoch in no particular order; `redraw` numbers other ones that it may hold."""
+        if self.is_plain:
+            return np.arange(self.num_clips)
+        found = []
+        for group, (members, taken) in enumerate(zip(self._members, self._taken.tolist(), strict=True)):
+            first, size = epoch * taken, len(members)
+            passes = range(first // size, (first + taken - 1) // size + 1)
+            order = [default_rng([seed, number, group, redraw, 1]).permutation(members) for number in passes]
+            start = first - passes[0] * size
+            found.append(np.concatenate(order)[start : start + taken])
+        return np.concatenate(found)
+
+    def spread(self, values: Rows) -> float:
+        """Return the standard deviation of the sum of `values` over an epoch, as a share of its mean."""
+        variance = 0.0
+        for members, taken in zip(self._members, self._taken.tolist(), strict=True):
+            rest = taken % len(members) / len(members)
+            variance += rest * (1 - rest) * len(members) * float(values[members].var())
+        return float(variance**0.5 / (self.times * values).sum())
+
+
+class Share(NamedTuple):
+    """A part of the training clips."""
+
+    kind: str  # corpus, language or speaker
+    name: str
+    num_clips: int
+    hours: float
+    share: float  # of the speech of an epoch
 
 
 @dataclass(frozen=True)
@@ -190,18 +289,54 @@ class PreparedCorpus:
     root: Path
     max_mel_frames: int
     """The setting, or for `auto` the frames of the longest clip, rounded up."""
+    corpora: list[str]  # names of the training corpora
+    other_roots: list[Path]  # caches of the training corpora after the first
+    weights: tuple[float, ...] = (1.0,)
+    language_temperature: float = 1.0
+
+    @cached_property
+    def mixture(self) -> Mixture:
+        """Which training clips an epoch holds."""
+        return Mixture(self.train, self.weights, self.language_temperature)
+
+    def shares(self) -> Iterator[Share]:
+        """Yield how much of the training clips is of each corpus, language and speaker, by kind the most first."""
+        samples, kinds = self.train.num_samples, ("corpus", "language", "speaker")
+        names = (self.corpora, LANGUAGES, [name or "not named" for name in self.speaker_names])
+        numbers = (self.train.corpora, self.train.languages, self.train.speakers)
+        for kind, known, number in zip(kinds, names, numbers, strict=True):
+            clips, hours = np.bincount(number), np.bincount(number, samples) / SAMPLE_RATE / 3600
+            taken = np.bincount(number, samples * self.mixture.times)
+            for place in np.argsort(-taken, kind="stable").tolist():
+                if clips[place]:
+                    share = float(taken[place] / taken.sum())
+                    yield Share(kind, known[place], int(clips[place]), float(hours[place]), share)
+
+    @property
+    def unnamed_corpora(self) -> list[str]:
+        """The training corpora in which no clip names its speaker."""
+        is_named = np.array([bool(name) for name in self.speaker_names])[self.train.speakers]
+        return [
+            name for number, name in enumerate(self.corpora) if not is_named[self.train.corpora == number].any()
+        ]
 
     def fitted(self, data: DataSettings) -> DataSettings:
         """Return the settings with the limit of this corpus in place of `auto`."""
         return replace(data, max_mel_frames=self.max_mel_frames)
 
-    def voices(self, speakers: Rows, single_speaker: bool) -> Rows:
-        """Return a number for the voice of each clip with these speakers.
+    def voices(self, sets: Sequence[ClipSet], data: DataSettings) -> Rows:
+        """Return a number for the voice of each clip of these sets.
 
-        Clips without a speaker's name share one number if there is a `single_speaker`; else each has its own.
+        Clips of a corpus without a speaker's name share one number if it has a single speaker; else each has its
+        own.
         """
+        speakers = np.concatenate([each.speakers for each in sets])
+        corpora = np.concatenate([each.corpora for each in sets])
         is_named = np.array([bool(name) for name in self.speaker_names])[speakers]
-        return np.where(is_named | single_speaker, speakers, -1 - np.arange(len(speakers)))
+        single = np.array([source.single_speaker for source in data.sources] or [False], bool)
+        is_single = data.single_speaker | np.append(single, False)[np.minimum(corpora, len(single))]
+        unnamed = np.where(is_single, -1 - corpora, -2 - corpora.max(initial=0) - np.arange(len(speakers)))
+        return np.where(is_named, speakers, unnamed)
 
     @cached_property
     def num_speakers(self) -> int:
@@ -236,8 +371,9 @@ def save_snapshot(prepared: PreparedCorpus, state: str, corpora: Sequence[Corpus
     if min(corpus.read_at for corpus in corpora) - max(listed.values(), default=0) < CLOCK_TICK_NS:
         return
     clips = [(corpus.folder, clip) for corpus in corpora for clip in corpus.clips]
-    lazy = prepared.train.audio if isinstance(prepared.train.audio, LazyAudio) else None
-    num_clips, sides = len(clips), (prepared.train, prepared.val)
+    sides, (first, _) = (prepared.train, prepared.val), prepared.train.stores[0]
+    ends = np.cumsum([0, *(len(corpus.clips) for corpus in corpora)]).tolist()
+    has_own_val = len(corpora) > len(prepared.corpora)
     texts = {
         "paths": [str(folder.absolute() / clip.path) for folder, clip in clips],
         "folders": listed,
@@ -245,10 +381,16 @@ def save_snapshot(prepared: PreparedCorpus, state: str, corpora: Sequence[Corpus
         "set_aside": prepared.set_aside,
         "speakers": prepared.speaker_names,
         "max_mel_frames": prepared.max_mel_frames,
-        "decoding": asdict(lazy.options) if lazy else None,
-        "files": [[0, len(corpora[0].clips)], [num_clips - len(corpora[-1].clips), num_clips]],
+        "corpora": prepared.corpora,
+        "other_roots": [str(root) for root in prepared.other_roots],
+        "decoding": asdict(first.options) if isinstance(first, LazyAudio) else None,
+        "files": list(pairwise(ends)),
         "names": [side.names for side in sides],
-        "stores": [[str(side.audio.folder), str(side.ids.folder)] for side in sides],
+        "stores": [
+            [str(audio.folder), str(ids.folder)]
+            for side in (sides if has_own_val else sides[:1])
+            for audio, ids in side.stores
+        ],
     }
     numbers = [np.array([clip[-3:] for _, clip in clips], np.int64)]
     numbers += [getattr(side, field) for side in sides for field in _ROW_FIELDS]
@@ -274,34 +416,39 @@ def load_snapshot(root: Path, state: str) -> PreparedCorpus | None:
         stats = stats.reshape(-1, 3)
         if not _unchanged(texts["folders"], texts["paths"], stats):
             return None
-        first = _open_stores(texts, 0, stats)
-        second = first if texts["stores"][0] == texts["stores"][1] else _open_stores(texts, 1, stats)
+        stores, num_corpora = _open_stores(texts, stats), len(texts["corpora"])
     except (OSError, CacheDamaged):
         return None
     per_side = len(_ROW_FIELDS)
     rows = [dict(zip(_ROW_FIELDS, side, strict=True)) for side in (numbers[:per_side], numbers[per_side:])]
-    train = ClipSet(first[0], first[1], **rows[0], names=texts["names"][0])
-    val = ClipSet(second[0], second[1], **rows[1], names=texts["names"][1])
+    sources = [_joined(stores[:num_corpora]), _joined(stores[num_corpora:] or stores)]
+    train, val = (
+        ClipSet(audio, ids, **of_side, names=names)
+        for (audio, ids), of_side, names in zip(sources, rows, texts["names"], strict=True)
+    )
     set_aside = [SetAside(*item) for item in texts["set_aside"]]
-    rest = (texts["vocabulary"], root, texts["max_mel_frames"])
-    return PreparedCorpus(train, val, texts["speakers"], set_aside, *rest)
+    rest = (texts["vocabulary"], root, texts["max_mel_frames"], texts["corpora"], texts["other_roots"])
+    return PreparedCorpus(train, val, texts["speakers"], set_aside, *rest[:-1], [Path(path) for path in rest[-1]])
 
 
 def _snapshot_spec(state: str) -> StoreSpec:
-    """One row of JSON, the size and times of every file, then four rows for each side of the split."""
+    """One row of JSON, the size and times of every file, then `_ROW_FIELDS` for each side of the split."""
     sources = np.array([hash64(state, row) for row in range(2 + 2 * len(_ROW_FIELDS))], np.uint64)
     return StoreSpec("snapshot", np.uint8, sources, params={})
 
 
-def _open_stores(texts: Any, side: int, stats: Array) -> tuple[Store | LazyAudio, Store]:
-    """Return the audio and the ids of one side of the split."""
-    audio_folder, ids_folder = map(Path, texts["stores"][side])
-    ids = _require_store(ids_folder, np.int32)
-    if texts["decoding"] is None:
-        return _require_store(audio_folder, np.int16), ids
-    files, kept = slice(*texts["files"][side]), _require_store(audio_folder, np.uint64)
-    options = DecodeOptions(**texts["decoding"])
-    return LazyAudio(kept, texts["paths"][files], stats[files], options), ids
+def _open_stores(texts: Any, stats: Array) -> list[tuple[AudioRows, Store]]:
+    """Return the audio and the ids of each folder."""
+    found: list[tuple[AudioRows, Store]] = []
+    for (audio_folder, ids_folder), files in zip(texts["stores"], texts["files"], strict=True):
+        ids = _require_store(Path(ids_folder), np.int32)
+        if texts["decoding"] is None:
+            found.append((_require_store(Path(audio_folder), np.int16), ids))
+        else:
+            own, kept = slice(*files), _require_store(Path(audio_folder), np.uint64)
+            options = DecodeOptions(**texts["decoding"])
+            found.append((LazyAudio(kept, texts["paths"][own], stats[own], options), ids))
+    return found
 
 
 def _require_store(folder: Path, dtype: type[np.generic]) -> Store:

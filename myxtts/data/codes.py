@@ -22,7 +22,7 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -81,11 +81,18 @@ class CodesCache:
 
     @classmethod
     def open(
-        cls, root: Path, audio_hashes: Sources, num_codes: Rows, dvae_key: str, kind: str = "codes"
+        cls,
+        root: Path,
+        audio_hashes: Sources,
+        num_codes: Rows,
+        dvae_key: str,
+        kind: str = "codes",
+        others: Sequence[Path] = (),
     ) -> CodesCache:
         """Open the rows of these clips below `root`, with those that other sets of clips hold for the same audio.
 
-        If nothing can be written there, readable rows are copied to memory, and new ones stay in memory.
+        These are looked for below `root` and `others`. If nothing can be written below `root`, readable rows are
+        copied to memory, and new ones stay in memory.
         """
         index = np.zeros(len(audio_hashes), _INDEX)
         index["audio"], index["length"] = audio_hashes, num_codes
@@ -94,7 +101,7 @@ class CodesCache:
         try:
             with only_process(root, "codes.lock"):  # the next process finds the rows already copied
                 cache = cls(_files_on_disk(folder, index), index, folder, kind)
-                cache._copy_known_rows(other for other in by_last_use(root, family) if other != folder)
+                cache._copy_known_rows(other for other in _folders([root, *others], family) if other != folder)
                 for old in by_last_use(root, kind)[FOLDERS_KEPT[kind] :]:
                     with contextlib.suppress(OSError), open(old / "checksums.bin", "ab") as checksums:
                         fcntl.flock(checksums, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if a process has it open
@@ -105,7 +112,7 @@ class CodesCache:
             files = (os.fdopen(os.memfd_create(name), "r+b", buffering=0) for name in _Files._fields)
             cache = cls(_sized(_Files(*files), index), index, "memory", kind)
             with contextlib.suppress(OSError):
-                cache._copy_known_rows(by_last_use(root, family))
+                cache._copy_known_rows(_folders([root, *others], family))
         return cache
 
     def __len__(self) -> int:
@@ -233,6 +240,10 @@ class CodesCache:
                 copied = [donor.row(clip) for clip in chunk[intact].tolist()]
                 self.write(wanted[start : start + ROWS_PER_COPY][intact], copied)
             donor.close()
+
+
+def _folders(roots: Sequence[Path], family: str) -> Iterator[Path]:
+    return (folder for root in roots for folder in by_last_use(root, family))
 
 
 def _files_on_disk(folder: Path, index: Array) -> _Files:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import glob
 import logging
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -81,6 +82,8 @@ def metadata_files(folder: Path) -> list[tuple[Path, bool]]:
         if folder.is_file() and folder.name.lower().endswith(EXTENSIONS):
             raise DatasetError(f"{folder} is a single recording.\n{CUT_INTO_CLIPS}\n{FORMS}")
         missing = f"No such corpus folder: {folder.absolute()}"
+        if near := sorted(folder.parent.glob(f"{glob.escape(folder.name)}:*")):
+            missing += f" (for {near[0].name}, with a colon in its name, give {near[0]}/)"
         what = f"{folder} is a file: name its folder." if folder.is_file() else missing
         raise DatasetError(f"{what}\nA corpus is a folder in one of these forms:\n{FORMS}")
     train = [path for name in METADATA_FILES[:3] if (path := folder / name).is_file()]
@@ -347,6 +350,16 @@ def read_corpus(folder: Path) -> Corpus:
             else:
                 corpus.set_aside.append(found)
     return corpus
+
+
+def labelled(corpus: Corpus, name: str, speakers: str) -> Corpus:
+    """Return the corpus with ids `NAME/ID` and speakers `SPEAKERS/SPEAKER`, where these are not empty."""
+    start, person = (f"{word}/" if word else "" for word in (name, speakers))
+    aside = [item._replace(id=start + item.id) for item in corpus.set_aside]
+    clips = [
+        clip._replace(id=start + clip.id, speaker=clip.speaker and person + clip.speaker) for clip in corpus.clips
+    ]
+    return replace(corpus, clips=clips, set_aside=aside)
 
 
 def _clip(row: Row, files: _AudioFiles, named: Row | None, held_out: bool) -> Clip | SetAside:

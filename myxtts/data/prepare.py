@@ -27,7 +27,15 @@ import xxhash
 
 from myxtts import __version__, audio
 from myxtts.audio import DECODE_VERSION, LIBRARIES
-from myxtts.config import HOP_SAMPLES, LANGUAGES, PREPARE_KEYS, SAMPLE_RATE, DataSettings, Settings
+from myxtts.config import (
+    HOP_SAMPLES,
+    LANGUAGES,
+    PREPARE_KEYS,
+    SAMPLE_RATE,
+    CorpusSource,
+    DataSettings,
+    Settings,
+)
 from myxtts.data.clips import (
     LIMITS,
     ClipSet,
@@ -41,7 +49,7 @@ from myxtts.data.clips import (
     set_aside_list,
     write_set_aside_list,
 )
-from myxtts.data.corpus import METADATA_FILES, Clip, Corpus, SetAside, held_out, read_corpus
+from myxtts.data.corpus import METADATA_FILES, Clip, Corpus, SetAside, held_out, labelled, read_corpus
 from myxtts.data.pool import ProcessPool, reserve
 from myxtts.data.store import (
     FORMAT_VERSION,
@@ -71,6 +79,8 @@ TEXT_CHUNK = 512
 MAX_TEXT_CHARACTERS = 4000
 """Longer texts are set aside unread: no clip is that long, and normalising one would stall a worker."""
 
+_NOT_DECISIVE = ("data.train_data", "data.num_workers")
+
 _log = logging.getLogger(__name__)
 
 
@@ -83,45 +93,84 @@ def prepare(
     row is compared when it is first read.
     """
     data = settings.data if isinstance(settings, Settings) else settings
-    folders, root, state = corpus_folders(data), cache_folder(data), _state_of(data)
-    if not verify and (known := load_snapshot(root, state)) is not None:
+    root, state = cache_folder(data), _state_of(data)
+    if not verify and (known := prepared_before(data)) is not None:
         _log.info("LOADING CACHE FROM DISK")
         write_set_aside_list(root, known.set_aside)
         return known
     with ProcessPool(min(data.num_workers, usable_cores())) as pool:
         tools = Tools(pool, progress or NO_PROGRESS, verify)
-        parts = [_Part(data, folders[0], tools)]
-        tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else parts[0].trained_tokenizer()
-        parts += [_Part(data, folder, tools) for folder in folders[1:]]
+        parts = [_Part(data, source, tools) for source in named_sources(data)]
+        num_corpora = len(parts)
+        tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else _trained_tokenizer(parts)
+        parts += [_Part(data, NamedSource("", CorpusSource(data.val_data)), tools)] if data.val_data else []
         speaker_names = sorted({clip.speaker for part in parts for clip in part.corpus.clips})
-        limit = data.max_mel_frames or max_frames_of(parts[0].audio.lengths)
-        clips = [part.clip_set(tokenizer, speaker_names, limit) for part in parts]
+        lengths = np.concatenate([part.audio.lengths for part in parts[:num_corpora]])
+        limit = data.max_mel_frames or max_frames_of(lengths)
+        clips = [part.clip_set(number, tokenizer, speaker_names, limit) for number, part in enumerate(parts)]
     set_aside = [item for part in parts for item in part.set_aside]
     write_set_aside_list(root, set_aside)
-    train_clips, val_clips = parts[0].split(clips[0])
+    sides = [part.split(clips[number]) for number, part in enumerate(parts[:num_corpora])]
+    train_clips, val_clips = (ClipSet.joined(sets) for sets in zip(*sides, strict=True))
     if data.val_data:
-        val_clips = clips[1]
+        val_clips = clips[-1]
     frames = data.max_mel_frames or max(frames_for(part.num_samples) for part in (train_clips, val_clips))
-    prepared = PreparedCorpus(train_clips, val_clips, speaker_names, set_aside, tokenizer.to_json(), root, frames)
+    names = [part.name or part.corpus.folder.absolute().name for part in parts[:num_corpora]]
+    roots = [part.root for part in parts[1:num_corpora]]
+    rest = (tokenizer.to_json(), root, frames, names, roots)
+    prepared = PreparedCorpus(train_clips, val_clips, speaker_names, set_aside, *rest)
     if _state_of(data) == state:  # otherwise the metadata changed while it was read
         save_snapshot(prepared, state, [part.corpus for part in parts])
-    return prepared
+    return _mixed(prepared, data)
 
 
 def prepared_before(data: DataSettings) -> PreparedCorpus | None:
     """Return the corpus if it was prepared with these settings and nothing has changed since."""
-    return load_snapshot(cache_folder(data), _state_of(data))
+    known = load_snapshot(cache_folder(data), _state_of(data))
+    return known and _mixed(known, data)
+
+
+def _mixed(prepared: PreparedCorpus, data: DataSettings) -> PreparedCorpus:
+    """Return the corpus with the weights of the settings, which decide nothing that is kept on disk."""
+    weights = tuple(source.weight for source in data.sources) or (1.0,)
+    return replace(prepared, weights=weights, language_temperature=data.language_temperature)
 
 
 def spoken_corpus(data: DataSettings, progress: Progress) -> tuple[list[str], list[str]]:
-    """Return every distinct sentence of a corpus as it is spoken, and its language; no audio is read."""
+    """Return every distinct sentence of each corpus as it is spoken, and its language; no audio is read."""
     with ProcessPool(min(data.num_workers, usable_cores())) as pool:
-        return _Part(data, corpus_folders(data)[0], Tools(pool, progress)).spoken()
+        tools = Tools(pool, progress)
+        return _spoken_of([_Part(data, source, tools) for source in named_sources(data)])
+
+
+class NamedSource(NamedTuple):
+    name: str  # of the corpus, which begins the ids of its clips; empty if it is the only one
+    source: CorpusSource
+
+
+def named_sources(data: DataSettings) -> list[NamedSource]:
+    """Return the training corpora; several have different names, by default those of their folders."""
+    sources = data.sources or (CorpusSource(EMBEDDED_CORPUS),)
+    found: dict[str, CorpusSource] = {}
+    for number, source in enumerate(sources, 1):
+        name = source.folder.resolve().name
+        while name in found:
+            name = f"{name}-{number}"
+        found[name] = source
+    return [NamedSource(name if len(sources) > 1 else "", source) for name, source in found.items()]
+
+
+def read_training(data: DataSettings) -> list[Corpus]:
+    """Return the training corpora as their metadata describes them; clips have the names of the prepared ones."""
+    return [
+        labelled(read_corpus(source.folder), name, source.speakers or name) for name, source in named_sources(data)
+    ]
 
 
 def corpus_folders(data: DataSettings) -> list[Path]:
-    """Return the folder of the training corpus and, if one is named, that of the validation corpus."""
-    return [data.train_data or EMBEDDED_CORPUS, *([data.val_data] if data.val_data else [])]
+    """Return the folders of the training corpora and, if one is named, that of the validation corpus."""
+    folders = [source.folder for _, source in named_sources(data)]
+    return [*folders, *([data.val_data] if data.val_data else [])]
 
 
 def cache_folder(data: DataSettings, corpus: Path | None = None) -> Path:
@@ -146,7 +195,8 @@ def _state_of(data: DataSettings) -> str:
         (__version__, DECODE_VERSION, LIBRARIES, FORMAT_VERSION),
         (normalize_fingerprint(), language_fingerprint(), tokenizer_fingerprint()),
         phonemes_fingerprint() if data.use_phonemes else "",
-        [getattr(data, key.removeprefix("data.")) for key in PREPARE_KEYS if key != "data.num_workers"],
+        [replace(source, weight=1.0, single_speaker=False) for source in data.sources],
+        [getattr(data, key.removeprefix("data.")) for key in PREPARE_KEYS if key not in _NOT_DECISIVE],
         [str(folder.absolute()) for folder in folders],
     )
     hasher = xxhash.xxh3_128(repr(decisive).encode())
@@ -180,11 +230,12 @@ class Tools:
 class _Part:
     """One folder of recordings on its way through the stores."""
 
-    def __init__(self, data: DataSettings, folder: Path, tools: Tools) -> None:
-        self.data = data
+    def __init__(self, data: DataSettings, named: NamedSource, tools: Tools) -> None:
+        self.name, source = named
+        self.data = replace(data, language=source.language or data.language)
         self.tools = tools
-        self.root = cache_folder(data, folder)
-        self.corpus = read_corpus(folder)
+        self.root = cache_folder(data, source.folder)
+        self.corpus = read_corpus(source.folder)
         rows: dict[LabelledText, int] = {}
         pairs = zip(self.corpus.clips, self._languages(), strict=True)
         sentence_rows = [rows.setdefault(LabelledText(clip.text, code), len(rows)) for clip, code in pairs]
@@ -195,7 +246,8 @@ class _Part:
             params["phonemes"] = phonemes_fingerprint()
         sources = np.fromiter((hash64(*sentence) for sentence in rows), np.uint64)
         build = partial(build_text, tools, list(rows), data.use_phonemes)
-        self.text = self._store(StoreSpec("text", np.uint8, sources, params), "text", build)
+        self.text = self.store(StoreSpec("text", np.uint8, sources, params), "text", build)
+        self.corpus = labelled(self.corpus, self.name, source.speakers or self.name)
         self.set_aside = list(self.corpus.set_aside)
         self.usable: list[Clip] = []
 
@@ -227,36 +279,16 @@ class _Part:
 
         sources = np.fromiter((hash64(*pair) for pair in pairs), np.uint64)
         spec = StoreSpec("languages", np.uint8, sources, {"detector": language_fingerprint()})
-        detected = iter(self._store(spec, "language", build).labels.tolist())
+        detected = iter(self.store(spec, "language", build).labels.tolist())
         return [code or LANGUAGES[next(detected)] for code in named]
 
-    def spoken(self) -> tuple[list[str], list[str]]:
-        """Return every sentence as it is spoken, and its language."""
-        sentences = [sentence for _, sentence in _spoken(self.text, range(len(self.text)))]
-        return [sentence.text for sentence in sentences], [sentence.language for sentence in sentences]
-
-    def trained_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer trained on the spoken texts; it is stored as one row of JSON."""
-        num_tokens = self.data.vocab_size
-
-        def build(writer: StoreWriter, rows: list[int]) -> None:
-            texts, languages = self.spoken()
-            _log.info("Training a vocabulary of up to %d tokens on %d sentences", num_tokens, len(texts))
-            tokenizer = train(texts, languages, num_tokens)
-            writer.append(rows, [np.frombuffer(tokenizer.to_json().encode(), np.uint8)])
-
-        sources = np.array([hash64(self.text.hashes.tobytes(), self.text.labels.tobytes())], np.uint64)
-        params = {"code": tokenizer_fingerprint(), "num_tokens": num_tokens}
-        store = self._store(StoreSpec("vocabulary", np.uint8, sources, params), "vocabulary", build)
-        return Tokenizer(store[0].tobytes().decode(), source=str(store.folder))
-
-    def clip_set(self, tokenizer: Tokenizer, speaker_names: list[str], max_frames: int) -> ClipSet:
-        """Return the usable clips with their rows, and add the others to `set_aside`."""
+    def clip_set(self, number: int, tokenizer: Tokenizer, speaker_names: list[str], max_frames: int) -> ClipSet:
+        """Return the usable clips of the corpus of this number, and add the others to `set_aside`."""
         # Spoken text and language decide the ids, however they were found.
         sources = self.text.hashes ^ self.text.labels.astype(np.uint64)
         params = {"vocabulary": tokenizer.fingerprint, "code": tokenizer_fingerprint()}
         spec = StoreSpec("ids", np.int32, sources, params)
-        ids = self._store(spec, "token", partial(build_ids, self.tools, self.text, tokenizer))
+        ids = self.store(spec, "token", partial(build_ids, self.tools, self.text, tokenizer))
         problems = self._problems(ids, max_frames)
         clips = self.corpus.clips
         self.set_aside += [SetAside(clips[row].id, *problems[row], clips[row].where) for row in sorted(problems)]
@@ -270,6 +302,7 @@ class _Part:
             ids_rows=self.sentence_rows[rows],
             speakers=np.array([numbers[clip.speaker] for clip in self.usable], np.int64),
             languages=self.text.labels[self.sentence_rows[rows]],
+            corpora=np.full(len(rows), number, np.int64),
             names=[clip.id for clip in self.usable],
         )
 
@@ -285,7 +318,7 @@ class _Part:
         spec = StoreSpec(kind, dtype, sources, params, {"max_seconds": options.max_seconds})
         build = partial(_build_audio, self.tools, corpus, options, packed)
         # Lengths are few bytes and all read at once, so they are always verified.
-        store = self._store(spec, spec.kind, build, verify=not packed)
+        store = self.store(spec, spec.kind, build, verify=not packed)
         if packed:
             return store
         paths = [str(corpus.folder.absolute() / path) for path, *_ in files]
@@ -322,7 +355,7 @@ class _Part:
         chosen = held_out(self.usable, self.data)
         return clips.select(np.flatnonzero(~chosen)), clips.select(np.flatnonzero(chosen))
 
-    def _store(
+    def store(
         self, spec: StoreSpec, name: str, build: Callable[[StoreWriter, list[int]], None], verify: bool = False
     ) -> Store:
         if (store := open_store(spec.folder(self.root), spec.dtype)) is not None:
@@ -331,6 +364,29 @@ class _Part:
                 return store
             _log.warning("Some rows of %s do not match their checksums; they are built again", store.folder)
         return build_store(self.root, spec, build)
+
+
+def _spoken_of(parts: Sequence[_Part]) -> tuple[list[str], list[str]]:
+    """Return every sentence as it is spoken, and its language."""
+    sentences = [sentence for part in parts for _, sentence in _spoken(part.text, range(len(part.text)))]
+    return [sentence.text for sentence in sentences], [sentence.language for sentence in sentences]
+
+
+def _trained_tokenizer(parts: Sequence[_Part]) -> Tokenizer:
+    """Return the tokenizer trained on the spoken texts; it is stored as one row of JSON."""
+    num_tokens = parts[0].data.vocab_size
+
+    def build(writer: StoreWriter, rows: list[int]) -> None:
+        texts, languages = _spoken_of(parts)
+        _log.info("Training a vocabulary of up to %d tokens on %d sentences", num_tokens, len(texts))
+        tokenizer = train(texts, languages, num_tokens)
+        writer.append(rows, [np.frombuffer(tokenizer.to_json().encode(), np.uint8)])
+
+    made_from = [b"".join(getattr(part.text, name).tobytes() for part in parts) for name in ("hashes", "labels")]
+    params = {"code": tokenizer_fingerprint(), "num_tokens": num_tokens}
+    spec = StoreSpec("vocabulary", np.uint8, np.array([hash64(*made_from)], np.uint64), params)
+    store = parts[0].store(spec, "vocabulary", build)
+    return Tokenizer(store[0].tobytes().decode(), source=str(store.folder))
 
 
 def _spoken(text: Store, rows: Iterable[int]) -> Iterator[tuple[int, LabelledText]]:

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -114,13 +114,14 @@ class Store:
         if out.dtype != self.dtype or not out.flags.c_contiguous:
             raise ValueError(f"rows of {self.dtype} cannot be read into {out.dtype}, or not in one piece")
         slots, starts, lengths = pieces or Pieces.whole(self.lengths[rows])
+        is_whole = lengths == self.lengths[rows]
         if lengths.max(initial=0) > out.shape[1]:
             raise ValueError(f"a row of {lengths.max()} values does not fit {out.shape[1]}")
         view, size = _bytes(out), self.dtype.itemsize
         begins, offsets = out.strides[0] * slots, self._offsets[rows] + size * starts
-        numbers = (rows, begins, begins + size * lengths, offsets, self._verified[rows])
-        for row, begin, end, offset, is_known in zip(*(values.tolist() for values in numbers), strict=True):
-            if not is_known and pieces is not None:
+        numbers = (rows, begins, begins + size * lengths, offsets, is_whole, self._verified[rows])
+        for row, begin, end, offset, whole, is_known in zip(*(values.tolist() for values in numbers), strict=True):
+            if not is_known and not whole:
                 is_known = self.is_intact(row)
             if not self._is_read(row, offset, view[begin:end], is_known):
                 _mark_damaged(self.folder)
@@ -158,6 +159,52 @@ class Store:
         if not is_known:
             self._verified[row] = is_known = xxhash.xxh3_64_intdigest(out) == int(self.hashes[row])
         return is_known
+
+
+class RowReader(Protocol):
+    """What reads rows: a store, or what stands for one."""
+
+    lengths: Rows
+    hashes: Sources
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, row: int) -> Array: ...
+    def gather(self, rows: Rows, out: Array, pieces: Pieces | None = None) -> None: ...
+
+
+Reader = TypeVar("Reader", bound=RowReader)
+
+
+class Joined(Generic[Reader]):
+    """The rows of several stores, one store after another."""
+
+    def __init__(self, parts: Sequence[Reader]) -> None:
+        self.parts = parts
+        self.lengths: Rows = np.concatenate([part.lengths for part in parts])
+        self.hashes: Sources = np.concatenate([part.hashes for part in parts])
+        self.starts: Rows = np.cumsum([0, *map(len, parts)])[:-1]
+        """The first row of each store."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> Array:
+        part = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return self.parts[part][row - int(self.starts[part])]
+
+    def gather(self, rows: Rows, out: Array, pieces: Pieces | None = None) -> None:
+        """The same as `Store.gather`."""
+        pieces = pieces or Pieces.whole(self.lengths[rows])
+        of_part = np.searchsorted(self.starts, rows, side="right") - 1
+        for number in np.unique(of_part).tolist():
+            own = of_part == number
+            chosen = Pieces(*(values[own] for values in pieces))
+            self.parts[number].gather(rows[own] - self.starts[number], out, chosen)
+
+    def gather_padded(self, rows: Rows, out: Array) -> None:
+        """The same as `Store.gather_padded`."""
+        self.gather(rows, out)
+        np.copyto(out, 0, where=np.arange(out.shape[1]) >= self.lengths[rows, None])
 
 
 class StoreWriter:

@@ -63,7 +63,8 @@ class MelFlow(nn.Module):
         """Squared error of the velocity, [B, 80, F]; `target` are mels of HiFi-GAN, `given` those of the DVAE."""
         mel, place = (target.float() - TARGET_MEAN) / TARGET_SCALE, time[:, None, None]
         between = torch.lerp(noise, mel, place)
-        return (self(between, time, normalised(given), g).float() - (mel - noise)).square()
+        velocity: Tensor = self(between, time, normalised(given), g)
+        return (velocity.float() - (mel - noise)).square()
 
     def draw(self, given: Tensor, g: Tensor, first_frame: int = 0) -> Tensor:
         """Mels of HiFi-GAN in place of the DVAE's; frame i has the noise of frame `first_frame` + i."""

@@ -61,6 +61,7 @@ class Situation:
 
     settings: Settings = field(default_factory=Settings)
     num_gpus: int = 0  # GPUs that this process may use
+    roles: tuple[int, int] = (0, 1)  # the GPUs for data and model, if there are two
     cores: int = 0
     gpu_memory_mb: int = 0  # memory of the GPU that trains; 0 on the CPU
     num_clips: int = 1  # training clips of all processes
@@ -261,7 +262,7 @@ RULES = (
     Rule(
         "hint", "warn", "", None, "{s.num_gpus} GPUs were found and one is used",
         fix="train on all with torchrun --nproc-per-node {s.num_gpus}, or let a second one prepare the batches "
-        "with --data-gpu 0 --model-gpu 1",
+        "with --data-gpu {s.roles[0]} --model-gpu {s.roles[1]}",
         when=lambda s: s.num_gpus > 1 and s.data.data_gpu is None,
     ),
     Rule(

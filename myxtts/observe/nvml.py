@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from myxtts.observe.trace import now_us
 
+MACHINE_FILE, UUIDS = "machine.json", "GPU UUIDs"
 PCIE_EVERY = 10
 """PCIe traffic is in every tenth reading only: the driver measures it for 20 ms per direction while we wait."""
 THROTTLES = {
@@ -198,6 +202,14 @@ def _visible(nvml: Any, environment: Mapping[str, str], uuids: Sequence[str] | N
             break  # CUDA ignores an unknown entry and all that follow
         visible[len(visible)] = handles[numbers[0]]
     return visible
+
+
+def gpus_of_run(folder: Path) -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs that a run sees, in its order; none before it has begun to train."""
+    with suppress(OSError, ValueError, AttributeError):
+        known = json.loads((folder / MACHINE_FILE).read_bytes()).get(UUIDS, "")
+        return tuple(uuid for uuid in known.split(", ") if uuid)
+    return ()
 
 
 def _bare(uuid: str | None) -> str:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -176,7 +175,7 @@ class Feed:
             works |= on_device
         else:
             self._on_demand = list(on_device.values())
-        self._workers = [workers.Worker(name, work, self._rings) for name, work in works.items()]
+        self._workers = [workers.Worker(name, work, self._rings, self.plan.data) for name, work in works.items()]
         for worker in self._workers:
             worker.start()
 
@@ -386,9 +385,9 @@ def build_feed(
     replay: bool = False,
     trace: Trace = OFF,
 ) -> Feed:
-    """Training batches from the cursor on, for ever or `once`, or every validation clip once, cut the same."""
+    """Training batches from the cursor on, for ever, or every training or validation clip `once`, cut the same."""
     data, plan = ctx.settings.data, ctx.plan
-    gatherer = build_gatherer(ctx, ctx.prepared.val if validation else ctx.prepared.train)
+    gatherer = build_gatherer(ctx, ctx.prepared.val if validation else ctx.prepared.train, once)
     frontend = _frontend(ctx, gatherer.frame_budget)
     return Feed(
         gatherer,
@@ -406,11 +405,12 @@ def build_feed(
     )
 
 
-def build_gatherer(ctx: FeedContext, clips: ClipSet) -> Gatherer:
-    """Batches of these clips in host memory, this rank's share of them."""
+def build_gatherer(ctx: FeedContext, clips: ClipSet, once: bool = False) -> Gatherer:
+    """Batches of these clips in host memory, this rank's share; `once`: no corpus and no language has a weight."""
     data, seed, plan = ctx.settings.data, ctx.settings.training.seed, ctx.plan
     tokens = packed_tokens(clips.num_ids, clips.num_samples)
-    batches = Batches(tokens, data.batch_size, seed, plan.rank, plan.world_size)
+    mixture = ctx.prepared.mixture if clips is ctx.prepared.train and not once else None
+    batches = Batches(tokens, data.batch_size, seed, plan.rank, plan.world_size, mixture)
     cache, references = None, _references(ctx, clips)
     if ctx.stage == "decoder" and data.cache_latents:
         cache = _open_latents(ctx, clips, references)
@@ -425,15 +425,16 @@ def _references(ctx: FeedContext, clips: ClipSet) -> References:
     data, train = ctx.settings.data, ctx.prepared.train
     if data.reference_clip == "same" and ctx.stage != "speaker":
         return References(clips)
-    lenders = train if clips is ctx.prepared.val else None
-    speakers = clips.speakers if lenders is None else np.concatenate([clips.speakers, lenders.speakers])
-    return References(clips, ctx.prepared.voices(speakers, data.single_speaker), lenders)
+    if clips is ctx.prepared.val:
+        return References(clips, ctx.prepared.voices([clips, train], data), train)
+    return References(clips, ctx.prepared.voices([clips], data), times=ctx.prepared.mixture.times)
 
 
 def open_codes(ctx: FeedContext, clips: ClipSet) -> CodesCache:
     """The cached codes of these clips, and room for those that are missing."""
     hashes = clips.audio.hashes[clips.audio_rows]
-    return CodesCache.open(ctx.prepared.root, hashes, num_codes_of(clips.num_samples), ctx.codes_key)
+    lengths, others = num_codes_of(clips.num_samples), ctx.prepared.other_roots
+    return CodesCache.open(ctx.prepared.root, hashes, lengths, ctx.codes_key, others=others)
 
 
 def _open_latents(ctx: FeedContext, clips: ClipSet, references: References) -> CodesCache:

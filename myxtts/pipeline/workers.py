@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from myxtts.data.batches import Block, Gathered, Gatherer, GatherJob, HostBatch
-from myxtts.devices import Stream
+from myxtts.devices import Stream, work_on
 from myxtts.observe.trace import Trace
 from myxtts.pipeline.ring import Ring, RingClosed, Slot
 
@@ -144,7 +144,8 @@ class Handoff:
             self._target.finish(self._source.num_taken)
             return False
         to = self._target.acquire()
-        self._from.wait(slot.filled)
+        for stream in (self._from, self._to):  # both: the span is of the copy, not of the wait for the front end
+            stream.wait(slot.filled)
         self._to.wait(to.emptied)
         span = self._trace.device_span("handoff", "handoff stream", self._to.handle, slot.number)
         # PyTorch lets a copy between two GPUs wait for, and be waited for by, the current streams of both.
@@ -177,10 +178,10 @@ class Keep:
 class Worker:
     """Repeats its work on a thread of its own until none is left; `failure` is the error that ended it early."""
 
-    def __init__(self, name: str, work: Work, rings: Sequence[Ring[Any, Any]]) -> None:
+    def __init__(self, name: str, work: Work, rings: Sequence[Ring[Any, Any]], device: torch.device) -> None:
         self.name = name
         self.failure: BaseException | None = None
-        self._work, self._rings = work, rings
+        self._work, self._rings, self._device = work, rings, device
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -193,6 +194,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            work_on(self._device)
             while self._work():
                 pass
         except RingClosed:

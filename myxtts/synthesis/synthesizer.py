@@ -27,9 +27,8 @@ from myxtts.audio import Wave, write
 from myxtts.checkpoints import UnreadableWeights
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE, DataSettings, TrainingSettings, mel_frames
 from myxtts.data.clips import ClipSet
-from myxtts.data.corpus import read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS
-from myxtts.devices import Machine, is_out_of_memory
+from myxtts.data.prepare import read_training
+from myxtts.devices import device_named, is_out_of_memory, work_on
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress, progress_bar
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
@@ -620,7 +619,7 @@ def load_synthesizer(
     folder: Path | str | None = None,
     *,
     vocoder: VocoderName | None = None,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     best_gpt: bool = False,
 ) -> Synthesizer:
     """Load a run or a folder of weights onto the first GPU, or the CPU; by default the `usual_model`.
@@ -630,8 +629,8 @@ def load_synthesizer(
     `best_gpt` takes the GPT of a run with the best validation loss instead of the newest.
     """
     folder = usual_model() if folder is None else Path(folder)
-    if device is None:
-        device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
+    device = device_named(device)
+    work_on(device)
     run = RunDir(folder)
     if run.exists:
         known = provenance(run)
@@ -716,12 +715,13 @@ def example(data: DataSettings, clips: ClipSet) -> Example | None:
     main_language = np.bincount(clips.languages).argmax()
     seconds = np.where(clips.languages == main_language, clips.num_samples / SAMPLE_RATE, 0.0)
     chosen = int(np.argmax(np.minimum(seconds, _ENOUGH_SECONDS)))
-    folder = data.train_data or EMBEDDED_CORPUS
     try:
-        found = [clip for clip in read_corpus(folder).clips if clip.id == clips.names[chosen]]
+        corpora, name = read_training(data), clips.names[chosen]
     except (DatasetError, OSError):
         return None
-    return Example(folder / found[0].path, found[0].text, LANGUAGES[main_language]) if found else None
+    found = [(corpus, clip) for corpus in corpora for clip in corpus.clips if clip.id == name]
+    said = [(corpus.folder / clip.path, clip.text) for corpus, clip in found[:1]]
+    return Example(*said[0], LANGUAGES[main_language]) if said else None
 
 
 def speak_sample(folder: Path, said: Example, device: torch.device | None = None) -> Speech:

@@ -46,7 +46,7 @@ from myxtts.pipeline.feed import choose_depths
 from myxtts.pipeline.frontend import GptFrontend
 from myxtts.run import check_resumable
 from myxtts.run_dir import RunDir
-from myxtts.settings import LoadedSettings, format_setting, how_to_set, load, specs
+from myxtts.settings import LoadedSettings, format_setting, format_source, how_to_set, load, specs
 from myxtts.tools.dry_run import OBSERVED_STEPS, Observation, observe_pipeline
 from myxtts.weights import is_trained_in
 
@@ -112,15 +112,16 @@ class CheckContext:
         """The facts for the rules; of an unprepared corpus only the number of clips is known."""
         num_clips, num_val_clips, hours = 1, None, None
         if self.prepared is not None:
-            num_clips, num_val_clips = len(self.prepared.train), len(self.prepared.val)
+            num_clips, num_val_clips = self.prepared.mixture.num_clips, len(self.prepared.val)
             hours = float(self.prepared.train.num_samples.sum()) / SAMPLE_RATE / 3600
         elif not isinstance(self.corpora, DatasetError):
-            clips = self.corpora[0].clips
-            num_clips = max(int((~held_out(clips, self.data)).sum()), 1)
-            num_val_clips = len(clips) - num_clips or None
+            parts = [part.clips for part in self.corpora][: max(len(self.data.sources), 1)]
+            num_clips = max(sum(int((~held_out(clips, self.data)).sum()) for clips in parts), 1)
+            num_val_clips = sum(map(len, parts)) - num_clips or None
         return Situation(
             settings=self.loaded.settings,
             num_gpus=len(self.machine.gpus),
+            roles=self.machine.roles,
             cores=self.host.cores,
             gpu_memory_mb=self.model_gpu.memory_mb if self.model_gpu is not None else 0,
             num_clips=num_clips,
@@ -389,10 +390,11 @@ def run(ctx: CheckContext) -> Finding:
         fix = why.pop() if why else KEEP_APART
         return Finding("run", "fail", what.rstrip(":"), "; ".join(line.strip() for line in why), fix)
     with suppress(ConfigError):
-        own = load(folder / "settings.yaml", {}).settings.data.train_data
-        then, now = (path and path.resolve() for path in (own, ctx.data.train_data))
+        own = corpus_folders(replace(load(folder / "settings.yaml", {}).settings.data, val_data=None))
+        now = corpus_folders(replace(ctx.data, val_data=None))
+        then, now = ([path.resolve() for path in folders] for folders in (own, now))
         if ctx.prepared is None and then != now:
-            what = f"The run in {folder} was made with another corpus: {own or 'the embedded one'}"
+            what = f"The run in {folder} was made with another corpus: {', '.join(map(str, own))}"
             only_if = "training continues it only if clips and vocabulary are the same"
             return Finding("run", "warn", what, only_if, KEEP_APART)
     return Finding("run", "pass", f"Continues the run in {folder}")
@@ -407,8 +409,9 @@ def corpus(ctx: CheckContext) -> Finding:
     if ctx.prepared is not None:
         num_clips, aside = len(ctx.prepared.train) + len(ctx.prepared.val), ctx.prepared.set_aside
     reasons = ", ".join(f"{count} × {why}" for why, count in Counter(item.reason for item in aside).most_common(3))
-    if not ctx.corpora[0].clips:
-        return Finding("corpus", "fail", "No line of the metadata has a file", reasons, "correct the metadata")
+    if empty := [str(part.folder) for part in ctx.corpora if not part.clips]:
+        what = f"No line of the metadata in {empty[0]} has a file"
+        return Finding("corpus", "fail", what, reasons, "correct the metadata")
     what = f"{num_clips} clips in {' and '.join(map(str, corpus_folders(ctx.data)))}"
     if len(aside) > MAX_SET_ASIDE * (num_clips + len(aside)):
         fix = "run myxtts prepare: it lists every clip with its reason"
@@ -429,7 +432,7 @@ def prepared(ctx: CheckContext) -> Finding:
         what = f"The cache in {ctx.cache_folder} was last used with other settings or clips"
         why = "training looks through it when it starts, and redoes what has changed"
     if ctx.continued is None:  # a run that continues has its own vocabulary: only training can prepare with it
-        folder = "" if ctx.data.train_data is None else f" --train-data {ctx.data.train_data}"
+        folder = "".join(f" --train-data {format_source(source)}" for source in ctx.data.sources)
         fix = f"run myxtts prepare{folder} to do it now"
     return Finding("prepared", "info", what, why, fix)
 

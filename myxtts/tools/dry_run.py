@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import os
+import socket
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,16 @@ from torch.profiler import ProfilerActivity
 from myxtts.config import Settings, num_codes_of
 from myxtts.data.batches import Batch, Cursor, HostBatch, Sizes, host_layout
 from myxtts.data.clips import PreparedCorpus
-from myxtts.devices import Plan, apply_caps, deterministic, explained_out_of_memory, make_plan, peak_memory_mb
+from myxtts.devices import (
+    Plan,
+    apply_caps,
+    deterministic,
+    explained_out_of_memory,
+    make_plan,
+    peak_memory_mb,
+    process_group,
+    work_on,
+)
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.host import hidden_working_folder
 from myxtts.observe.breakdown import (
@@ -63,7 +74,7 @@ STEP_RANGE = "myxtts step"  # the name of a step in PyTorch's profiler
 def temporary_codes(prepared: PreparedCorpus) -> Iterator[PreparedCorpus]:
     """The corpus with a temporary folder for codes: the user's cache is not for those of untrained weights."""
     with tempfile.TemporaryDirectory(prefix="myxtts-dry-run-") as folder:
-        yield replace(prepared, root=Path(folder))
+        yield replace(prepared, root=Path(folder), other_roots=[])
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,7 @@ class DryRun:
         settings = with_settings(settings, {"data.cache_latents": False})  # as in the first epoch of the decoder
         self.settings, self.stage = settings, stage
         self.plan = plan or make_plan(settings.data)
+        work_on(self.plan.model)
         apply_caps(self.plan)
         torch._dynamo.reset()  # another dry run may have compiled the same code for other shapes
         model = initial_model(settings, prepared.tokenizer)
@@ -290,9 +302,13 @@ def try_out(settings: Settings, prepared: PreparedCorpus, stage: str, num_steps:
             dry_run = DryRun(settings, apart, stage)
             dry_run.fill_codes()
             max_steps = num_steps
-            if num_steps > PROBE_STEPS:
-                max_steps = max(int(TRIAL_S * PROBE_STEPS / dry_run.measure(PROBE_STEPS).seconds), PROBE_STEPS)
-            measured = dry_run.steady(min(num_steps, max_steps), max_steps)
+            if dry_run.plan.world_size > 1:  # all processes take the same number of steps
+                measured = dry_run.measure(num_steps, traced=True)
+            else:
+                if num_steps > PROBE_STEPS:
+                    probe = dry_run.measure(PROBE_STEPS)
+                    max_steps = max(int(TRIAL_S * PROBE_STEPS / probe.seconds), PROBE_STEPS)
+                measured = dry_run.steady(min(num_steps, max_steps), max_steps)
     except torch.OutOfMemoryError as error:
         raise Refused(str(error).splitlines()[0], out_of_memory=True) from error
     except (PipelineError, ConfigError) as error:
@@ -308,38 +324,61 @@ def try_out(settings: Settings, prepared: PreparedCorpus, stage: str, num_steps:
     )
 
 
-def try_out_apart(settings: Settings, stage: str, num_steps: int, limit_s: float = math.inf) -> Trial:
-    """The same in a process of its own, which is ended after `limit_s`."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_trial, args=(sender, settings, stage, num_steps), name="trial")
+def try_out_apart(
+    settings: Settings, stage: str, num_steps: int, limit_s: float = math.inf, num_processes: int = 1
+) -> Trial:
+    """The same in a process of its own, or in several as torchrun starts them, which are ended after `limit_s`."""
+    context, answer = multiprocessing.get_context("spawn"), None
+    pipes = [context.Pipe(duplex=False) for _ in range(num_processes)]
+    places = _places(num_processes) if num_processes > 1 else [{}]
+    work = [(sender, settings, stage, num_steps, place) for (_, sender), place in zip(pipes, places, strict=True)]
+    processes = [context.Process(target=_send_trial, args=given, name="trial") for given in work]
     with hidden_working_folder():
-        process.start()
-    sender.close()
+        for process in processes:
+            process.start()
+    for _, sender in pipes:
+        sender.close()
     try:
-        if not receiver.poll(None if math.isinf(limit_s) else limit_s):
+        receivers = [receiver for receiver, _ in pipes]
+        answered = wait(receivers, None if math.isinf(limit_s) else limit_s)
+        if not answered:
             raise Refused(f"no answer within {limit_s:.0f} s")
-        answer = receiver.recv()
+        first = receivers.index(next(receiver for receiver in receivers if receiver in answered))
+        answer = receivers[first].recv()
     except EOFError:
-        process.join()
-        killed = process.exitcode == -9
+        processes[first].join()
+        killed = processes[first].exitcode == -9
         died = "it was killed, which is what the system does when host memory runs out" if killed else "it crashed"
         raise Refused(f"the process that tried it ended: {died}", out_of_memory=killed) from None
     finally:
-        process.terminate()
-        process.join()
-        receiver.close()
+        for process, (receiver, _) in zip(processes, pipes, strict=True):
+            process.terminate()
+            process.join()
+            receiver.close()
     if isinstance(answer, Exception):
         raise answer
     assert isinstance(answer, Trial)
     return answer
 
 
-def _send_trial(connection: Connection, settings: Settings, stage: str, num_steps: int) -> None:
+def _places(num_processes: int) -> list[dict[str, str]]:
+    """The variables that torchrun gives to each process on one machine."""
+    with socket.create_server(("127.0.0.1", 0)) as server:  # a port that is free
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_processes))
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+
+
+def _send_trial(
+    connection: Connection, settings: Settings, stage: str, num_steps: int, place: Mapping[str, str]
+) -> None:
     """In the process of a trial: send what was measured, or the error."""
     answer: Trial | Refused | DatasetError
     try:
-        answer = try_out(settings, prepare_corpus(settings), stage, num_steps)
+        os.environ.update(place)
+        prepared = prepare_corpus(settings)
+        with process_group(make_plan(settings.data)):
+            answer = try_out(settings, prepared, stage, num_steps)
     except (Refused, DatasetError) as error:
         answer = error
     except Exception as error:  # errors of compilers and drivers are answers too

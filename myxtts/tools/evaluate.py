@@ -24,7 +24,7 @@ from torch import Tensor
 
 from myxtts.config import SAMPLE_RATE
 from myxtts.data.prepare import prepare
-from myxtts.devices import Machine
+from myxtts.devices import device_named
 from myxtts.errors import ConfigError, Progress, progress_bar
 from myxtts.evaluation import (
     OTHER,
@@ -79,6 +79,7 @@ class EvaluationOptions:
     best_gpt: bool = False
     guidance: float | None = None
     central: bool | None = None
+    device: str | None = None
 
 
 def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Progress) -> None:
@@ -92,13 +93,14 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
         raise ConfigError(f"{settings_file} is missing; it says what the run was trained on")
     data = replace(load(settings_file, {}).settings.data, tokenizer=run.vocabulary_file)
     sentences = held_out_sentences(prepare(data, progress), data, options.num_sentences, options.language)
-    synthesizer = load_synthesizer(folder, vocoder=options.vocoder, best_gpt=options.best_gpt)
+    device = device_named(options.device)
+    synthesizer = load_synthesizer(folder, vocoder=options.vocoder, device=device, best_gpt=options.best_gpt)
     sampling, vocoder = override_sampling(synthesizer.sampling, options), synthesizer.vocoder.name
     _write_recordings(out, sentences)
     work = with_voices(synthesizer, out, sentences)
     problems = _speak(synthesizer, out, work, sampling, options.seed, progress)
     del synthesizer
-    _reconstruct(run, out, work, vocoder, options.best_gpt, progress)
+    _reconstruct(run, out, work, vocoder, options.best_gpt, device, progress)
     about = {
         "run": folder.resolve().name,
         "steps": {stage: notes.step for stage, notes in run.newest_notes().items()},
@@ -145,10 +147,15 @@ def _speak(
 
 @torch.no_grad()
 def _reconstruct(
-    run: RunDir, out: Path, work: VoicedSentences, vocoder_name: str, best_gpt: bool, progress: Progress
+    run: RunDir,
+    out: Path,
+    work: VoicedSentences,
+    vocoder_name: str,
+    best_gpt: bool,
+    device: torch.device,
+    progress: Progress,
 ) -> None:
     """Turn the true codes of every clip into sound, by the vocoder the run speaks with."""
-    device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
     trained = vocoder_name == HifiGan.name
     model = run.load_model(without=() if trained else ("decoder",), best_gpt=best_gpt, warn=False)
     model = model.to(device).eval().requires_grad_(False)

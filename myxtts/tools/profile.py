@@ -24,8 +24,8 @@ from myxtts.audio import UnusableAudio
 from myxtts.config import LANGUAGES, DataSettings, Settings, most_gatherers
 from myxtts.data.batches import Cursor, HostBatch, host_layout
 from myxtts.data.clips import DecodeOptions, PreparedCorpus
-from myxtts.data.corpus import Clip, Corpus, read_corpus
-from myxtts.data.prepare import EMBEDDED_CORPUS
+from myxtts.data.corpus import Clip, Corpus
+from myxtts.data.prepare import read_training
 from myxtts.devices import Machine, Plan, peak_flops
 from myxtts.files import write_atomically, write_text_atomically
 from myxtts.host import usable_cores
@@ -244,7 +244,7 @@ def _row(name: str, where: str, spans: Sequence[Span], seconds: float, note: str
 
 def _decode_row(data: DataSettings) -> PhaseRow:
     """The time to read a batch from its files."""
-    corpus = read_corpus(data.train_data or EMBEDDED_CORPUS)
+    corpus = read_training(data)[0]
     timing = Timing.of(time_decoding(corpus, data, DECODED_FILES).values())
     note = "once, when the corpus is prepared" if data.native_loading else "for every batch, part of gather"
     mean_ms, p95_ms = data.batch_size * timing.mean_ms, data.batch_size * timing.p95_ms
@@ -362,7 +362,7 @@ def _analyse(
     settings: Settings, prepared: PreparedCorpus, stage: str, num_batches: int, step_ms: float | None
 ) -> DataAnalysis:
     data = prepared.fitted(settings.data)
-    corpus = read_corpus(data.train_data or EMBEDDED_CORPUS)
+    corpus = read_training(data)[0]
     text = time_text(corpus.clips, data, prepared)
     with temporary_codes(prepared) as apart:
         dry_run = DryRun(settings, apart, stage)

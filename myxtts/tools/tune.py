@@ -34,7 +34,7 @@ LEVEL = "training.optimization_level"
 FAULT_CODES = {"compilation", "native-loading", "fixed-shapes", "precision", "upload", "workers", "prefetch"}
 """The checks whose faults have one right value; the rest is a matter of measuring."""
 Say = Callable[[str], None]
-Measure = Callable[[LoadedSettings], Trial]
+Measure = Callable[[LoadedSettings, int], Trial]  # settings, in so many processes
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Tuning:
     changes: list[Change] = field(default_factory=list)
     before: Trial | None = None  # None if the configuration could not be trained
     after: Trial | None = None
+    all_gpus: Trial | None = None  # several GPUs that all train; None if that was not measured
     largest_batch: int | None = None  # the largest that fits; None if all that were tried fit
     advice: list[Finding] = field(default_factory=list)  # advice that is no setting, or was only estimated
     notes: list[str] = field(default_factory=list)  # settings that were not changed, and why
@@ -119,7 +120,6 @@ class Search:
 
     def run(self) -> None:
         """Try everything, in the order that the top of this file names."""
-        single = None
         try:
             self.found.before = self.found.after = self._attempt({})
             refusal = self._refusal
@@ -133,28 +133,27 @@ class Search:
                 self._try_feed()
             if self.value(CHECKPOINTING):
                 self._keep_if_faster({CHECKPOINTING: False}, "the batch fits without recomputing activations")
-            single = self._try_roles()
+            self._try_gpus()
         except OutOfTime:
             if self.found.after is None and not self.found.changes:
                 raise PipelineError("Nothing was measured before the time was over; give more --minutes") from None
             self.found.ran_out_of_time = True
             self.found.notes.append("The time was over before everything was tried: give more --minutes")
         if self.found.after is not None:
-            if single is None and self.value(DATA_GPU) is None:
-                single = self.best
-            self.found.advice = list(_advice(self, single))
+            self.found.advice = list(_advice(self))
 
-    def _attempt(self, values: Mapping[str, Any]) -> Trial | None:
+    def _attempt(self, values: Mapping[str, Any], num_processes: int = 1) -> Trial | None:
         """Measure the best settings so far with these values; None if they cannot be trained, see `_refusal`."""
         started_at = time.monotonic()
         if started_at + self._longest_s > self._ends_at:
             raise OutOfTime
         candidate = with_values(self.loaded, values)
         described = _listed(values) or "the present settings"
+        described = described if num_processes == 1 else f"torchrun with {num_processes} processes"
         self.found.num_trials += 1
         self._refusal = None
         try:
-            trial = self._measure(candidate)
+            trial = self._measure(candidate, num_processes)
             self._check_memory(candidate, trial)
         except Refused as refusal:
             if time.monotonic() >= self._ends_at:
@@ -242,16 +241,21 @@ class Search:
         if chosen and self.best.headroom >= self.min_gain:
             self._keep_if_faster(chosen, "automatic buffers follow the workers and the free memory")
 
-    def _try_roles(self) -> Trial | None:
-        """Try two GPUs for the two roles, or one; returns the trial on one GPU, if there was one."""
-        gpus, alone = [gpu.index for gpu in self.machine.gpus], self.best
-        if len(gpus) < 2:
-            return alone
+    def _try_gpus(self) -> None:
+        """Measure the ways to use several GPUs: one of them, one for each role, or all of them with torchrun."""
+        num_gpus, one = len(self.machine.gpus), {DATA_GPU: None, MODEL_GPU: None}
+        if num_gpus < 2:
+            return
         if self.value(DATA_GPU) is None:
-            self._keep_if_faster({DATA_GPU: gpus[0], MODEL_GPU: gpus[1]}, "the data role has its own GPU")
-            return alone
-        values = {DATA_GPU: None, MODEL_GPU: None}
-        return self._keep_if_faster(values, "one GPU does the work of both roles faster")
+            roles = dict(zip((DATA_GPU, MODEL_GPU), self.machine.roles, strict=True))
+            self._keep_if_faster(roles, "the data role has its own GPU")
+        else:
+            self._keep_if_faster(one, "one GPU does the work of both roles faster")
+        accumulate = max(1, round(self.value(ACCUMULATE) / num_gpus))
+        self.found.all_gpus = self._attempt(one | {ACCUMULATE: accumulate}, num_gpus)
+        if self.found.all_gpus is None:
+            why = str(self._refusal).splitlines()[0]
+            self.found.notes.append(f"torchrun --nproc-per-node {num_gpus} is not possible here: {why}")
 
     def _with_batch(self, size: int) -> dict[str, Any]:
         """Return this batch size and the accumulation that keeps the effective batch about the same."""
@@ -352,8 +356,9 @@ def tune(
     started_at = time.monotonic()
     ends_at = started_at + 60 * minutes
 
-    def train(loaded: LoadedSettings) -> Trial:
-        return try_out_apart(loaded.settings, stage, num_steps, max(ends_at - time.monotonic(), 1.0))
+    def train(loaded: LoadedSettings, num_processes: int) -> Trial:
+        limit_s = max(ends_at - time.monotonic(), 1.0)
+        return try_out_apart(loaded.settings, stage, num_steps, limit_s, num_processes)
 
     most_clips = min(max_batch or most, len(prepared.train))
     search = Search(loaded, measure or train, machine, ends_at, most_clips, say)
@@ -362,18 +367,18 @@ def tune(
     return search.found
 
 
-def _advice(search: Search, single: Trial | None) -> Iterator[Finding]:
-    """Yield what follows from the measured times but is no setting; `single` is the trial on one GPU, if any."""
-    num_gpus, best = len(search.machine.gpus), search.best
+def _advice(search: Search) -> Iterator[Finding]:
+    """Yield what follows from the measured times but is no setting."""
+    num_gpus, best, together = len(search.machine.gpus), search.best, search.found.all_gpus
     encode, train = best.phase_ms.get("encode", 0.0), best.phase_ms.get("train", 0.0)
-    if num_gpus > 1 and single is not None:
-        gain = num_gpus * single.clips_per_s / best.clips_per_s
-        what = f"Training on all {num_gpus} GPUs would be at most {gain:.1f}× as fast as what was found."
-        why = f"One GPU alone trains {single.clips_per_s:.1f} clips/s; all of them together were not measured."
+    if together is not None:
+        gain = together.clips_per_s / best.clips_per_s
+        what = f"Training on all {num_gpus} GPUs is {gain:.2f}× as fast as what was found."
+        clips = num_gpus * search.value(BATCH) * max(1, round(search.value(ACCUMULATE) / num_gpus))
+        why = f"{together.clips_per_s:.1f} clips/s were measured with torchrun, and an effective batch of {clips}."
         drop = " and without --data-gpu and --model-gpu" if search.value(DATA_GPU) is not None else ""
         fix = f"Start with torchrun --nproc-per-node {num_gpus} train_main.py{drop}."
-        if gain >= search.min_gain:
-            yield Finding("tune-several-gpus", "info", what, why, fix, gain=gain)
+        yield Finding("tune-several-gpus", "info", what, why, fix if gain >= search.min_gain else "", gain=gain)
     elif num_gpus == 1 and train:
         gain = (train + encode) / max(train, encode)
         what = f"A second GPU would bring at most {gain:.2f}× as data GPU; if it also trains, at most double."

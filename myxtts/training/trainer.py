@@ -366,7 +366,8 @@ class TrainerContext(Protocol):
 
 def clips_per_step(ctx: TrainerContext) -> float:
     """Mean clips of an optimiser step in all processes; clips that only fill up a batch do not count."""
-    clips_per_batch = mean_clips(len(ctx.prepared.train), ctx.settings.data.batch_size * ctx.plan.world_size)
+    num_clips = ctx.prepared.mixture.num_clips
+    clips_per_batch = mean_clips(num_clips, ctx.settings.data.batch_size * ctx.plan.world_size)
     return ctx.settings.training.gradient_accumulation_steps * clips_per_batch
 
 
