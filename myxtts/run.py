@@ -193,7 +193,7 @@ def _silent(_: str) -> None: ...
 
 
 def require_source(settings: Settings, continued: RunDir | None) -> None:
-    """Raise a ConfigError unless there is all that the settings need: weights, which a continued run has, judges."""
+    """Raise a ConfigError unless there is what the settings need: judges, and weights if the run has none yet."""
     _require_hifigan(settings, continued)
     _require_evaluation(settings.training)
     source = settings.training.init_from
