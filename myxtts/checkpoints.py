@@ -227,7 +227,6 @@ class Checkpoints:
         self.num_failed = 0
         self._thread = ThreadPoolExecutor(1, "checkpoint-writer")
         self._pending: Future[Exception | None] | None = None
-        self._rated: Future[None] | None = None
 
     def save(self, step: int, snapshot: Snapshot) -> None:
         """Save in the background, after the previous checkpoint; the tensors are in use until `wait` returns."""
@@ -241,16 +240,14 @@ class Checkpoints:
 
     def rate(self, step: int, scores: Mapping[str, float]) -> None:
         """Note scores of the weights of a step, in the background, if they are on disk."""
-        self._rated = self._thread.submit(self._rate, step, dict(scores))
+        self._thread.submit(self._rate, step, dict(scores))
 
     def wait(self) -> Exception | None:
         """Block until the last save has ended; returns its error, if any."""
-        if self._rated is not None:
-            self._rated.result()
         return self._pending.result() if self._pending else None
 
     def close(self) -> None:
-        """Finish the current save and end the thread."""
+        """Finish everything and end the thread."""
         self._thread.shutdown()
 
     def newest(self, optimizer: bool = True) -> LoadedCheckpoint | None:

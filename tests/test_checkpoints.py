@@ -394,13 +394,12 @@ def test_scores_that_come_later_choose_the_best_and_what_is_kept(tmp_path: Path)
         checkpoints.save(step, snapshot(step)._replace(state={"done": False}))
         checkpoints.rate(step, scores)
     checkpoints.save_evaluated(25, evaluated(25))
-    checkpoints.wait()
     assert kept_in(tmp_path) == ["evaluated-step-00000025", "step-00000010", "step-00000020", "step-00000030"]
     used = checkpoints.used()
     assert used is not None and used.step == 10, "as long as nothing is judged, the loss decides"
     checkpoints.rate(25, {"wer": 0.2, "mos": 3.0})
     checkpoints.rate(30, {"wer": 0.4})
-    checkpoints.wait()
+    checkpoints.close()
     assert kept_in(tmp_path) == ["evaluated-step-00000025", "step-00000020", "step-00000030"]
     for by, step in (("wer", 25), (None, 30)):
         found = rated(tmp_path, by).used()
@@ -420,7 +419,7 @@ def test_evaluated_weights_wait_for_their_scores_a_few_at_a_time(tmp_path: Path)
     assert not checkpoints.all_notes() and checkpoints.newest() is None
     checkpoints.rate(5, {"wer": 0.9})
     checkpoints.rate(1, {"wer": 0.1})  # its weights are gone
-    checkpoints.wait()
+    checkpoints.close()
     best = checkpoints.best(optimizer=False)
     assert best is not None and (best.step, best.notes.is_averaged) == (5, True)
 
