@@ -1,4 +1,4 @@
-"""The price of evaluations: one run that never evaluates, one that waits for them, one that goes on meanwhile.
+"""The price of evaluations: one run that never evaluates, one that waits for them, one that does not.
 
     python benchmarks/evaluation.py         `normal`, 64 clips, every 200 steps a validation and 8 spoken sentences
     python benchmarks/evaluation.py --size tiny --batch 4 --steps 24 --every 10 --clips 60      a trial on a CPU
@@ -30,7 +30,7 @@ from myxtts.settings import load
 from myxtts.training.trainer import Reporter
 from myxtts.weights import save_folder
 
-WAYS = {"never": "off", "on the model role, which waits": "model", "on the data role, meanwhile": "data"}
+WAYS = {"never": "off", "on the model role": "model", "on the data role": "data"}
 
 
 class Observed(Reporter):

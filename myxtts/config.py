@@ -426,8 +426,8 @@ class TrainingSettings:
     a GPU, and `model` on a CPU or with several processes."""
     spoken_sentences: int | None = setting(None, minimum=0, maximum=64, none="auto")
     """Held-out sentences that every evaluation of `gpt` and `decoder` speaks, in the voices of other clips; the
-    newest are in the folder `samples` of the run. `auto` is 8 on a GPU where training goes on meanwhile, or if
-    `best_by` needs them, and otherwise 0."""
+    newest are in the folder `samples` of the run. `auto` is 8 on a GPU where training does not wait for them, or
+    if `best_by` needs them, and otherwise 0."""
     best_by: str | None = setting(None, choices=("loss", "wer", "similarity", "mos"), none="newest")
     """The checkpoint of the GPT that the `decoder` stage, `speak` and `export` use. `newest` is the last one,
     `loss` the one with the best validation loss; `wer`, `similarity` and `mos` need the judges (`make judge`),

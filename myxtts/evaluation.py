@@ -655,7 +655,7 @@ class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
             pins = source.device.type == "cuda" and device.type == "cpu"
             self._box = [torch.empty_like(each, pin_memory=pins) for each in self._own]
         self._stream.finish()
-        self._beside = self._copied_stage()
+        self._copy = self._copied_stage()
         super().__init__("evaluator")
 
     @property
@@ -701,18 +701,18 @@ class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
 
     def _copied_stage(self) -> Stage:
         """The stage with the copied networks, on the evaluator's device and streams."""
-        beside, cap_mb = copy.copy(self._ctx), self._ctx.plan.data_cap_mb
-        beside.plan = Plan(self._device, self._device, data_cap_mb=cap_mb, model_cap_mb=cap_mb)
-        beside.model = self._model
+        stage, cap_mb = copy.copy(self._ctx), self._ctx.plan.data_cap_mb
+        stage.plan = Plan(self._device, self._device, data_cap_mb=cap_mb, model_cap_mb=cap_mb)
+        stage.model = self._model
         # Batches are encoded by the thread that reads them: in its pieces, not during a capture.
-        data = replace(beside.settings.data, prefetch_to_gpu=False)
+        data = replace(stage.settings.data, prefetch_to_gpu=False)
         if self._device.type != self._ctx.plan.data.type:  # other kernels compute other codes
             data = replace(data, cache_latents=False)
-            vars(beside).pop("codes_key", None)
-        beside.settings = replace(beside.settings, data=data)
+            vars(stage).pop("codes_key", None)
+        stage.settings = replace(stage.settings, data=data)
         # The stream of the trainer would have a high priority.
-        vars(beside)["streams"] = Streams.of(beside.plan, data)._replace(model=self._stream)
-        return beside
+        vars(stage)["streams"] = Streams.of(stage.plan, data)._replace(model=self._stream)
+        return stage
 
     def _take(self) -> None:
         if self._device.type == "cpu":
@@ -736,7 +736,7 @@ class Evaluator(_Newest[tuple[dict[str, Any], bool]]):
     def _work(self, step: int, job: tuple[dict[str, Any], bool]) -> Evaluation:
         state, is_saved = job
         with _short_turns(), self._stream.use():
-            losses, pictures = validate(self._beside, self._recipe, self._piece)
+            losses, pictures = validate(self._copy, self._recipe, self._piece)
             found = Evaluation(step, losses, pictures)
             found = with_speech(found, self._speaker, self._model, self._device, self._piece)
             loss, known = losses["total"], state["best_loss"]

@@ -487,7 +487,7 @@ class StageContext:
         return with_speech(Evaluation(step, losses, pictures), speaker, self.model, self.plan.model)
 
     def evaluator(self, step: Step) -> Evaluator | None:
-        """The evaluator that works beside training; None if the model role evaluates, also for lack of memory."""
+        """The evaluator that works while training goes on; None if the model role evaluates."""
         where = self.evaluates_on
         if where == "model":
             if self.settings.training.evaluate_on in ("data", "cpu"):

@@ -1,4 +1,4 @@
-"""Evaluations beside training: what they find, leave alone, keep and say; and which GPT a run uses."""
+"""Evaluations while training goes on: what they find, leave alone, keep and say; and which GPT a run uses."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def in_any_order(run: Path) -> list[dict[str, Any]]:
     ("stage", "where"),
     [*((stage, "data") for stage in ("dvae", "speaker", "gpt", "decoder")), ("gpt", "cpu"), ("decoder", "cpu")],
 )
-def test_evaluations_on_the_side_change_nothing_and_find_the_same(
+def test_evaluations_on_copies_change_nothing_and_find_the_same(
     stage: str, where: str, start: Start, tmp_path: Path
 ) -> None:
     if stage == "speaker":
@@ -90,22 +90,22 @@ def test_evaluations_on_the_side_change_nothing_and_find_the_same(
     flags = f"--stages {stage} --dropout 0.2 --ema-decay 0.9 --max-steps 6 --val-data {start.clips(3)}"
     inside = start(f"{flags} --val-step 3 --evaluate-on model", "inside")
     assert "while training goes on" not in start.out
-    beside = start(f"{flags} --val-step 3 --evaluate-on {where} --deterministic", "beside")  # awaits each one
+    aside = start(f"{flags} --val-step 3 --evaluate-on {where} --deterministic", "aside")  # awaits each one
     assert "Evaluations run on cpu while training goes on" in start.out
     never = start(f"{flags} --evaluate-on off", "never")
-    for run in (inside, beside):
+    for run in (inside, aside):
         assert_equal_tensors(newest(run, stage).weights, newest(never, stage).weights)
         assert_equal_tensors(newest(run, stage).optimizer, newest(never, stage).optimizer)
     assert not steps(never, "validation")
-    assert [report["step"] for report in steps(beside, "validation")] == [3, 6]
-    assert in_any_order(beside) == in_any_order(inside)
-    assert newest(beside, stage).state == newest(inside, stage).state
+    assert [report["step"] for report in steps(aside, "validation")] == [3, 6]
+    assert in_any_order(aside) == in_any_order(inside)
+    assert newest(aside, stage).state == newest(inside, stage).state
 
 
 def test_training_does_not_wait_and_a_newer_copy_replaces_one_that_waits(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first evaluation ends when step 8 is reached; meanwhile those of steps 4 and 6 are replaced."""
+    """The first evaluation ends when step 8 is reached; those of steps 4 and 6 are replaced."""
     go_on, tick = threading.Event(), TrainingReports.tick
 
     def late_validate(*_: object) -> tuple[dict[str, float], dict[str, Any]]:
@@ -207,14 +207,14 @@ def test_nothing_is_captured_while_a_piece_of_an_evaluation_runs(
 def test_on_a_gpu_evaluations_leave_captured_steps_alone(where: str, start: Start, speech: Path) -> None:
     """The decoder is captured again in every phase, while an evaluation may be running."""
     flags = "--stages dvae,gpt,decoder --deterministic --ema-decay 0.9 --max-steps 20 --val-fraction 0.5"
-    beside = start(f"{flags} --val-step 3 --evaluate-on {where}", "beside", speech)
+    aside = start(f"{flags} --val-step 3 --evaluate-on {where}", "aside", speech)
     assert f"Evaluations run on {'cpu' if where == 'cpu' else 'cuda:0'} while training goes on" in start.out
     assert start.out.count("captured as a CUDA graph") == 3 and "failed" not in start.out
     never = start(f"{flags} --evaluate-on off", "never", speech)
     for stage in ("dvae", "gpt", "decoder"):
-        assert_equal_tensors(newest(beside, stage).weights, newest(never, stage).weights)
-        assert_equal_tensors(newest(beside, stage).optimizer, newest(never, stage).optimizer)
-        assert len([report for report in steps(beside, "validation") if report["stage"] == stage]) == 8
+        assert_equal_tensors(newest(aside, stage).weights, newest(never, stage).weights)
+        assert_equal_tensors(newest(aside, stage).optimizer, newest(never, stage).optimizer)
+        assert len([report for report in steps(aside, "validation") if report["stage"] == stage]) == 8
 
 
 @pytest.mark.gpu
@@ -228,10 +228,10 @@ def test_on_a_gpu_evaluations_find_what_the_model_role_finds_and_speak(start: St
         for row in record["sentences"]:
             assert sf.info(run / "samples" / row["file"]).samplerate == 24000
     inside = start(f"{flags} --deterministic --evaluate-on model", "inside", speech)
-    beside = start(f"{flags} --deterministic --evaluate-on data", "beside", speech)
+    aside = start(f"{flags} --deterministic --evaluate-on data", "aside", speech)
     ours, theirs = (
         {(report["stage"], report["step"]): report["losses"]["total"] for report in steps(folder, "validation")}
-        for folder in (beside, inside)
+        for folder in (aside, inside)
     )
     assert ours == pytest.approx(theirs, rel=1e-3)
 
@@ -241,9 +241,9 @@ def test_on_two_gpus_evaluations_run_on_the_data_gpu(start: Start, speech: Path)
     flags = "--stages gpt --deterministic --max-steps 20 --val-step 5 --val-fraction 0.5"
     flags += " --data-gpu 0 --model-gpu 1"
     never = start(f"{flags} --evaluate-on off", "never", speech)
-    beside = start(f"{flags} --evaluate-on data", "beside", speech)
+    aside = start(f"{flags} --evaluate-on data", "aside", speech)
     assert "Evaluations run on cuda:0 while training goes on" in start.out and "failed" not in start.out
-    assert_equal_tensors(newest(beside).weights, newest(never).weights)
+    assert_equal_tensors(newest(aside).weights, newest(never).weights)
 
 
 def test_weights_that_cannot_be_copied_fail_one_evaluation(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_early_stopping_acts_at_the_next_validation_whether_a_run_was_stopped_or
     assert newest(whole, "dvae").step == 10, "the stage has ended"
 
 
-def test_an_evaluation_that_a_kill_cut_short_is_made_up_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_a_kill_cut_short_is_repeated(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = (
         f"--stages gpt --max-steps 4 --val-step 2 --save-step 2 --ema-decay 0.5 --deterministic "
         f"--val-data {start.clips(3)} --evaluate-on data"
@@ -318,8 +318,8 @@ def test_the_best_weights_are_kept_though_their_step_was_not_saved(
 ) -> None:
     """The averaged weights of step 2 come from the copy; those of steps 1 and 3 were not kept, or not for long."""
     give_losses(monkeypatch, 9.0, 3.0, 1.0, 2.0, 2.5)
-    beside = f"--val-step 1 --evaluate-on data --deterministic --val-data {start.clips(3)}"
-    run = start(f"--stages dvae,gpt --dvae-steps 1 --max-steps 4 --ema-decay 0.5 {beside}")
+    aside = f"--val-step 1 --evaluate-on data --deterministic --val-data {start.clips(3)}"
+    run = start(f"--stages dvae,gpt --dvae-steps 1 --max-steps 4 --ema-decay 0.5 {aside}")
     kept = {path.name for path in (run / "gpt").glob("*step-*")}
     assert kept == {"evaluated-step-00000002", "step-00000004"}
     saved = start("--stages dvae,gpt --dvae-steps 1 --ema-decay 0.5 --evaluate-on off --save-step 2", "saved")
@@ -399,7 +399,7 @@ def test_few_samples_of_a_stage_are_kept_the_first_and_the_newest_among_them(tmp
     assert max(later - earlier for earlier, later in pairwise(kept)) <= 900
 
 
-def test_the_alignment_shows_where_in_the_text_each_code_looks(start: Start) -> None:
+def test_the_alignment_shows_where_in_the_text_each_code_attends(start: Start) -> None:
     """Of the only head: the weights of attention add up to at most 1, and the future has none."""
     shown = {}
     image = MetricsLog.image

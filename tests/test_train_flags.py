@@ -57,7 +57,7 @@ ELSEWHERE = {
     "training.early_stop": "test_trainer.py::test_training_ends_early_when_validations_no_longer_improve",
     "training.log_step": "test_trainer.py::test_reports_validations_and_checkpoints_come_when_they_are_due",
     "training.val_step": "test_trainer.py::test_reports_validations_and_checkpoints_come_when_they_are_due",
-    "training.evaluate_on": ("test_evaluation.py::test_evaluations_on_the_side_change_nothing_and_find_the_same"),
+    "training.evaluate_on": ("test_evaluation.py::test_evaluations_on_copies_change_nothing_and_find_the_same"),
     "training.spoken_sentences": (
         "test_evaluation.py::test_evaluations_speak_held_out_sentences_and_leave_them_in_the_run"
     ),

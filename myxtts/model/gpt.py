@@ -386,7 +386,7 @@ class GPT(nn.Module):
     def alignment(self, batch: PackedBatch) -> Tensor:
         """How much each code of a batch of one clip attends to each text token, [text, codes].
 
-        Of all heads this is the one that looks at the text most sharply; a GPT that reads has a diagonal here.
+        Of all heads this is the one whose attention to the text is sharpest; a GPT that reads has a diagonal here.
         """
         first, num_codes, found = int(batch.first_code[0]), int(batch.num_codes[0]), list[Tensor]()
         text, codes = slice(CONDITIONING_TOKENS + 1, first - 1), slice(first, first + num_codes)

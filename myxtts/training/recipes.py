@@ -162,7 +162,7 @@ class Recipe(nn.Module, ABC):
         """Evaluation mode, without gradients and compilation.
 
         Compiled modules are compiled for training shapes; validation is too rare to compile for others. A copy
-        that is always in this mode is not compiled, and other threads may compile meanwhile.
+        that is always in this mode is not compiled, and other threads may be compiling.
         """
         if not self.training:
             with torch.no_grad():
