@@ -81,7 +81,7 @@ def _read_npz(path: Path) -> Tensors:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: torch.from_numpy(file[name]) for name in file.files}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise UnreadableWeights(f"{path} is damaged or no file of arrays: {error}") from None
 
 

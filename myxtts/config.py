@@ -193,8 +193,8 @@ class ModelSettings:
 
     size: str = setting("tiny", flag="--model-size", choices=MODEL_SIZES)
     """Size of the network. `normal` is exactly XTTS-v2 and loads its weights. `tiny` and `small` are for
-    experiments and small cards, `base` is `small` with the speaker encoder of XTTS-v2 and a vocoder of its width
-    that reads mels, `big` is for training from scratch on large corpora."""
+    experiments and small cards. `base` has the GPT of `small`, 4,096 codes, the speaker encoder of XTTS-v2 and a
+    vocoder of its width that reads mels. `big` is for training from scratch on large corpora."""
     gradient_checkpointing: bool = setting(False)
     """Recomputes activations in the backward pass, layer by layer: less GPU memory, more time. Turn it on when a
     batch does not fit the card."""
@@ -318,7 +318,7 @@ class DataSettings:
     cache_latents: bool = setting(True)
     """Keeps what the frozen networks compute for the `decoder` stage, so that only its first epoch computes it. A
     clip then has the same reference voice in all epochs. An hour of speech takes 80 MB with `small`, 160 MB with
-    `normal`. If that is more than half of the free disk, nothing is kept, nor with `base`, which needs none."""
+    `normal`. If that is more than half of the free disk, nothing is kept. The decoder of `base` needs none."""
     native_loading: bool = setting(True, aliases=("use_tf_native_loading",))
     """Gathers batches from the packed cache, without decoding anything. Off decodes the audio files for
     every batch: for comparison, and for corpora too large to pack."""

@@ -267,7 +267,7 @@ def with_stages(settings: Settings, prepared: PreparedCorpus, say: Say = _silent
     found = f"the corpus names {num_speakers or 'no'} speaker{'s' * (num_speakers != 1)} with two clips or more"
     why = f"{found}, and the stage learns from {MIN_SPEAKERS} or more"
     if "speaker" in stages and num_speakers < MIN_SPEAKERS:
-        raise ConfigError(f"--stages speaker: {why}. Leave it out: the decoder does without")
+        raise ConfigError(f"--stages speaker: {why}. Leave it out: the decoder can do without it")
     if training.stages is None and "decoder" in stages and "speaker" not in stages:
         source = "mels" if SIZES[settings.model.size].reads_mels else "GPT"
         say(f"Stage speaker is left out: {why}. The decoder takes voices from the {source} instead")
@@ -695,7 +695,8 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
         if loaded is not None:
             ctx.load_weights(recipe, loaded.weights)
         elif isinstance(recipe, DecoderRecipe) and recipe.teacher is not None and training.init_decoder:
-            ctx.say(start_from_hifigan(training.init_decoder, recipe.generator, recipe.teacher))
+            keeps_flow = ctx.fine_tuning and recipe.generator.flow is not None
+            ctx.say(start_from_hifigan(training.init_decoder, recipe.generator, recipe.teacher, keeps_flow))
         if ctx.stage == "gpt" and settings.model.lora_rank and mode.autocast:
             store_frozen_in_bf16(ctx.model.gpt)
         recipe.to(plan.model).train()
