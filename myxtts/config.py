@@ -409,7 +409,8 @@ class TrainingSettings:
     that its codes keep their meaning for a GPT. `trained` also moves codes that the corpus does not use."""
 
     early_stop: int = setting(0, minimum=0)
-    """Ends a stage after this many validations in a row without improvement; 0 is off."""
+    """Ends a stage after this many validations in a row without improvement; 0 is off. Where `evaluate_on` is not
+    `model`, a result takes effect at the next validation."""
 
     seed: int = setting(1234, minimum=0, maximum=2**32 - 1)
     """Random seed of the initial weights, the order of the clips and the reference crops. The same seed gives
@@ -418,7 +419,19 @@ class TrainingSettings:
     log_step: int = setting(10, minimum=1)
     """Optimiser steps between two progress lines and log entries."""
     val_step: int = setting(1000, minimum=1)
-    """Optimiser steps between two validations."""
+    """Optimiser steps between two evaluations: the validation loss, and spoken sentences."""
+    evaluate_on: str = setting("auto", choices=("auto", "data", "model", "cpu", "off"))
+    """Where evaluations run. `data`: from a copy of the weights on the data role's device, while training goes on.
+    `model`: in the training loop, which waits. `cpu`: from a copy on the CPU. `off`: nowhere. `auto` is `data` on
+    a GPU, and `model` on a CPU or with several processes."""
+    spoken_sentences: int | None = setting(None, minimum=0, maximum=64, none="auto")
+    """Held-out sentences that every evaluation of `gpt` and `decoder` speaks, in the voices of other clips; the
+    newest are in the folder `samples` of the run. `auto` is 8 on a GPU where training does not wait for them, or
+    if `best_by` needs them, and otherwise 0."""
+    best_by: str | None = setting(None, choices=("loss", "wer", "similarity", "mos"), none="newest")
+    """The checkpoint of the GPT that the `decoder` stage, `speak` and `export` use. `newest` is the last one,
+    `loss` the one with the best validation loss; `wer`, `similarity` and `mos` need the judges (`make judge`),
+    which score the spoken sentences."""
     save_step: int = setting(1000, minimum=1)
     """Optimiser steps between two checkpoints: the most work that a crash can cost."""
     keep_checkpoints: int = setting(3, flag="--keep", minimum=1)

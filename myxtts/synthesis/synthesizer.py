@@ -644,12 +644,24 @@ def load_synthesizer(
     else:
         model, vocabulary, fresh_parts, known = load_folder(folder)
         choice = usable_vocoder(fresh_parts, vocoder, known.vocoder, model.dims.reads_mels)
-    notes = [choice.note] if choice.note else []
+    return synthesizer_of(model, vocabulary, device, known, choice)
+
+
+def synthesizer_of(
+    model: XTTS,
+    vocabulary: Tokenizer,
+    device: torch.device,
+    known: Provenance,
+    choice: VocoderChoice,
+    capture: bool = True,
+) -> Synthesizer:
+    """A synthesizer that speaks as a model of this origin should."""
     speaks: dict[str, Any] = {
         "vocoder": choice.name,
-        "notes": notes,
+        "notes": [choice.note] if choice.note else [],
         "languages": known.languages,
         "use_phonemes": known.use_phonemes,
+        "capture": capture,
     }
     if known.from_scratch:
         limits = Limits(known.max_text_length, known.max_mel_frames // 4)

@@ -6,9 +6,10 @@ A recipe does not know devices, corpora, optimisers or checkpoints. To add a sta
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
@@ -35,7 +36,7 @@ from myxtts.errors import ConfigError
 from myxtts.model.conditioning import PackedFrames, pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction, Usage
 from myxtts.model.flow import noise_of
-from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
+from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack, packed_length
 from myxtts.model.mel import CONDITIONING_MEL, LogMel, MelSpec
 from myxtts.model.vocoder import (
     CROP_SAMPLES,
@@ -160,14 +161,26 @@ class Recipe(nn.Module, ABC):
 
         Summed over batches and divided, they are means over the whole set. Changes nothing and needs no `totals`.
         """
-        was_training = self.training
+        with self.evaluating():
+            return self.sums(tensors, sizes)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode, without gradients and compilation.
+
+        Compiled modules are compiled for training shapes; validation is too rare to compile for others. A copy
+        that is always in this mode is not compiled, and other threads may be compiling.
+        """
+        if not self.training:
+            with torch.no_grad():
+                yield
+            return
         self.eval()
         try:
-            # Compiled modules are compiled for training shapes; validation is too rare to compile for others.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                return self.sums(tensors, sizes)
+                yield
         finally:
-            self.train(was_training)
+            self.train()
 
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - not every recipe has any
@@ -562,11 +575,17 @@ class GptRecipe(Recipe):
 
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-        """The reference mel of the first clip, and how often each code is a target."""
+        """Reference mel and alignment of text and codes of the first clip, and how often each code is a target."""
         codes = tensors["codes"][:, : math.ceil(sizes.samples / SAMPLES_PER_CODE)]
         inside = torch.arange(codes.shape[1], device=codes.device) < tensors["num_codes"][:, None]
         counts = torch.bincount(codes[inside].long(), minlength=self.gpt.dims.num_codes)
-        return {"reference_voice": tensors["mel"][: int(tensors["num_frames"][0])].t(), "code_usage": counts}
+        lengths = {name: tensors[name][:1] for name in ("num_frames", "num_ids", "num_codes")}
+        num_frames, num_ids, num_codes = (int(length) for length in lengths.values())
+        mel = tensors["mel"][:num_frames]
+        frames = pack_frames(mel, lengths["num_frames"], self.max_frames)
+        tokens = (tensors["ids"][:1, :num_ids], lengths["num_ids"], codes[:1, :num_codes], lengths["num_codes"])
+        packed = pack(self.gpt.dims, frames, *tokens, budget=packed_length(num_ids, num_codes))
+        return {"reference_voice": mel.t(), "alignment": self.gpt.alignment(packed), "code_usage": counts}
 
     def regions(self) -> list[nn.Module]:
         """The blocks and the perceiver, nearly all the arithmetic: as one graph, 30 layers compile a minute."""
