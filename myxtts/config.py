@@ -420,10 +420,10 @@ class TrainingSettings:
     """Optimiser steps between two progress lines and log entries."""
     val_step: int = setting(1000, minimum=1)
     """Optimiser steps between two evaluations: the validation loss, and spoken sentences."""
-    evaluate_on: str = setting("auto", choices=("auto", "data", "model", "cpu", "off"))
-    """Where evaluations run. `data`: from a copy of the weights on the data role's device, while training goes on.
-    `model`: in the training loop, which waits. `cpu`: from a copy on the CPU. `off`: nowhere. `auto` is `data` on
-    a GPU, and `model` on a CPU or with several processes."""
+    evaluate_on: str = setting("model", choices=("model", "data", "cpu", "off"))
+    """Where evaluations run. `model`: in the training loop, which waits; several processes always do this. `data`:
+    from a copy of the weights on the data role's device, while training goes on. `cpu`: from a copy on the CPU.
+    `off`: nowhere."""
     spoken_sentences: int | None = setting(None, minimum=0, maximum=64, none="auto")
     """Held-out sentences that every evaluation of `gpt` and `decoder` speaks, in the voices of other clips; the
     newest are in the folder `samples` of the run. `auto` is 8 on a GPU where training does not wait for them, or

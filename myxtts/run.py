@@ -450,11 +450,9 @@ class StageContext:
 
     @property
     def evaluates_on(self) -> str:
-        """`data`, `model` or `cpu`: the setting, with `auto` decided; several processes evaluate together."""
-        asked, is_alone = self.settings.training.evaluate_on, self.plan.world_size == 1
-        if asked in ("auto", "off") or not is_alone:
-            return "data" if self.plan.model.type == "cuda" and is_alone and asked == "auto" else "model"
-        return asked
+        """`data`, `model` or `cpu`; several processes evaluate together."""
+        asked = self.settings.training.evaluate_on
+        return "model" if asked == "off" or self.plan.world_size > 1 else asked
 
     @cached_property
     def speaker(self) -> Speaker | None:
