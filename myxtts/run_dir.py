@@ -277,6 +277,12 @@ class RunDir:
         own = gpt.state["notes"].get("languages", []) if gpt is not None else []
         return sorted({*facts["languages"], *own}) if "languages" in facts else []
 
+    def trained_with(self) -> dict[str, Any]:
+        """Settings of the GPT's training that speaking depends on, here or before the run started."""
+        gpt = self.newest_notes().get("gpt")
+        own = gpt.state["notes"].get("trained_with") if gpt is not None else None
+        return dict(own or self.started_with().get("trained_with", {}))
+
     def initially_untrained(self) -> list[str]:
         """Stages whose weights were random when the run started."""
         before = self.started_with().get("untrained", STAGES if self.from_scratch else ())
@@ -413,9 +419,12 @@ def inherited(source: Path | None) -> dict[str, Any]:
     run = RunDir(source)
     if run.exists:
         known = Provenance(tuple(run.untrained()), run.from_scratch, languages=tuple(run.languages()))
+        learnt = run.trained_with()
     else:
         known = Provenance.read(source)
+        learnt = {"training.text_dropout": known.text_dropout, "training.code_noise": known.code_noise}
     has_vocabulary = (source / VOCABULARY_FILE).is_file()  # published weights know the languages of theirs
     languages = known.languages or (Tokenizer.load(source).languages if has_vocabulary else ())
     untrained = list(known.untrained)
-    return {"from_scratch": known.from_scratch, "untrained": untrained, "languages": sorted(languages)}
+    facts = {"from_scratch": known.from_scratch, "untrained": untrained, "languages": sorted(languages)}
+    return facts | {"trained_with": learnt}

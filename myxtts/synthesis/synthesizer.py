@@ -685,7 +685,7 @@ def provenance(run: RunDir) -> Provenance:
     frames = run.started_with().get("data.max_mel_frames") or mel_frames(data)
     known = (data.max_text_length, frames, data.use_phonemes)
     notes = {stage: found.state["notes"] for stage, found in run.newest_notes().items()}
-    learnt = notes.get("gpt", {}).get("trained_with", {})
+    learnt = run.trained_with()
     return Provenance(
         tuple(run.untrained()),
         run.from_scratch,
