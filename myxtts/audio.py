@@ -24,6 +24,7 @@ Wave = npt.NDArray[np.float32]
 EXTENSIONS = (".wav", ".flac", ".mp3", ".ogg", ".opus")
 DECODE_VERSION = 2
 """Part of every audio cache key: raise it if a file would decode to other samples, be rejected, or be accepted."""
+OPUS_RATE = 24_000  # Opus knows few rates
 SILENCE = 100  # loudest sample of a silent recording, of 32768
 
 LIBRARIES = f"libsndfile {sf.__libsndfile_version__}, soxr {soxr.__version__}"
@@ -90,9 +91,16 @@ def trim_silence(pcm: Pcm, sample_rate: int, below_db: float) -> Pcm:
 
 
 def write(path: Path, wave: Wave, sample_rate: int) -> None:
-    """Write a mono float wave as 16-bit PCM in the format of the file's extension, completely or not at all."""
-    samples, form = np.clip(wave, -1.0, 1.0), path.suffix[1:]
-    write_atomically(path, lambda file: sf.write(file, samples, sample_rate, subtype="PCM_16", format=form))
+    """Write a mono float wave in the format of the file's extension, completely or not at all.
+
+    It is 16-bit PCM, or Opus at 24 kHz.
+    """
+    form, subtype = path.suffix[1:], "PCM_16"
+    if form == "opus":
+        wave, sample_rate = soxr.resample(wave, sample_rate, OPUS_RATE), OPUS_RATE
+        form, subtype = "ogg", "OPUS"
+    samples = np.clip(wave, -1.0, 1.0)
+    write_atomically(path, lambda file: sf.write(file, samples, sample_rate, subtype=subtype, format=form))
 
 
 def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:

@@ -2,11 +2,13 @@
 
 Every stage of a run has a folder of its own:
 
-    step-00001000/    weights.safetensors, optimizer.safetensors, state.json with their sizes and checksums
+    step-00001000/              weights.safetensors, optimizer.safetensors, state.json with sizes and checksums
+    step-00001000/scores.json   scores that were not known when it was saved
+    evaluated-step-00000600/    the weights of a step that was evaluated and not saved: nothing continues from them
 
 A checkpoint is written to `tmp-...`, synced and renamed; only then are older ones removed. The newest stay, and
-the one with the best validation loss. The module knows names, tensors and bytes, and two entries of a state:
-`val_loss`, and `trained_on` with the fingerprints of the earlier stages that this one builds on.
+the best one. The module knows names, tensors and bytes, and two entries of a state: `val_loss`, and `trained_on`
+with the fingerprints of the earlier stages that this one builds on.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from myxtts.errors import ConfigError, DatasetError
-from myxtts.files import as_os_error, sync_path, usual_mode, write_atomically
+from myxtts.files import as_os_error, sync_path, usual_mode, write_atomically, write_text_atomically
 
 Tensors = dict[str, Tensor]
 
@@ -43,6 +45,11 @@ MISMATCHES_SHOWN = 5
 _KNOWN_FOREIGN = ("TTS.", "coqpit.", "trainer.", "collections.")
 """Packages whose classes (settings, not needed here) are stored with the weights in published files."""
 _CHECKPOINT_NAME = re.compile(r"(replaced-)?step-\d{8,}")
+_EVALUATED = "evaluated-"
+SCORES_FILE = "scores.json"
+BEST_BY: Mapping[str, int] = {"loss": 1, "wer": 1, "similarity": -1, "mos": -1}
+"""The scores that can choose a checkpoint, and their sign: less is better, or more."""
+UNJUDGED_KEPT = 3  # evaluated weights that wait for their scores
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +81,7 @@ def _read_npz(path: Path) -> Tensors:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: torch.from_numpy(file[name]) for name in file.files}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise UnreadableWeights(f"{path} is damaged or no file of arrays: {error}") from None
 
 
@@ -115,8 +122,9 @@ def write_compressed(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write an `.npz` file: int8 takes about 10 % less than in a `.safetensors` file."""
 
     def write(temporary: Path) -> None:
+        arrays: dict[str, Any] = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
         with open(temporary, "wb") as file:  # given a path, NumPy adds an ending
-            np.savez_compressed(file, **{name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()})
+            np.savez_compressed(file, **arrays)
 
     write_atomically(path, write)
 
@@ -150,7 +158,7 @@ class Snapshot(NamedTuple):
     """Contents of a checkpoint to save: contiguous host tensors that share no memory, see `to_host`."""
 
     weights: Tensors
-    optimizer: Tensors
+    optimizer: Tensors | None  # None if only the weights of an evaluation are kept
     state: dict[str, Any]  # JSON values: cursor, best loss, settings
 
 
@@ -162,6 +170,8 @@ class Notes(NamedTuple):
     state: dict[str, Any]
     fingerprint: str  # step and checksum of the weights
     serial: int  # number of the save
+    scores: dict[str, float]
+    """The validation loss of these weights ("loss"), and what the judges said of their speech; see `BEST_BY`."""
 
     @property
     def trained_on(self) -> dict[str, str]:
@@ -175,7 +185,12 @@ class Notes(NamedTuple):
     @property
     def val_loss(self) -> float | None:
         """The validation loss of these weights; None if they were not validated."""
-        return self.state.get("val_loss")
+        return self.scores.get("loss")
+
+    @property
+    def is_averaged(self) -> bool:
+        """True if the weights are those of an evaluation: already averaged, without an optimiser."""
+        return self.folder.name.startswith(_EVALUATED)
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -205,9 +220,11 @@ class Checkpoints:
     costs a checkpoint, not the run.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, best_by: str | None = None) -> None:
+        """`best_by` names the score of the checkpoint that is `used`; None for the newest."""
         self.folder = folder
         self.keep = keep
+        self._best_by = best_by
         self.num_failed = 0
         self._thread = ThreadPoolExecutor(1, "checkpoint-writer")
         self._pending: Future[Exception | None] | None = None
@@ -218,12 +235,20 @@ class Checkpoints:
         state = json.loads(json.dumps(snapshot.state))  # a copy: the caller keeps changing its own
         self._pending = self._thread.submit(self._save, step, snapshot._replace(state=state))
 
+    def save_evaluated(self, step: int, snapshot: Snapshot) -> None:
+        """Save the weights of an evaluation, after all that is being saved; returns when they are on disk."""
+        self._thread.submit(self._save, step, snapshot).result()
+
+    def rate(self, step: int, scores: Mapping[str, float]) -> None:
+        """Note scores of the weights of a step, in the background, if they are on disk."""
+        self._thread.submit(self._rate, step, dict(scores))
+
     def wait(self) -> Exception | None:
         """Block until the last save has ended; returns its error, if any."""
         return self._pending.result() if self._pending else None
 
     def close(self) -> None:
-        """Finish the current save and end the thread."""
+        """Finish everything and end the thread."""
         self._thread.shutdown()
 
     def newest(self, optimizer: bool = True) -> LoadedCheckpoint | None:
@@ -252,7 +277,7 @@ class Checkpoints:
         return used is not None and (len(found) < len(self._folders()) or found[0].folder != used.folder)
 
     def best(self, optimizer: bool = True) -> LoadedCheckpoint | None:
-        """The checkpoint with the best validation loss; None if none was validated, or all of them are damaged."""
+        """The best checkpoint by `best_by`, or by its loss; None without scores, or if none can be read."""
         for notes in self._best_first():
             with _damage_logged():
                 return _load(notes.folder, optimizer)
@@ -281,34 +306,67 @@ class Checkpoints:
     def _folders(self) -> list[Path]:
         return [path for path in self.folder.glob("*step-*") if _CHECKPOINT_NAME.fullmatch(path.name)]
 
+    def used(self) -> LoadedCheckpoint | None:
+        """The checkpoint that speaks and that later stages build on, without its optimiser; None without any."""
+        return (self.best(optimizer=False) if self._best_by else None) or self.newest(optimizer=False)
+
+    def used_notes(self) -> Notes | None:
+        """The notes of the checkpoint that is `used`, unless it is damaged."""
+        return next(iter([*(self._best_first() if self._best_by else []), *self.all_notes()]), None)
+
+    def evaluated(self) -> list[Notes]:
+        """The notes of evaluated weights that were not saved, the last first, trained on what the newest was."""
+        found, last = [], self.all_notes()[:1]
+        for folder in sorted(self.folder.glob(f"{_EVALUATED}step-*"), reverse=True):
+            with contextlib.suppress(UnreadableWeights):
+                found.append(_notes(folder, _read_body(folder)))
+        return [notes for notes in found if not last or notes.was_trained_on(last[0].trained_on)]
+
     def _best_first(self) -> list[Notes]:
-        found = [notes for notes in self.current() if notes.val_loss is not None]
-        return sorted(found, key=lambda notes: (notes.val_loss, notes.step))
+        """The checkpoints that have the score that counts, or else a validation loss."""
+        found, by = [*self.current(), *self.evaluated()], self._best_by or "loss"
+        by = by if any(by in notes.scores for notes in found) else "loss"
+        rated = [notes for notes in found if by in notes.scores]
+        return sorted(rated, key=lambda notes: (BEST_BY[by] * notes.scores[by], notes.step))
 
     def _superseded(self) -> list[Path]:
-        """Checkpoints that are neither among the newest nor the best one.
+        """Checkpoints that are neither among the newest nor the best one, and evaluated weights likewise.
 
         While a stage that starts over is unfinished, the last checkpoint of before is kept too.
         """
-        found, current = self.all_notes(), self.current()
+        found, current, evaluated = self.all_notes(), self.current(), self.evaluated()
         newest = [notes for notes in current if notes.folder.name.startswith("step-")][: self.keep]
         before = [notes for notes in found if notes not in current and not found[0].state["done"]][:1]
-        kept = [notes.folder for notes in [*newest, *self._best_first()[:1], *before]]
+        unjudged = [notes for notes in evaluated if (self._best_by or "loss") not in notes.scores]
+        kept = [notes.folder for notes in [*newest, *self._best_first()[:1], *before, *unjudged[:UNJUDGED_KEPT]]]
         marked = self.folder / "best"  # names the best checkpoint of 0.1.0, whose notes do not say their loss
         if marked.is_file() and not self._best_first():
             kept.append(self.folder / marked.read_text(encoding="utf-8", errors="replace").strip())
-        return [folder for folder in self._folders() if folder not in kept]
+        every = [*self._folders(), *self.folder.glob(f"{_EVALUATED}step-*")]
+        return [folder for folder in every if folder not in kept]
+
+    def _rate(self, step: int, scores: Mapping[str, float]) -> None:
+        """Add to the scores of a checkpoint, and rotate. Runs in the background thread."""
+        try:
+            for folder in [self.folder / f"{prefix}{_name(step)}" for prefix in ("", _EVALUATED)]:
+                if folder.is_dir():
+                    known = _scores(folder)
+                    write_text_atomically(folder / SCORES_FILE, json.dumps(known | dict(scores)))
+            self._remove(self._superseded())
+        except (OSError, DatasetError) as error:
+            _log.warning("The scores of step %d in %s are lost: %s", step, self.folder, error)
 
     def _save(self, step: int, snapshot: Snapshot) -> Exception | None:
         """Save and rotate, or clean up and return the error. Runs in the background thread."""
-        final = self.folder / _name(step)
+        final = self.folder / f"{_EVALUATED if snapshot.optimizer is None else ''}{_name(step)}"
         temporary = self.folder / f"tmp-{final.name}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove([])
             serial = 1 + max((notes.serial for notes in self.all_notes()), default=0)
             notes = {"step": step, "stage": self.folder.name, "serial": serial, "state": snapshot.state}
-            _write(temporary, {"weights": snapshot.weights, "optimizer": snapshot.optimizer}, notes)
+            tensors = {"weights": snapshot.weights, "optimizer": snapshot.optimizer}
+            _write(temporary, {name: content for name, content in tensors.items() if content is not None}, notes)
             if final.exists():
                 # `newest` reads this name too, in case the process is killed before the next rename.
                 replaced = final.with_name(f"replaced-{final.name}")
@@ -323,7 +381,8 @@ class Checkpoints:
                 self._remove([])
             if isinstance(error, OSError) and error.strerror:
                 error = DatasetError(error.strerror)
-            num_bytes = sum(tensor.nbytes for tensor in (*snapshot.weights.values(), *snapshot.optimizer.values()))
+            every = (*snapshot.weights.values(), *(snapshot.optimizer or {}).values())
+            num_bytes = sum(tensor.nbytes for tensor in every)
             free = 0
             with contextlib.suppress(OSError):  # the folder could not be created
                 free = shutil.disk_usage(self.folder).free
@@ -401,8 +460,17 @@ def _load(folder: Path, optimizer: bool) -> LoadedCheckpoint:
 
 def _notes(folder: Path, body: Mapping[str, Any]) -> Notes:
     known = body["notes"]
-    fingerprint = f"{known['step']}-{body['files']['weights']['xxh3'][:16]}"
-    return Notes(known["step"], folder, known["state"], fingerprint, known["serial"])
+    fingerprint, loss = f"{known['step']}-{body['files']['weights']['xxh3'][:16]}", known["state"].get("val_loss")
+    scores = ({} if loss is None else {"loss": float(loss)}) | _scores(folder)
+    return Notes(known["step"], folder, known["state"], fingerprint, known["serial"], scores)
+
+
+def _scores(folder: Path) -> dict[str, float]:
+    """What was noted by `rate`; nothing if that is damaged."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+        found = json.loads((folder / SCORES_FILE).read_text(encoding="utf-8"))
+        return {str(name): float(value) for name, value in found.items() if name in BEST_BY}
+    return {}
 
 
 def _read_body(folder: Path) -> dict[str, Any]:

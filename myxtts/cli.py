@@ -243,7 +243,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     add("--guidance", type=float, help=guidance)
     central = "use the code nearest to the mean of the likely ones: clearer, less expressive [default: as trained]"
     add("--central", action=argparse.BooleanOptionalAction, help=central)
-    add("--best", action="store_true", help="use the GPT with the best validation loss, not the newest")
+    add("--best", action="store_true", help="use the best GPT by --best-by of the run, or by its validation loss")
     add("--vocoder", choices=["hifigan", "griffin-lim"], help="codes to audio [default: the better one]")
     add("--device", metavar="D", help="cpu, cuda or cuda:1 [default: the first GPU, or the CPU]")
 
@@ -257,7 +257,7 @@ def _add_export(commands: Any) -> None:
     add("--to", choices=["coqui", "compact"], default="coqui", help=formats)
     add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     add("--tokenizer", type=Path, metavar="FILE", help="a larger vocab.json, for which the network is extended")
-    add("--best", action="store_true", help="use the GPT of the run with the best validation loss, not the newest")
+    add("--best", action="store_true", help="use the best GPT by --best-by of the run, or by its validation loss")
 
 
 def _whole_number(least: int) -> Callable[[str], int]:
@@ -636,9 +636,10 @@ def _text(options: argparse.Namespace) -> str:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
+    from myxtts.evaluation import find_judges
     from myxtts.observe.report import write_report
     from myxtts.terminal import ProgressLines, show_scores
-    from myxtts.tools.evaluate import EvaluationOptions, find_judges, score, synthesise
+    from myxtts.tools.evaluate import EvaluationOptions, score, synthesise
 
     _require_run(options.run_folder)
     out = options.out or options.run_folder / EVALUATION_FOLDER

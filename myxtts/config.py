@@ -193,8 +193,8 @@ class ModelSettings:
 
     size: str = setting("tiny", flag="--model-size", choices=MODEL_SIZES)
     """Size of the network. `normal` is exactly XTTS-v2 and loads its weights. `tiny` and `small` are for
-    experiments and small cards, `base` is `small` with the speaker encoder of XTTS-v2 and a vocoder of its width
-    that reads mels, `big` is for training from scratch on large corpora."""
+    experiments and small cards. `base` has the GPT of `small`, 4,096 codes, the speaker encoder of XTTS-v2 and a
+    vocoder of its width that reads mels. `big` is for training from scratch on large corpora."""
     gradient_checkpointing: bool = setting(False)
     """Recomputes activations in the backward pass, layer by layer: less GPU memory, more time. Turn it on when a
     batch does not fit the card."""
@@ -320,7 +320,7 @@ class DataSettings:
     cache_latents: bool = setting(True)
     """Keeps what the frozen networks compute for the `decoder` stage, so that only its first epoch computes it. A
     clip then has the same reference voice in all epochs. An hour of speech takes 80 MB with `small`, 160 MB with
-    `normal`. If that is more than half of the free disk, nothing is kept, nor with `base`, which needs none."""
+    `normal`. If that is more than half of the free disk, nothing is kept. The decoder of `base` needs none."""
     native_loading: bool = setting(True, aliases=("use_tf_native_loading",))
     """Gathers batches from the packed cache, without decoding anything. Off decodes the audio files for
     every batch: for comparison, and for corpora too large to pack."""
@@ -419,7 +419,8 @@ class TrainingSettings:
     that its codes keep their meaning for a GPT. `trained` also moves codes that the corpus does not use."""
 
     early_stop: int = setting(0, minimum=0)
-    """Ends a stage after this many validations in a row without improvement; 0 is off."""
+    """Ends a stage after this many validations in a row without improvement; 0 is off. Where `evaluate_on` is not
+    `model`, a result takes effect at the next validation."""
 
     seed: int = setting(1234, minimum=0, maximum=2**32 - 1)
     """Random seed of the initial weights, the order of the clips and the reference crops. The same seed gives
@@ -428,7 +429,19 @@ class TrainingSettings:
     log_step: int = setting(10, minimum=1)
     """Optimiser steps between two progress lines and log entries."""
     val_step: int = setting(1000, minimum=1)
-    """Optimiser steps between two validations."""
+    """Optimiser steps between two evaluations: the validation loss, and spoken sentences."""
+    evaluate_on: str = setting("model", choices=("model", "data", "cpu", "off"))
+    """Where evaluations run. `model`: in the training loop, which waits; several processes always do this. `data`:
+    from a copy of the weights on the data role's device, while training goes on. `cpu`: from a copy on the CPU.
+    `off`: nowhere."""
+    spoken_sentences: int | None = setting(None, minimum=0, maximum=64, none="auto")
+    """Held-out sentences that every evaluation of `gpt` and `decoder` speaks, in the voices of other clips; the
+    newest are in the folder `samples` of the run. `auto` is 8 on a GPU where training does not wait for them, or
+    if `best_by` needs them, and otherwise 0."""
+    best_by: str | None = setting(None, choices=("loss", "wer", "similarity", "mos"), none="newest")
+    """The checkpoint of the GPT that the `decoder` stage, `speak` and `export` use. `newest` is the last one,
+    `loss` the one with the best validation loss; `wer`, `similarity` and `mos` need the judges (`make judge`),
+    which score the spoken sentences."""
     save_step: int = setting(1000, minimum=1)
     """Optimiser steps between two checkpoints: the most work that a crash can cost."""
     keep_checkpoints: int = setting(3, flag="--keep", minimum=1)

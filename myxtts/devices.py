@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -323,7 +324,7 @@ def explained_out_of_memory(plan: Plan, role: str, doing: str) -> Iterator[None]
         raise explain_out_of_memory(plan, error, role, doing) from error
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """True for a lack of memory, also where ending a capture raised another error because of it."""
     causes = (error, error.__context__, error.__cause__)
     return any(isinstance(each, torch.OutOfMemoryError) for each in causes) or "allocate memory" in str(error)
@@ -440,6 +441,9 @@ def memory_in_use_mb(plan: Plan) -> dict[str, tuple[float, float]]:
 
 
 Result = TypeVar("Result")
+CAPTURING = threading.RLock()
+"""Held while a CUDA graph is captured. A thread that allocates or waits for a whole device holds it too: either
+would end the capture."""
 WARM_UPS = 3  # runs before a capture: libraries initialise, compilers compile, gradients are allocated
 
 
@@ -504,7 +508,7 @@ class CudaGraph(Generic[Result]):
     def __init__(self, work: Callable[[], Result], stream: Stream, pool: Any = None) -> None:
         random_state = torch.cuda.get_rng_state(stream.device)
         private = stream.capture_stream
-        with torch.cuda.device(stream.device):
+        with CAPTURING, torch.cuda.device(stream.device):
             torch.cuda.synchronize()
             with torch.cuda.stream(private):
                 for _ in range(WARM_UPS):

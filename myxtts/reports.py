@@ -24,7 +24,16 @@ from myxtts.errors import ConfigError, MyXTTSError
 from myxtts.host import usable_cores
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.observe.diagnosis import LiveWarnings
-from myxtts.observe.metrics import MetricsLog, StepReport, ValidationReport, duration, log_sound
+from myxtts.observe.metrics import (
+    SAMPLES_FOLDER,
+    JudgeReport,
+    MetricsLog,
+    Spoken,
+    StepReport,
+    ValidationReport,
+    duration,
+    log_sound,
+)
 from myxtts.observe.nvml import MACHINE_FILE, UUIDS, Sampler
 from myxtts.observe.report import write_report
 from myxtts.run import as_started, plan_stages, with_stages
@@ -127,6 +136,19 @@ class TrainingReports(Reporter):
             self._log.code_usage(picture.numpy(), step)
         else:
             self._log.image(name, picture.numpy(), step)
+
+    def spoken(self, stage: str, step: int, sentences: Sequence[Spoken]) -> None:
+        self._log.spoken(stage, step, sentences, OUTPUT_SAMPLE_RATE)
+        bad = sum(bool(sentence.problem) for sentence in sentences)
+        found = f"{len(sentences)} sentences{f', {bad} of them badly' * bool(bad)}"
+        where = (self._folder / SAMPLES_FOLDER / sentences[0].file).parent
+        self._printer.say([f"spoken at step {step}  {found}: {where}"])
+
+    def judged(self, report: JudgeReport) -> None:
+        self._log.judged(report)
+        names = {"wer": "WER", "similarity": "similarity", "mos": "MOS"}
+        scores = [f"{word} {report.scores[name]:.2f}" for name, word in names.items() if name in report.scores]
+        self._printer.say([f"judged at step {report.step}  {'  '.join(scores)}"])
 
     def close(self) -> None:
         self._printer.end()

@@ -55,15 +55,17 @@ from myxtts.devices import (
     peak_flops,
     process_group,
     random_state,
+    release_memory,
     set_random_state,
     work_on,
 )
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, Progress
+from myxtts.evaluation import SPEAKING_STAGES, Evaluator, Judging, Speaker, find_judges, validate, with_speech
 from myxtts.files import lock, write_text_atomically
 from myxtts.host import usable_cores
 from myxtts.model.gpt import adapter_state, store_frozen_in_bf16
 from myxtts.model.mel import DVAE_MEL, LogMel
-from myxtts.model.vocoder import Generator, HifiGanInput, spectral_distance
+from myxtts.model.vocoder import Generator, HifiGanInput
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key, keep_latents, latents_key
@@ -79,20 +81,29 @@ from myxtts.settings import (
     with_settings,
 )
 from myxtts.synthesis.synthesizer import provenance
-from myxtts.synthesis.vocoding import GriffinLim
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
 from myxtts.training.recipes import RECIPES, DecoderRecipe, DvaeRecipe, Recipe, StageFacts, useful_flops
-from myxtts.training.trainer import Reporter, StagePlan, State, Step, Trainer, choose_mode, clips_per_step
+from myxtts.training.trainer import (
+    Evaluation,
+    Reporter,
+    StagePlan,
+    State,
+    Step,
+    Trainer,
+    choose_mode,
+    clips_per_step,
+)
 from myxtts.weights import MODEL_FILES, Provenance, has_weights, is_trained_in, start_from_hifigan
 
 MEL_STATISTICS_CLIPS = 256
-COMPARED_CLIPS = 64  # validation clips, about, on which the decoder is compared with Griffin-Lim
 BATCH_SPLIT_KEYS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
 """How the clips of a step are divided: a run may change these as long as their product stays the same."""
 MIXTURE, TEMPERATURE = "corpora and weights", "data.language_temperature"
 ONE_CORPUS = {MIXTURE: "one corpus, each clip once", TEMPERATURE: 1.0}
 """What is written, and assumed of a run that does not say it, where every epoch holds every clip of one corpus."""
+JUDGED = ("wer", "similarity", "mos")
+"""The values of `best_by` that the judges find."""
 CLIPS_PER_STEP = "clips of a step (--batch-size × --grad-accum × processes)"
 
 Say = Callable[[str], None]
@@ -122,7 +133,8 @@ def train(
     settings = given.settings
     plan = make_plan(settings.data, spelling=given.spelling)
     reporter, say = (reporter or Reporter(), say or _log.info) if plan.rank == 0 else (Reporter(), _silent)
-    run_dir = RunDir(settings.training.checkpoint_dir, settings.training.keep_checkpoints)
+    training = settings.training
+    run_dir = RunDir(training.checkpoint_dir, training.keep_checkpoints, training.best_by)
     continues = run_dir.has_begun and not settings.training.reset_training
     require_source(settings, run_dir if continues else None)
     with contextlib.ExitStack() as held:
@@ -193,8 +205,9 @@ def _silent(_: str) -> None: ...
 
 
 def require_source(settings: Settings, continued: RunDir | None) -> None:
-    """Raise a ConfigError unless there are weights where `init_from` points; a continued run has them already."""
+    """Raise a ConfigError unless there is what the settings need: judges, and weights if the run has none yet."""
     _require_hifigan(settings, continued)
+    _require_evaluation(settings.training)
     source = settings.training.init_from
     known = continued.started_with().get("training.init_from") if continued is not None else None
     if source is None or str(source) == known or RunDir(source).exists:
@@ -211,6 +224,21 @@ def require_source(settings: Settings, continued: RunDir | None) -> None:
         f"--init-from {source}: {why}.\n"
         "Name a folder with the files of XTTS-v2 (model.pth, dvae.pth, mel_stats.pth, vocab.json), or a run's."
     )
+
+
+def _require_evaluation(training: config.TrainingSettings) -> None:
+    """Raise a ConfigError if the settings need evaluations that they switch off, or judges that are not there."""
+    needs = [f"--best-by {training.best_by}"] if training.best_by else []
+    needs += [f"--early-stop {training.early_stop}"] if training.early_stop else []
+    if needs and training.evaluate_on == "off":
+        raise ConfigError(f"{needs[0]} needs evaluations, and --evaluate-on is off; leave out one of them")
+    if training.best_by in JUDGED:
+        if training.spoken_sentences == 0:
+            raise ConfigError(f"{needs[0]} needs spoken sentences, and --spoken-sentences is 0; give 8 or so")
+        try:
+            find_judges()
+        except ConfigError as error:
+            raise ConfigError(f"{needs[0]} needs the judges. {error}") from None
 
 
 def _require_hifigan(settings: Settings, continued: RunDir | None) -> None:
@@ -251,7 +279,7 @@ def with_stages(settings: Settings, prepared: PreparedCorpus, say: Say = _silent
     found = f"the corpus names {num_speakers or 'no'} speaker{'s' * (num_speakers != 1)} with two clips or more"
     why = f"{found}, and the stage learns from {MIN_SPEAKERS} or more"
     if "speaker" in stages and num_speakers < MIN_SPEAKERS:
-        raise ConfigError(f"--stages speaker: {why}. Leave it out: the decoder does without")
+        raise ConfigError(f"--stages speaker: {why}. Leave it out: the decoder can do without it")
     if training.stages is None and "decoder" in stages and "speaker" not in stages:
         source = "mels" if SIZES[settings.model.size].reads_mels else "GPT"
         say(f"Stage speaker is left out: {why}. The decoder takes voices from the {source} instead")
@@ -397,6 +425,7 @@ class StageContext:
     """The fingerprints of the earlier stages."""
     vocoder: dict[str, float] = field(default_factory=dict)
     """Mean distances of decoder and Griffin-Lim from held-out recordings, by the last validation."""
+    _evaluator: Evaluator | None = None
 
     @property
     def fine_tuning(self) -> bool:
@@ -431,8 +460,92 @@ class StageContext:
         notes |= {"trained_with": trained_with}
         return notes | ({"vocoder": self.vocoder} if self.vocoder else {})
 
-    def validate(self, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
-        return validate(self, recipe)
+    @property
+    def evaluates_on(self) -> str:
+        """`data`, `model` or `cpu`; several processes evaluate together."""
+        asked = self.settings.training.evaluate_on
+        return "model" if asked == "off" or self.plan.world_size > 1 else asked
+
+    @cached_property
+    def speaker(self) -> Speaker | None:
+        """Speaks the held-out sentences; None if the stage, the settings or the corpus have none."""
+        training, is_on_cpu = self.settings.training, self.plan.model.type == "cpu" or self.evaluates_on == "cpu"
+        is_free, wanted = self.evaluates_on == "data" and not is_on_cpu, training.spoken_sentences
+        wanted = (8 if is_free or training.best_by in JUDGED else 0) if wanted is None else wanted
+        if not wanted or self.stage not in SPEAKING_STAGES or self.plan.rank > 0:
+            return None
+        try:
+            if training.deterministic and not is_on_cpu:  # PyTorch has no sums of that kind for sampling
+                raise ConfigError("a GPU samples no codes with --deterministic; --evaluate-on cpu does")
+            return Speaker(self, wanted)
+        except (MyXTTSError, OSError) as error:
+            self.say(f"Evaluations speak no sentences: {error}")
+            return None
+
+    @cached_property
+    def judging(self) -> Judging | None:
+        """Has sentences judged in the background; None if the judges are not installed."""
+        try:
+            return Judging(find_judges(), self.run_dir.folder)
+        except ConfigError:
+            return None
+
+    def evaluate(self, recipe: Recipe, step: int, speaks: bool) -> Evaluation:
+        """Evaluate the networks as they are, in the stream of the model role."""
+        losses, pictures = validate(self, recipe)
+        speaker = self.speaker if speaks else None
+        return with_speech(Evaluation(step, losses, pictures), speaker, self.model, self.plan.model)
+
+    def evaluator(self, step: Step) -> Evaluator | None:
+        """The evaluator that works while training goes on; None if the model role evaluates."""
+        where = self.evaluates_on
+        if where == "model":
+            if self.settings.training.evaluate_on in ("data", "cpu"):
+                self.say("Several processes evaluate together: --evaluate-on has no effect")
+            return None
+        device = torch.device("cpu") if where == "cpu" else self.plan.data
+        keeps_all = self.stage == "gpt" and self.settings.training.best_by in JUDGED
+        try:
+            self._evaluator = Evaluator(self, step, device, self.speaker, keeps_all)
+        except torch.OutOfMemoryError:
+            self.drop_evaluator()
+            self.say(f"No room on {device} for copies of the weights: training waits for evaluations")
+            return None
+        size = f"{self._evaluator.num_bytes / 2**20:.0f} MB of copied weights"
+        self.say(f"Evaluations run on {device} while training goes on ({size})")
+        return self._evaluator
+
+    def evaluated(self, found: Evaluation) -> None:
+        """Remember what an evaluation found of the vocoders, and have its sentences judged."""
+        distances = {name: found.losses[name] for name in ("decoder", "griffin_lim") if name in found.losses}
+        self.vocoder = distances or self.vocoder
+        if found.spoken and self.judging is not None:
+            replaced = self.judging.submit(found.step, found.spoken)
+            if replaced is not None:
+                self.say(f"The sentences of step {replaced} are not judged: judging takes longer than evaluating")
+
+    def judged(self, wait: bool = False) -> list[Evaluation]:
+        """What the judges found since the last call; with `wait`, everything that was spoken."""
+        if "judging" not in vars(self) or self.judging is None:
+            return []
+        if wait and not self.judging.is_idle:
+            self.say("Waiting for the judges")
+        return self.judging.results(wait)
+
+    def drop_evaluator(self) -> None:
+        """End the evaluator and free its memory; what is evaluated from here on speaks no sentences."""
+        if self._evaluator is not None:
+            self._evaluator.close()
+            self._evaluator = None
+            release_memory()
+        vars(self)["speaker"] = None
+
+    def close(self) -> None:
+        """End the evaluator, the judges and the writer of checkpoints."""
+        self.drop_evaluator()
+        if "judging" in vars(self) and self.judging is not None:
+            self.judging.close()
+        self.checkpoints.close()
 
     def stop_requested(self, step: int) -> bool:
         """True if training should stop after this step; several processes ask rarely, as it costs messages."""
@@ -525,7 +638,7 @@ def train_stage(ctx: StageContext, loaded: LoadedCheckpoint | None) -> State:
                 state.cursor = Cursor(state.cursor.epoch)
         return _train(ctx, loaded, state, total)
     finally:
-        ctx.checkpoints.close()
+        ctx.close()
 
 
 def total_steps(settings: Settings, prepared: PreparedCorpus, stage: str, split: Mapping[str, Any]) -> int:
@@ -553,6 +666,8 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
         if not (is_worth_it and keep_latents(ctx, ctx.say)):
             ctx.settings = with_settings(ctx.settings, {"data.cache_latents": False})
         barrier(plan)  # each rank has computed its share
+    if training.evaluate_on != "off" and len(ctx.prepared.val):
+        _ = ctx.speaker  # reads the texts of the corpus, for which training would wait
     doing = f"training on batches of {data.batch_size} clips"
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
         ctx.say(f"Buffer size: {feed.buffers()}")
@@ -591,7 +706,8 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
         if loaded is not None:
             ctx.load_weights(recipe, loaded.weights)
         elif isinstance(recipe, DecoderRecipe) and recipe.teacher is not None and training.init_decoder:
-            ctx.say(start_from_hifigan(training.init_decoder, recipe.generator, recipe.teacher))
+            keeps_flow = ctx.fine_tuning and recipe.generator.flow is not None
+            ctx.say(start_from_hifigan(training.init_decoder, recipe.generator, recipe.teacher, keeps_flow))
         if ctx.stage == "gpt" and settings.model.lora_rank and mode.autocast:
             store_frozen_in_bf16(ctx.model.gpt)
         recipe.to(plan.model).train()
@@ -643,54 +759,6 @@ def mel_statistics(clips: ClipSet, device: torch.device) -> Tensor:
         total += mel.double().square().sum(1)
         num_frames += mel.shape[1]
     return (total / max(num_frames, 1)).sqrt().float().cpu()
-
-
-def validate(ctx: StageContext, recipe: Recipe) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Mean losses over the validation clips of all ranks, "total" the deciding one, and pictures of one batch."""
-    plan, sums, pictures, num_compared = ctx.plan, dict[str, Tensor](), dict[str, Tensor](), 0
-    with build_feed(ctx, validation=True) as feed, feed.model_stream.use():
-        autocast = ctx.settings.data.mixed_precision and plan.model.type == "cuda"
-        while True:
-            with feed.next() as batch:
-                if batch is None:
-                    break
-                with torch.autocast(plan.model.type, torch.bfloat16, enabled=autocast):
-                    found = recipe.evaluate(batch.tensors, batch.sizes)
-                    if not pictures:  # copied while the batch is leased
-                        shown = recipe.pictures(batch.tensors, batch.sizes)
-                        pictures = {name: picture.float().cpu() for name, picture in shown.items()}
-                # What a flow draws may be far from a recording and sound as good, so it is not compared.
-                compares = num_compared < COMPARED_CLIPS
-                if compares and isinstance(recipe, DecoderRecipe) and recipe.generator.flow is None:
-                    found |= vocoder_distances(ctx.model, recipe, batch.tensors)
-                    num_compared += len(batch.tensors["weights"])
-                for name, value in found.items():
-                    sums[name] = sums.get(name, torch.zeros_like(value)) + value.float()
-        values = torch.stack(list(sums.values()))
-        if plan.world_size > 1:
-            dist.all_reduce(values)
-        totals = dict(zip(sums, values.tolist(), strict=True))
-    losses = {"total": totals["sum"] / max(totals["count"], 1e-6)}
-    for part in [name.removesuffix("_sum") for name in totals if name.endswith("_sum")]:
-        losses[part] = totals[f"{part}_sum"] / max(totals[f"{part}_count"], 1e-6)
-    ctx.vocoder = {name: losses[name] for name in ("decoder", "griffin_lim") if name in losses}
-    return losses, pictures
-
-
-@torch.no_grad()
-def vocoder_distances(model: XTTS, recipe: DecoderRecipe, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sums and counts of the `spectral_distance` of decoder and Griffin-Lim from the recordings of a batch."""
-    real, decoded = (wave.squeeze(1) for wave in recipe.waves(tensors))
-    griffin_lim = GriffinLim(model.dvae, model.mel_stats.to(model.dvae.codebook.embed.device))
-    made = torch.zeros_like(real)
-    for row, codes in enumerate(tensors["segment_codes"].cpu()):
-        wave = griffin_lim.wave(codes[codes >= 0].long(), 1.0)[: made.shape[1]]
-        made[row, : len(wave)] = wave
-    weights, sums = tensors["weights"], dict[str, Tensor]()
-    for name, fake in (("decoder", decoded), ("griffin_lim", made)):
-        sums[f"{name}_sum"] = (spectral_distance(real, fake) * weights).sum()
-        sums[f"{name}_count"] = weights.sum()
-    return sums
 
 
 # Resuming

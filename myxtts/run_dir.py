@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
@@ -117,9 +119,20 @@ def _of_step(fingerprint: str) -> str:
 class RunDir:
     """The folder of a run."""
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, best_by: str | EllipsisType | None = ...) -> None:
+        """`best_by` is the setting of that name; by default, that of the run's last command."""
         self.folder = folder
-        self._keep = keep
+        self._keep, self._best_by = keep, best_by
+
+    @cached_property
+    def best_by(self) -> str | None:
+        """The score by which a GPT is chosen; None for the newest."""
+        if not isinstance(self._best_by, EllipsisType):
+            return self._best_by
+        try:
+            return load(self.folder / "settings.yaml", {}).settings.training.best_by
+        except ConfigError:  # not written yet, or by another version
+            return None
 
     @property
     def exists(self) -> bool:
@@ -138,14 +151,21 @@ class RunDir:
         found = {stage: self.checkpoints(stage).all_notes() for stage in STAGES}
         return {stage: notes[0] for stage, notes in found.items() if notes}
 
+    def used_notes(self) -> dict[str, Notes]:
+        """The notes of the checkpoint of every stage that the run speaks with, and that later stages build on."""
+        found = {stage: self.checkpoints(stage).used_notes() for stage in STAGES}
+        return {stage: notes for stage, notes in found.items() if notes is not None}
+
     def status(self, stage: str, changed: Collection[str] = ()) -> StageStatus:
         """How far a stage is; `changed` are earlier stages that are about to change."""
         newest = self.newest_notes()
         if stage not in newest:
             return StageStatus(stage)
-        notes = newest[stage]
-        validated = [known.val_loss for known in self.checkpoints(stage).current() if known.val_loss is not None]
-        why = next((str(found) for found in mismatches(newest) if found.stage == stage), "")
+        notes, checkpoints = newest[stage], self.checkpoints(stage)
+        known = [*checkpoints.current(), *checkpoints.evaluated()]
+        validated = [found.val_loss for found in known if found.val_loss is not None]
+        used = self.used_notes() | {stage: notes}
+        why = next((str(found) for found in mismatches(used) if found.stage == stage), "")
         if not why and (first := next((name for name in changed if name in notes.trained_on), "")):
             why = f"it builds on {first}, which changes"
         state = "stale" if why else "complete" if notes.state["done"] else "unfinished"
@@ -184,7 +204,7 @@ class RunDir:
 
     def fingerprints(self, stage: str) -> dict[str, str]:
         """The fingerprints of the stages that this one builds on, as they are loaded."""
-        loaded = {name: self.checkpoints(name).newest(False) for name in self.builds_on(stage)}
+        loaded = {name: self.checkpoints(name).used() for name in self.builds_on(stage)}
         return {name: INITIAL if found is None else found.notes.fingerprint for name, found in loaded.items()}
 
     @property
@@ -192,7 +212,7 @@ class RunDir:
         return self._undamaged(VOCABULARY_FILE)
 
     def checkpoints(self, stage: str) -> Checkpoints:
-        return Checkpoints(self.folder / stage, self._keep)
+        return Checkpoints(self.folder / stage, self._keep, self.best_by if stage == "gpt" else None)
 
     def start(
         self, model: XTTS, vocabulary: Tokenizer, trained_in_full: Collection[str], facts: Mapping[str, Any]
@@ -212,8 +232,8 @@ class RunDir:
 
     def reset(self) -> Path | None:
         """Move everything of an earlier run to a subfolder and return that; None if there is nothing."""
-        files = (BASE_FILE, DIMS_FILE, VOCABULARY_FILE, "tensorboard", "report.html", "sample.wav", "evaluation")
-        reports = (name for name in RUN_FILES if "/" not in name)
+        files = (BASE_FILE, DIMS_FILE, VOCABULARY_FILE, "tensorboard", "report.html", "sample.wav")
+        reports = ("evaluation", "samples", *(name for name in RUN_FILES if "/" not in name))
         present = [path for name in (*STAGES, *files, *reports) if (path := self.folder / name).exists()]
         if not present:
             return None
@@ -257,6 +277,12 @@ class RunDir:
         own = gpt.state["notes"].get("languages", []) if gpt is not None else []
         return sorted({*facts["languages"], *own}) if "languages" in facts else []
 
+    def trained_with(self) -> dict[str, Any]:
+        """Settings of the GPT's training that speaking depends on, here or before the run started."""
+        gpt = self.newest_notes().get("gpt")
+        own = gpt.state["notes"].get("trained_with") if gpt is not None else None
+        return dict(own or self.started_with().get("trained_with", {}))
+
     def initially_untrained(self) -> list[str]:
         """Stages whose weights were random when the run started."""
         before = self.started_with().get("untrained", STAGES if self.from_scratch else ())
@@ -293,9 +319,9 @@ class RunDir:
     ) -> XTTS:
         """The model of the run: its initial weights, then the newest checkpoint of every stage.
 
+        Of the GPT it is the one that `best_by` chooses; with `best_gpt`, the best one where that is the newest.
         Parts that were never saved come from `fresh`. Stages `without` keep their initial weights, for a caller
-        that loads them itself. `best_gpt` takes the GPT with the best validation loss instead of the newest.
-        Stages that were not trained together get a warning in the log.
+        that loads them itself. Stages that were not trained together get a warning in the log.
         """
         dims = self.dims()
         state: Tensors = dict(read_tensors(self._undamaged(BASE_FILE)))
@@ -303,7 +329,7 @@ class RunDir:
         used: dict[str, Notes] = {}
         rank = 0
         for stage in STAGES:
-            loaded = None if stage in without else self.checkpoints(stage).newest(optimizer=False)
+            loaded = None if stage in without else self.checkpoints(stage).used()
             if loaded is None:
                 continue
             if stage == "gpt" and best_gpt:
@@ -314,7 +340,7 @@ class RunDir:
                         "or it is damaged. Leave out --best to use the newest."
                     )
             used[stage] = loaded.notes
-            if loaded.state["notes"]["identity"].get("training.ema_decay"):
+            if loaded.state["notes"]["identity"].get("training.ema_decay") and not loaded.notes.is_averaged:
                 loaded = self.checkpoints(stage).read(loaded.folder)
             averaged = {name.removeprefix("ema."): value for name, value in loaded.optimizer.items()}
             weights = averaged_weights(stage, loaded.weights, averaged)
@@ -342,10 +368,10 @@ class RunDir:
         return model
 
     def _warn_of_mismatches(self, used: Mapping[str, Notes]) -> None:
-        newest = self.newest_notes()
+        usual = self.used_notes()
         for found in mismatches(used):
             cure = f"the command of the run, or train --stages {found.stage}, trains {found.stage} again"
-            if newest[found.earlier].fingerprint == found.trained_on if found.earlier in newest else False:
+            if usual[found.earlier].fingerprint == found.trained_on if found.earlier in usual else False:
                 cure = f"leave out --best to use the {found.earlier} that {found.stage} was trained on"
             _log.warning("WARNING: %s: %s. Speech gets worse; %s.", self.folder, found, cure)
 
@@ -393,9 +419,12 @@ def inherited(source: Path | None) -> dict[str, Any]:
     run = RunDir(source)
     if run.exists:
         known = Provenance(tuple(run.untrained()), run.from_scratch, languages=tuple(run.languages()))
+        learnt = run.trained_with()
     else:
         known = Provenance.read(source)
+        learnt = {"training.text_dropout": known.text_dropout, "training.code_noise": known.code_noise}
     has_vocabulary = (source / VOCABULARY_FILE).is_file()  # published weights know the languages of theirs
     languages = known.languages or (Tokenizer.load(source).languages if has_vocabulary else ())
     untrained = list(known.untrained)
-    return {"from_scratch": known.from_scratch, "untrained": untrained, "languages": sorted(languages)}
+    facts = {"from_scratch": known.from_scratch, "untrained": untrained, "languages": sorted(languages)}
+    return facts | {"trained_with": learnt}

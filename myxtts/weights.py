@@ -14,7 +14,7 @@ Combines files (`checkpoints`), names (`model.xtts`) and the vocabulary (`text.t
 from __future__ import annotations
 
 import json
-import zlib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,8 +65,9 @@ _INT8_ORDER = (
     "gpt.mel_embedding", "hifigan_decoder.waveform_decoder",
 )  # fmt: skip
 """Parts whose tensors become int8, in this order, the largest first: rounding the vocoder is heard most."""
-_SUMS = "dvae.codebook.embed_avg"  # left out: the codebook times how often each code is used
+_SUMS = "dvae.codebook.embed_avg"  # left out where it follows: the codebook times how often each code is used
 _EXACT, _EXACT_ELEMENTS = "dvae.codebook", 16384  # the codebook and small tensors stay as they are
+_HUFFMAN_LOSS = 1.01  # whole bits for each value take a little more than the entropy
 _ENTRY_BYTES = 512  # room for the entries and headers of a tensor in a file
 _SPEAKER_LAYERS = ("cond_layer.", "conds.")  # of the decoder, which a HiFi-GAN does not have
 
@@ -184,7 +185,7 @@ def load_state(model: XTTS, state: Mapping[str, Tensor], source: str) -> list[st
     return absent
 
 
-def start_from_hifigan(path: Path, generator: Generator, teacher: HifiGanInput) -> str:
+def start_from_hifigan(path: Path, generator: Generator, teacher: HifiGanInput, keeps_flow: bool = False) -> str:
     """Load a HiFi-GAN's generator, its first layer into `teacher`; return a sentence about what was loaded.
 
     The generator's speaker layers and its first layer remain to be learnt, or its flow, if it reads mels.
@@ -215,8 +216,10 @@ def start_from_hifigan(path: Path, generator: Generator, teacher: HifiGanInput) 
             torch.nn.init.zeros_(parameter)
     loaded, total = (sum(value.numel() for value in each.values()) for each in (own, generator.state_dict()))
     what = f"{loaded / 1e6:.1f} of {total / 1e6:.1f} million weights from {path}"
-    first = "flow" if generator.reads_mels else "first layer"
-    return f"Decoder: {what}; the {first} and the speaker layers are new"
+    first = "the first layer" if generator.flow is None else "the flow"
+    if keeps_flow:
+        return f"Decoder: {what}; {first} is that of --init-from, the speaker layers are new"
+    return f"Decoder: {what}; {first} and the speaker layers are new"
 
 
 def _plain_ends(state: Mapping[str, Tensor]) -> Tensors:
@@ -276,7 +279,7 @@ def compacted(state: Mapping[str, Tensor], most_bytes: int) -> Tensors:
     """The tensors of a compact folder: as many of the large ones in int8 as it takes to fit into `most_bytes`."""
     kept, order = Tensors(), list[tuple[int, int, str]]()
     for name, tensor in state.items():
-        if name == _SUMS:
+        if name == _SUMS and state["dvae.codebook.cluster_size"].any():
             continue
         if not tensor.isfinite().all():
             raise UnreadableWeights(f"{name} is NaN or infinite: training diverged, and nothing was exported")
@@ -297,9 +300,13 @@ def compacted(state: Mapping[str, Tensor], most_bytes: int) -> Tensors:
 
 
 def _stored_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor in a compact folder; floats hardly shrink, and are taken as they are."""
-    data = tensor.detach().cpu().numpy()
-    return _ENTRY_BYTES + (len(zlib.compress(data.tobytes())) if tensor.dtype == torch.int8 else tensor.nbytes)
+    """About the bytes of a tensor in a compact folder: the entropy of int8; floats hardly shrink."""
+    if tensor.dtype != torch.int8:
+        return _ENTRY_BYTES + tensor.nbytes
+    shares = torch.bincount(tensor.flatten().int() + 128) / tensor.numel()
+    return _ENTRY_BYTES + int(
+        _HUFFMAN_LOSS * float(torch.special.entr(shares).sum()) / math.log(256) * tensor.numel()
+    )
 
 
 def quantised(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,9 +331,8 @@ def _read_compact(folder: Path) -> Tensors:
             tensor = (tensor.flatten(1) * scales[:, None]).view(tensor.shape)
         if not name.endswith(_SCALES):
             state[name] = tensor.float() if tensor.is_floating_point() else tensor
-    if "dvae.codebook.embed" in state:
-        vectors, uses = state["dvae.codebook.embed"], state["dvae.codebook.cluster_size"]
-        state[_SUMS] = vectors * uses if uses.any() else vectors.clone()  # a new codebook has no uses
+    if "dvae.codebook.embed" in state and _SUMS not in state:
+        state[_SUMS] = state["dvae.codebook.embed"] * state["dvae.codebook.cluster_size"]
     return state
 
 

@@ -21,11 +21,13 @@ LAYERS = [
     {"data", "weights"},
     {"run_dir"},
     {"pipeline", "training", "synthesis"},
+    {"evaluation"},
     {"run"},
     {"tools"},
     {"terminal"},
     {"reports"},
     {"cli"},
+    {"__main__"},
 ]
 """From the bottom up. A module imports from lower layers, and within its own package."""
 ONLY_IMPORTS = {"model": {"config"}, "observe": {"config"}}
@@ -36,7 +38,7 @@ GRAB_BAGS = {
 }  # fmt: skip
 METAPHORS = {"lane", "witness", "noted", "surroundings", "takes", "manner", "rehearsal"}
 """Words that name a technical thing after something else: a lane is a stream, a rehearsal is a dry run."""
-MOST_MODULES, MOST_PACKAGE_LINES, LONGEST_IMPORT_CHAIN = 60, 24_700, 14
+MOST_MODULES, MOST_PACKAGE_LINES, LONGEST_IMPORT_CHAIN = 62, 25_850, 14
 MOST_FUNCTION_LINES, MOST_MARKDOWN_FILES, MOST_README_LINES = 60, 12, 150
 LONG_FUNCTIONS = {"benchmarks/data.py:gather": 80}
 

@@ -375,3 +375,54 @@ def test_pinned_host_copies_are_complete_on_return() -> None:
         into = to_host(live, into, pin=True)
         expected = {name: tensor.cpu() for name, tensor in live.items()}
         assert all(copy.is_pinned() and torch.equal(copy, expected[name]) for name, copy in into.items())
+
+
+# Scores that come later, and weights that were only evaluated
+
+
+def rated(folder: Path, best_by: str | None = None, keep: int = 1) -> Checkpoints:
+    return Checkpoints(folder / "gpt", keep, best_by)
+
+
+def evaluated(step: int) -> Snapshot:
+    return snapshot(step)._replace(optimizer=None, state={"done": False})
+
+
+def test_scores_that_come_later_choose_the_best_and_what_is_kept(tmp_path: Path) -> None:
+    checkpoints = rated(tmp_path, "wer", keep=2)
+    for step, scores in ((10, {"loss": 1.0}), (20, {"loss": 2.0}), (30, {"loss": 3.0})):
+        checkpoints.save(step, snapshot(step)._replace(state={"done": False}))
+        checkpoints.rate(step, scores)
+    checkpoints.save_evaluated(25, evaluated(25))
+    assert kept_in(tmp_path) == ["evaluated-step-00000025", "step-00000010", "step-00000020", "step-00000030"]
+    used = checkpoints.used()
+    assert used is not None and used.step == 10, "as long as nothing is judged, the loss decides"
+    checkpoints.rate(25, {"wer": 0.2, "mos": 3.0})
+    checkpoints.rate(30, {"wer": 0.4})
+    checkpoints.close()
+    assert kept_in(tmp_path) == ["evaluated-step-00000025", "step-00000020", "step-00000030"]
+    for by, step in (("wer", 25), (None, 30)):
+        found = rated(tmp_path, by).used()
+        assert found is not None and found.step == step
+    newest = checkpoints.newest()
+    assert newest is not None and newest.step == 30, "nothing continues from evaluated weights"
+    (tmp_path / "gpt" / "evaluated-step-00000025" / "scores.json").write_text('{"wer": [')
+    found = rated(tmp_path, "wer").best(optimizer=False)
+    assert found is not None and found.step == 30, "damaged scores are no scores"
+
+
+def test_evaluated_weights_wait_for_their_scores_a_few_at_a_time(tmp_path: Path) -> None:
+    checkpoints = rated(tmp_path, "wer")
+    for step in range(1, 7):
+        checkpoints.save_evaluated(step, evaluated(step))
+    assert kept_in(tmp_path) == [f"evaluated-step-0000000{step}" for step in (4, 5, 6)]
+    assert not checkpoints.all_notes() and checkpoints.newest() is None
+    checkpoints.rate(5, {"wer": 0.9})
+    checkpoints.rate(1, {"wer": 0.1})  # its weights are gone
+    checkpoints.close()
+    best = checkpoints.best(optimizer=False)
+    assert best is not None and (best.step, best.notes.is_averaged) == (5, True)
+
+
+def kept_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "gpt").iterdir())

@@ -380,7 +380,7 @@ def test_speakers_of_validation_are_those_of_the_corpus_that_is_named(
 
 
 def test_several_corpora_validate(two: tuple[Path, Path], tmp_path: Path) -> None:
-    from myxtts.tools.evaluate import _unseen_texts
+    from myxtts.evaluation import _unseen_texts
 
     vals = [write_corpus(tmp_path / name, SENTENCES[at : at + 2]) for at, name in ((10, "v"), (12, "w"))]
     time.sleep(0.05)  # so that a snapshot trusts the times of the folders
@@ -527,7 +527,7 @@ def test_latents_are_kept_for_clips_that_the_first_epoch_does_not_hold(
 
 def test_evaluation_and_samples_find_clips_of_every_corpus(two: tuple[Path, Path]) -> None:
     from myxtts.synthesis.synthesizer import example
-    from myxtts.tools.evaluate import _unseen_texts
+    from myxtts.evaluation import _unseen_texts
 
     write_corpus(two[1], ["A long one that is chosen for the sample of the run."], first=20, seconds=4.0)
     data = together(two, val_fraction=0.3)

@@ -28,13 +28,14 @@ from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import read_corpus
 from myxtts.data.prepare import prepare
 from myxtts.errors import DatasetError
+from myxtts.evaluation import JUDGE_SCRIPT, find_judges, held_out_sentences, summarise
 from myxtts.model.xtts import XTTS
 from myxtts.observe.report import write_report
 from myxtts.settings import load, to_yaml
 from myxtts.synthesis.generation import CodeGenerators, Prompt, Sampling
 from myxtts.synthesis.voices import Voice
 from myxtts.tools import judge
-from myxtts.tools.evaluate import JUDGE_SCRIPT, code_latents, find_judges, held_out_sentences, interpret, summarise
+from myxtts.tools.evaluate import code_latents, interpret
 from myxtts.tools.judge import mistakes, num_edits, plain
 
 __all__ = ["small"]

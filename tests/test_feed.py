@@ -203,7 +203,7 @@ def test_what_the_decoder_learns_from_equals_every_clip_heard_alone(
 def test_mels_for_the_decoder_need_no_gpt(
     speech: Corpus, speaker_is_trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("myxtts.pipeline.frontend", __name__):  # shorter than some clips, longer than others
+    for module in ("myxtts.data.batches", __name__):  # shorter than some clips, longer than others
         monkeypatch.setattr(f"{module}.FLOW_CODES", 24)
     mels = reading_mels(speech)
     mels.model.speaker_is_trained = speaker_is_trained

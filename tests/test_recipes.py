@@ -602,7 +602,8 @@ def test_the_first_layer_learns_what_hifigans_own_returns() -> None:
 
 
 def mel_batch() -> Batch:
-    return decoder_batch() | {"latents": torch.randn(4, LATENTS + 2 * MARGIN_CODES, 320)}
+    rows, codes = torch.randn(4, LATENTS + 2 * MARGIN_CODES, 320), torch.zeros(4, LATENTS, dtype=torch.int32)
+    return decoder_batch() | {"latents": rows, "segment_codes": codes}
 
 
 @pytest.mark.parametrize("facts", [StageFacts(warm_start=True), StageFacts(fine_tuning=True)])
@@ -625,6 +626,11 @@ def test_a_decoder_of_mels_trains_its_flow_alone_once_it_has_a_generator(facts: 
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     after = [float(recipe.evaluate(batch, SIZES)["sum"]) for _ in range(2)]
     assert after[0] == after[1] < before  # always with the same noise
+    ends = []
+    for num_codes in (2, 0):  # what follows the end of a clip does not count
+        batch["segment_codes"][:, num_codes:] = -1
+        ends.append(float(recipe.evaluate(batch, SIZES)["sum"]))
+    assert ends[0] not in (0.0, after[0]) and ends[1] == 0
 
 
 def test_a_decoder_of_mels_from_scratch_learns_generator_and_flow() -> None:

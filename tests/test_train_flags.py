@@ -57,6 +57,13 @@ ELSEWHERE = {
     "training.early_stop": "test_trainer.py::test_training_ends_early_when_validations_no_longer_improve",
     "training.log_step": "test_trainer.py::test_reports_validations_and_checkpoints_come_when_they_are_due",
     "training.val_step": "test_trainer.py::test_reports_validations_and_checkpoints_come_when_they_are_due",
+    "training.evaluate_on": ("test_evaluation.py::test_evaluations_on_copies_change_nothing_and_find_the_same"),
+    "training.spoken_sentences": (
+        "test_evaluation.py::test_evaluations_speak_held_out_sentences_and_leave_them_in_the_run"
+    ),
+    "training.best_by": (
+        "test_evaluation.py::test_judges_score_what_is_spoken_and_choose_the_gpt_that_the_decoder_is_trained_on"
+    ),
     "training.save_step": "test_trainer.py::test_reports_validations_and_checkpoints_come_when_they_are_due",
     "training.keep_checkpoints": "test_trainer.py::test_the_newest_and_the_best_checkpoints_are_kept",
     "training.enable_graph_mode": "test_run.py::test_how_a_step_is_run",

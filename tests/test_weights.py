@@ -226,12 +226,16 @@ def test_a_decoder_of_mels_is_known_by_its_weights(
 def test_what_an_export_says_of_itself_is_honoured_and_carried_on(
     model: XTTS, vocabulary: Tokenizer, tmp_path: Path
 ) -> None:
-    known = Provenance(("decoder",), True, max_text_length=40, max_mel_frames=128, languages=("en",))
+    known = Provenance(
+        ("decoder",), True, max_text_length=40, max_mel_frames=128, languages=("en",), text_dropout=0.2
+    )
     save_folder(tmp_path, model, vocabulary, known)
     loaded = load_folder(tmp_path)
     assert loaded.provenance == known
     assert loaded.fresh_parts == ["hifigan_decoder.waveform_decoder"]
-    assert inherited(tmp_path) == {"from_scratch": True, "untrained": ["decoder"], "languages": ["en"]}
+    learnt = {"training.text_dropout": 0.2, "training.code_noise": 0.0}
+    expected = {"from_scratch": True, "untrained": ["decoder"], "languages": ["en"], "trained_with": learnt}
+    assert inherited(tmp_path) == expected
     (tmp_path / "myxtts.json").write_text("[1]")
     with pytest.raises(UnreadableWeights, match=r"myxtts\.json is not what an export wrote"):
         load_folder(tmp_path)

@@ -68,7 +68,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch, *, with_gpus: bool = False) -> None:
     monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_DILATIONS", (1,))
     monkeypatch.setattr(myxtts.data.batches, "SEGMENT_CODES", _SHORT_SEGMENT)
     monkeypatch.setattr(myxtts.pipeline.frontend, "SEGMENT_CODES", _SHORT_SEGMENT)
-    monkeypatch.setattr(myxtts.pipeline.frontend, "FLOW_CODES", 2 * _SHORT_SEGMENT)
+    monkeypatch.setattr(myxtts.data.batches, "FLOW_CODES", 2 * _SHORT_SEGMENT)
     monkeypatch.setattr(myxtts.model.flow, "CHANNELS", 16)
     monkeypatch.setattr(myxtts.pipeline.frontend, "CROP_SAMPLES", 8000)
     monkeypatch.setattr(myxtts.training.recipes, "VARIED_SAMPLES", 6400)

@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from myxtts.errors import NO_PROGRESS
+from myxtts.evaluation import SYNTHESISED, find_judges, summarise
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.synthesis.synthesizer import load_synthesizer
-from myxtts.tools.evaluate import SYNTHESISED, find_judges, score, summarise
+from myxtts.tools.evaluate import score
 
 SEED = 1
 MEASURES = {

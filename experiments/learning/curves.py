@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from myxtts.tools.evaluate import RECONSTRUCTED, RECORDING, SYNTHESISED
+from myxtts.evaluation import RECONSTRUCTED, RECORDING, SYNTHESISED
 
 PANELS = {"wer": "WER", "similarity": "similarity", "mos": "MOS"}
 WIDTH, HEIGHT, LEFT, TOP, GAP = 240, 170, 34, 24, 46

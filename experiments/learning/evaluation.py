@@ -33,6 +33,7 @@ from myxtts.config import STAGES
 from myxtts.data.prepare import prepare
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError, NoProgress
+from myxtts.evaluation import OTHER, RECONSTRUCTED, RECORDING, SYNTHESISED, Judges, held_out_sentences
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.run_dir import RunDir
@@ -40,18 +41,7 @@ from myxtts.settings import load
 from myxtts.synthesis.synthesizer import VocoderName
 from myxtts.synthesis.voices import VoiceEncoder
 from myxtts.tools import evaluate
-from myxtts.tools.evaluate import (
-    ABOUT_FILE,
-    ITEMS_FILE,
-    OTHER,
-    RECONSTRUCTED,
-    RECORDING,
-    SCORES_FILE,
-    SYNTHESISED,
-    Judges,
-    held_out_sentences,
-    score,
-)
+from myxtts.tools.evaluate import ABOUT_FILE, ITEMS_FILE, SCORES_FILE, score
 
 MEASURES = {"wer": "WER", "cer": "CER", "similarity": "similarity", "same_speaker_share": "≥ 0.345", "mos": "MOS"}
 PACKED = (ITEMS_FILE, ABOUT_FILE, SCORES_FILE)

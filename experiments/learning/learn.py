@@ -27,7 +27,7 @@ from training import Deadline, console, train_stage
 
 from myxtts.config import MODEL_SIZES, STAGES
 from myxtts.errors import DatasetError, MyXTTSError
-from myxtts.tools.evaluate import find_judges
+from myxtts.evaluation import find_judges
 
 HAS_ESPEAK = find_spec("espeakng_loader") is not None
 HELD_OUT_OF_ONE = 40

@@ -401,6 +401,13 @@ SEGMENT_CODES = 13
 13 are 56 of its frames: multiples of 8 suit GPUs."""
 FLOW_CODES = 59
 """Codes of the segments that a flow is trained on: 2.7 s, 256 frames. It sees further than the decoder."""
+
+
+def segment_codes(has_flow: bool) -> int:
+    """Codes of the segments of the `decoder` stage."""
+    return FLOW_CODES if has_flow else SEGMENT_CODES
+
+
 MARGIN_CODES = 3
 """Codes on either side of a segment whose latents the decoder's first layer sees: nearly 13 of its frames."""
 TOTALS = ("ids", "targets", "codes", "frames", "clips")

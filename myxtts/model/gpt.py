@@ -383,6 +383,28 @@ class GPT(nn.Module):
         rows = torch.where(present, batch.first_code[:, None] + places, 0)
         return torch.where(present[..., None], self.norms(self.stack(batch)[rows]), 0)
 
+    def alignment(self, batch: PackedBatch) -> Tensor:
+        """How much each code of a batch of one clip attends to each text token, [text, codes].
+
+        Of all heads this is the one whose attention to the text is sharpest; a GPT that reads has a diagonal here.
+        """
+        first, num_codes, found = int(batch.first_code[0]), int(batch.num_codes[0]), list[Tensor]()
+        text, codes = slice(CONDITIONING_TOKENS + 1, first - 1), slice(first, first + num_codes)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = torch.einsum("qhd,khd->hqk", q[codes].float(), k[: codes.stop].float()) / q.shape[-1] ** 0.5
+            future = torch.ones_like(scores[0], dtype=torch.bool).triu(first + 1)
+            found.append(scores.masked_fill(future, -torch.inf).softmax(-1)[..., text])
+            longest = batch.max_length
+            return packed_attention(q, k, v, batch.offsets, batch.offsets, longest, longest, causal=True)
+
+        x = self.embed(batch)
+        for block in self.gpt.h:
+            x = block(x, attend)
+        heads = torch.cat(found)
+        sharpest = int(heads.max(-1).values.mean(-1).argmax())
+        return heads[sharpest].t()
+
     def condition(self, frames: PackedFrames) -> Tensor:
         """Conditioning latents of each clip, [clips, 32, dim]."""
         latents: Tensor = self.conditioning_perceiver(self.conditioning_encoder(frames), frames)

@@ -13,13 +13,15 @@ import contextlib
 import json
 import logging
 import math
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 BOARD = {"max_queue": 1000, "flush_secs": 30}
 """Options of TensorBoard's writer: so many events may wait for the disk before the run does."""
+SAMPLES_FOLDER = "samples"
+"""Folder of a run for what its evaluations spoke, and for their newest pictures."""
 MOST_KEPT = 4000  # step reports that `MetricsTail` keeps; the live view needs no more
 RUN_FILES = (
     "metrics.jsonl", "settings.yaml", "machine.json", "trace.jsonl", "readings.jsonl", "verdict.json",
@@ -91,6 +95,30 @@ class ValidationReport:
         return {f"validation/{name}": value for name, value in self.losses.items()}
 
 
+class Spoken(NamedTuple):
+    """A held-out sentence that an evaluation spoke; files are relative to the folder `samples` of the run."""
+
+    text: str
+    language: str
+    file: str
+    recording: str  # the same sentence, recorded
+    reference: str  # another recording of the speaker, which gave the voice
+    problem: str  # what the quality check says; "" if nothing
+    wave: npt.NDArray[np.float32]  # of 24 kHz
+
+
+@dataclass(frozen=True)
+class JudgeReport:
+    """Mean scores of the sentences that the weights of a step spoke: wer, cer, similarity, mos."""
+
+    stage: str
+    step: int
+    scores: Mapping[str, float]
+
+    def scalars(self) -> dict[str, float]:
+        return {f"judges/{name}": value for name, value in self.scores.items()}
+
+
 class MetricsLog:
     """Writes the reports of one run. Used by one thread, in the first process of a process group."""
 
@@ -121,10 +149,26 @@ class MetricsLog:
     def validation(self, report: ValidationReport) -> None:
         self._write("validation", report)
 
+    def judged(self, report: JudgeReport) -> None:
+        self._write("judged", report)
+
+    def spoken(self, stage: str, step: int, sentences: Sequence[Spoken], rate: int) -> None:
+        """Note the spoken sentences of an evaluation, and add their sound to TensorBoard."""
+        rows = [{name: value for name, value in each._asdict().items() if name != "wave"} for each in sentences]
+        self._append({"kind": "spoken", "stage": stage, "step": step, "sentences": rows})
+        for number, each in enumerate(sentences):
+            wave = np.clip(each.wave, -1, 1)[None]
+            tag = f"spoken/{number}"
+            self._draw(lambda board, tag=tag, wave=wave: board.add_audio(tag, wave, step, rate))  # type: ignore[misc]
+
     def image(self, tag: str, array: npt.NDArray[Any], step: int) -> None:
-        """Show numbers [H, W] as a picture in TensorBoard, in colour, row 0 lowest."""
+        """Show numbers [H, W] as a picture in TensorBoard, row 0 lowest; the page shows the newest of each tag."""
         pixels = colours(array)[::-1]
         self._draw(lambda board: board.add_image(tag, pixels, step, dataformats="HWC"))
+        with contextlib.suppress(OSError):  # the page can do without
+            folder = self.path.parent / SAMPLES_FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{tag.replace('/', '-')}.png").write_bytes(png(pixels))
 
     def code_usage(self, counts: npt.NDArray[Any], step: int) -> None:
         """Show a histogram of how often each code was used."""
@@ -136,7 +180,7 @@ class MetricsLog:
             with contextlib.suppress(OSError):  # the failed write has been reported
                 board.close()
 
-    def _write(self, kind: str, report: StepReport | ValidationReport) -> None:
+    def _write(self, kind: str, report: StepReport | ValidationReport | JudgeReport) -> None:
         if report.stage != self._stage:
             self.begin(report.stage, report.step - 1)
         if self._append({"kind": kind, **vars(report)}):  # if not, the disk is full for TensorBoard too
@@ -223,7 +267,7 @@ class MetricsTail:
         _add_lines(self._kept, complete)
         if len(self._kept) > 2 * MOST_KEPT:
             recent = list(self._kept)[-MOST_KEPT:]
-            old = [key for key in list(self._kept)[:-MOST_KEPT] if key[0] == "validation"]
+            old = [key for key in list(self._kept)[:-MOST_KEPT] if key[0] != "step"]
             self._kept = {key: self._kept[key] for key in [*old, *recent]}
         return list(self._kept.values())
 
@@ -256,6 +300,19 @@ def colours(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.stack([np.interp(level, places, stops[:, channel]) for channel in range(3)], -1).astype(np.uint8)
 
 
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """Return colours [H, W, 3] as a PNG file."""
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    chunks = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
 def _add_scalars(board: SummaryWriter, scalars: Mapping[str, float], step: int) -> None:
     """Write all numbers of a report as one event, because `add_scalar` reopens its file for each."""
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
@@ -282,6 +339,8 @@ class StageHistory:
     seconds: list[float] = field(default_factory=list)
     """Training time of the whole run up to each step report, without pauses."""
     validations: list[tuple[int, float]] = field(default_factory=list)  # step and total loss
+    judged: list[tuple[int, Record]] = field(default_factory=list)  # step and scores
+    spoken: list[tuple[int, Sequence[Any]]] = field(default_factory=list)  # step and sentences
 
     def column(self, name: str) -> Numbers:
         """Return one number of all step reports; `losses.total` for one inside a mapping."""
@@ -325,6 +384,13 @@ def stages_of(records: Iterable[Record]) -> list[StageHistory]:
             losses = record.get("losses")
             loss = losses.get("total") if isinstance(losses, Mapping) else None
             stage.validations.append((record["step"], number(loss)))
+        elif record.get("kind") in ("judged", "spoken"):
+            stage = stages.setdefault(stage.name, stage)
+            scores, sentences = record.get("scores"), record.get("sentences")
+            if isinstance(scores, Mapping):
+                stage.judged.append((record["step"], scores))
+            if isinstance(sentences, list):
+                stage.spoken.append((record["step"], sentences))
         elif record.get("kind") == "step" and (report := step_report(record)) is not None:
             stage = stages.setdefault(stage.name, stage)
             if math.isfinite(report.elapsed_s):  # counts from the start of the stage, or from where it resumed

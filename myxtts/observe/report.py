@@ -7,6 +7,7 @@ its one script only shows the values under the pointer. Panels without data, dam
     RUN/trace.jsonl       spans of some steps               RUN/machine.json      the machine: names and values
     RUN/readings.jsonl    GPU readings                      RUN/verdict.json      the result of `myxtts profile`
     RUN/evaluation/scores.json    the result of `myxtts evaluate`     RUN/sample.wav      a spoken sentence
+    RUN/samples/          what evaluations of the run spoke, and their newest pictures
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 from myxtts.observe.diagnosis import FEWEST_REPORTS, WARMUP_REPORTS, warnings_of
 from myxtts.observe.findings import Finding, overfitting
 from myxtts.observe.metrics import (
+    SAMPLES_FOLDER,
     Numbers,
     Record,
     StageHistory,
@@ -62,6 +64,12 @@ STEP_SPANS = ("train", "update")
 GPU_COLUMNS = ("at_us", "utilisation", "memory_used_mb", "power_w", "sm_clock_mhz", "temperature_c")
 SCORES = ("clips", "wer", "cer", "similarity", "mos", "same_speaker_share")
 
+JUDGED = {
+    "wer": ("Words misheard", "WER of the spoken sentences"),
+    "similarity": ("Similarity to the speaker", "1 is the same"),
+    "mos": ("Quality", "MOS, 5 is excellent"),
+}
+
 Chart = dict[str, Any]  # what `report.html` needs to draw a chart
 Scores = Mapping[str, Mapping[str, float]]  # the mean scores of each set of clips; NaN where no judge gave any
 
@@ -83,6 +91,7 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
         machine=json_object(run_folder / "machine.json"),
         scores=json_object(run_folder / "evaluation" / "scores.json"),
         sound=partial(_sound, run_folder.resolve()),
+        pictures=sorted((run_folder / SAMPLES_FOLDER).glob("*.png")),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.tmp")
@@ -102,6 +111,7 @@ def render_report(
     machine: Record | None = None,
     scores: Record | None = None,
     sound: Callable[[str], str] = lambda _: "",
+    pictures: Sequence[Path] = (),
 ) -> str:
     """Return the page. `records` come from `read_metrics`, `verdict` from `myxtts profile`; `sound` returns the
     URI of an audio file of the run, by its path in there."""
@@ -139,7 +149,8 @@ def render_report(
         rings=[part for part in map(_rings, trained) if part["rows"]],
         training=[(stage.name, charts) for stage in stages if (charts := _training_charts(stage))],
         evaluation=_evaluation(scores or {}, sound),
-        listen=_listen(scores or {}, sound),
+        listen=[*_listen(scores or {}, sound), *(row for stage in stages for row in _spoken(stage, sound))],
+        pictures=[(path.stem.replace("-", ": ", 1), _embedded(path)) for path in pictures],
         machine=machine or {},
         gpus=gpus,
         settings=settings,
@@ -184,6 +195,25 @@ def _listen(scores: Record, sound: Callable[[str], str]) -> list[tuple[str, list
         files = {str(clip.get("set")): sound(f"evaluation/{clip.get('file')}") for clip in same}
         rows.append((str(shown["text"]), list(files.items())))
     return [(text, sounds) for text, sounds in rows if any(uri for _, uri in sounds)]
+
+
+def _spoken(stage: StageHistory, sound: Callable[[str], str]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the sentences that evaluations spoke: the recording first, then as the steps speak it, in order."""
+    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    for step, rows in stage.spoken:
+        for row in [row for row in rows if isinstance(row, Mapping)][:NUM_HEARD]:
+            recorded, file = (f"{SAMPLES_FOLDER}/{row.get(name)}" for name in ("recording", "file"))
+            _, sounds = found.setdefault(recorded, (str(row.get("text")), [("recording", sound(recorded))]))
+            sounds += [(f"{stage.name}, step {step:,}", uri)] if (uri := sound(file)) else []
+    return [row for row in found.values() if len(row[1]) > 1]
+
+
+def _embedded(path: Path) -> str:
+    """Return a picture as a URI; "" if it cannot be read."""
+    try:
+        return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    except OSError:
+        return ""
 
 
 def _findings(verdict: Record, stages: Sequence[StageHistory]) -> Sequence[Any]:
@@ -337,8 +367,13 @@ def _training_charts(stage: StageHistory) -> list[Chart]:
     training = Curve("training", steps, stage.column("losses.total"))
     validation = Curve("validation", validated_at, numbers(loss for _, loss in stage.validations), "dots")
     speed = Curve("clips/s", steps, stage.column("clips_per_s"))
-    loss = line_chart("Loss", "total", [training, validation], "step")
-    return [chart for chart in (loss, line_chart("Throughput", "clips/s", [speed], "step", 0)) if chart]
+    charts = [line_chart("Loss", "total", [training, validation], "step")]
+    judged_at = numbers(step for step, _ in stage.judged)
+    for name, (title, unit) in JUDGED.items():
+        scores = Curve("spoken sentences", judged_at, numbers(found.get(name) for _, found in stage.judged))
+        charts.append(line_chart(title, unit, [scores], "step"))
+    charts.append(line_chart("Throughput", "clips/s", [speed], "step", 0))
+    return [chart for chart in charts if chart]
 
 
 def _time_unit(longest_s: float) -> tuple[float, str]:

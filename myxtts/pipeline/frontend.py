@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, DataSettings, num_frames_of
 from myxtts.data.batches import (
-    FLOW_CODES,
     MARGIN_CODES,
     MAX_CROP_FRAMES,
     MIN_CROP_SAMPLES,
@@ -36,6 +35,7 @@ from myxtts.data.batches import (
     Layout,
     Sizes,
     max_codes,
+    segment_codes,
 )
 from myxtts.devices import CudaGraph, Stream
 from myxtts.model.blocks import offsets_of, segment_of
@@ -105,9 +105,16 @@ class GptFrontend(Frontend):
 
     @torch.no_grad()
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
-        wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
-        for name in ("ids", "num_ids", "num_codes", "weights", "totals"):
+        self.encode_codes(batch, out, sizes, codes_known)
+        for name in ("ids", "num_ids", "weights", "totals"):
             out[name].copy_(batch[name])
+        out["num_frames"].copy_(num_frames_of(batch["crop_samples"]))
+        out["mel"][: sizes.frames].copy_(self._crop_mels(batch, out["num_frames"], sizes.frames))
+
+    def encode_codes(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
+        """Fill the codes of `out` and their numbers."""
+        wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
+        out["num_codes"].copy_(batch["num_codes"])
         if codes_known:
             out["codes"].copy_(batch["codes"])
         else:
@@ -115,8 +122,6 @@ class GptFrontend(Frontend):
                 codes = self._codes(wave, batch, sizes.codes)
             inside = torch.arange(codes.shape[1], device=codes.device) < batch["num_codes"][:, None]
             out["codes"][:, : codes.shape[1]].copy_(torch.where(inside, codes, 0))
-        out["num_frames"].copy_(num_frames_of(batch["crop_samples"]))
-        out["mel"][: sizes.frames].copy_(self._crop_mels(batch, out["num_frames"], sizes.frames))
 
     def used(self, out: Tensors, sizes: Sizes) -> Tensors:
         codes = out["codes"][:, : sizes.samples // SAMPLES_PER_CODE]
@@ -242,7 +247,7 @@ class DecoderFrontend(Frontend):
         self.gpt = None if model.dims.reads_mels else model.gpt
         self.speaker_encoder: nn.Module = model.hifigan_decoder.speaker_encoder  # type: ignore[assignment]
         self.speaker_is_trained, self.speaker_dim = model.speaker_is_trained, model.dims.speaker_dim
-        self.num_codes = FLOW_CODES if model.dims.reads_mels else SEGMENT_CODES
+        self.num_codes = segment_codes(model.dims.reads_mels)
         size, dim = data.batch_size, model.dims.decoder_dim
         if data.cache_latents and self.gpt is not None:
             self.latents, self.keeps = LatentDims(dim, self.speaker_dim), ("codes", "all_latents", "speaker")
@@ -278,7 +283,8 @@ class DecoderFrontend(Frontend):
         """Codes, latents of the segment and its margins, speaker embeddings; all latents for the cache."""
         device, layout = batch["pcm"].device, self.inputs.outputs
         between = layout.tensors(torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
-        self.inputs.encode(batch, between, sizes, codes_known)
+        encode = self.inputs.encode_codes if self.gpt is None else self.inputs.encode
+        encode(batch, between, sizes, codes_known)
         out["codes"].copy_(between["codes"])
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             latents, voices = self._latents(between, sizes)

@@ -643,12 +643,24 @@ def load_synthesizer(
     else:
         model, vocabulary, fresh_parts, known = load_folder(folder)
         choice = usable_vocoder(fresh_parts, vocoder, known.vocoder, model.dims.reads_mels)
-    notes = [choice.note] if choice.note else []
+    return synthesizer_of(model, vocabulary, device, known, choice)
+
+
+def synthesizer_of(
+    model: XTTS,
+    vocabulary: Tokenizer,
+    device: torch.device,
+    known: Provenance,
+    choice: VocoderChoice,
+    capture: bool = True,
+) -> Synthesizer:
+    """A synthesizer that speaks as a model of this origin should."""
     speaks: dict[str, Any] = {
         "vocoder": choice.name,
-        "notes": notes,
+        "notes": [choice.note] if choice.note else [],
         "languages": known.languages,
         "use_phonemes": known.use_phonemes,
+        "capture": capture,
     }
     if known.from_scratch:
         limits = Limits(known.max_text_length, known.max_mel_frames // 4)
@@ -672,7 +684,7 @@ def provenance(run: RunDir) -> Provenance:
     frames = run.started_with().get("data.max_mel_frames") or mel_frames(data)
     known = (data.max_text_length, frames, data.use_phonemes)
     notes = {stage: found.state["notes"] for stage, found in run.newest_notes().items()}
-    learnt = notes.get("gpt", {}).get("trained_with", {})
+    learnt = run.trained_with()
     return Provenance(
         tuple(run.untrained()),
         run.from_scratch,

@@ -416,6 +416,8 @@ class HifiGan:
         """
         self._generator, self._batch_size, self._frames_step = decoder.waveform_decoder, batch_size, frames_step
         flow = self._generator.flow
+        if flow is not None and dvae is None:
+            raise ValueError("a decoder that reads mels needs the DVAE and its mel statistics")
         self.codec = Codec(*dvae, flow) if flow is not None and dvae is not None else None
         weight = self._generator.conv_pre.weight
         is_fast = weight.device.type == "cpu" and len(weight) >= LEAST_CHANNELS and frames_step == 1

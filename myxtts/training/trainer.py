@@ -1,7 +1,7 @@
 """One optimiser step, and the loop that makes a training stage of it.
 
 `Step` is the only place where gradients are accumulated and applied: training and every dry run use it. `Trainer`
-repeats it, validates, reports and saves. Neither can tell one GPU from two, nor knows where batches come from.
+repeats it, evaluates, reports and saves. Neither can tell one GPU from two, nor knows where batches come from.
 Between validations and saves the loop waits for the device only to stay `STEPS_AHEAD` steps ahead of it.
 """
 
@@ -35,7 +35,7 @@ from myxtts.devices import (
 )
 from myxtts.errors import PipelineError
 from myxtts.host import may_pin
-from myxtts.observe.metrics import StepReport, ValidationReport
+from myxtts.observe.metrics import JudgeReport, Spoken, StepReport, ValidationReport
 from myxtts.observe.trace import OFF, StepClock, Trace, idle_share, step_timing
 from myxtts.training.optim import Optimizer
 from myxtts.training.recipes import Recipe
@@ -278,6 +278,27 @@ class StagePlan(NamedTuple):
         return f"  {self.stage:<8} {self.does}{': ' if self.why else ''}{self.why}"
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found about the weights of a step: by the evaluator, later by the judges, or why nothing was."""
+
+    step: int
+    losses: Mapping[str, float] = field(default_factory=dict)
+    pictures: Mapping[str, Tensor] = field(default_factory=dict)
+    spoken: Sequence[Spoken] = ()
+    scores: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""  # why nothing was found
+    unspoken: str = ""  # why no sentences were spoken, though they should be
+    lacks_memory: bool = False  # that is a lack of memory
+
+
+class Evaluator(Protocol):
+    """Evaluates published weights while training goes on."""
+
+    def publish(self, step: int, state: dict[str, Any], is_saved: bool) -> int | None: ...
+    def results(self, wait: bool = False) -> list[Evaluation]: ...
+
+
 class Reporter:
     """Receives how a run goes: override what is of interest, by default nothing happens.
 
@@ -288,6 +309,8 @@ class Reporter:
     step        the measurements of a step have arrived; every `log_step` steps
     validation  the validation clips were evaluated
     picture     an image [height, width] or a histogram [codes] of a validation batch
+    spoken      sentences that the weights of a step speak
+    judged      the judges have scored them
     """
 
     def corpus(self, prepared: PreparedCorpus) -> None: ...
@@ -297,6 +320,8 @@ class Reporter:
     def step(self, report: StepReport) -> None: ...
     def validation(self, report: ValidationReport) -> None: ...
     def picture(self, name: str, picture: Tensor, step: int) -> None: ...
+    def spoken(self, stage: str, step: int, sentences: Sequence[Spoken]) -> None: ...
+    def judged(self, report: JudgeReport) -> None: ...
 
 
 class Feed(Protocol):
@@ -328,7 +353,14 @@ class TrainerContext(Protocol):
     def notes(self) -> Mapping[str, Any]: ...
     @property
     def trained_on(self) -> Mapping[str, str]: ...
-    def validate(self, recipe: Recipe) -> tuple[Mapping[str, float], Mapping[str, Tensor]]: ...
+    @property
+    def evaluates_on(self) -> str: ...
+    def evaluate(self, recipe: Recipe, step: int, speaks: bool) -> Evaluation: ...
+    def evaluator(self, step: Step) -> Evaluator | None: ...
+    def evaluated(self, found: Evaluation) -> None: ...
+    def drop_evaluator(self) -> None: ...
+    def judged(self, wait: bool = False) -> list[Evaluation]: ...
+    def say(self, line: str) -> None: ...
     def stop_requested(self, step: int) -> bool: ...
 
 
@@ -349,6 +381,18 @@ class State:
     stale_validations: int = 0
     done: bool = False
     val_loss: float | None = None  # of this very step
+    pending: int | None = None  # the last step whose weights are being evaluated
+    validated: int | None = None  # the last step whose loss is counted
+
+    def add_loss(self, step: int, loss: float) -> bool:
+        """Count the validation loss of a step; True if it is the best so far."""
+        is_best = loss < self.best_loss
+        self.best_loss = loss if is_best else self.best_loss
+        self.stale_validations = 0 if is_best else self.stale_validations + 1
+        self.validated = step
+        if step == self.step:
+            self.val_loss = loss if math.isfinite(loss) else None
+        return is_best
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -357,13 +401,16 @@ class State:
             "val_loss": self.val_loss,
             "stale_validations": self.stale_validations,
             "done": self.done,
+            "pending": self.pending,
+            "validated": self.validated,
         }
 
     @classmethod
     def from_json(cls, step: int, values: Mapping[str, Any]) -> State:
         best = math.inf if values["best_loss"] is None else float(values["best_loss"])
         known = (values["stale_validations"], values["done"])
-        return cls(step, Cursor(*values["cursor"]), best, *known, val_loss=values.get("val_loss"))
+        later = [values.get(name) for name in ("val_loss", "pending", "validated")]
+        return cls(step, Cursor(*values["cursor"]), best, *known, *later)
 
 
 @dataclass
@@ -387,13 +434,16 @@ class Trainer:
         self._pins: bool | None = None if self._stream.device.type == "cuda" else False
         """True if the host copies are pinned; None before the first."""
         self._started_at, self._first_step = time.perf_counter(), self.state.step
+        self._evaluator: Evaluator | None = None
+        self._has_evaluator = False
 
     def run(self) -> State:
         """Train to the last step, or until a stop is requested; everything is saved on return."""
-        training, state = self._training, self.state
+        training, state, is_stopped = self._training, self.state, False
         self.ctx.reporter.begin(self.ctx.stage, state.step, self.total_steps, self.feed.own_references)
         with self._stream.use():
-            while state.step < self.total_steps and not self._stops_early():
+            self._continue_evaluation()
+            while state.step < self.total_steps and not self._stops_early() and not is_stopped:
                 self.step(self.feed.next, state.step, self._clock)
                 state.step += 1
                 state.done, state.val_loss = False, None  # a finished stage may be prolonged
@@ -406,17 +456,21 @@ class Trainer:
                 # On a GPU also after the first step: lack of memory should show before hours of work.
                 is_first = state.step == 1 and self._stream.handle is not None
                 validates = state.step % training.val_step == 0 or is_last or is_first
-                is_best = validates and self._validate()
-                if state.step % training.save_step == 0 or is_last or is_best:
+                is_best = validates and self._evaluate(here=is_first, speaks=not is_first)
+                if self._saves() or is_best:
                     self._save(done=is_last)
-                if self.ctx.stop_requested(state.step):
-                    break
+                is_stopped = self.ctx.stop_requested(state.step)
             if state.step > self._logged:
                 self._log()
             self._stream.finish()
             self._report_arrived()
-            if not state.done:
+            if state.pending is not None:
+                self.ctx.say(f"Waiting for the evaluation of step {state.pending}")
+            has_news = self._add_evaluations(wait=True)
+            if not state.done or has_news:
                 self._save(done=state.step >= self.total_steps or self._stops_early())
+            if not is_stopped:
+                self._add_judgements(wait=True)
         failure = self.ctx.checkpoints.wait()
         if failure is not None:
             raise PipelineError(
@@ -425,6 +479,9 @@ class Trainer:
             )
         return state
 
+    def _saves(self) -> bool:
+        return self.state.step % self._training.save_step == 0 or self.state.step == self.total_steps
+
     def _log(self) -> None:
         self._scalars.enqueue(self.state.step, self.step.scalars())
         self._logged = self.state.step
@@ -432,6 +489,8 @@ class Trainer:
     def _save(self, done: bool) -> None:
         """Copy everything to the host and let it be written in the background."""
         self.state.done = done
+        if self._depends and self.state.pending not in (None, self.state.step):
+            self._add_evaluations(wait=True)  # a run killed from here on would not have it
         random_states = all_random_states(self.ctx.plan)  # every rank must take part
         if self.ctx.plan.rank > 0:
             return
@@ -445,32 +504,112 @@ class Trainer:
             for tensors, copies in zip(live, self._host_copies, strict=True)
         )
         self._host_copies = (weights, optimizer)
-        about = {"stage": self.ctx.stage, "total_steps": self.total_steps, "trained_on": dict(self.ctx.trained_on)}
-        state = {**self.state.to_json(), **about, "notes": dict(self.ctx.notes())}
-        self.ctx.checkpoints.save(self.state.step, Snapshot(weights, {**optimizer, **random_states}, state))
+        snapshot = Snapshot(weights, {**optimizer, **random_states}, self._saved_state())
+        self.ctx.checkpoints.save(self.state.step, snapshot)
         self._clock.pause()
 
-    def _validate(self) -> bool:
-        """Validate with the averaged weights; True if the loss is the best so far."""
-        ctx, state = self.ctx, self.state
-        if not len(ctx.prepared.val):
+    def _saved_state(self) -> dict[str, Any]:
+        """The state of a checkpoint."""
+        about = {"stage": self.ctx.stage, "total_steps": self.total_steps, "trained_on": dict(self.ctx.trained_on)}
+        return {**self.state.to_json(), **about, "notes": dict(self.ctx.notes())}
+
+    def _evaluate(self, here: bool = False, speaks: bool = True) -> bool:
+        """Evaluate the averaged weights `here`, or publish them to be evaluated; True if they are to be kept.
+
+        A result counts for the step that it was found for. If the run depends on results, that of one evaluation
+        is waited for at the next; otherwise they are taken when they come.
+        """
+        ctx, state, training = self.ctx, self.state, self._training
+        if not len(ctx.prepared.val) or training.evaluate_on == "off":
             return False
-        with self.step.optimizer.swap_ema():
-            losses, pictures = ctx.validate(self.step.recipe)
-        for name, picture in pictures.items():
-            ctx.reporter.picture(f"{ctx.stage}/{name}", picture, state.step)
-        self._clock.pause()
-        state.val_loss = losses["total"] if math.isfinite(losses["total"]) else None
-        is_best = losses["total"] < state.best_loss
-        state.best_loss = losses["total"] if is_best else state.best_loss
-        state.stale_validations = 0 if is_best else state.stale_validations + 1
-        ctx.reporter.validation(ValidationReport(ctx.stage, state.step, losses, is_best))
+        if not here and not self._has_evaluator:
+            self._evaluator, self._has_evaluator = ctx.evaluator(self.step), True
+        self._add_evaluations(wait=self._depends)
+        if self._stops_early():
+            return False
+        if here or self._evaluator is None:
+            with self.step.optimizer.swap_ema():
+                found = ctx.evaluate(self.step.recipe, state.step, speaks)
+            self._clock.pause()
+            return self._add(found) or (training.best_by not in (None, "loss") and bool(found.spoken))
+        if (replaced := self._evaluator.publish(state.step, self._saved_state(), self._saves())) is not None:
+            slow = f"evaluations take longer than the {training.val_step} steps between two of them"
+            ctx.say(f"Step {replaced} is not evaluated, step {state.step} is: {slow}; a larger --val-step helps")
+        state.pending = state.step
+        return False
+
+    @property
+    def _depends(self) -> bool:
+        """True if the run depends on the results of evaluations, or is to be the same each time."""
+        return self._training.early_stop > 0 or self._training.deterministic
+
+    def _continue_evaluation(self) -> None:
+        """Evaluate again what the run was evaluating when it was killed; weights of earlier steps are gone."""
+        step, self.state.pending = self.state.pending, None
+        if step is not None and step == self.state.step:
+            self._evaluate(here=True)
+            if self.state.val_loss is not None:
+                self.ctx.checkpoints.rate(step, {"loss": self.state.val_loss})
+        elif step is not None:
+            self.ctx.say(f"The evaluation of step {step} was lost when the run was killed")
+
+    def _add_evaluations(self, wait: bool = False) -> bool:
+        """Count the results that have come; True if there are any."""
+        found = self._evaluator.results(wait) if self._evaluator is not None else []
+        for each in found:
+            if self.state.pending == each.step:
+                self.state.pending = None
+            self._add(each)
+            if math.isfinite(loss := each.losses.get("total", math.nan)):
+                self.ctx.checkpoints.rate(each.step, {"loss": loss})
+        self._add_judgements()
+        return bool(found)
+
+    def _add_judgements(self, wait: bool = False) -> None:
+        for found in self.ctx.judged(wait):
+            if found.failure:
+                self.ctx.say(f"The sentences of step {found.step} were not judged: {found.failure}")
+                continue
+            self.ctx.checkpoints.rate(found.step, found.scores)
+            self.ctx.reporter.judged(JudgeReport(self.ctx.stage, found.step, found.scores))
+
+    def _add(self, found: Evaluation) -> bool:
+        """Report an evaluation and count its loss; True if it is the best so far."""
+        ctx = self.ctx
+        if found.unspoken:
+            ctx.say(f"The sentences of step {found.step} were not spoken: {found.unspoken}; training goes on")
+        if found.lacks_memory:
+            ctx.say("Too little memory: from here on training waits for evaluations, which speak no sentences")
+            self._evaluator, self.state.pending = None, None
+            ctx.drop_evaluator()
+        if found.failure:
+            cure = "training goes on; --evaluate-on model, cpu or off avoids this"
+            ctx.say(f"The evaluation of step {found.step} failed: {found.failure}; {cure}")
+            return False
+        for name, picture in found.pictures.items():
+            ctx.reporter.picture(f"{ctx.stage}/{name}", picture, found.step)
+        if not math.isfinite(found.losses["total"]):
+            ctx.say(f"The validation loss of step {found.step} is not finite")
+        is_best = self.state.add_loss(found.step, found.losses["total"])
+        ctx.reporter.validation(ValidationReport(ctx.stage, found.step, found.losses, is_best))
+        if found.spoken:
+            ctx.reporter.spoken(ctx.stage, found.step, found.spoken)
+        ctx.evaluated(found)
         return is_best
 
     def _stops_early(self) -> bool:
-        return 0 < self._training.early_stop <= self.state.stale_validations
+        """True if validations no longer improve.
+
+        That is decided at validations. Where training goes on during one, its own result does not count yet: a run
+        ends at the same step, whether it was stopped in between or not.
+        """
+        state, training = self.state, self._training
+        num_stale = state.stale_validations - (self.ctx.evaluates_on != "model" and state.validated == state.step)
+        return state.step % training.val_step == 0 and 0 < training.early_stop <= num_stale
 
     def _report_arrived(self) -> None:
+        if not self._depends:
+            self._add_evaluations()
         for step, values in self._scalars.poll():
             if values["skipped_in_a_row"] >= MAX_SKIPPED:
                 raise PipelineError(
