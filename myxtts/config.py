@@ -221,6 +221,11 @@ class CorpusSource:
     single_speaker: bool = False
 
 
+def format_weight(weight: float) -> str:
+    """Return a weight without loss, whole numbers as such."""
+    return repr(float(weight)).removesuffix(".0")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """The corpus, its preparation, and the pipeline that brings its batches to the GPU."""

@@ -70,16 +70,7 @@ from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.findings import Situation, hints
 from myxtts.pipeline.feed import Streams, build_feed, dvae_key, keep_latents, latents_key
 from myxtts.run_dir import VOCABULARY_FILE, RunDir, StageStatus, inherited, initial_model
-from myxtts.settings import (
-    LoadedSettings,
-    as_loaded,
-    format_weight,
-    how_to_set,
-    specs,
-    to_yaml,
-    value_of,
-    with_settings,
-)
+from myxtts.settings import LoadedSettings, as_loaded, how_to_set, specs, to_yaml, value_of, with_settings
 from myxtts.synthesis.synthesizer import provenance
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.training.optim import Optimizer, Schedule
@@ -100,7 +91,7 @@ MEL_STATISTICS_CLIPS = 256
 BATCH_SPLIT_KEYS = ("data.batch_size", "training.gradient_accumulation_steps", "processes")
 """How the clips of a step are divided: a run may change these as long as their product stays the same."""
 MIXTURE, TEMPERATURE = "corpora and weights", "data.language_temperature"
-ONE_CORPUS = {MIXTURE: "one corpus, each clip once", TEMPERATURE: 1.0}
+ONE_CORPUS: dict[str, Any] = {MIXTURE: "one corpus, each clip once", TEMPERATURE: 1.0}
 """What is written, and assumed of a run that does not say it, where every epoch holds every clip of one corpus."""
 JUDGED = ("wer", "similarity", "mos")
 """The values of `best_by` that the judges find."""
@@ -801,7 +792,7 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
         }
         known |= ONE_CORPUS
         if len(prepared.corpora) > 1 or not prepared.mixture.is_plain:
-            pairs = zip(prepared.corpora, map(format_weight, prepared.weights), strict=True)
+            pairs = zip(prepared.corpora, map(config.format_weight, prepared.weights), strict=True)
             known |= {MIXTURE: ", ".join(map(":".join, pairs)), TEMPERATURE: data.language_temperature}
     given = os.environ.get("WORLD_SIZE", "")  # as torchrun would start it from here
     return known | {"processes": plan.world_size if plan else int(given) if given.isdigit() else 1}

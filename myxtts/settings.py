@@ -246,16 +246,11 @@ def format_source(source: CorpusSource) -> str:
     """Return a corpus as a flag names it."""
     text = _path_text(source.folder)
     text += "/" if ":" in text else ""
-    options = [format_weight(source.weight)] if source.weight != 1 else []
+    options = [config.format_weight(source.weight)] if source.weight != 1 else []
     options += [f"language={source.language}"] if source.language else []
     options += [f"speakers={source.speakers}"] if source.speakers else []
     options += ["single-speaker"] if source.single_speaker else []
     return ":".join([text, *([",".join(options)] if options else [])])
-
-
-def format_weight(weight: float) -> str:
-    """Return a weight without loss, whole numbers as such."""
-    return repr(float(weight)).removesuffix(".0")
 
 
 def _path_text(path: Path) -> str:

@@ -310,19 +310,17 @@ def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
     if prepared.set_aside:
         show_lines([f"Each clip set aside is listed in {set_aside_list(prepared.root)}"])
     if not brief and (unnamed := prepared.unnamed_corpora):
-        where, give = "", "train with --single-speaker"
-        if len(prepared.corpora) > 1:
-            where, give = f"In {', '.join(unnamed)}: ", "give the folder as DIR:single-speaker"
+        has_several = len(prepared.corpora) > 1
+        where = f"In {', '.join(unnamed)}: " if has_several else ""
+        give = "give the folder as DIR:single-speaker" if has_several else "train with --single-speaker"
         show_lines([f"Hint: {where}{NO_SPEAKERS.format(give=give)}"])
     show_lines([f"Ready: cache in {prepared.root}"])
 
 
 def _show_shares(shares: Sequence[Share], prepared: PreparedCorpus) -> None:
     """Print hours and shares of corpora, languages and speakers, where there are several."""
-    weights, table = (
-        dict(zip(prepared.corpora, prepared.weights, strict=True)),
-        _table("", "", "clips>", "hours>", ""),
-    )
+    weights = dict(zip(prepared.corpora, prepared.weights, strict=True))
+    table = _table("", "", "clips>", "hours>", "")
     for kind in dict.fromkeys(share.kind for share in shares):
         parts = [share for share in shares if share.kind == kind]
         rest = parts[_MOST_SHARES:] if len(parts) > _MOST_SHARES + 1 else []
@@ -333,9 +331,8 @@ def _show_shares(shares: Sequence[Share], prepared: PreparedCorpus) -> None:
             table.add_row(kind, name, str(part.num_clips), f"{part.hours:.2f}", about)
         if rest:
             clips, hours, share = (sum(values) for values in list(zip(*rest, strict=True))[2:])
-            table.add_row(
-                kind, f"{len(rest)} others", str(clips), f"{hours:.2f}", f"{100 * share:.1f} % of an epoch"
-            )
+            about = f"{100 * share:.1f} % of an epoch"
+            table.add_row(kind, f"{len(rest)} others", str(clips), f"{hours:.2f}", about)
     if table.row_count:
         _console().print(table)
     if not prepared.mixture.is_plain:

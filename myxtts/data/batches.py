@@ -171,7 +171,8 @@ class Batches:
 
     def _find_budget(self) -> int:
         """Return the smallest budget that every epoch fits within a few of its `_ATTEMPTS` arrangements."""
-        drawn = self._mixture and self._mixture.longest_epoch(self._num_tokens, _DEVIATIONS)
+        mixture = self._mixture
+        drawn = None if mixture is None else mixture.longest_epoch(self._num_tokens, _DEVIATIONS)
         epochs = range(16 if self._num_clips < 5000 else 2)
         totals = [self._num_tokens[self._arrange(epoch, 0, drawn)[0]].sum(axis=1) for epoch in epochs]
         largest = float(np.quantile([batch_totals.max() for batch_totals in totals], 0.75))

@@ -27,15 +27,7 @@ import xxhash
 
 from myxtts import __version__, audio
 from myxtts.audio import DECODE_VERSION, LIBRARIES
-from myxtts.config import (
-    HOP_SAMPLES,
-    LANGUAGES,
-    PREPARE_KEYS,
-    SAMPLE_RATE,
-    CorpusSource,
-    DataSettings,
-    Settings,
-)
+from myxtts.config import HOP_SAMPLES, LANGUAGES, PREPARE_KEYS, SAMPLE_RATE, CorpusSource, DataSettings, Settings
 from myxtts.data.clips import (
     LIMITS,
     ClipSet,

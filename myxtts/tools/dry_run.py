@@ -20,7 +20,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -67,17 +66,14 @@ WARM_UP_STEPS = 3  # steps before the measured ones: compiling, capturing, filli
 STEADY_SHARE = 0.03
 """Share of the batches that may come from buffers filled beforehand without hiding a slow feed."""
 MAX_STEADY_STEPS = 2000
-ROWS_PER_WRITE = 1024
+ROWS_PER_WRITE, CODES_FOLDER = 1024, "myxtts-dry-run-"
 STEP_RANGE = "myxtts step"  # the name of a step in PyTorch's profiler
-
-
-_temporary_folder = partial(tempfile.TemporaryDirectory[str], prefix="myxtts-dry-run-")
 
 
 @contextlib.contextmanager
 def temporary_codes(prepared: PreparedCorpus, inside: str | None = None) -> Iterator[PreparedCorpus]:
     """The corpus with a temporary folder for codes: the user's cache is not for those of untrained weights."""
-    with _temporary_folder(dir=inside) as folder:
+    with tempfile.TemporaryDirectory(prefix=CODES_FOLDER, dir=inside) as folder:
         yield replace(prepared, root=Path(folder), other_roots=[])
 
 
@@ -335,7 +331,7 @@ def try_out_apart(
 ) -> Trial:
     """The same in a process of its own, or in several as torchrun starts them, which are ended after `limit_s`."""
     context, answer = multiprocessing.get_context("spawn"), None
-    folder = _temporary_folder()  # for theirs, which they cannot remove if they are ended
+    folder = tempfile.TemporaryDirectory(prefix=CODES_FOLDER)  # here: processes that are ended leave theirs
     pipes = [context.Pipe(duplex=False) for _ in range(num_processes)]
     places = _places(num_processes) if num_processes > 1 else [{}]
     common = (folder.name, settings, stage, num_steps)

@@ -397,9 +397,7 @@ def time_text(clips: Sequence[Clip], data: DataSettings, prepared: PreparedCorpu
     return TextAnalysis(spelled, encoded, detect_ms, len({clip.text for clip in clips}))
 
 
-def time_decoding(
-    corpora: Sequence[Corpus], data: DataSettings, num_files: int = SAMPLED_FILES
-) -> dict[str, float]:
+def time_decoding(corpora: Sequence[Corpus], data: DataSettings, num_files: int) -> dict[str, float]:
     """Milliseconds that decoding takes, by file; without files that cannot be decoded."""
     options, taken_ms = DecodeOptions.of(data), {}
     clips = [c._replace(path=str(corpus.folder / c.path)) for corpus in corpora for c in corpus.clips]
@@ -414,7 +412,7 @@ def time_decoding(
 def time_audio(corpora: Sequence[Corpus], dry_run: DryRun, num_batches: int) -> AudioAnalysis:
     """Time decoding files and gathering batches."""
     data = dry_run.settings.data
-    decoded_ms = time_decoding(corpora, data)
+    decoded_ms = time_decoding(corpora, data, SAMPLED_FILES)
     gatherer, batch = build_gatherer(dry_run.ctx, dry_run.ctx.prepared.train), _host_batch(dry_run)
     jobs = gatherer.jobs(Cursor(), num_batches=num_batches)
     gathered = Timing.of(_duration_ms(partial(gatherer.fill, batch, job)) for job in jobs)
