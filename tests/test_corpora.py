@@ -526,8 +526,8 @@ def test_latents_are_kept_for_clips_that_the_first_epoch_does_not_hold(
 
 
 def test_evaluation_and_samples_find_clips_of_every_corpus(two: tuple[Path, Path]) -> None:
-    from myxtts.synthesis.synthesizer import example
     from myxtts.evaluation import _unseen_texts
+    from myxtts.synthesis.synthesizer import example
 
     write_corpus(two[1], ["A long one that is chosen for the sample of the run."], first=20, seconds=4.0)
     data = together(two, val_fraction=0.3)
