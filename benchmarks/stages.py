@@ -102,6 +102,8 @@ WAYS = (
 def step_ms(way: Way, size: str, profiled: bool, steps: int = 8) -> float:
     """Median time of the decoder's step on one random batch, in bf16, captured."""
     device, dims = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), SIZES[size]
+    if dims.reads_mels:
+        raise SystemExit(f"--layouts compares adversarial steps; the decoder of {size} trains a flow instead")
     torch.manual_seed(0)
     torch._dynamo.reset()
     torch.backends.cudnn.benchmark = way.tried

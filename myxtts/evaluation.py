@@ -473,7 +473,7 @@ def _mel(wave: Wave) -> Tensor:
 
 
 class _Closed(Exception):
-    """The thread was told to end while it worked."""
+    """The evaluator was closed during an evaluation."""
 
 
 def with_speech(

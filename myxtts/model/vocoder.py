@@ -133,7 +133,7 @@ class Generator(nn.Module):
         self, in_channels: int, initial_channels: int, speaker_dim: int, *, reads_mels: bool = False
     ) -> None:
         super().__init__()
-        self.reads_mels, in_channels = reads_mels, HIFIGAN_MEL.num_mels if reads_mels else in_channels
+        in_channels = HIFIGAN_MEL.num_mels if reads_mels else in_channels
         widths = [initial_channels >> (level + 1) for level in range(len(UPSAMPLE_RATES))]
         self.flow = MelFlow(speaker_dim) if reads_mels else None
         self.conv_pre = nn.Conv1d(in_channels, initial_channels, 7, padding=3)
@@ -148,6 +148,10 @@ class Generator(nn.Module):
         self.conv_post = nn.Conv1d(widths[-1], 1, 7, padding=3, bias=False)
         self.cond_layer = nn.Conv1d(speaker_dim, initial_channels, 1)
         self.conds = nn.ModuleList(nn.Conv1d(speaker_dim, width, 1) for width in widths)
+
+    @property
+    def reads_mels(self) -> bool:
+        return self.flow is not None
 
     def forward(self, frames: Tensor, g: Tensor) -> Tensor:
         return self.body(self.conv_pre(frames), g)
