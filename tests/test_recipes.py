@@ -601,8 +601,8 @@ def test_the_first_layer_learns_what_hifigans_own_returns() -> None:
     assert distances[-1] < 0.9 * distances[0]
 
 
-def mel_batch() -> Batch:
-    rows, codes = torch.randn(4, LATENTS + 2 * MARGIN_CODES, 320), torch.zeros(4, LATENTS, dtype=torch.int32)
+def mel_batch(dim: int) -> Batch:
+    rows, codes = torch.randn(4, LATENTS + 2 * MARGIN_CODES, 320 + dim), torch.zeros(4, LATENTS, dtype=torch.int32)
     return decoder_batch() | {"latents": rows, "segment_codes": codes}
 
 
@@ -610,7 +610,7 @@ def mel_batch() -> Batch:
 def test_a_decoder_of_mels_trains_its_flow_alone_once_it_has_a_generator(facts: StageFacts) -> None:
     dims = replace(MODEL_SIZES["tiny"], decoder_input="mel", vocoder_channels=16, speaker_dim=4)
     model = XTTS(dims).requires_grad_(False)
-    recipe, batch = DecoderRecipe.build(model, Settings(), facts), mel_batch()
+    recipe, batch = DecoderRecipe.build(model, Settings(), facts), mel_batch(dims.gpt.dim)
     recipe.begin_step(0)
     before, losses = float(recipe.evaluate(batch, SIZES)["sum"]), []
     optimizer = Optimizer(recipe, 1e-3, Schedule(0, None), betas=recipe.betas)
@@ -634,7 +634,7 @@ def test_a_decoder_of_mels_trains_its_flow_alone_once_it_has_a_generator(facts: 
 
 
 def test_a_decoder_of_mels_from_scratch_learns_generator_and_flow() -> None:
-    recipe, batch = make("decoder", reads_mels=True, facts=StageFacts(total_steps=100)), mel_batch()
+    recipe, batch = make("decoder", reads_mels=True, facts=StageFacts(total_steps=100)), mel_batch(8)
     for step, names in ((0, {"flow", "mel_loss", "stft"}), (40, {"flow", "mel_loss", "disc", "gen_adv"})):
         recipe.begin_step(step)
         losses = run(recipe, batch)

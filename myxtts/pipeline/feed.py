@@ -31,6 +31,7 @@ from myxtts.data.batches import (
     References,
     host_layout,
     packed_tokens,
+    segment_codes,
 )
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.codes import CodesCache
@@ -414,10 +415,12 @@ def build_gatherer(ctx: FeedContext, clips: ClipSet, once: bool = False) -> Gath
     cache, references = None, _references(ctx, clips)
     if ctx.stage == "decoder" and data.cache_latents:
         cache = _open_latents(ctx, clips, references)
-        return Gatherer(clips, batches, data, seed, cache, references, _latent_dims(ctx))
+        dims = _latent_dims(ctx)
+        return Gatherer(clips, batches, data, seed, cache, references, dims, dims.segment)
     if FRONTENDS[ctx.stage].uses_codes:
         cache = open_codes(ctx, clips)
-    return Gatherer(clips, batches, data, seed, cache, references)
+    segment = segment_codes(ctx.stage == "decoder" and ctx.model.dims.reads_mels)
+    return Gatherer(clips, batches, data, seed, cache, references, segment=segment)
 
 
 def _references(ctx: FeedContext, clips: ClipSet) -> References:
@@ -445,7 +448,8 @@ def _open_latents(ctx: FeedContext, clips: ClipSet, references: References) -> C
 
 
 def _latent_dims(ctx: FeedContext) -> LatentDims:
-    return LatentDims(ctx.model.dims.gpt.dim, ctx.model.dims.speaker_dim)
+    dims = ctx.model.dims
+    return LatentDims(dims.gpt.dim, dims.speaker_dim, segment_codes(dims.reads_mels))
 
 
 def keep_latents(ctx: FeedContext, say: Callable[[str], None]) -> bool:
