@@ -111,7 +111,7 @@ def decoder_batch(seed: int = 0, num_clips: int = 4) -> Batch:
     }
 
 
-def make(name: str, reads_mels: bool = False, **options: object) -> Recipe:
+def make(name: str, reads_mels: bool = False, channels: int = 16, **options: object) -> Recipe:
     torch.manual_seed(0)
     recipe: Recipe
     if name == "gpt":
@@ -121,7 +121,7 @@ def make(name: str, reads_mels: bool = False, **options: object) -> Recipe:
         recipe = DvaeRecipe(dvae, **options)
         recipe.before_first_step(dvae_batch())
     else:
-        sizes = {"decoder_input_dim": 8, "upsample_initial_channel": 16, "d_vector_dim": 4}
+        sizes = {"decoder_input_dim": 8, "upsample_initial_channel": channels, "d_vector_dim": 4}
         vocoder = HifiGanDecoder(**sizes, reads_mels=reads_mels)
         vocoder.speaker_encoder = SpeakerEncoder(proj_dim=4, num_filters=(8, 8, 8, 8))
         discriminators = Discriminators(
@@ -653,7 +653,8 @@ def test_a_decoder_of_mels_from_scratch_learns_generator_and_flow() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_steps_never_wait_for_the_device_and_compile_once(name: str, compiled: bool) -> None:
-    plain, recipe = make(name), make(name).cuda()
+    # With 2 channels cuDNN and the compiler disagree about the layout of gradients; no size has fewer than 8.
+    plain, recipe = make(name, channels=128), make(name, channels=128).cuda()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = torch.compile(recipe, fullgraph=True, dynamic=False) if compiled else recipe

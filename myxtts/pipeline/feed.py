@@ -412,15 +412,13 @@ def build_gatherer(ctx: FeedContext, clips: ClipSet, once: bool = False) -> Gath
     tokens = packed_tokens(clips.num_ids, clips.num_samples)
     mixture = ctx.prepared.mixture if clips is ctx.prepared.train and not once else None
     batches = Batches(tokens, data.batch_size, seed, plan.rank, plan.world_size, mixture)
-    cache, references = None, _references(ctx, clips)
+    cache, references, latents = None, _references(ctx, clips), None
     if ctx.stage == "decoder" and data.cache_latents:
-        cache = _open_latents(ctx, clips, references)
-        dims = _latent_dims(ctx)
-        return Gatherer(clips, batches, data, seed, cache, references, dims, dims.segment)
-    if FRONTENDS[ctx.stage].uses_codes:
+        cache, latents = _open_latents(ctx, clips, references), _latent_dims(ctx)
+    elif FRONTENDS[ctx.stage].uses_codes:
         cache = open_codes(ctx, clips)
     segment = segment_codes(ctx.stage == "decoder" and ctx.model.dims.reads_mels)
-    return Gatherer(clips, batches, data, seed, cache, references, segment=segment)
+    return Gatherer(clips, batches, data, seed, cache, references, latents, segment)
 
 
 def _references(ctx: FeedContext, clips: ClipSet) -> References:

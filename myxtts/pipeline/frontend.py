@@ -104,16 +104,11 @@ class GptFrontend(Frontend):
 
     @torch.no_grad()
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
-        self._encode_codes(batch, out, sizes, codes_known)
-        for name in ("ids", "num_ids", "weights", "totals"):
+        for name in ("ids", "num_ids", "num_codes", "weights", "totals"):
             out[name].copy_(batch[name])
         out["num_frames"].copy_(num_frames_of(batch["crop_samples"]))
         out["mel"][: sizes.frames].copy_(self._crop_mels(batch, out["num_frames"], sizes.frames))
-
-    def _encode_codes(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
-        """Fill the codes of `out` and their numbers."""
         wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
-        out["num_codes"].copy_(batch["num_codes"])
         if codes_known:
             out["codes"].copy_(batch["codes"])
         else:
@@ -288,7 +283,7 @@ class DecoderFrontend(Frontend):
             out[name].copy_(batch[name])
 
     def _encode_latents(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> Tensor:
-        """Latents of the segment and its margins; writes codes, speaker embeddings, and all latents to be cached."""
+        """Latents of the segment and its margins; writes codes, speaker embeddings, and all latents to cache."""
         device, layout = batch["pcm"].device, self.inputs.outputs
         between = layout.tensors(torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
         self.inputs.encode(batch, between, sizes, codes_known)
