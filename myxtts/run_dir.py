@@ -413,7 +413,8 @@ def inherited(source: Path | None) -> dict[str, Any]:
         return {"from_scratch": True, "untrained": list(STAGES), "languages": []}
     run = RunDir(source)
     if run.exists:
-        known = Provenance(tuple(run.untrained()), run.from_scratch, languages=tuple(run.languages()))
+        about = {"languages": tuple(run.languages()), "guidance": run.started_with().get("guidance", 0.0)}
+        known = Provenance(tuple(run.untrained()), run.from_scratch, **about)
         learnt = run.trained_with()
     else:
         known = Provenance.read(source)
@@ -422,4 +423,4 @@ def inherited(source: Path | None) -> dict[str, Any]:
     languages = known.languages or (Tokenizer.load(source).languages if has_vocabulary else ())
     untrained = list(known.untrained)
     facts = {"from_scratch": known.from_scratch, "untrained": untrained, "languages": sorted(languages)}
-    return facts | {"trained_with": learnt}
+    return facts | {"trained_with": learnt, "guidance": known.guidance}
