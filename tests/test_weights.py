@@ -19,6 +19,7 @@ from myxtts.checkpoints import UnreadableWeights, read_tensors, require_match, w
 from myxtts.errors import DatasetError
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims, canonical_names, dims_of
 from myxtts.run_dir import inherited
+from myxtts.synthesis.synthesizer import sampling_for
 from myxtts.text.tokenizer import Tokenizer, extend, train
 from myxtts.weights import Provenance, fits_coqui, load_folder, read_folder, save_compact, save_folder
 
