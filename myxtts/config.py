@@ -67,7 +67,7 @@ STAGE_PARTS = {
 """The parts of the model that each training stage trains, the main one first; stages in the order of training."""
 STAGES = tuple(STAGE_PARTS)
 BUILDS_ON: Mapping[str, tuple[str, ...]] = {"gpt": ("dvae",), "decoder": ("dvae", "speaker", "gpt")}
-"""The earlier stages whose weights a stage may be trained on (`RunDir.builds_on`); others need none."""
+"""The earlier stages whose weights a stage is trained on; others need none."""
 MIN_SPEAKERS = 8
 """Speakers with two clips or more from which a run from scratch trains the speaker encoder."""
 

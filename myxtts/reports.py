@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from myxtts import __version__
-from myxtts.config import LANGUAGES, MIN_SPEAKERS, STAGES, Settings, stage_steps, stages_of
+from myxtts.config import BUILDS_ON, LANGUAGES, MIN_SPEAKERS, STAGES, Settings, stage_steps, stages_of
 from myxtts.data.clips import PreparedCorpus
 from myxtts.devices import Machine, make_plan
 from myxtts.errors import ConfigError, MyXTTSError
@@ -227,7 +227,7 @@ def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
         flags[stage] = "--early-stop" if run.status(stage).step < ends[stage][0] else flags[stage]
     for flag in dict.fromkeys(flags.values()):
         longer = next(stage for stage in stages if flags[stage] == flag)
-        over = [stage for stage in stages if longer in run.builds_on(stage)]
+        over = [stage for stage in stages if longer in BUILDS_ON.get(stage, ())]
         then = f", then {' and '.join(over)} start{'s' * (len(over) == 1)} over" if over else ""
         yield f"  a larger {flag}: {longer} continues{then}"
     if training.stages and settings.data.train_data is not None:  # the demonstration chooses its stages itself
@@ -237,7 +237,7 @@ def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
             yield f"  without --stages: {does}"
     possible = [stage for stage in STAGES if stage != "speaker" or prepared.num_speakers >= MIN_SPEAKERS]
     other = next((stage for stage in possible if stage not in stages and not run.has_checkpoint(stage)), "gpt")
-    later = [stage for stage in STAGES if other in run.builds_on(stage) and run.has_checkpoint(stage)]
+    later = [stage for stage in STAGES if other in BUILDS_ON.get(stage, ()) and run.has_checkpoint(stage)]
     stale = f"; {' and '.join(later)} {'is' if len(later) == 1 else 'are'} then stale" if later else ""
     if not run.has_checkpoint(other):
         yield f"  --stages {other}: trains {other}{stale}"

@@ -26,6 +26,7 @@ from torch import Tensor
 from myxtts import config
 from myxtts.checkpoints import Checkpoints, LoadedCheckpoint, Notes, UnreadableWeights, require_same
 from myxtts.config import (
+    BUILDS_ON,
     DECODER_EMA_DECAY,
     FINE_TUNING,
     LANGUAGES,
@@ -180,7 +181,7 @@ def _to_continue(run_dir: RunDir, stage: str, trained_on: Mapping[str, str]) -> 
     loaded = run_dir.checkpoints(stage).newest()
     if loaded is None or loaded.notes.was_trained_on(trained_on):
         return loaded
-    for earlier in run_dir.builds_on(stage):
+    for earlier in BUILDS_ON.get(stage, ()):
         if run_dir.checkpoints(earlier).newest_is_damaged:
             damaged = (
                 f"The newest checkpoint of {earlier} in {run_dir.folder} is damaged: {stage} was trained on it."
@@ -272,8 +273,7 @@ def with_stages(settings: Settings, prepared: PreparedCorpus, say: Say = _silent
     if "speaker" in stages and num_speakers < MIN_SPEAKERS:
         raise ConfigError(f"--stages speaker: {why}. Leave it out: the decoder can do without it")
     if training.stages is None and "decoder" in stages and "speaker" not in stages:
-        source = "mels" if SIZES[settings.model.size].reads_mels else "GPT"
-        say(f"Stage speaker is left out: {why}. The decoder takes voices from the {source} instead")
+        say(f"Stage speaker is left out: {why}. The decoder takes voices from the GPT instead")
     return replace(settings, training=replace(training, stages=stages)) if "speaker" in stages else settings
 
 
@@ -653,7 +653,7 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
         ctx.say("Codebook: frozen, so that its codes keep their meaning; --codebook trained changes it")
     peak = peak_clips_per_s(ctx, step)
     if ctx.stage == "decoder" and data.cache_latents:
-        is_worth_it = not model.dims.reads_mels and total * clips_per_step(ctx) >= len(ctx.prepared.train)
+        is_worth_it = total * clips_per_step(ctx) >= len(ctx.prepared.train)
         if not (is_worth_it and keep_latents(ctx, ctx.say)):
             ctx.settings = with_settings(ctx.settings, {"data.cache_latents": False})
         barrier(plan)  # each rank has computed its share

@@ -197,14 +197,9 @@ class RunDir:
         corpora = ", ".join(str(source.folder) for source in settings.data.sources)
         return RunSummary(self.folder, stages, again, *about, corpora, saved_at)
 
-    def builds_on(self, stage: str) -> list[str]:
-        """The earlier stages whose weights a stage is trained on; a decoder of mels does without the GPT."""
-        unused = ("gpt",) if stage == "decoder" and self.dims().reads_mels else ()
-        return [earlier for earlier in BUILDS_ON.get(stage, ()) if earlier not in unused]
-
     def fingerprints(self, stage: str) -> dict[str, str]:
         """The fingerprints of the stages that this one builds on, as they are loaded."""
-        loaded = {name: self.checkpoints(name).used() for name in self.builds_on(stage)}
+        loaded = {name: self.checkpoints(name).used() for name in BUILDS_ON.get(stage, ())}
         return {name: INITIAL if found is None else found.notes.fingerprint for name, found in loaded.items()}
 
     @property
@@ -418,7 +413,8 @@ def inherited(source: Path | None) -> dict[str, Any]:
         return {"from_scratch": True, "untrained": list(STAGES), "languages": []}
     run = RunDir(source)
     if run.exists:
-        known = Provenance(tuple(run.untrained()), run.from_scratch, languages=tuple(run.languages()))
+        about = {"languages": tuple(run.languages()), "guidance": run.started_with().get("guidance", 0.0)}
+        known = Provenance(tuple(run.untrained()), run.from_scratch, **about)
         learnt = run.trained_with()
     else:
         known = Provenance.read(source)
@@ -427,4 +423,4 @@ def inherited(source: Path | None) -> dict[str, Any]:
     languages = known.languages or (Tokenizer.load(source).languages if has_vocabulary else ())
     untrained = list(known.untrained)
     facts = {"from_scratch": known.from_scratch, "untrained": untrained, "languages": sorted(languages)}
-    return facts | {"trained_with": learnt}
+    return facts | {"trained_with": learnt, "guidance": known.guidance}

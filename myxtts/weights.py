@@ -87,6 +87,7 @@ class Provenance:
     languages: tuple[str, ...] = ()  # those that the GPT was trained on; empty if they are not known
     text_dropout: float = 0.0  # share of the texts dropped in training: if any were, guidance works
     code_noise: float = 0.0  # share of the codes replaced in training: the distributions are flat
+    guidance: float = 0.0  # that it is meant to speak with; 0: the usual one
 
     @classmethod
     def read(cls, folder: Path) -> Provenance:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings, num_codes_of
 from myxtts.data.batches import (
+    SEGMENT_CODES,
     Batches,
     Cursor,
     Gatherer,
@@ -29,6 +30,7 @@ from myxtts.data.batches import (
     fit,
     host_layout,
     packed_tokens,
+    segment_codes,
 )
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
@@ -53,7 +55,7 @@ SMALL = XTTSDims(
     speaker_dim=16,
     speaker_filters=(8, 8, 8, 8),
 )
-LATENTS = LatentDims(latent=SMALL.gpt.dim, speaker=SMALL.speaker_dim)
+LATENTS = LatentDims(latent=SMALL.gpt.dim, speaker=SMALL.speaker_dim, segment=SEGMENT_CODES)
 SPEECH = DataSettings(batch_size=3, max_mel_frames=330, max_text_length=24, cache_latents=False)
 """Up to 3.8 seconds, so that some reference voices are longer than half a clip; 330 frames are no whole codes."""
 SHORT = DataSettings(batch_size=3, max_mel_frames=66, max_text_length=24, cache_latents=False)
@@ -153,7 +155,10 @@ class Corpus:
 
     def gatherer(self, codes: CodesCache | None = None, data: DataSettings | None = None) -> Gatherer:
         latents = LATENTS if codes is not None and codes.kind == "latents" else None
-        return Gatherer(self.clips, self.batches, data or self.data, SEED, codes, self.references, latents)
+        segment = segment_codes(self.model.dims.reads_mels)
+        return Gatherer(
+            self.clips, self.batches, data or self.data, SEED, codes, self.references, latents, segment
+        )
 
     def feed(
         self,

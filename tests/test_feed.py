@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from pipeline_fixtures import (
+    LATENTS,
     PLANS,
     SEED,
     SHORT,
@@ -161,19 +162,22 @@ def latents_alone(corpus: Corpus, clip: int, mel: Tensor) -> Tensor:
 def check_decoder(corpus: Corpus, batch: Read, job: GatherJob) -> None:
     """Latents, sound and voice against those of every clip alone."""
     clips, num_samples = job.plan.clips, corpus.clips.num_samples[job.plan.clips]
-    pieces = segments(SEED, 0, clips, num_codes_of(num_samples), SEGMENT_CODES)
+    length = FLOW_CODES if corpus.model.dims.reads_mels else SEGMENT_CODES
+    pieces = segments(SEED, 0, clips, num_codes_of(num_samples), length)
     references = references_alone(corpus, clips, 0)
     encoder = corpus.model.hifigan_decoder.speaker_encoder
     for slot, mel in enumerate(crop_mels_alone(corpus, clips, 0)):
-        clip, piece, length = int(clips[slot]), int(pieces[slot]), SEGMENT_CODES
-        latents, after = latents_alone(corpus, clip, mel), 0.0
+        clip, piece = int(clips[slot]), int(pieces[slot])
+        latents = latents_alone(corpus, clip, mel)
+        silence = torch.zeros(latents.shape[1])
         if corpus.model.dims.reads_mels:
-            codes, length = codes_alone(corpus, clip)[None].long(), FLOW_CODES
-            piece = piece * max(codes.shape[1] - length, 0) // max(codes.shape[1] - SEGMENT_CODES, 1)
-            latents, after = corpus.model.dvae.mel_rows(codes, corpus.model.mel_stats)[0], math.log(1e-5)
+            codes = codes_alone(corpus, clip)[None].long()
+            mels = corpus.model.dvae.mel_rows(codes, corpus.model.mel_stats)[0]
+            silence = torch.cat([torch.full((mels.shape[1],), math.log(1e-5)), silence])
+            latents = torch.cat([mels, latents], 1)
         places = torch.arange(piece - MARGIN_CODES, piece + length + MARGIN_CODES)
         repeated = latents[places.clamp(0, len(latents) - 1)]
-        expected = torch.where((places < len(latents) + MARGIN_CODES)[:, None], repeated, after)
+        expected = torch.where((places < len(latents) + MARGIN_CODES)[:, None], repeated, silence)
         torch.testing.assert_close(batch.tensors["latents"][slot], expected, rtol=1e-3, atol=1e-4)
         alone, sound = wave_alone(corpus, clip), batch.tensors["wave"][slot]
         before, after = torch.zeros(1, MARGIN_CODES * SAMPLES_PER_CODE), torch.zeros(1, 2 * len(sound))
@@ -182,7 +186,7 @@ def check_decoder(corpus: Corpus, batch: Read, job: GatherJob) -> None:
         expected = resample(whole, 24000)[0, first : first + len(sound)]
         torch.testing.assert_close(sound[64:-64], expected[64:-64], rtol=1e-4, atol=1e-5)
         heard = references[slot].repeat(1, 20)[:, : 3 * SAMPLE_RATE]
-        voice = encoder(resample(heard, 16000), l2_norm=True)[0] * corpus.model.speaker_is_trained
+        voice = encoder(resample(heard, 16000), l2_norm=True)[0]
         torch.testing.assert_close(batch.tensors["speaker"][slot], voice, rtol=1e-3, atol=1e-4)
 
 
@@ -190,7 +194,7 @@ def check_decoder(corpus: Corpus, batch: Read, job: GatherJob) -> None:
 def test_what_the_decoder_learns_from_equals_every_clip_heard_alone(
     speech: Corpus, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("myxtts.data.batches", "myxtts.pipeline.frontend", __name__):
+    for module in ("myxtts.data.batches", "pipeline_fixtures", __name__):
         monkeypatch.setattr(f"{module}.SEGMENT_CODES", length)
     with speech.feed(make_frontend=DecoderFrontend, num_batches=EPOCH) as feed:
         batches = read(feed)
@@ -199,16 +203,12 @@ def test_what_the_decoder_learns_from_equals_every_clip_heard_alone(
         check_decoder(speech, batch, job)
 
 
-@pytest.mark.parametrize("speaker_is_trained", [True, False])
-def test_mels_for_the_decoder_need_no_gpt(
-    speech: Corpus, speaker_is_trained: bool, monkeypatch: pytest.MonkeyPatch
+def test_mels_for_the_decoder_equal_every_clip_heard_alone(
+    speech: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("myxtts.data.batches", __name__):  # shorter than some clips, longer than others
         monkeypatch.setattr(f"{module}.FLOW_CODES", 24)
     mels = reading_mels(speech)
-    mels.model.speaker_is_trained = speaker_is_trained
-    frontend = DecoderFrontend(mels.model, replace(speech.data, cache_latents=True), 100)
-    assert frontend.gpt is None and frontend.latents is None
     with mels.feed(make_frontend=DecoderFrontend, num_batches=2) as feed:
         for batch, job in zip(read(feed), jobs(mels, 2), strict=True):
             check_decoder(mels, batch, job)
@@ -303,11 +303,15 @@ def test_the_decoder_gets_the_same_from_loose_shapes(speech: Corpus) -> None:
             torch.testing.assert_close(loose.tensors[name], static.tensors[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", PLANS)
+@pytest.mark.parametrize(("mode", "reads_mels"), [*((mode, False) for mode in PLANS), ("buffered", True)])
 def test_latents_are_computed_once_and_then_read(
-    speech: Corpus, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    speech: Corpus, mode: str, reads_mels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In later epochs other segments are cut from them; references stay those of the first."""
+    if reads_mels:
+        speech = reading_mels(speech)
+        monkeypatch.setattr("myxtts.data.batches.FLOW_CODES", 24)
+        monkeypatch.setattr("pipeline_fixtures.LATENTS", LATENTS._replace(segment=24))
     computed, compute = [], DecoderFrontend._encode_latents
     monkeypatch.setattr(DecoderFrontend, "_encode_latents", lambda *given: computed.append(1) or compute(*given))
     data = replace(SPEECH, cache_latents=True)

@@ -111,7 +111,7 @@ def decoder_batch(seed: int = 0, num_clips: int = 4) -> Batch:
     }
 
 
-def make(name: str, reads_mels: bool = False, **options: object) -> Recipe:
+def make(name: str, reads_mels: bool = False, channels: int = 16, **options: object) -> Recipe:
     torch.manual_seed(0)
     recipe: Recipe
     if name == "gpt":
@@ -121,7 +121,7 @@ def make(name: str, reads_mels: bool = False, **options: object) -> Recipe:
         recipe = DvaeRecipe(dvae, **options)
         recipe.before_first_step(dvae_batch())
     else:
-        sizes = {"decoder_input_dim": 8, "upsample_initial_channel": 16, "d_vector_dim": 4}
+        sizes = {"decoder_input_dim": 8, "upsample_initial_channel": channels, "d_vector_dim": 4}
         vocoder = HifiGanDecoder(**sizes, reads_mels=reads_mels)
         vocoder.speaker_encoder = SpeakerEncoder(proj_dim=4, num_filters=(8, 8, 8, 8))
         discriminators = Discriminators(
@@ -601,8 +601,8 @@ def test_the_first_layer_learns_what_hifigans_own_returns() -> None:
     assert distances[-1] < 0.9 * distances[0]
 
 
-def mel_batch() -> Batch:
-    rows, codes = torch.randn(4, LATENTS + 2 * MARGIN_CODES, 320), torch.zeros(4, LATENTS, dtype=torch.int32)
+def mel_batch(dim: int) -> Batch:
+    rows, codes = torch.randn(4, LATENTS + 2 * MARGIN_CODES, 320 + dim), torch.zeros(4, LATENTS, dtype=torch.int32)
     return decoder_batch() | {"latents": rows, "segment_codes": codes}
 
 
@@ -610,7 +610,7 @@ def mel_batch() -> Batch:
 def test_a_decoder_of_mels_trains_its_flow_alone_once_it_has_a_generator(facts: StageFacts) -> None:
     dims = replace(MODEL_SIZES["tiny"], decoder_input="mel", vocoder_channels=16, speaker_dim=4)
     model = XTTS(dims).requires_grad_(False)
-    recipe, batch = DecoderRecipe.build(model, Settings(), facts), mel_batch()
+    recipe, batch = DecoderRecipe.build(model, Settings(), facts), mel_batch(dims.gpt.dim)
     recipe.begin_step(0)
     before, losses = float(recipe.evaluate(batch, SIZES)["sum"]), []
     optimizer = Optimizer(recipe, 1e-3, Schedule(0, None), betas=recipe.betas)
@@ -634,7 +634,7 @@ def test_a_decoder_of_mels_trains_its_flow_alone_once_it_has_a_generator(facts: 
 
 
 def test_a_decoder_of_mels_from_scratch_learns_generator_and_flow() -> None:
-    recipe, batch = make("decoder", reads_mels=True, facts=StageFacts(total_steps=100)), mel_batch()
+    recipe, batch = make("decoder", reads_mels=True, facts=StageFacts(total_steps=100)), mel_batch(8)
     for step, names in ((0, {"flow", "mel_loss", "stft"}), (40, {"flow", "mel_loss", "disc", "gen_adv"})):
         recipe.begin_step(step)
         losses = run(recipe, batch)
@@ -653,7 +653,8 @@ def test_a_decoder_of_mels_from_scratch_learns_generator_and_flow() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_steps_never_wait_for_the_device_and_compile_once(name: str, compiled: bool) -> None:
-    plain, recipe = make(name), make(name).cuda()
+    # With 2 channels cuDNN and the compiler disagree about the layout of gradients; no size has fewer than 8.
+    plain, recipe = make(name, channels=128), make(name, channels=128).cuda()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = torch.compile(recipe, fullgraph=True, dynamic=False) if compiled else recipe

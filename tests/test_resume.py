@@ -193,18 +193,6 @@ def test_a_stage_prolonged_alone_leaves_the_later_ones_stale(start: Start) -> No
     assert "its first 2 steps used the learning rates of a shorter run" in start.out
 
 
-def test_a_decoder_of_mels_stays_when_the_gpt_is_prolonged(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], decoder_input="mel"))
-    run = start("--max-steps 1")
-    assert "The decoder takes voices from the mels instead" in start.out
-    assert not any(path.name.startswith("latents") for path in start.folder.rglob("*"))
-    start("--max-steps 2 --stages gpt")
-    assert "decoder  stale" not in start.out and "decoder is then stale" not in start.out
-    assert RunDir(run).status("decoder").state == "complete"
-    start("--max-steps 3 --stages dvae")
-    assert "decoder  stale, and left as it is: it builds on dvae, which changes" in start.out
-
-
 # Signals, from outside
 
 

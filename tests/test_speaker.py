@@ -261,10 +261,11 @@ def test_cuda_equals_cpu(
 @pytest.mark.parametrize("flags", ["--disable-xla-compilation", ""], ids=["captured", "compiled"])
 def test_the_stage_is_captured_on_a_gpu(flags: str, tmp_path: Path, start: Start) -> None:
     corpus = people(tmp_path / "corpus", MIN_SPEAKERS)
-    run = start(f"--stages speaker --batch-size 8 --max-steps 40 --val-data {corpus} {flags}", "run", corpus)
+    command = f"--stages speaker --batch-size 8 --max-steps 40 --val-data {corpus}"
+    eager = start(f"{command} --disable-xla-compilation --disable-graph-mode", "eager", corpus)
+    run = start(f"{command} {flags}", "run", corpus)
     assert "captured as a CUDA graph" in start.out
-    found = losses(run, "speaker")
-    assert sum(found[-5:]) < sum(found[:5])
+    assert losses(run, "speaker")[:5] == pytest.approx(losses(eager, "speaker")[:5], rel=0.25)
     weights = newest(run, "speaker").weights
     assert all(value.isfinite().all() for value in weights.values())
     tracked = weights["hifigan_decoder.speaker_encoder.bn1.num_batches_tracked"]

@@ -58,7 +58,7 @@ def mel_model() -> XTTS:
     """A model whose decoder reads the mels of its DVAE; its codes differ."""
     model = make_model(decoder_input="mel").eval().requires_grad_(False)
     flow = model.hifigan_decoder.waveform_decoder.flow
-    for weight in (*model.dvae.decoder.parameters(), *flow.last.parameters()):
+    for weight in (*model.dvae.decoder.parameters(), *flow.last.parameters(), flow.latents.weight):
         weight.normal_(std=0.3)
     model.mel_stats.copy_(torch.linspace(0.5, 2, 80))
     return model
@@ -132,7 +132,7 @@ def test_a_drawn_frame_depends_on_the_frames_within_the_reach_of_the_flow(mel_mo
     flow, speaker = mel_model.hifigan_decoder.waveform_decoder.flow, SPEAKER[None, :, None]
     for block in flow.blocks:
         block.outer.weight.normal_()
-    given = torch.randn(1, 80, 2 * REACH + 20)
+    given = torch.randn(1, 80 + mel_model.dims.gpt.dim, 2 * REACH + 20)
     changed = given.clone()
     changed[0, :, REACH + 10] += 5
     differs = (flow.draw(given, speaker) != flow.draw(changed, speaker))[0].any(0).nonzero()
@@ -146,7 +146,7 @@ def test_pieces_of_a_decoder_of_mels_equal_the_whole(mel_model: XTTS, chunk_code
     decoder = mel_model.hifigan_decoder
     vocoder, sentences = HifiGan(decoder, 2, dvae=(mel_model.dvae, mel_model.mel_stats)), []
     for length in (23, 91):
-        sentences.append(Generated(torch.randint(64, (length,)), torch.zeros(length, 64)))
+        sentences.append(Generated(torch.randint(64, (length,)), torch.randn(length, 64)))
     waves = vocoder.waves(sentences, [SPEAKER, SPEAKER], speed, NO_PROGRESS.advance)
     for sentence, whole in zip(sentences, waves, strict=True):
         pieces = streamed(vocoder, sentence, chunk_codes, speed)
@@ -154,7 +154,8 @@ def test_pieces_of_a_decoder_of_mels_equal_the_whole(mel_model: XTTS, chunk_code
         is_short = chunk_codes > 20 or len(sentence.codes) < 50
         assert is_short or len(pieces[-2]) > 0, "it does not wait for the end"
         if speed == 1:
-            rows = mel_model.dvae.mel_rows(sentence.codes[None], mel_model.mel_stats)
+            mels = mel_model.dvae.mel_rows(sentence.codes[None], mel_model.mel_stats)
+            rows = torch.cat([mels, sentence.latents[None]], 2)
             expected = decoder(rows, SPEAKER[None, :, None])[0, 0]
             assert expected.std() > 1e-4
             torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-3)

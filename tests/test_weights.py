@@ -19,6 +19,7 @@ from myxtts.checkpoints import UnreadableWeights, read_tensors, require_match, w
 from myxtts.errors import DatasetError
 from myxtts.model.xtts import SIZES, XTTS, XTTSDims, canonical_names, dims_of
 from myxtts.run_dir import inherited
+from myxtts.synthesis.synthesizer import sampling_for
 from myxtts.text.tokenizer import Tokenizer, extend, train
 from myxtts.weights import Provenance, fits_coqui, load_folder, read_folder, save_compact, save_folder
 
@@ -227,7 +228,13 @@ def test_what_an_export_says_of_itself_is_honoured_and_carried_on(
     model: XTTS, vocabulary: Tokenizer, tmp_path: Path
 ) -> None:
     known = Provenance(
-        ("decoder",), True, max_text_length=40, max_mel_frames=128, languages=("en",), text_dropout=0.2
+        ("decoder",),
+        True,
+        max_text_length=40,
+        max_mel_frames=128,
+        languages=("en",),
+        text_dropout=0.2,
+        guidance=1.5,
     )
     save_folder(tmp_path, model, vocabulary, known)
     loaded = load_folder(tmp_path)
@@ -235,7 +242,8 @@ def test_what_an_export_says_of_itself_is_honoured_and_carried_on(
     assert loaded.fresh_parts == ["hifigan_decoder.waveform_decoder"]
     learnt = {"training.text_dropout": 0.2, "training.code_noise": 0.0}
     expected = {"from_scratch": True, "untrained": ["decoder"], "languages": ["en"], "trained_with": learnt}
-    assert inherited(tmp_path) == expected
+    assert inherited(tmp_path) == expected | {"guidance": 1.5}
+    assert sampling_for(known, model).guidance == 1.5
     (tmp_path / "myxtts.json").write_text("[1]")
     with pytest.raises(UnreadableWeights, match=r"myxtts\.json is not what an export wrote"):
         load_folder(tmp_path)

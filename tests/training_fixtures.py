@@ -67,7 +67,6 @@ def shrink(monkeypatch: pytest.MonkeyPatch, *, with_gpus: bool = False) -> None:
     monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_KERNELS", (3,))
     monkeypatch.setattr(myxtts.model.vocoder, "RESBLOCK_DILATIONS", (1,))
     monkeypatch.setattr(myxtts.data.batches, "SEGMENT_CODES", _SHORT_SEGMENT)
-    monkeypatch.setattr(myxtts.pipeline.frontend, "SEGMENT_CODES", _SHORT_SEGMENT)
     monkeypatch.setattr(myxtts.data.batches, "FLOW_CODES", 2 * _SHORT_SEGMENT)
     monkeypatch.setattr(myxtts.model.flow, "CHANNELS", 16)
     monkeypatch.setattr(myxtts.pipeline.frontend, "CROP_SAMPLES", 8000)

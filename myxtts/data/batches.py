@@ -421,6 +421,7 @@ class LatentDims(NamedTuple):
 
     latent: int  # of the latent of each code, in bf16
     speaker: int  # of the speaker embedding, in float32
+    segment: int  # codes of the part of a clip that is read
 
     def row_lengths(self, num_codes: Rows) -> Rows:
         """The length of each clip's row, in units of two bytes."""
@@ -449,7 +450,7 @@ def host_layout(data: DataSettings, reference: bool = True, latents: LatentDims 
     if reference:
         fields["reference"] = Field((size, min(MAX_CROP_SAMPLES, longest)), "int16")
     if latents is not None:
-        fields["latents"] = Field((size, SEGMENT_CODES + 2 * MARGIN_CODES, latents.latent), "int16")
+        fields["latents"] = Field((size, latents.segment + 2 * MARGIN_CODES, latents.latent), "int16")
         fields["speaker"] = Field((size, latents.speaker), "float32")
     fields |= {"weights": Field((size,), "float32"), "totals": Field((len(TOTALS),), "float32")}
     return Layout(fields)
@@ -504,10 +505,12 @@ class Gatherer:
         codes: CodesCache | None = None,
         references: References | None = None,
         latents: LatentDims | None = None,
+        segment: int | None = None,
     ) -> None:
         """Without `references` every clip is its own. With `latents`, `codes` is a cache of these."""
         self._source, self.batches, self._data, self._seed = source, batches, data, seed
         self.codes, self.references, self.latents = codes, references or References(source), latents
+        self._segment = SEGMENT_CODES if segment is None else segment
         self._num_samples, self._num_ids = source.num_samples, source.num_ids
         self._num_codes = num_codes_of(self._num_samples)
         self.frame_budget = frame_budget(batches, self.references, seed)
@@ -543,7 +546,7 @@ class Gatherer:
         batch["num_codes"][:] = num_codes
         batch["crop_samples"][:] = chosen.samples
         batch["voices"][:] = self.references.voices[clips]
-        batch["segments"][:] = segments(self._seed, plan.epoch, clips, num_codes, SEGMENT_CODES)
+        batch["segments"][:] = segments(self._seed, plan.epoch, clips, num_codes, self._segment)
         if known and cache is not None and self.latents is not None:
             self._read_latents(batch, cache, self.latents, clips)
         batch["clips"][:], batch["weights"][:], batch["totals"][:] = clips, plan.weights, job.totals

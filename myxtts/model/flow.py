@@ -1,7 +1,10 @@
 """The flow that turns the DVAE's mels into HiFi-GAN's: what the codes leave open is drawn, not averaged.
 
-    mels of the DVAE, interpolated to 24 kHz [B, 80, F] ─┐
-    noise [B, 80, F] ─ velocity network, STEPS times ────┴─► mels of HiFi-GAN [B, 80, F]
+    mels of the DVAE and latents of the GPT, interpolated to 24 kHz [B, 80 + dim, F] ─┐
+    noise [B, 80, F] ─ velocity network, STEPS times ─────────────────────────────────┴─► mels of HiFi-GAN
+
+A code stands for 46 ms of speech in 12 bits, which is not enough for every consonant. The GPT's latents know the
+text and the reference voice, so they say which one it is.
 
 A network that is trained to return the mel itself returns the mean of all mels that the codes allow, which sounds
 muffled. This one is trained by conditional flow matching (Lipman et al. 2023): it returns the direction of the
@@ -34,40 +37,46 @@ _NOISE_FRAMES = 8192
 
 
 class MelFlow(nn.Module):
-    """The velocity network, and draws from it. Mels are [B, 80, F], speaker embeddings [B, speaker_dim, 1]."""
+    """The velocity network, and draws from it.
 
-    def __init__(self, speaker_dim: int) -> None:
+    `given` are the DVAE's mels and the GPT's latents, [B, 80 + latent_dim, F]; HiFi-GAN's mels are [B, 80, F],
+    speaker embeddings [B, speaker_dim, 1].
+    """
+
+    def __init__(self, latent_dim: int, speaker_dim: int) -> None:
         super().__init__()
         mels = DVAE_MEL.num_mels
-        self.first = nn.Linear(2 * mels, CHANNELS)
+        self.first, self.latents = nn.Linear(2 * mels, CHANNELS), nn.Linear(latent_dim, CHANNELS, bias=False)
         self.time, self.speaker = nn.Linear(TIME_CHANNELS, CHANNELS), nn.Linear(speaker_dim, CHANNELS)
         self.blocks = nn.ModuleList(_Block(dilation) for dilation in DILATIONS)
         self.norm = nn.LayerNorm(CHANNELS)
         self.last = nn.Linear(CHANNELS, mels)
-        for parameter in self.last.parameters():
+        for parameter in (*self.last.parameters(), self.latents.weight):
             nn.init.zeros_(parameter)
 
     def forward(self, mel: Tensor, time: Tensor, given: Tensor, g: Tensor) -> Tensor:
-        """The velocity at `time` [B], 0 for noise and 1 for mels; `given` are the DVAE's mels, normalised."""
+        """The velocity at `time` [B], 0 for noise and 1 for mels; `given` is normalised."""
         angles = time[:, None] * torch.exp(torch.arange(TIME_CHANNELS // 2, device=mel.device) * 0.25)
         times = torch.cat([angles.sin(), angles.cos()], 1)
         # An embedding has length 1; its channels should be about as large as those of the time.
         condition = F.silu(self.time(times) + self.speaker(g.squeeze(2) * math.sqrt(g.shape[1])))
-        x = self.first(torch.cat([mel, given], 1).mT)
+        x = self.first(torch.cat([mel, given[:, : mel.shape[1]]], 1).mT) + self.latents(
+            given[:, mel.shape[1] :].mT
+        )
         for block in self.blocks:
             x = block(x, condition)
         velocity: Tensor = self.last(self.norm(x)).mT
         return velocity
 
     def loss(self, target: Tensor, given: Tensor, g: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Squared error of the velocity, [B, 80, F]; `target` are mels of HiFi-GAN, `given` those of the DVAE."""
+        """Squared error of the velocity, [B, 80, F]; `target` are mels of HiFi-GAN."""
         mel, place = (target.float() - TARGET_MEAN) / TARGET_SCALE, time[:, None, None]
         between = torch.lerp(noise, mel, place)
         velocity: Tensor = self(between, time, normalised(given), g)
         return (velocity.float() - (mel - noise)).square()
 
     def draw(self, given: Tensor, g: Tensor, first_frame: int = 0) -> Tensor:
-        """Mels of HiFi-GAN in place of the DVAE's; frame i has the noise of frame `first_frame` + i."""
+        """Mels of HiFi-GAN; frame i has the noise of frame `first_frame` + i."""
         noise = noise_of(given.shape[2], first_frame).to(given.device)
         mel, given = noise.expand(len(given), -1, -1), normalised(given)
         for step in range(STEPS):
@@ -97,8 +106,9 @@ class _Block(nn.Module):
 
 
 def normalised(given: Tensor) -> Tensor:
-    """Log-mels of the DVAE's kind with a mean of about 0 and a deviation of about 1."""
-    return (given.float() - GIVEN_MEAN) / GIVEN_SCALE
+    """The DVAE's log-mels with a mean of about 0 and a deviation of about 1, as the GPT's latents have them."""
+    mels, latents = given.float().tensor_split([DVAE_MEL.num_mels], 1)
+    return torch.cat([(mels - GIVEN_MEAN) / GIVEN_SCALE, latents], 1)
 
 
 @cache

@@ -1,7 +1,7 @@
 """The vocoder (GPT latents and a speaker embedding to a waveform), its discriminators, and the speaker encoder.
 
     latents [B, T, 1024] ─ ×4 ─► mel-frame rate ─ ×24000/22050 ─► 24 kHz frames ─ generator ×256 ─► [B, 1, N]
-    mels [B, T, 4 × 80] ─ unfold ─► mel-frame rate ─ the same, with a flow before the generator (`model.flow`)
+    mels and latents [B, T, 4 × 80 + 512] ─► mel-frame rate ─ the same, with a flow (`model.flow`) in between
 
 The generator is HiFi-GAN's (Kong et al. 2020, V1 widths, residual blocks of type 1) with the speaker embedding
 added to its input and after every upsampling. Because of the two interpolations an input frame stands for 256
@@ -51,7 +51,7 @@ class HifiGanDecoder(nn.Module):
         d_vector_dim: int = 512,
         reads_mels: bool = False,
     ) -> None:
-        """With `reads_mels` the latents are the mels of `DVAE.mel_rows`, whatever `decoder_input_dim` is."""
+        """With `reads_mels` each latent follows the mels of its code (`DVAE.mel_rows`)."""
         super().__init__()
         sizes = (upsample_initial_channel, d_vector_dim)
         self.waveform_decoder = Generator(decoder_input_dim, *sizes, reads_mels=reads_mels)
@@ -65,12 +65,14 @@ class HifiGanDecoder(nn.Module):
 
     @staticmethod
     def frames(latents: Tensor, are_mels: bool = False) -> Tensor:
-        """Latents [B, T, C] to the generator's input [B, C, num_frames(T)], or mels [B, T, 4 C].
+        """Latents [B, T, C] to the generator's input [B, C, num_frames(T)].
+
+        With `are_mels`: mels and latents [B, T, 4 M + C] to the flow's, [B, M + C, num_frames(T)].
 
         Frame i belongs to samples 256 i to 256 i + 255 of the output, so both can be cropped at the same place.
         """
         if are_mels:
-            frames = latents.reshape(len(latents), -1, DVAE_MEL.num_mels).transpose(1, 2)
+            frames = unfolded(latents).transpose(1, 2)
         else:
             frames = F.interpolate(latents.transpose(1, 2), scale_factor=_FRAMES_PER_LATENT, mode="linear")
         # By a factor, not to a size: the factor is exact, the number of frames is rounded down.
@@ -88,6 +90,13 @@ class HifiGanDecoder(nn.Module):
                 del module.parametrizations
                 module.__class__ = module.__class__.__bases__[0]
                 module.weight = nn.Parameter(weight.detach(), weight.requires_grad)
+
+
+def unfolded(rows: Tensor) -> Tensor:
+    """Mels and latents of codes [..., T, 4 M + C] as frames [..., 4 T, M + C], where a latent is repeated."""
+    channels, per_code = DVAE_MEL.num_mels, SAMPLES_PER_CODE // HOP_SAMPLES
+    mels, latents = rows.tensor_split([per_code * channels], -1)
+    return torch.cat([mels.reshape(*rows.shape[:-2], -1, channels), latents.repeat_interleave(per_code, -2)], -1)
 
 
 def num_frames(num_latents: int) -> int:
@@ -126,17 +135,19 @@ def spectral_distance(real: Tensor, fake: Tensor) -> Tensor:
 class Generator(nn.Module):
     """HiFi-GAN's generator with a speaker embedding: frames [B, C, F] to samples [B, 1, 256 F].
 
-    With `reads_mels` the frames are HiFi-GAN's own mels, and `flow` draws these from mels of the DVAE's kind.
+    With `reads_mels` the frames are HiFi-GAN's own mels, and `flow` draws these from the DVAE's mels and latents
+    of `in_channels`.
     """
 
     def __init__(
         self, in_channels: int, initial_channels: int, speaker_dim: int, *, reads_mels: bool = False
     ) -> None:
         super().__init__()
-        in_channels = HIFIGAN_MEL.num_mels if reads_mels else in_channels
         widths = [initial_channels >> (level + 1) for level in range(len(UPSAMPLE_RATES))]
-        self.flow = MelFlow(speaker_dim) if reads_mels else None
-        self.conv_pre = nn.Conv1d(in_channels, initial_channels, 7, padding=3)
+        self.flow = MelFlow(in_channels, speaker_dim) if reads_mels else None
+        self.conv_pre = nn.Conv1d(
+            HIFIGAN_MEL.num_mels if reads_mels else in_channels, initial_channels, 7, padding=3
+        )
         self.ups = nn.ModuleList(
             _normed(nn.ConvTranspose1d(2 * width, width, kernel, stride=rate, padding=(kernel - rate) // 2))
             for width, kernel, rate in zip(widths, UPSAMPLE_KERNELS, UPSAMPLE_RATES, strict=True)
@@ -152,6 +163,13 @@ class Generator(nn.Module):
     @property
     def reads_mels(self) -> bool:
         return self.flow is not None
+
+    @property
+    def row_channels(self) -> int:
+        """Channels of what is read for each code."""
+        if self.flow is None:
+            return self.conv_pre.in_channels
+        return DVAE_MEL.num_mels * SAMPLES_PER_CODE // HOP_SAMPLES + self.flow.latents.in_features
 
     def forward(self, frames: Tensor, g: Tensor) -> Tensor:
         return self.body(self.conv_pre(frames), g)

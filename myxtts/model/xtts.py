@@ -2,7 +2,7 @@
 
     reference audio ─ conditioning network ─► voice latents        reference audio ─► speaker embedding
     text ids, voice latents ─ GPT ─► codes and their latents ─ vocoder, speaker embedding ─► waveform
-    with `decoder_input` "mel": codes ─ DVAE ─► mel ─ flow, speaker embedding ─► mel ─ vocoder ─► waveform
+    with `decoder_input` "mel": codes ─ DVAE ─► mel ─ flow, latents, speaker embedding ─► mel ─ vocoder ─► waveform
     training: audio ─ mel ─ DVAE ─► codes, the GPT's targets
 
 Composition only: the module does not know files, devices or tokenizers.
@@ -42,7 +42,7 @@ class XTTSDims:
     speaker_dim: int = 512
     speaker_filters: tuple[int, ...] = (32, 64, 128, 256)
     decoder_input: Literal["latents", "mel"] = "latents"
-    """What the vocoder reads: the GPT's latents, or the mel that the DVAE decodes, which needs no GPT."""
+    """What the vocoder reads: the GPT's latents, or a mel that a flow draws from these and the DVAE's mel."""
 
     @property
     def reads_mels(self) -> bool:
@@ -51,7 +51,7 @@ class XTTSDims:
     @property
     def decoder_dim(self) -> int:
         """Channels of the vocoder's input, per code."""
-        return FRAMES_PER_CODE * self.gpt.mel_channels if self.reads_mels else self.gpt.dim
+        return self.gpt.dim + (FRAMES_PER_CODE * self.gpt.mel_channels if self.reads_mels else 0)
 
     def with_vocabulary(self, text_tokens: int, start_text: int, stop_text: int) -> XTTSDims:
         """The same sizes with another text vocabulary."""

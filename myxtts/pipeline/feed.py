@@ -31,6 +31,7 @@ from myxtts.data.batches import (
     References,
     host_layout,
     packed_tokens,
+    segment_codes,
 )
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.codes import CodesCache
@@ -411,13 +412,13 @@ def build_gatherer(ctx: FeedContext, clips: ClipSet, once: bool = False) -> Gath
     tokens = packed_tokens(clips.num_ids, clips.num_samples)
     mixture = ctx.prepared.mixture if clips is ctx.prepared.train and not once else None
     batches = Batches(tokens, data.batch_size, seed, plan.rank, plan.world_size, mixture)
-    cache, references = None, _references(ctx, clips)
+    cache, references, latents = None, _references(ctx, clips), None
     if ctx.stage == "decoder" and data.cache_latents:
-        cache = _open_latents(ctx, clips, references)
-        return Gatherer(clips, batches, data, seed, cache, references, _latent_dims(ctx))
-    if FRONTENDS[ctx.stage].uses_codes:
+        cache, latents = _open_latents(ctx, clips, references), _latent_dims(ctx)
+    elif FRONTENDS[ctx.stage].uses_codes:
         cache = open_codes(ctx, clips)
-    return Gatherer(clips, batches, data, seed, cache, references)
+    segment = segment_codes(ctx.stage == "decoder" and ctx.model.dims.reads_mels)
+    return Gatherer(clips, batches, data, seed, cache, references, latents, segment)
 
 
 def _references(ctx: FeedContext, clips: ClipSet) -> References:
@@ -445,7 +446,8 @@ def _open_latents(ctx: FeedContext, clips: ClipSet, references: References) -> C
 
 
 def _latent_dims(ctx: FeedContext) -> LatentDims:
-    return LatentDims(ctx.model.dims.gpt.dim, ctx.model.dims.speaker_dim)
+    dims = ctx.model.dims
+    return LatentDims(dims.gpt.dim, dims.speaker_dim, segment_codes(dims.reads_mels))
 
 
 def keep_latents(ctx: FeedContext, say: Callable[[str], None]) -> bool:

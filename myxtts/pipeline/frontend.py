@@ -26,7 +26,6 @@ from myxtts.data.batches import (
     MARGIN_CODES,
     MAX_CROP_FRAMES,
     MIN_CROP_SAMPLES,
-    SEGMENT_CODES,
     TOTALS,
     Block,
     Field,
@@ -105,16 +104,11 @@ class GptFrontend(Frontend):
 
     @torch.no_grad()
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
-        self.encode_codes(batch, out, sizes, codes_known)
-        for name in ("ids", "num_ids", "weights", "totals"):
+        for name in ("ids", "num_ids", "num_codes", "weights", "totals"):
             out[name].copy_(batch[name])
         out["num_frames"].copy_(num_frames_of(batch["crop_samples"]))
         out["mel"][: sizes.frames].copy_(self._crop_mels(batch, out["num_frames"], sizes.frames))
-
-    def encode_codes(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
-        """Fill the codes of `out` and their numbers."""
         wave = pcm_to_wave(batch["pcm"][:, : sizes.samples], batch["num_samples"])
-        out["num_codes"].copy_(batch["num_codes"])
         if codes_known:
             out["codes"].copy_(batch["codes"])
         else:
@@ -232,7 +226,7 @@ def _looped(wave: Tensor, lengths: Tensor, width: int, starts: Tensor | None = N
 class DecoderFrontend(Frontend):
     """Latents of the frozen GPT for a segment of every clip, the segment at 24 kHz, and the speaker embedding.
 
-    For a decoder that reads mels, those that the frozen DVAE decodes are the latents, and nothing needs the GPT.
+    For a decoder that reads mels, those that the frozen DVAE decodes stand before the latents.
 
     The latents have a margin of MARGIN_CODES on either side, in which the first and the last of the clip are
     repeated. Also the codes of the segment, -1 after the end of the clip.
@@ -244,18 +238,21 @@ class DecoderFrontend(Frontend):
     def __init__(self, model: XTTS, data: DataSettings, frame_budget: int, autocast: bool = False) -> None:
         super().__init__(model, data, frame_budget, autocast)
         self.inputs = GptFrontend(model, data, frame_budget, autocast)
-        self.gpt = None if model.dims.reads_mels else model.gpt
+        self.gpt, self.reads_mels = model.gpt, model.dims.reads_mels
         self.speaker_encoder: nn.Module = model.hifigan_decoder.speaker_encoder  # type: ignore[assignment]
         self.speaker_is_trained, self.speaker_dim = model.speaker_is_trained, model.dims.speaker_dim
-        self.num_codes = segment_codes(model.dims.reads_mels)
-        size, dim = data.batch_size, model.dims.decoder_dim
-        if data.cache_latents and self.gpt is not None:
-            self.latents, self.keeps = LatentDims(dim, self.speaker_dim), ("codes", "all_latents", "speaker")
+        self.num_codes = segment_codes(self.reads_mels)
+        size, dim = data.batch_size, model.dims.gpt.dim
+        if data.cache_latents:
+            self.latents, self.keeps = (
+                LatentDims(dim, self.speaker_dim, self.num_codes),
+                ("codes", "all_latents", "speaker"),
+            )
             every = torch.zeros(size, max_codes(data), dim, dtype=torch.int16)
             self.register_buffer("all_latents", every, persistent=False)
         self.outputs = _outputs(
             size,
-            latents=Field((size, self.num_codes + 2 * MARGIN_CODES, dim), "float32"),
+            latents=Field((size, self.num_codes + 2 * MARGIN_CODES, model.dims.decoder_dim), "float32"),
             wave=Field((size, num_samples(self.num_codes)), "float32"),
             speaker=Field((size, model.dims.speaker_dim), "float32"),
             segment_codes=Field((size, self.num_codes), "int32"),
@@ -265,12 +262,18 @@ class DecoderFrontend(Frontend):
     @torch.no_grad()
     def encode(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
         if self.latents is not None and codes_known:
-            out["latents"].copy_(batch["latents"].view(torch.bfloat16))
+            latents = batch["latents"].view(torch.bfloat16)
             for name in ("speaker", "codes"):
                 out[name].copy_(batch[name])
         else:
-            self._encode_latents(batch, out, sizes, codes_known)
-        segments = self._segments(batch)
+            latents = self._encode_latents(batch, out, sizes, codes_known)
+        if self.reads_mels:
+            with torch.autocast(latents.device.type, torch.bfloat16, enabled=self.autocast):
+                mels = self.inputs.dvae.mel_rows(out["codes"].long(), self.mel_stats, batch["num_codes"])
+            mels = self._segment(mels, batch, math.log(DVAE_MEL.log_floor))
+            latents = torch.cat([mels.float(), latents.float()], 2)
+        out["latents"].copy_(latents)
+        segments = batch["segments"].long()
         places = segments[:, None] + torch.arange(self.num_codes, device=segments.device)
         codes = out["codes"].gather(1, places.clamp(max=out["codes"].shape[1] - 1))
         out["segment_codes"].copy_(torch.where(places < batch["num_codes"][:, None], codes, -1))
@@ -279,50 +282,41 @@ class DecoderFrontend(Frontend):
         for name in ("weights", "totals"):
             out[name].copy_(batch[name])
 
-    def _encode_latents(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> None:
-        """Codes, latents of the segment and its margins, speaker embeddings; all latents for the cache."""
+    def _encode_latents(self, batch: Tensors, out: Tensors, sizes: Sizes, codes_known: bool) -> Tensor:
+        """Latents of the segment and its margins; writes codes, speaker embeddings, and all latents to cache."""
         device, layout = batch["pcm"].device, self.inputs.outputs
         between = layout.tensors(torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
-        encode = self.inputs.encode_codes if self.gpt is None else self.inputs.encode
-        encode(batch, between, sizes, codes_known)
+        self.inputs.encode(batch, between, sizes, codes_known)
         out["codes"].copy_(between["codes"])
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             latents, voices = self._latents(between, sizes)
         if self.latents is not None:
             latents = latents.bfloat16()  # as they are kept
             self.all_latents[:, : latents.shape[1]].copy_(latents.view(torch.int16))
-        num_codes = between["num_codes"][:, None]
-        places = torch.arange(out["latents"].shape[1], device=device) - MARGIN_CODES
-        places = self._segments(batch)[:, None] + places
-        # A clip shorter than the segment gets silence after its last sample and mels of silence after its last
-        # codes; GPT latents of silence are not known and are zeros.
-        present = places < num_codes + MARGIN_CODES
-        places = torch.minimum(places, num_codes - 1).clamp(0, latents.shape[1] - 1)
-        chosen = latents.gather(1, places[..., None].expand(-1, -1, latents.shape[2]))
-        silence = 0.0 if self.gpt is not None else math.log(DVAE_MEL.log_floor)
-        out["latents"].copy_(torch.where(present[..., None], chosen, silence))
         if self.speaker_is_trained:  # of the first three seconds of the reference; a shorter one is repeated
             lengths = batch["crop_samples"]
             reference = _looped(pcm_to_wave(batch["reference"], lengths), lengths, MIN_CROP_SAMPLES)
             out["speaker"].copy_(self.speaker_encoder(resample(reference, SPEAKER_SAMPLE_RATE), l2_norm=True))
         elif voices is not None:
             out["speaker"].copy_(speaker_of_latents(voices, self.speaker_dim))
-        else:
-            out["speaker"].zero_()
+        return self._segment(latents, batch, 0.0)
 
-    def _segments(self, batch: Tensors) -> Tensor:
-        """The first code of each segment, [clips]: as the host chose it, or moved where segments are longer."""
-        chosen, num_codes = batch["segments"].long(), batch["num_codes"].long()
-        if self.num_codes == SEGMENT_CODES:
-            return chosen
-        last = (num_codes - self.num_codes).clamp(min=0)
-        return chosen * last // (num_codes - SEGMENT_CODES).clamp(min=1)
+    def _segment(self, rows: Tensor, batch: Tensors, silence: float) -> Tensor:
+        """Rows of the codes of all clips, cut to the segments and their margins; `silence` after short clips.
+
+        A clip shorter than the segment has silence after its last sample. Its latents are not known and are zeros.
+        """
+        num_codes = batch["num_codes"][:, None]
+        places = torch.arange(self.num_codes + 2 * MARGIN_CODES, device=rows.device) - MARGIN_CODES
+        places = batch["segments"].long()[:, None] + places
+        present = places < num_codes + MARGIN_CODES
+        places = torch.minimum(places, num_codes - 1).clamp(0, rows.shape[1] - 1)
+        chosen = rows.gather(1, places[..., None].expand(-1, -1, rows.shape[2]))
+        return torch.where(present[..., None], chosen, silence)
 
     def _latents(self, batch: Tensors, sizes: Sizes) -> tuple[Tensor, Tensor | None]:
-        """Latents of all codes; conditioning latents of the voices, where the GPT gives the decoder these."""
+        """Latents of all codes; conditioning latents of the voices, if these stand in for speaker embeddings."""
         codes, num_codes = batch["codes"], batch["num_codes"]
-        if self.gpt is None:
-            return self.inputs.dvae.mel_rows(codes.long(), self.mel_stats, num_codes), None
         frames = pack_frames(batch["mel"][: sizes.frames], batch["num_frames"], MAX_CROP_FRAMES)
         texts = (batch["ids"][:, : sizes.ids], batch["num_ids"])
         packed = pack(self.gpt.dims, frames, *texts, codes, num_codes, budget=sizes.tokens)

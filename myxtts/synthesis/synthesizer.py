@@ -670,7 +670,7 @@ def synthesizer_of(
 
 def sampling_for(known: Provenance, model: XTTS) -> Sampling:
     """How a model trained from scratch speaks: with guidance and central codes if it was trained for them."""
-    guidance = OWN_GUIDANCE if known.text_dropout else 1.0
+    guidance = known.guidance or (OWN_GUIDANCE if known.text_dropout else 1.0)
     central = known.code_noise > 0 and model.dvae.codebook.is_trained  # central codes need its vectors
     return replace(OWN_SAMPLING, guidance=guidance, central=central)
 
@@ -693,6 +693,7 @@ def provenance(run: RunDir) -> Provenance:
         languages=tuple(run.languages()),
         text_dropout=float(learnt.get("training.text_dropout") or 0),
         code_noise=float(learnt.get("training.code_noise") or 0),
+        guidance=float(run.started_with().get("guidance") or 0),
     )
 
 

@@ -42,6 +42,7 @@ from myxtts.model.vocoder import (
     UPSAMPLE_RATES,
     Generator,
     HifiGanDecoder,
+    unfolded,
 )
 from myxtts.synthesis.generation import Advance, Generated
 
@@ -198,16 +199,19 @@ class Codec(NamedTuple):
     mel_stats: Tensor
     flow: MelFlow
 
-    def decode(self, codes: Tensor, first: int) -> Tensor:  # noqa: ARG002 - any codes are decoded the same way
-        """Mels of the DVAE of codes [n], [n, 4 * channels]."""
-        if not len(codes):
-            return self.mel_stats.new_zeros(0, FRAMES_PER_CODE * len(self.mel_stats))
-        return self.dvae.mel_rows(codes[None].long(), self.mel_stats)[0]
+    def decode(self, rows: Tensor, first: int) -> Tensor:  # noqa: ARG002 - any codes are decoded the same way
+        """Mels of the DVAE and latents, [n, 4 * channels + dim], of codes with latents [n, 1 + dim]."""
+        codes, latents = rows.tensor_split([1], 1)
+        if len(rows):
+            mels = self.dvae.mel_rows(codes.t().long(), self.mel_stats)[0]
+        else:
+            mels = rows.new_zeros(0, FRAMES_PER_CODE * len(self.mel_stats))
+        return torch.cat([mels, latents], 1)
 
     def draw(self, mel: Tensor, first: int, speaker: Tensor) -> Tensor:
         """Mels of HiFi-GAN, [n, channels], in place of those of the DVAE; `first` is the number of the first."""
         if not len(mel):
-            return mel
+            return mel[:, : len(self.mel_stats)]
         return self.flow.draw(mel.t()[None], speaker.to(mel)[None, :, None], first)[0].t()
 
 
@@ -225,9 +229,9 @@ class Frames:
         if codec is None:
             rows = self._to_mel.push(self._speed.push(generated.latents, last), last)
             return self._to_output.push(rows, last)
-        codes = generated.codes.to(codec.mel_stats.device)
-        mels = self._codes.push(codes, last, codec.dvae.reach_codes, codec.decode)
-        mels = self._speed.push(mels.reshape(-1, len(codec.mel_stats)), last)
+        rows = torch.cat([generated.codes[:, None].to(generated.latents), generated.latents], 1)
+        rows = self._codes.push(rows, last, codec.dvae.reach_codes, codec.decode)
+        mels = self._speed.push(unfolded(rows), last)
         draw = partial(codec.draw, speaker=speaker)
         return self._mels.push(self._to_output.push(mels, last), last, REACH, draw)
 

@@ -82,8 +82,6 @@ class VoiceEncoder:
         latents = self._gpt.voice(mels)
         if self._encodes:
             speaker = self._embedding(waves)
-        elif self._dims.reads_mels:  # they hold the voice
-            speaker = torch.zeros(self._dims.speaker_dim)
         else:
             speaker = speaker_of_latents(latents, self._dims.speaker_dim)[0]
         if not (latents.isfinite().all() and speaker.isfinite().all()):

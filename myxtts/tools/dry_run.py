@@ -547,9 +547,7 @@ def _observe_steps(dry_run: DryRun, feed: Feed, seen: Observation) -> None:
     seen.model_devices = {parameter.device for parameter in step.recipe.parameters()}
     seen.has_learnt = any(not torch.equal(old, now) for old, now in zip(before, watched, strict=True))
     model = dry_run.ctx.model
-    frozen: dict[str, list[nn.Module]] = {"gpt": [model.dvae], "decoder": [model.dvae]}
-    if not model.dims.reads_mels:
-        frozen["decoder"].append(model.gpt)
+    frozen: dict[str, list[nn.Module]] = {"gpt": [model.dvae], "decoder": [model.dvae, model.gpt]}
     seen.frozen_devices = {p.device for module in frozen.get(seen.stage, []) for p in module.parameters()}
 
 

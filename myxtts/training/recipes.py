@@ -668,9 +668,9 @@ class DecoderRecipe(Recipe):
         generator     the whole generator, compared in mels and spectrograms
         adversarial   with discriminators
 
-    A decoder that reads mels has a flow, and a generator for HiFi-GAN's mels. If the generator is already trained,
-    the flow is trained alone, in a single phase. Otherwise the generator has the last two phases, with mels of the
-    recordings, and the flow is trained in both. The validation loss is that of the flow.
+    A decoder that reads mels too has a flow, and a generator for HiFi-GAN's mels. If the generator is already
+    trained, the flow is trained alone, in a single phase. Otherwise the generator has the last two phases, with
+    mels of the recordings, and the flow is trained in both. The validation loss is that of the flow.
     """
 
     betas = (0.8, 0.99)
@@ -790,8 +790,7 @@ class DecoderRecipe(Recipe):
         return self.flow_lr if self.discriminators is None and not fine_tuning else own
 
     def clip_shapes(self, num_samples: int) -> dict[str, tuple[int, ...]]:  # noqa: ARG002 - a segment of the clip
-        latents, speaker = self.generator.conv_pre.in_channels, self.generator.cond_layer.in_channels
-        latents *= FRAMES_PER_CODE if self.generator.reads_mels else 1
+        latents, speaker = self.generator.row_channels, self.generator.cond_layer.in_channels
         codes = segment_codes(self.generator.reads_mels)
         shapes: dict[str, tuple[int, ...]] = {"latents": (1, codes + 2 * MARGIN_CODES, latents)}
         return shapes | {"wave": (1, num_samples_of(codes)), "speaker": (1, speaker), "segment_codes": (1, codes)}
@@ -806,7 +805,7 @@ class DecoderRecipe(Recipe):
         return real, self.generator(self.generator.flow.draw(frames, speaker), speaker)
 
     def _real_and_frames(self, tensors: Tensors, reach: int = 0) -> tuple[Tensor, Tensor]:
-        """Real waveforms [B, 1, N], and the frames of their latents or mels with `reach` more on either side."""
+        """Real waveforms [B, 1, N], and the frames of their latents and mels with `reach` more on either side."""
         present = (tensors["weights"] > 0)[:, None, None]
         latents = torch.where(present, tensors["latents"], 0)
         real = torch.where(present, tensors["wave"].unsqueeze(1), 0)

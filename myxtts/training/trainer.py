@@ -483,7 +483,7 @@ class Trainer:
         return self.state.step % self._training.save_step == 0 or self.state.step == self.total_steps
 
     def _log(self) -> None:
-        self._scalars.enqueue(self.state.step, self.step.scalars())
+        self._scalars.enqueue(self.state.step, self.state.cursor.epoch, self.step.scalars())
         self._logged = self.state.step
 
     def _save(self, done: bool) -> None:
@@ -610,16 +610,16 @@ class Trainer:
     def _report_arrived(self) -> None:
         if not self._depends:
             self._add_evaluations()
-        for step, values in self._scalars.poll():
+        for step, epoch, values in self._scalars.poll():
             if values["skipped_in_a_row"] >= MAX_SKIPPED:
                 raise PipelineError(
                     f"Training stopped at step {step}: the gradients of the last {values['skipped_in_a_row']:.0f} "
                     "steps were not finite, so nothing was learnt from them.\nLower --lr, raise warmup_steps, or "
                     "look for the operation with training.enable_eager_debug. Earlier checkpoints are kept."
                 )
-            self.ctx.reporter.step(self._report(step, values))
+            self.ctx.reporter.step(self._report(step, epoch, values))
 
-    def _report(self, step: int, values: Mapping[str, float]) -> StepReport:
+    def _report(self, step: int, epoch: int, values: Mapping[str, float]) -> StepReport:
         steps = self._clock.collect()
         times = step_timing(steps)
         elapsed_s = time.perf_counter() - self._started_at
@@ -635,7 +635,7 @@ class Trainer:
             stage=self.ctx.stage,
             step=step,
             total_steps=self.total_steps,
-            epoch=self.state.cursor.epoch,
+            epoch=epoch,
             losses=losses,
             lr=self.step.optimizer.lr_at(step - 1),
             grad_norm=norms,
@@ -660,19 +660,19 @@ class AsyncScalars:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._pending: list[tuple[int, list[str], Tensor, Event]] = []
+        self._pending: list[tuple[int, int, list[str], Tensor, Event]] = []
 
-    def enqueue(self, step: int, scalars: Mapping[str, Tensor]) -> None:
+    def enqueue(self, step: int, epoch: int, scalars: Mapping[str, Tensor]) -> None:
         """Start the copy, after everything that is already in the stream."""
         values = torch.stack(list(scalars.values()))
         on_host = torch.empty(len(values), pin_memory=self._stream.handle is not None)
         on_host.copy_(values, non_blocking=True)
         event = Event(self._stream.device)
         self._stream.record(event)
-        self._pending.append((step, list(scalars), on_host, event))
+        self._pending.append((step, epoch, list(scalars), on_host, event))
 
-    def poll(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """The scalars that have arrived since the last call, with their steps."""
-        while self._pending and self._pending[0][3].is_passed:
-            step, names, values, _ = self._pending.pop(0)
-            yield step, dict(zip(names, values.tolist(), strict=True))
+    def poll(self) -> Iterator[tuple[int, int, dict[str, float]]]:
+        """The scalars that have arrived since the last call, with their steps and epochs."""
+        while self._pending and self._pending[0][-1].is_passed:
+            step, epoch, names, values, _ = self._pending.pop(0)
+            yield step, epoch, dict(zip(names, values.tolist(), strict=True))
