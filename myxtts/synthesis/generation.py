@@ -66,11 +66,12 @@ class Sampling:
 
 
 class HalfLinear(nn.Module):
-    """`InOutLinear` on a CPU with its matrix in float16, half the memory to read per code; it adds in float32."""
+    """A linear layer on a CPU with its matrix in float16, half the memory to read per code; it adds in float32."""
 
-    def __init__(self, linear: InOutLinear) -> None:
+    def __init__(self, linear: InOutLinear | nn.Linear) -> None:
         super().__init__()
-        weight = linear.weight.detach().t().contiguous()
+        weight = linear.weight.detach()
+        weight = weight if isinstance(linear, nn.Linear) else weight.t().contiguous()
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight, linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,6 +93,7 @@ def convert(gpt: GPT, dtype: torch.dtype) -> None:
             for name, layer in [*parent.named_children()]:
                 if isinstance(layer, InOutLinear):
                     setattr(parent, name, HalfLinear(layer))
+        gpt.mel_head = HalfLinear(gpt.mel_head)  # type: ignore[assignment]
         return
     embeddings = (gpt.mel_embedding, gpt.text_embedding, gpt.mel_pos_embedding, gpt.text_pos_embedding)
     for module in (gpt.gpt, gpt.final_norm, gpt.mel_head, *embeddings):
@@ -213,11 +215,10 @@ def choose(
         logits = torch.where(used, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
     if sampling.greedy:
         return logits.argmax(-1)
-    # Sorted once: top-k and top-p then keep a prefix of the row, and the draw is an index into the order.
-    logits, order = (logits / sampling.temperature).sort(stable=True, dim=-1, descending=True)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        logits[:, sampling.top_k :] = -torch.inf
-    probabilities = logits.softmax(-1)
+    # In order: top-p then keeps a prefix of the row, and the draw is an index into the order.
+    num_kept = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+    kept, order = (logits / sampling.temperature).topk(num_kept)
+    probabilities = kept.softmax(-1)
     reached = probabilities.cumsum(-1)
     inside = reached - probabilities < sampling.top_p
     inside[:, 0] = True
