@@ -232,10 +232,11 @@ class Frames:
         return self._mels.push(self._to_output.push(mels, last), last, REACH, draw)
 
 
-TILE = 4
-_POINTS = (0.0, 1.0, -1.0, 0.5, -2.0, 2.0)  # and infinity; of the points tried, these round best
-_CHUNK_ELEMENTS = 1 << 19  # rows times channels computed together: all intermediate results fit in the L3 cache
-_ROOM = 64  # rows of zeros around a chunk: at least the padding of a convolution, and the last tiles of its input
+_POINTS = {3: (10, 0), 7: (12, 1), 11: (12, 4)}
+"""By kernel, the points at which a tile is evaluated: real ones, and pairs of conjugate ones on the unit circle. More
+of them save more products, but cost more additions; more real ones round worse."""
+_CHUNK_ELEMENTS = 1 << 18  # rows times channels computed together: all intermediate results fit in the L3 cache
+_ROOM = 128  # rows of zeros around a chunk: at least what a tile may cover beyond it
 LEAST_CHANNELS = 128  # of a generator: in a narrower one the transforms cost more than they save
 _LEAST_ROWS = 256  # of a chunk: shorter ones would mostly compute what others compute too
 _LEVEL_REACH = (max(RESBLOCK_KERNELS) - 1) // 2 * sum(dilation + 1 for dilation in RESBLOCK_DILATIONS)
@@ -243,57 +244,62 @@ _LEVEL_REACH = (max(RESBLOCK_KERNELS) - 1) // 2 * sum(dilation + 1 for dilation 
 
 
 @cache
-def _minimal_filtering() -> list[Tensor]:
-    """Matrices O, T and I with which O @ (T @ taps * I @ inputs) are 4 outputs of a filter with 4 taps.
+def _filtering(kernel: int) -> list[Tensor]:
+    """Matrices O, T and I with which O @ (T @ taps * I @ inputs) are the outputs of a filter for a tile of inputs.
 
-    Minimal filtering (Winograd 1980): 7 products of transformed taps and inputs instead of 16.
+    Polynomials are multiplied by their values at points (Toom 1963, Cook 1966), and the transpose of that is a filter
+    (Winograd 1980). A pair of complex values takes three products. Tangents of equal steps are real points that
+    round well.
     """
+    num_real, num_pairs = _POINTS[kernel]
+    span = num_real + 2 * num_pairs
+    angles = torch.arange(num_real, dtype=torch.float64) * (torch.pi / num_real)
+    circle = torch.arange(1, num_pairs + 1, dtype=torch.float64) * (torch.pi / (num_pairs + 1))
 
-    def powers(count: int) -> Tensor:
-        rows = [[point**exponent for exponent in range(count)] for point in _POINTS]
-        return torch.tensor([*rows, [0.0] * (count - 1) + [1.0]], dtype=torch.float64)
+    def values(count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Values at the points of the powers of x up to `count` - 1: at the real ones, and parts at the others."""
+        powers = torch.arange(count)
+        real = angles[:, None].sin() ** powers * angles[:, None].cos() ** (count - 1 - powers)
+        return real, (circle[:, None] * powers).cos(), (circle[:, None] * powers).sin()
 
-    inputs = powers(2 * TILE - 1).inverse().t()
+    (real, a, b), (other_real, c, d) = values(span - kernel + 1), values(kernel)
+    solved = torch.cat(values(span)).inverse().t().split([num_real, num_pairs, num_pairs])
+    # (a + ib)(c + id) has the parts c(a + b) - b(c + d) and c(a + b) + a(d - c).
+    inputs = torch.cat([solved[0], solved[1] + solved[2], solved[2], -solved[1]])
     scale = inputs.abs().amax(1, keepdim=True)
-    return [matrix.float() for matrix in (powers(TILE).t(), powers(TILE) * scale, inputs / scale)]
+    taps = torch.cat([other_real, c, d - c, c + d]) * scale
+    return [torch.cat([real, a + b, a, b]).t().float().contiguous(), taps, (inputs / scale).float()]
 
 
 class TiledConv:
     """A leaky ReLU and a convolution of rows [rows, channels], as matrix products of transformed tiles.
 
-    A tile is 4 rows, `dilation` apart. Its transform has 7 rows, and each is multiplied with a matrix of its own.
+    A tile is a few rows, `dilation` apart. Each row of its transform is multiplied with a matrix of its own.
     """
 
     def __init__(self, conv: nn.Conv1d) -> None:
-        self._outputs, taps, inputs = _minimal_filtering()
-        # A transform covers 7 rows: a tile and three rows of the next.
-        self._tile, self._next = inputs[:, :TILE], inputs[:, TILE:]
         (kernel,), (self._dilation,) = conv.kernel_size, conv.dilation
+        self._outputs, taps, self._inputs = _filtering(kernel)
         self._before = self._dilation * (kernel - 1) // 2
-        weight = F.pad(conv.weight.detach(), (0, -kernel % TILE)).view(*conv.weight.shape[:2], -1, TILE)
-        self._weights = torch.einsum("pt,oigt->gpio", taps, weight).contiguous()
+        self._weights = torch.einsum("pt,oit->pio", taps, conv.weight.detach().double()).float().contiguous()
         assert conv.bias is not None
         self.bias = conv.bias.detach()
 
     def __call__(self, rows: Tensor, num_rows: int) -> Tensor:
-        """Outputs without bias [tiles, 4, dilation, channels] of the rows after the first `_ROOM`.
+        """Outputs without bias [tiles, rows of a tile, dilation, channels] of the rows after the first `_ROOM`.
 
         Everything before and after the `num_rows` rows must be zero.
         """
-        dilation, (groups, points, channels, width) = self._dilation, self._weights.shape
-        num_tiles = -(-num_rows // (TILE * dilation))
-        first = _ROOM - self._before
-        tiles = rows[first : first + (num_tiles + groups) * TILE * dilation].view(-1, TILE, dilation * channels)
-        planes = rows.new_empty(TILE, num_tiles + groups, dilation * channels)
-        torch.ops.aten.leaky_relu.out(tiles.transpose(0, 1), SLOPE, out=planes)
-        flat, tile = planes.view(TILE, -1), dilation * channels
-        inputs = torch.mm(self._tile, flat[:, :-tile]).addmm_(self._next, flat[:-1, tile:])
-        inputs, count = inputs.view(points, -1, channels), num_tiles * dilation
-        products = torch.bmm(inputs[:, :count], self._weights[0])
-        for group in range(1, groups):
-            products.baddbmm_(inputs[:, group * dilation : group * dilation + count], self._weights[group])
+        dilation, size, (points, span) = self._dilation, len(self._outputs), self._inputs.shape
+        _, channels, width = self._weights.shape
+        num_tiles = -(-num_rows // (size * dilation))
+        shape, step = (span, num_tiles, dilation * channels), dilation * channels
+        tiles = rows[_ROOM - self._before :].as_strided(shape, (step, size * step, 1))
+        planes = torch.ops.aten.leaky_relu.out(tiles, SLOPE, out=rows.new_empty(shape))
+        inputs = torch.mm(self._inputs, planes.view(span, -1))
+        products = torch.bmm(inputs.view(points, -1, channels), self._weights)
         made = torch.mm(self._outputs, products.view(points, -1))
-        return made.view(TILE, num_tiles, dilation, width).transpose(0, 1)
+        return made.view(size, num_tiles, dilation, width).transpose(0, 1)
 
 
 class CpuGenerator:
