@@ -8,6 +8,7 @@ knows neither text nor audio.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -98,6 +99,17 @@ def convert(gpt: GPT, dtype: torch.dtype) -> None:
     embeddings = (gpt.mel_embedding, gpt.text_embedding, gpt.mel_pos_embedding, gpt.text_pos_embedding)
     for module in (gpt.gpt, gpt.final_norm, gpt.mel_head, *embeddings):
         module.to(dtype)
+
+
+@contextlib.contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    """Let operations that this thread calls use `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Shape(NamedTuple):
@@ -302,18 +314,14 @@ class CodeGenerator:
     @torch.no_grad()
     def advance(self, num_steps: int) -> bool:
         """Take `num_steps` steps, or as many as there is room for; True if all sentences have ended."""
-        num_threads = torch.get_num_threads()
-        if self._on_cpu and self._shape.sentences <= _ALONE:
-            torch.set_num_threads(1)
-        try:
+        is_alone = self._on_cpu and self._shape.sentences <= _ALONE
+        with num_threads(1 if is_alone else torch.get_num_threads()):
             for _ in range(min(num_steps, self._shape.steps - self._num_steps)):
                 if self._graph is None:
                     self.step(self._num_steps + 1)
                 else:
                     self._graph.replay()
                 self._num_steps += 1
-        finally:
-            torch.set_num_threads(num_threads)
         return self._num_steps == self._shape.steps or bool(self._ended.all())
 
     def parts(self, num_codes: int) -> Iterator[tuple[Generated, bool]]:

@@ -43,7 +43,7 @@ from myxtts.model.vocoder import (
     Generator,
     HifiGanDecoder,
 )
-from myxtts.synthesis.generation import Advance, Generated
+from myxtts.synthesis.generation import Advance, Generated, num_threads
 
 SPECTRUM_ROUNDS, PHASE_ROUNDS = 30, 40
 MOMENTUM = 0.99  # the momentum of fast Griffin-Lim (Perraudin, Balazs and Søndergaard 2013)
@@ -314,6 +314,7 @@ class CpuGenerator:
         self._pool, all_begun = ThreadPoolExecutor(self._num_threads), Barrier(self._num_threads)
 
         def begin(_: int) -> None:
+            torch.get_num_threads()  # the first call in a thread undoes what was set before
             torch.set_num_threads(1)
             all_begun.wait()
 
@@ -495,6 +496,10 @@ class HifiGanStream:
     @torch.no_grad()
     def push(self, generated: Generated, last: bool) -> Tensor:
         """The next samples, on the host; none while the next frame lacks context. A failed call has no effect."""
+        with num_threads(max(1, torch.get_num_threads() - 1)):  # the GPT uses one
+            return self._push(generated, last)
+
+    def _push(self, generated: Generated, last: bool) -> Tensor:
         frames = deepcopy(self._frames)
         more = frames.push(generated, last, self._speaker, self._vocoder.codec)
         kept = more if self._kept is None else torch.cat([self._kept, more])
