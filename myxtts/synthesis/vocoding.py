@@ -280,21 +280,18 @@ class TiledConv:
     def __init__(self, conv: nn.Conv1d) -> None:
         (kernel,), (self._dilation,) = conv.kernel_size, conv.dilation
         self._outputs, taps, self._inputs = _filtering(kernel)
-        self._before = self._dilation * (kernel - 1) // 2
+        self.reach = self._dilation * (kernel - 1) // 2  # rows that an output depends on to either side
         self._weights = torch.einsum("pt,oit->pio", taps, conv.weight.detach().double()).float().contiguous()
         assert conv.bias is not None
         self.bias = conv.bias.detach()
 
-    def __call__(self, rows: Tensor, num_rows: int) -> Tensor:
-        """Outputs without bias [tiles, rows of a tile, dilation, channels] of the rows after the first `_ROOM`.
-
-        Everything before and after the `num_rows` rows must be zero.
-        """
+    def __call__(self, rows: Tensor, first: int, num_rows: int) -> Tensor:
+        """Outputs without bias [tiles, rows of a tile, dilation, channels], at least `num_rows` rows from `first`."""
         dilation, size, (points, span) = self._dilation, len(self._outputs), self._inputs.shape
         _, channels, width = self._weights.shape
         num_tiles = -(-num_rows // (size * dilation))
         shape, step = (span, num_tiles, dilation * channels), dilation * channels
-        tiles = rows[_ROOM - self._before :].as_strided(shape, (step, size * step, 1))
+        tiles = rows[first - self.reach :].as_strided(shape, (step, size * step, 1))
         planes = torch.ops.aten.leaky_relu.out(tiles, SLOPE, out=rows.new_empty(shape))
         inputs = torch.mm(self._inputs, planes.view(span, -1))
         products = torch.bmm(inputs.view(points, -1, channels), self._weights)
@@ -377,32 +374,33 @@ class CpuGenerator:
         return made
 
     def _chunk(self, level: int, x: Tensor, first: int, made: Tensor) -> None:
-        """Write the sum of the level's blocks at x[first:] to `made`."""
-        start, end = max(first - _LEVEL_REACH, 0), min(first + len(made) + _LEVEL_REACH, len(x))
-        num_rows, end_row = end - start, _ROOM + end - start
-        rows, hidden = x.new_zeros(2, 2 * _ROOM + num_rows, x.shape[1])
-        kernels = len(RESBLOCK_KERNELS)
+        """Write the sum of the level's blocks at x[first:] to `made`.
+
+        Each convolution computes only the rows that those after it need.
+        """
+        last, num_rows, kernels = first + len(made), len(x), len(RESBLOCK_KERNELS)
+        origin = max(first - _LEVEL_REACH, 0) - _ROOM
+        rows, hidden = x.new_zeros(2, min(last + _LEVEL_REACH, num_rows) + _ROOM - origin, x.shape[1])
         for index, block in enumerate(self._blocks[kernels * level : kernels * (level + 1)]):
-            rows[_ROOM:end_row] = x[start:end]
-            for dilated, plain in block:
-                more = dilated(rows, num_rows)
-                torch.add(more, dilated.bias, out=_rows_like(hidden, more))
-                hidden[end_row:].zero_()  # the last tile may be longer than the rows
-                more = plain(hidden, num_rows)
-                _rows_like(rows, more).add_(more).add_(plain.bias)
-                rows[end_row:].zero_()
-            part = rows[_ROOM + first - start :][: len(made)]
+            reach = sum(conv.reach for conv in block)
+            start, end = max(first - reach, 0), min(last + reach, num_rows)
+            rows[start - origin : end - origin] = x[start:end]
+            for number, conv in enumerate(block):
+                source, target = (hidden, rows) if number % 2 else (rows, hidden)
+                reach -= conv.reach
+                start, end = max(first - reach, 0), min(last + reach, num_rows)
+                more = conv(source, start - origin, end - start)
+                place = target[start - origin :][: math.prod(more.shape[:3])].view(more.shape)
+                place.add_(more).add_(conv.bias) if number % 2 else torch.add(more, conv.bias, out=place)
+                if end == num_rows:  # the last tile may be longer than the rows
+                    target[end - origin :].zero_()
+            part = rows[first - origin :][: len(made)]
             made.copy_(part) if index == 0 else made.add_(part)
 
 
-def _tiled(block: Any) -> list[tuple[TiledConv, TiledConv]]:
-    pairs = zip(block.convs1, block.convs2, strict=True)
-    return [(TiledConv(dilated), TiledConv(plain)) for dilated, plain in pairs]
-
-
-def _rows_like(rows: Tensor, tiles: Tensor) -> Tensor:
-    """View of the rows after the first `_ROOM` in the shape of an output of `TiledConv`."""
-    return rows[_ROOM : _ROOM + math.prod(tiles.shape[:3])].view(tiles.shape)
+def _tiled(block: Any) -> list[TiledConv]:
+    """The convolutions of a block in order, dilated and plain ones in turns."""
+    return [TiledConv(conv) for pair in zip(block.convs1, block.convs2, strict=True) for conv in pair]
 
 
 class HifiGan:
