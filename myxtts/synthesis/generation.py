@@ -140,22 +140,35 @@ class Decoding:
         self.keys, self.values = like.new_zeros(size), like.new_zeros(size)
 
     def prefill(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> None:
-        """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths."""
-        model, dims = self.model, self.model.dims
-        self.is_prefix.copy_(self.slots < (CONDITIONING_TOKENS + 2 + num_ids)[:, None])
+        """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths.
+
+        With room for twice as many sentences, the second half are the same ones without text. Their prefixes differ
+        in one token, the STOP after START, which is run at the end of the first half's.
+        """
+        model, dims, num_sentences, common = self.model, self.model.dims, len(ids), CONDITIONING_TOKENS + 1
+        is_twice, mask = len(self.is_prefix) > num_sentences, None
+        lengths = torch.cat([num_ids, torch.zeros_like(num_ids)]) if is_twice else num_ids
+        self.is_prefix.copy_(self.slots < (CONDITIONING_TOKENS + 2 + lengths)[:, None])
         places = torch.arange(ids.shape[1] + 2, device=ids.device)
-        sentences = torch.arange(len(ids), device=ids.device)
+        sentences = torch.arange(num_sentences, device=ids.device)
         padded = PaddedTokens(ids, num_ids, dims.start_text, dims.stop_text, 1)
         token = padded.token(sentences[:, None], places - 1)
+        if is_twice:
+            token, places = F.pad(token, (0, 1), value=dims.stop_text), torch.cat([places, places[1:2]])
+            mask = torch.ones(self.prefix + 1, self.prefix + 1, dtype=torch.bool, device=ids.device).tril()
+            mask[-1, common:-1] = False
         text = model.text_embedding(token) + model.text_pos_embedding.emb(places)
-        x = torch.cat([voice.expand(len(ids), -1, -1).to(text.dtype), text], dim=1)
-        room = (0, 0, 0, len(self.slots) - self.prefix)
+        x = torch.cat([voice.expand(num_sentences, -1, -1).to(text.dtype), text], dim=1)
         for layer, block in enumerate(model.gpt.h):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
                 k, v = k.transpose(1, 2), v.transpose(1, 2)
-                self.keys[layer], self.values[layer] = F.pad(k, room), F.pad(v, room)
-                return _attend(q, k, v, None)
+                for cache, made in ((self.keys[layer].zero_(), k), (self.values[layer].zero_(), v)):
+                    cache[:num_sentences, :, : self.prefix] = made[:, :, : self.prefix]
+                    if is_twice:
+                        cache[num_sentences:, :, :common] = made[:, :, :common]
+                        cache[num_sentences:, :, common] = made[:, :, -1]
+                return _attend(q, k, v, mask)
 
             x = block(x, attend)
 
@@ -175,8 +188,11 @@ class Decoding:
             keys, values = self.keys[layer, :, :, :used], self.values[layer, :, :, :used]
 
             def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
-                keys.index_copy_(2, slot, k.transpose(1, 2))
-                values.index_copy_(2, slot, v.transpose(1, 2))
+                for cache, made in ((keys, k), (values, v)):
+                    if num_codes is None:
+                        cache.index_copy_(2, slot, made.transpose(1, 2))
+                    else:
+                        cache[:, :, self.prefix + num_codes - 1] = made[:, 0]
                 return _attend(q, keys, values, mask)
 
             x = block(x, attend)
@@ -303,8 +319,6 @@ class CodeGenerator:
             num_ids[row] = len(prompt.ids)
         voices = [prompt.voice for prompt in prompts]
         voices += voices[:1] * (num_sentences - len(prompts))
-        if self._num_copies == 2:
-            voices, ids, num_ids = voices * 2, ids.repeat(2, 1), torch.cat([num_ids, torch.zeros_like(num_ids)])
         self._decoding.prefill(torch.cat(voices).to(device), ids.to(device), num_ids.to(device))
         self._reset(prompts)
         if self._stream is not None and self._graph is None:
