@@ -538,7 +538,7 @@ class Synthesizer:
         generator = self._generators.begin(prompts, options.sampling_for(attempt))
         if len(work) == 1 and self._device.type == "cpu" and isinstance(self.vocoder, HifiGan):
             stream = self.vocoder.begin(work[0][1].speaker, options.speed)
-            waves = [stream.push(part, has_ended) for part, has_ended in generator.parts(2 * CHUNK_CODES)]
+            waves = [stream.push(part, has_ended) for part, has_ended in generator.parts(CHUNK_CODES)]
             advance(1)
             return [generator.generated(0)._replace(wave=torch.cat(waves))]
         generator.finish(advance)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE
-from myxtts.model.flow import REACH, MelFlow
+from myxtts.model.flow import REACH, STEPS, TARGET_MEAN, TARGET_SCALE, MelFlow, noise_of, normalised
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import (
     LAST_SLOPE,
@@ -204,11 +204,16 @@ class Codec(NamedTuple):
             return self.mel_stats.new_zeros(0, FRAMES_PER_CODE * len(self.mel_stats))
         return self.dvae.mel_rows(codes[None].long(), self.mel_stats)[0]
 
-    def draw(self, mel: Tensor, first: int, speaker: Tensor) -> Tensor:
-        """Mels of HiFi-GAN, [n, channels], in place of those of the DVAE; `first` is the number of the first."""
-        if not len(mel):
-            return mel
-        return self.flow.draw(mel.t()[None], speaker.to(mel)[None, :, None], first)[0].t()
+    def begin(self, given: Tensor, first: int) -> Tensor:
+        """Rows for `follow`, of what the flow is given [n, …]; `first` is the number of the first."""
+        return torch.cat([noise_of(len(given), first).to(given).t(), normalised(given.t()[None])[0].t()], 1)
+
+    def follow(self, rows: Tensor, first: int, step: int, speaker: Tensor) -> Tensor:  # noqa: ARG002 - as `decode`
+        """The rows after a step of the flow: its mels, and what it is given."""
+        if not len(rows):
+            return rows
+        mel, given = rows.t()[None].tensor_split([DVAE_MEL.num_mels], 1)
+        return torch.cat([self.flow.follow(mel, step, given, speaker.to(mel)[None, :, None]), given], 1)[0].t()
 
 
 class Frames:
@@ -218,7 +223,7 @@ class Frames:
         self._speed = Stretch(1 / Fraction(speed).limit_denominator(1000))
         self._to_mel = Stretch(Fraction(SAMPLES_PER_CODE, HOP_SAMPLES))
         self._to_output = Stretch(Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE))
-        self._codes, self._mels = Window(), Window()
+        self._codes, self._steps, self._num_begun = Window(), [Window() for _ in range(STEPS)], 0
 
     def push(self, generated: Generated, last: bool, speaker: Tensor, codec: Codec | None) -> Tensor:
         """Frames [m, channels] for more of the sentence."""
@@ -228,8 +233,11 @@ class Frames:
         codes = generated.codes.to(codec.mel_stats.device)
         mels = self._codes.push(codes, last, codec.dvae.reach_codes, codec.decode)
         mels = self._speed.push(mels.reshape(-1, len(codec.mel_stats)), last)
-        draw = partial(codec.draw, speaker=speaker)
-        return self._mels.push(self._to_output.push(mels, last), last, REACH, draw)
+        rows = codec.begin(self._to_output.push(mels, last), self._num_begun)
+        self._num_begun += len(rows)
+        for step, window in enumerate(self._steps):  # a window for each: all steps in one would see farther
+            rows = window.push(rows, last, REACH // STEPS, partial(codec.follow, step=step, speaker=speaker))
+        return rows[:, : DVAE_MEL.num_mels] * TARGET_SCALE + TARGET_MEAN
 
 
 _POINTS = {3: (10, 0), 7: (12, 1), 11: (12, 4)}
