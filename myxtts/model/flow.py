@@ -77,7 +77,8 @@ class MelFlow(nn.Module):
     def follow(self, mel: Tensor, step: int, given: Tensor, g: Tensor) -> Tensor:
         """The mel after an Euler step; a frame depends on `REACH` / `STEPS` frames to either side."""
         time = torch.full((len(given),), step / STEPS, device=given.device)
-        return mel + self(mel, time, given, g).float() / STEPS
+        velocity: Tensor = self(mel, time, given, g)
+        return mel + velocity.float() / STEPS
 
 
 class _Block(nn.Module):

@@ -142,8 +142,8 @@ class Decoding:
     def prefill(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> None:
         """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths.
 
-        With room for twice as many sentences, the second half are the same ones without text. Their prefixes differ
-        in one token, the STOP after START, which is run at the end of the first half's.
+        With room for twice as many sentences, the second half are the same ones without text. Their prefixes
+        differ in one token, the STOP after START, which is run at the end of the first half's.
         """
         model, dims, num_sentences, common = self.model, self.model.dims, len(ids), CONDITIONING_TOKENS + 1
         is_twice, mask = len(self.is_prefix) > num_sentences, None

@@ -8,7 +8,7 @@ piece of a stream is therefore computed once, from its own frames and that conte
 the whole sentence: the cost of a stream is linear in its length. Pieces overlap by a frame and are cross-faded,
 which hides rounding differences between kernels. The generator would see the padding of a batch in the last frames
 of a sentence. These are computed a second time without it, so that every wave equals the reference. On a CPU
-`CpuGenerator` computes sentences one by one, with half the arithmetic.
+`CpuGenerator` computes sentences one by one, with a third of the arithmetic.
 """
 
 from __future__ import annotations
@@ -241,8 +241,9 @@ class Frames:
 
 
 _POINTS = {3: (10, 0), 7: (12, 1), 11: (12, 4)}
-"""By kernel, the points at which a tile is evaluated: real ones, and pairs of conjugate ones on the unit circle. More
-of them save more products, but cost more additions; more real ones round worse."""
+"""By kernel, the points at which a tile is evaluated: real ones, and pairs of conjugate ones on the unit circle.
+With more points a tile is longer: fewer products, larger transforms. Real points take one product instead of three
+for two, but more of them round worse."""
 _CHUNK_ELEMENTS = 1 << 18  # rows times channels computed together: all intermediate results fit in the L3 cache
 _ROOM = 128  # rows of zeros around a chunk: at least what a tile may cover beyond it
 LEAST_CHANNELS = 128  # of a generator: in a narrower one the transforms cost more than they save
@@ -255,7 +256,7 @@ _LEVEL_REACH = (max(RESBLOCK_KERNELS) - 1) // 2 * sum(dilation + 1 for dilation 
 def _filtering(kernel: int) -> list[Tensor]:
     """Matrices O, T and I with which O @ (T @ taps * I @ inputs) are the outputs of a filter for a tile of inputs.
 
-    Polynomials are multiplied by their values at points (Toom 1963, Cook 1966), and the transpose of that is a filter
+    Polynomials are multiplied by their values at points (Toom 1963, Cook 1966); the transpose of that is a filter
     (Winograd 1980). A pair of complex values takes three products. Tangents of equal steps are real points that
     round well.
     """
@@ -271,7 +272,7 @@ def _filtering(kernel: int) -> list[Tensor]:
         return real, (circle[:, None] * powers).cos(), (circle[:, None] * powers).sin()
 
     (real, a, b), (other_real, c, d) = values(span - kernel + 1), values(kernel)
-    solved = torch.cat(values(span)).inverse().t().split([num_real, num_pairs, num_pairs])
+    solved = torch.cat(values(span)).inverse().t().tensor_split([num_real, num_real + num_pairs])
     # (a + ib)(c + id) has the parts c(a + b) - b(c + d) and c(a + b) + a(d - c).
     inputs = torch.cat([solved[0], solved[1] + solved[2], solved[2], -solved[1]])
     scale = inputs.abs().amax(1, keepdim=True)
@@ -294,7 +295,7 @@ class TiledConv:
         self.bias = conv.bias.detach()
 
     def __call__(self, rows: Tensor, first: int, num_rows: int) -> Tensor:
-        """Outputs without bias [tiles, rows of a tile, dilation, channels], at least `num_rows` rows from `first`."""
+        """Outputs without bias [tiles, rows of a tile, dilation, channels]: `num_rows` from `first`, or some more."""
         dilation, size, (points, span) = self._dilation, len(self._outputs), self._inputs.shape
         _, channels, width = self._weights.shape
         num_tiles = -(-num_rows // (size * dilation))
@@ -308,7 +309,7 @@ class TiledConv:
 
 
 class CpuGenerator:
-    """`Generator` for one sentence on a CPU, equal up to rounding, with half the multiplications.
+    """`Generator` for one sentence on a CPU, equal up to rounding, with a third of the arithmetic.
 
     Each thread computes chunks of a level that fit the cache. No operation waits for several threads.
     """
