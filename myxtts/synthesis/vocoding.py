@@ -295,7 +295,7 @@ class TiledConv:
         self.bias = conv.bias.detach()
 
     def __call__(self, rows: Tensor, first: int, num_rows: int) -> Tensor:
-        """Outputs without bias [tiles, rows of a tile, dilation, channels]: `num_rows` from `first`, or some more."""
+        """Outputs without bias [tiles, rows of a tile, dilation, channels]: at least `num_rows`."""
         dilation, size, (points, span) = self._dilation, len(self._outputs), self._inputs.shape
         _, channels, width = self._weights.shape
         num_tiles = -(-num_rows // (size * dilation))
