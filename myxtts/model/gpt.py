@@ -245,7 +245,7 @@ class Attention(nn.Module):
         self.c_proj = InOutLinear(dim, dim)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.c_attn(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        q, k, v = self.c_attn(x).view(*x.shape[:-1], 3, self.heads, -1).unbind(-3)
         out: Tensor = self.c_proj(attend(q, k, v).flatten(-2))
         return out
 

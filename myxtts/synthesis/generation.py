@@ -162,13 +162,14 @@ class Decoding:
         for layer, block in enumerate(model.gpt.h):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
-                k, v = k.transpose(1, 2), v.transpose(1, 2)
+                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
                 for cache, made in ((self.keys[layer].zero_(), k), (self.values[layer].zero_(), v)):
                     cache[:num_sentences, :, : self.prefix] = made[:, :, : self.prefix]
                     if is_twice:
                         cache[num_sentences:, :, :common] = made[:, :, :common]
                         cache[num_sentences:, :, common] = made[:, :, -1]
-                return _attend(q, k, v, mask)
+                made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+                return made.transpose(1, 2)
 
             x = block(x, attend)
 
@@ -181,29 +182,23 @@ class Decoding:
         used = None if num_codes is None else -(-(self.prefix + num_codes) // _SLOTS_STEP) * _SLOTS_STEP
         slot, slots = self.prefix + place, self.slots[:used]
         seen = self.is_prefix[:, :used] | ((slots >= self.prefix) & (slots <= slot))
-        x = (model.mel_embedding(codes) + model.mel_pos_embedding.emb(place))[:, None]
+        x = model.mel_embedding(codes) + model.mel_pos_embedding.emb(place)
         # An additive mask: from booleans every layer would compute it again.
         mask = torch.zeros_like(seen, dtype=self.keys.dtype).masked_fill(~seen, -torch.inf)[:, None, None, :]
-        for layer, block in enumerate(model.gpt.h):
-            keys, values = self.keys[layer, :, :, :used], self.values[layer, :, :, :used]
+        for block, keys, values in zip(model.gpt.h, self.keys, self.values, strict=True):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+                keys, values = keys[:, :, :used], values[:, :, :used]
                 for cache, made in ((keys, k), (values, v)):
                     if num_codes is None:
-                        cache.index_copy_(2, slot, made.transpose(1, 2))
+                        cache.index_copy_(2, slot, made[:, :, None])
                     else:
-                        cache[:, :, self.prefix + num_codes - 1] = made[:, 0]
-                return _attend(q, keys, values, mask)
+                        cache[:, :, self.prefix + num_codes - 1] = made
+                return F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask)[:, :, 0]
 
             x = block(x, attend)
-        latents = model.norms(x)[:, 0]
+        latents = model.norms(x)
         return model.mel_head(latents).float(), latents
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q [sentences, places, heads, head_dim], k and v [sentences, heads, slots, head_dim]; causal without mask."""
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None)
-    return out.transpose(1, 2)
 
 
 class Prompt(NamedTuple):
