@@ -320,7 +320,7 @@ class CodeGenerator:
             self._graph = CudaGraph(self.step, self._stream)
             self._reset(prompts)  # capturing runs warm-up steps, which write
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def advance(self, num_steps: int) -> bool:
         """Take `num_steps` steps, or as many as there is room for; True if all sentences have ended."""
         is_alone = self._on_cpu and self._shape.sentences <= _ALONE
