@@ -106,6 +106,16 @@ def test_the_cache_equals_computing_everything_again(
         assert torch.equal(one.codes, likely[: len(one.codes)])
 
 
+def test_guidance_runs_the_prefix_once(model: GPT, prompts: Sentences) -> None:
+    """And one token more: without text, the prefix of a sentence differs in its STOP."""
+    met: list[torch.Size] = []
+    model.gpt.h[0].register_forward_pre_hook(lambda _, given: met.append(given[0].shape[:2]))
+    for guidance in (1.0, 2.0):
+        CodeGenerators(model, capture=False).begin(prompts[:1], replace(PLAIN, guidance=guidance))
+    length = 32 + len(prompts[0].ids) + 2
+    assert met == [(1, length), (1, length + 1)]
+
+
 def test_matrices_of_16_bits_hardly_change_the_probabilities(model: GPT, prompts: Sentences) -> None:
     if usual_dtype(torch.device("cpu")) == torch.float32:
         pytest.skip("PyTorch has no float16 kernels for this CPU")
@@ -121,6 +131,7 @@ def test_matrices_of_16_bits_hardly_change_the_probabilities(model: GPT, prompts
     before = log_probabilities()
     CodeGenerators(model, dtype=torch.float16)
     assert not any(isinstance(layer, InOutLinear) for layer in model.gpt.modules())
+    assert not isinstance(model.mel_head, torch.nn.Linear)
     after = log_probabilities()
     assert 0 < (before.exp() * (before - after)).sum(-1).max() < 1e-5
 

@@ -139,7 +139,7 @@ def test_a_stream_says_what_speak_says(
 def test_the_first_piece_comes_before_the_rest_is_generated(anna: Voice) -> None:
     model = make_model()
     steps: list[int] = []
-    model.gpt.mel_head.register_forward_hook(lambda *_: steps.append(1))
+    model.gpt.final_norm.register_forward_hook(lambda *_: steps.append(1))
     stream = speaking(model).stream(TEXTS[0], anna, "en", seed=4, chunk_codes=10)
     assert len(next(stream)) > 2000 and 10 <= len(steps) <= 20, "a CPU generates the next ten meanwhile"
     assert list(stream) and len(steps) > 20

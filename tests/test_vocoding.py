@@ -13,7 +13,7 @@ from synthesis_fixtures import make_model
 from torch import Tensor
 
 from myxtts.errors import NO_PROGRESS
-from myxtts.model.flow import REACH
+from myxtts.model.flow import REACH, STEPS, MelFlow
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, HifiGanDecoder, spectral_distance
 from myxtts.model.xtts import XTTS
@@ -161,6 +161,21 @@ def test_pieces_of_a_decoder_of_mels_equal_the_whole(mel_model: XTTS, chunk_code
             torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-3)
 
 
+def test_a_piece_costs_the_flow_what_is_new_and_the_context_of_one_step(
+    mel_model: XTTS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met, follow = list[int](), MelFlow.follow
+
+    def counted(flow: MelFlow, mel: Tensor, step: int, given: Tensor, g: Tensor) -> Tensor:
+        met.append(mel.shape[2])
+        return follow(flow, mel, step, given, g)
+
+    monkeypatch.setattr(MelFlow, "follow", counted)
+    vocoder = HifiGan(mel_model.hifigan_decoder, 2, dvae=(mel_model.dvae, mel_model.mel_stats))
+    streamed(vocoder, Generated(torch.randint(64, (120,)), torch.zeros(120, 64)), 20, 1.0)
+    assert len(met) == 6 * STEPS and sorted(met)[len(met) // 2] <= 20 * 4.36 + 2 * REACH / STEPS
+
+
 @pytest.fixture
 def wide_decoder() -> HifiGanDecoder:
     """A decoder that is computed by `CpuGenerator`, whose wave fills the range."""
@@ -194,6 +209,21 @@ def test_the_generator_of_a_cpu_equals_the_plain_one(
         expected = plain(frames[:shorter].t()[None], speaker[None, :, None])[0, 0]
         found = generator.wave(frames[:shorter], speaker, 0, shorter)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def test_threads_of_the_generator_of_a_cpu_start_no_others(
+    wide_decoder: HifiGanDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(2)
+    generator, used, multiply = CpuGenerator(wide_decoder.waveform_decoder), set[int](), torch.bmm
+
+    def counted(*given: Tensor) -> Tensor:
+        used.add(torch.get_num_threads())
+        return multiply(*given)
+
+    monkeypatch.setattr(torch, "bmm", counted)
+    generator.wave(torch.randn(53, 64), SPEAKER, 0, 53)
+    assert used == {1}
 
 
 def test_pieces_of_a_wide_decoder_equal_the_whole(

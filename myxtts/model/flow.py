@@ -80,9 +80,14 @@ class MelFlow(nn.Module):
         noise = noise_of(given.shape[2], first_frame).to(given.device)
         mel, given = noise.expand(len(given), -1, -1), normalised(given)
         for step in range(STEPS):
-            time = torch.full((len(given),), step / STEPS, device=given.device)
-            mel = mel + self(mel, time, given, g).float() / STEPS
+            mel = self.follow(mel, step, given, g)
         return mel * TARGET_SCALE + TARGET_MEAN
+
+    def follow(self, mel: Tensor, step: int, given: Tensor, g: Tensor) -> Tensor:
+        """The mel after an Euler step; a frame depends on `REACH` / `STEPS` frames to either side."""
+        time = torch.full((len(given),), step / STEPS, device=given.device)
+        velocity: Tensor = self(mel, time, given, g)
+        return mel + velocity.float() / STEPS
 
 
 class _Block(nn.Module):

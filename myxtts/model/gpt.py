@@ -245,7 +245,7 @@ class Attention(nn.Module):
         self.c_proj = InOutLinear(dim, dim)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.c_attn(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        q, k, v = self.c_attn(x).view(*x.shape[:-1], 3, self.heads, -1).unbind(-3)
         out: Tensor = self.c_proj(attend(q, k, v).flatten(-2))
         return out
 
@@ -280,8 +280,11 @@ class Block(nn.Module):
         return out
 
     def _forward(self, x: Tensor, attend: Attend) -> Tensor:
-        x = x + F.dropout(self.attn(self.ln_1(x), attend), self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
+        x = x + self._dropped(self.attn(self.ln_1(x), attend))
+        return x + self._dropped(self.mlp(self.ln_2(x)))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.training and self.dropout else x
 
 
 class Stack(nn.Module):

@@ -8,6 +8,7 @@ knows neither text nor audio.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -66,11 +67,12 @@ class Sampling:
 
 
 class HalfLinear(nn.Module):
-    """`InOutLinear` on a CPU with its matrix in float16, half the memory to read per code; it adds in float32."""
+    """A linear layer on a CPU with its matrix in float16, half the memory to read per code; it adds in float32."""
 
-    def __init__(self, linear: InOutLinear) -> None:
+    def __init__(self, linear: InOutLinear | nn.Linear) -> None:
         super().__init__()
-        weight = linear.weight.detach().t().contiguous()
+        weight = linear.weight.detach()
+        weight = weight if isinstance(linear, nn.Linear) else weight.t().contiguous()
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight, linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,10 +94,22 @@ def convert(gpt: GPT, dtype: torch.dtype) -> None:
             for name, layer in [*parent.named_children()]:
                 if isinstance(layer, InOutLinear):
                     setattr(parent, name, HalfLinear(layer))
+        gpt.mel_head = HalfLinear(gpt.mel_head)  # type: ignore[assignment]
         return
     embeddings = (gpt.mel_embedding, gpt.text_embedding, gpt.mel_pos_embedding, gpt.text_pos_embedding)
     for module in (gpt.gpt, gpt.final_norm, gpt.mel_head, *embeddings):
         module.to(dtype)
+
+
+@contextlib.contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    """Let operations that this thread calls use `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Shape(NamedTuple):
@@ -126,22 +140,36 @@ class Decoding:
         self.keys, self.values = like.new_zeros(size), like.new_zeros(size)
 
     def prefill(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> None:
-        """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths."""
-        model, dims = self.model, self.model.dims
-        self.is_prefix.copy_(self.slots < (CONDITIONING_TOKENS + 2 + num_ids)[:, None])
+        """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths.
+
+        With room for twice as many sentences, the second half are the same ones without text. Their prefixes
+        differ in one token, the STOP after START, which is run at the end of the first half's.
+        """
+        model, dims, num_sentences, common = self.model, self.model.dims, len(ids), CONDITIONING_TOKENS + 1
+        is_twice, mask = len(self.is_prefix) > num_sentences, None
+        lengths = torch.cat([num_ids, torch.zeros_like(num_ids)]) if is_twice else num_ids
+        self.is_prefix.copy_(self.slots < (CONDITIONING_TOKENS + 2 + lengths)[:, None])
         places = torch.arange(ids.shape[1] + 2, device=ids.device)
-        sentences = torch.arange(len(ids), device=ids.device)
+        sentences = torch.arange(num_sentences, device=ids.device)
         padded = PaddedTokens(ids, num_ids, dims.start_text, dims.stop_text, 1)
         token = padded.token(sentences[:, None], places - 1)
+        if is_twice:
+            token, places = F.pad(token, (0, 1), value=dims.stop_text), torch.cat([places, places[1:2]])
+            mask = torch.ones(self.prefix + 1, self.prefix + 1, dtype=torch.bool, device=ids.device).tril()
+            mask[-1, common:-1] = False
         text = model.text_embedding(token) + model.text_pos_embedding.emb(places)
-        x = torch.cat([voice.expand(len(ids), -1, -1).to(text.dtype), text], dim=1)
-        room = (0, 0, 0, len(self.slots) - self.prefix)
+        x = torch.cat([voice.expand(num_sentences, -1, -1).to(text.dtype), text], dim=1)
         for layer, block in enumerate(model.gpt.h):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
-                k, v = k.transpose(1, 2), v.transpose(1, 2)
-                self.keys[layer], self.values[layer] = F.pad(k, room), F.pad(v, room)
-                return _attend(q, k, v, None)
+                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+                for cache, made in ((self.keys[layer].zero_(), k), (self.values[layer].zero_(), v)):
+                    cache[:num_sentences, :, : self.prefix] = made[:, :, : self.prefix]
+                    if is_twice:
+                        cache[num_sentences:, :, :common] = made[:, :, :common]
+                        cache[num_sentences:, :, common] = made[:, :, -1]
+                made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+                return made.transpose(1, 2)
 
             x = block(x, attend)
 
@@ -154,26 +182,23 @@ class Decoding:
         used = None if num_codes is None else -(-(self.prefix + num_codes) // _SLOTS_STEP) * _SLOTS_STEP
         slot, slots = self.prefix + place, self.slots[:used]
         seen = self.is_prefix[:, :used] | ((slots >= self.prefix) & (slots <= slot))
-        x = (model.mel_embedding(codes) + model.mel_pos_embedding.emb(place))[:, None]
+        x = model.mel_embedding(codes) + model.mel_pos_embedding.emb(place)
         # An additive mask: from booleans every layer would compute it again.
         mask = torch.zeros_like(seen, dtype=self.keys.dtype).masked_fill(~seen, -torch.inf)[:, None, None, :]
-        for layer, block in enumerate(model.gpt.h):
-            keys, values = self.keys[layer, :, :, :used], self.values[layer, :, :, :used]
+        for block, keys, values in zip(model.gpt.h, self.keys, self.values, strict=True):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
-                keys.index_copy_(2, slot, k.transpose(1, 2))
-                values.index_copy_(2, slot, v.transpose(1, 2))
-                return _attend(q, keys, values, mask)
+                keys, values = keys[:, :, :used], values[:, :, :used]
+                for cache, made in ((keys, k), (values, v)):
+                    if num_codes is None:
+                        cache.index_copy_(2, slot, made[:, :, None])
+                    else:
+                        cache[:, :, self.prefix + num_codes - 1] = made
+                return F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask)[:, :, 0]
 
             x = block(x, attend)
-        latents = model.norms(x)[:, 0]
+        latents = model.norms(x)
         return model.mel_head(latents).float(), latents
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q [sentences, places, heads, head_dim], k and v [sentences, heads, slots, head_dim]; causal without mask."""
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None)
-    return out.transpose(1, 2)
 
 
 class Prompt(NamedTuple):
@@ -213,11 +238,10 @@ def choose(
         logits = torch.where(used, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
     if sampling.greedy:
         return logits.argmax(-1)
-    # Sorted once: top-k and top-p then keep a prefix of the row, and the draw is an index into the order.
-    logits, order = (logits / sampling.temperature).sort(stable=True, dim=-1, descending=True)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        logits[:, sampling.top_k :] = -torch.inf
-    probabilities = logits.softmax(-1)
+    # In order: top-p then keeps a prefix of the row, and the draw is an index into the order.
+    num_kept = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+    kept, order = (logits / sampling.temperature).topk(num_kept)
+    probabilities = kept.softmax(-1)
     reached = probabilities.cumsum(-1)
     inside = reached - probabilities < sampling.top_p
     inside[:, 0] = True
@@ -290,29 +314,23 @@ class CodeGenerator:
             num_ids[row] = len(prompt.ids)
         voices = [prompt.voice for prompt in prompts]
         voices += voices[:1] * (num_sentences - len(prompts))
-        if self._num_copies == 2:
-            voices, ids, num_ids = voices * 2, ids.repeat(2, 1), torch.cat([num_ids, torch.zeros_like(num_ids)])
         self._decoding.prefill(torch.cat(voices).to(device), ids.to(device), num_ids.to(device))
         self._reset(prompts)
         if self._stream is not None and self._graph is None:
             self._graph = CudaGraph(self.step, self._stream)
             self._reset(prompts)  # capturing runs warm-up steps, which write
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def advance(self, num_steps: int) -> bool:
         """Take `num_steps` steps, or as many as there is room for; True if all sentences have ended."""
-        num_threads = torch.get_num_threads()
-        if self._on_cpu and self._shape.sentences <= _ALONE:
-            torch.set_num_threads(1)
-        try:
+        is_alone = self._on_cpu and self._shape.sentences <= _ALONE
+        with num_threads(1 if is_alone else torch.get_num_threads()):
             for _ in range(min(num_steps, self._shape.steps - self._num_steps)):
                 if self._graph is None:
                     self.step(self._num_steps + 1)
                 else:
                     self._graph.replay()
                 self._num_steps += 1
-        finally:
-            torch.set_num_threads(num_threads)
         return self._num_steps == self._shape.steps or bool(self._ended.all())
 
     def parts(self, num_codes: int) -> Iterator[tuple[Generated, bool]]:

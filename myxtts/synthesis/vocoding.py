@@ -8,7 +8,7 @@ piece of a stream is therefore computed once, from its own frames and that conte
 the whole sentence: the cost of a stream is linear in its length. Pieces overlap by a frame and are cross-faded,
 which hides rounding differences between kernels. The generator would see the padding of a batch in the last frames
 of a sentence. These are computed a second time without it, so that every wave equals the reference. On a CPU
-`CpuGenerator` computes sentences one by one, with half the arithmetic.
+`CpuGenerator` computes sentences one by one, with a third of the arithmetic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE
-from myxtts.model.flow import REACH, MelFlow
+from myxtts.model.flow import REACH, STEPS, TARGET_MEAN, TARGET_SCALE, MelFlow, noise_of, normalised
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import (
     LAST_SLOPE,
@@ -44,7 +44,7 @@ from myxtts.model.vocoder import (
     HifiGanDecoder,
     unfolded,
 )
-from myxtts.synthesis.generation import Advance, Generated
+from myxtts.synthesis.generation import Advance, Generated, num_threads
 
 SPECTRUM_ROUNDS, PHASE_ROUNDS = 30, 40
 MOMENTUM = 0.99  # the momentum of fast Griffin-Lim (Perraudin, Balazs and Søndergaard 2013)
@@ -208,11 +208,16 @@ class Codec(NamedTuple):
             mels = rows.new_zeros(0, FRAMES_PER_CODE * len(self.mel_stats))
         return torch.cat([mels, latents], 1)
 
-    def draw(self, mel: Tensor, first: int, speaker: Tensor) -> Tensor:
-        """Mels of HiFi-GAN, [n, channels], in place of those of the DVAE; `first` is the number of the first."""
-        if not len(mel):
-            return mel[:, : len(self.mel_stats)]
-        return self.flow.draw(mel.t()[None], speaker.to(mel)[None, :, None], first)[0].t()
+    def begin(self, given: Tensor, first: int) -> Tensor:
+        """Rows for `follow`, of what the flow is given [n, …]; `first` is the number of the first."""
+        return torch.cat([noise_of(len(given), first).to(given).t(), normalised(given.t()[None])[0].t()], 1)
+
+    def follow(self, rows: Tensor, first: int, step: int, speaker: Tensor) -> Tensor:  # noqa: ARG002 - as `decode`
+        """The rows after a step of the flow: its mels, and what it is given."""
+        if not len(rows):
+            return rows
+        mel, given = rows.t()[None].tensor_split([DVAE_MEL.num_mels], 1)
+        return torch.cat([self.flow.follow(mel, step, given, speaker.to(mel)[None, :, None]), given], 1)[0].t()
 
 
 class Frames:
@@ -222,7 +227,7 @@ class Frames:
         self._speed = Stretch(1 / Fraction(speed).limit_denominator(1000))
         self._to_mel = Stretch(Fraction(SAMPLES_PER_CODE, HOP_SAMPLES))
         self._to_output = Stretch(Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE))
-        self._codes, self._mels = Window(), Window()
+        self._codes, self._steps, self._num_begun = Window(), [Window() for _ in range(STEPS)], 0
 
     def push(self, generated: Generated, last: bool, speaker: Tensor, codec: Codec | None) -> Tensor:
         """Frames [m, channels] for more of the sentence."""
@@ -232,14 +237,19 @@ class Frames:
         rows = torch.cat([generated.codes[:, None].to(generated.latents), generated.latents], 1)
         rows = self._codes.push(rows, last, codec.dvae.reach_codes, codec.decode)
         mels = self._speed.push(unfolded(rows), last)
-        draw = partial(codec.draw, speaker=speaker)
-        return self._mels.push(self._to_output.push(mels, last), last, REACH, draw)
+        rows = codec.begin(self._to_output.push(mels, last), self._num_begun)
+        self._num_begun += len(rows)
+        for step, window in enumerate(self._steps):  # a window for each: all steps in one would see farther
+            rows = window.push(rows, last, REACH // STEPS, partial(codec.follow, step=step, speaker=speaker))
+        return rows[:, : DVAE_MEL.num_mels] * TARGET_SCALE + TARGET_MEAN
 
 
-TILE = 4
-_POINTS = (0.0, 1.0, -1.0, 0.5, -2.0, 2.0)  # and infinity; of the points tried, these round best
-_CHUNK_ELEMENTS = 1 << 19  # rows times channels computed together: all intermediate results fit in the L3 cache
-_ROOM = 64  # rows of zeros around a chunk: at least the padding of a convolution, and the last tiles of its input
+_POINTS = {3: (10, 0), 7: (12, 1), 11: (12, 4)}
+"""By kernel, the points at which a tile is evaluated: real ones, and pairs of conjugate ones on the unit circle.
+With more points a tile is longer: fewer products, larger transforms. Real points take one product instead of three
+for two, but more of them round worse."""
+_CHUNK_ELEMENTS = 1 << 18  # rows times channels computed together: all intermediate results fit in the L3 cache
+_ROOM = 128  # rows of zeros around a chunk: at least what a tile may cover beyond it
 LEAST_CHANNELS = 128  # of a generator: in a narrower one the transforms cost more than they save
 _LEAST_ROWS = 256  # of a chunk: shorter ones would mostly compute what others compute too
 _LEVEL_REACH = (max(RESBLOCK_KERNELS) - 1) // 2 * sum(dilation + 1 for dilation in RESBLOCK_DILATIONS)
@@ -247,61 +257,63 @@ _LEVEL_REACH = (max(RESBLOCK_KERNELS) - 1) // 2 * sum(dilation + 1 for dilation 
 
 
 @cache
-def _minimal_filtering() -> list[Tensor]:
-    """Matrices O, T and I with which O @ (T @ taps * I @ inputs) are 4 outputs of a filter with 4 taps.
+def _filtering(kernel: int) -> list[Tensor]:
+    """Matrices O, T and I with which O @ (T @ taps * I @ inputs) are the outputs of a filter for a tile of inputs.
 
-    Minimal filtering (Winograd 1980): 7 products of transformed taps and inputs instead of 16.
+    Polynomials are multiplied by their values at points (Toom 1963, Cook 1966); the transpose of that is a filter
+    (Winograd 1980). A pair of complex values takes three products. Tangents of equal steps are real points that
+    round well.
     """
+    num_real, num_pairs = _POINTS[kernel]
+    span = num_real + 2 * num_pairs
+    angles = torch.arange(num_real, dtype=torch.float64) * (torch.pi / num_real)
+    circle = torch.arange(1, num_pairs + 1, dtype=torch.float64) * (torch.pi / (num_pairs + 1))
 
-    def powers(count: int) -> Tensor:
-        rows = [[point**exponent for exponent in range(count)] for point in _POINTS]
-        return torch.tensor([*rows, [0.0] * (count - 1) + [1.0]], dtype=torch.float64)
+    def values(count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Values at the points of the powers of x up to `count` - 1: at the real ones, and parts at the others."""
+        powers = torch.arange(count)
+        real = angles[:, None].sin() ** powers * angles[:, None].cos() ** (count - 1 - powers)
+        return real, (circle[:, None] * powers).cos(), (circle[:, None] * powers).sin()
 
-    inputs = powers(2 * TILE - 1).inverse().t()
+    (real, a, b), (other_real, c, d) = values(span - kernel + 1), values(kernel)
+    solved = torch.cat(values(span)).inverse().t().tensor_split([num_real, num_real + num_pairs])
+    # (a + ib)(c + id) has the parts c(a + b) - b(c + d) and c(a + b) + a(d - c).
+    inputs = torch.cat([solved[0], solved[1] + solved[2], solved[2], -solved[1]])
     scale = inputs.abs().amax(1, keepdim=True)
-    return [matrix.float() for matrix in (powers(TILE).t(), powers(TILE) * scale, inputs / scale)]
+    taps = torch.cat([other_real, c, d - c, c + d]) * scale
+    return [torch.cat([real, a + b, a, b]).t().float().contiguous(), taps, (inputs / scale).float()]
 
 
 class TiledConv:
     """A leaky ReLU and a convolution of rows [rows, channels], as matrix products of transformed tiles.
 
-    A tile is 4 rows, `dilation` apart. Its transform has 7 rows, and each is multiplied with a matrix of its own.
+    A tile is a few rows, `dilation` apart. Each row of its transform is multiplied with a matrix of its own.
     """
 
     def __init__(self, conv: nn.Conv1d) -> None:
-        self._outputs, taps, inputs = _minimal_filtering()
-        # A transform covers 7 rows: a tile and three rows of the next.
-        self._tile, self._next = inputs[:, :TILE], inputs[:, TILE:]
         (kernel,), (self._dilation,) = conv.kernel_size, conv.dilation
-        self._before = self._dilation * (kernel - 1) // 2
-        weight = F.pad(conv.weight.detach(), (0, -kernel % TILE)).view(*conv.weight.shape[:2], -1, TILE)
-        self._weights = torch.einsum("pt,oigt->gpio", taps, weight).contiguous()
+        self._outputs, taps, self._inputs = _filtering(kernel)
+        self.reach = self._dilation * (kernel - 1) // 2  # rows that an output depends on to either side
+        self._weights = torch.einsum("pt,oit->pio", taps, conv.weight.detach().double()).float().contiguous()
         assert conv.bias is not None
         self.bias = conv.bias.detach()
 
-    def __call__(self, rows: Tensor, num_rows: int) -> Tensor:
-        """Outputs without bias [tiles, 4, dilation, channels] of the rows after the first `_ROOM`.
-
-        Everything before and after the `num_rows` rows must be zero.
-        """
-        dilation, (groups, points, channels, width) = self._dilation, self._weights.shape
-        num_tiles = -(-num_rows // (TILE * dilation))
-        first = _ROOM - self._before
-        tiles = rows[first : first + (num_tiles + groups) * TILE * dilation].view(-1, TILE, dilation * channels)
-        planes = rows.new_empty(TILE, num_tiles + groups, dilation * channels)
-        torch.ops.aten.leaky_relu.out(tiles.transpose(0, 1), SLOPE, out=planes)
-        flat, tile = planes.view(TILE, -1), dilation * channels
-        inputs = torch.mm(self._tile, flat[:, :-tile]).addmm_(self._next, flat[:-1, tile:])
-        inputs, count = inputs.view(points, -1, channels), num_tiles * dilation
-        products = torch.bmm(inputs[:, :count], self._weights[0])
-        for group in range(1, groups):
-            products.baddbmm_(inputs[:, group * dilation : group * dilation + count], self._weights[group])
+    def __call__(self, rows: Tensor, first: int, num_rows: int) -> Tensor:
+        """Outputs without bias [tiles, rows of a tile, dilation, channels]: at least `num_rows`."""
+        dilation, size, (points, span) = self._dilation, len(self._outputs), self._inputs.shape
+        _, channels, width = self._weights.shape
+        num_tiles = -(-num_rows // (size * dilation))
+        shape, step = (span, num_tiles, dilation * channels), dilation * channels
+        tiles = rows[first - self.reach :].as_strided(shape, (step, size * step, 1))
+        planes = torch.ops.aten.leaky_relu.out(tiles, SLOPE, out=rows.new_empty(shape))
+        inputs = torch.mm(self._inputs, planes.view(span, -1))
+        products = torch.bmm(inputs.view(points, -1, channels), self._weights)
         made = torch.mm(self._outputs, products.view(points, -1))
-        return made.view(TILE, num_tiles, dilation, width).transpose(0, 1)
+        return made.view(size, num_tiles, dilation, width).transpose(0, 1)
 
 
 class CpuGenerator:
-    """`Generator` for one sentence on a CPU, equal up to rounding, with half the multiplications.
+    """`Generator` for one sentence on a CPU, equal up to rounding, with a third of the arithmetic.
 
     Each thread computes chunks of a level that fit the cache. No operation waits for several threads.
     """
@@ -312,6 +324,7 @@ class CpuGenerator:
         self._pool, all_begun = ThreadPoolExecutor(self._num_threads), Barrier(self._num_threads)
 
         def begin(_: int) -> None:
+            torch.get_num_threads()  # the first call in a thread undoes what was set before
             torch.set_num_threads(1)
             all_begun.wait()
 
@@ -374,32 +387,33 @@ class CpuGenerator:
         return made
 
     def _chunk(self, level: int, x: Tensor, first: int, made: Tensor) -> None:
-        """Write the sum of the level's blocks at x[first:] to `made`."""
-        start, end = max(first - _LEVEL_REACH, 0), min(first + len(made) + _LEVEL_REACH, len(x))
-        num_rows, end_row = end - start, _ROOM + end - start
-        rows, hidden = x.new_zeros(2, 2 * _ROOM + num_rows, x.shape[1])
-        kernels = len(RESBLOCK_KERNELS)
+        """Write the sum of the level's blocks at x[first:] to `made`.
+
+        Each convolution computes only the rows that those after it need.
+        """
+        last, num_rows, kernels = first + len(made), len(x), len(RESBLOCK_KERNELS)
+        origin = max(first - _LEVEL_REACH, 0) - _ROOM
+        rows, hidden = x.new_zeros(2, min(last + _LEVEL_REACH, num_rows) + _ROOM - origin, x.shape[1])
         for index, block in enumerate(self._blocks[kernels * level : kernels * (level + 1)]):
-            rows[_ROOM:end_row] = x[start:end]
-            for dilated, plain in block:
-                more = dilated(rows, num_rows)
-                torch.add(more, dilated.bias, out=_rows_like(hidden, more))
-                hidden[end_row:].zero_()  # the last tile may be longer than the rows
-                more = plain(hidden, num_rows)
-                _rows_like(rows, more).add_(more).add_(plain.bias)
-                rows[end_row:].zero_()
-            part = rows[_ROOM + first - start :][: len(made)]
+            reach = sum(conv.reach for conv in block)
+            start, end = max(first - reach, 0), min(last + reach, num_rows)
+            rows[start - origin : end - origin] = x[start:end]
+            for number, conv in enumerate(block):
+                source, target = (hidden, rows) if number % 2 else (rows, hidden)
+                reach -= conv.reach
+                start, end = max(first - reach, 0), min(last + reach, num_rows)
+                more = conv(source, start - origin, end - start)
+                place = target[start - origin :][: math.prod(more.shape[:3])].view(more.shape)
+                place.add_(more).add_(conv.bias) if number % 2 else torch.add(more, conv.bias, out=place)
+                if end == num_rows:  # the last tile may be longer than the rows
+                    target[end - origin :].zero_()
+            part = rows[first - origin :][: len(made)]
             made.copy_(part) if index == 0 else made.add_(part)
 
 
-def _tiled(block: Any) -> list[tuple[TiledConv, TiledConv]]:
-    pairs = zip(block.convs1, block.convs2, strict=True)
-    return [(TiledConv(dilated), TiledConv(plain)) for dilated, plain in pairs]
-
-
-def _rows_like(rows: Tensor, tiles: Tensor) -> Tensor:
-    """View of the rows after the first `_ROOM` in the shape of an output of `TiledConv`."""
-    return rows[_ROOM : _ROOM + math.prod(tiles.shape[:3])].view(tiles.shape)
+def _tiled(block: Any) -> list[TiledConv]:
+    """The convolutions of a block in order, dilated and plain ones in turns."""
+    return [TiledConv(conv) for pair in zip(block.convs1, block.convs2, strict=True) for conv in pair]
 
 
 class HifiGan:
@@ -493,6 +507,10 @@ class HifiGanStream:
     @torch.no_grad()
     def push(self, generated: Generated, last: bool) -> Tensor:
         """The next samples, on the host; none while the next frame lacks context. A failed call has no effect."""
+        with num_threads(max(1, torch.get_num_threads() - 1)):  # the GPT uses one
+            return self._push(generated, last)
+
+    def _push(self, generated: Generated, last: bool) -> Tensor:
         frames = deepcopy(self._frames)
         more = frames.push(generated, last, self._speaker, self._vocoder.codec)
         kept = more if self._kept is None else torch.cat([self._kept, more])
