@@ -111,7 +111,7 @@ def test_voices_are_learnt_and_the_embeddings_are_centred(monkeypatch: pytest.Mo
     recipe, batch = make_recipe(monkeypatch), pairs()
     optimizer = Optimizer(recipe, 3e-3, Schedule(0, None), betas=recipe.betas)
     found = []
-    for step in range(60):
+    for step in range(100):
         total = recipe(batch, NO_SIZES)["total"]
         total.backward()
         optimizer.set_lr(step)

@@ -216,7 +216,7 @@ def test_a_decoder_of_mels_is_known_by_its_weights(
     model = XTTS(replace(model.dims, decoder_input="mel"))
     save(tmp_path, model, vocabulary)
     loaded = load_folder(tmp_path).model
-    assert loaded.dims == model.dims and loaded.dims.decoder_dim == 320
+    assert loaded.dims == model.dims and loaded.dims.decoder_dim == 320 + model.dims.gpt.dim
     found, expected = (some.hifigan_decoder.waveform_decoder.flow.first.weight for some in (loaded, model))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert XTTSDims.from_dict(json.loads(json.dumps(model.dims.to_dict()))) == model.dims
