@@ -5,6 +5,7 @@
     python benchmarks/speak.py coqui --weights DIR --out coqui.json         with coqui-tts: see coqui.py
     python benchmarks/speak.py compare ours.json coqui.json
     python benchmarks/speak.py cpu --weights DIR [--threads 2]              ours, and with plain float32 layers
+    python benchmarks/speak.py base [--threads 2]                           the shipped model, real sentences
 
 Fresh weights would never end a sentence. In these, one position embedding is so large that STOP is certain there:
 both sides generate as many codes as `set_length` sets, with the default settings and checks. All sentences of a
@@ -33,13 +34,13 @@ import torch
 from coqui import DEVICE, import_coqui, versions
 from harness import add_command, console, fresh_weights, machine, make_table
 
-from myxtts.config import CONDITIONING_TOKENS, SAMPLE_RATE, SAMPLES_PER_CODE
+from myxtts.config import BASE_FOLDER, CONDITIONING_TOKENS, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.synthesis.generation import Prompt, draws
 from myxtts.synthesis.synthesizer import Synthesizer, load_synthesizer
 from myxtts.synthesis.vocoding import Frames, HifiGan
-from myxtts.synthesis.voices import Voice
+from myxtts.synthesis.voices import Voice, VoiceLibrary
 from myxtts.text.normalize import normalize
 from myxtts.text.tokenizer import train
 from myxtts.weights import load_folder
@@ -350,6 +351,35 @@ def cpu(options: argparse.Namespace) -> None:
     console.print(table)
 
 
+def base(options: argparse.Namespace) -> None:
+    """Speak with the shipped model on a CPU, each sentence whole and as a stream; times are medians."""
+    torch.set_num_threads(options.threads)
+    voices = VoiceLibrary(BASE_FOLDER)
+    load_s, synthesizer = timed(partial(load_synthesizer, BASE_FOLDER, device="cpu"))
+    voice = voices.load(voices.default("en"), synthesizer.fingerprint)
+    synthesizer.speak(SENTENCES[-1], voice, "en", seed=0)
+    factors, stream_factors, first_ms = [], [], []
+    for number, text in enumerate(SENTENCES[: options.sentences]):
+        speak_s, speech = timed(partial(synthesizer.speak, text, voice, "en", seed=number))
+        started_at, stream = now(), synthesizer.stream(text, voice, "en", seed=number)
+        pieces = [next(stream)]
+        first_ms.append(1000 * (now() - started_at))
+        pieces += stream
+        stream_factors.append((now() - started_at) * OUTPUT_SAMPLE_RATE / sum(map(len, pieces)))
+        factors.append(speak_s * OUTPUT_SAMPLE_RATE / len(speech.wave))
+    rows = {
+        RTF: factors,
+        "real-time factor of its stream": stream_factors,
+        FIRST_CHUNK: first_ms,
+        MEMORY: [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024],
+        "to load the model (s)": [load_s],
+    }
+    table = make_table(f"The base model, {options.threads} threads, {machine()}", "", "median", "worst", "aim")
+    for name, found in rows.items():
+        table.add_row(name, shown(statistics.median(found)), shown(max(found)), CPU_AIMS.get(name, ""))
+    console.print(table)
+
+
 def shown(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -374,6 +404,9 @@ def main() -> None:
     command.add_argument("--rounds", type=int, default=5)
     command.add_argument("--guidance", type=float, default=2.0)
     command.add_argument("--cpu-time", action="store_true", help="of all threads, on a machine that is not idle")
+    command = add_command(commands, "base", base)
+    command.add_argument("--threads", type=int, default=2)
+    command.add_argument("--sentences", type=int, default=8)
     command = add_command(commands, "compare", compare)
     command.add_argument("results", type=Path, nargs="+")
     options = parser.parse_args()
