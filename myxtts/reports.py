@@ -68,6 +68,10 @@ _ABOUT_A_CPU = (
     "From scratch on a CPU this is slow. Faster: a GPU; --init-from FOLDER (weights of XTTS-v2 or another run), "
     "which trains only gpt; or --max-steps 100 to try the whole run first."
 )
+_ABOUT_TUNING_ON_A_CPU = (
+    "Fine-tuning on a CPU is slow. Faster: a GPU. Ctrl-C saves: myxtts speak then uses what was learnt so far, "
+    "and the same command continues."
+)
 
 _log = logging.getLogger(__name__)
 
@@ -122,8 +126,9 @@ class TrainingReports(Reporter):
             measured = f"{report.stage} {duration(eta_s)} as measured, {parts} if a step takes as long"
             measured += "; one of the decoder takes longer" if "decoder" in to_come else ""
             lines.append(f"Time left for all stages: about {duration(total_s)} ({measured})")
-        if total_s > SLOW_S and not Machine.look().gpus and RunDir(self._folder).from_scratch:
-            lines.append(_ABOUT_A_CPU)
+        if total_s > SLOW_S and not Machine.look().gpus:
+            is_tuned = RunDir(self._folder).started_with().get("training.init_from") is not None
+            lines.append(_ABOUT_TUNING_ON_A_CPU if is_tuned else _ABOUT_A_CPU)
         return lines
 
     def validation(self, report: ValidationReport) -> None:

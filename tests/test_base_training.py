@@ -14,7 +14,7 @@ import soundfile
 from conftest import SENTENCES, load_command, write_corpus
 from training_fixtures import SMALL, Start, newest, stop_at
 
-from myxtts import config, run
+from myxtts import config, reports, run
 from myxtts.config import DEMO_FINE_TUNING, FINE_TUNING, SAMPLE_RATE, Settings
 from myxtts.model.xtts import SIZES
 from myxtts.run import fine_tuning_values
@@ -122,6 +122,13 @@ def test_the_demonstration_fine_tunes_the_base_model(start: Start, monkeypatch: 
     assert abs(soundfile.read("demo/sample.wav")[0]).max() > 0
     assert not RunDir(Path("demo")).has_checkpoint("dvae")
     assert "complete at step 2" in start.command("train", "--num-workers", "1")
+
+
+@pytest.mark.usefixtures("base")
+def test_who_fine_tunes_on_a_cpu_is_not_advised_to_start_from_weights(start: Start, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(reports, "SLOW_S", 0.0)
+    shown = train(start, "tuned", "--language en --max-steps 4 --log-step 1")
+    assert "Fine-tuning on a CPU is slow." in shown and "From scratch" not in shown
 
 
 def speech(minutes: float) -> Any:
