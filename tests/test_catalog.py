@@ -243,6 +243,7 @@ def test_merge_split_and_move_change_texts_times_and_audio(tmp_path: Path) -> No
             ("set_language", {"id": left.id, "value": "xx"}, "Unknown language"),
             ("set_text", {"id": left.id, "value": "x" * 3000}, "2000 characters"),
             ("set_text", {"id": left.id}, "arguments"),
+            ("set_text", {"id": left.id, "value": "x", "name": "audio"}, "Unknown arguments"),
             ("explode", {"id": left.id}, "Unknown edit"),
         ]
         for action, arguments, message in wrong:

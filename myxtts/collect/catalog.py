@@ -347,7 +347,7 @@ class Catalog:
     def _as_dataset_error(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OverflowError) as error:
             raise DatasetError(f"{self.folder / DATABASE}: {error}") from error
 
     @contextlib.contextmanager

@@ -19,6 +19,7 @@ SHORTEST_S, LONGEST_S = 0.2, 60.0
 """Limits of a clip that a person cuts; filters decide what is used of these."""
 MAX_CHARACTERS = 2000
 _TOLERANCE_S = 0.001
+_ARGUMENTS = {"id", "value", "old", "new", "first", "second", "at", "start", "end"}
 
 
 @dataclass
@@ -44,6 +45,8 @@ def edit(
     """
     if action not in ACTIONS:
         raise ConfigError(f"Unknown edit {action!r}; expected one of {', '.join(ACTIONS)}")
+    if unknown := arguments.keys() - _ARGUMENTS:
+        raise ConfigError(f"Unknown arguments for {action}: {', '.join(sorted(map(repr, unknown)))}")
     try:
         plan = ACTIONS[action](catalog, cut, **arguments)
     except TypeError as error:
