@@ -178,9 +178,10 @@ def _text(value: object) -> str:
 
 
 def _number(value: object) -> float:
+    """Return a time in whole milliseconds, as the names of clips have it."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e9 < value < 1e9:
         raise ConfigError(f"Expected a number of seconds, found {value!r}.")
-    return float(value)
+    return round(float(value), 3)
 
 
 ACTIONS: Mapping[str, Callable[..., _Plan]] = {

@@ -120,8 +120,8 @@ async function showPage(at, selected, focus = false) {
   page.rows = new Map(rows.map(row => [row.id, row]));
   page.ids = page.ids.filter(id => !ids.includes(id) || page.rows.has(id));
   page.items.clear();
-  list.replaceChildren(...rows.map(row => item(row)));
   page.selected = 0;
+  list.replaceChildren(...rows.map(row => item(row)));
   showRange();
   if (rows.length) select(page.rows.has(selected) ? selected : rows[0].id, focus);
 }
