@@ -191,8 +191,8 @@ def make(catalog: Catalog, action: str, which: int, value: Any) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(EDITS, max_size=12))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(EDITS, max_size=10))
 def test_edits_account_for_every_second_and_undo_takes_all_back(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, Any]]
 ) -> None:

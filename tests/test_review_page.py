@@ -99,6 +99,7 @@ def test_a_stale_edit_is_refused(folder: Path, client: TestClient) -> None:
     assert row(client, first)["text"] == "one"
     with Catalog(folder, lock=False) as other:
         other.apply("set_text", {"id": first}, updated={first: {"text": "three"}})
+    time.sleep(0.3)  # the catalog is not read all the time
     assert row(client, first)["text"] == "three", "another process's edit is seen"
     assert client.post("/api/undo", json={"expected": 1}).status_code == 409
     assert edit(client, "keep", id=10**30).status_code == 400 and edit(client, "keep", id=999).status_code == 409
@@ -135,6 +136,8 @@ def test_a_recording_that_is_gone_still_shows_its_clips(folder: Path, client: Te
         path.unlink()
     held = row(client, first)
     assert client.get(f"/api/peaks/{first}?wide=1").json()["start"] == held["start"]
+    refused = edit(client, "split", id=first, at=held["start"] + 1)
+    assert refused.status_code == 400 and "cannot be cut again" in refused.json()["error"]
     for path in (folder / "wavs").iterdir():
         path.unlink()
     assert client.get(f"/audio/{first}").status_code == 404

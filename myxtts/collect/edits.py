@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from myxtts.audio import UnusableAudio
 from myxtts.collect.catalog import Catalog, Cut, Edit, Segment, one_line
 from myxtts.config import LANGUAGES
-from myxtts.errors import ConfigError
+from myxtts.errors import ConfigError, DatasetError
 
 SHORTEST_S, LONGEST_S = 0.2, 60.0
 """Limits of a clip that a person cuts; filters decide what is used of these."""
@@ -138,10 +139,14 @@ def _recut(catalog: Catalog, cut: Cut, segment: Segment, start: float, end: floa
         limits = f"{SHORTEST_S:g} to {LONGEST_S:g} s"
         raise ConfigError(f"The clip would have {end - start:.2f} s; expected {limits}.")
     source, gain_db = catalog.source(segment.source), segment.scores.get("gain_db", 0.0)
+    try:
+        audio = cut(source, segment.channel, start, end, gain_db)
+    except (OSError, RuntimeError, ValueError, UnusableAudio) as error:
+        raise DatasetError(f"{source.path} cannot be cut again: {error or type(error).__name__}") from error
     return {
         "start": start,
         "end": end,
-        "audio": cut(source, segment.channel, start, end, gain_db),
+        "audio": audio,
         "scores": {**segment.scores, "seconds": end - start},
         "edited": _with(segment, "cut"),
     }

@@ -58,7 +58,11 @@ async function ask(path, body, extra = {}) {
 
 // ---- the list
 
+// Gives a select its options, unless they are the same: a list that is open must stay open.
 function fill(select, options, chosen = select.value) {
+  const wanted = JSON.stringify(options);
+  if (select.held === wanted && select.value === chosen) return;
+  select.held = wanted;
   select.replaceChildren(...options.map(([value, label]) => make("option", { value, textContent: label })));
   select.value = options.some(([value]) => value === chosen) ? chosen : options[0]?.[0] ?? "";
 }
@@ -85,7 +89,9 @@ function showState(state) {
   for (const name of ["undo", "redo"]) {
     const step = state[name];
     $(name).disabled = !step;
-    $(name).setAttribute("aria-label", step ? `${words(name)}: ${described(step)}` : words(name));
+    const label = step ? `${name === "undo" ? "Undo" : "Redo"}: ${described(step)}` : name === "undo" ? "Undo" : "Redo";
+    $(name).setAttribute("aria-label", label);
+    $(name).title = label;
   }
   $("problem").hidden = !state.problem;
   $("problem").textContent = state.problem && `The CSV files could not be written: ${state.problem}`;
@@ -150,6 +156,7 @@ function item(row) {
   text.addEventListener("input", () => grow(text));
   text.addEventListener("keydown", event => textKey(event, row.id));
   text.addEventListener("blur", () => saveText(row.id));
+  speaker.addEventListener("keydown", event => { if (event.key === "Enter") node.focus(); });
   speaker.addEventListener("change", () => edit("set_speaker", { id: row.id, value: speaker.value }));
   language.addEventListener("change", () => edit("set_language", { id: row.id, value: language.value }));
   for (const field of [text, speaker, language]) field.addEventListener("focus", () => select(row.id, false));
@@ -598,13 +605,18 @@ async function step(by) {
   if (at < 0 || at >= page.ids.length) { say(by > 0 ? "This is the last clip." : "This is the first clip."); page.items.get(page.selected)?.focus(); return; }
   const id = page.ids[at];
   if (page.items.has(id)) select(id);
-  else await showPage(at, id, true).catch(error => say(error.message, true));
+  else await openPage(at);
 }
 
-const turnPage = by => {
-  const at = page.offset + by * PAGE_ROWS;
-  if (at >= 0 && at < page.ids.length) showPage(at, page.ids[at], true).catch(error => say(error.message, true));
-};
+const turnPage = by => openPage(page.offset + by * PAGE_ROWS);
+
+// Shows the page with a place of the list; keys that arrive meanwhile wait for nothing and do nothing.
+async function openPage(at) {
+  if (page.opening || at < 0 || at >= page.ids.length) return;
+  page.opening = true;
+  try { await showPage(at, page.ids[at], true); } catch (error) { say(error.message, true); }
+  page.opening = false;
+}
 
 // Shows what other tabs or a running collect have changed.
 async function refresh() {
