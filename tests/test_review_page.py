@@ -361,6 +361,12 @@ def test_two_tabs_never_lose_what_was_typed(folder: Path, browser: Any, tab: Tab
     text = other.page.locator("li.clip textarea").first
     assert text.input_value() == "second tab" and "first tab" in other.page.inner_text(".conflict")
     text.focus()
+    text.blur()
+    other.page.click("#again")
+    other.page.wait_for_timeout(300)
+    assert text.input_value() == "second tab", "what was typed survives a new list"
+    assert clip_of(folder, 1).text == "first tab", "only Enter overwrites another's text"
+    text.focus()
     other.keys("Enter")
     other.saved("Saved: text “second tab”")
     assert clip_of(folder, 1).text == "second tab" and other.page.locator(".conflict").count() == 0

@@ -5,7 +5,7 @@
 const PAGE_ROWS = 50, POLL_MS = 3000, NUDGE_S = 0.05, FINE_S = 0.01, SHOWN_MS = 6000;
 const $ = id => document.getElementById(id);
 const query = $("query"), list = $("clips"), sound = new Audio();
-const page = { about: null, state: null, ids: [], offset: 0, rows: new Map(), items: new Map(), selected: 0, cursor: 0, playing: 0 };
+const page = { about: null, state: null, ids: [], offset: 0, rows: new Map(), items: new Map(), drafts: new Map(), selected: 0, cursor: 0, playing: 0 };
 
 // ---- small things
 
@@ -125,6 +125,7 @@ async function showPage(at, selected, focus = false) {
   const rows = ids.length ? await ask(`/api/rows?ids=${ids}`) : [];
   page.rows = new Map(rows.map(row => [row.id, row]));
   page.ids = page.ids.filter(id => !ids.includes(id) || page.rows.has(id));
+  for (const id of unsaved()) page.drafts.set(id, page.items.get(id).parts.text.value);
   page.items.clear();
   page.selected = 0;
   list.replaceChildren(...rows.map(row => item(row)));
@@ -163,6 +164,8 @@ function item(row) {
   node.addEventListener("click", event => { if (!event.target.closest("button, input, select, textarea, .wide")) select(row.id, true); });
   node.addEventListener("focus", () => select(row.id, false));
   show(row);
+  const draft = page.drafts.get(row.id);
+  if (draft !== undefined && draft !== row.text) { text.value = draft; dispute(node, row); }
   seen.observe(node);
   return node;
 }
@@ -469,21 +472,32 @@ function edit(action, given, { after, keepalive = false } = {}) {
 async function reconcile(ids, error) {
   say(error.message, true);
   if (error.status === 0) return;
-  for (const row of await ask(`/api/rows?ids=${ids}`)) {
-    const node = page.items.get(row.id), typed = node?.parts.text.value, mine = node && typed !== node.row.text && typed !== row.text;
+  const typed = new Set(unsaved()), rows = await ask(`/api/rows?ids=${ids}`), held = new Set(rows.map(row => row.id));
+  for (const row of rows) {
+    const node = page.items.get(row.id);
+    if (!page.rows.has(row.id)) continue;
     page.rows.set(row.id, row);
-    if (mine && error.status === 409) {
-      node.querySelector(".conflict")?.remove();
-      const note = make("p", { className: "conflict", role: "alert" }, "Changed elsewhere to: ", make("bdi", { textContent: row.text, lang: row.language }),
-        ". Your text is still here; press Enter in it to save it, or Escape to drop it.");
-      node.parts.text.after(note);
-      node.row = row;
-      node.parts.text.classList.add("changed");
-    } else show(row);
+    if (error.status === 409 && typed.has(row.id) && node.parts.text.value !== row.text) dispute(node, row);
+    else show(row);
   }
-  for (const id of ids) if (!page.rows.has(id)) remove(id);
+  for (const id of ids) if (!held.has(id) && !typed.has(id)) remove(id);
   if (error.status === 409) showState(await ask("/api/state"));
   place();
+}
+
+function dispute(node, row) {
+  node.row = row;
+  node.querySelector(".conflict")?.remove();
+  node.parts.text.classList.add("changed");
+  node.parts.text.after(make("p", { className: "conflict", role: "alert" }, "Changed elsewhere to: ", make("bdi", { textContent: row.text, lang: row.language }),
+    ". Your text is still here; press Enter in it to save it, or Escape to drop it."));
+}
+
+function settle(id) {
+  const node = page.items.get(id);
+  page.drafts.delete(id);
+  node?.parts.text.classList.remove("changed");
+  node?.querySelector(".conflict")?.remove();
 }
 
 function receive(answer) {
@@ -562,16 +576,18 @@ function turn(name) {
 
 // ---- texts
 
-function saveText(id, options) {
-  const node = page.items.get(id);
-  if (!node || node.parts.text.value.split(/\s+/).join(" ").trim() === node.row.text) return;
-  if (node.parts.text.classList.contains("changed") && !options) return;
-  edit("set_text", { id, value: node.parts.text.value }, { ...options, after: () => {
+// Saves a text that was changed, once. One that was refused as stale is sent again only if Enter confirms it.
+function saveText(id, keepalive = false) {
+  const node = page.items.get(id), { text } = node?.parts ?? {}, value = text?.value;
+  if (!node || value.split(/\s+/).join(" ").trim() === node.row.text || node.sending === value) return;
+  if (text.classList.contains("changed") && !node.confirmed) return;
+  node.confirmed = false;
+  node.sending = value;
+  edit("set_text", { id, value }, { keepalive, after: () => {
     const row = page.rows.get(id);
-    node.parts.text.classList.remove("changed");
-    node.querySelector(".conflict")?.remove();
-    if (row && document.activeElement !== node.parts.text) node.parts.text.value = row.text;
-  } });
+    settle(id);
+    if (row && document.activeElement !== text) text.value = row.text;
+  } }).then(() => { node.sending = null; });
 }
 
 function textKey(event, id) {
@@ -579,14 +595,14 @@ function textKey(event, id) {
   if (event.isComposing) return;
   if (event.key === "Enter" && !event.shiftKey) {
     event.preventDefault();
-    saveText(id, {});
+    node.confirmed = true;
     if (event.ctrlKey || event.metaKey) step(1);
     else node.focus();
+    saveText(id);
   } else if (event.key === "Escape") {
     event.preventDefault();
     node.parts.text.value = node.row.text;
-    node.parts.text.classList.remove("changed");
-    node.querySelector(".conflict")?.remove();
+    settle(id);
     grow(node.parts.text);
     node.focus();
   }
@@ -594,7 +610,7 @@ function textKey(event, id) {
 
 const unsaved = () => [...page.items.keys()].filter(id => page.items.get(id).parts.text.value !== page.items.get(id).row.text);
 document.addEventListener("visibilitychange", () => {
-  if (document.visibilityState === "hidden") for (const id of unsaved()) saveText(id, document.activeElement === page.items.get(id).parts.text ? { keepalive: true } : undefined);
+  if (document.visibilityState === "hidden") for (const id of unsaved()) saveText(id, true);
 });
 window.addEventListener("beforeunload", event => { if (unsaved().length) event.preventDefault(); });
 
@@ -761,7 +777,7 @@ $("reset").addEventListener("click", () => { $("rules").replaceChildren(...page.
 
 async function openSummary() {
   const found = await ask("/api/summary");
-  const row = (cells, className = "") => make("tr", { className }, ...cells.map((text, at) => make(at ? "td" : "th", { textContent: text, scope: at ? "" : "row" })));
+  const row = (cells, className = "") => make("tr", { className }, ...cells.map((text, at) => make(at ? "td" : "th", at ? { textContent: text } : { textContent: text, scope: "row" })));
   const taken = rows => rows.map(one => row([one.reason, one.threshold === null ? "" : short(one.threshold), number(one.segments), amount(one.seconds)]));
   $("taken").replaceChildren(row(["used", "", number(found.used.segments), amount(found.used.seconds)], "total"), ...taken(found.set_aside), ...taken(found.unused),
     row(["all audio", "", "", amount(found.seconds)], "total"));
