@@ -320,10 +320,10 @@ def test_a_clip_plays_and_its_cut_is_dragged(folder: Path, tab: Tab) -> None:
     tab.order("time|0")
     tab.keys("j")
     tab.keys(" ")
-    page.wait_for_function("() => sound.currentTime > 0.2")
-    assert page.get_attribute("li[aria-current=true] .play", "aria-pressed") == "true"
+    page.wait_for_function("() => parseFloat(document.querySelector('[aria-current] .small i').style.left) > 5")
+    assert page.get_attribute("[aria-current] .play", "aria-pressed") == "true"
     tab.keys(" ")
-    assert page.evaluate("() => sound.paused")
+    page.wait_for_selector("[aria-current] .play[aria-pressed=false]")
     before = clip_of(folder, 2)
     page.wait_for_function("() => document.querySelector('.edge').style.left")
     box = page.locator(".wide").bounding_box()
@@ -339,8 +339,6 @@ def test_a_clip_plays_and_its_cut_is_dragged(folder: Path, tab: Tab) -> None:
     assert after.audio != before.audio and (folder / "wavs" / after.audio).stat().st_size > RATE / 100
     page.focus(".edge[aria-label='End of the clip']")
     tab.keys("ArrowRight", "ArrowRight")
-    page.wait_for_function("() => document.getElementById('redo').disabled && page.moved === null")
-    tab.saved("cut moved")
     page.wait_for_timeout(700)
     assert clip_of(folder, 2).end == pytest.approx(before.end + 0.1)
 

@@ -1,86 +1,63 @@
-// The review page: a list of clips, one of them selected. Everything that is text from a corpus is set as text, never
-// as HTML. The server makes every edit; this script shows what it answers.
-"use strict";
+// The review page: a list of clips, one of them selected. The server makes every edit; this script shows what it
+// answers.
+import { $, amount, ask, clips, clock, fill, make, number, say, short } from "/page.js";
 
-const PAGE_ROWS = 50, POLL_MS = 3000, NUDGE_S = 0.05, FINE_S = 0.01, SHOWN_MS = 6000;
-const $ = id => document.getElementById(id);
-const query = $("query"), list = $("clips"), sound = new Audio();
-const page = { about: null, state: null, ids: [], offset: 0, rows: new Map(), items: new Map(), drafts: new Map(), selected: 0, cursor: 0, playing: 0 };
-
-// ---- small things
-
-function make(tag, properties = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties)) {
-    if (name.includes("-") || name === "role" || name === "list") node.setAttribute(name, value);
-    else node[name] = value;
-  }
-  node.append(...children.filter(child => child !== null));
-  return node;
-}
-
-const clock = seconds => {
-  const tenths = Math.round(seconds * 10), minutes = Math.floor(tenths / 600), hours = Math.floor(minutes / 60);
-  const rest = ((tenths % 600) / 10).toFixed(1).padStart(4, "0");
-  return hours ? `${hours}:${String(minutes % 60).padStart(2, "0")}:${rest}` : `${minutes}:${rest}`;
+const PAGE_ROWS = 50;
+const POLL_MS = 3000;
+const NUDGE_S = 0.05;
+const FINE_S = 0.01;
+const query = $("query");
+const list = $("clips");
+const sound = new Audio();
+const page = {
+  about: null, // thresholds and languages
+  state: null, // totals, filters, names: everything but the clips
+  ids: [], // of all clips that the query selects, in its order
+  offset: 0,
+  rows: new Map(), // the clips of this page as the server told them, by id
+  items: new Map(), // their list items
+  drafts: new Map(), // texts that were refused, by id
+  selected: 0,
+  cursor: 0, // seconds in the recording
+  moved: null, // times of the selected clip that are not sent yet
+  playing: 0,
 };
-const amount = seconds => seconds >= 3600 ? `${(seconds / 3600).toFixed(2)} h` : seconds >= 60
-  ? `${(seconds / 60).toFixed(1)} min` : `${seconds.toFixed(1)} s`;
-const number = value => value.toLocaleString("en");
-const short = value => Number(value.toPrecision(3)).toString();
-const words = name => name.replaceAll("_", " ").replace(/ (db|hz)$/, "").replace("mos", "MOS").replace("snr", "SNR");
-const clips = count => `${number(count)} clip${count === 1 ? "" : "s"}`;
-
-let hide = 0;
-function say(text, bad = false) {
-  const status = $("status");
-  status.textContent = text;
-  status.classList.toggle("bad", bad);
-  clearTimeout(hide);
-  hide = setTimeout(() => { status.textContent = ""; }, bad ? 2 * SHOWN_MS : SHOWN_MS);
-}
-
-class Refused extends Error {
-  constructor(message, status) { super(message); this.status = status; }
-}
-
-async function ask(path, body, extra = {}) {
-  const options = body === undefined ? {} : { method: "POST", headers: { "content-type": "application/json" },
-    body: JSON.stringify(body), ...extra };
-  let answer;
-  try { answer = await fetch(path, options); } catch {
-    throw new Refused("The server does not answer: was it stopped? Nothing that was saved is lost.", 0);
-  }
-  const found = await answer.json().catch(() => ({ error: `Answer ${answer.status} of the server` }));
-  if (!answer.ok) throw new Refused(found.error, answer.status);
-  return found;
-}
+const words = name =>
+  name
+    .replaceAll("_", " ")
+    .replace(/ (db|hz)$/, "")
+    .replace("mos", "MOS")
+    .replace("snr", "SNR");
 
 // ---- the list
 
-// Gives a select its options, unless they are the same: a list that is open must stay open.
-function fill(select, options, chosen = select.value) {
-  const wanted = JSON.stringify(options);
-  if (select.held === wanted && select.value === chosen) return;
-  select.held = wanted;
-  select.replaceChildren(...options.map(([value, label]) => make("option", { value, textContent: label })));
-  select.value = options.some(([value]) => value === chosen) ? chosen : options[0]?.[0] ?? "";
-}
-
-const ANY = "\u0000any";  // a value that no speaker has
+const ANY = "\u0000any"; // a value that no speaker has
 
 function showState(state) {
   page.state = state;
   $("folder").textContent = state.folder;
   document.title = `${state.folder} – MyXTTS review`;
   const { used } = state;
-  $("totals").textContent = `Used: ${amount(used.seconds)} of ${amount(state.seconds)} in clips, ${number(used.clips)} of ` +
+  $("totals").textContent =
+    `Used: ${amount(used.seconds)} of ${amount(state.seconds)} in clips, ${number(used.clips)} of ` +
     `${clips(state.clips)}. Decided: ${number(state.decided)}.`;
-  $("share").style.width = `${100 * used.seconds / Math.max(state.seconds, 1e-9)}%`;
+  $("share").style.width = `${(100 * used.seconds) / Math.max(state.seconds, 1e-9)}%`;
   const scores = state.scores.filter(name => !["seconds", "gain_db"].includes(name));
-  const orders = ["seconds", ...scores].flatMap(name => [[`${name}|0`, `${words(name)}, low first`], [`${name}|1`, `${words(name)}, high first`]]);
-  fill(query.sort, [["worst|0", "worst first"], ["time|0", "as recorded"], ["worst|1", "best first"], ...orders, ["text|0", "text"]]);
-  const counted = (pairs, name = value => value || "(none)") => [[ANY, "any"], ...pairs.map(([value, count]) => [value, `${name(value)} (${number(count)})`])];
+  const orders = ["seconds", ...scores].flatMap(name => [
+    [`${name}|0`, `${words(name)}, low first`],
+    [`${name}|1`, `${words(name)}, high first`],
+  ]);
+  fill(query.sort, [
+    ["worst|0", "worst first"],
+    ["time|0", "as recorded"],
+    ["worst|1", "best first"],
+    ...orders,
+    ["text|0", "text"],
+  ]);
+  const counted = (pairs, name = value => value || "(none)") => [
+    [ANY, "any"],
+    ...pairs.map(([value, count]) => [value, `${name(value)} (${number(count)})`]),
+  ];
   fill(query.reason, counted(state.reasons));
   fill(query.speaker, counted(state.speakers));
   fill(query.language, counted(state.languages, languageName));
@@ -89,7 +66,11 @@ function showState(state) {
   for (const name of ["undo", "redo"]) {
     const step = state[name];
     $(name).disabled = !step;
-    const label = step ? `${name === "undo" ? "Undo" : "Redo"}: ${described(step)}` : name === "undo" ? "Undo" : "Redo";
+    const label = step
+      ? `${name === "undo" ? "Undo" : "Redo"}: ${described(step)}`
+      : name === "undo"
+        ? "Undo"
+        : "Redo";
     $(name).setAttribute("aria-label", label);
     $(name).title = label;
   }
@@ -101,17 +82,34 @@ const languageName = code => page.about.languages[code] ?? (code || "(none)");
 
 function described(step) {
   const { id, first, value, old, new: name } = step.arguments;
-  const what = { set_text: "text", set_language: "language", set_speaker: "speaker", keep: "keep", reject: "reject", merge: "merge",
-    clear_decision: "no decision", split: "split", move: "cut moved", set_filters: "thresholds" };
+  const what = {
+    set_text: "text",
+    set_language: "language",
+    set_speaker: "speaker",
+    keep: "keep",
+    reject: "reject",
+    merge: "merge",
+    clear_decision: "no decision",
+    split: "split",
+    move: "cut moved",
+    set_filters: "thresholds",
+  };
   if (step.action === "rename_speaker") return `${old || "(none)"} renamed to ${name || "(none)"}`;
   const given = typeof value === "string" ? ` “${value.length > 40 ? `${value.slice(0, 40)}…` : value}”` : "";
-  return `${what[step.action] ?? step.action}${given}${id ?? first ? ` of clip ${id ?? first}` : ""}`;
+  return `${what[step.action] ?? step.action}${given}${(id ?? first) ? ` of clip ${id ?? first}` : ""}`;
 }
 
 async function search(keep = false) {
   const [sort, down] = query.sort.value.split("|");
-  const wanted = new URLSearchParams({ sort, down, use: query.use.value, source: query.source.value, text: query.text.value.trim() });
-  for (const name of ["reason", "speaker", "language"]) if (query[name].value !== ANY) wanted.set(name, query[name].value);
+  const wanted = new URLSearchParams({
+    sort,
+    down,
+    use: query.use.value,
+    source: query.source.value,
+    text: query.text.value.trim(),
+  });
+  for (const name of ["reason", "speaker", "language"])
+    if (query[name].value !== ANY) wanted.set(name, query[name].value);
   const found = await ask(`/api/ids?${wanted}`);
   page.ids = found.ids;
   page.seconds = found.seconds;
@@ -134,9 +132,12 @@ async function showPage(at, selected, focus = false) {
 }
 
 function showRange() {
-  const count = page.rows.size, total = page.ids.length;
+  const count = page.rows.size,
+    total = page.ids.length;
   $("none").hidden = total > 0;
-  $("range").textContent = total ? `${number(page.offset + 1)}–${number(page.offset + count)} of ${clips(total)}` : "";
+  $("range").textContent = total
+    ? `${number(page.offset + 1)}–${number(page.offset + count)} of ${clips(total)}`
+    : "";
   $("previous").disabled = page.offset === 0;
   $("next").disabled = page.offset + PAGE_ROWS >= total;
 }
@@ -145,27 +146,68 @@ function item(row) {
   const node = make("li", { className: "clip", tabIndex: -1 });
   node.dataset.id = row.id;
   page.items.set(row.id, node);
-  const play = make("button", { className: "play", type: "button", tabIndex: -1, "aria-pressed": "false", "aria-label": `Play clip ${row.id}`,
-    onclick: event => { event.stopPropagation(); select(row.id); toggle(row.id, true); } });
-  const small = make("div", { className: "small", "aria-hidden": "true" }, make("canvas"), make("i", { hidden: true }));
-  const text = make("textarea", { className: "text", dir: "auto", rows: 1, spellcheck: true, maxLength: 2000, "aria-label": `Text of clip ${row.id}` });
-  const speaker = make("input", { dir: "auto", list: "speakers", maxLength: 200, "aria-label": `Speaker of clip ${row.id}`, placeholder: "speaker" });
+  const play = make("button", {
+    className: "play",
+    type: "button",
+    tabIndex: -1,
+    "aria-pressed": "false",
+    "aria-label": `Play clip ${row.id}`,
+    onclick: event => {
+      event.stopPropagation();
+      select(row.id);
+      toggle(row.id, true);
+    },
+  });
+  const small = make(
+    "div",
+    { className: "small", "aria-hidden": "true" },
+    make("canvas"),
+    make("i", { hidden: true }),
+  );
+  const text = make("textarea", {
+    className: "text",
+    dir: "auto",
+    rows: 1,
+    spellcheck: true,
+    maxLength: 2000,
+    "aria-label": `Text of clip ${row.id}`,
+  });
+  const speaker = make("input", {
+    dir: "auto",
+    list: "speakers",
+    maxLength: 200,
+    "aria-label": `Speaker of clip ${row.id}`,
+    placeholder: "speaker",
+  });
   const language = make("select", { "aria-label": `Language of clip ${row.id}` });
   fill(language, Object.entries(page.about.languages), "en");
-  node.append(play, small, text, make("div", { className: "who" }, speaker, language), make("div", { className: "marks" }));
+  node.append(
+    play,
+    small,
+    text,
+    make("div", { className: "who" }, speaker, language),
+    make("div", { className: "marks" }),
+  );
   node.parts = { play, small, text, speaker, language, marks: node.lastChild };
   text.addEventListener("input", () => grow(text));
   text.addEventListener("keydown", event => textKey(event, row.id));
   text.addEventListener("blur", () => saveText(row.id));
-  speaker.addEventListener("keydown", event => { if (event.key === "Enter") node.focus(); });
+  speaker.addEventListener("keydown", event => {
+    if (event.key === "Enter") node.focus();
+  });
   speaker.addEventListener("change", () => edit("set_speaker", { id: row.id, value: speaker.value }));
   language.addEventListener("change", () => edit("set_language", { id: row.id, value: language.value }));
   for (const field of [text, speaker, language]) field.addEventListener("focus", () => select(row.id, false));
-  node.addEventListener("click", event => { if (!event.target.closest("button, input, select, textarea, .wide")) select(row.id, true); });
+  node.addEventListener("click", event => {
+    if (!event.target.closest("button, input, select, textarea, .wide")) select(row.id, true);
+  });
   node.addEventListener("focus", () => select(row.id, false));
   show(row);
   const draft = page.drafts.get(row.id);
-  if (draft !== undefined && draft !== row.text) { text.value = draft; dispute(node, row); }
+  if (draft !== undefined && draft !== row.text) {
+    text.value = draft;
+    dispute(node, row);
+  }
   seen.observe(node);
   return node;
 }
@@ -174,7 +216,9 @@ function item(row) {
 function show(row) {
   const node = page.items.get(row.id);
   if (!node) return;
-  const { text, speaker, language, marks } = node.parts, before = node.row, used = !row.reasons.length;
+  const { text, speaker, language, marks } = node.parts,
+    before = node.row,
+    used = !row.reasons.length;
   node.row = row;
   node.classList.toggle("aside", !used);
   node.classList.toggle("rejected", row.decision === "reject");
@@ -185,15 +229,37 @@ function show(row) {
   language.value = row.language;
   text.lang = row.language;
   grow(text);
-  const decided = { keep: [make("span", { className: "chip good", textContent: "kept" })], reject: [] }[row.decision];
+  const decided = { keep: [make("span", { className: "chip good", textContent: "kept" })], reject: [] }[
+    row.decision
+  ];
   const state = decided ?? (used ? [make("span", { className: "chip good", textContent: "used" })] : []);
-  const why = row.reasons.map(([reason, detail]) => make("span", { className: row.decision === "reject" ? "chip bad" : "chip warn",
-    textContent: reason, title: detail }));
-  const measured = Object.entries({ heard_error: "CER", mos: "MOS" }).filter(([name]) => name in row.scores)
-    .map(([name, label]) => make("span", { className: "length", textContent: `${label} ${row.scores[name].toFixed(2)}` }));
-  marks.replaceChildren(make("span", { className: "length", textContent: `${(row.end - row.start).toFixed(1)} s` }), ...measured, ...state, ...why);
-  node.setAttribute("aria-label", `Clip ${row.id}, ${(row.end - row.start).toFixed(1)} seconds, ${used ? "used" : `set aside: ${row.reasons.map(pair => pair[0]).join(", ")}`}`);
-  if (before && before.audio !== row.audio) { node.peaks = null; seen.unobserve(node); seen.observe(node); }
+  const why = row.reasons.map(([reason, detail]) =>
+    make("span", {
+      className: row.decision === "reject" ? "chip bad" : "chip warn",
+      textContent: reason,
+      title: detail,
+    }),
+  );
+  const measured = Object.entries({ heard_error: "CER", mos: "MOS" })
+    .filter(([name]) => name in row.scores)
+    .map(([name, label]) =>
+      make("span", { className: "length", textContent: `${label} ${row.scores[name].toFixed(2)}` }),
+    );
+  marks.replaceChildren(
+    make("span", { className: "length", textContent: `${(row.end - row.start).toFixed(1)} s` }),
+    ...measured,
+    ...state,
+    ...why,
+  );
+  node.setAttribute(
+    "aria-label",
+    `Clip ${row.id}, ${(row.end - row.start).toFixed(1)} seconds, ${used ? "used" : `set aside: ${row.reasons.map(pair => pair[0]).join(", ")}`}`,
+  );
+  if (before && before.audio !== row.audio) {
+    node.peaks = null;
+    seen.unobserve(node);
+    seen.observe(node);
+  }
   if (row.id === page.selected) showDetail(row);
 }
 
@@ -205,27 +271,35 @@ function grow(text) {
 
 // ---- waveforms
 
-const seen = new IntersectionObserver(entries => {
-  for (const { target, isIntersecting } of entries) if (isIntersecting && !target.peaks) loadPeaks(target);
-}, { rootMargin: "200px" });
+const seen = new IntersectionObserver(
+  entries => {
+    for (const { target, isIntersecting } of entries) if (isIntersecting && !target.peaks) loadPeaks(target);
+  },
+  { rootMargin: "200px" },
+);
 
 async function loadPeaks(node) {
   node.peaks = [];
   try {
     node.peaks = (await ask(`/api/peaks/${node.dataset.id}`)).peaks;
     draw(node.parts.small.firstChild, node.peaks);
-  } catch { node.parts.small.title = "The audio cannot be read"; }
+  } catch {
+    node.parts.small.title = "The audio cannot be read";
+  }
 }
 
 function draw(canvas, peaks) {
-  const { width, height } = canvas.getBoundingClientRect(), scale = window.devicePixelRatio || 1;
+  const { width, height } = canvas.getBoundingClientRect(),
+    scale = window.devicePixelRatio || 1;
   if (!width) return;
   canvas.width = Math.round(width * scale);
   canvas.height = Math.round(height * scale);
-  const paint = canvas.getContext("2d"), step = canvas.width / peaks.length, loudest = Math.max(24, ...peaks);
+  const paint = canvas.getContext("2d"),
+    step = canvas.width / peaks.length,
+    loudest = Math.max(24, ...peaks);
   paint.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--wave");
   peaks.forEach((peak, at) => {
-    const tall = Math.max(scale, 0.92 * canvas.height * peak / loudest);
+    const tall = Math.max(scale, (0.92 * canvas.height * peak) / loudest);
     paint.fillRect(at * step, (canvas.height - tall) / 2, Math.max(1, step - (step > 3 ? 1 : 0)), tall);
   });
 }
@@ -262,31 +336,82 @@ function select(id, focus = true) {
   if (focus) node.scrollIntoView({ block: "nearest" });
 }
 
-const button = (label, key, action, properties = {}) => make("button", { type: "button", onclick: () => { action(); page.items.get(page.selected)?.focus(); },
-  ...properties }, label, key ? make("kbd", { textContent: key, "aria-hidden": "true" }) : null);
+const button = (label, key, action, properties = {}) =>
+  make(
+    "button",
+    {
+      type: "button",
+      onclick: () => {
+        action();
+        page.items.get(page.selected)?.focus();
+      },
+      ...properties,
+    },
+    label,
+    key ? make("kbd", { textContent: key, "aria-hidden": "true" }) : null,
+  );
 
 function showDetail(row) {
   const node = page.items.get(row.id);
-  const over = new Set(page.about.thresholds.filter(rule => row.reasons.some(pair => pair[0] === rule.reason)).map(rule => rule.score));
-  const scores = Object.entries(row.scores).filter(([name]) => name !== "seconds").map(([name, value]) =>
-    make("div", { className: over.has(name) ? "over" : "" }, make("dt", { textContent: words(name) }), make("dd", { textContent: short(value) })));
-  const where = make("p", { className: "heard" }, make("bdi", { textContent: row.file }), ` ${clock(row.start)} – ${clock(row.end)}` +
-    `${row.channel > 0 ? `, channel ${row.channel + 1}` : ""}${row.edited.includes("cut") ? "; scores are from before the cut" : ""}`);
-  const details = row.reasons.filter(pair => pair[1]).map(([reason, detail]) => `${reason}: ${detail}`).join("; ");
+  const over = new Set(
+    page.about.thresholds
+      .filter(rule => row.reasons.some(pair => pair[0] === rule.reason))
+      .map(rule => rule.score),
+  );
+  const scores = Object.entries(row.scores)
+    .filter(([name]) => name !== "seconds")
+    .map(([name, value]) =>
+      make(
+        "div",
+        { className: over.has(name) ? "over" : "" },
+        make("dt", { textContent: words(name) }),
+        make("dd", { textContent: short(value) }),
+      ),
+    );
+  const where = make(
+    "p",
+    { className: "heard" },
+    make("bdi", { textContent: row.file }),
+    ` ${clock(row.start)} – ${clock(row.end)}` +
+      `${row.channel > 0 ? `, channel ${row.channel + 1}` : ""}${row.edited.includes("cut") ? "; scores are from before the cut" : ""}`,
+  );
+  const details = row.reasons
+    .filter(pair => pair[1])
+    .map(([reason, detail]) => `${reason}: ${detail}`)
+    .join("; ");
   const parts = [
     node.detail?.wide ?? wideWave(node),
-    make("div", { className: "actions" },
-      button("Keep", "y", () => decide("keep"), { className: "keep", "aria-pressed": String(row.decision === "keep") }),
-      button("Reject", "x", () => decide("reject"), { className: "reject", "aria-pressed": String(row.decision === "reject") }),
+    make(
+      "div",
+      { className: "actions" },
+      button("Keep", "y", () => decide("keep"), {
+        className: "keep",
+        "aria-pressed": String(row.decision === "keep"),
+      }),
+      button("Reject", "x", () => decide("reject"), {
+        className: "reject",
+        "aria-pressed": String(row.decision === "reject"),
+      }),
       button("No decision", "c", () => decide("clear_decision"), { disabled: !row.decision }),
       button("Merge with next", "m", merge, { disabled: !row.following }),
-      button("Split at cursor", "s", split)),
-    row.heard && row.heard !== row.text ? make("p", { className: "heard" }, "Heard alone: ", make("bdi", { textContent: row.heard, lang: row.language })) : null,
+      button("Split at cursor", "s", split),
+    ),
+    row.heard && row.heard !== row.text
+      ? make(
+          "p",
+          { className: "heard" },
+          "Heard alone: ",
+          make("bdi", { textContent: row.heard, lang: row.language }),
+        )
+      : null,
     details ? make("p", { className: "heard", textContent: details }) : null,
-    make("dl", { className: "scores" }, ...scores), where,
+    make("dl", { className: "scores" }, ...scores),
+    where,
   ].filter(Boolean);
-  const wide = node.detail?.wide, canvas = node.detail?.canvas, wave = node.detail?.wave;
-  if (!node.detail) node.append(node.detail = make("div", { className: "detail" }));
+  const wide = node.detail?.wide,
+    canvas = node.detail?.canvas,
+    wave = node.detail?.wave;
+  if (!node.detail) node.append((node.detail = make("div", { className: "detail" })));
   node.detail.replaceChildren(...parts);
   Object.assign(node.detail, { wide: wide ?? parts[0], canvas: canvas ?? parts[0].querySelector("canvas"), wave });
   const cut = `${row.audio} ${row.start} ${row.end}`;
@@ -298,11 +423,33 @@ function showDetail(row) {
 }
 
 function wideWave(node) {
-  const edge = (name, label) => make("div", { className: "edge", tabIndex: 0, role: "slider", "aria-label": label, "aria-orientation": "horizontal" });
-  const parts = { start: edge("start", "Start of the clip"), end: edge("end", "End of the clip"), cursor: make("div", { className: "cursor" }),
-    left: make("div", { className: "outside" }), right: make("div", { className: "outside" }), times: make("div", { className: "times" }, make("span"), make("span")) };
-  const wide = make("div", { className: "wide" }, make("canvas", { role: "img", "aria-label": "Waveform of the clip and of what is around it" }),
-    parts.left, parts.right, parts.cursor, parts.times, parts.start, parts.end);
+  const edge = (name, label) =>
+    make("div", {
+      className: "edge",
+      tabIndex: 0,
+      role: "slider",
+      "aria-label": label,
+      "aria-orientation": "horizontal",
+    });
+  const parts = {
+    start: edge("start", "Start of the clip"),
+    end: edge("end", "End of the clip"),
+    cursor: make("div", { className: "cursor" }),
+    left: make("div", { className: "outside" }),
+    right: make("div", { className: "outside" }),
+    times: make("div", { className: "times" }, make("span"), make("span")),
+  };
+  const wide = make(
+    "div",
+    { className: "wide" },
+    make("canvas", { role: "img", "aria-label": "Waveform of the clip and of what is around it" }),
+    parts.left,
+    parts.right,
+    parts.cursor,
+    parts.times,
+    parts.start,
+    parts.end,
+  );
   wide.parts = parts;
   for (const name of ["start", "end"]) {
     parts[name].addEventListener("pointerdown", event => drag(event, node, name));
@@ -330,19 +477,25 @@ async function loadWide(id) {
     detail.wave = wave;
     draw(detail.canvas, wave.peaks);
     place();
-  } catch (error) { say(error.message, true); }
+  } catch (error) {
+    say(error.message, true);
+  }
 }
 
 const timeAt = (node, x) => {
-  const box = node.detail.wide.getBoundingClientRect(), { start, end } = node.detail.wave;
+  const box = node.detail.wide.getBoundingClientRect(),
+    { start, end } = node.detail.wave;
   return start + (end - start) * Math.min(1, Math.max(0, (x - box.left) / box.width));
 };
 
 // Places edges, shades and cursor over the wide waveform; `moved` are times that are not saved yet.
 function place() {
-  const node = page.items.get(page.selected), row = page.rows.get(page.selected), wave = node?.detail?.wave;
+  const node = page.items.get(page.selected),
+    row = page.rows.get(page.selected),
+    wave = node?.detail?.wave;
   if (!wave) return;
-  const { start, end } = page.moved ?? row, { parts } = node.detail.wide;
+  const { start, end } = page.moved ?? row,
+    { parts } = node.detail.wide;
   const at = time => 100 * Math.min(1, Math.max(0, (time - wave.start) / (wave.end - wave.start)));
   parts.start.style.left = `${at(start)}%`;
   parts.end.style.left = `${at(end)}%`;
@@ -353,7 +506,10 @@ function place() {
   parts.cursor.style.left = `${at(page.cursor)}%`;
   parts.times.firstChild.textContent = clock(wave.start);
   parts.times.lastChild.textContent = clock(wave.end);
-  for (const [name, time] of [["start", start], ["end", end]]) {
+  for (const [name, time] of [
+    ["start", start],
+    ["end", end],
+  ]) {
     const slider = parts[name];
     slider.setAttribute("aria-valuemin", wave.start.toFixed(2));
     slider.setAttribute("aria-valuemax", wave.end.toFixed(2));
@@ -365,14 +521,21 @@ function place() {
 function drag(event, node, name) {
   if (event.button || !node.detail.wave) return;
   event.preventDefault();
-  const handle = event.currentTarget, row = page.rows.get(page.selected);
+  const handle = event.currentTarget,
+    row = page.rows.get(page.selected);
   handle.focus();
   handle.setPointerCapture(event.pointerId);
-  handle.onpointermove = move => { page.moved = limited(row, name, timeAt(node, move.clientX)); place(); };
+  handle.onpointermove = move => {
+    page.moved = limited(row, name, timeAt(node, move.clientX));
+    place();
+  };
   const end = kept => () => {
     handle.onpointermove = handle.onpointerup = handle.onpointercancel = null;
     if (kept && page.moved) commitMove(row.id);
-    else { page.moved = null; place(); }
+    else {
+      page.moved = null;
+      place();
+    }
   };
   handle.onpointerup = end(true);
   handle.onpointercancel = end(false);
@@ -380,7 +543,9 @@ function drag(event, node, name) {
 
 function limited(row, name, time) {
   const { start, end } = page.moved ?? row;
-  return name === "start" ? { start: Math.max(0, Math.min(time, end - 0.2)), end } : { start, end: Math.min(row.total || Infinity, Math.max(time, start + 0.2)) };
+  return name === "start"
+    ? { start: Math.max(0, Math.min(time, end - 0.2)), end }
+    : { start, end: Math.min(row.total || Infinity, Math.max(time, start + 0.2)) };
 }
 
 let nudged = 0;
@@ -396,9 +561,11 @@ function nudge(name, seconds) {
 // A move that waits for its time is made now, for example before another edit.
 function commitMove(id = page.selected) {
   clearTimeout(nudged);
-  const moved = page.moved, row = page.rows.get(id);
+  const moved = page.moved,
+    row = page.rows.get(id);
   page.moved = null;
-  const same = !moved || !row || (Math.abs(moved.start - row.start) < 0.001 && Math.abs(moved.end - row.end) < 0.001);
+  const same =
+    !moved || !row || (Math.abs(moved.start - row.start) < 0.001 && Math.abs(moved.end - row.end) < 0.001);
   return same ? place() : edit("move", { id, start: moved.start, end: moved.end });
 }
 
@@ -407,14 +574,21 @@ function commitMove(id = page.selected) {
 function toggle(id, restart = false) {
   const row = page.rows.get(id);
   if (!row) return;
-  if (page.playing === id && !sound.paused) { sound.pause(); return; }
+  if (page.playing === id && !sound.paused) {
+    sound.pause();
+    return;
+  }
   const address = `/audio/${id}?file=${encodeURIComponent(row.audio)}`;
-  if (page.source !== address) { page.source = sound.src = address; }
+  if (page.source !== address) {
+    page.source = sound.src = address;
+  }
   page.playing = id;
   const ended = page.cursor >= row.end - 0.05;
   if (restart || ended) page.cursor = row.start;
   sound.currentTime = Math.max(0, page.cursor - row.start);
-  sound.play().catch(error => { if (error.name !== "AbortError") say("The clip cannot be played: its audio is missing or damaged.", true); });
+  sound.play().catch(error => {
+    if (error.name !== "AbortError") say("The clip cannot be played: its audio is missing or damaged.", true);
+  });
 }
 
 function setCursor(time, seek) {
@@ -426,10 +600,11 @@ function setCursor(time, seek) {
 
 function showPlaying() {
   for (const [id, node] of page.items) {
-    const on = id === page.playing && !sound.paused, bar = node.parts.small.lastChild;
+    const on = id === page.playing && !sound.paused,
+      bar = node.parts.small.lastChild;
     node.parts.play.setAttribute("aria-pressed", String(on));
     bar.hidden = !on;
-    if (on && sound.duration) bar.style.left = `${100 * sound.currentTime / sound.duration}%`;
+    if (on && sound.duration) bar.style.left = `${(100 * sound.currentTime) / sound.duration}%`;
   }
 }
 
@@ -437,12 +612,19 @@ function follow() {
   const row = page.rows.get(page.playing);
   showPlaying();
   if (!row || sound.paused) return;
-  if (page.playing === page.selected) { page.cursor = Math.min(row.start + sound.currentTime, row.end); place(); }
+  if (page.playing === page.selected) {
+    page.cursor = Math.min(row.start + sound.currentTime, row.end);
+    place();
+  }
   requestAnimationFrame(follow);
 }
 sound.addEventListener("play", follow);
 sound.addEventListener("pause", showPlaying);
-sound.addEventListener("ended", () => { showPlaying(); const row = page.rows.get(page.playing); if (row && page.playing === page.selected) setCursor(row.start, false); });
+sound.addEventListener("ended", () => {
+  showPlaying();
+  const row = page.rows.get(page.playing);
+  if (row && page.playing === page.selected) setCursor(row.start, false);
+});
 
 // ---- edits
 
@@ -456,7 +638,9 @@ function enqueue(work) {
 function edit(action, given, { after, keepalive = false } = {}) {
   return enqueue(async () => {
     const ids = [given.id, given.first, given.second].filter(Boolean);
-    const versions = Object.fromEntries(ids.filter(id => page.rows.has(id)).map(id => [id, page.rows.get(id).version]));
+    const versions = Object.fromEntries(
+      ids.filter(id => page.rows.has(id)).map(id => [id, page.rows.get(id).version]),
+    );
     try {
       const answer = await ask("/api/edit", { action, arguments: given, versions }, { keepalive });
       receive(answer);
@@ -472,7 +656,9 @@ function edit(action, given, { after, keepalive = false } = {}) {
 async function reconcile(ids, error) {
   say(error.message, true);
   if (error.status === 0) return;
-  const typed = new Set(unsaved()), rows = await ask(`/api/rows?ids=${ids}`), held = new Set(rows.map(row => row.id));
+  const typed = new Set(unsaved()),
+    rows = await ask(`/api/rows?ids=${ids}`),
+    held = new Set(rows.map(row => row.id));
   for (const row of rows) {
     const node = page.items.get(row.id);
     if (!page.rows.has(row.id)) continue;
@@ -489,8 +675,15 @@ function dispute(node, row) {
   node.row = row;
   node.querySelector(".conflict")?.remove();
   node.parts.text.classList.add("changed");
-  node.parts.text.after(make("p", { className: "conflict", role: "alert" }, "Changed elsewhere to: ", make("bdi", { textContent: row.text, lang: row.language }),
-    ". Your text is still here; press Enter in it to save it, or Escape to drop it."));
+  node.parts.text.after(
+    make(
+      "p",
+      { className: "conflict", role: "alert" },
+      "Changed elsewhere to: ",
+      make("bdi", { textContent: row.text, lang: row.language }),
+      ". Your text is still here; press Enter in it to save it, or Escape to drop it.",
+    ),
+  );
 }
 
 function settle(id) {
@@ -502,9 +695,16 @@ function settle(id) {
 
 function receive(answer) {
   showState(answer.state);
-  if (answer.all) { search(true); return; }
+  if (answer.all) {
+    search(true);
+    return;
+  }
   for (const id of answer.gone) remove(id);
-  for (const row of answer.rows) if (page.rows.has(row.id)) { page.rows.set(row.id, row); show(row); }
+  for (const row of answer.rows)
+    if (page.rows.has(row.id)) {
+      page.rows.set(row.id, row);
+      show(row);
+    }
   for (const row of answer.rows) if (answer.made.includes(row.id) && !page.rows.has(row.id)) insert(row);
   showRange();
   place();
@@ -521,11 +721,15 @@ function insert(row) {
 }
 
 function remove(id) {
-  const node = page.items.get(id), other = node?.nextElementSibling ?? node?.previousElementSibling;
+  const node = page.items.get(id),
+    other = node?.nextElementSibling ?? node?.previousElementSibling;
   page.ids = page.ids.filter(held => held !== id);
   page.rows.delete(id);
   page.items.delete(id);
-  if (page.selected === id) { page.selected = 0; if (other) select(Number(other.dataset.id)); }
+  if (page.selected === id) {
+    page.selected = 0;
+    if (other) select(Number(other.dataset.id));
+  }
   node?.remove();
 }
 
@@ -539,7 +743,10 @@ function decide(action) {
 function merge() {
   const row = page.rows.get(page.selected);
   commitMove();
-  if (!row?.following) { say("No clip follows this one in its recording."); return; }
+  if (!row?.following) {
+    say("No clip follows this one in its recording.");
+    return;
+  }
   edit("merge", { first: row.id, second: row.following });
 }
 
@@ -560,7 +767,10 @@ function turn(name) {
   commitMove();
   return enqueue(async () => {
     const expected = page.state[name];
-    if (!expected) { say(`Nothing to ${name}.`); return; }
+    if (!expected) {
+      say(`Nothing to ${name}.`);
+      return;
+    }
     try {
       const answer = await ask(`/api/${name}`, { expected: expected.id });
       receive(answer);
@@ -578,16 +788,27 @@ function turn(name) {
 
 // Saves a text that was changed, once. One that was refused as stale is sent again only if Enter confirms it.
 function saveText(id, keepalive = false) {
-  const node = page.items.get(id), { text } = node?.parts ?? {}, value = text?.value;
+  const node = page.items.get(id),
+    { text } = node?.parts ?? {},
+    value = text?.value;
   if (!node || value.split(/\s+/).join(" ").trim() === node.row.text || node.sending === value) return;
   if (text.classList.contains("changed") && !node.confirmed) return;
   node.confirmed = false;
   node.sending = value;
-  edit("set_text", { id, value }, { keepalive, after: () => {
-    const row = page.rows.get(id);
-    settle(id);
-    if (row && document.activeElement !== text) text.value = row.text;
-  } }).then(() => { node.sending = null; });
+  edit(
+    "set_text",
+    { id, value },
+    {
+      keepalive,
+      after: () => {
+        const row = page.rows.get(id);
+        settle(id);
+        if (row && document.activeElement !== text) text.value = row.text;
+      },
+    },
+  ).then(() => {
+    node.sending = null;
+  });
 }
 
 function textKey(event, id) {
@@ -608,17 +829,24 @@ function textKey(event, id) {
   }
 }
 
-const unsaved = () => [...page.items.keys()].filter(id => page.items.get(id).parts.text.value !== page.items.get(id).row.text);
+const unsaved = () =>
+  [...page.items.keys()].filter(id => page.items.get(id).parts.text.value !== page.items.get(id).row.text);
 document.addEventListener("visibilitychange", () => {
   if (document.visibilityState === "hidden") for (const id of unsaved()) saveText(id, true);
 });
-window.addEventListener("beforeunload", event => { if (unsaved().length) event.preventDefault(); });
+window.addEventListener("beforeunload", event => {
+  if (unsaved().length) event.preventDefault();
+});
 
 // ---- moving about
 
 async function step(by) {
   const at = page.ids.indexOf(page.selected) + by;
-  if (at < 0 || at >= page.ids.length) { say(by > 0 ? "This is the last clip." : "This is the first clip."); page.items.get(page.selected)?.focus(); return; }
+  if (at < 0 || at >= page.ids.length) {
+    say(by > 0 ? "This is the last clip." : "This is the first clip.");
+    page.items.get(page.selected)?.focus();
+    return;
+  }
   const id = page.ids[at];
   if (page.items.has(id)) select(id);
   else await openPage(at);
@@ -630,7 +858,11 @@ const turnPage = by => openPage(page.offset + by * PAGE_ROWS);
 async function openPage(at) {
   if (page.opening || at < 0 || at >= page.ids.length) return;
   page.opening = true;
-  try { await showPage(at, page.ids[at], true); } catch (error) { say(error.message, true); }
+  try {
+    await showPage(at, page.ids[at], true);
+  } catch (error) {
+    say(error.message, true);
+  }
   page.opening = false;
 }
 
@@ -638,12 +870,13 @@ async function openPage(at) {
 async function refresh() {
   const ids = [...page.rows.keys()];
   showState(await ask("/api/state"));
-  const rows = ids.length ? await ask(`/api/rows?ids=${ids}`) : [], held = new Set(rows.map(row => row.id));
+  const rows = ids.length ? await ask(`/api/rows?ids=${ids}`) : [],
+    held = new Set(rows.map(row => row.id));
   for (const id of ids) if (!held.has(id) && !unsaved().includes(id)) remove(id);
   for (const row of rows) {
     const node = page.items.get(row.id);
     if (!node || (node.row.version === row.version && JSON.stringify(node.row) === JSON.stringify(row))) continue;
-    if (node.parts.text.value !== node.row.text) continue;  // is being edited: the server refuses a stale edit
+    if (node.parts.text.value !== node.row.text) continue; // is being edited: the server refuses a stale edit
     page.rows.set(row.id, row);
     show(row);
   }
@@ -653,8 +886,14 @@ async function refresh() {
 setInterval(() => {
   if (document.hidden || !page.state) return;
   enqueue(async () => {
-    try { if ((await ask("/api/version")).version !== page.state.version) await refresh(); $("status").dataset.offline = ""; } catch (error) {
-      if ($("status").dataset.offline !== "yes") { $("status").dataset.offline = "yes"; throw error; }
+    try {
+      if ((await ask("/api/version")).version !== page.state.version) await refresh();
+      $("status").dataset.offline = "";
+    } catch (error) {
+      if ($("status").dataset.offline !== "yes") {
+        $("status").dataset.offline = "yes";
+        throw error;
+      }
     }
   });
 }, POLL_MS);
@@ -676,10 +915,15 @@ const KEYS = [
   ["c", "no decision", () => decide("clear_decision")],
   ["m", "merge with the next clip of the recording", merge],
   ["s", "split at the cursor", split],
-  ["← →", "move the cursor by 0.1 s, with Shift by 0.01 s", event => {
-    const row = page.rows.get(page.selected), by = (event.key === "ArrowLeft" ? -1 : 1) * (event.shiftKey ? 0.01 : 0.1);
-    if (row) setCursor(Math.min(Math.max(page.cursor + by, row.start), row.end), true);
-  }],
+  [
+    "← →",
+    "move the cursor by 0.1 s, with Shift by 0.01 s",
+    event => {
+      const row = page.rows.get(page.selected),
+        by = (event.key === "ArrowLeft" ? -1 : 1) * (event.shiftKey ? 0.01 : 0.1);
+      if (row) setCursor(Math.min(Math.max(page.cursor + by, row.start), row.end), true);
+    },
+  ],
   ["[", "let the clip start at the cursor", () => setEdge("start")],
   ["]", "let the clip end at the cursor", () => setEdge("end")],
   ["q w", "start 0.05 s earlier, later", event => nudge("start", event.key === "q" ? -NUDGE_S : NUDGE_S)],
@@ -694,14 +938,20 @@ const NAMES = { " ": "Space", ArrowDown: "↓", ArrowUp: "↑", ArrowLeft: "←"
 const BY_KEY = new Map(KEYS.flatMap(([keys, , action]) => keys.split(" ").map(key => [key, action])));
 
 document.addEventListener("keydown", event => {
-  if (event.defaultPrevented || event.isComposing || event.altKey || document.querySelector("dialog[open]")) return;
+  if (event.defaultPrevented || event.isComposing || event.altKey || document.querySelector("dialog[open]"))
+    return;
   const field = event.target.closest("input, select, textarea");
   if (field) {
-    if (event.key === "Escape") { event.preventDefault(); page.items.get(page.selected)?.focus(); }
+    if (event.key === "Escape") {
+      event.preventDefault();
+      page.items.get(page.selected)?.focus();
+    }
     return;
   }
-  if (!$("use-keys").checked || (["Enter", " "].includes(event.key) && event.target.closest("button, a, summary"))) return;
-  const control = event.ctrlKey || event.metaKey, name = NAMES[event.key] ?? event.key;
+  if (!$("use-keys").checked || (["Enter", " "].includes(event.key) && event.target.closest("button, a, summary")))
+    return;
+  const control = event.ctrlKey || event.metaKey,
+    name = NAMES[event.key] ?? event.key;
   const key = control ? `Ctrl+${event.shiftKey && name.toLowerCase() === "z" ? "y" : name}` : name;
   const action = BY_KEY.get(key);
   if (!action) return;
@@ -713,7 +963,8 @@ document.addEventListener("keydown", event => {
 
 const chosen = new Map();
 function openThresholds() {
-  const rules = page.about.thresholds, held = page.state.filters;
+  const rules = page.about.thresholds,
+    held = page.state.filters;
   $("rules").replaceChildren(...rules.map(rule => thresholdRow(rule, held[rule.name])));
   $("effect").textContent = "";
   preview();
@@ -721,29 +972,55 @@ function openThresholds() {
 }
 
 function thresholdRow(rule, value) {
-  const measured = rule.score === "seconds" || page.state.scores.includes(rule.score), start = value ?? (rule.is_maximum ? rule.high : rule.low);
+  const measured = rule.score === "seconds" || page.state.scores.includes(rule.score),
+    start = value ?? (rule.is_maximum ? rule.high : rule.low);
   const name = `${words(rule.score)}, ${rule.is_maximum ? "at most" : "at least"}`;
   const on = make("input", { type: "checkbox", checked: value !== null, "aria-label": `Use ${name}` });
-  const range = make("input", { type: "range", min: Math.min(rule.low, start), max: Math.max(rule.high, start), step: rule.step, value: start, "aria-label": name, title: rule.description });
+  const range = make("input", {
+    type: "range",
+    min: Math.min(rule.low, start),
+    max: Math.max(rule.high, start),
+    step: rule.step,
+    value: start,
+    "aria-label": name,
+    title: rule.description,
+  });
   const exact = make("input", { type: "number", step: "any", value: start, "aria-label": `${name}, exactly` });
-  const takes = make("span", { className: "takes", textContent: measured ? rule.description : `${rule.description} Not measured in this corpus.` });
+  const takes = make("span", {
+    className: "takes",
+    textContent: measured ? rule.description : `${rule.description} Not measured in this corpus.`,
+  });
   const changed = () => {
     range.disabled = exact.disabled = !on.checked;
     chosen.set(rule.name, on.checked && exact.value !== "" ? Number(exact.value) : null);
     preview();
   };
-  range.addEventListener("input", () => { exact.value = Number(Number(range.value).toPrecision(6)); changed(); });
-  exact.addEventListener("input", () => { range.value = exact.value; changed(); });
+  range.addEventListener("input", () => {
+    exact.value = Number(Number(range.value).toPrecision(6));
+    changed();
+  });
+  exact.addEventListener("input", () => {
+    range.value = exact.value;
+    changed();
+  });
   on.addEventListener("change", changed);
   chosen.set(rule.name, value);
   range.disabled = exact.disabled = value === null;
-  const node = make("div", { className: "rule" }, on, make("span", { className: "name", textContent: name }), range,
-    make("span", { className: "value" }, exact, rule.unit), takes);
+  const node = make(
+    "div",
+    { className: "rule" },
+    on,
+    make("span", { className: "name", textContent: name }),
+    range,
+    make("span", { className: "value" }, exact, rule.unit),
+    takes,
+  );
   node.rule = rule;
   return node;
 }
 
-let waiting = 0, asked = 0;
+let waiting = 0,
+  asked = 0;
 function preview() {
   clearTimeout(waiting);
   waiting = setTimeout(async () => {
@@ -751,72 +1028,139 @@ function preview() {
     try {
       const found = await ask("/api/preview", Object.fromEntries(chosen));
       if (turn !== asked) return;
-      const { used } = page.state, more = found.used.seconds - used.seconds, count = found.used.segments - used.clips;
-      const sign = value => value < 0 ? "−" : "+";
-      $("effect").textContent = `Used: ${amount(used.seconds)} now, ${amount(found.used.seconds)} then` +
-        (count || Math.abs(more) > 0.05 ? ` (${sign(more)}${amount(Math.abs(more))}, ${sign(count)}${clips(Math.abs(count))})` : " (no change)");
+      const { used } = page.state,
+        more = found.used.seconds - used.seconds,
+        count = found.used.segments - used.clips;
+      const sign = value => (value < 0 ? "−" : "+");
+      $("effect").textContent =
+        `Used: ${amount(used.seconds)} now, ${amount(found.used.seconds)} then` +
+        (count || Math.abs(more) > 0.05
+          ? ` (${sign(more)}${amount(Math.abs(more))}, ${sign(count)}${clips(Math.abs(count))})`
+          : " (no change)");
       const taken = new Map(found.set_aside.map(row => [row.reason, row]));
       for (const node of $("rules").children) {
-        const row = taken.get(node.rule.reason), measured = node.rule.score === "seconds" || page.state.scores.includes(node.rule.score);
-        node.querySelector(".takes").textContent = !measured ? `${node.rule.description} Not measured in this corpus.` : chosen.get(node.rule.name) === null
-          ? `${node.rule.description} Off.` : `${node.rule.description} Takes ${row ? `${clips(row.segments)}, ${amount(row.seconds)}` : "nothing"}.`;
+        const row = taken.get(node.rule.reason),
+          measured = node.rule.score === "seconds" || page.state.scores.includes(node.rule.score);
+        node.querySelector(".takes").textContent = !measured
+          ? `${node.rule.description} Not measured in this corpus.`
+          : chosen.get(node.rule.name) === null
+            ? `${node.rule.description} Off.`
+            : `${node.rule.description} Takes ${row ? `${clips(row.segments)}, ${amount(row.seconds)}` : "nothing"}.`;
       }
-    } catch (error) { $("effect").textContent = error.message; }
+    } catch (error) {
+      $("effect").textContent = error.message;
+    }
   }, 120);
 }
 
 $("thresholds").addEventListener("close", () => {
-  if ($("thresholds").returnValue === "apply") enqueue(async () => {
-    const answer = await ask("/api/filters", Object.fromEntries(chosen));
-    receive(answer);
-    say(answer.edit ? "The thresholds are applied." : "The thresholds are the same.");
-  });
+  if ($("thresholds").returnValue === "apply")
+    enqueue(async () => {
+      const answer = await ask("/api/filters", Object.fromEntries(chosen));
+      receive(answer);
+      say(answer.edit ? "The thresholds are applied." : "The thresholds are the same.");
+    });
   $("thresholds").returnValue = "";
 });
-$("reset").addEventListener("click", () => { $("rules").replaceChildren(...page.about.thresholds.map(rule => thresholdRow(rule, page.state.filters[rule.name]))); preview(); });
+$("reset").addEventListener("click", () => {
+  $("rules").replaceChildren(
+    ...page.about.thresholds.map(rule => thresholdRow(rule, page.state.filters[rule.name])),
+  );
+  preview();
+});
 
 async function openSummary() {
   const found = await ask("/api/summary");
-  const row = (cells, className = "") => make("tr", { className }, ...cells.map((text, at) => make(at ? "td" : "th", at ? { textContent: text } : { textContent: text, scope: "row" })));
-  const taken = rows => rows.map(one => row([one.reason, one.threshold === null ? "" : short(one.threshold), number(one.segments), amount(one.seconds)]));
-  $("taken").replaceChildren(row(["used", "", number(found.used.segments), amount(found.used.seconds)], "total"), ...taken(found.set_aside), ...taken(found.unused),
-    row(["all audio", "", "", amount(found.seconds)], "total"));
+  const row = (cells, className = "") =>
+    make(
+      "tr",
+      { className },
+      ...cells.map((text, at) =>
+        make(at ? "td" : "th", at ? { textContent: text } : { textContent: text, scope: "row" }),
+      ),
+    );
+  const taken = rows =>
+    rows.map(one =>
+      row([
+        one.reason,
+        one.threshold === null ? "" : short(one.threshold),
+        number(one.segments),
+        amount(one.seconds),
+      ]),
+    );
+  $("taken").replaceChildren(
+    row(["used", "", number(found.used.segments), amount(found.used.seconds)], "total"),
+    ...taken(found.set_aside),
+    ...taken(found.unused),
+    row(["all audio", "", "", amount(found.seconds)], "total"),
+  );
   $("summary").showModal();
 }
 
 function openRename() {
-  fill($("old-name"), page.state.speakers.map(([name, count]) => [name, `${name || "(none)"} (${number(count)})`]), page.rows.get(page.selected)?.speaker);
+  fill(
+    $("old-name"),
+    page.state.speakers.map(([name, count]) => [name, `${name || "(none)"} (${number(count)})`]),
+    page.rows.get(page.selected)?.speaker,
+  );
   $("new-name").value = $("old-name").value;
   $("rename").showModal();
   $("new-name").select();
 }
-$("old-name").addEventListener("change", () => { $("new-name").value = $("old-name").value; });
+$("old-name").addEventListener("change", () => {
+  $("new-name").value = $("old-name").value;
+});
 $("rename").addEventListener("close", () => {
-  const { returnValue } = $("rename"), old = $("old-name").value, name = $("new-name").value;
+  const { returnValue } = $("rename"),
+    old = $("old-name").value,
+    name = $("new-name").value;
   $("rename").returnValue = "";
   if (returnValue === "rename") edit("rename_speaker", { old, new: name }, { after: () => refresh() });
 });
 
 // ---- start
 
-for (const [id, action] of Object.entries({ undo: () => turn("undo"), redo: () => turn("redo"), "open-thresholds": openThresholds,
-  "open-summary": () => openSummary().catch(error => say(error.message, true)), "open-rename": openRename,
-  "open-help": () => $("help").showModal(), previous: () => turnPage(-1), next: () => turnPage(1), again: () => enqueue(() => search(true)) }))
+for (const [id, action] of Object.entries({
+  undo: () => turn("undo"),
+  redo: () => turn("redo"),
+  "open-thresholds": openThresholds,
+  "open-summary": () => openSummary().catch(error => say(error.message, true)),
+  "open-rename": openRename,
+  "open-help": () => $("help").showModal(),
+  previous: () => turnPage(-1),
+  next: () => turnPage(1),
+  again: () => enqueue(() => search(true)),
+}))
   $(id).addEventListener("click", action);
 let typed = 0;
 query.addEventListener("submit", event => event.preventDefault());
-query.addEventListener("change", event => { if (event.target.name && event.target.name !== "text") enqueue(() => search()); });
-query.text.addEventListener("input", () => { clearTimeout(typed); typed = setTimeout(() => enqueue(() => search()), 250); });
-query.text.addEventListener("keydown", event => { if (event.key === "Enter") page.items.get(page.selected)?.focus(); });
+query.addEventListener("change", event => {
+  if (event.target.name && event.target.name !== "text") enqueue(() => search());
+});
+query.text.addEventListener("input", () => {
+  clearTimeout(typed);
+  typed = setTimeout(() => enqueue(() => search()), 250);
+});
+query.text.addEventListener("keydown", event => {
+  if (event.key === "Enter") page.items.get(page.selected)?.focus();
+});
 for (const id of ["autoplay", "use-keys"]) {
   const stored = localStorage.getItem(`myxtts-${id}`);
   if (stored) $(id).checked = stored === "yes";
   $(id).addEventListener("change", () => localStorage.setItem(`myxtts-${id}`, $(id).checked ? "yes" : "no"));
 }
-$("keys").append(...KEYS.flatMap(([keys, what]) => [make("dt", {}, ...keys.split(" ").map(key => make("kbd", { textContent: key }))), make("dd", { textContent: what })]));
+$("keys").append(
+  ...KEYS.flatMap(([keys, what]) => [
+    make("dt", {}, ...keys.split(" ").map(key => make("kbd", { textContent: key }))),
+    make("dd", { textContent: what }),
+  ]),
+);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 let resized = 0;
-window.addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(redraw, 150); });
+window.addEventListener("resize", () => {
+  clearTimeout(resized);
+  resized = setTimeout(redraw, 150);
+});
 
 enqueue(async () => {
   page.about = await ask("/api/about");

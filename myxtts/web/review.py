@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-FILES = {"/": "review.html", "/review.js": "review.js", "/style.css": "style.css"}
+FILES = {"/": "review.html"} | {f"/{name}": name for name in ("page.js", "review.js", "style.css")}
 CONTEXT_S = 2.0  # of the recording that is drawn on both sides of the selected clip
 NARROW, WIDE = 160, 800  # points of a waveform
 MAX_ROWS = 200  # in one request
