@@ -283,7 +283,7 @@ def test_everything_works_by_keyboard(folder: Path, tab: Tab) -> None:
     tab.saved("split")
     assert page.locator("li.clip").count() == 12 and clip_of(folder, 1).end == pytest.approx(2.5)
     tab.keys("q", "q")
-    tab.saved("cut moved")
+    tab.saved("moved cut")
     assert clip_of(folder, 1).start == pytest.approx(0.4)
     tab.keys("n")
     tab.keys("Control+a")
@@ -333,7 +333,7 @@ def test_a_clip_plays_and_its_cut_is_dragged(folder: Path, tab: Tab) -> None:
     page.mouse.down()
     page.mouse.move(at[0] + 0.75 * per_second, at[1], steps=5)
     page.mouse.up()
-    tab.saved("cut moved")
+    tab.saved("moved cut")
     after = clip_of(folder, 2)
     assert after.start == pytest.approx(before.start + 0.75, abs=0.03) and after.end == before.end
     assert after.audio != before.audio and (folder / "wavs" / after.audio).stat().st_size > RATE / 100

@@ -1,5 +1,5 @@
-// What local pages share: nodes, requests, messages, and how amounts are written. Text from a corpus is always set as
-// text, never as HTML.
+// What local pages share: nodes, requests, messages, and how amounts are written. Text from a corpus is always set
+// as text, never as HTML.
 
 const SHOWN_MS = 6000;
 export const $ = id => document.getElementById(id);

@@ -91,11 +91,12 @@ function described(step) {
     merge: "merge",
     clear_decision: "no decision",
     split: "split",
-    move: "cut moved",
+    move: "moved cut",
     set_filters: "thresholds",
   };
   if (step.action === "rename_speaker") return `${old || "(none)"} renamed to ${name || "(none)"}`;
-  const given = typeof value === "string" ? ` “${value.length > 40 ? `${value.slice(0, 40)}…` : value}”` : "";
+  const start = value?.length > 40 ? `${value.slice(0, 40)}…` : value;
+  const given = typeof value === "string" ? ` “${start}”` : "";
   return `${what[step.action] ?? step.action}${given}${(id ?? first) ? ` of clip ${id ?? first}` : ""}`;
 }
 
@@ -253,7 +254,8 @@ function show(row) {
   );
   node.setAttribute(
     "aria-label",
-    `Clip ${row.id}, ${(row.end - row.start).toFixed(1)} seconds, ${used ? "used" : `set aside: ${row.reasons.map(pair => pair[0]).join(", ")}`}`,
+    `Clip ${row.id}, ${(row.end - row.start).toFixed(1)} seconds, ` +
+      (used ? "used" : `set aside: ${row.reasons.map(pair => pair[0]).join(", ")}`),
   );
   if (before && before.audio !== row.audio) {
     node.peaks = null;
@@ -373,7 +375,8 @@ function showDetail(row) {
     { className: "heard" },
     make("bdi", { textContent: row.file }),
     ` ${clock(row.start)} – ${clock(row.end)}` +
-      `${row.channel > 0 ? `, channel ${row.channel + 1}` : ""}${row.edited.includes("cut") ? "; scores are from before the cut" : ""}`,
+      (row.channel > 0 ? `, channel ${row.channel + 1}` : "") +
+      (row.edited.includes("cut") ? "; scores are from before the cut" : ""),
   );
   const details = row.reasons
     .filter(pair => pair[1])
@@ -675,7 +678,7 @@ function dispute(node, row) {
   node.row = row;
   node.querySelector(".conflict")?.remove();
   node.parts.text.classList.add("changed");
-  node.parts.text.after(
+  node.parts.marks.after(
     make(
       "p",
       { className: "conflict", role: "alert" },
