@@ -68,7 +68,7 @@ def plan(probabilities: Numbers, levels_db: Numbers, *, is_start: bool, is_end: 
     if utterances and speech[0] and not is_start:
         spans.append(Span(0.0, utterances[0].end, NO_PAUSE))
         utterances = utterances[1:]
-    certain = total if is_end else max(0.0, total - 2 * _KEPT_SILENCE_S)
+    certain = total if is_end else max(0.0, _at_frame(total - 2 * _KEPT_SILENCE_S))
     for stretch in _stretches(utterances):
         parts = _pieces(stretch)
         if not is_end and not _is_closed(stretch):
@@ -117,15 +117,18 @@ def _utterances(speech: npt.NDArray[np.bool_], levels_db: Numbers, total: float)
         middle = (quiet_start + quiet_end) / 2
         if began:
             end = min(quiet_start + _KEPT_SILENCE_S, middle if last < len(speech) else total)
-            found.append(_Utterance(start, end, quiet_end - quiet_start))
-        start = max(quiet_end - _KEPT_SILENCE_S, middle if first > 0 else 0.0)
+            found.append(_Utterance(start, _at_frame(end), quiet_end - quiet_start))
+        start = _at_frame(max(quiet_end - _KEPT_SILENCE_S, middle if first > 0 else 0.0))
         began = last < len(speech)
     return [*found, _Utterance(start, total, 0.0)] if began else found
 
 
-def _pauses(
-    speech: npt.NDArray[np.bool_], levels_db: Numbers
-) -> Iterator[tuple[int, int, float, float]]:
+def _at_frame(seconds: float) -> float:
+    """The nearest time between two frames, so that what follows can be analysed by itself."""
+    return round(seconds / FRAME_S) * FRAME_S
+
+
+def _pauses(speech: npt.NDArray[np.bool_], levels_db: Numbers) -> Iterator[tuple[int, int, float, float]]:
     """The runs of frames without speech, and the times in them where the level is near the background as well."""
     for first, last in runs(~speech):
         at_edge, seconds = first == 0 or last == len(speech), (last - first) * FRAME_S

@@ -30,7 +30,7 @@ from myxtts.host import usable_cores
 
 SCRIPT = Path(__file__).with_name("listen.py")
 RATE = 16_000  # samples per second that the models hear
-FRAME_S = 512 / RATE  # of the VAD
+FRAME_SAMPLES = 512  # of the VAD
 INSTALL = (
     "To install the models that collect needs:\n"
     "  make judge                        all of them, in a venv of their own (2 GB)\n"
@@ -46,7 +46,9 @@ class Listening(Protocol):
     models: dict[str, str]
 
     def speech(self, wave: Wave) -> Wave: ...
-    def hear(self, waves: Sequence[Wave], languages: Sequence[str], quick: bool = False) -> list[dict[str, Any]]: ...
+    def hear(
+        self, waves: Sequence[Wave], languages: Sequence[str], quick: bool = False
+    ) -> list[dict[str, Any]]: ...
     def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]: ...
     def mos(self, waves: Sequence[Wave]) -> list[float]: ...
 

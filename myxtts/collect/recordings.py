@@ -7,10 +7,9 @@ length: at most one block is in memory. Knows nothing of models, catalogs or spe
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -119,7 +118,9 @@ class Recording:
                 if not find_spec("av"):
                     raise UnusableAudio(DAMAGED if self.damage else "not audio", self.damage or why) from None
         if not find_spec("av"):
-            raise UnusableAudio("needs PyAV", "install it with pip install 'myxtts[collect]', then call collect again")
+            raise UnusableAudio(
+                "needs PyAV", "install it with pip install 'myxtts[collect]', then call collect again"
+            )
         return self._held.enter_context(_AvFile(self.path))
 
     def __enter__(self) -> Recording:
@@ -143,7 +144,9 @@ class Recording:
                 yield Block(frame / rate, samples)
                 frame += len(samples)
         except (sf.LibsndfileError, RuntimeError, ValueError, OSError) as error:
-            self.damage = str(getattr(error, "error_string", "") or getattr(error, "strerror", "") or type(error).__name__)
+            self.damage = str(
+                getattr(error, "error_string", "") or getattr(error, "strerror", "") or type(error).__name__
+            )
 
     def part(self, start: float, end: float) -> Wave:
         """Return the samples (frames, channels) between two times."""
