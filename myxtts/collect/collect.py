@@ -234,7 +234,7 @@ def _check(
     for piece, hearing, voice, mos in zip(pieces, hearings, voices, moss, strict=True):
         start, end = round(stretch.start + piece.start, 3), round(stretch.start + piece.end, 3)
         wave = stretch.part(piece.start, piece.end)
-        scores = _scores(stretch, piece) | {"heard_error": error_rate(hearing.text, hearing.alone)}
+        scores = _scores(stretch, piece) | {"heard_error": error_rate(hearing.text, hearing.alone, hearing.language)}
         scores |= {"mos": mos} if mos is not None else {}
         notes = {"window": hearing.text, **hearing.flags}
         if voice:
@@ -298,7 +298,7 @@ def _record(catalog: Catalog, stretch: Stretch, segments: list[Segment], unused:
     if stretch.is_end:
         state = "failed" if stretch.damage and end == 0 else "done"
         reason = DAMAGED if stretch.damage else ""
-        seconds = max(end, source.seconds) if stretch.damage else end
+        seconds = round(max(end, source.seconds) if stretch.damage else end, 3)
         catalog.update_source(source.id, state=state, reason=reason, detail=stretch.damage, seconds=seconds)
 
 

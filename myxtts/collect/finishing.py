@@ -47,7 +47,7 @@ def _use_scripts(catalog: Catalog, script: Script | None, changed: set[int]) -> 
             found = text.find(segment.notes.get("window", segment.text), expected)
             if found is not None:
                 expected = found.end
-                scores = {"heard_error": error_rate(found.text, segment.heard), "script_error": found.error}
+                scores = {"heard_error": error_rate(found.text, segment.heard, segment.language), "script_error": found.error}
                 changes[segment.id] = {"text": found.text, "origin": "script", "scores": scores}
         name = Path(source.path).name
         if is_foreign(len(changes), len(segments)):

@@ -6,6 +6,7 @@ A text is trusted as far as the two transcripts agree. They are aligned by words
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import operator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ def hear(listening: Listening, language: str, stretch: Stretch) -> tuple[Stretch
         [spoken[group[0]] for group in groups],
     )
     texts = _divided(groups, together, alone)
-    unsure = [at for at, heard in enumerate(alone) if error_rate(texts[at], heard["text"]) > 0]
+    unsure = [at for at, heard in enumerate(alone) if error_rate(texts[at], heard["text"], spoken[at]) > 0]
     _hear_again(listening, waves, alone, unsure, spoken, texts)
     texts = _divided(groups, together, alone)
     flags = [_flags(*each, language) for each in zip(pieces, texts, spoken, likely, strict=True)]
@@ -73,7 +74,8 @@ def _hear_again(
         return
     found = listening.hear([waves[at] for at in chosen], [spoken[at] for at in chosen])
     for at, heard in zip(chosen, found, strict=True):
-        if texts is None or error_rate(texts[at], heard["text"]) <= error_rate(texts[at], alone[at]["text"]):
+        errors = (error_rate(texts[at], one["text"], spoken[at]) for one in (heard, alone[at])) if texts else (0, 0)
+        if operator.le(*errors):
             alone[at] = heard
 
 

@@ -14,7 +14,7 @@ SILENT_DB = -55.0  # audio without speech below this is silence, above it noise 
 _QUIETEST = 1e-10
 _NOISE_SHARE = 0.1  # share of a clip whose level is that of the background
 _FULL_SCALE, _FLAT, _FLAT_RUN = 0.99, 0.9995, 3
-_SPECTRUM_SAMPLES, _BANDWIDTH_DB = 2048, 65.0
+_SPECTRUM_SAMPLES, _SPECTRUM_SMOOTH, _BANDWIDTH_DB, _ABOVE_BACKGROUND_DB = 2048, 33, 65.0, 7.0
 _TONE_SAMPLES, _TONE_HOP, _TONE_LAG, _TONE_BINS, _TONE_SMOOTH = 1024, 256, 4, slice(10, 192), 31
 _TONAL = 0.5  # correlation of spectra 64 ms apart that is certainly music; noise has about 0
 _AUDIBLE_DB = 45.0  # music this far below speech does not count
@@ -47,15 +47,20 @@ def clipping(wave: Wave) -> float:
 
 
 def bandwidth_hz(wave: Wave, rate: int) -> float:
-    """The highest frequency within 65 dB of the strongest, on average over the clip."""
+    """The highest frequency at which speech is above the clip's own background, and within 65 dB of its peak."""
     size = _SPECTRUM_SAMPLES
-    if len(wave) < size:
+    if len(wave) < 4 * size:
         return rate / 2
     frames = np.lib.stride_tricks.sliding_window_view(wave, size)[:: size // 2] * np.hanning(size)
-    power = np.square(np.abs(np.fft.rfft(frames))).mean(0)
-    smooth = 10 * np.log10(np.convolve(power, np.ones(9) / 9, "same") + 1e-12)
-    above = np.flatnonzero(smooth > smooth.max() - _BANDWIDTH_DB)
-    return float(above[-1] * rate / size)
+    power = np.square(np.abs(np.fft.rfft(frames)))
+    quietest = np.argsort(power.sum(1))[: max(1, len(power) // 10)]
+    kernel = np.ones(_SPECTRUM_SMOOTH) / _SPECTRUM_SMOOTH
+    background, speech = (
+        10 * np.log10(np.convolve(spectrum, kernel, "same") + 1e-12)
+        for spectrum in (power[quietest].mean(0), np.percentile(power, 95, axis=0))
+    )
+    above = np.flatnonzero((speech > background + _ABOVE_BACKGROUND_DB) & (speech > speech.max() - _BANDWIDTH_DB))
+    return float(above[-1] * rate / size) if len(above) else 0.0
 
 
 def music(wave: Wave, is_speech: npt.NDArray[np.bool_] | None = None) -> float:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from myxtts.errors import ConfigError
+from myxtts.text.normalize import normalize
 
 AGREES_UP_TO = 0.25  # error rate up to which a script's words replace those that were heard
 FOREIGN_BELOW = 0.2  # share of clips found in a script below which it is of something else
@@ -60,9 +61,10 @@ def edit_distance(one: str, other: str) -> int:
     return distance
 
 
-def error_rate(text: str, heard: str) -> float:
-    """The character errors between two texts as a share of the first, spelling and spaces aside."""
-    one, other = (plain(said).replace(" ", "") for said in (text, heard))
+def error_rate(text: str, heard: str, language: str) -> float:
+    """The character errors between two texts as a share of the first; "14" and "fourteen" are the same."""
+    both = (normalize(said, language) if re.search(r"\d", said) else said for said in (text, heard))
+    one, other = (plain(said).replace(" ", "") for said in both)
     if not one:
         return 0.0 if not other else 1.0
     return min(1.0, edit_distance(one, other) / len(one))
