@@ -20,7 +20,10 @@ from myxtts.collect.listeners import RATE as HEARD_RATE
 from myxtts.errors import NO_PROGRESS
 
 RATE = 22050
-WORDS = "the rain stopped in evening and a cold wind came over hills to our small white house".split()
+WORDS = (
+    "the", "rain", "stopped", "in", "evening", "and", "a", "cold", "wind", "came", "over", "hills", "to", "our",
+    "small", "white", "house",
+)  # fmt: skip
 WORD_S, GAP_S = 0.4, 0.08
 LOWEST_HZ, STEP_HZ = 400, 120
 
@@ -45,13 +48,13 @@ def sentences(count: int, seed: int = 0) -> list[list[str]]:
     return [[WORDS[at] for at in random.choice(len(WORDS), random.integers(5, 10))] for _ in range(count)]
 
 
-def recording(path: Path, said: Sequence[Sequence[str]], seed: int = 0, speaker: int = 0, rate: int = RATE) -> Path:
+def recording(path: Path, said: Sequence[Sequence[str]], seed: int = 0, speaker: int = 0) -> Path:
     """Write sentences with pauses of 0.4 to 2 s."""
     random = np.random.default_rng(seed)
-    parts = [silence(0.5, rate)]
+    parts = [silence(0.5)]
     for words in said:
-        parts += [spoken(words, speaker, rate), silence(random.uniform(0.4, 2.0), rate, seed=seed)]
-    sf.write(path, np.concatenate(parts), rate)
+        parts += [spoken(words, speaker), silence(random.uniform(0.4, 2.0), seed=seed)]
+    sf.write(path, np.concatenate(parts), RATE)
     return path
 
 
@@ -75,6 +78,7 @@ class Ears:
 
     def hear(self, waves: Sequence[Wave], languages: Sequence[str], quick: bool = False) -> list[dict[str, Any]]:
         self._count()
+        assert len(languages) == len(waves)
         texts = [" ".join(self._words(wave)) for wave in waves]
         texts = [self.mistakes.get((text, quick), text) for text in texts]
         return [{"text": text, "language": "en", "languages": {"en": 0.97, "de": 0.01}} for text in texts]
@@ -92,7 +96,9 @@ class Ears:
 
     def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]:
         self._count()
-        return [{"voice": [1.0, 0.1] if _has_overtones(wave) else [0.1, 1.0], "half_similarity": 0.9} for wave in waves]
+        return [
+            {"voice": [1.0, 0.1] if _has_overtones(wave) else [0.1, 1.0], "half_similarity": 0.9} for wave in waves
+        ]
 
     def mos(self, waves: Sequence[Wave]) -> list[float]:
         self._count()

@@ -96,13 +96,13 @@ def test_a_second_call_adds_and_a_call_without_recordings_decides_again(tmp_path
     assert run(out, filters={"min_mos": None}).table.used.segments == len(clips(out))
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [4, pytest.param(48, marks=pytest.mark.soak)])
 def test_after_kill_9_the_next_call_continues_to_the_same_corpus(tmp_path: Path, kills: int) -> None:
     paths = [recording(tmp_path / f"{name}.wav", sentences(24, seed), seed) for seed, name in enumerate("ab")]
     run(tmp_path / "whole", *paths)
     script = ROOT / "tests" / "collect_fixtures.py"
     for number in range(kills):
-        at = 1 + number % 5 + (number // 5 if kills > 10 else number)
+        at = 2 + 2 * number if kills < 10 else 1 + number % 11
         command = [sys.executable, str(script), str(tmp_path / "killed"), str(at), *map(str, paths)]
         subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": ""}, check=False)
     run(tmp_path / "killed", *paths)
@@ -165,7 +165,9 @@ def test_two_speakers_in_two_channels_are_kept_apart(tmp_path: Path) -> None:
     sf.write(tmp_path / "call.wav", np.concatenate(parts), RATE)
     outcome = run(tmp_path / "out", tmp_path / "call.wav", speakers="file")
     assert outcome.sources[0].channels == 2 and set(outcome.speakers) == {"call-left", "call-right"}
-    texts = {channel: [clip.text for clip in clips(tmp_path / "out") if clip.channel == channel] for channel in (0, 1)}
+    texts = {
+        channel: [clip.text for clip in clips(tmp_path / "out") if clip.channel == channel] for channel in (0, 1)
+    }
     assert " ".join(texts[0]) == joined(left) and " ".join(texts[1]) == joined(right)
     accounted(tmp_path / "out")
 
@@ -252,11 +254,14 @@ def test_other_people_s_corpora_and_missing_files_are_refused(tmp_path: Path) ->
 def test_memory_does_not_grow_with_the_length_of_a_recording(tmp_path: Path) -> None:
     with wave.open(str(tmp_path / "long.wav"), "wb") as file:
         file.setnchannels(1), file.setsampwidth(2), file.setframerate(8000)
-        minute = np.concatenate([silence(1, 8000), spoken(sentences(1)[0], rate=8000), silence(60, 8000)])[: 60 * 8000]
+        minute = np.concatenate([silence(1, 8000), spoken(sentences(1)[0], rate=8000), silence(60, 8000)])[
+            : 60 * 8000
+        ]
         for _ in range(180):
             file.writeframes((minute * 32767).astype("<i2").tobytes())
     code = (
-        "import resource, sys; sys.path.insert(0, 'tests'); from pathlib import Path; from collect_fixtures import run\n"
+        "import resource, sys; sys.path.insert(0, 'tests')\n"
+        "from pathlib import Path; from collect_fixtures import run\n"
         "usage = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
         "before = usage(); run(Path(sys.argv[1]), Path(sys.argv[2])); print(usage() - before)"
     )

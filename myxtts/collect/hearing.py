@@ -6,7 +6,6 @@ A text is trusted as far as the two transcripts agree. They are aligned by words
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-import operator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -74,8 +73,10 @@ def _hear_again(
         return
     found = listening.hear([waves[at] for at in chosen], [spoken[at] for at in chosen])
     for at, heard in zip(chosen, found, strict=True):
-        errors = (error_rate(texts[at], one["text"], spoken[at]) for one in (heard, alone[at])) if texts else (0, 0)
-        if operator.le(*errors):
+        errors = (
+            [error_rate(texts[at], one["text"], spoken[at]) for one in (heard, alone[at])] if texts else [0, 0]
+        )
+        if errors[0] <= errors[1]:
             alone[at] = heard
 
 

@@ -12,6 +12,7 @@ TARGET_LUFS, HIGHEST_PEAK_DB = -23.0, -1.0
 MUSIC_FROM = 0.5  # score of audio without speech that counts as music
 SILENT_DB = -55.0  # audio without speech below this is silence, above it noise or music
 _QUIETEST = 1e-10
+_EMPHASIS, _MOST_RANGE_DB = 0.9, 60.0
 _NOISE_SHARE = 0.1  # share of a clip whose level is that of the background
 _FULL_SCALE, _FLAT, _FLAT_RUN = 0.99, 0.9995, 3
 _SPECTRUM_SAMPLES, _SPECTRUM_SMOOTH, _BANDWIDTH_DB, _ABOVE_BACKGROUND_DB = 2048, 33, 65.0, 7.0
@@ -30,9 +31,28 @@ def levels_of(wave: Wave) -> Levels:
     return levels
 
 
-def snr_db(levels: Levels) -> float:
-    """The ratio of the loudest tenth of a clip to its quietest."""
-    power = np.sort(10 ** (levels / 10))
+def contrast_of(wave: Wave) -> Levels:
+    """How far every 8 ms of samples at 16 kHz is above the background in dB, at low frequencies or at high ones.
+
+    The end of a word may be a burst above 3 kHz that is far weaker than a rumbling room.
+    """
+    found = []
+    for part in (wave, wave - _EMPHASIS * np.concatenate([wave[:1], wave[:-1]])):
+        levels = levels_of(part)
+        if len(levels):
+            found.append(levels - max(np.percentile(levels, 10), np.percentile(levels, 90) - _MOST_RANGE_DB))
+    contrast: Levels = np.maximum(*found).astype(np.float32) if found else levels_of(wave)
+    return contrast
+
+
+def snr_db(levels: Levels, is_speech: npt.NDArray[np.bool_]) -> float:
+    """The ratio of speech to the quietest tenth of a clip between its first word and its last.
+
+    The silence at both ends does not count: noise may begin and end with the speech.
+    """
+    frames = np.flatnonzero(np.repeat(is_speech, 4)[: len(levels)])
+    inside = levels[frames[0] : frames[-1] + 1] if len(frames) else levels
+    power = np.sort(10 ** (inside / 10))
     count = max(1, round(_NOISE_SHARE * len(power)))
     noise, speech = float(power[:count].mean()), float(power[-5 * count :].mean())
     return float(10 * np.log10(max(speech - noise, _QUIETEST) / max(noise, _QUIETEST)))
