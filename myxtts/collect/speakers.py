@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -44,15 +45,14 @@ def similarity(voices: Voices, labels: Labels) -> npt.NDArray[np.float32]:
     return found
 
 
-def named(labels: Labels, known: Sequence[str]) -> list[str]:
-    """Return a name for each clip: that which most clips of its group have, else a new one."""
+def named(labels: Labels, known: Sequence[str], taken: Collection[str] = ()) -> list[str]:
+    """Return a name for each clip: that which most clips of its group have, else one that is not taken."""
     names: dict[int, str] = {}
     for label in sorted(set(labels.tolist())):
-        here = Counter(known[at] for at in np.flatnonzero(labels == label) if known[at])
-        fresh = (f"speaker{number}" for number in range(1, len(known) + 2))
-        taken = {*names.values(), *known}
+        here = Counter(known[at] for at in np.flatnonzero(labels == label).tolist() if known[at])
+        fresh = (f"speaker{number}" for number in itertools.count(1))
         best = next((name for name, _ in here.most_common() if name not in names.values()), None)
-        names[label] = best or next(name for name in fresh if name not in taken)
+        names[label] = best or next(name for name in fresh if name not in {*taken, *names.values()})
     return [names[label] for label in labels.tolist()]
 
 
@@ -102,7 +102,7 @@ def _centres(voices: Voices, labels: Labels) -> Voices:
     """The mean voice of each group, not of length 1: the products of means are the means of products."""
     sums = np.zeros((int(labels.max()) + 1, voices.shape[1]), np.float32)
     np.add.at(sums, labels, voices)
-    found: Voices = sums / np.bincount(labels)[:, None]
+    found: Voices = (sums / np.bincount(labels)[:, None]).astype(np.float32)
     return found
 
 
