@@ -51,6 +51,8 @@ from myxtts.observe.metrics import (
 from myxtts.settings import format_setting, patched
 
 if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
+    from myxtts.collect.catalog import Taken
+    from myxtts.collect.collect import Outcome
     from myxtts.observe.trace import Timing
     from myxtts.run_dir import RunSummary
     from myxtts.tools.profile import DataAnalysis, GpuUse, Profile
@@ -106,11 +108,13 @@ class ProgressLines:
         self._bar: Progress | None = None
         self._title = ""
         self._total = self._done = 0
-        self._line_due_at = 0.0
+        self._line_due_at = self._began_at = 0.0
+        self._done_before = 0
 
     def begin(self, title: str, total: int) -> None:
-        self._title, self._total, self._done = title, total, 0
-        self._line_due_at = time.monotonic() + 2.0
+        self._title, self._total, self._done, self._done_before = title, total, 0, 0
+        self._began_at = time.monotonic()
+        self._line_due_at = self._began_at + 2.0
         if sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Screen(stderr=True), transient=True)
@@ -118,12 +122,20 @@ class ProgressLines:
             self._bar.add_task(title, total=total)
 
     def advance(self, count: int) -> None:
+        if self._done == 0 and time.monotonic() < self._began_at + 0.1:  # the work of an earlier call
+            self._done_before = count
         self._done += count
         if self._bar is not None:
             self._bar.advance(self._bar.task_ids[0], count)
         elif time.monotonic() >= self._line_due_at:
             self._line_due_at = time.monotonic() + 10.0
-            print(f"{printable(self._title)}: {self._done} of {self._total}", file=sys.stderr)
+            line = f"{printable(self._title)}: {self._done} of {self._total}{self._left()}"
+            print(line, file=sys.stderr, flush=True)
+
+    def _left(self) -> str:
+        """The time left at the speed so far, not counting what was done before."""
+        new, seconds = self._done - self._done_before, time.monotonic() - self._began_at
+        return f", {_clock(seconds / new * (self._total - self._done))} left" if new > 0 else ""
 
     def end(self) -> None:
         if self._bar is not None:
@@ -543,6 +555,33 @@ def show_scores(scores: Mapping[str, Any]) -> None:
         cells += [percent(row["same_speaker_share"], 0), _score(row["mos"], 2)]
         table.add_row(name, str(row["clips"]), *cells)
     Screen().print(table)
+
+
+def show_collected(outcome: Outcome) -> None:
+    """Print what a collected corpus holds, what each filter took, and the next commands."""
+    found, sources = outcome.table, outcome.sources
+    rows = _table("", "clips>", "time>", "share>")
+    total = max(found.seconds, 1e-9)
+    for name, taken in [("in use", found.used), *((_taken_by(row), row) for row in found.set_aside)]:
+        rows.add_row(name, str(taken.segments), _clock(taken.seconds), percent(taken.seconds / total, 1))
+    for taken in found.unused:
+        rows.add_row(f"no clip: {taken.reason}", "", _clock(taken.seconds), percent(taken.seconds / total, 1))
+    failed = [source for source in sources if source.state == "failed"]
+    broken = f", {len(failed)} unusable" if failed else ""
+    hours = sum(source.seconds for source in sources) / 3600
+    show_lines([f"{outcome.folder}: {len(sources)} recordings, {hours:.2f} hours{broken}"])
+    Screen().print(rows)
+    for title, held in (("speakers", outcome.speakers), ("languages", outcome.languages)):
+        shown = [f"{name} {_clock(seconds)}" for name, seconds in list(held.items())[:_MOST_SHARES]]
+        more = [f"{len(held) - _MOST_SHARES} more"] if len(held) > _MOST_SHARES else []
+        show_lines([f"{title}: {', '.join(shown + more) or 'none'}"])
+    show_lines(f"{Path(source.path).name}: {source.reason} ({source.detail})" for source in failed[:_MOST_SAID])
+    show_lines([*outcome.notes, f"Why each second is not used: {outcome.folder / 'rejected.csv'}"])
+    show_lines(["Next:", f"  myxtts collect --review {outcome.folder}", f"  make train DATA={outcome.folder}"])
+
+
+def _taken_by(taken: Taken) -> str:
+    return taken.reason if taken.threshold is None else f"{taken.reason} ({taken.threshold:g})"
 
 
 def _score(value: float | None, digits: int) -> str:

@@ -1,0 +1,321 @@
+"""From recordings to a corpus: decode and find speech, hear, check, and write down, each in threads of its own.
+
+    reader: decode, VAD, cuts ─► hear: words, twice ─► check: clip, voice, quality ─► catalog (this thread)
+
+Between the stages are bounded queues, so memory does not grow with the length of a recording. One transaction adds
+a stretch of about a minute: after kill -9 the next call continues there. What needs all clips follows at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import Empty, Full, Queue
+from typing import Any, Generic, TypeVar
+
+from myxtts.audio import DAMAGED, UnusableAudio
+from myxtts.collect import quality
+from myxtts.collect.catalog import (
+    CLIPS,
+    Catalog,
+    Filters,
+    Segment,
+    Source,
+    Table,
+    Unused,
+    table,
+    used,
+    write_corpus,
+)
+from myxtts.collect.cutting import FRAME_S, NO_PAUSE, NO_SPEECH, PIECE, TOO_SHORT, Span, speech_frames
+from myxtts.collect.finishing import ONE_SPEAKER, finish, packed
+from myxtts.collect.hearing import Hearing, hear
+from myxtts.collect.listeners import INSTALL, Listening, start_listeners
+from myxtts.collect.recordings import Recording, clip_name, find_recordings, has_speaker_per_channel, save_clip
+from myxtts.collect.script import Script, error_rate, read_script
+from myxtts.collect.stretches import Stretch, position_of, stretches
+from myxtts.errors import ConfigError, Progress, progress_bar
+from myxtts.files import sync_path
+from myxtts.host import usable_cores
+
+_DETAILS = {
+    NO_PAUSE: "no silence to cut at within 12 s",
+    TOO_SHORT: "less than 2 s of speech between long pauses",
+}
+_AHEAD = 2  # finished stretches that may wait for the next stage
+_POLL_S = 0.2
+_MUSIC_MARGIN_S = 0.5  # audio around a clip in which music is looked for
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CollectOptions:
+    """What the user asks for."""
+
+    out: Path
+    recordings: Sequence[Path] = ()
+    language: str = ""
+    speakers: str = ""
+    """A number, auto, one, file or folder; empty for auto, without changing speakers that are known."""
+    speaker: str = ""
+    script: Path | None = None
+    whisper: str = ""
+    judge: Path | None = None
+    download: bool = False
+    filters: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a corpus holds after a call."""
+
+    folder: Path
+    sources: list[Source]
+    table: Table
+    filters: Filters
+    speakers: dict[str, float]
+    """Seconds in use by speaker, most first; likewise languages."""
+    languages: dict[str, float]
+    notes: list[str]
+
+
+Start = Callable[[Path | None, str, bool], AbstractContextManager[Listening]]
+
+
+def collect(options: CollectOptions, progress: Progress, start: Start = start_listeners) -> Outcome:
+    """Add recordings to a corpus, or with none decide again with other filters; returns what it holds then."""
+    script = Script(read_script(options.script)) if options.script else None
+    found = find_recordings(options.recordings, options.out)
+    if options.recordings and not found:
+        raise ConfigError(f"No recordings in {', '.join(map(str, options.recordings))}.")
+    with Catalog(options.out, create=bool(found)) as catalog:
+        if options.filters:
+            catalog.set_filters(Filters.checked({**vars(catalog.filters), **options.filters}))
+        notes: list[str] = []
+        sources = [source for path in found if (source := _register(catalog, path))]
+        pending = [source for source in sources if source.state not in ("done", "failed")]
+        if pending:
+            with start(options.judge, options.whisper, options.download) as listening:
+                notes += _check_models(listening.models, options)
+                _run(catalog, pending, options, listening, progress)
+        changed = {source.id for source in pending}
+        notes += finish(catalog, options.speakers, script, changed)
+        write_corpus(catalog)
+        return _outcome(catalog, notes)
+
+
+def _register(catalog: Catalog, path: Path) -> Source | None:
+    """Return a recording's row; one that cannot be opened is noted with the reason."""
+    about = path.stat()
+    known = catalog.source_for(str(path), about.st_size, about.st_mtime_ns)
+    if known is not None and known.state != "failed":
+        return known
+    source = known or catalog.add_source(str(path), about.st_size, about.st_mtime_ns)
+    try:
+        with Recording(path) as recording:
+            facts = recording.facts
+        apart = has_speaker_per_channel(path)
+    except UnusableAudio as error:
+        return catalog.update_source(source.id, state="failed", reason=error.reason, detail=error.detail)
+    about_it = {"seconds": facts.seconds, "sample_rate": facts.sample_rate, "channels": 2 if apart else 1}
+    return catalog.update_source(source.id, state="new", reason="", detail="", **about_it)
+
+
+def _check_models(models: Mapping[str, str], options: CollectOptions) -> list[str]:
+    """Refuse what the models that are installed cannot do; returns what is said at the end."""
+    _log.info("Listening with %s", ", ".join(models.values()))
+    if "voice" not in models and not options.speaker and options.speakers not in ("one", "file", "folder"):
+        raise ConfigError(
+            "Speakers cannot be told apart without ECAPA-TDNN. If one person speaks, add --speakers one or "
+            "--speaker NAME; if each file or folder is one person, --speakers file or folder. Else install it:\n"
+            + INSTALL.splitlines()[1]
+        )
+    return ["No quality filter: DistillMOS is not installed (make judge)"] * ("mos" not in models)
+
+
+class _Stopped(Exception):
+    """The stages are being ended."""
+
+
+class _Stage(Generic[Item, Result]):
+    """Works on items in threads and gives the results in the order of the items."""
+
+    def __init__(
+        self, items: Iterable[Item], work: Callable[[Item], Result], workers: int, stop: threading.Event
+    ) -> None:
+        self._items, self._work, self._stop = items, work, stop
+        self._results: Queue[Future[Result] | None] = Queue(workers + _AHEAD)
+        self._pool = ThreadPoolExecutor(workers)
+        self._feeder = threading.Thread(target=self._feed)
+        self._feeder.start()
+
+    def _feed(self) -> None:
+        try:
+            for item in self._items:
+                self._put(self._pool.submit(self._work, item))
+            self._put(None)
+        except _Stopped:
+            return
+        except BaseException as error:
+            failed: Future[Result] = Future()
+            failed.set_exception(error)
+            with contextlib.suppress(_Stopped):
+                self._put(failed)
+
+    def _put(self, result: Future[Result] | None) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(Full):
+                return self._results.put(result, timeout=_POLL_S)
+        raise _Stopped
+
+    def __iter__(self) -> Iterator[Result]:
+        while not self._stop.is_set():
+            with contextlib.suppress(Empty):
+                result = self._results.get(timeout=_POLL_S)
+                if result is None:
+                    return
+                yield result.result()
+        raise _Stopped
+
+    def close(self) -> None:
+        self._feeder.join()
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _run(
+    catalog: Catalog, sources: Sequence[Source], options: CollectOptions, listening: Listening, progress: Progress
+) -> None:
+    """Send recordings through the stages."""
+    stop, cores = threading.Event(), usable_cores()
+    with contextlib.ExitStack() as stages:
+        stages.callback(stop.set)
+        parts = (part for source in sources for part in stretches(catalog, source, listening))
+        hearing = _Stage(parts, partial(hear, listening, options.language), 1 + max(1, cores // 4), stop)
+        stages.callback(hearing.close)
+        checker = partial(_check, listening, options, catalog.folder / CLIPS)
+        checking = _Stage(hearing, checker, max(1, cores // 2), stop)
+        stages.callback(checking.close)
+        stages.callback(stop.set)
+        total = sum(source.seconds * source.channels for source in sources)
+        done = sum(
+            position_of(catalog, source, channel) for source in sources for channel in range(source.channels)
+        )
+        with progress_bar(progress, "Listening (seconds)", round(total), round(done)) as advance:
+            for stretch, segments, unused in checking:
+                _record(catalog, stretch, segments, unused)
+                advance(round(stretch.end) - round(stretch.start))
+
+
+Checked = tuple[Stretch, list[Segment], list[Unused]]
+
+
+def _check(
+    listening: Listening, options: CollectOptions, folder: Path, heard: tuple[Stretch, list[Hearing]]
+) -> Checked:
+    """Score the pieces of a stretch and write their clips."""
+    stretch, hearings = heard
+    source, channel, pieces = stretch.source, stretch.channel, stretch.pieces
+    waves = [stretch.heard(piece.start, piece.end) for piece in pieces]
+    voices = listening.voices(waves) if "voice" in listening.models and waves else [{}] * len(waves)
+    moss = listening.mos(waves) if "mos" in listening.models and waves else [None] * len(waves)
+    segments = []
+    for piece, hearing, voice, mos in zip(pieces, hearings, voices, moss, strict=True):
+        start, end = round(stretch.start + piece.start, 3), round(stretch.start + piece.end, 3)
+        wave = stretch.part(piece.start, piece.end)
+        scores = _scores(stretch, piece) | {
+            "heard_error": error_rate(hearing.text, hearing.alone, hearing.language)
+        }
+        scores |= {"mos": mos} if mos is not None else {}
+        notes = {"window": hearing.text, **hearing.flags}
+        if voice:
+            scores["half_similarity"] = voice["half_similarity"]
+            notes["voice"] = packed(voice["voice"])
+        name = clip_name(source.path, source.id, channel, start, end)
+        save_clip(folder / name, wave, stretch.rate, scores["gain_db"])
+        given = _given_speaker(source, channel, options)
+        known: dict[str, Any] = {"text": hearing.text, "heard": hearing.alone, "language": hearing.language}
+        known |= {"start": start, "end": end, "audio": name, "speaker": given, "flags": tuple(hearing.flags)}
+        segments.append(Segment(source=source.id, channel=channel, scores=scores, notes=notes, **known))
+    return stretch, segments, _unused(stretch)
+
+
+def _scores(stretch: Stretch, piece: Span) -> dict[str, float]:
+    wave, heard = stretch.part(piece.start, piece.end), stretch.heard(piece.start, piece.end)
+    first, last = (round(at / FRAME_S) for at in (piece.start, piece.end))
+    is_speech = speech_frames(stretch.probabilities)
+    margin = round(_MUSIC_MARGIN_S / FRAME_S)
+    low, high = max(0, first - margin), min(len(is_speech), last + margin)
+    return {
+        "snr_db": quality.snr_db(quality.levels_of(heard), is_speech[first:last]),
+        "clipping": quality.clipping(wave),
+        "bandwidth_hz": quality.bandwidth_hz(wave, stretch.rate),
+        "speech": float(is_speech[first:last].mean()),
+        "music": quality.music(stretch.heard(low * FRAME_S, high * FRAME_S), is_speech[low:high]),
+        "gain_db": quality.gain_db(wave, stretch.rate),
+    }
+
+
+def _unused(stretch: Stretch) -> list[Unused]:
+    """The spans of a stretch that are in no clip, each with its reason."""
+    found = []
+    for span in stretch.spans:
+        if span.kind != PIECE:
+            start, end = (round(stretch.start + at, 3) for at in (span.start, span.end))
+            silent = span.kind == NO_SPEECH
+            why = quality.kind_without_speech(stretch.heard(span.start, span.end)) if silent else span.kind
+            detail = _DETAILS.get(span.kind, "")
+            found.append(Unused(stretch.source.id, stretch.channel, start, end, why, detail))
+    return found
+
+
+def _given_speaker(source: Source, channel: int, options: CollectOptions) -> str:
+    """The speaker's name as far as the user gave it."""
+    path = Path(source.path)
+    one = ONE_SPEAKER if options.speakers == "one" else ""
+    given = {"file": path.stem, "folder": path.parent.name}.get(options.speakers, options.speaker or one)
+    sides = ("-left", "-right") if options.speakers == "file" and source.channels > 1 else ("", "")
+    return given + sides[channel] if given else ""
+
+
+def _record(catalog: Catalog, stretch: Stretch, segments: list[Segment], unused: list[Unused]) -> None:
+    """Write down what is finished, in one transaction."""
+    source, end = stretch.source, stretch.end
+    if stretch.damage and source.seconds > end:
+        lost = (round(end, 3), round(source.seconds, 3))
+        unused = [*unused, Unused(source.id, stretch.channel, *lost, DAMAGED, stretch.damage)]
+    sync_path(catalog.folder / CLIPS)
+    catalog.add_segments(source.id, segments, unused, round(end, 3))
+    if stretch.is_end:
+        state = "failed" if stretch.damage and end == 0 else "done"
+        reason = DAMAGED if stretch.damage else ""
+        seconds = round(max(end, source.seconds) if stretch.damage else end, 3)
+        catalog.update_source(source.id, state=state, reason=reason, detail=stretch.damage, seconds=seconds)
+
+
+def _outcome(catalog: Catalog, notes: list[str]) -> Outcome:
+    sources = catalog.sources()
+    chosen = [segment for segment in catalog.segments() if used(segment, catalog.filters)]
+    unfinished = sum(source.state in ("new", "cut") for source in sources)
+    if unfinished:
+        notes = [*notes, f"{unfinished} recordings are unfinished: name them again to continue"]
+    by_speaker, by_language = _seconds_by("speaker", chosen), _seconds_by("language", chosen)
+    return Outcome(catalog.folder, sources, table(catalog), catalog.filters, by_speaker, by_language, notes)
+
+
+def _seconds_by(name: str, segments: Sequence[Segment]) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
+    for segment in segments:
+        seconds[getattr(segment, name)] += segment.seconds
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
