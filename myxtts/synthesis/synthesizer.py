@@ -418,8 +418,17 @@ class Synthesizer:
 
         A sentence is tried again only while none of it was heard.
         """
+        prepared = self.prepared(text, voice, language, arguments)
+        return self.stream_prepared(*prepared, chunk_codes)
+
+    def prepared(
+        self, text: str, voice: Voice, language: str, arguments: SynthesisArguments
+    ) -> tuple[Utterance, SynthesisOptions]:
+        """The sentences of a text and the checked options; an error for what cannot be spoken."""
         options = self._options(arguments)
-        utterance = self._utterance(text, voice, language)
+        return self._utterance(text, voice, language), options
+
+    def stream_prepared(self, utterance: Utterance, options: SynthesisOptions, chunk_codes: int) -> SpeechStream:
         return SpeechStream(self._stream(utterance, options, max(1, chunk_codes)))
 
     def _stream(
