@@ -66,8 +66,11 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
-class ClientGone(Exception):
-    """The client has closed the connection, or takes nothing: there is nobody to answer."""
+class ClientGone(BaseException):
+    """The client has closed the connection, or takes nothing: there is nobody to answer.
+
+    Not an `Exception`, for which Starlette would write an answer.
+    """
 
 
 @dataclass
@@ -121,7 +124,7 @@ class Gate:
 
         async def timed_send(message: Message) -> None:
             nonlocal status
-            status = message.get("status", status)
+            status = message.get("status", 101 if message["type"] == "websocket.accept" else status)
             try:
                 async with asyncio.timeout(self._limits.write_s):
                     await send(message)
@@ -133,12 +136,12 @@ class Gate:
             with self._admitted(scope, client):
                 await self._app(scope, receive, timed_send)
         except ApiError as error:
-            if scope["type"] == "websocket":
-                await timed_send({"type": "websocket.close", "code": 1008, "reason": error.message})
-            else:
-                await error.response()(scope, receive, timed_send)
-        except (ClientGone, ClientDisconnect):
+            await error.response()(scope, receive, timed_send)
+        except ClientGone:
             self._counts.gone += 1
+        except Exception:
+            if not status:  # else the answer has been given, and the log says why
+                raise
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._counts.requests[path, status] += 1
@@ -171,9 +174,9 @@ class Gate:
         """Refuse pages of other sites. Without a key also names other than those of this machine, which a page
         could use to reach a server on loopback."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        if origin is not None and "*" not in self._limits.cors and origin not in self._limits.cors:
-            if origin.partition("://")[2] != host:
-                raise ApiError(403, f"Pages of {origin[:100]} may not use this server (myxtts serve --cors ORIGIN).")
+        allowed = self._limits.cors
+        if origin and not {"*", origin} & {*allowed} and origin.partition("://")[2] != host:
+            raise ApiError(403, f"Pages of {origin[:100]} may not use this server (serve --cors ORIGIN).")
         if not self._limits.api_key and not is_loopback(host.rpartition(":")[0] if ":" in host else host):
             raise ApiError(403, f"This server is for this machine only, not for the host name {host[:100]!r}.")
 
@@ -195,7 +198,9 @@ class Gate:
             self._tokens.popitem(last=False)
         if tokens < 1:
             wait_s = (1 - tokens) * 60 / most
-            message = f"More than {self._limits.per_minute} requests a minute; try again in {max(1, round(wait_s))} s."
+            message = (
+                f"More than {self._limits.per_minute} requests a minute; try again in {max(1, round(wait_s))} s."
+            )
             raise ApiError(429, message, "rate_limit_exceeded", wait_s)
 
 
@@ -224,6 +229,8 @@ async def body_of(request: Request, limit: int, seconds: float) -> bytes:
                     body += part
                 elif size > limit + _DISCARDED_BYTES:
                     break
+    except ClientDisconnect:
+        raise ClientGone from None
     except TimeoutError:
         raise ApiError(408, f"The body did not arrive within {seconds:g} s.") from None
     if size > limit:
@@ -238,7 +245,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    working = asyncio.ensure_future(work)
+    tasks = [working, asyncio.ensure_future(disconnected())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -278,5 +286,3 @@ class TimedProtocol(H11Protocol):
             self._deadline = None
         elif is_waiting and self._deadline is None:
             self._deadline = self.loop.call_later(self.read_s, self.transport.abort)
-
-

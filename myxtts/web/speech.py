@@ -14,7 +14,7 @@ import secrets
 import struct
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ FORMATS = {
 """Names of OpenAI's API and media types. Its `aac` is missing: libsndfile does not write it."""
 OPENAI_MODELS = {"tts-1", "tts-1-hd", "gpt-4o-mini-tts"}
 OPENAI_VOICES = (
-    "alloy", "ash", "ballad", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse", "cedar"
+    "alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer",
+    "verse",
 )  # fmt: skip
 """Clients send these unless told otherwise, so each is spoken by one of ours, with a warning."""
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "repetition_penalty", "guidance", "central")
@@ -111,7 +112,7 @@ class Speaking:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens
             self._loop.call_soon_threadsafe(self._arrived.put_nowait, arrived)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Every piece as it arrives; raises the error that ended the request."""
         while isinstance(arrived := await self._arrived.get(), Piece):
             yield arrived
@@ -159,7 +160,9 @@ class HostedModel:
     def is_built_in(self, name: str) -> bool:
         return name in self._built_in and not self._library.path(name).is_file()
 
-    def add_voice(self, name: str, recording: bytes, languages: Sequence[str] = (), description: str = "") -> Voice:
+    def add_voice(
+        self, name: str, recording: bytes, languages: Sequence[str] = (), description: str = ""
+    ) -> Voice:
         """Save the voice of a recording under a new name."""
         self._require_new(name)
         suffix = ".mp3" if recording[:3] == b"ID3" or recording[:1] == b"\xff" else ".audio"
@@ -176,7 +179,9 @@ class HostedModel:
         """Save the weighted mean of voices under a new name."""
         self._require_new(name)
         if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights.values()):
-            raise ConfigError('"mix" names the voices and their weights, which are above 0: {"anna": 0.7, "ben": 0.3}')
+            raise ConfigError(
+                '"mix" names the voices and their weights, which are above 0: {"anna": 0.7, "ben": 0.3}'
+            )
         parts = [(self._named(each), weight) for each, weight in weights.items()]
         return self._saved(mixed(name, parts, self._synthesizer.fingerprint))
 
@@ -283,7 +288,9 @@ def names_of(folders: Sequence[Path]) -> dict[str, Path]:
     for folder in folders:
         name = "base" if folder == config.BASE_FOLDER else folder.resolve().name
         if not _MODEL_NAME.fullmatch(name):
-            raise ConfigError(f"--model {folder}: the folder's name is the model's for clients; use letters, digits, .-_")
+            raise ConfigError(
+                f"--model {folder}: the folder's name is the model's for clients; use letters, digits, .-_"
+            )
         if name in named:
             raise ConfigError(f"--model {folder}: {named[name]} has the same name; rename one of the two folders")
         named[name] = folder
@@ -292,7 +299,8 @@ def names_of(folders: Sequence[Path]) -> dict[str, Path]:
 
 def as_pcm(wave: Wave) -> bytes:
     """Samples as signed 16-bit integers, little-endian."""
-    return np.rint(np.clip(wave, -1.0, 1.0) * 32767.0).astype("<i2").tobytes()
+    samples = np.rint(np.clip(wave, -1.0, 1.0) * 32767.0).astype("<i2")
+    return bytes(samples.tobytes())
 
 
 def encode(wave: Wave, form: str) -> bytes:
@@ -306,7 +314,7 @@ def encode(wave: Wave, form: str) -> bytes:
 
 
 class StreamEncoder:
-    """A file in one of `FORMATS` as its sound arrives. Nothing is changed later, so its header lacks the length."""
+    """A file in one of `FORMATS`, written while its sound arrives; so its header does not know the length."""
 
     def __init__(self, form: str) -> None:
         self._sink = _Sink()
