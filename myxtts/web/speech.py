@@ -141,7 +141,11 @@ class HostedModel:
     def submit(self, asked: Spoken, client: str, speaking: Speaking) -> None:
         """Begin to speak; raises an error if the text, the voice or a value cannot be used."""
         synthesizer = self._synthesizer
-        language = asked.language or language_of(asked.text, synthesizer.languages)
+        try:
+            language = asked.language or language_of(asked.text, synthesizer.languages)
+        except DatasetError:
+            problem = f"The language of {asked.text.strip()[:40]!r} cannot be recognised"
+            raise ConfigError(f'{problem}. Is there anything to say? If so, name it with "language".') from None
         voice, warning = self._voice(asked.voice, language)
         sampling = replace(synthesizer.sampling, **asked.sampling)
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
