@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -605,14 +606,14 @@ def _speak(options: argparse.Namespace) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    try:
-        from myxtts.web.limits import Limits
-        from myxtts.web.serve import KEY_VARIABLE, listen, serve
-        from myxtts.web.speech import load_models, names_of
-    except ModuleNotFoundError as error:
+    needed = ("starlette", "uvicorn", "websockets", "python_multipart")
+    if missing := [name for name in needed if find_spec(name) is None]:
         cure = f"{sys.executable} -m pip install 'myxtts[serve]'"
-        raise ConfigError(f"serve: the package {error.name} is missing. Install it with\n  {cure}") from None
+        raise ConfigError(f"serve needs the packages {', '.join(missing)}. Install them:\n  {cure}")
     from myxtts.devices import device_named, work_on
+    from myxtts.web.limits import Limits
+    from myxtts.web.serve import KEY_VARIABLE, listen, serve
+    from myxtts.web.speech import load_models, names_of
 
     folders = names_of([_model_folder(folder) for folder in options.model or [None]])
     work_on(device := device_named(options.device))

@@ -40,6 +40,7 @@ from synthesis_fixtures import LONG_TEXT, make_model, vocabulary
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from myxtts.cli import main
 from myxtts.errors import PipelineError
 from myxtts.synthesis.synthesizer import Synthesizer
 from myxtts.synthesis.voices import Voice
@@ -547,12 +548,13 @@ def test_the_command_serves_and_ends_with_code_0_on_sigterm(folder: Path) -> Non
     assert process.returncode == 0 and "Traceback" not in err + out
 
 
-def test_mistakes_of_the_command(folder: Path, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    from myxtts.cli import main
-
+def test_mistakes_of_the_command(
+    folder: Path, server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", "--model", str(folder), "--model", str(folder)]) == 2
+    assert "the same name" in capsys.readouterr().err
     assert main(["serve", "--model", str(folder), "--port", str(server.port)]) == 2
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    for name in [name for name in sys.modules if name.startswith("myxtts.web.")]:
-        monkeypatch.delitem(sys.modules, name)
+    assert "Cannot listen" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "websockets", None)
     assert main(["serve", "--model", str(folder)]) == 2
+    assert "pip install 'myxtts[serve]'" in capsys.readouterr().err
