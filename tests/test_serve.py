@@ -59,8 +59,13 @@ def spoken() -> Synthesizer:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, spoken: Synthesizer, anna: Voice) -> Iterator[Running]:
-    with running(hosted(tmp_path_factory.mktemp("models"), spoken, anna), per_minute=100_000) as it:
+def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def server(models_folder: Path, spoken: Synthesizer, anna: Voice) -> Iterator[Running]:
+    with running(hosted(models_folder, spoken, anna), per_minute=100_000) as it:
         yield it
 
 
@@ -298,12 +303,31 @@ def test_recordings_that_make_no_voice(server: Running, name: str, content: byte
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"--x\r\n", {"name": "x", "mix": {"zoe": 1}}, {"name": "x", "mix": {"anna": -1}}, {"name": "x"}],
+    [
+        b"",
+        b"--x\r\n",
+        {"name": "x", "mix": {"zoe": 1}},
+        {"name": "x", "mix": {"anna": -1}},
+        {"name": "x"},
+        {"name": "x", "mix": {"anna": 10**400}},
+        {"name": "x", "mix": {"anna": float("nan")}},
+        {"name": "x", "mix": {}},
+    ],
 )
 def test_forms_and_mixes_that_make_no_voice(server: Running, content: Any) -> None:
     kind = "application/json" if isinstance(content, dict) else "multipart/form-data; boundary=x"
     answer = server.post(content, "/v1/audio/voices", headers={"content-type": kind})
     assert answer.status_code in (400, 404) and error_of(answer)
+
+
+def test_a_damaged_voice_is_left_out_and_shows_no_path(server: Running, models_folder: Path) -> None:
+    path = models_folder / "tiny" / "voices" / "worn.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"damaged")
+    assert "worn" not in server.get("/v1/audio/voices").text
+    answer = server.post(ASKED | {"voice": "worn"})
+    path.unlink()
+    assert answer.status_code == 400 and "damaged" in error_of(answer) and "/tmp" not in answer.text
 
 
 def test_built_in_voices_stay(server: Running) -> None:
@@ -330,6 +354,8 @@ def test_key_origin_and_host(model: Any) -> None:
         preflight = {"origin": "https://ours.example", "access-control-request-method": "POST"}
         assert httpx.options(f"{it.url}/v1/audio/speech", headers=preflight).status_code == 200
         assert it.get("/v1/models", headers=key | {"origin": "https://other.example"}).status_code == 403
+        refused = it.get("/v1/models", headers={"origin": "https://ours.example"})  # the page can read why
+        assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
         with pytest.raises(InvalidStatus, match="401"):
             connect(f"ws://127.0.0.1:{it.port}/v1/audio/stream")
     with running(model) as it:

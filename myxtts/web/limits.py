@@ -150,12 +150,11 @@ class Gate:
     def _admitted(self, scope: Scope, client: str) -> Iterator[None]:
         headers, path = Headers(scope=scope), scope["path"]
         self._check_origin(headers)
-        is_preflight = scope.get("method") == "OPTIONS" and bool(self._limits.cors)
-        if path not in _OPEN and not is_preflight:
+        if path not in _OPEN:
             self._check_key(headers)
             if self.is_draining:
                 raise ApiError(503, "The server is shutting down; send the request elsewhere.", "draining", 5)
-        if path in _WATCHED or is_preflight:
+        if path in _WATCHED:
             yield
             return
         self._check_rate(client)

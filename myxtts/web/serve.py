@@ -27,18 +27,17 @@ from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from myxtts.config import LANGUAGES
-from myxtts.errors import ConfigError, MyXTTSError
+from myxtts.errors import ConfigError, MyXTTSError, PipelineError
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
-from myxtts.synthesis.engine import EngineClosed, QueueFull
+from myxtts.synthesis.engine import Cancelled, EngineClosed, QueueFull
 from myxtts.synthesis.text import split_complete
 from myxtts.synthesis.vocoding import pause
 from myxtts.web.limits import (
@@ -82,7 +81,7 @@ _LONGEST_REST = 400  # characters of a sentence on the WebSocket before it is cu
 _SENTENCES_AHEAD = 2  # of a WebSocket: one is heard while the next one is spoken
 _MOST_CONNECTIONS = 2048
 _MOST_SEED, _MOST_NUMBER = 2**31 - 1, 1e6
-_STATUS = {QueueFull: 429, EngineClosed: 503, NameTaken: 409, UnknownName: 404, ConfigError: 400}
+_STATUS = {QueueFull: 429, EngineClosed: 503, Cancelled: 503, NameTaken: 409, UnknownName: 404, ConfigError: 400}
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +92,7 @@ def error_of(error: Exception) -> ApiError:
     if isinstance(error, HTTPException):
         known = {404: "There is no such address.", 405: "This address does not take that method."}
         return ApiError(error.status_code, known.get(error.status_code, str(error.detail)))
-    if not isinstance(error, MyXTTSError):
+    if not isinstance(error, (*_STATUS, PipelineError)):  # the text of others may show paths
         _log.error("A request failed", exc_info=error)
         return ApiError(500, "The server failed; its log says why.")
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
@@ -209,7 +208,7 @@ class SpeechApi:
         if not isinstance(name, str) or not name:
             raise ApiError(400, '"name" is missing: the name of the new voice.')
         model, _ = self._models.named(str(given.get("model") or ""))
-        if isinstance(mix, dict) and all(type(weight) in (int, float) for weight in mix.values()):
+        if isinstance(mix, dict) and all(type(each) in (int, float) for each in mix.values()):
             add: Callable[..., Any] = lambda: model.mix_voices(name, mix)  # noqa: E731
         elif isinstance(recording, bytes):
             language = str(given.get("language") or "")
@@ -534,9 +533,7 @@ def make_app(models: Models, limits: Limits) -> Gate:
         return error_of(error).response()
 
     handlers: dict[Any, Any] = dict.fromkeys((ApiError, HTTPException, MyXTTSError, Exception), answer)
-    cors = [Middleware(CORSMiddleware, allow_origins=limits.cors, allow_methods=["*"], allow_headers=["*"],
-                       expose_headers=["*"])] if limits.cors else []  # fmt: skip
-    app = Starlette(routes=routes, middleware=cors, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=handlers)
     paths = frozenset(route.path for route in routes if isinstance(route, Route | WebSocketRoute))
     gate = Gate(app, limits, counts, paths)
     api.is_draining = lambda: gate.is_draining
@@ -548,8 +545,12 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, gate: Gate, limits: Limits, drain_s: float) -> None:
         protocol = type("Protocol", (TimedProtocol,), {"read_s": limits.read_s})
+        app: ASGIApp = gate
+        if limits.cors:
+            every = ("*",)
+            app = CORSMiddleware(gate, limits.cors, allow_methods=every, allow_headers=every, expose_headers=every)
         config = uvicorn.Config(
-            gate, log_config=None, log_level="warning", access_log=False, proxy_headers=False, server_header=False,
+            app, log_config=None, log_level="warning", access_log=False, proxy_headers=False, server_header=False,
             http=protocol, ws="websockets-sansio", ws_max_size=MOST_JSON_BYTES, ws_per_message_deflate=False,
             limit_concurrency=_MOST_CONNECTIONS, timeout_keep_alive=15, timeout_graceful_shutdown=2,
             lifespan="off",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import math
 import re
 import secrets
 import struct
@@ -25,7 +24,7 @@ import torch
 
 from myxtts import config
 from myxtts.audio import Wave
-from myxtts.errors import ConfigError, DatasetError
+from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.synthesis.engine import QUEUE_LIMIT, Deliver, End, Engine, Piece, Request, Ticket
 from myxtts.synthesis.synthesizer import CHUNK_CODES, Report, Synthesizer, load_synthesizer
@@ -54,6 +53,7 @@ _OGG_PAGE_LATENCY, _OGG_PAGE_MS = 0x1302, 100.0  # a command of libsndfile; its 
 _UNKNOWN_LENGTH = 0xFFFF_FFFF  # in a WAV header: until the data ends
 _MODEL_NAME = re.compile(r"[\w][\w .-]{0,99}")
 _FEW_NAMES = 8
+MOST_MIXED = 16
 
 
 class UnknownName(ConfigError):
@@ -158,8 +158,11 @@ class HostedModel:
 
     def voices(self) -> list[Voice]:
         """All voices that this model can speak with, the built-in ones first."""
-        own = ("", self._synthesizer.fingerprint)
-        return [voice for voice in self._library.all() if voice.fingerprint in own]
+        found = []
+        for name in self._names():
+            with contextlib.suppress(ConfigError):  # of other weights, damaged, or deleted meanwhile
+                found.append(self._named(name))
+        return found
 
     def is_built_in(self, name: str) -> bool:
         return name in self._built_in and not self._library.path(name).is_file()
@@ -182,10 +185,9 @@ class HostedModel:
     def mix_voices(self, name: str, weights: Mapping[str, float]) -> Voice:
         """Save the weighted mean of voices under a new name."""
         self._require_new(name)
-        if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights.values()):
-            raise ConfigError(
-                '"mix" names the voices and their weights, which are above 0: {"anna": 0.7, "ben": 0.3}'
-            )
+        if not 0 < len(weights) <= MOST_MIXED or not all(0 < weight <= 1e6 for weight in weights.values()):
+            example = 'with weights above 0, such as {"anna": 0.7, "ben": 0.3}'
+            raise ConfigError(f'"mix" must name up to {MOST_MIXED} voices {example}.')
         parts = [(self._named(each), weight) for each, weight in weights.items()]
         return self._saved(mixed(name, parts, self._synthesizer.fingerprint))
 
@@ -205,7 +207,7 @@ class HostedModel:
         try:
             self._library.save(voice)
         except OSError as error:
-            raise DatasetError(f"The voice cannot be saved: {error.strerror}.") from error
+            raise PipelineError(f"The voice cannot be saved: {error.strerror}.") from error
         return voice
 
     def _voice(self, name: str, language: str) -> tuple[Voice, str]:
@@ -236,13 +238,19 @@ class HostedModel:
         if known is None or known[0] != written_at:
             try:
                 known = written_at, self._library.load(name, self._synthesizer.fingerprint)
-            except DatasetError:
+            except (DatasetError, ConfigError, OSError):
+                if not path.is_file():
+                    raise self._unknown(name) from None
                 raise ConfigError(f"The voice {name!r} is damaged or of other weights; make it again.") from None
             self._read[name] = known
         return known[1]
 
+    def _names(self) -> list[str]:
+        saved = sorted(path.stem for path in self._library.folder.glob("*.safetensors"))
+        return [*dict.fromkeys([*self._built_in, *saved])]
+
     def _unknown(self, name: str) -> UnknownName:
-        names = [voice.name for voice in self.voices()]
+        names = self._names()
         some = ", ".join(names[:_FEW_NAMES]) + (", …" if len(names) > _FEW_NAMES else "")
         return UnknownName("voice_not_found", f"There is no voice {name[:60]!r}. There are: {some or 'none yet'}.")
 
@@ -282,6 +290,7 @@ def load_models(
     loaded = []
     for name, folder in folders.items():
         synthesizer = load_synthesizer(folder, device=device)
+        language_of("The first text would otherwise wait for the tables.", synthesizer.languages)
         loaded.append(HostedModel(name, synthesizer, VoiceLibrary(folder), slots, queue_limit))
     return Models(loaded)
 
