@@ -508,6 +508,26 @@ def test_sentences_are_cancelled_when_the_websocket_closes(model: Any, orders: E
         assert told.cancelled.wait(5)
 
 
+def test_a_websocket_says_what_it_has_received_when_the_server_drains(model: Any, orders: EngineOnOrders) -> None:
+    with running(model) as it, connect(f"ws://127.0.0.1:{it.port}/v1/audio/stream") as web_socket:
+        web_socket.send(json.dumps({"type": "text", "text": TEXT}))
+        web_socket.send(
+            json.dumps({"type": "start"})
+        )  # too late, and so an answer shows that the text has arrived
+        assert json.loads(received(web_socket)[-1])["type"] == "error"
+    with running(model) as it, connect(f"ws://127.0.0.1:{it.port}/v1/audio/stream") as web_socket:
+        web_socket.send(json.dumps({"type": "text", "text": f"{TEXT} She"}))
+        orders.request().sound()
+        it.stop()
+        orders.request(1).sound()  # the rest of the text
+        for told in orders.told:
+            told.end()
+        messages = received(web_socket)
+        assert json.loads(messages[-1]) == {"type": "done"}
+        it.thread.join(10)
+        assert not it.thread.is_alive()
+
+
 def test_running_requests_finish_after_the_signal(model: Any, orders: EngineOnOrders) -> None:
     with running(model) as it, it.connect(ASKED | {"response_format": "pcm"}) as raw:
         told = orders.request()

@@ -79,7 +79,7 @@ _TYPES = {str: "a string", dict: "an object", int: "a number", float: "a number"
 _SPEEDS = (0.25, 4.0)  # of OpenAI's API; the model says what it can do of it
 _LONGEST_REST = 400  # characters of a sentence on the WebSocket before it is cut
 _SENTENCES_AHEAD = 2  # of a WebSocket: one is heard while the next one is spoken
-_MOST_CONNECTIONS = 2048
+_MOST_CONNECTIONS, _LONGEST_WARNING = 2048, 1000
 _MOST_SEED, _MOST_NUMBER = 2**31 - 1, 1e6
 _STATUS = {QueueFull: 429, EngineClosed: 503, Cancelled: 503, NameTaken: 409, UnknownName: 404, ConfigError: 400}
 _log = logging.getLogger(__name__)
@@ -258,13 +258,13 @@ class _SpeechResponse(Response):
     """Speaks, and sends the sound as it is made. An error before the first sound becomes the answer."""
 
     def __init__(self, api: SpeechApi, asked: Asked, client: str, began_at: float) -> None:
+        super().__init__()
         self._api, self._asked, self._client, self._began_at = api, asked, client, began_at
-        self.background = None
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         speaking = Speaking()
         speaking.warnings += self._asked.warnings
-        self._has_begun = False
         try:
             await while_connected(receive, self._answer(speaking, send))
         except (ClientGone, asyncio.CancelledError):
@@ -314,15 +314,8 @@ class _SpeechResponse(Response):
     def _ending(self, speaking: Speaking) -> bytes:
         if not self._asked.is_sse or speaking.report is None:
             return b""
-        num_codes, num_characters = (
-            sum(each.num_codes for each in speaking.report.sentences),
-            len(self._asked.spoken.text),
-        )
-        usage = {
-            "input_tokens": num_characters,
-            "output_tokens": num_codes,
-            "total_tokens": num_characters + num_codes,
-        }
+        num_in, num_out = len(self._asked.spoken.text), sum(each.num_codes for each in speaking.report.sentences)
+        usage = {"input_tokens": num_in, "output_tokens": num_out, "total_tokens": num_in + num_out}
         return _event({"type": "speech.audio.done", "usage": usage, "notes": speaking.report.notes()})
 
     async def _send_head(
@@ -331,11 +324,9 @@ class _SpeechResponse(Response):
         self._has_begun = True
         media = "text/event-stream" if self._asked.is_sse else FORMATS[self._asked.form]
         facts = {"model": speaking.model, "voice": speaking.voice, "language": speaking.language}
-        facts |= {"seed": str(speaking.seed)} | (
-            {"warning": "; ".join(speaking.warnings)} if speaking.warnings else {}
-        )
+        facts |= {"seed": str(speaking.seed), "warning": "; ".join(speaking.warnings)[:_LONGEST_WARNING]}
         headers = [(b"content-type", media.encode()), (b"cache-control", b"no-store"), *(more or [])]
-        headers += [(f"x-myxtts-{name}".encode(), _header(value)) for name, value in facts.items()]
+        headers += [(f"x-myxtts-{name}".encode(), _header(value)) for name, value in facts.items() if value]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send_body(self, send: Send, body: bytes, more: bool = True) -> None:
@@ -391,22 +382,18 @@ class _Conversation:
 
     async def _message(self) -> dict[str, Any] | None:
         """The next message; None at the end, or when the server is shutting down."""
-        waited_s = 0.0
-        while True:
+        ends_at = time.monotonic() + self._limits.idle_s
+        while not self._api.is_draining():
             try:
                 async with asyncio.timeout(1.0):
-                    text = await self._socket.receive_text()
-                break
+                    message = _object((await self._socket.receive_text()).encode())
+                return None if message.get("type") == "end" else message
             except TimeoutError:
-                waited_s += 1.0
+                if time.monotonic() > ends_at:
+                    raise ApiError(408, f"No message within {self._limits.idle_s:g} s.") from None
             except KeyError:
                 raise ApiError(400, "Send text messages with JSON objects.") from None
-            if self._api.is_draining():
-                return None
-            if waited_s >= self._limits.idle_s:
-                raise ApiError(408, f"No message within {self._limits.idle_s:g} s.")
-        message = _object(text.encode())
-        return None if message.get("type") == "end" else message
+        return None
 
     async def _start(self, message: dict[str, Any]) -> None:
         if self._number or self._text:
@@ -550,7 +537,7 @@ class DrainingServer(uvicorn.Server):
             every = ("*",)
             app = CORSMiddleware(gate, limits.cors, allow_methods=every, allow_headers=every, expose_headers=every)
         config = uvicorn.Config(
-            app, log_config=None, log_level="warning", access_log=False, proxy_headers=False, server_header=False,
+            app, log_config=None, log_level="error", access_log=False, proxy_headers=False, server_header=False,
             http=protocol, ws="websockets-sansio", ws_max_size=MOST_JSON_BYTES, ws_per_message_deflate=False,
             limit_concurrency=_MOST_CONNECTIONS, timeout_keep_alive=15, timeout_graceful_shutdown=2,
             lifespan="off",
