@@ -25,6 +25,8 @@ import openai
 import pytest
 import soundfile
 from conftest import make_voice
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from serve_fixtures import (
     TEXT,
     EngineOnOrders,
@@ -44,6 +46,8 @@ from myxtts.cli import main
 from myxtts.errors import PipelineError
 from myxtts.synthesis.synthesizer import Synthesizer
 from myxtts.synthesis.voices import Voice
+from myxtts.web.limits import ApiError, Limits
+from myxtts.web.serve import Asked
 from myxtts.web.speech import FORMATS, StreamEncoder, as_pcm, encode
 from myxtts.weights import save_folder
 
@@ -254,6 +258,26 @@ def test_mistakes_are_explained(server: Running, change: Any, says: str) -> None
     assert answer.status_code == 400, answer.text
     assert says in error_of(answer)
     assert "/tmp" not in answer.text
+
+
+WORDS = st.text() | st.sampled_from(["sse", "pcm", "en", TEXT])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["id", "x"]), inner),
+    max_leaves=3,
+)
+NAMES = ["model", "input", "voice", "response_format", "speed", "stream_format", "stream", "language", "seed"]
+
+
+@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), VALUES))
+@settings(deadline=None)
+def test_any_object_is_understood_or_refused(content: dict[str, Any]) -> None:
+    try:
+        asked = Asked.read(content, Limits())
+    except ApiError as error:
+        assert error.status == 400 and error.message
+    else:
+        assert asked.spoken.text == content["input"] and asked.form in FORMATS
 
 
 def test_addresses_and_methods_that_do_not_exist(server: Running) -> None:
