@@ -385,6 +385,8 @@ def test_key_origin_and_host(model: Any) -> None:
     with running(model) as it:
         answer = it.get("/v1/models", headers={"host": "rebound.example"})
         assert answer.status_code == 403 and "this machine only" in error_of(answer)
+        for host in ("localhost", "[::1]", "[::1]:80", f"127.0.0.1:{it.port}"):
+            assert it.get("/v1/models", headers={"host": host}).status_code == 200
         answer = it.post(ASKED, headers={"origin": "https://other.example", "content-type": "text/plain"})
         assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
 
@@ -437,6 +439,12 @@ def test_clients_that_send_slowly_are_dropped(model: Any) -> None:
                 assert everything(raw) == b""
         with it.connect(head=f"{head}Content-Length: 50\r\n\r\n{{") as raw:
             assert raw.recv(1000).startswith(b"HTTP/1.1 408")
+        with it.connect(head=f"{head.replace('speech', 'none')}Content-Length: 50\r\n\r\n") as raw:
+            began_at = time.monotonic()
+            with pytest.raises(OSError, match=r"(?i)reset|pipe"):  # it was answered, and the rest drips in
+                while time.monotonic() - began_at < 5:
+                    raw.sendall(b" ")
+                    time.sleep(0.1)
         with httpx.Client() as client:  # a connection that is used again is not dropped
             for _ in range(4):
                 assert client.get(f"{it.url}/health").status_code == 200

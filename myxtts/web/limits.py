@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Iterator, MutableMapping
@@ -26,9 +27,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 MOST_JSON_BYTES, MOST_UPLOAD_BYTES = 256 * 1024, 10 * 1024 * 1024  # the upload's limit is OpenAI's
 _DISCARDED_BYTES = 64 * 1024 * 1024  # read after a limit, so that the client gets to see the answer
 _MOST_CLIENTS = 10_000  # whose rate is remembered
-_OPEN = {"/health"}  # answered without a key, and while draining
-_WATCHED = {"/health", "/metrics"}  # answered at any rate
+_OPEN = {"/health"}  # answered without a key and at any rate
+_WATCHED = {"/health", "/metrics"}  # answered while draining too
 _BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds to the first sound
+_PORT = re.compile(r":\d*$")
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
@@ -151,13 +153,13 @@ class Gate:
         headers, path = Headers(scope=scope), scope["path"]
         self._check_origin(headers)
         if path not in _OPEN:
+            self._check_rate(client)  # first, because it also slows down those who guess keys
             self._check_key(headers)
-            if self.is_draining:
-                raise ApiError(503, "The server is shutting down; send the request elsewhere.", "draining", 5)
         if path in _WATCHED:
             yield
             return
-        self._check_rate(client)
+        if self.is_draining:
+            raise ApiError(503, "The server is shutting down; send the request elsewhere.", "draining", 5)
         if self._active[client] >= self._limits.most_at_once:
             most = f"{self._limits.most_at_once} requests of this client are running, the most there may be"
             raise ApiError(429, f"{most}; wait for one to end.", "too_many_at_once", 1)
@@ -176,7 +178,7 @@ class Gate:
         allowed = self._limits.cors
         if origin and not {"*", origin} & {*allowed} and origin.partition("://")[2] != host:
             raise ApiError(403, f"Pages of {origin[:100]} may not use this server (serve --cors ORIGIN).")
-        if not self._limits.api_key and not is_loopback(host.rpartition(":")[0] if ":" in host else host):
+        if not self._limits.api_key and not is_loopback(_PORT.sub("", host)):
             raise ApiError(403, f"This server is for this machine only, not for the host name {host[:100]!r}.")
 
     def _check_key(self, headers: Headers) -> None:
@@ -278,8 +280,9 @@ class TimedProtocol(H11Protocol):
             self._deadline.cancel()
 
     def _watch(self) -> None:
-        """Set the deadline of the headers while they are awaited; a response ends with the keep-alive timer."""
-        is_waiting = self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete)
+        """Set a deadline while headers are awaited, or the rest of a body that was answered before its end."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        is_waiting = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and is_answered
         if not is_waiting and self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
