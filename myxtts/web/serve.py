@@ -295,7 +295,10 @@ class _SpeechResponse(Response):
         encoder = StreamEncoder(self._asked.form)
         async with aclosing(speaking.pieces()) as pieces:
             async for piece in pieces:
-                part = await self._api.encoded(encoder.push, piece.wave)
+                if encoder.is_plain:  # sooner done than handed to a thread
+                    part = encoder.push(piece.wave)
+                else:
+                    part = await self._api.encoded(encoder.push, piece.wave)
                 if not self._has_begun:
                     self._api.heard(self._began_at)
                     await self._send_head(speaking, send)

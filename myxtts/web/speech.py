@@ -341,6 +341,11 @@ class StreamEncoder:
         if form == "opus":
             _set_page_latency(self._sound)
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the samples are only copied."""
+        return self._sound is None
+
     def push(self, wave: Wave) -> bytes:
         """The next bytes, which may be none."""
         if self._sound is None:
