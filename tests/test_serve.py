@@ -529,6 +529,15 @@ def test_mistakes_on_the_websocket_are_explained(server: Running, message: Any, 
     assert last["type"] == "error" and says in last["error"]["message"]
 
 
+def test_a_websocket_outlives_the_deadline_of_its_headers(model: Any, orders: EngineOnOrders) -> None:
+    with running(model, read_s=0.3) as it, connect(f"ws://127.0.0.1:{it.port}/v1/audio/stream") as web_socket:
+        time.sleep(1)
+        web_socket.send(json.dumps({"type": "text", "text": TEXT}))
+        web_socket.send(json.dumps({"type": "end"}))
+        orders.request().end()
+        assert json.loads(received(web_socket)[-1]) == {"type": "done"}
+
+
 def test_sentences_are_cancelled_when_the_websocket_closes(model: Any, orders: EngineOnOrders) -> None:
     with running(model) as it:
         with connect(f"ws://127.0.0.1:{it.port}/v1/audio/stream") as web_socket:

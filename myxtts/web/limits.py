@@ -282,7 +282,8 @@ class TimedProtocol(H11Protocol):
     def _watch(self) -> None:
         """Set a deadline while headers are awaited, or the rest of a body that was answered before its end."""
         is_answered = self.cycle is None or self.cycle.response_complete
-        is_waiting = self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and is_answered
+        is_http = self.transport.get_protocol() is self  # and has not become a WebSocket
+        is_waiting = is_http and is_answered and self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not is_waiting and self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
