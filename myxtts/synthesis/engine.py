@@ -49,7 +49,7 @@ from myxtts.synthesis.vocoding import GriffinLimStream, HifiGanStream, Push, fad
 from myxtts.synthesis.voices import Voice
 
 QUEUE_LIMIT = 256
-CPU_SLOTS, GPU_SLOTS, LEAST_SLOTS = 16, 128, 2  # by default; and so many that a request with guidance fits
+SLOTS_PER_CORE, GPU_SLOTS, LEAST_SLOTS = 4, 128, 2  # by default; and so many that a request with guidance fits
 MEMORY_SHARE = 0.5  # of the free memory, for the slots
 LEAD_S = 5.0  # a listener who has so much more than was played lets others go first
 SENTENCES_AHEAD = 2  # of a request, generated before the sound of those before them is made
@@ -414,9 +414,10 @@ class Engine:
         waiting = sorted((job for job in self._jobs if job.can_go_on), key=lambda job: job.lead_s(now))
         with self._changed:
             new = self._queue.first()
-        if waiting and (new is None or waiting[0].lead_s(now) < LEAD_S):
+            has_room = len(self._jobs) < self._slots.num_slots
+        if waiting and (new is None or not has_room or waiting[0].lead_s(now) < LEAD_S):
             return waiting[0]
-        return new
+        return new if has_room else None
 
     def _generate(self, job: _Job) -> None:
         spoken = job.to_generate.popleft()
@@ -625,7 +626,9 @@ def _slots_that_fit(synthesizer: Synthesizer, wanted: int | None, memory_bytes: 
     if memory_bytes is None:
         free = available_bytes() if on_cpu else allocatable_bytes(synthesizer.device)
         memory_bytes = max(int(MEMORY_SHARE * free), LEAST_SLOTS * each)
-    found = min(wanted or (CPU_SLOTS if on_cpu else GPU_SLOTS), memory_bytes // each)
+    found = min(
+        wanted or (SLOTS_PER_CORE * max(2, torch.get_num_threads()) if on_cpu else GPU_SLOTS), memory_bytes // each
+    )
     if found < LEAST_SLOTS:
         given = f"{wanted or 'the usual number of'} slots in {memory_bytes:,} bytes"
         need = f"an engine needs {LEAST_SLOTS}, of {each:,} bytes each"

@@ -162,8 +162,9 @@ class Decoding:
         x = self.embedded(voice, ids, num_ids)
         if is_twice:
             x = torch.cat([x, self.stop_without_text().expand(num_sentences, -1, -1)], dim=1)
-            mask = torch.ones(length + 1, length + 1, dtype=torch.bool, device=ids.device).tril()
-            mask[-1, common:-1] = False
+        if is_twice or x.device.type == "cpu":  # a CPU rounds as `extend` does
+            mask = torch.ones(x.shape[1], rounded_up(x.shape[1]), dtype=torch.bool, device=ids.device).tril()
+            mask[length:, common:length] = False
         for layer, block in enumerate(self.model.gpt.h):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
@@ -173,6 +174,8 @@ class Decoding:
                     if is_twice:
                         cache[num_sentences:, :, :common] = made[:, :, :common]
                         cache[num_sentences:, :, common] = made[:, :, -1]
+                if mask is not None:
+                    k, v = (F.pad(each, (0, 0, 0, mask.shape[1] - each.shape[2])) for each in (k, v))
                 made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
                 return made.transpose(1, 2)
 

@@ -2,8 +2,8 @@
 
 A sentence has a row with its own position, sampling options and random numbers; with guidance a second row follows
 it, without text. No sentence depends on the others, except for rounding on a GPU. All memory is allocated once. A
-step reads nothing back, so that it can be captured as a CUDA graph, one for each of a few numbers of rows. This module
-knows neither text nor audio, and no requests.
+step reads nothing back, so that it can be captured as a CUDA graph, one for each of a few numbers of rows. This
+module knows neither text nor audio, and no requests.
 """
 
 from __future__ import annotations
