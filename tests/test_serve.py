@@ -625,11 +625,11 @@ def test_the_command_serves_and_ends_with_code_0_on_sigterm(folder: Path) -> Non
         port, key = re.search(r":(\d+)/v1", line), key_line.rsplit(" ", 1)[-1].strip()
         assert port and "Serving mine" in line and len(key) >= 32
         base = f"http://127.0.0.1:{port[1]}"
-        assert httpx.get(f"{base}/v1/models").status_code == 401
-        found = httpx.get(f"{base}/v1/models", headers={"authorization": f"Bearer {key}"}).json()
+        assert httpx.get(f"{base}/v1/models", timeout=60).status_code == 401
+        found = httpx.get(f"{base}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=60).json()
         assert [model["id"] for model in found["data"]] == ["mine"]
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0 and "Traceback" not in err + out
