@@ -77,7 +77,7 @@ class Ours:
 
     def __init__(self, weights: Path, _: str) -> None:
         self._synthesizer = load_synthesizer(weights, device=torch.empty(0, device=DEVICE).device)
-        self.gpt = self._synthesizer._generators._gpt
+        self.gpt = self._synthesizer._generators.gpt
 
     def hear(self, reference: Path) -> None:
         self._voice = self._synthesizer.voice([reference])

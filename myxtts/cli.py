@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,7 +114,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"myxtts {__version__}")
     parser.add_argument("--verbose", action="store_true", help="show debugging messages")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add_to in (_add_training_commands, _add_collect, _add_tools, _add_speak, _add_evaluate, _add_export):
+    groups = (_add_training_commands, _add_collect, _add_tools, _add_speak, _add_serve, _add_evaluate, _add_export)
+    for add_to in groups:
         add_to(commands)
     return parser
 
@@ -258,6 +260,28 @@ def _add_speak(commands: Any) -> None:
     add("recordings", type=Path, nargs="*", metavar="RECORDING", help="with --add: recordings of one person")
     add("--language", choices=LANGUAGES, action="append", help="with --add: of the speaker; may be repeated")
     add("--description", default="", metavar="TEXT", help="with --add: what the voice is like, for the list")
+
+
+def _add_serve(commands: Any) -> None:
+    about = "serve models over HTTP with OpenAI's speech API; the key is in MYXTTS_API_KEY"
+    serve = _command(commands, "serve", about, _serve, strict=True)
+    add = serve.add_argument
+    model = "a run, a folder of weights, or base; may be repeated [default: as speak]"
+    add("--model", type=Path, action="append", metavar="DIR", help=model)
+    host = "address to listen on; outside this machine a key is required [default: 127.0.0.1]"
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
+    add("--port", type=_whole_number(0), default=8020, metavar="N", help="port; 0 for a free one [default: 8020]")
+    cors = "web origin whose pages may use the server, or *; may be repeated [default: none]"
+    add("--cors", action="append", default=[], metavar="ORIGIN", help=cors)
+    add("--slots", type=_whole_number(1), metavar="N", help="sentences spoken at once [default: by memory]")
+    add("--queue", type=_whole_number(1), default=256, metavar="N", help="most waiting requests [default: 256]")
+    add("--max-characters", type=_whole_number(1), default=4096, metavar="N", help="of a text [default: 4096]")
+    most = "requests of one client at the same time [default: 16]"
+    add("--per-client", type=_whole_number(1), default=16, metavar="N", help=most)
+    add("--rate", type=_whole_number(1), default=600, metavar="N", help="requests a minute [default: 600]")
+    drain = "on SIGTERM, time for running requests to finish [default: 60]"
+    add("--drain", type=_positive, default=60.0, metavar="SECONDS", help=drain)
+    add("--device", metavar="D", help="cpu, cuda or cuda:1 [default: the first GPU, or the CPU]")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -617,7 +641,7 @@ def _speak(options: argparse.Namespace) -> None:
 
     text = _text(options)
     check_output(options.out)
-    folder = _model_folder(options)
+    folder = _model_folder(options.model)
     voices = VoiceLibrary(folder)
     if options.voice:
         voices.path(options.voice)  # reports an impossible name before anything is computed
@@ -648,10 +672,29 @@ def _speak(options: argparse.Namespace) -> None:
     _say(*speech.report.notes(), options.out)
 
 
-def _model_folder(options: argparse.Namespace) -> Path:
+def _serve(options: argparse.Namespace) -> None:
+    needed = ("starlette", "uvicorn", "websockets", "python_multipart")
+    if missing := [name for name in needed if find_spec(name) is None]:
+        cure = f"{sys.executable} -m pip install 'myxtts[serve]'"
+        raise ConfigError(f"serve needs the packages {', '.join(missing)}. Install them:\n  {cure}")
+    from myxtts.devices import device_named, work_on
+    from myxtts.web.limits import Limits
+    from myxtts.web.serve import KEY_VARIABLE, listen, serve
+    from myxtts.web.speech import load_models, names_of
+
+    folders = names_of([_model_folder(folder) for folder in options.model or [None]])
+    work_on(device := device_named(options.device))
+    asked = (options.max_characters, options.per_client, options.rate)
+    limits = Limits(os.environ.get(KEY_VARIABLE, ""), tuple(options.cors), *asked)
+    listener = listen(options.host, options.port)  # reports a port in use before anything is loaded
+    models = load_models(folders, device, options.slots, options.queue)
+    serve(models, limits, listener, options.drain, _say)
+
+
+def _model_folder(given: Path | None) -> Path:
     from myxtts.synthesis.synthesizer import usual_model
 
-    folder: Path = options.model or usual_model()
+    folder = given or usual_model()
     if folder == Path("base") and not folder.exists():
         folder = config.BASE_FOLDER
     if not folder.is_dir():
@@ -669,7 +712,7 @@ def _voices(options: argparse.Namespace) -> None:
 
     if (options.add is None) != (not options.recordings):
         raise ConfigError("voices: to add one give a name and recordings: myxtts voices --add NAME FILE…")
-    folder = _model_folder(options)
+    folder = _model_folder(options.model)
     library = VoiceLibrary(folder)
     if options.add is not None:
         library.path(options.add)  # reports an impossible name before anything is computed

@@ -225,7 +225,7 @@ def test_kept_shapes_take_a_share_of_the_free_memory(
     monkeypatch.setattr(CodeGenerator, "begin", lambda self, _: made.append(self))
     monkeypatch.setattr("myxtts.synthesis.generation.allocatable_bytes", lambda _: free[0])
     generators = CodeGenerators(model)
-    generators._stream = Stream(torch.device("cpu"))
+    generators.stream = Stream(torch.device("cpu"))
 
     def begin(num_sentences: int) -> CodeGenerator:
         return generators.begin(prompts[:1] * num_sentences, GREEDY)

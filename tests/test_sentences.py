@@ -21,10 +21,25 @@ from myxtts.synthesis.text import (
     find_problem,
     shorten,
     split,
+    split_complete,
 )
 from myxtts.text.tokenizer import Tokenizer, train
 
 LONG = "; ".join(["we walked along the river, and we counted all the bridges"] * 6)
+
+
+def test_a_text_being_written_is_cut_after_complete_sentences() -> None:
+    said, rest = list[str](), ""
+    text = "Dr. Smith paid 3.50 for it. Was it\nworth it? Perhaps"
+    for character in text:
+        complete, rest = split_complete(rest + character, "en", 100)
+        said += complete
+    assert (said, rest) == (["Dr. Smith paid 3.50 for it.", "Was it worth it?"], "Perhaps")
+    assert split_complete("A title\n\nThe text. ", "en", 100) == (["A title"], "The text. ")
+    assert split_complete("خوبم. شما", "fa", 100) == (["خوبم."], "شما")
+    assert split_complete("", "en", 100) == ([], "")
+    pieces, rest = split_complete(LONG, "en", 80)
+    assert len(rest) <= 80 and " ".join([*pieces, rest]) == LONG
 
 
 @pytest.mark.parametrize(

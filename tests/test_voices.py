@@ -20,7 +20,7 @@ from myxtts.checkpoints import UnreadableWeights, write_pth
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.synthesis import voices
 from myxtts.synthesis.synthesizer import Synthesizer
-from myxtts.synthesis.voices import UnusableReference, Voice, VoiceLibrary
+from myxtts.synthesis.voices import UnusableReference, Voice, VoiceLibrary, mixed
 
 pytest_plugins = ["synthesis_fixtures"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -114,6 +114,24 @@ def test_voices_are_saved_by_name(synthesizer: Synthesizer, anna: Voice, tmp_pat
     (tmp_path / "voices" / "anna.safetensors").write_bytes(b"damaged")
     with pytest.raises(UnreadableWeights, match="damaged"):
         library.load("anna", synthesizer.fingerprint)
+
+
+def test_a_saved_voice_is_deleted(anna: Voice, tmp_path: Path) -> None:
+    library = VoiceLibrary(tmp_path)
+    library.save(anna)
+    assert library.delete(anna.name) and not library.delete(anna.name) and library.all() == []
+    with pytest.raises(ConfigError, match="cannot name a voice"):
+        library.delete("../anna")
+
+
+def test_voices_are_mixed_by_weight(synthesizer: Synthesizer, anna: Voice) -> None:
+    other = replace(anna, name="other", latents=anna.latents.flip(1), speaker=anna.speaker.flip(0))
+    half = mixed("half", [(anna, 2.0), (other, 2.0)], synthesizer.fingerprint)
+    assert torch.allclose(half.latents, (anna.latents + other.latents) / 2, atol=1e-6)
+    assert half.speaker.norm().item() == pytest.approx(1.0) and half.description == "50% anna + 50% other"
+    alone = mixed("alone", [(anna, 3.0)], synthesizer.fingerprint)
+    assert torch.allclose(alone.latents, anna.latents) and torch.allclose(alone.speaker, anna.speaker, atol=1e-6)
+    assert synthesizer.speak(TEXTS[0], half, "en", seed=1).wave.any()
 
 
 ENTRY = b'"latents": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}'

@@ -33,9 +33,11 @@ CAPTURED_SHAPES = ((62, 192), (126, 448))
 """Ids and steps of captured shapes, for about 40 and 115 characters; a third covers all positions of the GPT. Few,
 because each is captured while the user waits; more than one, because attention takes time for every slot, used or
 not. With START and STOP the ids make multiples of 64, which attention kernels prefer."""
-_PROMPT_CODE = 1  # the code that the reference stores for every prompt position when it counts repetitions
-_SLOTS_STEP = 8
-"""The number of cache slots is a multiple of this; otherwise every layer copies the mask to align it."""
+PROMPT_CODE = 1  # the code that the reference stores for every prompt position when it counts repetitions
+DAMAGED = "The GPT computes NaN or infinity: its weights are damaged or diverged. Use an earlier checkpoint."
+_SLOTS_STEP = 16
+"""Attention covers a multiple of so many slots. A CPU then rounds alike for any number of them, so that a row does
+not depend on the length of others. A GPU would copy a mask of another size in every layer to align it."""
 _STEPS_BETWEEN_CHECKS = 8
 """Steps of a CUDA graph between checks for the end of all sentences: a check waits for the device."""
 
@@ -121,7 +123,10 @@ class Shape(NamedTuple):
 
 
 class Decoding:
-    """GPT decoding with a key-value cache. Its memory serves batch after batch; each begins with `prefill`."""
+    """GPT decoding with a key-value cache: rows, each a sentence at a position of its own.
+
+    The slots of a row hold its prefix and then its codes, and what is left of an earlier sentence.
+    """
 
     def __init__(self, model: GPT, shape: Shape) -> None:
         dims, like = model.dims, model.mel_embedding.weight
@@ -132,12 +137,17 @@ class Decoding:
                 f"{shape.ids} text tokens and {shape.steps} codes, but the GPT has positions for {dims}"
             )
         self.model = model
-        self.prefix = CONDITIONING_TOKENS + shape.ids + 2
-        num_slots = -(-(self.prefix + shape.steps) // _SLOTS_STEP) * _SLOTS_STEP
-        self.slots = torch.arange(num_slots, device=like.device)
-        self.is_prefix = torch.zeros(shape.sentences, num_slots, dtype=torch.bool, device=like.device)
-        size = (dims.layers, shape.sentences, dims.heads, num_slots, dims.dim // dims.heads)
+        self.longest_prefix = CONDITIONING_TOKENS + shape.ids + 2
+        self.slots = torch.arange(self.num_slots(shape), device=like.device)
+        self.rows = torch.arange(shape.sentences, device=like.device)
+        self.starts = torch.zeros_like(self.rows)  # the slot of a row's first code
+        size = (dims.layers, shape.sentences, dims.heads, len(self.slots), dims.dim // dims.heads)
         self.keys, self.values = like.new_zeros(size), like.new_zeros(size)
+
+    @staticmethod
+    def num_slots(shape: Shape) -> int:
+        """Slots of a row: for the prefix, the codes, and one that a row without a sentence writes to."""
+        return rounded_up(CONDITIONING_TOKENS + shape.ids + 2 + shape.steps + 1)
 
     def prefill(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> None:
         """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths.
@@ -145,60 +155,101 @@ class Decoding:
         With room for twice as many sentences, the second half are the same ones without text. Their prefixes
         differ in one token, the STOP after START, which is run at the end of the first half's.
         """
-        model, dims, num_sentences, common = self.model, self.model.dims, len(ids), CONDITIONING_TOKENS + 1
-        is_twice, mask = len(self.is_prefix) > num_sentences, None
+        num_sentences, common, length = len(ids), CONDITIONING_TOKENS + 1, self.longest_prefix
+        is_twice, mask = len(self.rows) > num_sentences, None
         lengths = torch.cat([num_ids, torch.zeros_like(num_ids)]) if is_twice else num_ids
-        self.is_prefix.copy_(self.slots < (CONDITIONING_TOKENS + 2 + lengths)[:, None])
-        places = torch.arange(ids.shape[1] + 2, device=ids.device)
-        sentences = torch.arange(num_sentences, device=ids.device)
-        padded = PaddedTokens(ids, num_ids, dims.start_text, dims.stop_text, 1)
-        token = padded.token(sentences[:, None], places - 1)
+        self.starts.copy_(CONDITIONING_TOKENS + 2 + lengths)
+        x = self.embedded(voice, ids, num_ids)
         if is_twice:
-            token, places = F.pad(token, (0, 1), value=dims.stop_text), torch.cat([places, places[1:2]])
-            mask = torch.ones(self.prefix + 1, self.prefix + 1, dtype=torch.bool, device=ids.device).tril()
-            mask[-1, common:-1] = False
-        text = model.text_embedding(token) + model.text_pos_embedding.emb(places)
-        x = torch.cat([voice.expand(num_sentences, -1, -1).to(text.dtype), text], dim=1)
-        for layer, block in enumerate(model.gpt.h):
+            x = torch.cat([x, self.stop_without_text().expand(num_sentences, -1, -1)], dim=1)
+        if is_twice or x.device.type == "cpu":  # a CPU rounds as `extend` does
+            mask = torch.ones(x.shape[1], rounded_up(x.shape[1]), dtype=torch.bool, device=ids.device).tril()
+            mask[length:, common:length] = False
+        for layer, block in enumerate(self.model.gpt.h):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
                 q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
                 for cache, made in ((self.keys[layer].zero_(), k), (self.values[layer].zero_(), v)):
-                    cache[:num_sentences, :, : self.prefix] = made[:, :, : self.prefix]
+                    cache[:num_sentences, :, :length] = made[:, :, :length]
                     if is_twice:
                         cache[num_sentences:, :, :common] = made[:, :, :common]
                         cache[num_sentences:, :, common] = made[:, :, -1]
+                if mask is not None:
+                    k, v = (F.pad(each, (0, 0, 0, mask.shape[1] - each.shape[2])) for each in (k, v))
                 made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
                 return made.transpose(1, 2)
 
             x = block(x, attend)
 
-    def step(self, codes: Tensor, place: Tensor, num_codes: int | None = None) -> tuple[Tensor, Tensor]:
-        """Logits of the next code and their latents; `codes` [sentences] stand at `place` [1], counted from 0.
+    def embedded(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> Tensor:
+        """The prefixes as the first block reads them, [sentences, 32 + T + 2, dim]; arguments as `prefill`."""
+        model, dims = self.model, self.model.dims
+        places = torch.arange(ids.shape[1] + 2, device=ids.device)
+        padded = PaddedTokens(ids, num_ids, dims.start_text, dims.stop_text, 1)
+        token = padded.token(torch.arange(len(ids), device=ids.device)[:, None], places - 1)
+        text = model.text_embedding(token) + model.text_pos_embedding.emb(places)
+        return torch.cat([voice.expand(len(ids), -1, -1).to(text.dtype), text], dim=1)
 
-        With `num_codes`, the number of codes so far, attention skips the slots that are still empty.
+    def stop_without_text(self) -> Tensor:
+        """STOP right after START, as the first block reads it: [1, dim]."""
+        place = self.rows.new_ones(1)
+        token = torch.full_like(place, self.model.dims.stop_text)
+        made: Tensor = self.model.text_embedding(token) + self.model.text_pos_embedding.emb(place)
+        return made
+
+    def extend(self, x: Tensor, row: Tensor, first: Tensor, used: int | None = None) -> None:
+        """Run a part of a prefix, x [tokens, dim], into the slots of `row` [1] from `first` [1] on.
+
+        Attention covers the first `used` slots. Other rows may be in the middle of their sentences.
+        """
+        slot = first + torch.arange(len(x), device=x.device)
+        mask = self._mask(slot, used)
+        for block, keys, values in zip(self.model.gpt.h, self.keys, self.values, strict=True):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+                for cache, made in ((keys, k), (values, v)):
+                    cache.transpose(1, 2).index_put_((row, slot), made)
+                k, v = keys[:, :, :used].index_select(0, row), values[:, :, :used].index_select(0, row)
+                return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask)[0].transpose(
+                    0, 1
+                )
+
+            x = block(x, attend)
+
+    def step(
+        self, codes: Tensor, place: Tensor, num_codes: int | None = None, used: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of the next codes and their latents; `codes` [rows] stand at `place` [rows or 1], from 0.
+
+        With `num_codes`, the number of codes so far, attention skips the slots that are still empty in all rows;
+        or it covers the first `used`. `codes` may be of the first rows only.
         """
         model = self.model
-        used = None if num_codes is None else -(-(self.prefix + num_codes) // _SLOTS_STEP) * _SLOTS_STEP
-        slot, slots = self.prefix + place, self.slots[:used]
-        seen = self.is_prefix[:, :used] | ((slots >= self.prefix) & (slots <= slot))
+        used = used if num_codes is None else rounded_up(self.longest_prefix + num_codes)
+        rows, slot = self.rows[: len(codes)], self.starts[: len(codes)] + place
         x = model.mel_embedding(codes) + model.mel_pos_embedding.emb(place)
-        # An additive mask: from booleans every layer would compute it again.
-        mask = torch.zeros_like(seen, dtype=self.keys.dtype).masked_fill(~seen, -torch.inf)[:, None, None, :]
+        mask = self._mask(slot, used)[:, None, None, :]
         for block, keys, values in zip(model.gpt.h, self.keys, self.values, strict=True):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
-                keys, values = keys[:, :, :used], values[:, :, :used]
                 for cache, made in ((keys, k), (values, v)):
-                    if num_codes is None:
-                        cache.index_copy_(2, slot, made[:, :, None])
-                    else:
-                        cache[:, :, self.prefix + num_codes - 1] = made
+                    cache.transpose(1, 2).index_put_((rows, slot), made)
+                keys, values = keys[: len(q), :, :used], values[: len(q), :, :used]
                 return F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask)[:, :, 0]
 
             x = block(x, attend)
         latents = model.norms(x)
         return model.mel_head(latents).float(), latents
+
+    def _mask(self, slot: Tensor, used: int | None) -> Tensor:
+        """What hides the slots after `slot` [n]: [n, used], to add. From booleans every layer would compute it."""
+        hidden = self.slots[:used] > slot[:, None]
+        return torch.zeros_like(hidden, dtype=self.keys.dtype).masked_fill(hidden, -torch.inf)
+
+
+def rounded_up(num_slots: int) -> int:
+    """A number of slots that attention can cover."""
+    return -(-num_slots // _SLOTS_STEP) * _SLOTS_STEP
 
 
 class Prompt(NamedTuple):
@@ -225,38 +276,64 @@ def draws(seed: int, sentence: int, attempt: int, num_codes: int) -> Tensor:
     return torch.rand(num_codes, generator=torch.Generator().manual_seed(number))
 
 
+class RowSampling(NamedTuple):
+    """The fields of `Sampling` as tensors, [rows, 1] each: every row chooses in its own way."""
+
+    greedy: Tensor
+    temperature: Tensor
+    top_k: Tensor  # all codes if all are kept
+    top_p: Tensor
+    repetition_penalty: Tensor
+    guidance: Tensor
+    central: Tensor
+    most_kept: int  # the largest `top_k`
+    any_central: bool
+
+
 def choose(
-    logits: Tensor, used: Tensor, sampling: Sampling, drawn: Tensor, vectors: Tensor | None = None
+    logits: Tensor,
+    used: Tensor,
+    sampling: Sampling | RowSampling,
+    drawn: Tensor,
+    vectors: Tensor | None = None,
 ) -> Tensor:
     """Choose a code for each row of logits [sentences, codes] with the random numbers `drawn` [sentences].
 
     `used` marks the codes a sentence already has. `vectors` [codes, dim], the DVAE's codebook, are needed for
     central codes.
     """
-    if sampling.repetition_penalty != 1:
+    rows = sampling if isinstance(sampling, RowSampling) else None
+    if rows or sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
         logits = torch.where(used, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-    if sampling.greedy:
+    if not rows and sampling.greedy:
         return logits.argmax(-1)
     # In order: top-p then keeps a prefix of the row, and the draw is an index into the order.
-    num_kept = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+    num_kept = sampling.most_kept if isinstance(sampling, RowSampling) else sampling.top_k or logits.shape[-1]
+    num_kept = min(num_kept, logits.shape[-1])
     kept, order = (logits / sampling.temperature).topk(num_kept)
+    if rows:
+        kept = kept.masked_fill(torch.arange(num_kept, device=kept.device) >= rows.top_k, -torch.inf)
     probabilities = kept.softmax(-1)
     reached = probabilities.cumsum(-1)
-    inside = reached - probabilities < sampling.top_p
+    inside = (reached - probabilities < sampling.top_p) & (kept > -torch.inf)
     inside[:, 0] = True
-    total = torch.where(inside, probabilities, 0).sum(-1)
+    last = inside.sum(-1, keepdim=True) - 1
+    total = reached.gather(-1, last)
     # Below the total even after rounding, so that the code found is one of those inside.
-    passed = (reached <= (drawn * total * (1 - 1e-6))[:, None]) & inside
-    place = torch.minimum(passed.sum(-1), inside.sum(-1) - 1)
-    chosen = order.gather(-1, place[:, None]).squeeze(-1)
-    if sampling.central:
+    passed = (reached <= drawn[:, None] * total * (1 - 1e-6)) & inside
+    place = torch.minimum(passed.sum(-1, keepdim=True), last)
+    if rows:
+        place = place.masked_fill(rows.greedy, 0)
+    chosen = order.gather(-1, place).squeeze(-1)
+    if rows.any_central if rows else sampling.central:
         assert vectors is not None, "central codes need the vectors of the codebook"
         likely = torch.zeros_like(logits).scatter(-1, order, torch.where(inside, probabilities, 0))
         likely = likely[:, : len(vectors)]
         mean = (likely @ vectors) / likely.sum(-1, keepdim=True)
         central = (vectors.square().sum(-1) - 2 * mean @ vectors.t()).argmin(-1)
-        chosen = torch.where(chosen < len(vectors), central, chosen)
+        is_central = chosen < len(vectors)
+        chosen = torch.where(is_central & rows.central[:, 0] if rows else is_central, central, chosen)
     return chosen
 
 
@@ -370,9 +447,7 @@ class CodeGenerator:
         codes = codes[codes != self._stop]
         latents = self._latents[row, start : start + len(codes)].clone()
         if not bool(latents.isfinite().all()):
-            raise PipelineError(
-                "The GPT computes NaN or infinity: its weights are damaged or diverged. Use an earlier checkpoint."
-            )
+            raise PipelineError(DAMAGED)
         return Generated(codes, latents)
 
     def step(self, num_codes: int | None = None) -> None:
@@ -406,7 +481,7 @@ class CodeGenerator:
         self._ended.copy_(most == 0)
         self._used.zero_()
         if self._sampling.penalise_prompt:
-            self._used[:, [_PROMPT_CODE, self._gpt.dims.start_code]] = True
+            self._used[:, [PROMPT_CODE, self._gpt.dims.start_code]] = True
         self._codes.fill_(self._stop)
         self._num_steps = 0
 
@@ -424,24 +499,24 @@ class CodeGenerators:
     ) -> None:
         """Converts the GPT. `vectors` [codes, dim] are the DVAE's codebook, needed for central codes."""
         convert(gpt, dtype or usual_dtype(gpt.mel_embedding.weight.device))
-        self._gpt, device = gpt, gpt.mel_embedding.weight.device
+        self.gpt, device = gpt, gpt.mel_embedding.weight.device
         self.has_codebook = vectors is not None
-        self._vectors = None if vectors is None else vectors.float().contiguous()
-        self._stream = Stream(device) if capture and device.type == "cuda" else None
+        self.vectors = None if vectors is None else vectors.float().contiguous()
+        self.stream = Stream(device) if capture and device.type == "cuda" else None
         self._kept: OrderedDict[tuple[Shape, Sampling], CodeGenerator] = OrderedDict()
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> CodeGenerator:
         """A generator that has run the prompts; the caller may use it until the next call."""
         longest = max(len(prompt.ids) for prompt in prompts), max(len(prompt.draws) for prompt in prompts)
         shape = Shape(len(prompts), *longest)
-        if self._stream is not None:
-            shape = captured_shape(self._gpt.dims, shape)
+        if self.stream is not None:
+            shape = captured_shape(self.gpt.dims, shape)
         generator = self._kept.pop((shape, sampling), None)
         if generator is None:
-            generator = CodeGenerator(self._gpt, shape, sampling, self._stream, self._vectors)
-        if self._stream is not None:
+            generator = CodeGenerator(self.gpt, shape, sampling, self.stream, self.vectors)
+        if self.stream is not None:
             self._kept[shape, sampling] = generator
-            self._drop_oldest(allocatable_bytes(self._stream.device))
+            self._drop_oldest(allocatable_bytes(self.stream.device))
         generator.begin(prompts)
         return generator
 

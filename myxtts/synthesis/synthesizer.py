@@ -34,9 +34,10 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.generation import MAX_NEW_CODES, CodeGenerators, Generated, Prompt, Sampling, draws
+from myxtts.synthesis.generation import MAX_NEW_CODES, CodeGenerators, Generated, Prompt, Sampling, Shape, draws
+from myxtts.synthesis.slots import Slots
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
-from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, faded, is_faint, joined, pause
+from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, Push, faded, is_faint, joined, pause
 from myxtts.synthesis.voices import Voice, VoiceEncoder
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, has_weights, load_folder
@@ -353,7 +354,7 @@ class Synthesizer:
         model = model.to(device).eval().requires_grad_(False)
         model.hifigan_decoder.remove_weight_norm()
         self._dims, self._batch_size, self._batches_at_once = model.dims, batch_size, batches_at_once
-        self._device = device
+        self.device = device
         self.sampling, self._notes, self.languages = sampling, tuple(notes), languages
         self.limits = limits or Limits(model.dims.gpt.max_text, min(MAX_NEW_CODES, model.dims.gpt.max_codes))
         self._encoder = VoiceEncoder(model, device)
@@ -401,7 +402,7 @@ class Synthesizer:
         speeches = []
         for utterance in utterances:
             some = [next(spoken) for _ in utterance.sentences]
-            report = self._report(utterance, [sentence for sentence, _ in some], options)
+            report = self.report(utterance, [sentence for sentence, _ in some], options)
             speeches.append(Speech(joined([wave for _, wave in some]), report))
         return speeches
 
@@ -418,9 +419,33 @@ class Synthesizer:
 
         A sentence is tried again only while none of it was heard.
         """
+        prepared = self.prepared(text, voice, language, arguments)
+        return SpeechStream(self._stream(*prepared, max(1, chunk_codes)))
+
+    def prepared(
+        self, text: str, voice: Voice, language: str, arguments: SynthesisArguments
+    ) -> tuple[Utterance, SynthesisOptions]:
+        """The sentences of a text and the checked options; an error for what cannot be spoken."""
         options = self._options(arguments)
-        utterance = self._utterance(text, voice, language)
-        return SpeechStream(self._stream(utterance, options, max(1, chunk_codes)))
+        return self._utterance(text, voice, language), options
+
+    def waves(self, pushes: Sequence[Push]) -> list[torch.Tensor]:
+        """The next samples of streams of the vocoder; one by one if memory is short for all."""
+        if len(pushes) > 1 and (made := attempted(self.vocoder.push_many, pushes)) is not None:
+            return made
+        return [self._alone(self.vocoder.push_many, [push])[0] for push in pushes]
+
+    def new_slots(self, num_slots: int) -> Slots:
+        """Slots to generate so many sentences of any length side by side."""
+        made = self._generators
+        return Slots(made.gpt, self._shape(num_slots), made.vectors, made.stream)
+
+    @property
+    def slot_bytes(self) -> int:
+        return Slots.bytes_of(self._generators.gpt, self._shape(1))
+
+    def _shape(self, num_slots: int) -> Shape:
+        return Shape(num_slots, self.limits.max_ids, self.limits.max_codes)
 
     def _stream(
         self, utterance: Utterance, options: SynthesisOptions, chunk_codes: int
@@ -432,7 +457,7 @@ class Synthesizer:
                 pieces = self._stream_sentence(sentence, utterance.voice, options, chunk_codes, has_sound)
                 reports.append((yield from pieces))
                 advance(1)
-        return self._report(utterance, reports, options).require_sound()
+        return self.report(utterance, reports, options).require_sound()
 
     def _stream_sentence(
         self, sentence: Sentence, voice: Voice, options: SynthesisOptions, chunk_codes: int, after_sound: bool
@@ -483,7 +508,8 @@ class Synthesizer:
         code = self._frontend.language_code(language)
         return Utterance(voice, code, *self._frontend.sentences(text, code))
 
-    def _report(self, said: Utterance, sentences: Sequence[SentenceReport], options: SynthesisOptions) -> Report:
+    def report(self, said: Utterance, sentences: Sequence[SentenceReport], options: SynthesisOptions) -> Report:
+        """How a text was spoken."""
         voice, how = said.voice, (self.vocoder.name, options.seed, options.speed)
         notes = self._notes + voice.notes
         if self.languages and said.language not in self.languages:
@@ -536,7 +562,7 @@ class Synthesizer:
     ) -> list[Generated]:
         prompts = [options.prompt(*work[index], attempt) for index in batch]
         generator = self._generators.begin(prompts, options.sampling_for(attempt))
-        if len(work) == 1 and self._device.type == "cpu" and isinstance(self.vocoder, HifiGan):
+        if len(work) == 1 and self.device.type == "cpu" and isinstance(self.vocoder, HifiGan):
             stream = self.vocoder.begin(work[0][1].speaker, options.speed)
             waves = [stream.push(part, has_ended) for part, has_ended in generator.parts(CHUNK_CODES)]
             advance(1)
@@ -573,7 +599,7 @@ class Synthesizer:
             return results
         self._batch_size = (len(batch) + 1) // 2
         message = "Not enough memory on %s for %d sentences at a time: continuing with %d"
-        _log.warning(message, self._device, len(batch), self._batch_size)
+        _log.warning(message, self.device, len(batch), self._batch_size)
         return [result for _, result in self._in_batches(batch, work)]
 
     def _attempted(self, work: Callable[[Item], Result], given: Item) -> Result | None:
@@ -588,7 +614,7 @@ class Synthesizer:
         result = self._attempted(work, given)
         if result is None:
             cure = "Close other programs that use it, or speak on the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
-            raise PipelineError(f"Out of memory on {self._device} while {doing}. {cure}")
+            raise PipelineError(f"Out of memory on {self.device} while {doing}. {cure}")
         return result
 
 

@@ -105,6 +105,19 @@ def split(text: str, language: str, limit: int) -> list[str]:
     return pieces
 
 
+def split_complete(text: str, language: str, limit: int) -> tuple[list[str], str]:
+    """Split a text that is still being written into its complete sentences and the rest.
+
+    What follows a full stop tells whether it ends a sentence, so the last sentence is complete once the next one
+    has begun. A rest of more than `limit` characters is cut.
+    """
+    *earlier, last = _PARAGRAPHS.split(text)
+    *complete, rest = [*_sentences(last, language)] or [""]
+    pieces = [sentence for paragraph in earlier for sentence in _sentences(paragraph, language)] + complete
+    *cut, rest = shorten(rest, limit) or [""]
+    return pieces + cut, rest + " " * bool(rest and text[-1:].isspace())
+
+
 def shorten(sentence: str, limit: int) -> list[str]:
     """Cut a sentence near its middle until no piece exceeds `limit` characters."""
     sentence = sentence.strip()

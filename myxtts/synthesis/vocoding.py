@@ -51,6 +51,14 @@ MOMENTUM = 0.99  # the momentum of fast Griffin-Lim (Perraudin, Balazs and Sønd
 LOUDEST_LOG = 12.0  # largest log power of a mel; only untrained networks exceed it
 
 
+class Push(NamedTuple):
+    """More of a sentence for the stream of its wave."""
+
+    stream: Any  # of the vocoder that it is given to
+    generated: Generated
+    last: bool
+
+
 class GriffinLim:
     """Waves from the mels that the DVAE decodes."""
 
@@ -76,6 +84,9 @@ class GriffinLim:
 
     def begin(self, speaker: Tensor, speed: float) -> GriffinLimStream:  # noqa: ARG002 (as `HifiGan`)
         return GriffinLimStream(self, speed)
+
+    def push_many(self, pushes: Sequence[Push]) -> list[Tensor]:
+        return [push.stream.push(push.generated, push.last) for push in pushes]
 
     @torch.no_grad()
     def wave(self, codes: Tensor, speed: float) -> Tensor:
@@ -129,6 +140,7 @@ class GriffinLimStream:
         return wave
 
 
+Span = tuple[int, int | None]  # the first frame and the one after the last; None: to the end
 REACH_FRAMES = 16
 """Receptive field of the generator to either side: 13.3 frames by the widths of its convolutions."""
 FADE_FRAMES = 1
@@ -463,73 +475,111 @@ class HifiGan:
         """Start the wave of a sentence that is still being generated."""
         return HifiGanStream(self, speaker, speed)
 
+    @torch.no_grad()
+    def push_many(self, pushes: Sequence[Push]) -> list[Tensor]:
+        """The next samples of several streams, as `HifiGanStream.push`, with one run of the generator."""
+        windows = [push.stream.window(push.generated, push.last) for push in pushes]
+        ready = [index for index, window in enumerate(windows) if window.has_output]
+        waves = [torch.zeros(0) for _ in pushes]
+        if ready:
+            rows = [windows[index].kept for index in ready]
+            speaker = torch.stack([pushes[index].stream.speaker for index in ready]).to(rows[0])
+            made = self.generate(rows, speaker, [windows[index].span for index in ready])
+            for index, wave in zip(ready, made, strict=True):
+                waves[index] = pushes[index].stream.joined(windows[index], wave)
+        for push, window in zip(pushes, windows, strict=True):
+            push.stream.advance(window)
+        return [wave.cpu() for wave in waves]
+
     def generate(
-        self, rows: Sequence[Tensor], speaker: Tensor, first: int = 0, last: int | None = None
+        self, rows: Sequence[Tensor], speaker: Tensor, spans: Sequence[Span] | None = None
     ) -> list[Tensor]:
-        """Waves [samples] of sentences [frames, channels], from frame `first` to `last`, each as if made alone."""
+        """Waves [samples] of sentences [frames, channels], or of some frames of each, each as if made alone."""
         longest = max(map(len, rows))
+        spans = spans or [(0, None)] * len(rows)
         if not longest:
             return [row.new_zeros(0) for row in rows]
         if self._alone is not None:
-            given = zip(rows, speaker, strict=True)
-            return [self._alone.wave(row, one, first, len(row) if last is None else last) for row, one in given]
+            given = zip(rows, speaker, spans, strict=True)
+            return [
+                self._alone.wave(row, one, first, len(row) if last is None else last)
+                for row, one, (first, last) in given
+            ]
         length = longest + -longest % self._frames_step
         made = self._run(torch.stack([F.pad(row, (0, 0, 0, length - len(row))) for row in rows]), speaker)
         waves = [wave[: len(row) * SAMPLES_PER_FRAME] for row, wave in zip(rows, made, strict=True)]
         again: dict[int, list[int]] = {}  # padded sentences by the frames to compute again, nearly always as many
         for index, row in enumerate(rows):
-            if last is None and 0 < len(row) < length:
+            if spans[index][1] is None and 0 < len(row) < length:
                 again.setdefault(min(len(row), 2 * REACH_FRAMES), []).append(index)
         for num_frames, some in again.items():
             num_samples = SAMPLES_PER_FRAME * (num_frames if num_frames < 2 * REACH_FRAMES else REACH_FRAMES)
             exact = self._run(torch.stack([rows[index][-num_frames:] for index in some]), speaker[some])
             for index, wave in zip(some, exact, strict=True):
                 waves[index][-num_samples:] = wave[-num_samples:]
-        end = None if last is None else last * SAMPLES_PER_FRAME
-        return [wave[first * SAMPLES_PER_FRAME : end] for wave in waves]
+        ends = [None if last is None else last * SAMPLES_PER_FRAME for _, last in spans]
+        return [
+            wave[first * SAMPLES_PER_FRAME : end] for wave, (first, _), end in zip(waves, spans, ends, strict=True)
+        ]
 
     def _run(self, frames: Tensor, speaker: Tensor) -> Tensor:
         wave: Tensor = self._generator(frames.transpose(1, 2), speaker[:, :, None])
         return wave.squeeze(1).float()
 
 
+class _Piece(NamedTuple):
+    """What a stream would be after a push."""
+
+    frames: Frames
+    kept: Tensor
+    ready: int  # frames of the sentence that later ones cannot change
+    is_last: bool
+    has_output: bool
+    span: Span  # of `kept`, to generate
+
+
 class HifiGanStream:
     """The wave of one sentence, piece by piece."""
 
     def __init__(self, vocoder: HifiGan, speaker: Tensor, speed: float) -> None:
-        self._vocoder, self._speaker = vocoder, speaker
+        self._vocoder, self.speaker = vocoder, speaker
         self._frames = Frames(speed)
         self._kept: Tensor | None = None
         self._num_dropped = 0
         self._num_done = 0
         self._overlap: Tensor | None = None
 
-    @torch.no_grad()
     def push(self, generated: Generated, last: bool) -> Tensor:
         """The next samples, on the host; none while the next frame lacks context. A failed call has no effect."""
         with num_threads(max(1, torch.get_num_threads() - 1)):  # the GPT uses one
-            return self._push(generated, last)
+            return self._vocoder.push_many([Push(self, generated, last)])[0]
 
-    def _push(self, generated: Generated, last: bool) -> Tensor:
+    def window(self, generated: Generated, last: bool) -> _Piece:
+        """What to run the generator on; `advance` then moves the stream on."""
         frames = deepcopy(self._frames)
-        more = frames.push(generated, last, self._speaker, self._vocoder.codec)
+        more = frames.push(generated, last, self.speaker, self._vocoder.codec)
         kept = more if self._kept is None else torch.cat([self._kept, more])
         received = self._num_dropped + len(kept)
         ready = received if last else received - REACH_FRAMES
-        if ready <= self._num_done + FADE_FRAMES and not (last and ready > self._num_done):
-            self._frames, self._kept = frames, kept
-            return torch.zeros(0)
-        wanted = self._num_done - self._num_dropped, None if last else ready - self._num_dropped
-        (wave,) = self._vocoder.generate([kept], self._speaker.to(kept)[None], *wanted)
+        has_output = ready > self._num_done + FADE_FRAMES or (last and ready > self._num_done)
+        span = self._num_done - self._num_dropped, None if last else ready - self._num_dropped
+        return _Piece(frames, kept, ready, last, has_output, span)
+
+    def joined(self, piece: _Piece, wave: Tensor) -> Tensor:
+        """The wave of a piece, cross-faded with the one before; keeps the end for the next."""
         if self._overlap is not None:
             rise = torch.linspace(0, 1, len(self._overlap), device=wave.device)
             wave[: len(rise)] = self._overlap.lerp(wave[: len(rise)], rise)
-        if not last:
+        if not piece.is_last:
             wave, self._overlap = wave.tensor_split([-FADE_FRAMES * SAMPLES_PER_FRAME])
-            self._num_done = ready - FADE_FRAMES
-        num_passed = max(0, self._num_done - REACH_FRAMES - self._num_dropped)
-        self._frames, self._kept, self._num_dropped = frames, kept[num_passed:], self._num_dropped + num_passed
-        return wave.cpu()
+        return wave
+
+    def advance(self, piece: _Piece) -> None:
+        if piece.has_output and not piece.is_last:
+            self._num_done = piece.ready - FADE_FRAMES
+        num_passed = max(0, self._num_done - REACH_FRAMES - self._num_dropped) if piece.has_output else 0
+        self._frames, self._kept = piece.frames, piece.kept[num_passed:]
+        self._num_dropped += num_passed
 
 
 FAINT = 3e-3  # a block of a wave below this level is as good as silent: -50 dB, where speech has -20

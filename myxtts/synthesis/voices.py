@@ -197,6 +197,13 @@ class VoiceLibrary:
         self._model.mkdir(parents=True, exist_ok=True)
         write_tensors(self._model / VOICES_FILE, pairs | _about(voices))
 
+    def delete(self, name: str) -> bool:
+        """Delete a saved voice; False if there is none of that name. Built-in voices cannot be deleted."""
+        path = self.path(name)
+        found = path.is_file()
+        path.unlink(missing_ok=True)
+        return found
+
     def load(self, name: str, expected: str) -> Voice:
         """The voice of that name; a saved one must come from the weights with the fingerprint `expected`."""
         path = self.path(name)
@@ -227,6 +234,16 @@ class VoiceLibrary:
             expected = f"up to {_LONGEST_NAME} letters, digits, spaces, dots and hyphens"
             raise ConfigError(f"{name[:60]!r} cannot name a voice; use {expected}.")
         return self.folder / f"{name}.safetensors"
+
+
+def mixed(name: str, parts: Sequence[tuple[Voice, float]], fingerprint: str) -> Voice:
+    """The weighted mean of voices of one model; the weights are positive and need not add up to 1."""
+    total = sum(weight for _, weight in parts)
+    latents = sum((voice.latents * (weight / total) for voice, weight in parts), torch.zeros(()))
+    speaker = F.normalize(sum((voice.speaker * weight for voice, weight in parts), torch.zeros(())), dim=0)
+    languages = tuple(dict.fromkeys(language for voice, _ in parts for language in voice.languages))
+    described = " + ".join(f"{weight / total:.0%} {voice.name}" for voice, weight in parts)
+    return Voice(name, latents, speaker, fingerprint, (), languages, described)
 
 
 def published_voices(path: Path) -> dict[str, Voice]:

@@ -1,0 +1,433 @@
+"""The engine: many requests at once, each spoken as if it were alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from synthesis_fixtures import CLEAR, LONG_TEXT, TEXTS, make_model, speaking
+
+from myxtts.audio import Wave
+from myxtts.checkpoints import UnreadableWeights
+from myxtts.errors import ConfigError, PipelineError
+from myxtts.synthesis.engine import Cancelled, End, Engine, EngineClosed, Piece, QueueFull, Request
+from myxtts.synthesis.generation import Prompt, Sampling, Shape, draws
+from myxtts.synthesis.slots import PREFILL_TOKENS, Running, Slots
+from myxtts.synthesis.synthesizer import PUBLISHED_SAMPLING, Report, Synthesizer, load_synthesizer
+from myxtts.synthesis.text import UnspeakableText
+from myxtts.synthesis.vocoding import HifiGanStream
+from myxtts.synthesis.voices import Voice, VoiceLibrary
+from myxtts.weights import has_weights
+
+pytest_plugins = ["synthesis_fixtures", "training_fixtures"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+Patch = pytest.MonkeyPatch
+SAMPLINGS = [
+    PUBLISHED_SAMPLING,
+    replace(PUBLISHED_SAMPLING, guidance=2.0),
+    CLEAR,
+    Sampling(greedy=True),
+    Sampling(temperature=1.3, top_k=0, top_p=1.0, repetition_penalty=1.0),
+]
+
+
+class Listener:
+    """Keeps what it is given, or only its end."""
+
+    def __init__(self, *, keeps_pieces: bool = True) -> None:
+        self._keeps_pieces = keeps_pieces
+        self.pieces: list[Piece] = []
+        self.ends: list[End] = []
+        self._has_ended = threading.Event()
+
+    def __call__(self, heard: Piece | End) -> None:
+        assert not self.ends, "nothing comes after the end"
+        if isinstance(heard, Piece):
+            self.pieces += [heard] * self._keeps_pieces
+        else:
+            self.ends.append(heard)
+            self._has_ended.set()
+
+    @property
+    def end(self) -> End:
+        assert self._has_ended.wait(60), "the request never ended"
+        return self.ends[0]
+
+    @property
+    def report(self) -> Report:
+        assert self.end.report is not None, self.end.error
+        return self.end.report
+
+    @property
+    def wave(self) -> Wave:
+        assert self.report.sentences
+        return np.concatenate([piece.wave for piece in self.pieces])
+
+
+@pytest.fixture
+def make(synthesizer: Synthesizer) -> Iterator[Callable[..., Engine]]:
+    """Makes engines and closes them."""
+    made: list[Engine] = []
+
+    def make(speaker: Synthesizer = synthesizer, **options: Any) -> Engine:
+        made.append(Engine(speaker, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close(drain=False)
+        assert engine.stats().slots_used == engine.stats().active == engine.stats().queued == 0
+
+
+Make = Callable[..., Engine]
+
+
+def submit(engine: Engine, voice: Voice, text: str = TEXTS[0], **how: Any) -> Listener:
+    listener = Listener()
+    engine.submit(Request(text, voice, "en", **how), listener)
+    return listener
+
+
+# The slots
+
+
+def run(slots: Slots, work: list[tuple[Prompt, Sampling]], chance: random.Random) -> list[list[int]]:
+    """The codes of sentences that join, run their prefixes and leave at random times."""
+    waiting, running, codes = list(range(len(work))), dict[int, Running](), dict[int, list[int]]()
+    while waiting or running:
+        if waiting and slots.num_slots - slots.num_used >= 2 and chance.random() < 0.5:
+            number = waiting.pop(0)
+            running[number] = slots.join(*work[number])
+        for each in running.values():
+            if not each.is_ready and chance.random() < 0.5:
+                slots.prefill(each)
+        slots.step()
+        for number, each in [*running.items()]:
+            if each.has_ended:
+                codes[number] = slots.generated(each, 0, each.num_codes).codes.tolist()
+                slots.leave(running.pop(number))
+    return [codes[number] for number in range(len(work))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_codes_are_the_same_bits_alone_and_among_31_others(dtype: torch.dtype | None) -> None:
+    """With guidance, central and greedy codes next to each other; and they are the codes of `CodeGenerator`."""
+    generators, chance = speaking(make_model(has_codebook=True), dtype=dtype)._generators, random.Random(0)
+    torch.manual_seed(1)
+    work = []
+    for number in range(32):
+        ids = torch.randint(3, 60, (3 + 2 * number,)).tolist()
+        prompt = Prompt(ids, torch.randn(1, 32, 64), draws(0, number, 0, 40 + number))
+        work.append((prompt, SAMPLINGS[number % len(SAMPLINGS)]))
+    assert max(len(prompt.ids) for prompt, _ in work) + 34 > PREFILL_TOKENS, "prefixes run in several parts"
+    slots = Slots(generators.gpt, Shape(48, 100, 80), generators.vectors)
+    among = run(slots, work, chance)
+    assert slots.num_used == 0 and len({len(codes) for codes in among}) > 5
+    for one, codes in zip(work, among, strict=True):
+        assert run(slots, [one], chance) == [codes]
+        generator = generators.begin([one[0]], one[1])
+        generator.finish()
+        assert generator.generated(0).codes.tolist() == codes
+
+
+def test_a_step_can_be_captured() -> None:
+    """It traces as one graph that serves every step: no value goes to the host."""
+    generators = speaking(make_model(has_codebook=True), dtype=torch.float32)._generators
+    torch.manual_seed(1)
+    prompts = [Prompt([5, 6, 7], torch.randn(1, 32, 64), draws(0, row, 0, 30)) for row in range(2)]
+    found = []
+    for is_traced in (False, True):
+        slots = Slots(generators.gpt, Shape(4, 20, 40), generators.vectors)
+        running = [slots.join(prompt, CLEAR) for prompt in prompts]
+        for each in running * 2:
+            slots.prefill(each)
+        if is_traced:
+            torch._dynamo.reset()
+            slots._step = torch.compile(slots._step, backend="eager", fullgraph=True)  # type: ignore[method-assign]
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(8):
+                slots.step()
+        found.append([slots.generated(each, 0, 8).codes.tolist() for each in running])
+    assert found[0] == found[1] and len(found[0][0]) == 8
+
+
+@pytest.mark.gpu
+def test_captured_steps_say_what_plain_ones_say(reference: Path) -> None:
+    device, found = torch.device("cuda"), []
+    for capture in (False, True):
+        synthesizer = speaking(device=device, capture=capture, dtype=torch.float32)
+        voice, engine = synthesizer.voice([reference]), Engine(synthesizer, slots=8)
+        listeners = [submit(engine, voice, seed=seed) for seed in range(12)]
+        found.append([[one.num_codes for one in each.report.sentences] for each in listeners])
+        engine.close()
+    assert found[0] == found[1]
+
+
+# What is said
+
+
+@pytest.mark.parametrize("chunk_codes", [7, 20])
+def test_a_request_is_spoken_as_a_stream_is(
+    make: Make, synthesizer: Synthesizer, anna: Voice, chunk_codes: int
+) -> None:
+    """Whatever else is going on, to the last bit."""
+    stream = synthesizer.stream(LONG_TEXT, anna, "en", seed=4, chunk_codes=chunk_codes)
+    expected = np.concatenate(list(stream))
+    engine = make(slots=12)
+    alone = submit(engine, anna, LONG_TEXT, seed=4, chunk_codes=chunk_codes)
+    assert np.array_equal(alone.wave, expected) and alone.report == stream.report
+    others = [submit(engine, anna, seed=seed, sampling=SAMPLINGS[seed % 2], speed=1.2) for seed in range(16)]
+    among = submit(engine, anna, LONG_TEXT, seed=4, chunk_codes=chunk_codes)
+    assert np.array_equal(among.wave, expected) and among.report == stream.report
+    assert all(len(other.wave) for other in others)
+    numbers = [piece.sentence for piece in among.pieces]
+    assert numbers == sorted(numbers) and len(among.pieces) > len(TEXTS)
+    assert [piece.sentence for piece in among.pieces if piece.is_last_of_sentence] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stop_bias", [0.5, 1.0])
+def test_whole_sentences_are_spoken_as_speak_does(make: Make, anna: Voice, stop_bias: float) -> None:
+    """With the best of all attempts, of which the listener hears nothing else; STOP is likely in the second."""
+    synthesizer = speaking(make_model(stop_bias=stop_bias))
+    engine, voice = make(synthesizer, slots=4), replace(anna, fingerprint="")
+    for seed in range(3):
+        speech = synthesizer.speak(LONG_TEXT, voice, "en", seed=seed)
+        listener = submit(engine, voice, LONG_TEXT, seed=seed, chunk_codes=None)
+        np.testing.assert_allclose(listener.wave, speech.wave, atol=2e-4)
+        assert listener.report.sentences == speech.report.sentences
+        assert all(piece.is_last_of_sentence for piece in listener.pieces)
+
+
+def test_a_sentence_is_tried_again_while_nothing_was_heard(make: Make, anna: Voice) -> None:
+    synthesizer = speaking(make_model(stop_bias=1.0))
+    engine, voice = make(synthesizer, slots=8), replace(anna, fingerprint="")
+    listeners = [submit(engine, voice, LONG_TEXT, seed=seed) for seed in range(5)]
+    attempts = []
+    for seed, listener in enumerate(listeners):
+        stream = synthesizer.stream(LONG_TEXT, voice, "en", seed=seed)
+        assert np.array_equal(listener.wave, np.concatenate(list(stream)))
+        assert listener.report == stream.report
+        attempts += [sentence.num_attempts for sentence in listener.report.sentences]
+    assert max(attempts) > 1
+
+
+def test_griffin_lim_speaks_whole_sentences(make: Make, anna: Voice) -> None:
+    synthesizer = speaking(vocoder="griffin-lim")
+    voice = replace(anna, fingerprint="")
+    expected = np.concatenate(list(synthesizer.stream(LONG_TEXT, voice, "en", seed=4)))
+    listener = submit(make(synthesizer, slots=2), voice, LONG_TEXT, seed=4)
+    np.testing.assert_array_equal(listener.wave, expected)
+    assert len(listener.pieces) == 3
+
+
+def test_what_cannot_be_spoken_is_refused_at_once(make: Make, anna: Voice) -> None:
+    engine = make(slots=2)
+    with pytest.raises(UnspeakableText):
+        submit(engine, anna, "!?")
+    with pytest.raises(ConfigError, match="speed is 9"):
+        submit(engine, anna, speed=9.0)
+    with pytest.raises(UnreadableWeights, match="another model"):
+        submit(engine, replace(anna, fingerprint="other"))
+    with pytest.raises(ConfigError, match="only 0 fit"):
+        make(memory_bytes=1000)
+
+
+# Turns
+
+
+def test_clients_take_turns(make: Make, anna: Voice, monkeypatch: Patch) -> None:
+    """One that sends much does not keep another waiting."""
+    all_sent, real, order = threading.Event(), Slots.step, list[str]()
+    monkeypatch.setattr(Slots, "step", lambda self, *given: all_sent.wait(60) and real(self, *given))
+    engine = make(slots=2)
+
+    def submit_for(client: str) -> None:
+        def deliver(heard: Piece | End) -> None:
+            order.extend([client] * isinstance(heard, End))
+
+        engine.submit(Request(TEXTS[0], anna, "en", seed=4, client=client), deliver)
+
+    for client in ["busy"] * 8 + ["quiet"] * 2:
+        submit_for(client)
+    all_sent.set()
+    engine.close(drain=True)
+    assert order.count("busy") == 8 and order.index("quiet") <= 4 and order[::-1].index("quiet") >= 3
+
+
+def test_a_full_queue_says_when_to_try_again(make: Make, anna: Voice) -> None:
+    engine, listeners = make(slots=2, queue_limit=2), list[Listener]()
+    with pytest.raises(QueueFull, match="try again in") as refused:
+        for _ in range(40):
+            listeners.append(submit(engine, anna, LONG_TEXT, seed=4))
+    assert refused.value.retry_after_s >= 1
+    assert all(len(listener.wave) for listener in listeners)
+    assert len(submit(engine, anna, seed=4).wave), "there is room again"
+
+
+def test_a_listener_with_nothing_yet_comes_before_one_with_a_lead(
+    make: Make, anna: Voice, monkeypatch: Patch
+) -> None:
+    """A long text does not delay the first piece of a new request by more than what is under way."""
+    engine, made, real = make(slots=4), list[int](), HifiGanStream.window
+
+    def window(self: HifiGanStream, *given: Any) -> Any:
+        made.append(id(self))
+        time.sleep(0.01)
+        return real(self, *given)
+
+    monkeypatch.setattr(HifiGanStream, "window", window)
+    long = submit(engine, anna, " ".join([LONG_TEXT] * 4), seed=4, chunk_codes=5)
+    while len(long.pieces) < 5:
+        time.sleep(0.001)
+    before = len(long.pieces)
+    new = submit(engine, anna, seed=5, chunk_codes=20)
+    while not new.pieces and not new.ends:
+        time.sleep(0.001)
+    assert not long.ends and len(long.pieces) - before < 40
+    assert len(new.wave) and len(long.wave)
+
+
+# Failures and ends
+
+
+def test_a_cancelled_request_frees_its_slots(make: Make, anna: Voice) -> None:
+    engine = make(slots=2)
+    first, second, waiting = Listener(), Listener(), Listener()
+    tickets = [
+        engine.submit(Request(LONG_TEXT * 5, anna, "en", seed=4), each) for each in (first, second, waiting)
+    ]
+    while not (first.pieces and second.pieces):
+        time.sleep(0.001)
+    assert engine.stats().slots_used == 2 and engine.stats().queued == 1
+    for ticket in tickets:
+        ticket.cancel()
+        ticket.cancel()
+    for listener in (first, second, waiting):
+        assert isinstance(listener.end.error, Cancelled)
+    assert engine.stats().slots_used == engine.stats().queued == 0 and engine.stats().cancelled == 3
+    assert len(submit(engine, anna, seed=4).wave)
+
+
+def test_a_failing_request_disturbs_no_other(make: Make, synthesizer: Synthesizer, anna: Voice) -> None:
+    """NaN in its slots, a broken listener, a model that says nothing; then the slots serve others."""
+    expected = np.concatenate(list(synthesizer.stream(TEXTS[0], anna, "en", seed=4)))
+    engine = make(slots=3)
+    damaged = replace(anna, latents=torch.full_like(anna.latents, torch.nan))
+    for _ in range(3):
+        broken = submit(engine, damaged)
+        engine.submit(Request(TEXTS[0], anna, "en"), lambda _: 1 / 0)
+        good = submit(engine, anna, seed=4)
+        assert isinstance(broken.end.error, PipelineError) and "NaN" in str(broken.end.error)
+        assert np.array_equal(good.wave, expected)
+    assert engine.stats().failed == 6 and engine.stats().done == 3
+    silent = submit(make(speaking(make_model(stop_bias=100.0)), slots=2), replace(anna, fingerprint=""))
+    assert "said nothing" in str(silent.end.error)
+
+
+def test_fewer_slots_serve_when_memory_is_short(
+    make: Make, synthesizer: Synthesizer, anna: Voice, monkeypatch: Patch
+) -> None:
+    """What was being said goes on where it was."""
+    expected = np.concatenate(list(synthesizer.stream(LONG_TEXT, anna, "en", seed=4)))
+    real, calls = Slots.step, list[int]()
+
+    def step(self: Slots, *given: Any) -> Any:
+        calls.append(self.num_used)
+        if len(calls) in (30, 60) or self.num_slots > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self, *given)
+
+    monkeypatch.setattr(Slots, "step", step)
+    engine = make(slots=32)
+    listeners = [submit(engine, anna, LONG_TEXT, seed=4) for _ in range(4)]
+    assert all(np.array_equal(listener.wave, expected) for listener in listeners)
+    assert engine.stats().slots == 2 and engine.stats().failed == 0
+
+
+def test_an_error_in_a_step_ends_what_was_generated_and_nothing_else(
+    make: Make, anna: Voice, monkeypatch: Patch
+) -> None:
+    real, has_failed = Slots.step, list[int]()
+
+    def step(self: Slots, *given: Any) -> Any:
+        if self.num_used and not has_failed:
+            has_failed.append(1)
+            raise RuntimeError("a kernel failed")
+        return real(self, *given)
+
+    monkeypatch.setattr(Slots, "step", step)
+    engine = make(slots=2)
+    assert "a kernel failed" in str(submit(engine, anna).end.error)
+    assert len(submit(engine, anna, seed=4).wave)
+
+
+def test_closing_finishes_what_was_accepted_or_cancels_it(make: Make, anna: Voice) -> None:
+    for drain in (True, False):
+        engine = make(slots=2)
+        listeners = [submit(engine, anna, LONG_TEXT, seed=4) for _ in range(5)]
+        engine.close(drain=drain)
+        assert all((listener.end.error is None) == drain for listener in listeners)
+        with pytest.raises(EngineClosed):
+            submit(engine, anna)
+    engine = make(slots=2)
+    late = submit(engine, anna, LONG_TEXT * 50, seed=4)
+    engine.close(drain=True, timeout_s=0.2)
+    assert isinstance(late.end.error, Cancelled)
+    assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.soak)])
+def test_nothing_leaks(make: Make, anna: Voice, count: int) -> None:
+    """Requests of all kinds, some cancelled at random times: every one ends once, and memory stays flat.
+
+    They are the same ones again and again: PyTorch keeps a plan for every new length of a convolution.
+    """
+
+    def used_mb() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+    engine, chance, listeners, before_mb = make(slots=8), random.Random(0), list[Listener](), 0.0
+    for number in range(count):
+        listeners.append(Listener(keeps_pieces=False))
+        how: Any = {"seed": number % 2, "sampling": SAMPLINGS[chance.randrange(2)], "client": str(number % 3)}
+        how["chunk_codes"] = chance.choice([20, None])
+        while engine.stats().queued > 20:
+            time.sleep(0.001)
+        ticket = engine.submit(Request(TEXTS[number % 3], anna, "en", **how), listeners[-1])
+        if chance.random() < 0.3:
+            threading.Timer(0.05 * chance.random(), ticket.cancel).start()
+        if number == count // 2:
+            before_mb = used_mb()
+    ends = [listener.end for listener in listeners]
+    stats = engine.stats()
+    assert (stats.slots_used, stats.active, stats.queued, stats.failed) == (0, 0, 0, 0)
+    assert stats.done + stats.cancelled == count and stats.cancelled == sum(end.error is not None for end in ends)
+    assert stats.steps and stats.step_ms > 0 and stats.audio_seconds > 10
+    assert used_mb() < before_mb + 32
+
+
+# The base model
+
+
+def test_the_base_model_speaks_the_same_alone_and_among_others(make: Make) -> None:
+    folder = Path(__file__).parent.parent / "myxtts" / "base"
+    if not has_weights(folder):
+        pytest.skip("this copy has no base model")
+    synthesizer = load_synthesizer(folder, device="cpu")
+    voices = list(VoiceLibrary(folder).built_in().values())
+    text = "It rained."
+    stream = synthesizer.stream(text, voices[0], "en", seed=1)
+    expected = np.concatenate(list(stream))
+    engine = make(synthesizer)
+    others = [submit(engine, voice, "Yes.", seed=2) for voice in voices[1:3]]
+    listener = submit(engine, voices[0], text, seed=1)
+    assert np.array_equal(listener.wave, expected) and listener.report == stream.report
+    assert all(len(other.wave) for other in others)
