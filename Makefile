@@ -55,11 +55,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): about 5 GB on disk with the CUDA build of PyTorch, which PyPI gives, 1.5 GB with the CPU"
 	@echo "build (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make …). pip says the size of each download."
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) --editable .
+	$(PIP) --editable '.[serve]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) --editable '.[dev,ja,phonemes]'
+	$(PIP) --editable '.[dev,ja,phonemes,serve]'
 	touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed

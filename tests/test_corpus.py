@@ -257,7 +257,7 @@ def test_folders_that_are_no_corpus(tmp_path: Path) -> None:
         read_corpus(tmp_path / "notes.txt")
     for name in ("Interview 1.MP3", "talk.wav", "a.ogg", "b.ogg", "c.ogg", "d.ogg"):
         (tmp_path / name).touch()
-    advice = r"clips of 2 to 12 seconds, each with its text\. Cut.*DIR/metadata\.csv.*DIR/ID\.txt"
+    advice = r"clips of 2 to 12 seconds, each with its text\. myxtts collect.*DIR/metadata\.csv.*DIR/ID\.txt"
     with pytest.raises(DatasetError, match=rf"(?s)only 6 recording.*: Interview 1\.MP3,.*…\..*{advice}"):
         read_corpus(tmp_path)
     with pytest.raises(DatasetError, match=rf"(?s)talk\.wav is a single recording.*{advice}"):
