@@ -103,6 +103,9 @@ class Ears:
         self._count()
         return [4.0] * len(waves)
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 def _has_overtones(wave: Wave) -> bool:
     start = int(np.flatnonzero(np.abs(wave) > 0.1)[0]) + 800

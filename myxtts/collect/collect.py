@@ -142,7 +142,7 @@ def _replaced(catalog: Catalog, found: Sequence[Path]) -> list[str]:
         if (state := states.get(Path(source.path)))
         and (state.st_size, state.st_mtime_ns) != (source.size, source.mtime_ns)
     }
-    why = "changed since it was collected: clips of both versions are in the corpus. A new --out has only the new one"
+    why = "changed since it was collected: the corpus has clips of both versions. A new --out has the new one only"
     return [f"{Path(path).name} {why}" for path in sorted(old)]
 
 
@@ -222,6 +222,7 @@ def _run(
         checking = _Stage(hearing, checker, max(1, cores // 2), stop)
         stages.callback(checking.close)
         stages.callback(stop.set)
+        stages.callback(listening.close)  # first of all, so that nothing waits for an answer
         total = sum(source.seconds * source.channels for source in sources)
         done = sum(
             position_of(catalog, source, channel) for source in sources for channel in range(source.channels)
