@@ -42,10 +42,12 @@ from myxtts.collect.listeners import INSTALL, Listening, start_listeners
 from myxtts.collect.recordings import Recording, clip_name, find_recordings, has_speaker_per_channel, save_clip
 from myxtts.collect.script import Script, error_rate, read_script
 from myxtts.collect.stretches import Stretch, position_of, stretches
+from myxtts.config import LANGUAGE_NAMES
 from myxtts.errors import ConfigError, Progress, progress_bar
 from myxtts.files import sync_path
 from myxtts.host import usable_cores
 
+WEAK_IN_BASE = {"ar", "cs", "fa", "hi", "hu"}
 _DETAILS = {
     NO_PAUSE: "no silence to cut at within 12 s",
     TOO_SHORT: "less than 2 s of speech between long pauses",
@@ -110,6 +112,7 @@ def collect(options: CollectOptions, progress: Progress, start: Start = start_li
             with start(options.judge, options.whisper, options.download) as listening:
                 notes += _check_models(listening.models, options)
                 _run(catalog, pending, options, listening, progress)
+                notes += _weak_languages(catalog, listening.models)
         changed = {source.id for source in pending}
         notes += finish(catalog, options.speakers, script, changed)
         write_corpus(catalog)
@@ -156,6 +159,14 @@ def _check_models(models: Mapping[str, str], options: CollectOptions) -> list[st
             + INSTALL.splitlines()[1]
         )
     return ["No quality filter: DistillMOS is not installed (make judge)"] * ("mos" not in models)
+
+
+def _weak_languages(catalog: Catalog, models: Mapping[str, str]) -> list[str]:
+    """Say in which languages the smallest Whisper is not to be trusted."""
+    found = {segment.language for segment in catalog.segments()} & WEAK_IN_BASE
+    names = " and ".join(LANGUAGE_NAMES[code] for code in sorted(found))
+    weak = f"Whisper base makes many mistakes in {names}; a larger one is better: --whisper large-v3 --download"
+    return [weak] if found and "base" in models["hear"] else []
 
 
 class _Stopped(Exception):

@@ -106,7 +106,7 @@ def music(wave: Wave, is_speech: npt.NDArray[np.bool_] | None = None) -> float:
     both = usable[:-_TONE_LAG] & usable[_TONE_LAG:]
     alike = np.sum(detail[:-_TONE_LAG] * detail[_TONE_LAG:], 1)
     within = np.zeros(len(both), bool)  # music may begin and end with the speech
-    words = np.flatnonzero(is_speech) if is_speech is not None else []
+    words = np.flatnonzero(is_speech if is_speech is not None else [])
     if len(words):
         within[words[0] * 512 // _TONE_HOP : words[-1] * 512 // _TONE_HOP] = True
     similar = [float(alike[part].mean()) for part in (both, both & within) if part.sum() >= _TONE_FRAMES]
