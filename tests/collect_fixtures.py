@@ -15,8 +15,8 @@ import soundfile as sf
 
 from myxtts.audio import Wave
 from myxtts.collect.collect import CollectOptions, Outcome, collect
-from myxtts.collect.listeners import FRAME_SAMPLES
-from myxtts.collect.listeners import RATE as HEARD_RATE
+from myxtts.collect.cutting import FRAME_SAMPLES
+from myxtts.collect.cutting import RATE as HEARD_RATE
 from myxtts.errors import NO_PROGRESS
 
 RATE = 22050
@@ -81,7 +81,8 @@ class Ears:
         assert len(languages) == len(waves)
         texts = [" ".join(self._words(wave)) for wave in waves]
         texts = [self.mistakes.get((text, quick), text) for text in texts]
-        return [{"text": text, "language": "en", "languages": {"en": 0.97, "de": 0.01}} for text in texts]
+        english = {"language": "en", "languages": {"en": 0.97, "de": 0.01}, "log_probability": -0.3}
+        return [{"text": text, **english} for text in texts]
 
     def _words(self, wave: Wave) -> Iterator[str]:
         loud = np.convolve(np.square(wave), np.ones(160) / 160, "same") > 1e-3
@@ -96,13 +97,15 @@ class Ears:
 
     def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]:
         self._count()
-        return [
-            {"voice": [1.0, 0.1] if _has_overtones(wave) else [0.1, 1.0], "half_similarity": 0.9} for wave in waves
-        ]
+        voices = [[1.0, 0.1] if _has_overtones(wave) else [0.1, 1.0] for wave in waves]
+        return [{"voice": voice, "windows": [voice]} for voice in voices]
 
     def mos(self, waves: Sequence[Wave]) -> list[float]:
         self._count()
         return [4.0] * len(waves)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def _has_overtones(wave: Wave) -> bool:

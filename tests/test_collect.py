@@ -123,6 +123,30 @@ def test_a_clip_that_is_heard_otherwise_alone_is_set_aside(tmp_path: Path) -> No
     assert "|heard differently|" in (tmp_path / "out" / "rejected.csv").read_text()
 
 
+def test_a_piece_that_seems_to_be_in_another_language_is_heard_in_the_usual_one_too(tmp_path: Path) -> None:
+    class Polyglot(Ears):
+        """Takes one sentence for German; its English words have a certainty of their own."""
+
+        def __init__(self, odd: str, certainty: float) -> None:
+            super().__init__()
+            self.odd, self.certainty = odd, certainty
+
+        def hear(self, waves, languages, quick=False):
+            found = super().hear(waves, languages, quick)
+            for heard, asked in zip(found, languages, strict=True):
+                if heard["text"] == self.odd:
+                    german = asked in ("", "de")
+                    heard |= {"language": "de" if german else "en", "languages": {"en": 0.001, "de": 0.99}}
+                    heard["log_probability"] = -1.0 if german else self.certainty
+            return found
+
+    said = sentences(5)
+    odd, path = " ".join(said[2]), recording(tmp_path / "a.wav", said)
+    for certainty, language in ((-0.2, "en"), (-2.0, "de")):
+        run(tmp_path / language, path, ears=Polyglot(odd, certainty))
+        assert [clip.language for clip in clips(tmp_path / language) if clip.text == odd] == [language]
+
+
 def test_a_quick_mistake_is_heard_again_with_care(tmp_path: Path) -> None:
     said, ears = sentences(3), Ears()
     ears.mistakes = {(" ".join(said[1]), True): "nothing of that"}
@@ -138,6 +162,9 @@ def test_broken_files_get_reasons_and_do_not_stop_the_rest(tmp_path: Path) -> No
     (folder / "empty.mp3").touch()
     (folder / "text.wav").write_text("this is no audio" * 20)
     (folder / "cut.wav").write_bytes(whole[: len(whole) // 2])
+    flac = recording(folder / "cut.flac", said).read_bytes()
+    (folder / "cut.flac").write_bytes(flac[: len(flac) // 2])
+    (folder / "stub.flac").write_bytes(flac[:2000])
     sf.write(folder / "nan.wav", np.full(RATE, np.nan, np.float32), RATE, subtype="FLOAT")
     sf.write(folder / "silence.wav", silence(70), RATE)
     sf.write(folder / "noise.wav", silence(5, level=0.005), RATE)
@@ -147,7 +174,12 @@ def test_broken_files_get_reasons_and_do_not_stop_the_rest(tmp_path: Path) -> No
     assert reasons["empty.mp3"] == ("failed", "empty file")
     assert reasons["text.wav"] == ("failed", "not audio")
     assert reasons["nan.wav"] == ("failed", "truncated or damaged")
-    assert reasons["cut.wav"] == ("done", "truncated or damaged"), "what is there is used"
+    assert reasons["cut.wav"] == reasons["cut.flac"] == ("done", "truncated or damaged")
+    assert reasons["stub.flac"][1] == "truncated or damaged"
+    seconds = {Path(source.path).name: source.seconds for source in outcome.sources}
+    assert seconds["cut.wav"] == pytest.approx(seconds["good.wav"], abs=0.01), "with what is missing"
+    used_of = [Path(clip.audio).name.split("-")[0] for clip in clips(tmp_path / "out")]
+    assert min(used_of.count("cut"), used_of.count("good")) > 5, "what is there is used"
     assert reasons["good.wav"] == reasons["silence.wav"] == ("done", "")
     assert unused(tmp_path / "out").keys() >= {"silence", "noise"}
     assert joined(said) in said_in(tmp_path / "out")
@@ -225,16 +257,16 @@ def test_a_person_s_edits_survive_another_call(tmp_path: Path) -> None:
 def test_a_failure_of_the_models_ends_the_call_and_keeps_what_is_done(tmp_path: Path) -> None:
     class Deaf(Ears):
         def hear(self, *args, **options):
-            if self.questions > 8:
+            if self.questions > 5:
                 raise PipelineError("A model failed: out of memory")
             return super().hear(*args, **options)
 
-    path = recording(tmp_path / "a.wav", sentences(60))
+    path = recording(tmp_path / "a.wav", sentences(30))
     with pytest.raises(PipelineError, match="out of memory"):
         run(tmp_path / "out", path, ears=Deaf())
-    assert 0 < len(clips(tmp_path / "out")) < 60
+    assert 0 < len(clips(tmp_path / "out")) < 30
     run(tmp_path / "out", path)
-    assert said_in(tmp_path / "out") == joined(sentences(60))
+    assert said_in(tmp_path / "out") == joined(sentences(30))
 
 
 def test_other_people_s_corpora_and_missing_files_are_refused(tmp_path: Path) -> None:
@@ -257,8 +289,8 @@ def test_memory_does_not_grow_with_the_length_of_a_recording(tmp_path: Path) -> 
         minute = np.concatenate([silence(1, 8000), spoken(sentences(1)[0], rate=8000), silence(60, 8000)])[
             : 60 * 8000
         ]
-        for _ in range(180):
-            file.writeframes((minute * 32767).astype("<i2").tobytes())
+        for number in range(180):
+            file.writeframes((minute * 32767 * (number % 30 == 0)).astype("<i2").tobytes())
     code = (
         "import resource, sys; sys.path.insert(0, 'tests')\n"
         "from pathlib import Path; from collect_fixtures import run\n"
@@ -267,7 +299,7 @@ def test_memory_does_not_grow_with_the_length_of_a_recording(tmp_path: Path) -> 
     )
     command = [sys.executable, "-c", code, str(tmp_path / "out"), str(tmp_path / "long.wav")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 150, "MiB for three hours"
+    assert int(result.stdout) < 120, "MiB for three hours"
     assert sum(used(clip, _filters(tmp_path / "out")) for clip in clips(tmp_path / "out")) > 0
 
 
@@ -291,7 +323,9 @@ def test_the_command_explains_itself_and_refuses_nonsense(tmp_path: Path, capsys
     run(tmp_path / "out", path)
     assert cli.main(["collect", "--out", str(tmp_path / "out"), "--min-mos", "4.5"]) == 0
     table = capsys.readouterr().out
-    assert "low quality (4.5)" in table and "make train DATA=" in table
+    assert "low quality (4.5)" in table and "No clip is in use" in table and "make train" not in table
+    assert cli.main(["collect", "--out", str(tmp_path / "out"), "--min-mos", "off"]) == 0
+    assert f"make train DATA={tmp_path / 'out'}" in capsys.readouterr().out
 
 
 def _no_judges(_: object) -> None:

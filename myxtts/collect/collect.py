@@ -42,10 +42,12 @@ from myxtts.collect.listeners import INSTALL, Listening, start_listeners
 from myxtts.collect.recordings import Recording, clip_name, find_recordings, has_speaker_per_channel, save_clip
 from myxtts.collect.script import Script, error_rate, read_script
 from myxtts.collect.stretches import Stretch, position_of, stretches
+from myxtts.config import LANGUAGE_NAMES
 from myxtts.errors import ConfigError, Progress, progress_bar
 from myxtts.files import sync_path
 from myxtts.host import usable_cores
 
+WEAK_IN_BASE = {"ar", "cs", "fa", "hi", "hu"}
 _DETAILS = {
     NO_PAUSE: "no silence to cut at within 12 s",
     TOO_SHORT: "less than 2 s of speech between long pauses",
@@ -103,13 +105,14 @@ def collect(options: CollectOptions, progress: Progress, start: Start = start_li
     with Catalog(options.out, create=bool(found)) as catalog:
         if options.filters:
             catalog.set_filters(Filters.checked({**vars(catalog.filters), **options.filters}))
-        notes: list[str] = []
+        notes = _replaced(catalog, found)
         sources = [source for path in found if (source := _register(catalog, path))]
         pending = [source for source in sources if source.state not in ("done", "failed")]
         if pending:
             with start(options.judge, options.whisper, options.download) as listening:
                 notes += _check_models(listening.models, options)
                 _run(catalog, pending, options, listening, progress)
+                notes += _weak_languages(catalog, listening.models)
         changed = {source.id for source in pending}
         notes += finish(catalog, options.speakers, script, changed)
         write_corpus(catalog)
@@ -133,6 +136,19 @@ def _register(catalog: Catalog, path: Path) -> Source | None:
     return catalog.update_source(source.id, state="new", reason="", detail="", **about_it)
 
 
+def _replaced(catalog: Catalog, found: Sequence[Path]) -> list[str]:
+    """Say which recordings have changed since they were collected."""
+    states = {path: path.stat() for path in found}
+    old = {
+        source.path
+        for source in catalog.sources()
+        if (state := states.get(Path(source.path)))
+        and (state.st_size, state.st_mtime_ns) != (source.size, source.mtime_ns)
+    }
+    why = "changed since it was collected: the corpus has clips of both versions. A new --out has the new one only"
+    return [f"{Path(path).name} {why}" for path in sorted(old)]
+
+
 def _check_models(models: Mapping[str, str], options: CollectOptions) -> list[str]:
     """Refuse what the models that are installed cannot do; returns what is said at the end."""
     _log.info("Listening with %s", ", ".join(models.values()))
@@ -143,6 +159,14 @@ def _check_models(models: Mapping[str, str], options: CollectOptions) -> list[st
             + INSTALL.splitlines()[1]
         )
     return ["No quality filter: DistillMOS is not installed (make judge)"] * ("mos" not in models)
+
+
+def _weak_languages(catalog: Catalog, models: Mapping[str, str]) -> list[str]:
+    """Say in which languages the smallest Whisper is not to be trusted."""
+    found = {segment.language for segment in catalog.segments()} & WEAK_IN_BASE
+    names = " and ".join(LANGUAGE_NAMES[code] for code in sorted(found))
+    weak = f"Whisper base makes many mistakes in {names}; a larger one is better: --whisper large-v3 --download"
+    return [weak] if found and "base" in models["hear"] else []
 
 
 class _Stopped(Exception):
@@ -190,8 +214,9 @@ class _Stage(Generic[Item, Result]):
         raise _Stopped
 
     def close(self) -> None:
+        """End the threads. What waits for a model is not waited for: it fails when the model's process ends."""
         self._feeder.join()
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _run(
@@ -208,6 +233,7 @@ def _run(
         checking = _Stage(hearing, checker, max(1, cores // 2), stop)
         stages.callback(checking.close)
         stages.callback(stop.set)
+        stages.callback(listening.close)  # first of all, so that nothing waits for an answer
         total = sum(source.seconds * source.channels for source in sources)
         done = sum(
             position_of(catalog, source, channel) for source in sources for channel in range(source.channels)
@@ -240,8 +266,7 @@ def _check(
         scores |= {"mos": mos} if mos is not None else {}
         notes = {"window": hearing.text, **hearing.flags}
         if voice:
-            scores["half_similarity"] = voice["half_similarity"]
-            notes["voice"] = packed(voice["voice"])
+            notes |= {"voice": packed([voice["voice"]]), "windows": packed(voice["windows"])}
         name = clip_name(source.path, source.id, channel, start, end)
         save_clip(folder / name, wave, stretch.rate, scores["gain_db"])
         given = _given_speaker(source, channel, options)

@@ -16,6 +16,7 @@ _EMPHASIS, _MOST_RANGE_DB = 0.9, 60.0
 _NOISE_SHARE = 0.1  # share of a clip whose level is that of the background
 _FULL_SCALE, _FLAT, _FLAT_RUN = 0.99, 0.9995, 3
 _SPECTRUM_SAMPLES, _SPECTRUM_SMOOTH, _BANDWIDTH_DB, _ABOVE_BACKGROUND_DB = 2048, 33, 65.0, 7.0
+_TONE_FRAMES = 12  # fewer prove nothing: about 0.3 s
 _TONE_SAMPLES, _TONE_HOP, _TONE_LAG, _TONE_BINS, _TONE_SMOOTH = 1024, 256, 4, slice(10, 192), 31
 _TONAL = 0.5  # correlation of spectra 64 ms apart that is certainly music; noise has about 0
 _AUDIBLE_DB = 45.0  # music this far below speech does not count
@@ -37,8 +38,8 @@ def contrast_of(wave: Wave) -> Levels:
     The end of a word may be a burst above 3 kHz that is far weaker than a rumbling room.
     """
     found = []
-    for part in (wave, wave - _EMPHASIS * np.concatenate([wave[:1], wave[:-1]])):
-        levels = levels_of(part)
+    for part in (wave, wave - np.float32(_EMPHASIS) * np.concatenate([wave[:1], wave[:-1]])):
+        levels = levels_of(part.astype(np.float32))
         if len(levels):
             found.append(levels - max(np.percentile(levels, 10), np.percentile(levels, 90) - _MOST_RANGE_DB))
     contrast: Levels = np.maximum(*found).astype(np.float32) if found else levels_of(wave)
@@ -103,10 +104,13 @@ def music(wave: Wave, is_speech: npt.NDArray[np.bool_] | None = None) -> float:
     detail = spectra - np.lib.stride_tricks.sliding_window_view(around, _TONE_SMOOTH, 1).mean(2)
     detail /= np.linalg.norm(detail, axis=1, keepdims=True) + 1e-9
     both = usable[:-_TONE_LAG] & usable[_TONE_LAG:]
-    if both.sum() < _TONE_LAG:
-        return 0.0
-    similar = float(np.sum(detail[:-_TONE_LAG] * detail[_TONE_LAG:], 1)[both].mean())
-    return float(np.clip(similar / _TONAL, 0.0, 1.0))
+    alike = np.sum(detail[:-_TONE_LAG] * detail[_TONE_LAG:], 1)
+    within = np.zeros(len(both), bool)  # music may begin and end with the speech
+    words = np.flatnonzero(is_speech if is_speech is not None else [])
+    if len(words):
+        within[words[0] * 512 // _TONE_HOP : words[-1] * 512 // _TONE_HOP] = True
+    similar = [float(alike[part].mean()) for part in (both, both & within) if part.sum() >= _TONE_FRAMES]
+    return float(np.clip(max(similar, default=0.0) / _TONAL, 0.0, 1.0))
 
 
 def _between_words(is_speech: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.bool_]:

@@ -24,6 +24,7 @@ from myxtts.errors import ConfigError
 BLOCK_S = 60.0
 SCRIPTS = (".txt", ".srt", ".vtt")
 HIGHEST_RATE = 48_000  # of a clip; more is inaudible
+DEMO_RATE = 24_000
 LEFT, RIGHT = 0, 1
 _AUDIO = (*EXTENSIONS, ".aif", ".aiff", ".au", ".caf", ".w64", ".oga", ".rf64")
 _NEED_AV = (
@@ -80,6 +81,21 @@ def _in_folder(folder: Path, out: Path) -> Iterator[Path]:
                 yield here / name
 
 
+def demo_recording(folder: Path, corpus: Path) -> Path:
+    """Join the clips of a corpus to one long recording in a folder, with pauses of 0.5 to 1.5 s."""
+    path, random = folder / "recordings" / "demo.flac", np.random.default_rng(1)
+    if not path.is_file():
+        parts: list[Wave] = []
+        for clip in sorted((corpus / "wavs").iterdir()):
+            wave, rate = sf.read(clip, dtype="float32")
+            pause = random.uniform(0.5, 1.5)
+            room = 3e-4 * random.standard_normal(round(pause * DEMO_RATE))
+            parts += [room.astype(np.float32), soxr.resample(wave, rate, DEMO_RATE)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, np.concatenate(parts), DEMO_RATE)
+    return path
+
+
 def script_of(recording: Path) -> Path | None:
     """Return the text of the same name next to a recording."""
     beside = (recording.with_suffix(suffix) for suffix in SCRIPTS)
@@ -92,7 +108,7 @@ class Recording:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._held = contextlib.ExitStack()
-        self.damage = ""
+        self.damage, self._at = "", 0
         try:
             self._decoder = self._open()
         except BaseException:
@@ -129,28 +145,38 @@ class Recording:
 
     @property
     def facts(self) -> Facts:
-        return self._decoder.facts
+        """What the file promises, which may be more than is there."""
+        facts, missing = self._decoder.facts, re.match(r"(\d+) of (\d+) bytes of samples", self.damage)
+        promised = int(missing[2]) / max(1, int(missing[1])) if missing else 1.0
+        return facts._replace(seconds=facts.seconds * promised)
 
     def blocks(self, start: float, seconds: float = BLOCK_S) -> Iterator[Block]:
         """Yield everything from `start` on in blocks; what cannot be decoded ends them and is said in `damage`."""
         rate = self.facts.sample_rate
         frame, size = round(start * rate), round(seconds * rate)
-        try:
-            self._decoder.seek(frame)
-            while len(samples := self._decoder.read(size)):
-                _check_values(samples)
-                yield Block(frame / rate, samples)
-                frame += len(samples)
-        except (sf.LibsndfileError, RuntimeError, ValueError, OSError) as error:
-            self.damage = str(
-                getattr(error, "error_string", "") or getattr(error, "strerror", "") or type(error).__name__
-            )
+        while len(samples := self._samples(frame, frame + size)):
+            yield Block(frame / rate, samples)
+            frame += len(samples)
 
     def part(self, start: float, end: float) -> Wave:
         """Return the samples (frames, channels) between two times."""
         rate = self.facts.sample_rate
-        self._decoder.seek(max(0, round(start * rate)))
-        return self._decoder.read(round(end * rate) - max(0, round(start * rate)))
+        return self._samples(max(0, round(start * rate)), round(end * rate))
+
+    def _samples(self, first: int, last: int) -> Wave:
+        """Return samples up to the first that cannot be decoded; `damage` says why."""
+        parts = [np.zeros((0, self.facts.channels), np.float32)]
+        try:
+            if first != self._at:
+                self._decoder.seek(first)
+            self._at = first
+            while self._at < last and len(part := self._decoder.read(min(_READ_FRAMES, last - self._at))):
+                _check_values(part)
+                parts.append(part)
+                self._at += len(part)
+        except (sf.LibsndfileError, RuntimeError, ValueError, OSError) as error:
+            self.damage = self.damage or _why(error)
+        return np.concatenate(parts)
 
 
 def _why(error: Exception) -> str:
