@@ -684,7 +684,8 @@ def _serve(options: argparse.Namespace) -> None:
         raise ConfigError(f"serve needs the packages {', '.join(missing)}. Install them:\n  {cure}")
     from myxtts.devices import device_named, work_on
     from myxtts.web.limits import Limits
-    from myxtts.web.serve import KEY_VARIABLE, listen, serve
+    from myxtts.web.pages import listen
+    from myxtts.web.serve import KEY_VARIABLE, serve
     from myxtts.web.speech import load_models, names_of
 
     folders = names_of([_model_folder(folder) for folder in options.model or [None]])

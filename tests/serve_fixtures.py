@@ -22,7 +22,8 @@ from myxtts.synthesis.engine import Deliver, End, Engine, Piece, QueueFull, Requ
 from myxtts.synthesis.synthesizer import Report, SentenceReport, Synthesizer
 from myxtts.synthesis.voices import Voice, VoiceLibrary
 from myxtts.web.limits import Limits
-from myxtts.web.serve import DrainingServer, listen, make_app
+from myxtts.web.pages import listen
+from myxtts.web.serve import DrainingServer, make_app
 from myxtts.web.speech import HostedModel, Models
 
 TEXT = "The harbour was quiet today."

@@ -144,7 +144,7 @@ def test_a_signal_ends_the_server_cleanly(number: int) -> None:
 
 
 def test_a_taken_port_and_missing_packages_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pages.listen(pages.LOOPBACK, 0) as taken, pytest.raises(ConfigError, match="Choose another with --port"):
+    with pages.listen(pages.LOOPBACK, 0) as taken, pytest.raises(ConfigError, match="Choose another address"):
         pages.listen(pages.LOOPBACK, taken.getsockname()[1])
     monkeypatch.setattr(pages, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'myxtts\[serve\]'"):

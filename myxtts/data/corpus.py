@@ -36,8 +36,8 @@ Columns may also be separated by tabs, commas or semicolons. metadata_train.csv 
 metadata.csv choose the validation clips. An optional DIR/speakers.csv with the header id|speaker|language names
 speakers. Audio may be WAV, FLAC, MP3, OGG or Opus at any rate, mono or stereo."""
 CUT_INTO_CLIPS = """\
-Training needs clips of 2 to 12 seconds, each with its text. myxtts collect RECORDINGS --out DIR makes them from long
-recordings. If you have clips and texts, save both in one of these forms:"""
+Training needs clips of 2 to 12 seconds, each with its text. myxtts collect RECORDINGS --out DIR makes them from
+long recordings. If you have clips and texts, save both in one of these forms:"""
 
 METADATA_FILES = ("metadata_train.csv", "metadata.csv", "metadata.tsv", "metadata_eval.csv", "speakers.csv")
 """Every file that describes clips."""

@@ -199,18 +199,25 @@ def serve_page(app: App, *, port: int = 0, open_browser: bool = True, say: Calla
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raise if the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    """Return a listening socket; port 0 takes a free one."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(_cannot_listen(host, port, error)) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        listener.bind(address)
         listener.listen(128)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
-        why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"Cannot listen on {host}, port {port}: {why}. Choose another with --port.") from error
+        raise ConfigError(_cannot_listen(host, port, error)) from error
     return listener
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> str:
+    why = getattr(error, "strerror", None) or str(error)
+    return f"Cannot listen on {host}, port {port}: {why}. Choose another address (--host, --port)."
 
 
 def run_server(app: App, listener: socket.socket, **options: Any) -> None:

@@ -562,20 +562,6 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 is a free one."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"Cannot listen on {host} port {port} ({error.strerror}): check --host and --port"
-        ) from error
-    return listener
-
-
 def serve(
     models: Models, limits: Limits, listener: socket.socket, drain_s: float, say: Callable[[str], None]
 ) -> None:
