@@ -234,6 +234,8 @@ def test_what_cannot_be_spoken_is_refused_at_once(make: Make, anna: Voice) -> No
         submit(engine, anna, "!?")
     with pytest.raises(ConfigError, match="speed is 9"):
         submit(engine, anna, speed=9.0)
+    with pytest.raises(ConfigError, match="chunk_codes is 0"):
+        submit(engine, anna, chunk_codes=0)
     with pytest.raises(UnreadableWeights, match="another model"):
         submit(engine, replace(anna, fingerprint="other"))
     with pytest.raises(ConfigError, match="only 0 fit"):
