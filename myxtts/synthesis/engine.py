@@ -374,7 +374,7 @@ class Engine:
 
     def _step(self) -> bool:
         began_at = time.monotonic()
-        stepped = self._slots.step(1 if self._on_cpu else GPU_STEPS)
+        stepped = set(self._slots.step(1 if self._on_cpu else GPU_STEPS))
         if not stepped:
             return False
         for job in [job for job in self._jobs if job.running and job.running[1] in stepped]:
