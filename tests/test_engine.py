@@ -329,6 +329,7 @@ def test_a_failing_request_disturbs_no_other(make: Make, synthesizer: Synthesize
         good = submit(engine, anna, seed=4)
         assert isinstance(broken.end.error, PipelineError) and "NaN" in str(broken.end.error)
         assert np.array_equal(good.wave, expected)
+    engine.close(drain=True)  # nothing waits for the broken listeners otherwise
     assert engine.stats().failed == 6 and engine.stats().done == 3
     silent = submit(make(speaking(make_model(stop_bias=100.0)), slots=2), replace(anna, fingerprint=""))
     assert "said nothing" in str(silent.end.error)
