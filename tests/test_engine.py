@@ -234,6 +234,8 @@ def test_what_cannot_be_spoken_is_refused_at_once(make: Make, anna: Voice) -> No
         submit(engine, anna, "!?")
     with pytest.raises(ConfigError, match="speed is 9"):
         submit(engine, anna, speed=9.0)
+    with pytest.raises(ConfigError, match="chunk_codes is 0"):
+        submit(engine, anna, chunk_codes=0)
     with pytest.raises(UnreadableWeights, match="another model"):
         submit(engine, replace(anna, fingerprint="other"))
     with pytest.raises(ConfigError, match="only 0 fit"):
@@ -327,6 +329,7 @@ def test_a_failing_request_disturbs_no_other(make: Make, synthesizer: Synthesize
         good = submit(engine, anna, seed=4)
         assert isinstance(broken.end.error, PipelineError) and "NaN" in str(broken.end.error)
         assert np.array_equal(good.wave, expected)
+    engine.close(drain=True)  # nothing waits for the broken listeners otherwise
     assert engine.stats().failed == 6 and engine.stats().done == 3
     silent = submit(make(speaking(make_model(stop_bias=100.0)), slots=2), replace(anna, fingerprint=""))
     assert "said nothing" in str(silent.end.error)

@@ -259,7 +259,7 @@ class Engine:
     ) -> None:
         """As many `slots` as fit into `memory_bytes`, a share of the free memory by default."""
         self._synthesizer, self._queue_limit = synthesizer, queue_limit
-        self._slots = _allocated(synthesizer, _slots_that_fit(synthesizer, slots, memory_bytes))
+        self._kept: Slots | None = _allocated(synthesizer, _slots_that_fit(synthesizer, slots, memory_bytes))
         self._on_cpu = synthesizer.device.type == "cpu"
         self._queue, self._changed, self._frontend = FairQueue(), threading.Condition(), threading.Lock()
         self._has_news = self._is_closed = self._is_draining = False
@@ -278,6 +278,9 @@ class Engine:
 
         Raises `QueueFull`, `EngineClosed`, and the errors of `Synthesizer` for a text or voice it cannot speak.
         """
+        if request.chunk_codes is not None and request.chunk_codes < 1:
+            expected = "1 or more, or None for whole sentences"
+            raise ConfigError(f"chunk_codes is {request.chunk_codes}, expected {expected}")
         how: SynthesisArguments = {"sampling": request.sampling, "speed": request.speed, "seed": request.seed}
         with self._frontend:
             said, options = self._synthesizer.prepared(request.text, request.voice, request.language, how)
@@ -293,10 +296,11 @@ class Engine:
 
     def stats(self) -> Stats:
         with self._changed:
-            slots = (self._slots.num_slots, self._slots.num_used, len(self._jobs), len(self._queue))
+            slots = (self._kept.num_slots, self._kept.num_used) if self._kept else (0, 0)
+            num_bytes = self._kept.num_bytes if self._kept else 0
             ended = (self._done, self._failed, self._cancelled)
             steps = (self._num_steps, 1000 * self._step_s)
-            return Stats(*slots, *ended, self._audio_s, *steps, self._slots.num_bytes)
+            return Stats(*slots, len(self._jobs), len(self._queue), *ended, self._audio_s, *steps, num_bytes)
 
     def close(self, drain: bool = True, timeout_s: float | None = None) -> None:
         """Accept no more requests, and return when all have ended: spoken if `drain`, else cancelled.
@@ -322,6 +326,11 @@ class Engine:
         return max(1.0, math.ceil(self._request_s / max(1, len(self._jobs))))
 
     # The engine's thread
+
+    @property
+    def _slots(self) -> Slots:
+        assert self._kept is not None, "the engine has failed for lack of memory"
+        return self._kept
 
     def _serve(self) -> None:
         work_on(self._synthesizer.device)
@@ -365,7 +374,7 @@ class Engine:
 
     def _step(self) -> bool:
         began_at = time.monotonic()
-        stepped = self._slots.step(1 if self._on_cpu else GPU_STEPS)
+        stepped = set(self._slots.step(1 if self._on_cpu else GPU_STEPS))
         if not stepped:
             return False
         for job in [job for job in self._jobs if job.running and job.running[1] in stepped]:
@@ -395,9 +404,10 @@ class Engine:
                 job.to_generate.appendleft(job.running[0])
                 job.running = None
         _log.warning("Continuing with %d slots instead of %d", num_slots, self._slots.num_slots)
-        del self._slots
-        release_memory()
-        self._slots = _allocated(self._synthesizer, num_slots)
+        with self._changed:
+            self._kept = None
+            release_memory()
+            self._kept = _allocated(self._synthesizer, num_slots)
 
     def _admit(self) -> None:
         """Begin sentences while slots are free: of listeners who need them soon, then of new requests."""
@@ -536,8 +546,6 @@ class Engine:
         try:
             work(job)
         except Exception as error:
-            if isinstance(error, RuntimeError) and is_out_of_memory(error):
-                raise
             if not isinstance(error, MyXTTSError):
                 _log.exception("A request failed")
             self._end(job, End(error=_explained(error)))

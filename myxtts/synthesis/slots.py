@@ -117,7 +117,8 @@ class Slots:
             for first in range(0, len(x), PREFILL_TOKENS):
                 running.parts.append((index, first, x[first : first + PREFILL_TOKENS]))
             self._begin(rows[index], prompt, sampling)
-            self._of_row[rows[index]] = running
+        for row in rows:  # at the end: a failure before leaves the slots free
+            self._of_row[row] = running
         self._set_rows()
         return running
 
@@ -142,7 +143,7 @@ class Slots:
             place = self._place.new_tensor([row]), self._place.new_tensor([first])
             self._decoding.extend(x, *place, rounded_up(first + len(x)))
         else:  # what follows the part is overwritten before it is read
-            self._part[: len(x)] = x
+            self._part.zero_()[: len(x)] = x
             self._part_place.copy_(torch.tensor([[row], [first]]))
             self._prefill_graph.replay()
         if running.is_ready:
@@ -282,8 +283,9 @@ class Slots:
                 PREFILL_TOKENS, self._gpt.dims.dim, dtype=self._decoding.keys.dtype
             )
             self._part_place = self._place.new_zeros(2, 1)
-            extend = partial(self._decoding.extend, self._part, *self._part_place)
-            self._prefill_graph = CudaGraph(extend, self._stream, pool)
+            if self._codes.shape[1] > PREFILL_TOKENS:  # else a part could reach beyond the last slot
+                extend = partial(self._decoding.extend, self._part, *self._part_place)
+                self._prefill_graph = CudaGraph(extend, self._stream, pool)
             for row in range(self.num_slots):
                 self._clear(row)
 
