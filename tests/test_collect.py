@@ -161,6 +161,8 @@ def test_broken_files_get_reasons_and_do_not_stop_the_rest(tmp_path: Path) -> No
     whole = recording(folder / "good.wav", said).read_bytes()
     (folder / "empty.mp3").touch()
     (folder / "text.wav").write_text("this is no audio" * 20)
+    (folder / "text.flac").write_text("this is no audio" * 500)
+    sf.write(folder / "nothing.wav", np.zeros(0), RATE)
     (folder / "cut.wav").write_bytes(whole[: len(whole) // 2])
     flac = recording(folder / "cut.flac", said).read_bytes()
     (folder / "cut.flac").write_bytes(flac[: len(flac) // 2])
@@ -172,7 +174,8 @@ def test_broken_files_get_reasons_and_do_not_stop_the_rest(tmp_path: Path) -> No
     outcome = run(tmp_path / "out", folder)
     reasons = {Path(source.path).name: (source.state, source.reason) for source in outcome.sources}
     assert reasons["empty.mp3"] == ("failed", "empty file")
-    assert reasons["text.wav"] == ("failed", "not audio")
+    assert reasons["text.wav"] == reasons["text.flac"] == ("failed", "not audio")
+    assert reasons["nothing.wav"] == ("failed", "no samples")
     assert reasons["nan.wav"] == ("failed", "truncated or damaged")
     assert reasons["cut.wav"] == reasons["cut.flac"] == ("done", "truncated or damaged")
     assert reasons["stub.flac"][1] == "truncated or damaged"

@@ -323,8 +323,8 @@ def _record(catalog: Catalog, stretch: Stretch, segments: list[Segment], unused:
     sync_path(catalog.folder / CLIPS)
     catalog.add_segments(source.id, segments, unused, round(end, 3))
     if stretch.is_end:
-        state = "failed" if stretch.damage and end == 0 else "done"
-        reason = DAMAGED if stretch.damage else ""
+        state = "failed" if end == 0 else "done"
+        reason = DAMAGED if stretch.damage else "no samples" if end == 0 else ""
         seconds = round(max(end, source.seconds) if stretch.damage else end, 3)
         catalog.update_source(source.id, state=state, reason=reason, detail=stretch.damage, seconds=seconds)
 
