@@ -223,6 +223,24 @@ def test_a_script_gives_its_spelling_and_one_of_another_text_is_refused(tmp_path
     assert any("is not used" in note and "another text or language" in note for note in outcome.notes)
 
 
+def test_a_script_is_used_after_a_stop_between_hearing_and_finishing(tmp_path: Path, monkeypatch) -> None:
+    said = sentences(6)
+    path = recording(tmp_path / "a.wav", said)
+    written = ". ".join(" ".join(words).capitalize() for words in said) + "."
+    path.with_suffix(".txt").write_text(written)
+    monkeypatch.setattr("myxtts.collect.collect.finish", _stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "out", path)
+    monkeypatch.undo()
+    ears = Ears()
+    run(tmp_path / "out", path, ears=ears)
+    assert said_in(tmp_path / "out") == written and ears.questions == 0
+
+
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_of_a_repeated_sentence_the_last_take_is_kept(tmp_path: Path) -> None:
     said = sentences(5)
     run(tmp_path / "out", recording(tmp_path / "a.wav", [said[0], said[1], said[1], said[2]], seed=3))
