@@ -161,6 +161,8 @@ def test_broken_files_get_reasons_and_do_not_stop_the_rest(tmp_path: Path) -> No
     whole = recording(folder / "good.wav", said).read_bytes()
     (folder / "empty.mp3").touch()
     (folder / "text.wav").write_text("this is no audio" * 20)
+    (folder / "text.flac").write_text("this is no audio" * 500)
+    sf.write(folder / "nothing.wav", np.zeros(0), RATE)
     (folder / "cut.wav").write_bytes(whole[: len(whole) // 2])
     flac = recording(folder / "cut.flac", said).read_bytes()
     (folder / "cut.flac").write_bytes(flac[: len(flac) // 2])
@@ -172,7 +174,8 @@ def test_broken_files_get_reasons_and_do_not_stop_the_rest(tmp_path: Path) -> No
     outcome = run(tmp_path / "out", folder)
     reasons = {Path(source.path).name: (source.state, source.reason) for source in outcome.sources}
     assert reasons["empty.mp3"] == ("failed", "empty file")
-    assert reasons["text.wav"] == ("failed", "not audio")
+    assert reasons["text.wav"] == reasons["text.flac"] == ("failed", "not audio")
+    assert reasons["nothing.wav"] == ("failed", "no samples")
     assert reasons["nan.wav"] == ("failed", "truncated or damaged")
     assert reasons["cut.wav"] == reasons["cut.flac"] == ("done", "truncated or damaged")
     assert reasons["stub.flac"][1] == "truncated or damaged"
@@ -218,6 +221,24 @@ def test_a_script_gives_its_spelling_and_one_of_another_text_is_refused(tmp_path
     outcome = run(tmp_path / "other", path)
     assert said_in(tmp_path / "other") == joined(said)
     assert any("is not used" in note and "another text or language" in note for note in outcome.notes)
+
+
+def test_a_script_is_used_after_a_stop_between_hearing_and_finishing(tmp_path: Path, monkeypatch) -> None:
+    said = sentences(6)
+    path = recording(tmp_path / "a.wav", said)
+    written = ". ".join(" ".join(words).capitalize() for words in said) + "."
+    path.with_suffix(".txt").write_text(written)
+    monkeypatch.setattr("myxtts.collect.collect.finish", _stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "out", path)
+    monkeypatch.undo()
+    ears = Ears()
+    run(tmp_path / "out", path, ears=ears)
+    assert said_in(tmp_path / "out") == written and ears.questions == 0
+
+
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_of_a_repeated_sentence_the_last_take_is_kept(tmp_path: Path) -> None:

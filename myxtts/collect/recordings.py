@@ -219,6 +219,9 @@ class _AvFile:
             self._container.close()
             raise UnusableAudio("not audio", "the file has no audio track")
         context = self._container.streams.audio[0].codec_context
+        if not context.sample_rate:  # text that is named like audio
+            self._container.close()
+            raise UnusableAudio("not audio", "the audio track has no sample rate")
         seconds = (self._container.duration or 0) / av.time_base
         self.facts = Facts(seconds, context.sample_rate, context.channels or 1)
         self._frames = self._decoded()
