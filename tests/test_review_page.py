@@ -6,11 +6,13 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile as sf
 from review_fixtures import HOSTILE, RATE, TEXTS, collected, cutter
 
 pytest.importorskip("starlette")
@@ -20,6 +22,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from myxtts.collect.catalog import Catalog, Filters, Segment
+from myxtts.web import review as review_module
 from myxtts.web.pages import LOOPBACK, Guard, listen
 from myxtts.web.review import Review, review_app
 
@@ -156,22 +159,22 @@ def test_wrong_requests_are_explained(client: TestClient) -> None:
     assert client.get("/api/rows?ids=1,x,-3,99999999999999999999").json()[0]["id"] == 1
 
 
-def test_ten_thousand_clips_stay_quick(tmp_path: Path) -> None:
+def test_ten_thousand_clips_stay_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, asked, read = 10_000, [0], Catalog.segments
+
+    def segments(self: Catalog, source: int | None = None, ids: Sequence[int] | None = None) -> list[Segment]:
+        asked.append(len(ids or ()))
+        return read(self, source, ids)
+
+    monkeypatch.setattr(Catalog, "segments", segments)
+    scores, notes = {"mos": 3.0, "snr_db": 30.0, "heard_error": 0.01}, {"voice": "VOICE" * 50}
+    clips = [
+        Segment(source=1, start=4.0 * at, end=4.0 * at + 3, text="x", audio="x", scores=scores, notes=notes)
+        for at in range(count)
+    ]
     with Catalog(tmp_path, create=True) as catalog:
-        source = catalog.add_source("/r/long.wav", 1, 1, 40_000.0, 44100, 1)
-        scores = {"mos": 3.0, "snr_db": 30.0, "heard_error": 0.01}
-        clips = [
-            Segment(
-                source=source.id,
-                start=4.0 * at,
-                end=4.0 * at + 3,
-                text=f"text {at}",
-                audio="x.flac",
-                scores=scores,
-            )
-            for at in range(10_000)
-        ]
-        catalog.add_segments(source.id, clips, [], 40_000.0)
+        source = catalog.add_source("/r/long.wav", 1, 1, 4.0 * count, 44100, 1)
+        catalog.add_segments(source.id, clips, [], 4.0 * count)
         review = Review(catalog, cutter(tmp_path))
         review.state()
         started = time.perf_counter()
@@ -179,9 +182,50 @@ def test_ten_thousand_clips_stay_quick(tmp_path: Path) -> None:
         edited = review.edit({"action": "reject", "arguments": {"id": page[0]["id"]}})
         seen = review.preview({"min_mos": 3.5})
         took = time.perf_counter() - started
-        review.close()
-        assert len(page) == 50 and edited["state"]["used"]["clips"] == 9_999 and seen["used"]["segments"] == 0
+        assert len(page) == 50 and edited["state"]["used"]["clips"] == count - 1 and seen["used"]["segments"] == 0
+        assert "VOICE" not in json.dumps(page), "voices are large, and the page does not show them"
         assert took < 5, f"list, edit and preview took {took:.2f} s"
+        renamed = review.edit({"action": "rename_speaker", "arguments": {"old": "", "new": "ann"}})
+        assert renamed["all"] and renamed["state"]["speakers"] == [("ann", count)]
+        assert max(asked) <= 1000, "SQLite takes few values in one query"
+
+
+def test_the_files_are_written_by_one_thread_at_a_time_and_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most, calls = 0, 0, 0
+
+    def slowly(_: Catalog) -> None:
+        nonlocal running, most, calls
+        running, calls = running + 1, calls + 1
+        most = max(most, running)
+        time.sleep(0.05)
+        running -= 1
+
+    monkeypatch.setattr(review_module, "write_corpus", slowly)
+    with Catalog(folder, lock=False) as catalog:
+        review = Review(catalog, cutter(folder))
+        for number in (1, 2):
+            review.edit({"action": "keep", "arguments": {"id": number}})
+            threads = [threading.Thread(target=review.write) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        review.close()
+    assert (most, calls) == (1, 2), "one write for each version of the catalog"
+
+
+def test_a_wide_waveform_shows_what_a_clip_was_cut_from(tmp_path: Path) -> None:
+    silent, loud = np.zeros(4 * RATE), np.full(4 * RATE, 0.8)
+    sf.write(tmp_path / "stereo.wav", np.stack([silent, loud], 1), RATE)
+    with Catalog(tmp_path / "corpus", create=True) as catalog:
+        review = Review(catalog, cutter(tmp_path))
+        for size, channels, expected in ((1, 1, [102]), (2, 2, [0, 204])):  # mixed down, or cut apart
+            source = catalog.add_source(str(tmp_path / "stereo.wav"), size, 0, 4.0, RATE, channels)
+            clips = [Segment(source=source.id, channel=side, start=1, end=3) for side in range(channels)]
+            added = catalog.add_segments(source.id, clips, [], 4.0)
+            assert [max(review.peaks(number, wide=True)["peaks"]) for number in added] == expected
 
 
 # ---- in a browser
