@@ -1043,7 +1043,7 @@ function preview() {
         count = found.used.segments - used.clips;
       const sign = value => (value < 0 ? "−" : "+");
       $("effect").textContent =
-        `Used: ${amount(used.seconds)} now, ${amount(found.used.seconds)} then` +
+        `Used: ${amount(used.seconds)} now, ${amount(found.used.seconds)} after` +
         (count || Math.abs(more) > 0.05
           ? ` (${sign(more)}${amount(Math.abs(more))}, ${sign(count)}${clips(Math.abs(count))})`
           : " (no change)");
