@@ -6,6 +6,7 @@ found). Knows nothing of corpora, caches or models.
 
 from __future__ import annotations
 
+import io
 import math
 import mmap
 import stat
@@ -100,8 +101,9 @@ def write(path: Path, wave: Wave, sample_rate: int) -> None:
     if form == "opus":
         wave, sample_rate = soxr.resample(wave, sample_rate, OPUS_RATE), OPUS_RATE
         form, subtype = "ogg", "OPUS"
-    samples = np.clip(wave, -1.0, 1.0)
-    write_atomically(path, lambda file: sf.write(file, samples, sample_rate, subtype=subtype, format=form))
+    content = io.BytesIO()  # libsndfile would hide why a file cannot be written
+    sf.write(content, np.clip(wave, -1.0, 1.0), sample_rate, subtype=subtype, format=form)
+    write_atomically(path, lambda file: file.write_bytes(content.getbuffer()))
 
 
 def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:

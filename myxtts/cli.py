@@ -506,7 +506,11 @@ def _collect(options: argparse.Namespace) -> None:
     names = ("out", "recordings", "language", "speakers", "speaker", "script", "whisper", "judge", "download")
     chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
     asked = CollectOptions(filters=filters, **chosen)
-    show_collected(collect(asked, ProgressLines()))
+    try:
+        show_collected(collect(asked, ProgressLines()))
+    except KeyboardInterrupt:
+        _say("Stopped. The same command continues where it was.")
+        raise
 
 
 def _check(options: argparse.Namespace) -> int:

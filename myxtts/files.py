@@ -84,7 +84,7 @@ def _cannot_write(path: Path, error: OSError) -> str:
     return (
         f"No room for {path}: {why} ({free_mb:.0f} MB are free).\n"
         "No partial file is left. Free some space, or choose a folder on another disk "
-        "(--cache-dir DIR for a prepared corpus, --checkpoint-dir DIR for a run, --out DIR for an export)."
+        "(--cache-dir DIR for a prepared corpus, --checkpoint-dir DIR for a run, --out DIR for other results)."
     )
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import signal
 import subprocess
 import sys
+import time
 import wave
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +20,7 @@ import soundfile as sf
 from collect_fixtures import RATE, Ears, recording, run, sentences, silence, spoken
 
 from myxtts import cli
+from myxtts.audio import Wave
 from myxtts.collect import edits
 from myxtts.collect.catalog import Catalog, Segment, used
 from myxtts.collect.recordings import cut_clip
@@ -104,7 +110,9 @@ def test_after_kill_9_the_next_call_continues_to_the_same_corpus(tmp_path: Path,
     for number in range(kills):
         at = 2 + 2 * number if kills < 10 else 1 + number % 11
         command = [sys.executable, str(script), str(tmp_path / "killed"), str(at), *map(str, paths)]
-        subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": ""}, check=False)
+        environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": ""}
+        ended = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+        assert ended.returncode in (-signal.SIGKILL, 0), "0 once all is heard: nothing is asked any more"
     run(tmp_path / "killed", *paths)
     for name in ("metadata.csv", "rejected.csv"):
         assert (tmp_path / "killed" / name).read_text() == (tmp_path / "whole" / name).read_text()
@@ -351,3 +359,117 @@ def test_the_command_explains_itself_and_refuses_nonsense(tmp_path: Path, capsys
 
 def _no_judges(_: object) -> None:
     raise ConfigError("No judges of speech in .judge. To install them")
+
+
+class Interrupted(Ears):
+    """Fails at a question, as a model or the user may."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self._fails_at = fails_at
+
+    def _count(self) -> None:
+        super()._count()
+        if self.questions == self._fails_at:
+            raise KeyboardInterrupt
+
+
+def test_a_stop_between_two_recordings_costs_neither_its_script(tmp_path: Path) -> None:
+    paths = [recording(tmp_path / f"{name}.wav", sentences(6, seed), seed) for seed, name in enumerate("ab")]
+    for path, seed in zip(paths, (0, 1), strict=True):
+        path.with_suffix(".txt").write_text(joined(sentences(6, seed)).capitalize() + ".")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "out", *paths, ears=Interrupted(8))
+    run(tmp_path / "out", *paths)
+    assert {clip.origin for clip in clips(tmp_path / "out")} == {"script"}
+    assert {clip.source for clip in clips(tmp_path / "out")} == {1, 2}
+
+
+def test_cuts_beyond_what_is_heard_so_far_cannot_be_moved_there(tmp_path: Path) -> None:
+    class Slow(Ears):
+        """Fails at the second stretch, once the first is recorded."""
+
+        def mos(self, waves: Sequence[Wave]) -> list[float]:
+            for _ in range(100):
+                if (out / "collect.db").exists() and clips(out):
+                    raise KeyboardInterrupt
+                if not self.mistakes:
+                    self.mistakes = {("", False): ""}
+                    break
+                time.sleep(0.05)
+            return super().mos(waves)
+
+    path, out = recording(tmp_path / "a.wav", sentences(40)), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run(out, path, ears=Slow())
+    last = clips(out)[-1]
+    with Catalog(out, lock=False) as catalog, pytest.raises(ConfigError, match="still being collected"):
+        times = {"id": last.id, "start": last.start, "end": last.end + 5}
+        edits.edit(catalog, "move", times, partial(cut_clip, out))
+    run(out, path)
+    assert said_in(out) == joined(sentences(40))
+
+
+def test_a_script_that_cannot_be_read_is_refused_before_anything_is_heard(tmp_path: Path) -> None:
+    path, ears = recording(tmp_path / "a.wav", sentences(3)), Ears()
+    path.with_suffix(".txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        run(tmp_path / "out", path, ears=ears)
+    assert ears.questions == 0
+
+
+def test_a_script_and_a_name_that_come_later_are_used_and_a_persons_text_stays(tmp_path: Path) -> None:
+    path, out, ears = recording(tmp_path / "a.wav", sentences(6)), tmp_path / "out", Ears()
+    run(out, path)
+    mended = clips(out)[0]
+    with Catalog(out, lock=False) as catalog:
+        edits.edit(catalog, "set_text", {"id": mended.id, "value": "By hand."}, partial(cut_clip, out))
+    script = tmp_path / "book.txt"
+    script.write_text(joined(sentences(6)).upper())
+    outcome = run(out, path, script=script, speaker="ann", language="en", ears=ears)
+    assert ears.questions == 0 and "--language changes them only in a new --out" in " ".join(outcome.notes)
+    first, *rest = clips(out)
+    assert (first.text, first.origin) == ("By hand.", "person") and "script_error" not in first.scores
+    assert all(clip.text.isupper() and clip.speaker == "ann" for clip in rest)
+
+
+def test_files_that_are_moved_gone_broken_or_clips_are_not_heard_again(tmp_path: Path) -> None:
+    folder = tmp_path / "talks"
+    folder.mkdir()
+    path = recording(folder / "a.wav", sentences(4))
+    sf.write(folder / "nan.wav", np.full(RATE * 5, np.nan, np.float32), RATE, subtype="FLOAT")
+    (folder / "gone.wav").symlink_to(tmp_path / "nowhere.wav")
+    run(folder, folder)
+    before, ears = clips(folder), Ears()
+    (folder / "later").mkdir()
+    path.rename(folder / "later" / "a.wav")
+    outcome = run(folder, folder, ears=ears)
+    assert ears.questions == 0 and clips(folder) == before
+    assert {Path(source.path).name: source.reason for source in outcome.sources if source.state == "failed"} == {
+        "nan.wav": "truncated or damaged",
+        "gone.wav": "missing file",
+    }
+    with Catalog(folder, lock=False) as catalog:
+        assert {Path(source.path).parent.name for source in catalog.sources()} == {"talks", "later"}
+
+
+def test_a_clip_with_a_second_voice_is_set_aside(tmp_path: Path) -> None:
+    class TwoVoices(Ears):
+        def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]:
+            found = super().voices(waves)
+            found[1]["windows"] = [found[1]["voice"], [1.0, -0.1]]
+            return found
+
+    said = sentences(4)
+    run(tmp_path / "out", recording(tmp_path / "a.wav", said), ears=TwoVoices())
+    assert "|several speakers|" in (tmp_path / "out" / "rejected.csv").read_text()
+    assert said_in(tmp_path / "out") != joined(said)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Path, __: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(DatasetError, match=r"No room for .*flac: No space left"):
+        run(tmp_path / "out", recording(tmp_path / "a.wav", sentences(3)))

@@ -6,11 +6,13 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile as sf
 from review_fixtures import HOSTILE, RATE, TEXTS, collected, cutter
 
 pytest.importorskip("starlette")
@@ -20,6 +22,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from myxtts.collect.catalog import Catalog, Filters, Segment
+from myxtts.web import review as review_module
 from myxtts.web.pages import LOOPBACK, Guard, listen
 from myxtts.web.review import Review, review_app
 
@@ -102,7 +105,7 @@ def test_a_stale_edit_is_refused(folder: Path, client: TestClient) -> None:
     time.sleep(0.3)  # the catalog is not read all the time
     assert row(client, first)["text"] == "three", "another process's edit is seen"
     assert client.post("/api/undo", json={"expected": 1}).status_code == 409
-    assert edit(client, "keep", id=10**30).status_code == 400 and edit(client, "keep", id=999).status_code == 409
+    assert edit(client, "keep", id=10**30).status_code == 409 and edit(client, "keep", id=999).status_code == 409
 
 
 def test_thresholds_are_shown_before_they_are_applied(client: TestClient) -> None:
@@ -156,22 +159,22 @@ def test_wrong_requests_are_explained(client: TestClient) -> None:
     assert client.get("/api/rows?ids=1,x,-3,99999999999999999999").json()[0]["id"] == 1
 
 
-def test_ten_thousand_clips_stay_quick(tmp_path: Path) -> None:
+def test_ten_thousand_clips_stay_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, asked, read = 10_000, [0], Catalog.segments
+
+    def segments(self: Catalog, source: int | None = None, ids: Sequence[int] | None = None) -> list[Segment]:
+        asked.append(len(ids or ()))
+        return read(self, source, ids)
+
+    monkeypatch.setattr(Catalog, "segments", segments)
+    scores, notes = {"mos": 3.0, "snr_db": 30.0, "heard_error": 0.01}, {"voice": "VOICE" * 50}
+    clips = [
+        Segment(source=1, start=4.0 * at, end=4.0 * at + 3, text="x", audio="x", scores=scores, notes=notes)
+        for at in range(count)
+    ]
     with Catalog(tmp_path, create=True) as catalog:
-        source = catalog.add_source("/r/long.wav", 1, 1, 40_000.0, 44100, 1)
-        scores = {"mos": 3.0, "snr_db": 30.0, "heard_error": 0.01}
-        clips = [
-            Segment(
-                source=source.id,
-                start=4.0 * at,
-                end=4.0 * at + 3,
-                text=f"text {at}",
-                audio="x.flac",
-                scores=scores,
-            )
-            for at in range(10_000)
-        ]
-        catalog.add_segments(source.id, clips, [], 40_000.0)
+        source = catalog.add_source("/r/long.wav", 1, 1, 4.0 * count, 44100, 1)
+        catalog.add_segments(source.id, clips, [], 4.0 * count)
         review = Review(catalog, cutter(tmp_path))
         review.state()
         started = time.perf_counter()
@@ -179,9 +182,51 @@ def test_ten_thousand_clips_stay_quick(tmp_path: Path) -> None:
         edited = review.edit({"action": "reject", "arguments": {"id": page[0]["id"]}})
         seen = review.preview({"min_mos": 3.5})
         took = time.perf_counter() - started
-        review.close()
-        assert len(page) == 50 and edited["state"]["used"]["clips"] == 9_999 and seen["used"]["segments"] == 0
+        assert len(page) == 50 and edited["state"]["used"]["clips"] == count - 1 and seen["used"]["segments"] == 0
+        assert "VOICE" not in json.dumps(page), "voices are large, and the page does not show them"
         assert took < 5, f"list, edit and preview took {took:.2f} s"
+        renamed = review.edit({"action": "rename_speaker", "arguments": {"old": "", "new": "ann"}})
+        assert renamed["all"] and renamed["state"]["speakers"] == [("ann", count)]
+        assert max(asked) <= 1000, "SQLite takes few values in one query"
+        review.close()
+
+
+def test_the_files_are_written_by_one_thread_at_a_time_and_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most, calls = 0, 0, 0
+
+    def slowly(_: Catalog) -> None:
+        nonlocal running, most, calls
+        running, calls = running + 1, calls + 1
+        most = max(most, running)
+        time.sleep(0.05)
+        running -= 1
+
+    monkeypatch.setattr(review_module, "write_corpus", slowly)
+    with Catalog(folder, lock=False) as catalog:
+        review = Review(catalog, cutter(folder))
+        for number in (1, 2):
+            review.edit({"action": "keep", "arguments": {"id": number}})
+            threads = [threading.Thread(target=review.write) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        review.close()
+    assert (most, calls) == (1, 2), "one write for each version of the catalog"
+
+
+def test_a_wide_waveform_shows_what_a_clip_was_cut_from(tmp_path: Path) -> None:
+    silent, loud = np.zeros(4 * RATE), np.full(4 * RATE, 0.8)
+    sf.write(tmp_path / "stereo.wav", np.stack([silent, loud], 1), RATE)
+    with Catalog(tmp_path / "corpus", create=True) as catalog:
+        review = Review(catalog, cutter(tmp_path))
+        for size, channels, expected in ((1, 1, [102]), (2, 2, [0, 204])):  # mixed down, or cut apart
+            source = catalog.add_source(str(tmp_path / "stereo.wav"), size, 0, 4.0, RATE, channels)
+            clips = [Segment(source=source.id, channel=side, start=1, end=3) for side in range(channels)]
+            added = catalog.add_segments(source.id, clips, [], 4.0)
+            assert [max(review.peaks(number, wide=True)["peaks"]) for number in added] == expected
 
 
 # ---- in a browser
@@ -200,16 +245,31 @@ def browser() -> Iterator[Any]:
         launched.close()
 
 
-@pytest.fixture
-def address(folder: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Review, str]]:
+    folder = collected(tmp_path_factory.mktemp("served") / "corpus")
     with Catalog(folder, lock=False) as catalog, listen(LOOPBACK, 0) as listener:
-        guard = Guard(review_app(Review(catalog, cutter(folder))), "token", listener.getsockname()[1])
+        review = Review(catalog, cutter(folder))
+        guard = Guard(review_app(review), "token", listener.getsockname()[1])
         server = uvicorn.Server(uvicorn.Config(guard, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
-        yield guard.address
+        yield folder, review, guard.address
         server.should_exit = True
         thread.join()
+
+
+@pytest.fixture
+def address(served: tuple[Path, Review, str]) -> Iterator[str]:
+    """The server of this module; the edits of a test are undone after it."""
+    yield served[2]
+    while served[1].step("undo", None)["edit"]:
+        pass
+
+
+@pytest.fixture
+def corpus(served: tuple[Path, Review, str]) -> Path:
+    return served[0]
 
 
 class Tab:
@@ -256,41 +316,41 @@ def clip_of(folder: Path, number: int) -> Segment:
 
 
 @pytest.mark.browser
-def test_everything_works_by_keyboard(folder: Path, tab: Tab) -> None:
+def test_everything_works_by_keyboard(corpus: Path, tab: Tab) -> None:
     page = tab.page
     tab.order("time|0")
     tab.keys("e", "Control+a")
     page.keyboard.type("Typed by hand.")
     tab.keys("Enter")
     tab.saved("Typed by hand")
-    assert clip_of(folder, 1).text == "Typed by hand." and tab.selected == 1
+    assert clip_of(corpus, 1).text == "Typed by hand." and tab.selected == 1
     tab.keys("y")
     tab.saved("keep")
     assert tab.selected == 2, "a decision goes on to the next clip"
     tab.keys("x")
     tab.saved("reject of clip 2")
-    assert (clip_of(folder, 1).decision, clip_of(folder, 2).decision) == ("keep", "reject")
+    assert (clip_of(corpus, 1).decision, clip_of(corpus, 2).decision) == ("keep", "reject")
     tab.keys("u")
     tab.saved("Undone: reject")
-    assert tab.selected == 2 and clip_of(folder, 2).decision == ""
-    tab.keys("U")
-    tab.saved("Made again")
-    assert clip_of(folder, 2).decision == "reject"
+    assert tab.selected == 2 and clip_of(corpus, 2).decision == ""
+    tab.keys("Shift+U")
+    tab.saved("Redone")
+    assert clip_of(corpus, 2).decision == "reject"
     tab.keys("k", "m")
     tab.saved("merge")
-    assert page.locator("li.clip").count() == 11 and clip_of(folder, 1).end == pytest.approx(7.0)
+    assert page.locator("li.clip").count() == 11 and clip_of(corpus, 1).end == pytest.approx(7.0)
     tab.keys(*["ArrowRight"] * 20, "s")
     tab.saved("split")
-    assert page.locator("li.clip").count() == 12 and clip_of(folder, 1).end == pytest.approx(2.5)
+    assert page.locator("li.clip").count() == 12 and clip_of(corpus, 1).end == pytest.approx(2.5)
     tab.keys("q", "q")
     tab.saved("moved cut")
-    assert clip_of(folder, 1).start == pytest.approx(0.4)
+    assert clip_of(corpus, 1).start == pytest.approx(0.4)
     tab.keys("n")
     tab.keys("Control+a")
     page.keyboard.type("Zoë")
     tab.keys("Tab")
     tab.saved("Zoë")
-    assert clip_of(folder, 1).speaker == "Zoë"
+    assert clip_of(corpus, 1).speaker == "Zoë"
     tab.keys("Escape", "?")
     assert page.locator("#help").is_visible() and "split at the cursor" in page.inner_text("#keys")
     tab.keys("Escape")
@@ -298,7 +358,43 @@ def test_everything_works_by_keyboard(folder: Path, tab: Tab) -> None:
 
 
 @pytest.mark.browser
-def test_texts_from_a_corpus_are_never_html(folder: Path, tab: Tab) -> None:
+def test_a_move_belongs_to_its_clip(corpus: Path, tab: Tab) -> None:
+    first, second = clip_of(corpus, 1), clip_of(corpus, 2)
+    tab.order("time|0")
+    tab.keys("q", "j", "q")
+    tab.saved("moved cut of clip 2")
+    moved = clip_of(corpus, 1), clip_of(corpus, 2)
+    assert [clip.start for clip in moved] == pytest.approx([first.start - 0.05, second.start - 0.05])
+    assert [clip.end for clip in moved] == [first.end, second.end]
+
+
+@pytest.mark.browser
+def test_keys_work_with_any_keyboard_layout(corpus: Path, tab: Tab) -> None:
+    session = tab.context.new_cdp_session(tab.page)
+
+    def press(key: str, code: str, modifiers: int = 0) -> None:
+        for kind in ("keyDown", "keyUp"):
+            pressed = {"type": kind, "key": key, "code": code, "modifiers": modifiers}
+            session.send("Input.dispatchKeyEvent", pressed)
+
+    control, shift = 2, 8
+    tab.order("time|0")
+    press("ت", "KeyJ")
+    assert tab.selected == 2, "Persian"
+    press("й", "KeyQ")
+    tab.saved("moved cut of clip 2")
+    assert clip_of(corpus, 2).start == pytest.approx(3.45), "Russian"
+    press("я", "KeyZ", control)
+    tab.saved("Undone: moved cut")
+    press("a", "KeyQ")
+    tab.page.wait_for_timeout(600)
+    assert clip_of(corpus, 2).start == 3.5, "a Latin letter of another layout is itself"
+    press("؟", "Slash", shift)
+    assert tab.page.locator("#help").is_visible()
+
+
+@pytest.mark.browser
+def test_texts_from_a_corpus_are_never_html(corpus: Path, tab: Tab) -> None:
     page = tab.page
     assert page.locator("li.clip textarea").evaluate_all("all => all.map(one => one.value)").count(HOSTILE) == 2
     tab.order("time|0")
@@ -311,11 +407,11 @@ def test_texts_from_a_corpus_are_never_html(folder: Path, tab: Tab) -> None:
     page.fill("#new-name", "Robert")
     page.click("#rename-now")
     tab.saved("renamed to Robert")
-    assert [clip_of(folder, number).speaker for number in (3, 9)] == ["Robert", "Robert"]
+    assert [clip_of(corpus, number).speaker for number in (3, 9)] == ["Robert", "Robert"]
 
 
 @pytest.mark.browser
-def test_a_clip_plays_and_its_cut_is_dragged(folder: Path, tab: Tab) -> None:
+def test_a_clip_plays_and_its_cut_is_dragged(corpus: Path, tab: Tab) -> None:
     page = tab.page
     tab.order("time|0")
     tab.keys("j")
@@ -324,7 +420,7 @@ def test_a_clip_plays_and_its_cut_is_dragged(folder: Path, tab: Tab) -> None:
     assert page.get_attribute("[aria-current] .play", "aria-pressed") == "true"
     tab.keys(" ")
     page.wait_for_selector("[aria-current] .play[aria-pressed=false]")
-    before = clip_of(folder, 2)
+    before = clip_of(corpus, 2)
     page.wait_for_function("() => document.querySelector('.edge').style.left")
     box = page.locator(".wide").bounding_box()
     per_second = box["width"] / (before.seconds + 4)
@@ -334,17 +430,17 @@ def test_a_clip_plays_and_its_cut_is_dragged(folder: Path, tab: Tab) -> None:
     page.mouse.move(at[0] + 0.75 * per_second, at[1], steps=5)
     page.mouse.up()
     tab.saved("moved cut")
-    after = clip_of(folder, 2)
+    after = clip_of(corpus, 2)
     assert after.start == pytest.approx(before.start + 0.75, abs=0.03) and after.end == before.end
-    assert after.audio != before.audio and (folder / "wavs" / after.audio).stat().st_size > RATE / 100
+    assert after.audio != before.audio and (corpus / "wavs" / after.audio).stat().st_size > RATE / 100
     page.focus(".edge[aria-label='End of the clip']")
     tab.keys("ArrowRight", "ArrowRight")
     page.wait_for_timeout(700)
-    assert clip_of(folder, 2).end == pytest.approx(before.end + 0.1)
+    assert clip_of(corpus, 2).end == pytest.approx(before.end + 0.1)
 
 
 @pytest.mark.browser
-def test_two_tabs_never_lose_what_was_typed(folder: Path, browser: Any, tab: Tab, address: str) -> None:
+def test_two_tabs_never_lose_what_was_typed(corpus: Path, browser: Any, tab: Tab, address: str) -> None:
     other = Tab(browser, address)
     for one in (tab, other):
         one.order("time|0")
@@ -355,7 +451,7 @@ def test_two_tabs_never_lose_what_was_typed(folder: Path, browser: Any, tab: Tab
     tab.saved("first tab")
     other.keys("Enter")
     other.saved("changed elsewhere")
-    assert clip_of(folder, 1).text == "first tab"
+    assert clip_of(corpus, 1).text == "first tab"
     text = other.page.locator("li.clip textarea").first
     assert text.input_value() == "second tab" and "first tab" in other.page.inner_text(".conflict")
     text.focus()
@@ -363,29 +459,29 @@ def test_two_tabs_never_lose_what_was_typed(folder: Path, browser: Any, tab: Tab
     other.page.click("#again")
     other.page.wait_for_timeout(300)
     assert text.input_value() == "second tab", "what was typed survives a new list"
-    assert clip_of(folder, 1).text == "first tab", "only Enter overwrites another's text"
+    assert clip_of(corpus, 1).text == "first tab", "only Enter overwrites another's text"
     text.focus()
     other.keys("Enter")
     other.saved("Saved: text “second tab”")
-    assert clip_of(folder, 1).text == "second tab" and other.page.locator(".conflict").count() == 0
+    assert clip_of(corpus, 1).text == "second tab" and other.page.locator(".conflict").count() == 0
     tab.page.wait_for_function("() => document.querySelector('textarea').value === 'second tab'")
     other.context.close()
     assert [line for line in other.errors if "409" not in line] == []
 
 
 @pytest.mark.browser
-def test_a_slider_shows_its_effect_before_it_is_applied(folder: Path, tab: Tab) -> None:
+def test_a_slider_shows_its_effect_before_it_is_applied(corpus: Path, tab: Tab) -> None:
     page = tab.page
     page.keyboard.press("t")
     page.wait_for_function("() => document.getElementById('effect').textContent.includes('no change')")
     page.get_by_label("heard error, at most", exact=True).fill("0.01")
     page.wait_for_function("() => /\\(−.*clip/.test(document.getElementById('effect').textContent)")
     promised = re.search(r"−(\d+) clips", page.inner_text("#effect"))
-    with Catalog(folder, lock=False) as catalog:
+    with Catalog(corpus, lock=False) as catalog:
         assert catalog.filters == Filters()
     page.click("#apply")
     tab.saved("applied")
-    with Catalog(folder, lock=False) as catalog:
+    with Catalog(corpus, lock=False) as catalog:
         assert catalog.filters.max_heard_error == 0.01
     assert promised and f"{8 - int(promised[1])} of 12 clips" in page.inner_text("#totals")
 

@@ -31,6 +31,7 @@ METADATA, REJECTED = "metadata.csv", "rejected.csv"
 _FORMAT = 1
 _WAIT_S = 30.0  # for another process that is writing
 _TOLERANCE_S = 0.001  # times are compared and written in milliseconds
+_OF_THE_TEXT = {"heard_error", "script_error"}
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value);
@@ -166,7 +167,7 @@ class Filters:
         "Lowest upper end of the spectrum; a phone call reaches 3400 Hz.",
     )  # fmt: skip
     max_music: float | None = _threshold(
-        0.5, "music", "music", (0, 1, 0.01), "", "Highest likelihood of music, from 0 to 1."
+        0.25, "music", "music", (0, 1, 0.01), "", "Highest likelihood of music, from 0 to 1."
     )
     min_speech: float | None = _threshold(
         0.3, "speech", "little speech", (0, 1, 0.01), "", "Lowest share of a clip that is speech."
@@ -175,9 +176,9 @@ class Filters:
         None, "speaker_similarity", "another speaker", (0, 1, 0.01), "",
         "Lowest similarity of a clip's voice to the other clips of its speaker.",
     )  # fmt: skip
-    min_half_similarity: float | None = _threshold(
-        None, "half_similarity", "several speakers", (0, 1, 0.01), "",
-        "Lowest similarity of the voices in the two halves of a clip.",
+    min_window_similarity: float | None = _threshold(
+        0.3, "window_similarity", "several speakers", (0, 1, 0.01), "",
+        "Lowest similarity of any 1.5 seconds of a clip to the voice of its speaker.",
     )  # fmt: skip
     min_seconds: float | None = _threshold(2.0, "seconds", "too short", (0, 10, 0.1), "s", "Shortest clip.")
     max_seconds: float | None = _threshold(12.0, "seconds", "too long", (2, 30, 0.5), "s", "Longest clip.")
@@ -213,7 +214,7 @@ def measured(segment: Segment, rule: Threshold) -> float | None:
 def reasons(segment: Segment, filters: Filters) -> list[tuple[str, str]]:
     """Return why a clip is not used, each with a detail; empty if it is used."""
     impossible = [("no text", "")] * (not segment.text) + [("no audio", "")] * (not segment.audio)
-    if impossible or segment.decision == "keep":
+    if segment.decision == "keep":
         return impossible
     if segment.decision == "reject":
         return [("rejected by a person", "")]
@@ -223,7 +224,7 @@ def reasons(segment: Segment, filters: Filters) -> list[tuple[str, str]]:
         if rule.refuses(value, limit):
             bound = "at most" if rule.is_maximum else "at least"
             found.append((rule.reason, f"{value:.4g} {rule.unit}".strip() + f", {bound} {limit:g}"))
-    return found
+    return found + impossible
 
 
 def used(segment: Segment, filters: Filters) -> bool:
@@ -421,11 +422,11 @@ class Catalog:
 
     def segments(self, source: int | None = None, ids: Sequence[int] | None = None) -> list[Segment]:
         """Return the clips, or those of one recording or with these ids, in the order of their times."""
-        query, values = f"SELECT {_names(_SEGMENT_FIELDS)} FROM segments", [*(ids or ())]
+        query, values = f"SELECT {_names(_SEGMENT_FIELDS)} FROM segments", list[Any]()
         if source is not None:
             query, values = f"{query} WHERE source = ?", [source]
         elif ids is not None:
-            query += f" WHERE id IN ({_marks(ids)})"
+            query, values = f"{query} WHERE id IN (SELECT value FROM json_each(?))", [json.dumps([*ids])]
         return [_segment(row) for row in self._read(f"{query} ORDER BY source, channel, start, id", *values)]
 
     def segment(self, segment_id: int) -> Segment:
@@ -477,6 +478,9 @@ class Catalog:
                     continue
                 kept = {*found[0].edited} | ({"start", "end", "audio"} if "cut" in found[0].edited else set())
                 new = {name: value for name, value in values.items() if name not in kept}
+                if "text" in kept:  # what was found out about the words is not about a person's
+                    new.pop("origin", None)
+                    new["scores"] = {k: v for k, v in new.get("scores", {}).items() if k not in _OF_THE_TEXT}
                 for name in new.keys() & {"scores", "notes"}:
                     new[name] = {**getattr(found[0], name), **new[name]}
                 if new.keys() & _VISIBLE_FIELDS:

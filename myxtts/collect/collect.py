@@ -39,7 +39,14 @@ from myxtts.collect.cutting import FRAME_S, NO_PAUSE, NO_SPEECH, PIECE, TOO_SHOR
 from myxtts.collect.finishing import ONE_SPEAKER, finish, packed
 from myxtts.collect.hearing import Hearing, hear
 from myxtts.collect.listeners import INSTALL, Listening, start_listeners
-from myxtts.collect.recordings import Recording, clip_name, find_recordings, has_speaker_per_channel, save_clip
+from myxtts.collect.recordings import (
+    Recording,
+    clip_name,
+    find_recordings,
+    has_speaker_per_channel,
+    save_clip,
+    script_of,
+)
 from myxtts.collect.script import Script, error_rate, read_script
 from myxtts.collect.stretches import Stretch, position_of, stretches
 from myxtts.config import LANGUAGE_NAMES
@@ -51,6 +58,8 @@ _DETAILS = {
     NO_PAUSE: "no silence to cut at within 12 s",
     TOO_SHORT: "less than 2 s of speech between long pauses",
 }
+_WORTH_TRYING_AGAIN = ("needs PyAV", "unreadable file", "missing file")
+"""Reasons of failed recordings that can go away without a change of the file."""
 _AHEAD = 2  # finished stretches that may wait for the next stage
 _POLL_S = 0.2
 _MUSIC_MARGIN_S = 0.5  # audio around a clip in which music is looked for
@@ -105,7 +114,11 @@ def collect(options: CollectOptions, progress: Progress, start: Start = start_li
         if options.filters:
             catalog.set_filters(Filters.checked({**vars(catalog.filters), **options.filters}))
         notes = _replaced(catalog, found)
-        pending = [source for path in found if (source := _register(catalog, path)).state == "new"]
+        sources = [_register(catalog, path) for path in found]
+        notes += _apply_to_known(catalog, sources, options)
+        pending = [source for source in sources if source.state == "new"]
+        for beside in filter(None, (script_of(Path(source.path)) for source in pending)):
+            read_script(beside)  # raises now rather than after hours of listening
         if pending:
             with start(options.judge, options.whisper, options.download) as listening:
                 notes += _check_models(listening.models, options)
@@ -118,29 +131,60 @@ def collect(options: CollectOptions, progress: Progress, start: Start = start_li
 
 def _register(catalog: Catalog, path: Path) -> Source:
     """Return a recording's row; one that cannot be opened is noted with the reason."""
-    about = path.stat()
-    known = catalog.source_for(str(path), about.st_size, about.st_mtime_ns)
-    if known is not None and known.state != "failed":
+    size, mtime_ns = _state_of(path)
+    known = catalog.source_for(str(path), size, mtime_ns) or _moved(catalog, path, size, mtime_ns)
+    if known is not None and (known.state != "failed" or known.reason not in _WORTH_TRYING_AGAIN):
         return known
-    source = known or catalog.add_source(str(path), about.st_size, about.st_mtime_ns)
+    source = known or catalog.add_source(str(path), size, mtime_ns)
     try:
         with Recording(path) as recording:
             facts = recording.facts
         apart = has_speaker_per_channel(path)
     except UnusableAudio as error:
         return catalog.update_source(source.id, state="failed", reason=error.reason, detail=error.detail)
-    about_it = {"seconds": facts.seconds, "sample_rate": facts.sample_rate, "channels": 2 if apart else 1}
-    return catalog.update_source(source.id, state="new", reason="", detail="", **about_it)
+    found = {"seconds": facts.seconds, "sample_rate": facts.sample_rate, "channels": 2 if apart else 1}
+    return catalog.update_source(source.id, state="new", reason="", detail="", **found)
+
+
+def _state_of(path: Path) -> tuple[int, int]:
+    """Size and time of a file; zeros if it is gone or a link to nothing, which opening it then reports."""
+    try:
+        about = path.stat()
+    except OSError:
+        return 0, 0
+    return about.st_size, about.st_mtime_ns
+
+
+def _moved(catalog: Catalog, path: Path, size: int, mtime_ns: int) -> Source | None:
+    """The recording that was this file before it was moved, with its path corrected."""
+    for source in catalog.sources():
+        old = Path(source.path)
+        if (old.name, source.size, source.mtime_ns) == (path.name, size, mtime_ns) and not old.exists():
+            return catalog.update_source(source.id, path=str(path))
+    return None
+
+
+def _apply_to_known(catalog: Catalog, sources: Sequence[Source], options: CollectOptions) -> list[str]:
+    """Use a script and speakers that are named now for recordings that were heard before; says what it cannot."""
+    known = [source for source in sources if source.state == "done"]
+    for source in known:
+        if options.script:
+            catalog.update_source(source.id, state="cut")  # `finish` uses the script
+        clips = catalog.segments(source.id)
+        names = {clip.id: _given_speaker(source, clip.channel, options) for clip in clips}
+        catalog.update_segments({clip: {"speaker": name} for clip, name in names.items() if name})
+    if known and options.language:
+        return [f"{len(known)} recordings were heard before: --language changes them only in a new --out"]
+    return []
 
 
 def _replaced(catalog: Catalog, found: Sequence[Path]) -> list[str]:
     """Say which recordings have changed since they were collected."""
-    states = {path: path.stat() for path in found}
+    states = {path: _state_of(path) for path in found}
     old = {
         source.path
         for source in catalog.sources()
-        if (state := states.get(Path(source.path)))
-        and (state.st_size, state.st_mtime_ns) != (source.size, source.mtime_ns)
+        if states.get(Path(source.path), (source.size, source.mtime_ns)) != (source.size, source.mtime_ns)
     }
     why = "changed since it was collected: the corpus has clips of both versions. A new --out has the new one only"
     return [f"{Path(path).name} {why}" for path in sorted(old)]
@@ -265,7 +309,8 @@ def _check(
         name = clip_name(source.path, source.id, channel, start, end)
         save_clip(folder / name, wave, stretch.rate, scores["gain_db"])
         given = _given_speaker(source, channel, options)
-        known: dict[str, Any] = {"text": hearing.text, "heard": hearing.alone, "language": hearing.language}
+        words = hearing.text or hearing.alone  # heard only once: the filter then sets it aside
+        known: dict[str, Any] = {"text": words, "heard": hearing.alone, "language": hearing.language}
         known |= {"start": start, "end": end, "audio": name, "speaker": given, "flags": tuple(hearing.flags)}
         segments.append(Segment(source=source.id, channel=channel, scores=scores, notes=notes, **known))
     return stretch, segments, _unused(stretch)

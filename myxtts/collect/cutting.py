@@ -1,8 +1,9 @@
 """Where to cut a recording: pieces of 2 to 12 seconds that begin and end in silence.
 
-Input are probabilities of speech (one per 32 ms) and levels in dB (one per 8 ms), output are spans that cover the
-audio without a gap. A cut is made only where the VAD hears no speech and the level is near the background. Speech
-without such a place within 12 seconds is set aside, never cut in a word. Pure: knows no audio, files or models.
+The input is probabilities of speech (one per 32 ms) and levels in dB (one per 8 ms), the output spans that cover
+the audio without a gap. A cut is made only where the VAD hears no speech and the level is near the background.
+Speech without such a place within 12 seconds is set aside, never cut in a word. Pure: knows no audio, files or
+models.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Numbers = npt.NDArray[np.float32]
 
 
 class Span(NamedTuple):
-    """A part of a recording. `kind` is PIECE for a clip, else why it is none. Times are in seconds."""
+    """A part of a recording. `kind` is PIECE for a clip, else why it is not one. Times are in seconds."""
 
     start: float
     end: float
@@ -145,7 +146,7 @@ class _Pause(NamedTuple):
 def _pauses(speech: npt.NDArray[np.bool_], levels_db: Numbers) -> Iterator[_Pause]:
     """The places without speech where the level is near the background as well.
 
-    What sounds between two quiet times, such as music, is in no piece.
+    Sound between two quiet spans, such as music, is in no piece.
     """
     for first, last in runs(~speech):
         at_edge, seconds = first == 0 or last == len(speech), (last - first) * FRAME_S

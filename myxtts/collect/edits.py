@@ -116,7 +116,10 @@ def _split(catalog: Catalog, cut: Cut, *, id: int, at: float) -> _Plan:
 def _move(catalog: Catalog, cut: Cut, *, id: int, start: float, end: float) -> _Plan:
     """Change the times of a clip; a neighbour that it reaches into is cut shorter."""
     segment, start, end = catalog.segment(id), _number(start), _number(end)
-    total = catalog.source(segment.source).seconds
+    source = catalog.source(segment.source)
+    total = source.seconds
+    if source.state == "new" and (source.channels > 1 or end > source.done_until + _TOLERANCE_S):
+        raise ConfigError("This recording is still being collected: move this cut when all of it is heard.")
     if start < 0 or end > total + _TOLERANCE_S:
         raise ConfigError(f"The recording has {total:.3f} s; {start:.3f} s to {end:.3f} s is not in it.")
     plan = _Plan({id: _recut(catalog, cut, segment, start, end)}, based_on=[segment])

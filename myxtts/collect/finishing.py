@@ -20,6 +20,7 @@ from myxtts.collect import speakers
 from myxtts.collect.catalog import Catalog, Segment, Source
 from myxtts.collect.recordings import script_of
 from myxtts.collect.script import Script, error_rate, is_foreign, is_repeated, read_script
+from myxtts.errors import ConfigError
 
 ONE_SPEAKER = "speaker1"
 _FOUND = re.compile(r"speaker\d+")  # names that nobody gave
@@ -47,7 +48,11 @@ def _use_scripts(catalog: Catalog, script: Script | None, sources: Sequence[Sour
     notes = []
     for source in sources:
         beside = script_of(Path(source.path))
-        text = Script(read_script(beside)) if beside else script
+        try:
+            text = Script(read_script(beside)) if beside else script
+        except ConfigError as error:  # it was readable before the recording was heard
+            notes.append(f"The script of {Path(source.path).name} is not used: {error}")
+            continue
         if text is None:
             continue
         segments, expected, changes = catalog.segments(source.id), 0, {}

@@ -107,16 +107,13 @@ class Words:
         ]
         options = {"beam_size": BEAM, "max_length": MOST_TOKENS, "suppress_tokens": self._suppressed}
         prompts = [self._prompt_in(language) for language in spoken]
-        results = self._model.model.generate(
-            encoded, prompts, return_scores=True, return_no_speech_prob=True, **options
-        )
+        results = self._model.model.generate(encoded, prompts, return_scores=True, **options)
         return [
             {
                 "text": self._tokens.decode(result.sequences_ids[0]).strip(),
                 "language": language,
                 "languages": likely,
                 "log_probability": round(result.scores[0], 4),
-                "no_speech": round(result.no_speech_prob, 4),
             }
             for result, language, likely in zip(results, spoken, found, strict=True)
         ]

@@ -63,6 +63,7 @@ class Listener:
         self._process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=self._errors, start_new_session=True)
         self._guard, self._numbers = threading.Lock(), itertools.count()
         self._waiting: dict[int, Future[Any]] = {}
+        self._ended: PipelineError | None = None
         self._ready: Future[dict[str, str]] = Future()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -76,6 +77,8 @@ class Listener:
         """Return a model's answer about each wave."""
         answer: Future[list[Any]] = Future()
         with self._guard:
+            if self._ended is not None:
+                raise self._ended
             number = next(self._numbers)
             self._waiting[number] = answer
             head = {"id": number, "do": what, "lengths": [len(wave) for wave in waves], **options}
@@ -86,8 +89,7 @@ class Listener:
                     self._process.stdin.write(np.ascontiguousarray(wave, np.float32).tobytes())
                 self._process.stdin.flush()
             except (OSError, ValueError):
-                if not answer.done():
-                    answer.set_exception(self._failure())
+                self._process.kill()  # the reader then fails what waits
         return answer.result()
 
     def close(self) -> None:
@@ -102,20 +104,24 @@ class Listener:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            message = json.loads(line)
-            if "models" in message:
-                self._ready.set_result(message["models"])
-                continue
-            answer = self._waiting.pop(message["id"])
-            if "error" in message:
-                answer.set_exception(PipelineError(f"A model failed: {message['error']}"))
-            else:
-                answer.set_result(message["answer"])
+        with contextlib.suppress(json.JSONDecodeError):  # half a line: the process died while it wrote
+            for line in self._process.stdout:
+                message = json.loads(line)
+                if "models" in message:
+                    self._ready.set_result(message["models"])
+                    continue
+                answer = self._waiting.pop(message["id"])
+                if "error" in message:
+                    answer.set_exception(PipelineError(f"A model failed: {message['error']}"))
+                else:
+                    answer.set_result(message["answer"])
+        self._process.kill()
         failure = self._failure()
-        for answer in (self._ready, *self._waiting.values()):
-            if not answer.done():
-                answer.set_exception(failure)
+        with self._guard:
+            self._ended = failure
+            for answer in (self._ready, *self._waiting.values()):
+                if not answer.done():
+                    answer.set_exception(failure)
 
     def _failure(self) -> PipelineError:
         status = self._process.wait()

@@ -31,7 +31,7 @@ _NEED_AV = (
     ".mp4", ".m4a", ".m4b", ".aac", ".mkv", ".webm", ".mov", ".avi", ".wma", ".wmv", ".amr", ".3gp", ".ac3",
     ".mpg", ".mpeg", ".ts", ".flv",
 )  # fmt: skip
-_LOUDEST = 16.0  # floats beyond this are no audio
+_LOUDEST = 16.0  # floats beyond this are not audio
 _PROBES, _PROBE_S, _PROBE_FRAME_S = 12, 10.0, 0.05
 _APART_DB, _LEAST_APART = 12.0, 0.1
 _READ_FRAMES = 1 << 16
@@ -75,7 +75,12 @@ def find_recordings(named: Iterable[Path], out: Path) -> list[Path]:
 def _in_folder(folder: Path, out: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
         here = Path(parent)
-        folders[:] = [name for name in folders if not name.startswith(".") and here / name != out]
+        is_corpus = (here / "collect.db").is_file()
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and here / name != out and not (is_corpus and name == "wavs")
+        ]
         for name in files:
             if Path(name).suffix.lower() in (*_AUDIO, *_NEED_AV) and not name.startswith("."):
                 yield here / name
@@ -103,7 +108,7 @@ def script_of(recording: Path) -> Path | None:
 
 
 class Recording:
-    """An open recording, to be used in a `with` statement. Raises `UnusableAudio` if it is none."""
+    """An open recording, to be used in a `with` statement. Raises `UnusableAudio` if it is not audio."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -312,8 +317,12 @@ def save_clip(path: Path, wave: Wave, rate: int, gain_db: float) -> None:
 
 def cut_clip(folder: Path, source: Any, channel: int, start: float, end: float, gain_db: float) -> str:
     """Cut a part of a recording into wavs/ of a corpus folder; returns the file name."""
-    name = clip_name(source.path, source.id, channel, start, end)
-    with Recording(Path(source.path)) as recording:
+    path, name = Path(source.path), clip_name(source.path, source.id, channel, start, end)
+    if (about := path.stat()) and (about.st_size, about.st_mtime_ns) != (source.size, source.mtime_ns):
+        raise UnusableAudio("another file", "the recording has changed since it was collected")
+    with Recording(path) as recording:
         wave = mono(recording.part(start, end), channel if source.channels > 1 else None)
+        if len(wave) < int((end - start) * recording.facts.sample_rate) - 1:
+            raise UnusableAudio(DAMAGED, f"{len(wave)} samples could be read for {end - start:.3f} s")
         save_clip(folder / "wavs" / name, wave, recording.facts.sample_rate, gain_db)
     return name

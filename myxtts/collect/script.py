@@ -25,7 +25,8 @@ _ARABIC_MARKS = "\u064b\u064c\u064d\u064e\u064f\u0650\u0651\u0652\u0640"
 _SPELLED_ALIKE = str.maketrans({"’": "'", "\u200c": " ", "ي": "ی", "ك": "ک"} | dict.fromkeys(_ARABIC_MARKS, ""))
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # kana and Chinese characters: each is a word
 _WORDS = re.compile(rf"[{_UNSPACED}][^\w\s]*|[^\s{_UNSPACED}]+")
-_CUE_LINE = re.compile(r"^\s*(\d+|WEBVTT.*|NOTE\b.*|[\d:.,]+\s*-->.*)\s*$")
+_CUE_LINES = re.compile(r"^WEBVTT.*$|^(?:[ \t]*\d+[ \t]*\n)?[ \t]*[\d:.,]+[ \t]*-->.*$", re.MULTILINE)
+_COMMENTS = re.compile(r"(?<=\n\n)NOTE\b.*?(?=\n\n|\Z)", re.DOTALL)  # of WebVTT
 _TAG = re.compile(r"<[^>]*>|\{\\[^}]*\}")
 _GRAM, _SLACK, _SPREAD = 3, 6, 3
 
@@ -127,8 +128,9 @@ def read_script(path: Path) -> str:
         why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise ConfigError(f"The script {path} cannot be read: {why}") from None
     if path.suffix.lower() in (".srt", ".vtt"):
-        text = "\n".join(line for line in text.splitlines() if not _CUE_LINE.match(line))
-        text = _TAG.sub("", text)
+        text = "\n".join(text.splitlines())
+        text = _COMMENTS.sub("", text) if path.suffix.lower() == ".vtt" else text
+        text = _TAG.sub("", _CUE_LINES.sub("", text))
     return text
 
 

@@ -61,9 +61,9 @@ export async function ask(path, body, extra = {}) {
   try {
     answer = await fetch(path, options);
   } catch {
-    throw new Refused("The server does not answer: was it stopped? Nothing that was saved is lost.", 0);
+    throw new Refused("The server does not respond. Was it stopped? Saved edits are safe.", 0);
   }
-  const found = await answer.json().catch(() => ({ error: `Answer ${answer.status} of the server` }));
+  const found = await answer.json().catch(() => ({ error: `The server answered with status ${answer.status}` }));
   if (!answer.ok) throw new Refused(found.error, answer.status);
   return found;
 }

@@ -19,7 +19,7 @@ const page = {
   drafts: new Map(), // texts that were refused, by id
   selected: 0,
   cursor: 0, // seconds in the recording
-  moved: null, // times of the selected clip that are not sent yet
+  moved: null, // id and times of a clip whose move is not sent yet
   playing: 0,
 };
 const words = name =>
@@ -66,11 +66,7 @@ function showState(state) {
   for (const name of ["undo", "redo"]) {
     const step = state[name];
     $(name).disabled = !step;
-    const label = step
-      ? `${name === "undo" ? "Undo" : "Redo"}: ${described(step)}`
-      : name === "undo"
-        ? "Undo"
-        : "Redo";
+    const label = $(name).textContent + (step ? `: ${described(step)}` : "");
     $(name).setAttribute("aria-label", label);
     $(name).title = label;
   }
@@ -89,7 +85,7 @@ function described(step) {
     keep: "keep",
     reject: "reject",
     merge: "merge",
-    clear_decision: "no decision",
+    clear_decision: "cleared decision",
     split: "split",
     move: "moved cut",
     set_filters: "thresholds",
@@ -122,6 +118,7 @@ async function showPage(at, selected, focus = false) {
   page.offset = Math.floor(Math.max(0, Math.min(at, page.ids.length - 1)) / PAGE_ROWS) * PAGE_ROWS;
   const ids = page.ids.slice(page.offset, page.offset + PAGE_ROWS);
   const rows = ids.length ? await ask(`/api/rows?ids=${ids}`) : [];
+  commitMove();
   page.rows = new Map(rows.map(row => [row.id, row]));
   page.ids = page.ids.filter(id => !ids.includes(id) || page.rows.has(id));
   for (const id of unsaved()) page.drafts.set(id, page.items.get(id).parts.text.value);
@@ -230,10 +227,7 @@ function show(row) {
   language.value = row.language;
   text.lang = row.language;
   grow(text);
-  const decided = { keep: [make("span", { className: "chip good", textContent: "kept" })], reject: [] }[
-    row.decision
-  ];
-  const state = decided ?? (used ? [make("span", { className: "chip good", textContent: "used" })] : []);
+  const state = row.decision === "keep" ? "kept" : used ? "used" : "";
   const why = row.reasons.map(([reason, detail]) =>
     make("span", {
       className: row.decision === "reject" ? "chip bad" : "chip warn",
@@ -249,7 +243,7 @@ function show(row) {
   marks.replaceChildren(
     make("span", { className: "length", textContent: `${(row.end - row.start).toFixed(1)} s` }),
     ...measured,
-    ...state,
+    state ? make("span", { className: "chip good", textContent: state }) : "",
     ...why,
   );
   node.setAttribute(
@@ -319,6 +313,7 @@ function select(id, focus = true) {
   const node = page.items.get(id);
   if (!node) return;
   if (id !== page.selected) {
+    commitMove();
     const before = page.items.get(page.selected);
     if (before) {
       before.detail?.remove();
@@ -376,7 +371,7 @@ function showDetail(row) {
     make("bdi", { textContent: row.file }),
     ` ${clock(row.start)} – ${clock(row.end)}` +
       (row.channel > 0 ? `, channel ${row.channel + 1}` : "") +
-      (row.edited.includes("cut") ? "; scores are from before the cut" : ""),
+      (row.edited.includes("cut") ? "; the scores were measured before the cut was moved" : ""),
   );
   const details = row.reasons
     .filter(pair => pair[1])
@@ -395,7 +390,7 @@ function showDetail(row) {
         className: "reject",
         "aria-pressed": String(row.decision === "reject"),
       }),
-      button("No decision", "c", () => decide("clear_decision"), { disabled: !row.decision }),
+      button("Clear decision", "c", () => decide("clear_decision"), { disabled: !row.decision }),
       button("Merge with next", "m", merge, { disabled: !row.following }),
       button("Split at cursor", "s", split),
     ),
@@ -426,7 +421,7 @@ function showDetail(row) {
 }
 
 function wideWave(node) {
-  const edge = (name, label) =>
+  const edge = label =>
     make("div", {
       className: "edge",
       tabIndex: 0,
@@ -435,8 +430,8 @@ function wideWave(node) {
       "aria-orientation": "horizontal",
     });
   const parts = {
-    start: edge("start", "Start of the clip"),
-    end: edge("end", "End of the clip"),
+    start: edge("Start of the clip"),
+    end: edge("End of the clip"),
     cursor: make("div", { className: "cursor" }),
     left: make("div", { className: "outside" }),
     right: make("div", { className: "outside" }),
@@ -445,7 +440,7 @@ function wideWave(node) {
   const wide = make(
     "div",
     { className: "wide" },
-    make("canvas", { role: "img", "aria-label": "Waveform of the clip and of what is around it" }),
+    make("canvas", { role: "img", "aria-label": "Waveform of the clip and the audio around it" }),
     parts.left,
     parts.right,
     parts.cursor,
@@ -507,7 +502,7 @@ function place() {
     row = page.rows.get(page.selected),
     wave = node?.detail?.wave;
   if (!wave) return;
-  const { start, end } = page.moved ?? row,
+  const { start, end } = timesOf(row),
     { parts } = node.detail.wide;
   const at = time => 100 * Math.min(1, Math.max(0, (time - wave.start) / (wave.end - wave.start)));
   parts.start.style.left = `${at(start)}%`;
@@ -544,7 +539,7 @@ function drag(event, node, name) {
   };
   const end = kept => () => {
     handle.onpointermove = handle.onpointerup = handle.onpointercancel = null;
-    if (kept && page.moved) commitMove(row.id);
+    if (kept) commitMove();
     else {
       page.moved = null;
       place();
@@ -554,32 +549,34 @@ function drag(event, node, name) {
   handle.onpointercancel = end(false);
 }
 
+const timesOf = row => (page.moved?.id === row.id ? page.moved : row);
+
 function limited(row, name, time) {
-  const { start, end } = page.moved ?? row;
+  const { id, start, end } = timesOf(row);
   return name === "start"
-    ? { start: Math.max(0, Math.min(time, end - 0.2)), end }
-    : { start, end: Math.min(row.total || Infinity, Math.max(time, start + 0.2)) };
+    ? { id, start: Math.max(0, Math.min(time, end - 0.2)), end }
+    : { id, start, end: Math.min(row.total || Infinity, Math.max(time, start + 0.2)) };
 }
 
 let nudged = 0;
 function nudge(name, seconds) {
   const row = page.rows.get(page.selected);
   if (!row) return;
-  page.moved = limited(row, name, (page.moved ?? row)[name] + seconds);
+  page.moved = limited(row, name, timesOf(row)[name] + seconds);
   place();
   clearTimeout(nudged);
-  nudged = setTimeout(() => commitMove(row.id), 500);
+  nudged = setTimeout(commitMove, 500);
 }
 
 // A move that waits for its time is made now, for example before another edit.
-function commitMove(id = page.selected) {
+function commitMove() {
   clearTimeout(nudged);
-  const moved = page.moved,
-    row = page.rows.get(id);
+  const { moved } = page,
+    row = page.rows.get(moved?.id);
   page.moved = null;
-  const same =
-    !moved || !row || (Math.abs(moved.start - row.start) < 0.001 && Math.abs(moved.end - row.end) < 0.001);
-  return same ? place() : edit("move", { id, start: moved.start, end: moved.end });
+  if (row && (Math.abs(moved.start - row.start) >= 0.001 || Math.abs(moved.end - row.end) >= 0.001))
+    edit("move", moved);
+  else place();
 }
 
 // ---- sound
@@ -648,15 +645,15 @@ function enqueue(work) {
   return queue;
 }
 
-function edit(action, given, { after, keepalive = false } = {}) {
+function edit(action, given, after) {
   return enqueue(async () => {
     const ids = [given.id, given.first, given.second].filter(Boolean);
     const versions = Object.fromEntries(
       ids.filter(id => page.rows.has(id)).map(id => [id, page.rows.get(id).version]),
     );
     try {
-      const answer = await ask("/api/edit", { action, arguments: given, versions }, { keepalive });
-      receive(answer);
+      const answer = await ask("/api/edit", { action, arguments: given, versions }, { keepalive: true });
+      await receive(answer);
       if (answer.edit) say(`Saved: ${described(answer.edit)}`);
       after?.(answer);
     } catch (error) {
@@ -694,7 +691,7 @@ function dispute(node, row) {
       { className: "conflict", role: "alert" },
       "Changed elsewhere to: ",
       make("bdi", { textContent: row.text, lang: row.language }),
-      ". Your text is still here; press Enter in it to save it, or Escape to drop it.",
+      ". Your text is still here; press Enter in it to save it, or Escape to discard it.",
     ),
   );
 }
@@ -706,10 +703,10 @@ function settle(id) {
   node?.querySelector(".conflict")?.remove();
 }
 
-function receive(answer) {
+async function receive(answer) {
   showState(answer.state);
   if (answer.all) {
-    search(true);
+    await search(true);
     return;
   }
   for (const id of answer.gone) remove(id);
@@ -786,10 +783,10 @@ function turn(name) {
     }
     try {
       const answer = await ask(`/api/${name}`, { expected: expected.id });
-      receive(answer);
+      await receive(answer);
       const { id, first } = answer.edit?.arguments ?? {};
       if (page.rows.has(id ?? first)) select(id ?? first);
-      if (answer.edit) say(`${name === "undo" ? "Undone" : "Made again"}: ${described(answer.edit)}`);
+      if (answer.edit) say(`${name === "undo" ? "Undone" : "Redone"}: ${described(answer.edit)}`);
     } catch (error) {
       await refresh();
       throw error;
@@ -800,7 +797,7 @@ function turn(name) {
 // ---- texts
 
 // Saves a text that was changed, once. One that was refused as stale is sent again only if Enter confirms it.
-function saveText(id, keepalive = false) {
+function saveText(id) {
   const node = page.items.get(id),
     { text } = node?.parts ?? {},
     value = text?.value;
@@ -808,18 +805,11 @@ function saveText(id, keepalive = false) {
   if (text.classList.contains("changed") && !node.confirmed) return;
   node.confirmed = false;
   node.sending = value;
-  edit(
-    "set_text",
-    { id, value },
-    {
-      keepalive,
-      after: () => {
-        const row = page.rows.get(id);
-        settle(id);
-        if (row && document.activeElement !== text) text.value = row.text;
-      },
-    },
-  ).then(() => {
+  edit("set_text", { id, value }, () => {
+    const row = page.rows.get(id);
+    settle(id);
+    if (row && document.activeElement !== text) text.value = row.text;
+  }).then(() => {
     node.sending = null;
   });
 }
@@ -845,7 +835,9 @@ function textKey(event, id) {
 const unsaved = () =>
   [...page.items.keys()].filter(id => page.items.get(id).parts.text.value !== page.items.get(id).row.text);
 document.addEventListener("visibilitychange", () => {
-  if (document.visibilityState === "hidden") for (const id of unsaved()) saveText(id, true);
+  if (document.visibilityState !== "hidden") return;
+  commitMove();
+  for (const id of unsaved()) saveText(id);
 });
 window.addEventListener("beforeunload", event => {
   if (unsaved().length) event.preventDefault();
@@ -920,12 +912,12 @@ const KEYS = [
   ["k ↑", "previous clip", () => step(-1)],
   ["PageDown", "next page", () => turnPage(1)],
   ["PageUp", "previous page", () => turnPage(-1)],
-  ["Enter e", "edit the text; Enter saves, Ctrl+Enter saves and goes on, Escape drops", () => focusOn("text")],
+  ["Enter e", "edit the text; Enter saves, Ctrl+Enter saves and moves on, Escape discards", () => focusOn("text")],
   ["n", "edit the speaker", () => focusOn("speaker")],
   ["l", "choose the language", () => focusOn("language")],
-  ["y", "keep, and go on", () => decide("keep")],
-  ["x", "reject, and go on", () => decide("reject")],
-  ["c", "no decision", () => decide("clear_decision")],
+  ["y", "keep and move on", () => decide("keep")],
+  ["x", "reject and move on", () => decide("reject")],
+  ["c", "clear the decision", () => decide("clear_decision")],
   ["m", "merge with the next clip of the recording", merge],
   ["s", "split at the cursor", split],
   [
@@ -937,10 +929,10 @@ const KEYS = [
       if (row) setCursor(Math.min(Math.max(page.cursor + by, row.start), row.end), true);
     },
   ],
-  ["[", "let the clip start at the cursor", () => setEdge("start")],
-  ["]", "let the clip end at the cursor", () => setEdge("end")],
-  ["q w", "start 0.05 s earlier, later", event => nudge("start", event.key === "q" ? -NUDGE_S : NUDGE_S)],
-  ["o p", "end 0.05 s earlier, later", event => nudge("end", event.key === "o" ? -NUDGE_S : NUDGE_S)],
+  ["[", "start the clip at the cursor", () => setEdge("start")],
+  ["]", "end the clip at the cursor", () => setEdge("end")],
+  ["q w", "start 0.05 s earlier, later", (_, key) => nudge("start", key === "q" ? -NUDGE_S : NUDGE_S)],
+  ["o p", "end 0.05 s earlier, later", (_, key) => nudge("end", key === "o" ? -NUDGE_S : NUDGE_S)],
   ["u Ctrl+z", "undo", () => turn("undo")],
   ["U Ctrl+y", "redo", () => turn("redo")],
   ["t", "thresholds", () => openThresholds()],
@@ -948,7 +940,15 @@ const KEYS = [
   ["?", "this list", () => $("help").showModal()],
 ];
 const NAMES = { " ": "Space", ArrowDown: "↓", ArrowUp: "↑", ArrowLeft: "←", ArrowRight: "→" };
+const PLACES = { BracketLeft: "[", BracketRight: "]", Slash: "/" };
 const BY_KEY = new Map(KEYS.flatMap(([keys, , action]) => keys.split(" ").map(key => [key, action])));
+
+// The key's name; a key of a layout without Latin letters counts as the one in its place on a US keyboard.
+function keyName({ key, code, shiftKey }) {
+  if (key.length === 1 && key > "~") key = PLACES[code] ?? code.replace(/^Key/, "");
+  if (/^[a-z]$/i.test(key)) return shiftKey ? key.toUpperCase() : key.toLowerCase();
+  return key === "/" && shiftKey && code === "Slash" ? "?" : (NAMES[key] ?? key);
+}
 
 document.addEventListener("keydown", event => {
   if (event.defaultPrevented || event.isComposing || event.altKey || document.querySelector("dialog[open]"))
@@ -963,30 +963,31 @@ document.addEventListener("keydown", event => {
   }
   if (!$("use-keys").checked || (["Enter", " "].includes(event.key) && event.target.closest("button, a, summary")))
     return;
-  const control = event.ctrlKey || event.metaKey,
-    name = NAMES[event.key] ?? event.key;
-  const key = control ? `Ctrl+${event.shiftKey && name.toLowerCase() === "z" ? "y" : name}` : name;
-  const action = BY_KEY.get(key);
+  const name = keyName(event),
+    key = !event.ctrlKey && !event.metaKey ? name : name === "Z" ? "Ctrl+y" : `Ctrl+${name}`,
+    action = BY_KEY.get(key);
   if (!action) return;
   event.preventDefault();
-  action(event);
+  action(event, key);
 });
 
 // ---- thresholds, summary, speakers
 
 const chosen = new Map();
-function openThresholds() {
-  const rules = page.about.thresholds,
-    held = page.state.filters;
-  $("rules").replaceChildren(...rules.map(rule => thresholdRow(rule, held[rule.name])));
-  $("effect").textContent = "";
+function showRules() {
+  const { filters } = page.state;
+  $("rules").replaceChildren(...page.about.thresholds.map(rule => thresholdRow(rule, filters[rule.name])));
   preview();
+}
+
+function openThresholds() {
+  $("effect").textContent = "";
+  showRules();
   $("thresholds").showModal();
 }
 
 function thresholdRow(rule, value) {
-  const measured = rule.score === "seconds" || page.state.scores.includes(rule.score),
-    start = value ?? (rule.is_maximum ? rule.high : rule.low);
+  const start = value ?? (rule.is_maximum ? rule.high : rule.low);
   const name = `${words(rule.score)}, ${rule.is_maximum ? "at most" : "at least"}`;
   const on = make("input", { type: "checkbox", checked: value !== null, "aria-label": `Use ${name}` });
   const range = make("input", {
@@ -999,10 +1000,6 @@ function thresholdRow(rule, value) {
     title: rule.description,
   });
   const exact = make("input", { type: "number", step: "any", value: start, "aria-label": `${name}, exactly` });
-  const takes = make("span", {
-    className: "takes",
-    textContent: measured ? rule.description : `${rule.description} Not measured in this corpus.`,
-  });
   const changed = () => {
     range.disabled = exact.disabled = !on.checked;
     chosen.set(rule.name, on.checked && exact.value !== "" ? Number(exact.value) : null);
@@ -1026,7 +1023,7 @@ function thresholdRow(rule, value) {
     make("span", { className: "name", textContent: name }),
     range,
     make("span", { className: "value" }, exact, rule.unit),
-    takes,
+    make("span", { className: "takes", textContent: rule.description }),
   );
   node.rule = rule;
   return node;
@@ -1046,7 +1043,7 @@ function preview() {
         count = found.used.segments - used.clips;
       const sign = value => (value < 0 ? "−" : "+");
       $("effect").textContent =
-        `Used: ${amount(used.seconds)} now, ${amount(found.used.seconds)} then` +
+        `Used: ${amount(used.seconds)} now, ${amount(found.used.seconds)} after` +
         (count || Math.abs(more) > 0.05
           ? ` (${sign(more)}${amount(Math.abs(more))}, ${sign(count)}${clips(Math.abs(count))})`
           : " (no change)");
@@ -1058,7 +1055,7 @@ function preview() {
           ? `${node.rule.description} Not measured in this corpus.`
           : chosen.get(node.rule.name) === null
             ? `${node.rule.description} Off.`
-            : `${node.rule.description} Takes ${row ? `${clips(row.segments)}, ${amount(row.seconds)}` : "nothing"}.`;
+            : `${node.rule.description} Sets aside ${row ? `${clips(row.segments)}, ${amount(row.seconds)}` : "nothing"}.`;
       }
     } catch (error) {
       $("effect").textContent = error.message;
@@ -1070,17 +1067,12 @@ $("thresholds").addEventListener("close", () => {
   if ($("thresholds").returnValue === "apply")
     enqueue(async () => {
       const answer = await ask("/api/filters", Object.fromEntries(chosen));
-      receive(answer);
-      say(answer.edit ? "The thresholds are applied." : "The thresholds are the same.");
+      await receive(answer);
+      say(answer.edit ? "Thresholds applied." : "The thresholds have not changed.");
     });
   $("thresholds").returnValue = "";
 });
-$("reset").addEventListener("click", () => {
-  $("rules").replaceChildren(
-    ...page.about.thresholds.map(rule => thresholdRow(rule, page.state.filters[rule.name])),
-  );
-  preview();
-});
+$("reset").addEventListener("click", showRules);
 
 async function openSummary() {
   const found = await ask("/api/summary");
@@ -1128,7 +1120,7 @@ $("rename").addEventListener("close", () => {
     old = $("old-name").value,
     name = $("new-name").value;
   $("rename").returnValue = "";
-  if (returnValue === "rename") edit("rename_speaker", { old, new: name }, { after: () => refresh() });
+  if (returnValue === "rename") edit("rename_speaker", { old, new: name });
 });
 
 // ---- start

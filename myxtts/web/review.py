@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +53,7 @@ CONTEXT_S = 2.0  # of the recording that is drawn on both sides of the selected 
 NARROW, WIDE = 160, 800  # points of a waveform
 MAX_ROWS = 200  # in one request
 _CACHED_PEAKS = 4096
+_MOST_CHANGES = 1000  # clips of one edit that are read one by one; after more, everything is read
 _WRITE_AFTER_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class Review:
         self._sources: dict[int, Source] = {}
         self._peaks: OrderedDict[tuple[object, ...], bytes] = OrderedDict()
         self._timer: threading.Timer | None = None
-        self._is_written, self._problem, self._read_again_at = False, "", 0.0
+        self._writing, self._written = threading.Lock(), -1
+        self._problem, self._read_again_at = "", 0.0
 
     def _refresh(self, changed: Iterable[int] | None = None) -> None:
         """Read these clips, which an edit changed, or everything if the catalog has changed otherwise.
@@ -78,25 +80,29 @@ class Review:
         Reading everything while `collect` runs takes at most a fifth of the time.
         """
         version, started = self._catalog.version, time.monotonic()
-        whole = changed is None or 0 in (changed := set(changed))
+        changed = None if changed is None else {*changed}
+        whole = changed is None or 0 in changed or len(changed) > _MOST_CHANGES
         if version == self._version or (changed is None and started < self._read_again_at):
             return
         filters = self._catalog.filters
         if whole:
-            self._segments = {segment.id: segment for segment in self._catalog.segments()}
-            self._reasons = {number: reasons(segment, filters) for number, segment in self._segments.items()}
+            self._segments, self._reasons = {}, {}
+            self._hold(self._catalog.segments(), filters)
             self._sources = {source.id: source for source in self._catalog.sources()}
             self._read_again_at = time.monotonic() + 4 * (time.monotonic() - started)
         else:
             for gone in changed or ():
                 self._segments.pop(gone, None)
-            for segment in self._catalog.segments(ids=sorted(changed or ())):
-                self._segments[segment.id] = segment
-                self._reasons[segment.id] = reasons(segment, filters)
+            self._hold(self._catalog.segments(ids=sorted(changed or ())), filters)
         self._version = version if whole or version == self._version + 1 else self._version
         ordered = sorted(self._segments.values(), key=_place)
         pairs = pairwise(ordered)
         self._following = {one.id: other.id for one, other in pairs if _place(one)[:2] == _place(other)[:2]}
+
+    def _hold(self, segments: Iterable[Segment], filters: Filters) -> None:
+        for segment in segments:
+            self._reasons[segment.id] = reasons(segment, filters)
+            self._segments[segment.id] = replace(segment, notes={})  # voices are in them, which no page shows
 
     @property
     def version(self) -> int:
@@ -227,16 +233,17 @@ class Review:
         return {"seconds": found.seconds, "used": found.used._asdict(), **listed}
 
     def _after(self, made: Edit | None) -> dict[str, Any]:
-        before, changed = {*self._segments}, [change.segment for change in made.changes] if made else []
+        """Return the clips that an edit changed and their neighbours, or that the page must read all of them."""
+        before, changed = {*self._segments}, {change.segment for change in made.changes} if made else set()
         self._refresh(changed)
         if made:
             self.write_soon()
-        shown = [number for number in changed if number]
-        gone = [number for number in shown if number not in self._segments]
-        near = {one for one, other in self._following.items() if other in {*shown} or one in {*shown}}
-        new = [number for number in shown if number not in before and number in self._segments]
-        told = {"rows": self.rows([*shown, *(near - {*shown})]), "gone": gone, "made": new, "all": 0 in changed}
-        return {"edit": _step(made), **told, "state": self.state()}
+        if 0 in changed or len(changed) > MAX_ROWS // 2:
+            return {"edit": _step(made), "all": True, "state": self.state()}
+        near = {number for pair in self._following.items() if changed & {*pair} for number in pair} - changed
+        rows, gone = self.rows([*sorted(changed), *near]), sorted(changed - self._segments.keys())
+        new = sorted(changed & self._segments.keys() - before)
+        return {"edit": _step(made), "all": False, "rows": rows, "gone": gone, "made": new, "state": self.state()}
 
     def audio(self, number: int) -> Path:
         """Return the file of a clip."""
@@ -253,15 +260,16 @@ class Review:
         if wide:
             start, end = max(0.0, start - CONTEXT_S), min(max(source.seconds, end), end + CONTEXT_S)
             with contextlib.suppress(sf.LibsndfileError, OSError, RuntimeError, ValueError):
-                points = self._cached(Path(source.path), clip.channel, start, end, WIDE)
+                channel = clip.channel if source.channels > 1 else None
+                points = self._cached(Path(source.path), channel, start, end, WIDE)
                 return {"start": start, "end": end, "peaks": list(points)}
         try:
-            points = self._cached(self.audio(number), 0, 0.0, clip.seconds, WIDE if wide else NARROW)
+            points = self._cached(self.audio(number), None, 0.0, clip.seconds, WIDE if wide else NARROW)
         except (sf.LibsndfileError, OSError, RuntimeError, ValueError) as error:
             raise MyXTTSError(f"The audio of clip {number} cannot be read: {error}") from error
         return {"start": clip.start, "end": clip.end, "peaks": list(points)}
 
-    def _cached(self, path: Path, channel: int, start: float, end: float, num_points: int) -> bytes:
+    def _cached(self, path: Path, channel: int | None, start: float, end: float, num_points: int) -> bytes:
         key = (path, channel, start, end, num_points)
         with self._lock:
             if key in self._peaks:
@@ -278,26 +286,28 @@ class Review:
         """Write the CSV files when no edit has come for a while."""
         if self._timer:
             self._timer.cancel()
-        self._timer, self._is_written = threading.Timer(_WRITE_AFTER_S, self.write), False
+        self._timer = threading.Timer(_WRITE_AFTER_S, self.write)
         self._timer.daemon = True
         self._timer.start()
 
     def write(self) -> None:
-        """Write the CSV files; a failure is shown on the page, and the next edit tries again."""
-        try:
-            write_corpus(self._catalog)
-            self._is_written, self._problem = True, ""
-        except MyXTTSError as error:
-            self._problem = str(error)
-            _log.warning("%s", error)
+        """Write the CSV files unless they are up to date; a failure is shown, and the next edit tries again."""
+        with self._writing:
+            try:
+                version = self._catalog.version
+                if version != self._written:
+                    write_corpus(self._catalog)
+                self._written, self._problem = version, ""
+            except MyXTTSError as error:
+                self._problem = str(error)
+                _log.warning("%s", error)
 
     def close(self) -> None:
         """Write what is not written yet."""
         if self._timer:
             self._timer.cancel()
             self._timer.join()
-            if not self._is_written:
-                self.write()
+            self.write()
 
 
 def _place(clip: Segment) -> tuple[int, int, float]:
@@ -329,17 +339,21 @@ def _step(made: Edit | None) -> dict[str, Any] | None:
     return {"id": made.id, "action": made.action, "arguments": made.arguments} if made else None
 
 
-def waveform(path: Path, channel: int, start: float, end: float, num_points: int) -> bytes:
-    """Return the loudest sample of each of `num_points` equal parts of a span, from 0 to 255."""
+def waveform(path: Path, channel: int | None, start: float, end: float, num_points: int) -> bytes:
+    """Return the loudest sample of each of `num_points` equal parts of a span, from 0 to 255.
+
+    Without a channel it is that of the mean of all channels.
+    """
     with sf.SoundFile(path) as file:
         first = min(round(start * file.samplerate), file.frames)
         file.seek(first)
         frames = min(round(end * file.samplerate), file.frames) - first
         samples = file.read(frames, dtype="float32", always_2d=True)
-    one = 0 <= channel < samples.shape[1]
-    wave = np.abs(samples[:, channel] if one else samples.mean(axis=1))
-    if not len(wave):
+    if channel is not None:
+        samples = samples[:, channel : channel + 1]
+    if not samples.size:
         return bytes(num_points)
+    wave = np.abs(samples.mean(axis=1))
     edges = np.linspace(0, len(wave), num_points, endpoint=False).astype(np.int64)
     loudest = np.maximum.reduceat(wave, edges)
     return bytes(np.clip(np.rint(np.nan_to_num(loudest) * 255), 0, 255).astype(np.uint8))
