@@ -54,6 +54,10 @@ EDGE_S = 0.03  # the precision of edges found by energy
 SAME_PLACE_S = 3.0  # words farther apart in time are never aligned
 
 
+def is_inside(moment: float, spans: Iterable[Span]) -> bool:
+    return any(start + EDGE_S < moment < end - EDGE_S for start, end in spans)
+
+
 @dataclass(eq=False)
 class Piece:
     """A row of metadata.csv or, with a reason, of rejected.csv, and what was really said there."""
@@ -75,14 +79,14 @@ class Piece:
         """The seconds of these spans that lie in the piece."""
         return sum(max(min(end, self.end) - max(start, self.start), 0) for start, end in spans)
 
-    def cuts(self) -> list[str]:
-        """The places where the piece begins or ends inside a word."""
-        all_words = [(span, said) for said in self.said for span in said.words]
+    def cuts(self, faint: bool = False) -> list[str]:
+        """The places where the piece begins or ends inside a word or, if asked for, a faint sound."""
         return [
             f"{self.recording.file} at {moment:.3f} s: {said.text[:70]}"
             for moment in (self.start, self.end)
-            for (start, end), said in all_words
-            if start + EDGE_S < moment < end - EDGE_S
+            for said in self.said
+            if is_inside(moment, said.sounds if faint else said.words)
+            and not (faint and is_inside(moment, said.words))
         ]
 
 
@@ -139,7 +143,7 @@ class Findings:
         """Find what was said in the pieces, account for every second, and count the errors of each text."""
         said, at = [each for each in recording.said if channel in (None, each.channel)], 0.0
         for piece in pieces:
-            piece.said = [each for each in said if piece.covers(each.words) > 0.02]
+            piece.said = [each for each in said if piece.covers(each.sounds) > 0.02]
             self.unaccounted += max(piece.start - at, 0)
             self.twice += max(min(at, piece.end) - piece.start, 0)
             at = max(at, piece.end)
@@ -244,6 +248,7 @@ def summary(found: Findings, truth: Path) -> dict[str, object]:
         "clips in use": len(used),
         "seconds of a clip: least, mean, most": f"{min(seconds):.1f}, {np.mean(seconds):.1f}, {max(seconds):.1f}",
         "words cut by clips in use": sum(len(piece.cuts()) for piece in used),
+        "breaths or faint sounds cut by clips in use": sum(len(piece.cuts(faint=True)) for piece in used),
         "words cut by all segments": f"{sum(len(piece.cuts()) for piece in segments)} of {len(segments)}",
         "silence between clips' edges and words: 1 %, 10 %, 50 % (s)": ", ".join(
             f"{margin:.2f}" for margin in np.percentile(found.margins() or [0], [1, 10, 50])

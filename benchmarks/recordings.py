@@ -27,6 +27,7 @@ Wave = Any
 Span = tuple[float, float]
 RATE, SPEECH_RMS = 24_000, 0.07
 HOP_S, WINDOW_S = 0.005, 0.02
+CLEAR_DB, FAINT_DB = 24, 30  # below the loud parts of a clip
 GAP_S = 0.15  # a shorter silence may be the closure of a stop inside a word
 REASONS = {
     "noise": "snr|noise|mos|hear|disagree",
@@ -43,7 +44,10 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Said:
-    """A clip in a recording; `words` are its stretches of sound, with pauses of at least GAP_S between."""
+    """A clip in a recording, and its stretches of sound with pauses of at least GAP_S between.
+
+    `words` are clearly audible; `sounds` also have what is faint, such as breaths and weak consonants.
+    """
 
     text: str
     speaker: str
@@ -51,6 +55,7 @@ class Said:
     flaw: str
     channel: int
     words: list[Span]
+    sounds: list[Span]
 
     @property
     def seconds(self) -> float:
@@ -94,17 +99,17 @@ def leveled(wave: Wave) -> Wave:
     return (wave * (SPEECH_RMS / (np.sqrt(power[len(power) // 2 :].mean()) + 1e-9))).astype(np.float32)
 
 
-def sounding(wave: Wave) -> list[Span]:
-    """The stretches of sound of a clean clip, in seconds."""
+def sounding(wave: Wave, depth_db: float, at: float) -> list[Span]:
+    """The stretches of a clean clip that are at most so much below its loud parts; the clip begins at `at`."""
     hop, window = int(HOP_S * RATE), int(WINDOW_S * RATE)
     sums = np.append(0, np.cumsum(np.append(0, wave[1:] - 0.9 * wave[:-1]).astype(float) ** 2))
     starts = np.arange(0, len(wave) - window + 1, hop)
     level = 10 * np.log10((sums[starts + window] - sums[starts]) / window + 1e-12)
     floor, loud = np.percentile(level, [5, 95])
-    is_sound = level > max(loud - 30, min(floor + 6, loud - 20))
+    is_sound = level > max(loud - depth_db, min(floor + 6, loud - 20))
     merged: list[Span] = []
     for first, last in np.flatnonzero(np.diff(np.concatenate(([0], is_sound, [0])))).reshape(-1, 2):
-        start, end = (float(frame * HOP_S + WINDOW_S / 2) for frame in (first, last - 1))
+        start, end = (at + float(frame * HOP_S + WINDOW_S / 2) for frame in (first, last - 1))
         joined = merged and start - merged[-1][1] < GAP_S
         merged[-1:] = [(merged[-1][0], end)] if joined else [*merged[-1:], (start, end)]
     return [span for span in merged if span[1] - span[0] > 0.05]
@@ -143,10 +148,6 @@ def telephone(wave: Wave) -> Wave:
     return np.fft.irfft(np.fft.rfft(wave) * ((hertz > 300) & (hertz < 3400)), len(wave))
 
 
-def clipped(wave: Wave) -> Wave:
-    return np.clip(wave * 8, -0.9, 0.9)
-
-
 UNDER_SPEECH: dict[str, Callable[[int, random.Random], Wave]] = {
     "noise": lambda length, chance: make_noise(length, chance) * 0.7,
     "music": lambda length, chance: make_music(length / RATE, chance) * 0.5,
@@ -170,10 +171,11 @@ class Tape:
         """Place a clip, on a channel of its speaker; `change` may alter its sound, not its times."""
         wave = leveled(read_wave(Path(row["path"]))[:, 0])
         fade = np.minimum(1, np.arange(len(wave)) / (0.003 * RATE))
-        words = [(self.at + start, self.at + end) for start, end in sounding(wave)]
+        heard = telephone(wave) if change is telephone else wave
+        words, sounds = (sounding(heard, depth_db, self.at) for depth_db in (CLEAR_DB, FAINT_DB))
         speakers = list(dict.fromkeys([*(said.speaker for said in self.said), row["speaker"]]))
         channel = speakers.index(row["speaker"]) % self.channels
-        self.said.append(Said(row["text"], row["speaker"], row["language"], flaw, channel, words))
+        self.said.append(Said(row["text"], row["speaker"], row["language"], flaw, channel, words, sounds))
         self.placed.append((self.at, channel, change(wave * fade * fade[::-1])))
         self.at += len(wave) / RATE
 
@@ -188,6 +190,10 @@ class Tape:
         for at, channel, part in self.placed:
             start = int(at * RATE)
             wave[start : start + len(part), channel] += part[: length - start]
+        for said in self.said:
+            if said.flaw == "clipping":  # of the whole sound, and then made softer
+                part = wave[int(said.sounds[0][0] * RATE) - 5000 : int(said.sounds[-1][1] * RATE) + 5000]
+                part[:] = np.clip(part * 8, -0.9, 0.9) * 0.7
         return wave / max(1.0, float(np.abs(wave).max()) * 1.01)
 
 
@@ -233,7 +239,7 @@ class Studio:
             tape.say(own.pop())
             tape.pause(1.5, 2)
             began, clip = tape.at, own.pop()
-            tape.say(clip, flaw, {"telephone": telephone, "clipping": clipped}.get(flaw, np.asarray))
+            tape.say(clip, flaw, telephone if flaw == "telephone" else np.asarray)
             if flaw == "overlap":
                 ended, tape.at = tape.at, began + 0.3 * (tape.at - began)
                 tape.say(others.pop(), flaw)
