@@ -7,6 +7,7 @@ found). Knows nothing of corpora, caches or models.
 from __future__ import annotations
 
 import math
+import mmap
 import stat
 from pathlib import Path
 from typing import BinaryIO
@@ -50,7 +51,7 @@ class UnusableAudio(Exception):
 
 def decode(path: Path, sample_rate: int, max_seconds: float, trim_silence_db: float = 0.0) -> Pcm:
     """Return the whole file as mono int16 at `sample_rate`; at most `max_seconds` are read into memory."""
-    _check_complete(path)
+    check_complete(path)
     problem = "not audio"
     try:
         with sf.SoundFile(path) as file:
@@ -116,8 +117,8 @@ def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:
     return pcm
 
 
-def _check_complete(path: Path) -> None:
-    """Compare the length in the container with the file: libsndfile silently accepts a truncated WAV or Ogg."""
+def check_complete(path: Path) -> None:
+    """Raise if the file is not all there: libsndfile silently accepts a truncated WAV or Ogg."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device could wait forever
             raise UnusableAudio("unreadable file", "not a regular file")
@@ -188,13 +189,13 @@ def _check_mpeg(file: BinaryIO, size: int) -> None:
         if flags & 3 == 3 and promised > size - tag_bytes:
             raise UnusableAudio(DAMAGED, f"{size - tag_bytes} of {promised} bytes are there")
     elif b"VBRI" not in start:
-        file.seek(tag_bytes)
-        _check_constant_bitrate(file.read())
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # it may be hours long
+            _check_constant_bitrate(content, tag_bytes)
 
 
-def _check_constant_bitrate(content: bytes) -> None:
+def _check_constant_bitrate(content: mmap.mmap, position: int) -> None:
     """Raise if the bitrate varies: libsndfile computes the length from the bitrate of the first frame."""
-    position, bitrates = 0, set()
+    bitrates = set()
     while position + 4 <= len(content) and content[position] == 0xFF:
         frame_bytes, bitrate = _mpeg_frame(content[position : position + 4])
         if not frame_bytes:

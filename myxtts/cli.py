@@ -113,7 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"myxtts {__version__}")
     parser.add_argument("--verbose", action="store_true", help="show debugging messages")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add_to in (_add_training_commands, _add_tools, _add_speak, _add_evaluate, _add_export):
+    for add_to in (_add_training_commands, _add_collect, _add_tools, _add_speak, _add_evaluate, _add_export):
         add_to(commands)
     return parser
 
@@ -147,6 +147,50 @@ def _add_training_commands(commands: Any) -> None:
     for action in (new, extend):
         action.add_argument("--out", type=Path, required=True, metavar="FILE", help="vocab.json to write")
         add_flags(action, only=PREPARE_KEYS)
+
+
+def _add_collect(commands: Any) -> None:
+    about = "make a corpus from recordings: cut in silence, transcribe, check; or review one by ear"
+    collect = _command(commands, "collect", about, _collect, strict=True)
+    add = collect.add_argument
+    recordings = "audio, video, or folders of them; with none, decide again with other filters"
+    add("recordings", type=Path, nargs="*", metavar="RECORDING", help=recordings)
+    add("--out", type=Path, metavar="DIR", help="folder of the corpus; one that is there is continued")
+    add("--review", type=Path, metavar="DIR", help="open a page to hear and mend the corpus in DIR")
+    add("--language", choices=LANGUAGES, help="language of all recordings [default: detected for every clip]")
+    speakers = "how many people speak: a number, auto or one; or each file or folder is one [default: auto]"
+    add("--speakers", type=_speakers, metavar="N|auto|one|file|folder", help=speakers)
+    add("--speaker", default="", metavar="NAME", help="name of the one person who speaks")
+    script = "text of all recordings, such as a book; NAME.txt, .srt or .vtt next to a recording is its own"
+    add("--script", type=Path, metavar="FILE", help=script)
+    whisper = "folder of a CTranslate2 Whisper, or the name of one in the local cache [default: Whisper base]"
+    add("--whisper", default="", metavar="DIR|NAME", help=whisper)
+    add("--download", action="store_true", help="download the Whisper that is named, if it is not there")
+    add("--judge", type=Path, metavar="DIR", help="folder of the models [default: .judge, made by make judge]")
+    for name, rule in _thresholds().items():
+        add(f"--{name.replace('_', '-')}", type=_number_or_off, metavar="X", help=f"{rule}; off: not used")
+
+
+def _thresholds() -> dict[str, str]:
+    """The filters of a collected corpus by name, each described."""
+    from myxtts.collect.catalog import THRESHOLDS, Filters
+
+    defaults = {name: getattr(Filters(), name) for name in THRESHOLDS}
+    shown = {name: "off" if value is None else f"{value:g}" for name, value in defaults.items()}
+    described = {name: rule.description[0].lower() + rule.description[1:].rstrip(".") for name, rule in THRESHOLDS.items()}
+    return {name: f"{described[name]} [default: {shown[name]}]" for name in THRESHOLDS}
+
+
+def _speakers(text: str) -> str:
+    if text in ("auto", "one", "file", "folder") or (text.isdecimal() and int(text) > 0):
+        return "one" if text == "1" else text
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number of speakers nor auto, one, file or folder")
+
+
+def _number_or_off(text: str) -> float | str:
+    with contextlib.suppress(ValueError):
+        return "off" if text == "off" else float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor off")
 
 
 def _add_tools(commands: Any) -> None:
@@ -412,6 +456,27 @@ def _vocabulary(options: argparse.Namespace) -> None:
         _say(f"{vocabulary.num_tokens - old.num_tokens} tokens added to the {old.num_tokens} of {base}")
     vocabulary.save(options.out)
     _say(f"{options.out}: {vocabulary.num_tokens} tokens")
+
+
+def _collect(options: argparse.Namespace) -> None:
+    if options.review is not None:
+        if options.recordings or options.out:
+            raise ConfigError("--review opens a corpus that is there; give it alone: myxtts collect --review DIR")
+        from myxtts.web.review import serve_review
+
+        return serve_review(options.review)
+    if options.out is None:
+        raise ConfigError("collect: say where the corpus is made, with --out DIR")
+    from myxtts.collect.catalog import THRESHOLDS
+    from myxtts.collect.collect import CollectOptions, collect
+    from myxtts.terminal import ProgressLines, show_collected
+
+    given = {name: getattr(options, name) for name in THRESHOLDS if getattr(options, name) is not None}
+    filters = {name: None if value == "off" else value for name, value in given.items()}
+    names = ("out", "recordings", "language", "speakers", "speaker", "script", "whisper", "judge", "download")
+    chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
+    asked = CollectOptions(filters=filters, **chosen)
+    show_collected(collect(asked, ProgressLines()))
 
 
 def _check(options: argparse.Namespace) -> int:

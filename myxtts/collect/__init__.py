@@ -1,0 +1,1 @@
+"""From recordings to a corpus: clips with their texts, what was set aside and why, and people's edits."""

@@ -1,0 +1,185 @@
+"""Starts processes that listen to audio (`listen.py`) and asks them: where speech is, its words, voice and quality.
+
+They run in the venv of the judges if there is one, else in this interpreter with what is installed. Knows nothing of
+recordings, clips or catalogs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any, Protocol
+
+import numpy as np
+
+from myxtts.audio import Wave
+from myxtts.config import LANGUAGES
+from myxtts.errors import ConfigError, PipelineError
+from myxtts.host import usable_cores
+
+SCRIPT = Path(__file__).with_name("listen.py")
+RATE = 16_000  # samples per second that the models hear
+FRAME_SAMPLES = 512  # of the VAD
+INSTALL = (
+    "To install the models that collect needs:\n"
+    "  make judge                        all of them, in a venv of their own (2 GB)\n"
+    "  pip install 'myxtts[collect]'     speech and words only: Silero VAD (MIT) and Whisper base (MIT)"
+)
+_SHOWN_LINES = 8
+_THREADS = 4  # of one hearing; more give little
+
+
+class Listening(Protocol):
+    """What the pipeline asks of models; tests pass a stand-in."""
+
+    models: dict[str, str]
+
+    def speech(self, wave: Wave) -> Wave: ...
+    def hear(
+        self, waves: Sequence[Wave], languages: Sequence[str], quick: bool = False
+    ) -> list[dict[str, Any]]: ...
+    def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]: ...
+    def mos(self, waves: Sequence[Wave]) -> list[float]: ...
+
+
+class Listener:
+    """One process with models. Any thread may ask; an answer is waited for."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        # Ctrl-C is for this process, which then ends the other one.
+        self._process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=self._errors, start_new_session=True)
+        self._guard, self._numbers = threading.Lock(), itertools.count()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._ready: Future[dict[str, str]] = Future()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The models by what they do, as soon as they are loaded."""
+        return self._ready.result()
+
+    def ask(self, what: str, waves: Sequence[Wave], **options: Any) -> list[Any]:
+        """Return a model's answer about each wave."""
+        answer: Future[list[Any]] = Future()
+        with self._guard:
+            number = next(self._numbers)
+            self._waiting[number] = answer
+            head = {"id": number, "do": what, "lengths": [len(wave) for wave in waves], **options}
+            try:
+                assert self._process.stdin is not None
+                self._process.stdin.write(json.dumps(head).encode() + b"\n")
+                for wave in waves:
+                    self._process.stdin.write(np.ascontiguousarray(wave, np.float32).tobytes())
+                self._process.stdin.flush()
+            except (OSError, ValueError):
+                if not answer.done():
+                    answer.set_exception(self._failure())
+        return answer.result()
+
+    def close(self) -> None:
+        """End the process; what still waits for an answer fails."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(OSError):  # what was not written yet cannot be
+                if pipe is not None:
+                    pipe.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = json.loads(line)
+            if "models" in message:
+                self._ready.set_result(message["models"])
+                continue
+            answer = self._waiting.pop(message["id"])
+            if "error" in message:
+                answer.set_exception(PipelineError(f"A model failed: {message['error']}"))
+            else:
+                answer.set_result(message["answer"])
+        failure = self._failure()
+        for answer in (self._ready, *self._waiting.values()):
+            if not answer.done():
+                answer.set_exception(failure)
+
+    def _failure(self) -> PipelineError:
+        status = self._process.wait()
+        self._errors.seek(0)
+        last = self._errors.read().strip().splitlines()[-_SHOWN_LINES:]
+        if status == 1 and last:  # a message for users
+            return PipelineError(last[-1])
+        return PipelineError("\n  ".join([f"The listening process ended with status {status}.", *last]))
+
+
+@dataclass
+class Listeners:
+    """The processes that hear words and that check clips; without ECAPA and DistillMOS there is only the first."""
+
+    words: Listener
+    checks: Listener
+
+    @property
+    def models(self) -> dict[str, str]:
+        return self.words.models | self.checks.models
+
+    def speech(self, wave: Wave) -> Wave:
+        """The probability of speech in each frame of 32 ms."""
+        return np.array(self.words.ask("speech", [wave])[0], np.float32)
+
+    def hear(self, waves: Sequence[Wave], languages: Sequence[str], quick: bool = False) -> list[dict[str, Any]]:
+        """Text and language of each clip; an empty language is detected."""
+        return self.words.ask("hear", waves, languages=list(languages), among=LANGUAGES, quick=quick)
+
+    def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]:
+        """An embedding of each voice, and the similarity of the two halves of the clip."""
+        return self.checks.ask("voice", waves)
+
+    def mos(self, waves: Sequence[Wave]) -> list[float]:
+        """The predicted mean opinion score of each clip."""
+        return self.checks.ask("mos", waves)
+
+
+@contextlib.contextmanager
+def start_listeners(judge: Path | None, whisper: str, download: bool) -> Iterator[Listeners]:
+    """Start the processes; yields them once their models are loaded."""
+    python, home = _interpreter(judge, whisper)
+    cores = usable_cores()
+    command = [str(python), "-I", str(SCRIPT), "--home", str(home), "--threads", str(min(cores, _THREADS))]
+    command += ["--workers", str(max(1, cores // _THREADS)), "--checks-threads", "1"]
+    words = [*command, "--models", "speech,hear", "--whisper", whisper, *(["--download"] * download)]
+    with contextlib.ExitStack() as started:
+        found = [Listener(words), Listener([*command, "--models", "voice,mos"])]
+        for listener in found:
+            started.callback(listener.close)
+        listeners = Listeners(*found)
+        if "hear" not in listeners.models:
+            raise ConfigError(f"{python} has no faster-whisper.\n{INSTALL}")
+        yield listeners
+
+
+def _interpreter(judge: Path | None, whisper: str) -> tuple[Path, Path]:
+    """The Python that has the models, and the folder where Whisper base is unpacked."""
+    from myxtts.evaluation import find_judges  # imports PyTorch
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        return find_judges(judge)
+    except ConfigError as error:
+        if judge is None and whisper and find_spec("faster_whisper"):
+            return Path(sys.executable), Path.home()
+        where = str(error).splitlines()[0].split(". ")[0]
+        raise ConfigError(f"{where}.\n{INSTALL}") from None
