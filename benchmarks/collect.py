@@ -75,6 +75,13 @@ class Piece:
     def language(self) -> str:
         return self.row.get("language") or (self.said[0].language if self.said else "en")
 
+    @property
+    def why(self) -> str:
+        """The first reason, then the others."""
+        return "; ".join(
+            filter(None, (self.row.get("reason"), (self.row.get("detail") or "").partition("also ")[2]))
+        )
+
     def covers(self, spans: Iterable[Span]) -> float:
         """The seconds of these spans that lie in the piece."""
         return sum(max(min(end, self.end) - max(start, self.start), 0) for start, end in spans)
@@ -183,7 +190,7 @@ class Findings:
         largest = max(pieces, key=lambda piece: piece.covers(said.words), default=None)
         flaws = {each.flaw for each in largest.said if each.flaw} if largest else set()
         beside = flaws and not said.flaw
-        return f"beside {min(flaws)}" if beside else largest.row.get("reason", "") if largest else "nowhere"
+        return f"beside {min(flaws)}" if beside else largest.why if largest else "nowhere"
 
     def speakers(self) -> tuple[str, str, int]:
         """Names for voices; purity of the names and of the voices; clips in use with two voices."""
@@ -222,7 +229,7 @@ class Findings:
         """Clips in use whose file is not the sound of their source at their times."""
         wrong = 0
         for piece in self.used:
-            clip, rate = soundfile.read(self.folder / piece.row["audio_file"], dtype="float32")
+            clip, rate = soundfile.read(self.folder / "wavs" / Path(piece.row["audio_file"]).name, dtype="float32")
             source = read_wave(truth / piece.recording.file, rate, (piece.start, piece.end))
             source = source.mean(1) if piece.channel is None else source[:, piece.channel]
             length = min(len(clip), len(source))
@@ -318,10 +325,12 @@ def show_fates(found: Findings) -> None:
     columns = ("flaw", "planted", "in use", "set aside", "for its reason", "reasons")
     table = make_table(f"{found.folder.name}: flaws", *columns, left=("flaw", "reasons"))
     for flaw in ("none", *REASONS):
-        aside = Counter({fate: count for fate, count in fates[flaw].items() if fate})
+        aside, told = Counter({fate: count for fate, count in fates[flaw].items() if fate}), Counter[str]()
+        for fate, count in aside.items():
+            told[fate.partition(";")[0]] += count
         right = sum(count for fate, count in aside.items() if re.search(REASONS.get(flaw, "^$"), fate, re.I))
         cells = fates[flaw].total(), fates[flaw][""], aside.total(), right
-        table.add_row(flaw, *map(str, cells), ", ".join(f"{fate} {count}" for fate, count in aside.most_common()))
+        table.add_row(flaw, *map(str, cells), ", ".join(f"{fate} {count}" for fate, count in told.most_common()))
     console.print(table)
 
 
