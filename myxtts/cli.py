@@ -177,8 +177,8 @@ def _thresholds() -> dict[str, str]:
 
     defaults = {name: getattr(Filters(), name) for name in THRESHOLDS}
     shown = {name: "off" if value is None else f"{value:g}" for name, value in defaults.items()}
-    described = {name: rule.description[0].lower() + rule.description[1:].rstrip(".") for name, rule in THRESHOLDS.items()}
-    return {name: f"{described[name]} [default: {shown[name]}]" for name in THRESHOLDS}
+    about = {name: rule.description.rstrip(".") for name, rule in THRESHOLDS.items()}
+    return {name: f"{about[name][0].lower()}{about[name][1:]} [default: {shown[name]}]" for name in THRESHOLDS}
 
 
 def _speakers(text: str) -> str:
@@ -464,7 +464,8 @@ def _collect(options: argparse.Namespace) -> None:
             raise ConfigError("--review opens a corpus that is there; give it alone: myxtts collect --review DIR")
         from myxtts.web.review import serve_review
 
-        return serve_review(options.review)
+        serve_review(options.review)
+        return
     if options.out is None:
         raise ConfigError("collect: say where the corpus is made, with --out DIR")
     from myxtts.collect.catalog import THRESHOLDS

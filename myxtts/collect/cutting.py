@@ -21,8 +21,8 @@ PIECE, TOO_SHORT, NO_PAUSE, NO_SPEECH = "piece", "too short", "no pause", "no sp
 
 _SPEECH_FROM, _SILENCE_BELOW = 0.5, 0.35  # probabilities; between them the state stays
 _LEAST_SPEECH_S = 0.06
-_LEAST_PAUSE_S, _LEAST_QUIET_S = 0.2, 0.12
-_PAUSE_AT_ANY_LEVEL_S, _MARGIN_S = 0.8, 0.2  # music between speech is a pause as well
+_LEAST_PAUSE_S, _LEAST_QUIET_S = 0.25, 0.2  # shorter silence may be the closure of a stop within a word
+_PAUSE_AT_ANY_LEVEL_S, _BELOW_SPEECH_DB, _MARGIN_S = 0.8, 10.0, 0.2  # where the background is not quiet
 _KEPT_SILENCE_S = 0.25  # at each end of a piece
 _HARD_PAUSE_S, _HARDEST_PAUSE_S = 1.0, 1.6  # always cut; at the first unless the part before would be too short
 _LONGEST_STRETCH_S = 45.0  # of speech without a hard pause
@@ -113,13 +113,13 @@ def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 def _utterances(speech: npt.NDArray[np.bool_], levels_db: Numbers, total: float) -> list[_Utterance]:
     found, start, began = [], 0.0, bool(len(speech) and speech[0])
-    for first, last, quiet_start, quiet_end in _pauses(speech, levels_db):
-        middle = (quiet_start + quiet_end) / 2
+    for pause in _pauses(speech, levels_db):
+        is_first, is_last = pause.first == 0, pause.last == len(speech)
         if began:
-            end = min(quiet_start + _KEPT_SILENCE_S, middle if last < len(speech) else total)
-            found.append(_Utterance(start, _at_frame(end), quiet_end - quiet_start))
-        start = _at_frame(max(quiet_end - _KEPT_SILENCE_S, middle if first > 0 else 0.0))
-        began = last < len(speech)
+            end = min(pause.start + _KEPT_SILENCE_S, total if is_last else pause.left)
+            found.append(_Utterance(start, _at_frame(end), pause.end - pause.start))
+        start = _at_frame(max(pause.end - _KEPT_SILENCE_S, 0.0 if is_first else pause.right))
+        began = not is_last
     return [*found, _Utterance(start, total, 0.0)] if began else found
 
 
@@ -128,28 +128,47 @@ def _at_frame(seconds: float) -> float:
     return round(seconds / FRAME_S) * FRAME_S
 
 
-def _pauses(speech: npt.NDArray[np.bool_], levels_db: Numbers) -> Iterator[tuple[int, int, float, float]]:
-    """The runs of frames without speech, and the times in them where the level is near the background as well."""
+class _Pause(NamedTuple):
+    """Frames without speech, the quiet time in them from start to end, and the last and first places to cut."""
+
+    first: int
+    last: int
+    start: float
+    end: float
+    left: float
+    right: float
+
+
+def _pauses(speech: npt.NDArray[np.bool_], levels_db: Numbers) -> Iterator[_Pause]:
+    """The places without speech where the level is near the background as well.
+
+    What sounds between two quiet times, such as music, is in no piece.
+    """
     for first, last in runs(~speech):
         at_edge, seconds = first == 0 or last == len(speech), (last - first) * FRAME_S
-        start, end = _quiet(levels_db, first * LEVELS_PER_FRAME, last * LEVELS_PER_FRAME)
-        if at_edge and end == start:
-            start, end = first * FRAME_S, last * FRAME_S
-        if at_edge or (seconds >= _LEAST_PAUSE_S and end - start >= _LEAST_QUIET_S):
-            yield first, last, start, end
-        elif seconds >= _PAUSE_AT_ANY_LEVEL_S:
-            yield first, last, first * FRAME_S + _MARGIN_S, last * FRAME_S - _MARGIN_S
+        least = 0.0 if at_edge else _LEAST_QUIET_S
+        level, loud, quiet = _background(levels_db, first * LEVELS_PER_FRAME, last * LEVELS_PER_FRAME)
+        quiet = [(start, end) for start, end in quiet if end - start >= least - 1e-6]
+        if not quiet and (at_edge or (seconds >= _PAUSE_AT_ANY_LEVEL_S and level <= loud - _BELOW_SPEECH_DB)):
+            margins = _MARGIN_S * (first > 0), _MARGIN_S * (last < len(speech))
+            quiet = [(first * FRAME_S + margins[0], max(first * FRAME_S, last * FRAME_S - margins[1]))]
+        if quiet and (at_edge or seconds >= _LEAST_PAUSE_S):
+            (start, before), (after, end) = quiet[0], quiet[-1]
+            middle = (start + end) / 2
+            one = len(quiet) == 1
+            yield _Pause(first, last, start, end, middle if one else before, middle if one else after)
 
 
-def _quiet(levels_db: Numbers, first: int, last: int) -> tuple[float, float]:
-    """The longest time within a pause in which the level is near the background; empty if there is none."""
+def _background(levels_db: Numbers, first: int, last: int) -> tuple[float, float, list[tuple[float, float]]]:
+    """The level of a pause, that of the speech around it, and the times in which it is near the background."""
     around = round(_LOCAL_S / LEVEL_S)
     local = levels_db[max(0, first - around) : last + around]
     loud = float(np.percentile(local, 90))
     floor = max(float(np.percentile(local, 10)), loud - _MOST_RANGE_DB)
-    below = levels_db[first:last] <= floor + _QUIET_SHARE * (loud - floor)
-    start, end = max(runs(below), key=lambda run: run[1] - run[0], default=(0, 0))
-    return (first + start) * LEVEL_S, (first + end) * LEVEL_S
+    here = levels_db[first:last]
+    quiet = runs(here <= floor + _QUIET_SHARE * (loud - floor))
+    times = [((first + start) * LEVEL_S, (first + end) * LEVEL_S) for start, end in quiet]
+    return float(np.median(here)), loud, times
 
 
 def _stretches(utterances: Sequence[_Utterance]) -> Iterator[list[_Utterance]]:

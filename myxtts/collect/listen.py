@@ -157,7 +157,7 @@ class Quality:
 
 
 def whisper_folder(judge: Any, named: str, home: Path, download: bool) -> Path:
-    """The folder of Whisper's files: one given, one in the local cache, or Whisper base, whose checksum is known."""
+    """The folder of Whisper's files: one given, one in the local cache, or Whisper base, which is verified."""
     if not named:
         folder: Path = judge.whisper_folder(home)
         judge.verified(folder / "model.bin")
@@ -253,9 +253,7 @@ def main() -> int:
     add = parser.add_argument
     add("--home", type=Path, required=True, help="where Whisper base is unpacked")
     add("--models", default="speech,hear,voice,mos", help="what to load")
-    add(
-        "--whisper", default="", help="a folder, or the name of a model in the local cache [default: Whisper base]"
-    )
+    add("--whisper", default="", help="a folder, or the name of a model in the cache [default: Whisper base]")
     add("--download", action="store_true", help="download a model that is not in the cache")
     add("--threads", type=int, default=0, help="threads of one hearing")
     add("--workers", type=int, default=1, help="requests answered at a time")

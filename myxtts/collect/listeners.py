@@ -1,7 +1,7 @@
-"""Starts processes that listen to audio (`listen.py`) and asks them: where speech is, its words, voice and quality.
+"""Starts processes that listen to audio (`listen.py`) and asks them for speech, words, voices and quality.
 
-They run in the venv of the judges if there is one, else in this interpreter with what is installed. Knows nothing of
-recordings, clips or catalogs.
+They run in the venv of the judges if there is one, else in this interpreter with what is installed. Knows nothing
+of recordings, clips or catalogs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ _SHOWN_LINES = 8
 _THREADS = 4  # of one hearing; more give little
 
 
+Heard = dict[str, Any]
+"""What Whisper says of a clip: text, language, languages (their probabilities), log_probability, no_speech."""
+
+
 class Listening(Protocol):
     """What the pipeline asks of models; tests pass a stand-in."""
 
-    models: dict[str, str]
-
+    @property
+    def models(self) -> dict[str, str]: ...
     def speech(self, wave: Wave) -> Wave: ...
-    def hear(
-        self, waves: Sequence[Wave], languages: Sequence[str], quick: bool = False
-    ) -> list[dict[str, Any]]: ...
+    def hear(self, waves: Sequence[Wave], languages: Sequence[str], quick: bool = False) -> list[Heard]: ...
     def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]: ...
     def mos(self, waves: Sequence[Wave]) -> list[float]: ...
 
@@ -57,7 +59,7 @@ class Listener:
     """One process with models. Any thread may ask; an answer is waited for."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         # Ctrl-C is for this process, which then ends the other one.
         self._process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=self._errors, start_new_session=True)
         self._guard, self._numbers = threading.Lock(), itertools.count()
@@ -140,7 +142,7 @@ class Listeners:
         """The probability of speech in each frame of 32 ms."""
         return np.array(self.words.ask("speech", [wave])[0], np.float32)
 
-    def hear(self, waves: Sequence[Wave], languages: Sequence[str], quick: bool = False) -> list[dict[str, Any]]:
+    def hear(self, waves: Sequence[Wave], languages: Sequence[str], quick: bool = False) -> list[Heard]:
         """Text and language of each clip; an empty language is detected."""
         return self.words.ask("hear", waves, languages=list(languages), among=LANGUAGES, quick=quick)
 

@@ -15,7 +15,7 @@ _QUIETEST = 1e-10
 _NOISE_SHARE = 0.1  # share of a clip whose level is that of the background
 _FULL_SCALE, _FLAT, _FLAT_RUN = 0.99, 0.9995, 3
 _SPECTRUM_SAMPLES, _BANDWIDTH_DB = 2048, 65.0
-_TONE_SAMPLES, _TONE_HOP, _TONE_LAG, _TONE_BINS, _TONE_SMOOTH = 1024, 256, 4, slice(10, 320), 31
+_TONE_SAMPLES, _TONE_HOP, _TONE_LAG, _TONE_BINS, _TONE_SMOOTH = 1024, 256, 4, slice(10, 192), 31
 _TONAL = 0.5  # correlation of spectra 64 ms apart that is certainly music; noise has about 0
 _AUDIBLE_DB = 45.0  # music this far below speech does not count
 _GATE_S, _ABSOLUTE_GATE, _RELATIVE_GATE = 0.4, -70.0, -10.0
@@ -39,7 +39,7 @@ def snr_db(levels: Levels) -> float:
 
 
 def clipping(wave: Wave) -> float:
-    """The share of samples at full scale, or in flat runs at the peak, as of a recording clipped and then reduced."""
+    """The share of samples at full scale, or in flat runs at the peak: clipped before the level was reduced."""
     loud = np.abs(wave)
     flat = loud >= _FLAT * max(float(loud.max(initial=0.0)), 1e-4)
     runs = np.convolve(flat, np.ones(_FLAT_RUN), "valid") >= _FLAT_RUN
@@ -61,8 +61,8 @@ def bandwidth_hz(wave: Wave, rate: int) -> float:
 def music(wave: Wave, is_speech: npt.NDArray[np.bool_] | None = None) -> float:
     """How likely tones last between the words (16 kHz), from 0 to 1; without a mask, anywhere.
 
-    Voices change pitch within 64 ms, noise has no pitch: only what is played keeps its spectrum. Music far below the
-    level of speech counts less.
+    Voices change pitch within 64 ms, noise has no pitch: only what is played keeps its spectrum. Music far below
+    the level of speech does not count.
     """
     size = _TONE_SAMPLES
     if len(wave) < 2 * size:
@@ -74,9 +74,8 @@ def music(wave: Wave, is_speech: npt.NDArray[np.bool_] | None = None) -> float:
     if is_speech is not None:
         usable &= _between_words(is_speech, len(frames))
     spectra = np.log(np.abs(np.fft.rfft(frames * np.hanning(size)))[:, _TONE_BINS] + 1e-6)
-    kernel = np.ones(_TONE_SMOOTH) / _TONE_SMOOTH
-    smooth = np.apply_along_axis(lambda row: np.convolve(row, kernel, "same"), 1, spectra)
-    detail = spectra - smooth
+    around = np.pad(spectra, ((0, 0), (_TONE_SMOOTH // 2, _TONE_SMOOTH // 2)), "reflect")
+    detail = spectra - np.lib.stride_tricks.sliding_window_view(around, _TONE_SMOOTH, 1).mean(2)
     detail /= np.linalg.norm(detail, axis=1, keepdims=True) + 1e-9
     both = usable[:-_TONE_LAG] & usable[_TONE_LAG:]
     if both.sum() < _TONE_LAG:
@@ -136,4 +135,5 @@ def _k_weighting(num_samples: int, rate: int) -> npt.NDArray[np.float64]:
         1 - 1.69065929318241 * turn + 0.73248077421585 * turn**2
     )
     high_pass = (1 - 2 * turn + turn**2) / (1 - 1.99004745483398 * turn + 0.99007225036621 * turn**2)
-    return np.abs(shelf * high_pass)
+    found: npt.NDArray[np.float64] = np.abs(shelf * high_pass)
+    return found

@@ -27,8 +27,8 @@ HIGHEST_RATE = 48_000  # of a clip; more is inaudible
 LEFT, RIGHT = 0, 1
 _AUDIO = (*EXTENSIONS, ".aif", ".aiff", ".au", ".caf", ".w64", ".oga", ".rf64")
 _NEED_AV = (
-    ".mp4", ".m4a", ".m4b", ".aac", ".mkv", ".webm", ".mov", ".avi", ".wma", ".wmv", ".amr", ".3gp", ".ac3", ".mpg",
-    ".mpeg", ".ts", ".flv",
+    ".mp4", ".m4a", ".m4b", ".aac", ".mkv", ".webm", ".mov", ".avi", ".wma", ".wmv", ".amr", ".3gp", ".ac3",
+    ".mpg", ".mpeg", ".ts", ".flv",
 )  # fmt: skip
 _LOUDEST = 16.0  # floats beyond this are no audio
 _PROBES, _PROBE_S, _PROBE_FRAME_S = 12, 10.0, 0.05
@@ -114,13 +114,11 @@ class Recording:
             try:
                 return self._held.enter_context(_SoundFile(self.path))
             except (sf.LibsndfileError, RuntimeError, ValueError) as error:
-                why = str(getattr(error, "error_string", "") or type(error).__name__)
+                why = _why(error)
                 if not find_spec("av"):
                     raise UnusableAudio(DAMAGED if self.damage else "not audio", self.damage or why) from None
         if not find_spec("av"):
-            raise UnusableAudio(
-                "needs PyAV", "install it with pip install 'myxtts[collect]', then call collect again"
-            )
+            raise UnusableAudio("needs PyAV", "pip install 'myxtts[collect]', then call collect again")
         return self._held.enter_context(_AvFile(self.path))
 
     def __enter__(self) -> Recording:
@@ -134,7 +132,7 @@ class Recording:
         return self._decoder.facts
 
     def blocks(self, start: float, seconds: float = BLOCK_S) -> Iterator[Block]:
-        """Yield everything from `start` on in blocks; what cannot be decoded ends them and is put into `damage`."""
+        """Yield everything from `start` on in blocks; what cannot be decoded ends them and is said in `damage`."""
         rate = self.facts.sample_rate
         frame, size = round(start * rate), round(seconds * rate)
         try:
@@ -153,6 +151,12 @@ class Recording:
         rate = self.facts.sample_rate
         self._decoder.seek(max(0, round(start * rate)))
         return self._decoder.read(round(end * rate) - max(0, round(start * rate)))
+
+
+def _why(error: Exception) -> str:
+    """What an error says; str() of a LibsndfileError can itself raise."""
+    said = getattr(error, "error_string", "") or getattr(error, "strerror", "")
+    return str(said or (error.args[0] if error.args else type(error).__name__))
 
 
 class _SoundFile:
@@ -179,7 +183,8 @@ class _AvFile:
     def __init__(self, path: Path) -> None:
         import av
 
-        self._path, self._av = path, av
+        self._path = path
+        self._av: Any = av
         try:
             self._container: Any = av.open(str(path))
         except (av.FFmpegError, OSError) as error:

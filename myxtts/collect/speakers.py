@@ -49,7 +49,7 @@ def named(labels: Labels, known: Sequence[str], taken: Collection[str] = ()) -> 
     """Return a name for each clip: that which most clips of its group have, else one that is not taken."""
     names: dict[int, str] = {}
     for label in sorted(set(labels.tolist())):
-        here = Counter(known[at] for at in np.flatnonzero(labels == label) if known[at])
+        here = Counter(known[at] for at in np.flatnonzero(labels == label).tolist() if known[at])
         fresh = (f"speaker{number}" for number in itertools.count(1))
         best = next((name for name, _ in here.most_common() if name not in names.values()), None)
         names[label] = best or next(name for name in fresh if name not in {*taken, *names.values()})
@@ -102,7 +102,7 @@ def _centres(voices: Voices, labels: Labels) -> Voices:
     """The mean voice of each group, not of length 1: the products of means are the means of products."""
     sums = np.zeros((int(labels.max()) + 1, voices.shape[1]), np.float32)
     np.add.at(sums, labels, voices)
-    found: Voices = sums / np.bincount(labels)[:, None]
+    found: Voices = (sums / np.bincount(labels)[:, None]).astype(np.float32)
     return found
 
 

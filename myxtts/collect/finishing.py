@@ -1,0 +1,137 @@
+"""What is decided when all clips are known: words of scripts, speakers, repeated takes.
+
+Reads and writes the catalog only. A person's edits stay.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from myxtts.collect import speakers
+from myxtts.collect.catalog import Catalog, Segment
+from myxtts.collect.recordings import script_of
+from myxtts.collect.script import Script, error_rate, is_foreign, is_repeated, read_script
+
+ONE_SPEAKER = "speaker1"
+REPEATED = "repeated take"
+_REPEATED_WITHIN_S, _REPEATED_CLIPS = 60.0, 4
+
+
+def finish(catalog: Catalog, how_many: str, script: Script | None, changed: set[int]) -> list[str]:
+    """Do what needs all clips: scripts, speakers, repeated takes. Returns what is worth saying."""
+    notes = _use_scripts(catalog, script, changed)
+    segments = catalog.segments()
+    if changed or how_many or any(not segment.speaker for segment in segments):
+        _name_speakers(catalog, segments, how_many)
+        _find_repeated(catalog)
+    return notes
+
+
+def _use_scripts(catalog: Catalog, script: Script | None, changed: set[int]) -> list[str]:
+    notes = []
+    for source in catalog.sources():
+        beside = script_of(Path(source.path)) if source.id in changed else None
+        text = Script(read_script(beside)) if beside else script if source.id in changed else None
+        if text is None:
+            continue
+        segments, expected, changes = catalog.segments(source.id), 0, {}
+        for segment in segments:
+            found = text.find(segment.notes.get("window", segment.text), expected)
+            if found is not None:
+                expected = found.end
+                scores = {"heard_error": error_rate(found.text, segment.heard), "script_error": found.error}
+                changes[segment.id] = {"text": found.text, "origin": "script", "scores": scores}
+        name = Path(source.path).name
+        if is_foreign(len(changes), len(segments)):
+            notes.append(
+                f"The script of {name} is not used: it has {len(changes)} of {len(segments)} clips, so it is of "
+                "another text or language"
+            )
+            continue
+        catalog.update_segments(changes)
+        notes.append(f"The script of {name} has the words of {len(changes)} of {len(segments)} clips")
+    return notes
+
+
+def _name_speakers(catalog: Catalog, segments: Sequence[Segment], how_many: str) -> None:
+    """Name the speakers of clips that have none; if asked, those of all clips that nobody named."""
+    again = how_many in ("auto", "one") or how_many.isdecimal()
+    free = [each for each in segments if not each.speaker or (again and each.speaker.startswith("speaker"))]
+    free = [each for each in free if "speaker" not in each.edited]
+    with_voice = [each for each in free if "voice" in each.notes]
+    names = {each.id: each.speaker or ONE_SPEAKER for each in free}
+    if how_many == "one":
+        names = dict.fromkeys(names, ONE_SPEAKER)
+    elif with_voice:
+        voices = _voices(with_voice)
+        count = int(how_many) if how_many.isdecimal() else None
+        found = [""] * len(with_voice) if again else speakers.assigned(voices, _known_voices(segments))
+        new = [at for at, name in enumerate(found) if not name]
+        labels = speakers.group(voices[new], count)
+        taken = {segment.speaker for segment in segments if segment.speaker}
+        fresh = speakers.named(labels, [with_voice[at].speaker for at in new], taken)
+        for at, name in zip(new, fresh, strict=True):
+            found[at] = name
+        names |= {each.id: name for each, name in zip(with_voice, found, strict=True)}
+    catalog.update_segments({number: {"speaker": name} for number, name in names.items()})
+    _score_speakers(catalog)
+
+
+def _known_voices(segments: Sequence[Segment]) -> dict[str, npt.NDArray[np.float32]]:
+    known = defaultdict(list)
+    for segment in segments:
+        if segment.speaker and "voice" in segment.notes:
+            known[segment.speaker].append(segment)
+    return {name: _voices(held) for name, held in known.items()}
+
+
+def _score_speakers(catalog: Catalog) -> None:
+    """The similarity of every clip to the other clips of its speaker."""
+    changes: dict[int, dict[str, Any]] = {}
+    held = sorted((each for each in catalog.segments() if "voice" in each.notes), key=lambda each: each.speaker)
+    for _, group in groupby(held, key=lambda each: each.speaker):
+        clips = list(group)
+        alike = speakers.similarity(_voices(clips), np.zeros(len(clips), np.int64))
+        for clip, value in zip(clips, alike.tolist(), strict=True):
+            changes[clip.id] = {"scores": {"speaker_similarity": value}}
+    catalog.update_segments(changes)
+
+
+def _find_repeated(catalog: Catalog) -> None:
+    """Flag clips whose words the same speaker says again soon after: the last take is kept."""
+    changes: dict[int, dict[str, Any]] = {}
+    segments = catalog.segments()
+    for at, segment in enumerate(segments):
+        later = [
+            other
+            for other in segments[at + 1 : at + 1 + _REPEATED_CLIPS]
+            if (other.source, other.channel, other.speaker) == (segment.source, segment.channel, segment.speaker)
+            and other.start - segment.end < _REPEATED_WITHIN_S
+        ]
+        flags = tuple(flag for flag in segment.flags if flag != REPEATED)
+        if later and is_repeated(segment.text, [other.text for other in later]):
+            flags = (*flags, REPEATED)
+        if flags != segment.flags:
+            note = {REPEATED: f"said again at {later[0].start:.1f} s or soon after"} if later else {}
+            changes[segment.id] = {"flags": flags, "notes": note}
+    catalog.update_segments(changes)
+
+
+def packed(voice: Sequence[float]) -> str:
+    return base64.b64encode(np.array(voice, np.float16).tobytes()).decode()
+
+
+def _voices(segments: Sequence[Segment]) -> npt.NDArray[np.float32]:
+    """The embeddings of clips, of length 1."""
+    rows = [np.frombuffer(base64.b64decode(each.notes["voice"]), np.float16) for each in segments]
+    found = np.stack(rows).astype(np.float32)
+    unit: npt.NDArray[np.float32] = found / (np.linalg.norm(found, axis=1, keepdims=True) + 1e-9)
+    return unit
