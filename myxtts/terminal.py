@@ -108,11 +108,13 @@ class ProgressLines:
         self._bar: Progress | None = None
         self._title = ""
         self._total = self._done = 0
-        self._line_due_at = 0.0
+        self._line_due_at = self._began_at = 0.0
+        self._done_before = 0
 
     def begin(self, title: str, total: int) -> None:
-        self._title, self._total, self._done = title, total, 0
-        self._line_due_at = time.monotonic() + 2.0
+        self._title, self._total, self._done, self._done_before = title, total, 0, 0
+        self._began_at = time.monotonic()
+        self._line_due_at = self._began_at + 2.0
         if sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Screen(stderr=True), transient=True)
@@ -120,12 +122,20 @@ class ProgressLines:
             self._bar.add_task(title, total=total)
 
     def advance(self, count: int) -> None:
+        if self._done == 0 and time.monotonic() < self._began_at + 0.1:  # the work of an earlier call
+            self._done_before = count
         self._done += count
         if self._bar is not None:
             self._bar.advance(self._bar.task_ids[0], count)
         elif time.monotonic() >= self._line_due_at:
             self._line_due_at = time.monotonic() + 10.0
-            print(f"{printable(self._title)}: {self._done} of {self._total}", file=sys.stderr)
+            line = f"{printable(self._title)}: {self._done} of {self._total}{self._left()}"
+            print(line, file=sys.stderr, flush=True)
+
+    def _left(self) -> str:
+        """The time left at the speed so far, not counting what was done before."""
+        new, seconds = self._done - self._done_before, time.monotonic() - self._began_at
+        return f", {_clock(seconds / new * (self._total - self._done))} left" if new > 0 else ""
 
     def end(self) -> None:
         if self._bar is not None:

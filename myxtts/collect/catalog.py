@@ -347,7 +347,7 @@ class Catalog:
     def _as_dataset_error(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OverflowError) as error:
             raise DatasetError(f"{self.folder / DATABASE}: {error}") from error
 
     @contextlib.contextmanager
@@ -436,16 +436,21 @@ class Catalog:
         """Add what the pipeline finished of a recording, in one transaction; returns the ids of the clips."""
         with self._write() as version:
             new = [replace(segment, id=0, source=source) for segment in segments]
-            held = [*self.segments(source), *new]
-            for before, after in _neighbours(held):
-                if after.start < before.end - _TOLERANCE_S:
-                    raise ValueError(f"clips overlap in source {source}: {before.end} s > {after.start} s")
+            self._check_overlaps(source, new)
             ids = [self._insert(segment, version) for segment in new]
             rows = [(source, span.channel, span.start, span.end, span.reason, span.detail) for span in unused]
             columns = 'source, channel, start, "end", reason, detail'
             self._database.executemany(f"INSERT INTO unused ({columns}) VALUES ({_marks(range(6))})", rows)
             self._database.execute("UPDATE sources SET done_until = ? WHERE id = ?", (done_until, source))
         return ids
+
+    def _check_overlaps(self, source: int, new: Sequence[Segment]) -> None:
+        low, high = min((clip.start for clip in new), default=0.0), max((clip.end for clip in new), default=0.0)
+        query = 'SELECT channel, start, "end" FROM segments WHERE source = ? AND start < ? AND "end" > ?'
+        spans = self._read(query, source, high, low) + [(clip.channel, clip.start, clip.end) for clip in new]
+        for before, after in pairwise(sorted(spans)):
+            if before[0] == after[0] and after[1] < before[2] - _TOLERANCE_S:
+                raise ValueError(f"clips of source {source} overlap: {before[2]} s > {after[1]} s")
 
     def update_segments(self, changes: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """Write results of later stages: scores and notes are added to those there, other fields replace theirs.
@@ -644,14 +649,6 @@ def _edit(row: tuple[Any, ...]) -> Edit:
     number, when, action, arguments, changes, state = row
     made = tuple(Change(*change) for change in json.loads(changes))
     return Edit(number, when, action, json.loads(arguments), made, state)
-
-
-def _neighbours(segments: Iterable[Segment]) -> Iterator[tuple[Segment, Segment]]:
-    """Yield every two clips of the same recording and channel that follow each other."""
-    ordered = sorted(segments, key=lambda segment: (segment.source, segment.channel, segment.start))
-    for before, after in pairwise(ordered):
-        if (before.source, before.channel) == (after.source, after.channel):
-            yield before, after
 
 
 def spans_in_no_clip(source: Source, segments: Sequence[Segment], unused: Sequence[Unused]) -> list[Unused]:

@@ -234,7 +234,9 @@ def _check(
     for piece, hearing, voice, mos in zip(pieces, hearings, voices, moss, strict=True):
         start, end = round(stretch.start + piece.start, 3), round(stretch.start + piece.end, 3)
         wave = stretch.part(piece.start, piece.end)
-        scores = _scores(stretch, piece) | {"heard_error": error_rate(hearing.text, hearing.alone)}
+        scores = _scores(stretch, piece) | {
+            "heard_error": error_rate(hearing.text, hearing.alone, hearing.language)
+        }
         scores |= {"mos": mos} if mos is not None else {}
         notes = {"window": hearing.text, **hearing.flags}
         if voice:
@@ -256,7 +258,7 @@ def _scores(stretch: Stretch, piece: Span) -> dict[str, float]:
     margin = round(_MUSIC_MARGIN_S / FRAME_S)
     low, high = max(0, first - margin), min(len(is_speech), last + margin)
     return {
-        "snr_db": quality.snr_db(quality.levels_of(heard)),
+        "snr_db": quality.snr_db(quality.levels_of(heard), is_speech[first:last]),
         "clipping": quality.clipping(wave),
         "bandwidth_hz": quality.bandwidth_hz(wave, stretch.rate),
         "speech": float(is_speech[first:last].mean()),
@@ -298,7 +300,7 @@ def _record(catalog: Catalog, stretch: Stretch, segments: list[Segment], unused:
     if stretch.is_end:
         state = "failed" if stretch.damage and end == 0 else "done"
         reason = DAMAGED if stretch.damage else ""
-        seconds = max(end, source.seconds) if stretch.damage else end
+        seconds = round(max(end, source.seconds) if stretch.damage else end, 3)
         catalog.update_source(source.id, state=state, reason=reason, detail=stretch.damage, seconds=seconds)
 
 

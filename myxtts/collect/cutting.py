@@ -23,11 +23,11 @@ _SPEECH_FROM, _SILENCE_BELOW = 0.5, 0.35  # probabilities; between them the stat
 _LEAST_SPEECH_S = 0.06
 _LEAST_PAUSE_S, _LEAST_QUIET_S = 0.25, 0.2  # shorter silence may be the closure of a stop within a word
 _PAUSE_AT_ANY_LEVEL_S, _BELOW_SPEECH_DB, _MARGIN_S = 0.8, 10.0, 0.2  # where the background is not quiet
-_KEPT_SILENCE_S = 0.25  # at each end of a piece
+_KEPT_SILENCE_S, _KEPT_MORE_S, _LONG_PAUSE_S = 0.25, 0.1, 0.8  # at each end of a piece; more before a long pause
 _HARD_PAUSE_S, _HARDEST_PAUSE_S = 1.0, 1.6  # always cut; at the first unless the part before would be too short
 _LONGEST_STRETCH_S = 45.0  # of speech without a hard pause
 _LOCAL_S = 10.0  # the background is measured this far to both sides
-_QUIET_SHARE, _MOST_RANGE_DB = 0.3, 60.0
+_QUIET_SHARE, _LEAST_RANGE_DB, _MOST_RANGE_DB = 0.3, 6.0, 60.0
 _BEST_S = (4.0, 9.0)
 _GAP_S = 3.0  # longest silence inside a window
 _REFUSED_COST, _PIECE_COST, _SHORT_COST, _LONG_COST, _LONGEST_GAIN_S = 10.0, 0.3, 0.5, 0.3, 0.8
@@ -116,7 +116,8 @@ def _utterances(speech: npt.NDArray[np.bool_], levels_db: Numbers, total: float)
     for pause in _pauses(speech, levels_db):
         is_first, is_last = pause.first == 0, pause.last == len(speech)
         if began:
-            end = min(pause.start + _KEPT_SILENCE_S, total if is_last else pause.left)
+            kept = _KEPT_SILENCE_S + _KEPT_MORE_S * (pause.end - pause.start >= _LONG_PAUSE_S)
+            end = min(pause.start + kept, total if is_last else pause.left)
             found.append(_Utterance(start, _at_frame(end), pause.end - pause.start))
         start = _at_frame(max(pause.end - _KEPT_SILENCE_S, 0.0 if is_first else pause.right))
         began = not is_last
@@ -166,7 +167,7 @@ def _background(levels_db: Numbers, first: int, last: int) -> tuple[float, float
     loud = float(np.percentile(local, 90))
     floor = max(float(np.percentile(local, 10)), loud - _MOST_RANGE_DB)
     here = levels_db[first:last]
-    quiet = runs(here <= floor + _QUIET_SHARE * (loud - floor))
+    quiet = runs(here <= min(floor + _QUIET_SHARE * (loud - floor), loud - _LEAST_RANGE_DB))
     times = [((first + start) * LEVEL_S, (first + end) * LEVEL_S) for start, end in quiet]
     return float(np.median(here)), loud, times
 

@@ -11,14 +11,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from myxtts.audio import UnusableAudio
 from myxtts.collect.catalog import Catalog, Cut, Edit, Segment, one_line
 from myxtts.config import LANGUAGES
-from myxtts.errors import ConfigError
+from myxtts.errors import ConfigError, DatasetError
 
 SHORTEST_S, LONGEST_S = 0.2, 60.0
 """Limits of a clip that a person cuts; filters decide what is used of these."""
 MAX_CHARACTERS = 2000
 _TOLERANCE_S = 0.001
+_ARGUMENTS = {"id", "value", "old", "new", "first", "second", "at", "start", "end"}
 
 
 @dataclass
@@ -44,6 +46,8 @@ def edit(
     """
     if action not in ACTIONS:
         raise ConfigError(f"Unknown edit {action!r}; expected one of {', '.join(ACTIONS)}")
+    if unknown := arguments.keys() - _ARGUMENTS:
+        raise ConfigError(f"Unknown arguments for {action}: {', '.join(sorted(map(repr, unknown)))}")
     try:
         plan = ACTIONS[action](catalog, cut, **arguments)
     except TypeError as error:
@@ -135,10 +139,14 @@ def _recut(catalog: Catalog, cut: Cut, segment: Segment, start: float, end: floa
         limits = f"{SHORTEST_S:g} to {LONGEST_S:g} s"
         raise ConfigError(f"The clip would have {end - start:.2f} s; expected {limits}.")
     source, gain_db = catalog.source(segment.source), segment.scores.get("gain_db", 0.0)
+    try:
+        audio = cut(source, segment.channel, start, end, gain_db)
+    except (OSError, RuntimeError, ValueError, UnusableAudio) as error:
+        raise DatasetError(f"{source.path} cannot be cut again: {error or type(error).__name__}") from error
     return {
         "start": start,
         "end": end,
-        "audio": cut(source, segment.channel, start, end, gain_db),
+        "audio": audio,
         "scores": {**segment.scores, "seconds": end - start},
         "edited": _with(segment, "cut"),
     }
@@ -175,9 +183,10 @@ def _text(value: object) -> str:
 
 
 def _number(value: object) -> float:
+    """Return a time in whole milliseconds, as the names of clips have it."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e9 < value < 1e9:
         raise ConfigError(f"Expected a number of seconds, found {value!r}.")
-    return float(value)
+    return round(float(value), 3)
 
 
 ACTIONS: Mapping[str, Callable[..., _Plan]] = {

@@ -44,10 +44,13 @@ def _use_scripts(catalog: Catalog, script: Script | None, changed: set[int]) -> 
             continue
         segments, expected, changes = catalog.segments(source.id), 0, {}
         for segment in segments:
-            found = text.find(segment.notes.get("window", segment.text), expected)
+            found = text.find(segment.notes.get("window", segment.text), segment.language, expected)
             if found is not None:
                 expected = found.end
-                scores = {"heard_error": error_rate(found.text, segment.heard), "script_error": found.error}
+                scores = {
+                    "heard_error": error_rate(found.text, segment.heard, segment.language),
+                    "script_error": found.error,
+                }
                 changes[segment.id] = {"text": found.text, "origin": "script", "scores": scores}
         name = Path(source.path).name
         if is_foreign(len(changes), len(segments)):

@@ -50,7 +50,7 @@ def hear(listening: Listening, language: str, stretch: Stretch) -> tuple[Stretch
         [spoken[group[0]] for group in groups],
     )
     texts = _divided(groups, together, alone)
-    unsure = [at for at, heard in enumerate(alone) if error_rate(texts[at], heard["text"]) > 0]
+    unsure = [at for at, heard in enumerate(alone) if error_rate(texts[at], heard["text"], spoken[at]) > 0]
     _hear_again(listening, waves, alone, unsure, spoken, texts)
     texts = _divided(groups, together, alone)
     flags = [_flags(*each, language) for each in zip(pieces, texts, spoken, likely, strict=True)]
@@ -73,7 +73,10 @@ def _hear_again(
         return
     found = listening.hear([waves[at] for at in chosen], [spoken[at] for at in chosen])
     for at, heard in zip(chosen, found, strict=True):
-        if texts is None or error_rate(texts[at], heard["text"]) <= error_rate(texts[at], alone[at]["text"]):
+        errors = (
+            [error_rate(texts[at], one["text"], spoken[at]) for one in (heard, alone[at])] if texts else [0, 0]
+        )
+        if errors[0] <= errors[1]:
             alone[at] = heard
 
 

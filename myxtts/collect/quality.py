@@ -12,9 +12,10 @@ TARGET_LUFS, HIGHEST_PEAK_DB = -23.0, -1.0
 MUSIC_FROM = 0.5  # score of audio without speech that counts as music
 SILENT_DB = -55.0  # audio without speech below this is silence, above it noise or music
 _QUIETEST = 1e-10
+_EMPHASIS, _MOST_RANGE_DB = 0.9, 60.0
 _NOISE_SHARE = 0.1  # share of a clip whose level is that of the background
 _FULL_SCALE, _FLAT, _FLAT_RUN = 0.99, 0.9995, 3
-_SPECTRUM_SAMPLES, _BANDWIDTH_DB = 2048, 65.0
+_SPECTRUM_SAMPLES, _SPECTRUM_SMOOTH, _BANDWIDTH_DB, _ABOVE_BACKGROUND_DB = 2048, 33, 65.0, 7.0
 _TONE_SAMPLES, _TONE_HOP, _TONE_LAG, _TONE_BINS, _TONE_SMOOTH = 1024, 256, 4, slice(10, 192), 31
 _TONAL = 0.5  # correlation of spectra 64 ms apart that is certainly music; noise has about 0
 _AUDIBLE_DB = 45.0  # music this far below speech does not count
@@ -30,9 +31,28 @@ def levels_of(wave: Wave) -> Levels:
     return levels
 
 
-def snr_db(levels: Levels) -> float:
-    """The ratio of the loudest tenth of a clip to its quietest."""
-    power = np.sort(10 ** (levels / 10))
+def contrast_of(wave: Wave) -> Levels:
+    """How far every 8 ms of samples at 16 kHz is above the background in dB, at low frequencies or at high ones.
+
+    The end of a word may be a burst above 3 kHz that is far weaker than a rumbling room.
+    """
+    found = []
+    for part in (wave, wave - _EMPHASIS * np.concatenate([wave[:1], wave[:-1]])):
+        levels = levels_of(part)
+        if len(levels):
+            found.append(levels - max(np.percentile(levels, 10), np.percentile(levels, 90) - _MOST_RANGE_DB))
+    contrast: Levels = np.maximum(*found).astype(np.float32) if found else levels_of(wave)
+    return contrast
+
+
+def snr_db(levels: Levels, is_speech: npt.NDArray[np.bool_]) -> float:
+    """The ratio of speech to the quietest tenth of a clip between its first word and its last.
+
+    The silence at both ends does not count: noise may begin and end with the speech.
+    """
+    frames = np.flatnonzero(np.repeat(is_speech, 4)[: len(levels)])
+    inside = levels[frames[0] : frames[-1] + 1] if len(frames) else levels
+    power = np.sort(10 ** (inside / 10))
     count = max(1, round(_NOISE_SHARE * len(power)))
     noise, speech = float(power[:count].mean()), float(power[-5 * count :].mean())
     return float(10 * np.log10(max(speech - noise, _QUIETEST) / max(noise, _QUIETEST)))
@@ -47,15 +67,20 @@ def clipping(wave: Wave) -> float:
 
 
 def bandwidth_hz(wave: Wave, rate: int) -> float:
-    """The highest frequency within 65 dB of the strongest, on average over the clip."""
+    """The highest frequency at which speech is above the clip's own background, and within 65 dB of its peak."""
     size = _SPECTRUM_SAMPLES
-    if len(wave) < size:
+    if len(wave) < 4 * size:
         return rate / 2
     frames = np.lib.stride_tricks.sliding_window_view(wave, size)[:: size // 2] * np.hanning(size)
-    power = np.square(np.abs(np.fft.rfft(frames))).mean(0)
-    smooth = 10 * np.log10(np.convolve(power, np.ones(9) / 9, "same") + 1e-12)
-    above = np.flatnonzero(smooth > smooth.max() - _BANDWIDTH_DB)
-    return float(above[-1] * rate / size)
+    power = np.square(np.abs(np.fft.rfft(frames)))
+    quietest = np.argsort(power.sum(1))[: max(1, len(power) // 10)]
+    kernel = np.ones(_SPECTRUM_SMOOTH) / _SPECTRUM_SMOOTH
+    background, speech = (
+        10 * np.log10(np.convolve(spectrum, kernel, "same") + 1e-12)
+        for spectrum in (power[quietest].mean(0), np.percentile(power, 95, axis=0))
+    )
+    above = np.flatnonzero((speech > background + _ABOVE_BACKGROUND_DB) & (speech > speech.max() - _BANDWIDTH_DB))
+    return float(above[-1] * rate / size) if len(above) else 0.0
 
 
 def music(wave: Wave, is_speech: npt.NDArray[np.bool_] | None = None) -> float:

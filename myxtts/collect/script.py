@@ -5,6 +5,7 @@ Everything is aligned by words, never by a recogniser's times. Pure: knows no au
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections import Counter, defaultdict
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from myxtts.errors import ConfigError
+from myxtts.text.normalize import normalize
 
 AGREES_UP_TO = 0.25  # error rate up to which a script's words replace those that were heard
 FOREIGN_BELOW = 0.2  # share of clips found in a script below which it is of something else
@@ -60,9 +62,10 @@ def edit_distance(one: str, other: str) -> int:
     return distance
 
 
-def error_rate(text: str, heard: str) -> float:
-    """The character errors between two texts as a share of the first, spelling and spaces aside."""
-    one, other = (plain(said).replace(" ", "") for said in (text, heard))
+def error_rate(text: str, heard: str, language: str) -> float:
+    """The character errors between two texts as a share of the first; "14" and "fourteen" are the same."""
+    both = (normalize(said, language) if re.search(r"\d", said) else said for said in (text, heard))
+    one, other = (plain(said).replace(" ", "") for said in both)
     if not one:
         return 0.0 if not other else 1.0
     return min(1.0, edit_distance(one, other) / len(one))
@@ -147,8 +150,14 @@ class Script:
         for place in range(len(self._keys) - _GRAM + 1):
             self._places[tuple(self._keys[place : place + _GRAM])].append(place)
 
-    def find(self, heard: str, expected: int = 0) -> Found | None:
+    def find(self, heard: str, language: str, expected: int = 0) -> Found | None:
         """Find a clip; of several places the one nearest after `expected`. None if the script does not agree."""
+        spellings = [heard, normalize(heard, language)] if re.search(r"\d", heard) else [heard]
+        tried = [found for said in spellings if (found := self._find(said, expected)) is not None]
+        best = min(tried, key=lambda found: found.error, default=None)
+        return best if best is not None and best.error <= AGREES_UP_TO else None
+
+    def _find(self, heard: str, expected: int) -> Found | None:
         keys = [plain(word) for word in words_of(heard)]
         votes: Counter[int] = Counter()
         for place in range(len(keys) - _GRAM + 1):
@@ -158,8 +167,7 @@ class Script:
         most = max(votes.values(), default=0)
         places = [place for place, count in votes.items() if count == most] + near
         tried = (self._around(keys, place) for place in sorted(places, key=lambda at: _distance(at, expected))[:4])
-        best = min((found for found in tried if found is not None), key=lambda found: found.error, default=None)
-        return best if best is not None and best.error <= AGREES_UP_TO else None
+        return min((found for found in tried if found is not None), key=lambda found: found.error, default=None)
 
     def _around(self, keys: Sequence[str], place: int) -> Found | None:
         """The words near a place that agree best with what was heard."""
@@ -168,23 +176,25 @@ class Script:
         blocks = SequenceMatcher(None, keys, there, autojunk=False).get_matching_blocks()[:-1]
         if not blocks or not keys:
             return None
-        start = first + blocks[0].b - blocks[0].a
-        end = first + blocks[-1].b + len(keys) - blocks[-1].a
+        longest = max(blocks, key=lambda block: block.size)
+        shifts = {place, *(first + block.b - block.a for block in (blocks[0], longest, blocks[-1]))}
+        near = [shift + step for shift in shifts for step in range(-_SPREAD, _SPREAD + 1)]
+        starts, ends = {at for at in near if at >= 0}, {at + len(keys) for at in near}
         said = "".join(keys).replace(" ", "")
         choices = [
-            (edit_distance(said, _letters(self._words[one:other])), one, other)
-            for one in range(max(0, start - _SPREAD), start + _SPREAD + 1)
-            for other in range(max(one + 1, end - _SPREAD), min(len(self._words), end + _SPREAD) + 1)
+            (edit_distance(said, _letters(self._words[one:other])), abs(one - place), one, other)
+            for one, other in itertools.product(starts, ends)
+            if one < other <= len(self._words)
         ]
         if not choices:
             return None
-        edits, one, other = min(choices)
+        edits, _, one, other = min(choices)
         return Found(_joined(self._words[one:other]), edits / max(1, len(said)), other)
 
 
 def _distance(place: int, expected: int) -> int:
     """Going back in a script is less likely than going on."""
-    return place - expected if place >= expected - _SLACK else 2 * (expected - place)
+    return max(place - expected, 2 * (expected - place))
 
 
 def is_foreign(num_found: int, num_clips: int) -> bool:

@@ -143,11 +143,11 @@ def _analyse(
     context = at_rate(mono(before, side), rate)
     context = context[len(context) % FRAME_SAMPLES :]
     speech = listening.speech(np.concatenate([context, wave]))[len(context) // FRAME_SAMPLES :]
-    levels = quality.levels_of(wave)
+    levels = quality.contrast_of(wave)
     if side is not None:  # a voice that is louder in the other channel belongs there
         other = at_rate(mono(samples, 1 - side), rate)
         theirs = quality.levels_of(np.pad(other, (0, len(wave) - len(other))))
-        louder = (theirs - levels).reshape(-1, LEVELS_PER_FRAME).mean(1) > _OTHER_CHANNEL_DB
+        louder = (theirs - quality.levels_of(wave)).reshape(-1, LEVELS_PER_FRAME).mean(1) > _OTHER_CHANNEL_DB
         speech = np.where(louder, np.float32(0), speech)
     return speech, levels
 

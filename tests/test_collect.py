@@ -1,0 +1,298 @@
+"""`myxtts collect` from recordings to a corpus, with models that understand tones instead of speech."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import wave
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile as sf
+from collect_fixtures import RATE, Ears, recording, run, sentences, silence, spoken
+
+from myxtts import cli
+from myxtts.collect import edits
+from myxtts.collect.catalog import Catalog, Segment, used
+from myxtts.collect.recordings import cut_clip
+from myxtts.data.corpus import read_corpus
+from myxtts.errors import ConfigError, DatasetError, PipelineError
+
+ROOT = Path(__file__).parent.parent
+
+
+def said_in(out: Path) -> str:
+    """The texts in use, in the order of the recording."""
+    rows = [line.split("|") for line in (out / "metadata.csv").read_text(encoding="utf-8").splitlines()[1:]]
+    return " ".join(row[1] for row in rows)
+
+
+def joined(said: list[list[str]]) -> str:
+    return " ".join(word for words in said for word in words)
+
+
+def clips(out: Path) -> list[Segment]:
+    with Catalog(out, lock=False) as catalog:
+        return catalog.segments()
+
+
+def unused(out: Path) -> dict[str, float]:
+    """Seconds in no clip by reason."""
+    found: dict[str, float] = defaultdict(float)
+    with Catalog(out, lock=False) as catalog:
+        for span in catalog.unused():
+            found[span.reason] += span.end - span.start
+    return found
+
+
+def accounted(out: Path) -> None:
+    """Every second of every recording is in exactly one clip or one span with a reason."""
+    lines = (out / "metadata.csv").read_text(encoding="utf-8").splitlines()
+    rejected = [line.split("|") for line in (out / "rejected.csv").read_text(encoding="utf-8").splitlines()[1:]]
+    spans = [(row[4], row[5], float(row[6]), float(row[7])) for row in (line.split("|") for line in lines[1:])]
+    spans += [(row[0], row[1], float(row[2]), float(row[3])) for row in rejected]
+    by_channel = defaultdict(list)
+    for path, channel, start, end in spans:
+        by_channel[path, channel].append((start, end))
+    with Catalog(out, lock=False) as catalog:
+        seconds = {source.path: source.seconds for source in catalog.sources()}
+    for (path, _), held in by_channel.items():
+        at = 0.0
+        for start, end in sorted(held):
+            assert start == pytest.approx(at, abs=0.002)
+            at = end
+        assert at == pytest.approx(seconds[path], abs=0.002)
+    assert not [row for row in rejected if row[4] in ("outside the cuts", "not processed yet")]
+
+
+def test_a_recording_becomes_a_corpus_that_prepare_reads_with_every_word_whole(tmp_path: Path) -> None:
+    said = sentences(30)
+    outcome = run(tmp_path / "out", recording(tmp_path / "talk.wav", said))
+    assert said_in(tmp_path / "out") == joined(said), "no word is cut, lost or twice"
+    corpus = read_corpus(tmp_path / "out")
+    assert len(corpus.clips) == outcome.table.used.segments and not corpus.set_aside
+    assert all(2 <= clip.seconds <= 12 for clip in clips(tmp_path / "out"))
+    found = clips(tmp_path / "out")[0]
+    audio = sf.info(tmp_path / "out" / "wavs" / found.audio)
+    assert (audio.format, audio.channels, audio.samplerate) == ("FLAC", 1, RATE)
+    assert audio.duration == pytest.approx(found.seconds, abs=0.001)
+    accounted(tmp_path / "out")
+
+
+def test_a_second_call_adds_and_a_call_without_recordings_decides_again(tmp_path: Path) -> None:
+    out, ears = tmp_path / "out", Ears()
+    first = recording(tmp_path / "a.wav", sentences(6))
+    run(out, first)
+    run(out, first, recording(tmp_path / "b.wav", sentences(6, seed=1), speaker=1), ears=ears)
+    assert ears.questions == 5, "only the new recording is heard: speech, words twice, voices, quality"
+    assert len({clip.speaker for clip in clips(out)}) == 2
+    assert joined(sentences(6)) in said_in(out) and joined(sentences(6, seed=1)) in said_in(out)
+    outcome = run(out, filters={"min_mos": 4.5})
+    assert outcome.table.used.segments == 0 and outcome.table.set_aside[0].reason == "low quality"
+    assert said_in(out) == ""
+    assert run(out, filters={"min_mos": None}).table.used.segments == len(clips(out))
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(48, marks=pytest.mark.soak)])
+def test_after_kill_9_the_next_call_continues_to_the_same_corpus(tmp_path: Path, kills: int) -> None:
+    paths = [recording(tmp_path / f"{name}.wav", sentences(24, seed), seed) for seed, name in enumerate("ab")]
+    run(tmp_path / "whole", *paths)
+    script = ROOT / "tests" / "collect_fixtures.py"
+    for number in range(kills):
+        at = 2 + 2 * number if kills < 10 else 1 + number % 11
+        command = [sys.executable, str(script), str(tmp_path / "killed"), str(at), *map(str, paths)]
+        subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": ""}, check=False)
+    run(tmp_path / "killed", *paths)
+    for name in ("metadata.csv", "rejected.csv"):
+        assert (tmp_path / "killed" / name).read_text() == (tmp_path / "whole" / name).read_text()
+    accounted(tmp_path / "killed")
+    files = {path.name for path in (tmp_path / "killed" / "wavs").iterdir() if not path.name.startswith(".")}
+    assert files == {clip.audio for clip in clips(tmp_path / "killed")}
+
+
+def test_a_clip_that_is_heard_otherwise_alone_is_set_aside(tmp_path: Path) -> None:
+    said, ears = sentences(3), Ears()
+    right = " ".join(said[1])
+    ears.mistakes = {(right, quick): "our small cold hills over and over again" for quick in (True, False)}
+    run(tmp_path / "out", recording(tmp_path / "a.wav", said), ears=ears)
+    accounted(tmp_path / "out")
+    assert said_in(tmp_path / "out") == joined([said[0], said[2]])
+    assert "|heard differently|" in (tmp_path / "out" / "rejected.csv").read_text()
+
+
+def test_a_quick_mistake_is_heard_again_with_care(tmp_path: Path) -> None:
+    said, ears = sentences(3), Ears()
+    ears.mistakes = {(" ".join(said[1]), True): "nothing of that"}
+    run(tmp_path / "out", recording(tmp_path / "a.wav", said), ears=ears)
+    assert said_in(tmp_path / "out") == joined(said)
+
+
+def test_broken_files_get_reasons_and_do_not_stop_the_rest(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    said = sentences(20)
+    whole = recording(folder / "good.wav", said).read_bytes()
+    (folder / "empty.mp3").touch()
+    (folder / "text.wav").write_text("this is no audio" * 20)
+    (folder / "cut.wav").write_bytes(whole[: len(whole) // 2])
+    sf.write(folder / "nan.wav", np.full(RATE, np.nan, np.float32), RATE, subtype="FLOAT")
+    sf.write(folder / "silence.wav", silence(70), RATE)
+    sf.write(folder / "noise.wav", silence(5, level=0.005), RATE)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    outcome = run(tmp_path / "out", folder)
+    reasons = {Path(source.path).name: (source.state, source.reason) for source in outcome.sources}
+    assert reasons["empty.mp3"] == ("failed", "empty file")
+    assert reasons["text.wav"] == ("failed", "not audio")
+    assert reasons["nan.wav"] == ("failed", "truncated or damaged")
+    assert reasons["cut.wav"] == ("done", "truncated or damaged"), "what is there is used"
+    assert reasons["good.wav"] == reasons["silence.wav"] == ("done", "")
+    assert unused(tmp_path / "out").keys() >= {"silence", "noise"}
+    assert joined(said) in said_in(tmp_path / "out")
+    rejected = (tmp_path / "out" / "rejected.csv").read_text()
+    assert all(name in rejected for name in ("empty.mp3", "text.wav", "nan.wav", "noise.wav", "silence.wav"))
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before, "recordings are never changed"
+
+
+def test_two_speakers_in_two_channels_are_kept_apart(tmp_path: Path) -> None:
+    left, right, parts = sentences(6), sentences(6, seed=1), []
+    for number, words in enumerate(words for pair in zip(left, right, strict=True) for words in pair):
+        voice = np.concatenate([spoken(words, number % 2), silence(1.2)])
+        quiet = silence(len(voice) / RATE)[: len(voice)] + 0.02 * voice  # the other side is heard faintly
+        parts.append(np.stack([voice, quiet] if number % 2 == 0 else [quiet, voice], 1))
+    sf.write(tmp_path / "call.wav", np.concatenate(parts), RATE)
+    outcome = run(tmp_path / "out", tmp_path / "call.wav", speakers="file")
+    assert outcome.sources[0].channels == 2 and set(outcome.speakers) == {"call-left", "call-right"}
+    texts = {
+        channel: [clip.text for clip in clips(tmp_path / "out") if clip.channel == channel] for channel in (0, 1)
+    }
+    assert " ".join(texts[0]) == joined(left) and " ".join(texts[1]) == joined(right)
+    accounted(tmp_path / "out")
+
+
+def test_a_script_gives_its_spelling_and_one_of_another_text_is_refused(tmp_path: Path) -> None:
+    said = sentences(8)
+    path = recording(tmp_path / "a.wav", said)
+    written = ". ".join(" ".join(words).capitalize() for words in said) + "."
+    path.with_suffix(".txt").write_text(f"Chapter one!\n\n{written}")
+    outcome = run(tmp_path / "out", path)
+    assert said_in(tmp_path / "out") == written
+    assert {clip.origin for clip in clips(tmp_path / "out")} == {"script"}
+    assert any("has the words of" in note for note in outcome.notes)
+    path.with_suffix(".txt").unlink()
+    path.with_suffix(".srt").write_text("1\n00:00:01,000 --> 00:00:05,000\nDer Regen hörte am Abend auf.\n" * 9)
+    outcome = run(tmp_path / "other", path)
+    assert said_in(tmp_path / "other") == joined(said)
+    assert any("is not used" in note and "another text or language" in note for note in outcome.notes)
+
+
+def test_of_a_repeated_sentence_the_last_take_is_kept(tmp_path: Path) -> None:
+    said = sentences(5)
+    run(tmp_path / "out", recording(tmp_path / "a.wav", [said[0], said[1], said[1], said[2]], seed=3))
+    found = clips(tmp_path / "out")
+    repeated = [clip for clip in found if "repeated take" in clip.flags]
+    assert [clip.text for clip in repeated] == [" ".join(said[1])]
+    last = [clip for clip in found if clip.text == " ".join(said[1]) and not clip.flags]
+    assert len(last) == 1 and last[0].start > repeated[0].start
+
+
+def test_speakers_are_told_apart_counted_or_named(tmp_path: Path) -> None:
+    paths = [recording(tmp_path / f"{name}.wav", sentences(4, n), n, n) for n, name in enumerate(("ann", "ben"))]
+    assert set(run(tmp_path / "auto", *paths).speakers) == {"speaker1", "speaker2"}
+    assert set(run(tmp_path / "auto", speakers="one").speakers) == {"speaker1"}, "decided again"
+    assert set(run(tmp_path / "auto", speakers="2").speakers) == {"speaker1", "speaker2"}
+    assert set(run(tmp_path / "file", *paths, speakers="file").speakers) == {"ann", "ben"}
+    assert set(run(tmp_path / "named", *paths, speaker="Ann").speakers) == {"Ann"}
+    with pytest.raises(ConfigError, match="cannot be told apart without ECAPA"):
+        run(tmp_path / "none", *paths, ears=Ears(without=("voice",)))
+    outcome = run(tmp_path / "none", *paths, speakers="one", ears=Ears(without=("voice", "mos")))
+    assert set(outcome.speakers) == {"speaker1"} and any("DistillMOS" in note for note in outcome.notes)
+
+
+def test_a_person_s_edits_survive_another_call(tmp_path: Path) -> None:
+    out, path = tmp_path / "out", recording(tmp_path / "a.wav", sentences(4))
+    run(out, path)
+    first, second = clips(out)[:2]
+    with Catalog(out, lock=False) as catalog:
+        edits.edit(catalog, "set_text", {"id": first.id, "value": "Mended by hand."}, partial(cut_clip, out))
+        edits.edit(catalog, "set_speaker", {"id": second.id, "value": "Ann"}, partial(cut_clip, out))
+    run(out, recording(tmp_path / "b.wav", sentences(4, 1), 1), speakers="auto")
+    assert clips(out)[0].text == "Mended by hand." and clips(out)[1].speaker == "Ann"
+
+
+def test_a_failure_of_the_models_ends_the_call_and_keeps_what_is_done(tmp_path: Path) -> None:
+    class Deaf(Ears):
+        def hear(self, *args, **options):
+            if self.questions > 8:
+                raise PipelineError("A model failed: out of memory")
+            return super().hear(*args, **options)
+
+    path = recording(tmp_path / "a.wav", sentences(60))
+    with pytest.raises(PipelineError, match="out of memory"):
+        run(tmp_path / "out", path, ears=Deaf())
+    assert 0 < len(clips(tmp_path / "out")) < 60
+    run(tmp_path / "out", path)
+    assert said_in(tmp_path / "out") == joined(sentences(60))
+
+
+def test_other_people_s_corpora_and_missing_files_are_refused(tmp_path: Path) -> None:
+    path = recording(tmp_path / "a.wav", sentences(2))
+    (tmp_path / "corpus" / "wavs").mkdir(parents=True)
+    (tmp_path / "corpus" / "metadata.csv").write_text("a|text\n")
+    with pytest.raises(DatasetError, match="was not made by myxtts collect"):
+        run(tmp_path / "corpus", path)
+    assert (tmp_path / "corpus" / "metadata.csv").read_text() == "a|text\n"
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        run(tmp_path / "out", tmp_path / "absent.wav")
+    with pytest.raises(DatasetError, match="holds no collected corpus"):
+        run(tmp_path / "out", filters={"min_mos": 3.0})
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_does_not_grow_with_the_length_of_a_recording(tmp_path: Path) -> None:
+    with wave.open(str(tmp_path / "long.wav"), "wb") as file:
+        file.setnchannels(1), file.setsampwidth(2), file.setframerate(8000)
+        minute = np.concatenate([silence(1, 8000), spoken(sentences(1)[0], rate=8000), silence(60, 8000)])[
+            : 60 * 8000
+        ]
+        for _ in range(180):
+            file.writeframes((minute * 32767).astype("<i2").tobytes())
+    code = (
+        "import resource, sys; sys.path.insert(0, 'tests')\n"
+        "from pathlib import Path; from collect_fixtures import run\n"
+        "usage = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
+        "before = usage(); run(Path(sys.argv[1]), Path(sys.argv[2])); print(usage() - before)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "out"), str(tmp_path / "long.wav")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 150, "MiB for three hours"
+    assert sum(used(clip, _filters(tmp_path / "out")) for clip in clips(tmp_path / "out")) > 0
+
+
+def _filters(out: Path):
+    with Catalog(out, lock=False) as catalog:
+        return catalog.filters
+
+
+def test_the_command_explains_itself_and_refuses_nonsense(tmp_path: Path, capsys, monkeypatch) -> None:
+    assert cli.main(["collect", str(tmp_path)]) == 2
+    assert "--out DIR" in capsys.readouterr().err
+    monkeypatch.setattr("myxtts.evaluation.find_judges", _no_judges)
+    monkeypatch.setattr("myxtts.collect.listeners.find_spec", lambda _: None)
+    path = recording(tmp_path / "a.wav", sentences(2))
+    assert cli.main(["collect", str(path), "--out", str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err
+    assert "make judge" in message and "pip install 'myxtts[collect]'" in message
+    with pytest.raises(SystemExit):
+        cli.main(["collect", str(path), "--out", str(tmp_path / "out"), "--speakers", "many"])
+    assert "neither a number of speakers" in capsys.readouterr().err
+    run(tmp_path / "out", path)
+    assert cli.main(["collect", "--out", str(tmp_path / "out"), "--min-mos", "4.5"]) == 0
+    table = capsys.readouterr().out
+    assert "low quality (4.5)" in table and "make train DATA=" in table
+
+
+def _no_judges(_: object) -> None:
+    raise ConfigError("No judges of speech in .judge. To install them")
