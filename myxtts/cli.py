@@ -153,7 +153,7 @@ def _add_collect(commands: Any) -> None:
     about = "make a corpus from recordings: cut in silence, transcribe, check; or review one by ear"
     collect = _command(commands, "collect", about, _collect, strict=True)
     add = collect.add_argument
-    recordings = "audio, video, or folders of them; with none, decide again with other filters"
+    recordings = "audio, video, folders of them, or demo; with none, decide again with other filters"
     add("recordings", type=Path, nargs="*", metavar="RECORDING", help=recordings)
     add("--out", type=Path, metavar="DIR", help="folder of the corpus; one that is there is continued")
     add("--review", type=Path, metavar="DIR", help="open a page to hear and mend the corpus in DIR")
@@ -472,6 +472,11 @@ def _collect(options: argparse.Namespace) -> None:
     from myxtts.collect.collect import CollectOptions, collect
     from myxtts.terminal import ProgressLines, show_collected
 
+    if options.recordings == [Path("demo")] and not Path("demo").exists():
+        from myxtts.collect.recordings import demo_recording
+        from myxtts.data.prepare import EMBEDDED_CORPUS
+
+        options.recordings = [demo_recording(options.out, EMBEDDED_CORPUS)]
     given = {name: getattr(options, name) for name in THRESHOLDS if getattr(options, name) is not None}
     filters = {name: None if value == "off" else value for name, value in given.items()}
     names = ("out", "recordings", "language", "speakers", "speaker", "script", "whisper", "judge", "download")

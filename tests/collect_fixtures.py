@@ -15,8 +15,8 @@ import soundfile as sf
 
 from myxtts.audio import Wave
 from myxtts.collect.collect import CollectOptions, Outcome, collect
-from myxtts.collect.listeners import FRAME_SAMPLES
-from myxtts.collect.listeners import RATE as HEARD_RATE
+from myxtts.collect.cutting import FRAME_SAMPLES
+from myxtts.collect.cutting import RATE as HEARD_RATE
 from myxtts.errors import NO_PROGRESS
 
 RATE = 22050

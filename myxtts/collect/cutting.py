@@ -15,8 +15,10 @@ import numpy.typing as npt
 
 SHORTEST_S, LONGEST_S = 2.0, 12.0
 WINDOW_S = 30.0  # most that is heard at a time
-FRAME_S, LEVEL_S = 0.032, 0.008
+RATE, FRAME_SAMPLES = 16_000, 512  # of what the VAD hears
 LEVELS_PER_FRAME = 4
+FRAME_S = FRAME_SAMPLES / RATE
+LEVEL_S = FRAME_S / LEVELS_PER_FRAME
 PIECE, TOO_SHORT, NO_PAUSE, NO_SPEECH = "piece", "too short", "no pause", "no speech"
 
 _SPEECH_FROM, _SILENCE_BELOW = 0.5, 0.35  # probabilities; between them the state stays

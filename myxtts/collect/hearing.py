@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from myxtts.audio import Wave
 from myxtts.collect.cutting import Span, windows
-from myxtts.collect.listeners import Listening
 from myxtts.collect.script import divide, error_rate, plain
 from myxtts.collect.stretches import Stretch
+
+if TYPE_CHECKING:
+    from myxtts.collect.listeners import Listening
 
 OTHER_LANGUAGE, TOO_MUCH_TEXT = "another language", "more text than speech"
 _UNLIKELY, _CERTAIN, _KNOWN_SHARE = 0.1, 0.8, 0.3  # probabilities of languages

@@ -29,8 +29,6 @@ from myxtts.errors import ConfigError, PipelineError
 from myxtts.host import usable_cores
 
 SCRIPT = Path(__file__).with_name("listen.py")
-RATE = 16_000  # samples per second that the models hear
-FRAME_SAMPLES = 512  # of the VAD
 INSTALL = (
     "To install the models that collect needs:\n"
     "  make judge                        all of them, in a venv of their own (2 GB)\n"

@@ -37,8 +37,8 @@ def contrast_of(wave: Wave) -> Levels:
     The end of a word may be a burst above 3 kHz that is far weaker than a rumbling room.
     """
     found = []
-    for part in (wave, wave - _EMPHASIS * np.concatenate([wave[:1], wave[:-1]])):
-        levels = levels_of(part)
+    for part in (wave, wave - np.float32(_EMPHASIS) * np.concatenate([wave[:1], wave[:-1]])):
+        levels = levels_of(part.astype(np.float32))
         if len(levels):
             found.append(levels - max(np.percentile(levels, 10), np.percentile(levels, 90) - _MOST_RANGE_DB))
     contrast: Levels = np.maximum(*found).astype(np.float32) if found else levels_of(wave)

@@ -24,6 +24,7 @@ from myxtts.errors import ConfigError
 BLOCK_S = 60.0
 SCRIPTS = (".txt", ".srt", ".vtt")
 HIGHEST_RATE = 48_000  # of a clip; more is inaudible
+DEMO_RATE = 24_000
 LEFT, RIGHT = 0, 1
 _AUDIO = (*EXTENSIONS, ".aif", ".aiff", ".au", ".caf", ".w64", ".oga", ".rf64")
 _NEED_AV = (
@@ -78,6 +79,21 @@ def _in_folder(folder: Path, out: Path) -> Iterator[Path]:
         for name in files:
             if Path(name).suffix.lower() in (*_AUDIO, *_NEED_AV) and not name.startswith("."):
                 yield here / name
+
+
+def demo_recording(folder: Path, corpus: Path) -> Path:
+    """Join the clips of a corpus to one long recording in a folder, with pauses of 0.5 to 1.5 s."""
+    path, random = folder / "recordings" / "demo.flac", np.random.default_rng(1)
+    if not path.is_file():
+        parts: list[Wave] = []
+        for clip in sorted((corpus / "wavs").iterdir()):
+            wave, rate = sf.read(clip, dtype="float32")
+            pause = random.uniform(0.5, 1.5)
+            room = 3e-4 * random.standard_normal(round(pause * DEMO_RATE))
+            parts += [room.astype(np.float32), soxr.resample(wave, rate, DEMO_RATE)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, np.concatenate(parts), DEMO_RATE)
+    return path
 
 
 def script_of(recording: Path) -> Path | None:

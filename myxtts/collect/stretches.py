@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import soxr
@@ -16,9 +16,11 @@ import soxr
 from myxtts.audio import UnusableAudio, Wave
 from myxtts.collect import quality
 from myxtts.collect.catalog import Catalog, Source
-from myxtts.collect.cutting import FRAME_S, LEVELS_PER_FRAME, PIECE, Numbers, Span, plan
-from myxtts.collect.listeners import FRAME_SAMPLES, RATE, Listening
+from myxtts.collect.cutting import FRAME_S, FRAME_SAMPLES, LEVELS_PER_FRAME, PIECE, RATE, Numbers, Span, plan
 from myxtts.collect.recordings import BLOCK_S, Recording, mono
+
+if TYPE_CHECKING:
+    from myxtts.collect.listeners import Listening
 
 _CONTEXT_S = 3.2  # heard by the VAD before a block, to be in the state it would have reached
 _OTHER_CHANNEL_DB = 12.0
