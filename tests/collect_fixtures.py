@@ -96,9 +96,8 @@ class Ears:
 
     def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]:
         self._count()
-        return [
-            {"voice": [1.0, 0.1] if _has_overtones(wave) else [0.1, 1.0], "half_similarity": 0.9} for wave in waves
-        ]
+        voices = [[1.0, 0.1] if _has_overtones(wave) else [0.1, 1.0] for wave in waves]
+        return [{"voice": voice, "windows": [voice]} for voice in voices]
 
     def mos(self, waves: Sequence[Wave]) -> list[float]:
         self._count()

@@ -103,7 +103,7 @@ def collect(options: CollectOptions, progress: Progress, start: Start = start_li
     with Catalog(options.out, create=bool(found)) as catalog:
         if options.filters:
             catalog.set_filters(Filters.checked({**vars(catalog.filters), **options.filters}))
-        notes: list[str] = []
+        notes = _replaced(catalog, found)
         sources = [source for path in found if (source := _register(catalog, path))]
         pending = [source for source in sources if source.state not in ("done", "failed")]
         if pending:
@@ -131,6 +131,19 @@ def _register(catalog: Catalog, path: Path) -> Source | None:
         return catalog.update_source(source.id, state="failed", reason=error.reason, detail=error.detail)
     about_it = {"seconds": facts.seconds, "sample_rate": facts.sample_rate, "channels": 2 if apart else 1}
     return catalog.update_source(source.id, state="new", reason="", detail="", **about_it)
+
+
+def _replaced(catalog: Catalog, found: Sequence[Path]) -> list[str]:
+    """Say which recordings have changed since they were collected."""
+    states = {path: path.stat() for path in found}
+    old = {
+        source.path
+        for source in catalog.sources()
+        if (state := states.get(Path(source.path)))
+        and (state.st_size, state.st_mtime_ns) != (source.size, source.mtime_ns)
+    }
+    why = "changed since it was collected: clips of both versions are in the corpus. A new --out has only the new one"
+    return [f"{Path(path).name} {why}" for path in sorted(old)]
 
 
 def _check_models(models: Mapping[str, str], options: CollectOptions) -> list[str]:
@@ -190,8 +203,9 @@ class _Stage(Generic[Item, Result]):
         raise _Stopped
 
     def close(self) -> None:
+        """End the threads. What waits for a model is not waited for: it fails when the model's process ends."""
         self._feeder.join()
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _run(
@@ -240,8 +254,7 @@ def _check(
         scores |= {"mos": mos} if mos is not None else {}
         notes = {"window": hearing.text, **hearing.flags}
         if voice:
-            scores["half_similarity"] = voice["half_similarity"]
-            notes["voice"] = packed(voice["voice"])
+            notes |= {"voice": packed([voice["voice"]]), "windows": packed(voice["windows"])}
         name = clip_name(source.path, source.id, channel, start, end)
         save_clip(folder / name, wave, stretch.rate, scores["gain_db"])
         given = _given_speaker(source, channel, options)

@@ -97,14 +97,16 @@ def _known_voices(segments: Sequence[Segment]) -> dict[str, npt.NDArray[np.float
 
 
 def _score_speakers(catalog: Catalog) -> None:
-    """The similarity of every clip to the other clips of its speaker."""
+    """The similarity of every clip, and of the 1.5 s of it that differ most, to the voice of its speaker."""
     changes: dict[int, dict[str, Any]] = {}
     held = sorted((each for each in catalog.segments() if "voice" in each.notes), key=lambda each: each.speaker)
     for _, group in groupby(held, key=lambda each: each.speaker):
         clips = list(group)
-        alike = speakers.similarity(_voices(clips), np.zeros(len(clips), np.int64))
-        for clip, value in zip(clips, alike.tolist(), strict=True):
-            changes[clip.id] = {"scores": {"speaker_similarity": value}}
+        voices = _voices(clips)
+        mean = voices.mean(0) / (np.linalg.norm(voices.mean(0)) + 1e-9)
+        for clip, alike in zip(clips, (voices @ mean).tolist(), strict=True):
+            weakest = float((_unpacked(clip.notes["windows"], len(mean)) @ mean).min())
+            changes[clip.id] = {"scores": {"speaker_similarity": alike, "window_similarity": weakest}}
     catalog.update_segments(changes)
 
 
@@ -128,13 +130,20 @@ def _find_repeated(catalog: Catalog) -> None:
     catalog.update_segments(changes)
 
 
-def packed(voice: Sequence[float]) -> str:
-    return base64.b64encode(np.array(voice, np.float16).tobytes()).decode()
+def packed(voices: Sequence[Sequence[float]]) -> str:
+    """Embeddings as a text for the notes of a clip, a byte for each number."""
+    rows = np.array(voices, np.float32)
+    return base64.b64encode(np.rint(127 * rows / (np.abs(rows).max() + 1e-9)).astype(np.int8).tobytes()).decode()
+
+
+def _unpacked(text: str, width: int = -1) -> npt.NDArray[np.float32]:
+    """Embeddings as rows of length 1; one if no width is given."""
+    found = np.frombuffer(base64.b64decode(text), np.int8).astype(np.float32)
+    rows = found.reshape(-1, width if width > 0 else len(found))
+    unit: npt.NDArray[np.float32] = rows / (np.linalg.norm(rows, axis=1, keepdims=True) + 1e-9)
+    return unit
 
 
 def _voices(segments: Sequence[Segment]) -> npt.NDArray[np.float32]:
-    """The embeddings of clips, of length 1."""
-    rows = [np.frombuffer(base64.b64decode(each.notes["voice"]), np.float16) for each in segments]
-    found = np.stack(rows).astype(np.float32)
-    unit: npt.NDArray[np.float32] = found / (np.linalg.norm(found, axis=1, keepdims=True) + 1e-9)
-    return unit
+    """The voices of clips, as rows of length 1."""
+    return np.concatenate([_unpacked(each.notes["voice"]) for each in segments])

@@ -28,6 +28,7 @@ FRAME_SAMPLES = 512  # of Silero's VAD: 32 ms
 LONGEST_FRAMES, FRAMES_PER_SECOND = 3000, 100  # Whisper hears 30 s at a time
 SPARE_FRAMES = 600  # silence after a clip that is heard quickly; with less, Whisper base makes many more mistakes
 BEAM, MOST_TOKENS = 5, 224
+WINDOW_SAMPLES = 3 * RATE // 2  # in which one voice is heard
 BATCH = {"cpu": 4, "cuda": 16}  # clips that Whisper hears at a time
 
 Answer = list[Any]
@@ -58,14 +59,25 @@ class Words:
 
     def __init__(self, folder: Path, threads: int, workers: int) -> None:
         import ctranslate2
+        import numpy as np
         from faster_whisper import WhisperModel
         from faster_whisper.tokenizer import Tokenizer
         from faster_whisper.transcribe import get_suppressed_tokens
 
-        self.device = "cuda" if ctranslate2.get_cuda_device_count() else "cpu"
-        kind = "float16" if self.device == "cuda" else "int8"
-        options = {"device": self.device, "compute_type": kind, "cpu_threads": threads, "num_workers": workers}
-        self._model = WhisperModel(str(folder), **options)
+        def make(device: str, kind: str) -> Any:
+            options = {"device": device, "compute_type": kind, "cpu_threads": threads, "num_workers": workers}
+            return WhisperModel(str(folder), **options)
+
+        self.device, kind = ("cuda", "float16") if ctranslate2.get_cuda_device_count() else ("cpu", "int8")
+        try:
+            self._model = make(self.device, kind)
+            self._model.encode(np.zeros((self._model.feature_extractor.mel_filters.shape[0], 2), np.float32))
+        except RuntimeError as error:  # the driver is there, but not the libraries of CUDA
+            if self.device == "cpu":
+                raise
+            _log.warning("Whisper runs on the CPU: %s", error)
+            self.device, kind = "cpu", "int8"
+            self._model = make(self.device, kind)
         several = self._model.model.is_multilingual
         self._language = None if several else "en"
         self._tokens = Tokenizer(self._model.hf_tokenizer, several, task="transcribe", language="en")
@@ -131,7 +143,7 @@ class Words:
 
 
 class Voices:
-    """Tells voices apart: an embedding of each clip, and of its two halves."""
+    """Tells voices apart: an embedding of each clip, and of each 1.5 s of it."""
 
     def __init__(self, judge: Any) -> None:
         self._ecapa, self.name = judge.Ecapa(), judge.Ecapa.name
@@ -139,10 +151,10 @@ class Voices:
     def __call__(self, waves: Sequence[Any]) -> Answer:
         found = []
         for wave in waves:
-            whole, first, second = (
-                self._ecapa.voice(part) for part in (wave, wave[: len(wave) // 2], wave[len(wave) // 2 :])
-            )
-            found.append({"voice": whole.tolist(), "half_similarity": float(first @ second)})
+            last = max(0, len(wave) - WINDOW_SAMPLES)
+            starts = [*range(0, last, WINDOW_SAMPLES), last]
+            windows = [self._ecapa.voice(wave[start : start + WINDOW_SAMPLES]).tolist() for start in starts]
+            found.append({"voice": self._ecapa.voice(wave).tolist(), "windows": windows})
         return found
 
 

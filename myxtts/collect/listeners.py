@@ -145,7 +145,7 @@ class Listeners:
         return self.words.ask("hear", waves, languages=list(languages), among=LANGUAGES, quick=quick)
 
     def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]:
-        """An embedding of each voice, and the similarity of the two halves of the clip."""
+        """The voice of each clip, and the voices of its windows of 1.5 s, as embeddings."""
         return self.checks.ask("voice", waves)
 
     def mos(self, waves: Sequence[Wave]) -> list[float]:

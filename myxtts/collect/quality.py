@@ -16,6 +16,7 @@ _EMPHASIS, _MOST_RANGE_DB = 0.9, 60.0
 _NOISE_SHARE = 0.1  # share of a clip whose level is that of the background
 _FULL_SCALE, _FLAT, _FLAT_RUN = 0.99, 0.9995, 3
 _SPECTRUM_SAMPLES, _SPECTRUM_SMOOTH, _BANDWIDTH_DB, _ABOVE_BACKGROUND_DB = 2048, 33, 65.0, 7.0
+_TONE_FRAMES = 12  # fewer prove nothing: about 0.3 s
 _TONE_SAMPLES, _TONE_HOP, _TONE_LAG, _TONE_BINS, _TONE_SMOOTH = 1024, 256, 4, slice(10, 192), 31
 _TONAL = 0.5  # correlation of spectra 64 ms apart that is certainly music; noise has about 0
 _AUDIBLE_DB = 45.0  # music this far below speech does not count
@@ -103,7 +104,7 @@ def music(wave: Wave, is_speech: npt.NDArray[np.bool_] | None = None) -> float:
     detail = spectra - np.lib.stride_tricks.sliding_window_view(around, _TONE_SMOOTH, 1).mean(2)
     detail /= np.linalg.norm(detail, axis=1, keepdims=True) + 1e-9
     both = usable[:-_TONE_LAG] & usable[_TONE_LAG:]
-    if both.sum() < _TONE_LAG:
+    if both.sum() < _TONE_FRAMES:
         return 0.0
     similar = float(np.sum(detail[:-_TONE_LAG] * detail[_TONE_LAG:], 1)[both].mean())
     return float(np.clip(similar / _TONAL, 0.0, 1.0))

@@ -39,12 +39,6 @@ def group(voices: Voices, count: int | None = None) -> Labels:
     return np.array([order.index(label) for label in labels.tolist()])
 
 
-def similarity(voices: Voices, labels: Labels) -> npt.NDArray[np.float32]:
-    """The similarity of each clip to the mean voice of its speaker."""
-    found: npt.NDArray[np.float32] = np.sum(voices * _unit(_centres(voices, labels))[labels], 1)
-    return found
-
-
 def named(labels: Labels, known: Sequence[str], taken: Collection[str] = ()) -> list[str]:
     """Return a name for each clip: that which most clips of its group have, else one that is not taken."""
     names: dict[int, str] = {}
