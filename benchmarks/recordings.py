@@ -30,14 +30,14 @@ HOP_S, WINDOW_S = 0.005, 0.02
 CLEAR_DB, FAINT_DB = 24, 30  # below the loud parts of a clip
 GAP_S = 0.15  # a shorter silence may be the closure of a stop inside a word
 REASONS = {
-    "noise": "snr|noise|mos|hear|disagree",
-    "hum": "snr|noise|hum|mos|hear|disagree",
+    "noise": "noise|quality|heard",
+    "hum": "noise|hum|quality",
     "music": "music",
-    "clipping": "clip",
-    "telephone": "band",
-    "overlap": "overlap|speaker|half|halves|hear|disagree",
-    "two speakers": "speaker|half|halves|separated",
-    "repeated take": "repeat|take",
+    "clipping": "clipping",
+    "telephone": "bandwidth",
+    "overlap": "speaker|overlap|heard",
+    "two speakers": "speaker|separated",
+    "repeated take": "repeated",
 }
 """Planted flaws, and what their reasons may be called."""
 
