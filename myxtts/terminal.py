@@ -577,7 +577,11 @@ def show_collected(outcome: Outcome) -> None:
         show_lines([f"{title}: {', '.join(shown + more) or 'none'}"])
     show_lines(f"{Path(source.path).name}: {source.reason} ({source.detail})" for source in failed[:_MOST_SAID])
     show_lines([*outcome.notes, f"Why each second is not used: {outcome.folder / 'rejected.csv'}"])
-    show_lines(["Next:", f"  myxtts collect --review {outcome.folder}", f"  make train DATA={outcome.folder}"])
+    train = [f"  make train DATA={outcome.folder}"] if found.used.segments else []
+    show_lines(
+        ["Next:" if train else "No clip is in use. To hear why:", f"  myxtts collect --review {outcome.folder}"]
+    )
+    show_lines(train)
 
 
 def _taken_by(taken: Taken) -> str:

@@ -99,6 +99,8 @@ def test_what_is_used_and_why_not() -> None:
     assert reasons(replace(clip(0, 3), decision="reject"), filters) == [("rejected by a person", "")]
     assert reasons(replace(clip(0, 3), text="", decision="keep"), filters) == [("no text", "")]
     assert used(replace(clip(0, 3), scores={}), filters), "a score that was not measured refuses nothing"
+    misheard = clip(0, 3, scores={"heard_error": 0.5})
+    assert not used(misheard, filters) and used(replace(misheard, origin="person"), filters)
     off = Filters(**{item.name: None for item in fields(Filters)})
     assert used(clip(0, 0.5, scores={"snr_db": -9.0}), off)
 
@@ -221,10 +223,14 @@ def test_edits_account_for_every_second_and_undo_takes_all_back(
 def test_merge_split_and_move_change_texts_times_and_audio(tmp_path: Path) -> None:
     with filled(tmp_path) as catalog:
         first, second, third = catalog.segments()[:3]
+        catalog.update_segments({second.id: {"scores": {"heard_error": 0.4, "mos": 2.0, "gain_db": 2.0}}})
+        catalog.update_segments({first.id: {"scores": {"gain_db": -5.0}}})
         edit(catalog, "merge", {"first": first.id, "second": second.id}, cut)
         merged = catalog.segment(first.id)
         assert (merged.start, merged.end, merged.text) == (1, 8, "some words more of it")
         assert merged.audio == "1-0-1.000-8.000.flac" and merged.scores["seconds"] == 7
+        assert merged.scores["heard_error"] == 0.4 and merged.scores["mos"] == 2.0, "no better than its parts"
+        assert merged.scores["gain_db"] == pytest.approx(-1.0)
         with pytest.raises(StaleEdit, match="gone"):
             catalog.segment(second.id)
         edit(catalog, "split", {"id": first.id, "at": 4.2}, cut)

@@ -154,7 +154,7 @@ def test_progress_lines_when_not_on_a_terminal(capsys: pytest.CaptureFixture[str
         progress.advance(10)
     progress.end()
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["Decoding audio: 20 of 100, 0:12 left", "Decoding audio: 90 of 100, 0:01 left"]
+    assert lines == ["Decoding audio: 20 of 100, 0:12 left", "Decoding audio: 90 of 100, 0:02 left"]
 
 
 def test_train_main_trains_from_another_folder_and_says_where_everything_is(corpus: Path, tmp_path: Path) -> None:

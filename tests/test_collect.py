@@ -123,6 +123,30 @@ def test_a_clip_that_is_heard_otherwise_alone_is_set_aside(tmp_path: Path) -> No
     assert "|heard differently|" in (tmp_path / "out" / "rejected.csv").read_text()
 
 
+def test_a_piece_that_seems_to_be_in_another_language_is_heard_in_the_usual_one_too(tmp_path: Path) -> None:
+    class Polyglot(Ears):
+        """Takes one sentence for German; its English words have a certainty of their own."""
+
+        def __init__(self, odd: str, certainty: float) -> None:
+            super().__init__()
+            self.odd, self.certainty = odd, certainty
+
+        def hear(self, waves, languages, quick=False):
+            found = super().hear(waves, languages, quick)
+            for heard, asked in zip(found, languages, strict=True):
+                if heard["text"] == self.odd:
+                    german = asked in ("", "de")
+                    heard |= {"language": "de" if german else "en", "languages": {"en": 0.001, "de": 0.99}}
+                    heard["log_probability"] = -1.0 if german else self.certainty
+            return found
+
+    said = sentences(5)
+    odd, path = " ".join(said[2]), recording(tmp_path / "a.wav", said)
+    for certainty, language in ((-0.2, "en"), (-2.0, "de")):
+        run(tmp_path / language, path, ears=Polyglot(odd, certainty))
+        assert [clip.language for clip in clips(tmp_path / language) if clip.text == odd] == [language]
+
+
 def test_a_quick_mistake_is_heard_again_with_care(tmp_path: Path) -> None:
     said, ears = sentences(3), Ears()
     ears.mistakes = {(" ".join(said[1]), True): "nothing of that"}
@@ -137,7 +161,12 @@ def test_broken_files_get_reasons_and_do_not_stop_the_rest(tmp_path: Path) -> No
     whole = recording(folder / "good.wav", said).read_bytes()
     (folder / "empty.mp3").touch()
     (folder / "text.wav").write_text("this is no audio" * 20)
+    (folder / "text.flac").write_text("this is no audio" * 500)
+    sf.write(folder / "nothing.wav", np.zeros(0), RATE)
     (folder / "cut.wav").write_bytes(whole[: len(whole) // 2])
+    flac = recording(folder / "cut.flac", said).read_bytes()
+    (folder / "cut.flac").write_bytes(flac[: len(flac) // 2])
+    (folder / "stub.flac").write_bytes(flac[:2000])
     sf.write(folder / "nan.wav", np.full(RATE, np.nan, np.float32), RATE, subtype="FLOAT")
     sf.write(folder / "silence.wav", silence(70), RATE)
     sf.write(folder / "noise.wav", silence(5, level=0.005), RATE)
@@ -145,9 +174,15 @@ def test_broken_files_get_reasons_and_do_not_stop_the_rest(tmp_path: Path) -> No
     outcome = run(tmp_path / "out", folder)
     reasons = {Path(source.path).name: (source.state, source.reason) for source in outcome.sources}
     assert reasons["empty.mp3"] == ("failed", "empty file")
-    assert reasons["text.wav"] == ("failed", "not audio")
+    assert reasons["text.wav"] == reasons["text.flac"] == ("failed", "not audio")
+    assert reasons["nothing.wav"] == ("failed", "no samples")
     assert reasons["nan.wav"] == ("failed", "truncated or damaged")
-    assert reasons["cut.wav"] == ("done", "truncated or damaged"), "what is there is used"
+    assert reasons["cut.wav"] == reasons["cut.flac"] == ("done", "truncated or damaged")
+    assert reasons["stub.flac"][1] == "truncated or damaged"
+    seconds = {Path(source.path).name: source.seconds for source in outcome.sources}
+    assert seconds["cut.wav"] == pytest.approx(seconds["good.wav"], abs=0.01), "with what is missing"
+    used_of = [Path(clip.audio).name.split("-")[0] for clip in clips(tmp_path / "out")]
+    assert min(used_of.count("cut"), used_of.count("good")) > 5, "what is there is used"
     assert reasons["good.wav"] == reasons["silence.wav"] == ("done", "")
     assert unused(tmp_path / "out").keys() >= {"silence", "noise"}
     assert joined(said) in said_in(tmp_path / "out")
@@ -188,6 +223,24 @@ def test_a_script_gives_its_spelling_and_one_of_another_text_is_refused(tmp_path
     assert any("is not used" in note and "another text or language" in note for note in outcome.notes)
 
 
+def test_a_script_is_used_after_a_stop_between_hearing_and_finishing(tmp_path: Path, monkeypatch) -> None:
+    said = sentences(6)
+    path = recording(tmp_path / "a.wav", said)
+    written = ". ".join(" ".join(words).capitalize() for words in said) + "."
+    path.with_suffix(".txt").write_text(written)
+    monkeypatch.setattr("myxtts.collect.collect.finish", _stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "out", path)
+    monkeypatch.undo()
+    ears = Ears()
+    run(tmp_path / "out", path, ears=ears)
+    assert said_in(tmp_path / "out") == written and ears.questions == 0
+
+
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_of_a_repeated_sentence_the_last_take_is_kept(tmp_path: Path) -> None:
     said = sentences(5)
     run(tmp_path / "out", recording(tmp_path / "a.wav", [said[0], said[1], said[1], said[2]], seed=3))
@@ -225,16 +278,16 @@ def test_a_person_s_edits_survive_another_call(tmp_path: Path) -> None:
 def test_a_failure_of_the_models_ends_the_call_and_keeps_what_is_done(tmp_path: Path) -> None:
     class Deaf(Ears):
         def hear(self, *args, **options):
-            if self.questions > 8:
+            if self.questions > 5:
                 raise PipelineError("A model failed: out of memory")
             return super().hear(*args, **options)
 
-    path = recording(tmp_path / "a.wav", sentences(60))
+    path = recording(tmp_path / "a.wav", sentences(30))
     with pytest.raises(PipelineError, match="out of memory"):
         run(tmp_path / "out", path, ears=Deaf())
-    assert 0 < len(clips(tmp_path / "out")) < 60
+    assert 0 < len(clips(tmp_path / "out")) < 30
     run(tmp_path / "out", path)
-    assert said_in(tmp_path / "out") == joined(sentences(60))
+    assert said_in(tmp_path / "out") == joined(sentences(30))
 
 
 def test_other_people_s_corpora_and_missing_files_are_refused(tmp_path: Path) -> None:
@@ -291,7 +344,9 @@ def test_the_command_explains_itself_and_refuses_nonsense(tmp_path: Path, capsys
     run(tmp_path / "out", path)
     assert cli.main(["collect", "--out", str(tmp_path / "out"), "--min-mos", "4.5"]) == 0
     table = capsys.readouterr().out
-    assert "low quality (4.5)" in table and "make train DATA=" in table
+    assert "low quality (4.5)" in table and "No clip is in use" in table and "make train" not in table
+    assert cli.main(["collect", "--out", str(tmp_path / "out"), "--min-mos", "off"]) == 0
+    assert f"make train DATA={tmp_path / 'out'}" in capsys.readouterr().out
 
 
 def _no_judges(_: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ import soundfile as sf
 from collect_fixtures import RATE, recording, sentences, silence, spoken
 
 from myxtts.audio import UnusableAudio
-from myxtts.collect import quality, speakers
+from myxtts.collect import listen, quality, speakers
 from myxtts.collect.catalog import Source
 from myxtts.collect.cutting import FRAME_S, LEVELS_PER_FRAME, NO_PAUSE, NO_SPEECH, PIECE, TOO_SHORT, plan, windows
 from myxtts.collect.listeners import Listener
@@ -266,4 +267,22 @@ def test_a_listening_process_that_dies_says_why(tmp_path: Path) -> None:
         _ = listener.models
     with pytest.raises(PipelineError, match="There is no model here"):
         listener.ask("speech", [np.zeros(512, np.float32)])
+    listener.close()
+
+
+def test_a_listening_process_answers_many_threads_and_its_errors_are_told(tmp_path: Path) -> None:
+    script = Path(listen.__file__)
+    (tmp_path / "adds.py").write_text(
+        f"import sys; sys.path.insert(0, {str(script.parent)!r}); import listen\n"
+        "models = {'add': lambda waves, times: [float(wave.sum()) * times for wave in waves]}\n"
+        "listen.serve(models, 2, sys.stdin.buffer, sys.stdout.buffer)\n"
+    )
+    listener = Listener([sys.executable, str(tmp_path / "adds.py")])
+    assert listener.models == {"add": "add"}
+    with ThreadPoolExecutor(8) as pool:
+        waves = [[np.ones(length, np.float32), np.ones(3, np.float32)] for length in range(50)]
+        answers = list(pool.map(lambda pair: listener.ask("add", pair, times=2), waves))
+    assert answers == [[2.0 * length, 6.0] for length in range(50)]
+    with pytest.raises(PipelineError, match="A model failed: TypeError"):
+        listener.ask("add", waves[0], unknown=1)
     listener.close()

@@ -199,6 +199,17 @@ THRESHOLDS = {item.name: Threshold(item.name, *item.metadata["rule"]) for item i
 """The filters by their names in `Filters`, in the order in which reasons are given."""
 
 
+def measured(segment: Segment, rule: Threshold) -> float | None:
+    """Return what a filter reads of a clip, or None if there is nothing to read.
+
+    How well the two hearings of a clip agree says nothing about a text that a person wrote.
+    """
+    if rule.score == "seconds":
+        return segment.seconds
+    is_moot = rule.score == "heard_error" and segment.origin == "person"
+    return None if is_moot else segment.scores.get(rule.score)
+
+
 def reasons(segment: Segment, filters: Filters) -> list[tuple[str, str]]:
     """Return why a clip is not used, each with a detail; empty if it is used."""
     impossible = [("no text", "")] * (not segment.text) + [("no audio", "")] * (not segment.audio)
@@ -208,8 +219,8 @@ def reasons(segment: Segment, filters: Filters) -> list[tuple[str, str]]:
         return [("rejected by a person", "")]
     found = [(flag, segment.notes.get(flag, "")) for flag in segment.flags]
     for name, rule in THRESHOLDS.items():
-        value = segment.seconds if rule.score == "seconds" else segment.scores.get(rule.score)
-        if rule.refuses(value, limit := getattr(filters, name)):
+        value, limit = measured(segment, rule), getattr(filters, name)
+        if rule.refuses(value, limit):
             bound = "at most" if rule.is_maximum else "at least"
             found.append((rule.reason, f"{value:.4g} {rule.unit}".strip() + f", {bound} {limit:g}"))
     return found

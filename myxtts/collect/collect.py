@@ -42,10 +42,11 @@ from myxtts.collect.listeners import INSTALL, Listening, start_listeners
 from myxtts.collect.recordings import Recording, clip_name, find_recordings, has_speaker_per_channel, save_clip
 from myxtts.collect.script import Script, error_rate, read_script
 from myxtts.collect.stretches import Stretch, position_of, stretches
+from myxtts.config import LANGUAGE_NAMES
 from myxtts.errors import ConfigError, Progress, progress_bar
-from myxtts.files import sync_path
 from myxtts.host import usable_cores
 
+WEAK_IN_BASE = {"ar", "cs", "fa", "hi", "hu"}
 _DETAILS = {
     NO_PAUSE: "no silence to cut at within 12 s",
     TOO_SHORT: "less than 2 s of speech between long pauses",
@@ -104,19 +105,18 @@ def collect(options: CollectOptions, progress: Progress, start: Start = start_li
         if options.filters:
             catalog.set_filters(Filters.checked({**vars(catalog.filters), **options.filters}))
         notes = _replaced(catalog, found)
-        sources = [source for path in found if (source := _register(catalog, path))]
-        pending = [source for source in sources if source.state not in ("done", "failed")]
+        pending = [source for path in found if (source := _register(catalog, path)).state == "new"]
         if pending:
             with start(options.judge, options.whisper, options.download) as listening:
                 notes += _check_models(listening.models, options)
                 _run(catalog, pending, options, listening, progress)
-        changed = {source.id for source in pending}
-        notes += finish(catalog, options.speakers, script, changed)
+                notes += _weak_languages(catalog, listening.models)
+        notes += finish(catalog, options.speakers, script)
         write_corpus(catalog)
         return _outcome(catalog, notes)
 
 
-def _register(catalog: Catalog, path: Path) -> Source | None:
+def _register(catalog: Catalog, path: Path) -> Source:
     """Return a recording's row; one that cannot be opened is noted with the reason."""
     about = path.stat()
     known = catalog.source_for(str(path), about.st_size, about.st_mtime_ns)
@@ -142,7 +142,7 @@ def _replaced(catalog: Catalog, found: Sequence[Path]) -> list[str]:
         if (state := states.get(Path(source.path)))
         and (state.st_size, state.st_mtime_ns) != (source.size, source.mtime_ns)
     }
-    why = "changed since it was collected: clips of both versions are in the corpus. A new --out has only the new one"
+    why = "changed since it was collected: the corpus has clips of both versions. A new --out has the new one only"
     return [f"{Path(path).name} {why}" for path in sorted(old)]
 
 
@@ -156,6 +156,14 @@ def _check_models(models: Mapping[str, str], options: CollectOptions) -> list[st
             + INSTALL.splitlines()[1]
         )
     return ["No quality filter: DistillMOS is not installed (make judge)"] * ("mos" not in models)
+
+
+def _weak_languages(catalog: Catalog, models: Mapping[str, str]) -> list[str]:
+    """Say in which languages the smallest Whisper is not to be trusted."""
+    found = {segment.language for segment in catalog.segments()} & WEAK_IN_BASE
+    names = " and ".join(LANGUAGE_NAMES[code] for code in sorted(found))
+    weak = f"Whisper base makes many mistakes in {names}; a larger one is better: --whisper large-v3 --download"
+    return [weak] if found and "base" in models["hear"] else []
 
 
 class _Stopped(Exception):
@@ -222,6 +230,7 @@ def _run(
         checking = _Stage(hearing, checker, max(1, cores // 2), stop)
         stages.callback(checking.close)
         stages.callback(stop.set)
+        stages.callback(listening.close)  # first of all, so that nothing waits for an answer
         total = sum(source.seconds * source.channels for source in sources)
         done = sum(
             position_of(catalog, source, channel) for source in sources for channel in range(source.channels)
@@ -243,15 +252,13 @@ def _check(
     source, channel, pieces = stretch.source, stretch.channel, stretch.pieces
     waves = [stretch.heard(piece.start, piece.end) for piece in pieces]
     voices = listening.voices(waves) if "voice" in listening.models and waves else [{}] * len(waves)
-    moss = listening.mos(waves) if "mos" in listening.models and waves else [None] * len(waves)
+    ratings = listening.mos(waves) if "mos" in listening.models and waves else [None] * len(waves)
     segments = []
-    for piece, hearing, voice, mos in zip(pieces, hearings, voices, moss, strict=True):
+    for piece, hearing, voice, mos in zip(pieces, hearings, voices, ratings, strict=True):
         start, end = round(stretch.start + piece.start, 3), round(stretch.start + piece.end, 3)
         wave = stretch.part(piece.start, piece.end)
-        scores = _scores(stretch, piece) | {
-            "heard_error": error_rate(hearing.text, hearing.alone, hearing.language)
-        }
-        scores |= {"mos": mos} if mos is not None else {}
+        scores = _scores(stretch, piece) | ({"mos": mos} if mos is not None else {})
+        scores["heard_error"] = error_rate(hearing.text, hearing.alone, hearing.language)
         notes = {"window": hearing.text, **hearing.flags}
         if voice:
             notes |= {"voice": packed([voice["voice"]]), "windows": packed(voice["windows"])}
@@ -308,11 +315,10 @@ def _record(catalog: Catalog, stretch: Stretch, segments: list[Segment], unused:
     if stretch.damage and source.seconds > end:
         lost = (round(end, 3), round(source.seconds, 3))
         unused = [*unused, Unused(source.id, stretch.channel, *lost, DAMAGED, stretch.damage)]
-    sync_path(catalog.folder / CLIPS)
     catalog.add_segments(source.id, segments, unused, round(end, 3))
     if stretch.is_end:
-        state = "failed" if stretch.damage and end == 0 else "done"
-        reason = DAMAGED if stretch.damage else ""
+        state = "failed" if end == 0 else "cut"
+        reason = DAMAGED if stretch.damage else "no samples" if end == 0 else ""
         seconds = round(max(end, source.seconds) if stretch.damage else end, 3)
         catalog.update_source(source.id, state=state, reason=reason, detail=stretch.damage, seconds=seconds)
 
@@ -320,7 +326,7 @@ def _record(catalog: Catalog, stretch: Stretch, segments: list[Segment], unused:
 def _outcome(catalog: Catalog, notes: list[str]) -> Outcome:
     sources = catalog.sources()
     chosen = [segment for segment in catalog.segments() if used(segment, catalog.filters)]
-    unfinished = sum(source.state in ("new", "cut") for source in sources)
+    unfinished = sum(source.state == "new" for source in sources)
     if unfinished:
         notes = [*notes, f"{unfinished} recordings are unfinished: name them again to continue"]
     by_speaker, by_language = _seconds_by("speaker", chosen), _seconds_by("language", chosen)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from myxtts.audio import UnusableAudio
-from myxtts.collect.catalog import Catalog, Cut, Edit, Segment, one_line
+from myxtts.collect.catalog import THRESHOLDS, Catalog, Cut, Edit, Segment, one_line
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError, DatasetError
 
@@ -86,7 +86,7 @@ def _merge(catalog: Catalog, cut: Cut, *, first: int, second: int) -> _Plan:
         raise ConfigError("Only a clip and the one that follows it in the same recording can be merged.")
     joined = {name: f"{getattr(left, name)} {getattr(right, name)}".strip() for name in ("text", "heard")}
     changes = {
-        **_recut(catalog, cut, replace(left, scores=_mean_scores(left, right)), left.start, right.end),
+        **_recut(catalog, cut, replace(left, scores=_joint_scores(left, right)), left.start, right.end),
         **joined,
         "speaker": left.speaker or right.speaker,
         "language": left.language or right.language,
@@ -156,12 +156,14 @@ def _row(catalog: Catalog, segment: Segment) -> list[Segment]:
     return [other for other in catalog.segments(segment.source) if other.channel == segment.channel]
 
 
-def _mean_scores(left: Segment, right: Segment) -> dict[str, float]:
-    """Return an estimate of what two clips together would measure: the mean, weighted by their lengths."""
+def _joint_scores(left: Segment, right: Segment) -> dict[str, float]:
+    """Return the worse of the two scores where a filter reads them, or their mean, weighted by length."""
     share = left.seconds / (left.seconds + right.seconds)
+    worse = {rule.score: max if rule.is_maximum else min for rule in THRESHOLDS.values()}
     both = {**right.scores, **left.scores}
     for name in left.scores.keys() & right.scores.keys():
-        both[name] = share * left.scores[name] + (1 - share) * right.scores[name]
+        one, other = left.scores[name], right.scores[name]
+        both[name] = worse[name](one, other) if name in worse else share * one + (1 - share) * other
     return both
 
 

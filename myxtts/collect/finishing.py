@@ -6,6 +6,7 @@ Reads and writes the catalog only. A person's edits stay.
 from __future__ import annotations
 
 import base64
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
@@ -16,30 +17,37 @@ import numpy as np
 import numpy.typing as npt
 
 from myxtts.collect import speakers
-from myxtts.collect.catalog import Catalog, Segment
+from myxtts.collect.catalog import Catalog, Segment, Source
 from myxtts.collect.recordings import script_of
 from myxtts.collect.script import Script, error_rate, is_foreign, is_repeated, read_script
 
 ONE_SPEAKER = "speaker1"
+_FOUND = re.compile(r"speaker\d+")  # names that nobody gave
 REPEATED = "repeated take"
 _REPEATED_WITHIN_S, _REPEATED_CLIPS = 60.0, 4
 
 
-def finish(catalog: Catalog, how_many: str, script: Script | None, changed: set[int]) -> list[str]:
-    """Do what needs all clips: scripts, speakers, repeated takes. Returns what is worth saying."""
-    notes = _use_scripts(catalog, script, changed)
-    segments = catalog.segments()
-    if changed or how_many or any(not segment.speaker for segment in segments):
-        _name_speakers(catalog, segments, how_many)
+def finish(catalog: Catalog, how_many: str, script: Script | None) -> list[str]:
+    """Do what needs all clips of recordings that are cut: scripts, speakers, repeated takes.
+
+    `how_many` speakers there are is a number, auto or one; with "" or anything else, only new clips are named.
+    Returns what is worth saying.
+    """
+    new = [source for source in catalog.sources() if source.state == "cut"]
+    notes = _use_scripts(catalog, script, new)
+    if new or how_many:
+        _name_speakers(catalog, catalog.segments(), how_many)
         _find_repeated(catalog)
+    for source in new:
+        catalog.update_source(source.id, state="done")
     return notes
 
 
-def _use_scripts(catalog: Catalog, script: Script | None, changed: set[int]) -> list[str]:
+def _use_scripts(catalog: Catalog, script: Script | None, sources: Sequence[Source]) -> list[str]:
     notes = []
-    for source in catalog.sources():
-        beside = script_of(Path(source.path)) if source.id in changed else None
-        text = Script(read_script(beside)) if beside else script if source.id in changed else None
+    for source in sources:
+        beside = script_of(Path(source.path))
+        text = Script(read_script(beside)) if beside else script
         if text is None:
             continue
         segments, expected, changes = catalog.segments(source.id), 0, {}
@@ -67,7 +75,7 @@ def _use_scripts(catalog: Catalog, script: Script | None, changed: set[int]) -> 
 def _name_speakers(catalog: Catalog, segments: Sequence[Segment], how_many: str) -> None:
     """Name the speakers of clips that have none; if asked, those of all clips that nobody named."""
     again = how_many in ("auto", "one") or how_many.isdecimal()
-    free = [each for each in segments if not each.speaker or (again and each.speaker.startswith("speaker"))]
+    free = [each for each in segments if not each.speaker or (again and _FOUND.fullmatch(each.speaker))]
     free = [each for each in free if "speaker" not in each.edited]
     with_voice = [each for each in free if "voice" in each.notes]
     names = {each.id: each.speaker or ONE_SPEAKER for each in free}

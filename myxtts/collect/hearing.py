@@ -5,6 +5,7 @@ A text is trusted as far as the two transcripts agree. They are aligned by words
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from myxtts.collect.listeners import Listening
 
 OTHER_LANGUAGE, TOO_MUCH_TEXT = "another language", "more text than speech"
-_UNLIKELY, _CERTAIN, _KNOWN_SHARE = 0.1, 0.8, 0.3  # probabilities of languages
+_UNLIKELY, _CERTAIN, _KNOWN_SHARE = 0.1, 0.8, 0.1  # probabilities of languages
 _LANGUAGE_FLOOR, _NEIGHBOUR_WEIGHT, _NEIGHBOURS = 1e-3, 0.15, 2
 _MOST_LETTERS_PER_S = 30.0
 
@@ -43,9 +44,10 @@ def hear(listening: Listening, language: str, stretch: Stretch) -> tuple[Stretch
     alone = listening.hear(waves, [language] * len(waves), quick=True)
     likely = [heard["languages"] for heard in alone]
     spoken = [language] * len(pieces) if language else _languages(likely)
-    _hear_again(
-        listening, waves, alone, [at for at, heard in enumerate(alone) if heard["language"] != spoken[at]], spoken
-    )
+    if not language:
+        _settle(listening, waves, spoken)
+    misheard = [at for at, heard in enumerate(alone) if heard["language"] != spoken[at]]
+    _hear_again(listening, waves, alone, misheard, spoken)
     groups = _windows(pieces, spoken)
     together = listening.hear(
         [stretch.heard(pieces[group[0]].start, pieces[group[-1]].end) for group in groups],
@@ -60,6 +62,19 @@ def hear(listening: Listening, language: str, stretch: Stretch) -> tuple[Stretch
         Hearing(text, heard["text"], code, found)
         for text, heard, code, found in zip(texts, alone, spoken, flags, strict=True)
     ]
+
+
+def _settle(listening: Listening, waves: Sequence[Wave], spoken: list[str]) -> None:
+    """Hear pieces that seem to be in another language than most in both, and keep that of the likelier words."""
+    usual = Counter(spoken).most_common(1)[0][0]
+    odd = [at for at, code in enumerate(spoken) if code != usual]
+    if odd:
+        chosen = [waves[at] for at in odd]
+        found = listening.hear(chosen + chosen, [spoken[at] for at in odd] + [usual] * len(odd))
+        for number, at in enumerate(odd):
+            own, other = found[number], found[number + len(odd)]
+            if other["log_probability"] > own["log_probability"]:
+                spoken[at] = usual
 
 
 def _hear_again(

@@ -51,6 +51,7 @@ class Listening(Protocol):
     def hear(self, waves: Sequence[Wave], languages: Sequence[str], quick: bool = False) -> list[Heard]: ...
     def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]: ...
     def mos(self, waves: Sequence[Wave]) -> list[float]: ...
+    def close(self) -> None: ...
 
 
 class Listener:
@@ -90,7 +91,7 @@ class Listener:
         return answer.result()
 
     def close(self) -> None:
-        """End the process; what still waits for an answer fails."""
+        """End the process; what still waits for an answer fails. It may be called twice."""
         self._process.kill()
         self._process.wait()
         self._reader.join()
@@ -152,6 +153,11 @@ class Listeners:
         """The predicted mean opinion score of each clip."""
         return self.checks.ask("mos", waves)
 
+    def close(self) -> None:
+        """End the processes; what still waits for an answer fails."""
+        self.words.close()
+        self.checks.close()
+
 
 @contextlib.contextmanager
 def start_listeners(judge: Path | None, whisper: str, download: bool) -> Iterator[Listeners]:
@@ -161,14 +167,13 @@ def start_listeners(judge: Path | None, whisper: str, download: bool) -> Iterato
     command = [str(python), "-I", str(SCRIPT), "--home", str(home), "--threads", str(min(cores, _THREADS))]
     command += ["--workers", str(max(1, cores // _THREADS)), "--checks-threads", "1"]
     words = [*command, "--models", "speech,hear", "--whisper", whisper, *(["--download"] * download)]
-    with contextlib.ExitStack() as started:
-        found = [Listener(words), Listener([*command, "--models", "voice,mos"])]
-        for listener in found:
-            started.callback(listener.close)
-        listeners = Listeners(*found)
+    listeners = Listeners(Listener(words), Listener([*command, "--models", "voice,mos"]))
+    try:
         if "hear" not in listeners.models:
             raise ConfigError(f"{python} has no faster-whisper.\n{INSTALL}")
         yield listeners
+    finally:
+        listeners.close()
 
 
 def _interpreter(judge: Path | None, whisper: str) -> tuple[Path, Path]:

@@ -104,10 +104,13 @@ def music(wave: Wave, is_speech: npt.NDArray[np.bool_] | None = None) -> float:
     detail = spectra - np.lib.stride_tricks.sliding_window_view(around, _TONE_SMOOTH, 1).mean(2)
     detail /= np.linalg.norm(detail, axis=1, keepdims=True) + 1e-9
     both = usable[:-_TONE_LAG] & usable[_TONE_LAG:]
-    if both.sum() < _TONE_FRAMES:
-        return 0.0
-    similar = float(np.sum(detail[:-_TONE_LAG] * detail[_TONE_LAG:], 1)[both].mean())
-    return float(np.clip(similar / _TONAL, 0.0, 1.0))
+    alike = np.sum(detail[:-_TONE_LAG] * detail[_TONE_LAG:], 1)
+    within = np.zeros(len(both), bool)  # music may begin and end with the speech
+    words = np.flatnonzero(is_speech if is_speech is not None else [])
+    if len(words):
+        within[words[0] * 512 // _TONE_HOP : words[-1] * 512 // _TONE_HOP] = True
+    similar = [float(alike[part].mean()) for part in (both, both & within) if part.sum() >= _TONE_FRAMES]
+    return float(np.clip(max(similar, default=0.0) / _TONAL, 0.0, 1.0))
 
 
 def _between_words(is_speech: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.bool_]:

@@ -108,7 +108,7 @@ class Recording:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._held = contextlib.ExitStack()
-        self.damage = ""
+        self.damage, self._at = "", 0
         try:
             self._decoder = self._open()
         except BaseException:
@@ -145,28 +145,38 @@ class Recording:
 
     @property
     def facts(self) -> Facts:
-        return self._decoder.facts
+        """What the file promises, which may be more than is there."""
+        facts, missing = self._decoder.facts, re.match(r"(\d+) of (\d+) bytes of samples", self.damage)
+        promised = int(missing[2]) / max(1, int(missing[1])) if missing else 1.0
+        return facts._replace(seconds=facts.seconds * promised)
 
     def blocks(self, start: float, seconds: float = BLOCK_S) -> Iterator[Block]:
         """Yield everything from `start` on in blocks; what cannot be decoded ends them and is said in `damage`."""
         rate = self.facts.sample_rate
         frame, size = round(start * rate), round(seconds * rate)
-        try:
-            self._decoder.seek(frame)
-            while len(samples := self._decoder.read(size)):
-                _check_values(samples)
-                yield Block(frame / rate, samples)
-                frame += len(samples)
-        except (sf.LibsndfileError, RuntimeError, ValueError, OSError) as error:
-            self.damage = str(
-                getattr(error, "error_string", "") or getattr(error, "strerror", "") or type(error).__name__
-            )
+        while len(samples := self._samples(frame, frame + size)):
+            yield Block(frame / rate, samples)
+            frame += len(samples)
 
     def part(self, start: float, end: float) -> Wave:
         """Return the samples (frames, channels) between two times."""
         rate = self.facts.sample_rate
-        self._decoder.seek(max(0, round(start * rate)))
-        return self._decoder.read(round(end * rate) - max(0, round(start * rate)))
+        return self._samples(max(0, round(start * rate)), round(end * rate))
+
+    def _samples(self, first: int, last: int) -> Wave:
+        """Return samples up to the first that cannot be decoded; `damage` says why."""
+        parts = [np.zeros((0, self.facts.channels), np.float32)]
+        try:
+            if first != self._at:
+                self._decoder.seek(first)
+            self._at = first
+            while self._at < last and len(part := self._decoder.read(min(_READ_FRAMES, last - self._at))):
+                _check_values(part)
+                parts.append(part)
+                self._at += len(part)
+        except (sf.LibsndfileError, RuntimeError, ValueError, OSError) as error:
+            self.damage = self.damage or _why(error)
+        return np.concatenate(parts)
 
 
 def _why(error: Exception) -> str:
@@ -209,6 +219,9 @@ class _AvFile:
             self._container.close()
             raise UnusableAudio("not audio", "the file has no audio track")
         context = self._container.streams.audio[0].codec_context
+        if not context.sample_rate:  # text that is named like audio
+            self._container.close()
+            raise UnusableAudio("not audio", "the audio track has no sample rate")
         seconds = (self._container.duration or 0) / av.time_base
         self.facts = Facts(seconds, context.sample_rate, context.channels or 1)
         self._frames = self._decoded()

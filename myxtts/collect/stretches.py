@@ -79,7 +79,7 @@ def stretches(catalog: Catalog, source: Source, listening: Listening) -> Iterato
                     end = stretch.end
                     yield stretch
                 damage = recording.damage
-        except (UnusableAudio, OSError) as error:
+        except (UnusableAudio, OSError, RuntimeError, ValueError) as error:
             damage = error.detail if isinstance(error, UnusableAudio) else str(error)
             is_last = True
         if is_last or damage:

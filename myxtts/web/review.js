@@ -473,15 +473,25 @@ function wideWave(node) {
 }
 
 async function loadWide(id) {
-  const detail = page.items.get(id).detail;
-  try {
-    const wave = await ask(`/api/peaks/${id}?wide=1`);
+  const node = page.items.get(id);
+  const { detail } = node;
+  const showWave = wave => {
     if (page.selected !== id || !detail.isConnected) return;
     detail.wave = wave;
     draw(detail.canvas, wave.peaks);
     place();
+  };
+  // To find a place in a long MP3 takes seconds: until then the clip alone is shown.
+  const late = setTimeout(() => {
+    const { start, end } = page.rows.get(id) ?? {};
+    if (node.peaks?.length && end) showWave({ start, end, peaks: node.peaks });
+  }, 400);
+  try {
+    showWave(await ask(`/api/peaks/${id}?wide=1`));
   } catch (error) {
     say(error.message, true);
+  } finally {
+    clearTimeout(late);
   }
 }
 

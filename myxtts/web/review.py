@@ -33,6 +33,7 @@ from myxtts.collect.catalog import (
     Source,
     StaleEdit,
     count,
+    measured,
     reasons,
     table,
     write_corpus,
@@ -307,8 +308,7 @@ def _badness(clip: Segment, filters: Filters) -> float:
     """Return how far a clip is beyond the strictest filter, as a share of its range; flags count as 1."""
     found = [-1.0]
     for name, rule in THRESHOLDS.items():
-        value = clip.seconds if rule.score == "seconds" else clip.scores.get(rule.score)
-        limit = getattr(filters, name)
+        value, limit = measured(clip, rule), getattr(filters, name)
         if value is not None and limit is not None:
             beyond = value - limit if rule.is_maximum else limit - value
             found.append(beyond / (rule.high - rule.low))
