@@ -492,6 +492,7 @@ def main() -> None:
             command.add_argument("--out", type=Path, required=True)
     added["make"].add_argument("--speech", type=Path, required=True)
     added["make"].add_argument("--size", type=int, default=4, help="clips in a recording")
+    added["make"].add_argument("--seed", type=int, default=0, help="of what is chosen and planted")
     added["usual"].add_argument("--whisper", type=Path, required=True, help="a CTranslate2 folder")
     added["judge"].add_argument("--corpus", type=Path, required=True, action="append")
     added["judge"].add_argument("--list", type=int, default=20, help="cut words to show")

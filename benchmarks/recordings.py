@@ -200,8 +200,8 @@ class Tape:
 class Studio:
     """Makes recordings of clips, each of which is used once."""
 
-    def __init__(self, speech: Path) -> None:
-        self.chance = random.Random(0)
+    def __init__(self, speech: Path, seed: int) -> None:
+        self.chance = random.Random(seed)
         self.clips: dict[str, list[dict[str, str]]] = defaultdict(list)
         for table in sorted(speech.rglob("metadata.csv")):
             for row in read_table(table):
@@ -265,7 +265,7 @@ def wrong_words(text: str, chance: random.Random) -> str:
 
 def make(options: argparse.Namespace) -> None:
     """Write the recordings, their scripts and truth.json."""
-    studio, size, made = Studio(options.speech), options.size, list[Recording]()
+    studio, size, made = Studio(options.speech, options.seed), options.size, list[Recording]()
     options.out.mkdir(parents=True, exist_ok=True)
 
     def write(name: str, tape: Tape, snr_db: float = 40) -> None:

@@ -186,7 +186,10 @@ def _interpreter(judge: Path | None, whisper: str) -> tuple[Path, Path]:
     """The Python that has the models, and the folder where Whisper base is unpacked."""
     from myxtts.evaluation import find_judges  # imports PyTorch
 
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Clips have many lengths: few plans and few heaps are kept for these.
+    usual = {"OMP_WAIT_POLICY": "PASSIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "MALLOC_ARENA_MAX": "2"}
+    for name, value in usual.items():
+        os.environ.setdefault(name, value)
     try:
         return find_judges(judge)
     except ConfigError as error:
