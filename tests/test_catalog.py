@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from myxtts.collect.catalog import (
@@ -195,6 +195,7 @@ def make(catalog: Catalog, action: str, which: int, value: Any) -> bool:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(EDITS, max_size=10))
+@example([("move", 1, (-0.0008512542243868104, 1.0))])
 def test_edits_account_for_every_second_and_undo_takes_all_back(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, Any]]
 ) -> None:

@@ -30,7 +30,7 @@ DATABASE, LOCK, CLIPS = "collect.db", "collect.lock", "wavs"
 METADATA, REJECTED = "metadata.csv", "rejected.csv"
 _FORMAT = 1
 _WAIT_S = 30.0  # for another process that is writing
-_TOLERANCE_S = 0.001  # times are compared and written in milliseconds
+TOLERANCE_S = 0.0005  # times are whole milliseconds
 _OF_THE_TEXT = {"heard_error", "script_error"}
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _SCHEMA = """
@@ -461,7 +461,7 @@ class Catalog:
         query = 'SELECT channel, start, "end" FROM segments WHERE source = ? AND start < ? AND "end" > ?'
         spans = self._read(query, source, high, low) + [(clip.channel, clip.start, clip.end) for clip in new]
         for before, after in pairwise(sorted(spans)):
-            if before[0] == after[0] and after[1] < before[2] - _TOLERANCE_S:
+            if before[0] == after[0] and after[1] < before[2] - TOLERANCE_S:
                 raise ValueError(f"clips of source {source} overlap: {before[2]} s > {after[1]} s")
 
     def update_segments(self, changes: Mapping[int, Mapping[str, Any]]) -> list[int]:

@@ -12,14 +12,13 @@ from functools import partial
 from typing import Any
 
 from myxtts.audio import UnusableAudio
-from myxtts.collect.catalog import THRESHOLDS, Catalog, Cut, Edit, Segment, one_line
+from myxtts.collect.catalog import THRESHOLDS, TOLERANCE_S, Catalog, Cut, Edit, Segment, one_line
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError, DatasetError
 
 SHORTEST_S, LONGEST_S = 0.2, 60.0
 """Limits of a clip that a person cuts; filters decide what is used of these."""
 MAX_CHARACTERS = 2000
-_TOLERANCE_S = 0.001
 _ARGUMENTS = {"id", "value", "old", "new", "first", "second", "at", "start", "end"}
 
 
@@ -118,13 +117,13 @@ def _move(catalog: Catalog, cut: Cut, *, id: int, start: float, end: float) -> _
     segment, start, end = catalog.segment(id), _number(start), _number(end)
     source = catalog.source(segment.source)
     total = source.seconds
-    if source.state == "new" and (source.channels > 1 or end > source.done_until + _TOLERANCE_S):
+    if source.state == "new" and (source.channels > 1 or end > source.done_until + TOLERANCE_S):
         raise ConfigError("This recording is still being collected: move this cut when all of it is heard.")
-    if start < 0 or end > total + _TOLERANCE_S:
+    if start < 0 or end > total + TOLERANCE_S:
         raise ConfigError(f"The recording has {total:.3f} s; {start:.3f} s to {end:.3f} s is not in it.")
     plan = _Plan({id: _recut(catalog, cut, segment, start, end)}, based_on=[segment])
     for other in _row(catalog, segment):
-        if other.id == id or other.end <= start + _TOLERANCE_S or other.start >= end - _TOLERANCE_S:
+        if other.id == id or other.end <= start + TOLERANCE_S or other.start >= end - TOLERANCE_S:
             continue
         times = (other.start, start) if other.start < segment.start else (end, other.end)
         if times[1] - times[0] < SHORTEST_S:
@@ -136,7 +135,7 @@ def _move(catalog: Catalog, cut: Cut, *, id: int, start: float, end: float) -> _
 
 def _recut(catalog: Catalog, cut: Cut, segment: Segment, start: float, end: float) -> dict[str, Any]:
     """Cut a clip's audio anew and return its changed fields; a clip that stays the same is not cut."""
-    if abs(start - segment.start) < _TOLERANCE_S and abs(end - segment.end) < _TOLERANCE_S:
+    if abs(start - segment.start) < TOLERANCE_S and abs(end - segment.end) < TOLERANCE_S:
         return {}
     if not SHORTEST_S <= end - start <= LONGEST_S:
         limits = f"{SHORTEST_S:g} to {LONGEST_S:g} s"
