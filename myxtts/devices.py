@@ -334,7 +334,8 @@ def allocatable_bytes(device: torch.device) -> int:
     """Memory of a GPU that PyTorch can still allocate in this process, under its cap if it has one."""
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    cap = int(torch.cuda.get_per_process_memory_fraction(index) * total)
     return min(free + reserved, cap) - allocated
 
 

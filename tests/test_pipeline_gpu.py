@@ -321,6 +321,7 @@ def test_the_handoff_takes_as_long_as_the_copy_alone(
 ) -> None:
     monkeypatch.setattr("myxtts.pipeline.feed.Stream", LateEncode)
     data, trace = replace(SHORT, batch_size=256, max_mel_frames=800), Trace()
+    short = replace(short, data=data)
     apart = Streams.of(plan, data)._replace(handoff_from=LateEncode(plan.data))  # also where one would do
     with short.feed(plan, Stamps, data=data, streams=apart, trace=trace, depths=Depths(2, 3, 2)) as feed:
         for _ in range(8):
