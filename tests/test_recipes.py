@@ -351,6 +351,20 @@ def test_references_are_disturbed_in_training_within_their_clips_and_nothing_els
     assert torch.equal(alone.mel, before.mel), "no clip is chosen"
 
 
+def test_the_dvae_learns_to_return_clips_as_they_are_when_it_hears_them_disturbed() -> None:
+    recipe, batch = make("dvae"), dvae_batch()
+    heard: list[tuple[Tensor, Tensor]] = []
+    recipe.dvae.register_forward_pre_hook(lambda _, given: heard.append((given[0], given[2])))
+    recipe.noise = 1.0
+    run(recipe, batch)
+    recipe.evaluate(batch, SIZES)
+    (disturbed_mel, target), (clean, same) = heard
+    assert torch.equal(target, clean) and torch.equal(clean, same), "validation hears clips as they are"
+    inside = torch.arange(64) < batch["num_frames"][:, None]
+    assert disturbed_mel.isfinite().all() and not disturbed_mel.mT[~inside].any()
+    assert (disturbed_mel.mT[inside] != clean.mT[inside]).float().mean() > 0.9
+
+
 def test_only_what_sizes_say_is_read() -> None:
     """Behind it stands what an earlier batch left there; with shapes of its own a batch is as long as it needs."""
     recipe, batch = make("gpt"), gpt_batch()

@@ -181,6 +181,10 @@ def see_regularisation(run: Observe) -> None:
     given = ["", *(f"--{name} 0.4" for name in names)]
     first_losses = [losses(run(f"--stages gpt --max-steps 1 {flags}").folder)[0] for flags in given]
     assert len(set(first_losses)) == len(given)
+    heard = [
+        losses(run(f"--stages dvae --max-steps 1 --dvae-noise {share}").folder, "dvae")[0] for share in (0, 1)
+    ]
+    assert heard[0] != heard[1]
 
 
 OBSERVED: dict[Callable[[Observe], None], str] = {
@@ -201,7 +205,8 @@ OBSERVED: dict[Callable[[Observe], None], str] = {
     see_optimization_level: "training.optimization_level",
     see_preset: "training.preset",
     see_regularisation: (
-        "model.dropout training.label_smoothing training.code_noise training.text_dropout training.reference_noise"
+        "model.dropout training.label_smoothing training.code_noise training.text_dropout training.reference_noise "
+        "training.dvae_noise"
     ),
 }
 

@@ -222,9 +222,15 @@ class DVAE(nn.Module):
         """Codes to either side that the mel of a code depends on: two by each residual block, 3/4 by the rest."""
         return 2 * sum(isinstance(layer, ResidualBlock) for layer in self.decoder) + 1
 
-    def forward(self, mel: Tensor, num_frames: Tensor | None = None) -> Reconstruction:
-        """Encode and reconstruct a mel [B, channels, T]; frames after the last whole code are cut off."""
-        mel = mel[..., : mel.shape[-1] // FRAMES_PER_CODE * FRAMES_PER_CODE]
+    def forward(
+        self, mel: Tensor, num_frames: Tensor | None = None, target: Tensor | None = None
+    ) -> Reconstruction:
+        """Encode and reconstruct a mel [B, channels, T]; frames after the last whole code are cut off.
+
+        The error is that from `target`, without one from the mel itself.
+        """
+        whole = mel.shape[-1] // FRAMES_PER_CODE * FRAMES_PER_CODE
+        mel, target = mel[..., :whole], (mel if target is None else target)[..., :whole]
         latents = self._latents(mel, num_frames)
         codes = self.codebook.nearest(latents.detach())
         vectors = self.codebook.vectors(codes)
@@ -235,7 +241,7 @@ class DVAE(nn.Module):
             mask = _inside(codes.shape[1], _num_codes(num_frames)).squeeze(2).float()
         reconstruction = self._mel(quantised, num_frames)
         commitment = (vectors - latents).square().mean(dim=-1) * mask
-        mse = (reconstruction.float() - mel.float()).square()
+        mse = (reconstruction.float() - target.float()).square()
         return Reconstruction(reconstruction, mse, commitment, latents.detach(), codes, mask)
 
     def _latents(self, mel: Tensor, num_frames: Tensor | None) -> Tensor:

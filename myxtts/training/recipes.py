@@ -37,7 +37,7 @@ from myxtts.model.conditioning import PackedFrames, pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction, Usage
 from myxtts.model.flow import noise_of
 from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack, packed_length
-from myxtts.model.mel import CONDITIONING_MEL, LogMel, MelSpec
+from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, LogMel, MelSpec
 from myxtts.model.vocoder import (
     CROP_SAMPLES,
     OUTPUT_SAMPLE_RATE,
@@ -241,6 +241,7 @@ class DvaeRecipe(Recipe):
         if frozen and not facts.fine_tuning:
             raise ConfigError("--codebook frozen needs a trained codebook: give --init-from, or leave it out")
         recipe = cls(model.dvae, facts.world_size, settings.training.seed, facts.fine_tuning, frozen)
+        recipe.noise, recipe.mel_stats = settings.training.dvae_noise, model.mel_stats
         if facts.world_size > 1:
             recipe.all_reduce, recipe.broadcast = dist.all_reduce, partial(dist.broadcast, src=0)
         return recipe
@@ -250,6 +251,7 @@ class DvaeRecipe(Recipe):
     ) -> None:
         super().__init__(world_size)
         self.dvae, self.seed, self.fine_tuning, self.frozen = dvae, seed, fine_tuning, frozen
+        self.noise, self.mel_stats = 0.0, torch.ones(dvae.channels)  # the share of clips that are disturbed
         self.all_reduce: InPlace | None = None
         self.broadcast: InPlace | None = None
         vectors = dvae.codebook.embed
@@ -321,7 +323,9 @@ class DvaeRecipe(Recipe):
         num_frames = torch.where(weights > 0, tensors["num_frames"], 0)
         inside = torch.arange(mel.shape[-1], device=mel.device) < num_frames[:, None]
         # Padding must be zeroed: a NaN there would reach the weights through the error, even times 0.
-        out: Reconstruction = self.dvae(torch.where(inside[:, None], mel, 0), num_frames)
+        mel = torch.where(inside[:, None], mel, 0)
+        heard = self._disturbed(mel, num_frames, inside) if self.training and self.noise else mel
+        out: Reconstruction = self.dvae(heard, num_frames, mel)
         frame_weights, code_weights = inside * weights[:, None], out.mask * weights[:, None]
         return out, {
             "sum": (out.mse.mean(1) * frame_weights).sum(),
@@ -329,6 +333,15 @@ class DvaeRecipe(Recipe):
             "commitment_sum": (out.commitment * code_weights).sum(),
             "commitment_count": code_weights.sum(),
         }
+
+    def _disturbed(self, mel: Tensor, num_frames: Tensor, inside: Tensor) -> Tensor:
+        """Padded mels [B, 80, T] with some of the clips `disturbed`."""
+        floor = math.log(DVAE_MEL.log_floor) / self.mel_stats[:, None]
+        rows = torch.where(inside[:, None], mel, floor).mT
+        frames = pack_frames(rows.flatten(0, 1), torch.full_like(num_frames, mel.shape[2]), mel.shape[2])
+        frames = frames._replace(num_frames=num_frames.clamp(min=1).float()[:, None])
+        heard = disturbed(frames, self.mel_stats, self.noise).mel.view(rows.shape).mT
+        return torch.where(inside[:, None], heard, 0)
 
     def _usage(self, out: Reconstruction, weights: Tensor) -> Usage:
         """The use of a trained codebook in the last updates, and of a frozen one in this batch."""
@@ -481,15 +494,16 @@ def add_noise(crops: Tensor) -> Tensor:
 
 TEXT_WEIGHT = 0.01  # weight of the text loss; that of the audio loss is 1
 MANY_LAYERS = 8  # from this many layers on, the GPT is compiled layer by layer
+LEVEL_DB = 6.0  # a disturbed clip is up to so much louder or softer
 WIDE_DIM = 1024  # XTTS-v2's width; a GPT at least this wide gets half the learning rate
 
 
 @torch.no_grad()
 def disturbed(frames: PackedFrames, mel_stats: Tensor, share: float) -> PackedFrames:
-    """The references of a `share` of the clips as another room, microphone and noise would make them.
+    """A `share` of the clips as another room, microphone, level and noise would make them.
 
     Everything happens to the energies of mel bands: reverberation adds a decaying tail to each band, a microphone
-    multiplies bands by a smooth curve, and noise adds energy with another smooth curve.
+    multiplies bands by a smooth curve and a level, and noise adds energy with another smooth curve.
     """
     num_clips, device = len(frames.num_frames), frames.mel.device
     bands = torch.arange(frames.mel.shape[1], device=device) / frames.mel.shape[1]
@@ -510,7 +524,7 @@ def disturbed(frames: PackedFrames, mel_stats: Tensor, share: float) -> PackedFr
             is_same = F.pad(clip, (0, 0, shift, 0))[:-shift] == clip
             tail = tail + torch.where(is_same, decay**shift * F.pad(tail, (0, 0, shift, 0))[:-shift], 0)
         energy = dry + frames.spread(drawn(0.0, 0.3)) * (tail - dry)
-        energy = energy * frames.spread(curve(4.0))
+        energy = energy * frames.spread(curve(4.0) * 10 ** (drawn(-LEVEL_DB, LEVEL_DB) / 10))
         loudness = frames.sum_by_clip(energy.mean(1, keepdim=True)) / frames.num_frames
         noise = frames.spread(loudness * 10 ** (-drawn(1.0, 4.0)) * curve(6.0))  # 10 to 40 decibels below
         energy = energy + noise * (0.5 + torch.rand_like(noise))
