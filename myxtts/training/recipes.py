@@ -231,6 +231,7 @@ class DvaeRecipe(Recipe):
     """[1 + dim, codes]: since the last step, the number and the sum of the latents assigned to each code."""
     candidates: Tensor  # [codes, dim]: latents of the last micro-batch that dead codes can be moved to
     candidate_weights: Tensor  # [codes]: 0 where there is no candidate
+    mel_stats: Tensor
 
     @classmethod
     def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> DvaeRecipe:
@@ -241,7 +242,8 @@ class DvaeRecipe(Recipe):
         if frozen and not facts.fine_tuning:
             raise ConfigError("--codebook frozen needs a trained codebook: give --init-from, or leave it out")
         recipe = cls(model.dvae, facts.world_size, settings.training.seed, facts.fine_tuning, frozen)
-        recipe.noise, recipe.mel_stats = settings.training.dvae_noise, model.mel_stats
+        recipe.noise = settings.training.dvae_noise
+        recipe.mel_stats.copy_(model.mel_stats)
         if facts.world_size > 1:
             recipe.all_reduce, recipe.broadcast = dist.all_reduce, partial(dist.broadcast, src=0)
         return recipe
@@ -251,13 +253,14 @@ class DvaeRecipe(Recipe):
     ) -> None:
         super().__init__(world_size)
         self.dvae, self.seed, self.fine_tuning, self.frozen = dvae, seed, fine_tuning, frozen
-        self.noise, self.mel_stats = 0.0, torch.ones(dvae.channels)  # the share of clips that are disturbed
+        self.noise = 0.0  # the share of clips that are disturbed
         self.all_reduce: InPlace | None = None
         self.broadcast: InPlace | None = None
         vectors = dvae.codebook.embed
         self.register_buffer("counts_and_sums", F.pad(torch.zeros_like(vectors), (0, 0, 1, 0)), persistent=False)
         self.register_buffer("candidates", torch.zeros_like(vectors.t()), persistent=False)
         self.register_buffer("candidate_weights", torch.zeros_like(vectors[0]), persistent=False)
+        self.register_buffer("mel_stats", torch.ones(dvae.channels, device=vectors.device), persistent=False)
         # These differ between processes; DDP would broadcast those of the first.
         self._ddp_params_and_buffers_to_ignore = ["counts_and_sums", "candidates", "candidate_weights"]
 
