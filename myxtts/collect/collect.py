@@ -48,7 +48,7 @@ from myxtts.collect.recordings import (
     script_of,
 )
 from myxtts.collect.script import Script, error_rate, read_script
-from myxtts.collect.stretches import Stretch, position_of, stretches
+from myxtts.collect.stretches import Stretch, stretches
 from myxtts.config import LANGUAGE_NAMES
 from myxtts.errors import ConfigError, Progress, progress_bar
 from myxtts.host import usable_cores
@@ -142,7 +142,9 @@ def _register(catalog: Catalog, path: Path) -> Source:
         apart = has_speaker_per_channel(path)
     except UnusableAudio as error:
         return catalog.update_source(source.id, state="failed", reason=error.reason, detail=error.detail)
-    found = {"seconds": facts.seconds, "sample_rate": facts.sample_rate, "channels": 2 if apart else 1}
+    channels = 2 if apart else 1
+    found = {"seconds": facts.seconds, "sample_rate": facts.sample_rate, "channels": channels}
+    found["done_until"] = (0.0,) * channels
     return catalog.update_source(source.id, state="new", reason="", detail="", **found)
 
 
@@ -267,7 +269,7 @@ def _run(
     stop, cores = threading.Event(), usable_cores()
     with contextlib.ExitStack() as stages:
         stages.callback(stop.set)
-        parts = (part for source in sources for part in stretches(catalog, source, listening))
+        parts = (part for source in sources for part in stretches(source, listening))
         hearing = _Stage(parts, partial(hear, listening, options.language), 1 + max(1, cores // 4), stop)
         stages.callback(hearing.close)
         checker = partial(_check, listening, options, catalog.folder / CLIPS)
@@ -276,9 +278,7 @@ def _run(
         stages.callback(stop.set)
         stages.callback(listening.close)  # first of all, so that nothing waits for an answer
         total = sum(source.seconds * source.channels for source in sources)
-        done = sum(
-            position_of(catalog, source, channel) for source in sources for channel in range(source.channels)
-        )
+        done = sum(sum(source.done_until) for source in sources)
         with progress_bar(progress, "Listening (seconds)", round(total), round(done)) as advance:
             for stretch, segments, unused in checking:
                 _record(catalog, stretch, segments, unused)
@@ -357,10 +357,12 @@ def _given_speaker(source: Source, channel: int, options: CollectOptions) -> str
 def _record(catalog: Catalog, stretch: Stretch, segments: list[Segment], unused: list[Unused]) -> None:
     """Write down what is finished, in one transaction."""
     source, end = stretch.source, stretch.end
+    done_until = round(end, 3)
     if stretch.damage and source.seconds > end:
-        lost = (round(end, 3), round(source.seconds, 3))
-        unused = [*unused, Unused(source.id, stretch.channel, *lost, DAMAGED, stretch.damage)]
-    catalog.add_segments(source.id, segments, unused, round(end, 3))
+        done_until = round(source.seconds, 3)
+        lost = Unused(source.id, stretch.channel, round(end, 3), done_until, DAMAGED, stretch.damage)
+        unused = [*unused, lost]
+    catalog.add_segments(source.id, segments, unused, done_until, stretch.channel)
     if stretch.is_end:
         state = "failed" if end == 0 else "cut"
         reason = DAMAGED if stretch.damage else "no samples" if end == 0 else ""
