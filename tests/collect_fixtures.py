@@ -17,6 +17,7 @@ from myxtts.audio import Wave
 from myxtts.collect.collect import CollectOptions, Outcome, collect
 from myxtts.collect.cutting import FRAME_SAMPLES
 from myxtts.collect.cutting import RATE as HEARD_RATE
+from myxtts.collect.listen import WINDOW_SAMPLES
 from myxtts.errors import NO_PROGRESS
 
 RATE = 22050
@@ -97,15 +98,24 @@ class Ears:
 
     def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]:
         self._count()
-        voices = [[1.0, 0.1] if _has_overtones(wave) else [0.1, 1.0] for wave in waves]
-        return [{"voice": voice, "windows": [voice]} for voice in voices]
+        voices = [voice(1.0, 0.1) if _has_overtones(wave) else voice(0.1, 1.0) for wave in waves]
+        counts = [1 + len(wave) // WINDOW_SAMPLES for wave in waves]
+        return [{"voice": each, "windows": [each] * count} for each, count in zip(voices, counts, strict=True)]
 
     def mos(self, waves: Sequence[Wave]) -> list[float]:
         self._count()
         return [4.0] * len(waves)
 
+    def times(self) -> dict[str, float]:
+        return {"hear": 3.0, "speech": 1.0}
+
     def close(self) -> None:
         """Nothing is open."""
+
+
+def voice(*numbers: float) -> list[float]:
+    """An embedding as long as ECAPA's that begins with these numbers."""
+    return [*numbers, *[0.0] * (192 - len(numbers))]
 
 
 def _has_overtones(wave: Wave) -> bool:

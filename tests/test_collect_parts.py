@@ -289,6 +289,7 @@ def test_a_listening_process_answers_many_threads_and_its_errors_are_told(tmp_pa
         waves = [[np.ones(length, np.float32), np.ones(3, np.float32)] for length in range(50)]
         answers = list(pool.map(lambda pair: listener.ask("add", pair, times=2), waves))
     assert answers == [[2.0 * length, 6.0] for length in range(50)]
+    assert listener.times.keys() == {"add"} and 0 < listener.times["add"] < 60
     with pytest.raises(PipelineError, match="A model failed: TypeError"):
         listener.ask("add", waves[0], unknown=1)
     listener.close()

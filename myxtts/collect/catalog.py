@@ -655,7 +655,7 @@ def _from_plain(values: Mapping[str, Any]) -> Segment:
 
 
 def _source(row: tuple[Any, ...]) -> Source:
-    return Source(*row[:-1], done_until=tuple(json.loads(row[-1])))
+    return Source(*(*row[:-1], tuple(json.loads(row[-1]))))
 
 
 def _segment(row: tuple[Any, ...]) -> Segment:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,6 +59,7 @@ _DETAILS = {
     NO_PAUSE: "no silence to cut at within 12 s",
     TOO_SHORT: "less than 2 s of speech between long pauses",
 }
+_STAGES = {"speech": "voice activity", "hear": "words", "voice": "speakers", "mos": "quality"}
 _WORTH_TRYING_AGAIN = ("needs PyAV", "unreadable file", "missing file")
 """Reasons of failed recordings that can go away without a change of the file."""
 _AHEAD = 2  # finished stretches that may wait for the next stage
@@ -98,6 +100,8 @@ class Outcome:
     speakers: dict[str, float]
     """Seconds in use by speaker, most first; likewise languages."""
     languages: dict[str, float]
+    times: dict[str, float]
+    """Seconds that each stage worked in this call, several at a time."""
     notes: list[str]
 
 
@@ -116,17 +120,17 @@ def collect(options: CollectOptions, progress: Progress, start: Start = start_li
         notes = _replaced(catalog, found)
         sources = [_register(catalog, path) for path in found]
         notes += _apply_to_known(catalog, sources, options)
-        pending = [source for source in sources if source.state == "new"]
+        pending, times = [source for source in sources if source.state == "new"], dict[str, float]()
         for beside in filter(None, (script_of(Path(source.path)) for source in pending)):
             read_script(beside)  # raises now rather than after hours of listening
         if pending:
             with start(options.judge, options.whisper, options.download) as listening:
                 notes += _check_models(listening.models, options)
-                _run(catalog, pending, options, listening, progress)
+                times = _run(catalog, pending, options, listening, progress)
                 notes += _weak_languages(catalog, listening.models)
         notes += finish(catalog, options.speakers, script)
         write_corpus(catalog)
-        return _outcome(catalog, notes)
+        return _outcome(catalog, times, notes)
 
 
 def _register(catalog: Catalog, path: Path) -> Source:
@@ -144,8 +148,8 @@ def _register(catalog: Catalog, path: Path) -> Source:
         return catalog.update_source(source.id, state="failed", reason=error.reason, detail=error.detail)
     channels = 2 if apart else 1
     found = {"seconds": facts.seconds, "sample_rate": facts.sample_rate, "channels": channels}
-    found["done_until"] = (0.0,) * channels
-    return catalog.update_source(source.id, state="new", reason="", detail="", **found)
+    begun = {"state": "new", "reason": "", "detail": "", "done_until": (0.0,) * channels}
+    return catalog.update_source(source.id, **begun, **found)
 
 
 def _state_of(path: Path) -> tuple[int, int]:
@@ -217,21 +221,26 @@ class _Stopped(Exception):
 
 
 class _Stage(Generic[Item, Result]):
-    """Works on items in threads and gives the results in the order of the items."""
+    """Works on items in threads and gives the results in the order of the items.
+
+    `feeding_s` and `working_s` are the processor seconds of its threads, without what models take.
+    """
 
     def __init__(
         self, items: Iterable[Item], work: Callable[[Item], Result], workers: int, stop: threading.Event
     ) -> None:
         self._items, self._work, self._stop = items, work, stop
+        self.feeding_s = self.working_s = 0.0
         self._results: Queue[Future[Result] | None] = Queue(workers + _AHEAD)
-        self._pool = ThreadPoolExecutor(workers)
+        self._pool, self._guard = ThreadPoolExecutor(workers), threading.Lock()
         self._feeder = threading.Thread(target=self._feed)
         self._feeder.start()
 
     def _feed(self) -> None:
         try:
             for item in self._items:
-                self._put(self._pool.submit(self._work, item))
+                self.feeding_s = time.thread_time()
+                self._put(self._pool.submit(self._timed, item))
             self._put(None)
         except _Stopped:
             return
@@ -240,6 +249,13 @@ class _Stage(Generic[Item, Result]):
             failed.set_exception(error)
             with contextlib.suppress(_Stopped):
                 self._put(failed)
+
+    def _timed(self, item: Item) -> Result:
+        began = time.thread_time()
+        result = self._work(item)
+        with self._guard:
+            self.working_s += time.thread_time() - began
+        return result
 
     def _put(self, result: Future[Result] | None) -> None:
         while not self._stop.is_set():
@@ -264,8 +280,8 @@ class _Stage(Generic[Item, Result]):
 
 def _run(
     catalog: Catalog, sources: Sequence[Source], options: CollectOptions, listening: Listening, progress: Progress
-) -> None:
-    """Send recordings through the stages."""
+) -> dict[str, float]:
+    """Send recordings through the stages; returns how long each worked."""
     stop, cores = threading.Event(), usable_cores()
     with contextlib.ExitStack() as stages:
         stages.callback(stop.set)
@@ -283,6 +299,8 @@ def _run(
             for stretch, segments, unused in checking:
                 _record(catalog, stretch, segments, unused)
                 advance(round(stretch.end) - round(stretch.start))
+        own = {"decoding": hearing.feeding_s, "texts": hearing.working_s, "clips": checking.working_s}
+        return own | {_STAGES[what]: seconds for what, seconds in listening.times().items()}
 
 
 Checked = tuple[Stretch, list[Segment], list[Unused]]
@@ -370,14 +388,15 @@ def _record(catalog: Catalog, stretch: Stretch, segments: list[Segment], unused:
         catalog.update_source(source.id, state=state, reason=reason, detail=stretch.damage, seconds=seconds)
 
 
-def _outcome(catalog: Catalog, notes: list[str]) -> Outcome:
+def _outcome(catalog: Catalog, times: dict[str, float], notes: list[str]) -> Outcome:
     sources = catalog.sources()
     chosen = [segment for segment in catalog.segments() if used(segment, catalog.filters)]
     unfinished = sum(source.state == "new" for source in sources)
     if unfinished:
         notes = [*notes, f"{unfinished} recordings are unfinished: name them again to continue"]
     by_speaker, by_language = _seconds_by("speaker", chosen), _seconds_by("language", chosen)
-    return Outcome(catalog.folder, sources, table(catalog), catalog.filters, by_speaker, by_language, notes)
+    found = table(catalog)
+    return Outcome(catalog.folder, sources, found, catalog.filters, by_speaker, by_language, times, notes)
 
 
 def _seconds_by(name: str, segments: Sequence[Segment]) -> dict[str, float]:
