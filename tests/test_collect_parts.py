@@ -19,7 +19,16 @@ from myxtts.collect.catalog import Source
 from myxtts.collect.cutting import FRAME_S, LEVELS_PER_FRAME, NO_PAUSE, NO_SPEECH, PIECE, TOO_SHORT, plan, windows
 from myxtts.collect.listeners import Listener
 from myxtts.collect.recordings import Recording, cut_clip, find_recordings, has_speaker_per_channel, script_of
-from myxtts.collect.script import Script, divide, edit_distance, error_rate, is_foreign, is_repeated, read_script
+from myxtts.collect.script import (
+    Script,
+    divide,
+    edit_distance,
+    error_rate,
+    is_foreign,
+    is_repeated,
+    is_said_twice,
+    read_script,
+)
 from myxtts.errors import ConfigError, PipelineError
 
 SPEECH, QUIET, MUSIC, FAINT = (0.9, -20.0), (0.02, -70.0), (0.05, -25.0), (0.05, -22.0)
@@ -142,6 +151,8 @@ def test_only_what_is_said_again_is_a_repeated_take() -> None:
     assert is_repeated("It was a dark and stormy night", ["It was a", "dark and stormy night, and cold."])
     assert not is_repeated("The quick brown fox", ["Something else is said in this clip."])
     assert not is_repeated("Yes.", ["Yes."]), "too short to prove anything"
+    assert is_said_twice("You were destroying my life. You were destroying my life.")
+    assert not is_said_twice("The quick brown fox jumps over the lazy dog.") and not is_said_twice("No, no.")
 
 
 def test_voices_are_grouped_counted_and_named() -> None:

@@ -202,8 +202,7 @@ def _check_models(models: Mapping[str, str], options: CollectOptions) -> list[st
     if "voice" not in models and not options.speaker and options.speakers not in ("one", "file", "folder"):
         raise ConfigError(
             "Speakers cannot be told apart without ECAPA-TDNN. If one person speaks, add --speakers one or "
-            "--speaker NAME; if each file or folder is one person, --speakers file or folder. Else install it:\n"
-            + INSTALL.splitlines()[1]
+            f"--speaker NAME; if each file or folder is one person, --speakers file or folder.\n{INSTALL}"
         )
     return ["No quality filter: DistillMOS is not installed (make judge)"] * ("mos" not in models)
 

@@ -30,10 +30,14 @@ from myxtts.errors import ConfigError, PipelineError
 from myxtts.host import usable_cores
 
 SCRIPT = Path(__file__).with_name("listen.py")
+_JUDGE = SCRIPT.parent.parent / "tools" / "judge.py"
 INSTALL = (
-    "To install the models that collect needs:\n"
-    "  make judge                        all of them, in a venv of their own (2 GB)\n"
-    "  pip install 'myxtts[collect]'     speech and words only: Silero VAD (MIT) and Whisper base (MIT)"
+    "To install the models that collect needs, in a venv of their own (2 GB):\n"
+    f"  python3 -I {_JUDGE} --install .judge\n"
+    "In a checkout of MyXTTS, make judge does this."
+)
+_WITHOUT_SPEAKERS = (
+    "If you name the speakers, pip install 'myxtts[collect]' is enough: it has voice activity and words (200 MB)."
 )
 _SHOWN_LINES = 8
 _THREADS = 4  # of one hearing; more give little
@@ -185,7 +189,7 @@ def start_listeners(judge: Path | None, whisper: str, download: bool) -> Iterato
     listeners = Listeners(Listener(words), Listener([*command, "--models", "voice,mos"]))
     try:
         if "hear" not in listeners.models:
-            raise ConfigError(f"{python} has no faster-whisper.\n{INSTALL}")
+            raise ConfigError(f"{python} has no faster-whisper.\n{INSTALL}\n{_WITHOUT_SPEAKERS}")
         yield listeners
     finally:
         listeners.close()
@@ -205,4 +209,4 @@ def _interpreter(judge: Path | None, whisper: str) -> tuple[Path, Path]:
         if judge is None and whisper and find_spec("faster_whisper"):
             return Path(sys.executable), Path.home()
         where = str(error).splitlines()[0].split(". ")[0]
-        raise ConfigError(f"{where}.\n{INSTALL}") from None
+        raise ConfigError(f"{where}.\n{INSTALL}\n{_WITHOUT_SPEAKERS}") from None
