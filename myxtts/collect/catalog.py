@@ -479,29 +479,25 @@ class Catalog:
             if before[0] == after[0] and after[1] < before[2] - TOLERANCE_S:
                 raise ValueError(f"clips of source {source} overlap: {before[2]} s > {after[1]} s")
 
-    def update_segments(self, changes: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    def update_segments(self, changes: Mapping[int, Mapping[str, Any]]) -> None:
         """Write results of later stages: scores and notes are added to those there, other fields replace theirs.
 
-        What a person has edited stays as it is. Returns the ids of clips that are gone: a person merged them.
+        What a person has edited stays as it is, and clips that a person has merged are passed over.
         """
-        gone = []
         with self._write() as version:
-            for segment_id, values in changes.items():
-                found = self.segments(ids=[segment_id])
-                if not found:
-                    gone.append(segment_id)
-                    continue
-                kept = {*found[0].edited} | ({"start", "end", "audio"} if "cut" in found[0].edited else set())
+            held = {segment.id: segment for segment in self.segments(ids=[*changes])}
+            for segment_id in held.keys() & changes.keys():
+                found, values = held[segment_id], changes[segment_id]
+                kept = {*found.edited} | ({"start", "end", "audio"} if "cut" in found.edited else set())
                 new = {name: value for name, value in values.items() if name not in kept}
                 if "text" in kept:  # what was found out about the words is not about a person's
                     new.pop("origin", None)
                     new["scores"] = {k: v for k, v in new.get("scores", {}).items() if k not in _OF_THE_TEXT}
                 for name in new.keys() & {"scores", "notes"}:
-                    new[name] = {**getattr(found[0], name), **new[name]}
+                    new[name] = {**getattr(found, name), **new[name]}
                 if new.keys() & _VISIBLE_FIELDS:
                     new["version"] = version
                 self._update("segments", segment_id, _SEGMENT_FIELDS, new)
-        return gone
 
     @property
     def filters(self) -> Filters:
@@ -669,7 +665,7 @@ def _edit(row: tuple[Any, ...]) -> Edit:
     return Edit(number, when, action, json.loads(arguments), made, state)
 
 
-def spans_in_no_clip(source: Source, segments: Sequence[Segment], unused: Sequence[Unused]) -> list[Unused]:
+def _spans_in_no_clip(source: Source, segments: Sequence[Segment], unused: Sequence[Unused]) -> list[Unused]:
     """Return everything of a recording that is in none of its clips, channel by channel, each with a reason."""
     found: list[Unused] = []
     for channel in range(source.channels):
@@ -704,22 +700,25 @@ def _between(source: Source, channel: int, start: float, end: float) -> list[Unu
 
 def table(catalog: Catalog, filters: Filters | None = None) -> Table:
     """Return what each filter takes, with the catalog's filters or others, and what is in no clip."""
+    lost: dict[str, list[float]] = defaultdict(list)
+    every: list[Segment] = []
+    for _, segments, spans in _by_source(catalog):
+        every += segments
+        for span in spans:
+            lost[span.reason].append(span.end - span.start)
+    in_no_clip = tuple(Taken(reason, None, len(held), sum(held)) for reason, held in sorted(lost.items()))
+    return replace(count(every, filters or catalog.filters), unused=in_no_clip)
+
+
+def _by_source(catalog: Catalog) -> Iterator[tuple[Source, list[Segment], list[Unused]]]:
+    """Every recording with its clips and the spans that are in none."""
     segments, unused = defaultdict(list), defaultdict(list)
     for segment in catalog.segments():
         segments[segment.source].append(segment)
     for span in catalog.unused():
         unused[span.source].append(span)
-    spans = [
-        span
-        for source in catalog.sources()
-        for span in spans_in_no_clip(source, segments[source.id], unused[source.id])
-    ]
-    lost: dict[str, list[float]] = defaultdict(list)
-    for span in spans:
-        lost[span.reason].append(span.end - span.start)
-    in_no_clip = tuple(Taken(reason, None, len(held), sum(held)) for reason, held in sorted(lost.items()))
-    every = [segment for held in segments.values() for segment in held]
-    return replace(count(every, filters or catalog.filters), unused=in_no_clip)
+    for source in catalog.sources():
+        yield source, segments[source.id], _spans_in_no_clip(source, segments[source.id], unused[source.id])
 
 
 def count(segments: Iterable[Segment], filters: Filters) -> Table:
@@ -745,17 +744,12 @@ def write_corpus(catalog: Catalog) -> None:
 
 
 def _rows(catalog: Catalog) -> tuple[str, str]:
-    filters, segments, unused = catalog.filters, defaultdict(list), defaultdict(list)
-    for segment in catalog.segments():
-        segments[segment.source].append(segment)
-    for span in catalog.unused():
-        unused[span.source].append(span)
-    names = sorted({name for held in segments.values() for segment in held for name in segment.scores})
+    filters, held = catalog.filters, [*_by_source(catalog)]
+    names = sorted({name for _, segments, _ in held for segment in segments for name in segment.scores})
     chosen = [["audio_file", "text", "speaker_name", "language", "source", "channel", "start", "end", *names]]
     refused = [["source", "channel", "start", "end", "reason", "detail", "audio_file", "text"]]
-    for source in catalog.sources():
-        spans = spans_in_no_clip(source, segments[source.id], unused[source.id])
-        rows: list[Segment | Unused] = [*segments[source.id], *spans]
+    for source, segments, spans in held:
+        rows: list[Segment | Unused] = [*segments, *spans]
         for row in sorted(rows, key=lambda row: (row.channel, row.start, row.end)):
             where = [source.path, str(row.channel), f"{row.start:.3f}", f"{row.end:.3f}"]
             if isinstance(row, Unused):

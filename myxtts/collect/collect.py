@@ -54,7 +54,7 @@ from myxtts.config import LANGUAGE_NAMES
 from myxtts.errors import ConfigError, Progress, progress_bar
 from myxtts.host import usable_cores
 
-WEAK_IN_BASE = {"ar", "cs", "fa", "hi", "hu"}
+_WEAK_IN_BASE = {"ar", "cs", "fa", "hi", "hu"}
 _DETAILS = {
     NO_PAUSE: "no silence to cut at within 12 s",
     TOO_SHORT: "less than 2 s of speech between long pauses",
@@ -96,7 +96,6 @@ class Outcome:
     folder: Path
     sources: list[Source]
     table: Table
-    filters: Filters
     speakers: dict[str, float]
     """Seconds in use by speaker, most first; likewise languages."""
     languages: dict[str, float]
@@ -209,7 +208,7 @@ def _check_models(models: Mapping[str, str], options: CollectOptions) -> list[st
 
 def _weak_languages(catalog: Catalog, models: Mapping[str, str]) -> list[str]:
     """Say in which languages the smallest Whisper is not to be trusted."""
-    found = {segment.language for segment in catalog.segments()} & WEAK_IN_BASE
+    found = {segment.language for segment in catalog.segments()} & _WEAK_IN_BASE
     names = " and ".join(LANGUAGE_NAMES[code] for code in sorted(found))
     weak = f"Whisper base makes many mistakes in {names}; a larger one is better: --whisper large-v3 --download"
     return [weak] if found and "base" in models["hear"] else []
@@ -394,8 +393,7 @@ def _outcome(catalog: Catalog, times: dict[str, float], notes: list[str]) -> Out
     if unfinished:
         notes = [*notes, f"{unfinished} recordings are unfinished: name them again to continue"]
     by_speaker, by_language = _seconds_by("speaker", chosen), _seconds_by("language", chosen)
-    found = table(catalog)
-    return Outcome(catalog.folder, sources, found, catalog.filters, by_speaker, by_language, times, notes)
+    return Outcome(catalog.folder, sources, table(catalog), by_speaker, by_language, times, notes)
 
 
 def _seconds_by(name: str, segments: Sequence[Segment]) -> dict[str, float]:
