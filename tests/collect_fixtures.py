@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,5 +138,13 @@ def run(out: Path, *recordings: Path, ears: Ears | None = None, **options: Any) 
     return collect(CollectOptions(out=out, recordings=recordings, filters=filters, **options), NO_PROGRESS, start)
 
 
-if __name__ == "__main__":  # a process that ends at a question: OUT KILL_AT RECORDING…
-    run(Path(sys.argv[1]), *map(Path, sys.argv[3:]), ears=Ears(kill_at=int(sys.argv[2])))
+if (
+    __name__ == "__main__"
+):  # a process that is killed, at a question or a time: OUT NUMBER|SECONDS RECORDING…
+    is_time = "." in sys.argv[2]
+    if is_time:
+        timer = threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    ears = Ears(kill_at=0 if is_time else int(sys.argv[2]))
+    run(Path(sys.argv[1]), *map(Path, sys.argv[3:]), ears=ears)
