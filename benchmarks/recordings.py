@@ -264,7 +264,7 @@ def wrong_words(text: str, chance: random.Random) -> str:
 
 
 def make(options: argparse.Namespace) -> None:
-    """Write the recordings, their scripts and truth.json; of other speakers than the usual ten, those of any."""
+    """Write the recordings, their scripts and truth.json; without the usual ten speakers, only books and a talk."""
     studio, size, made = Studio(options.speech, options.seed), options.size, list[Recording]()
     options.out.mkdir(parents=True, exist_ok=True)
 
@@ -280,10 +280,7 @@ def make(options: argparse.Namespace) -> None:
     if "lj" in studio.clips:
         _make_usual(studio, size, options.out, write)
     else:
-        names = sorted(studio.clips)
-        write("podcast.flac", studio.talk(names, size), 30)
-        write("stereo.flac", studio.talk(names[:2], size, 2))
-        write("flaws-0.flac", studio.flawed(names[0], names[-1], 1))
+        write("podcast.flac", studio.talk(sorted(studio.clips), size), 30)
     truth = json.dumps([asdict(each) for each in made], ensure_ascii=False)
     (options.out / "truth.json").write_text(truth, encoding="utf-8")
     clips, seconds = sum(len(each.said) for each in made), sum(each.seconds for each in made)
