@@ -264,7 +264,7 @@ def wrong_words(text: str, chance: random.Random) -> str:
 
 
 def make(options: argparse.Namespace) -> None:
-    """Write the recordings, their scripts and truth.json; without the usual ten speakers, only books and a talk."""
+    """Write recordings, scripts and truth.json; without the usual ten speakers, only books and a talk."""
     studio, size, made = Studio(options.speech, options.seed), options.size, list[Recording]()
     options.out.mkdir(parents=True, exist_ok=True)
 
