@@ -264,7 +264,7 @@ def wrong_words(text: str, chance: random.Random) -> str:
 
 
 def make(options: argparse.Namespace) -> None:
-    """Write the recordings, their scripts and truth.json."""
+    """Write recordings, scripts and truth.json; without the usual ten speakers, only books and a talk."""
     studio, size, made = Studio(options.speech, options.seed), options.size, list[Recording]()
     options.out.mkdir(parents=True, exist_ok=True)
 
@@ -277,6 +277,18 @@ def make(options: argparse.Namespace) -> None:
     for number, speaker in enumerate(sorted(studio.clips)):
         snr_db, suffix = ((45, "flac"), (30, "wav"), (20, "flac"))[number % 3]
         write(f"book-{speaker}-{snr_db}dB.{suffix}", studio.book(speaker, size), snr_db)
+    if "lj" in studio.clips:
+        _make_usual(studio, size, options.out, write)
+    else:
+        write("podcast.flac", studio.talk(sorted(studio.clips), size), 30)
+    truth = json.dumps([asdict(each) for each in made], ensure_ascii=False)
+    (options.out / "truth.json").write_text(truth, encoding="utf-8")
+    clips, seconds = sum(len(each.said) for each in made), sum(each.seconds for each in made)
+    console.print(f"{len(made)} recordings, {clips} clips, {seconds / 60:.1f} minutes in {options.out}")
+
+
+def _make_usual(studio: Studio, size: int, out: Path, write: Callable[..., None]) -> None:
+    """Write talks of the usual speakers, their planted flaws, and scripts."""
     write("podcast-1.flac", studio.talk(["lj", "libri_27"], size))
     write("podcast-2.flac", studio.talk(["cmu_slt", "cmu_bdl", "kathleen"], size), 30)
     write("languages.flac", studio.talk(["kerstin", "nathalie", "lj"], size))
@@ -295,8 +307,4 @@ def make(options: argparse.Namespace) -> None:
         tape = studio.book("cmu_slt", size)
         write(f"script {kind}.wav", tape, 35)
         text = change("\n".join(said.text for said in tape.said))
-        (options.out / f"script {kind}.txt").write_text(text, encoding="utf-8")
-    truth = json.dumps([asdict(each) for each in made], ensure_ascii=False)
-    (options.out / "truth.json").write_text(truth, encoding="utf-8")
-    clips, seconds = sum(len(each.said) for each in made), sum(each.seconds for each in made)
-    console.print(f"{len(made)} recordings, {clips} clips, {seconds / 60:.1f} minutes in {options.out}")
+        (out / f"script {kind}.txt").write_text(text, encoding="utf-8")

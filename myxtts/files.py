@@ -1,4 +1,4 @@
-"""Atomic file writes, and the lock of a run directory."""
+"""Atomic file writes, and the lock of a folder."""
 
 from __future__ import annotations
 
@@ -89,26 +89,29 @@ def _cannot_write(path: Path, error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Lock a run directory; rank 0 locks it for all processes. The lock ends with the process."""
+def lock(folder: Path, name: str = "lock", of: str = "run", flag: str = "--checkpoint-dir") -> Iterator[None]:
+    """Lock the folder of a run, or of something else that `flag` names; rank 0 locks it for all processes.
+
+    The lock ends with the process.
+    """
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(open(folder / "lock", "a+", encoding="utf-8"))
+            file = held.enter_context(open(folder / name, "a+", encoding="utf-8"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
         except BlockingIOError:
-            holder = (folder / "lock").read_text(encoding="utf-8") or "another process"
+            holder = (folder / name).read_text(encoding="utf-8") or "another process"
             raise ConfigError(
-                f"The run in {folder} is in use by {holder}.\n"
-                "Wait until it ends, or keep the two apart with --checkpoint-dir DIR."
+                f"The {of} in {folder} is in use by {holder}.\n"
+                f"Wait until it ends, or keep the two apart with {flag} DIR."
             ) from None
         except OSError as error:
             raise ConfigError(
-                f"Cannot keep a run in {folder}: {error.strerror or error}.\n"
-                "Choose a folder you can write to with --checkpoint-dir DIR."
+                f"Cannot keep a {of} in {folder}: {error.strerror or error}.\n"
+                f"Choose a folder you can write to with {flag} DIR."
             ) from error
         yield
 

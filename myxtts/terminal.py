@@ -575,6 +575,10 @@ def show_collected(outcome: Outcome) -> None:
         shown = [f"{name} {_clock(seconds)}" for name, seconds in list(held.items())[:_MOST_SHARES]]
         more = [f"{len(held) - _MOST_SHARES} more"] if len(held) > _MOST_SHARES else []
         show_lines([f"{title}: {', '.join(shown + more) or 'none'}"])
+    worked = max(sum(outcome.times.values()), 1e-9)
+    shares = sorted(outcome.times.items(), key=lambda share: -share[1])
+    parts = [f"{name} {percent(seconds / worked, 0)}" for name, seconds in shares]
+    show_lines([f"time went into {', '.join(parts)}"] * bool(parts))
     show_lines(f"{Path(source.path).name}: {source.reason} ({source.detail})" for source in failed[:_MOST_SAID])
     show_lines([*outcome.notes, f"Why each second is not used: {outcome.folder / 'rejected.csv'}"])
     train = [f"  make train DATA={outcome.folder}"] if found.used.segments else []

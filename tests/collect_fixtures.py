@@ -1,4 +1,4 @@
-"""Recordings of tones that stand for words, and models that understand them."""
+"""Recordings in which tones stand for words, and stand-in models that recognise them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from myxtts.audio import Wave
 from myxtts.collect.collect import CollectOptions, Outcome, collect
 from myxtts.collect.cutting import FRAME_SAMPLES
 from myxtts.collect.cutting import RATE as HEARD_RATE
+from myxtts.collect.listen import WINDOW_SAMPLES
 from myxtts.errors import NO_PROGRESS
 
 RATE = 22050
@@ -58,8 +60,8 @@ def recording(path: Path, said: Sequence[Sequence[str]], seed: int = 0, speaker:
     return path
 
 
-class Ears:
-    """Understands `spoken`. Ends the process at a chosen question, as kill -9 would."""
+class StandIn:
+    """A stand-in for all models that recognises `spoken`; it can kill its process at a chosen question."""
 
     def __init__(self, kill_at: int = 0, without: Sequence[str] = ()) -> None:
         names = {"speech": "S", "hear": "H", "voice": "V", "mos": "M"}
@@ -97,15 +99,24 @@ class Ears:
 
     def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]:
         self._count()
-        voices = [[1.0, 0.1] if _has_overtones(wave) else [0.1, 1.0] for wave in waves]
-        return [{"voice": voice, "windows": [voice]} for voice in voices]
+        voices = [voice(1.0, 0.1) if _has_overtones(wave) else voice(0.1, 1.0) for wave in waves]
+        counts = [1 + len(wave) // WINDOW_SAMPLES for wave in waves]
+        return [{"voice": each, "windows": [each] * count} for each, count in zip(voices, counts, strict=True)]
 
     def mos(self, waves: Sequence[Wave]) -> list[float]:
         self._count()
         return [4.0] * len(waves)
 
+    def times(self) -> dict[str, float]:
+        return {"hear": 3.0, "speech": 1.0}
+
     def close(self) -> None:
         """Nothing is open."""
+
+
+def voice(*numbers: float) -> list[float]:
+    """An embedding as long as ECAPA's that begins with these numbers."""
+    return [*numbers, *[0.0] * (192 - len(numbers))]
 
 
 def _has_overtones(wave: Wave) -> bool:
@@ -115,17 +126,23 @@ def _has_overtones(wave: Wave) -> bool:
     return bool(spectrum[2 * peak - 3 : 2 * peak + 4].max(initial=0.0) > 0.2 * spectrum[peak])
 
 
-def run(out: Path, *recordings: Path, ears: Ears | None = None, **options: Any) -> Outcome:
-    """Collect with models that understand tones."""
+def run(out: Path, *recordings: Path, models: StandIn | None = None, **options: Any) -> Outcome:
+    """Collect with stand-in models."""
 
     @contextlib.contextmanager
-    def start(*_: object) -> Iterator[Ears]:
-        yield ears or Ears()
+    def start(*_: object) -> Iterator[StandIn]:
+        yield models or StandIn()
 
     tones = {"min_bandwidth_hz": None, "max_music": None}  # tones are narrow, and as steady as music
     filters = tones | options.pop("filters", {}) if recordings else options.pop("filters", {})
     return collect(CollectOptions(out=out, recordings=recordings, filters=filters, **options), NO_PROGRESS, start)
 
 
-if __name__ == "__main__":  # a process that ends at a question: OUT KILL_AT RECORDING…
-    run(Path(sys.argv[1]), *map(Path, sys.argv[3:]), ears=Ears(kill_at=int(sys.argv[2])))
+if __name__ == "__main__":  # a process that is killed, at a question or a time: OUT NUMBER|SECONDS RECORDING…
+    is_time = "." in sys.argv[2]
+    if is_time:
+        timer = threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    models = StandIn(kill_at=0 if is_time else int(sys.argv[2]))
+    run(Path(sys.argv[1]), *map(Path, sys.argv[3:]), models=models)

@@ -1,4 +1,4 @@
-"""A small collected corpus for the review page: tones as clips, and texts that are easy to get wrong."""
+"""A small collected corpus for the review page: tones as clips, and texts that need care."""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -56,7 +58,7 @@ def filled(folder: Path) -> Catalog:
         clips = [clip(1, 4, channel=channel), clip(4, 8, "more of it", channel), clip(9.5, 12, "end", channel)]
         spans = [Unused(0, channel, 0, 1, "silence"), Unused(0, channel, 8, 9.5, "music", "0.9")]
         spans = [replace(span, source=call.id) for span in (*spans, Unused(0, channel, 12, SECONDS, "silence"))]
-        catalog.add_segments(call.id, clips, spans, SECONDS)
+        catalog.add_segments(call.id, clips, spans, SECONDS, channel)
     catalog.update_source(call.id, state="done")
     catalog.add_segments(half.id, [clip(0, 3), clip(3.5, 6, speaker="bob")], [], 8.0)
     return catalog
@@ -265,7 +267,7 @@ def test_a_stale_edit_is_refused_and_the_pipeline_leaves_edits_alone(tmp_path: P
         with pytest.raises(StaleEdit, match="changed elsewhere"):
             edit(catalog, "set_text", {"id": seen.id, "value": "theirs"}, cut, {seen.id: seen.version})
         second = catalog.segments()[1]
-        gone = catalog.update_segments(
+        catalog.update_segments(
             {
                 seen.id: {"text": "whisper's", "speaker": "s2", "scores": {"mos": 3.0, "snr_db": float("nan")}},
                 second.id: {"scores": {"mos": 1.0}, "flags": ("repeated take",)},
@@ -273,7 +275,7 @@ def test_a_stale_edit_is_refused_and_the_pipeline_leaves_edits_alone(tmp_path: P
             }
         )
         held = page.segment(seen.id)
-        assert gone == [999] and (held.text, held.speaker, held.scores["mos"]) == ("mine", "s2", 3.0)
+        assert (held.text, held.speaker, held.scores["mos"]) == ("mine", "s2", 3.0)
         assert "snr_db" not in held.scores and held.scores["music"] == 0.0
         assert edit(page, "keep", {"id": second.id}, cut, {second.id: second.version}), "scores make nothing stale"
         with pytest.raises(StaleEdit):
@@ -282,7 +284,7 @@ def test_a_stale_edit_is_refused_and_the_pipeline_leaves_edits_alone(tmp_path: P
 
 
 def test_one_pipeline_at_a_time_and_only_in_its_own_folder(tmp_path: Path) -> None:
-    with filled(tmp_path / "a"), pytest.raises(ConfigError, match="is at work"):
+    with filled(tmp_path / "a"), pytest.raises(ConfigError, match="is in use by process"):
         Catalog(tmp_path / "a")
     Catalog(tmp_path / "a").close()
     with pytest.raises(DatasetError, match="no collected corpus"):
@@ -294,6 +296,42 @@ def test_one_pipeline_at_a_time_and_only_in_its_own_folder(tmp_path: Path) -> No
     (tmp_path / "b" / "collect.db").write_bytes(b"something else" * 100)
     with pytest.raises(DatasetError, match="cannot be opened"):
         Catalog(tmp_path / "b")
+
+
+def test_a_cut_is_moved_as_far_as_its_own_channel_is_heard(tmp_path: Path) -> None:
+    with Catalog(tmp_path, create=True) as catalog:
+        call = catalog.add_source("/r/call.wav", 1, 1, SECONDS, 48000, 2)
+        first, last = catalog.add_segments(call.id, [clip(1, 4), clip(5, 8)], [], SECONDS)
+        (second,) = catalog.add_segments(call.id, [clip(1, 4, channel=1)], [], 4.0, 1)
+        assert catalog.source(call.id).done_until == (SECONDS, 4.0)
+        assert edit(catalog, "move", {"id": last, "start": 4.5, "end": 9.0}, cut)
+        assert edit(catalog, "merge", {"first": first, "second": last}, cut)
+        with pytest.raises(ConfigError, match="still being collected"):
+            edit(catalog, "move", {"id": second, "start": 1.0, "end": 4.5}, cut)
+        catalog.update_source(call.id, state="done")
+        assert edit(catalog, "move", {"id": second, "start": 1.0, "end": 4.5}, cut)
+
+
+def test_what_changes_nothing_makes_no_version(tmp_path: Path) -> None:
+    with filled(tmp_path) as catalog:
+        first, version = catalog.segments()[0], catalog.version
+        catalog.update_segments({})
+        assert catalog.undo() is None and catalog.redo() is None
+        assert edit(catalog, "set_text", {"id": first.id, "value": first.text}, cut) is None
+        assert catalog.version == version
+        assert edit(catalog, "keep", {"id": first.id}, cut) and catalog.version == version + 1
+
+
+def test_a_catalog_of_the_first_format_keeps_its_positions(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "collect.db")) as database, database:
+        database.execute("UPDATE sources SET done_until = 8.0")
+        database.execute("DELETE FROM segments WHERE channel = 1 AND start > 5")
+        database.execute("DELETE FROM unused WHERE channel = 1 AND start > 5")
+        database.execute("PRAGMA user_version = 1")
+    for _ in range(2):
+        with Catalog(tmp_path) as catalog:
+            assert {source.done_until for source in catalog.sources()} == {(SECONDS, 8.0), (8.0,)}
 
 
 def test_clips_of_one_channel_never_overlap(tmp_path: Path) -> None:

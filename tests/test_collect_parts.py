@@ -19,7 +19,16 @@ from myxtts.collect.catalog import Source
 from myxtts.collect.cutting import FRAME_S, LEVELS_PER_FRAME, NO_PAUSE, NO_SPEECH, PIECE, TOO_SHORT, plan, windows
 from myxtts.collect.listeners import Listener
 from myxtts.collect.recordings import Recording, cut_clip, find_recordings, has_speaker_per_channel, script_of
-from myxtts.collect.script import Script, divide, edit_distance, error_rate, is_foreign, is_repeated, read_script
+from myxtts.collect.script import (
+    Script,
+    divide,
+    edit_distance,
+    error_rate,
+    is_foreign,
+    is_repeated,
+    is_said_twice,
+    read_script,
+)
 from myxtts.errors import ConfigError, PipelineError
 
 SPEECH, QUIET, MUSIC, FAINT = (0.9, -20.0), (0.02, -70.0), (0.05, -25.0), (0.05, -22.0)
@@ -142,6 +151,8 @@ def test_only_what_is_said_again_is_a_repeated_take() -> None:
     assert is_repeated("It was a dark and stormy night", ["It was a", "dark and stormy night, and cold."])
     assert not is_repeated("The quick brown fox", ["Something else is said in this clip."])
     assert not is_repeated("Yes.", ["Yes."]), "too short to prove anything"
+    assert is_said_twice("You were destroying my life. You were destroying my life.")
+    assert not is_said_twice("The quick brown fox jumps over the lazy dog.") and not is_said_twice("No, no.")
 
 
 def test_voices_are_grouped_counted_and_named() -> None:
@@ -153,8 +164,8 @@ def test_voices_are_grouped_counted_and_named() -> None:
     labels = speakers.group(voices)
     assert (labels == np.array([0, 1, 2])[truth]).all(), "the most frequent first"
     assert set(speakers.group(voices, 2)) == {0, 1}
-    many = np.tile(voices, (15, 1))
-    assert (speakers.group(many) == np.tile(labels, 15)).all(), "more clips than are compared at a time"
+    many = np.tile(voices, (45, 1))
+    assert (speakers.group(many) == np.tile(labels, 45)).all(), "more clips than are compared at a time"
     assert speakers.named(labels[:4], [""] * 4, ["speaker1"])[0] == "speaker2"
     assert set(speakers.assigned(voices[truth == 2], {"Ann": voices[truth == 2][:3]})) == {"Ann"}
     assert set(speakers.assigned(voices[truth == 1], {"Ann": voices[truth == 2]})) == {""}
@@ -289,6 +300,7 @@ def test_a_listening_process_answers_many_threads_and_its_errors_are_told(tmp_pa
         waves = [[np.ones(length, np.float32), np.ones(3, np.float32)] for length in range(50)]
         answers = list(pool.map(lambda pair: listener.ask("add", pair, times=2), waves))
     assert answers == [[2.0 * length, 6.0] for length in range(50)]
+    assert listener.times.keys() == {"add"} and 0 < listener.times["add"] < 60
     with pytest.raises(PipelineError, match="A model failed: TypeError"):
         listener.ask("add", waves[0], unknown=1)
     listener.close()

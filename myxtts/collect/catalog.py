@@ -8,10 +8,8 @@ or the web.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
-import os
 import re
 import sqlite3
 import threading
@@ -24,11 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from myxtts.errors import ConfigError, DatasetError
+from myxtts.files import lock as lock_folder
 from myxtts.files import write_text_atomically
 
 DATABASE, LOCK, CLIPS = "collect.db", "collect.lock", "wavs"
 METADATA, REJECTED = "metadata.csv", "rejected.csv"
-_FORMAT = 1
+_FORMAT = 2
 _WAIT_S = 30.0  # for another process that is writing
 TOLERANCE_S = 0.0005  # times are whole milliseconds
 _OF_THE_TEXT = {"heard_error", "script_error"}
@@ -37,7 +36,7 @@ _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value);
 CREATE TABLE sources (
     id INTEGER PRIMARY KEY AUTOINCREMENT, path TEXT, size INTEGER, mtime_ns INTEGER, seconds REAL,
-    sample_rate INTEGER, channels INTEGER, state TEXT, reason TEXT, detail TEXT, done_until REAL,
+    sample_rate INTEGER, channels INTEGER, state TEXT, reason TEXT, detail TEXT, done_until TEXT,
     UNIQUE (path, size, mtime_ns));
 CREATE TABLE segments (
     id INTEGER PRIMARY KEY AUTOINCREMENT, source INTEGER, channel INTEGER, start REAL, "end" REAL, text TEXT,
@@ -48,12 +47,21 @@ CREATE TABLE unused (
     id INTEGER PRIMARY KEY, source INTEGER, channel INTEGER, start REAL, "end" REAL, reason TEXT, detail TEXT);
 CREATE TABLE journal (
     id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL, action TEXT, arguments TEXT, changes TEXT, state TEXT);
+INSERT INTO facts VALUES ('version', 0), ('filters', '{}')
+"""
+_FROM_FORMAT_1 = """
+CREATE TEMP VIEW spans AS
+    SELECT source, channel, "end" FROM segments UNION SELECT source, channel, "end" FROM unused;
+UPDATE sources SET done_until = CASE channels WHEN 1 THEN json_array(done_until + 0.0) ELSE json_array(
+    (SELECT coalesce(max("end"), 0.0) FROM spans WHERE source = sources.id AND channel = 0),
+    (SELECT coalesce(max("end"), 0.0) FROM spans WHERE source = sources.id AND channel = 1)) END;
+DROP VIEW spans
 """
 
 
 @dataclass(frozen=True)
 class Source:
-    """A recording. `state` is new, cut, done or failed; `done_until` is how many seconds of it are finished."""
+    """A recording. `state` is new, cut, done or failed; `done_until` is how much of each channel is finished."""
 
     id: int
     path: str
@@ -65,7 +73,7 @@ class Source:
     state: str = "new"
     reason: str = ""
     detail: str = ""
-    done_until: float = 0.0
+    done_until: tuple[float, ...] = (0.0,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +296,7 @@ class StaleEdit(DatasetError):
 
 _SOURCE_FIELDS = tuple(item.name for item in fields(Source))
 _SEGMENT_FIELDS = tuple(item.name for item in fields(Segment))
-_JSON_FIELDS = ("scores", "notes", "flags", "edited")
+_JSON_FIELDS = ("scores", "notes", "flags", "edited", "done_until")
 _VISIBLE_FIELDS = {"start", "end", "text", "language", "speaker", "decision", "audio"}
 _SOURCE_STATES = ("new", "cut", "done", "failed")
 
@@ -313,7 +321,7 @@ class Catalog:
             )
         try:
             if lock:
-                self._held.enter_context(_locked(folder))
+                self._held.enter_context(lock_folder(folder, LOCK, "corpus", "--out"))
             self._database = sqlite3.connect(path, _WAIT_S, isolation_level=None, check_same_thread=False)
             self._held.callback(self._database.close)
             self._open()
@@ -329,10 +337,9 @@ class Catalog:
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("BEGIN IMMEDIATE")
         (found,) = self._database.execute("PRAGMA user_version").fetchone()
-        if found == 0:
-            for statement in _SCHEMA.split(";"):
-                self._database.execute(statement)
-            self._database.execute("INSERT INTO facts VALUES ('version', 0), ('filters', '{}')")
+        for statement in {0: _SCHEMA, 1: _FROM_FORMAT_1}.get(found, "").split(";"):
+            self._database.execute(statement)
+        if found < _FORMAT:
             self._database.execute(f"PRAGMA user_version = {_FORMAT}")
         self._database.execute("COMMIT")
         if found > _FORMAT:
@@ -364,13 +371,14 @@ class Catalog:
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[int]:
-        """One transaction; yields the version that it makes."""
+        """One transaction; yields the version that it makes, which stays the old one if nothing is written."""
         with self._guard, self._as_dataset_error():
             self._database.execute("BEGIN IMMEDIATE")
             try:
-                version = self.version + 1
+                version, before = self.version + 1, self._database.total_changes
                 yield version
-                self._database.execute("UPDATE facts SET value = ? WHERE name = 'version'", (version,))
+                if self._database.total_changes > before:
+                    self._database.execute("UPDATE facts SET value = ? WHERE name = 'version'", (version,))
                 self._database.execute("COMMIT")
             except BaseException:
                 if self._database.in_transaction:
@@ -379,38 +387,38 @@ class Catalog:
 
     @property
     def version(self) -> int:
-        """The number of transactions so far, of all processes."""
+        """The number of transactions that changed something so far, of all processes."""
         return int(self._read("SELECT value FROM facts WHERE name = 'version'")[0][0])
 
     def sources(self) -> list[Source]:
         """Return the recordings by path."""
-        return [
-            Source(*row) for row in self._read(f"SELECT {_names(_SOURCE_FIELDS)} FROM sources ORDER BY path, id")
-        ]
+        rows = self._read(f"SELECT {_names(_SOURCE_FIELDS)} FROM sources ORDER BY path, id")
+        return [_source(row) for row in rows]
 
     def source(self, source_id: int) -> Source:
         """Return one recording."""
         rows = self._read(f"SELECT {_names(_SOURCE_FIELDS)} FROM sources WHERE id = ?", source_id)
         if not rows:
             raise DatasetError(f"{self.folder} holds no recording {source_id}")
-        return Source(*rows[0])
+        return _source(rows[0])
 
     def source_for(self, path: str, size: int, mtime_ns: int) -> Source | None:
         """Return the recording with this path and state of its file, if it is known."""
         where = "path = ? AND size = ? AND mtime_ns = ?"
         rows = self._read(f"SELECT {_names(_SOURCE_FIELDS)} FROM sources WHERE {where}", path, size, mtime_ns)
-        return Source(*rows[0]) if rows else None
+        return _source(rows[0]) if rows else None
 
     def add_source(
         self, path: str, size: int, mtime_ns: int, seconds: float = 0.0, sample_rate: int = 0, channels: int = 1,
         state: str = "new", reason: str = "", detail: str = "",
     ) -> Source:  # fmt: skip
         """Add a recording."""
-        values = (path, size, mtime_ns, seconds, sample_rate, channels, state, reason, detail, 0.0)
+        values = (path, size, mtime_ns, seconds, sample_rate, channels, state, reason, detail, (0.0,) * channels)
         _check_state(state)
         with self._write():
-            query = f"INSERT INTO sources ({_names(_SOURCE_FIELDS[1:])}) VALUES ({_marks(values)})"
-            added = self._database.execute(query, values).lastrowid
+            row = [_stored(*pair) for pair in zip(_SOURCE_FIELDS[1:], values, strict=True)]
+            query = f"INSERT INTO sources ({_names(_SOURCE_FIELDS[1:])}) VALUES ({_marks(row)})"
+            added = self._database.execute(query, row).lastrowid
         return Source(added or 0, *values)
 
     def update_source(self, source_id: int, **changes: Any) -> Source:
@@ -443,9 +451,14 @@ class Catalog:
         return [Unused(*row) for row in self._read(f"{query}{where} ORDER BY source, channel, start", *values)]
 
     def add_segments(
-        self, source: int, segments: Sequence[Segment], unused: Sequence[Unused], done_until: float
+        self,
+        source: int,
+        segments: Sequence[Segment],
+        unused: Sequence[Unused],
+        done_until: float,
+        channel: int = 0,
     ) -> list[int]:
-        """Add what the pipeline finished of a recording, in one transaction; returns the ids of the clips."""
+        """Add what the pipeline finished of a channel, in one transaction; returns the ids of the clips."""
         with self._write() as version:
             new = [replace(segment, id=0, source=source) for segment in segments]
             self._check_overlaps(source, new)
@@ -453,7 +466,9 @@ class Catalog:
             rows = [(source, span.channel, span.start, span.end, span.reason, span.detail) for span in unused]
             columns = 'source, channel, start, "end", reason, detail'
             self._database.executemany(f"INSERT INTO unused ({columns}) VALUES ({_marks(range(6))})", rows)
-            self._database.execute("UPDATE sources SET done_until = ? WHERE id = ?", (done_until, source))
+            done = [*self.source(source).done_until]
+            done[channel] = done_until
+            self._update("sources", source, _SOURCE_FIELDS, {"done_until": done})
         return ids
 
     def _check_overlaps(self, source: int, new: Sequence[Segment]) -> None:
@@ -464,29 +479,25 @@ class Catalog:
             if before[0] == after[0] and after[1] < before[2] - TOLERANCE_S:
                 raise ValueError(f"clips of source {source} overlap: {before[2]} s > {after[1]} s")
 
-    def update_segments(self, changes: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    def update_segments(self, changes: Mapping[int, Mapping[str, Any]]) -> None:
         """Write results of later stages: scores and notes are added to those there, other fields replace theirs.
 
-        What a person has edited stays as it is. Returns the ids of clips that are gone: a person merged them.
+        What a person has edited stays as it is, and clips that a person has merged are passed over.
         """
-        gone = []
         with self._write() as version:
-            for segment_id, values in changes.items():
-                found = self.segments(ids=[segment_id])
-                if not found:
-                    gone.append(segment_id)
-                    continue
-                kept = {*found[0].edited} | ({"start", "end", "audio"} if "cut" in found[0].edited else set())
+            held = {segment.id: segment for segment in self.segments(ids=[*changes])}
+            for segment_id in held.keys() & changes.keys():
+                found, values = held[segment_id], changes[segment_id]
+                kept = {*found.edited} | ({"start", "end", "audio"} if "cut" in found.edited else set())
                 new = {name: value for name, value in values.items() if name not in kept}
                 if "text" in kept:  # what was found out about the words is not about a person's
                     new.pop("origin", None)
                     new["scores"] = {k: v for k, v in new.get("scores", {}).items() if k not in _OF_THE_TEXT}
                 for name in new.keys() & {"scores", "notes"}:
-                    new[name] = {**getattr(found[0], name), **new[name]}
+                    new[name] = {**getattr(found, name), **new[name]}
                 if new.keys() & _VISIBLE_FIELDS:
                     new["version"] = version
                 self._update("segments", segment_id, _SEGMENT_FIELDS, new)
-        return gone
 
     @property
     def filters(self) -> Filters:
@@ -608,22 +619,6 @@ def _make_folder(folder: Path) -> None:
         raise DatasetError(f"Cannot make {folder / CLIPS}: {error.strerror or error}") from error
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with open(folder / LOCK, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = (folder / LOCK).read_text(encoding="utf-8") or "another process"
-            raise ConfigError(
-                f"myxtts collect is at work in {folder} ({holder}). Wait until it ends, or give another --out."
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()}")
-        file.flush()
-        yield
-
-
 def _check_state(state: str) -> None:
     if state not in _SOURCE_STATES:
         raise ValueError(f"{state!r} is no state of a source: {', '.join(_SOURCE_STATES)}")
@@ -655,9 +650,13 @@ def _from_plain(values: Mapping[str, Any]) -> Segment:
     return Segment(**{**values, "flags": tuple(values["flags"]), "edited": tuple(values["edited"])})
 
 
+def _source(row: tuple[Any, ...]) -> Source:
+    return Source(*(*row[:-1], tuple(json.loads(row[-1]))))
+
+
 def _segment(row: tuple[Any, ...]) -> Segment:
     values = dict(zip(_SEGMENT_FIELDS, row, strict=True))
-    return _from_plain(values | {name: json.loads(values[name]) for name in _JSON_FIELDS})
+    return _from_plain(values | {name: json.loads(values[name]) for name in values.keys() & {*_JSON_FIELDS}})
 
 
 def _edit(row: tuple[Any, ...]) -> Edit:
@@ -666,11 +665,10 @@ def _edit(row: tuple[Any, ...]) -> Edit:
     return Edit(number, when, action, json.loads(arguments), made, state)
 
 
-def spans_in_no_clip(source: Source, segments: Sequence[Segment], unused: Sequence[Unused]) -> list[Unused]:
+def _spans_in_no_clip(source: Source, segments: Sequence[Segment], unused: Sequence[Unused]) -> list[Unused]:
     """Return everything of a recording that is in none of its clips, channel by channel, each with a reason."""
     found: list[Unused] = []
-    channels = {item.channel for item in segments} | {item.channel for item in unused}
-    for channel in sorted(channels or {0}):
+    for channel in range(source.channels):
         clips = sorted((item.start, item.end) for item in segments if item.channel == channel)
         spans = sorted((item for item in unused if item.channel == channel), key=lambda item: item.start)
         at, total = 0.0, max([source.seconds, *(end for _, end in clips), *(item.end for item in spans)])
@@ -694,7 +692,7 @@ def spans_in_no_clip(source: Source, segments: Sequence[Segment], unused: Sequen
 def _between(source: Source, channel: int, start: float, end: float) -> list[Unused]:
     """Return a span that the pipeline did not explain, in up to two parts: before and after it stopped."""
     reason = (source.reason, source.detail) if source.state == "failed" else ("not processed yet", "")
-    done_until = math.inf if source.state == "done" else source.done_until
+    done_until = math.inf if source.state == "done" else source.done_until[channel]
     middle = min(max(start, done_until), end)
     parts = [(start, middle, ("outside the cuts", "")), (middle, end, reason)]
     return [Unused(source.id, channel, first, last, *why) for first, last, why in parts if last - first > 1e-9]
@@ -702,22 +700,25 @@ def _between(source: Source, channel: int, start: float, end: float) -> list[Unu
 
 def table(catalog: Catalog, filters: Filters | None = None) -> Table:
     """Return what each filter takes, with the catalog's filters or others, and what is in no clip."""
+    lost: dict[str, list[float]] = defaultdict(list)
+    every: list[Segment] = []
+    for _, segments, spans in _by_source(catalog):
+        every += segments
+        for span in spans:
+            lost[span.reason].append(span.end - span.start)
+    in_no_clip = tuple(Taken(reason, None, len(held), sum(held)) for reason, held in sorted(lost.items()))
+    return replace(count(every, filters or catalog.filters), unused=in_no_clip)
+
+
+def _by_source(catalog: Catalog) -> Iterator[tuple[Source, list[Segment], list[Unused]]]:
+    """Every recording with its clips and the spans that are in none."""
     segments, unused = defaultdict(list), defaultdict(list)
     for segment in catalog.segments():
         segments[segment.source].append(segment)
     for span in catalog.unused():
         unused[span.source].append(span)
-    spans = [
-        span
-        for source in catalog.sources()
-        for span in spans_in_no_clip(source, segments[source.id], unused[source.id])
-    ]
-    lost: dict[str, list[float]] = defaultdict(list)
-    for span in spans:
-        lost[span.reason].append(span.end - span.start)
-    in_no_clip = tuple(Taken(reason, None, len(held), sum(held)) for reason, held in sorted(lost.items()))
-    every = [segment for held in segments.values() for segment in held]
-    return replace(count(every, filters or catalog.filters), unused=in_no_clip)
+    for source in catalog.sources():
+        yield source, segments[source.id], _spans_in_no_clip(source, segments[source.id], unused[source.id])
 
 
 def count(segments: Iterable[Segment], filters: Filters) -> Table:
@@ -743,17 +744,12 @@ def write_corpus(catalog: Catalog) -> None:
 
 
 def _rows(catalog: Catalog) -> tuple[str, str]:
-    filters, segments, unused = catalog.filters, defaultdict(list), defaultdict(list)
-    for segment in catalog.segments():
-        segments[segment.source].append(segment)
-    for span in catalog.unused():
-        unused[span.source].append(span)
-    names = sorted({name for held in segments.values() for segment in held for name in segment.scores})
+    filters, held = catalog.filters, [*_by_source(catalog)]
+    names = sorted({name for _, segments, _ in held for segment in segments for name in segment.scores})
     chosen = [["audio_file", "text", "speaker_name", "language", "source", "channel", "start", "end", *names]]
     refused = [["source", "channel", "start", "end", "reason", "detail", "audio_file", "text"]]
-    for source in catalog.sources():
-        spans = spans_in_no_clip(source, segments[source.id], unused[source.id])
-        rows: list[Segment | Unused] = [*segments[source.id], *spans]
+    for source, segments, spans in held:
+        rows: list[Segment | Unused] = [*segments, *spans]
         for row in sorted(rows, key=lambda row: (row.channel, row.start, row.end)):
             where = [source.path, str(row.channel), f"{row.start:.3f}", f"{row.end:.3f}"]
             if isinstance(row, Unused):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,16 +49,17 @@ from myxtts.collect.recordings import (
     script_of,
 )
 from myxtts.collect.script import Script, error_rate, read_script
-from myxtts.collect.stretches import Stretch, position_of, stretches
+from myxtts.collect.stretches import Stretch, stretches
 from myxtts.config import LANGUAGE_NAMES
 from myxtts.errors import ConfigError, Progress, progress_bar
 from myxtts.host import usable_cores
 
-WEAK_IN_BASE = {"ar", "cs", "fa", "hi", "hu"}
+_WEAK_IN_BASE = {"ar", "cs", "fa", "hi", "hu"}
 _DETAILS = {
     NO_PAUSE: "no silence to cut at within 12 s",
     TOO_SHORT: "less than 2 s of speech between long pauses",
 }
+_STAGES = {"speech": "voice activity", "hear": "words", "voice": "speakers", "mos": "quality"}
 _WORTH_TRYING_AGAIN = ("needs PyAV", "unreadable file", "missing file")
 """Reasons of failed recordings that can go away without a change of the file."""
 _AHEAD = 2  # finished stretches that may wait for the next stage
@@ -94,10 +96,11 @@ class Outcome:
     folder: Path
     sources: list[Source]
     table: Table
-    filters: Filters
     speakers: dict[str, float]
     """Seconds in use by speaker, most first; likewise languages."""
     languages: dict[str, float]
+    times: dict[str, float]
+    """Seconds that each stage worked in this call, several at a time."""
     notes: list[str]
 
 
@@ -116,17 +119,17 @@ def collect(options: CollectOptions, progress: Progress, start: Start = start_li
         notes = _replaced(catalog, found)
         sources = [_register(catalog, path) for path in found]
         notes += _apply_to_known(catalog, sources, options)
-        pending = [source for source in sources if source.state == "new"]
+        pending, times = [source for source in sources if source.state == "new"], dict[str, float]()
         for beside in filter(None, (script_of(Path(source.path)) for source in pending)):
             read_script(beside)  # raises now rather than after hours of listening
         if pending:
             with start(options.judge, options.whisper, options.download) as listening:
                 notes += _check_models(listening.models, options)
-                _run(catalog, pending, options, listening, progress)
+                times = _run(catalog, pending, options, listening, progress)
                 notes += _weak_languages(catalog, listening.models)
         notes += finish(catalog, options.speakers, script)
         write_corpus(catalog)
-        return _outcome(catalog, notes)
+        return _outcome(catalog, times, notes)
 
 
 def _register(catalog: Catalog, path: Path) -> Source:
@@ -142,8 +145,10 @@ def _register(catalog: Catalog, path: Path) -> Source:
         apart = has_speaker_per_channel(path)
     except UnusableAudio as error:
         return catalog.update_source(source.id, state="failed", reason=error.reason, detail=error.detail)
-    found = {"seconds": facts.seconds, "sample_rate": facts.sample_rate, "channels": 2 if apart else 1}
-    return catalog.update_source(source.id, state="new", reason="", detail="", **found)
+    channels = 2 if apart else 1
+    found = {"seconds": facts.seconds, "sample_rate": facts.sample_rate, "channels": channels}
+    begun = {"state": "new", "reason": "", "detail": "", "done_until": (0.0,) * channels}
+    return catalog.update_source(source.id, **begun, **found)
 
 
 def _state_of(path: Path) -> tuple[int, int]:
@@ -196,15 +201,14 @@ def _check_models(models: Mapping[str, str], options: CollectOptions) -> list[st
     if "voice" not in models and not options.speaker and options.speakers not in ("one", "file", "folder"):
         raise ConfigError(
             "Speakers cannot be told apart without ECAPA-TDNN. If one person speaks, add --speakers one or "
-            "--speaker NAME; if each file or folder is one person, --speakers file or folder. Else install it:\n"
-            + INSTALL.splitlines()[1]
+            f"--speaker NAME; if each file or folder is one person, --speakers file or folder.\n{INSTALL}"
         )
     return ["No quality filter: DistillMOS is not installed (make judge)"] * ("mos" not in models)
 
 
 def _weak_languages(catalog: Catalog, models: Mapping[str, str]) -> list[str]:
     """Say in which languages the smallest Whisper is not to be trusted."""
-    found = {segment.language for segment in catalog.segments()} & WEAK_IN_BASE
+    found = {segment.language for segment in catalog.segments()} & _WEAK_IN_BASE
     names = " and ".join(LANGUAGE_NAMES[code] for code in sorted(found))
     weak = f"Whisper base makes many mistakes in {names}; a larger one is better: --whisper large-v3 --download"
     return [weak] if found and "base" in models["hear"] else []
@@ -215,21 +219,26 @@ class _Stopped(Exception):
 
 
 class _Stage(Generic[Item, Result]):
-    """Works on items in threads and gives the results in the order of the items."""
+    """Works on items in threads and gives the results in the order of the items.
+
+    `feeding_s` and `working_s` are the processor seconds of its threads, without what models take.
+    """
 
     def __init__(
         self, items: Iterable[Item], work: Callable[[Item], Result], workers: int, stop: threading.Event
     ) -> None:
         self._items, self._work, self._stop = items, work, stop
+        self.feeding_s = self.working_s = 0.0
         self._results: Queue[Future[Result] | None] = Queue(workers + _AHEAD)
-        self._pool = ThreadPoolExecutor(workers)
+        self._pool, self._guard = ThreadPoolExecutor(workers), threading.Lock()
         self._feeder = threading.Thread(target=self._feed)
         self._feeder.start()
 
     def _feed(self) -> None:
         try:
             for item in self._items:
-                self._put(self._pool.submit(self._work, item))
+                self.feeding_s = time.thread_time()
+                self._put(self._pool.submit(self._timed, item))
             self._put(None)
         except _Stopped:
             return
@@ -238,6 +247,13 @@ class _Stage(Generic[Item, Result]):
             failed.set_exception(error)
             with contextlib.suppress(_Stopped):
                 self._put(failed)
+
+    def _timed(self, item: Item) -> Result:
+        began = time.thread_time()
+        result = self._work(item)
+        with self._guard:
+            self.working_s += time.thread_time() - began
+        return result
 
     def _put(self, result: Future[Result] | None) -> None:
         while not self._stop.is_set():
@@ -262,12 +278,12 @@ class _Stage(Generic[Item, Result]):
 
 def _run(
     catalog: Catalog, sources: Sequence[Source], options: CollectOptions, listening: Listening, progress: Progress
-) -> None:
-    """Send recordings through the stages."""
+) -> dict[str, float]:
+    """Send recordings through the stages; returns how long each worked."""
     stop, cores = threading.Event(), usable_cores()
     with contextlib.ExitStack() as stages:
         stages.callback(stop.set)
-        parts = (part for source in sources for part in stretches(catalog, source, listening))
+        parts = (part for source in sources for part in stretches(source, listening))
         hearing = _Stage(parts, partial(hear, listening, options.language), 1 + max(1, cores // 4), stop)
         stages.callback(hearing.close)
         checker = partial(_check, listening, options, catalog.folder / CLIPS)
@@ -276,13 +292,13 @@ def _run(
         stages.callback(stop.set)
         stages.callback(listening.close)  # first of all, so that nothing waits for an answer
         total = sum(source.seconds * source.channels for source in sources)
-        done = sum(
-            position_of(catalog, source, channel) for source in sources for channel in range(source.channels)
-        )
+        done = sum(sum(source.done_until) for source in sources)
         with progress_bar(progress, "Listening (seconds)", round(total), round(done)) as advance:
             for stretch, segments, unused in checking:
                 _record(catalog, stretch, segments, unused)
                 advance(round(stretch.end) - round(stretch.start))
+        own = {"decoding": hearing.feeding_s, "texts": hearing.working_s, "clips": checking.working_s}
+        return own | {_STAGES[what]: seconds for what, seconds in listening.times().items()}
 
 
 Checked = tuple[Stretch, list[Segment], list[Unused]]
@@ -357,10 +373,12 @@ def _given_speaker(source: Source, channel: int, options: CollectOptions) -> str
 def _record(catalog: Catalog, stretch: Stretch, segments: list[Segment], unused: list[Unused]) -> None:
     """Write down what is finished, in one transaction."""
     source, end = stretch.source, stretch.end
+    done_until = round(end, 3)
     if stretch.damage and source.seconds > end:
-        lost = (round(end, 3), round(source.seconds, 3))
-        unused = [*unused, Unused(source.id, stretch.channel, *lost, DAMAGED, stretch.damage)]
-    catalog.add_segments(source.id, segments, unused, round(end, 3))
+        done_until = round(source.seconds, 3)
+        lost = Unused(source.id, stretch.channel, round(end, 3), done_until, DAMAGED, stretch.damage)
+        unused = [*unused, lost]
+    catalog.add_segments(source.id, segments, unused, done_until, stretch.channel)
     if stretch.is_end:
         state = "failed" if end == 0 else "cut"
         reason = DAMAGED if stretch.damage else "no samples" if end == 0 else ""
@@ -368,14 +386,14 @@ def _record(catalog: Catalog, stretch: Stretch, segments: list[Segment], unused:
         catalog.update_source(source.id, state=state, reason=reason, detail=stretch.damage, seconds=seconds)
 
 
-def _outcome(catalog: Catalog, notes: list[str]) -> Outcome:
+def _outcome(catalog: Catalog, times: dict[str, float], notes: list[str]) -> Outcome:
     sources = catalog.sources()
     chosen = [segment for segment in catalog.segments() if used(segment, catalog.filters)]
     unfinished = sum(source.state == "new" for source in sources)
     if unfinished:
         notes = [*notes, f"{unfinished} recordings are unfinished: name them again to continue"]
     by_speaker, by_language = _seconds_by("speaker", chosen), _seconds_by("language", chosen)
-    return Outcome(catalog.folder, sources, table(catalog), catalog.filters, by_speaker, by_language, notes)
+    return Outcome(catalog.folder, sources, table(catalog), by_speaker, by_language, times, notes)
 
 
 def _seconds_by(name: str, segments: Sequence[Segment]) -> dict[str, float]:

@@ -117,7 +117,7 @@ def _move(catalog: Catalog, cut: Cut, *, id: int, start: float, end: float) -> _
     segment, start, end = catalog.segment(id), _number(start), _number(end)
     source = catalog.source(segment.source)
     total = source.seconds
-    if source.state == "new" and (source.channels > 1 or end > source.done_until + TOLERANCE_S):
+    if source.state == "new" and end > source.done_until[segment.channel] + TOLERANCE_S:
         raise ConfigError("This recording is still being collected: move this cut when all of it is heard.")
     if start < 0 or end > total + TOLERANCE_S:
         raise ConfigError(f"The recording has {total:.3f} s; {start:.3f} s to {end:.3f} s is not in it.")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from myxtts.collect import speakers
 from myxtts.collect.catalog import Catalog, Segment, Source
 from myxtts.collect.recordings import script_of
-from myxtts.collect.script import Script, error_rate, is_foreign, is_repeated, read_script
+from myxtts.collect.script import Script, error_rate, is_foreign, is_repeated, is_said_twice, read_script
 from myxtts.errors import ConfigError
 
 ONE_SPEAKER = "speaker1"
@@ -124,7 +124,7 @@ def _score_speakers(catalog: Catalog) -> None:
 
 
 def _find_repeated(catalog: Catalog) -> None:
-    """Flag clips whose words the same speaker says again soon after: the last take is kept."""
+    """Flag clips whose words the same speaker says again in them or soon after: the last take is kept."""
     changes: dict[int, dict[str, Any]] = {}
     segments = catalog.segments()
     for at, segment in enumerate(segments):
@@ -135,11 +135,12 @@ def _find_repeated(catalog: Catalog) -> None:
             and other.start - segment.end < _REPEATED_WITHIN_S
         ]
         flags = tuple(flag for flag in segment.flags if flag != REPEATED)
+        note = "said twice" if is_said_twice(segment.text) else ""
         if later and is_repeated(segment.text, [other.text for other in later]):
-            flags = (*flags, REPEATED)
+            note = f"said again at {later[0].start:.1f} s or soon after"
+        flags += (REPEATED,) if note else ()
         if flags != segment.flags:
-            note = {REPEATED: f"said again at {later[0].start:.1f} s or soon after"} if later else {}
-            changes[segment.id] = {"flags": flags, "notes": note}
+            changes[segment.id] = {"flags": flags, "notes": {REPEATED: note}}
     catalog.update_segments(changes)
 
 

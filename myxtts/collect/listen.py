@@ -5,7 +5,7 @@ of the judges as well. It reads requests from standard input, each a line of JSO
 16 kHz, and writes answers as lines of JSON, in any order. It ends when its input ends.
 
     {"id": 1, "do": "hear", "lengths": [48000], "languages": ["en"]}    then 48,000 samples
-    {"id": 1, "answer": [{"text": "…", "language": "en", …}]}
+    {"id": 1, "answer": [{"text": "…", "language": "en", …}], "seconds": 1.5}
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -238,10 +239,11 @@ def serve(models: Mapping[str, Any], workers: int, requests: BinaryIO, answers: 
             answers.flush()
 
     def answer(request: dict[str, Any], samples: Any) -> None:
-        number, what = request.pop("id"), request.pop("do")
+        number, what, began = request.pop("id"), request.pop("do"), time.perf_counter()
         waves = np.split(samples, np.cumsum(request.pop("lengths"))[:-1])
         try:
-            write({"id": number, "answer": models[what](waves, **request)})
+            found = models[what](waves, **request)
+            write({"id": number, "answer": found, "seconds": time.perf_counter() - began})
         except Exception as error:
             _log.exception("%s failed", what)
             write({"id": number, "error": f"{type(error).__name__}: {error}"})

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,10 +30,14 @@ from myxtts.errors import ConfigError, PipelineError
 from myxtts.host import usable_cores
 
 SCRIPT = Path(__file__).with_name("listen.py")
+_JUDGE = SCRIPT.parent.parent / "tools" / "judge.py"
 INSTALL = (
-    "To install the models that collect needs:\n"
-    "  make judge                        all of them, in a venv of their own (2 GB)\n"
-    "  pip install 'myxtts[collect]'     speech and words only: Silero VAD (MIT) and Whisper base (MIT)"
+    "To install the models that collect needs, in a venv of their own (2 GB):\n"
+    f"  python3 -I {_JUDGE} --install .judge\n"
+    "In a checkout of MyXTTS, make judge does this."
+)
+_WITHOUT_SPEAKERS = (
+    "If you name the speakers, pip install 'myxtts[collect]' is enough: it has voice activity and words (200 MB)."
 )
 _SHOWN_LINES = 8
 _THREADS = 4  # of one hearing; more give little
@@ -51,6 +56,7 @@ class Listening(Protocol):
     def hear(self, waves: Sequence[Wave], languages: Sequence[str], quick: bool = False) -> list[Heard]: ...
     def voices(self, waves: Sequence[Wave]) -> list[dict[str, Any]]: ...
     def mos(self, waves: Sequence[Wave]) -> list[float]: ...
+    def times(self) -> dict[str, float]: ...
     def close(self) -> None: ...
 
 
@@ -62,7 +68,9 @@ class Listener:
         # Ctrl-C is for this process, which then ends the other one.
         self._process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=self._errors, start_new_session=True)
         self._guard, self._numbers = threading.Lock(), itertools.count()
-        self._waiting: dict[int, Future[Any]] = {}
+        self._waiting: dict[int, tuple[str, Future[Any]]] = {}
+        self.times: dict[str, float] = defaultdict(float)
+        """Seconds that each model worked."""
         self._ended: PipelineError | None = None
         self._ready: Future[dict[str, str]] = Future()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -80,7 +88,7 @@ class Listener:
             if self._ended is not None:
                 raise self._ended
             number = next(self._numbers)
-            self._waiting[number] = answer
+            self._waiting[number] = what, answer
             head = {"id": number, "do": what, "lengths": [len(wave) for wave in waves], **options}
             try:
                 assert self._process.stdin is not None
@@ -110,16 +118,17 @@ class Listener:
                 if "models" in message:
                     self._ready.set_result(message["models"])
                     continue
-                answer = self._waiting.pop(message["id"])
+                what, answer = self._waiting.pop(message["id"])
                 if "error" in message:
                     answer.set_exception(PipelineError(f"A model failed: {message['error']}"))
                 else:
+                    self.times[what] += message["seconds"]
                     answer.set_result(message["answer"])
         self._process.kill()
         failure = self._failure()
         with self._guard:
             self._ended = failure
-            for answer in (self._ready, *self._waiting.values()):
+            for answer in (self._ready, *(answer for _, answer in self._waiting.values())):
                 if not answer.done():
                     answer.set_exception(failure)
 
@@ -159,6 +168,10 @@ class Listeners:
         """The predicted mean opinion score of each clip."""
         return self.checks.ask("mos", waves)
 
+    def times(self) -> dict[str, float]:
+        """Seconds that each model worked."""
+        return {**self.words.times, **self.checks.times}
+
     def close(self) -> None:
         """End the processes; what still waits for an answer fails."""
         self.words.close()
@@ -176,7 +189,7 @@ def start_listeners(judge: Path | None, whisper: str, download: bool) -> Iterato
     listeners = Listeners(Listener(words), Listener([*command, "--models", "voice,mos"]))
     try:
         if "hear" not in listeners.models:
-            raise ConfigError(f"{python} has no faster-whisper.\n{INSTALL}")
+            raise ConfigError(f"{python} has no faster-whisper.\n{INSTALL}\n{_WITHOUT_SPEAKERS}")
         yield listeners
     finally:
         listeners.close()
@@ -196,4 +209,4 @@ def _interpreter(judge: Path | None, whisper: str) -> tuple[Path, Path]:
         if judge is None and whisper and find_spec("faster_whisper"):
             return Path(sys.executable), Path.home()
         where = str(error).splitlines()[0].split(". ")[0]
-        raise ConfigError(f"{where}.\n{INSTALL}") from None
+        raise ConfigError(f"{where}.\n{INSTALL}\n{_WITHOUT_SPEAKERS}") from None

@@ -9,7 +9,7 @@ from myxtts.audio import Wave
 
 LEVEL_SAMPLES = 128  # at 16 kHz: 8 ms
 TARGET_LUFS, HIGHEST_PEAK_DB = -23.0, -1.0
-MUSIC_FROM = 0.5  # score of audio without speech that counts as music
+_MUSIC_FROM = 0.5  # score of audio without speech that counts as music
 SILENT_DB = -55.0  # audio without speech below this is silence, above it noise or music
 _QUIETEST = 1e-10
 _EMPHASIS, _MOST_RANGE_DB = 0.9, 60.0
@@ -128,7 +128,9 @@ def kind_without_speech(wave: Wave) -> str:
     levels = levels_of(wave)
     if len(levels) == 0 or float(np.percentile(levels, 75)) < SILENT_DB:
         return "silence"
-    return "music" if music(wave) >= MUSIC_FROM else "noise" if float(np.median(levels)) > SILENT_DB else "silence"
+    return (
+        "music" if music(wave) >= _MUSIC_FROM else "noise" if float(np.median(levels)) > SILENT_DB else "silence"
+    )
 
 
 def gain_db(wave: Wave, rate: int) -> float:

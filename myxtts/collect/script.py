@@ -204,6 +204,13 @@ def is_foreign(num_found: int, num_clips: int) -> bool:
     return num_clips >= _LEAST_FOUND and num_found < FOREIGN_BELOW * num_clips
 
 
+def is_said_twice(text: str) -> bool:
+    """True if a text is one that is said twice in a row."""
+    words = words_of(text)
+    halves = [" ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])]
+    return is_repeated(halves[0], halves[1:]) and is_repeated(halves[1], halves[:1])
+
+
 def is_repeated(text: str, following: Sequence[str], most_error: float = 0.2) -> bool:
     """True if a text is said again, whole, in the texts that follow it."""
     said, later = (plain(part).replace(" ", "") for part in (text, " ".join(following)))

@@ -24,12 +24,11 @@ def group(voices: Voices, count: int | None = None) -> Labels:
     """
     if not len(voices):
         return np.zeros(0, np.int64)
-    first: list[Labels] = []
+    labels = np.zeros(0, np.int64)
     for start in range(0, len(voices), _BLOCK):
         block = voices[start : start + _BLOCK]
-        labels = _joined(block, np.ones(len(block)), None if len(voices) > _BLOCK else count)
-        first.append(labels + sum(int(part.max()) + 1 for part in first))
-    labels = np.concatenate(first)
+        found = _joined(block, np.ones(len(block)), None if len(voices) > _BLOCK else count)
+        labels = np.concatenate([labels, found + labels.max(initial=-1) + 1])
     if len(voices) > _BLOCK:
         sizes = np.bincount(labels).astype(float)
         labels = _joined(_centres(voices, labels), sizes, count)[labels]

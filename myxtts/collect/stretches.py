@@ -15,7 +15,7 @@ import soxr
 
 from myxtts.audio import UnusableAudio, Wave
 from myxtts.collect import quality
-from myxtts.collect.catalog import Catalog, Source
+from myxtts.collect.catalog import Source
 from myxtts.collect.cutting import FRAME_S, FRAME_SAMPLES, LEVELS_PER_FRAME, PIECE, RATE, Numbers, Span, plan
 from myxtts.collect.recordings import BLOCK_S, Recording, mono
 
@@ -59,18 +59,10 @@ class Stretch(NamedTuple):
         return [span for span in self.spans if span.kind == PIECE]
 
 
-def position_of(catalog: Catalog, source: Source, channel: int) -> float:
-    """How far a channel is finished."""
-    if source.channels == 1:
-        return source.done_until
-    ends = [segment.end for segment in catalog.segments(source.id) if segment.channel == channel]
-    return max([0.0, *ends, *(span.end for span in catalog.unused(source.id) if span.channel == channel)])
-
-
-def stretches(catalog: Catalog, source: Source, listening: Listening) -> Iterator[Stretch]:
+def stretches(source: Source, listening: Listening) -> Iterator[Stretch]:
     """Cut what is left of a recording; its last stretch says that it ends, and what is wrong with it."""
-    for channel in range(source.channels):
-        position, is_last = position_of(catalog, source, channel), channel == source.channels - 1
+    for channel, position in enumerate(source.done_until):
+        is_last = channel == source.channels - 1
         nothing = np.zeros(0, np.float32)
         end, damage = position, ""
         try:

@@ -355,6 +355,7 @@ function showDetail(row) {
       .filter(rule => row.reasons.some(pair => pair[0] === rule.reason))
       .map(rule => rule.score),
   );
+  const units = new Map(page.about.thresholds.map(rule => [rule.score, rule.unit]));
   const scores = Object.entries(row.scores)
     .filter(([name]) => name !== "seconds")
     .map(([name, value]) =>
@@ -362,7 +363,7 @@ function showDetail(row) {
         "div",
         { className: over.has(name) ? "over" : "" },
         make("dt", { textContent: words(name) }),
-        make("dd", { textContent: short(value) }),
+        make("dd", { textContent: `${short(value)} ${units.get(name) ?? ""}` }),
       ),
     );
   const where = make(
@@ -1084,10 +1085,10 @@ async function openSummary() {
         make(at ? "td" : "th", at ? { textContent: text } : { textContent: text, scope: "row" }),
       ),
     );
-  const taken = rows =>
+  const taken = (rows, before = "") =>
     rows.map(one =>
       row([
-        one.reason,
+        before + one.reason,
         one.threshold === null ? "" : short(one.threshold),
         number(one.segments),
         amount(one.seconds),
@@ -1096,7 +1097,7 @@ async function openSummary() {
   $("taken").replaceChildren(
     row(["used", "", number(found.used.segments), amount(found.used.seconds)], "total"),
     ...taken(found.set_aside),
-    ...taken(found.unused),
+    ...taken(found.unused, "no clip: "),
     row(["all audio", "", "", amount(found.seconds)], "total"),
   );
   $("summary").showModal();
