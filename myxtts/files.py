@@ -89,8 +89,11 @@ def _cannot_write(path: Path, error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Lock a run directory; rank 0 locks it for all processes. The lock ends with the process."""
+def lock(folder: Path, what: str = "run", flag: str = "--checkpoint-dir") -> Iterator[None]:
+    """Lock the folder of a run, or of something else that is named; rank 0 locks it for all processes.
+
+    The lock ends with the process.
+    """
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -102,13 +105,13 @@ def lock(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             holder = (folder / "lock").read_text(encoding="utf-8") or "another process"
             raise ConfigError(
-                f"The run in {folder} is in use by {holder}.\n"
-                "Wait until it ends, or keep the two apart with --checkpoint-dir DIR."
+                f"The {what} in {folder} is in use by {holder}.\n"
+                f"Wait until it ends, or keep the two apart with {flag} DIR."
             ) from None
         except OSError as error:
             raise ConfigError(
-                f"Cannot keep a run in {folder}: {error.strerror or error}.\n"
-                "Choose a folder you can write to with --checkpoint-dir DIR."
+                f"Cannot keep a {what} in {folder}: {error.strerror or error}.\n"
+                f"Choose a folder you can write to with {flag} DIR."
             ) from error
         yield
 

@@ -26,6 +26,7 @@ def problem(inner: str, language: str = "en") -> str:
 def test_markup_is_recognised_by_its_root_element() -> None:
     assert is_markup("<speak>a</speak>")
     assert is_markup('\ufeff <?xml version="1.0"?>\n<speak xml:lang="en">a</speak>')
+    assert is_markup("<!DOCTYPE speak><speak>a</speak>")  # to be refused, not spoken
     assert not is_markup("I <speak> English") and not is_markup("<speaker>a</speaker>") and not is_markup("")
 
 

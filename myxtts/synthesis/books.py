@@ -31,16 +31,20 @@ _MARKDOWN_HEADING = re.compile(r"(#{1,2})\s+(.+?)\s*#*")
 _MARKDOWN_MARKS = (
     (re.compile(r"!\[[^\]]*\]\([^)]*\)"), ""),
     (re.compile(r"\[([^\]]+)\]\([^)]*\)"), r"\1"),
-    (re.compile(r"^\s*(?:#{1,6}|>+|[-*+]|\d{1,3}\.)\s+", re.MULTILINE), ""),
-    (re.compile(r"^\s*(?:[-*_]\s*){3,}$", re.MULTILINE), ""),
+    (re.compile(r"^[ \t]*(?:[-*_][ \t]*){3,}$", re.MULTILINE), ""),
+    (re.compile(r"^[ \t]*#{1,6}[ \t]+(.*)$", re.MULTILINE), r"\n\1\n"),
+    (re.compile(r"^[ \t]*(?:[-*+]|\d{1,3}\.)[ \t]+", re.MULTILINE), r"\n"),
+    (re.compile(r"^[ \t]*>+[ \t]?", re.MULTILINE), ""),
     (re.compile(r"(\*\*|__|\*|(?<!\w)_|_(?!\w)|`+|~~)"), ""),
 )
-_BLOCKS = frozenset(
-    ["address", "article", "aside", "blockquote", "body", "br", "dd", "div", "dl", "dt", "figcaption", "figure", "footer", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "li", "main", "nav", "ol", "p", "pre", "section", "table", "td", "th", "tr", "ul"]
-)
+_BLOCKS = frozenset((
+    "address", "article", "aside", "blockquote", "body", "dd", "div", "dl", "dt", "figcaption", "figure", "footer",
+    "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "li", "main", "nav", "ol", "p", "pre", "section", "table",
+    "td", "th", "tr", "ul",
+))  # fmt: skip
 _SILENT = frozenset(("head", "script", "style", "svg", "math", "rt", "rp", "audio", "video", "noscript"))
 _TITLES = frozenset(("h1", "h2", "h3"))
-_DECLARATION = re.compile(rb"<!(?:DOCTYPE|ENTITY)")
+_DECLARATION = re.compile(r"<!(?!--|\[CDATA\[)")
 
 
 class Chapter(NamedTuple):
@@ -147,11 +151,12 @@ class _Archive:
     def xml(self, name: str) -> ElementTree.Element:
         """A file of XML; one that declares entities is refused."""
         content = self.read(name)
-        if _DECLARATION.search(content):
-            raise DatasetError(f"{self._path}: {name[:80]!r} has a DOCTYPE, which is not accepted")
         try:
-            return ElementTree.fromstring(content)
-        except (ElementTree.ParseError, ValueError, LookupError) as error:
+            text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+            if _DECLARATION.search(text):
+                raise DatasetError(f"{self._path}: {name[:80]!r} has a DOCTYPE, which is not accepted")
+            return ElementTree.fromstring(text)
+        except (ElementTree.ParseError, ValueError) as error:
             raise DatasetError(f"{self._path}: damaged: {name[:80]!r} is not XML ({error})") from None
 
     def has(self, name: str) -> bool:
@@ -174,7 +179,11 @@ def _epub_book(path: Path, archive: _Archive) -> Book:
     content, folder = archive.xml(package), posixpath.dirname(package)
     items = {item.get("id", ""): item for item in content.iterfind("{*}manifest/{*}item")}
     protected = archive.xml("META-INF/encryption.xml") if archive.has("META-INF/encryption.xml") else None
-    locked = {each.get("URI", "") for each in protected.iterfind(".//{*}CipherReference")} if protected else set()
+    locked = (
+        {each.get("URI", "") for each in protected.iterfind(".//{*}CipherReference")}
+        if protected is not None
+        else set()
+    )
     chapters: list[Chapter] = []
     for place in content.iterfind("{*}spine/{*}itemref"):
         item = items.get(place.get("idref", ""))
@@ -211,10 +220,9 @@ class _Page(HTMLParser):
         """The first heading."""
         return next((" ".join(each.split()) for each in self._headings if any(map(str.isalnum, each))), "")
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._num_silent += tag in _SILENT
-        if tag in _BLOCKS:
-            self._parts.append("\n\n")
+        self.handle_startendtag(tag, attrs)
         if tag in _TITLES:
             self._in_title = tag
             self._headings.append("")
@@ -222,6 +230,8 @@ class _Page(HTMLParser):
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002
         if tag in _BLOCKS:
             self._parts.append("\n\n")
+        elif tag == "br":
+            self._parts.append("\n")
 
     def handle_endtag(self, tag: str) -> None:
         self._num_silent = max(0, self._num_silent - (tag in _SILENT))

@@ -36,7 +36,7 @@ ELEMENTS: dict[str, tuple[str, ...]] = {
     "sub": ("alias",),
 }
 """The elements and their attributes."""
-_START = re.compile(r"\s*(?:<\?xml[^>]*\?>\s*)?<speak[\s/>]")
+_START = re.compile(r"\s*(?:<\?xml[^>]*\?>\s*)?<(?:speak[\s/>]|!DOCTYPE\s)")
 _DECLARATION = re.compile(r"<!(?!--|\[CDATA\[)")
 _NAMESPACES = ("{http://www.w3.org/2001/10/synthesis}", "{http://www.w3.org/XML/1998/namespace}")
 _SCHEMA = "{http://www.w3.org/2001/XMLSchema-instance}"
@@ -64,7 +64,7 @@ class Segment(NamedTuple):
 
 
 def is_markup(text: str) -> bool:
-    """True if a text is meant as SSML: it begins with `<speak`."""
+    """True if a text is meant as SSML: it begins with `<speak`, or with what may only precede that in XML."""
     return _START.match(text.removeprefix("\ufeff")) is not None
 
 

@@ -90,11 +90,11 @@ class Narrator:
     def lines(self, segments: Iterable[Segment]) -> list[Line]:
         """The sentences of segments; raises an error for what cannot be spoken."""
         lines: list[Line] = []
-        for text, language, rate, pause_s in segments:
+        for segment in segments:
+            text, language, rate, pause_s = segment
             if text.strip():
                 said, _ = self.synthesizer.prepared(text, self.voice, language, self._arguments(rate, 0))
-                silence = SENTENCE_PAUSE_S if text.rstrip().endswith(_SENTENCE_ENDS) else 0.0
-                pauses = [SENTENCE_PAUSE_S] * (len(said.sentences) - 1) + [silence if pause_s is None else pause_s]
+                pauses = [SENTENCE_PAUSE_S] * (len(said.sentences) - 1) + [silence_after(segment)]
                 pairs = zip(said.sentences, pauses, strict=True)
                 lines += [Line(sentence.text, said.language, rate, after) for sentence, after in pairs]
             elif pause_s:
@@ -173,6 +173,13 @@ class Narrator:
         made = (sentences[0].ids, sentences[0].codes, spoken.wave)
         about = (self.voice.latents, spoken.line.text, spoken.line.language)
         return spoken._replace(words=word_times(self.synthesizer.gpt, *about, *made))
+
+
+def silence_after(segment: Segment) -> float:
+    """The seconds of silence after a segment: those it asks for, or as after any sentence if it ends one."""
+    if segment.pause_s is not None:
+        return segment.pause_s
+    return SENTENCE_PAUSE_S if segment.text.rstrip().endswith(_SENTENCE_ENDS) else 0.0
 
 
 def with_silence(spoken: SpokenLine) -> Wave:
