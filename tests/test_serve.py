@@ -205,11 +205,14 @@ def test_ssml_is_spoken_with_its_pauses_languages_and_rates(
 @pytest.mark.parametrize(
     ("ssml", "says"),
     [
-        ("<speak><brake/>a</speak>", "break?"),
+        ('<speak xml:lang="en"><brake/>a</speak>', "break?"),
         ("<speak>a & b</speak>", "well-formed"),
         ('<!DOCTYPE a [<!ENTITY b "c">]><speak>&b;</speak>', "DOCTYPE"),
-        ("<speak><break/></speak>", "nothing to say"),
-        ('<speak xml:lang="en">Hello. <lang xml:lang="fa">سلام</lang></speak>', "does not speak"),
+        ('<speak xml:lang="en"><break/></speak>', "nothing to say"),
+        (
+            '<speak xml:lang="en">Hello. <lang xml:lang="fa">سلام</lang></speak>',
+            "letters of the text in language 'fa'",
+        ),
         ('<speak xml:lang="en"><prosody rate="200%">Hello.</prosody></speak>', "speed"),
     ],
 )

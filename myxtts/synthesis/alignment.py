@@ -83,7 +83,7 @@ def token_of_each_code(attention: Tensor) -> tuple[npt.NDArray[np.int64], float]
     """
     head = attention[int(attention.max(-1).values.mean(-1).argmax())]
     weights = (head / head.sum(-1, keepdim=True).clamp(min=1e-6)).cpu().numpy().astype(np.float64)
-    log = np.log(weights + _FLOOR)
+    log = np.log(np.clip(weights, _FLOOR, 1.0))
     num_codes, num_ids = log.shape
     best = np.full(num_ids, -np.inf)
     best[:_MOST_SKIPPED] = log[0, :_MOST_SKIPPED]
