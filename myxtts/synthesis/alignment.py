@@ -143,10 +143,12 @@ def _written_words(text: str, language: str) -> tuple[list[tuple[str, int]], int
 
 def _moved_to_silence(edges: Times, wave: Wave) -> tuple[list[float], list[float]]:
     """Starts and ends of words, given their edges: an edge in or near a silence becomes the two ends of it."""
-    starts, ends = edges[:-1].tolist(), edges[1:].tolist()
+    starts, ends, last = edges[:-1].tolist(), edges[1:].tolist(), float(edges[-1])
     silences = _silences(wave)
     for place, edge in enumerate(edges.tolist()):
         near = [one for one in silences if one[0] - _BEFORE_S <= edge <= one[1] + _AFTER_S]
+        if 0 < place < len(starts):  # the first and the last silence are before and after all words
+            near = [one for one in near if one[0] > 0 and one[1] < last]
         if not near:
             continue
         begins, stops = max(near, key=lambda one: one[1] - one[0])
@@ -154,7 +156,6 @@ def _moved_to_silence(edges: Times, wave: Wave) -> tuple[list[float], list[float
             starts[place] = stops
         if place:
             ends[place - 1] = begins
-    last = float(edges[-1])
     for place in range(len(starts)):  # two edges may be near to the same silence
         starts[place] = min(last, max([starts[place], *ends[max(0, place - 1) : place]]))
         ends[place] = min(last, max(ends[place], starts[place] + _SHORTEST_WORD_S))
@@ -168,5 +169,7 @@ def _silences(wave: Wave) -> list[tuple[float, float]]:
     loudness = np.sqrt(np.square(windows, dtype=np.float64).mean(1))
     quiet = np.concatenate([[False], loudness < _QUIET * loudness.max(), [False]])
     changes = np.flatnonzero(quiet[1:] != quiet[:-1]) * _WINDOW_S
-    pairs = zip(changes[::2].tolist(), changes[1::2].tolist(), strict=True)
+    pairs = zip(
+        changes[::2].tolist(), np.minimum(changes[1::2], len(wave) / OUTPUT_SAMPLE_RATE).tolist(), strict=True
+    )
     return [(begins, stops) for begins, stops in pairs if stops - begins >= _SHORTEST_SILENCE_S]
