@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import soundfile
-from synthesis_fixtures import TEXTS
+import soxr
+from synthesis_fixtures import TEXTS, make_model, vocabulary
 
+from myxtts.audio import Wave
+from myxtts.cli import main
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError
 from myxtts.synthesis.audiobook import BookOptions, FinishedChapter, speak_book, usual_seed
 from myxtts.synthesis.books import Book, Chapter, read_book
 from myxtts.synthesis.narration import Narrator
 from myxtts.synthesis.synthesizer import Synthesizer
 from myxtts.synthesis.voices import Voice
+from myxtts.weights import save_folder
 
 pytest_plugins = ["synthesis_fixtures"]
 CONTAINER = '<container><rootfiles><rootfile full-path="OEBPS/book.opf"/></rootfiles></container>'
@@ -138,11 +144,12 @@ def test_markdown_loses_its_marks(tmp_path: Path) -> None:
     )
 
 
+FOREIGN = "باران عصر بند آمد و ما کنار رودخانه رفتیم."
 BOOK = Book(
     "Harbour",
     (
         Chapter("One: quiet/calm", ("One: quiet/calm", " ".join(TEXTS))),
-        Chapter("Two", (TEXTS[1], "* * *", TEXTS[0])),
+        Chapter("Two", (TEXTS[1], FOREIGN, TEXTS[0])),
     ),
 )
 
@@ -165,8 +172,9 @@ def test_a_book_is_a_file_for_each_chapter_with_subtitles(
     assert [first.file.name, second.file.name] == ["01 One quiet calm.flac", "02 Two.flac"]
     wave, rate = soundfile.read(first.file)
     assert rate == 24000 and len(wave) / rate == pytest.approx(first.seconds)
-    assert "harbour" in (tmp_path / "01 One quiet calm.srt").read_text().replace("\n", " ")
-    assert any("* * *" in note for note in second.notes)
+    shown = (tmp_path / "01 One quiet calm.srt").read_text()
+    assert "One: quiet/calm. The harbour was quiet" in shown.replace("\n", " "), "a short heading is joined"
+    assert any(FOREIGN[:9] in note for note in second.notes)
 
 
 @pytest.mark.parametrize("form", ["opus", "mp3", "wav"])
@@ -281,3 +289,89 @@ def test_two_processes_do_not_speak_into_one_folder(tmp_path: Path, synthesizer:
 
     with lock(tmp_path / ".work", "book", "--out"), pytest.raises(ConfigError, match=r"book .* in use"):
         spoken(tmp_path, synthesizer, anna)
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_folder(folder, make_model(), vocabulary())
+    return folder
+
+
+def speak(folder: Path, speaker: Path, *words: object) -> int:
+    flags = ["--model", folder, "--speaker", speaker, "--seed", 3]
+    return main(["speak", *map(str, [*flags, *words])])
+
+
+def test_the_command_speaks_ssml_and_writes_subtitles(folder: Path, reference: Path, tmp_path: Path) -> None:
+    ssml = f'<speak xml:lang="en">{TEXTS[0]}<break time="1s"/>{TEXTS[1]}</speak>'
+    out = tmp_path / "speech.wav"
+    assert speak(folder, reference, ssml, "--out", out, "--subtitles", "vtt") == 0
+    whole, _ = soundfile.read(out)
+    quiet = np.flatnonzero(np.abs(whole) > 1e-4)
+    assert np.diff(quiet).max() >= 24000
+    shown = out.with_suffix(".vtt").read_text()
+    assert shown.startswith("WEBVTT") and TEXTS[0] in shown and TEXTS[1] in shown
+    assert speak(folder, reference, ssml, "--out", tmp_path / "streamed.wav", "--stream") == 0
+    np.testing.assert_array_equal(soundfile.read(tmp_path / "streamed.wav")[0], whole)
+
+
+def test_the_command_lets_whisper_choose_among_attempts(
+    folder: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Wave] = []
+
+    @contextlib.contextmanager
+    def recogniser() -> Iterator[Callable[[Wave, str], str]]:
+        def transcript(wave: Wave, language: str) -> str:
+            assert language == "en"
+            heard.append(wave)
+            return "the harbor was quiet" if len(heard) < 2 else TEXTS[0].upper()
+
+        yield transcript
+
+    monkeypatch.setattr("myxtts.collect.listeners.start_recogniser", recogniser)
+    out, flags = tmp_path / "speech.wav", ("--language", "en", "--listen", "--attempts", 4)
+    assert speak(folder, reference, TEXTS[0], "--out", out, *flags) == 0
+    assert len(heard) == 2, "no attempt is made after one without a mistake"
+    kept = soxr.resample(soundfile.read(out, dtype="float32")[0], 24000, 16000)[: len(heard[1])]
+    np.testing.assert_allclose(kept, heard[1][: len(kept)], atol=1e-3)
+
+
+def test_the_command_speaks_a_book_and_continues_it(
+    folder: Path, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = tmp_path / "tale.txt", tmp_path / "tale"
+    text.write_text(f"Chapter 1\n\n{TEXTS[0]}\n\nChapter 2\n\n{TEXTS[1]}")
+    asked = ("--book", text, "--out", out, "--language", "en", "--format", "wav", "--subtitles", "srt")
+    assert speak(folder, reference, *asked) == 0
+    assert {path.name for path in out.iterdir()} == {
+        ".work", "01 Chapter 1.wav", "01 Chapter 1.srt", "02 Chapter 2.wav", "02 Chapter 2.srt"
+    }  # fmt: skip
+    assert "01 Chapter 1.wav  0:00:" in capsys.readouterr().out
+    assert speak(folder, reference, *asked) == 0
+    assert "01 Chapter 1.wav  0:00:" not in capsys.readouterr().out
+    assert speak(folder, reference, *asked, "--speed", 1.5) == 2
+    assert "speed (1.0, now 1.5)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--book", "a.txt", "hello"], "spoken alone"),
+        (["--book", "a.txt", "--stream"], "spoken alone"),
+        (["hello", "--format", "mp3"], "--format is for --book"),
+        (["--book", "gone.txt"], "cannot be read"),
+        (["<speak><brake/></speak>", "--language", "en"], "break?"),
+        (["hello", "--attempts", "0"], "at least 1"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_explained(
+    folder: Path, reference: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert speak(folder, reference, *flags) != 0
+    assert said in capsys.readouterr().err

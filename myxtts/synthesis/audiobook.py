@@ -40,7 +40,7 @@ from myxtts.synthesis.narration import (
     subtitles,
     with_silence,
 )
-from myxtts.synthesis.text import UnspeakableText
+from myxtts.synthesis.text import SHORT_SHARE, UnspeakableText
 
 FORMATS: dict[str, dict[str, Any]] = {
     "flac": {"format": "FLAC", "subtype": "PCM_16"},
@@ -199,8 +199,10 @@ class _ChapterJob:
         """The sentences of the chapter, and a note for each paragraph that cannot be spoken."""
         lines: list[Line] = []
         notes: list[str] = []
-        for paragraph in self._chapter.paragraphs:
-            pause_s = TITLE_PAUSE_S if paragraph == self._chapter.title else PARAGRAPH_PAUSE_S
+        limit = self._narrator.synthesizer.limits.characters(self._options.language)
+        for paragraph in _without_short(self._chapter.paragraphs, round(SHORT_SHARE * limit)):
+            is_title = paragraph.rstrip(".") == self._chapter.title.rstrip(".")
+            pause_s = TITLE_PAUSE_S if is_title else PARAGRAPH_PAUSE_S
             try:
                 segment = Segment(paragraph, self._options.language, 1.0, pause_s)
                 lines += self._narrator.lines([segment])
@@ -227,6 +229,23 @@ class _ChapterJob:
             entries.append(entry)
             num_bytes += len(line)
         return entries, num_bytes
+
+
+def _without_short(paragraphs: Sequence[str], shortest: int) -> list[str]:
+    """Paragraphs that end with a mark; those too short to come out well alone are joined to the next.
+
+    Most often that is a heading: the base model did not end "The mill" or "The river" in 7 of 12 cases.
+    """
+    joined: list[str] = []
+    for paragraph in paragraphs:
+        ended = paragraph + "." * paragraph[-1].isalnum()
+        if joined and len(joined[-1]) < shortest:
+            joined[-1] += f" {ended}"
+        else:
+            joined.append(ended)
+    if len(joined) > 1 and len(joined[-1]) < shortest:
+        joined[-2:] = [" ".join(joined[-2:])]
+    return joined
 
 
 def _about(narrator: Narrator, options: BookOptions) -> dict[str, Any]:
