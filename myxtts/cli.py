@@ -12,9 +12,10 @@ import io
 import json
 import logging
 import os
+import secrets
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -28,9 +29,15 @@ from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, p
 from myxtts.settings import LoadedSettings, Parser, add_flags, apply_demo, apply_presets, flags_of, load
 
 if TYPE_CHECKING:
+    from myxtts.audio import Wave
     from myxtts.data.clips import PreparedCorpus
     from myxtts.model.xtts import XTTS
-    from myxtts.synthesis.synthesizer import Speech, SpeechStream
+    from myxtts.synthesis.books import Book
+    from myxtts.synthesis.generation import Sampling
+    from myxtts.synthesis.markup import Markup
+    from myxtts.synthesis.narration import Judge
+    from myxtts.synthesis.synthesizer import Speech, SpeechStream, Synthesizer
+    from myxtts.synthesis.voices import Voice
     from myxtts.tools.profile import Profile
 
 MOST_GPUS = 16  # GPUs that the live view looks for
@@ -238,15 +245,24 @@ def _add_tools(commands: Any) -> None:
 
 def _add_speak(commands: Any) -> None:
     speak = _command(commands, "speak", "speak a text in the voice of a recording", _speak, strict=True)
-    add, out = speak.add_argument, Path("speech.wav")
-    add("text", nargs="?", help="text to speak")
+    add = speak.add_argument
+    add("text", nargs="?", help="text to speak, or SSML, which begins with <speak>")
     add("--from-file", type=Path, metavar="FILE", help="text file to speak; - for standard input")
+    book = "book to speak, a .txt, .md or .epub: a file for each chapter; the same command continues it"
+    add("--book", type=Path, metavar="FILE", help=book)
     _add_model(speak)
     add("--speaker", type=Path, action="append", metavar="FILE", help="recording of the voice; may be repeated")
     voice = "a voice that myxtts voices lists [default: the first]; with --speaker: save the voice under this name"
     add("--voice", metavar="NAME", help=voice)
     add("--language", choices=LANGUAGES, help="language of the text [default: detected]")
-    add("--out", type=Path, default=out, metavar="FILE", help=f"wav or flac file to write [default: {out}]")
+    out = "wav or flac file to write [default: speech.wav]; with --book the folder [default: the book's name]"
+    add("--out", type=Path, metavar="FILE", help=out)
+    add("--format", choices=["flac", "opus", "mp3", "wav"], help="with --book: of the files [default: flac]")
+    add("--subtitles", choices=["srt", "vtt"], help="also write subtitles next to the audio; vtt times each word")
+    attempts = "attempts at a sentence that fails the quality check [default: 3]"
+    add("--attempts", type=_whole_number(1), default=3, metavar="N", help=attempts)
+    listen = "let Whisper hear every sentence, and take the attempt with the fewest wrong words (make judge)"
+    add("--listen", action="store_true", help=listen)
     add("--stream", action="store_true", help="write the audio while it is generated")
     add("--speed", type=float, default=1.0, help="speaking rate; 2 is twice as fast [default: 1]")
     add("--seed", type=int, help="random seed, for reproducible output")
@@ -643,13 +659,19 @@ def _report(options: argparse.Namespace) -> None:
 
 def _speak(options: argparse.Namespace) -> None:
     from myxtts.devices import device_named, work_on
+    from myxtts.synthesis.books import read_book
+    from myxtts.synthesis.markup import Markup, is_markup
     from myxtts.synthesis.synthesizer import check_output, load_synthesizer, override_sampling
     from myxtts.synthesis.voices import VoiceLibrary
     from myxtts.terminal import ProgressLines
     from myxtts.text.language import language_of
 
-    text = _text(options)
-    check_output(options.out)
+    book = read_book(options.book) if _check_book(options) else None
+    text = book.sample if book else _text(options)
+    markup = Markup(text) if not book and is_markup(text) else None
+    if not book:
+        options.out = options.out or Path("speech.wav")
+        check_output(options.out)
     folder = _model_folder(options.model)
     voices = VoiceLibrary(folder)
     if options.voice:
@@ -658,7 +680,9 @@ def _speak(options: argparse.Namespace) -> None:
         voices.default()  # raises if there is none
     work_on(device := device_named(options.device))
     synthesizer = load_synthesizer(folder, vocoder=options.vocoder, device=device, best_gpt=options.best)
-    language = options.language or language_of(text, synthesizer.languages)
+    source = book or markup
+    language = options.language or (source.language if source else "")
+    language = language or language_of(markup.text if markup else text, synthesizer.languages)
     if options.speaker:
         voice = synthesizer.voice(options.speaker, options.voice)
         if options.voice:
@@ -666,19 +690,101 @@ def _speak(options: argparse.Namespace) -> None:
     else:
         voice = voices.load(options.voice or voices.default(language), synthesizer.fingerprint)
     _say(f"Speaking {LANGUAGE_NAMES[language]} with {_model_name(folder)}, voice {voice.name}")
-    how = {
-        "sampling": override_sampling(synthesizer.sampling, options),
-        "speed": options.speed,
-        "seed": options.seed,
-        "progress": ProgressLines() if sys.stderr.isatty() else NO_PROGRESS,
-    }
+    sampling = override_sampling(synthesizer.sampling, options)
+    if book or markup or options.listen or options.subtitles:
+        _narrate(options, book, markup or text, synthesizer, voice, language, sampling)
+        return
+    progress = ProgressLines() if sys.stderr.isatty() else NO_PROGRESS
+    how = {"sampling": sampling, "speed": options.speed, "seed": options.seed, "progress": progress}
     speech: Speech | SpeechStream
     if options.stream:
-        speech = synthesizer.stream(text, voice, language, **how)
+        speech = synthesizer.stream(text, voice, language, num_attempts=options.attempts, **how)
     else:
-        speech = synthesizer.speak(text, voice, language, **how)
+        speech = synthesizer.speak(text, voice, language, num_attempts=options.attempts, **how)
     speech.save(options.out)
     _say(*speech.report.notes(), options.out)
+
+
+def _check_book(options: argparse.Namespace) -> bool:
+    """True if a book is to be spoken; an error if other flags contradict that."""
+    if options.book is None:
+        if options.format:
+            raise ConfigError("speak: --format is for --book; else the extension of --out decides")
+        return False
+    if options.text is not None or options.from_file is not None or options.stream:
+        raise ConfigError("speak: --book FILE is spoken alone: without a text, --from-file and --stream")
+    options.out = options.out or Path(options.book.stem)
+    if options.out.is_file():
+        raise ConfigError(f"speak: --out {options.out} is a file; with --book give a folder")
+    return True
+
+
+def _narrate(
+    options: argparse.Namespace,
+    book: Book | None,
+    source: Markup | str,
+    synthesizer: Synthesizer,
+    voice: Voice,
+    language: str,
+    sampling: Sampling,
+) -> None:
+    """Speak sentence by sentence: a book, SSML, or a text with subtitles or whose words are heard."""
+    import numpy as np
+
+    from myxtts.files import write_text_atomically
+    from myxtts.synthesis.audiobook import BookOptions, speak_book, usual_seed
+    from myxtts.synthesis.markup import Segment
+    from myxtts.synthesis.narration import Cue, Narrator, subtitles
+    from myxtts.synthesis.synthesizer import Speech
+    from myxtts.terminal import ProgressLines
+
+    seed = usual_seed(options.out) if book and options.seed is None else options.seed
+    seed = secrets.randbits(31) if seed is None else seed
+    with _listening(options) as judge:
+        how = (options.speed, sampling, options.attempts, judge, bool(options.subtitles))
+        narrator = Narrator(synthesizer, voice, seed, *how)
+        if book:
+            chosen = BookOptions(language, options.format or "flac", options.subtitles)
+            chapters = speak_book(book, narrator, options.out, chosen, ProgressLines(), _say)
+            _say(*(f"{chapter.file.name}: {note}" for chapter in chapters for note in chapter.notes), options.out)
+            return
+        segments = [Segment(source, language)] if isinstance(source, str) else source.segments(language)
+        cues: list[Cue] = []
+        progress = ProgressLines() if sys.stderr.isatty() else NO_PROGRESS
+        stream = narrator.stream(narrator.lines(segments), cues, progress)
+        if options.stream:
+            stream.save(options.out)
+        else:
+            waves = [*stream]
+            Speech(np.concatenate(waves), stream.report).save(options.out)
+    _say(*stream.report.notes(), options.out)
+    if options.subtitles:
+        beside = options.out.with_suffix(f".{options.subtitles}")
+        write_text_atomically(beside, subtitles(cues, options.subtitles))
+        _say(beside)
+
+
+@contextlib.contextmanager
+def _listening(options: argparse.Namespace) -> Iterator[Judge | None]:
+    """The judge of attempts if `--listen` asks for one."""
+    if not options.listen:
+        yield None
+        return
+    import soxr
+
+    from myxtts.collect.listeners import start_recogniser
+    from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
+    from myxtts.text.normalize import normalize
+    from myxtts.tools.judge import RATE, SHORTEST_SECONDS, mistakes
+
+    with start_recogniser() as transcript:
+
+        def share_wrong(wave: Wave, text: str, language: str) -> float:
+            is_short = len(wave) < SHORTEST_SECONDS * OUTPUT_SAMPLE_RATE
+            heard = "" if is_short else transcript(soxr.resample(wave, OUTPUT_SAMPLE_RATE, RATE), language)
+            return float(mistakes(normalize(text, language), normalize(heard, language))["wer"])
+
+        yield share_wrong
 
 
 def _serve(options: argparse.Namespace) -> None:

@@ -38,7 +38,7 @@ from serve_fixtures import (
     running,
     wait_until,
 )  # fmt: skip
-from synthesis_fixtures import LONG_TEXT, make_model, vocabulary
+from synthesis_fixtures import LONG_TEXT, TEXTS, make_model, vocabulary
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -184,6 +184,41 @@ def test_server_sent_events(server: Running) -> None:
     sound = b"".join(base64.b64decode(event["audio"]) for event in deltas)
     plain = server.client().audio.speech.create(**ASKED, response_format="pcm", extra_body={"seed": 7})
     assert sound == plain.content
+
+
+def test_ssml_is_spoken_with_its_pauses_languages_and_rates(
+    server: Running, spoken: Synthesizer, anna: Voice
+) -> None:
+    ssml = (
+        f'<speak xml:lang="en"><break time="200ms"/>{TEXTS[0]}<break time="1s"/>'
+        f'<prosody rate="80%">{TEXTS[1]}</prosody></speak>'
+    )
+    answer = server.post({"input": ssml, "voice": "anna", "response_format": "pcm", "seed": 7})
+    assert (answer.status_code, answer.headers["x-myxtts-seed"]) == (200, "7")
+    first = np.concatenate([*spoken.stream(TEXTS[0], anna, "en", seed=7)])
+    second = np.concatenate([*spoken.stream(TEXTS[1], anna, "en", seed=7, speed=0.8)])
+    expected = np.concatenate([np.zeros(4800), first, np.zeros(24000), second, np.zeros(2400)])
+    found = sound_of("pcm", answer.content)
+    assert len(found) == len(expected) and np.abs(found - expected).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("ssml", "says"),
+    [
+        ('<speak xml:lang="en"><brake/>a</speak>', "break?"),
+        ("<speak>a & b</speak>", "well-formed"),
+        ('<!DOCTYPE a [<!ENTITY b "c">]><speak>&b;</speak>', "DOCTYPE"),
+        ('<speak xml:lang="en"><break/></speak>', "nothing to say"),
+        (
+            '<speak xml:lang="en">Hello. <lang xml:lang="fa">سلام</lang></speak>',
+            "letters of the text in language 'fa'",
+        ),
+        ('<speak xml:lang="en"><prosody rate="200%">Hello.</prosody></speak>', "speed"),
+    ],
+)
+def test_mistakes_in_ssml_are_explained_before_anything_is_spoken(server: Running, ssml: str, says: str) -> None:
+    answer = server.post({"input": ssml, "voice": "anna", "speed": 1.5})
+    assert answer.status_code == 400 and says in error_of(answer)
 
 
 def test_headers_name_seed_and_warnings(server: Running) -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -181,18 +181,41 @@ class Listeners:
 @contextlib.contextmanager
 def start_listeners(judge: Path | None, whisper: str, download: bool) -> Iterator[Listeners]:
     """Start the processes; yields them once their models are loaded."""
-    python, home = _interpreter(judge, whisper)
-    cores = usable_cores()
-    command = [str(python), "-I", str(SCRIPT), "--home", str(home), "--threads", str(min(cores, _THREADS))]
-    command += ["--workers", str(max(1, cores // _THREADS)), "--checks-threads", "1"]
+    command = _command(judge, whisper)
     words = [*command, "--models", "speech,hear", "--whisper", whisper, *(["--download"] * download)]
     listeners = Listeners(Listener(words), Listener([*command, "--models", "voice,mos"]))
     try:
         if "hear" not in listeners.models:
-            raise ConfigError(f"{python} has no faster-whisper.\n{INSTALL}\n{_WITHOUT_SPEAKERS}")
+            raise ConfigError(f"{command[0]} has no faster-whisper.\n{INSTALL}\n{_WITHOUT_SPEAKERS}")
         yield listeners
     finally:
         listeners.close()
+
+
+@contextlib.contextmanager
+def start_recogniser() -> Iterator[Callable[[Wave, str], str]]:
+    """Start Whisper alone; yields the function that transcribes a clip of 16 kHz and up to 30 s in a language."""
+    command = _command(None, "")
+    listener = Listener([*command, "--models", "hear"])
+    try:
+        if "hear" not in listener.models:
+            raise ConfigError(f"{command[0]} has no faster-whisper.\n{INSTALL}")
+
+        def transcript(wave: Wave, language: str) -> str:
+            (heard,) = listener.ask("hear", [wave], languages=[language], among=LANGUAGES)
+            return str(heard["text"])
+
+        yield transcript
+    finally:
+        listener.close()
+
+
+def _command(judge: Path | None, whisper: str) -> list[str]:
+    """How the listening process is started, but for the models that it loads."""
+    python, home = _interpreter(judge, whisper)
+    cores = usable_cores()
+    command = [str(python), "-I", str(SCRIPT), "--home", str(home), "--threads", str(min(cores, _THREADS))]
+    return [*command, "--workers", str(max(1, cores // _THREADS)), "--checks-threads", "1"]
 
 
 def _interpreter(judge: Path | None, whisper: str) -> tuple[Path, Path]:

@@ -278,12 +278,7 @@ class Engine:
 
         Raises `QueueFull`, `EngineClosed`, and the errors of `Synthesizer` for a text or voice it cannot speak.
         """
-        if request.chunk_codes is not None and request.chunk_codes < 1:
-            expected = "1 or more, or None for whole sentences"
-            raise ConfigError(f"chunk_codes is {request.chunk_codes}, expected {expected}")
-        how: SynthesisArguments = {"sampling": request.sampling, "speed": request.speed, "seed": request.seed}
-        with self._frontend:
-            said, options = self._synthesizer.prepared(request.text, request.voice, request.language, how)
+        said, options = self.check(request)
         job = _Job(Ticket(options, self._notify), request, said, options, deliver)
         with self._changed:
             if self._is_closed:
@@ -293,6 +288,15 @@ class Engine:
             self._queue.put(job)
             self._notify()
         return job.ticket
+
+    def check(self, request: Request) -> tuple[Utterance, SynthesisOptions]:
+        """The sentences of a request; raises the errors of `Synthesizer` for one that `submit` would refuse."""
+        if request.chunk_codes is not None and request.chunk_codes < 1:
+            expected = "1 or more, or None for whole sentences"
+            raise ConfigError(f"chunk_codes is {request.chunk_codes}, expected {expected}")
+        how: SynthesisArguments = {"sampling": request.sampling, "speed": request.speed, "seed": request.seed}
+        with self._frontend:
+            return self._synthesizer.prepared(request.text, request.voice, request.language, how)
 
     def stats(self) -> Stats:
         with self._changed:

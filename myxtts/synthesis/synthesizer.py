@@ -30,6 +30,7 @@ from myxtts.data.clips import ClipSet
 from myxtts.data.prepare import read_training
 from myxtts.devices import device_named, is_out_of_memory
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress, progress_bar
+from myxtts.model.gpt import GPT
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
@@ -147,13 +148,17 @@ class SentenceReport:
     problem: str | None
     """`empty`, `run-away`, `repetition` or `too short` if the best attempt still was; `silent` if its wave is."""
     is_faint: bool
+    ids: tuple[int, ...] = ()  # what the model read, and the codes it said: see `alignment`
+    codes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, sentence: Sentence, attempt: Attempt, wave: Wave) -> SentenceReport:
-        num_codes, seconds = len(attempt.generated.codes), len(wave) / OUTPUT_SAMPLE_RATE
+        codes = tuple(attempt.generated.codes.tolist())
+        num_codes, seconds = len(codes), len(wave) / OUTPUT_SAMPLE_RATE
         is_silent = attempt.problem is None and abs(wave).max(initial=0) < SILENT
         problem = "silent" if is_silent else attempt.problem
-        return cls(sentence.text, num_codes, seconds, attempt.num_attempts, problem, is_faint(wave))
+        facts = (sentence.text, num_codes, seconds, attempt.num_attempts, problem, is_faint(wave))
+        return cls(*facts, tuple(sentence.ids), codes)
 
 
 @dataclass(frozen=True)
@@ -368,6 +373,10 @@ class Synthesizer:
             if vocoder == "hifigan"
             else GriffinLim(model.dvae, model.mel_stats)
         )
+
+    @property
+    def gpt(self) -> GPT:
+        return self._generators.gpt
 
     def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""

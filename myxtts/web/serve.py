@@ -38,6 +38,7 @@ from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError, MyXTTSError, PipelineError
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.synthesis.engine import Cancelled, EngineClosed, QueueFull
+from myxtts.synthesis.markup import is_markup
 from myxtts.synthesis.text import split_complete
 from myxtts.synthesis.vocoding import pause
 from myxtts.web.limits import (
@@ -137,7 +138,7 @@ class Asked:
             warnings.append(f"unknown fields are ignored: {', '.join(unknown)[:200]}")
         sampling = {name: given[name] for name in SAMPLING_FIELDS if name in given}
         streams = stream_format == "sse" or given.get("stream", form != "flac")
-        how = (language, float(speed), seed, sampling, streams)
+        how = (language, float(speed), seed, sampling, streams, is_markup(text))
         return cls(
             Spoken(text, given.get("model", ""), str(voice), *how), form, stream_format == "sse", tuple(warnings)
         )

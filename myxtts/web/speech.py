@@ -15,8 +15,9 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import soundfile
@@ -27,7 +28,10 @@ from myxtts.audio import Wave
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.synthesis.engine import QUEUE_LIMIT, Deliver, End, Engine, Piece, Request, Ticket
+from myxtts.synthesis.markup import Markup, Segment
+from myxtts.synthesis.narration import merged, silence_after
 from myxtts.synthesis.synthesizer import CHUNK_CODES, Report, Synthesizer, load_synthesizer
+from myxtts.synthesis.text import UnspeakableText
 from myxtts.synthesis.voices import Voice, VoiceLibrary, mixed
 from myxtts.text.language import language_of
 
@@ -80,25 +84,43 @@ class Spoken:
     seed: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)  # values of `SAMPLING_FIELDS`
     streams: bool = True
+    is_markup: bool = False  # the text is SSML
+
+
+class Part(NamedTuple):
+    """A part of what is said: how it is submitted, None for a part without words, and the silence after it."""
+
+    submit: Callable[[Deliver], Ticket] | None
+    pause_s: float
 
 
 class Speaking:
-    """The pieces of one request, which arrive from the engine's thread, for a task of the event loop."""
+    """The pieces of one request, which arrive from the engine's thread, for a task of the event loop.
+
+    SSML has several parts, each a request to the engine, submitted when the part before it has been spoken.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[Piece | End] = asyncio.Queue()
         self._ticket: Ticket | None = None
         self._is_cancelled = False
+        self._parts: Sequence[Part] = ()
         self.report: Report | None = None
         self.model = self.voice = self.language = ""
         self.seed = 0
         self.warnings: list[str] = []
 
-    def begin(self, submit: Callable[[Deliver], Ticket]) -> None:
-        """Submit the request, in a worker thread; it is cancelled at once if its client has already gone."""
-        self._ticket = submit(self._deliver)
-        self.seed = self._ticket.seed
+    def begin(self, parts: Sequence[Part]) -> None:
+        """Submit the first part, in a worker thread; it is cancelled at once if its client has already gone."""
+        self._parts = parts
+        self._submit(parts[0])
+
+    def _submit(self, part: Part) -> None:
+        if part.submit is None:
+            self._deliver(End())
+            return
+        self._ticket = part.submit(self._deliver)
         if self._is_cancelled:
             self._ticket.cancel()
 
@@ -114,11 +136,18 @@ class Speaking:
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Every piece as it arrives; raises the error that ended the request."""
-        while isinstance(arrived := await self._arrived.get(), Piece):
-            yield arrived
-        if arrived.error is not None:
-            raise arrived.error
-        self.report = arrived.report
+        reports: list[Report] = []
+        for number, part in enumerate(self._parts):
+            if number:
+                await asyncio.to_thread(self._submit, part)
+            while isinstance(arrived := await self._arrived.get(), Piece):
+                yield arrived
+            if arrived.error is not None:
+                raise arrived.error
+            reports += [arrived.report] if arrived.report else []
+            if silence := round(part.pause_s * OUTPUT_SAMPLE_RATE):
+                yield Piece(np.zeros(silence, np.float32), 0, True)
+        self.report = merged(reports) if reports else None
 
 
 class HostedModel:
@@ -141,20 +170,38 @@ class HostedModel:
     def submit(self, asked: Spoken, client: str, speaking: Speaking) -> None:
         """Begin to speak; raises an error if the text, the voice or a value cannot be used."""
         synthesizer = self._synthesizer
+        markup = Markup(asked.text) if asked.is_markup else None
+        text = markup.text if markup else asked.text
+        language = asked.language or (markup.language if markup else "")
         try:
-            language = asked.language or language_of(asked.text, synthesizer.languages)
+            language = language or language_of(text, synthesizer.languages)
         except DatasetError:
-            problem = f"The language of {asked.text.strip()[:40]!r} cannot be recognised"
+            problem = f"The language of {text.strip()[:40]!r} cannot be recognised"
             raise ConfigError(f'{problem}. Is there anything to say? If so, name it with "language".') from None
         voice, warning = self._voice(asked.voice, language)
         sampling = replace(synthesizer.sampling, **asked.sampling)
         seed = secrets.randbits(31) if asked.seed is None else asked.seed
-        chunk_codes = CHUNK_CODES if asked.streams else None
-        how = (asked.speed, seed, sampling, client, chunk_codes)
-        request = Request(asked.text, voice, language, *how)
+        usual = Request(text, voice, language, asked.speed, seed, sampling, client)
+        usual = replace(usual, chunk_codes=CHUNK_CODES if asked.streams else None)
+        speaking.seed = seed
         speaking.model, speaking.voice, speaking.language = self.name, voice.name, language
         speaking.warnings += [warning] * bool(warning)
-        speaking.begin(lambda deliver: self.engine.submit(request, deliver))
+        segments = markup.segments(language) if markup else [Segment(text, language, 1.0, 0.0)]
+        speaking.begin(self._parts(segments, usual, is_checked=markup is not None))
+
+    def _parts(self, segments: Sequence[Segment], usual: Request, is_checked: bool) -> list[Part]:
+        """Parts to submit; with `is_checked`, an error in any of them is raised before the first is spoken."""
+        parts: list[Part] = []
+        for segment in segments:
+            speed = usual.speed * segment.rate
+            request = replace(usual, text=segment.text, language=segment.language, speed=speed)
+            if is_checked and segment.text:
+                self.engine.check(request)
+            submit = partial(self.engine.submit, request) if segment.text else None
+            parts.append(Part(submit, silence_after(segment)))
+        if not any(part.submit for part in parts):
+            raise UnspeakableText("There is nothing to say: the text has only silence.")
+        return parts
 
     def voices(self) -> list[Voice]:
         """All voices that this model can speak with, the built-in ones first."""

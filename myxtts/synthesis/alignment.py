@@ -1,0 +1,175 @@
+"""When each word of a sentence is said, from the attention of the GPT that said it.
+
+The codes of a sentence are run through the GPT once more, all at the same time. One head looks at the text token
+that is being said; the best monotonic path through its attention gives every token its codes. In a pause it
+already looks at the next word, so the edges of words are moved to those of silence nearby. docs/speaking.md says
+how exact the times are. A GPT without such a head gives none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from myxtts.audio import Wave
+from myxtts.config import CONDITIONING_TOKENS
+from myxtts.model.gpt import GPT
+from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
+from myxtts.text.normalize import normalize
+from myxtts.text.tables import load_table
+
+SPACE_ID = 2  # in every vocabulary of XTTS
+LEAST_CERTAINTY = 0.2  # geometric mean of the attention along the path; with the base model it is 0.4 to 0.6
+LATE_CODES = 0.7  # sound of a code begins so much later than its place: measured on the base model
+_MOST_SKIPPED = 4  # tokens that are passed within one code
+_FLOOR = 1e-3  # of the attention, so that a path may cross tokens that are hardly looked at
+_WINDOW_S, _QUIET, _SHORTEST_SILENCE_S = 0.01, 0.02, 0.1
+"""Windows below a share of the loudest one are quiet; so many of them are a silence, not a plosive."""
+_BEFORE_S, _AFTER_S = 0.12, 0.03  # an edge of words so near to a silence belongs to it
+_SHORTEST_WORD_S = 0.06
+
+Times = npt.NDArray[np.float64]
+
+
+class Word(NamedTuple):
+    """A word as it was written, and when it is said, in seconds from the start of its sentence."""
+
+    text: str
+    start_s: float
+    end_s: float
+
+
+@torch.no_grad()
+def text_attention(gpt: GPT, voice: Tensor, ids: Sequence[int], codes: Sequence[int]) -> Tensor:
+    """How much each head attends to each text token while it predicts each code: [heads, codes, ids], float32.
+
+    `voice` [1, 32, dim] are the conditioning latents of the sentence. `heads` are those of all layers.
+    """
+    dims, device = gpt.dims, gpt.mel_embedding.weight.device
+    text = torch.tensor([dims.start_text, *ids, dims.stop_text], device=device)
+    audio = torch.tensor([dims.start_code, *codes[:-1]], device=device)
+    x = torch.cat([
+        voice[0].to(device, gpt.mel_embedding.weight.dtype),
+        gpt.text_embedding(text) + gpt.text_pos_embedding.emb(torch.arange(len(text), device=device)),
+        gpt.mel_embedding(audio) + gpt.mel_pos_embedding.emb(torch.arange(len(audio), device=device)),
+    ])  # fmt: skip
+    first_id = CONDITIONING_TOKENS + 1
+    first_code = first_id + len(ids) + 1
+    hidden = torch.ones(len(x), len(x), dtype=torch.bool, device=device).triu(1)
+    found: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("qhd,khd->hqk", q[first_code:].float(), k.float()) / q.shape[-1] ** 0.5
+        weights = scores.masked_fill(hidden[first_code:], -torch.inf).softmax(-1)
+        found.append(weights[..., first_id : first_id + len(ids)])
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+
+    for block in gpt.gpt.h:
+        x = block(x, attend)
+    return torch.cat(found)
+
+
+def token_of_each_code(attention: Tensor) -> tuple[npt.NDArray[np.int64], float]:
+    """The text token that is said in each code [codes], and how certain the path is, from 0 to 1.
+
+    `attention` [heads, codes, ids] is that of `text_attention`; of all heads the sharpest is used.
+    """
+    head = attention[int(attention.max(-1).values.mean(-1).argmax())]
+    weights = (head / head.sum(-1, keepdim=True).clamp(min=1e-6)).cpu().numpy().astype(np.float64)
+    log = np.log(np.clip(weights, _FLOOR, 1.0))
+    num_codes, num_ids = log.shape
+    best = np.full(num_ids, -np.inf)
+    best[:_MOST_SKIPPED] = log[0, :_MOST_SKIPPED]
+    steps = np.zeros(log.shape, np.int64)
+    for code in range(1, num_codes):
+        shifted = [np.concatenate([np.full(by, -np.inf), best])[:num_ids] for by in range(_MOST_SKIPPED + 1)]
+        steps[code] = np.argmax(shifted, axis=0)
+        best = np.max(shifted, axis=0) + log[code]
+    last = max(0, num_ids - _MOST_SKIPPED)
+    place = last + int(np.argmax(best[last:]))
+    certainty = float(np.exp(best[place] / num_codes))
+    path = np.zeros(num_codes, np.int64)
+    for code in range(num_codes - 1, -1, -1):
+        path[code] = place
+        place -= int(steps[code, place])
+    return path, certainty
+
+
+def word_times(
+    gpt: GPT, voice: Tensor, text: str, language: str, ids: Sequence[int], codes: Sequence[int], wave: Wave
+) -> tuple[Word, ...]:
+    """The words of a spoken sentence; none if the text has no spaces, or if they cannot be told apart.
+
+    `ids` and `codes` are what the model read and said, `wave` is its sound at any speed.
+    """
+    written, num_said = _written_words(text, language)
+    spaces = np.cumsum(np.asarray(ids) == SPACE_ID)
+    if not written or not codes or not len(wave) or num_said != int(spaces[-1]) + 1:
+        return ()
+    path, certainty = token_of_each_code(text_attention(gpt, voice, ids, codes))
+    if certainty < LEAST_CERTAINTY:
+        return ()
+    # A space belongs to the word before it: the sound of the next one has not begun.
+    said = np.where(np.asarray(ids) == SPACE_ID, spaces - 1, spaces)[path]
+    places = np.searchsorted(said, [first for _, first in written])
+    seconds = len(wave) / OUTPUT_SAMPLE_RATE
+    edges = np.minimum((places + LATE_CODES) * seconds / len(codes), seconds)
+    starts, ends = _moved_to_silence(np.array([0.0, *edges[1:], seconds]), wave)
+    return tuple(Word(word, *times) for (word, _), *times in zip(written, starts, ends, strict=True))
+
+
+def _written_words(text: str, language: str) -> tuple[list[tuple[str, int]], int]:
+    """The words as written, each with the number of words said before it, and how many are said in all.
+
+    A word that adds nothing to what is said stays with its neighbour. None if the language has no spaces.
+    """
+    found: list[tuple[str, int]] = []
+    num_said, words = 0, text.split() if load_table(language).word_space else []
+    for last in range(len(words)):
+        before, num_said = num_said, max(num_said, len(normalize(" ".join(words[: last + 1]), language).split()))
+        if found and (num_said == before or found[-1][1] == before):
+            found[-1] = (f"{found[-1][0]} {words[last]}", found[-1][1])
+        else:
+            found.append((words[last], before))
+    return found, num_said
+
+
+def _moved_to_silence(edges: Times, wave: Wave) -> tuple[list[float], list[float]]:
+    """Starts and ends of words, given their edges: an edge in or near a silence becomes the two ends of it."""
+    starts, ends, last = edges[:-1].tolist(), edges[1:].tolist(), float(edges[-1])
+    silences = _silences(wave)
+    for place, edge in enumerate(edges.tolist()):
+        near = [one for one in silences if one[0] - _BEFORE_S <= edge <= one[1] + _AFTER_S]
+        if 0 < place < len(starts):  # the first and the last silence are before and after all words
+            near = [one for one in near if one[0] > 0 and one[1] < last]
+        if not near:
+            continue
+        begins, stops = max(near, key=lambda one: one[1] - one[0])
+        if place < len(starts):
+            starts[place] = stops
+        if place:
+            ends[place - 1] = begins
+    for place in range(len(starts)):  # two edges may be near to the same silence
+        starts[place] = min(last, max([starts[place], *ends[max(0, place - 1) : place]]))
+        ends[place] = min(last, max(ends[place], starts[place] + _SHORTEST_WORD_S))
+    return starts, ends
+
+
+def _silences(wave: Wave) -> list[tuple[float, float]]:
+    """The silent stretches of a sentence, in seconds."""
+    size = round(_WINDOW_S * OUTPUT_SAMPLE_RATE)
+    windows = np.pad(wave, (0, -len(wave) % size)).reshape(-1, size)
+    loudness = np.sqrt(np.square(windows, dtype=np.float64).mean(1))
+    quiet = np.concatenate([[False], loudness < _QUIET * loudness.max(), [False]])
+    changes = np.flatnonzero(quiet[1:] != quiet[:-1]) * _WINDOW_S
+    pairs = zip(
+        changes[::2].tolist(), np.minimum(changes[1::2], len(wave) / OUTPUT_SAMPLE_RATE).tolist(), strict=True
+    )
+    return [(begins, stops) for begins, stops in pairs if stops - begins >= _SHORTEST_SILENCE_S]
