@@ -23,6 +23,20 @@ from myxtts.web.speech import HostedModel, Models
 from myxtts.web.studio import Studio
 
 TEXTS = ["The harbour was quiet today.", HOSTILE, "باران عصر بند آمد."]
+PROCESS = """
+import signal, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from myxtts.files import lock
+asked = []
+signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+with lock(Path(sys.argv[2])):
+    print("held", flush=True)
+    while not asked:
+        time.sleep(0.02)
+    Path(sys.argv[2], "saved").write_text("yes")
+"""
+"""Holds the lock of a run until SIGINT, as training does."""
 
 
 def write_run(folder: Path, loss: float = 3.0, settings: str = "", sentences: list[str] = TEXTS) -> Path:

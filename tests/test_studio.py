@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 from conftest import write_corpus
 from review_fixtures import HOSTILE
 from starlette.testclient import TestClient
-from studio_fixtures import TEXTS, application, make_studio, write_places, write_run
+from studio_fixtures import PROCESS, TEXTS, application, make_studio, write_places, write_run
 
 from myxtts.cli import main
 from myxtts.data.prepare import prepare
@@ -31,19 +31,6 @@ from myxtts.web.studio import Folders, corpus_flags, is_corpus
 
 pytest_plugins = ["synthesis_fixtures"]
 ADDRESS = "http://127.0.0.1:4321"
-PROCESS = """
-import signal, sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from myxtts.files import lock
-asked = []
-signal.signal(signal.SIGINT, lambda *_: asked.append(1))
-with lock(Path(sys.argv[2])):
-    print("held", flush=True)
-    while not asked:
-        time.sleep(0.02)
-    Path(sys.argv[2], "saved").write_text("yes")
-"""
 
 
 @pytest.fixture(scope="module")

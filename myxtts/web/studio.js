@@ -16,6 +16,10 @@ const num = (value, digits = 0) =>
   value === null || value === undefined
     ? "–"
     : new Intl.NumberFormat(page.language, { maximumFractionDigits: digits }).format(value);
+const figure = value =>
+  value === null || value === undefined
+    ? "–"
+    : new Intl.NumberFormat(page.language, { maximumSignificantDigits: 4 }).format(value);
 const unit = (value, name, digits = 0) =>
   new Intl.NumberFormat(page.language, {
     style: "unit",
@@ -31,6 +35,7 @@ const span = seconds =>
       : seconds < 5400
         ? unit(seconds / 60, "minute", 1)
         : unit(seconds / 3600, "hour", 1);
+const listed = parts => parts.join(page.language === "fa" ? "، " : ", ");
 const share = value =>
   value === null || value === undefined
     ? "–"
@@ -38,6 +43,14 @@ const share = value =>
 const languageName = code =>
   code ? new Intl.DisplayNames([page.language], { type: "language" }).of(code) : t("detect");
 const corpusName = name => (name === "embedded" ? t("embedded") : name);
+const tile = (name, value, more = "") =>
+  make(
+    "div",
+    {},
+    make("dt", { textContent: name }),
+    make("dd", {}, make("bdi", { textContent: value })),
+    more ? make("dd", { className: "soft", textContent: more }) : "",
+  );
 const soft = text => make("span", { className: "soft", textContent: text });
 const heading = (key, level = "h3") => make(level, { textContent: t(key) });
 const button = (key, action, label = null) => {
@@ -89,21 +102,27 @@ function chart(title, series) {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("viewBox", "0 0 400 100");
   svg.setAttribute("preserveAspectRatio", "none");
-  series.forEach((one, index) => {
+  const keys = series.map((one, index) => {
     const path = document.createElementNS(svg.namespaceURI, "path"),
       points = one.points.filter(point => point[1] !== null);
+    if (!points.length) return "";
     path.setAttribute("class", `c${index + 1}`);
-    path.setAttribute("d", points.length ? `M${points.map(place).join("L")}${points.length === 1 ? "h1" : ""}` : "");
+    path.setAttribute("d", `M${points.map(place).join("L")}${points.length === 1 ? "h1" : ""}`);
     svg.append(path);
+    const value = make("b", { textContent: figure(points.at(-1)[1]) });
+    return make("span", { className: one.label ? `key c${index + 1}` : "" }, `${one.label} `, value);
   });
-  const keys = series
-    .filter(one => one.points.length)
-    .map((one, index) => make("span", { className: `key c${index + 1}` }, `${one.label} `, make("b", { textContent: num(one.points.at(-1)[1], 3) })));
-  const range = make("div", { className: "range" }, soft(num(high, 3)), soft(num(low, 3)));
+  const range = make("div", { className: "range" }, soft(figure(high)), soft(figure(low)));
   const steps = make("div", { className: "steps" }, soft(num(left)), soft(num(right)));
-  const label = `${title}: ${series.map(one => `${one.label} ${num(one.points.at(-1)?.[1], 3)}`).join(", ")}`;
+  const label = `${title}: ${series.map(one => `${one.label} ${figure(one.points.at(-1)?.[1])}`).join(", ")}`;
   const plot = make("div", { className: "plot", role: "img", "aria-label": label }, svg, range);
-  return make("figure", { className: "card" }, make("figcaption", {}, make("b", { textContent: title }), " ", ...keys), plot, steps);
+  return make(
+    "figure",
+    { className: "card" },
+    make("figcaption", {}, make("b", { textContent: title }), " ", ...keys),
+    plot,
+    steps,
+  );
 }
 
 // ---- sound
@@ -124,27 +143,25 @@ class Speaker {
     node.start(this.at);
     this.at += buffer.duration;
   }
-  end() {
-    const left = this.at - this.context.currentTime;
-    setTimeout(() => this.close(), 1000 * Math.max(left, 0) + 500);
-  }
-  close() {
-    if (this.context.state !== "closed") this.context.close();
+  get left() {
+    return Math.max(0, this.at - this.context.currentTime);
   }
 }
 
 let speaking = null;
 function hush() {
   speaking?.stop.abort();
-  speaking?.speaker.close();
+  speaking?.speaker.context.close();
   speaking = null;
+  $("stop-speaking").disabled = true;
 }
 
-// Speaks a request, plays it while it arrives, and calls `heard` with all samples so far; returns the answer's headers.
+// Speaks a request, plays it while it arrives, and calls `heard` with all samples so far and the headers.
 async function utter(request, heard = () => {}) {
   hush();
   const now = { speaker: new Speaker(), stop: new AbortController() };
   speaking = now;
+  $("stop-speaking").disabled = false;
   const body = JSON.stringify({ ...request, response_format: "pcm", stream: true });
   const headers = { "content-type": "application/json" };
   try {
@@ -168,25 +185,19 @@ async function utter(request, heard = () => {}) {
       samples = joined;
       heard(samples, answer.headers);
     }
-    now.speaker.end();
-    return answer.headers;
+    setTimeout(() => now === speaking && hush(), 1000 * now.speaker.left + 300);
   } catch (error) {
-    now.speaker.close();
+    if (now === speaking) hush();
     throw error;
   }
 }
 
-function wav(samples, rate = RATE) {
-  const view = new DataView(new ArrayBuffer(44 + 2 * samples.length)),
-    text = (at, letters) => [...letters].forEach((letter, place) => view.setUint8(at + place, letter.charCodeAt(0)));
-  text(0, "RIFF");
-  view.setUint32(4, 36 + 2 * samples.length, true);
-  text(8, "WAVEfmt ");
-  [[16, 16, 4], [20, 1, 2], [22, 1, 2], [24, rate, 4], [28, 2 * rate, 4], [32, 2, 2], [34, 16, 2]].forEach(
-    ([at, value, size]) => (size === 4 ? view.setUint32(at, value, true) : view.setUint16(at, value, true)),
-  );
-  text(36, "data");
-  view.setUint32(40, 2 * samples.length, true);
+function wav(samples) {
+  const size = 2 * samples.length,
+    view = new DataView(new ArrayBuffer(44 + size)),
+    [riff, wave, fmt, data] = [0x46464952, 0x45564157, 0x20746d66, 0x61746164]; // as little-endian words
+  const head = [riff, 36 + size, wave, fmt, 16, 0x10001, RATE, 2 * RATE, 0x100002, data, size];
+  head.forEach((word, place) => view.setUint32(4 * place, word, true));
   samples.forEach((value, at) => view.setInt16(44 + 2 * at, 32767 * Math.min(1, Math.max(-1, value)), true));
   return new Blob([view], { type: "audio/wav" });
 }
@@ -195,7 +206,8 @@ function draw(canvas, samples) {
   const ratio = devicePixelRatio || 1,
     pen = canvas.getContext("2d"),
     count = Math.max(1, Math.floor(canvas.clientWidth / 4)),
-    most = Math.max(samples.length, 3 * RATE);
+    most = Math.max(samples.length, 3 * RATE),
+    loudest = samples.reduce((most, value) => Math.max(most, Math.abs(value)), 0.1);
   canvas.width = canvas.clientWidth * ratio;
   canvas.height = canvas.clientHeight * ratio;
   pen.scale(ratio, ratio);
@@ -205,7 +217,7 @@ function draw(canvas, samples) {
     const end = Math.floor(((bar + 1) * most) / count);
     for (let at = Math.floor((bar * most) / count); at < end && at < samples.length; at += 7)
       peak = Math.max(peak, Math.abs(samples[at]));
-    const height = Math.max(2, peak * canvas.clientHeight);
+    const height = Math.max(2, Math.min(1, peak / loudest) * canvas.clientHeight);
     pen.globalAlpha = end <= samples.length ? 1 : 0.35;
     pen.fillRect(4 * bar, (canvas.clientHeight - height) / 2, 2, height);
   }
@@ -214,8 +226,19 @@ function draw(canvas, samples) {
 // ---- hear
 
 function newTake(text) {
-  const parts = { canvas: make("canvas", { className: "wave" }), about: soft(t("speaking")), row: make("div", { className: "row" }) };
-  parts.item = make("li", { className: "card take" }, make("p", { dir: "auto", textContent: text }), parts.canvas, parts.about, parts.row);
+  const parts = {
+    canvas: make("canvas", { className: "wave" }),
+    about: soft(t("speaking")),
+    row: make("div", { className: "row" }),
+  };
+  parts.item = make(
+    "li",
+    { className: "card take" },
+    make("p", { dir: "auto", textContent: text }),
+    parts.canvas,
+    parts.about,
+    parts.row,
+  );
   $("no-takes").hidden = true;
   $("takes").prepend(parts.item);
   while ($("takes").children.length > MOST_TAKES) $("takes").lastChild.remove();
@@ -229,10 +252,14 @@ form("speak", async (given, fields) => {
   let first = 0,
     held = new Float32Array(0),
     said = null;
-  const request = { input: text, model: given.get("model"), voice: given.get("voice"), speed: Number(given.get("speed")) };
+  const request = {
+    input: text,
+    model: given.get("model"),
+    voice: given.get("voice"),
+    speed: Number(given.get("speed")),
+  };
   if (given.get("language")) request.language = given.get("language");
   if (given.get("seed") !== "") request.seed = Number(given.get("seed"));
-  $("stop-speaking").disabled = false;
   try {
     await utter(request, (samples, headers) => {
       first ||= performance.now() - began;
@@ -243,10 +270,8 @@ form("speak", async (given, fields) => {
   } catch (error) {
     take.about.textContent = error.name === "AbortError" ? t("stopped") : error.message;
     if (error.name !== "AbortError") say(error.message, true);
-    if (!held.length) return;
-  } finally {
-    if (!speaking || speaking.stop.signal.aborted) $("stop-speaking").disabled = true;
   }
+  if (!held.length) return;
   const seed = said.get("x-myxtts-seed"),
     voice = decodeURIComponent(said.get("x-myxtts-voice") ?? ""),
     href = URL.createObjectURL(wav(held)),
@@ -255,20 +280,24 @@ form("speak", async (given, fields) => {
   again.className = "quiet";
   take.about.textContent += ` · ${voice} · ${languageName(said.get("x-myxtts-language"))}`;
   const name = `${voice}-${seed}.wav`;
-  take.row.append(player(href, text), make("a", { className: "button", href, download: name, textContent: t("download") }), again);
+  take.row.append(
+    player(href, text),
+    make("a", { className: "button", href, download: name, textContent: t("download") }),
+    again,
+  );
 });
 
-$("stop-speaking").addEventListener("click", () => {
-  hush();
-  $("stop-speaking").disabled = true;
-});
+$("stop-speaking").addEventListener("click", hush);
 $("speak").addEventListener("input", showForm);
 function showForm() {
   const { text, speed } = $("speak").elements;
   $("length").textContent = t("length", { n: num(text.value.length) });
   $("speed-now").textContent = `${num(Number(speed.value), 2)}×`;
   const { first, second, share: part } = $("mix").elements;
-  const parts = [[first, 1 - part.value / 100], [second, part.value / 100]];
+  const parts = [
+    [first, 1 - part.value / 100],
+    [second, part.value / 100],
+  ];
   $("mix-now").textContent = parts.map(([voice, weight]) => `${voice.value} ${share(weight)}`).join(" · ");
 }
 $("mix").addEventListener("input", showForm);
@@ -285,8 +314,13 @@ async function readVoices() {
   const model = document.querySelector(".models").value;
   page.voices = (await ask(`/v1/audio/voices?model=${encodeURIComponent(model)}`)).data;
   const names = page.voices.map(voice => [voice.name, voice.name]);
-  for (const select of document.querySelectorAll(".voices")) fill(select, names);
-  if ($("mix").second.value === $("mix").first.value) $("mix").second.selectedIndex = Math.min(1, names.length - 1);
+  for (const name of ["first", "second"]) fill($("mix").elements[name], names);
+  fill(
+    $("speak").elements.voice,
+    page.voices.some(voice => voice.built_in) ? [["", t("automatic")], ...names] : names,
+  );
+  if ($("mix").second.value === $("mix").first.value)
+    $("mix").second.selectedIndex = Math.min(1, names.length - 1);
   $("voice-list").replaceChildren(...page.voices.map(voiceCard));
   showForm();
 }
@@ -296,7 +330,11 @@ function voiceCard(voice) {
     marks = voice.languages.map(code => make("span", { className: "chip", textContent: languageName(code) }));
   if (voice.built_in) marks.push(make("span", { className: "chip", textContent: t("built.in") }));
   const input = words.example[voice.languages[0] === "fa" ? 1 : 0];
-  const row = make("div", { className: "row" }, button("try", () => utter({ input, voice: name, model: voice.model }), t("try.name", { name })));
+  const row = make(
+    "div",
+    { className: "row" },
+    button("try", () => utter({ input, voice: name, model: voice.model }), t("try.name", { name })),
+  );
   if (!voice.built_in) row.append(button("delete", () => deleteVoice(voice), t("delete.name", { name })));
   return make(
     "li",
@@ -312,8 +350,8 @@ async function deleteVoice({ name, model }) {
   if (!confirm(t("delete.sure", { name }))) return;
   const path = `/v1/audio/voices/${encodeURIComponent(name)}?model=${encodeURIComponent(model)}`;
   await ask(path, undefined, { method: "DELETE" });
-  say(t("deleted", { name }));
   await readVoices();
+  say(t("deleted", { name }));
   $("voices-title").focus();
 }
 
@@ -380,10 +418,14 @@ async function useSound(blob, convert) {
   $("preview").src = URL.createObjectURL(blob);
   $("preview").hidden = false;
   $("recorded").textContent = seconds === null ? "" : t("recorded", { seconds: num(seconds, 1) });
+  say($("recorded").textContent);
 }
 
 $("record").addEventListener("click", () => record().catch(failed));
-$("file").addEventListener("change", () => $("file").files[0] && useSound($("file").files[0], false).catch(failed));
+$("file").addEventListener(
+  "change",
+  () => $("file").files[0] && useSound($("file").files[0], false).catch(failed),
+);
 
 form("add-voice", async (given, fields) => {
   if (!microphone.sound) throw new Error(t("voice.missing"));
@@ -406,8 +448,8 @@ form("mix", async (given, fields) => {
 
 async function saved(given, extra, body) {
   const { notes } = await ask("/v1/audio/voices", body, extra);
-  say([t("voice.saved", { name: given.get("name") }), ...notes].join(" "));
   await readVoices();
+  say([t("voice.saved", { name: given.get("name") }), ...notes].join(" "));
 }
 
 // ---- corpora
@@ -415,7 +457,10 @@ async function saved(given, extra, body) {
 async function showCorpora() {
   page.about.corpora = await ask("/studio/corpora");
   for (const select of document.querySelectorAll(".corpora"))
-    fill(select, page.about.corpora.map(({ name }) => [name, corpusName(name)]));
+    fill(
+      select,
+      page.about.corpora.map(({ name }) => [name, corpusName(name)]),
+    );
   await showCorpus();
 }
 
@@ -429,7 +474,14 @@ async function showCorpus() {
   page.preparing = BUSY.includes(found.state);
   $("prepare").disabled = page.preparing;
   $("prepare").textContent = t(found.table ? "prepare.again" : "prepare");
-  const key = page.preparing ? "preparing" : found.table ? "prepared" : found.state === "failed" ? "prepare.failed" : "prepare.unknown";
+  $("prepare").classList.toggle("main", !found.table);
+  const key = page.preparing
+    ? "preparing"
+    : found.table
+      ? "prepared"
+      : found.state === "failed"
+        ? "prepare.failed"
+        : "prepare.unknown";
   if ($("corpus-state").textContent !== t(key)) $("corpus-state").textContent = t(key);
   $("corpus-log").hidden = !found.log.length;
   $("corpus-log").textContent = found.log.join("\n");
@@ -437,31 +489,65 @@ async function showCorpus() {
 }
 
 function corpusTable(found) {
-  const amount = each => `${t("clips", { n: num(each.clips) })}, ${span(each.seconds)}`;
-  const tile = (key, value, more) => make("div", {}, make("dt", { textContent: t(key) }), make("dd", { textContent: value }), make("dd", { className: "soft", textContent: more }));
+  const amount = each => listed([t("clips", { n: num(each.clips) }), span(each.seconds)]);
   const tiles = [
-    tile("clips.train", span(found.train.seconds), t("clips", { n: num(found.train.clips) })),
-    tile("clips.val", span(found.val.seconds), t("clips", { n: num(found.val.clips) })),
-    tile("speakers", num(found.num_speakers), ""),
-    tile("clips.aside", num(found.num_set_aside), t("clips", { n: "" }).trim()),
+    tile(t("clips.train"), span(found.train.seconds), t("clips", { n: num(found.train.clips) })),
+    tile(t("clips.val"), span(found.val.seconds), t("clips", { n: num(found.val.clips) })),
+    tile(t("speakers"), num(found.num_speakers)),
+    tile(t("clips.aside"), num(found.num_set_aside), t("clips", { n: "" }).trim()),
   ];
-  const bars = (key, rows) => make("div", { className: "card" }, heading(key), make("ul", { className: "bars" }, ...rows));
-  const parts = (rows, name) => rows.map(row => barRow(name(row.name), row.share, rows[0].share, amount({ clips: row.num_clips, seconds: 3600 * row.hours })));
+  const bars = (key, rows) =>
+    make("div", { className: "card" }, heading(key), make("ul", { className: "bars" }, ...rows));
+  const parts = (rows, name) =>
+    rows.map(row =>
+      barRow(
+        name(row.name),
+        row.share,
+        rows[0].share,
+        amount({ clips: row.num_clips, seconds: 3600 * row.hours }),
+      ),
+    );
   const most = Math.max(...found.lengths);
-  const lengths = found.lengths.map((count, at) => barRow(t("seconds.range", { from: num(2 * at), to: num(2 * at + 2) }), count, most, num(count)));
-  const reasons = found.reasons.map(row => barRow(row.reason + (row.flag ? ` (${row.flag})` : ""), row.clips, found.reasons[0].clips, num(row.clips)));
+  const lengths = found.lengths.map((count, at) =>
+    barRow(t("seconds.range", { from: num(2 * at), to: num(2 * at + 2) }), count, most, num(count)),
+  );
+  const reasons = found.reasons.map(row =>
+    barRow(row.reason + (row.flag ? ` (${row.flag})` : ""), row.clips, found.reasons[0].clips, num(row.clips)),
+  );
   const rest = found.num_set_aside - found.set_aside.length;
   return [
     make("dl", { className: "numbers" }, ...tiles),
     found.is_unnamed ? make("p", { className: "note", textContent: t("unnamed") }) : "",
-    make("div", { className: "halves" }, bars("languages", parts(found.languages, languageName)), bars("speakers", parts(found.speakers, name => name)), bars("lengths", lengths)),
-    ...(reasons.length ? [bars("why.not", reasons), table([t("clip"), t("reason"), t("detail"), t("where")], found.set_aside.map(row => [row.id, row.reason, row.detail, row.where]), t("why.not"))] : []),
+    make(
+      "div",
+      { className: "thirds" },
+      bars("languages", parts(found.languages, languageName)),
+      bars(
+        "speakers",
+        parts(found.speakers, name => name),
+      ),
+      bars("lengths", lengths),
+    ),
+    ...(reasons.length
+      ? [
+          bars("why.not", reasons),
+          table(
+            [t("clip"), t("reason"), t("detail"), t("where")],
+            found.set_aside.map(row => [row.id, row.reason, row.detail, row.where]),
+            t("why.not"),
+          ),
+        ]
+      : []),
     rest > 0 ? soft(t("more", { n: num(rest) })) : "",
   ];
 }
 
 $("corpus").addEventListener("change", () => showCorpus().catch(failed));
-$("prepare").addEventListener("click", () => ask("/studio/prepare", { name: $("corpus").value }).then(showCorpus).catch(failed));
+$("prepare").addEventListener("click", () =>
+  ask("/studio/prepare", { name: $("corpus").value })
+    .then(showCorpus)
+    .catch(failed),
+);
 
 // ---- train
 
@@ -471,7 +557,11 @@ async function showTrain() {
   const starts = runs.filter(run => run.can_speak).map(run => [run.name, run.name]);
   fill(start, [...(page.about.has_base ? [["", t("start.auto")]] : []), ["none", t("start.none")], ...starts]);
   fill(preset, [["", t("none")], ...page.about.presets.map(name => [name, name.replace("gb", " GB")])]);
-  fill($("run"), runs.map(run => [run.name, run.name]), page.run || $("run").value);
+  fill(
+    $("run"),
+    runs.map(run => [run.name, run.name]),
+    page.run || $("run").value,
+  );
   page.run = $("run").value;
   if (!runs.length) $("new-run").open = true;
   $("run").disabled = !runs.length;
@@ -486,7 +576,10 @@ async function showLive() {
   if (name !== page.run) return;
   const busy = BUSY.includes(found.state),
     { last } = found;
-  if (page.state !== found.state) $("run-state").textContent = t(`state.${found.state}`);
+  if (page.state !== found.state) {
+    $("run-state").textContent = t(`state.${found.state}`);
+    $("run-log").parentElement.open = found.state === "failed" || (busy && !last);
+  }
   page.state = found.state;
   $("stop-run").hidden = !busy;
   $("stop-run").disabled = found.state === "stopping";
@@ -494,58 +587,79 @@ async function showLive() {
   $("live").hidden = false;
   $("run-log").textContent = found.log.join("\n");
   $("run-log").parentElement.hidden = !found.log.length;
-  if (found.state === "failed") $("run-log").parentElement.open = true;
   $("done").style.width = `${last?.total_steps ? (100 * last.step) / last.total_steps : 0}%`;
-  const memory = Object.entries(last?.memory_mb ?? {}).map(([role, mb]) => `${role} ${num(mb / 1024, 1)} GB`);
-  const gpus = found.gpus.map(gpu => [`GPU ${num(gpu.gpu)}`, share(gpu.utilisation)]);
+  const gb = mb => `${num(mb / 1024, 1)} GB`;
+  const memory = Object.entries(last?.memory_mb ?? {}).map(([role, mb]) => tile(t("memory"), gb(mb), role));
+  const gpus = found.gpus.map(gpu => tile(`GPU ${num(gpu.gpu)}`, share(gpu.utilisation), gb(gpu.memory_used_mb)));
   const numbers = last
     ? [
-        [t("stage"), last.stage],
-        [t("step"), num(last.step) + (last.total_steps ? ` / ${num(last.total_steps)}` : "")],
-        [t("loss"), num(last.losses.total, 3)],
-        [t("speed.train"), num(last.clips_per_s, 1)],
-        [t("idle"), share(last.idle_share)],
-        [t("eta"), busy ? span(last.eta_s) : "–"],
-        ...(memory.length ? [[t("memory"), memory.join(", ")]] : []),
+        tile(t("stage"), last.stage),
+        tile(t("step"), num(last.step), last.total_steps ? t("of", { n: num(last.total_steps) }) : ""),
+        tile(t("loss"), figure(last.losses.total)),
+        tile(t("speed.train"), figure(last.clips_per_s)),
+        tile(t("idle"), share(last.idle_share)),
+        tile(t("eta"), busy ? span(last.eta_s) : "–"),
+        ...memory,
         ...gpus,
       ]
     : [];
-  $("numbers").replaceChildren(...numbers.map(([key, value]) => make("div", {}, make("dt", { textContent: key }), make("dd", { textContent: value, dir: "auto" }))));
+  $("numbers").replaceChildren(...numbers);
   $("curves").replaceChildren(...found.stages.flatMap(stageCharts));
-  $("warnings").replaceChildren(...found.warnings.map(text => make("p", { className: "note", textContent: text, dir: "ltr" })));
+  $("warnings").replaceChildren(
+    ...found.warnings.map(text => make("p", { className: "note", textContent: text, dir: "ltr" })),
+  );
   if (page.samples === JSON.stringify(found.samples)) return; // a sound may be playing
   page.samples = JSON.stringify(found.samples);
   showSamples(found.samples);
 }
 
 const stageCharts = stage => [
-  chart(`${t("loss")} (${stage.name})`, [{ label: t("train"), points: stage.losses }, { label: t("validation"), points: stage.validations }]),
+  chart(`${t("loss")} (${stage.name})`, [
+    { label: t("train"), points: stage.losses },
+    { label: t("validation"), points: stage.validations },
+  ]),
   chart(`${t("speed.train")} (${stage.name})`, [{ label: "", points: stage.clips_per_s }]),
 ];
 
 function showSamples(samples) {
   const texts = Map.groupBy(samples, row => row.text);
   const cards = [...texts].map(([text, rows]) => {
-    const sounds = rows.map(row => sound(`${row.stage}, ${t("step")} ${num(row.step)}`, row.file, row.problem));
+    const sounds = rows.map(row =>
+      sound(listed([row.stage, `${t("step")} ${num(row.step)}`]), row.file, row.problem),
+    );
     if (rows[0].recording) sounds.unshift(sound(t("original"), rows[0].recording));
     return make("div", { className: "card" }, make("p", { dir: "auto", textContent: text }), ...sounds);
   });
-  $("samples").replaceChildren(...(cards.length ? [heading("samples"), ...cards] : []));
+  const grid = make("div", { className: "halves" }, ...cards);
+  $("samples").replaceChildren(...(cards.length ? [heading("samples"), grid] : []));
 }
 
 const sound = (label, src, problem = "") =>
-  make("div", { className: "sound" }, soft(label), player(src, label), problem ? make("span", { className: "chip warn", textContent: problem }) : "");
+  make(
+    "div",
+    { className: "sound" },
+    soft(label),
+    player(src, label),
+    problem ? make("span", { className: "chip warn", textContent: problem }) : "",
+  );
 
 $("run").addEventListener("change", () => {
   page.run = $("run").value;
   page.samples = page.state = "";
   showLive().catch(failed);
 });
-$("stop-run").addEventListener("click", () => ask("/studio/stop", { name: page.run }).then(showLive).catch(failed));
+$("stop-run").addEventListener("click", () =>
+  ask("/studio/stop", { name: page.run }).then(showLive).catch(failed),
+);
 form("start", async (given, fields) => {
   const asked = Object.fromEntries(given),
     steps = asked.steps ? Number(asked.steps) : null;
-  const { name } = await ask("/studio/train", { ...asked, steps, single_speaker: "single_speaker" in asked, spoken: "spoken" in asked });
+  const { name } = await ask("/studio/train", {
+    ...asked,
+    steps,
+    single_speaker: "single_speaker" in asked,
+    spoken: "spoken" in asked,
+  });
   say(t("train.started"));
   fields.elements.name.value = "";
   $("new-run").open = false;
@@ -570,7 +684,11 @@ async function showRuns() {
 
 function runCard(run) {
   const { name } = run,
-    box = make("input", { type: "checkbox", checked: page.chosen.includes(name), "aria-label": t("compare.name", { name }) });
+    box = make("input", {
+      type: "checkbox",
+      checked: page.chosen.includes(name),
+      "aria-label": t("compare.name", { name }),
+    });
   box.addEventListener("change", () => {
     page.chosen = page.chosen.filter(each => each !== name);
     if (box.checked) page.chosen = [...page.chosen, name].slice(-2);
@@ -578,16 +696,25 @@ function runCard(run) {
       .then(() => page.chosen.length === 2 && $("comparison-title").focus())
       .catch(failed);
   });
-  const link = (key, href, label) => make("a", { className: "button", href, textContent: t(key), "aria-label": `${t(key)}: ${label}` });
+  const link = (key, href, label) =>
+    make("a", { className: "button", href, textContent: t(key), "aria-label": `${t(key)}: ${label}` });
   const watch = link("watch", "#train", name);
   watch.addEventListener("click", () => (page.run = name));
   const row = make("div", { className: "row" }, watch);
   if (run.can_speak) row.append(button("hear.run", () => hearRun(name), t("hear.name", { name })));
   row.append(link("report", `/studio/report?name=${encodeURIComponent(name)}`, name));
-  const stages = run.stages.map(stage => stageChip(stage));
-  const saved = run.saved_at ? new Intl.DateTimeFormat(page.language, { dateStyle: "medium", timeStyle: "short" }).format(1000 * run.saved_at) : "";
-  const about = [run.size, corpusName(run.corpus), run.languages.map(languageName).join(", "), saved].filter(Boolean).join(" · ");
-  const live = BUSY.includes(run.state) ? [make("span", { className: "chip good", textContent: t(`state.${run.state}`) })] : [];
+  const stages = run.stages.filter(stage => stage.state !== "missing").map(stageChip);
+  const saved = run.saved_at
+    ? new Intl.DateTimeFormat(page.language, { dateStyle: "medium", timeStyle: "short" }).format(
+        1000 * run.saved_at,
+      )
+    : "";
+  const about = [run.size, corpusName(run.corpus), listed(run.languages.map(languageName)), saved]
+    .filter(Boolean)
+    .join(" · ");
+  const live = BUSY.includes(run.state)
+    ? [make("span", { className: "chip good", textContent: t(`state.${run.state}`) })]
+    : [];
   return make(
     "li",
     { className: "card run" },
@@ -600,10 +727,14 @@ function runCard(run) {
 }
 
 function stageChip(stage) {
-  const steps = stage.state === "missing" ? "–" : `${num(stage.step)} / ${num(stage.target)}`,
+  const steps = `${num(stage.step)} / ${num(stage.target)}`,
     best = stage.best_loss === null ? "" : ` · ${t("best")} ${num(stage.best_loss, 3)}`;
   const looks = { complete: "good", stale: "warn" };
-  return make("span", { className: `chip ${looks[stage.state] ?? ""}`, title: stage.why, textContent: `${stage.stage} ${steps}${best}` });
+  return make("span", {
+    className: `chip ${looks[stage.state] ?? ""}`,
+    title: stage.why,
+    textContent: `${stage.stage} ${steps}${best}`,
+  });
 }
 
 async function hearRun(name) {
@@ -619,22 +750,48 @@ async function showComparison() {
   if (!b) return;
   const found = await ask(`/studio/compare?${new URLSearchParams({ a, b })}`);
   $("comparison-title").textContent = t("comparison", { a, b });
-  const lines = name => found.stages.map((stages, at) => ({ label: found.names[at], points: stages.find(stage => stage.name === name)?.validations ?? [] }));
+  const lines = name =>
+    found.stages.map((stages, at) => ({
+      label: found.names[at],
+      points: stages.find(stage => stage.name === name)?.validations ?? [],
+    }));
   const names = [...new Set(found.stages.flat().map(stage => stage.name))];
   const charts = names.map(name => chart(`${t("validation")} (${name})`, lines(name)));
   const score = key => found.scores.map(each => num(each?.[key], 3));
-  const rows = ["wer", "cer", "similarity", "mos"].map(key => [key === "similarity" ? key : key.toUpperCase(), ...score(key)]);
+  const rows = ["wer", "cer", "similarity", "mos"].map(key => [
+    key === "similarity" ? key : key.toUpperCase(),
+    ...score(key),
+  ]);
   const hasScores = found.scores.some(Boolean);
-  $("facts").replaceChildren(make("div", { className: "halves" }, ...charts), hasScores ? table(["", a, b], rows, t("compare")) : "");
+  $("facts").replaceChildren(
+    make("div", { className: "halves" }, ...charts),
+    hasScores ? table(["", a, b], rows, t("compare")) : "",
+  );
   $("begin-blind").hidden = !found.samples.length;
   $("listening").replaceChildren(found.samples.length ? "" : soft(t("blind.none")));
   const { preferred, neither, p } = found.listening,
     values = { a, b, m: num(preferred[0]), n: num(preferred[1]), o: num(neither), p: share(p) };
   $("verdict").textContent = preferred[0] + preferred[1] + neither ? t("blind.result", values) : "";
-  const pairs = found.samples.map(row => make("div", { className: "card" }, make("p", { dir: "auto", textContent: row.text }), sound(a, row.sounds[0]), sound(b, row.sounds[1])));
-  const hidden = make("details", { className: "card" }, make("summary", { textContent: t("side.by.side") }), ...pairs);
+  const pairs = found.samples.map(row =>
+    make(
+      "div",
+      { className: "card" },
+      make("p", { dir: "auto", textContent: row.text }),
+      sound(a, row.sounds[0]),
+      sound(b, row.sounds[1]),
+    ),
+  );
+  const hidden = make(
+    "details",
+    { className: "card" },
+    make("summary", { textContent: t("side.by.side") }),
+    ...pairs,
+  );
   $("side-by-side").replaceChildren(pairs.length ? hidden : "");
-  $("differences").replaceChildren(found.settings.length ? heading("differences", "h4") : "", found.settings.length ? table([t("setting"), a, b], found.settings, t("differences")) : "");
+  $("differences").replaceChildren(
+    found.settings.length ? heading("differences", "h4") : "",
+    found.settings.length ? table([t("setting"), a, b], found.settings, t("differences")) : "",
+  );
 }
 
 $("begin-blind").addEventListener("click", () => beginBlind().catch(failed));
@@ -656,11 +813,25 @@ async function beginBlind() {
 // Resolves with 0, 1 or null; with nothing if the listener has left.
 function answered(trial, title) {
   return new Promise(resolve => {
-    const choices = [["blind.first", 0], ["blind.second", 1], ["blind.neither", null]];
+    const choices = [
+      ["blind.first", 0],
+      ["blind.second", 1],
+      ["blind.neither", null],
+    ];
     const buttons = choices.map(([key, value]) => button(key, () => resolve(value)));
     const top = make("p", { textContent: title, tabIndex: -1, className: "soft" });
-    const sounds = make("div", { className: "halves" }, sound(t("first"), trial.sounds[0]), sound(t("second"), trial.sounds[1]));
-    $("listening").replaceChildren(top, make("p", { className: "said", dir: "auto", textContent: trial.text }), sounds, make("div", { className: "row" }, ...buttons));
+    const sounds = make(
+      "div",
+      { className: "halves" },
+      sound(t("first"), trial.sounds[0]),
+      sound(t("second"), trial.sounds[1]),
+    );
+    $("listening").replaceChildren(
+      top,
+      make("p", { className: "said", dir: "auto", textContent: trial.text }),
+      sounds,
+      make("div", { className: "row" }, ...buttons),
+    );
     top.focus();
     window.addEventListener("hashchange", () => resolve(undefined), { once: true });
   });
@@ -690,13 +861,15 @@ function speakLanguage(code) {
   localStorage.setItem("myxtts-language", code);
   Object.assign(document.documentElement, { lang: code, dir: code === "fa" ? "rtl" : "ltr" });
   for (const node of document.querySelectorAll("[data-t]")) node.textContent = t(node.dataset.t);
-  for (const node of document.querySelectorAll("[data-t-label]")) node.setAttribute("aria-label", t(node.dataset.tLabel));
+  for (const node of document.querySelectorAll("[data-t-label]"))
+    node.setAttribute("aria-label", t(node.dataset.tLabel));
   for (const node of document.querySelectorAll("[data-t-hint]")) node.placeholder = t(node.dataset.tHint);
   Object.assign($("language"), { textContent: t("other"), lang: code === "fa" ? "en" : "fa" });
   const { text } = $("speak").elements;
   if (!text.value || words.example.includes(text.value)) text.value = t("example");
   const languages = Object.keys(page.about.languages).map(each => [each, languageName(each)]);
-  for (const select of document.querySelectorAll(".languages")) fill(select, [["", t("detect")], ...languages], select.value);
+  for (const select of document.querySelectorAll(".languages"))
+    fill(select, [["", t(select.form.id === "add-voice" ? "unknown" : "detect")], ...languages], select.value);
   showForm();
 }
 
@@ -707,7 +880,8 @@ $("language").addEventListener("click", () => {
 window.addEventListener("hashchange", () => show(true).catch(failed));
 setInterval(() => {
   if (document.hidden || page.asking) return;
-  const work = view() === "train" && page.run ? showLive : view() === "corpora" && page.preparing ? showCorpus : null;
+  const work =
+    view() === "train" && page.run ? showLive : view() === "corpora" && page.preparing ? showCorpus : null;
   if (!work) return;
   page.asking = true;
   work()
