@@ -708,8 +708,8 @@ def _serve(options: argparse.Namespace) -> None:
     work_on(device := device_named(options.device))
     asked = (options.max_characters, options.per_client, options.rate)
     limits = Limits(os.environ.get(KEY_VARIABLE, ""), tuple(options.cors), *asked)
-    roots = [getattr(options, name, None) or [Path()] for name in ("runs", "corpora")]
-    if missing := [root for root in (*roots[0], *roots[1]) if not root.is_dir()]:
+    runs, corpora = (getattr(options, name, None) or [Path()] for name in ("runs", "corpora"))
+    if missing := [root for root in (*runs, *corpora) if not root.is_dir()]:
         raise ConfigError(f"{missing[0]}: no such folder; --runs and --corpora name folders that are there")
     listener = listen(options.host, options.port)  # reports a port in use before anything is loaded
     models = load_models(folders, device, options.slots, options.queue)
@@ -720,7 +720,7 @@ def _serve(options: argparse.Namespace) -> None:
     from myxtts.web.studio import Studio
 
     load_run = partial(load_model, device=device, slots=options.slots, queue_limit=options.queue)
-    studio = Studio(models, load_run, *roots, listener.getsockname()[:2], _gpu_readings)
+    studio = Studio(models, load_run, runs, corpora, listener.getsockname()[:2], _gpu_readings)
     with contextlib.closing(studio):
         show_page(studio.address)
         serve(models, limits, listener, options.drain, _say, studio)

@@ -16,7 +16,7 @@ from synthesis_fixtures import make_model, speaking, vocabulary
 from myxtts.checkpoints import Checkpoints, Snapshot
 from myxtts.run_dir import RunDir
 from myxtts.synthesis.synthesizer import Synthesizer
-from myxtts.synthesis.voices import Voice
+from myxtts.synthesis.voices import Voice, VoiceLibrary
 from myxtts.web.limits import Limits
 from myxtts.web.serve import make_app
 from myxtts.web.speech import HostedModel, Models
@@ -70,7 +70,7 @@ def write_places(folder: Path) -> tuple[Path, Path]:
     """Folders with two runs and two corpora."""
     runs, corpora = folder / "runs", folder / "corpora"
     sf.write(folder / "outside.wav", make_voice(0.3, 8000), 8000)
-    write_run(runs / "first", 3.0)
+    write_run(runs / "first", 3.0, f"data:\n  train_data: {corpora / 'tales'}\ntraining:\n  max_steps: 100\n")
     write_run(runs / "second", 2.5, "data:\n  batch_size: 7\ntraining:\n  max_steps: 100\n")
     write_corpus(corpora / "tales")
     with open(corpora / "tales" / "metadata.csv", "a", encoding="utf-8") as file:
@@ -84,7 +84,7 @@ def make_studio(folder: Path, synthesizer: Synthesizer, anna: Voice, port: int =
     models = Models([hosted(folder, synthesizer, anna)])
 
     def load(name: str, _: Path) -> HostedModel:
-        return hosted(folder, speaking(), anna, name)
+        return HostedModel(name, speaking(), VoiceLibrary(folder / name))
 
     runs, corpora = folder / "runs", folder / "corpora"
     return Studio(models, load, [runs], [corpora], ("127.0.0.1", port)), models

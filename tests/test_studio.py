@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -27,7 +29,7 @@ from myxtts.settings import load
 from myxtts.synthesis.synthesizer import Synthesizer
 from myxtts.synthesis.voices import Voice
 from myxtts.web import studio as studio_module
-from myxtts.web.studio import Folders, corpus_flags, is_corpus
+from myxtts.web.studio import Folders, corpus_flags, is_corpus, speaker_of_run
 
 pytest_plugins = ["synthesis_fixtures"]
 ADDRESS = "http://127.0.0.1:4321"
@@ -126,8 +128,25 @@ def test_a_run_is_heard_after_it_was_loaded(client: TestClient) -> None:
     assert {model["id"] for model in client.get("/v1/models").json()["data"]} == {"tiny", "first"}
     assert client.post("/studio/hear", json={"name": "first"}).status_code == 200, "again, if it was trained"
     assert client.post("/studio/hear", json={"name": "../first"}).status_code == 404
-    body = {"input": "Hi there.", "language": "en", "model": "first", "voice": "anna", "response_format": "pcm"}
+    voices = client.get("/v1/audio/voices", params={"model": "first"}).json()["data"]
+    assert [voice["name"] for voice in voices] == ["speaker"], "a run without voices speaks as its corpus does"
+    body = {"input": "Hi there.", "language": "en", "model": "first", "voice": "speaker", "response_format": "pcm"}
     assert client.post("/v1/audio/speech", json=body).status_code == 200
+
+
+def test_the_voice_of_a_run_is_that_of_the_speaker_with_the_most_clips(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", ["x", "y", "z"], seconds=2.0)
+    (corpus / "metadata.csv").write_text(
+        "id|text|speaker_name\nclip000|x|ann\nclip001|y|Bob/2\nclip002|z|Bob/2\ngone|w|Bob/2\n"
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "settings.yaml").write_text(f"data:\n  train_data: {corpus}\n")
+    found = speaker_of_run(run)
+    assert found is not None and found[0] == "Bob 2"
+    assert soundfile.info(io.BytesIO(found[1])).duration == pytest.approx(4.0, abs=0.1)
+    shutil.rmtree(corpus)
+    assert speaker_of_run(run) is None
 
 
 def test_names_of_folders_are_chosen_never_paths(client: TestClient, places: Path) -> None:

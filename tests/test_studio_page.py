@@ -188,6 +188,7 @@ def test_it_fits_every_width_in_both_languages(width: int, language: str, browse
     page.click("#language")
     assert page.get_attribute("html", "lang") == ("en" if language == "fa" else "fa")
     page.reload()
+    page.wait_for_selector("body[data-ready=yes]")
     assert page.get_attribute("html", "lang") == ("en" if language == "fa" else "fa"), "the choice is kept"
     tab.context.close()
     assert not tab.errors

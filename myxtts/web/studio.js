@@ -749,6 +749,7 @@ async function showComparison() {
   $("comparison").hidden = !b;
   if (!b) return;
   const found = await ask(`/studio/compare?${new URLSearchParams({ a, b })}`);
+  if (page.listening || `${page.chosen}` !== `${[a, b]}`) return;
   $("comparison-title").textContent = t("comparison", { a, b });
   const lines = name =>
     found.stages.map((stages, at) => ({
@@ -798,14 +799,16 @@ $("begin-blind").addEventListener("click", () => beginBlind().catch(failed));
 async function beginBlind() {
   const [a, b] = page.chosen,
     trials = await ask("/studio/trials", { a, b });
+  page.listening = true;
   $("begin-blind").hidden = true;
   $("side-by-side").replaceChildren();
   $("verdict").textContent = "";
   for (const [at, trial] of trials.entries()) {
     const chosen = await answered(trial, t("blind.number", { n: num(at + 1), all: num(trials.length) }));
-    if (chosen === undefined) return;
+    if (chosen === undefined) break;
     await ask("/studio/answer", { id: trial.id, chosen });
   }
+  page.listening = false;
   await showComparison();
   $("verdict").scrollIntoView({ block: "center" });
 }

@@ -9,6 +9,7 @@ folder.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -28,14 +29,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import soundfile as sf
 
 from myxtts import config
+from myxtts.audio import UnusableAudio, decode
 from myxtts.collect.catalog import DATABASE, Catalog
 from myxtts.collect.recordings import cut_clip
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, PRESETS, SAMPLE_RATE, Settings
 from myxtts.data.clips import LIMITS, ClipSet, PreparedCorpus
 from myxtts.data.corpus import METADATA_FILES
-from myxtts.data.prepare import EMBEDDED_CORPUS, prepare, prepared_before
+from myxtts.data.prepare import EMBEDDED_CORPUS, prepare, prepared_before, read_training
 from myxtts.errors import ConfigError, MyXTTSError, printable
 from myxtts.files import held_by
 from myxtts.observe.diagnosis import warnings_of
@@ -78,6 +81,7 @@ RECORDINGS = {
 }
 BUSY = ("starting", "training", "stopping")
 MOST_DEPTH, MOST_POINTS, MOST_SET_ASIDE, MOST_STEPS = 2, 120, 400, 10**7
+MOST_REFERENCE_S = 20  # of the voice that a run gets from its corpus
 _LENGTH_STEP_S, _MOST_SHARES, _HEARD_EVALUATIONS, _LOG_BYTES, _LOG_LINES = 2, 40, 4, 8192, 16
 _KNOWN_S = 3.0  # for which the names of folders are believed
 _RUN_NAME = re.compile(r"[^\W_][\w -]{0,59}")
@@ -537,6 +541,22 @@ def _summary_of(folder: Path) -> dict[str, Any]:
     return dict(without_nan(about))
 
 
+def speaker_of_run(folder: Path) -> tuple[str, bytes] | None:
+    """The name and a recording of the speaker with the most clips in the corpus of a run, if it is still there."""
+    found, pcm = [], np.zeros(0, np.int16)
+    with contextlib.suppress(MyXTTSError):
+        found = [(corpus, clip) for corpus in read_training(_settings_of(folder).data) for clip in corpus.clips]
+    most, _ = max(Counter(clip.speaker for _, clip in found).items(), key=lambda pair: pair[1], default=("", 0))
+    for corpus, clip in found:
+        if clip.speaker == most and len(pcm) < MOST_REFERENCE_S * SAMPLE_RATE:
+            with contextlib.suppress(UnusableAudio):
+                pcm = np.concatenate([pcm, decode(corpus.folder / clip.path, SAMPLE_RATE, MOST_REFERENCE_S)])
+    file = io.BytesIO()
+    sf.write(file, pcm, SAMPLE_RATE, format="WAV")
+    name = re.sub(r"[^\w .'-]", " ", most).strip(" _.'-") or "speaker"
+    return (name, file.getvalue()) if len(pcm) else None
+
+
 def _settings_of(folder: Path) -> Settings:
     try:
         return load(folder / "settings.yaml", {}).settings
@@ -620,8 +640,12 @@ class Studio:
     def hear(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Load a run as a model of the API; again, if it has been trained since."""
         name = str(asked.get("name"))
+        folder = self.runs.folders.named(name)
         with self._loading:
-            self._models.add(self._load_model(name, self.runs.folders.named(name)))
+            model = self._load_model(name, folder)
+            if not model.voices() and (speaker := speaker_of_run(folder)) is not None:
+                model.add_voice(*speaker)
+            self._models.add(model)
         return {"name": name}
 
     def _app(self) -> Starlette:
