@@ -249,6 +249,7 @@ def test_training_starts_with_what_was_chosen_and_nothing_else(
         "-m", "myxtts", "train", "--train-data", f"{tales}/", "--checkpoint-dir", str(run), "--init-from", "none",
         "--preset", "12gb", "--language", "en", "--max-steps", "50", "--spoken-sentences", "4", "--single-speaker",
     ]  # fmt: skip
+    assert "new run" in [run["name"] for run in client.get("/studio/runs").json()], "at once"
     assert client.get("/studio/live", params={"name": "new run"}).json()["last"] is None
     again = client.post("/studio/resume", json={"name": "new run"})
     assert again.status_code == 400 and "before it began" in again.json()["error"]

@@ -51,7 +51,13 @@ const tile = (name, value, more = "") =>
     make("dd", {}, make("bdi", { textContent: value })),
     more ? make("dd", { className: "soft", textContent: more }) : "",
   );
+const box = (className, ...children) => make("div", { className }, ...children);
+const card = (...children) => make("li", { className: "card" }, ...children);
+const line = (text, className = "") => make("p", { className, dir: "auto", textContent: text });
+const chip = (text, look = "") => make("span", { className: `chip ${look}`, textContent: text });
 const soft = text => make("span", { className: "soft", textContent: text });
+const pairs = names => names.map(name => [name, name]);
+const pathOf = (path, name) => `${path}${encodeURIComponent(name)}`;
 const heading = (key, level = "h3") => make(level, { textContent: t(key) });
 const button = (key, action, label = null) => {
   const node = make("button", { type: "button", textContent: t(key) });
@@ -71,11 +77,11 @@ const form = (id, action) =>
 
 function table(headings, rows, caption) {
   const head = make("tr", {}, ...headings.map(text => make("th", { scope: "col", textContent: text })));
-  const line = cells => make("tr", {}, ...cells.map(cell => make("td", { dir: "auto", textContent: cell })));
+  const row = cells => make("tr", {}, ...cells.map(cell => make("td", { dir: "auto", textContent: cell })));
   return make(
     "div",
     { className: "scroll", tabIndex: 0, role: "region", "aria-label": caption },
-    make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows.map(line))),
+    make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows.map(row))),
   );
 }
 
@@ -112,8 +118,8 @@ function chart(title, series) {
     const value = make("b", { textContent: figure(points.at(-1)[1]) });
     return make("span", { className: one.label ? `key c${index + 1}` : "" }, `${one.label} `, value);
   });
-  const range = make("div", { className: "range" }, soft(figure(high)), soft(figure(low)));
-  const steps = make("div", { className: "steps" }, soft(num(left)), soft(num(right)));
+  const range = box("range", soft(figure(high)), soft(figure(low)));
+  const steps = box("steps", soft(num(left)), soft(num(right)));
   const label = `${title}: ${series.map(one => `${one.label} ${figure(one.points.at(-1)?.[1])}`).join(", ")}`;
   const plot = make("div", { className: "plot", role: "img", "aria-label": label }, svg, range);
   return make(
@@ -226,23 +232,11 @@ function draw(canvas, samples) {
 // ---- hear
 
 function newTake(text) {
-  const parts = {
-    canvas: make("canvas", { className: "wave" }),
-    about: soft(t("speaking")),
-    row: make("div", { className: "row" }),
-  };
-  parts.item = make(
-    "li",
-    { className: "card take" },
-    make("p", { dir: "auto", textContent: text }),
-    parts.canvas,
-    parts.about,
-    parts.row,
-  );
+  const [canvas, about, row] = [make("canvas", { className: "wave" }), soft(t("speaking")), box("row")];
   $("no-takes").hidden = true;
-  $("takes").prepend(parts.item);
+  $("takes").prepend(card(line(text, "said"), canvas, about, row));
   while ($("takes").children.length > MOST_TAKES) $("takes").lastChild.remove();
-  return parts;
+  return { canvas, about, row };
 }
 
 form("speak", async (given, fields) => {
@@ -252,12 +246,8 @@ form("speak", async (given, fields) => {
   let first = 0,
     held = new Float32Array(0),
     said = null;
-  const request = {
-    input: text,
-    model: given.get("model"),
-    voice: given.get("voice"),
-    speed: Number(given.get("speed")),
-  };
+  const [model, voice, speed] = ["model", "voice", "speed"].map(name => given.get(name));
+  const request = { input: text, model, voice, speed: Number(speed) };
   if (given.get("language")) request.language = given.get("language");
   if (given.get("seed") !== "") request.seed = Number(given.get("seed"));
   try {
@@ -273,13 +263,13 @@ form("speak", async (given, fields) => {
   }
   if (!held.length) return;
   const seed = said.get("x-myxtts-seed"),
-    voice = decodeURIComponent(said.get("x-myxtts-voice") ?? ""),
+    speaker = decodeURIComponent(said.get("x-myxtts-voice") ?? ""),
     href = URL.createObjectURL(wav(held)),
     again = button("seed.use", () => (fields.elements.seed.value = seed), t("seed.again", { seed }));
   again.textContent = t("seed.use", { seed });
   again.className = "quiet";
-  take.about.textContent += ` · ${voice} · ${languageName(said.get("x-myxtts-language"))}`;
-  const name = `${voice}-${seed}.wav`;
+  take.about.textContent += ` · ${speaker} · ${languageName(said.get("x-myxtts-language"))}`;
+  const name = `${speaker}-${seed}.wav`;
   take.row.append(
     player(href, text),
     make("a", { className: "button", href, download: name, textContent: t("download") }),
@@ -305,15 +295,15 @@ $("mix").addEventListener("input", showForm);
 // ---- models and voices
 
 async function readModels(chosen = document.querySelector(".models").value) {
-  const names = (await ask("/v1/models")).data.map(model => [model.id, model.id]);
+  const names = pairs((await ask("/v1/models")).data.map(model => model.id));
   for (const select of document.querySelectorAll(".models")) fill(select, names, chosen);
   await readVoices();
 }
 
 async function readVoices() {
   const model = document.querySelector(".models").value;
-  page.voices = (await ask(`/v1/audio/voices?model=${encodeURIComponent(model)}`)).data;
-  const names = page.voices.map(voice => [voice.name, voice.name]);
+  page.voices = (await ask(pathOf("/v1/audio/voices?model=", model))).data;
+  const names = pairs(page.voices.map(voice => voice.name));
   for (const name of ["first", "second"]) fill($("mix").elements[name], names);
   fill(
     $("speak").elements.voice,
@@ -327,21 +317,18 @@ async function readVoices() {
 
 function voiceCard(voice) {
   const { name } = voice,
-    marks = voice.languages.map(code => make("span", { className: "chip", textContent: languageName(code) }));
-  if (voice.built_in) marks.push(make("span", { className: "chip", textContent: t("built.in") }));
+    marks = voice.languages.map(code => chip(languageName(code)));
+  if (voice.built_in) marks.push(chip(t("built.in")));
   const input = words.example[voice.languages[0] === "fa" ? 1 : 0];
-  const row = make(
-    "div",
-    { className: "row" },
+  const row = box(
+    "row",
     button("try", () => utter({ input, voice: name, model: voice.model }), t("try.name", { name })),
   );
   if (!voice.built_in) row.append(button("delete", () => deleteVoice(voice), t("delete.name", { name })));
-  return make(
-    "li",
-    { className: "card" },
+  return card(
     make("b", { textContent: name, dir: "auto" }),
     make("span", { className: "chips" }, ...marks),
-    make("p", { className: "soft", textContent: voice.description, dir: "auto" }),
+    line(voice.description, "soft"),
     row,
   );
 }
@@ -469,19 +456,14 @@ async function showCorpus() {
     known = page.about.corpora.find(each => each.name === name);
   $("review").hidden = !known?.review;
   $("review").href = `/review/${encodeURIComponent(name)}/`;
-  const found = await ask(`/studio/corpus?name=${encodeURIComponent(name)}`);
+  const found = await ask(pathOf("/studio/corpus?name=", name));
   if (name !== $("corpus").value) return;
   page.preparing = BUSY.includes(found.state);
   $("prepare").disabled = page.preparing;
   $("prepare").textContent = t(found.table ? "prepare.again" : "prepare");
   $("prepare").classList.toggle("main", !found.table);
-  const key = page.preparing
-    ? "preparing"
-    : found.table
-      ? "prepared"
-      : found.state === "failed"
-        ? "prepare.failed"
-        : "prepare.unknown";
+  const unknown = found.state === "failed" ? "prepare.failed" : "prepare.unknown",
+    key = page.preparing ? "preparing" : found.table ? "prepared" : unknown;
   if ($("corpus-state").textContent !== t(key)) $("corpus-state").textContent = t(key);
   $("corpus-log").hidden = !found.log.length;
   $("corpus-log").textContent = found.log.join("\n");
@@ -489,24 +471,16 @@ async function showCorpus() {
 }
 
 function corpusTable(found) {
-  const amount = each => listed([t("clips", { n: num(each.clips) }), span(each.seconds)]);
   const tiles = [
     tile(t("clips.train"), span(found.train.seconds), t("clips", { n: num(found.train.clips) })),
     tile(t("clips.val"), span(found.val.seconds), t("clips", { n: num(found.val.clips) })),
     tile(t("speakers"), num(found.num_speakers)),
     tile(t("clips.aside"), num(found.num_set_aside), t("clips", { n: "" }).trim()),
   ];
-  const bars = (key, rows) =>
-    make("div", { className: "card" }, heading(key), make("ul", { className: "bars" }, ...rows));
-  const parts = (rows, name) =>
-    rows.map(row =>
-      barRow(
-        name(row.name),
-        row.share,
-        rows[0].share,
-        amount({ clips: row.num_clips, seconds: 3600 * row.hours }),
-      ),
-    );
+  const bars = (key, rows) => box("card", heading(key), make("ul", { className: "bars" }, ...rows));
+  const amount = row => listed([t("clips", { n: num(row.num_clips) }), span(3600 * row.hours)]);
+  const parts = (rows, name = String) =>
+    rows.map(row => barRow(name(row.name), row.share, rows[0].share, amount(row)));
   const most = Math.max(...found.lengths);
   const lengths = found.lengths.map((count, at) =>
     barRow(t("seconds.range", { from: num(2 * at), to: num(2 * at + 2) }), count, most, num(count)),
@@ -514,30 +488,19 @@ function corpusTable(found) {
   const reasons = found.reasons.map(row =>
     barRow(row.reason + (row.flag ? ` (${row.flag})` : ""), row.clips, found.reasons[0].clips, num(row.clips)),
   );
+  const headings = ["clip", "reason", "detail", "where"].map(key => t(key)),
+    aside = found.set_aside.map(row => [row.id, row.reason, row.detail, row.where]);
   const rest = found.num_set_aside - found.set_aside.length;
   return [
     make("dl", { className: "numbers" }, ...tiles),
-    found.is_unnamed ? make("p", { className: "note", textContent: t("unnamed") }) : "",
-    make(
-      "div",
-      { className: "thirds" },
+    found.is_unnamed ? line(t("unnamed"), "note") : "",
+    box(
+      "thirds",
       bars("languages", parts(found.languages, languageName)),
-      bars(
-        "speakers",
-        parts(found.speakers, name => name),
-      ),
+      bars("speakers", parts(found.speakers)),
       bars("lengths", lengths),
     ),
-    ...(reasons.length
-      ? [
-          bars("why.not", reasons),
-          table(
-            [t("clip"), t("reason"), t("detail"), t("where")],
-            found.set_aside.map(row => [row.id, row.reason, row.detail, row.where]),
-            t("why.not"),
-          ),
-        ]
-      : []),
+    ...(reasons.length ? [bars("why.not", reasons), table(headings, aside, t("why.not"))] : []),
     rest > 0 ? soft(t("more", { n: num(rest) })) : "",
   ];
 }
@@ -554,14 +517,10 @@ $("prepare").addEventListener("click", () =>
 async function showTrain() {
   const [runs] = await Promise.all([ask("/studio/runs"), showCorpora()]);
   const { start, preset } = $("start").elements;
-  const starts = runs.filter(run => run.can_speak).map(run => [run.name, run.name]);
+  const starts = pairs(runs.filter(run => run.can_speak).map(run => run.name));
   fill(start, [...(page.about.has_base ? [["", t("start.auto")]] : []), ["none", t("start.none")], ...starts]);
   fill(preset, [["", t("none")], ...page.about.presets.map(name => [name, name.replace("gb", " GB")])]);
-  fill(
-    $("run"),
-    runs.map(run => [run.name, run.name]),
-    page.run || $("run").value,
-  );
+  fill($("run"), pairs(runs.map(run => run.name)), page.run || $("run").value);
   page.run = $("run").value;
   if (!runs.length) $("new-run").open = true;
   $("run").disabled = !runs.length;
@@ -572,7 +531,7 @@ async function showTrain() {
 
 async function showLive() {
   const name = page.run,
-    found = await ask(`/studio/live?name=${encodeURIComponent(name)}`);
+    found = await ask(pathOf("/studio/live?name=", name));
   if (name !== page.run) return;
   const busy = BUSY.includes(found.state),
     { last } = found;
@@ -605,9 +564,7 @@ async function showLive() {
     : [];
   $("numbers").replaceChildren(...numbers);
   $("curves").replaceChildren(...found.stages.flatMap(stageCharts));
-  $("warnings").replaceChildren(
-    ...found.warnings.map(text => make("p", { className: "note", textContent: text, dir: "ltr" })),
-  );
+  $("warnings").replaceChildren(...found.warnings.map(text => line(text, "note")));
   if (page.samples === JSON.stringify(found.samples)) return; // a sound may be playing
   page.samples = JSON.stringify(found.samples);
   showSamples(found.samples);
@@ -628,20 +585,14 @@ function showSamples(samples) {
       sound(listed([row.stage, `${t("step")} ${num(row.step)}`]), row.file, row.problem),
     );
     if (rows[0].recording) sounds.unshift(sound(t("original"), rows[0].recording));
-    return make("div", { className: "card" }, make("p", { dir: "auto", textContent: text }), ...sounds);
+    return box("card", line(text), ...sounds);
   });
-  const grid = make("div", { className: "halves" }, ...cards);
+  const grid = box("halves", ...cards);
   $("samples").replaceChildren(...(cards.length ? [heading("samples"), grid] : []));
 }
 
 const sound = (label, src, problem = "") =>
-  make(
-    "div",
-    { className: "sound" },
-    soft(label),
-    player(src, label),
-    problem ? make("span", { className: "chip warn", textContent: problem }) : "",
-  );
+  box("sound", soft(label), player(src, label), problem ? chip(problem, "warn") : "");
 
 $("run").addEventListener("change", () => {
   page.run = $("run").value;
@@ -654,12 +605,8 @@ $("stop-run").addEventListener("click", () =>
 form("start", async (given, fields) => {
   const asked = Object.fromEntries(given),
     steps = asked.steps ? Number(asked.steps) : null;
-  const { name } = await ask("/studio/train", {
-    ...asked,
-    steps,
-    single_speaker: "single_speaker" in asked,
-    spoken: "spoken" in asked,
-  });
+  const ticked = { single_speaker: "single_speaker" in asked, spoken: "spoken" in asked };
+  const { name } = await ask("/studio/train", { ...asked, ...ticked, steps });
   say(t("train.started"));
   fields.elements.name.value = "";
   $("new-run").open = false;
@@ -684,14 +631,14 @@ async function showRuns() {
 
 function runCard(run) {
   const { name } = run,
-    box = make("input", {
+    tick = make("input", {
       type: "checkbox",
       checked: page.chosen.includes(name),
       "aria-label": t("compare.name", { name }),
     });
-  box.addEventListener("change", () => {
+  tick.addEventListener("change", () => {
     page.chosen = page.chosen.filter(each => each !== name);
-    if (box.checked) page.chosen = [...page.chosen, name].slice(-2);
+    if (tick.checked) page.chosen = [...page.chosen, name].slice(-2);
     showRuns()
       .then(() => page.chosen.length === 2 && $("comparison-title").focus())
       .catch(failed);
@@ -700,28 +647,21 @@ function runCard(run) {
     make("a", { className: "button", href, textContent: t(key), "aria-label": `${t(key)}: ${label}` });
   const watch = link("watch", "#train", name);
   watch.addEventListener("click", () => (page.run = name));
-  const row = make("div", { className: "row" }, watch);
+  const row = box("row", watch);
   if (run.can_speak) row.append(button("hear.run", () => hearRun(name), t("hear.name", { name })));
-  row.append(link("report", `/studio/report?name=${encodeURIComponent(name)}`, name));
+  row.append(link("report", pathOf("/studio/report?name=", name), name));
   const stages = run.stages.filter(stage => stage.state !== "missing").map(stageChip);
-  const saved = run.saved_at
-    ? new Intl.DateTimeFormat(page.language, { dateStyle: "medium", timeStyle: "short" }).format(
-        1000 * run.saved_at,
-      )
-    : "";
+  const date = new Intl.DateTimeFormat(page.language, { dateStyle: "medium", timeStyle: "short" });
+  const saved = run.saved_at ? date.format(1000 * run.saved_at) : "";
   const about = [run.size, corpusName(run.corpus), listed(run.languages.map(languageName)), saved]
     .filter(Boolean)
     .join(" · ");
-  const live = BUSY.includes(run.state)
-    ? [make("span", { className: "chip good", textContent: t(`state.${run.state}`) })]
-    : [];
-  return make(
-    "li",
-    { className: "card run" },
-    make("label", { className: "switch" }, box, make("b", { textContent: name, dir: "auto" }), ...live),
-    make("p", { className: "soft", textContent: about, dir: "auto" }),
+  const live = BUSY.includes(run.state) ? [chip(t(`state.${run.state}`), "good")] : [];
+  return card(
+    make("label", { className: "switch" }, tick, make("b", { textContent: name, dir: "auto" }), ...live),
+    line(about, "soft"),
     make("span", { className: "chips" }, ...stages),
-    run.problem ? make("p", { className: "note", textContent: run.problem, dir: "ltr" }) : "",
+    run.problem ? line(run.problem, "note") : "",
     row,
   );
 }
@@ -730,11 +670,7 @@ function stageChip(stage) {
   const steps = `${num(stage.step)} / ${num(stage.target)}`,
     best = stage.best_loss === null ? "" : ` · ${t("best")} ${num(stage.best_loss, 3)}`;
   const looks = { complete: "good", stale: "warn" };
-  return make("span", {
-    className: `chip ${looks[stage.state] ?? ""}`,
-    title: stage.why,
-    textContent: `${stage.stage} ${steps}${best}`,
-  });
+  return Object.assign(chip(`${stage.stage} ${steps}${best}`, looks[stage.state]), { title: stage.why });
 }
 
 async function hearRun(name) {
@@ -764,31 +700,22 @@ async function showComparison() {
     ...score(key),
   ]);
   const hasScores = found.scores.some(Boolean);
-  $("facts").replaceChildren(
-    make("div", { className: "halves" }, ...charts),
-    hasScores ? table(["", a, b], rows, t("compare")) : "",
-  );
+  $("facts").replaceChildren(box("halves", ...charts), hasScores ? table(["", a, b], rows, t("compare")) : "");
   $("begin-blind").hidden = !found.samples.length;
   $("listening").replaceChildren(found.samples.length ? "" : soft(t("blind.none")));
   const { preferred, neither, p } = found.listening,
     values = { a, b, m: num(preferred[0]), n: num(preferred[1]), o: num(neither), p: share(p) };
   $("verdict").textContent = preferred[0] + preferred[1] + neither ? t("blind.result", values) : "";
-  const pairs = found.samples.map(row =>
-    make(
-      "div",
-      { className: "card" },
-      make("p", { dir: "auto", textContent: row.text }),
-      sound(a, row.sounds[0]),
-      sound(b, row.sounds[1]),
-    ),
+  const heard = found.samples.map(row =>
+    box("card", line(row.text), sound(a, row.sounds[0]), sound(b, row.sounds[1])),
   );
   const hidden = make(
     "details",
     { className: "card" },
     make("summary", { textContent: t("side.by.side") }),
-    ...pairs,
+    ...heard,
   );
-  $("side-by-side").replaceChildren(pairs.length ? hidden : "");
+  $("side-by-side").replaceChildren(heard.length ? hidden : "");
   $("differences").replaceChildren(
     found.settings.length ? heading("differences", "h4") : "",
     found.settings.length ? table([t("setting"), a, b], found.settings, t("differences")) : "",
@@ -823,18 +750,8 @@ function answered(trial, title) {
     ];
     const buttons = choices.map(([key, value]) => button(key, () => resolve(value)));
     const top = make("p", { textContent: title, tabIndex: -1, className: "soft" });
-    const sounds = make(
-      "div",
-      { className: "halves" },
-      sound(t("first"), trial.sounds[0]),
-      sound(t("second"), trial.sounds[1]),
-    );
-    $("listening").replaceChildren(
-      top,
-      make("p", { className: "said", dir: "auto", textContent: trial.text }),
-      sounds,
-      make("div", { className: "row" }, ...buttons),
-    );
+    const sounds = box("halves", sound(t("first"), trial.sounds[0]), sound(t("second"), trial.sounds[1]));
+    $("listening").replaceChildren(top, line(trial.text, "said"), sounds, box("row", ...buttons));
     top.focus();
     window.addEventListener("hashchange", () => resolve(undefined), { once: true });
   });

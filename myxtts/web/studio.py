@@ -363,6 +363,7 @@ class Runs:
         self._require_free()
         folder.mkdir(parents=True)
         self._processes.start(folder, ["train", *as_arguments(flags), *more], folder / LOG)
+        self.folders.named(name)  # from now on it is listed
         return {"name": name}
 
     def _choices(self, asked: Mapping[str, Any]) -> dict[str, Any]:
