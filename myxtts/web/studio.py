@@ -17,6 +17,7 @@ import random
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -607,6 +608,7 @@ class Studio:
         self.runs = Runs(runs, self.corpora, processes, readings)
         self._loading = threading.Lock()
         host, port = place
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host
         shown = LOOPBACK if is_loopback(host) else f"[{host}]" if ":" in host else host
         self._guard = Guard(self._app(), secrets.token_urlsafe(24), port, shown)
         self.address = self._guard.address
