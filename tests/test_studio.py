@@ -273,6 +273,8 @@ def test_a_run_survives_the_server_and_is_stopped_by_the_next_one(places: Path, 
         assert refused.status_code == 400 and "'second' is training" in refused.json()["error"]
         client.post("/studio/stop", json={"name": "second"})
         client.post("/studio/stop", json={"name": "second"})  # a second signal would end it at once
+        state = client.get("/studio/live", params={"name": "second"}).json()["state"]
+        assert state in ("stopping", "ended")
         assert process.wait(20) == 0 and (folder / "saved").read_text() == "yes"
     assert client.get("/studio/live", params={"name": "second"}).json()["state"] == "ended"
 

@@ -74,12 +74,8 @@ API = ("/v1/", "/health", "/metrics")
 EMBEDDED = "embedded"  # the name of the corpus in the package
 LOG, LISTENING = "studio.log", "listening.jsonl"
 RECORDINGS = {
-    ".wav": "audio/wav",
-    ".flac": "audio/flac",
-    ".opus": "audio/ogg",
-    ".ogg": "audio/ogg",
-    ".mp3": "audio/mpeg",
-}
+    ".wav": "audio/wav", ".flac": "audio/flac", ".opus": "audio/ogg", ".ogg": "audio/ogg", ".mp3": "audio/mpeg"
+}  # fmt: skip
 BUSY = ("starting", "training", "stopping")
 MOST_DEPTH, MOST_POINTS, MOST_SET_ASIDE, MOST_STEPS = 2, 120, 400, 10**7
 MOST_REFERENCE_S = 20  # of the voice that a run gets from its corpus
@@ -87,7 +83,8 @@ _LENGTH_STEP_S, _MOST_SHARES, _HEARD_EVALUATIONS, _LOG_BYTES, _LOG_LINES = 2, 40
 _KNOWN_S = 3.0  # for which the names of folders are believed
 _RUN_NAME = re.compile(r"[^\W_][\w -]{0,59}")
 _REPORT_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; media-src data:; img-src data:"
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; media-src data:; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; sandbox allow-scripts"
 )
 """Of a run's report, which has its own policy too: both hold. In a sandbox it cannot use the studio."""
 
@@ -119,10 +116,14 @@ class Folders:
         self._known, self._read_at = found, time.monotonic()
         return found
 
+    def refresh(self) -> None:
+        """Look for folders when one is next asked for."""
+        self._read_at = -math.inf
+
     def named(self, name: object) -> Path:
         """The folder of that name."""
         if str(name) not in self.all():
-            self._read_at = -math.inf
+            self.refresh()
         if str(name) not in self.all():
             raise UnknownFolder(f"There is no {self._kind} {str(name)[:60]!r}.")
         return self._known[str(name)]
@@ -177,7 +178,7 @@ class Processes:
 
     def __init__(self) -> None:
         self._started: dict[Path, subprocess.Popen[bytes]] = {}
-        self._stopping: set[Path] = set()
+        self._stopping: dict[Path, int] = {}  # the processes that were asked to end
         self._lock = threading.Lock()
 
     def start(self, folder: Path, arguments: Sequence[str], log: Path) -> None:
@@ -187,30 +188,32 @@ class Processes:
             self._started[folder] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
-            self._stopping.discard(folder)
+
+    def _running(self, folder: Path) -> int | None:
+        """The process that works on a folder, whoever started it."""
+        process = self._started.get(folder)
+        return held_by(folder) or (process.pid if process is not None and process.poll() is None else None)
 
     def state(self, folder: Path) -> str:
         """One of `BUSY`, or else `failed`, or `ended` if nothing is known to be wrong."""
-        process, is_held = self._started.get(folder), held_by(folder) is not None
-        code = process.poll() if process is not None else 0
-        if is_held or code is None:
-            return "stopping" if folder in self._stopping else "training" if is_held else "starting"
+        if (running := self._running(folder)) is not None:
+            asked = self._stopping.get(folder) == running
+            return "stopping" if asked else "training" if held_by(folder) is not None else "starting"
+        code = self._started[folder].poll() if folder in self._started else 0
         return "failed" if code not in (0, 130, -signal.SIGINT) else "ended"
 
-    def is_done(self, folder: Path) -> bool:
-        """True if a command on this folder was started here and has ended well."""
-        return folder in self._started and self._started[folder].poll() == 0
+    def has_done(self, folder: Path) -> bool:
+        """True, once, after a command on this folder that was started here has ended well."""
+        return folder in self._started and self._started[folder].poll() == 0 and bool(self._started.pop(folder))
 
     def stop(self, folder: Path) -> None:
         """Ask a run to finish its step and save, once: asked again, it would end at once."""
-        process = self._started.get(folder)
-        number = held_by(folder) or (process.pid if process is not None and process.poll() is None else None)
         with self._lock:
-            if number is None or folder in self._stopping:
-                return
-            self._stopping.add(folder)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGINT)
+            running = self._running(folder)
+            if running is not None and self._stopping.get(folder) != running:
+                self._stopping[folder] = running
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(running, signal.SIGINT)
 
 
 def last_lines(log: Path) -> list[str]:
@@ -251,8 +254,8 @@ class Corpora:
         state, flags = self._processes.state(key), corpus_flags(folder)
         data = load(None, flags).settings.data
         prepared = None if state in BUSY else prepared_before(data)
-        if prepared is None and self._processes.is_done(key):  # its cache has changed the folder that it had read
-            prepared = prepare(data)
+        if prepared is None and state == "ended" and self._processes.has_done(key):
+            prepared = prepare(data)  # making the cache has changed the folder that was read
         table = table_of(prepared) if prepared is not None else None
         log = [] if table or state == "ended" else last_lines(self._log(key))
         return {"name": name, "state": state, "log": log, "table": table}
@@ -335,6 +338,7 @@ class Runs:
         self.folders, self.sounds = Folders(roots, is_training, "run"), Sounds()
         self._corpora, self._processes, self._readings = corpora, processes, readings
         self._tails: dict[Path, MetricsTail] = {}
+        self._gpus: dict[Path, Callable[[], list[dict[str, Any]]]] = {}
         self._summaries: dict[Path, tuple[object, dict[str, Any]]] = {}
         self._trials: dict[str, Trial] = {}
         self._lock = threading.Lock()
@@ -345,7 +349,9 @@ class Runs:
         return sorted(found, key=lambda run: (run["state"] not in BUSY, -run["saved_at"]))
 
     def _summary(self, folder: Path) -> dict[str, Any]:
-        changed = sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir())
+        changed = []
+        with contextlib.suppress(OSError):  # a file that was just replaced
+            changed += sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir())
         if folder not in self._summaries or self._summaries[folder][0] != changed:
             self._summaries[folder] = (changed, _summary_of(folder))
         return {**self._summaries[folder][1], "state": self._processes.state(folder)}
@@ -361,11 +367,7 @@ class Runs:
         flags.pop("data.tokenizer", None)  # that of the weights to start from, which training knows
         flags |= {"training.checkpoint_dir": folder, **self._choices(asked)}
         more = ["--single-speaker"] if asked.get("single_speaker") is True else []
-        self._require_free()
-        folder.mkdir(parents=True)
-        self._processes.start(folder, ["train", *as_arguments(flags), *more], folder / LOG)
-        self.folders.named(name)  # from now on it is listed
-        return {"name": name}
+        return self._begin(name, folder, [*as_arguments(flags), *more])
 
     def _choices(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a form by key; raises unless each is among its choices."""
@@ -385,23 +387,24 @@ class Runs:
         folder = self.folders.named(asked.get("name"))
         if not (folder / "settings.yaml").is_file():
             raise ConfigError("This run has ended before it began; start another one.")
-        self._require_free()
-        steps = _steps(asked)
-        flags = ["--config", str(folder / "settings.yaml"), "--checkpoint-dir", str(folder)]
-        self._processes.start(
-            folder, ["train", *flags, *(["--max-steps", str(steps)] if steps else [])], folder / LOG
-        )
-        return {"name": asked.get("name")}
+        steps, flags = _steps(asked), ["--config", str(folder / "settings.yaml"), "--checkpoint-dir", str(folder)]
+        return self._begin(asked.get("name"), folder, [*flags, *(["--max-steps", str(steps)] if steps else [])])
 
     def stop(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Let a run finish its step, save and end."""
         self._processes.stop(self.folders.named(asked.get("name")))
         return {"name": asked.get("name")}
 
-    def _require_free(self) -> None:
-        for name, folder in self.folders.all().items():
-            if self._processes.state(folder) in BUSY:
-                raise ConfigError(f"The run {name!r} is training. Stop it first; two would slow each other down.")
+    def _begin(self, name: object, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
+        """Start to train, unless a run is being trained."""
+        with self._lock:
+            for other, path in self.folders.all().items():
+                if self._processes.state(path) in BUSY:
+                    raise ConfigError(f"The run {other!r} is training. Stop it first; two slow each other down.")
+            folder.mkdir(parents=True, exist_ok=True)
+            self._processes.start(folder, ["train", *arguments], folder / LOG)
+            self.folders.refresh()
+        return {"name": name}
 
     def live(self, name: object) -> Any:
         """The numbers of `myxtts watch`, what evaluations spoke, and the last lines of the log."""
@@ -417,7 +420,8 @@ class Runs:
             "name": name, "state": self._processes.state(folder), "last": last, "log": last_lines(folder / LOG),
             "stages": [_progress(stage) for stage in stages if stage.steps],
             "warnings": [warning.text for warning in warnings_of(running.steps)] if running else [],
-            "gpus": self._readings(folder)(), "samples": list(self._samples(folder, stages)),
+            "gpus": self._gpus.setdefault(folder, self._readings(folder))(),
+            "samples": list(self._samples(folder, stages)),
         }  # fmt: skip
         return without_nan(shown)
 
@@ -519,15 +523,7 @@ def _steps(asked: Mapping[str, Any]) -> int | None:
 
 
 def _summary_of(folder: Path) -> dict[str, Any]:
-    empty = {
-        "stages": [],
-        "size": "",
-        "languages": [],
-        "corpus": "",
-        "saved_at": 0.0,
-        "num_bytes": 0,
-        "can_speak": False,
-    }
+    empty = {"stages": [], "size": "", "languages": [], "corpus": "", "saved_at": 0.0, "can_speak": False}
     run = RunDir(folder)
     try:
         if not run.has_begun:
@@ -535,7 +531,7 @@ def _summary_of(folder: Path) -> dict[str, Any]:
         found = run.summary()
     except (MyXTTSError, OSError) as error:
         return {**empty, "problem": str(error)}
-    about = {key: getattr(found, key) for key in ("size", "languages", "saved_at", "num_bytes")}
+    about = {key: getattr(found, key) for key in ("size", "languages", "saved_at")}
     corpus = ", ".join(Path(part).name for part in found.corpus.split(", ")) or EMBEDDED
     stages = [{**stage._asdict(), "again": found.again.get(stage.stage, "")} for stage in found.stages]
     can_speak = bool(found.saved_at) and "gpt" not in run.untrained()
@@ -666,7 +662,7 @@ class Studio:
             return FileResponse(path, media_type=RECORDINGS[path.suffix], headers={"cache-control": "private"})
 
         def report(request: Request) -> Response:
-            policy = {"content-security-policy": f"{_REPORT_POLICY}; sandbox allow-scripts"}
+            policy = {"content-security-policy": _REPORT_POLICY}
             return HTMLResponse(runs.report(given(request)), headers=policy)
 
         async def review(scope: Scope, receive: Receive, send: Send) -> None:
