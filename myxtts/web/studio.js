@@ -659,7 +659,7 @@ function runCard(run) {
   const live = BUSY.includes(run.state) ? [chip(t(`state.${run.state}`), "good")] : [];
   return card(
     make("label", { className: "switch" }, tick, make("b", { textContent: name, dir: "auto" }), ...live),
-    line(about, "soft"),
+    make("p", { className: "soft", textContent: about }),
     make("span", { className: "chips" }, ...stages),
     run.problem ? line(run.problem, "note") : "",
     row,
