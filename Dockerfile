@@ -1,6 +1,7 @@
 # docker build -t myxtts .                              CPU
 # docker build -t myxtts --build-arg VARIANT=cuda .     CUDA; run it with --gpus all
 # docker run -p 8020:8020 -e MYXTTS_API_KEY=… -v myxtts:/data myxtts [--model /models/mine …]
+# docker run -p 8020:8020 -v $PWD:/data --entrypoint myxtts myxtts studio --host 0.0.0.0
 FROM python:3.12-slim
 
 ARG VARIANT=cpu

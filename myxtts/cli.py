@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -281,6 +281,18 @@ def _add_speak(commands: Any) -> None:
 def _add_serve(commands: Any) -> None:
     about = "serve models over HTTP with OpenAI's speech API; the key is in MYXTTS_API_KEY"
     serve = _command(commands, "serve", about, _serve, strict=True)
+    about = "open a page to hear, make voices, look at corpora, train and compare runs; serves the same API"
+    studio = _command(commands, "studio", about, _serve, strict=True)
+    add = studio.add_argument
+    runs = "folder with runs; new ones are made in the first; may be repeated [default: the working folder]"
+    add("--runs", type=Path, action="append", metavar="DIR", help=runs)
+    corpora = "folder with corpora; may be repeated [default: the working folder]"
+    add("--corpora", type=Path, action="append", metavar="DIR", help=corpora)
+    for command in (serve, studio):
+        _add_server(command)
+
+
+def _add_server(serve: argparse.ArgumentParser) -> None:
     add = serve.add_argument
     model = "a run, a folder of weights, or base; may be repeated [default: as speak]"
     add("--model", type=Path, action="append", metavar="DIR", help=model)
@@ -791,20 +803,33 @@ def _serve(options: argparse.Namespace) -> None:
     needed = ("starlette", "uvicorn", "websockets", "python_multipart")
     if missing := [name for name in needed if find_spec(name) is None]:
         cure = f"{sys.executable} -m pip install 'myxtts[serve]'"
-        raise ConfigError(f"serve needs the packages {', '.join(missing)}. Install them:\n  {cure}")
+        raise ConfigError(f"the server needs the packages {', '.join(missing)}. Install them:\n  {cure}")
     from myxtts.devices import device_named, work_on
     from myxtts.web.limits import Limits
     from myxtts.web.pages import listen
     from myxtts.web.serve import KEY_VARIABLE, serve
-    from myxtts.web.speech import load_models, names_of
+    from myxtts.web.speech import load_model, load_models, names_of
 
     folders = names_of([_model_folder(folder) for folder in options.model or [None]])
     work_on(device := device_named(options.device))
     asked = (options.max_characters, options.per_client, options.rate)
     limits = Limits(os.environ.get(KEY_VARIABLE, ""), tuple(options.cors), *asked)
+    runs, corpora = (getattr(options, name, None) or [Path()] for name in ("runs", "corpora"))
+    if missing := [root for root in (*runs, *corpora) if not root.is_dir()]:
+        raise ConfigError(f"{missing[0]}: no such folder; --runs and --corpora name folders that are there")
     listener = listen(options.host, options.port)  # reports a port in use before anything is loaded
     models = load_models(folders, device, options.slots, options.queue)
-    serve(models, limits, listener, options.drain, _say)
+    if "runs" not in options:
+        serve(models, limits, listener, options.drain, _say)
+        return
+    from myxtts.web.pages import show_page
+    from myxtts.web.studio import Studio
+
+    load_run = partial(load_model, device=device, slots=options.slots, queue_limit=options.queue)
+    studio = Studio(models, load_run, runs, corpora, listener.getsockname()[:2], _gpu_readings)
+    with contextlib.closing(studio):
+        show_page(studio.address)
+        serve(models, limits, listener, options.drain, _say, studio)
 
 
 def _model_folder(given: Path | None) -> Path:

@@ -415,9 +415,9 @@ class TrainingSettings:
     """Fraction of the clips whose reference voice gets reverberation, noise and the curve of another microphone
     while the GPT trains, so that it also clones from a recording that is not clean. 0, as in XTTS-v2, is off."""
     dvae_noise: float = setting(0.0, minimum=0, maximum=1)
-    """Fraction of the clips that the DVAE hears as another room, microphone, level and noise would make them, while
-    it learns to return them as they are, so that codes depend less on how a voice was recorded. 0, as in XTTS-v2,
-    is off."""
+    """Fraction of the clips that the DVAE hears as another room, microphone, level and noise would make them, and
+    learns to return as they are, so that codes depend less on how a voice was recorded. 0, as in XTTS-v2, is
+    off."""
     ema_decay: float | None = setting(None, minimum=0, maximum=0.99999, none="auto")
     """Decay of an exponential moving average of the weights, which is then validated and exported instead of
     them; 0 is off. `auto` is 0.999 for the decoder, 0.995 for the GPT from scratch on less than 10 hours of

@@ -119,12 +119,30 @@ def lock(folder: Path, name: str = "lock", of: str = "run", flag: str = "--check
 def has_ended(folder: Path) -> bool:
     """True if the process that last held the lock is gone; False if unknown, as for another machine."""
     try:
-        holder = re.fullmatch(r"process (\d+) on (.+)", (folder / "lock").read_text(encoding="utf-8").strip())
-        if holder is None or holder[2] != socket.gethostname():
+        if (process := _last_holder(folder)) is None:
             return False
-        os.kill(int(holder[1]), 0)  # sends nothing, and fails if there is no such process
+        os.kill(process, 0)  # sends nothing, and fails if there is no such process
     except (ProcessLookupError, OverflowError):
         return True
     except (OSError, UnicodeDecodeError):  # no lock, or another user's process
         return False
     return False
+
+
+def held_by(folder: Path) -> int | None:
+    """The process of this machine that holds the lock now; None if none does."""
+    if has_ended(folder):  # looked at first: to try the lock of a run that is just starting would stop it
+        return None
+    try:
+        with open(folder / "lock", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the number may be that of a later process
+        return None
+    except BlockingIOError:
+        return _last_holder(folder)
+    except OSError:
+        return None
+
+
+def _last_holder(folder: Path) -> int | None:
+    found = re.fullmatch(r"process (\d+) on (.+)", (folder / "lock").read_text(encoding="utf-8").strip())
+    return int(found[1]) if found is not None and found[2] == socket.gethostname() else None

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile as sf
+from browser_fixtures import UNNAMED, BrowserTab
 from review_fixtures import HOSTILE, RATE, TEXTS, collected, cutter
 
 pytest.importorskip("starlette")
@@ -26,6 +27,7 @@ from myxtts.web import review as review_module
 from myxtts.web.pages import LOOPBACK, Guard, listen
 from myxtts.web.review import Review, review_app
 
+pytest_plugins = ["browser_fixtures"]
 PORT = 4321
 
 
@@ -231,19 +233,6 @@ def test_a_wide_waveform_shows_what_a_clip_was_cut_from(tmp_path: Path) -> None:
 
 # ---- in a browser
 
-CHROMIUM = Path("/usr/bin/chromium")
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    if not CHROMIUM.is_file():
-        pytest.skip(f"no {CHROMIUM}")
-    with playwright.sync_playwright() as started:
-        launched = started.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield launched
-        launched.close()
-
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Review, str]]:
@@ -272,25 +261,8 @@ def corpus(served: tuple[Path, Review, str]) -> Path:
     return served[0]
 
 
-class Tab:
-    """A page in a context of its own, which fails the test on any error that the browser reports."""
-
-    def __init__(self, browser: Any, address: str, **options: Any) -> None:
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 860}, **options})
-        self.page, self.errors = self.context.new_page(), []
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda line: self.errors.append(line.text) if line.type == "error" else None)
-        self.page.goto(address)
-        self.page.wait_for_selector("body[data-ready=yes]")
-
-    def keys(self, *names: str) -> None:
-        for name in names:
-            self.page.keyboard.press(name)
-
-    def saved(self, text: str) -> None:
-        self.page.wait_for_function(
-            "text => document.getElementById('status').textContent.includes(text)", arg=text
-        )
+class Tab(BrowserTab):
+    """The review page."""
 
     @property
     def selected(self) -> int:
@@ -484,10 +456,6 @@ def test_a_slider_shows_its_effect_before_it_is_applied(corpus: Path, tab: Tab) 
     with Catalog(corpus, lock=False) as catalog:
         assert catalog.filters.max_heard_error == 0.01
     assert promised and f"{8 - int(promised[1])} of 12 clips" in page.inner_text("#totals")
-
-
-UNNAMED = """all => all.filter(one => !one.closest("dialog") && !one.getAttribute("aria-label")
-  && !one.labels?.length && !one.innerText?.trim()).map(one => one.outerHTML)"""
 
 
 @pytest.mark.browser

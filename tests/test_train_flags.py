@@ -205,8 +205,8 @@ OBSERVED: dict[Callable[[Observe], None], str] = {
     see_optimization_level: "training.optimization_level",
     see_preset: "training.preset",
     see_regularisation: (
-        "model.dropout training.label_smoothing training.code_noise training.text_dropout training.reference_noise "
-        "training.dvae_noise"
+        "model.dropout training.label_smoothing training.code_noise training.text_dropout "
+        "training.reference_noise training.dvae_noise"
     ),
 }
 

@@ -187,7 +187,7 @@ class MetricsLog:
             self._draw(lambda board: _add_scalars(board, report.scalars(), report.step))
 
     def _append(self, record: Record) -> bool:
-        line = json.dumps(_strict({**record, "written_at": round(time.time(), 3)}), allow_nan=False)
+        line = json.dumps(without_nan({**record, "written_at": round(time.time(), 3)}), allow_nan=False)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "ab+") as file:
@@ -321,12 +321,12 @@ def _add_scalars(board: SummaryWriter, scalars: Mapping[str, float], step: int) 
     board._get_file_writer().add_summary(Summary(value=values), step)  # type: ignore[no-untyped-call]
 
 
-def _strict(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, Mapping):
-        return {name: _strict(inner) for name, inner in value.items()}
+        return {name: without_nan(inner) for name, inner in value.items()}
     if isinstance(value, tuple | list):
-        return [_strict(inner) for inner in value]
+        return [without_nan(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

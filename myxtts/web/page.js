@@ -53,10 +53,8 @@ class Refused extends Error {
 }
 
 export async function ask(path, body, extra = {}) {
-  const options =
-    body === undefined
-      ? {}
-      : { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), ...extra };
+  const sent = { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) },
+    options = { ...(body === undefined ? {} : sent), ...extra };
   let answer;
   try {
     answer = await fetch(path, options);
@@ -64,7 +62,7 @@ export async function ask(path, body, extra = {}) {
     throw new Refused("The server does not respond. Was it stopped? Saved edits are safe.", 0);
   }
   const found = await answer.json().catch(() => ({ error: `The server answered with status ${answer.status}` }));
-  if (!answer.ok) throw new Refused(found.error, answer.status);
+  if (!answer.ok) throw new Refused(found.error?.message ?? found.error, answer.status);
   return found;
 }
 

@@ -42,7 +42,7 @@ LOOPBACK = "127.0.0.1"
 MAX_JSON_BYTES = 65_536
 DRAIN_S = 5  # for requests that are still running when the server stops
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".json": "application/json"}
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "media-src 'self' blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -66,17 +66,17 @@ def require_packages() -> None:
 class Guard:
     """Lets only the owner's browser through to an application, and adds the security headers."""
 
-    def __init__(self, app: App, token: str, port: int) -> None:
-        self._app, self._token = app, token
+    def __init__(self, app: App, token: str, port: int, host: str = LOOPBACK) -> None:
+        """With another host than loopback, any name may lead here, and a proxy may add TLS."""
+        self._app, self._token, self._is_local = app, token, host == LOOPBACK
         self._hosts = {f"{name}:{port}" for name in (LOOPBACK, "localhost")}
         self._cookie = f"myxtts-{port}"  # cookies do not tell ports apart
-        self.address = f"http://{LOOPBACK}:{port}/?token={token}"
+        self.address = f"http://{host}:{port}/?token={token}"
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        answer = self._refusal(scope, headers)
+        answer = self._refusal(scope)
         if answer is None:
             return await self._app(scope, receive, with_headers(send))
         if scope["type"] == "websocket":
@@ -88,10 +88,15 @@ class Guard:
         await guarded({"type": "http.response.start", "status": status, "headers": raw})
         return await guarded({"type": "http.response.body", "body": text.encode()})
 
-    def _refusal(self, scope: Message, headers: Mapping[str, str]) -> tuple[int, str, dict[str, str]] | None:
+    def admits(self, scope: Message) -> bool:
+        """True if a request comes from the owner's browser."""
+        return self._refusal(scope) is None
+
+    def _refusal(self, scope: Message) -> tuple[int, str, dict[str, str]] | None:
         """Return status, text and headers of the answer to a request that must not pass, or None."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "").lower()
-        if host not in self._hosts:
+        if self._is_local and host not in self._hosts:
             return 421, f"This server answers to {' and '.join(sorted(self._hosts))} only.", {}
         given = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if scope["type"] == "http" and scope["method"] == "GET" and "token" in given:
@@ -103,7 +108,8 @@ class Guard:
         if not _same(_cookies(headers.get("cookie", "")).get(self._cookie, ""), self._token):
             return self._closed()
         changes = scope["type"] == "websocket" or scope["method"] not in _SAFE_METHODS
-        if changes and headers.get("origin", f"http://{host}") != f"http://{host}":
+        own = {f"http://{host}"} if self._is_local else {f"http://{host}", f"https://{host}"}
+        if changes and headers.get("origin", f"http://{host}") not in own:
             return 403, "Changes are accepted from this page only.", {}
         return None
 
@@ -168,6 +174,24 @@ def file_routes(folder: Path, names: Mapping[str, str]) -> list[Route]:
     return [route(address, folder / name) for address, name in names.items()]
 
 
+def json_get(work: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    """Return an endpoint that answers with what `work` returns, which runs in a thread."""
+    from starlette.responses import JSONResponse
+
+    return lambda request: JSONResponse(work(request), headers={"cache-control": "no-store"})
+
+
+def json_post(work: Callable[[dict[str, Any]], Any]) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that gives `work` the JSON object of a request, in a thread, and sends the result."""
+    from starlette.concurrency import run_in_threadpool
+    from starlette.responses import JSONResponse
+
+    async def answer(request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(work, await read_json(request)))
+
+    return answer
+
+
 async def read_json(request: Request, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Return the JSON object of a request; raise if it is something else or too large."""
     from starlette.exceptions import HTTPException
@@ -193,9 +217,15 @@ def serve_page(app: App, *, port: int = 0, open_browser: bool = True, say: Calla
     with listen(LOOPBACK, port) as listener:
         guard = Guard(app, secrets.token_urlsafe(24), listener.getsockname()[1])
         say(guard.address)
-        if open_browser and _has_screen():
-            threading.Thread(target=webbrowser.open, args=(guard.address,), daemon=True).start()
+        if open_browser:
+            show_page(guard.address)
         run_server(guard, listener)
+
+
+def show_page(address: str) -> None:
+    """Open a browser, if it would not open in the terminal."""
+    if sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY", "WSL_DISTRO_NAME"} & os.environ.keys():
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -246,11 +276,6 @@ def _ending_quietly() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _has_screen() -> bool:
-    """False if a browser would open in the terminal."""
-    return sys.platform == "darwin" or bool({"DISPLAY", "WAYLAND_DISPLAY", "WSL_DISTRO_NAME"} & os.environ.keys())
 
 
 def _cookies(header: str) -> dict[str, str]:

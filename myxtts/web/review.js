@@ -1,6 +1,6 @@
 // The review page: a list of clips, one of them selected. The server makes every edit; this script shows what it
 // answers.
-import { $, amount, ask, clips, clock, fill, make, number, say, short } from "/page.js";
+import { $, amount, ask, clips, clock, fill, make, number, say, short } from "./page.js";
 
 const PAGE_ROWS = 50;
 const POLL_MS = 3000;
@@ -107,7 +107,7 @@ async function search(keep = false) {
   });
   for (const name of ["reason", "speaker", "language"])
     if (query[name].value !== ANY) wanted.set(name, query[name].value);
-  const found = await ask(`/api/ids?${wanted}`);
+  const found = await ask(`api/ids?${wanted}`);
   page.ids = found.ids;
   page.seconds = found.seconds;
   const at = keep ? page.ids.indexOf(page.selected) : -1;
@@ -117,7 +117,7 @@ async function search(keep = false) {
 async function showPage(at, selected, focus = false) {
   page.offset = Math.floor(Math.max(0, Math.min(at, page.ids.length - 1)) / PAGE_ROWS) * PAGE_ROWS;
   const ids = page.ids.slice(page.offset, page.offset + PAGE_ROWS);
-  const rows = ids.length ? await ask(`/api/rows?ids=${ids}`) : [];
+  const rows = ids.length ? await ask(`api/rows?ids=${ids}`) : [];
   commitMove();
   page.rows = new Map(rows.map(row => [row.id, row]));
   page.ids = page.ids.filter(id => !ids.includes(id) || page.rows.has(id));
@@ -277,7 +277,7 @@ const seen = new IntersectionObserver(
 async function loadPeaks(node) {
   node.peaks = [];
   try {
-    node.peaks = (await ask(`/api/peaks/${node.dataset.id}`)).peaks;
+    node.peaks = (await ask(`api/peaks/${node.dataset.id}`)).peaks;
     draw(node.parts.small.firstChild, node.peaks);
   } catch {
     node.parts.small.title = "The audio cannot be read";
@@ -483,7 +483,7 @@ async function loadWide(id) {
     if (node.peaks?.length && end) showWave({ start, end, peaks: node.peaks });
   }, 400);
   try {
-    showWave(await ask(`/api/peaks/${id}?wide=1`));
+    showWave(await ask(`api/peaks/${id}?wide=1`));
   } catch (error) {
     say(error.message, true);
   } finally {
@@ -589,7 +589,7 @@ function toggle(id, restart = false) {
     sound.pause();
     return;
   }
-  const address = `/audio/${id}?file=${encodeURIComponent(row.audio)}`;
+  const address = `audio/${id}?file=${encodeURIComponent(row.audio)}`;
   if (page.source !== address) {
     page.source = sound.src = address;
   }
@@ -653,7 +653,7 @@ function edit(action, given, after) {
       ids.filter(id => page.rows.has(id)).map(id => [id, page.rows.get(id).version]),
     );
     try {
-      const answer = await ask("/api/edit", { action, arguments: given, versions }, { keepalive: true });
+      const answer = await ask("api/edit", { action, arguments: given, versions }, { keepalive: true });
       await receive(answer);
       if (answer.edit) say(`Saved: ${described(answer.edit)}`);
       after?.(answer);
@@ -668,7 +668,7 @@ async function reconcile(ids, error) {
   say(error.message, true);
   if (error.status === 0) return;
   const typed = new Set(unsaved()),
-    rows = await ask(`/api/rows?ids=${ids}`),
+    rows = await ask(`api/rows?ids=${ids}`),
     held = new Set(rows.map(row => row.id));
   for (const row of rows) {
     const node = page.items.get(row.id);
@@ -678,7 +678,7 @@ async function reconcile(ids, error) {
     else show(row);
   }
   for (const id of ids) if (!held.has(id) && !typed.has(id)) remove(id);
-  if (error.status === 409) showState(await ask("/api/state"));
+  if (error.status === 409) showState(await ask("api/state"));
   place();
 }
 
@@ -783,7 +783,7 @@ function turn(name) {
       return;
     }
     try {
-      const answer = await ask(`/api/${name}`, { expected: expected.id });
+      const answer = await ask(`api/${name}`, { expected: expected.id });
       await receive(answer);
       const { id, first } = answer.edit?.arguments ?? {};
       if (page.rows.has(id ?? first)) select(id ?? first);
@@ -875,8 +875,8 @@ async function openPage(at) {
 // Shows what other tabs or a running collect have changed.
 async function refresh() {
   const ids = [...page.rows.keys()];
-  showState(await ask("/api/state"));
-  const rows = ids.length ? await ask(`/api/rows?ids=${ids}`) : [],
+  showState(await ask("api/state"));
+  const rows = ids.length ? await ask(`api/rows?ids=${ids}`) : [],
     held = new Set(rows.map(row => row.id));
   for (const id of ids) if (!held.has(id) && !unsaved().includes(id)) remove(id);
   for (const row of rows) {
@@ -893,7 +893,7 @@ setInterval(() => {
   if (document.hidden || !page.state) return;
   enqueue(async () => {
     try {
-      if ((await ask("/api/version")).version !== page.state.version) await refresh();
+      if ((await ask("api/version")).version !== page.state.version) await refresh();
       $("status").dataset.offline = "";
     } catch (error) {
       if ($("status").dataset.offline !== "yes") {
@@ -1037,7 +1037,7 @@ function preview() {
   waiting = setTimeout(async () => {
     const turn = ++asked;
     try {
-      const found = await ask("/api/preview", Object.fromEntries(chosen));
+      const found = await ask("api/preview", Object.fromEntries(chosen));
       if (turn !== asked) return;
       const { used } = page.state,
         more = found.used.seconds - used.seconds,
@@ -1067,7 +1067,7 @@ function preview() {
 $("thresholds").addEventListener("close", () => {
   if ($("thresholds").returnValue === "apply")
     enqueue(async () => {
-      const answer = await ask("/api/filters", Object.fromEntries(chosen));
+      const answer = await ask("api/filters", Object.fromEntries(chosen));
       await receive(answer);
       say(answer.edit ? "Thresholds applied." : "The thresholds have not changed.");
     });
@@ -1076,7 +1076,7 @@ $("thresholds").addEventListener("close", () => {
 $("reset").addEventListener("click", showRules);
 
 async function openSummary() {
-  const found = await ask("/api/summary");
+  const found = await ask("api/summary");
   const row = (cells, className = "") =>
     make(
       "tr",
@@ -1126,6 +1126,7 @@ $("rename").addEventListener("close", () => {
 
 // ---- start
 
+$("home").hidden = !location.pathname.startsWith("/review/"); // the studio has opened this page
 for (const [id, action] of Object.entries({
   undo: () => turn("undo"),
   redo: () => turn("redo"),
@@ -1169,8 +1170,8 @@ window.addEventListener("resize", () => {
 });
 
 enqueue(async () => {
-  page.about = await ask("/api/about");
-  showState(await ask("/api/state"));
+  page.about = await ask("api/about");
+  showState(await ask("api/state"));
   await search();
   document.body.dataset.ready = "yes";
 });

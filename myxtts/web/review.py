@@ -41,14 +41,14 @@ from myxtts.collect.catalog import (
 from myxtts.collect.edits import ACTIONS, edit
 from myxtts.config import LANGUAGE_NAMES
 from myxtts.errors import ConfigError, MyXTTSError
-from myxtts.web.pages import file_routes, page_app, read_json, require_packages, serve_page
+from myxtts.web.pages import file_routes, json_get, json_post, page_app, require_packages, serve_page
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
-FILES = {"/": "review.html"} | {f"/{name}": name for name in ("page.js", "review.js", "style.css")}
+FILES = {"/": "review.html"} | {f"/{name}": name for name in ("page.js", "review.js", "review.css", "style.css")}
 CONTEXT_S = 2.0  # of the recording that is drawn on both sides of the selected clip
 NARROW, WIDE = 160, 800  # points of a waveform
 MAX_ROWS = 200  # in one request
@@ -365,15 +365,6 @@ def review_app(review: Review) -> Starlette:
     from starlette.responses import FileResponse, JSONResponse
     from starlette.routing import Route
 
-    def get(work: Callable[[Request], Any]) -> Callable[[Request], Response]:
-        return lambda request: JSONResponse(work(request), headers={"cache-control": "no-store"})
-
-    def post(work: Callable[[dict[str, Any]], Any]) -> Callable[[Request], Any]:
-        async def answer(request: Request) -> Response:
-            return JSONResponse(await run_in_threadpool(work, await read_json(request)))
-
-        return answer
-
     def audio(request: Request) -> Response:
         path = review.audio(request.path_params["number"])
         if not path.is_file():
@@ -392,19 +383,19 @@ def review_app(review: Review) -> Starlette:
 
     routes = [
         *file_routes(Path(__file__).parent, FILES),
-        Route("/api/about", get(about)),
-        Route("/api/state", get(lambda _: review.state())),
-        Route("/api/version", get(lambda _: {"version": review.version})),
-        Route("/api/summary", get(lambda _: review.summary())),
-        Route("/api/ids", get(lambda request: review.ids(request.query_params))),
-        Route("/api/rows", get(lambda request: review.rows(_numbers(request.query_params.get("ids", ""))))),
-        Route("/api/peaks/{number:int}", get(_peaks_of(review))),
+        Route("/api/about", json_get(about)),
+        Route("/api/state", json_get(lambda _: review.state())),
+        Route("/api/version", json_get(lambda _: {"version": review.version})),
+        Route("/api/summary", json_get(lambda _: review.summary())),
+        Route("/api/ids", json_get(lambda request: review.ids(request.query_params))),
+        Route("/api/rows", json_get(lambda request: review.rows(_numbers(request.query_params.get("ids", ""))))),
+        Route("/api/peaks/{number:int}", json_get(_peaks_of(review))),
         Route("/audio/{number:int}", audio),
-        Route("/api/edit", post(review.edit), methods=["POST"]),
-        Route("/api/undo", post(lambda body: review.step("undo", body.get("expected"))), methods=["POST"]),
-        Route("/api/redo", post(lambda body: review.step("redo", body.get("expected"))), methods=["POST"]),
-        Route("/api/preview", post(review.preview), methods=["POST"]),
-        Route("/api/filters", post(review.set_filters), methods=["POST"]),
+        Route("/api/edit", json_post(review.edit), methods=["POST"]),
+        Route("/api/undo", json_post(lambda body: review.step("undo", body.get("expected"))), methods=["POST"]),
+        Route("/api/redo", json_post(lambda body: review.step("redo", body.get("expected"))), methods=["POST"]),
+        Route("/api/preview", json_post(review.preview), methods=["POST"]),
+        Route("/api/filters", json_post(review.set_filters), methods=["POST"]),
     ]
     return page_app(routes, lifespan=lifespan, statuses={StaleEdit: 409})
 

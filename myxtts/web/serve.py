@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import numpy as np
@@ -531,15 +531,24 @@ def make_app(models: Models, limits: Limits) -> Gate:
     return gate
 
 
+class Page(Protocol):
+    """A page on the same address as the API."""
+
+    address: str  # with the token that opens it
+
+    def beside(self, gate: Gate, api_key: str) -> ASGIApp:
+        """Return the application of both; requests of the page's owner need no key."""
+
+
 class DrainingServer(uvicorn.Server):
     """On the first signal, running requests finish; the process then ends with code 0. The second ends it."""
 
-    def __init__(self, gate: Gate, limits: Limits, drain_s: float) -> None:
+    def __init__(self, gate: Gate, limits: Limits, drain_s: float, page: Page | None = None) -> None:
         protocol = type("Protocol", (TimedProtocol,), {"read_s": limits.read_s})
-        app: ASGIApp = gate
+        app: ASGIApp = gate if page is None else page.beside(gate, limits.api_key)
         if limits.cors:
             every = ("*",)
-            app = CORSMiddleware(gate, limits.cors, allow_methods=every, allow_headers=every, expose_headers=every)
+            app = CORSMiddleware(app, limits.cors, allow_methods=every, allow_headers=every, expose_headers=every)
         config = uvicorn.Config(
             app, log_config=None, log_level="error", access_log=False, proxy_headers=False, server_header=False,
             http=protocol, ws="websockets-sansio", ws_max_size=MOST_JSON_BYTES, ws_per_message_deflate=False,
@@ -564,7 +573,12 @@ class DrainingServer(uvicorn.Server):
 
 
 def serve(
-    models: Models, limits: Limits, listener: socket.socket, drain_s: float, say: Callable[[str], None]
+    models: Models,
+    limits: Limits,
+    listener: socket.socket,
+    drain_s: float,
+    say: Callable[[str], None],
+    page: Page | None = None,
 ) -> None:
     """Serve models until a signal. Outside loopback a key is required, and made if there is none."""
     host, port = listener.getsockname()[:2]
@@ -577,7 +591,9 @@ def serve(
     names = ", ".join(model.name for model in models)
     place = f"[{host}]" if ":" in host else host
     say(f"Serving {names} on http://{place}:{port}/v1 (Ctrl-C or SIGTERM ends it)")
+    if page is not None:
+        say(f"The studio is open at\n  {page.address}")
     try:
-        DrainingServer(make_app(models, limits), limits, drain_s).run(sockets=[listener])
+        DrainingServer(make_app(models, limits), limits, drain_s, page).run(sockets=[listener])
     finally:
         models.close()

@@ -321,6 +321,13 @@ class Models:
         names = ", ".join(self._models)
         raise UnknownName("model_not_found", f"There is no model {name[:60]!r}. There are: {names}.")
 
+    def add(self, model: HostedModel) -> None:
+        """Serve one more model; one that had its name ends when it has spoken what it was asked for."""
+        before, self._models = self._models.get(model.name), {**self._models, model.name: model}
+        if before is not None:
+            self.default = model if before is self.default else self.default
+            before.engine.close()
+
     def close(self) -> None:
         """End all engines; what is still being spoken is cancelled."""
         for model in self:
@@ -334,12 +341,20 @@ def load_models(
     queue_limit: int = QUEUE_LIMIT,
 ) -> Models:
     """Load models to be served under these names."""
-    loaded = []
-    for name, folder in folders.items():
-        synthesizer = load_synthesizer(folder, device=device)
-        language_of("The first text would otherwise wait for the tables.", synthesizer.languages)
-        loaded.append(HostedModel(name, synthesizer, VoiceLibrary(folder), slots, queue_limit))
-    return Models(loaded)
+    return Models([load_model(name, folder, device, slots, queue_limit) for name, folder in folders.items()])
+
+
+def load_model(
+    name: str,
+    folder: Path,
+    device: torch.device | str | None = None,
+    slots: int | None = None,
+    queue_limit: int = QUEUE_LIMIT,
+) -> HostedModel:
+    """Load a model to be served under this name."""
+    synthesizer = load_synthesizer(folder, device=device)
+    language_of("The first text would otherwise wait for the tables.", synthesizer.languages)
+    return HostedModel(name, synthesizer, VoiceLibrary(folder), slots, queue_limit)
 
 
 def names_of(folders: Sequence[Path]) -> dict[str, Path]:
