@@ -42,7 +42,7 @@ from myxtts.synthesis.synthesizer import Synthesizer, load_synthesizer
 from myxtts.synthesis.vocoding import Frames, HifiGan
 from myxtts.synthesis.voices import Voice, VoiceLibrary
 from myxtts.text.normalize import normalize
-from myxtts.text.tokenizer import train
+from myxtts.text.tokenizer import Tokenizer, train
 from myxtts.weights import load_folder
 
 OPENINGS = (
@@ -135,17 +135,21 @@ def set_length(gpt: Any, num_codes: int) -> None:
     rows[num_codes, 0] = MARK
 
 
-def weights(options: argparse.Namespace) -> None:
-    """Write fresh weights in which the first channel of the GPT's last norm decides about STOP."""
+def make_stop_certain(model: XTTS) -> None:
+    """Let the first channel of the GPT's last norm decide about STOP."""
+    head, stop = model.gpt.mel_head.requires_grad_(False), model.gpt.dims.stop_code
+    head.weight[stop], head.weight[stop, 0], head.bias[stop] = 0, 10, -100
+    set_length(model.gpt, CODES)
+
+
+def own_vocabulary() -> Tokenizer:
     texts = [normalize(text, "en") for text in (*SENTENCES, LONG_SENTENCE)]
-    vocabulary = train(texts, ["en"] * len(texts), 1000)
+    return train(texts, ["en"] * len(texts), 1000)
 
-    def make_stop_certain(model: XTTS) -> None:
-        head, stop = model.gpt.mel_head.requires_grad_(False), model.gpt.dims.stop_code
-        head.weight[stop], head.weight[stop, 0], head.bias[stop] = 0, 10, -100
-        set_length(model.gpt, CODES)
 
-    fresh_weights(options.out, options.size, vocabulary, make_stop_certain)
+def weights(options: argparse.Namespace) -> None:
+    """Write fresh weights that end every sentence after as many codes."""
+    fresh_weights(options.out, options.size, own_vocabulary(), make_stop_certain)
 
 
 def now() -> float:
@@ -321,6 +325,15 @@ class OnCpu:
             "real-time factor of its stream": whole_s / length,
             FIRST_CHUNK: 1000 * first_s,
         }
+
+
+def fresh_model(size: str) -> tuple[XTTS, Tokenizer]:
+    """A model of this size with fresh weights as `weights` writes them, and its vocabulary."""
+    torch.manual_seed(0)
+    vocabulary = own_vocabulary()
+    model = XTTS(SIZES[size].with_vocabulary(vocabulary.num_tokens, vocabulary.start_id, vocabulary.stop_id))
+    make_stop_certain(model)
+    return model, vocabulary
 
 
 def random_voice(model: XTTS) -> Voice:

@@ -373,14 +373,14 @@ class Engine:
         return True
 
     def _step(self) -> bool:
-        began_at = time.monotonic()
-        stepped = set(self._slots.step(1 if self._on_cpu else GPU_STEPS))
+        began_at, num_steps = time.monotonic(), 1 if self._on_cpu else GPU_STEPS
+        stepped = set(self._slots.step(num_steps))
         if not stepped:
             return False
         for job in [job for job in self._jobs if job.running and job.running[1] in stepped]:
             self._isolated(job, self._collect)
-        self._num_steps += 1
-        took_s = time.monotonic() - began_at
+        self._num_steps += num_steps
+        took_s = (time.monotonic() - began_at) / num_steps
         self._step_s += (took_s - self._step_s) / min(self._num_steps, 100)
         return True
 
