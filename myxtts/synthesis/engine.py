@@ -481,6 +481,7 @@ class Engine:
             make = partial(self._synthesizer.waves, [each.push for each in batch])
             if self._vocoders is None:
                 self._made.append((batch, _called(make)))
+                self._has_news = True
             else:
                 self._vocoders.submit(make).add_done_callback(partial(self._put_sound, batch))
 
