@@ -37,7 +37,8 @@ from harness import add_command, console, fresh_weights, machine, make_table
 from myxtts.config import BASE_FOLDER, CONDITIONING_TOKENS, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import SIZES, XTTS
-from myxtts.synthesis.generation import Prompt, draws
+from myxtts.synthesis.generation import Prompt, Shape, draws
+from myxtts.synthesis.slots import Slots, slots_of
 from myxtts.synthesis.synthesizer import Synthesizer, load_synthesizer
 from myxtts.synthesis.vocoding import Frames, HifiGan
 from myxtts.synthesis.voices import Voice, VoiceLibrary
@@ -77,7 +78,7 @@ class Ours:
 
     def __init__(self, weights: Path, _: str) -> None:
         self._synthesizer = load_synthesizer(weights, device=torch.empty(0, device=DEVICE).device)
-        self.gpt = self._synthesizer._generators.gpt
+        self.gpt = self._synthesizer.gpt
 
     def hear(self, reference: Path) -> None:
         self._voice = self._synthesizer.voice([reference])
@@ -299,13 +300,15 @@ class OnCpu:
         """Times of one sentence: of its parts alone, whole, and as a stream."""
         synthesizer, sampling = self._synthesizer, replace(self._synthesizer.sampling, guidance=guidance)
         prompt = Prompt(range(40), self._voice.latents, draws(0, 0, 0, 2 * CODES))
-        begin_s, generator = timed(synthesizer._generators.begin, [prompt], sampling)
-        finish_s, _ = timed(generator.finish)
-        generated = generator.generated(0)
+        slots = Slots(synthesizer.gpt, Shape(slots_of(sampling), 40, 2 * CODES), None)
+        running = slots.join(prompt, sampling)
+        begin_s, _ = timed(lambda: [slots.prefill(running) for _ in running.parts[:]])
+        finish_s, _ = timed(lambda: [slots.step() for _ in range(CODES + 1)])
+        generated = slots.generated(running, 0, len(running.codes))
         assert isinstance(self._vocoder, HifiGan)
         speaker, codec = self._voice.speaker, self._vocoder.codec
         frames_s, frames = timed(Frames(1.0).push, generated, True, speaker, codec)
-        waves_s, _ = timed(self._vocoder.generate, [frames], speaker[None])
+        waves_s, _ = timed(self._vocoder.generate, [frames], speaker[None], [(0, None)])
         given: Any = {"sampling": sampling, "num_attempts": 1}
         speak_s, speech = timed(lambda: synthesizer.speak(SENTENCES[0], self._voice, "en", **given))
         require_length(len(speech.wave), CODES)
