@@ -28,7 +28,8 @@ from speak import SENTENCES, fresh_model, random_voice
 from myxtts.config import BASE_FOLDER
 from myxtts.devices import device_named
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
-from myxtts.synthesis.engine import End, Engine, Piece, Request, Ticket
+from myxtts.synthesis.engine import End, Engine, Request, Ticket
+from myxtts.synthesis.scheduler import Piece
 from myxtts.synthesis.synthesizer import Synthesizer, load_synthesizer
 from myxtts.synthesis.voices import Voice, VoiceLibrary
 

@@ -17,7 +17,7 @@ from synthesis_fixtures import CLEAR, LONG_TEXT, TEXTS, generate, make_model, sp
 
 from myxtts.audio import Wave
 from myxtts.checkpoints import UnreadableWeights
-from myxtts.errors import ConfigError, PipelineError
+from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.synthesis.engine import End, Engine, EngineClosed, QueueFull, Request
 from myxtts.synthesis.generation import Prompt, Sampling, Shape, draws
 from myxtts.synthesis.scheduler import Cancelled, Piece
@@ -242,6 +242,30 @@ def test_what_cannot_be_spoken_is_refused_at_once(make: Make, anna: Voice) -> No
         submit(engine, replace(anna, fingerprint="other"))
     with pytest.raises(ConfigError, match="only 0 fit"):
         make(memory_bytes=1000)
+
+
+def test_a_voice_is_made_in_the_thread_that_speaks(
+    make: Make, synthesizer: Synthesizer, anna: Voice, reference: Path, monkeypatch: Patch
+) -> None:
+    """So it may be made while others speak, and they say what they would have said."""
+    expected = np.concatenate(list(synthesizer.stream(LONG_TEXT, anna, "en", seed=4)))
+    threads, real = list[str](), synthesizer.voice
+
+    def voice(*given: Any) -> Voice:
+        threads.append(threading.current_thread().name)
+        return real(*given)
+
+    monkeypatch.setattr(synthesizer, "voice", voice)
+    engine = make(slots=2)
+    listener = submit(engine, anna, LONG_TEXT, seed=4)
+    made = engine.voice([reference], "new")
+    assert threads == ["engine"] and made.name == "new" and torch.equal(made.latents, anna.latents)
+    assert np.array_equal(listener.wave, expected)
+    with pytest.raises(DatasetError):
+        engine.voice([])
+    engine.close()
+    with pytest.raises(EngineClosed):
+        engine.voice([reference])
 
 
 # Turns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import shutil
+import threading
 import time
 from argparse import Namespace
 from copy import deepcopy
@@ -146,6 +147,15 @@ def test_the_first_piece_comes_before_the_rest_is_generated(anna: Voice) -> None
     assert len(next(stream)) > 2000
     num_steps = len(steps)
     assert num_steps >= 10 and list(stream) and len(steps) > num_steps
+
+
+def test_a_stream_that_is_left_leaves_no_thread_behind(synthesizer: Synthesizer, anna: Voice) -> None:
+    before = threading.active_count(), torch.get_num_threads()
+    stream = synthesizer.stream(LONG_TEXT, anna, "en", seed=4)
+    assert len(next(stream))
+    stream.close()
+    assert (threading.active_count(), torch.get_num_threads()) == before
+    assert list(stream) == []
 
 
 def test_griffin_lim_speaks_and_streams_whole_sentences(anna: Voice) -> None:

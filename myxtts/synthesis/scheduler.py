@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from myxtts.synthesis.voices import Voice
 
 CHUNK_CODES = 20  # codes per piece: just under a second, as in XTTS-v2
+GPU_FIRST_CODES = 10  # of the first piece on a GPU, which makes the next one long before that was played
 LEAD_S = 5.0  # a listener who has so much more than was played lets others go first
 SENTENCES_AHEAD = 2  # of a job, generated before the sound of those before them is made
 GPU_PIECES = 32  # that become sound together
@@ -114,6 +115,7 @@ class Job:
     listener: Listener
     speed: float = 1.0
     chunk_codes: int = CHUNK_CODES
+    first_codes: int | None = None  # of the first piece, if it shall be shorter
     streams: bool = True
     """Sound is heard in pieces, as soon as it is made, and a sentence is tried again only while none of it was
     heard. Otherwise it is heard sentence by sentence, and of several attempts the best."""
@@ -283,10 +285,7 @@ class Scheduler:
         """Run a part of a prefix; on a GPU all, beside the steps."""
         joining = self.slots.joining
         for running in joining[:1] if self._on_cpu else joining:
-            while running in self.slots.joining:
-                self.slots.prefill(running)
-                if self._on_cpu:
-                    break
+            self.slots.prefill(running)
         return bool(joining)
 
     def _step(self) -> bool:
@@ -368,8 +367,10 @@ class Scheduler:
 
     def _collect(self, job: Job, spoken: _Spoken) -> None:
         """Take parts of a sentence that are complete from the slots."""
-        current, size, most = spoken.current, job.chunk_codes, spoken.sentence.bounds.most
+        current, most = spoken.current, spoken.sentence.bounds.most
         while (running := spoken.running) is not None:
+            is_first = current.num_taken == spoken.sentence.number == 0
+            size = min(job.first_codes or job.chunk_codes if is_first else job.chunk_codes, job.chunk_codes)
             num_left = len(running.codes) - current.num_taken
             ends_by_limit = len(running.codes) == most and num_left == size
             is_last = running.has_ended and (num_left < size or ends_by_limit)

@@ -192,11 +192,8 @@ class Slots:
             ran = self._prefixes.run(part)
             running.ran = ran if is_last else None
             return
-        row, slot = (
-            torch.tensor([part.row], device=self._device),
-            self._decoding.slots[part.first :][: len(part.x)],
-        )
-        self._decoding.extend(part.x, row, slot, rounded_up(part.first + len(part.x)))
+        row, end = torch.tensor([part.row], device=self._device), part.first + len(part.x)
+        self._decoding.extend(part.x, row, self._decoding.slots[part.first : end], rounded_up(end))
         if is_last:
             self._start(running)
 

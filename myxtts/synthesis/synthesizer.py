@@ -34,7 +34,7 @@ from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
 from myxtts.synthesis.generation import MAX_NEW_CODES, Sampling, Shape, convert, usual_dtype
-from myxtts.synthesis.scheduler import CHUNK_CODES, Attempt, Job, Piece, Scheduler, attempted
+from myxtts.synthesis.scheduler import CHUNK_CODES, GPU_FIRST_CODES, Attempt, Job, Piece, Scheduler, attempted
 from myxtts.synthesis.slots import Slots
 from myxtts.synthesis.text import Limits, Sentence, TextFrontend
 from myxtts.synthesis.vocoding import GriffinLim, HifiGan, is_faint
@@ -425,7 +425,7 @@ class Synthesizer:
     def job(self, said: Utterance, options: SynthesisOptions, listener: Any, **how: Any) -> Job:
         """What a scheduler speaks for a listener."""
         given = (said.sentences, said.voice, options.attempts, options.seed, listener, options.speed)
-        return Job(*given, **how)
+        return Job(*given, first_codes=None if self.device.type == "cpu" else GPU_FIRST_CODES, **how)
 
     def scheduler(self, num_slots: int, *, fitting: Sequence[Job] = (), **how: Any) -> Scheduler:
         """A scheduler with so many slots, each for any sentence, or for those of some jobs."""

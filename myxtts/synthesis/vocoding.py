@@ -528,10 +528,14 @@ class HifiGan:
 
     def _batch(self, frames: Tensor, speaker: Tensor) -> Tensor:
         """Waves [n, samples] of windows, on the host."""
-        count = next((count for count in sorted(self._graphs) if count >= len(frames)), None)
-        if count is None:
-            return _run(self._generator, frames, speaker.to(frames)).cpu()
-        return self._graphs[count].waves(frames, speaker)
+        count = next(count for count in GPU_BATCHES if count >= len(frames))
+        if count in self._graphs:
+            return self._graphs[count].waves(frames, speaker)
+        padded, speaker = (
+            F.pad(frames, (0, 0, 0, 0, 0, count - len(frames))),
+            F.pad(speaker, (0, 0, 0, count - len(speaker))),
+        )
+        return _run(self._generator, padded, speaker.to(frames))[: len(frames)].cpu()
 
 
 def _run(generator: Generator, frames: Tensor, speaker: Tensor) -> Tensor:
