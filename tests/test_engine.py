@@ -17,6 +17,7 @@ from synthesis_fixtures import CLEAR, LONG_TEXT, TEXTS, generate, make_model, sp
 
 from myxtts.audio import Wave
 from myxtts.checkpoints import UnreadableWeights
+from myxtts.devices import Stream
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.synthesis.engine import End, Engine, EngineClosed, QueueFull, Request
 from myxtts.synthesis.generation import Prompt, Sampling, Shape, draws
@@ -159,6 +160,39 @@ def test_a_step_can_be_captured() -> None:
                 slots.step()
         found.append([each.codes for each in running])
     assert found[0] == found[1] and len(found[0][0]) == 8
+
+
+class GraphOnCpu:
+    """A graph that computes what it captured; as on a GPU, capturing runs the work before."""
+
+    pool = None
+
+    def __init__(self, work: Callable[[], Any], _stream: Stream, _pool: Any = None) -> None:
+        self.replay = work
+        for _ in range(3):
+            work()
+
+
+def test_captured_steps_that_run_ahead_say_the_same(monkeypatch: Patch) -> None:
+    """The way of a GPU, on a CPU: sizes are captured when they are met, while others are in their sentences."""
+    model, chance = make_model(has_codebook=True), random.Random(0)
+    gpt, vectors = speaking(model, dtype=torch.float32).gpt, model.dvae.codebook.embed.t().contiguous()
+    monkeypatch.setattr("myxtts.synthesis.slots.CudaGraph", GraphOnCpu)
+    torch.manual_seed(1)
+    work = []
+    for number in range(24):
+        ids = torch.randint(3, 60, (3 + 5 * number,)).tolist()
+        prompt = Prompt(ids, torch.randn(1, 32, 64), draws(0, number, 0, 40 + number))
+        work.append((prompt, SAMPLINGS[number % len(SAMPLINGS)]))
+    slots = Slots(gpt, Shape(12, 130, 80), vectors)
+    slots._runs_ahead, slots._stream = True, Stream(torch.device("cpu"))
+    among = run(slots, work, chance)
+    assert slots.num_used == 0 and len(slots._graphs) > 5 and slots._prefixes is not None
+    for one, codes in zip(work, among, strict=True):
+        (alone,) = generate(gpt, [one[0]], one[1], vectors=vectors)
+        assert alone.codes.tolist() == codes
+    slots.capture(PUBLISHED_SAMPLING)
+    assert run(slots, work[:2], chance) == among[:2]
 
 
 @pytest.mark.gpu

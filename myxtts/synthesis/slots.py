@@ -128,6 +128,7 @@ class Slots:
         self._launched: _Launched | None = None
         self._graphs: dict[_Size, CudaGraph[None]] = {}
         self._stream = Stream(device) if capture and device.type == "cuda" else None
+        self._runs_ahead = device.type == "cuda"
         self._prefixes: _CapturedPrefixes | None = None
         for row in range(rows):
             self._clear(row)
@@ -228,7 +229,7 @@ class Slots:
             for each in ready:
                 each.num_launched = min(each.num_launched + num_steps, len(each.prompt.draws))
             self._launch(ready, num_steps)
-            if self._device.type == "cpu":
+            if not self._runs_ahead:
                 before, self._launched = self._launched, None
         return None if before is None and not ready else self._read(before)
 
