@@ -269,8 +269,7 @@ class Scheduler:
         self._drop_cancelled()
         self._admit()
         self._make_sound()
-        rows = self.slots.num_used
-        with num_threads(1 if rows <= ALONE else max(1, self._num_threads // 2)):
+        with num_threads(1 if self.slots.num_used <= ALONE else max(1, self._num_threads // 2)):
             has_joined = self._guarded(self._prefill)
             return self._guarded(self._step) or has_joined
 
@@ -284,8 +283,10 @@ class Scheduler:
     def _prefill(self) -> bool:
         """Run a part of a prefix; on a GPU all, beside the steps."""
         joining = self.slots.joining
-        for running in joining[:1] if self._on_cpu else joining:
-            self.slots.prefill(running)
+        is_idle = not self._num_vocoding and len(joining) == len(self.jobs)  # nothing else needs the cores
+        with num_threads(self._num_threads if is_idle else torch.get_num_threads()):
+            for running in joining[:1] if self._on_cpu else joining:
+                self.slots.prefill(running)
         return bool(joining)
 
     def _step(self) -> bool:
@@ -299,8 +300,7 @@ class Scheduler:
                 if spoken.running in known and not job.has_ended:
                     self._isolated(job, partial(self._collect, spoken=spoken))
         self.num_steps += num_steps
-        took_s = (time.monotonic() - began_at) / num_steps
-        self.step_s += (took_s - self.step_s) / min(self.num_steps, 100)
+        self.step_s += ((time.monotonic() - began_at) / num_steps - self.step_s) / min(self.num_steps, 100)
         return True
 
     def _guarded(self, work: Callable[[], bool]) -> bool:
