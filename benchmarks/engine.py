@@ -1,153 +1,251 @@
-"""The engine without a server: speech per second, the first piece, and what a request that joins costs the others.
+"""The engine without a server: first sound, throughput, real-time streams, memory, and the cost of joining.
 
-    python benchmarks/engine.py [--model DIR] [--at-once 1 2 4 8] [--rounds 3]
+    python benchmarks/engine.py                                 `normal` with fresh weights, and the shipped model
+    python benchmarks/engine.py --models tiny --clients 1 2 --streams 1 2 --seconds 2           a trial on a CPU
 
-Every round sends so many requests at the same time, one sentence each, and waits for all of them. To compare, a
-stream of the synthesizer speaks one sentence. Of the rounds, the fastest counts. The CPU time of all threads tells
-what a machine could do if it were idle.
+A model is a size, with fresh weights that end every sentence after about six seconds, or `shipped`. At steady load
+every client sends its next request as soon as the last one has ended; they begin one after the other. Of real-time
+streams, each is a listener who plays the sound as it arrives and asks for more at its end; a gap is a wait of more
+than 20 ms. A rate holds if no listener of that many had a gap.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import heapq
+import itertools
+import os
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from harness import LiveTable, console, machine
-from speak import SENTENCES
+from speak import SENTENCES, fresh_model, random_voice
 
+from myxtts.config import BASE_FOLDER
+from myxtts.devices import device_named
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
-from myxtts.synthesis.engine import End, Engine, Piece, Request
-from myxtts.synthesis.generation import Prompt, draws
-from myxtts.synthesis.synthesizer import Synthesizer, load_synthesizer, usual_model
+from myxtts.synthesis.engine import End, Engine, Request, Ticket
+from myxtts.synthesis.scheduler import Piece
+from myxtts.synthesis.synthesizer import Synthesizer, load_synthesizer
 from myxtts.synthesis.voices import Voice, VoiceLibrary
 
-SEED = 1
-STEPS = 40  # to time a step
+GAP_S = 0.02
+AIMS = {"first 1": "≤ 60", "first 64": "≤ 80 / ≤ 200", "rate 128": "≥ 1,000", "streams": "≥ 200"}
+AIMS |= {"memory 128": "≤ 16", "joining": "≤ +5 %"}
+JOIN_EVERY_S = 0.05
 
 
-class Round(NamedTuple):
-    wall_s: float
-    cpu_s: float  # of all threads
-    audio_s: float
-    first_s: list[float]  # until the first piece of each request
+@dataclass
+class Heard:
+    """One request, as its listener hears it."""
+
+    sent_at: float
+    first_at: float = 0.0
+    ended_at: float = 0.0
+    audio_s: float = 0.0
+    gap_s: float = 0.0  # the longest wait after the first sound
+    error: Exception | None = None
+
+    def take(self, heard: Piece | End) -> None:
+        now = time.perf_counter()
+        if isinstance(heard, End):
+            self.ended_at, self.error = now, heard.error
+            return
+        self.first_at = self.first_at or now
+        self.gap_s = max(self.gap_s, now - self.first_at - self.audio_s)
+        self.audio_s += len(heard.wave) / OUTPUT_SAMPLE_RATE
 
 
-def timed(work: Callable[[], tuple[float, list[float]]]) -> Round:
-    began_at, cpu_at = time.perf_counter(), time.process_time()
-    audio_s, first_s = work()
-    return Round(time.perf_counter() - began_at, time.process_time() - cpu_at, audio_s, first_s)
+@dataclass
+class Clients:
+    """Clients of an engine, each with one request at a time."""
+
+    engine: Engine
+    voice: Voice
+    number: int
+    plays: bool = False  # ask for more when the last sound has been played, not when it has arrived
+    heard: list[Heard] = field(default_factory=list)
+    _due: list[tuple[float, int]] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def run(self, spread_s: float, warm_s: float, seconds: float) -> tuple[list[Heard], float]:
+        """What was sent in `seconds` after `warm_s`, and the sound per second of that time."""
+        began_at = time.perf_counter()
+        self._due = [(began_at + number * spread_s / self.number, number) for number in range(self.number)]
+        heapq.heapify(self._due)
+        measured_at, end_at, seeds = began_at + spread_s + warm_s, 0.0, itertools.count()
+        end_at, audio_s = measured_at + seconds, [0.0, 0.0]
+        marks = [measured_at, end_at]
+        while marks:
+            with self._changed:
+                now, next_at = time.perf_counter(), self._due[0][0] if self._due else marks[0]
+                if now < min(next_at, marks[0]):
+                    self._changed.wait(min(next_at, marks[0]) - now)
+                    continue
+                due = heapq.heappop(self._due) if self._due and self._due[0][0] <= now else None
+            if now >= marks[0]:
+                audio_s[2 - len(marks)] = self.engine.stats().audio_seconds
+                marks.pop(0)
+            if due:
+                self._send(due[1], next(seeds))
+        self._wait_for_all()
+        if failed := next((each.error for each in self.heard if each.error), None):
+            raise RuntimeError("a request failed") from failed
+        found = [each for each in self.heard if measured_at <= each.sent_at < end_at]
+        return found or self.heard, (audio_s[1] - audio_s[0]) / seconds
+
+    def _send(self, client: int, seed: int) -> None:
+        heard = Heard(time.perf_counter())
+        self.heard.append(heard)
+
+        def deliver(arrived: Piece | End) -> None:
+            heard.take(arrived)
+            if isinstance(arrived, End):
+                next_at = heard.first_at + heard.audio_s if self.plays else heard.ended_at
+                with self._changed:
+                    heapq.heappush(self._due, (next_at, client))
+                    self._changed.notify()
+
+        text = SENTENCES[seed % len(SENTENCES)]
+        self.engine.submit(Request(text, self.voice, "en", seed=seed, client=str(client)), deliver)
+
+    def _wait_for_all(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: all(each.ended_at for each in self.heard), 60)
 
 
-def streamed(synthesizer: Synthesizer, voice: Voice) -> tuple[float, list[float]]:
-    """One sentence by a stream of the synthesizer."""
-    began_at, first_s, num_samples = time.perf_counter(), list[float](), 0
-    for piece in synthesizer.stream(SENTENCES[0], voice, "en", seed=SEED):
-        first_s += [time.perf_counter() - began_at] * (not first_s)
-        num_samples += len(piece)
-    return num_samples / OUTPUT_SAMPLE_RATE, first_s
+def milliseconds(times: Sequence[float]) -> str:
+    middle, late = 1000 * np.percentile(times, [50, 95]) if len(times) else (np.nan, np.nan)
+    return f"p50 {middle:.0f}, p95 {late:.0f} ({len(times)} requests)"
 
 
-def served(engine: Engine, voice: Voice, at_once: int) -> tuple[float, list[float]]:
-    """So many sentences by the engine, at the same time."""
-    began_at, first_s, num_samples = time.perf_counter(), dict[int, float](), [0] * at_once
-    has_ended = [threading.Event() for _ in range(at_once)]
+class Measured:
+    """An engine and the rows of its table."""
 
-    def deliver(number: int, heard: Piece | End) -> None:
-        if isinstance(heard, Piece):
-            first_s.setdefault(number, time.perf_counter() - began_at)
-            num_samples[number] += len(heard.wave)
-        else:
-            if heard.error is not None:
-                console.print(f"request {number} failed: {heard.error}")
-            has_ended[number].set()
+    def __init__(self, name: str, synthesizer: Synthesizer, voice: Voice, options: argparse.Namespace) -> None:
+        self._name, self._voice, self._options = name, voice, options
+        self._table = LiveTable(f"{name}, {machine()}, {os.cpu_count()} cores", "", "found", "aim")
+        began_at = time.perf_counter()
+        self._engine = Engine(synthesizer, slots=options.slots)
+        self._add("to make the engine (s)", f"{time.perf_counter() - began_at:.1f}")
+        self._texts_per_s(synthesizer)
 
-    for number in range(at_once):
-        request = Request(SENTENCES[number % len(SENTENCES)], voice, "en", seed=SEED)
-        engine.submit(request, lambda heard, number=number: deliver(number, heard))
-    for event in has_ended:
-        event.wait()
-    return sum(num_samples) / OUTPUT_SAMPLE_RATE, list(first_s.values())
+    def _add(self, what: str, found: str, aim: str = "") -> None:
+        self._table.add(what, found, AIMS.get(aim, ""))
 
+    def _texts_per_s(self, synthesizer: Synthesizer) -> None:
+        began_at = time.perf_counter()
+        for text in SENTENCES:
+            synthesizer.prepared(text, self._voice, "en", {"seed": 0})
+        self._add("to prepare a text (ms)", f"{1000 * (time.perf_counter() - began_at) / len(SENTENCES):.2f}")
 
-def measure(options: argparse.Namespace) -> None:
-    folder = options.model or usual_model()
-    synthesizer = load_synthesizer(folder)
-    voice = next(iter(VoiceLibrary(folder).built_in().values()))
-    columns = ("audio s per s", "audio s per CPU s", "first piece, median (ms)", "slowest (ms)", "step (ms)")
-    table = LiveTable(f"The engine, {torch.get_num_threads()} threads, {machine()}", "at once", *columns)
-
-    def add(name: str, work: Callable[[], tuple[float, list[float]]], engine: Engine | None = None) -> None:
-        rounds = [timed(work) for _ in range(options.rounds)]
-        rate = max(each.audio_s / each.wall_s for each in rounds)
-        cpu_rate = max(each.audio_s / each.cpu_s for each in rounds)
-        first_ms = [1000 * min(times) for times in zip(*(sorted(each.first_s) for each in rounds), strict=True)]
-        step = f"{engine.stats().step_ms:.1f}" if engine else ""
-        table.add(
-            name,
-            f"{rate:.2f}",
-            f"{cpu_rate:.2f}",
-            f"{statistics.median(first_ms):.0f}",
-            f"{max(first_ms):.0f}",
-            step,
+    def run(self) -> None:
+        options, stats = self._options, self._engine.stats()
+        self._warm_up()
+        self._add(
+            f"memory of {stats.slots} slots (GiB)", f"{stats.memory_bytes / 2**30:.2f}", f"memory {stats.slots}"
         )
+        for clients in options.clients:
+            found, rate = self._load(clients)
+            first_s = [each.first_at - each.sent_at for each in found if each.first_at]
+            self._add(f"first sound, clients: {clients} (ms)", milliseconds(first_s), f"first {clients}")
+            self._add(f"audio s per s, clients: {clients}", f"{rate:,.1f}", f"rate {clients}")
+            self._add(f"step, clients: {clients} (ms)", f"{self._engine.stats().step_ms:.2f}")
+        self._streams()
+        self._joining(options.speaking)
+        if torch.cuda.is_available():
+            self._add("GPU memory at its peak (GiB)", f"{torch.cuda.max_memory_allocated() / 2**30:.2f}")
+        self._engine.close(drain=False)
+        self._table.show()
 
-    streamed(synthesizer, voice)
-    add("stream", lambda: streamed(synthesizer, voice))
-    for at_once in options.at_once:
-        engine = Engine(synthesizer, slots=max(2, at_once))
-        add(str(at_once), lambda engine=engine, at_once=at_once: served(engine, voice, at_once), engine)
-        engine.close()
-    table.show()
-    for rows in options.at_once:
-        joining(synthesizer, voice, rows)
+    def _warm_up(self) -> None:
+        """All sizes of batches are met once."""
+        for clients in sorted({1, *self._options.clients}):
+            Clients(self._engine, self._voice, clients).run(0.2, 0.0, 0.3)
+
+    def _load(self, clients: int) -> tuple[list[Heard], float]:
+        return Clients(self._engine, self._voice, clients).run(1.0, 1.0, self._options.seconds)
+
+    def _streams(self) -> None:
+        most = 0
+        for streams in self._options.streams:
+            listeners = Clients(self._engine, self._voice, streams, plays=True)
+            found, _ = listeners.run(self._options.play_s, 0.0, self._options.play_s)
+            gaps = [each.gap_s for each in found]
+            broken = sum(gap > GAP_S for gap in gaps)
+            worst = f"{broken} of {len(gaps)} with a gap, the longest {1000 * max(gaps, default=0):.0f} ms"
+            first_s = [each.first_at - each.sent_at for each in found if each.first_at]
+            self._add(f"real-time streams: {streams}", f"{worst}; first sound {milliseconds(first_s)}")
+            if broken:
+                break
+            most = streams
+        self._add("real-time streams without a gap", f"{most}", "streams")
+
+    def _joining(self, speaking: int) -> None:
+        """The time of a step while so many speak, without and with requests that join and leave all the time."""
+        tickets = [self._submit(number, 2 * SENTENCES) for number in range(speaking)]
+        self._settle(speaking)
+        alone = self._step_ms(self._options.seconds / 4, joins=False)
+        joined = self._step_ms(self._options.seconds / 4, joins=True)
+        for ticket in tickets:
+            ticket.cancel()
+        name = f"step while {speaking} speak (ms)"
+        self._add(name, f"{alone:.2f}")
+        per_s = f"{1 / JOIN_EVERY_S:.0f} requests per second join"
+        self._add(f"{name}, {per_s}", f"{joined:.2f} ({joined / alone - 1:+.1%})", "joining")
+
+    def _submit(self, seed: int, sentences: Sequence[str]) -> Ticket:
+        request = Request(" ".join(sentences), self._voice, "en", seed=seed, client=str(seed))
+        return self._engine.submit(request, lambda _: None)
+
+    def _settle(self, speaking: int) -> None:
+        for _ in range(600):
+            if self._engine.stats().slots_used >= speaking:
+                return
+            time.sleep(0.05)
+
+    def _step_ms(self, seconds: float, *, joins: bool) -> float:
+        before, began_at, number = self._engine.stats().steps, time.perf_counter(), 10_000
+        while (now := time.perf_counter()) < began_at + seconds:
+            if joins:
+                number += 1
+                ticket = self._submit(number, SENTENCES[:1])
+                threading.Timer(JOIN_EVERY_S, ticket.cancel).start()
+            time.sleep(JOIN_EVERY_S)
+        return 1000 * (now - began_at) / max(1, self._engine.stats().steps - before)
 
 
-def joining(synthesizer: Synthesizer, voice: Voice, rows: int) -> None:
-    """Print the time of a step of so many rows, and of a part of a prefix that runs between two steps."""
-    slots = synthesizer.new_slots(max(2, rows + 1))
-    utterance, how = synthesizer.prepared(SENTENCES[0], voice, "en", {"seed": SEED})
-    prompt = Prompt(utterance.sentences[0].ids, voice.latents, draws(SEED, 0, 0, synthesizer.limits.max_codes))
-    running = [slots.join(prompt, how.sampling) for _ in range(rows)]
-    for each in running:
-        while not each.is_ready:
-            slots.prefill(each)
-    steps, parts = list[float](), list[float]()
-    for _ in range(STEPS):
-        steps.append(seconds(slots.step))
-        if any(each.has_ended for each in running):
-            break
-    new = slots.join(prompt, how.sampling)
-    while not new.is_ready:
-        parts.append(seconds(lambda: slots.prefill(new)))
-    step_ms, part_ms, whole_ms = 1000 * min(steps), 1000 * max(parts), 1000 * sum(parts)
-    console.print(
-        f"{rows} rows: a step takes {step_ms:.1f} ms; a request that joins delays {len(parts)} steps by "
-        f"{whole_ms:.1f} ms, one of them by {part_ms:.1f} ms"
-    )
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """CPU time on a CPU, which others may share; else the time until the GPU has finished."""
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    began_at = clock()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return clock() - began_at
+def measure(name: str, options: argparse.Namespace) -> None:
+    device = device_named(options.device)
+    if name == "shipped":
+        synthesizer, voices = load_synthesizer(BASE_FOLDER, device=device), VoiceLibrary(BASE_FOLDER)
+        voice = voices.load(voices.default("en"), synthesizer.fingerprint)
+    else:
+        model, vocabulary = fresh_model(name)
+        voice, synthesizer = random_voice(model), Synthesizer(model, vocabulary, device)
+    Measured(name, synthesizer, voice, options).run()
 
 
 def main() -> None:
+    on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", type=Path, help="by default the one that `myxtts speak` uses")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=3)
-    measure(parser.parse_args())
+    parser.add_argument("--models", nargs="+", default=["normal", "shipped"])
+    parser.add_argument("--device")
+    parser.add_argument("--slots", type=int, default=128 if on_gpu else None)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 64, 128] if on_gpu else [1, 2, 4])
+    parser.add_argument("--streams", type=int, nargs="+", default=[200, 300] if on_gpu else [1, 2, 3])
+    parser.add_argument("--speaking", type=int, default=64 if on_gpu else 2, help="while requests join")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
+    parser.add_argument("--play-s", type=float, default=7.0, help="of listening in real time, twice")
+    options = parser.parse_args()
+    for name in options.models:
+        began_at = time.perf_counter()
+        measure(name, options)
+        console.print(f"{name}: {time.perf_counter() - began_at:.0f} s")
 
 
 if __name__ == "__main__":

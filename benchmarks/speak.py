@@ -37,12 +37,13 @@ from harness import add_command, console, fresh_weights, machine, make_table
 from myxtts.config import BASE_FOLDER, CONDITIONING_TOKENS, SAMPLE_RATE, SAMPLES_PER_CODE
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import SIZES, XTTS
-from myxtts.synthesis.generation import Prompt, draws
+from myxtts.synthesis.generation import Prompt, Shape, draws
+from myxtts.synthesis.slots import Slots, slots_of
 from myxtts.synthesis.synthesizer import Synthesizer, load_synthesizer
 from myxtts.synthesis.vocoding import Frames, HifiGan
 from myxtts.synthesis.voices import Voice, VoiceLibrary
 from myxtts.text.normalize import normalize
-from myxtts.text.tokenizer import train
+from myxtts.text.tokenizer import Tokenizer, train
 from myxtts.weights import load_folder
 
 OPENINGS = (
@@ -77,7 +78,7 @@ class Ours:
 
     def __init__(self, weights: Path, _: str) -> None:
         self._synthesizer = load_synthesizer(weights, device=torch.empty(0, device=DEVICE).device)
-        self.gpt = self._synthesizer._generators.gpt
+        self.gpt = self._synthesizer.gpt
 
     def hear(self, reference: Path) -> None:
         self._voice = self._synthesizer.voice([reference])
@@ -135,17 +136,21 @@ def set_length(gpt: Any, num_codes: int) -> None:
     rows[num_codes, 0] = MARK
 
 
-def weights(options: argparse.Namespace) -> None:
-    """Write fresh weights in which the first channel of the GPT's last norm decides about STOP."""
+def make_stop_certain(model: XTTS) -> None:
+    """Let the first channel of the GPT's last norm decide about STOP."""
+    head, stop = model.gpt.mel_head.requires_grad_(False), model.gpt.dims.stop_code
+    head.weight[stop], head.weight[stop, 0], head.bias[stop] = 0, 10, -100
+    set_length(model.gpt, CODES)
+
+
+def own_vocabulary() -> Tokenizer:
     texts = [normalize(text, "en") for text in (*SENTENCES, LONG_SENTENCE)]
-    vocabulary = train(texts, ["en"] * len(texts), 1000)
+    return train(texts, ["en"] * len(texts), 1000)
 
-    def make_stop_certain(model: XTTS) -> None:
-        head, stop = model.gpt.mel_head.requires_grad_(False), model.gpt.dims.stop_code
-        head.weight[stop], head.weight[stop, 0], head.bias[stop] = 0, 10, -100
-        set_length(model.gpt, CODES)
 
-    fresh_weights(options.out, options.size, vocabulary, make_stop_certain)
+def weights(options: argparse.Namespace) -> None:
+    """Write fresh weights that end every sentence after as many codes."""
+    fresh_weights(options.out, options.size, own_vocabulary(), make_stop_certain)
 
 
 def now() -> float:
@@ -295,13 +300,15 @@ class OnCpu:
         """Times of one sentence: of its parts alone, whole, and as a stream."""
         synthesizer, sampling = self._synthesizer, replace(self._synthesizer.sampling, guidance=guidance)
         prompt = Prompt(range(40), self._voice.latents, draws(0, 0, 0, 2 * CODES))
-        begin_s, generator = timed(synthesizer._generators.begin, [prompt], sampling)
-        finish_s, _ = timed(generator.finish)
-        generated = generator.generated(0)
+        slots = Slots(synthesizer.gpt, Shape(slots_of(sampling), 40, 2 * CODES), None)
+        running = slots.join(prompt, sampling)
+        begin_s, _ = timed(lambda: [slots.prefill(running) for _ in running.parts[:]])
+        finish_s, _ = timed(lambda: [slots.step() for _ in range(CODES + 1)])
+        generated = slots.generated(running, 0, len(running.codes))
         assert isinstance(self._vocoder, HifiGan)
         speaker, codec = self._voice.speaker, self._vocoder.codec
         frames_s, frames = timed(Frames(1.0).push, generated, True, speaker, codec)
-        waves_s, _ = timed(self._vocoder.generate, [frames], speaker[None])
+        waves_s, _ = timed(self._vocoder.generate, [frames], speaker[None], [(0, None)])
         given: Any = {"sampling": sampling, "num_attempts": 1}
         speak_s, speech = timed(lambda: synthesizer.speak(SENTENCES[0], self._voice, "en", **given))
         require_length(len(speech.wave), CODES)
@@ -321,6 +328,15 @@ class OnCpu:
             "real-time factor of its stream": whole_s / length,
             FIRST_CHUNK: 1000 * first_s,
         }
+
+
+def fresh_model(size: str) -> tuple[XTTS, Tokenizer]:
+    """A model of this size with fresh weights as `weights` writes them, and its vocabulary."""
+    torch.manual_seed(0)
+    vocabulary = own_vocabulary()
+    model = XTTS(SIZES[size].with_vocabulary(vocabulary.num_tokens, vocabulary.start_id, vocabulary.stop_id))
+    make_stop_certain(model)
+    return model, vocabulary
 
 
 def random_voice(model: XTTS) -> Voice:

@@ -474,6 +474,13 @@ class Stream:
         if device.type == "cuda":
             self.handle = torch.cuda.Stream(device, priority=-1 if high_priority else 0)  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def current(cls, device: torch.device) -> Stream:
+        """The stream on which the calling thread launches work."""
+        stream = cls(torch.device("cpu"))
+        stream.device, stream.handle = device, torch.cuda.current_stream(device) if device.type == "cuda" else None
+        return stream
+
     @cached_property
     def capture_stream(self) -> torch.cuda.Stream:
         """A separate stream for captures, so that work from other threads stays out of the graphs."""

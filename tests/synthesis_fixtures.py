@@ -12,7 +12,10 @@ import soundfile
 import torch
 from conftest import make_voice
 
+from myxtts.model.gpt import GPT
 from myxtts.model.xtts import SIZES, XTTS
+from myxtts.synthesis.generation import Generated, Prompt, Sampling, Shape
+from myxtts.synthesis.slots import Slots, slots_of
 from myxtts.synthesis.synthesizer import PUBLISHED_SAMPLING, Speech, Synthesizer
 from myxtts.synthesis.voices import Voice
 from myxtts.text.tokenizer import Tokenizer, train
@@ -60,6 +63,19 @@ def make_model(*, stop_bias: float = 0.5, has_codebook: bool = False, **dims_opt
 
 def speaking(model: XTTS | None = None, **options: Any) -> Synthesizer:
     return Synthesizer(model or make_model(), vocabulary(), options.pop("device", CPU), **options)
+
+
+def generate(gpt: GPT, prompts: list[Prompt], sampling: Sampling, **options: Any) -> list[Generated]:
+    """Sentences generated side by side, with the latents of their codes."""
+    ids, steps = (max(map(len, some)) for some in zip(*((each.ids, each.draws) for each in prompts), strict=True))
+    shape = Shape(len(prompts) * slots_of(sampling), ids, steps)
+    slots = Slots(gpt, shape, options.pop("vectors", None), **options)
+    running = [slots.join(prompt, sampling) for prompt in prompts]
+    while not all(each.has_ended for each in running):
+        for each in slots.joining:
+            slots.prefill(each)
+        slots.step()
+    return [slots.generated(each, 0, len(each.codes)) for each in running]
 
 
 def num_codes(speech: Speech) -> list[int]:

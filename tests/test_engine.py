@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from synthesis_fixtures import CLEAR, LONG_TEXT, TEXTS, make_model, speaking
+from synthesis_fixtures import CLEAR, LONG_TEXT, TEXTS, generate, make_model, speaking
 
 from myxtts.audio import Wave
 from myxtts.checkpoints import UnreadableWeights
-from myxtts.errors import ConfigError, PipelineError
-from myxtts.synthesis.engine import Cancelled, End, Engine, EngineClosed, Piece, QueueFull, Request
+from myxtts.devices import Stream
+from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.synthesis.engine import End, Engine, EngineClosed, QueueFull, Request
 from myxtts.synthesis.generation import Prompt, Sampling, Shape, draws
+from myxtts.synthesis.scheduler import Cancelled, Piece
 from myxtts.synthesis.slots import PREFILL_TOKENS, Running, Slots
 from myxtts.synthesis.synthesizer import PUBLISHED_SAMPLING, Report, Synthesizer, load_synthesizer
 from myxtts.synthesis.text import UnspeakableText
@@ -106,21 +108,22 @@ def run(slots: Slots, work: list[tuple[Prompt, Sampling]], chance: random.Random
         if waiting and slots.num_slots - slots.num_used >= 2 and chance.random() < 0.5:
             number = waiting.pop(0)
             running[number] = slots.join(*work[number])
-        for each in running.values():
-            if not each.is_ready and chance.random() < 0.5:
+        for each in slots.joining:
+            if chance.random() < 0.5:
                 slots.prefill(each)
         slots.step()
         for number, each in [*running.items()]:
             if each.has_ended:
-                codes[number] = slots.generated(each, 0, each.num_codes).codes.tolist()
+                codes[number] = each.codes
                 slots.leave(running.pop(number))
     return [codes[number] for number in range(len(work))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, None])
 def test_codes_are_the_same_bits_alone_and_among_31_others(dtype: torch.dtype | None) -> None:
-    """With guidance, central and greedy codes next to each other; and they are the codes of `CodeGenerator`."""
-    generators, chance = speaking(make_model(has_codebook=True), dtype=dtype)._generators, random.Random(0)
+    """With guidance, central and greedy codes next to each other."""
+    model, chance = make_model(has_codebook=True), random.Random(0)
+    gpt, vectors = speaking(model, dtype=dtype).gpt, model.dvae.codebook.embed.t().contiguous()
     torch.manual_seed(1)
     work = []
     for number in range(32):
@@ -128,24 +131,24 @@ def test_codes_are_the_same_bits_alone_and_among_31_others(dtype: torch.dtype | 
         prompt = Prompt(ids, torch.randn(1, 32, 64), draws(0, number, 0, 40 + number))
         work.append((prompt, SAMPLINGS[number % len(SAMPLINGS)]))
     assert max(len(prompt.ids) for prompt, _ in work) + 34 > PREFILL_TOKENS, "prefixes run in several parts"
-    slots = Slots(generators.gpt, Shape(48, 100, 80), generators.vectors)
+    slots = Slots(gpt, Shape(48, 100, 80), vectors)
     among = run(slots, work, chance)
     assert slots.num_used == 0 and len({len(codes) for codes in among}) > 5
     for one, codes in zip(work, among, strict=True):
         assert run(slots, [one], chance) == [codes]
-        generator = generators.begin([one[0]], one[1])
-        generator.finish()
-        assert generator.generated(0).codes.tolist() == codes
+        (alone,) = generate(gpt, [one[0]], one[1], vectors=vectors)
+        assert alone.codes.tolist() == codes, "in slots that have just enough room too"
 
 
 def test_a_step_can_be_captured() -> None:
     """It traces as one graph that serves every step: no value goes to the host."""
-    generators = speaking(make_model(has_codebook=True), dtype=torch.float32)._generators
+    model = make_model(has_codebook=True)
+    gpt, vectors = speaking(model, dtype=torch.float32).gpt, model.dvae.codebook.embed.t().contiguous()
     torch.manual_seed(1)
     prompts = [Prompt([5, 6, 7], torch.randn(1, 32, 64), draws(0, row, 0, 30)) for row in range(2)]
     found = []
     for is_traced in (False, True):
-        slots = Slots(generators.gpt, Shape(4, 20, 40), generators.vectors)
+        slots = Slots(gpt, Shape(4, 20, 40), vectors)
         running = [slots.join(prompt, CLEAR) for prompt in prompts]
         for each in running * 2:
             slots.prefill(each)
@@ -155,8 +158,41 @@ def test_a_step_can_be_captured() -> None:
         with torch._dynamo.config.patch(error_on_recompile=True):
             for _ in range(8):
                 slots.step()
-        found.append([slots.generated(each, 0, 8).codes.tolist() for each in running])
+        found.append([each.codes for each in running])
     assert found[0] == found[1] and len(found[0][0]) == 8
+
+
+class GraphOnCpu:
+    """A graph that computes what it captured; as on a GPU, capturing runs the work before."""
+
+    pool = None
+
+    def __init__(self, work: Callable[[], Any], _stream: Stream, _pool: Any = None) -> None:
+        self.replay = work
+        for _ in range(3):
+            work()
+
+
+def test_captured_steps_that_run_ahead_say_the_same(monkeypatch: Patch) -> None:
+    """The way of a GPU, on a CPU: sizes are captured when they are met, while others are in their sentences."""
+    model, chance = make_model(has_codebook=True), random.Random(0)
+    gpt, vectors = speaking(model, dtype=torch.float32).gpt, model.dvae.codebook.embed.t().contiguous()
+    monkeypatch.setattr("myxtts.synthesis.slots.CudaGraph", GraphOnCpu)
+    torch.manual_seed(1)
+    work = []
+    for number in range(24):
+        ids = torch.randint(3, 60, (3 + 5 * number,)).tolist()
+        prompt = Prompt(ids, torch.randn(1, 32, 64), draws(0, number, 0, 40 + number))
+        work.append((prompt, SAMPLINGS[number % len(SAMPLINGS)]))
+    slots = Slots(gpt, Shape(12, 130, 80), vectors)
+    slots._runs_ahead, slots._stream = True, Stream(torch.device("cpu"))
+    among = run(slots, work, chance)
+    assert slots.num_used == 0 and len(slots._graphs) > 5 and slots._prefixes is not None
+    for one, codes in zip(work, among, strict=True):
+        (alone,) = generate(gpt, [one[0]], one[1], vectors=vectors)
+        assert alone.codes.tolist() == codes
+    slots.capture(PUBLISHED_SAMPLING)
+    assert run(slots, work[:2], chance) == among[:2]
 
 
 @pytest.mark.gpu
@@ -201,7 +237,7 @@ def test_whole_sentences_are_spoken_as_speak_does(make: Make, anna: Voice, stop_
     for seed in range(3):
         speech = synthesizer.speak(LONG_TEXT, voice, "en", seed=seed)
         listener = submit(engine, voice, LONG_TEXT, seed=seed, chunk_codes=None)
-        np.testing.assert_allclose(listener.wave, speech.wave, atol=2e-4)
+        assert np.array_equal(listener.wave, speech.wave)
         assert listener.report.sentences == speech.report.sentences
         assert all(piece.is_last_of_sentence for piece in listener.pieces)
 
@@ -240,6 +276,30 @@ def test_what_cannot_be_spoken_is_refused_at_once(make: Make, anna: Voice) -> No
         submit(engine, replace(anna, fingerprint="other"))
     with pytest.raises(ConfigError, match="only 0 fit"):
         make(memory_bytes=1000)
+
+
+def test_a_voice_is_made_in_the_thread_that_speaks(
+    make: Make, synthesizer: Synthesizer, anna: Voice, reference: Path, monkeypatch: Patch
+) -> None:
+    """So it may be made while others speak, and they say what they would have said."""
+    expected = np.concatenate(list(synthesizer.stream(LONG_TEXT, anna, "en", seed=4)))
+    threads, real = list[str](), synthesizer.voice
+
+    def voice(*given: Any) -> Voice:
+        threads.append(threading.current_thread().name)
+        return real(*given)
+
+    monkeypatch.setattr(synthesizer, "voice", voice)
+    engine = make(slots=2)
+    listener = submit(engine, anna, LONG_TEXT, seed=4)
+    made = engine.voice([reference], "new")
+    assert threads == ["engine"] and made.name == "new" and torch.equal(made.latents, anna.latents)
+    assert np.array_equal(listener.wave, expected)
+    with pytest.raises(DatasetError):
+        engine.voice([])
+    engine.close()
+    with pytest.raises(EngineClosed):
+        engine.voice([reference])
 
 
 # Turns

@@ -20,6 +20,7 @@ import pytest
 import soundfile as sf
 import torch
 from conftest import SENTENCES, make_voice
+from synthesis_fixtures import generate
 from training_fixtures import SMALL, small, train
 
 from myxtts.cli import main
@@ -32,7 +33,7 @@ from myxtts.evaluation import JUDGE_SCRIPT, find_judges, held_out_sentences, sum
 from myxtts.model.xtts import XTTS
 from myxtts.observe.report import write_report
 from myxtts.settings import load, to_yaml
-from myxtts.synthesis.generation import CodeGenerators, Prompt, Sampling
+from myxtts.synthesis.generation import Prompt, Sampling
 from myxtts.synthesis.voices import Voice
 from myxtts.tools import judge
 from myxtts.tools.evaluate import code_latents, interpret
@@ -174,11 +175,8 @@ def test_given_its_own_codes_the_gpt_has_the_latents_it_chose_them_with() -> Non
     ids = [torch.tensor([5, 6, 7]), torch.tensor([8, 9])]
     for voice, one in zip(voices, ids, strict=True):
         prompt = Prompt(one.tolist(), voice.latents, torch.zeros(9))
-        generator = CodeGenerators(model.gpt).begin([prompt], Sampling(greedy=True))
-        generator.finish()
-        spoken = generator.generated(0)
-        others = [voices[0], voice], [ids[0], one], [torch.tensor([3, 1, 4, 1, 5]), spoken.codes]
-        (_, latents) = code_latents(model, *others)
+        (spoken,) = generate(model.gpt, [prompt], Sampling(greedy=True))
+        latents = code_latents(model, voice, one, spoken.codes)
         torch.testing.assert_close(latents, spoken.latents, rtol=1e-4, atol=1e-5)
 
 

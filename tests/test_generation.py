@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
-from threading import active_count
 from typing import Any
 
 import pytest
 import torch
 from model_fixtures import GPT_DIMS as DIMS
 from model_fixtures import gpt_model, reference_of
+from synthesis_fixtures import generate
 from torch import Tensor
 
-from myxtts.devices import Stream
 from myxtts.model.blocks import InOutLinear
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import GPT, pack
 from myxtts.synthesis.generation import (
-    CodeGenerator,
-    CodeGenerators,
     Decoding,
-    Generated,
     Prompt,
+    RowSampling,
     Sampling,
     Shape,
-    captured_shape,
     choose,
+    convert,
     draws,
+    rounded_up,
     usual_dtype,
 )
 
@@ -52,14 +49,6 @@ def up_to(num_codes: int, prompts: Sentences) -> Sentences:
     return [prompt._replace(draws=draws(0, 0, 0, num_codes)) for prompt in prompts]
 
 
-def generate(
-    model: GPT, prompts: Sentences, sampling: Sampling = GREEDY, *, capture: bool = False
-) -> list[Generated]:
-    generator = CodeGenerators(model, capture=capture).begin(prompts, sampling)
-    generator.finish()
-    return [generator.generated(row) for row in range(len(prompts))]
-
-
 def likelier(model: GPT, code: int, by: float) -> None:
     model.mel_head.bias.data[code] += by
 
@@ -70,7 +59,7 @@ def test_greedy_codes_equal_the_reference(
 ) -> None:
     (expected,) = reference["greedy_codes"]
     for capture in (False, True):
-        found = generate(model.to(device), up_to(len(expected), prompts), capture=capture)
+        found = generate(model.to(device), up_to(len(expected), prompts), GREEDY, capture=capture)
         assert torch.equal(found[0].codes, expected)
 
 
@@ -106,30 +95,24 @@ def test_the_cache_equals_computing_everything_again(
         assert torch.equal(one.codes, likely[: len(one.codes)])
 
 
-def test_guidance_runs_the_prefix_once(model: GPT, prompts: Sentences) -> None:
-    """And one token more: without text, the prefix of a sentence differs in its STOP."""
-    met: list[torch.Size] = []
-    model.gpt.h[0].register_forward_pre_hook(lambda _, given: met.append(given[0].shape[:2]))
-    for guidance in (1.0, 2.0):
-        CodeGenerators(model, capture=False).begin(prompts[:1], replace(PLAIN, guidance=guidance))
-    length = 32 + len(prompts[0].ids) + 2
-    assert met == [(1, length), (1, length + 1)]
-
-
 def test_matrices_of_16_bits_hardly_change_the_probabilities(model: GPT, prompts: Sentences) -> None:
     if usual_dtype(torch.device("cpu")) == torch.float32:
         pytest.skip("PyTorch has no float16 kernels for this CPU")
-    (codes,) = (found.codes for found in generate(model, prompts[:1]))
+    (codes,) = (found.codes for found in generate(model, prompts[:1], GREEDY))
 
     def log_probabilities() -> Tensor:
-        decoding = Decoding(model, Shape(1, len(prompts[0].ids), len(codes)))
+        ids, row = torch.tensor(prompts[0].ids), torch.zeros(1, dtype=torch.long)
+        decoding = Decoding(model, Shape(1, len(ids), len(codes)))
         with torch.no_grad():
-            decoding.prefill(prompts[0].voice, torch.tensor([prompts[0].ids]), torch.tensor([len(prompts[0].ids)]))
-            logits = [decoding.step(code[None], torch.tensor([at]), at + 1)[0] for at, code in enumerate(codes)]
+            prefix = decoding.prefix(prompts[0].voice, ids)
+            decoding.extend(prefix, row, decoding.slots[: len(prefix)], rounded_up(len(prefix)))
+            decoding.starts.fill_(len(prefix))
+            steps = [(code[None], torch.tensor([at])) for at, code in enumerate(codes)]
+            logits = [decoding.step(*step, len(decoding.slots))[0] for step in steps]
         return torch.cat(logits).double().log_softmax(-1)
 
     before = log_probabilities()
-    CodeGenerators(model, dtype=torch.float16)
+    convert(model, torch.float16)
     assert not any(isinstance(layer, InOutLinear) for layer in model.gpt.modules())
     assert not isinstance(model.mel_head, torch.nn.Linear)
     after = log_probabilities()
@@ -141,101 +124,20 @@ def test_a_cpu_without_16_bit_kernels_keeps_float32(monkeypatch: pytest.MonkeyPa
     assert usual_dtype(torch.device("cpu")) == torch.float32
 
 
-def test_parts_are_the_sentence(model: GPT, prompts: Sentences) -> None:
-    """And a sentence may be left after any part; the number of threads is what it was."""
-    num_threads = torch.get_num_threads()
-    (whole,) = generate(model, prompts[:1])
-    generators = CodeGenerators(model, capture=False)
-    parts, ends = zip(*generators.begin(prompts[:1], GREEDY).parts(7), strict=True)
-    assert torch.equal(torch.cat([part.codes for part in parts]), whole.codes)
-    torch.testing.assert_close(torch.cat([part.latents for part in parts]), whole.latents)
-    assert ends == (False,) * (len(ends) - 1) + (True,)
-    before = active_count()
-    for part, _ in generators.begin(prompts[:1], GREEDY).parts(7):
-        assert torch.equal(part.codes, whole.codes[:7])
-        break
-    assert active_count() == before and torch.get_num_threads() == num_threads
-
-
 def test_generation_stops_with_the_last_sentence(model: GPT, prompts: Sentences) -> None:
     steps: list[int] = []
     model.mel_head.register_forward_hook(lambda *_: steps.append(1))
     likelier(model, STOP, 100.0)
-    found = generate(model, prompts)
+    found = generate(model, prompts, GREEDY)
     assert len(steps) == 1 and all(one.latents.shape == (0, 64) for one in found)
-    generator = CodeGenerators(model).begin(prompts, GREEDY)
-    ended: list[int] = []
-    generator.finish(ended.append)
-    assert sum(ended) == len(prompts)
 
 
 def test_dropout_and_overlong_requests_are_refused(model: GPT, prompts: Sentences) -> None:
     with pytest.raises(ValueError, match="positions"):
-        generate(model, up_to(609, prompts))
+        generate(model, up_to(609, prompts), GREEDY)
     model.train()
     with pytest.raises(ValueError, match="eval"):
-        generate(model, prompts)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(guidance=2.0, central=True)])
-def test_a_step_can_be_captured(model: GPT, prompts: Sentences, sampling: Sampling) -> None:
-    """It traces as one graph that serves every step: no value goes to the host."""
-    vectors = torch.randn(DIMS.num_codes, 8, generator=torch.Generator().manual_seed(0))
-    plain, traced = (CodeGenerator(model, Shape(3, 20, 60), sampling, vectors=vectors) for _ in range(2))
-    torch._dynamo.reset()
-    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-        for generator in (plain, traced):
-            generator.begin(prompts)
-        step = torch.compile(traced.step, backend="eager", fullgraph=True)
-        for _ in range(8):
-            step()
-        plain.advance(8)
-    for row in range(3):
-        expected, found = (generator.generated(row).codes for generator in (plain, traced))
-        assert len(expected) and torch.equal(expected, found)
-
-
-def test_a_generator_serves_batch_after_batch(model: GPT, prompts: Sentences) -> None:
-    likelier(model, STOP, 1.2)
-    generator = CodeGenerator(model, Shape(4, 20, 60), Sampling())
-    generator.begin([prompt._replace(voice=torch.full((1, 32, 64), torch.nan)) for prompt in prompts])
-    generator.advance(5)  # fills the cache with NaN, of which nothing may stay
-    for batch in (prompts, prompts[::-1][:2]):  # rows without a prompt count as ended
-        generator.begin(batch)
-        generator.finish()
-        for row, found in enumerate(generate(model, batch, Sampling())):
-            assert torch.equal(generator.generated(row).codes, found.codes)
-
-
-def test_few_shapes_are_captured_for_all_sentences() -> None:
-    """Each is captured while the user waits."""
-    shapes = set()
-    for num_ids, num_steps in product(range(1, 403, 20), range(2, 603, 20)):
-        shape = captured_shape(DIMS, Shape(3, num_ids, num_steps))
-        assert num_ids <= shape.ids <= DIMS.max_text and num_steps <= shape.steps <= DIMS.max_codes
-        shapes.add(shape)
-    assert len(shapes) <= 3 and {shape.sentences for shape in shapes} == {4}
-
-
-def test_kept_shapes_take_a_share_of_the_free_memory(
-    model: GPT, prompts: Sentences, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The memory is that of the CPU here, and nothing is captured."""
-    made, free = list[CodeGenerator](), [1 << 40]
-    monkeypatch.setattr(CodeGenerator, "begin", lambda self, _: made.append(self))
-    monkeypatch.setattr("myxtts.synthesis.generation.allocatable_bytes", lambda _: free[0])
-    generators = CodeGenerators(model)
-    generators.stream = Stream(torch.device("cpu"))
-
-    def begin(num_sentences: int) -> CodeGenerator:
-        return generators.begin(prompts[:1] * num_sentences, GREEDY)
-
-    shapes = [begin(rows) for rows in (1, 2, 4, 8, 16, 32, 64)]
-    assert shapes == [begin(rows) for rows in (1, 2, 4, 8, 16, 32, 64)], "with much memory all are kept"
-    free[0] = shapes[-1].num_bytes  # of which all shapes together take half
-    assert begin(64) is shapes[-1]
-    assert begin(1) is not shapes[0] and begin(64) is not shapes[-1], "the largest alone is more than its share"
-    assert generators.drop_all() and not generators.drop_all()
+        generate(model, prompts, GREEDY)
 
 
 # Choosing a code
@@ -269,10 +171,16 @@ def test_codes_follow_the_penalised_and_cut_distribution(sampling: Sampling) -> 
     logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(0))
     used, times = torch.arange(12) % 3 == 0, 20000
     drawn = (torch.arange(times) + 0.5) / times
-    chosen = choose(logits.expand(times, -1), used.expand(times, -1), sampling, drawn)
+    every = logits.expand(times, -1)
+    chosen = choose(every, used.expand(times, -1), one_for_all(sampling, every), drawn)
     found, expected = chosen.bincount(minlength=12) / times, expected_share(logits, used, sampling)
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
     assert torch.equal(found > 0, expected > 1e-4)
+
+
+def one_for_all(sampling: Sampling, logits: Tensor) -> RowSampling:
+    """The same sampling for every row."""
+    return RowSampling.of([sampling] * len(logits), logits.shape[1])
 
 
 def test_the_prompt_counts_as_used_unless_switched_off(model: GPT, prompts: Sentences) -> None:
@@ -299,6 +207,7 @@ def test_the_central_code_is_nearest_to_the_mean_of_the_likely_ones() -> None:
     vectors = torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0], [1.2, 1.2], [9.0, 9.0]])
     likely = torch.tensor([[0.3, 0.3, 0.3, 0.05, 0.0, 0.0, 0.05]]).log().expand(100, -1)
     used = torch.zeros(likely.shape, dtype=torch.bool)
-    chosen = choose(likely, used, replace(PLAIN, central=True), torch.linspace(0, 0.999, 100), vectors)
+    sampling = one_for_all(replace(PLAIN, central=True), likely)
+    chosen = choose(likely, used, sampling, torch.linspace(0, 0.999, 100), vectors)
     assert set(chosen.tolist()) == {3, 6}, "the middle of the first three, and STOP as often as it is drawn"
     assert 3 <= int((chosen == 6).sum()) <= 7

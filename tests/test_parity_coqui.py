@@ -20,11 +20,12 @@ from typing import Any
 
 import pytest
 import torch
+from synthesis_fixtures import generate
 
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import GPTDims
 from myxtts.model.xtts import XTTS, XTTSDims
-from myxtts.synthesis.generation import CodeGenerators, Prompt, Sampling
+from myxtts.synthesis.generation import Prompt, Sampling
 from myxtts.text.tokenizer import train
 from myxtts.weights import load_folder, save_folder
 
@@ -70,9 +71,7 @@ def test_greedy_codes_are_the_same(pair: tuple[XTTS, Any]) -> None:
     expected = theirs.gpt.generate(cond_latents=voice, text_inputs=ids, **asked)[0]
     prompt = Prompt(ids[0].tolist(), voice, torch.zeros(len(expected)))
     sampling = Sampling(greedy=True, repetition_penalty=10.0)
-    generator = CodeGenerators(ours.gpt).begin([prompt], sampling)
-    generator.finish()
-    codes = generator.generated(0).codes
+    codes = generate(ours.gpt, [prompt], sampling)[0].codes
     assert len(codes) > 5 and torch.equal(codes, expected[: len(codes)])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import shutil
+import threading
 import time
 from argparse import Namespace
 from copy import deepcopy
@@ -26,21 +27,22 @@ from myxtts.cli import main
 from myxtts.devices import Plan, allocatable_bytes, apply_caps, release_memory
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.run_dir import inherited
-from myxtts.synthesis.generation import CodeGenerators, Sampling
+from myxtts.synthesis.generation import Sampling
+from myxtts.synthesis.slots import Slots
 from myxtts.synthesis.synthesizer import (
+    CHUNK_CODES,
     FAINT_NOTE,
     PUBLISHED_SAMPLING,
     SILENT,
     SynthesisOptions,
     Synthesizer,
     VocoderName,
-    is_faint,
     load_synthesizer,
     override_sampling,
     usable_vocoder,
 )
 from myxtts.synthesis.text import UnspeakableText, bounds
-from myxtts.synthesis.vocoding import HifiGan
+from myxtts.synthesis.vocoding import HifiGan, is_faint
 from myxtts.synthesis.voices import Voice
 from myxtts.weights import save_folder
 
@@ -91,8 +93,7 @@ def test_a_sentence_does_not_depend_on_the_batch(synthesizer: Synthesizer, anna:
     assert not np.array_equal(together[0].wave, together[3].wave)
     for text, voice, speech in zip(texts, voices, together, strict=True):
         alone = synthesizer.speak(text, voice, "en", seed=5)
-        assert num_codes(alone) == num_codes(speech)
-        np.testing.assert_allclose(alone.wave, speech.wave, atol=1e-4)
+        assert np.array_equal(alone.wave, speech.wave)
 
 
 def test_speed_changes_the_length_and_not_the_codes(synthesizer: Synthesizer, anna: Voice) -> None:
@@ -104,8 +105,8 @@ def test_speed_changes_the_length_and_not_the_codes(synthesizer: Synthesizer, an
 
 def test_only_the_first_attempt_takes_central_codes() -> None:
     options = SynthesisOptions(CLEAR, seed=0)
-    assert [options.sampling_for(attempt).central for attempt in options.attempts] == [True, False, False]
-    assert options.sampling_for(1).guidance == CLEAR.guidance
+    assert [sampling.central for sampling in options.attempts] == [True, False, False]
+    assert options.attempts[1].guidance == CLEAR.guidance
 
 
 # Streams
@@ -126,8 +127,10 @@ def test_a_stream_says_what_speak_says(
         _ = stream.report
     pieces = list(stream)
     speech = synthesizer.speak(LONG_TEXT, anna, "en", seed=4, speed=speed)
-    assert len(pieces) > (2 if reads == "latents" else 1) * len(TEXTS)
+    assert len(pieces) >= (2 if reads == "latents" else 1) * len(TEXTS)
     whole = np.concatenate(pieces)
+    if chunk_codes == CHUNK_CODES:
+        assert np.array_equal(whole, speech.wave)
     np.testing.assert_allclose(whole, speech.wave, atol=2e-4)
     assert stream.report.sentences == speech.report.sentences
     assert [sentence.text for sentence in speech.report.sentences] == TEXTS
@@ -140,9 +143,19 @@ def test_the_first_piece_comes_before_the_rest_is_generated(anna: Voice) -> None
     model = make_model()
     steps: list[int] = []
     model.gpt.final_norm.register_forward_hook(lambda *_: steps.append(1))
-    stream = speaking(model).stream(TEXTS[0], anna, "en", seed=4, chunk_codes=10)
-    assert len(next(stream)) > 2000 and 10 <= len(steps) <= 20, "a CPU generates the next ten meanwhile"
-    assert list(stream) and len(steps) > 20
+    stream = speaking(model).stream(LONG_TEXT, anna, "en", seed=4, chunk_codes=10)
+    assert len(next(stream)) > 2000
+    num_steps = len(steps)
+    assert num_steps >= 10 and list(stream) and len(steps) > num_steps
+
+
+def test_a_stream_that_is_left_leaves_no_thread_behind(synthesizer: Synthesizer, anna: Voice) -> None:
+    before = threading.active_count(), torch.get_num_threads()
+    stream = synthesizer.stream(LONG_TEXT, anna, "en", seed=4)
+    assert len(next(stream))
+    stream.close()
+    assert (threading.active_count(), torch.get_num_threads()) == before
+    assert list(stream) == []
 
 
 def test_griffin_lim_speaks_and_streams_whole_sentences(anna: Voice) -> None:
@@ -151,8 +164,8 @@ def test_griffin_lim_speaks_and_streams_whole_sentences(anna: Voice) -> None:
     assert speech.report.vocoder == "griffin-lim"
     assert np.isfinite(speech.wave).all()
     pieces = list(synthesizer.stream(LONG_TEXT, anna, "en", seed=4, speed=2.0))
-    assert len(pieces) == 5, "three sentences and two pauses"
-    np.testing.assert_allclose(np.concatenate(pieces), speech.wave, atol=1e-5)
+    assert len(pieces) == 3
+    assert np.array_equal(np.concatenate(pieces), speech.wave)
 
 
 # Attempts
@@ -182,8 +195,7 @@ def test_a_run_away_ends_and_is_reported(anna: Voice) -> None:
     report = synthesizer.speak("A short text.", anna, "en", seed=4, num_attempts=2, progress=bars).report
     assert report.sentences[0].problem == "run-away" and report.seconds < 5
     assert any("run-away, 2 attempts" in note for note in report.notes())
-    titles = ["Speaking", "Speaking again (attempt 2)", "Making the sound"]
-    assert [(title, done[-1]) for title, _, done in bars.shown] == [(title, 1) for title in titles]
+    assert [(title, done[-1]) for title, _, done in bars.shown] == [("Speaking", 1)]
 
 
 def test_a_model_that_says_nothing_is_an_error(anna: Voice) -> None:
@@ -221,34 +233,36 @@ def test_a_constant_is_no_sound() -> None:
 # Lack of memory
 
 
-@pytest.mark.parametrize(("owner", "method"), [(CodeGenerators, "begin"), (HifiGan, "generate")])
 def test_fewer_sentences_at_a_time_are_spoken_when_memory_is_short(
-    anna: Voice, monkeypatch: Patch, caplog: Log, owner: type, method: str
+    synthesizer: Synthesizer, anna: Voice, monkeypatch: Patch, caplog: Log
 ) -> None:
-    texts, asked, most, real = [*TEXTS, *TEXTS[:2]], list[int](), 16, getattr(owner, method)
-
-    def limited(self: object, rows: Any, *others: object, **named: object) -> object:
-        asked.append(len(rows))
-        if len(rows) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return real(self, rows, *others, **named)
-
-    monkeypatch.setattr(owner, method, limited)
-    synthesizer = speaking()
+    """Slots and batches of sound become smaller; if one sentence is too much, the error says what to do."""
+    texts, real_slots, real_sound = [*TEXTS, *TEXTS[:2]], Slots.__init__, HifiGan.push_many
+    most, lack = 16, "CUDA out of memory. Tried to allocate 2.00 GiB"
     expected = synthesizer.speak_many(texts, anna, "en", seed=5, num_attempts=1)
-    most = 2
-    for spoken in (synthesizer.speak_many(texts, anna, "en", seed=5, num_attempts=1) for _ in range(2)):
-        for one, other in zip(expected, spoken, strict=True):
-            assert num_codes(one) == num_codes(other)
-            np.testing.assert_allclose(one.wave, other.wave, atol=1e-4)
-    numbers = [record.args[1:] for record in caplog.records if isinstance(record.args, tuple)]
-    assert numbers == [(5, 3), (3, 2)], "one line whenever the batches become smaller"
-    assert asked[-3:] == [2, 2, 1], "what did not fit is not tried again"
+
+    def few_slots(self: Slots, gpt: Any, shape: Any, *given: Any, **named: Any) -> None:
+        if shape.sentences > most:
+            raise torch.OutOfMemoryError(lack)
+        real_slots(self, gpt, shape, *given, **named)
+
+    def little_sound(self: HifiGan, pushes: Any) -> Any:
+        if len(pushes) > most:
+            raise torch.OutOfMemoryError(lack)
+        return real_sound(self, pushes)
+
+    monkeypatch.setattr(Slots, "__init__", few_slots)
+    monkeypatch.setattr(HifiGan, "push_many", little_sound)
+    for most in (2, 1):
+        caplog.clear()
+        spoken = synthesizer.speak_many(texts, anna, "en", seed=5, num_attempts=1)
+        assert all(np.array_equal(one.wave, other.wave) for one, other in zip(expected, spoken, strict=True))
+        assert [record.args for record in caplog.records] == [(5, 2), (2, 1)][: 3 - most]
     most = 0
     for speak in (synthesizer.speak, lambda *given: list(synthesizer.stream(*given))):
         with pytest.raises(PipelineError, match=r"Out of memory on cpu while speaking one sentence.*DEVICES="):
             speak(TEXTS[0], anna, "en")
-    monkeypatch.setattr(synthesizer._encoder, "voice", lambda *_, **__: limited(None, range(1)))
+    monkeypatch.setattr(synthesizer._encoder, "voice", lambda *_, **__: little_sound(synthesizer.vocoder, [1]))  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match=r"Out of memory on cpu while encoding a voice\. Close"):
         synthesizer.voice(["anna.wav"])
 
@@ -265,9 +279,8 @@ def test_a_piece_that_runs_out_of_memory_once_is_made_again(
         return real(*given, **named)
 
     monkeypatch.setattr(HifiGan, "generate", fails_at_first)
-    monkeypatch.setattr(CodeGenerators, "drop_all", lambda _: True)
     pieces = list(synthesizer.stream(TEXTS[0], anna, "en", seed=4))
-    np.testing.assert_allclose(np.concatenate(pieces), expected.wave, atol=2e-4)
+    assert np.array_equal(np.concatenate(pieces), expected.wave)
     assert len(calls) > 3
 
 
@@ -344,11 +357,9 @@ class Bars:
 def test_sentences_are_counted_and_spoken_in_groups(
     synthesizer: Synthesizer, anna: Voice, vocoder: VocoderName
 ) -> None:
-    groups, bars = speaking(vocoder=vocoder, batch_size=2, batches_at_once=1), Bars()
+    groups, bars = speaking(vocoder=vocoder, batch_size=2), Bars()
     speech = groups.speak(LONG_TEXT, anna, "en", seed=4, num_attempts=1, progress=bars)
-    bounds = [(title, total, done[1], done[-1]) for title, total, done in bars.shown]
-    assert bounds == [(title, 3, *part) for part in ((0, 2), (2, 3)) for title in ("Speaking", "Making the sound")]
-    assert not bars.is_open and len(bars.shown[0][2]) > 3, "each sentence counts when it ends"
+    assert bars.shown == [("Speaking", 3, [0, 0, 1, 2, 3])] and not bars.is_open
     assert num_codes(speech) == num_codes(synthesizer.speak(LONG_TEXT, anna, "en", seed=4, num_attempts=1))
 
 
@@ -406,7 +417,7 @@ def test_a_file_that_cannot_be_heard_is_reported(
     assert (loudest > 0.05) if name == "loud" else (SILENT < loudest < 0.01)
     assert shown.out.splitlines().count(FAINT_NOTE) == (name == "faint")
     assert shown.out.splitlines()[-1] == str(out)
-    assert "Speaking" not in shown.err and "Making" not in shown.err, "no bars without a terminal"
+    assert "Speaking" not in shown.err, "no bars without a terminal"
 
 
 def test_flags_decide_how_a_folder_speaks(
@@ -418,7 +429,7 @@ def test_flags_decide_how_a_folder_speaks(
     flags = ["--temperature", "0.5", "--repetition-penalty", "3", "--guidance", "2", "--speed", "1.25"]
     out = ["--seed", 4, "--out", tmp_path / "out.wav"]
     assert speak(folders["loud"], reference, LONG_TEXT, *flags, *out) == 0
-    assert bars.shown[-1][0] == "Making the sound" and bars.shown[-1][2][-1] == 3, "a terminal shows bars"
+    assert bars.shown[-1][0] == "Speaking" and bars.shown[-1][2][-1] == 3, "a terminal shows bars"
     synthesizer = load_synthesizer(folders["loud"], device=CPU)
     sampling = replace(PUBLISHED_SAMPLING, temperature=0.5, repetition_penalty=3.0, guidance=2.0)
     voice = synthesizer.voice([reference])

@@ -12,14 +12,13 @@ from conftest import make_voice
 from synthesis_fixtures import make_model
 from torch import Tensor
 
-from myxtts.errors import NO_PROGRESS
 from myxtts.model.flow import REACH, STEPS, MelFlow
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, HifiGanDecoder, spectral_distance
 from myxtts.model.xtts import XTTS
 from myxtts.synthesis.generation import Generated
 from myxtts.synthesis.vocoding import (
-    GPU_FRAMES_STEP,
+    GPU_WINDOW_FRAMES,
     LEAST_CHANNELS,
     REACH_FRAMES,
     CpuGenerator,
@@ -64,6 +63,13 @@ def mel_model() -> XTTS:
     return model
 
 
+def whole_waves(
+    vocoder: HifiGan, sentences: list[Generated], speakers: list[Tensor], speed: float
+) -> list[Tensor]:
+    pushes = zip(sentences, speakers, strict=True)
+    return [vocoder.begin(speaker, speed).push(sentence, last=True) for sentence, speaker in pushes]
+
+
 def streamed(vocoder: HifiGan, sentence: Generated, chunk_codes: int, speed: float) -> list[Tensor]:
     stream = vocoder.begin(SPEAKER, speed)
     both = (rows.split(chunk_codes) for rows in (sentence.codes, sentence.latents))
@@ -81,7 +87,7 @@ def test_stretching_in_parts_equals_interpolating_the_whole() -> None:
 
 
 def test_waves_of_a_batch_equal_the_decoder(decoder: HifiGanDecoder, sentences: list[Generated]) -> None:
-    waves = HifiGan(decoder, 2).waves(sentences, [SPEAKER, SPEAKER], 1.0, NO_PROGRESS.advance)
+    waves = whole_waves(HifiGan(decoder), sentences, [SPEAKER, SPEAKER], 1.0)
     for sentence, wave in zip(sentences, waves, strict=True):
         with torch.no_grad():
             expected = decoder(sentence.latents[None], SPEAKER[None, :, None])[0, 0]
@@ -102,21 +108,22 @@ def test_the_generator_sees_no_farther_than_its_reach(decoder: HifiGanDecoder) -
 
 
 @pytest.mark.parametrize(("chunk_codes", "speed"), [(3, 1.0), (20, 1.0), (20, 1.3), (1000, 0.7)])
-@pytest.mark.parametrize("frames_step", [1, GPU_FRAMES_STEP])
+@pytest.mark.parametrize("window", [None, GPU_WINDOW_FRAMES, 40])
 def test_pieces_equal_the_whole(
-    decoder: HifiGanDecoder, sentences: list[Generated], chunk_codes: int, speed: float, frames_step: int
+    decoder: HifiGanDecoder, sentences: list[Generated], chunk_codes: int, speed: float, window: int | None
 ) -> None:
-    """With frames padded to a few lengths too, as on a GPU; without, a piece costs what is new and its context."""
+    """In windows of one length too, as on a GPU; without, a piece costs what is new and its context."""
     met = frames_met(decoder)
-    vocoder = HifiGan(decoder, 2, frames_step)
+    vocoder = HifiGan(decoder, window_frames=window)
     for sentence in sentences:
-        (whole,) = HifiGan(decoder, 2).waves([sentence], [SPEAKER], speed, NO_PROGRESS.advance)
+        (whole,) = whole_waves(HifiGan(decoder), [sentence], [SPEAKER], speed)
         met.clear()
         pieces = streamed(vocoder, sentence, chunk_codes, speed)
         torch.testing.assert_close(torch.cat(pieces), whole, atol=2e-4, rtol=1e-3)
-        assert all(length % frames_step == 0 for length in met[:-1]), "only an end may have another length"
-        assert met[-1] % frames_step == 0 or met[-1] <= 2 * REACH_FRAMES
-        assert max(met) <= max(frames_step, 4.36 * chunk_codes / speed + 3 * REACH_FRAMES)
+        if window is None:
+            assert max(met) <= 4.36 * chunk_codes / speed + 3 * REACH_FRAMES
+        else:
+            assert set(met) == {window}
 
 
 def test_the_mel_of_a_code_depends_on_the_codes_within_its_reach(mel_model: XTTS) -> None:
@@ -144,10 +151,10 @@ def test_a_drawn_frame_depends_on_the_frames_within_the_reach_of_the_flow(mel_mo
 @pytest.mark.parametrize(("chunk_codes", "speed"), [(3, 1.0), (20, 1.0), (20, 1.3), (1000, 0.7)])
 def test_pieces_of_a_decoder_of_mels_equal_the_whole(mel_model: XTTS, chunk_codes: int, speed: float) -> None:
     decoder = mel_model.hifigan_decoder
-    vocoder, sentences = HifiGan(decoder, 2, dvae=(mel_model.dvae, mel_model.mel_stats)), []
+    vocoder, sentences = HifiGan(decoder, (mel_model.dvae, mel_model.mel_stats)), []
     for length in (23, 91):
         sentences.append(Generated(torch.randint(64, (length,)), torch.randn(length, 64)))
-    waves = vocoder.waves(sentences, [SPEAKER, SPEAKER], speed, NO_PROGRESS.advance)
+    waves = whole_waves(vocoder, sentences, [SPEAKER, SPEAKER], speed)
     for sentence, whole in zip(sentences, waves, strict=True):
         pieces = streamed(vocoder, sentence, chunk_codes, speed)
         torch.testing.assert_close(torch.cat(pieces), whole, atol=2e-4, rtol=1e-3)
@@ -171,7 +178,7 @@ def test_a_piece_costs_the_flow_what_is_new_and_the_context_of_one_step(
         return follow(flow, mel, step, given, g)
 
     monkeypatch.setattr(MelFlow, "follow", counted)
-    vocoder = HifiGan(mel_model.hifigan_decoder, 2, dvae=(mel_model.dvae, mel_model.mel_stats))
+    vocoder = HifiGan(mel_model.hifigan_decoder, (mel_model.dvae, mel_model.mel_stats))
     streamed(vocoder, Generated(torch.randint(64, (120,)), torch.zeros(120, 64)), 20, 1.0)
     assert len(met) == 6 * STEPS and sorted(met)[len(met) // 2] <= 20 * 4.36 + 2 * REACH / STEPS
 
@@ -229,9 +236,9 @@ def test_threads_of_the_generator_of_a_cpu_start_no_others(
 def test_pieces_of_a_wide_decoder_equal_the_whole(
     wide_decoder: HifiGanDecoder, sentences: list[Generated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HifiGan, "_run", None)  # `CpuGenerator` does all the work
-    vocoder = HifiGan(wide_decoder, 2)
-    waves = vocoder.waves(sentences, [SPEAKER] * 2, 1.0, NO_PROGRESS.advance)
+    monkeypatch.setattr(HifiGan, "_exact", None)  # `CpuGenerator` does all the work
+    vocoder = HifiGan(wide_decoder)
+    waves = whole_waves(vocoder, sentences, [SPEAKER] * 2, 1.0)
     for sentence, whole in zip(sentences, waves, strict=True):
         torch.testing.assert_close(torch.cat(streamed(vocoder, sentence, 20, 1.0)), whole, atol=2e-5, rtol=0)
 

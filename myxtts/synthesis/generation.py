@@ -1,20 +1,17 @@
-"""The sampler: codes for a batch of sentences, generated step by step in memory of fixed shape.
+"""The sampler: a step of the GPT over a key-value cache, and the choice of a code for every row.
 
 Every sentence has its own random numbers, drawn on the host before it begins, and its own limit. Its codes depend
-neither on the rest of the batch nor on the device, except for rounding. A step reads and writes the same memory
-each time and needs nothing from the host, so on a GPU it is captured once per shape as a CUDA graph. This module
-knows neither text nor audio.
+neither on other rows nor on the device, except for rounding. A step reads and writes the same memory each time and
+needs nothing from the host, so it can be captured as a CUDA graph. `slots` decides which rows there are. This
+module knows neither text nor audio.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -22,28 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from myxtts.config import CONDITIONING_TOKENS
-from myxtts.devices import CudaGraph, Stream, allocatable_bytes, release_memory
-from myxtts.errors import NO_PROGRESS, PipelineError
 from myxtts.model.blocks import InOutLinear
-from myxtts.model.gpt import GPT, GPTDims, PaddedTokens
+from myxtts.model.gpt import GPT
 
 MAX_NEW_CODES = 602  # codes of a sentence at most, as in the reference
-KEPT_SHARE = 0.25  # of the GPU's free memory, for shapes whose memory and CUDA graph are kept
-CAPTURED_SHAPES = ((62, 192), (126, 448))
-"""Ids and steps of captured shapes, for about 40 and 115 characters; a third covers all positions of the GPT. Few,
-because each is captured while the user waits; more than one, because attention takes time for every slot, used or
-not. With START and STOP the ids make multiples of 64, which attention kernels prefer."""
 PROMPT_CODE = 1  # the code that the reference stores for every prompt position when it counts repetitions
 DAMAGED = "The GPT computes NaN or infinity: its weights are damaged or diverged. Use an earlier checkpoint."
 _SLOTS_STEP = 16
 """Attention covers a multiple of so many slots. A CPU then rounds alike for any number of them, so that a row does
 not depend on the length of others. A GPU would copy a mask of another size in every layer to align it."""
-_STEPS_BETWEEN_CHECKS = 8
-"""Steps of a CUDA graph between checks for the end of all sentences: a check waits for the device."""
-
-_ALONE = 2  # a CPU generates up to so many sentences in one thread: a second one would only wait for memory too
-
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -137,7 +121,6 @@ class Decoding:
                 f"{shape.ids} text tokens and {shape.steps} codes, but the GPT has positions for {dims}"
             )
         self.model = model
-        self.longest_prefix = CONDITIONING_TOKENS + shape.ids + 2
         self.slots = torch.arange(self.num_slots(shape), device=like.device)
         self.rows = torch.arange(shape.sentences, device=like.device)
         self.starts = torch.zeros_like(self.rows)  # the slot of a row's first code
@@ -149,60 +132,26 @@ class Decoding:
         """Slots of a row: for the prefix, the codes, and one that a row without a sentence writes to."""
         return rounded_up(CONDITIONING_TOKENS + shape.ids + 2 + shape.steps + 1)
 
-    def prefill(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> None:
-        """Run the prefixes: voice [1 or sentences, 32, dim], padded ids [sentences, T], their lengths.
-
-        With room for twice as many sentences, the second half are the same ones without text. Their prefixes
-        differ in one token, the STOP after START, which is run at the end of the first half's.
-        """
-        num_sentences, common, length = len(ids), CONDITIONING_TOKENS + 1, self.longest_prefix
-        is_twice, mask = len(self.rows) > num_sentences, None
-        lengths = torch.cat([num_ids, torch.zeros_like(num_ids)]) if is_twice else num_ids
-        self.starts.copy_(CONDITIONING_TOKENS + 2 + lengths)
-        x = self.embedded(voice, ids, num_ids)
-        if is_twice:
-            x = torch.cat([x, self.stop_without_text().expand(num_sentences, -1, -1)], dim=1)
-        if is_twice or x.device.type == "cpu":  # a CPU rounds as `extend` does
-            mask = torch.ones(x.shape[1], rounded_up(x.shape[1]), dtype=torch.bool, device=ids.device).tril()
-            mask[length:, common:length] = False
-        for layer, block in enumerate(self.model.gpt.h):
-
-            def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = layer) -> Tensor:
-                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-                for cache, made in ((self.keys[layer].zero_(), k), (self.values[layer].zero_(), v)):
-                    cache[:num_sentences, :, :length] = made[:, :, :length]
-                    if is_twice:
-                        cache[num_sentences:, :, :common] = made[:, :, :common]
-                        cache[num_sentences:, :, common] = made[:, :, -1]
-                if mask is not None:
-                    k, v = (F.pad(each, (0, 0, 0, mask.shape[1] - each.shape[2])) for each in (k, v))
-                made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-                return made.transpose(1, 2)
-
-            x = block(x, attend)
-
-    def embedded(self, voice: Tensor, ids: Tensor, num_ids: Tensor) -> Tensor:
-        """The prefixes as the first block reads them, [sentences, 32 + T + 2, dim]; arguments as `prefill`."""
+    def prefix(self, voice: Tensor, ids: Tensor) -> Tensor:
+        """Voice [1, 32, dim] and the ids of a text [n], as the first block reads them: [32 + n + 2, dim]."""
         model, dims = self.model, self.model.dims
-        places = torch.arange(ids.shape[1] + 2, device=ids.device)
-        padded = PaddedTokens(ids, num_ids, dims.start_text, dims.stop_text, 1)
-        token = padded.token(torch.arange(len(ids), device=ids.device)[:, None], places - 1)
-        text = model.text_embedding(token) + model.text_pos_embedding.emb(places)
-        return torch.cat([voice.expand(len(ids), -1, -1).to(text.dtype), text], dim=1)
+        ids = F.pad(ids, (1, 0), value=dims.start_text)
+        ids = F.pad(ids, (0, 1), value=dims.stop_text)
+        places = torch.arange(len(ids), device=ids.device)
+        text = model.text_embedding(ids) + model.text_pos_embedding.emb(places)
+        return torch.cat([voice[0].to(text.dtype), text])
 
-    def stop_without_text(self) -> Tensor:
-        """STOP right after START, as the first block reads it: [1, dim]."""
-        place = self.rows.new_ones(1)
-        token = torch.full_like(place, self.model.dims.stop_text)
-        made: Tensor = self.model.text_embedding(token) + self.model.text_pos_embedding.emb(place)
+    def embedded(self, codes: Tensor, place: Tensor) -> Tensor:
+        """Codes [n] at their places, as the first block reads them."""
+        made: Tensor = self.model.mel_embedding(codes) + self.model.mel_pos_embedding.emb(place)
         return made
 
-    def extend(self, x: Tensor, row: Tensor, first: Tensor, used: int | None = None) -> None:
-        """Run a part of a prefix, x [tokens, dim], into the slots of `row` [1] from `first` [1] on.
+    def extend(self, x: Tensor, row: Tensor, slot: Tensor, used: int | None = None) -> Tensor:
+        """Run a part of a sequence, x [tokens, dim], into slots [tokens] of `row` [1].
 
-        Attention covers the first `used` slots. Other rows may be in the middle of their sentences.
+        Returns what leaves the last block. Attention covers the first `used` slots. Other rows may be in the
+        middle of their sentences.
         """
-        slot = first + torch.arange(len(x), device=x.device)
         mask = self._mask(slot, used)
         for block, keys, values in zip(self.model.gpt.h, self.keys, self.values, strict=True):
 
@@ -215,19 +164,16 @@ class Decoding:
                 )
 
             x = block(x, attend)
+        return x
 
-    def step(
-        self, codes: Tensor, place: Tensor, num_codes: int | None = None, used: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Logits of the next codes and their latents; `codes` [rows] stand at `place` [rows or 1], from 0.
+    def step(self, codes: Tensor, place: Tensor, used: int) -> tuple[Tensor, Tensor]:
+        """Logits of the next codes and their latents; `codes` of the first rows stand at `place`, from 0.
 
-        With `num_codes`, the number of codes so far, attention skips the slots that are still empty in all rows;
-        or it covers the first `used`. `codes` may be of the first rows only.
+        Attention covers the first `used` slots.
         """
         model = self.model
-        used = used if num_codes is None else rounded_up(self.longest_prefix + num_codes)
         rows, slot = self.rows[: len(codes)], self.starts[: len(codes)] + place
-        x = model.mel_embedding(codes) + model.mel_pos_embedding.emb(place)
+        x = self.embedded(codes, place)
         mask = self._mask(slot, used)[:, None, None, :]
         for block, keys, values in zip(model.gpt.h, self.keys, self.values, strict=True):
 
@@ -266,7 +212,6 @@ class Generated(NamedTuple):
 
     codes: Tensor  # [codes], on the host
     latents: Tensor  # float32 [codes, dim], on the device: the hidden states that chose the codes
-    wave: Tensor | None = None  # [samples], where it was made at the same time
 
 
 def draws(seed: int, sentence: int, attempt: int, num_codes: int) -> Tensor:
@@ -276,261 +221,60 @@ def draws(seed: int, sentence: int, attempt: int, num_codes: int) -> Tensor:
     return torch.rand(num_codes, generator=torch.Generator().manual_seed(number))
 
 
-class RowSampling(NamedTuple):
-    """The fields of `Sampling` as tensors, [rows, 1] each: every row chooses in its own way."""
+OPTIONS = [field.name for field in fields(Sampling) if field.name != "penalise_prompt"]
+"""What a choice depends on. `penalise_prompt` matters only when a sentence begins."""
 
-    greedy: Tensor
-    temperature: Tensor
-    top_k: Tensor  # all codes if all are kept
-    top_p: Tensor
-    repetition_penalty: Tensor
-    guidance: Tensor
-    central: Tensor
+
+def options_of(sampling: Sampling, num_codes: int) -> list[float]:
+    """The values of `OPTIONS`, for a GPT with so many codes."""
+    kept = min(sampling.top_k or num_codes, num_codes)
+    return [float(kept if name == "top_k" else getattr(sampling, name)) for name in OPTIONS]
+
+
+class RowSampling(NamedTuple):
+    """The sampling of rows, of which each chooses in its own way."""
+
+    options: Tensor  # float32 [rows, options]
     most_kept: int  # the largest `top_k`
     any_central: bool
 
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], num_codes: int) -> RowSampling:
+        rows = [options_of(sampling, num_codes) for sampling in samplings]
+        most_kept = max(int(row[OPTIONS.index("top_k")]) for row in rows)
+        return cls(torch.tensor(rows), most_kept, any(sampling.central for sampling in samplings))
+
 
 def choose(
-    logits: Tensor,
-    used: Tensor,
-    sampling: Sampling | RowSampling,
-    drawn: Tensor,
-    vectors: Tensor | None = None,
+    logits: Tensor, used: Tensor, sampling: RowSampling, drawn: Tensor, vectors: Tensor | None = None
 ) -> Tensor:
-    """Choose a code for each row of logits [sentences, codes] with the random numbers `drawn` [sentences].
+    """Choose a code for each row of logits [rows, codes] with the random numbers `drawn` [rows].
 
     `used` marks the codes a sentence already has. `vectors` [codes, dim], the DVAE's codebook, are needed for
     central codes.
     """
-    rows = sampling if isinstance(sampling, RowSampling) else None
-    if rows or sampling.repetition_penalty != 1:
-        penalty = sampling.repetition_penalty
-        logits = torch.where(used, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-    if not rows and sampling.greedy:
-        return logits.argmax(-1)
+    columns = [column[:, None] for column in sampling.options.unbind(1)]
+    greedy, temperature, top_k, top_p, penalty, _, is_central = columns
+    logits = torch.where(used, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
     # In order: top-p then keeps a prefix of the row, and the draw is an index into the order.
-    num_kept = sampling.most_kept if isinstance(sampling, RowSampling) else sampling.top_k or logits.shape[-1]
-    num_kept = min(num_kept, logits.shape[-1])
-    kept, order = (logits / sampling.temperature).topk(num_kept)
-    if rows:
-        kept = kept.masked_fill(torch.arange(num_kept, device=kept.device) >= rows.top_k, -torch.inf)
+    num_kept = min(sampling.most_kept, logits.shape[-1])
+    kept, order = (logits / temperature).topk(num_kept)
+    kept = kept.masked_fill(torch.arange(num_kept, device=kept.device) >= top_k, -torch.inf)
     probabilities = kept.softmax(-1)
     reached = probabilities.cumsum(-1)
-    inside = (reached - probabilities < sampling.top_p) & (kept > -torch.inf)
+    inside = (reached - probabilities < top_p) & (kept > -torch.inf)
     inside[:, 0] = True
     last = inside.sum(-1, keepdim=True) - 1
     total = reached.gather(-1, last)
     # Below the total even after rounding, so that the code found is one of those inside.
     passed = (reached <= drawn[:, None] * total * (1 - 1e-6)) & inside
-    place = torch.minimum(passed.sum(-1, keepdim=True), last)
-    if rows:
-        place = place.masked_fill(rows.greedy, 0)
+    place = torch.minimum(passed.sum(-1, keepdim=True), last).masked_fill(greedy > 0, 0)
     chosen = order.gather(-1, place).squeeze(-1)
-    if rows.any_central if rows else sampling.central:
+    if sampling.any_central:
         assert vectors is not None, "central codes need the vectors of the codebook"
         likely = torch.zeros_like(logits).scatter(-1, order, torch.where(inside, probabilities, 0))
         likely = likely[:, : len(vectors)]
         mean = (likely @ vectors) / likely.sum(-1, keepdim=True)
         central = (vectors.square().sum(-1) - 2 * mean @ vectors.t()).argmin(-1)
-        is_central = chosen < len(vectors)
-        chosen = torch.where(is_central & rows.central[:, 0] if rows else is_central, central, chosen)
+        chosen = torch.where((chosen < len(vectors)) & (is_central[:, 0] > 0), central, chosen)
     return chosen
-
-
-def guided(logits: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance: from logits [2 * sentences, codes], with the text first, to [sentences, codes]."""
-    with_text, without = logits.chunk(2)
-    return without + scale * (with_text - without)
-
-
-def captured_shape(dims: GPTDims, fitting: Shape) -> Shape:
-    """The smallest shape to capture that has room for `fitting`."""
-    shapes = (*CAPTURED_SHAPES, (dims.max_text, dims.max_codes))
-    ids, steps = next(shape for shape in shapes if fitting.ids <= shape[0] and fitting.steps <= shape[1])
-    return Shape(1 << (fitting.sentences - 1).bit_length(), min(ids, dims.max_text), min(steps, dims.max_codes))
-
-
-class CodeGenerator:
-    """Generates a batch. With a stream, it captures a step as a CUDA graph and serves batch after batch."""
-
-    def __init__(
-        self,
-        gpt: GPT,
-        shape: Shape,
-        sampling: Sampling,
-        stream: Stream | None = None,
-        vectors: Tensor | None = None,
-    ) -> None:
-        self._gpt, self._shape, self._sampling, self._stream, self._vectors = gpt, shape, sampling, stream, vectors
-        rows, steps = shape.sentences, shape.steps
-        # Guidance decodes every sentence a second time, without its text.
-        self._num_copies = 1 if sampling.guidance == 1 else 2
-        self._decoding = Decoding(gpt, shape._replace(sentences=self._num_copies * rows))
-        self._stop, device = gpt.dims.stop_code, self._decoding.slots.device
-        self._last_codes = torch.zeros(rows, dtype=torch.long, device=device)
-        self._place = torch.zeros(1, dtype=torch.long, device=device)
-        self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
-        self._most = torch.zeros(rows, dtype=torch.long, device=device)
-        self._used = torch.zeros(rows, gpt.dims.audio_tokens, dtype=torch.bool, device=device)
-        self._draws = torch.zeros(rows, steps, device=device)
-        self._codes = torch.zeros(rows, steps, dtype=torch.long, device=device)
-        self._latents = torch.zeros(rows, steps, gpt.dims.dim, device=device)
-        self._graph: CudaGraph[None] | None = None
-        self._on_cpu = device.type == "cpu"
-        self._num_steps = 0
-        self.num_bytes = 2 * self._decoding.keys.nbytes + self._latents.nbytes  # nearly all of its memory
-
-    @torch.no_grad()
-    def begin(self, prompts: Sequence[Prompt]) -> None:
-        """Run the prefixes of a batch; rows without a prompt count as ended."""
-        device, num_sentences = self._last_codes.device, self._shape.sentences
-        ids = torch.zeros(num_sentences, self._shape.ids, dtype=torch.long)
-        num_ids = torch.zeros(num_sentences, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt.ids)] = torch.tensor(prompt.ids)
-            num_ids[row] = len(prompt.ids)
-        voices = [prompt.voice for prompt in prompts]
-        voices += voices[:1] * (num_sentences - len(prompts))
-        self._decoding.prefill(torch.cat(voices).to(device), ids.to(device), num_ids.to(device))
-        self._reset(prompts)
-        if self._stream is not None and self._graph is None:
-            self._graph = CudaGraph(self.step, self._stream)
-            self._reset(prompts)  # capturing runs warm-up steps, which write
-
-    @torch.inference_mode()
-    def advance(self, num_steps: int) -> bool:
-        """Take `num_steps` steps, or as many as there is room for; True if all sentences have ended."""
-        is_alone = self._on_cpu and self._shape.sentences <= _ALONE
-        with num_threads(1 if is_alone else torch.get_num_threads()):
-            for _ in range(min(num_steps, self._shape.steps - self._num_steps)):
-                if self._graph is None:
-                    self.step(self._num_steps + 1)
-                else:
-                    self._graph.replay()
-                self._num_steps += 1
-        return self._num_steps == self._shape.steps or bool(self._ended.all())
-
-    def parts(self, num_codes: int) -> Iterator[tuple[Generated, bool]]:
-        """The first sentence in parts of `num_codes`, each with whether the sentence has ended.
-
-        A CPU generates the next part while the caller uses one. Close the iterator to stop early.
-        """
-        num_before, has_ended = 0, False
-        with ThreadPoolExecutor(1) as worker:
-
-            def begin() -> Callable[[], bool]:
-                work = partial(self.advance, num_codes)
-                return worker.submit(work).result if self._on_cpu else work
-
-            result = begin()
-            while not has_ended:
-                has_ended = result()
-                part = self.generated(0, num_before)
-                num_before += len(part.codes)
-                if not has_ended:
-                    result = begin()
-                yield part, has_ended
-
-    def finish(self, advance: Advance = NO_PROGRESS.advance) -> None:
-        """Generate until all sentences have ended; calls `advance` with the number that just did."""
-        num_ended, is_done = int(self._ended.sum()), False
-        while not is_done:
-            is_done = self.advance(1 if self._graph is None else _STEPS_BETWEEN_CHECKS)
-            num_more = int(self._ended.sum()) - num_ended
-            if num_more:
-                advance(num_more)
-                num_ended += num_more
-
-    def generated(self, row: int, start: int = 0) -> Generated:
-        """The codes of a sentence so far, from `start` on; an error if its latents are not finite."""
-        codes = self._codes[row, start:].cpu()
-        codes = codes[codes != self._stop]
-        latents = self._latents[row, start : start + len(codes)].clone()
-        if not bool(latents.isfinite().all()):
-            raise PipelineError(DAMAGED)
-        return Generated(codes, latents)
-
-    def step(self, num_codes: int | None = None) -> None:
-        """Choose the next code of every sentence; touches only memory that stays, so it can be captured.
-
-        `num_codes` is as in `Decoding.step`; a captured step serves any number.
-        """
-        codes = self._last_codes.repeat(self._num_copies)
-        logits, latents = self._decoding.step(codes, self._place, num_codes)
-        if self._num_copies == 2:
-            logits, latents = guided(logits, self._sampling.guidance), latents.chunk(2)[0]
-        logits[:, self._gpt.dims.start_code] = -torch.inf  # never a target, but barely trained models choose it
-        drawn = self._draws.index_select(1, self._place).squeeze(1)
-        chosen = choose(logits, self._used, self._sampling, drawn, self._vectors)
-        self._last_codes.copy_(torch.where(self._ended, self._stop, chosen))
-        self._used.scatter_(1, self._last_codes[:, None], True)
-        self._codes.index_copy_(1, self._place, self._last_codes[:, None])
-        self._latents.index_copy_(1, self._place, latents[:, None].float())
-        self._place += 1
-        self._ended |= (self._last_codes == self._stop) | (self._place >= self._most)
-
-    def _reset(self, prompts: Sequence[Prompt]) -> None:
-        most, drawn = torch.zeros(self._most.shape, dtype=torch.long), torch.zeros(self._draws.shape)
-        for row, prompt in enumerate(prompts):
-            most[row] = len(prompt.draws)
-            drawn[row, : len(prompt.draws)] = prompt.draws
-        self._most.copy_(most)
-        self._draws.copy_(drawn)
-        self._last_codes.fill_(self._gpt.dims.start_code)
-        self._place.zero_()
-        self._ended.copy_(most == 0)
-        self._used.zero_()
-        if self._sampling.penalise_prompt:
-            self._used[:, [PROMPT_CODE, self._gpt.dims.start_code]] = True
-        self._codes.fill_(self._stop)
-        self._num_steps = 0
-
-
-class CodeGenerators:
-    """Makes generators for batches of any shape; on a GPU keeps the most recent ones with their CUDA graphs."""
-
-    def __init__(
-        self,
-        gpt: GPT,
-        vectors: Tensor | None = None,
-        dtype: torch.dtype | None = torch.float32,
-        *,
-        capture: bool = True,
-    ) -> None:
-        """Converts the GPT. `vectors` [codes, dim] are the DVAE's codebook, needed for central codes."""
-        convert(gpt, dtype or usual_dtype(gpt.mel_embedding.weight.device))
-        self.gpt, device = gpt, gpt.mel_embedding.weight.device
-        self.has_codebook = vectors is not None
-        self.vectors = None if vectors is None else vectors.float().contiguous()
-        self.stream = Stream(device) if capture and device.type == "cuda" else None
-        self._kept: OrderedDict[tuple[Shape, Sampling], CodeGenerator] = OrderedDict()
-
-    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> CodeGenerator:
-        """A generator that has run the prompts; the caller may use it until the next call."""
-        longest = max(len(prompt.ids) for prompt in prompts), max(len(prompt.draws) for prompt in prompts)
-        shape = Shape(len(prompts), *longest)
-        if self.stream is not None:
-            shape = captured_shape(self.gpt.dims, shape)
-        generator = self._kept.pop((shape, sampling), None)
-        if generator is None:
-            generator = CodeGenerator(self.gpt, shape, sampling, self.stream, self.vectors)
-        if self.stream is not None:
-            self._kept[shape, sampling] = generator
-            self._drop_oldest(allocatable_bytes(self.stream.device))
-        generator.begin(prompts)
-        return generator
-
-    def _drop_oldest(self, free_bytes: int) -> None:
-        """Drop all but the newest shape until the kept ones take at most their share of the memory."""
-        num_bytes = [generator.num_bytes for generator in self._kept.values()]
-        most = KEPT_SHARE * (free_bytes + sum(num_bytes))
-        while len(self._kept) > 1 and sum(num_bytes) > most:
-            self._kept.popitem(last=False)
-            num_bytes.pop(0)
-
-    def drop_all(self) -> bool:
-        """Free the memory of all kept shapes; True if there were any."""
-        had_any = bool(self._kept)
-        self._kept.clear()
-        release_memory()
-        return had_any

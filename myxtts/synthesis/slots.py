@@ -1,27 +1,31 @@
 """Slots of the key-value cache in which sentences are generated side by side: they join and leave between steps.
 
 A sentence has a row with its own position, sampling options and random numbers; with guidance a second row follows
-it, without text. No sentence depends on the others, except for rounding on a GPU. All memory is allocated once. A
-step reads nothing back, so that it can be captured as a CUDA graph, one for each of a few numbers of rows. This
-module knows neither text nor audio, and no requests.
+it, without text. No sentence depends on the others, except for rounding on a GPU. All memory is allocated once.
+
+On a GPU the host runs ahead: `step` launches some steps and then reads what the steps before them chose; prefixes
+run on a stream of their own meanwhile. A step needs nothing from the host, so it is captured as a CUDA graph, one
+for each of a few sizes. This module knows neither text nor audio, and no requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from myxtts.config import CONDITIONING_TOKENS
-from myxtts.devices import CudaGraph, Stream
+from myxtts.devices import CudaGraph, Event, Stream
 from myxtts.errors import PipelineError
 from myxtts.model.blocks import InOutLinear
 from myxtts.model.gpt import GPT
 from myxtts.synthesis.generation import (
     DAMAGED,
+    OPTIONS,
     PROMPT_CODE,
     Decoding,
     Generated,
@@ -30,13 +34,18 @@ from myxtts.synthesis.generation import (
     Sampling,
     Shape,
     choose,
+    options_of,
     rounded_up,
 )
 
-PREFILL_TOKENS = 64  # of a prefix that run between two steps: those who speak wait for no more
+PREFILL_TOKENS, GPU_PREFILL_TOKENS = 64, 128
+"""Of a prefix that run at a time. On a CPU those who speak wait for them; a GPU takes hardly longer for the most
+prefixes as a whole."""
 LEAST_ROWS = 4  # of a float32 product on a CPU: with fewer it takes another kernel, which rounds differently
-CAPTURED_SLOTS = (256, 512)  # that attention of a captured step covers; a third graph covers all
-NUM_OPTIONS = len(fields(Sampling)) - 1  # `penalise_prompt` matters only when a sentence joins
+CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # of captured steps
+CAPTURED_SLOTS = (256, 384, 512)  # that attention of a captured step covers; another graph covers all
+CAPTURED_KEPT = 64  # of the likeliest codes that are sorted, where no `top_k` is larger
+STATE_COLUMNS = 3  # of what is read after a step, before the codes
 
 
 @dataclass(eq=False)
@@ -45,29 +54,63 @@ class Running:
 
     rows: list[int]  # with guidance the second one is without text
     sampling: Sampling
-    lengths: list[int]  # of the prefix of each row
-    parts: list[tuple[int, int, Tensor]]
-    """Of the prefixes, what has not run yet: the index of the row, the slot of the first token, [tokens, dim]."""
-    num_codes: int = 0
+    prompt: Prompt
+    codes: list[int] = field(default_factory=list)  # that were read so far
     has_ended: bool = False
+    is_ready: bool = False  # its prefixes have run: it takes part in steps
+    is_damaged: bool = False  # a latent is not finite
+    num_launched: int = 0  # steps, of which some may not have been read yet
+    parts: list[_Part] = field(default_factory=list)  # of the prefixes, kept until all have run
+    num_parts_run: int = 0
+    ran: Event | None = None  # the end of the prefixes, on a stream of their own
 
     @property
-    def is_ready(self) -> bool:
-        """True if its prefixes have run."""
-        return not self.parts
+    def num_tokens(self) -> int:
+        """Tokens of the longest prefix."""
+        return CONDITIONING_TOKENS + len(self.prompt.ids) + 2
+
+    @property
+    def is_clean(self) -> bool:
+        """True if nothing it has written can be NaN."""
+        return bool(self.codes) and not self.is_damaged
+
+
+class _Part(NamedTuple):
+    row: int
+    first: int  # slot
+    x: Tensor  # [tokens, dim], as the first block reads it
+
+
+class _Launched(NamedTuple):
+    """Steps whose results are on their way to the host."""
+
+    numbers: Tensor  # [rows, STATE_COLUMNS + codes], on the host
+    passed: Event
+    running: list[tuple[Running, int]]  # with the row that each had
+
+
+class _Size(NamedTuple):
+    """What the work of a step depends on."""
+
+    rows: int
+    slots: int  # that attention covers
+    most_kept: int
+    any_central: bool
 
 
 class Slots:
-    """Generates sentences side by side. Belongs to one thread."""
+    """Generates sentences side by side. Belongs to one thread, which always uses the same stream."""
 
-    def __init__(self, gpt: GPT, shape: Shape, vectors: Tensor | None, stream: Stream | None = None) -> None:
-        """`shape.sentences` is the number of slots. With a stream, steps are captured right away."""
-        self._gpt, self._vectors, self._stream, self.num_slots = gpt, vectors, stream, shape.sentences
-        self._decoding = Decoding(gpt, shape)
+    def __init__(self, gpt: GPT, shape: Shape, vectors: Tensor | None, *, capture: bool = False) -> None:
+        """`shape.sentences` is the number of slots. With `capture`, steps are captured on a GPU when first met."""
+        self._gpt, self._vectors, self.shape = gpt, vectors, shape
+        device, plain = gpt.mel_embedding.weight.device, InOutLinear
+        is_plain = device.type == "cpu" and any(isinstance(layer, plain) for layer in gpt.gpt.modules())
+        self._least_rows = LEAST_ROWS if is_plain else 1
+        rows, columns = max(shape.sentences, self._least_rows), shape.steps + 1
+        self.num_slots, self._num_rows, self._device = shape.sentences, rows, device
+        self._decoding = Decoding(gpt, shape._replace(sentences=rows))
         self._unused = len(self._decoding.slots) - 1  # the slot that rows without a sentence write to
-        device, rows, columns = self._decoding.rows.device, shape.sentences, shape.steps + 1
-        is_plain = device.type == "cpu" and any(isinstance(layer, InOutLinear) for layer in gpt.gpt.modules())
-        self._least_rows = min(rows, LEAST_ROWS if is_plain else 1)
 
         def numbers(*size: int, value: int = 0) -> Tensor:
             return torch.full((rows, *size), value, dtype=torch.long, device=device)
@@ -76,18 +119,20 @@ class Slots:
         self._ended, self._codes = numbers(value=1).bool(), numbers(columns)
         self._used = numbers(gpt.dims.audio_tokens).bool()
         self._draws, self._latents = numbers(columns).float(), numbers(columns, gpt.dims.dim).float()
-        self._options = torch.ones(rows, NUM_OPTIONS, device=device)
-        self._leader, self._other = numbers(), numbers()  # the row that chooses its code, and that without text
+        self._sum = numbers().float()  # of the latents: not finite if one of them is not
+        self._options = torch.ones(rows, len(OPTIONS), device=device)
+        self._pairs = numbers(2)  # the row that chooses the code, and the one without text
         self._state = [self._last_codes, self._place, self._most, self._ended, self._codes, self._used]
-        self._state += [self._draws, self._latents, self._options, self._decoding.starts]
+        self._state += [self._draws, self._latents, self._sum, self._options, self._decoding.starts]
         self._of_row: list[Running | None] = [None] * rows
-        self._set_rows()
+        self._launched: _Launched | None = None
+        self._graphs: dict[_Size, CudaGraph[None]] = {}
+        self._stream = Stream(device) if capture and device.type == "cuda" else None
+        self._runs_ahead = device.type == "cuda"
+        self._prefixes: _CapturedPrefixes | None = None
         for row in range(rows):
             self._clear(row)
-        self._graphs: dict[tuple[int, int], CudaGraph[None]] = {}
-        self._prefill_graph: CudaGraph[None] | None = None
-        if stream is not None:
-            self._capture()
+        self._set_pairs()
 
     @staticmethod
     def bytes_of(gpt: GPT, shape: Shape) -> int:
@@ -104,190 +149,289 @@ class Slots:
     def num_bytes(self) -> int:
         return 2 * self._decoding.keys.nbytes + sum(each.nbytes for each in self._state)
 
+    @property
+    def joining(self) -> list[Running]:
+        """Sentences with prefixes that have yet to run."""
+        return [running for running in self._running() if running.num_parts_run < len(running.parts)]
+
     @torch.inference_mode()
     def join(self, prompt: Prompt, sampling: Sampling) -> Running:
         """Give a sentence its slots, of which enough must be free; `prefill` runs its prefixes."""
         rows = [row for row, running in enumerate(self._of_row) if running is None][: slots_of(sampling)]
-        running, device = Running(rows, sampling, [], []), self._place.device
-        ids, voice = torch.tensor([[*prompt.ids, 0]], device=device), prompt.voice.to(device)
-        for index, num_ids in enumerate((len(prompt.ids), 0)[: len(rows)]):
-            (x,) = self._decoding.embedded(voice, ids, torch.tensor([num_ids], device=device))
-            x = x[: CONDITIONING_TOKENS + num_ids + 2]
-            running.lengths.append(len(x))
-            for first in range(0, len(x), PREFILL_TOKENS):
-                running.parts.append((index, first, x[first : first + PREFILL_TOKENS]))
-            self._begin(rows[index], prompt, sampling)
+        running = Running(rows, sampling, prompt)
+        ids, voice = self._sent(torch.tensor([*prompt.ids], dtype=torch.long)), self._sent(prompt.voice)
+        size = PREFILL_TOKENS if self._stream is None else GPU_PREFILL_TOKENS
+        for row, some in zip(rows, (ids, ids[:0]), strict=False):
+            x = self._decoding.prefix(voice, some)
+            running.parts += [_Part(row, at, x[at : at + size]) for at in range(0, len(x), size)]
+            self._begin(row, prompt, sampling)
         for row in rows:  # at the end: a failure before leaves the slots free
             self._of_row[row] = running
-        self._set_rows()
+        self._set_pairs()
         return running
 
     def _begin(self, row: int, prompt: Prompt, sampling: Sampling) -> None:
         num_codes, dims = len(prompt.draws), self._gpt.dims
         self._last_codes[row], self._place[row], self._most[row] = dims.start_code, 0, num_codes
-        self._codes[row] = dims.stop_code
-        self._draws[row, :num_codes] = prompt.draws.to(self._draws.device)
+        self._codes[row], self._sum[row] = dims.stop_code, 0
+        self._draws[row, :num_codes] = self._sent(prompt.draws)
         self._used[row] = False
         if sampling.penalise_prompt:
-            self._used[row, [PROMPT_CODE, dims.start_code]] = True
-        kept = min(sampling.top_k or dims.audio_tokens, dims.audio_tokens)
-        options = (sampling.greedy, sampling.temperature, kept, sampling.top_p, sampling.repetition_penalty)
-        self._options[row] = torch.tensor([*options, sampling.guidance, sampling.central], dtype=torch.float32)
+            self._used[row, PROMPT_CODE] = True
+            self._used[row, dims.start_code] = True
+        self._options[row] = self._sent(torch.tensor(options_of(sampling, dims.audio_tokens)))
 
     @torch.inference_mode()
     def prefill(self, running: Running) -> None:
-        """Run a part of a prefix; after the last one the sentence takes part in steps."""
-        index, first, x = running.parts.pop(0)
-        row = running.rows[index]
-        if self._prefill_graph is None:
-            place = self._place.new_tensor([row]), self._place.new_tensor([first])
-            self._decoding.extend(x, *place, rounded_up(first + len(x)))
-        else:  # what follows the part is overwritten before it is read
-            self._part.zero_()[: len(x)] = x
-            self._part_place.copy_(torch.tensor([[row], [first]]))
-            self._prefill_graph.replay()
-        if running.is_ready:
-            for row, length in zip(running.rows, running.lengths, strict=True):
-                self._decoding.starts[row] = length
-                self._ended[row] = False
+        """Run a part of a prefix; after the last one the sentence takes part in steps, on a GPU a little later."""
+        if self._prefixes is None and self._stream is not None:
+            self._prefixes = _CapturedPrefixes(self._decoding)
+        part = running.parts[running.num_parts_run]
+        running.num_parts_run += 1
+        is_last = running.num_parts_run == len(running.parts)
+        if self._prefixes is not None:
+            ran = self._prefixes.run(part)
+            running.ran = ran if is_last else None
+            return
+        row, end = torch.tensor([part.row], device=self._device), part.first + len(part.x)
+        self._decoding.extend(part.x, row, self._decoding.slots[part.first : end], rounded_up(end))
+        if is_last:
+            self._start(running)
 
-    def leave(self, running: Running) -> None:
-        """Free the slots of a sentence at any time; others move up, so that steps compute fewer rows."""
-        for row in running.rows:
-            self._of_row[row] = None
-            self._clear(row)
-        while None in self._of_row[: self.num_used]:
-            last = max(row for row, other in enumerate(self._of_row) if other is not None)
-            self._move(last, self._of_row.index(None))
-        self._set_rows()
+    def _start(self, running: Running) -> None:
+        for row, num_ids in zip(running.rows, (len(running.prompt.ids), 0), strict=False):
+            self._decoding.starts[row] = CONDITIONING_TOKENS + num_ids + 2
+            self._ended[row] = False
+        running.is_ready, running.ran, running.num_parts_run = True, None, 0
+        running.parts.clear()
 
     @torch.inference_mode()
-    def step(self, num_steps: int = 1) -> list[Running]:
-        """Choose the next codes of all sentences that are ready, and return these sentences."""
-        ready = list({id(each): each for each in self._of_row if each is not None and each.is_ready}.values())
-        if not ready:
-            return []
-        num_used = max(max(each.lengths) + each.num_codes for each in ready) + num_steps
-        size = self._size(self._highest + 1, rounded_up(num_used))
+    def leave(self, running: Running) -> None:
+        """Free the slots of a sentence at any time."""
+        if self._prefixes is not None and not running.is_ready:
+            self._prefixes.wait()
+        for row in running.rows:
+            self._of_row[row] = None
+            self._clear(row, keeps_cache=running.is_clean and self._device.type == "cpu")
+        running.rows = []
+        self._set_pairs()
+
+    @torch.inference_mode()
+    def step(self, num_steps: int = 1) -> list[Running] | None:
+        """Choose the next codes of all sentences that are ready; returns those whose codes were read, which is
+        one call later on a GPU. None if there is nothing to do.
+        """
+        before, self._launched = self._launched, None
+        self._start_those_that_can(waits=before is None)
+        ready = [each for each in self._running() if each.is_ready and each.num_launched < len(each.prompt.draws)]
+        if ready:
+            self._compact()
+            for each in ready:
+                each.num_launched = min(each.num_launched + num_steps, len(each.prompt.draws))
+            self._launch(ready, num_steps)
+            if not self._runs_ahead:
+                before, self._launched = self._launched, None
+        return None if before is None and not ready else self._read(before)
+
+    def generated(self, running: Running, start: int, end: int) -> Generated:
+        """Some of the codes that were read of a sentence; an error if its latents are not finite."""
+        if running.is_damaged:
+            raise PipelineError(DAMAGED)
+        return Generated(torch.tensor(running.codes[start:end]), self._latents[running.rows[0], start:end].clone())
+
+    def _running(self) -> list[Running]:
+        return list({id(each): each for each in self._of_row if each is not None}.values())
+
+    def _start_those_that_can(self, *, waits: bool) -> None:
+        """Let sentences take part whose prefixes have run; wait for them if there is nothing else to do."""
+        is_idle = waits and not any(each.is_ready for each in self._running())
+        for each in self._running():
+            if each.ran is not None and (is_idle or each.ran.is_passed):
+                Stream.current(self._device).wait(each.ran)
+                self._start(each)
+
+    def _launch(self, ready: list[Running], num_steps: int) -> None:
+        highest = max(row for row, running in enumerate(self._of_row) if running) + 1
+        num_slots = max(each.num_tokens + each.num_launched for each in ready)
+        size = self._size(highest, rounded_up(num_slots))
+        if self._stream is not None and size not in self._graphs:
+            self._capture(size)
         for _ in range(num_steps):
             if graph := self._graphs.get(size):
                 graph.replay()
             else:
-                self._step(*size)
+                self._step(size)
         stopped = self._last_codes == self._gpt.dims.stop_code
-        num_codes, ended = torch.stack([self._place - (stopped & self._ended).long(), self._ended.long()]).tolist()
-        for each in ready:
-            each.num_codes, each.has_ended = num_codes[each.rows[0]], bool(ended[each.rows[0]])
-        return ready
+        num_codes = self._place - (stopped & self._ended).long()
+        state = torch.stack([num_codes, self._ended.long(), self._sum.isfinite().long()], 1)
+        numbers, passed = torch.cat([state, self._codes], 1)[:highest], Event(self._device)
+        if self._device.type == "cuda":
+            there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            numbers = there.copy_(numbers, non_blocking=True)
+        Stream.current(self._device).record(passed)
+        self._launched = _Launched(numbers, passed, [(each, each.rows[0]) for each in ready])
 
-    def generated(self, running: Running, start: int, end: int) -> Generated:
-        """Some of the codes of a sentence; an error if their latents are not finite."""
-        row = running.rows[0]
-        latents = self._latents[row, start:end].clone()
-        if not bool(latents.isfinite().all()):
-            raise PipelineError(DAMAGED)
-        return Generated(self._codes[row, start:end].clone().cpu(), latents)
+    def _read(self, launched: _Launched | None) -> list[Running]:
+        """The sentences of these steps that are still there, with their new codes."""
+        if launched is None:
+            return []
+        launched.passed.wait_on_host()
+        state, found = launched.numbers[:, :STATE_COLUMNS].tolist(), []
+        for running, row in launched.running:
+            if not running.rows or running.has_ended:
+                continue
+            num_codes, has_ended, is_finite = state[row]
+            new = launched.numbers[row, STATE_COLUMNS + len(running.codes) : STATE_COLUMNS + num_codes]
+            running.codes += new.tolist()
+            running.has_ended, running.is_damaged = bool(has_ended), not is_finite
+            found.append(running)
+        return found
 
-    def _step(self, rows: int, used: int) -> None:
+    def _step(self, size: _Size) -> None:
         """Touches only memory that stays and needs nothing from the host, so it can be captured."""
+        rows = size.rows
         place, ended, stop = self._place[:rows], self._ended[:rows], self._gpt.dims.stop_code
-        logits, latents = self._decoding.step(self._last_codes[:rows], place, used=used)
-        options = [column[:, None] for column in self._options[:rows].unbind(1)]
-        greedy, temperature, top_k, top_p, penalty, guidance, central = options
-        without = logits[self._other[:rows]]
-        logits = without + guidance * (logits - without)
-        logits[:, self._gpt.dims.start_code] = -torch.inf  # as in `CodeGenerator.step`
-        sampling = RowSampling(
-            greedy > 0,
-            temperature,
-            top_k,
-            top_p,
-            penalty,
-            guidance,
-            central > 0,
-            self._most_kept,
-            self._any_central,
-        )
+        logits, latents = self._decoding.step(self._last_codes[:rows], place, size.slots)
+        options, (leader, other) = self._options[:rows], self._pairs[:rows].unbind(1)
+        without = logits[other]
+        logits = without + options[:, OPTIONS.index("guidance"), None] * (logits - without)
+        logits[:, self._gpt.dims.start_code] = -torch.inf  # never a target, but barely trained models choose it
         drawn = self._draws[:rows].gather(1, place[:, None]).squeeze(1)
-        chosen = choose(logits, self._used[:rows], sampling, drawn, self._vectors)[self._leader[:rows]]
+        sampling = RowSampling(options, size.most_kept, size.any_central)
+        chosen = choose(logits, self._used[:rows], sampling, drawn, self._vectors)[leader]
         codes = torch.where(ended, self._last_codes[:rows], chosen)
         self._last_codes[:rows] = codes
         self._used[:rows].scatter_(1, codes[:, None], True)
         column = torch.where(ended, self._codes.shape[1] - 1, place)  # the last column is never read
-        numbers = self._decoding.rows[:rows]
+        numbers, latents = self._decoding.rows[:rows], latents.float()
         self._codes.index_put_((numbers, column), codes)
-        self._latents.index_put_((numbers, column), latents.float())
+        self._latents.index_put_((numbers, column), latents)
+        self._sum[:rows] += torch.where(ended, 0, latents.sum(-1))
         place += ~ended
         ended |= (codes == stop) | (place >= self._most[:rows])
 
-    def _set_rows(self) -> None:
-        """What steps need to know about the rows."""
-        leader, other = list(range(self.num_slots)), list(range(self.num_slots))
-        for running in filter(None, self._of_row):
-            leader[running.rows[-1]] = running.rows[0]
-            other[running.rows[0]] = running.rows[-1]
-        self._leader.copy_(torch.tensor(leader))
-        self._other.copy_(torch.tensor(other))
-        samplings = [running.sampling for running in self._of_row if running]
-        self._highest = max((row for row, running in enumerate(self._of_row) if running), default=0)
-        if self._stream is None:
-            codes = self._gpt.dims.audio_tokens
-            self._most_kept = max((min(each.top_k or codes, codes) for each in samplings), default=1)
-            self._any_central = any(each.central for each in samplings)
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on the device; the host does not wait."""
+        on_gpu = self._device.type == "cuda" and tensor.device.type == "cpu"
+        return tensor.pin_memory().to(self._device, non_blocking=True) if on_gpu else tensor
+
+    def _set_pairs(self) -> None:
+        pairs = [[row, row] for row in range(self._num_rows)]
+        for running in self._running():
+            pairs[running.rows[-1]][0] = running.rows[0]
+            pairs[running.rows[0]][1] = running.rows[-1]
+        self._pairs.copy_(self._sent(torch.tensor(pairs)))
 
     @torch.inference_mode()
-    def _clear(self, row: int) -> None:
-        """Let a row write to the slot that is never read; nothing of its sentence stays, which could be NaN."""
+    def _clear(self, row: int, *, keeps_cache: bool = False) -> None:
+        """Let a row write to the slot that is never read; nothing of its sentence stays that could be NaN."""
         self._ended[row], self._place[row], self._decoding.starts[row] = True, 0, self._unused
-        self._decoding.keys[:, row].zero_()
-        self._decoding.values[:, row].zero_()
+        if not keeps_cache:
+            self._decoding.keys[:, row].zero_()
+            self._decoding.values[:, row].zero_()
 
-    @torch.inference_mode()
-    def _move(self, source: int, target: int) -> None:
-        running = self._of_row[source]
-        assert running is not None
-        for each in (*self._state, self._decoding.keys.transpose(0, 1), self._decoding.values.transpose(0, 1)):
+    def _compact(self) -> None:
+        """Move sentences to lower rows where a step then computes fewer of them."""
+        while None in self._of_row[: self.num_used]:
+            last = max(row for row, running in enumerate(self._of_row) if running is not None)
+            if self._row_count(last + 1) == self._row_count(self.num_used):
+                return
+            moved = self._of_row[last]
+            assert moved is not None
+            if not moved.is_ready:  # its prefixes are written where it is
+                return
+            self._move(moved, last, self._of_row.index(None))
+
+    def _move(self, running: Running, source: int, target: int) -> None:
+        used = rounded_up(running.num_tokens + running.num_launched)
+        cache = [each.transpose(0, 1)[:, :, :, :used] for each in (self._decoding.keys, self._decoding.values)]
+        for each in (*self._state, *cache):
             each[target] = each[source]
         running.rows[running.rows.index(source)] = target
         self._of_row[target], self._of_row[source] = running, None
-        self._clear(source)
+        self._clear(source, keeps_cache=running.is_clean and self._device.type == "cpu")
+        self._set_pairs()
 
-    # Captured steps
+    # Sizes of steps, of which each is captured once
 
-    def _sizes(self) -> Iterator[tuple[int, int]]:
-        """Rows and slots of the steps to capture."""
-        rows = 1
-        while True:
-            for slots in (*CAPTURED_SLOTS, self._unused + 1):
-                yield min(rows, self.num_slots), min(slots, self._unused + 1)
-            if rows >= self.num_slots:
-                return
-            rows *= 2
-
-    def _size(self, rows: int, slots: int) -> tuple[int, int]:
-        """The size of a step with at least so many rows and slots."""
+    def _row_count(self, rows: int) -> int:
+        """The number of rows of a step with at least so many."""
         if self._stream is None:
-            return max(rows, self._least_rows), slots
-        return min(size for size in self._graphs if size[0] >= rows and size[1] >= slots)
+            return max(rows, self._least_rows)
+        return next((count for count in _up_to(CAPTURED_ROWS, self._num_rows) if count >= rows), rows)
 
-    def _capture(self) -> None:
-        """Capture steps and a part of a prefix, while no sentence is there that the warm-ups could change."""
+    def _size(self, rows: int, slots: int) -> _Size:
+        codes = self._gpt.dims.audio_tokens
+        samplings = [running.sampling for running in self._running()]
+        most_kept = max(min(each.top_k or codes, codes) for each in samplings)
+        any_central = any(each.central for each in samplings)
+        if self._stream is None:
+            return _Size(self._row_count(rows), slots, most_kept, any_central)
+        slots = next(count for count in _up_to(CAPTURED_SLOTS, self._unused + 1) if count >= slots)
+        most_kept = codes if most_kept > CAPTURED_KEPT else min(codes, CAPTURED_KEPT)
+        return _Size(self._row_count(rows), slots, most_kept, any_central)
+
+    def capture(self, sampling: Sampling) -> None:
+        """Capture steps of all sizes for this sampling, the largest first: others fit into its memory."""
+        if self._stream is None:
+            return
+        codes = self._gpt.dims.audio_tokens
+        most_kept = min(codes, CAPTURED_KEPT) if 0 < sampling.top_k <= CAPTURED_KEPT else codes
+        for rows in reversed([*_up_to(CAPTURED_ROWS, self._num_rows)]):
+            for slots in reversed([*_up_to(CAPTURED_SLOTS, self._unused + 1)]):
+                self._capture(_Size(rows, slots, most_kept, sampling.central))
+        self._prefixes = _CapturedPrefixes(self._decoding)
+
+    @torch.inference_mode()
+    def _capture(self, size: _Size) -> None:
+        """Capture a step while no row takes part in it: the warm-ups change nothing that is read."""
         assert self._stream is not None
-        self._most_kept, self._any_central = self._gpt.dims.audio_tokens, self._vectors is not None
-        pool = None
-        with torch.inference_mode():
-            for size in sorted(set(self._sizes()), reverse=True):  # the largest first: others fit into its memory
-                self._graphs[size] = CudaGraph(partial(self._step, *size), self._stream, pool)
-                pool = self._graphs[size].pool
-            self._part = self._latents.new_zeros(
-                PREFILL_TOKENS, self._gpt.dims.dim, dtype=self._decoding.keys.dtype
-            )
-            self._part_place = self._place.new_zeros(2, 1)
-            if self._codes.shape[1] > PREFILL_TOKENS:  # else a part could reach beyond the last slot
-                extend = partial(self._decoding.extend, self._part, *self._part_place)
-                self._prefill_graph = CudaGraph(extend, self._stream, pool)
-            for row in range(self.num_slots):
-                self._clear(row)
+        kept = [(each, each.clone()) for each in (self._ended, self._place, self._decoding.starts)]
+        self._ended.fill_(True)
+        self._place.zero_()
+        self._decoding.starts.fill_(self._unused)
+        pool = next((graph.pool for graph in self._graphs.values()), None)
+        self._graphs[size] = CudaGraph(partial(self._step, size), self._stream, pool)
+        for each, before in kept:
+            each.copy_(before)
+
+
+class _CapturedPrefixes:
+    """Runs parts of prefixes on a stream of their own, while steps go on."""
+
+    @torch.inference_mode()
+    def __init__(self, decoding: Decoding) -> None:
+        device, unused = decoding.slots.device, len(decoding.slots) - 1
+        self._unused, self._device, self._stream = unused, device, Stream(device)
+        self._x = decoding.keys.new_zeros(GPU_PREFILL_TOKENS, decoding.model.dims.dim)
+        self._row, self._slot = decoding.slots.new_zeros(1), decoding.slots.new_full([len(self._x)], unused)
+        self._graph = CudaGraph(partial(decoding.extend, self._x, self._row, self._slot), self._stream)
+
+    def run(self, part: _Part) -> Event:
+        """Launch a part, whose memory must stay until the event is passed."""
+        length, begun, passed = len(part.x), Event(self._device), Event(self._device)
+        Stream.current(self._device).record(begun)
+        self._stream.wait(begun)
+        with self._stream.use():
+            self._x.zero_()[:length] = part.x
+            self._row.fill_(part.row)
+            self._slot.fill_(self._unused)  # what follows the part is written where nothing is read
+            torch.arange(part.first, part.first + length, out=self._slot[:length])
+            self._graph.replay()
+            self._stream.record(passed)
+        return passed
+
+    def wait(self) -> None:
+        """Let the current stream wait for what was launched."""
+        passed = Event(self._device)
+        self._stream.record(passed)
+        Stream.current(self._device).wait(passed)
+
+
+def _up_to(counts: tuple[int, ...], most: int) -> Iterator[int]:
+    """The counts below `most`, and `most`."""
+    yield from (count for count in counts if count < most)
+    yield most
 
 
 def slots_of(sampling: Sampling) -> int:

@@ -1,22 +1,21 @@
 """The synthesizer: a model, its vocabulary and a device; text and a voice in, speech out.
 
-    text ─ text ─► sentences of ids ─ generation ─► codes and latents ─ vocoding ─► waves ─► Speech
+    text ─ text ─► sentences of ids ─ scheduler ─► pieces of sound ─► Speech
     files ─ voices ─► Voice
 
-A sentence whose codes fail the quality check is generated again with other random numbers. `load_synthesizer`
-loads a training run or an XTTS-v2 folder.
+`load_synthesizer` loads a training run or an XTTS-v2 folder.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import soundfile
@@ -28,17 +27,17 @@ from myxtts.checkpoints import UnreadableWeights
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE, DataSettings, TrainingSettings, mel_frames
 from myxtts.data.clips import ClipSet
 from myxtts.data.prepare import read_training
-from myxtts.devices import device_named, is_out_of_memory
+from myxtts.devices import device_named, release_memory
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, PipelineError, Progress, progress_bar
-from myxtts.model.gpt import GPT
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
-from myxtts.synthesis.generation import MAX_NEW_CODES, CodeGenerators, Generated, Prompt, Sampling, Shape, draws
+from myxtts.synthesis.generation import MAX_NEW_CODES, Sampling, Shape, convert, usual_dtype
+from myxtts.synthesis.scheduler import CHUNK_CODES, GPU_FIRST_CODES, Attempt, Job, Piece, Scheduler, attempted
 from myxtts.synthesis.slots import Slots
-from myxtts.synthesis.text import PROBLEMS, REPETITION, Limits, Sentence, TextFrontend, ends_in_loop, find_problem
-from myxtts.synthesis.vocoding import GPU_FRAMES_STEP, GriffinLim, HifiGan, Push, faded, is_faint, joined, pause
+from myxtts.synthesis.text import Limits, Sentence, TextFrontend
+from myxtts.synthesis.vocoding import GriffinLim, HifiGan, is_faint
 from myxtts.synthesis.voices import Voice, VoiceEncoder
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, has_weights, load_folder
@@ -51,8 +50,7 @@ published penalty a model that had memorised eight sentences could say none of t
 OWN_GUIDANCE = 2.0  # docs/results.md: words are clearer than without, and no scale from 1.5 to 3 is better
 SAMPLING_FLAGS = ("temperature", "repetition_penalty", "guidance", "central")  # fields of `Sampling` with a flag
 NUM_ATTEMPTS = 3
-BATCH_SIZE, BATCHES_AT_ONCE = 16, 8  # sentences generated together, and batches sorted by length together
-CHUNK_CODES = 20  # codes per piece of a stream: just under a second, as in XTTS-v2
+BATCH_SIZE = 16  # sentences generated together
 MIN_SPEED, MAX_SPEED, MAX_GUIDANCE = 0.5, 2.0, 10.0
 SILENT = 1e-3  # the wave of a sentence that never reaches this is silent
 FAINT_NOTE = "hardly anything can be heard: the model has not learnt to make sound yet"
@@ -62,12 +60,6 @@ _VOCODER_PARTS: dict[VocoderName, tuple[str, ...]] = {
     "hifigan": ("hifigan_decoder.waveform_decoder", "hifigan_decoder.speaker_encoder"),
     "griffin-lim": ("dvae",),
 }
-
-Work = Sequence[tuple[Sentence, Voice]]  # sentences, each with its voice
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-_log = logging.getLogger(__name__)
 
 
 class SynthesisArguments(TypedDict, total=False):
@@ -107,36 +99,20 @@ class SynthesisOptions:
             raise ConfigError("Cannot speak with these settings:\n  " + "\n  ".join(problems))
 
     @property
-    def attempts(self) -> range:
-        """Greedy decoding gets one attempt: a second would be the same."""
-        return range(1 if self.sampling.greedy else self.num_attempts)
+    def attempts(self) -> list[Sampling]:
+        """How the codes of each attempt are chosen.
 
-    def sampling_for(self, attempt: int) -> Sampling:
-        """Later attempts draw their codes: a central code would be the same again."""
-        return replace(self.sampling, central=False) if attempt else self.sampling
-
-    def prompt(self, sentence: Sentence, voice: Voice, attempt: int) -> Prompt:
-        drawn = draws(self.seed, sentence.number, attempt, sentence.bounds.most)
-        return Prompt(sentence.ids, voice.latents, drawn)
+        Greedy decoding gets one attempt: a second would be the same. Later attempts draw their codes: a central
+        code would be the same again.
+        """
+        again = replace(self.sampling, central=False)
+        return [self.sampling] + [again] * (0 if self.sampling.greedy else self.num_attempts - 1)
 
 
 def override_sampling(usual: Sampling, options: object) -> Sampling:
     """The usual sampling with the `SAMPLING_FLAGS` that are attributes of `options` and not None."""
     values = {name: getattr(options, name, None) for name in SAMPLING_FLAGS}
     return replace(usual, **{name: value for name, value in values.items() if value is not None})
-
-
-class Attempt(NamedTuple):
-    """The best attempt at a sentence so far."""
-
-    generated: Generated
-    problem: str | None  # the finding of the quality check
-    num_attempts: int
-
-
-def checked(generated: Generated, sentence: Sentence, attempt: int) -> Attempt:
-    """A whole sentence with the result of the quality check."""
-    return Attempt(generated, find_problem(generated.codes.tolist(), sentence.bounds), attempt + 1)
 
 
 @dataclass(frozen=True)
@@ -153,12 +129,11 @@ class SentenceReport:
 
     @classmethod
     def of(cls, sentence: Sentence, attempt: Attempt, wave: Wave) -> SentenceReport:
-        codes = tuple(attempt.generated.codes.tolist())
-        num_codes, seconds = len(codes), len(wave) / OUTPUT_SAMPLE_RATE
+        seconds = len(wave) / OUTPUT_SAMPLE_RATE
         is_silent = attempt.problem is None and abs(wave).max(initial=0) < SILENT
         problem = "silent" if is_silent else attempt.problem
-        facts = (sentence.text, num_codes, seconds, attempt.num_attempts, problem, is_faint(wave))
-        return cls(*facts, tuple(sentence.ids), codes)
+        facts = (sentence.text, len(attempt.codes), seconds, attempt.number, problem, is_faint(wave))
+        return cls(*facts, tuple(sentence.ids), attempt.codes)
 
 
 @dataclass(frozen=True)
@@ -330,13 +305,13 @@ def usable_vocoder(
 
 
 class Synthesizer:
-    """Speaks. Not thread-safe.
+    """Speaks. Not thread-safe: whoever drives it works in the calling thread, and on its stream of the GPU.
 
     Takes over the model: moves it to the device, folds the vocoder's weight norm and rounds the GPT to
     16 bits unless `dtype` says otherwise. `limits` bound a sentence if the model was trained on less than it has
     positions for. Every report includes the `notes`, and says if `languages`, those that the model was trained on,
-    lack that of the text. On a GPU the first speech of a new shape takes some tenths of a second longer, while its
-    step is captured.
+    lack that of the text. On a GPU the first speech takes some tenths of a second longer, while its steps are
+    captured.
     """
 
     def __init__(
@@ -353,35 +328,39 @@ class Synthesizer:
         sampling: Sampling = PUBLISHED_SAMPLING,
         dtype: torch.dtype | None = None,
         batch_size: int = BATCH_SIZE,
-        batches_at_once: int = BATCHES_AT_ONCE,
         capture: bool = True,
     ) -> None:
         model = model.to(device).eval().requires_grad_(False)
         model.hifigan_decoder.remove_weight_norm()
-        self._dims, self._batch_size, self._batches_at_once = model.dims, batch_size, batches_at_once
+        self._dims, self._batch_size, self._capture = model.dims, batch_size, capture
         self.device = device
         self.sampling, self._notes, self.languages = sampling, tuple(notes), languages
         self.limits = limits or Limits(model.dims.gpt.max_text, min(MAX_NEW_CODES, model.dims.gpt.max_codes))
         self._encoder = VoiceEncoder(model, device)
         self.fingerprint = self._encoder.fingerprint
         self._frontend = TextFrontend(vocabulary, self.limits, use_phonemes=use_phonemes)
-        vectors = model.dvae.codebook.embed.t() if model.dvae.codebook.is_trained else None
-        self._generators = CodeGenerators(model.gpt, vectors, dtype, capture=capture)
-        frames_step = GPU_FRAMES_STEP if device.type == "cuda" else 1
+        convert(model.gpt, dtype or usual_dtype(device))
+        self.gpt, codebook = model.gpt, model.dvae.codebook
+        self._vectors = codebook.embed.t().float().contiguous() if codebook.is_trained else None
         self.vocoder: HifiGan | GriffinLim = (
-            HifiGan(model.hifigan_decoder, batch_size, frames_step, (model.dvae, model.mel_stats))
+            HifiGan(model.hifigan_decoder, (model.dvae, model.mel_stats))
             if vocoder == "hifigan"
             else GriffinLim(model.dvae, model.mel_stats)
         )
-
-    @property
-    def gpt(self) -> GPT:
-        return self._generators.gpt
+        self._slots: Slots | None = None  # kept on a GPU, with its captured steps
 
     def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""
-        encode = partial(self._encoder.voice, name=name)
-        return self._alone(encode, [Path(file) for file in files], "encoding a voice")
+        encode, paths = partial(self._encoder.voice, name=name), [Path(file) for file in files]
+        voice = attempted(encode, paths)
+        if voice is None:
+            self._slots = None
+            release_memory()
+            voice = attempted(encode, paths)
+        if voice is None:
+            cure = "Close other programs that use it, or use the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
+            raise PipelineError(f"Out of memory on {self.device} while encoding a voice. {cure}")
+        return voice
 
     def speak(self, text: str, voice: Voice, language: str, **arguments: Unpack[SynthesisArguments]) -> Speech:
         """Speak a text of any length."""
@@ -396,23 +375,31 @@ class Synthesizer:
         language: str | Sequence[str],
         **arguments: Unpack[SynthesisArguments],
     ) -> list[Speech]:
-        """Speak several texts, their sentences in batches; one voice and one language for all, or one for each.
+        """Speak several texts, their sentences side by side; one voice and one language for all, or one for each.
 
-        Every speech equals that of `speak`, up to rounding: kernels for batches add in another order, and of two
-        codes about equally likely the other one may be chosen. A text without any codes has an empty wave, and a
-        report that says so.
+        Every speech equals that of `speak`, on a GPU up to rounding: kernels for more rows add in another order,
+        and of two codes about equally likely the other one may be chosen. A text without any codes has an empty
+        wave, and a report that says so.
         """
         options = self._options(arguments)
         voices = [voice] * len(texts) if isinstance(voice, Voice) else voice
         languages = [language] * len(texts) if isinstance(language, str) else language
-        utterances = [self._utterance(*each) for each in zip(texts, voices, languages, strict=True)]
-        work = [(sentence, each.voice) for each in utterances for sentence in each.sentences]
-        spoken = self._spoken(work, options)
+        said = [self._utterance(*each) for each in zip(texts, voices, languages, strict=True)]
+        num_sentences = sum(len(each.sentences) for each in said)
+        with progress_bar(options.progress, "Speaking", num_sentences) as advance:
+            heard = [_Heard(advance) for _ in said]
+            jobs = [
+                self.job(each, options, listener, streams=False, side_by_side=self._batch_size)
+                for each, listener in zip(said, heard, strict=True)
+            ]
+            with self._driven(jobs) as scheduler:
+                while any(not job.has_ended for job in jobs):
+                    scheduler.advance()
+                    _raise_errors(heard)
         speeches = []
-        for utterance in utterances:
-            some = [next(spoken) for _ in utterance.sentences]
-            report = self.report(utterance, [sentence for sentence, _ in some], options)
-            speeches.append(Speech(joined([wave for _, wave in some]), report))
+        for utterance, one in zip(said, heard, strict=True):
+            pieces = [piece.wave for piece in one.pieces] or [np.zeros(0, np.float32)]
+            speeches.append(Speech(np.concatenate(pieces), self.report(utterance, one.reports, options)))
         return speeches
 
     def stream(
@@ -438,74 +425,72 @@ class Synthesizer:
         options = self._options(arguments)
         return self._utterance(text, voice, language), options
 
-    def waves(self, pushes: Sequence[Push]) -> list[torch.Tensor]:
-        """The next samples of streams of the vocoder; one by one if memory is short for all."""
-        if len(pushes) > 1 and (made := attempted(self.vocoder.push_many, pushes)) is not None:
-            return made
-        return [self._alone(self.vocoder.push_many, [push])[0] for push in pushes]
+    def job(self, said: Utterance, options: SynthesisOptions, listener: Any, **how: Any) -> Job:
+        """What a scheduler speaks for a listener."""
+        given = (said.sentences, said.voice, options.attempts, options.seed, listener, options.speed)
+        return Job(*given, first_codes=None if self.device.type == "cpu" else GPU_FIRST_CODES, **how)
 
-    def new_slots(self, num_slots: int) -> Slots:
-        """Slots to generate so many sentences of any length side by side."""
-        made = self._generators
-        return Slots(made.gpt, self._shape(num_slots), made.vectors, made.stream)
+    def scheduler(self, num_slots: int, *, fitting: Sequence[Job] = (), **how: Any) -> Scheduler:
+        """A scheduler with so many slots, each for any sentence, or for those of some jobs."""
+        sizes = [(len(each.ids), each.bounds.most) for job in fitting for each in job.sentences]
+        limits = [
+            max(column) for column in zip(*sizes or [(self.limits.max_ids, self.limits.max_codes)], strict=True)
+        ]
+
+        def make(count: int) -> Slots:
+            return Slots(self.gpt, Shape(count, *limits), self._vectors, capture=self._capture)
+
+        return Scheduler(make, num_slots, self.vocoder, self.device, **how)
+
+    def capture(self, slots: Slots) -> None:
+        """Capture on a GPU what these slots and the vocoder will meet, instead of when it is first met."""
+        if self._capture:
+            slots.capture(self.sampling)
+            self.vocoder.capture()
 
     @property
     def slot_bytes(self) -> int:
-        return Slots.bytes_of(self._generators.gpt, self._shape(1))
+        """Memory of a slot for any sentence."""
+        return Slots.bytes_of(self.gpt, Shape(1, self.limits.max_ids, self.limits.max_codes))
 
-    def _shape(self, num_slots: int) -> Shape:
-        return Shape(num_slots, self.limits.max_ids, self.limits.max_codes)
+    @contextlib.contextmanager
+    def _driven(self, jobs: Sequence[Job]) -> Iterator[Scheduler]:
+        """A scheduler with these jobs, for the calling thread to drive."""
+        on_cpu, rows = self.device.type == "cpu", max((job.num_slots for job in jobs), default=1)
+        wanted = rows * max(1, min(self._batch_size, sum(len(job.sentences) for job in jobs)))
+        kept, self._slots = self._slots, None
+        kept = kept if kept is not None and kept.num_slots >= wanted else None
+        # Captured steps serve any sentence; on a CPU memory is taken as it is needed.
+        num_slots, fitting = (wanted, jobs) if on_cpu else (1 << (wanted - 1).bit_length(), ())
+        scheduler = self.scheduler(num_slots, fitting=fitting, least_slots=rows, kept=kept)
+        try:
+            for job in jobs:
+                scheduler.submit(job)
+            yield scheduler
+        finally:
+            scheduler.close()
+            self._slots = None if on_cpu else scheduler.kept
 
     def _stream(
         self, utterance: Utterance, options: SynthesisOptions, chunk_codes: int
     ) -> Generator[Wave, None, Report]:
-        reports: list[SentenceReport] = []
         with progress_bar(options.progress, "Speaking", len(utterance.sentences)) as advance:
-            for sentence in utterance.sentences:
-                has_sound = any(report.seconds for report in reports)
-                pieces = self._stream_sentence(sentence, utterance.voice, options, chunk_codes, has_sound)
-                reports.append((yield from pieces))
-                advance(1)
-        return self.report(utterance, reports, options).require_sound()
-
-    def _stream_sentence(
-        self, sentence: Sentence, voice: Voice, options: SynthesisOptions, chunk_codes: int, after_sound: bool
-    ) -> Generator[Wave, None, SentenceReport]:
-        """The pieces of a sentence, with a pause first if `after_sound`."""
-        pieces: list[Wave] = []
-        for number in options.attempts:
-            begin = partial(self._generators.begin, sampling=options.sampling_for(number))
-            generator = self._alone(begin, [options.prompt(sentence, voice, number)])
-            vocoder = self.vocoder.begin(voice.speaker, options.speed)
-            attempt: Attempt | None = None
-            codes: list[int] = []
-            for more, has_ended in generator.parts(chunk_codes):
-                codes += more.codes.tolist()
-                if has_ended:
-                    attempt = checked(generator.generated(0), sentence, number)
-                elif ends_in_loop(codes, len(more.codes)):
-                    attempt = Attempt(Generated(torch.tensor(codes), more.latents), REPETITION, number + 1)
-                if attempt and attempt.problem and not pieces and number < options.attempts[-1]:
-                    break  # none of it was heard: try again
-                wave = self._alone(partial(vocoder.push, last=attempt is not None), more).numpy()
-                if len(wave):
-                    if after_sound and not pieces:
-                        yield pause()
-                    pieces.append(faded(wave, starts=not pieces, ends=attempt is not None))
-                    yield pieces[-1]
-                if attempt:
-                    break
-            assert attempt is not None
-            if pieces or attempt.problem is None:
-                break
-        assert attempt is not None
-        return SentenceReport.of(sentence, attempt, np.concatenate(pieces or [np.zeros(0, np.float32)]))
+            heard = _Heard(advance)
+            job = self.job(utterance, options, heard, chunk_codes=chunk_codes)
+            with self._driven([job]) as scheduler:
+                while not job.has_ended or heard.pieces:
+                    while heard.pieces:
+                        yield heard.pieces.popleft().wave
+                    if not job.has_ended:
+                        scheduler.advance()
+                _raise_errors([heard])
+        return self.report(utterance, heard.reports, options).require_sound()
 
     def _options(self, arguments: SynthesisArguments) -> SynthesisOptions:
         defaults: dict[str, Any] = {"sampling": self.sampling, "seed": secrets.randbits(31)}
         given = {name: value for name, value in arguments.items() if value is not None}
         options = SynthesisOptions(**(defaults | given))
-        options.check(self._generators.has_codebook)
+        options.check(self._vectors is not None)
         return options
 
     def _utterance(self, text: str, voice: Voice, language: str) -> Utterance:
@@ -526,115 +511,31 @@ class Synthesizer:
             notes += (f"the model was never trained on {LANGUAGE_NAMES[said.language]}, only on {trained}",)
         return Report(said.language, voice.name, *how, tuple(sentences), said.unknown_characters, notes)
 
-    def _spoken(self, work: Work, options: SynthesisOptions) -> Iterator[tuple[SentenceReport, Wave]]:
-        """Every sentence with its wave, in order; a few batches at a time, to spare the GPU's memory."""
-        at_once = self._batches_at_once * self._batch_size
-        for first in range(0, len(work), at_once):
-            some = work[first : first + at_once]
-            attempts = self._attempts(some, options, len(work), first)
-            lengths = [len(attempt.generated.codes) for attempt in attempts]
-            by_length = sorted(range(len(some)), key=lengths.__getitem__)
-            with progress_bar(options.progress, "Making the sound", len(work), first) as advance:
-                make_sound = partial(self._sound, some, attempts, options.speed, advance)
-                waves = dict(self._in_batches(by_length, make_sound))
-            for index, ((sentence, _), attempt) in enumerate(zip(some, attempts, strict=True)):
-                yield SentenceReport.of(sentence, attempt, waves[index]), waves[index]
 
-    def _attempts(self, work: Work, options: SynthesisOptions, total: int, num_before: int) -> list[Attempt]:
-        """The best attempt at each sentence, in order; sentences of similar length are generated together."""
-        best: dict[int, Attempt] = {}
-        waiting = sorted(range(len(work)), key=lambda index: work[index][0].bounds.most)
-        for number in options.attempts:
-            title = f"Speaking again (attempt {number + 1})" if number else "Speaking"
-            num_done = num_before + len(work) - len(waiting)
-            with progress_bar(options.progress, title, total, num_done) as advance:
-                generate = partial(self._generate, work, options, number, advance)
-                for index, generated in self._in_batches(waiting, generate):
-                    found = checked(generated, work[index][0], number)
-                    known = best.setdefault(index, found)
-                    if PROBLEMS.index(found.problem) < PROBLEMS.index(known.problem):
-                        best[index] = found
-            waiting = [index for index in waiting if best[index].problem]
-            for index in waiting:
-                best[index] = best[index]._replace(num_attempts=number + 1)
-            if not waiting:
-                break
-        return [best[index] for index in range(len(work))]
+class _Heard:
+    """Keeps what a job says."""
 
-    def _generate(
-        self,
-        work: Work,
-        options: SynthesisOptions,
-        attempt: int,
-        advance: Callable[[int], None],
-        batch: Sequence[int],
-    ) -> list[Generated]:
-        prompts = [options.prompt(*work[index], attempt) for index in batch]
-        generator = self._generators.begin(prompts, options.sampling_for(attempt))
-        if len(work) == 1 and self.device.type == "cpu" and isinstance(self.vocoder, HifiGan):
-            stream = self.vocoder.begin(work[0][1].speaker, options.speed)
-            waves = [stream.push(part, has_ended) for part, has_ended in generator.parts(CHUNK_CODES)]
-            advance(1)
-            return [generator.generated(0)._replace(wave=torch.cat(waves))]
-        generator.finish(advance)
-        return [generator.generated(row) for row in range(len(batch))]
+    def __init__(self, advance: Any) -> None:
+        self._advance = advance
+        self.pieces: deque[Piece] = deque()
+        self.reports: list[SentenceReport] = []
+        self.error: Exception | None = None
 
-    def _sound(
-        self,
-        work: Work,
-        attempts: Sequence[Attempt],
-        speed: float,
-        advance: Callable[[int], None],
-        batch: Sequence[int],
-    ) -> list[Wave]:
-        generated = [attempts[index].generated for index in batch]
-        speakers = [work[index][1].speaker for index in batch]
-        return [wave.numpy() for wave in self.vocoder.waves(generated, speakers, speed, advance)]
+    def piece(self, piece: Piece) -> None:
+        self.pieces.append(piece)
 
-    def _in_batches(
-        self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]
-    ) -> Iterator[tuple[Item, Result]]:
-        """Every item with its result of `work`, which gets batches; they become smaller where memory is short."""
-        while items:
-            batch, items = items[: self._batch_size], items[self._batch_size :]
-            yield from zip(batch, self._fit(batch, work), strict=True)
+    def sentence(self, sentence: Sentence, attempt: Attempt, wave: Wave) -> None:
+        self.reports.append(SentenceReport.of(sentence, attempt, wave))
+        self._advance(1)
 
-    def _fit(self, batch: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
-        """Results of `work` for a batch: if memory is short, without kept shapes, and then in halves."""
-        if len(batch) == 1:
-            return self._alone(work, batch)
-        results = self._attempted(work, batch)
-        if results is not None:
-            return results
-        self._batch_size = (len(batch) + 1) // 2
-        message = "Not enough memory on %s for %d sentences at a time: continuing with %d"
-        _log.warning(message, self.device, len(batch), self._batch_size)
-        return [result for _, result in self._in_batches(batch, work)]
-
-    def _attempted(self, work: Callable[[Item], Result], given: Item) -> Result | None:
-        """The result of `work`, called again without kept shapes if memory is short; None if it still is."""
-        result = attempted(work, given)
-        return attempted(work, given) if result is None and self._generators.drop_all() else result
-
-    def _alone(
-        self, work: Callable[[Item], Result], given: Item, doing: str = "speaking one sentence at a time"
-    ) -> Result:
-        """The result of work that cannot be divided."""
-        result = self._attempted(work, given)
-        if result is None:
-            cure = "Close other programs that use it, or speak on the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
-            raise PipelineError(f"Out of memory on {self.device} while {doing}. {cure}")
-        return result
+    def end(self, error: Exception | None) -> None:
+        self.error = error
 
 
-def attempted(work: Callable[[Item], Result], given: Item) -> Result | None:
-    """The result of `work`, or None if memory was short; then nothing holds the tensors of the failed call."""
-    try:
-        return work(given)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
+def _raise_errors(heard: Sequence[_Heard]) -> None:
+    for each in heard:
+        if each.error is not None:
+            raise each.error
 
 
 def usual_model() -> Path:

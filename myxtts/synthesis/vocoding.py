@@ -6,17 +6,18 @@
 All three interpolations accept their input in parts, and the generator sees only a few frames to either side. A
 piece of a stream is therefore computed once, from its own frames and that context, and equals the same stretch of
 the whole sentence: the cost of a stream is linear in its length. Pieces overlap by a frame and are cross-faded,
-which hides rounding differences between kernels. The generator would see the padding of a batch in the last frames
-of a sentence. These are computed a second time without it, so that every wave equals the reference. On a CPU
-`CpuGenerator` computes sentences one by one, with a third of the arithmetic.
+which hides rounding differences between kernels. On a GPU the generator runs on windows of one length, in batches
+of a few sizes, which are captured; a window begins or ends where the sentence does, or has context there, so that
+every wave equals the reference. On a CPU `CpuGenerator` computes pieces one by one, with a third of the
+arithmetic.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
+from copy import copy
 from fractions import Fraction
 from functools import cache, partial
 from threading import Barrier
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from myxtts.audio import Wave
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
+from myxtts.devices import CudaGraph, Stream
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE
 from myxtts.model.flow import REACH, STEPS, TARGET_MEAN, TARGET_SCALE, MelFlow, noise_of, normalised
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
@@ -44,7 +46,7 @@ from myxtts.model.vocoder import (
     HifiGanDecoder,
     unfolded,
 )
-from myxtts.synthesis.generation import Advance, Generated, num_threads
+from myxtts.synthesis.generation import Generated
 
 SPECTRUM_ROUNDS, PHASE_ROUNDS = 30, 40
 MOMENTUM = 0.99  # the momentum of fast Griffin-Lim (Perraudin, Balazs and Søndergaard 2013)
@@ -70,20 +72,11 @@ class GriffinLim:
         self._filters: Tensor = front_end.mel_scale.fb  # type: ignore[union-attr, assignment]
         self._window: Tensor = front_end.spectrogram.window  # type: ignore[union-attr, assignment]
 
-    @torch.no_grad()
-    def waves(
-        self, sentences: Sequence[Generated], speakers: Sequence[Tensor], speed: float, advance: Advance
-    ) -> list[Tensor]:
-        """Waves [samples] of 24 kHz on the host. `speakers` are ignored."""
-        assert len(speakers) == len(sentences)
-        waves = []
-        for sentence in sentences:
-            waves.append(self.wave(sentence.codes, speed))
-            advance(1)
-        return waves
-
     def begin(self, speaker: Tensor, speed: float) -> GriffinLimStream:  # noqa: ARG002 (as `HifiGan`)
         return GriffinLimStream(self, speed)
+
+    def capture(self) -> None:
+        """Nothing can be captured."""
 
     def push_many(self, pushes: Sequence[Push]) -> list[Tensor]:
         return [push.stream.push(push.generated, push.last) for push in pushes]
@@ -144,9 +137,10 @@ Span = tuple[int, int | None]  # the first frame and the one after the last; Non
 REACH_FRAMES = 16
 """Receptive field of the generator to either side: 13.3 frames by the widths of its convolutions."""
 FADE_FRAMES = 1
-GPU_FRAMES_STEP = 128
-"""Frames are padded to multiples of this on a GPU, where every new length costs time to plan the convolutions. One
-piece of a stream with its context fits in."""
+GPU_WINDOW_FRAMES = 128
+"""The generator's input on a GPU, where every new length costs time to plan the convolutions. One piece of a
+stream with its context fits in."""
+GPU_BATCHES = (1, 2, 4, 8, 16, 32)  # windows that are computed together
 
 
 class Stretch:
@@ -240,6 +234,17 @@ class Frames:
         self._to_mel = Stretch(Fraction(SAMPLES_PER_CODE, HOP_SAMPLES))
         self._to_output = Stretch(Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE))
         self._codes, self._steps, self._num_begun = Window(), [Window() for _ in range(STEPS)], 0
+
+    def copied(self) -> Frames:
+        """The same state; what is pushed to one does not change the other."""
+        other = copy(self)
+        other._speed, other._to_mel, other._to_output = (
+            copy(self._speed),
+            copy(self._to_mel),
+            copy(self._to_output),
+        )
+        other._codes, other._steps = copy(self._codes), [copy(window) for window in self._steps]
+        return other
 
     def push(self, generated: Generated, last: bool, speaker: Tensor, codec: Codec | None) -> Tensor:
         """Frames [m, channels] for more of the sentence."""
@@ -436,95 +441,158 @@ class HifiGan:
     def __init__(
         self,
         decoder: HifiGanDecoder,
-        batch_size: int,
-        frames_step: int = 1,
         dvae: tuple[DVAE, Tensor] | None = None,
+        *,
+        window_frames: int | None = None,
     ) -> None:
-        """Frames are padded to multiples of `frames_step`.
+        """With `window_frames`, the usual way on a GPU, the generator only sees windows of that length.
 
-        A decoder that reads mels needs the DVAE and its mel statistics.
+        A decoder that reads mels needs the DVAE and its mel statistics. On a GPU convolutions are converted to
+        float16, which rounds their inputs as TF32 does.
         """
-        self._generator, self._batch_size, self._frames_step = decoder.waveform_decoder, batch_size, frames_step
-        flow = self._generator.flow
+        self._generator = decoder.waveform_decoder
+        flow, weight = self._generator.flow, self._generator.conv_pre.weight
         if flow is not None and dvae is None:
             raise ValueError("a decoder that reads mels needs the DVAE and its mel statistics")
         self.codec = Codec(*dvae, flow) if flow is not None and dvae is not None else None
-        weight = self._generator.conv_pre.weight
-        is_fast = weight.device.type == "cpu" and len(weight) >= LEAST_CHANNELS and frames_step == 1
+        on_gpu = weight.device.type == "cuda"
+        self._window_frames = window_frames or (GPU_WINDOW_FRAMES if on_gpu else None)
+        is_fast = not on_gpu and len(weight) >= LEAST_CHANNELS and window_frames is None
         self._alone = CpuGenerator(self._generator) if is_fast else None
-
-    @torch.no_grad()
-    def waves(
-        self, sentences: Sequence[Generated], speakers: Sequence[Tensor], speed: float, advance: Advance
-    ) -> list[Tensor]:
-        """Waves [samples] of 24 kHz on the host; `speakers` [speaker_dim] each."""
-        waves = {index: each.wave for index, each in enumerate(sentences) if each.wave is not None}
-        advance(len(waves))
-        waiting = [index for index in range(len(sentences)) if index not in waves]
-        by_length = sorted(waiting, key=lambda index: len(sentences[index].codes))
-        for first in range(0, len(by_length), self._batch_size):
-            batch = by_length[first : first + self._batch_size]
-            rows = [Frames(speed).push(sentences[index], True, speakers[index], self.codec) for index in batch]
-            speaker = torch.stack([speakers[index] for index in batch]).to(rows[0])
-            for index, wave in zip(batch, self.generate(rows, speaker), strict=True):
-                waves[index] = wave.cpu()
-            advance(len(batch))
-        return [waves[index] for index in range(len(sentences))]
+        self._graphs: dict[int, _CapturedBatch] = {}
+        if on_gpu:
+            for name, layers in self._generator.named_children():
+                if name not in ("flow", "conv_post"):
+                    layers.half()
 
     def begin(self, speaker: Tensor, speed: float) -> HifiGanStream:
         """Start the wave of a sentence that is still being generated."""
         return HifiGanStream(self, speaker, speed)
 
     @torch.no_grad()
+    def capture(self) -> None:
+        """Capture batches of windows of all sizes on a GPU, the largest first: others fit into its memory."""
+        for count in reversed(GPU_BATCHES if self._generator.conv_pre.weight.device.type == "cuda" else ()):
+            pool = next((batch.graph.pool for batch in self._graphs.values()), None)
+            self._graphs[count] = _CapturedBatch(self._generator, count, GPU_WINDOW_FRAMES, pool)
+
+    @torch.no_grad()
     def push_many(self, pushes: Sequence[Push]) -> list[Tensor]:
-        """The next samples of several streams, as `HifiGanStream.push`, with one run of the generator."""
+        """The next samples of several streams, on the host, as `HifiGanStream.push`."""
         windows = [push.stream.window(push.generated, push.last) for push in pushes]
         ready = [index for index, window in enumerate(windows) if window.has_output]
         waves = [torch.zeros(0) for _ in pushes]
         if ready:
             rows = [windows[index].kept for index in ready]
-            speaker = torch.stack([pushes[index].stream.speaker for index in ready]).to(rows[0])
+            speaker = torch.stack([pushes[index].stream.speaker for index in ready])
             made = self.generate(rows, speaker, [windows[index].span for index in ready])
             for index, wave in zip(ready, made, strict=True):
                 waves[index] = pushes[index].stream.joined(windows[index], wave)
         for push, window in zip(pushes, windows, strict=True):
             push.stream.advance(window)
-        return [wave.cpu() for wave in waves]
+        return waves
 
-    def generate(
-        self, rows: Sequence[Tensor], speaker: Tensor, spans: Sequence[Span] | None = None
-    ) -> list[Tensor]:
-        """Waves [samples] of sentences [frames, channels], or of some frames of each, each as if made alone."""
-        longest = max(map(len, rows))
-        spans = spans or [(0, None)] * len(rows)
-        if not longest:
-            return [row.new_zeros(0) for row in rows]
-        if self._alone is not None:
-            given = zip(rows, speaker, spans, strict=True)
-            return [
-                self._alone.wave(row, one, first, len(row) if last is None else last)
-                for row, one, (first, last) in given
-            ]
-        length = longest + -longest % self._frames_step
-        made = self._run(torch.stack([F.pad(row, (0, 0, 0, length - len(row))) for row in rows]), speaker)
-        waves = [wave[: len(row) * SAMPLES_PER_FRAME] for row, wave in zip(rows, made, strict=True)]
-        again: dict[int, list[int]] = {}  # padded sentences by the frames to compute again, nearly always as many
-        for index, row in enumerate(rows):
-            if spans[index][1] is None and 0 < len(row) < length:
-                again.setdefault(min(len(row), 2 * REACH_FRAMES), []).append(index)
-        for num_frames, some in again.items():
-            num_samples = SAMPLES_PER_FRAME * (num_frames if num_frames < 2 * REACH_FRAMES else REACH_FRAMES)
-            exact = self._run(torch.stack([rows[index][-num_frames:] for index in some]), speaker[some])
-            for index, wave in zip(some, exact, strict=True):
-                waves[index][-num_samples:] = wave[-num_samples:]
-        ends = [None if last is None else last * SAMPLES_PER_FRAME for _, last in spans]
-        return [
-            wave[first * SAMPLES_PER_FRAME : end] for wave, (first, _), end in zip(waves, spans, ends, strict=True)
-        ]
+    def generate(self, rows: Sequence[Tensor], speaker: Tensor, spans: Sequence[Span]) -> list[Tensor]:
+        """Waves [samples] on the host of some frames of each sentence [frames, channels], as if made alone."""
+        ends = [len(row) if last is None else last for row, (_, last) in zip(rows, spans, strict=True)]
+        if self._window_frames is not None:
+            return self._windowed(
+                rows, speaker, [(first, end) for (first, _), end in zip(spans, ends, strict=True)]
+            )
+        make = self._alone.wave if self._alone is not None else self._exact
+        given = zip(rows, speaker, spans, ends, strict=True)
+        return [make(row, one, first, end) if len(row) else torch.zeros(0) for row, one, (first, _), end in given]
 
-    def _run(self, frames: Tensor, speaker: Tensor) -> Tensor:
-        wave: Tensor = self._generator(frames.transpose(1, 2), speaker[:, :, None])
-        return wave.squeeze(1).float()
+    def _exact(self, row: Tensor, speaker: Tensor, first: int, end: int) -> Tensor:
+        wave = _run(self._generator, row[None], speaker[None].to(row))
+        return wave[0, first * SAMPLES_PER_FRAME : end * SAMPLES_PER_FRAME].cpu()
+
+    def _windowed(self, rows: Sequence[Tensor], speaker: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """As `generate`, of windows of one length."""
+        size, work = self._window_frames or 0, list[tuple[int, _Excerpt]]()
+        waves = [torch.zeros((end - first) * SAMPLES_PER_FRAME) for first, end in spans]
+        for index, (row, (first, end)) in enumerate(zip(rows, spans, strict=True)):
+            if first < REACH_FRAMES and end > len(row) - REACH_FRAMES and len(row) < 2 * REACH_FRAMES:
+                waves[index] = self._exact(row, speaker[index], first, end)
+            else:
+                work += [(index, window) for window in _excerpts(len(row), first, end, size)]
+        for at in range(0, len(work), GPU_BATCHES[-1]):
+            some = work[at : at + GPU_BATCHES[-1]]
+            frames = torch.stack([_cut(rows[index], window.start, size) for index, window in some])
+            made = self._batch(frames, torch.stack([speaker[index] for index, _ in some]))
+            for (index, (start, begin, end)), wave in zip(some, made, strict=True):
+                first = spans[index][0]
+                there = slice((begin - first) * SAMPLES_PER_FRAME, (end - first) * SAMPLES_PER_FRAME)
+                waves[index][there] = wave[(begin - start) * SAMPLES_PER_FRAME : (end - start) * SAMPLES_PER_FRAME]
+        return waves
+
+    def _batch(self, frames: Tensor, speaker: Tensor) -> Tensor:
+        """Waves [n, samples] of windows, on the host."""
+        count = next(count for count in GPU_BATCHES if count >= len(frames))
+        if count in self._graphs:
+            return self._graphs[count].waves(frames, speaker)
+        padded, speaker = (
+            F.pad(frames, (0, 0, 0, 0, 0, count - len(frames))),
+            F.pad(speaker, (0, 0, 0, count - len(speaker))),
+        )
+        return _run(self._generator, padded, speaker.to(frames))[: len(frames)].cpu()
+
+
+def _run(generator: Generator, frames: Tensor, speaker: Tensor) -> Tensor:
+    """Waves [n, samples] of frames [n, frames, channels]."""
+    dtype = generator.conv_pre.weight.dtype
+    wave: Tensor = generator(frames.transpose(1, 2).to(dtype), speaker[:, :, None].to(dtype))
+    return wave.squeeze(1).float()
+
+
+class _CapturedBatch:
+    """A run of the generator on a batch of windows, captured as a CUDA graph."""
+
+    def __init__(self, generator: Generator, count: int, num_frames: int, pool: Any) -> None:
+        weight = generator.conv_pre.weight
+        self._frames = weight.new_zeros(count, num_frames, weight.shape[1])
+        self._speaker = weight.new_zeros(count, generator.cond_layer.in_channels)
+        work = partial(_run, generator, self._frames, self._speaker)
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+            self.graph = CudaGraph(work, Stream(weight.device), pool)
+
+    def waves(self, frames: Tensor, speaker: Tensor) -> Tensor:
+        self._frames[: len(frames)] = frames
+        self._speaker[: len(frames)].copy_(speaker.pin_memory(), non_blocking=True)
+        return self.graph.replay()[: len(frames)].cpu()
+
+
+class _Excerpt(NamedTuple):
+    """A window of the frames that the generator sees; it exceeds a sentence that is shorter."""
+
+    start: int
+    begin: int  # the first frame whose samples are taken from this window
+    end: int
+
+
+def _excerpts(length: int, first: int, last: int, size: int) -> Iterator[_Excerpt]:
+    """Windows that together give the samples of the frames `first` to `last` of a sentence.
+
+    If that is all of a sentence, it has at least 32. Frames at an edge of a window are taken only where it is an
+    edge of the sentence too.
+    """
+    begin = first
+    while begin < last:
+        start = max(begin - REACH_FRAMES, 0)
+        end = min(start + size, length) - REACH_FRAMES
+        if end >= last:
+            end = last
+        elif start + size >= length and (begin >= REACH_FRAMES or length == size):
+            start, end = length - size, last
+        yield _Excerpt(start, begin, end)
+        begin = end
+
+
+def _cut(row: Tensor, start: int, size: int) -> Tensor:
+    """`size` frames from `start` on; zeros before and after the sentence."""
+    before = max(-start, 0)
+    frames = row[max(start, 0) : start + size]
+    return F.pad(frames, (0, 0, before, size - before - len(frames)))
 
 
 class _Piece(NamedTuple):
@@ -551,12 +619,11 @@ class HifiGanStream:
 
     def push(self, generated: Generated, last: bool) -> Tensor:
         """The next samples, on the host; none while the next frame lacks context. A failed call has no effect."""
-        with num_threads(max(1, torch.get_num_threads() - 1)):  # the GPT uses one
-            return self._vocoder.push_many([Push(self, generated, last)])[0]
+        return self._vocoder.push_many([Push(self, generated, last)])[0]
 
     def window(self, generated: Generated, last: bool) -> _Piece:
         """What to run the generator on; `advance` then moves the stream on."""
-        frames = deepcopy(self._frames)
+        frames = self._frames.copied()
         more = frames.push(generated, last, self.speaker, self._vocoder.codec)
         kept = more if self._kept is None else torch.cat([self._kept, more])
         received = self._num_dropped + len(kept)
@@ -568,7 +635,7 @@ class HifiGanStream:
     def joined(self, piece: _Piece, wave: Tensor) -> Tensor:
         """The wave of a piece, cross-faded with the one before; keeps the end for the next."""
         if self._overlap is not None:
-            rise = torch.linspace(0, 1, len(self._overlap), device=wave.device)
+            rise = torch.linspace(0, 1, len(self._overlap))
             wave[: len(rise)] = self._overlap.lerp(wave[: len(rise)], rise)
         if not piece.is_last:
             wave, self._overlap = wave.tensor_split([-FADE_FRAMES * SAMPLES_PER_FRAME])
@@ -603,15 +670,6 @@ def faded(wave: Wave, *, starts: bool, ends: bool) -> Wave:
     if ends:
         wave[len(wave) - length :] *= rise[::-1]
     return wave
-
-
-def joined(waves: Sequence[Wave]) -> Wave:
-    """The sentences with pauses between them; empty ones are skipped."""
-    parts: list[Wave] = []
-    for wave in waves:
-        if len(wave):
-            parts += [pause()] * bool(parts) + [faded(wave, starts=True, ends=True)]
-    return np.concatenate(parts or [np.zeros(0, np.float32)])
 
 
 def pause() -> Wave:

@@ -134,7 +134,8 @@ def _speak(
     """Speak all sentences and write them, a batch at a time; returns what the quality check says of each clip."""
     problems: dict[str, str] = {}
     with progress_bar(progress, "Synthesising", len(work)) as advance:
-        for sentences, voices in _batches(sorted(work, key=lambda each: len(each[0].text))):
+        for first in range(0, len(work), BATCH_SIZE):
+            sentences, voices = zip(*work[first : first + BATCH_SIZE], strict=True)
             texts, languages = [each.text for each in sentences], [each.language for each in sentences]
             speeches = synthesizer.speak_many(texts, voices, languages, sampling=sampling, seed=seed)
             for sentence, speech in zip(sentences, speeches, strict=True):
@@ -161,40 +162,29 @@ def _reconstruct(
     model = model.to(device).eval().requires_grad_(False)
     model.hifigan_decoder.remove_weight_norm()
     dvae = (model.dvae, model.mel_stats)
-    vocoder = HifiGan(model.hifigan_decoder, BATCH_SIZE, dvae=dvae) if trained else GriffinLim(*dvae)
+    vocoder = HifiGan(model.hifigan_decoder, dvae) if trained else GriffinLim(*dvae)
     log_mel = LogMel(DVAE_MEL).to(device)
     with progress_bar(progress, "Reconstructing", len(work)) as advance:
-        for sentences, voices in _batches(work):
-            waves = [torch.from_numpy(sentence.clip.wave).to(device)[None] for sentence in sentences]
-            codes = [model.dvae.encode(log_mel(wave, model.mel_stats))[0] for wave in waves]
-            latents = code_latents(model, voices, [sentence.clip.ids for sentence in sentences], codes)
-            given = [Generated(some.cpu(), latent) for some, latent in zip(codes, latents, strict=True)]
-            made = vocoder.waves(given, [voice.speaker for voice in voices], 1.0, advance)
-            for sentence, wave in zip(sentences, made, strict=True):
-                save_wave(out / sentence.file(RECONSTRUCTED), wave.numpy(), OUTPUT_SAMPLE_RATE)
-
-
-def _batches(work: VoicedSentences) -> Iterator[tuple[list[HeldOutSentence], list[Voice]]]:
-    for first in range(0, len(work), BATCH_SIZE):
-        batch = work[first : first + BATCH_SIZE]
-        yield [sentence for sentence, _ in batch], [voice for _, voice in batch]
+        for sentence, voice in work:
+            wave = torch.from_numpy(sentence.clip.wave).to(device)[None]
+            codes = model.dvae.encode(log_mel(wave, model.mel_stats))[0]
+            latents = code_latents(model, voice, sentence.clip.ids, codes)
+            made = vocoder.begin(voice.speaker, 1.0).push(Generated(codes.cpu(), latents), last=True)
+            save_wave(out / sentence.file(RECONSTRUCTED), made.numpy(), OUTPUT_SAMPLE_RATE)
+            advance(1)
 
 
 @torch.no_grad()
-def code_latents(
-    model: XTTS, voices: Sequence[Voice], ids: Sequence[Tensor], codes: Sequence[Tensor]
-) -> list[Tensor]:
-    """Latents [codes, dim] of every sentence with its codes given instead of chosen (teacher forcing)."""
-    gpt, device = model.gpt, codes[0].device
-    pad = torch.nn.utils.rnn.pad_sequence
-    num_ids = torch.tensor([len(one) for one in ids], device=device)
-    inputs = pad([torch.cat([one.new_tensor([gpt.dims.start_code]), one[:-1]]) for one in codes], batch_first=True)
-    latents = torch.cat([voice.latents for voice in voices]).to(device)
-    decoding = Decoding(gpt, Shape(len(ids), int(num_ids.max()), inputs.shape[1]))
-    decoding.prefill(latents, pad(list(ids), batch_first=True).to(device), num_ids)
-    steps = [decoding.step(inputs[:, at], decoding.slots[at : at + 1])[1] for at in range(inputs.shape[1])]
-    every = torch.stack(steps, dim=1)
-    return [every[row, : len(one)] for row, one in enumerate(codes)]
+def code_latents(model: XTTS, voice: Voice, ids: Tensor, codes: Tensor) -> Tensor:
+    """Latents [codes, dim] of a sentence with its codes given instead of chosen (teacher forcing)."""
+    gpt, device = model.gpt, codes.device
+    decoding = Decoding(gpt, Shape(1, len(ids), len(codes)))
+    prefix = decoding.prefix(voice.latents.to(device), ids.to(device))
+    inputs = torch.cat([codes.new_tensor([gpt.dims.start_code]), codes[:-1]])
+    whole = torch.cat([prefix, decoding.embedded(inputs, decoding.slots[: len(codes)])])
+    made = decoding.extend(whole, decoding.rows, decoding.slots[: len(whole)])
+    latents: Tensor = gpt.norms(made[len(prefix) :])
+    return latents
 
 
 def _items(sentence: HeldOutSentence, problems: str) -> Iterator[dict[str, Any]]:

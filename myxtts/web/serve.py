@@ -37,8 +37,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError, MyXTTSError, PipelineError
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
-from myxtts.synthesis.engine import Cancelled, EngineClosed, QueueFull
+from myxtts.synthesis.engine import EngineClosed, QueueFull
 from myxtts.synthesis.markup import is_markup
+from myxtts.synthesis.scheduler import Cancelled
 from myxtts.synthesis.text import split_complete
 from myxtts.synthesis.vocoding import pause
 from myxtts.web.limits import (

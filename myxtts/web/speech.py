@@ -27,10 +27,11 @@ from myxtts import config
 from myxtts.audio import Wave
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
-from myxtts.synthesis.engine import QUEUE_LIMIT, Deliver, End, Engine, Piece, Request, Ticket
+from myxtts.synthesis.engine import QUEUE_LIMIT, Deliver, End, Engine, Request, Ticket
 from myxtts.synthesis.markup import Markup, Segment
 from myxtts.synthesis.narration import merged, silence_after
-from myxtts.synthesis.synthesizer import CHUNK_CODES, Report, Synthesizer, load_synthesizer
+from myxtts.synthesis.scheduler import CHUNK_CODES, Piece
+from myxtts.synthesis.synthesizer import Report, Synthesizer, load_synthesizer
 from myxtts.synthesis.text import UnspeakableText
 from myxtts.synthesis.voices import Voice, VoiceLibrary, mixed
 from myxtts.text.language import language_of
@@ -224,7 +225,7 @@ class HostedModel:
             path = Path(folder) / f"recording{suffix}"
             path.write_bytes(recording)
             try:
-                voice = self._synthesizer.voice([path], name)
+                voice = self.engine.voice([path], name)
             except DatasetError as error:
                 raise ConfigError(str(error).replace(f"{path}: ", "")) from None
         return self._saved(replace(voice, languages=tuple(languages), description=description))
