@@ -287,7 +287,7 @@ def test_half_a_line_of_the_journal_and_sound_without_a_line_are_dropped(
 def test_two_processes_do_not_speak_into_one_folder(tmp_path: Path, synthesizer: Synthesizer, anna: Voice) -> None:
     from myxtts.files import lock
 
-    with lock(tmp_path / ".work", "book", "--out"), pytest.raises(ConfigError, match=r"book .* in use"):
+    with lock(tmp_path / ".work", of="book"), pytest.raises(ConfigError, match=r"book .* in use"):
         spoken(tmp_path, synthesizer, anna)
 
 
