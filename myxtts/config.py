@@ -135,6 +135,15 @@ FINE_TUNING: Mapping[float, Mapping[str, Any]] = {
 """Settings for fine-tuning the GPT on less than so many minutes of speech, if the user sets none of them, nor the
 epochs: little speech must not undo what the weights know."""
 
+FLOW_SIZES = ("base",)
+"""Sizes whose decoder draws mels by a flow. Fine-tuning them trains the flow alone: it takes on a voice within a
+minute of GPU time and leaves the words to the GPT (docs/base-model.md)."""
+FLOW_TUNING: Mapping[float, Mapping[str, Any]] = {
+    60.0: {"training.learning_rate": 5e-4, "training.max_steps": 800, "training.warmup_steps": 40},
+    math.inf: {"training.learning_rate": 5e-4, "training.max_steps": 3000, "training.warmup_steps": 40},
+}
+"""As `FINE_TUNING`, for the flow."""
+
 BASE_FOLDER = Path(os.environ.get("MYXTTS_BASE") or Path(__file__).with_name("base"))
 """Folder of the base model, with which `speak` and training start; an installation may lack it."""
 
@@ -159,7 +168,7 @@ for a few steps, so it is left out and Griffin-Lim speaks; its limit applies whe
 DEMO_ON_GPU: Mapping[str, Any] = {key: on_gpu for key, (_, on_gpu) in _DEMO_ROWS.items()}
 """The demonstration on a GPU: a minute or two, long enough to memorise the embedded sentences."""
 DEMO_FINE_TUNING: Mapping[str, Any] = {
-    "data.batch_size": 2, "model.lora_rank": 16, "training.max_steps": 80, "training.warmup_steps": 8
+    "data.batch_size": 2, "training.learning_rate": 1e-4, "training.max_steps": 80, "training.warmup_steps": 8
 }  # fmt: skip
 """The demonstration with weights to start from, on a CPU; on a GPU it is that of any run on so little speech."""
 
@@ -359,8 +368,9 @@ class TrainingSettings:
 
     stages: tuple[str, ...] | None = setting(None, choices=STAGES)
     """Parts to train, in this order: `dvae` (audio to codes), `speaker` (audio to a voice), `gpt` (text to codes),
-    `decoder` (codes to audio). `null` trains all, without `speaker` on fewer than 8 speakers, or only `gpt` with
-    `init_from`."""
+    `decoder` (codes to audio). `null` trains all, without `speaker` on fewer than 8 speakers. With `init_from` it
+    trains only `gpt`, or for the size `base` only `decoder`, whose flow takes on a voice and leaves words alone;
+    with another `tokenizer` both."""
     init_from: Path | None = setting(None, metavar="DIR", unset="auto")
     """Folder of weights to start from: a downloaded XTTS-v2, an export, or a run. `none` starts from scratch.
     `auto` is the base model in the package, where it fits the size, vocabulary and language given; a copy without
@@ -487,8 +497,12 @@ class Settings:
 def stages_of(settings: Settings, num_speakers: int = 0) -> tuple[str, ...]:
     """Return the stages that a run with these settings trains on a corpus of so many speakers."""
     training = settings.training
-    if training.stages is not None or training.init_from is not None:
-        return training.stages or ("gpt",)
+    if training.stages is not None:
+        return training.stages
+    if training.init_from is not None:
+        if settings.model.size not in FLOW_SIZES:
+            return ("gpt",)
+        return ("decoder",) if settings.data.tokenizer is None else ("gpt", "decoder")  # new letters need the GPT
     return tuple(stage for stage in STAGES if stage != "speaker" or num_speakers >= MIN_SPEAKERS)
 
 

@@ -29,6 +29,8 @@ from myxtts.config import (
     BUILDS_ON,
     DECODER_EMA_DECAY,
     FINE_TUNING,
+    FLOW_SIZES,
+    FLOW_TUNING,
     LANGUAGES,
     MIN_SPEAKERS,
     SAMPLE_RATE,
@@ -324,12 +326,17 @@ def _start(
 def fine_tuning_values(
     settings: Settings, prepared: PreparedCorpus, origin: Mapping[str, str], say: Say = _silent
 ) -> dict[str, Any]:
-    """The settings that suit fine-tuning the GPT on so much speech, by key; none if the user gave one of them."""
+    """The settings that suit fine-tuning the GPT, or a flow, on so much speech, by key.
+
+    None if the user gave one of them.
+    """
+    flow = {("decoder",): FLOW_TUNING} if settings.model.size in FLOW_SIZES else {}
+    table = {("gpt",): FINE_TUNING, **flow}.get(stages_of(settings), {})
     minutes = float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 60
-    row = next((values for most, values in FINE_TUNING.items() if minutes < most), {})
-    keys = {"training.epochs", *(key for values in FINE_TUNING.values() for key in values)}
+    row = next((values for most, values in table.items() if minutes < most), {})
+    keys = {"training.epochs", *(key for values in table.values() for key in values)}
     is_decided = any(origin.get(key) in ("file", "flag") for key in keys)
-    if settings.training.init_from is None or stages_of(settings) != ("gpt",) or is_decided:
+    if settings.training.init_from is None or is_decided:
         return {}
     own = as_loaded(settings)  # a preset may have set some; adapters have a learning rate of their own
     has_own = {key: own.is_set(key) for key in row} | {"training.learning_rate": settings.model.lora_rank > 0}

@@ -15,7 +15,7 @@ from conftest import SENTENCES, load_command, write_corpus
 from training_fixtures import SMALL, Start, newest, stop_at
 
 from myxtts import config, reports, run
-from myxtts.config import DEMO_FINE_TUNING, FINE_TUNING, SAMPLE_RATE, Settings
+from myxtts.config import DEMO_FINE_TUNING, FINE_TUNING, FLOW_TUNING, SAMPLE_RATE, Settings
 from myxtts.model.xtts import SIZES
 from myxtts.run import fine_tuning_values
 from myxtts.run_dir import RunDir
@@ -25,7 +25,7 @@ from myxtts.synthesis.synthesizer import provenance
 pytest_plugins = ["training_fixtures"]
 pytestmark = pytest.mark.usefixtures("small")
 Patch = pytest.MonkeyPatch
-BRIEF = "--vocab-size 256 --num-workers 1 --model-start-delay 0 --val-fraction 0 --batch-size 2"
+BRIEF = "--stages gpt --vocab-size 256 --num-workers 1 --model-start-delay 0 --val-fraction 0 --batch-size 2"
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_sentences_that_the_base_model_cannot_read_are_answered_with_the_way_out
 def test_the_demonstration_fine_tunes_the_base_model(start: Start, monkeypatch: Patch) -> None:
     monkeypatch.setattr(config, "DEMO_FINE_TUNING", {**DEMO_FINE_TUNING, "training.max_steps": 2})
     shown = start.command("train", "--num-workers", "1")
-    assert "demonstration: batch_size 2, lora_rank 16, max_steps 2, warmup_steps 8" in shown
+    assert "demonstration: batch_size 2, learning_rate 0.0001, max_steps 2, warmup_steps 8" in shown
     assert "fine-tuned on four minutes of speech" in shown and "babble" not in shown
     assert abs(soundfile.read("demo/sample.wav")[0]).max() > 0
     assert not RunDir(Path("demo")).has_checkpoint("dvae")
@@ -147,6 +147,8 @@ def test_fine_tuning_follows_the_minutes_of_speech_unless_the_user_decides() -> 
     for key in ("training.epochs", "training.max_steps", "training.learning_rate", "model.lora_rank"):
         assert fine_tuning_values(started, speech(1), {key: "flag"}) == {}
     assert fine_tuning_values(started, speech(1), {"data.batch_size": "flag", "training.epochs": "default"}) == few
+    flow = with_settings(started, {"model.size": "base"})
+    assert [fine_tuning_values(flow, speech(minutes), {}) for minutes in (10, 600)] == [*FLOW_TUNING.values()]
     with_adapters = with_settings(started, {"model.lora_rank": 8})  # by a preset: they have a rate of their own
     assert "training.learning_rate" not in fine_tuning_values(with_adapters, speech(20), {})
 

@@ -111,9 +111,11 @@ def test_the_steps_of_a_stage_end_with_its_epochs_or_its_limit(
     assert stage_steps(training, stage, num_clips=100, batch_clips=16, accumulate=2) == expected
 
 
-def test_a_start_from_weights_trains_only_the_gpt_unless_stages_are_named() -> None:
+def test_a_start_from_weights_trains_only_one_stage_unless_others_are_named() -> None:
     assert stages_of(settings()) == ("dvae", "gpt", "decoder")
     assert stages_of(settings(init_from="DIR")) == ("gpt",)
+    assert stages_of(settings(init_from="DIR", size="base")) == ("decoder",), "its flow takes on the voice"
+    assert stages_of(settings(init_from="DIR", size="base", tokenizer="F")) == ("gpt", "decoder")
     assert stages_of(settings(init_from="DIR", stages="dvae,gpt")) == ("dvae", "gpt")
 
 
