@@ -623,7 +623,7 @@ def test_speaking_goes_on_in_smaller_batches_under_a_cap(
     apply_caps(Plan(device, device, model_cap_mb=torch.cuda.memory_reserved() // 2**20 + 4096))
     request.addfinalizer(lambda: apply_caps(Plan(device, device, model_cap_mb=10**9)))
     for room_mb in (1024, 512, 256, 128, 96, 64, 48, 32, 24, 16, 8, 4):
-        synthesizer = speaking(device=device)
+        synthesizer = speaking(device=device, batch_size=256)
         voice = synthesizer.voice([reference])
         release_memory()
         # Memory that is reserved in pieces counts as allocatable, but one tensor cannot have it.
@@ -632,7 +632,7 @@ def test_speaking_goes_on_in_smaller_batches_under_a_cap(
         filler = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         caplog.clear()
         try:
-            synthesizer.speak_many(TEXTS * 5, voice, "en", seed=7, num_attempts=1)
+            synthesizer.speak_many(TEXTS * 80, voice, "en", seed=7, num_attempts=1)
             outcomes.add("smaller batches" if caplog.records else "whole batches")
         except PipelineError as error:
             assert "one sentence at a time" in str(error)
