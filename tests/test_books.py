@@ -230,6 +230,29 @@ def test_a_full_disk_loses_nothing_that_was_spoken(
     assert contents(tmp_path / "full") == contents(tmp_path / "whole")
 
 
+def test_a_book_is_continued_where_more_sentences_are_spoken_together(
+    tmp_path: Path, synthesizer: Synthesizer, anna: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoken(tmp_path / "whole", synthesizer, anna)
+    speak, calls = Narrator.speak, list[object]()
+
+    def interrupted(narrator: Narrator, group: object) -> object:
+        calls.append(group)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return speak(narrator, group)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Narrator, "speak", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            spoken(tmp_path / "moved", synthesizer, anna)
+    monkeypatch.setattr(
+        Narrator, "groups", lambda _, lines: [lines[at : at + 16] for at in range(0, len(lines), 16)]
+    )
+    spoken(tmp_path / "moved", synthesizer, anna)
+    assert contents(tmp_path / "moved") == contents(tmp_path / "whole")
+
+
 CHILD = """
 import sys, time
 sys.path.insert(0, {tests!r})

@@ -87,7 +87,7 @@ def speak_book(
     """Speak every chapter that is not finished; raises an error if the folder holds a book spoken otherwise."""
     work = out / _WORK
     with lock(work, of="book", flag="--out"):
-        about = _about(narrator, options)
+        about = _about(book, narrator, options)
         _require_same(work / "book.json", about, out)
         width = max(2, len(str(len(book.chapters))))
         jobs = [
@@ -152,7 +152,6 @@ class _ChapterJob:
         """Speak what is missing and write the files."""
         entries, num_bytes = self._read_journal()
         lines, notes = self._lines()
-        groups = self._narrator.groups(lines)
         if not lines:
             return FinishedChapter(self._file, 0.0, tuple(notes), is_new=False)
         if not entries:
@@ -162,7 +161,8 @@ class _ChapterJob:
         with open(self._pcm, "ab") as sound, open(self._journal, "ab") as journal:
             sound.truncate(_SAMPLE_BYTES * num_samples)
             journal.truncate(num_bytes or journal.tell())
-            for group in groups[len(entries) :]:
+            num_said = sum(entry["lines"] for entry in entries)  # another device makes groups of another size
+            for group in self._narrator.groups(lines[num_said:]):
                 spoken = self._narrator.speak(group)
                 wave = np.concatenate([with_silence(each) for each in spoken])
                 entry = _entry(spoken, num_samples, num_samples + len(wave))
@@ -224,7 +224,7 @@ class _ChapterJob:
         num_bytes = len(head)
         for line in rest:
             entry = _parsed(line)
-            if entry is None or not line.endswith(b"\n") or entry["end"] > available:
+            if entry is None or not line.endswith(b"\n") or "lines" not in entry or entry["end"] > available:
                 break
             entries.append(entry)
             num_bytes += len(line)
@@ -248,11 +248,12 @@ def _without_short(paragraphs: Sequence[str], shortest: int) -> list[str]:
     return joined
 
 
-def _about(narrator: Narrator, options: BookOptions) -> dict[str, Any]:
-    """What decides the sound of a book, apart from its text."""
+def _about(book: Book, narrator: Narrator, options: BookOptions) -> dict[str, Any]:
+    """What makes a book this one: its title, and what decides its sound apart from the text."""
     voice, model = narrator.voice, narrator.synthesizer
     latents = voice.latents.float().cpu().numpy().tobytes() + voice.speaker.float().cpu().numpy().tobytes()
     return {
+        "title": book.title,
         "model": model.fingerprint,
         "vocoder": model.vocoder.name,
         "voice": voice.name,
@@ -307,7 +308,8 @@ def _entry(spoken: Sequence[SpokenLine], first_sample: int, end: int) -> dict[st
             for sentence in each.report.sentences
             if sentence.problem
         ]
-    return {"end": end, "characters": sum(len(each.line.text) for each in spoken), "cues": cues, "notes": notes}
+    characters = sum(len(each.line.text) for each in spoken)
+    return {"end": end, "lines": len(spoken), "characters": characters, "cues": cues, "notes": notes}
 
 
 def _cue(written: Sequence[Any]) -> Cue:

@@ -27,7 +27,7 @@ from myxtts import config
 from myxtts.audio import Wave
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
-from myxtts.synthesis.engine import QUEUE_LIMIT, Deliver, End, Engine, Request, Ticket
+from myxtts.synthesis.engine import QUEUE_LIMIT, Deliver, End, Engine, QueueFull, Request, Ticket
 from myxtts.synthesis.markup import Markup, Segment
 from myxtts.synthesis.narration import merged, silence_after
 from myxtts.synthesis.scheduler import CHUNK_CODES, Piece
@@ -125,6 +125,17 @@ class Speaking:
         if self._is_cancelled:
             self._ticket.cancel()
 
+    async def _submit_next(self, part: Part) -> None:
+        """Submit a later part; the request was accepted, so it waits if the queue is full now."""
+        while not self._is_cancelled:
+            try:
+                await asyncio.to_thread(self._submit, part)
+            except QueueFull as error:
+                await asyncio.sleep(min(error.retry_after_s, 1.0))
+            else:
+                return
+        self._deliver(End())
+
     def cancel(self) -> None:
         """Free what the request holds; harmless after its end."""
         self._is_cancelled = True
@@ -140,7 +151,7 @@ class Speaking:
         reports: list[Report] = []
         for number, part in enumerate(self._parts):
             if number:
-                await asyncio.to_thread(self._submit, part)
+                await self._submit_next(part)
             while isinstance(arrived := await self._arrived.get(), Piece):
                 yield arrived
             if arrived.error is not None:

@@ -109,12 +109,18 @@ class Folders:
             return self._known
         found: dict[str, Path] = {}
         for root in self.roots:
-            for path in (path for path in _below(root, MOST_DEPTH) if self._is_one(path)):
+            for path in (path for path in _below(root, MOST_DEPTH) if self._is_readable_one(path)):
                 name = " › ".join(path.relative_to(root).parts) or root.name
                 if path not in found.values():
                     found[name if name not in found else f"{root.name} › {name}"] = path
         self._known, self._read_at = found, time.monotonic()
         return found
+
+    def _is_readable_one(self, path: Path) -> bool:
+        try:
+            return self._is_one(path)
+        except OSError:  # a folder that must not be read
+            return False
 
     def refresh(self) -> None:
         """Look for folders when one is next asked for."""
@@ -642,8 +648,12 @@ class Studio:
         folder = self.runs.folders.named(name)
         with self._loading:
             model = self._load_model(name, folder)
-            if not model.voices() and (speaker := speaker_of_run(folder)) is not None:
-                model.add_voice(*speaker)
+            try:
+                if not model.voices() and (speaker := speaker_of_run(folder)) is not None:
+                    model.add_voice(*speaker)
+            except BaseException:
+                model.engine.close()
+                raise
             self._models.add(model)
         return {"name": name}
 
