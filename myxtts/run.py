@@ -330,8 +330,10 @@ def fine_tuning_values(
 
     None if the user gave one of them.
     """
-    flow = {("decoder",): FLOW_TUNING} if settings.model.size in FLOW_SIZES else {}
-    table = {("gpt",): FINE_TUNING, **flow}.get(stages_of(settings), {})
+    tables: dict[tuple[str, ...], Mapping[float, Mapping[str, Any]]] = {("gpt",): FINE_TUNING}
+    if settings.model.size in FLOW_SIZES:
+        tables["decoder",] = FLOW_TUNING
+    table = tables.get(stages_of(settings), {})
     minutes = float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 60
     row = next((values for most, values in table.items() if minutes < most), {})
     keys = {"training.epochs", *(key for values in table.values() for key in values)}
