@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+# cuBLAS reads this once, at the first product of the process: plain runs on a GPU come before deterministic ones.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ["MYXTTS_BASE"] = "no-base-model"  # no test depends on whether this copy has one
 
 from myxtts.config import DataSettings

@@ -262,7 +262,8 @@ class DvaeRecipe(Recipe):
         self.register_buffer("candidate_weights", torch.zeros_like(vectors[0]), persistent=False)
         self.register_buffer("mel_stats", torch.ones(dvae.channels, device=vectors.device), persistent=False)
         # These differ between processes; DDP would broadcast those of the first.
-        self._ddp_params_and_buffers_to_ignore = ["counts_and_sums", "candidates", "candidate_weights"]
+        own = ["counts_and_sums", "candidates", "candidate_weights", "mel_stats"]
+        self._ddp_params_and_buffers_to_ignore = own
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         out, sums = self._reconstruct(tensors, sizes)
