@@ -328,7 +328,7 @@ def fine_tuning_values(
 ) -> dict[str, Any]:
     """The settings that suit fine-tuning the GPT, or a flow, on so much speech, by key.
 
-    None if the user gave one of them.
+    What the user gave stays; for the GPT, whose steps and learning rate go together, the user then decides on all.
     """
     tables: dict[tuple[str, ...], Mapping[float, Mapping[str, Any]]] = {("gpt",): FINE_TUNING}
     if settings.model.size in FLOW_SIZES:
@@ -337,14 +337,16 @@ def fine_tuning_values(
     minutes = float(prepared.train.num_samples.sum()) / SAMPLE_RATE / 60
     row = next((values for most, values in table.items() if minutes < most), {})
     keys = {"training.epochs", *(key for values in table.values() for key in values)}
-    is_decided = any(origin.get(key) in ("file", "flag") for key in keys)
-    if settings.training.init_from is None or is_decided:
+    given = {key for key in keys if origin.get(key) in ("file", "flag")}
+    if settings.training.init_from is None or (given and table is FINE_TUNING):
         return {}
+    given |= {"training.max_steps"} if "training.epochs" in given else set()
     own = as_loaded(settings)  # a preset may have set some; adapters have a learning rate of their own
     has_own = {key: own.is_set(key) for key in row} | {"training.learning_rate": settings.model.lora_rank > 0}
-    found = {key: value for key, value in row.items() if not has_own[key]}
+    found = {key: value for key, value in row.items() if not has_own[key] and key not in given}
     if listed := ", ".join(f"{specs()[key].flags[0]} {value:g}" for key, value in found.items()):
-        say(f"Fine-tuning on {minutes:.1f} minutes of speech: {listed} (give one of these, and you decide on all)")
+        all_or_none = " (give one of these, and you decide on all)" if table is FINE_TUNING else ""
+        say(f"Fine-tuning on {minutes:.1f} minutes of speech: {listed}{all_or_none}")
     return found
 
 
