@@ -317,12 +317,17 @@ def test_what_is_no_regular_file_is_not_opened(read: Read, tmp_path: Path) -> No
 
 def test_long_lines_and_many_missing_files(read: Read) -> None:
     def seconds(num_lines: int) -> float:
-        start = time.process_time()
-        corpus = read("a|One.\n" + "".join(f"x{number}|Text.\n" for number in range(num_lines)))
-        assert len(corpus.set_aside) == num_lines
-        return time.process_time() - start
+        """The fastest of three: the machine may be busy."""
+        found = []
+        for _ in range(3):
+            start = time.process_time()
+            corpus = read("a|One.\n" + "".join(f"x{number}|Text.\n" for number in range(num_lines)))
+            found.append(time.process_time() - start)
+            assert len(corpus.set_aside) == num_lines
+        return min(found)
 
-    assert seconds(40_000) < 8 * max(seconds(10_000), 0.05)
+    few, many = seconds(10_000), seconds(40_000)
+    assert many < 10 * max(few, 0.05), "linear: four times as long, not sixteen"
     corpus = read("a|One.\n" + "b|" + "word " * 1_000_000 + "\n" + "," * 1_000_000 + "\n")
     assert [clip.id for clip in corpus.clips] == ["a", "b"] and len(corpus.set_aside) == 1
 
