@@ -479,7 +479,9 @@ def test_judges_score_what_is_spoken_and_choose_the_gpt_that_the_decoder_is_trai
     assert why in caplog.text and "trains decoder again" in caplog.text
 
 
-def test_a_choice_without_what_it_needs_is_refused(start: Start) -> None:
+def test_a_choice_without_what_it_needs_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("myxtts.evaluation.JUDGE_FOLDER", "no-judges")  # this copy may have some
+    monkeypatch.setattr("myxtts.evaluation.find_spec", lambda _: None)
     run = start("--stages gpt --best-by wer", code=2)
     assert "--best-by wer needs the judges. No judges of speech in" in start.err and not run.exists()
     start("--stages gpt --best-by loss --evaluate-on off", code=2)
