@@ -692,9 +692,8 @@ def test_steps_never_wait_for_the_device_and_compile_once(name: str, compiled: b
         recipe.before_first_step(batches[1])
         for number, batch in enumerate(batches[1:], 49):
             step(batch, number)
-    assert float(first) == pytest.approx(
-        expected, rel=0.2
-    )  # a fresh decoder is so quiet that bf16 shows in its log-mels
+    # A fresh decoder is so quiet that bf16 shows in its log-mels.
+    assert float(first) == pytest.approx(expected, rel=0.2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compiled)
 
 

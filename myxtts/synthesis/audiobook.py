@@ -178,9 +178,7 @@ class _ChapterJob:
         content = io.BytesIO()  # libsndfile would hide why a file cannot be written
         form = FORMATS[self._options.form]
         with soundfile.SoundFile(content, "w", OUTPUT_SAMPLE_RATE, 1, **form) as file:
-            for first in range(
-                0, len(pcm), OUTPUT_SAMPLE_RATE
-            ):  # in one piece libsndfile's encoders need much stack
+            for first in range(0, len(pcm), OUTPUT_SAMPLE_RATE):  # encoders need much stack for one long piece
                 file.write(pcm[first : first + OUTPUT_SAMPLE_RATE])
         write_atomically(self._file, lambda path: path.write_bytes(content.getbuffer()))
         if self._options.subtitle_form:
