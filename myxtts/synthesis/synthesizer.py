@@ -39,6 +39,7 @@ from myxtts.synthesis.slots import Slots
 from myxtts.synthesis.text import Limits, Sentence, TextFrontend
 from myxtts.synthesis.vocoding import GriffinLim, HifiGan, is_faint
 from myxtts.synthesis.voices import Voice, VoiceEncoder
+from myxtts.synthesis.windows import MAX_SPEED
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, has_weights, load_folder
 
@@ -51,7 +52,7 @@ OWN_GUIDANCE = 2.0  # docs/results.md: words are clearer than without, and no sc
 SAMPLING_FLAGS = ("temperature", "repetition_penalty", "guidance", "central")  # fields of `Sampling` with a flag
 NUM_ATTEMPTS = 3
 BATCH_SIZE = 16  # sentences generated together
-MIN_SPEED, MAX_SPEED, MAX_GUIDANCE = 0.5, 2.0, 10.0
+MIN_SPEED, MAX_GUIDANCE = 0.5, 10.0
 SILENT = 1e-3  # the wave of a sentence that never reaches this is silent
 FAINT_NOTE = "hardly anything can be heard: the model has not learnt to make sound yet"
 _FORMATS = (".wav", ".flac")
