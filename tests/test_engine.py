@@ -167,9 +167,9 @@ class GraphOnCpu:
 
     pool = None
 
-    def __init__(self, work: Callable[[], Any], _stream: Stream, _pool: Any = None) -> None:
+    def __init__(self, work: Callable[[], Any], _stream: Stream, _pool: Any = None, *, warm_ups: int = 3) -> None:
         self.replay = work
-        for _ in range(3):
+        for _ in range(warm_ups):
             work()
 
 
@@ -283,13 +283,13 @@ def test_a_voice_is_made_in_the_thread_that_speaks(
 ) -> None:
     """So it may be made while others speak, and they say what they would have said."""
     expected = np.concatenate(list(synthesizer.stream(LONG_TEXT, anna, "en", seed=4)))
-    threads, real = list[str](), synthesizer.voice
+    threads, real = list[str](), synthesizer.voice_of
 
     def voice(*given: Any) -> Voice:
         threads.append(threading.current_thread().name)
         return real(*given)
 
-    monkeypatch.setattr(synthesizer, "voice", voice)
+    monkeypatch.setattr(synthesizer, "voice_of", voice)
     engine = make(slots=2)
     listener = submit(engine, anna, LONG_TEXT, seed=4)
     made = engine.voice([reference], "new")

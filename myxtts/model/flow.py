@@ -54,9 +54,7 @@ class MelFlow(nn.Module):
         for parameter in (*self.last.parameters(), self.latents.weight):
             nn.init.zeros_(parameter)
 
-    def forward(
-        self, mel: Tensor, time: Tensor, given: Tensor, g: Tensor, inside: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, mel: Tensor, time: Tensor, given: Tensor, g: Tensor, inside: Tensor | None = None) -> Tensor:
         """The velocity at `time` [B], 0 for noise and 1 for mels; `given` is normalised.
 
         Frames that are not `inside` [B, F, 1] their sentence are seen as zeros, as those beyond the edges are.
@@ -88,9 +86,7 @@ class MelFlow(nn.Module):
             mel = self.follow(mel, step, given, g)
         return mel * TARGET_SCALE + TARGET_MEAN
 
-    def follow(
-        self, mel: Tensor, step: int, given: Tensor, g: Tensor, inside: Tensor | None = None
-    ) -> Tensor:
+    def follow(self, mel: Tensor, step: int, given: Tensor, g: Tensor, inside: Tensor | None = None) -> Tensor:
         """The mel after an Euler step; a frame depends on `REACH` / `STEPS` frames to either side."""
         time = torch.full((len(given),), step / STEPS, device=given.device)
         velocity: Tensor = self(mel, time, given, g, inside)

@@ -77,6 +77,8 @@ class GriffinLim:
     def begin(self, speaker: Tensor, speed: float) -> GriffinLimStream:  # noqa: ARG002 (as `HifiGan`)
         return GriffinLimStream(self, speed)
 
+    delay_codes = 0  # the wave of a sentence comes as a whole
+
     def capture(self) -> None:
         """Nothing can be captured."""
 
@@ -458,7 +460,7 @@ class HifiGan:
             for name, layers in self._generator.named_children():
                 if name not in ("flow", "conv_post"):
                     layers.half()
-        sizes = {window_frames: (1, 2, 4)} if window_frames else GPU_WINDOWS
+        sizes: dict[int, tuple[int, ...]] = {window_frames: (1, 2, 4)} if window_frames else GPU_WINDOWS
         self._windows = Windows(self._generator, self.codec, sizes) if window_frames or on_gpu else None
 
     @property

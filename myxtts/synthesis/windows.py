@@ -38,7 +38,7 @@ MAX_SPEED = 2.0
 REACH_FRAMES = 16
 """Receptive field of the generator to either side: 13.3 frames by the widths of its convolutions."""
 FADE_FRAMES = 1
-GPU_WINDOWS = {208: (1, 2, 4, 8, 12, 16), 128: (1, 2, 4, 8, 16), 64: (1, 2, 4, 8, 16)}
+GPU_WINDOWS: dict[int, tuple[int, ...]] = {208: (1, 2, 4, 8, 12, 16), 128: (1, 2, 4, 8, 16), 64: (1, 2, 4, 8, 16)}
 """Windows by their frames, and how many of them are computed together. A piece of 40 codes with its context takes
 one of 208 frames, a piece of 20 one of 128, a first piece of 10 one of 64. With other lengths a GPU would have to
 plan the convolutions anew."""
@@ -145,7 +145,8 @@ class WindowStream:
         self.num_done = plan.ready
         if not plan.is_last:
             self.num_done -= FADE_FRAMES
-            wave, self._overlap = np.split(wave, [-FADE_FRAMES * SAMPLES_PER_FRAME])
+            end = len(wave) - FADE_FRAMES * SAMPLES_PER_FRAME
+            wave, self._overlap = wave[:end], wave[end:]
         least = self._windows.first_code(max(self.num_done - REACH_FRAMES, 0), self.factors)
         self._parts = [part for part in self._parts if part[0] + len(part[1].codes) > least]
         return wave
@@ -161,11 +162,12 @@ class _Launched(NamedTuple):
 class Windows:
     """Makes the pieces of many sentences at once."""
 
-    def __init__(self, generator: Generator, codec: Codec | None, sizes: dict[int, Sequence[int]]) -> None:
+    def __init__(self, generator: Generator, codec: Codec | None, sizes: dict[int, tuple[int, ...]]) -> None:
         self.generator, self.codec, self._counts = generator, codec, sizes
         self.sizes = sorted(sizes)
         self.device = generator.conv_pre.weight.device
         self.reach = REACH if codec is not None else 0  # frames that the flow sees to either side
+        self.stream = Stream(self.device)  # of captures: graphs share memory only if they were captured on one
         self.noise = noise_of(NOISE_FRAMES).t().contiguous().to(self.device)
         self._programs: dict[tuple[int, int], _Program] = {}
 
@@ -285,7 +287,7 @@ class _Program:
     def capture(self, pool: Any) -> None:
         flags = torch.backends.cudnn.flags(enabled=True, benchmark=True, benchmark_limit=PLANS_TRIED)
         with flags, _tf32_products():
-            self.graph = CudaGraph(self._compute, Stream(self._windows.device), pool)
+            self.graph = CudaGraph(self._compute, self._windows.stream, pool)
 
     def run(self, given: Sequence[tuple[WindowStream, _Plan, Excerpt]]) -> Tensor:
         """Waves [windows, samples], which the next run overwrites."""
@@ -300,8 +302,8 @@ class _Program:
                 if start >= end:
                     continue
                 row[start - first : end - first] = part.codes[start - at : end - at].numpy()
-                places = np.arange(num_latents, num_latents + end - start)
-                row[self._num_codes + start - first : self._num_codes + end - first] = places
+                there = slice(self._num_codes + start - first, self._num_codes + end - first)
+                row[there] = np.arange(num_latents, num_latents + end - start)
                 latents.append(part.latents[start - at : end - at])
                 num_latents += end - start
         self._send(self._numbers[: len(given)], torch.from_numpy(numbers))
@@ -322,14 +324,15 @@ class _Program:
 
     def _compute(self) -> Tensor:
         """Waves of what is in the memory. Needs nothing from the host, so it can be captured."""
-        codes, _, fixed = self._numbers.split([self._num_codes, self._num_codes, self._num_fixed], 1)
-        num_codes, numerator, denominator, offset, *places = fixed.split(1, 1)
+        codes, _, fixed = self._numbers.tensor_split([self._num_codes, 2 * self._num_codes], 1)
+        num_codes, numerator, denominator, offset, *places = fixed.tensor_split(self._num_fixed, 1)
         starts, lengths = places[: self._num_stages + 1], places[self._num_stages + 1 :]
         rows, generator = self._latents.view(self._count, self._num_codes, -1), self._windows.generator
         if (codec := self._windows.codec) is not None:
             mels = codec.dvae.mel_rows(codes, codec.mel_stats, num_codes.squeeze(1))
             rows = unfolded(torch.cat([mels, rows], 2))
-        factors = [numerator.double() / denominator, *self._windows.factors(1.0)[1:]]
+        factors: list[Tensor | float] = [numerator.double() / denominator]
+        factors += map(float, self._windows.factors(1.0)[1:])
         for stage, factor in enumerate(factors):
             numbers = starts[stage + 1] + self._arange[: self._rows[stage + 1]]
             rows = _interpolated(rows, starts[stage], numbers, factor, lengths[stage])
@@ -351,14 +354,11 @@ class _Program:
         return mel.mT * TARGET_SCALE + TARGET_MEAN
 
 
-def _interpolated(
-    rows: Tensor, first: Tensor, numbers: Tensor, factor: Tensor | Fraction, length: Tensor
-) -> Tensor:
+def _interpolated(rows: Tensor, first: Tensor, numbers: Tensor, factor: Tensor | float, length: Tensor) -> Tensor:
     """Rows `numbers` [B, n] of sequences that were interpolated by `factor`, as `Stretch` gives them.
 
     `rows` [B, m, channels] begin at row `first` [B, 1] of sequences of `length` [B, 1].
     """
-    factor = factor if isinstance(factor, Tensor) else float(factor)
     places = torch.minimum(((numbers.double() + 0.5) / factor - 0.5).clamp(min=0), (length - 1).double())
     before = places.long()
     share = (places - before).to(rows.dtype)[:, :, None]
