@@ -674,7 +674,7 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
         ctx.say(f"Buffer size: {feed.buffers()}")
         if feed.own_references is not None:
-            ctx.say(f"Reference voices: {_about_references(feed.own_references, ctx.prepared)}")
+            ctx.say(f"Reference voices: {_about_references(feed.own_references, data, ctx.prepared)}")
         ctx.say(f"Training step: {step.mode}")
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)
@@ -682,7 +682,9 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
         return Trainer(ctx, step, feed, state, total, peak).run()
 
 
-def _about_references(own: float, prepared: PreparedCorpus) -> str:
+def _about_references(own: float, data: config.DataSettings, prepared: PreparedCorpus) -> str:
+    if data.reference_clip == "same":
+        return "each clip is conditioned on itself, as --reference-clip same asks"
     if own == 0:
         return "each clip is conditioned on another clip of its speaker"
     advice = "if one person speaks in all clips without a name, give --single-speaker"

@@ -30,7 +30,7 @@ from corpus import RECORDINGS, Spoken, plain, read_speech, split, unpacked, writ
 from evaluation import Checkpoint, gpt_steps, held_out_losses, pack, run_at
 from learn import HAS_ESPEAK
 from rich.table import Table
-from training import Deadline, console, train_stage
+from training import NUM_CHECKPOINTS, Deadline, console, train_stage
 
 from myxtts.config import MODEL_SIZES, SAMPLE_RATE
 from myxtts.data.prepare import prepare
@@ -146,7 +146,9 @@ def run(options: argparse.Namespace) -> None:
     if not (options.corpus / PARTS).is_file():
         make_corpus(options)
     for arm in ARMS:
-        options.run, ours = options.home / arm, {"data.max_mel_frames": MAX_MEL_FRAMES}
+        # Every command removes the checkpoints of all stages that are too many for it.
+        ours = {"data.max_mel_frames": MAX_MEL_FRAMES, "training.keep_checkpoints": NUM_CHECKPOINTS + 1}
+        options.run = options.home / arm
         if arm != ARMS[0] and not options.run.is_dir():
             shutil.copytree(
                 options.home / ARMS[0], options.run, ignore=shutil.ignore_patterns("gpt", "metrics.jsonl")
