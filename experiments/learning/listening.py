@@ -158,8 +158,11 @@ def run(options: argparse.Namespace) -> None:
         console.print(f"after {time.perf_counter() - began:.0f} s")
         steps = gpt_steps(options.run)[-CHECKPOINTS_SPOKEN if arm == ARMS[0] else -1 :]
         for step in steps:
-            speak(options, arm, step)
-        pack(options.out, options.home / "spoken.zip")
+            try:
+                speak(options, arm, step)
+            except Exception:  # the other checkpoints and the other training go on
+                console.print_exception()
+        pack(options.out, options.zip or options.home / "spoken.zip")
         console.print(f"after {time.perf_counter() - began:.0f} s")
 
 
@@ -267,6 +270,7 @@ def main() -> None:
     running.set_defaults(call=run)
     running.add_argument("--speech", type=Path, required=True, help="a zip file or folder, see learn.py")
     running.add_argument("--home", type=Path, required=True)
+    running.add_argument("--zip", type=Path, help="what to write instead of spoken.zip in --home")
     running.add_argument("--hold-out", nargs="*", default=[], metavar="SPEAKER=SENTENCES")
     running.add_argument("--test", type=int, default=NUM_TEST)
     running.add_argument("--choosing", type=int, default=NUM_CHOOSING)
@@ -274,7 +278,7 @@ def main() -> None:
     running.add_argument("--size", default="small", choices=MODEL_SIZES)
     running.add_argument("--batch", type=int, default=64)
     running.add_argument("--dvae-steps", type=int, default=2000)
-    running.add_argument("--gpt-steps", type=int, default=3200)
+    running.add_argument("--gpt-steps", type=int, default=3000)
     judging.set_defaults(call=judge)
     judging.add_argument("spoken", type=Path)
     judging.add_argument("--all", action="store_true", help="judge the test sentences of all checkpoints")
