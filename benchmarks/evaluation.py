@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import sys
@@ -142,6 +143,8 @@ def apart(options: argparse.Namespace, way: str, folder: Path) -> dict[str, Any]
     except (subprocess.SubprocessError, OSError) as error:
         console.print(f"{way}: {type(error).__name__}: {error}"[:300], markup=False)
         return None
+    finally:
+        shutil.rmtree(folder / WAYS.get(way, "off"), ignore_errors=True)
 
 
 def one_way(options: argparse.Namespace) -> None:
@@ -186,12 +189,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="normal", choices=list(SIZES))
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=470)
+    parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--every", type=int, default=200, help="steps between two evaluations")
     parser.add_argument("--sentences", type=int, default=8)
     parser.add_argument("--clips", type=int, default=2000)
     parser.add_argument("--held-out", type=int, default=128)
-    parser.add_argument("--from-step", type=int, default=60, help="earlier steps compile")
+    parser.add_argument("--from-step", type=int, default=40, help="earlier steps compile and compute codes")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which a run is given up")
     parser.add_argument("--way", choices=(*WAYS, ANOTHER_CARD), help="only this one, for --folder")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
