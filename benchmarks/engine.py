@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 64, 128] if on_gpu else [1, 2, 4])
     parser.add_argument("--streams", type=int, nargs="+", default=[200, 300] if on_gpu else [1, 2, 3])
     parser.add_argument("--speaking", type=int, default=64 if on_gpu else 2, help="while requests join")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--play-s", type=float, default=7.0, help="of listening in real time, twice")
     options = parser.parse_args()
     for name in options.models:

@@ -469,10 +469,10 @@ class Stream:
     """An ordered queue of work on one device."""
 
     def __init__(self, device: torch.device, *, high_priority: bool = False) -> None:
-        self.device = device
+        self.device, self._priority = device, -1 if high_priority else 0
         self.handle: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self.handle = torch.cuda.Stream(device, priority=-1 if high_priority else 0)  # type: ignore[no-untyped-call]
+            self.handle = torch.cuda.Stream(device, priority=self._priority)  # type: ignore[no-untyped-call]
 
     @classmethod
     def current(cls, device: torch.device) -> Stream:
@@ -483,8 +483,11 @@ class Stream:
 
     @cached_property
     def capture_stream(self) -> torch.cuda.Stream:
-        """A separate stream for captures, so that work from other threads stays out of the graphs."""
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        """A separate stream for captures, so that work from other threads stays out of the graphs.
+
+        What is captured keeps the priority of the stream that it was captured on.
+        """
+        return torch.cuda.Stream(self.device, priority=self._priority)  # type: ignore[no-untyped-call]
 
     def use(self) -> contextlib.AbstractContextManager[object]:
         """A context in which the calling thread launches work on this stream."""
@@ -513,13 +516,15 @@ class CudaGraph(Generic[Result]):
     overwrites. Graphs that never run at the same time may share the memory of a `pool`.
     """
 
-    def __init__(self, work: Callable[[], Result], stream: Stream, pool: Any = None) -> None:
+    def __init__(
+        self, work: Callable[[], Result], stream: Stream, pool: Any = None, *, warm_ups: int = WARM_UPS
+    ) -> None:
         random_state = torch.cuda.get_rng_state(stream.device)
         private = stream.capture_stream
         with CAPTURING, torch.cuda.device(stream.device):
             torch.cuda.synchronize()
             with torch.cuda.stream(private):
-                for _ in range(WARM_UPS):
+                for _ in range(warm_ups):
                     work()
             torch.cuda.synchronize()
             self._graph = torch.cuda.CUDAGraph()

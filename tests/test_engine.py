@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from synthesis_fixtures import CLEAR, LONG_TEXT, TEXTS, generate, make_model, speaking
+from synthesis_fixtures import CLEAR, CPU, LONG_TEXT, TEXTS, generate, make_model, speaking
 
 from myxtts.audio import Wave
 from myxtts.checkpoints import UnreadableWeights
 from myxtts.devices import Stream
 from myxtts.errors import ConfigError, DatasetError, PipelineError
+from myxtts.model.xtts import XTTS
 from myxtts.synthesis.engine import End, Engine, EngineClosed, QueueFull, Request
 from myxtts.synthesis.generation import Prompt, Sampling, Shape, draws
-from myxtts.synthesis.scheduler import Cancelled, Piece
+from myxtts.synthesis.scheduler import GPU_BATCHES, GPU_PIECES, Cancelled, Job, Piece, Scheduler
 from myxtts.synthesis.slots import PREFILL_TOKENS, Running, Slots
 from myxtts.synthesis.synthesizer import PUBLISHED_SAMPLING, Report, Synthesizer, load_synthesizer
 from myxtts.synthesis.text import UnspeakableText
-from myxtts.synthesis.vocoding import HifiGanStream
+from myxtts.synthesis.vocoding import HifiGan, HifiGanStream
 from myxtts.synthesis.voices import Voice, VoiceLibrary
 from myxtts.weights import has_weights
 
@@ -167,9 +169,9 @@ class GraphOnCpu:
 
     pool = None
 
-    def __init__(self, work: Callable[[], Any], _stream: Stream, _pool: Any = None) -> None:
+    def __init__(self, work: Callable[[], Any], _stream: Stream, _pool: Any = None, *, warm_ups: int = 3) -> None:
         self.replay = work
-        for _ in range(3):
+        for _ in range(warm_ups):
             work()
 
 
@@ -193,6 +195,87 @@ def test_captured_steps_that_run_ahead_say_the_same(monkeypatch: Patch) -> None:
         assert alone.codes.tolist() == codes
     slots.capture(PUBLISHED_SAMPLING)
     assert run(slots, work[:2], chance) == among[:2]
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: Patch) -> Callable[[XTTS], Synthesizer]:
+    """Makes synthesizers that work as on a GPU, on a CPU: captured, ahead of the host, windows in batches."""
+    monkeypatch.setattr("myxtts.synthesis.slots.CudaGraph", GraphOnCpu)
+    monkeypatch.setattr("myxtts.synthesis.windows.CudaGraph", GraphOnCpu)
+    first, scheduler = Slots.__init__, Scheduler.__init__
+
+    def make_slots(self: Slots, *given: Any, **how: Any) -> None:
+        first(self, *given, **how)
+        self._runs_ahead, self._stream = True, Stream(CPU, high_priority=True)
+
+    def make_scheduler(self: Scheduler, *given: Any, **how: Any) -> None:
+        scheduler(self, *given, **how)
+        self._on_cpu, self._stream, self._most_vocoding = False, Stream(CPU), GPU_PIECES * GPU_BATCHES
+
+    monkeypatch.setattr(Slots, "__init__", make_slots)
+    monkeypatch.setattr(Scheduler, "__init__", make_scheduler)
+
+    def make(model: XTTS) -> Synthesizer:
+        synthesizer = speaking(model, dtype=torch.float32)
+        synthesizer.vocoder = HifiGan(model.hifigan_decoder, (model.dvae, model.mel_stats), window_frames=128)
+        return with_pieces_of_gpu(synthesizer)
+
+    return make
+
+
+def with_pieces_of_gpu(synthesizer: Synthesizer) -> Synthesizer:
+    real = synthesizer.job
+
+    def job(*given: Any, **how: Any) -> Job:
+        job, delay = real(*given, **how), synthesizer.vocoder.delay_codes
+        job.first_codes, job.later_codes = delay + 3, 2 * job.chunk_codes
+        return job
+
+    synthesizer.job = job  # type: ignore[method-assign]
+    return synthesizer
+
+
+@pytest.mark.parametrize("decoder_input", ["latents", "mel"])
+def test_the_way_of_a_gpu_speaks_as_the_plain_one(
+    make: Make, anna: Voice, as_on_gpu: Callable[[XTTS], Synthesizer], decoder_input: str
+) -> None:
+    """The same codes, and the same wave up to rounding; alone and among others, whose batches differ, too."""
+    model = make_model(decoder_input=decoder_input)
+    if (flow := model.hifigan_decoder.waveform_decoder.flow) is not None:
+        torch.nn.init.normal_(flow.last.weight, std=0.3)
+    voice, plain = (
+        replace(anna, fingerprint=""),
+        with_pieces_of_gpu(speaking(deepcopy(model), dtype=torch.float32)),
+    )
+    engine = make(as_on_gpu(model), slots=12)
+    listeners = [
+        submit(engine, voice, LONG_TEXT, seed=seed, speed=1 + seed / 10, chunk_codes=12) for seed in range(3)
+    ]
+    others = [submit(engine, voice, seed=seed, sampling=SAMPLINGS[seed % 2]) for seed in range(10)]
+    for seed, listener in enumerate(listeners):
+        stream = plain.stream(LONG_TEXT, voice, "en", seed=seed, speed=1 + seed / 10, chunk_codes=12)
+        expected = np.concatenate(list(stream))
+        found = [sentence.codes for sentence in listener.report.sentences]
+        assert found == [sentence.codes for sentence in stream.report.sentences]
+        np.testing.assert_allclose(listener.wave, expected, atol=1e-3)
+        assert len(listener.pieces) > len(TEXTS)
+    assert all(len(other.wave) for other in others)
+    again = submit(engine, voice, LONG_TEXT, seed=0, chunk_codes=12)
+    pieces = [len(piece.wave) for piece in again.pieces] if again.end else []
+    assert pieces == [len(piece.wave) for piece in listeners[0].pieces], "where pieces end never depends on time"
+
+
+def test_a_gpu_captures_nothing_while_it_serves(
+    make: Make, anna: Voice, as_on_gpu: Callable[[XTTS], Synthesizer]
+) -> None:
+    """Other sampling is served by what was captured for any."""
+    engine = make(as_on_gpu(make_model(has_codebook=True)), slots=4)
+    slots = engine._scheduler.slots
+    slots.capture(PUBLISHED_SAMPLING)
+    captured, voice = len(slots._graphs), replace(anna, fingerprint="")
+    listeners = [submit(engine, voice, seed=1, sampling=sampling) for sampling in SAMPLINGS]
+    assert all(len(listener.wave) for listener in listeners)
+    assert captured == len(slots._graphs) > 5
 
 
 @pytest.mark.gpu
@@ -283,13 +366,13 @@ def test_a_voice_is_made_in_the_thread_that_speaks(
 ) -> None:
     """So it may be made while others speak, and they say what they would have said."""
     expected = np.concatenate(list(synthesizer.stream(LONG_TEXT, anna, "en", seed=4)))
-    threads, real = list[str](), synthesizer.voice
+    threads, real = list[str](), synthesizer.voice_of
 
     def voice(*given: Any) -> Voice:
         threads.append(threading.current_thread().name)
         return real(*given)
 
-    monkeypatch.setattr(synthesizer, "voice", voice)
+    monkeypatch.setattr(synthesizer, "voice_of", voice)
     engine = make(slots=2)
     listener = submit(engine, anna, LONG_TEXT, seed=4)
     made = engine.voice([reference], "new")

@@ -234,7 +234,7 @@ def test_a_constant_is_no_sound() -> None:
 
 
 def test_fewer_sentences_at_a_time_are_spoken_when_memory_is_short(
-    synthesizer: Synthesizer, anna: Voice, monkeypatch: Patch, caplog: Log
+    synthesizer: Synthesizer, anna: Voice, reference: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     """Slots and batches of sound become smaller; if one sentence is too much, the error says what to do."""
     texts, real_slots, real_sound = [*TEXTS, *TEXTS[:2]], Slots.__init__, HifiGan.push_many
@@ -264,7 +264,7 @@ def test_fewer_sentences_at_a_time_are_spoken_when_memory_is_short(
             speak(TEXTS[0], anna, "en")
     monkeypatch.setattr(synthesizer._encoder, "voice", lambda *_, **__: little_sound(synthesizer.vocoder, [1]))  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match=r"Out of memory on cpu while encoding a voice\. Close"):
-        synthesizer.voice(["anna.wav"])
+        synthesizer.voice([reference])
 
 
 def test_a_piece_that_runs_out_of_memory_once_is_made_again(

@@ -18,14 +18,13 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE, HifiGanDecoder, spectral_di
 from myxtts.model.xtts import XTTS
 from myxtts.synthesis.generation import Generated
 from myxtts.synthesis.vocoding import (
-    GPU_WINDOW_FRAMES,
     LEAST_CHANNELS,
-    REACH_FRAMES,
     CpuGenerator,
     GriffinLim,
     HifiGan,
     Stretch,
 )
+from myxtts.synthesis.windows import REACH_FRAMES, Push
 from myxtts.training.recipes import LOSS_MEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -108,7 +107,7 @@ def test_the_generator_sees_no_farther_than_its_reach(decoder: HifiGanDecoder) -
 
 
 @pytest.mark.parametrize(("chunk_codes", "speed"), [(3, 1.0), (20, 1.0), (20, 1.3), (1000, 0.7)])
-@pytest.mark.parametrize("window", [None, GPU_WINDOW_FRAMES, 40])
+@pytest.mark.parametrize("window", [None, 128, 40])
 def test_pieces_equal_the_whole(
     decoder: HifiGanDecoder, sentences: list[Generated], chunk_codes: int, speed: float, window: int | None
 ) -> None:
@@ -166,6 +165,45 @@ def test_pieces_of_a_decoder_of_mels_equal_the_whole(mel_model: XTTS, chunk_code
             expected = decoder(rows, SPEAKER[None, :, None])[0, 0]
             assert expected.std() > 1e-4
             torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("reads_mels", [False, True])
+@pytest.mark.parametrize("window", [48, 128])
+def test_pieces_of_many_sentences_are_computed_together(mel_model: XTTS, window: int, reads_mels: bool) -> None:
+    """The way of a GPU: other lengths, speeds and speakers in one batch, each equal to its sentence alone."""
+    torch.manual_seed(1)
+    model = mel_model if reads_mels else make_model().eval().requires_grad_(False)
+    given = (model.hifigan_decoder, (model.dvae, model.mel_stats))
+    alone, together = HifiGan(*given), HifiGan(*given, window_frames=window)
+    lengths, speeds = (3, 6, 7, 23, 40, 61), (1.0, 2.0, 0.7, 1.3, 0.5, 1.0)
+    sentences = [Generated(torch.randint(64, (length,)), torch.randn(length, 64)) for length in lengths]
+    speakers = F.normalize(torch.randn(len(lengths), 16), dim=1)
+    streams = [together.begin(*each) for each in zip(speakers, speeds, strict=True)]
+    waves = [torch.zeros(0) for _ in lengths]
+    for first in range(0, max(lengths), 9):
+        going = [number for number, length in enumerate(lengths) if first < length]
+        parts = [Generated(*(rows[first : first + 9] for rows in sentences[number])) for number in going]
+        pushes = [
+            Push(streams[number], part, first + 9 >= lengths[number])
+            for number, part in zip(going, parts, strict=True)
+        ]
+        for number, wave in zip(going, together.push_many(pushes), strict=True):
+            waves[number] = torch.cat([waves[number], wave])
+    for sentence, speaker, speed, wave in zip(sentences, speakers, speeds, waves, strict=True):
+        expected = alone.begin(speaker, speed).push(sentence, last=True)
+        assert expected.std() > 1e-4
+        torch.testing.assert_close(wave, expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("reads_mels", [False, True])
+def test_sound_is_heard_after_as_many_codes_as_the_vocoder_says(mel_model: XTTS, reads_mels: bool) -> None:
+    model = mel_model if reads_mels else make_model().eval().requires_grad_(False)
+    for window in (None, 128):
+        vocoder = HifiGan(model.hifigan_decoder, (model.dvae, model.mel_stats), window_frames=window)
+        stream, heard = vocoder.begin(SPEAKER, 1.0), list[int]()
+        for _ in range(vocoder.delay_codes + 1):
+            heard.append(len(stream.push(Generated(torch.zeros(1).long(), torch.zeros(1, 64)), last=False)))
+        assert heard[-1] > 0 and sum(heard[:-2]) == 0
 
 
 def test_a_piece_costs_the_flow_what_is_new_and_the_context_of_one_step(

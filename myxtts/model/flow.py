@@ -33,7 +33,7 @@ REACH = STEPS * sum(DILATIONS)
 """Frames to either side that a drawn frame depends on."""
 TARGET_MEAN, TARGET_SCALE = -5.5, 2.5  # of HiFi-GAN's log-mels of speech
 GIVEN_MEAN, GIVEN_SCALE = -6.0, 4.0  # of the DVAE's, which are of powers
-_NOISE_FRAMES = 8192
+NOISE_FRAMES = 8192  # after which the noise repeats
 
 
 class MelFlow(nn.Module):
@@ -54,8 +54,11 @@ class MelFlow(nn.Module):
         for parameter in (*self.last.parameters(), self.latents.weight):
             nn.init.zeros_(parameter)
 
-    def forward(self, mel: Tensor, time: Tensor, given: Tensor, g: Tensor) -> Tensor:
-        """The velocity at `time` [B], 0 for noise and 1 for mels; `given` is normalised."""
+    def forward(self, mel: Tensor, time: Tensor, given: Tensor, g: Tensor, inside: Tensor | None = None) -> Tensor:
+        """The velocity at `time` [B], 0 for noise and 1 for mels; `given` is normalised.
+
+        Frames that are not `inside` [B, F, 1] their sentence are seen as zeros, as those beyond the edges are.
+        """
         angles = time[:, None] * torch.exp(torch.arange(TIME_CHANNELS // 2, device=mel.device) * 0.25)
         times = torch.cat([angles.sin(), angles.cos()], 1)
         # An embedding has length 1; its channels should be about as large as those of the time.
@@ -64,7 +67,7 @@ class MelFlow(nn.Module):
             given[:, mel.shape[1] :].mT
         )
         for block in self.blocks:
-            x = block(x, condition)
+            x = block(x, condition, inside)
         velocity: Tensor = self.last(self.norm(x)).mT
         return velocity
 
@@ -83,10 +86,10 @@ class MelFlow(nn.Module):
             mel = self.follow(mel, step, given, g)
         return mel * TARGET_SCALE + TARGET_MEAN
 
-    def follow(self, mel: Tensor, step: int, given: Tensor, g: Tensor) -> Tensor:
+    def follow(self, mel: Tensor, step: int, given: Tensor, g: Tensor, inside: Tensor | None = None) -> Tensor:
         """The mel after an Euler step; a frame depends on `REACH` / `STEPS` frames to either side."""
         time = torch.full((len(given),), step / STEPS, device=given.device)
-        velocity: Tensor = self(mel, time, given, g)
+        velocity: Tensor = self(mel, time, given, g, inside)
         return mel + velocity.float() / STEPS
 
 
@@ -100,9 +103,11 @@ class _Block(nn.Module):
         self.condition = nn.Linear(CHANNELS, 2 * CHANNELS)
         self.inner, self.outer = nn.Linear(3 * CHANNELS, INNER_CHANNELS), nn.Linear(INNER_CHANNELS, CHANNELS)
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+    def forward(self, x: Tensor, condition: Tensor, inside: Tensor | None = None) -> Tensor:
         scale, shift = self.condition(condition)[:, None].chunk(2, 2)
         hidden = self.norm(x) * (1 + scale) + shift
+        if inside is not None:
+            hidden = torch.where(inside, hidden, 0)
         padded = F.pad(hidden, (0, 0, self.dilation, self.dilation))
         frames = x.shape[1]
         around = [padded[:, step * self.dilation :][:, :frames] for step in range(3)]
@@ -118,9 +123,9 @@ def normalised(given: Tensor) -> Tensor:
 
 @cache
 def _noise() -> Tensor:
-    return torch.randn(DVAE_MEL.num_mels, _NOISE_FRAMES, generator=torch.Generator().manual_seed(0))
+    return torch.randn(DVAE_MEL.num_mels, NOISE_FRAMES, generator=torch.Generator().manual_seed(0))
 
 
 def noise_of(num_frames: int, first_frame: int = 0) -> Tensor:
     """The noise [80, F] of some frames of a sentence: always the same, so that the same codes sound the same."""
-    return _noise()[:, torch.arange(first_frame, first_frame + num_frames) % _NOISE_FRAMES]
+    return _noise()[:, torch.arange(first_frame, first_frame + num_frames) % NOISE_FRAMES]

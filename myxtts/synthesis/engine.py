@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from myxtts.audio import Wave
-from myxtts.devices import allocatable_bytes, work_on
+from myxtts.devices import Stream, allocatable_bytes, work_on
 from myxtts.errors import ConfigError, MyXTTSError, PipelineError
 from myxtts.host import available_bytes
 from myxtts.synthesis.generation import Sampling
@@ -34,7 +34,7 @@ from myxtts.synthesis.synthesizer import (
     Utterance,
 )
 from myxtts.synthesis.text import Sentence
-from myxtts.synthesis.voices import Voice
+from myxtts.synthesis.voices import Voice, read_references
 
 QUEUE_LIMIT = 256
 SLOTS_PER_CORE, GPU_SLOTS, LEAST_SLOTS = 4, 128, 2  # by default; and so many that a request with guidance fits
@@ -131,6 +131,8 @@ class Engine:
         on_gpu = synthesizer.device.type == "cuda"
         self._scheduler = synthesizer.scheduler(num_slots, least_slots=LEAST_SLOTS, has_own_stream=on_gpu)
         synthesizer.capture(self._scheduler.slots)
+        self._stream = Stream(synthesizer.device, high_priority=True)
+        Stream.current(synthesizer.device).finish()  # what was allocated here is used on another stream
         self._changed, self._frontend = self._scheduler.changed, threading.Lock()
         self._is_closed = self._is_draining = False
         self._calls: deque[tuple[Callable[[], object], Future[object]]] = deque()
@@ -158,11 +160,17 @@ class Engine:
         return Ticket(options.seed, partial(self._scheduler.cancel, job))
 
     def voice(self, files: Sequence[Path], name: str | None = None) -> Voice:
-        """The voice of recordings of one person, made between two steps: the networks belong to the thread."""
-        future: Future[object] = Future()
+        """The voice of recordings of one person.
+
+        They are read here, and made a voice between two steps: the networks belong to the engine's thread.
+        """
         with self._changed:
             self._require_open()
-            self._calls.append((partial(self.synthesizer.voice, files, name), future))
+        references, future = read_references(files), Future[object]()
+        with self._changed:
+            self._require_open()
+            make = partial(self.synthesizer.voice_of, references, name or files[0].stem)
+            self._calls.append((make, future))
             self._scheduler.notify()
         voice = future.result()
         assert isinstance(voice, Voice)
@@ -215,9 +223,10 @@ class Engine:
         work_on(self.synthesizer.device)
         scheduler = self._scheduler
         try:
-            while not self._is_over():
-                self._call()
-                scheduler.advance()
+            with self._stream.use():
+                while not self._is_over():
+                    self._call()
+                    scheduler.advance()
         except Exception as error:
             _log.exception("The engine failed")
             scheduler.end_all(PipelineError(f"The engine failed: {error}. Start it again."))

@@ -166,6 +166,19 @@ class Decoding:
             x = block(x, attend)
         return x
 
+    def begin(self, x: Tensor, row: Tensor, slot: Tensor) -> Tensor:
+        """Run the beginnings of several sequences, x [n, tokens, dim], into slots [n, tokens] of rows [n]."""
+        for block, keys, values in zip(self.model.gpt.h, self.keys, self.values, strict=True):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+                for cache, made in ((keys, k), (values, v)):
+                    cache.transpose(1, 2).index_put_((row[:, None], slot), made)
+                q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+            x = block(x, attend)
+        return x
+
     def step(self, codes: Tensor, place: Tensor, used: int) -> tuple[Tensor, Tensor]:
         """Logits of the next codes and their latents; `codes` of the first rows stand at `place`, from 0.
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -33,16 +34,21 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.synthesis.generation import Generated, Prompt, Sampling, draws, num_threads
 from myxtts.synthesis.slots import Running, Slots, slots_of
 from myxtts.synthesis.text import PROBLEMS, REPETITION, Sentence, ends_in_loop, find_problem
-from myxtts.synthesis.vocoding import GriffinLim, GriffinLimStream, HifiGan, HifiGanStream, Push, faded, pause
+from myxtts.synthesis.vocoding import GriffinLim, GriffinLimStream, HifiGan, HifiGanStream, faded, pause
+from myxtts.synthesis.windows import Push, WindowStream
 
 if TYPE_CHECKING:
     from myxtts.synthesis.voices import Voice
 
 CHUNK_CODES = 20  # codes per piece: just under a second, as in XTTS-v2
-GPU_FIRST_CODES = 10  # of the first piece on a GPU, which makes the next one long before that was played
+GPU_FIRST_CODES = 6
+"""Of the first piece on a GPU, after those of which nothing can be heard yet: the next piece is made long before
+this one was played."""
+GPU_GROWTH = 2  # pieces after the second are so much longer on a GPU: their context costs less, and none is urgent
 LEAD_S = 5.0  # a listener who has so much more than was played lets others go first
 SENTENCES_AHEAD = 2  # of a job, generated before the sound of those before them is made
-GPU_PIECES = 32  # that become sound together
+GPU_PIECES, GPU_BATCHES = 16, 2  # pieces that become sound together, and batches that are under way
+GPU_JOINS = 8  # prefixes that run between two launches of steps
 GPU_STEPS = 2  # launched at a time: what they chose is read while the next ones run
 CPU_VOCODERS = 4  # pieces of different sentences that become sound at the same time, on as many cores
 ALONE = 2  # a CPU generates so many sentences in one thread: a second one would only wait for memory too
@@ -86,9 +92,10 @@ class _Try:
 
     number: int = 0
     num_taken: int = 0  # codes that were taken from the slots
+    num_wanted: int = 1  # codes of the next part
     parts: deque[Generated] = field(default_factory=deque)  # to make sound of
     attempt: Attempt | None = None  # when all codes were taken
-    stream: HifiGanStream | GriffinLimStream | None = None
+    stream: HifiGanStream | WindowStream | GriffinLimStream | None = None
     pieces: list[Wave] = field(default_factory=list)
     is_vocoding: bool = False
     is_complete: bool = False  # all its sound was made
@@ -115,7 +122,8 @@ class Job:
     listener: Listener
     speed: float = 1.0
     chunk_codes: int = CHUNK_CODES
-    first_codes: int | None = None  # of the first piece, if it shall be shorter
+    first_codes: int | None = None  # of the first piece, if it shall differ
+    later_codes: int | None = None  # of pieces after the first two, if they shall differ
     streams: bool = True
     """Sound is heard in pieces, as soon as it is made, and a sentence is tried again only while none of it was
     heard. Otherwise it is heard sentence by sentence, and of several attempts the best."""
@@ -154,6 +162,13 @@ class Job:
     def lead_s(self, now: float) -> float:
         """Sound that the listener has and has not played; a listener who has heard nothing comes first."""
         return self.accepted_at - 1e9 if self.heard_at is None else self.heard_s - (now - self.heard_at)
+
+    def piece_codes(self, spoken: _Spoken) -> int:
+        """Codes of the next piece of a sentence. What time it is must not matter."""
+        first = self.first_codes or self.chunk_codes
+        if spoken.sentence.number == 0 and spoken.current.num_taken <= first:
+            return self.chunk_codes if spoken.current.num_taken else first
+        return self.later_codes or self.chunk_codes
 
     def prompt(self, spoken: _Spoken) -> Prompt:
         sentence = spoken.sentence
@@ -225,8 +240,9 @@ class Scheduler:
         self._has_news = False
         self.num_steps, self.step_s, self.audio_s = 0, 0.0, 0.0
         self._made: deque[tuple[list[_Part], Future[list[Tensor]]]] = deque()
-        self._num_vocoding = 0
-        self._most_vocoding = min(self._num_threads, CPU_VOCODERS) if self._on_cpu else GPU_PIECES
+        self._num_vocoding = self._num_batches = 0
+        self._of: dict[Running, tuple[Job, _Spoken]] = {}
+        self._most_vocoding = min(self._num_threads, CPU_VOCODERS) if self._on_cpu else GPU_PIECES * GPU_BATCHES
         self._stream = Stream(device) if has_own_stream else None
         self._vocoders: ThreadPoolExecutor | None = None
 
@@ -281,12 +297,12 @@ class Scheduler:
         return self.kept
 
     def _prefill(self) -> bool:
-        """Run a part of a prefix; on a GPU all, beside the steps."""
+        """Run a part of a prefix; on a GPU of several, beside the steps."""
         joining = self.slots.joining
         is_idle = not self._num_vocoding and len(joining) == len(self.jobs)  # nothing else needs the cores
         with num_threads(self._num_threads if is_idle else torch.get_num_threads()):
-            for running in joining[:1] if self._on_cpu else joining:
-                self.slots.prefill(running)
+            if joining:
+                self.slots.prefill(*joining[: 1 if self._on_cpu else GPU_JOINS])
         return bool(joining)
 
     def _step(self) -> bool:
@@ -294,11 +310,13 @@ class Scheduler:
         stepped = self.slots.step(num_steps)
         if stepped is None:
             return False
-        known = set(stepped)
-        for job in [*self.jobs]:
-            for spoken in job.running:
-                if spoken.running in known and not job.has_ended:
-                    self._isolated(job, partial(self._collect, spoken=spoken))
+        for running in stepped:
+            if running not in self._of:  # its job has just ended
+                continue
+            job, spoken = self._of[running]
+            has_part = len(running.codes) - spoken.current.num_taken >= spoken.current.num_wanted
+            if (has_part or running.has_ended or running.is_damaged) and not job.has_ended:
+                self._isolated(job, partial(self._collect, spoken=spoken))
         self.num_steps += num_steps
         self.step_s += ((time.monotonic() - began_at) / num_steps - self.step_s) / min(self.num_steps, 100)
         return True
@@ -318,6 +336,7 @@ class Scheduler:
 
     def _replace_slots(self, num_slots: int) -> None:
         """Generate what was in the slots again, in new ones: the same codes, of which some were taken already."""
+        self._of.clear()
         for job in self.jobs:
             for spoken in job.running[::-1]:
                 spoken.running = None
@@ -362,6 +381,7 @@ class Scheduler:
     def _begin(self, job: Job) -> None:
         spoken = job.waiting.popleft()
         spoken.running = self.slots.join(job.prompt(spoken), job.attempts[spoken.current.number])
+        self._of[spoken.running], spoken.current.num_wanted = (job, spoken), job.piece_codes(spoken)
         if spoken not in job.begun:
             job.begun.append(spoken)
 
@@ -369,8 +389,7 @@ class Scheduler:
         """Take parts of a sentence that are complete from the slots."""
         current, most = spoken.current, spoken.sentence.bounds.most
         while (running := spoken.running) is not None:
-            is_first = current.num_taken == spoken.sentence.number == 0
-            size = min(job.first_codes or job.chunk_codes if is_first else job.chunk_codes, job.chunk_codes)
+            size = current.num_wanted = job.piece_codes(spoken)
             num_left = len(running.codes) - current.num_taken
             ends_by_limit = len(running.codes) == most and num_left == size
             is_last = running.has_ended and (num_left < size or ends_by_limit)
@@ -391,6 +410,7 @@ class Scheduler:
     def _leave(self, spoken: _Spoken) -> None:
         if spoken.running is not None:
             self.slots.leave(spoken.running)
+            del self._of[spoken.running]
             spoken.running = None
 
     def _is_tried_again(self, job: Job, spoken: _Spoken) -> bool:
@@ -415,26 +435,35 @@ class Scheduler:
 
     def _make_sound(self) -> None:
         """Hand parts to the vocoder, those first whose listener needs them first."""
-        now, chosen = time.monotonic(), list[_Part]()
-        for job in sorted(self.jobs, key=lambda job: job.lead_s(now)):
-            heard = job.begun if not job.streams else [each for each in job.begun if each is job.unfinished[0]]
-            for spoken in [*heard]:
-                if self._num_vocoding + len(chosen) >= self._most_vocoding:
-                    break
-                current = spoken.current
-                if not current.parts or current.is_vocoding or self._is_tried_again(job, spoken):
-                    continue
+        while self._num_vocoding < self._most_vocoding and (self._on_cpu or self._num_batches < GPU_BATCHES):
+            chosen = self._chosen()
+            if not chosen:
+                return
+            self._num_vocoding += len(chosen)
+            for batch in [[part] for part in chosen] if self._on_cpu else [chosen]:
+                self._num_batches += 1
+                make = partial(self._waves, [part.push for part in batch], self._ready())
+                if self._on_cpu or self._stream is not None:
+                    self._pool().submit(make).add_done_callback(partial(self._put_sound, batch))
+                else:
+                    self._made.append((batch, _called(make)))
+                    self.notify()
+
+    def _chosen(self) -> list[_Part]:
+        """Parts to make sound of; those of listeners who have heard nothing yet wait for no others."""
+        now, waiting, chosen = time.monotonic(), list[tuple[float, int, Job, _Spoken]](), list[_Part]()
+        most = self._most_vocoding - self._num_vocoding if self._on_cpu else GPU_PIECES
+        for job in self.jobs:
+            for spoken in islice(job.unfinished, 1) if job.streams else job.begun:
+                if spoken.current.parts and not spoken.current.is_vocoding:
+                    waiting.append((job.lead_s(now), len(waiting), job, spoken))
+        for *_, job, spoken in sorted(waiting):
+            is_urgent = job.heard_at is None
+            if len(chosen) == most or (chosen and chosen[0].job.heard_at is None and not is_urgent):
+                break
+            if not self._is_tried_again(job, spoken):
                 chosen.append(self._part(job, spoken))
-        if not chosen:
-            return
-        self._num_vocoding += len(chosen)
-        for batch in [[part] for part in chosen] if self._on_cpu else [chosen]:
-            make = partial(self._waves, [part.push for part in batch], self._ready())
-            if self._on_cpu or self._stream is not None:
-                self._pool().submit(make).add_done_callback(partial(self._put_sound, batch))
-            else:
-                self._made.append((batch, _called(make)))
-                self.notify()
+        return chosen
 
     def _part(self, job: Job, spoken: _Spoken) -> _Part:
         current = spoken.current
@@ -456,12 +485,12 @@ class Scheduler:
         """The next samples of streams of the vocoder; one by one if memory is short for all."""
         with contextlib.ExitStack() as stack:
             if self._stream is not None and ready is not None:
-                self._stream.wait(ready)
-                stack.enter_context(CAPTURING)
                 stack.enter_context(self._stream.use())
+                self._stream.wait(ready)
             made = attempted(self._vocoder.push_many, pushes)
             if made is None:
-                release_memory()
+                with CAPTURING:
+                    release_memory()
                 made = [self._vocoder.push_many([push])[0] for push in pushes]
             return made
 
@@ -474,6 +503,7 @@ class Scheduler:
         while self._made:
             batch, made = self._made.popleft()
             self._num_vocoding -= len(batch)
+            self._num_batches -= 1
             for index, part in enumerate(batch):
                 part.current.is_vocoding = False
                 if not part.job.has_ended:
@@ -509,10 +539,10 @@ class Scheduler:
         job.listener.piece(Piece(whole, spoken.sentence.number, is_last))
 
     def _pool(self) -> ThreadPoolExecutor:
-        """Threads that make sound: on a CPU several, each with its share of the cores; for a GPU one."""
+        """Threads that make sound: on a CPU each with its share of the cores, for a GPU one per batch."""
         if self._vocoders is not None:
             return self._vocoders
-        num_workers = self._most_vocoding if self._on_cpu else 1
+        num_workers = self._most_vocoding if self._on_cpu else GPU_BATCHES
         begun = threading.Barrier(num_workers + 1)
 
         def begin() -> None:

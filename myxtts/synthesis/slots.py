@@ -4,8 +4,9 @@ A sentence has a row with its own position, sampling options and random numbers;
 it, without text. No sentence depends on the others, except for rounding on a GPU. All memory is allocated once.
 
 On a GPU the host runs ahead: `step` launches some steps and then reads what the steps before them chose; prefixes
-run on a stream of their own meanwhile. A step needs nothing from the host, so it is captured as a CUDA graph, one
-for each of a few sizes. This module knows neither text nor audio, and no requests.
+run on a stream of their own meanwhile, several together; steps have a higher priority. A step needs nothing from
+the host, so it is captured as a CUDA graph, one for each of some sizes. This module knows neither text nor audio,
+and no requests.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from myxtts.config import CONDITIONING_TOKENS
-from myxtts.devices import CudaGraph, Event, Stream
+from myxtts.devices import WARM_UPS, CudaGraph, Event, Stream
 from myxtts.errors import PipelineError
 from myxtts.model.blocks import InOutLinear
 from myxtts.model.gpt import GPT
@@ -42,8 +44,12 @@ PREFILL_TOKENS, GPU_PREFILL_TOKENS = 64, 128
 """Of a prefix that run at a time. On a CPU those who speak wait for them; a GPU takes hardly longer for the most
 prefixes as a whole."""
 LEAST_ROWS = 4  # of a float32 product on a CPU: with fewer it takes another kernel, which rounds differently
-CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # of captured steps
-CAPTURED_SLOTS = (256, 384, 512)  # that attention of a captured step covers; another graph covers all
+PREFIXES = (1, 2, 4, 8)  # that begin together on a GPU
+CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 68, 72, 80, 88, 96, 104, 112, 120, 128)
+"""Of steps that are captured ahead. With few sizes, one more sentence would make the step of all much longer."""
+CAPTURED_SLOTS = (128, 192, 224, 256, 384, 512)  # that attention covers then; another graph covers all
+FEW_ROWS, MET_ROWS, MET_SLOTS = 16, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128), (256, 384, 512)
+"""Of steps that are captured when they are met, and slots for few rows, whose attention takes little time."""
 CAPTURED_KEPT = 64  # of the likeliest codes that are sorted, where no `top_k` is larger
 STATE_COLUMNS = 3  # of what is read after a step, before the codes
 
@@ -125,9 +131,13 @@ class Slots:
         self._state = [self._last_codes, self._place, self._most, self._ended, self._codes, self._used]
         self._state += [self._draws, self._latents, self._sum, self._options, self._decoding.starts]
         self._of_row: list[Running | None] = [None] * rows
+        self._all: list[Running] = []
+        self._pairs_sent: list[list[int]] = []
         self._launched: _Launched | None = None
         self._graphs: dict[_Size, CudaGraph[None]] = {}
-        self._stream = Stream(device) if capture and device.type == "cuda" else None
+        self._covering: dict[_Size, _Size] = {}  # of sizes that were met, the captured one that serves them
+        self._is_captured = False  # ahead, for all sizes
+        self._stream = Stream(device, high_priority=True) if capture and device.type == "cuda" else None
         self._runs_ahead = device.type == "cuda"
         self._prefixes: _CapturedPrefixes | None = None
         for row in range(rows):
@@ -152,7 +162,7 @@ class Slots:
     @property
     def joining(self) -> list[Running]:
         """Sentences with prefixes that have yet to run."""
-        return [running for running in self._running() if running.num_parts_run < len(running.parts)]
+        return [running for running in self._all if running.num_parts_run < len(running.parts)]
 
     @torch.inference_mode()
     def join(self, prompt: Prompt, sampling: Sampling) -> Running:
@@ -167,6 +177,7 @@ class Slots:
             self._begin(row, prompt, sampling)
         for row in rows:  # at the end: a failure before leaves the slots free
             self._of_row[row] = running
+        self._all.append(running)
         self._set_pairs()
         return running
 
@@ -182,21 +193,21 @@ class Slots:
         self._options[row] = self._sent(torch.tensor(options_of(sampling, dims.audio_tokens)))
 
     @torch.inference_mode()
-    def prefill(self, running: Running) -> None:
-        """Run a part of a prefix; after the last one the sentence takes part in steps, on a GPU a little later."""
+    def prefill(self, *some: Running) -> None:
+        """Run a part of each prefix; after the last one a sentence takes part in steps, on a GPU later."""
         if self._prefixes is None and self._stream is not None:
             self._prefixes = _CapturedPrefixes(self._decoding)
-        part = running.parts[running.num_parts_run]
-        running.num_parts_run += 1
-        is_last = running.num_parts_run == len(running.parts)
-        if self._prefixes is not None:
-            ran = self._prefixes.run(part)
-            running.ran = ran if is_last else None
-            return
-        row, end = torch.tensor([part.row], device=self._device), part.first + len(part.x)
-        self._decoding.extend(part.x, row, self._decoding.slots[part.first : end], rounded_up(end))
-        if is_last:
-            self._start(running)
+        parts = [running.parts[running.num_parts_run] for running in some]
+        passed = None if self._prefixes is None else self._prefixes.run(parts)
+        for running, part in zip(some, parts, strict=True):
+            if passed is None:
+                row, end = torch.tensor([part.row], device=self._device), part.first + len(part.x)
+                self._decoding.extend(part.x, row, self._decoding.slots[part.first : end], rounded_up(end))
+            running.num_parts_run += 1
+            if running.num_parts_run == len(running.parts):
+                running.ran = passed
+                if passed is None:
+                    self._start(running)
 
     def _start(self, running: Running) -> None:
         for row, num_ids in zip(running.rows, (len(running.prompt.ids), 0), strict=False):
@@ -214,6 +225,7 @@ class Slots:
             self._of_row[row] = None
             self._clear(row, keeps_cache=running.is_clean and self._device.type == "cpu")
         running.rows = []
+        self._all.remove(running)
         self._set_pairs()
 
     @torch.inference_mode()
@@ -223,7 +235,7 @@ class Slots:
         """
         before, self._launched = self._launched, None
         self._start_those_that_can(waits=before is None)
-        ready = [each for each in self._running() if each.is_ready and each.num_launched < len(each.prompt.draws)]
+        ready = [each for each in self._all if each.is_ready and each.num_launched < len(each.prompt.draws)]
         if ready:
             self._compact()
             for each in ready:
@@ -239,13 +251,10 @@ class Slots:
             raise PipelineError(DAMAGED)
         return Generated(torch.tensor(running.codes[start:end]), self._latents[running.rows[0], start:end].clone())
 
-    def _running(self) -> list[Running]:
-        return list({id(each): each for each in self._of_row if each is not None}.values())
-
     def _start_those_that_can(self, *, waits: bool) -> None:
         """Let sentences take part whose prefixes have run; wait for them if there is nothing else to do."""
-        is_idle = waits and not any(each.is_ready for each in self._running())
-        for each in self._running():
+        is_idle = waits and not any(each.is_ready for each in self._all)
+        for each in self._all:
             if each.ran is not None and (is_idle or each.ran.is_passed):
                 Stream.current(self._device).wait(each.ran)
                 self._start(each)
@@ -276,12 +285,12 @@ class Slots:
         if launched is None:
             return []
         launched.passed.wait_on_host()
-        state, found = launched.numbers[:, :STATE_COLUMNS].tolist(), []
+        state, found, numbers = launched.numbers[:, :STATE_COLUMNS].tolist(), [], launched.numbers.numpy()
         for running, row in launched.running:
             if not running.rows or running.has_ended:
                 continue
             num_codes, has_ended, is_finite = state[row]
-            new = launched.numbers[row, STATE_COLUMNS + len(running.codes) : STATE_COLUMNS + num_codes]
+            new = numbers[row, STATE_COLUMNS + len(running.codes) : STATE_COLUMNS + num_codes]
             running.codes += new.tolist()
             running.has_ended, running.is_damaged = bool(has_ended), not is_finite
             found.append(running)
@@ -317,10 +326,12 @@ class Slots:
 
     def _set_pairs(self) -> None:
         pairs = [[row, row] for row in range(self._num_rows)]
-        for running in self._running():
+        for running in self._all:
             pairs[running.rows[-1]][0] = running.rows[0]
             pairs[running.rows[0]][1] = running.rows[-1]
-        self._pairs.copy_(self._sent(torch.tensor(pairs)))
+        if pairs != self._pairs_sent:
+            self._pairs.copy_(self._sent(torch.tensor(pairs)))
+            self._pairs_sent = pairs
 
     @torch.inference_mode()
     def _clear(self, row: int, *, keeps_cache: bool = False) -> None:
@@ -358,29 +369,48 @@ class Slots:
         """The number of rows of a step with at least so many."""
         if self._stream is None:
             return max(rows, self._least_rows)
-        return next((count for count in _up_to(CAPTURED_ROWS, self._num_rows) if count >= rows), rows)
+        counts = CAPTURED_ROWS if self._is_captured else MET_ROWS
+        return next((count for count in _up_to(counts, self._num_rows) if count >= rows), rows)
 
     def _size(self, rows: int, slots: int) -> _Size:
         codes = self._gpt.dims.audio_tokens
-        samplings = [running.sampling for running in self._running()]
+        samplings = [running.sampling for running in self._all]
         most_kept = max(min(each.top_k or codes, codes) for each in samplings)
         any_central = any(each.central for each in samplings)
         if self._stream is None:
             return _Size(self._row_count(rows), slots, most_kept, any_central)
-        slots = next(count for count in _up_to(CAPTURED_SLOTS, self._unused + 1) if count >= slots)
         most_kept = codes if most_kept > CAPTURED_KEPT else min(codes, CAPTURED_KEPT)
-        return _Size(self._row_count(rows), slots, most_kept, any_central)
+        met = _Size(rows, slots, most_kept, any_central)
+        if met not in self._covering:
+            fitting = [size for size in self._graphs if all(a >= b for a, b in zip(size, met, strict=True))]
+            if not (self._is_captured and fitting):
+                slots = next(count for count in _up_to(MET_SLOTS, self._unused + 1) if count >= slots)
+                return met._replace(rows=self._row_count(rows), slots=slots)
+            self._covering[met] = min(fitting)
+        return self._covering[met]
 
     def capture(self, sampling: Sampling) -> None:
-        """Capture steps of all sizes for this sampling, the largest first: others fit into its memory."""
+        """Capture steps of many sizes for this sampling, and of a few for any other: none is captured later.
+
+        The largest come first: others fit into their memory.
+        """
         if self._stream is None:
             return
-        codes = self._gpt.dims.audio_tokens
+        codes, every_slot = self._gpt.dims.audio_tokens, self._unused + 1
         most_kept = min(codes, CAPTURED_KEPT) if 0 < sampling.top_k <= CAPTURED_KEPT else codes
-        for rows in reversed([*_up_to(CAPTURED_ROWS, self._num_rows)]):
-            for slots in reversed([*_up_to(CAPTURED_SLOTS, self._unused + 1)]):
-                self._capture(_Size(rows, slots, most_kept, sampling.central))
+        sizes = {
+            _Size(rows, every_slot, codes, self._vectors is not None) for rows in self._rows_up_to(MET_ROWS[::2])
+        }
+        for rows in self._rows_up_to(CAPTURED_ROWS):
+            for slots in _up_to(MET_SLOTS[::2] if rows <= FEW_ROWS else CAPTURED_SLOTS, every_slot):
+                sizes.add(_Size(rows, slots, most_kept, sampling.central))
+        for size in sorted(sizes, reverse=True):
+            self._capture(size)
         self._prefixes = _CapturedPrefixes(self._decoding)
+        self._is_captured = True
+
+    def _rows_up_to(self, counts: tuple[int, ...]) -> Iterator[int]:
+        return _up_to(counts, self._num_rows)
 
     @torch.inference_mode()
     def _capture(self, size: _Size) -> None:
@@ -391,7 +421,8 @@ class Slots:
         self._place.zero_()
         self._decoding.starts.fill_(self._unused)
         pool = next((graph.pool for graph in self._graphs.values()), None)
-        self._graphs[size] = CudaGraph(partial(self._step, size), self._stream, pool)
+        warm_ups = 1 if self._graphs else WARM_UPS
+        self._graphs[size] = CudaGraph(partial(self._step, size), self._stream, pool, warm_ups=warm_ups)
         for each, before in kept:
             each.copy_(before)
 
@@ -401,25 +432,51 @@ class _CapturedPrefixes:
 
     @torch.inference_mode()
     def __init__(self, decoding: Decoding) -> None:
-        device, unused = decoding.slots.device, len(decoding.slots) - 1
+        device, unused, most = decoding.slots.device, len(decoding.slots) - 1, PREFIXES[-1]
         self._unused, self._device, self._stream = unused, device, Stream(device)
-        self._x = decoding.keys.new_zeros(GPU_PREFILL_TOKENS, decoding.model.dims.dim)
-        self._row, self._slot = decoding.slots.new_zeros(1), decoding.slots.new_full([len(self._x)], unused)
-        self._graph = CudaGraph(partial(decoding.extend, self._x, self._row, self._slot), self._stream)
+        self._x = decoding.keys.new_zeros(most, GPU_PREFILL_TOKENS, decoding.model.dims.dim)
+        # The row of each prefix, then the slots of its tokens.
+        self._places = decoding.slots.new_full([most, 1 + GPU_PREFILL_TOKENS], unused)
+        self._places[:, 0] = 0
+        rows, slots = self._places[:, 0], self._places[:, 1:]
+        self._begins: dict[int, CudaGraph[Tensor]] = {}
+        for count in reversed(PREFIXES):
+            work = partial(decoding.begin, self._x[:count], rows[:count], slots[:count])
+            self._begins[count] = CudaGraph(work, self._stream, self._pool)
+        work = partial(decoding.extend, self._x[0], rows[:1], slots[0])
+        self._extends = CudaGraph(work, self._stream, self._pool)
 
-    def run(self, part: _Part) -> Event:
-        """Launch a part, whose memory must stay until the event is passed."""
-        length, begun, passed = len(part.x), Event(self._device), Event(self._device)
+    @property
+    def _pool(self) -> Any:
+        return next((graph.pool for graph in self._begins.values()), None)
+
+    def run(self, parts: list[_Part]) -> Event:
+        """Launch parts of different sentences, whose memory must stay until the event is passed."""
+        begun, passed = Event(self._device), Event(self._device)
         Stream.current(self._device).record(begun)
         self._stream.wait(begun)
+        first = [part for part in parts if not part.first]
         with self._stream.use():
-            self._x.zero_()[:length] = part.x
-            self._row.fill_(part.row)
-            self._slot.fill_(self._unused)  # what follows the part is written where nothing is read
-            torch.arange(part.first, part.first + length, out=self._slot[:length])
-            self._graph.replay()
+            for at in range(0, len(first), PREFIXES[-1]):
+                some = first[at : at + PREFIXES[-1]]
+                self._send(some)
+                self._begins[next(count for count in PREFIXES if count >= len(some))].replay()
+            for part in parts:
+                if part.first:
+                    self._send([part])
+                    self._extends.replay()
             self._stream.record(passed)
         return passed
+
+    def _send(self, parts: list[_Part]) -> None:
+        # What follows a part is written where nothing is read.
+        places = np.full(self._places.shape, self._unused)
+        places[:, 0] = 0
+        for number, (row, first, x) in enumerate(parts):
+            self._x[number, : len(x)] = x
+            places[number, 0], places[number, 1 : 1 + len(x)] = row, np.arange(first, first + len(x))
+        here = torch.from_numpy(places)
+        self._places.copy_(here.pin_memory() if self._places.is_cuda else here, non_blocking=True)
 
     def wait(self) -> None:
         """Let the current stream wait for what was launched."""

@@ -34,11 +34,21 @@ from myxtts.model.xtts import XTTS
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
 from myxtts.synthesis.generation import MAX_NEW_CODES, Sampling, Shape, convert, usual_dtype
-from myxtts.synthesis.scheduler import CHUNK_CODES, GPU_FIRST_CODES, Attempt, Job, Piece, Scheduler, attempted
+from myxtts.synthesis.scheduler import (
+    CHUNK_CODES,
+    GPU_FIRST_CODES,
+    GPU_GROWTH,
+    Attempt,
+    Job,
+    Piece,
+    Scheduler,
+    attempted,
+)
 from myxtts.synthesis.slots import Slots
 from myxtts.synthesis.text import Limits, Sentence, TextFrontend
 from myxtts.synthesis.vocoding import GriffinLim, HifiGan, is_faint
-from myxtts.synthesis.voices import Voice, VoiceEncoder
+from myxtts.synthesis.voices import References, Voice, VoiceEncoder, read_references
+from myxtts.synthesis.windows import MAX_SPEED
 from myxtts.text.tokenizer import Tokenizer
 from myxtts.weights import Provenance, has_weights, load_folder
 
@@ -51,7 +61,7 @@ OWN_GUIDANCE = 2.0  # docs/results.md: words are clearer than without, and no sc
 SAMPLING_FLAGS = ("temperature", "repetition_penalty", "guidance", "central")  # fields of `Sampling` with a flag
 NUM_ATTEMPTS = 3
 BATCH_SIZE = 16  # sentences generated together
-MIN_SPEED, MAX_SPEED, MAX_GUIDANCE = 0.5, 2.0, 10.0
+MIN_SPEED, MAX_GUIDANCE = 0.5, 10.0
 SILENT = 1e-3  # the wave of a sentence that never reaches this is silent
 FAINT_NOTE = "hardly anything can be heard: the model has not learnt to make sound yet"
 _FORMATS = (".wav", ".flac")
@@ -351,12 +361,16 @@ class Synthesizer:
 
     def voice(self, files: Sequence[Path | str], name: str | None = None) -> Voice:
         """The voice of one or several recordings of one person."""
-        encode, paths = partial(self._encoder.voice, name=name), [Path(file) for file in files]
-        voice = attempted(encode, paths)
+        return self.voice_of(read_references([Path(file) for file in files]), name or Path(files[0]).stem)
+
+    def voice_of(self, references: References, name: str) -> Voice:
+        """The voice of recordings that were read before."""
+        encode = partial(self._encoder.voice, name=name)
+        voice = attempted(encode, references)
         if voice is None:
             self._slots = None
             release_memory()
-            voice = attempted(encode, paths)
+            voice = attempted(encode, references)
         if voice is None:
             cure = "Close other programs that use it, or use the CPU: CUDA_VISIBLE_DEVICES= myxtts speak …"
             raise PipelineError(f"Out of memory on {self.device} while encoding a voice. {cure}")
@@ -428,7 +442,11 @@ class Synthesizer:
     def job(self, said: Utterance, options: SynthesisOptions, listener: Any, **how: Any) -> Job:
         """What a scheduler speaks for a listener."""
         given = (said.sentences, said.voice, options.attempts, options.seed, listener, options.speed)
-        return Job(*given, first_codes=None if self.device.type == "cpu" else GPU_FIRST_CODES, **how)
+        if self.device.type == "cpu":
+            return Job(*given, **how)
+        chunk, delay = how.get("chunk_codes", CHUNK_CODES), self.vocoder.delay_codes
+        first = delay + min(GPU_FIRST_CODES, chunk)
+        return Job(*given, first_codes=first, later_codes=GPU_GROWTH * chunk, **how)
 
     def scheduler(self, num_slots: int, *, fitting: Sequence[Job] = (), **how: Any) -> Scheduler:
         """A scheduler with so many slots, each for any sentence, or for those of some jobs."""

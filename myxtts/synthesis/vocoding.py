@@ -6,16 +6,15 @@
 All three interpolations accept their input in parts, and the generator sees only a few frames to either side. A
 piece of a stream is therefore computed once, from its own frames and that context, and equals the same stretch of
 the whole sentence: the cost of a stream is linear in its length. Pieces overlap by a frame and are cross-faded,
-which hides rounding differences between kernels. On a GPU the generator runs on windows of one length, in batches
-of a few sizes, which are captured; a window begins or ends where the sentence does, or has context there, so that
-every wave equals the reference. On a CPU `CpuGenerator` computes pieces one by one, with a third of the
-arithmetic.
+which hides rounding differences between kernels. On a GPU `windows` computes pieces of many sentences at once. On
+a CPU `CpuGenerator` computes pieces one by one, with a third of the arithmetic.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from fractions import Fraction
@@ -29,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from myxtts.audio import Wave
-from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE
-from myxtts.devices import CudaGraph, Stream
+from myxtts.config import HOP_SAMPLES
+from myxtts.devices import CAPTURING
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE
 from myxtts.model.flow import REACH, STEPS, TARGET_MEAN, TARGET_SCALE, MelFlow, noise_of, normalised
 from myxtts.model.mel import DVAE_MEL, LogMel, resample
@@ -47,18 +46,21 @@ from myxtts.model.vocoder import (
     unfolded,
 )
 from myxtts.synthesis.generation import Generated
+from myxtts.synthesis.windows import (
+    FADE_FRAMES,
+    GPU_WINDOWS,
+    REACH_FRAMES,
+    TO_FRAMES,
+    TO_OUTPUT,
+    Push,
+    Windows,
+    WindowStream,
+    run_generator,
+)
 
 SPECTRUM_ROUNDS, PHASE_ROUNDS = 30, 40
 MOMENTUM = 0.99  # the momentum of fast Griffin-Lim (Perraudin, Balazs and Søndergaard 2013)
 LOUDEST_LOG = 12.0  # largest log power of a mel; only untrained networks exceed it
-
-
-class Push(NamedTuple):
-    """More of a sentence for the stream of its wave."""
-
-    stream: Any  # of the vocoder that it is given to
-    generated: Generated
-    last: bool
 
 
 class GriffinLim:
@@ -75,11 +77,14 @@ class GriffinLim:
     def begin(self, speaker: Tensor, speed: float) -> GriffinLimStream:  # noqa: ARG002 (as `HifiGan`)
         return GriffinLimStream(self, speed)
 
+    delay_codes = 0  # the wave of a sentence comes as a whole
+
     def capture(self) -> None:
         """Nothing can be captured."""
 
     def push_many(self, pushes: Sequence[Push]) -> list[Tensor]:
-        return [push.stream.push(push.generated, push.last) for push in pushes]
+        with CAPTURING if self._mel_stats.is_cuda else contextlib.nullcontext():
+            return [push.stream.push(push.generated, push.last) for push in pushes]
 
     @torch.no_grad()
     def wave(self, codes: Tensor, speed: float) -> Tensor:
@@ -134,13 +139,6 @@ class GriffinLimStream:
 
 
 Span = tuple[int, int | None]  # the first frame and the one after the last; None: to the end
-REACH_FRAMES = 16
-"""Receptive field of the generator to either side: 13.3 frames by the widths of its convolutions."""
-FADE_FRAMES = 1
-GPU_WINDOW_FRAMES = 128
-"""The generator's input on a GPU, where every new length costs time to plan the convolutions. One piece of a
-stream with its context fits in."""
-GPU_BATCHES = (1, 2, 4, 8, 16, 32)  # windows that are computed together
 
 
 class Stretch:
@@ -231,8 +229,8 @@ class Frames:
 
     def __init__(self, speed: float) -> None:
         self._speed = Stretch(1 / Fraction(speed).limit_denominator(1000))
-        self._to_mel = Stretch(Fraction(SAMPLES_PER_CODE, HOP_SAMPLES))
-        self._to_output = Stretch(Fraction(OUTPUT_SAMPLE_RATE, SAMPLE_RATE))
+        self._to_mel = Stretch(TO_FRAMES)
+        self._to_output = Stretch(TO_OUTPUT)
         self._codes, self._steps, self._num_begun = Window(), [Window() for _ in range(STEPS)], 0
 
     def copied(self) -> Frames:
@@ -445,7 +443,7 @@ class HifiGan:
         *,
         window_frames: int | None = None,
     ) -> None:
-        """With `window_frames`, the usual way on a GPU, the generator only sees windows of that length.
+        """On a GPU, and with `window_frames`, the generator only sees windows of a few lengths, or of that one.
 
         A decoder that reads mels needs the DVAE and its mel statistics. On a GPU convolutions are converted to
         float16, which rounds their inputs as TF32 does.
@@ -456,29 +454,38 @@ class HifiGan:
             raise ValueError("a decoder that reads mels needs the DVAE and its mel statistics")
         self.codec = Codec(*dvae, flow) if flow is not None and dvae is not None else None
         on_gpu = weight.device.type == "cuda"
-        self._window_frames = window_frames or (GPU_WINDOW_FRAMES if on_gpu else None)
         is_fast = not on_gpu and len(weight) >= LEAST_CHANNELS and window_frames is None
         self._alone = CpuGenerator(self._generator) if is_fast else None
-        self._graphs: dict[int, _CapturedBatch] = {}
         if on_gpu:
             for name, layers in self._generator.named_children():
                 if name not in ("flow", "conv_post"):
                     layers.half()
+        sizes: dict[int, tuple[int, ...]] = {window_frames: (1, 2, 4)} if window_frames else GPU_WINDOWS
+        self._windows = Windows(self._generator, self.codec, sizes) if window_frames or on_gpu else None
 
-    def begin(self, speaker: Tensor, speed: float) -> HifiGanStream:
+    @property
+    def delay_codes(self) -> int:
+        """Codes of which nothing can be heard yet, at the usual speed: those after them are missing."""
+        frames = REACH_FRAMES + FADE_FRAMES + (0 if self.codec is None else REACH)
+        around = 0 if self.codec is None else self.codec.dvae.reach_codes
+        return around + math.ceil(frames / (TO_FRAMES * TO_OUTPUT))
+
+    def begin(self, speaker: Tensor, speed: float) -> HifiGanStream | WindowStream:
         """Start the wave of a sentence that is still being generated."""
+        if self._windows is not None:
+            return WindowStream(self._windows, speaker, speed)
         return HifiGanStream(self, speaker, speed)
 
-    @torch.no_grad()
     def capture(self) -> None:
-        """Capture batches of windows of all sizes on a GPU, the largest first: others fit into its memory."""
-        for count in reversed(GPU_BATCHES if self._generator.conv_pre.weight.device.type == "cuda" else ()):
-            pool = next((batch.graph.pool for batch in self._graphs.values()), None)
-            self._graphs[count] = _CapturedBatch(self._generator, count, GPU_WINDOW_FRAMES, pool)
+        """Capture on a GPU what computes batches."""
+        if self._windows is not None:
+            self._windows.capture()
 
     @torch.no_grad()
     def push_many(self, pushes: Sequence[Push]) -> list[Tensor]:
         """The next samples of several streams, on the host, as `HifiGanStream.push`."""
+        if self._windows is not None:
+            return self._windows.push_many(pushes)
         windows = [push.stream.window(push.generated, push.last) for push in pushes]
         ready = [index for index, window in enumerate(windows) if window.has_output]
         waves = [torch.zeros(0) for _ in pushes]
@@ -495,104 +502,13 @@ class HifiGan:
     def generate(self, rows: Sequence[Tensor], speaker: Tensor, spans: Sequence[Span]) -> list[Tensor]:
         """Waves [samples] on the host of some frames of each sentence [frames, channels], as if made alone."""
         ends = [len(row) if last is None else last for row, (_, last) in zip(rows, spans, strict=True)]
-        if self._window_frames is not None:
-            return self._windowed(
-                rows, speaker, [(first, end) for (first, _), end in zip(spans, ends, strict=True)]
-            )
         make = self._alone.wave if self._alone is not None else self._exact
         given = zip(rows, speaker, spans, ends, strict=True)
         return [make(row, one, first, end) if len(row) else torch.zeros(0) for row, one, (first, _), end in given]
 
     def _exact(self, row: Tensor, speaker: Tensor, first: int, end: int) -> Tensor:
-        wave = _run(self._generator, row[None], speaker[None].to(row))
+        wave = run_generator(self._generator, row[None], speaker[None].to(row))
         return wave[0, first * SAMPLES_PER_FRAME : end * SAMPLES_PER_FRAME].cpu()
-
-    def _windowed(self, rows: Sequence[Tensor], speaker: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """As `generate`, of windows of one length."""
-        size, work = self._window_frames or 0, list[tuple[int, _Excerpt]]()
-        waves = [torch.zeros((end - first) * SAMPLES_PER_FRAME) for first, end in spans]
-        for index, (row, (first, end)) in enumerate(zip(rows, spans, strict=True)):
-            if first < REACH_FRAMES and end > len(row) - REACH_FRAMES and len(row) < 2 * REACH_FRAMES:
-                waves[index] = self._exact(row, speaker[index], first, end)
-            else:
-                work += [(index, window) for window in _excerpts(len(row), first, end, size)]
-        for at in range(0, len(work), GPU_BATCHES[-1]):
-            some = work[at : at + GPU_BATCHES[-1]]
-            frames = torch.stack([_cut(rows[index], window.start, size) for index, window in some])
-            made = self._batch(frames, torch.stack([speaker[index] for index, _ in some]))
-            for (index, (start, begin, end)), wave in zip(some, made, strict=True):
-                first = spans[index][0]
-                there = slice((begin - first) * SAMPLES_PER_FRAME, (end - first) * SAMPLES_PER_FRAME)
-                waves[index][there] = wave[(begin - start) * SAMPLES_PER_FRAME : (end - start) * SAMPLES_PER_FRAME]
-        return waves
-
-    def _batch(self, frames: Tensor, speaker: Tensor) -> Tensor:
-        """Waves [n, samples] of windows, on the host."""
-        count = next(count for count in GPU_BATCHES if count >= len(frames))
-        if count in self._graphs:
-            return self._graphs[count].waves(frames, speaker)
-        padded, speaker = (
-            F.pad(frames, (0, 0, 0, 0, 0, count - len(frames))),
-            F.pad(speaker, (0, 0, 0, count - len(speaker))),
-        )
-        return _run(self._generator, padded, speaker.to(frames))[: len(frames)].cpu()
-
-
-def _run(generator: Generator, frames: Tensor, speaker: Tensor) -> Tensor:
-    """Waves [n, samples] of frames [n, frames, channels]."""
-    dtype = generator.conv_pre.weight.dtype
-    wave: Tensor = generator(frames.transpose(1, 2).to(dtype), speaker[:, :, None].to(dtype))
-    return wave.squeeze(1).float()
-
-
-class _CapturedBatch:
-    """A run of the generator on a batch of windows, captured as a CUDA graph."""
-
-    def __init__(self, generator: Generator, count: int, num_frames: int, pool: Any) -> None:
-        weight = generator.conv_pre.weight
-        self._frames = weight.new_zeros(count, num_frames, weight.shape[1])
-        self._speaker = weight.new_zeros(count, generator.cond_layer.in_channels)
-        work = partial(_run, generator, self._frames, self._speaker)
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
-            self.graph = CudaGraph(work, Stream(weight.device), pool)
-
-    def waves(self, frames: Tensor, speaker: Tensor) -> Tensor:
-        self._frames[: len(frames)] = frames
-        self._speaker[: len(frames)].copy_(speaker.pin_memory(), non_blocking=True)
-        return self.graph.replay()[: len(frames)].cpu()
-
-
-class _Excerpt(NamedTuple):
-    """A window of the frames that the generator sees; it exceeds a sentence that is shorter."""
-
-    start: int
-    begin: int  # the first frame whose samples are taken from this window
-    end: int
-
-
-def _excerpts(length: int, first: int, last: int, size: int) -> Iterator[_Excerpt]:
-    """Windows that together give the samples of the frames `first` to `last` of a sentence.
-
-    If that is all of a sentence, it has at least 32. Frames at an edge of a window are taken only where it is an
-    edge of the sentence too.
-    """
-    begin = first
-    while begin < last:
-        start = max(begin - REACH_FRAMES, 0)
-        end = min(start + size, length) - REACH_FRAMES
-        if end >= last:
-            end = last
-        elif start + size >= length and (begin >= REACH_FRAMES or length == size):
-            start, end = length - size, last
-        yield _Excerpt(start, begin, end)
-        begin = end
-
-
-def _cut(row: Tensor, start: int, size: int) -> Tensor:
-    """`size` frames from `start` on; zeros before and after the sentence."""
-    before = max(-start, 0)
-    frames = row[max(start, 0) : start + size]
-    return F.pad(frames, (0, 0, before, size - before - len(frames)))
 
 
 class _Piece(NamedTuple):

@@ -74,9 +74,9 @@ class VoiceEncoder:
         self.fingerprint = fingerprint(model)
 
     @torch.no_grad()
-    def voice(self, files: Sequence[Path], name: str | None = None) -> Voice:
+    def voice(self, references: References, name: str) -> Voice:
         """The voice of one or several recordings of the same speaker."""
-        recordings, notes = read_references(files)
+        recordings, notes = references
         waves = [torch.from_numpy(pcm).to(self._device).float() / 32768 for pcm in recordings]
         mels = [self._mel(chunk[None], self._mel_stats)[0].t() for chunk in _chunks(waves)]
         latents = self._gpt.voice(mels)
@@ -86,7 +86,7 @@ class VoiceEncoder:
             speaker = speaker_of_latents(latents, self._dims.speaker_dim)[0]
         if not (latents.isfinite().all() and speaker.isfinite().all()):
             raise DatasetError("The voice is NaN or infinite: the weights are damaged, or training diverged.")
-        return Voice(name or files[0].stem, latents.cpu(), speaker.cpu(), self.fingerprint, tuple(notes))
+        return Voice(name, latents.cpu(), speaker.cpu(), self.fingerprint, tuple(notes))
 
     def _embedding(self, waves: Sequence[Tensor]) -> Tensor:
         waves_16k = [resample(wave[None, : USED_SECONDS * SAMPLE_RATE], SPEAKER_SAMPLE_RATE) for wave in waves]
@@ -94,7 +94,10 @@ class VoiceEncoder:
         return F.normalize(embeddings.mean(0), dim=0)
 
 
-def read_references(files: Sequence[Path]) -> tuple[list[Pcm], list[str]]:
+References = tuple[list[Pcm], list[str]]  # recordings at 22.05 kHz, and notes for the user
+
+
+def read_references(files: Sequence[Path]) -> References:
     """PCM of every file at 22.05 kHz, and notes; one error for all that are silent, too short or not audio."""
     if not files:
         raise UnusableReference("A voice needs at least one recording: a few seconds of clean speech.")
