@@ -680,7 +680,9 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)
         ctx.say(f"Model training starting now ({feed.num_ahead} batches ready after {waited:.1f} s)")
-        return Trainer(ctx, step, feed, state, total, peak).run()
+        trained = Trainer(ctx, step, feed, state, total, peak).run()
+        step.close()
+        return trained
 
 
 def _about_references(own: float, prepared: PreparedCorpus) -> str:

@@ -118,8 +118,8 @@ class Step:
             options = "max-autotune-no-cudagraphs" if mode.tuned else None
             for region in [recipe] if mode.tuned else recipe.regions():
                 region.compile(fullgraph=True, dynamic=False, mode=options)
-        self._reduction, self._phase = REDUCTIONS[reduction], recipe.phase
-        self._sums_of_ranks: GradientSums | None = None
+        self._reduction = REDUCTIONS[reduction]
+        self._sums_of_ranks: GradientSums | None
         if dist.is_initialized():
             with stream.use(), torch.no_grad():
                 for parameter in recipe.parameters():
@@ -137,7 +137,8 @@ class Step:
         """Train on the next batches, as optimiser step `number`; steps count from 0."""
         self.recipe.begin_step(number)
         if self.recipe.phase != self._phase:
-            self._enter_phase()
+            self.close()  # nothing of one phase fits another
+            self._connect()
         for micro in range(self.accumulate):
             with next_batch() as batch:
                 if batch is None:
@@ -154,20 +155,20 @@ class Step:
         if trace.enabled:
             trace.collect()
 
-    def _connect(self) -> None:
-        """Let processes exchange the gradients of what the recipe trains in this phase."""
+    def close(self) -> None:
+        """Drop what was captured, which NCCL would wait for in the end, and the gradients."""
+        self.stream.finish()
+        self._micro_graphs, self._update_graph = {}, None
         if self._sums_of_ranks is not None:
             self._sums_of_ranks.close()
-        self._sums_of_ranks = GradientSums(self.recipe, self._reduction) if dist.is_initialized() else None
-
-    def _enter_phase(self) -> None:
-        """Drop what was captured for another phase of the recipe, with its gradients."""
-        self.stream.finish()
-        self._phase, self._micro_graphs, self._update_graph = self.recipe.phase, {}, None
         for parameter in self.recipe.parameters():
             parameter.grad = None
-        self._connect()
         release_memory()
+
+    def _connect(self) -> None:
+        """Let processes exchange the gradients of what the recipe trains in this phase."""
+        self._phase = self.recipe.phase
+        self._sums_of_ranks = GradientSums(self.recipe, self._reduction) if dist.is_initialized() else None
 
     def micro(self, batch: Batch, last: bool = True) -> None:
         """Add the gradients of one batch; several processes exchange them in the last micro-step."""
