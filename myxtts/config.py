@@ -407,6 +407,9 @@ class TrainingSettings:
     gradient_accumulation_steps: int = setting(1, flag="--grad-accum", minimum=1)
     """Micro-steps per optimiser step. The effective batch is this many times `batch_size`, in the memory of
     one."""
+    gradient_reduction: str = setting("float32", choices=("float32", "bfloat16"))
+    """Number format in which several processes exchange gradients. `bfloat16` sends half the bytes, which helps
+    where the network is slow, and rounds each gradient to 8 bits before the sum. One process exchanges nothing."""
     weight_decay: float = setting(0.01, minimum=0, maximum=1)
     """Weight decay of AdamW. Norms, biases and embeddings are never decayed."""
     grad_clip: float = setting(1.0, minimum=0)
@@ -450,9 +453,9 @@ class TrainingSettings:
     val_step: int = setting(1000, minimum=1)
     """Optimiser steps between two evaluations: the validation loss, and spoken sentences."""
     evaluate_on: str = setting("model", choices=("model", "data", "cpu", "off"))
-    """Where evaluations run. `model`: in the training loop, which waits; several processes always do this. `data`:
-    from a copy of the weights on the data role's device, while training goes on. `cpu`: from a copy on the CPU.
-    `off`: nowhere."""
+    """Where evaluations run. `model`: in the training loop, which waits; several processes do this together.
+    `data`: from a copy of the weights on the data role's device, while training goes on; of several processes the
+    first does this alone. `cpu`: from a copy on the CPU. `off`: nowhere."""
     spoken_sentences: int | None = setting(None, minimum=0, maximum=64, none="auto")
     """Held-out sentences that every evaluation of `gpt` and `decoder` speaks, in the voices of other clips; the
     newest are in the folder `samples` of the run. `auto` is 8 on a GPU where training does not wait for them, or

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from itertools import permutations
 from typing import Any, Generic, TypeVar
@@ -389,33 +388,6 @@ def all_random_states(plan: Plan) -> dict[str, torch.Tensor]:
     states = [torch.empty_like(own, device=plan.model) for _ in range(plan.world_size)]
     dist.all_gather(states, own.to(plan.model))
     return {f"random.{rank}": state.cpu() for rank, state in enumerate(states)}
-
-
-@contextlib.contextmanager
-def process_group(plan: Plan) -> Iterator[None]:
-    """Connect the processes of a run, if there are several."""
-    if plan.world_size == 1:
-        yield
-        return
-    backend, device = ("nccl", plan.model) if plan.model.type == "cuda" else ("gloo", None)
-    timeout = timedelta(hours=2)  # rank 0 may decode a large corpus meanwhile
-    try:
-        dist.init_process_group(backend, timeout=timeout, device_id=device)
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
-            raise
-        what = re.sub(r"^\[.*?\] | This is typically .*", "", str(error).strip().splitlines()[0])
-        raise PipelineError(
-            f"Rank {plan.rank} lost the other processes of the run; did one of them end? ({what[:200]})\n"
-            "Its own message says why. Start all again: the same command continues from the last checkpoint."
-        ) from error
-    dist.destroy_process_group()  # not after an error: it would wait for processes that wait in a collective
-
-
-def barrier(plan: Plan) -> None:
-    if plan.world_size > 1:
-        dist.barrier()
 
 
 def _gpus_of(plan: Plan) -> dict[str, tuple[torch.device, int | None]]:

@@ -51,17 +51,16 @@ from myxtts.devices import (
     Plan,
     announcements,
     apply_caps,
-    barrier,
     deterministic,
     explained_out_of_memory,
     make_plan,
     peak_flops,
-    process_group,
     random_state,
     release_memory,
     set_random_state,
     work_on,
 )
+from myxtts.distributed import barrier, of_first_rank, process_group
 from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, MyXTTSError, Progress
 from myxtts.evaluation import SPEAKING_STAGES, Evaluator, Judging, Speaker, find_judges, validate, with_speech
 from myxtts.files import lock, write_text_atomically
@@ -464,9 +463,13 @@ class StageContext:
 
     @property
     def evaluates_on(self) -> str:
-        """`data`, `model` or `cpu`; several processes evaluate together."""
+        """`data`, `model` or `cpu`."""
         asked = self.settings.training.evaluate_on
-        return "model" if asked == "off" or self.plan.world_size > 1 else asked
+        return "model" if asked == "off" else asked
+
+    def of_first_rank(self, *values: int) -> tuple[int, ...]:
+        """What rank 0 has; all ranks must ask."""
+        return of_first_rank(self.plan, *values)
 
     @cached_property
     def speaker(self) -> Speaker | None:
@@ -499,11 +502,9 @@ class StageContext:
         return with_speech(Evaluation(step, losses, pictures), speaker, self.model, self.plan.model)
 
     def evaluator(self, step: Step) -> Evaluator | None:
-        """The evaluator that works while training goes on; None if the model role evaluates."""
+        """The evaluator that works while training goes on; None if the model role evaluates, or another rank."""
         where = self.evaluates_on
-        if where == "model":
-            if self.settings.training.evaluate_on in ("data", "cpu"):
-                self.say("Several processes evaluate together: --evaluate-on has no effect")
+        if where == "model" or self.plan.rank > 0:
             return None
         device = torch.device("cpu") if where == "cpu" else self.plan.data
         keeps_all = self.stage == "gpt" and self.settings.training.best_by in JUDGED
@@ -674,15 +675,19 @@ def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, tot
     with explained_out_of_memory(plan, "model", doing), build_feed(ctx, state.cursor) as feed:
         ctx.say(f"Buffer size: {feed.buffers()}")
         if feed.own_references is not None:
-            ctx.say(f"Reference voices: {_about_references(feed.own_references, ctx.prepared)}")
+            ctx.say(f"Reference voices: {_about_references(feed.own_references, data, ctx.prepared)}")
         ctx.say(f"Training step: {step.mode}")
         ctx.say(f"Waiting up to {data.model_start_delay:g}s for data pipeline to warm up")
         waited = feed.wait_until_warm(data.model_start_delay)
         ctx.say(f"Model training starting now ({feed.num_ahead} batches ready after {waited:.1f} s)")
-        return Trainer(ctx, step, feed, state, total, peak).run()
+        trained = Trainer(ctx, step, feed, state, total, peak).run()
+        step.close()
+        return trained
 
 
-def _about_references(own: float, prepared: PreparedCorpus) -> str:
+def _about_references(own: float, data: config.DataSettings, prepared: PreparedCorpus) -> str:
+    if data.reference_clip == "same":
+        return "each clip is conditioned on itself, as --reference-clip same asks"
     if own == 0:
         return "each clip is conditioned on another clip of its speaker"
     advice = "if one person speaks in all clips without a name, give --single-speaker"
@@ -736,7 +741,7 @@ def set_up(ctx: StageContext, total: int, loaded: LoadedCheckpoint | None = None
             torch.manual_seed(training.seed + plan.rank + loaded.step)
             ctx.say("The run was saved on other devices: it continues with other random numbers")
     accumulate, stream = training.gradient_accumulation_steps, ctx.streams.model
-    return Step(recipe, optimizer, mode, stream, accumulate=accumulate, world_size=plan.world_size)
+    return Step(recipe, optimizer, mode, stream, accumulate=accumulate, reduction=training.gradient_reduction)
 
 
 def peak_clips_per_s(ctx: StageContext, step: Step) -> float | None:

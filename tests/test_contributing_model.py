@@ -63,7 +63,7 @@ class MelDecoderRecipe(Recipe):
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         sums = self.sums(tensors, sizes)
         loss = sums["sum"] / sums["count"]
-        return {"total": self.world_size * loss, "mel_loss": loss.detach()}
+        return {"total": loss, "mel_loss": loss.detach()}
 
     def sums(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
         out = self.dvae(tensors["mel"], tensors["num_frames"])

@@ -417,6 +417,8 @@ def test_a_corpus_without_names_is_asked_about_and_the_share_is_kept(start: Star
             "25 % of the clips have no other clip of their speaker and use themselves; if one person speaks in "
         )
         assert (asked + "all of second, give it as DIR:single-speaker" in start.out) == (share > 0)
+    start("--stages gpt --max-steps 1 --max-mel-frames 300 --reference-clip same", "same", two[0])
+    assert "Reference voices: each clip is conditioned on itself, as --reference-clip same asks" in start.out
 
 
 def test_each_corpus_may_have_its_language(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

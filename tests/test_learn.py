@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
+import zipfile
 from collections import Counter
 from pathlib import Path
 
 import learn
+import listening
 import numpy as np
 import pytest
 import soundfile
 from align import RATE, Cut, cut, speak_words
 from augment import SPEEDS, some_words, spliced
 from corpus import COLUMNS, RECORDINGS, Spoken, plain, split
+from test_evaluate import install
 
 from myxtts.data.corpus import read_corpus
 from myxtts.text.normalize import phonemize
+
+pytest_plugins = ["training_fixtures"]
 
 WANTED, SPEAKERS = {"ada": 3, "ben": 2}, ("ada", "ben", "eve")
 TEXTS = [f"The number of this sentence is {word}." for word in "abcdefghijklmnopqrst"]
@@ -81,3 +87,46 @@ def test_spliced_sentences_consist_of_pieces(tmp_path: Path, recordings: list[Sp
     assert sum(one.seconds for one in made) >= 36
     assert {one.speaker for one in made} == {"ada", *(f"ada at {speed}" for speed in SPEEDS)}
     assert all(soundfile.info(one.path).duration == pytest.approx(one.seconds) for one in made)
+
+
+JUDGE = """#!{python} -S
+import json, pathlib, sys
+items = pathlib.Path(sys.argv[-1])
+print(json.dumps({{"judges": ["Fake"]}}))
+for item in json.loads(items.read_text(encoding="utf-8")):
+    assert (items.parent / item["file"]).is_file() and (items.parent / item["reference"]).is_file()
+    item |= {{"words": 10, "word_edits": 2 if "000001" in item["label"] else 5, "letters": 9, "letter_edits": 1}}
+    print(json.dumps(item | {{"similarity": 0.5, "mos": 2.0}}), flush=True)
+"""
+
+
+@pytest.mark.usefixtures("small")
+def test_checkpoints_are_chosen_by_some_sentences_and_compared_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, noise = ["|".join(COLUMNS)], np.random.default_rng(0)
+    for number, clip in enumerate(CLIPS):
+        soundfile.write(tmp_path / f"{number}.wav", noise.integers(-3000, 3000, 20000, np.int16), 16000)
+        rows.append(f"{number}.wav|{clip.speaker}|en|{clip.text}|1.25|16000")
+    (tmp_path / "metadata.csv").write_text("\n".join(rows), encoding="utf-8")
+    monkeypatch.setattr(listening, "CHECKPOINTS_SPOKEN", 2)
+    typed = "listening run --hold-out ada=3 ben=3 --test 2 --choosing 2 --spliced-hours 0 --size tiny --batch 4"
+    typed += f" --dvae-steps 1 --gpt-steps 2 --speech {tmp_path} --home {tmp_path / 'home'}"
+    monkeypatch.setattr(sys, "argv", typed.split())
+    listening.main()
+    said = capsys.readouterr().out
+    assert "on another clip of its speaker" in said and "on itself, as --reference-clip same asks" in said
+    with zipfile.ZipFile(tmp_path / "home" / "spoken.zip") as packed:
+        items = json.loads(packed.read("items.json"))
+    texts = {part: {item["text"] for item in items if item["part"] == part} for part in ("test", "choosing")}
+    validated = {clip.text for clip in read_corpus(tmp_path / "home/corpus/gpt").clips if clip.held_out}
+    assert len(texts["test"]) == len(texts["choosing"]) == 2 and texts["choosing"] < validated
+    assert not texts["test"] & {clip.text for clip in read_corpus(tmp_path / "home/corpus/gpt").clips}
+    install(tmp_path / ".judge", JUDGE)
+    monkeypatch.setattr(sys, "argv", ["listening", "judge", str(tmp_path / "home" / "spoken.zip")])
+    listening.main()
+    said = capsys.readouterr().out
+    assert "chosen by wer: other-000001" in said and "chosen by newest: other-000002" in said
+    assert "judging 4 clips" in said and "other-000002 against same-000002, wer: +0.000 (+0.000 to +0.000)" in said
+    listening.main()
+    assert "judging" not in capsys.readouterr().out

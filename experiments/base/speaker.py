@@ -43,7 +43,7 @@ class DistilledRecipe(SpeakerRecipe):
             difference = ours @ ours.t() - theirs @ theirs.t()
         similarity = difference.square().sum() / (len(ours) * (len(ours) - 1))  # the diagonal is 0
         taught = PREDICTION_WEIGHT * prediction + SIMILARITY_WEIGHT * similarity
-        share = self.world_size * tensors["weights"].sum() / Totals.of(tensors).clips
+        share = tensors["weights"].sum() / Totals.of(tensors).clips
         about = {
             "prediction": prediction.detach(),
             "similarity": similarity.detach(),

@@ -15,7 +15,7 @@ import re
 import statistics
 import tempfile
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,15 @@ from myxtts.config import STAGES
 from myxtts.data.prepare import prepare
 from myxtts.devices import Machine
 from myxtts.errors import ConfigError, NoProgress
-from myxtts.evaluation import OTHER, RECONSTRUCTED, RECORDING, SYNTHESISED, Judges, held_out_sentences
+from myxtts.evaluation import (
+    OTHER,
+    RECONSTRUCTED,
+    RECORDING,
+    SYNTHESISED,
+    HeldOutSentence,
+    Judges,
+    held_out_sentences,
+)
 from myxtts.model.mel import DVAE_MEL, LogMel
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.run_dir import RunDir
@@ -86,7 +94,10 @@ def speak(run: Path, out: Path, checkpoint: Checkpoint, sampling: Mapping[str, A
     asked = evaluate.EvaluationOptions(num_sentences=10**6, vocoder=checkpoint.vocoder, **sampling)
     with run_at(run, checkpoint) as then:
         evaluate.synthesise(then, folder, asked, NoProgress())
-        losses = held_out_losses(then, folder) if checkpoint.vocoder == "griffin-lim" else {}
+        losses = {}
+        if checkpoint.vocoder == "griffin-lim":
+            data = replace(load(then / "settings.yaml", {}).settings.data, tokenizer=then / "vocab.json")
+            losses = held_out_losses(then, folder, held_out_sentences(prepare(data), data, 10**6))
     about = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
     step = checkpoint.gpt_step
     about |= {"run": run.name, "gpt_step": step, "gpt_seconds": gpt_seconds(run, step)}
@@ -95,14 +106,14 @@ def speak(run: Path, out: Path, checkpoint: Checkpoint, sampling: Mapping[str, A
 
 
 @torch.no_grad()
-def held_out_losses(run: Path, folder: Path) -> dict[str, float]:
+def held_out_losses(run: Path, folder: Path, sentences: Sequence[HeldOutSentence]) -> dict[str, float]:
     """Cross-entropy of held-out codes in nats: conditioned on another clip, on the clip itself, on a wrong text.
+
+    `folder` holds the recordings of the sentences and of their references.
 
     If the second is much lower than the first, the GPT copies words from the reference. The difference between the
     third and the first is how much it uses the text.
     """
-    data = replace(load(run / "settings.yaml", {}).settings.data, tokenizer=run / "vocab.json")
-    sentences = held_out_sentences(prepare(data), data, 10**6)
     device = torch.device("cuda", 0) if Machine.look().gpus else torch.device("cpu")
     model = RunDir(run).load_model(without=("decoder",)).to(device).eval()
     encoder, log_mel = VoiceEncoder(model, device), LogMel(DVAE_MEL).to(device)
@@ -120,7 +131,7 @@ def held_out_losses(run: Path, folder: Path) -> dict[str, float]:
     }
     losses = {}
     for name, (voices, ids) in cases.items():
-        latents = evaluate.code_latents(model, voices, ids, codes)
+        latents = [evaluate.code_latents(model, *given) for given in zip(voices, ids, codes, strict=True)]
         losses[name] = float(F.cross_entropy(model.gpt.mel_head(torch.cat(latents)), torch.cat(codes)))
     console.print("held-out codes: " + ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items()))
     return losses

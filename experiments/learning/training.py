@@ -108,8 +108,10 @@ class Deadline:
             thread.join()
 
 
-def train_stage(options: argparse.Namespace, stage: str, deadline: Deadline) -> bool:
-    """Train a stage, resuming an earlier call; True if it reached its last step."""
+def train_stage(
+    options: argparse.Namespace, stage: str, deadline: Deadline, ours: Mapping[str, object] | None = None
+) -> bool:
+    """Train a stage, resuming an earlier call; True if it reached its last step. `ours` are settings that win."""
     steps = {"dvae": options.dvae_steps, "gpt": options.gpt_steps, "decoder": options.decoder_steps}[stage]
     every = max(steps // NUM_CHECKPOINTS, 1)
     flags: dict[str, object] = {
@@ -134,6 +136,7 @@ def train_stage(options: argparse.Namespace, stage: str, deadline: Deadline) -> 
         "training.keep_checkpoints": NUM_CHECKPOINTS + 2 if stage == "gpt" else 1,
         "training.enable_xla_compilation": stage == "gpt",  # the others have few identical layers
         **STAGE_SETTINGS[stage],
+        **(ours or {}),
     }
     done = False
     if not deadline.is_over:

@@ -39,9 +39,9 @@ from myxtts.devices import (
     explained_out_of_memory,
     make_plan,
     peak_memory_mb,
-    process_group,
     work_on,
 )
+from myxtts.distributed import process_group
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.host import hidden_working_folder
 from myxtts.observe.breakdown import (

@@ -122,7 +122,7 @@ class StageFacts(NamedTuple):
 
 
 class Recipe(nn.Module, ABC):
-    """The trained networks of a stage and their losses. Under DDP only `forward` is called through the wrapper."""
+    """The trained networks of a stage and their losses. Several processes sum their gradients."""
 
     betas: tuple[float, float]  # betas of AdamW
     from_scratch_lr: float
@@ -142,12 +142,14 @@ class Recipe(nn.Module, ABC):
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
-        # DDP averages over processes. The totals count all of them, so losses must be summed instead.
         self.world_size = world_size
 
     @abstractmethod
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
-        """Losses of a micro-batch: "total" for `backward`, and means for the log, without gradient."""
+        """Losses of a micro-batch: "total" for `backward`, and means for the log, without gradient.
+
+        The total is the share of this micro-batch in that of the step, over all processes.
+        """
 
     @abstractmethod
     def sums(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
@@ -261,9 +263,6 @@ class DvaeRecipe(Recipe):
         self.register_buffer("candidates", torch.zeros_like(vectors.t()), persistent=False)
         self.register_buffer("candidate_weights", torch.zeros_like(vectors[0]), persistent=False)
         self.register_buffer("mel_stats", torch.ones(dvae.channels, device=vectors.device), persistent=False)
-        # These differ between processes; DDP would broadcast those of the first.
-        own = ["counts_and_sums", "candidates", "candidate_weights", "mel_stats"]
-        self._ddp_params_and_buffers_to_ignore = own
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         out, sums = self._reconstruct(tensors, sizes)
@@ -272,7 +271,7 @@ class DvaeRecipe(Recipe):
         totals, usage = Totals.of(tensors), self._usage(out, tensors["weights"])
         mel, commitment = sums["sum"] / totals.frames, sums["commitment_sum"] / totals.codes
         return {
-            "total": self.world_size * (mel + COMMITMENT_WEIGHT * commitment),
+            "total": mel + COMMITMENT_WEIGHT * commitment,
             "mel_loss": mean_of(sums["sum"], sums["count"]),
             "commitment": mean_of(sums["commitment_sum"], sums["commitment_count"]),
             "codes_used": usage.used.float(),
@@ -415,7 +414,6 @@ class SpeakerRecipe(Recipe):
         self.encoder = encoder
         encoder.fc.bias.requires_grad_(False)
         self.register_buffer("mean", torch.zeros_like(encoder.fc.bias), persistent=False)
-        self._ddp_params_and_buffers_to_ignore = ["mean"]  # it differs between processes
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002 - one signature for all
         clean = self.vary(tensors["crops"])
@@ -424,7 +422,7 @@ class SpeakerRecipe(Recipe):
     def losses(self, embeddings: Tensor, clean: Tensor, tensors: Tensors) -> dict[str, Tensor]:  # noqa: ARG002
         """Losses of the embeddings [B, 2, dim] of crops, of which `clean` are those without noise."""
         sums = self._compare(embeddings, tensors)
-        loss, count = self.world_size * sums["sum"] / Totals.of(tensors).clips, sums["count"]
+        loss, count = sums["sum"] / Totals.of(tensors).clips, sums["count"]
         return {"total": loss, "error": mean_of(sums["error_sum"], count)}
 
     def sums(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:  # noqa: ARG002
@@ -441,6 +439,13 @@ class SpeakerRecipe(Recipe):
     def after_step(self, step: int) -> None:  # noqa: ARG002
         if self.world_size > 1:
             dist.all_reduce(self.mean)
+            # Those of batch norms: evaluation depends on them, training does not.
+            statistics = [buffer for name, buffer in self.encoder.named_buffers() if "running_" in name]
+            together = torch.cat([buffer.flatten() for buffer in statistics])
+            dist.broadcast(together, src=0)
+            parts = torch.split(together, [buffer.numel() for buffer in statistics])
+            for buffer, values in zip(statistics, parts, strict=True):
+                buffer.copy_(values.view_as(buffer))
         self.encoder.fc.bias.sub_(self.mean, alpha=CENTRE_RATE / self.world_size)
         self.mean.zero_()
 
@@ -574,13 +579,12 @@ class GptRecipe(Recipe):
         self.gpt, self.label_smoothing, self.max_frames = gpt, label_smoothing, max_frames
         self.code_noise, self.text_dropout, self.reference_noise = 0.0, 0.0, 0.0  # shares of codes, texts, clips
         self.register_buffer("mel_stats", torch.ones(gpt.dims.mel_channels), persistent=False)
-        self._ddp_params_and_buffers_to_ignore = ["mel_stats"]
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         losses, totals = self._losses(tensors, sizes, self.label_smoothing), Totals.of(tensors)
         text = TEXT_WEIGHT * losses.text_sum / totals.text_targets
         return {
-            "total": self.world_size * (text + losses.audio_sum / totals.audio_targets),
+            "total": text + losses.audio_sum / totals.audio_targets,
             "text_loss": mean_of(losses.text_sum, losses.text_count),
             "audio_loss": mean_of(losses.audio_sum, losses.audio_count),
         }
@@ -730,7 +734,6 @@ class DecoderRecipe(Recipe):
         self.teacher = HifiGanInput(channels) if facts.warm_start else None
         self.hifigan_mel = HifiGanMel() if self.generator.reads_mels else None
         self.register_buffer("ramp", torch.ones(()), persistent=False)
-        self._ddp_params_and_buffers_to_ignore = ["ramp"]
 
     def begin_step(self, step: int) -> None:
         """Set the phase of the step: parts that it does not train have no gradients."""
@@ -766,7 +769,7 @@ class DecoderRecipe(Recipe):
         by_name = {name: (found.get(name, absent) * weights).sum() for name in self._loss_names(factors, ramps)}
         total = torch.stack([ramps.get(n, factors.get(n, 1.0)) * loss for n, loss in by_name.items()]).sum()
         means = {name: mean_of(loss, weights.sum()) for name, loss in by_name.items()}
-        return {"total": self.world_size * total / totals.clips, **means}
+        return {"total": total / totals.clips, **means}
 
     def _loss_names(self, *tables: Mapping[str, object]) -> list[str]:
         if self.discriminators is None:

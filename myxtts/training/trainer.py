@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
+from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, Snapshot, to_host
 from myxtts.config import Settings
@@ -33,6 +33,7 @@ from myxtts.devices import (
     peak_memory_mb,
     release_memory,
 )
+from myxtts.distributed import REDUCTIONS, GradientSums
 from myxtts.errors import PipelineError
 from myxtts.host import may_pin
 from myxtts.observe.metrics import JudgeReport, Spoken, StepReport, ValidationReport
@@ -50,7 +51,7 @@ class StepMode:
 
     autocast: bool = False  # computes in bf16 where that is safe
     compiled: bool = False
-    captured: bool = False  # replays a CUDA graph; needs a GPU, static shapes and a single process
+    captured: bool = False  # replays a CUDA graph; needs a GPU and static shapes
     tuned: bool = False  # compiles everything as one graph and tries many kernels, which takes minutes
     deterministic: bool = False  # only kernels that give the same bits each time; never compiled
     debug: bool = False
@@ -80,12 +81,14 @@ def choose_mode(settings: Settings, stage: str, plan: Plan) -> StepMode:
     graph = training.enable_graph_mode and on_gpu and settings.data.pad_to_fixed_length
     # The compiler may choose other kernels next time.
     compiled = graph and training.enable_xla_compilation and not deterministic
+    # gloo exchanges gradients on the host, which a graph cannot do.
+    exchanges_on_host = dist.is_initialized() and dist.get_backend() != "nccl"
     # Checkpointing draws the dropout of the forward pass again, which a CUDA graph cannot replay.
     redraws = stage == "gpt" and settings.model.gradient_checkpointing and bool(settings.model.dropout)
     return StepMode(
         autocast=autocast,
         compiled=compiled,
-        captured=graph and plan.world_size == 1 and not redraws,
+        captured=graph and not redraws and not exchanges_on_host,
         tuned=compiled and training.optimization_level == "experimental",
         deterministic=deterministic,
     )
@@ -106,22 +109,26 @@ class Step:
         stream: Stream,
         *,
         accumulate: int = 1,
-        world_size: int = 1,
+        reduction: str = "float32",
     ) -> None:
+        """`reduction` names the type in which the processes of a group exchange gradients."""
         self.recipe, self.optimizer, self.mode, self.stream = recipe, optimizer, mode, stream
         self.accumulate = accumulate
         if mode.compiled:
             options = "max-autotune-no-cudagraphs" if mode.tuned else None
             for region in [recipe] if mode.tuned else recipe.regions():
                 region.compile(fullgraph=True, dynamic=False, mode=options)
-        self._forward: nn.Module = recipe
-        self._distributed: DistributedDataParallel | None = None
-        self._world_size, self._phase = world_size, recipe.phase
-        self._wrap()
+        self._reduction = REDUCTIONS[reduction]
+        self._sums_of_ranks: GradientSums | None
+        if dist.is_initialized():
+            with stream.use(), torch.no_grad():
+                for parameter in recipe.parameters():
+                    dist.broadcast(parameter, src=0)
+        self._connect()
         self._names: list[str] = []
         self._sums: Tensor | None = None
         self._static: dict[str, Tensor] = {}
-        self._micro_graph: CudaGraph[None] | None = None
+        self._micro_graphs: dict[bool, CudaGraph[None]] = {}  # by whether the micro-step is the last of its step
         self._update_graph: CudaGraph[None] | None = None
         self._events = [Event(stream.device) for _ in range(STEPS_AHEAD)]
         self._num_updates = 0
@@ -130,7 +137,8 @@ class Step:
         """Train on the next batches, as optimiser step `number`; steps count from 0."""
         self.recipe.begin_step(number)
         if self.recipe.phase != self._phase:
-            self._enter_phase()
+            self.close()  # nothing of one phase fits another
+            self._connect()
         for micro in range(self.accumulate):
             with next_batch() as batch:
                 if batch is None:
@@ -147,42 +155,34 @@ class Step:
         if trace.enabled:
             trace.collect()
 
-    def _wrap(self) -> None:
-        """Wrap the recipe for several processes; what it does not train in this phase is left out."""
-        if self._world_size == 1:
-            return
-        # Weights of width 1 have several layouts that are one and the same.
-        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-        ids = [self.stream.device.index] if self.stream.device.type == "cuda" else None
-        with self.stream.use():  # what DDP launches now and in training is then in one order
-            self._distributed = DistributedDataParallel(self.recipe, device_ids=ids, gradient_as_bucket_view=True)
-        self._forward = self._distributed
-
-    def _enter_phase(self) -> None:
-        """Drop what was captured and wrapped for another phase of the recipe, with its gradients."""
+    def close(self) -> None:
+        """Drop what was captured, which NCCL would wait for in the end, and the gradients."""
         self.stream.finish()
-        self._phase, self._micro_graph, self._update_graph = self.recipe.phase, None, None
-        self._forward, self._distributed = self.recipe, None
+        self._micro_graphs, self._update_graph = {}, None
+        if self._sums_of_ranks is not None:
+            self._sums_of_ranks.close()
         for parameter in self.recipe.parameters():
             parameter.grad = None
-        release_memory()  # also of the old wrapper, whose hooks would wait for gradients
-        self._wrap()
+        release_memory()
+
+    def _connect(self) -> None:
+        """Let processes exchange the gradients of what the recipe trains in this phase."""
+        self._phase = self.recipe.phase
+        self._sums_of_ranks = GradientSums(self.recipe, self._reduction) if dist.is_initialized() else None
 
     def micro(self, batch: Batch, last: bool = True) -> None:
-        """Add the gradients of one batch; under DDP the last micro-step exchanges them."""
+        """Add the gradients of one batch; several processes exchange them in the last micro-step."""
         if self.mode.captured:
-            if self._micro_graph is None:
+            if not self._micro_graphs:
                 self._capture(batch)
             for name, tensor in self._static.items():
                 tensor.copy_(batch.tensors[name])
-            assert self._micro_graph is not None
-            self._micro_graph.replay()
+            self._micro_graphs[last].replay()
             return
         pieces = self._pieces(batch.tensors)
         for number, (share, piece) in enumerate(pieces, 1):
             is_last = last and number == len(pieces)
-            with contextlib.nullcontext() if is_last or not self._distributed else self._distributed.no_sync():
-                self.add_gradients(piece, batch.sizes, share, 1 / len(pieces))
+            self.add_gradients(piece, batch.sizes, share, 1 / len(pieces), last=is_last)
 
     def _pieces(self, tensors: Mapping[str, Tensor]) -> list[tuple[float, Mapping[str, Tensor]]]:
         """A batch in as many pieces as a CPU's memory needs, each with its share of the clips."""
@@ -225,14 +225,27 @@ class Step:
     def forward(self, tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
         """The losses of a batch, launched kernel by kernel."""
         with torch.autocast(self.stream.device.type, torch.bfloat16, enabled=self.mode.autocast):
-            losses: dict[str, Tensor] = self._forward(tensors, sizes)
+            losses: dict[str, Tensor] = self.recipe(tensors, sizes)
         return losses
 
     def add_gradients(
-        self, tensors: Mapping[str, Tensor], sizes: Sizes, share: float = 1.0, part: float = 1.0
+        self,
+        tensors: Mapping[str, Tensor],
+        sizes: Sizes,
+        share: float = 1.0,
+        part: float = 1.0,
+        *,
+        last: bool = False,
     ) -> None:
-        """The forward and backward pass of a batch, or a `part` of one with this `share` of its clips."""
-        with torch.autograd.set_detect_anomaly(True) if self.mode.debug else contextlib.nullcontext():
+        """The forward and backward pass of a batch, or a `part` of one with this `share` of its clips.
+
+        In the `last` one of a step, processes exchange what they have added up.
+        """
+        with contextlib.ExitStack() as held:
+            if self.mode.debug:
+                held.enter_context(torch.autograd.set_detect_anomaly(True))
+            if last and self._sums_of_ranks is not None:
+                held.enter_context(self._sums_of_ranks.exchanged())
             losses = self.forward(tensors, sizes)
             losses["total"].backward()  # type: ignore[no-untyped-call]
         if self.mode.debug:
@@ -247,15 +260,20 @@ class Step:
         self._sums += row
 
     def _capture(self, batch: Batch) -> None:
-        """Record both graphs. The warm-up must change nothing: neither weights, buffers nor sums."""
+        """Record all graphs. The warm-up must change nothing: neither weights, buffers nor sums."""
         self._static = {name: tensor.clone() for name, tensor in batch.tensors.items()}
         kept = {name: buffer.clone() for name, buffer in self.recipe.named_buffers()}
         sums = None if self._sums is None else self._sums.clone()
-        self._micro_graph = CudaGraph(lambda: self.add_gradients(self._static, batch.sizes), self.stream)
+        work = partial(self.add_gradients, self._static, batch.sizes)
+        # The first one arranges gradients as they are exchanged; only then may others add to them.
+        graph = CudaGraph(partial(work, last=True), self.stream)
+        self._micro_graphs = {True: graph, False: graph}
+        if self.accumulate > 1 and self._sums_of_ranks is not None:
+            self._micro_graphs[False] = CudaGraph(work, self.stream, graph.pool)
         self.optimizer.zero_grad()
         counters = [counter.clone() for counter in self.optimizer.counters()]
         self.optimizer.poison_gradients()  # an update with non-finite gradients leaves everything as it was
-        self._update_graph = CudaGraph(self.optimizer.update, self.stream, self._micro_graph.pool)
+        self._update_graph = CudaGraph(self.optimizer.update, self.stream, graph.pool)
         self.optimizer.zero_grad()
         with torch.no_grad():
             for counter, value in zip(self.optimizer.counters(), counters, strict=True):
@@ -362,6 +380,7 @@ class TrainerContext(Protocol):
     def judged(self, wait: bool = False) -> list[Evaluation]: ...
     def say(self, line: str) -> None: ...
     def stop_requested(self, step: int) -> bool: ...
+    def of_first_rank(self, *values: int) -> tuple[int, ...]: ...
 
 
 def clips_per_step(ctx: TrainerContext) -> float:
@@ -466,7 +485,7 @@ class Trainer:
             self._report_arrived()
             if state.pending is not None:
                 self.ctx.say(f"Waiting for the evaluation of step {state.pending}")
-            has_news = self._add_evaluations(wait=True)
+            has_news = self._as_first_rank(self._add_evaluations(wait=True))
             if not state.done or has_news:
                 self._save(done=state.step >= self.total_steps or self._stops_early())
             if not is_stopped:
@@ -525,18 +544,27 @@ class Trainer:
         if not here and not self._has_evaluator:
             self._evaluator, self._has_evaluator = ctx.evaluator(self.step), True
         self._add_evaluations(wait=self._depends)
+        waits = self._as_first_rank(here or self._evaluator is None)
         if self._stops_early():
             return False
-        if here or self._evaluator is None:
+        if waits:
             with self.step.optimizer.swap_ema():
                 found = ctx.evaluate(self.step.recipe, state.step, speaks)
             self._clock.pause()
-            return self._add(found) or (training.best_by not in (None, "loss") and bool(found.spoken))
+            is_best = self._add(found)
+            return self._as_first_rank(is_best or (training.best_by not in (None, "loss") and bool(found.spoken)))
+        if self._evaluator is None:  # another rank evaluates
+            return False
         if (replaced := self._evaluator.publish(state.step, self._saved_state(), self._saves())) is not None:
             slow = f"evaluations take longer than the {training.val_step} steps between two of them"
             ctx.say(f"Step {replaced} is not evaluated, step {state.step} is: {slow}; a larger --val-step helps")
         state.pending = state.step
         return False
+
+    def _as_first_rank(self, answer: bool) -> bool:
+        """The answer of rank 0, to whom alone all results come; others take over what decides on an early end."""
+        chosen, self.state.stale_validations = self.ctx.of_first_rank(answer, self.state.stale_validations)
+        return bool(chosen)
 
     @property
     def _depends(self) -> bool:
@@ -548,7 +576,7 @@ class Trainer:
         step, self.state.pending = self.state.pending, None
         if step is not None and step == self.state.step:
             self._evaluate(here=True)
-            if self.state.val_loss is not None:
+            if self.state.val_loss is not None and self.ctx.plan.rank == 0:
                 self.ctx.checkpoints.rate(step, {"loss": self.state.val_loss})
         elif step is not None:
             self.ctx.say(f"The evaluation of step {step} was lost when the run was killed")
@@ -629,7 +657,8 @@ class Trainer:
         is_warm = step > self._first_step + self._training.log_step
         expected_s = seconds_per_step if is_warm else self._clock.timing().median_ms / 1000
         losses = {name.removeprefix("loss."): value for name, value in values.items() if name.startswith("loss.")}
-        losses["total"] *= self.step.accumulate  # that of a micro-step is its share of the step
+        # That of a micro-step in one process is its share of the step.
+        losses["total"] *= self.step.accumulate * self.ctx.plan.world_size
         norms = {name.removeprefix("norm."): value for name, value in values.items() if name.startswith("norm.")}
         return StepReport(
             stage=self.ctx.stage,
