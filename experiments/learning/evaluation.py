@@ -47,7 +47,7 @@ from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.run_dir import RunDir
 from myxtts.settings import load
 from myxtts.synthesis.synthesizer import VocoderName
-from myxtts.synthesis.voices import VoiceEncoder
+from myxtts.synthesis.voices import VoiceEncoder, read_references
 from myxtts.tools import evaluate
 from myxtts.tools.evaluate import ABOUT_FILE, ITEMS_FILE, SCORES_FILE, score
 
@@ -120,7 +120,7 @@ def held_out_losses(run: Path, folder: Path, sentences: Sequence[HeldOutSentence
     waves = [torch.from_numpy(sentence.clip.wave).to(device)[None] for sentence in sentences]
     codes = [model.dvae.encode(log_mel(wave, model.mel_stats))[0] for wave in waves]
     own, clip = (
-        [encoder.voice([folder / getattr(sentence, name).file]) for sentence in sentences]
+        [encoder.voice(read_references([folder / getattr(sentence, name).file]), name) for sentence in sentences]
         for name in ("reference", "clip")
     )
     texts = [sentence.clip.ids for sentence in sentences]
