@@ -249,7 +249,10 @@ class Slots:
         """Some of the codes that were read of a sentence; an error if its latents are not finite."""
         if running.is_damaged:
             raise PipelineError(DAMAGED)
-        return Generated(torch.tensor(running.codes[start:end], dtype=torch.long), self._latents[running.rows[0], start:end].clone())
+        return Generated(
+            torch.tensor(running.codes[start:end], dtype=torch.long),
+            self._latents[running.rows[0], start:end].clone(),
+        )
 
     def _start_those_that_can(self, *, waits: bool) -> None:
         """Let sentences take part whose prefixes have run; wait for them if there is nothing else to do."""
