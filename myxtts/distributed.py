@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from myxtts.devices import Plan, release_memory
 from myxtts.errors import PipelineError
 
+MEET_S = 600.0  # that the ranks have to start
 JOIN_S = 120.0  # that the ranks have to connect to the first one, after they have met
 GRACE_S = 5.0
 """Seconds in which the thread that trains can end by itself after another rank has; then the process is ended."""
@@ -46,8 +48,15 @@ def process_group(plan: Plan) -> Iterator[None]:
     backend, device = ("nccl", plan.model) if plan.model.type == "cuda" else ("gloo", None)
     monitor: RankMonitor | None = None
     try:
-        # Rank 0 may decode a large corpus while the others wait.
-        dist.init_process_group(backend, timeout=timedelta(hours=2), device_id=device)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=MEET_S)))
+        dist.init_process_group(
+            backend,
+            store=_of_this_start(store, rank, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(hours=2),  # rank 0 may decode a large corpus while the others wait
+            device_id=device,
+        )
         monitor = RankMonitor(plan)
         yield
     except BaseException as error:
@@ -66,6 +75,37 @@ def process_group(plan: Plan) -> Iterator[None]:
     monitor.close(DONE)
     release_memory()  # NCCL waits for CUDA graphs that hold collectives
     dist.destroy_process_group()  # not after an error: it would wait for processes that wait in a collective
+
+
+def _of_this_start(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+    """Return the part of the store that belongs to the processes that run now.
+
+    When torchrun restarts processes, PyTorch 2.13 gives them the store of those that have ended, with their
+    addresses. So each rank shows rank 0 a random number, and takes the name of the part from an answer with it.
+    """
+
+    def read(kind: str, number: int) -> list[str]:
+        key = f"myxtts {kind} {number}"
+        return store.get(key).decode().split() if store.check([key]) else [""]
+
+    number, part, deadline = secrets.token_hex(8), secrets.token_hex(8), time.monotonic() + MEET_S
+    if rank > 0:
+        store.set(f"myxtts hello {rank}", number)
+        while (answer := read("welcome", rank))[0] != number:
+            _wait_for("rank 0", deadline)
+        store.set(f"myxtts ready {rank}", answer[1])
+        return dist.PrefixStore(answer[1], store)
+    while missing := [other for other in range(1, world_size) if read("ready", other) != [part]]:
+        for other in missing:
+            store.set(f"myxtts welcome {other}", f"{read('hello', other)[0]} {part}")
+        _wait_for(f"rank {missing[0]}", deadline)
+    return dist.PrefixStore(part, store)
+
+
+def _wait_for(who: str, deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise dist.DistStoreError(f"{who} did not come within {MEET_S:.0f} s")
+    time.sleep(0.02)
 
 
 def explained(found: str) -> str:

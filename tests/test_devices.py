@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, Mock, call
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -29,7 +29,6 @@ from myxtts.devices import (
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.host import may_pin
 from myxtts.run import train
-from myxtts.training.trainer import Step, StepMode
 
 CPU = torch.device("cpu")
 CAPS = {"data_gpu_memory": 90000, "model_gpu_memory": 9000}
@@ -210,15 +209,6 @@ def test_copies_are_pinned_only_while_host_memory_is_plentiful(
     caplog.set_level(logging.INFO)
     assert may_pin(5 * 10**9, "Copies") is pinned
     assert ("Copies take 5.0 GB of host memory, with 16.0 GB free" in caplog.text) is not pinned
-
-
-def test_ddp_is_built_in_the_stream_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, in_use = Stream(CPU), []
-    monkeypatch.setattr(stream, "use", Mock(return_value=MagicMock()))
-    ddp = Mock(side_effect=lambda *_, **__: in_use.append(stream.use.call_count))
-    monkeypatch.setattr("myxtts.training.trainer.DistributedDataParallel", ddp)
-    Step(Mock(), Mock(), StepMode(), stream, world_size=2)
-    assert in_use == [1]
 
 
 def test_the_machine_is_what_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> None:

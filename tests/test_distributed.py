@@ -8,15 +8,19 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from model_fixtures import write_hifigan
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from training_fixtures import Clips, Start, arguments, assert_equal_tensors, assert_same_run, losses, newest, steps
 from training_processes import Run, Server
+
+from myxtts import distributed
 
 pytest_plugins = ["training_fixtures", "training_processes"]
 pytestmark = pytest.mark.usefixtures("small")
@@ -52,6 +56,20 @@ def test_two_ranks_with_half_the_batch_each_equal_one_process(
     assert [sum(pair) / 2 for pair in zip(*shares, strict=True)] == pytest.approx(losses(one), rel=1e-5)
     (alone,), (together,) = (steps(tmp_path / name, "validation") for name in ("one", "two"))
     assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+def test_gradients_may_be_exchanged_in_half_the_bytes(clips: Clips, tmp_path: Path, server: Server) -> None:
+    weights = {}
+    for kind in ("float32", "bfloat16"):
+        (tmp_path / kind).mkdir()
+        flags = f"--stages gpt --max-steps 3 --batch-size 2 --gradient-reduction {kind}"
+        command = arguments(tmp_path / kind / "run", clips(4), flags)
+        ended(server.start_ranks(command, hook="watch_ranks", KEPT=str(tmp_path / kind)))
+        ours, others = kept(tmp_path / kind, "gpt")
+        assert_equal_tensors(others, ours)
+        weights[kind] = ours
+    differences = [float((weights["float32"][name] - value).abs().max()) for name, value in ours.items()]
+    assert 0 < max(differences) < 5e-3
 
 
 def test_two_ranks_go_through_the_phases_of_the_decoder_as_one_process_does(
@@ -128,8 +146,88 @@ def test_a_killed_rank_ends_the_other_with_an_explanation(
     runs[victim].signal(signal.SIGKILL)
     other = runs[1 - victim]
     assert other.wait() == 1 and "Traceback" not in other.output
-    assert f"Rank {1 - victim} lost the other processes of the run" in other.output
+    assert f"Rank {victim} of 2 has ended: it was killed or has crashed" in other.output
     assert "the same command continues from the last checkpoint" in other.output
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_error(clips: Clips, tmp_path: Path, server: Server) -> None:
+    command = arguments(tmp_path / "run", clips(4), "--stages dvae --max-steps 5000 --epochs 5000 --batch-size 1")
+    first, second = server.start_ranks(command, hook="second_rank_fails_at_its_third_step")
+    assert (first.wait(), second.wait()) == (1, 1)
+    for run in (first, second):
+        assert "Rank 1 of 2 has ended: the card fell off the bus" in run.output or run is second
+    assert "the card fell off the bus" in second.output
+
+
+def test_torchrun_restarts_all_ranks_from_the_last_checkpoint(clips: Clips, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = arguments(run, clips(4), "--stages dvae --max-steps 40 --epochs 5000 --save-step 2 --batch-size 1")[1:]
+    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        [*starter, "--max-restarts", "1", "--monitor-interval", "0.1", str(ROOT / "train_main.py"), *flags],
+        cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        killed, shown, deadline = 0, "", time.monotonic() + 60
+        assert process.stdout is not None
+        for line in process.stdout:
+            shown += line
+            if not killed and (run / "dvae").is_dir() and (saved := re.search(r"^step (\d+)/40", line)):
+                killed = int(saved[1])
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                os.kill(int(children[-1]), signal.SIGKILL)
+            if time.monotonic() > deadline:
+                process.kill()
+    assert process.returncode == 0, shown
+    steps_shown = [int(step) for step in re.findall(r"^step (\d+)/40", shown, re.MULTILINE)]
+    assert killed >= 2 and steps_shown.count(1) == 1 and steps_shown[-1] == 40, shown
+    assert newest(run, "dvae").step == 40
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.usefixtures("group")
+def test_gradients_are_exchanged_in_buckets_while_others_are_computed(
+    dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "BUCKET_BYTES", 2000)
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16) for _ in range(4)]
+    network, unused = nn.Sequential(*layers), nn.Linear(4, 4)
+    both, x = nn.ModuleList([network, unused]), torch.randn(3, 16)
+    sums = distributed.GradientSums(both, dtype)
+    expected = torch.autograd.grad(network(x).square().sum(), list(network.parameters()))
+    begun: list[int] = []
+    all_reduce = torch.distributed.all_reduce
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda *a, **k: (begun.append(len(computed)), all_reduce(*a, **k))[1]
+    )
+    computed: list[int] = []
+    for number, parameter in enumerate(network.parameters()):
+        parameter.register_hook(lambda _, number=number: computed.append(number))
+    for _ in range(2):
+        computed.clear()
+        begun.clear()
+        with sums.exchanged():
+            network(x).square().sum().backward()
+        for parameter, gradient in zip(network.parameters(), expected, strict=True):
+            wanted = gradient if dtype is None else gradient.to(dtype).float()
+            torch.testing.assert_close(parameter.grad, wanted, rtol=0, atol=0 if dtype else 1e-6)
+        for parameter in both.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+    assert len(begun) == len(sums.buckets) >= 4
+    assert begun[0] < 4 and begun[-1] == 8, "the first while six gradients are still to come, unused ones last"
+    sums.close()
 
 
 def test_torchrun_starts_the_script_of_the_old_door_plate(clips: Clips, tmp_path: Path) -> None:

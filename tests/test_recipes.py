@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from model_fixtures import waiting_is_an_error
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from myxtts.config import NUM_STOPS, Settings, TrainingSettings
 from myxtts.data.batches import MARGIN_CODES, Sizes
+from myxtts.distributed import GradientSums
 from myxtts.model.dvae import DVAE
 from myxtts.model.gpt import AUDIO, GPT, TEXT, GPTDims, PackedBatch, add_adapters, packed_length
 from myxtts.model.vocoder import (
@@ -233,14 +233,14 @@ def test_a_batch_of_nothing_but_fillers_is_zero(name: str) -> None:
 
 
 @EVERY_RECIPE
-def test_losses_are_scalars_and_only_the_total_has_a_gradient_and_grows_with_the_processes(name: str) -> None:
+def test_losses_are_scalars_and_only_the_total_has_a_gradient(name: str) -> None:
     recipe, batch = make(name), BATCHES[name]()
     losses, of_four = run(recipe, batch), run(make(name, world_size=4), batch)
     assert all((loss.ndim, loss.dtype) == (0, torch.float32) for loss in losses.values())
     assert [loss for loss in losses if losses[loss].requires_grad] == ["total"]
     losses["total"].backward()
-    assert all(value.grad is not None for value in recipe.parameters()), "DDP waits for every parameter"
-    torch.testing.assert_close(of_four, losses | {"total": 4 * losses["total"]})  # the mean over four is the sum
+    assert all(value.grad is not None for value in recipe.parameters()), "unused ones would be exchanged late"
+    torch.testing.assert_close(of_four, losses)  # four processes sum their shares
 
 
 @EVERY_RECIPE
@@ -289,14 +289,12 @@ def one_process() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_process")
 @EVERY_RECIPE
-def test_can_be_wrapped_for_several_processes(name: str) -> None:
+def test_gradients_of_several_processes_are_sums(name: str) -> None:
     recipe, batch = make(name), BATCHES[name]()
-    expected = gradients(make(name), [batch])
-    wrapped = DistributedDataParallel(recipe)
-    run(wrapped, batch)["total"].backward()
+    expected, sums = gradients(make(name), [batch]), GradientSums(recipe)
+    with sums.exchanged():
+        run(recipe, batch)["total"].backward()
     assert_same({name: value.grad for name, value in recipe.named_parameters()}, expected)
-    own = {name for name, _ in recipe.named_buffers(recurse=False)}
-    assert own <= wrapped.parameters_to_ignore, "what each process has seen is its own"
 
 
 # GPT

@@ -292,7 +292,7 @@ GPU_PLAN = Plan(torch.device("cuda", 0), torch.device("cuda", 0))
         ({}, {}, StepMode(autocast=True, compiled=True, captured=True)),
         ({"data.mixed_precision": False}, {}, StepMode(compiled=True, captured=True)),
         ({"data.pad_to_fixed_length": False}, {}, StepMode(autocast=True)),
-        ({}, {"world_size": 2}, StepMode(autocast=True, compiled=True)),
+        ({}, {"world_size": 2}, StepMode(autocast=True, compiled=True, captured=True)),
         ({}, {"model": torch.device("cpu")}, StepMode()),
         ({"model.gradient_checkpointing": True, "model.dropout": 0.1}, {}, StepMode(autocast=True, compiled=True)),
         ({"training.enable_xla_compilation": False}, {}, StepMode(autocast=True, captured=True)),

@@ -20,6 +20,7 @@ pytest_plugins = ["training_fixtures"]
 pytestmark = pytest.mark.usefixtures("small")
 
 ELSEWHERE = {
+    "training.gradient_reduction": "test_distributed.py::test_gradients_may_be_exchanged_in_half_the_bytes",
     "model.gradient_checkpointing": "test_run.py::test_gradient_checkpointing_changes_memory_and_no_loss",
     "model.lora_rank": "test_run.py::test_adapters_alone_are_kept_and_merge_into_the_weights_they_adapt",
     "data.val_fraction": "test_prepare.py::test_the_split_is_stable_under_other_clips",

@@ -184,6 +184,17 @@ def second_step_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     second_step_hangs(monkeypatch, seconds=1)
 
 
+def second_rank_fails_at_its_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Step.update
+
+    def update_or_fail(self: Step, step: int) -> None:
+        if step == 2 and os.environ["RANK"] == "1":
+            raise RuntimeError("the card fell off the bus")
+        update(self, step)
+
+    monkeypatch.setattr(Step, "update", update_or_fail)
+
+
 def no_reader(_: pytest.MonkeyPatch) -> None:
     """Connect standard output to a pipe that nobody reads, as `| head -1` leaves it."""
     reader, writer = os.pipe()
