@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from myxtts.devices import Plan, release_memory
 from myxtts.errors import PipelineError
@@ -48,7 +50,7 @@ def process_group(plan: Plan) -> Iterator[None]:
     backend, device = ("nccl", plan.model) if plan.model.type == "cuda" else ("gloo", None)
     monitor: RankMonitor | None = None
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=MEET_S)))
+        store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=MEET_S)))
         dist.init_process_group(
             backend,
             store=_of_this_start(store, rank, world_size),
@@ -77,7 +79,7 @@ def process_group(plan: Plan) -> Iterator[None]:
     dist.destroy_process_group()  # not after an error: it would wait for processes that wait in a collective
 
 
-def _of_this_start(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+def _of_this_start(store: Store, rank: int, world_size: int) -> Store:
     """Return the part of the store that belongs to the processes that run now.
 
     When torchrun restarts processes, PyTorch 2.13 gives them the store of those that have ended, with their
@@ -94,12 +96,12 @@ def _of_this_start(store: dist.Store, rank: int, world_size: int) -> dist.Store:
         while (answer := read("welcome", rank))[0] != number:
             _wait_for("rank 0", deadline)
         store.set(f"myxtts ready {rank}", answer[1])
-        return dist.PrefixStore(answer[1], store)
+        return PrefixStore(answer[1], store)
     while missing := [other for other in range(1, world_size) if read("ready", other) != [part]]:
         for other in missing:
             store.set(f"myxtts welcome {other}", f"{read('hello', other)[0]} {part}")
         _wait_for(f"rank {missing[0]}", deadline)
-    return dist.PrefixStore(part, store)
+    return PrefixStore(part, store)
 
 
 def _wait_for(who: str, deadline: float) -> None:
