@@ -456,7 +456,9 @@ def test_judges_score_what_is_spoken_and_choose_the_gpt_that_the_decoder_is_trai
     judges({2: 3, 4: 6})
     flags = f"--max-steps 4 --dvae-steps 1 --decoder-steps 2 --val-step 2 {SPEAK}"
     run = start(f"--stages dvae,gpt {flags} --best-by wer --keep 1", corpus=speech)
-    assert {record["step"]: record["scores"]["wer"] for record in steps(run, "judged")} == {2: 0.3, 4: 0.6}
+    assert {record["step"]: record["scores"]["wer"] for record in steps(run, "judged")} == {2: 0.3, 4: 0.6}, (
+        start.out
+    )
     assert "judged at step 4  WER 0.60  similarity 0.40  MOS 2.00" in start.out
     events = b"".join(path.read_bytes() for path in (run / "tensorboard" / "gpt").iterdir())
     assert b"judges/wer" in events and "Words misheard" in (run / "report.html").read_text(encoding="utf-8")
