@@ -148,7 +148,7 @@ def test_fine_tuning_follows_the_minutes_of_speech_unless_the_user_decides() -> 
         assert fine_tuning_values(started, speech(1), {key: "flag"}) == {}
     assert fine_tuning_values(started, speech(1), {"data.batch_size": "flag", "training.epochs": "default"}) == few
     flow = with_settings(started, {"model.size": "base"})
-    assert [fine_tuning_values(flow, speech(minutes), {}) for minutes in (10, 600)] == [*FLOW_TUNING.values()]
+    assert [fine_tuning_values(flow, speech(minutes), {}) for minutes in (1, 10, 600)] == [*FLOW_TUNING.values()]
     kept = fine_tuning_values(flow, speech(10), {"training.max_steps": "flag"})
     assert kept == {"training.learning_rate": 5e-4, "training.warmup_steps": 40}, (
         "a trial of a few steps learns too"
