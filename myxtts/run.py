@@ -43,8 +43,8 @@ from myxtts.config import (
     stages_of,
     warmup_steps,
 )
-from myxtts.data.batches import Cursor
 from myxtts.data.clips import ClipSet, PreparedCorpus
+from myxtts.data.order import Cursor
 from myxtts.data.prepare import prepare, with_tokenizer_of_run
 from myxtts.devices import (
     Machine,

@@ -19,9 +19,6 @@ from myxtts.data.batches import (
     FRAME_MULTIPLE,
     MAX_CROP_FRAMES,
     SEGMENT_CODES,
-    Batches,
-    BatchPlan,
-    Cursor,
     Gatherer,
     GatherJob,
     HostBatch,
@@ -30,11 +27,10 @@ from myxtts.data.batches import (
     fit,
     frame_budget,
     host_layout,
-    mean_clips,
-    packed_tokens,
     segments,
 )
 from myxtts.data.clips import ClipSet
+from myxtts.data.order import Batches, BatchPlan, Cursor, mean_clips, packed_tokens
 from myxtts.data.store import Rows
 from myxtts.errors import DatasetError
 

@@ -15,9 +15,10 @@ from conftest import SENTENCES, contents, load_command, prepare_and_count_reads,
 from training_fixtures import Start, arguments, assert_same_run, newest, stop_at
 
 from myxtts.config import LANGUAGES, CorpusSource, DataSettings
-from myxtts.data.batches import Batches, Cursor, References
+from myxtts.data.batches import References
 from myxtts.data.clips import ClipSet, Mixture, PreparedCorpus
 from myxtts.data.codes import CodesCache
+from myxtts.data.order import Batches, Cursor
 from myxtts.data.prepare import prepare, prepared_before
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.observe.metrics import json_lines

@@ -23,8 +23,9 @@ from pipeline_fixtures import (
     wait_for,
 )
 
-from myxtts.data.batches import Batches, Cursor, Gatherer, Layout
+from myxtts.data.batches import Gatherer, Layout
 from myxtts.data.codes import CodesCache
+from myxtts.data.order import Batches, Cursor
 from myxtts.errors import DatasetError, PipelineError
 from myxtts.pipeline.feed import Depths, Feed
 from myxtts.pipeline.frontend import GptFrontend

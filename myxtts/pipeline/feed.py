@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from myxtts.config import MAX_AUTO_BUFFER, MAX_AUTO_PREFETCH, DataSettings, Settings, most_gatherers, num_codes_of
 from myxtts.data.batches import (
     Batch,
-    Batches,
     Block,
-    Cursor,
     Field,
     Gatherer,
     HostBatch,
@@ -30,11 +28,11 @@ from myxtts.data.batches import (
     Layout,
     References,
     host_layout,
-    packed_tokens,
     segment_codes,
 )
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.codes import CodesCache
+from myxtts.data.order import Batches, Cursor, packed_tokens
 from myxtts.devices import Plan, Stream, explain_out_of_memory, explained_out_of_memory
 from myxtts.errors import ConfigError
 from myxtts.host import available_bytes, usable_cores

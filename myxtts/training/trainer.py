@@ -21,8 +21,9 @@ from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, Snapshot, to_host
 from myxtts.config import Settings
-from myxtts.data.batches import Batch, Cursor, Sizes, mean_clips
+from myxtts.data.batches import Batch, Sizes
 from myxtts.data.clips import PreparedCorpus
+from myxtts.data.order import Cursor, mean_clips
 from myxtts.devices import (
     CudaGraph,
     Event,
