@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -155,19 +155,22 @@ class References:
     ) -> None:
         """`voices` has a number for each clip, then for each of `lenders`, which are only references for others.
 
-        Clips with equal numbers are references for each other; without `voices` each clip is its own. `times` is
-        how often an epoch holds each clip.
+        Clips with equal numbers are references for each other, those in shards only if they are in the same one;
+        without `voices` each clip is its own. `times` is how often an epoch holds each clip.
         """
         self._sets = [clips] if lenders is None else [clips, lenders]
-        self._num_samples = np.concatenate([each.num_samples for each in self._sets])
+        self._num_samples = np.concatenate([each.num_samples for each in self._sets]).astype(np.int32)
         voices = np.arange(len(self._num_samples)) if voices is None else voices
-        self._by_voice = np.argsort(voices, kind="stable")
+        _, voice = np.unique(voices, return_inverse=True)
+        groups = _by_shard(voice, self._sets) if any(each.shards is not None for each in self._sets) else voice
+        self._by_voice = np.argsort(groups, kind="stable").astype(np.int32)
         place = np.empty_like(self._by_voice)
         place[self._by_voice] = np.arange(len(place))
-        _, group, count = np.unique(voices, return_inverse=True, return_counts=True)
+        _, group, count = np.unique(groups, return_inverse=True, return_counts=True)
         first = np.cumsum(count) - count
-        self._first, self._rank, self._others = first[group], place - first[group], count[group] - 1
-        self.voices = np.where(self._others > 0, group, -1)
+        parts = (first[group], place - first[group], count[group] - 1)
+        self._first, self._rank, self._others = (part.astype(np.int32) for part in parts)
+        self.voices = np.where(self._others > 0, voice, -1).astype(np.int32)
         """A number for the voice of each clip; -1 if there is no other clip of it."""
         self.own_share = float(np.average(self._others[: len(clips)] == 0, weights=times))
         """Share of the clips of an epoch that are their own reference."""
@@ -198,6 +201,14 @@ class References:
             first += len(lender)
 
 
+def _by_shard(voices: Rows, sets: Sequence[ClipSet]) -> Rows:
+    """Return a number for the voice and the shard of each clip; those without a shard count as one shard more."""
+    shards = [np.zeros(len(each), np.int64) if each.shards is None else each.shards + 1 for each in sets]
+    corpora, shard = np.concatenate([each.corpora for each in sets]), np.concatenate(shards)
+    numbers: Rows = (voices * (corpora.max() + 1) + corpora) * (shard.max() + 1) + shard
+    return numbers
+
+
 def fit(chosen: Crops, budget: int) -> Crops:
     """Return the crops of one batch within `budget` frames; if they exceed it, all are shortened equally."""
     samples = chosen.samples
@@ -207,9 +218,9 @@ def fit(chosen: Crops, budget: int) -> Crops:
     return chosen._replace(samples=samples)
 
 
-def frame_budget(batches: Batches, references: References, seed: int) -> int:
-    """Return the most frames that batches of two epochs need; later batches rarely need more."""
-    drawn = (references.crops(seed, epoch, batches.epoch(epoch)[0]) for epoch in range(2))
+def frame_budget(samples: Iterable[tuple[int, Rows]], references: References, seed: int) -> int:
+    """Return the most frames that these epochs and batches need; others rarely need more."""
+    drawn = (references.crops(seed, epoch, clips) for epoch, clips in samples)
     return round_up(max(int(crops.frames.sum(axis=1).max()) for crops in drawn), FRAME_MULTIPLE)
 
 
@@ -347,20 +358,27 @@ class Gatherer:
         self._source, self.batches, self._data, self._seed = source, batches, data, seed
         self.codes, self.references, self.latents = codes, references or References(source), latents
         self._segment = SEGMENT_CODES if segment is None else segment
-        self._num_samples, self._num_ids = source.num_samples, source.num_ids
-        self._num_codes = num_codes_of(self._num_samples)
-        self.frame_budget = frame_budget(batches, self.references, seed)
+        self._num_samples: Array = source.num_samples.astype(np.int32)
+        self._num_ids: Array = source.num_ids.astype(np.int32)
+        self._num_codes: Array = num_codes_of(self._num_samples)
+        samples = list(batches.samples())
+        self.frame_budget = frame_budget(samples, self.references, seed)
         """The most conditioning frames of a batch."""
-        num_codes = [(self._num_codes[batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
-        self.code_budget = round_up(int(max(num_codes)), FRAME_MULTIPLE)
+        num_codes = max(int((self._num_codes[clips] + 1).sum(axis=1).max()) for _, clips in samples)
+        self.code_budget = round_up(num_codes, FRAME_MULTIPLE)
         """The most codes, with a gap after each clip, of nearly every batch."""
 
     def jobs(self, cursor: Cursor, accumulate: int = 1, num_batches: int | None = None) -> Iterator[GatherJob]:
         """Yield batches from the cursor on, which must be at the start of a step of `accumulate` batches."""
-        plans = itertools.islice(self.batches.plans(cursor), num_batches)
+        plans, window = itertools.islice(self.batches.plans(cursor), num_batches), (-1, -1)
+        fetch_ahead = getattr(self._source.audio, "fetch_ahead", None)
         while group := list(itertools.islice(plans, accumulate)):
             totals = sum((self._totals(plan) for plan in group), np.zeros(len(TOTALS), np.float32))
-            yield from (GatherJob(plan, totals) for plan in group)
+            for plan in group:
+                if fetch_ahead is not None and (plan.epoch, plan.window) != window:
+                    window = plan.epoch, plan.window
+                    fetch_ahead(self.batches.shards_from(*window))
+                yield GatherJob(plan, totals)
 
     def fill(self, batch: HostBatch, job: GatherJob) -> Gathered:
         """Copy the clips of a job into the memory of a batch."""

@@ -45,6 +45,7 @@ from myxtts.data.store import (
     build_store,
     checksum,
     hash64,
+    num_shards,
     open_store,
 )
 from myxtts.errors import DatasetError, printable
@@ -176,6 +177,8 @@ class ClipSet:
     languages: Rows
     corpora: Rows
     names: list[str]
+    shards: Array | None = None
+    """The shard of each clip, numbered as `audio` numbers them; None if the corpus has one."""
 
     def __len__(self) -> int:
         return len(self.audio_rows)
@@ -190,7 +193,8 @@ class ClipSet:
 
     def select(self, chosen: Rows) -> ClipSet:
         numbers = {field: getattr(self, field)[chosen] for field in _ROW_FIELDS}
-        return replace(self, **numbers, names=[self.names[at] for at in chosen.tolist()])
+        shards = None if self.shards is None else self.shards[chosen]
+        return replace(self, **numbers, names=[self.names[at] for at in chosen.tolist()], shards=shards)
 
     @property
     def stores(self) -> list[tuple[AudioRows, Store]]:
@@ -208,7 +212,12 @@ class ClipSet:
         for field, store in (("audio_rows", audio), ("ids_rows", ids)):
             if isinstance(store, Joined):
                 numbers[field] += np.repeat(store.starts, [len(each) for each in sets])
-        return cls(audio, ids, **numbers, names=[name for each in sets for name in each.names])
+        shards = None
+        if any(each.shards is not None for each in sets):
+            own = [np.zeros(len(each), np.int64) if each.shards is None else each.shards for each in sets]
+            first = np.cumsum([0, *(num_shards(each.audio) for each in sets)])
+            shards = np.concatenate([number + start for number, start in zip(own, first[:-1], strict=True)])
+        return cls(audio, ids, **numbers, names=[name for each in sets for name in each.names], shards=shards)
 
 
 def _joined(
@@ -261,7 +270,7 @@ class Mixture:
             found.append(np.concatenate(order)[start : start + taken])
         return np.concatenate(found)
 
-    def longest_epoch(self, lengths: Rows, deviations: float) -> Rows:
+    def longest_epoch(self, lengths: Array, deviations: float) -> Rows:
         """Return the clips of an epoch with more long clips than nearly every other has, the longest included.
 
         For every length, the number of clips of at least this length exceeds its mean by so many `deviations`.
