@@ -1,6 +1,6 @@
 """The order of sharded corpora: what it costs for ten million clips, how well it shuffles, and how it trains.
 
-    python benchmarks/scale.py [--clips 10000000] [--shards 1600] [--ranks 8] [--batch 64] [--steps 300] [--skip …]
+    python benchmarks/scale.py [--clips 10000000] [--shards 1600] [--ranks 8] [--batch 64] [--steps 90] [--seeds 2]
 
 The corpora are simulated: lengths like LJSpeech's, no audio. Only the training curves read recordings: the tiny
 GPT stage on the embedded corpus, cut into artificial shards of few clips of a speaker, against a full shuffle.
@@ -97,7 +97,7 @@ def show_curves(options: argparse.Namespace) -> None:
     import myxtts.run
     from myxtts.settings import load
 
-    prepare, size, found = myxtts.run.prepare, order.SHARDS_PER_WINDOW, dict[tuple[str, int], list[float]]()
+    prepare, size = myxtts.run.prepare, order.SHARDS_PER_WINDOW
     least, order.SHARDS_PER_WINDOW, order.BATCHES_PER_WINDOW = order.BATCHES_PER_WINDOW, SMALL_WINDOW, 0
     find_budget = Batches._find_budget
     Batches._find_budget = lambda self: order.round_up(1.3 * find_budget(self), 8)  # few clips pack badly
@@ -109,7 +109,12 @@ def show_curves(options: argparse.Namespace) -> None:
         shards[by_speaker] = np.arange(len(by_speaker)) // SMALL_SHARD
         return replace(prepared, train=replace(prepared.train, shards=shards))
 
-    for name, seed in ((name, seed) for seed in (1, 2, 3) for name in ("windows of shards", "full shuffle")):
+    ends = np.linspace(0, options.steps, 7).astype(int)[1:]
+    title = f"Loss of the tiny GPT stage: shards of {SMALL_SHARD} clips, windows of {SMALL_WINDOW}"
+    table = LiveTable(title, "order", "seed", *(f"to step {end}" for end in ends))
+    for name, seed in (
+        (name, seed) for seed in range(1, options.seeds + 1) for name in ("windows of shards", "full shuffle")
+    ):
         myxtts.run.prepare = in_shards if name == "windows of shards" else prepare
         with tempfile.TemporaryDirectory() as folder:
             flags = {
@@ -119,21 +124,16 @@ def show_curves(options: argparse.Namespace) -> None:
                 "training.save_step": options.steps, "training.evaluate_on": "off", "data.reference_clip": "same",
             }  # fmt: skip
             reports = train_reports(load(None, flags), Path(folder))
-        found[name, seed] = [report.losses["total"] for report in reports]
-    ends = np.linspace(0, options.steps, 7).astype(int)[1:]
-    title = f"Loss of the tiny GPT stage: shards of {SMALL_SHARD} clips, windows of {SMALL_WINDOW}"
-    table = make_table(title, "order", "seed", *(f"to step {end}" for end in ends))
-    for (name, seed), losses in found.items():
-        parts = np.split(np.array(losses), ends[:-1])
-        table.add_row(name, str(seed), *(f"{part.mean():.3f}" for part in parts))
-    console.print(table)
+        parts = np.split(np.array([report.losses["total"] for report in reports]), ends[:-1])
+        table.add(name, seed, *(f"{part.mean():.3f}" for part in parts))
+    table.show()
     myxtts.run.prepare, Batches._find_budget = prepare, find_budget
     order.SHARDS_PER_WINDOW, order.BATCHES_PER_WINDOW = size, least
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"clips": 10_000_000, "shards": 1600, "ranks": 8, "batch": 64, "steps": 300}
+    defaults = {"clips": 10_000_000, "shards": 1600, "ranks": 8, "batch": 64, "steps": 90, "seeds": 2}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--skip", default="", help="comma-separated: cost, shuffling, curves")
