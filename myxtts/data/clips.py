@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from numpy.random import default_rng
 
 from myxtts import audio
@@ -45,6 +46,7 @@ from myxtts.data.store import (
     build_store,
     checksum,
     hash64,
+    num_shards,
     open_store,
 )
 from myxtts.errors import DatasetError, printable
@@ -176,6 +178,8 @@ class ClipSet:
     languages: Rows
     corpora: Rows
     names: list[str]
+    shards: Array | None = None
+    """The shard of each clip, numbered as `audio` numbers them; None if the corpus has one."""
 
     def __len__(self) -> int:
         return len(self.audio_rows)
@@ -190,7 +194,8 @@ class ClipSet:
 
     def select(self, chosen: Rows) -> ClipSet:
         numbers = {field: getattr(self, field)[chosen] for field in _ROW_FIELDS}
-        return replace(self, **numbers, names=[self.names[at] for at in chosen.tolist()])
+        shards = None if self.shards is None else self.shards[chosen]
+        return replace(self, **numbers, names=[self.names[at] for at in chosen.tolist()], shards=shards)
 
     @property
     def stores(self) -> list[tuple[AudioRows, Store]]:
@@ -208,7 +213,12 @@ class ClipSet:
         for field, store in (("audio_rows", audio), ("ids_rows", ids)):
             if isinstance(store, Joined):
                 numbers[field] += np.repeat(store.starts, [len(each) for each in sets])
-        return cls(audio, ids, **numbers, names=[name for each in sets for name in each.names])
+        shards = None
+        if any(each.shards is not None for each in sets):
+            own = [np.zeros(len(each), np.int64) if each.shards is None else each.shards for each in sets]
+            first = np.cumsum([0, *(num_shards(each.audio) for each in sets)])
+            shards = np.concatenate([number + start for number, start in zip(own, first[:-1], strict=True)])
+        return cls(audio, ids, **numbers, names=[name for each in sets for name in each.names], shards=shards)
 
 
 def _joined(
@@ -239,14 +249,22 @@ class Mixture:
             of_clip = evened * of_clip.sum() / evened.sum()
             groups = clips.corpora * (clips.languages.max() + 1) + clips.languages
         _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-        self._group, self._members = group, [np.flatnonzero(group == number) for number in range(len(sizes))]
+        self._group, self._sizes = group.astype(np.int32), sizes
         self._taken = np.maximum(np.rint(np.bincount(group, of_clip)), 1).astype(np.int64)
         self.is_plain = bool((self._taken == sizes).all())
         """True if every epoch holds every clip once."""
         self.num_clips = int(self._taken.sum())
         """Clips of an epoch."""
-        self.times = (self._taken / sizes)[group]
+
+    @property
+    def times(self) -> npt.NDArray[np.float64]:
         """How often an epoch holds each clip, on average."""
+        each: npt.NDArray[np.float64] = self._taken / self._sizes
+        return each[self._group]
+
+    @cached_property
+    def _members(self) -> list[Rows]:
+        return [np.flatnonzero(self._group == number) for number in range(len(self._sizes))]
 
     def clips(self, seed: int, epoch: int, redraw: int = 0) -> Rows:
         """Return the clips of an epoch in no particular order; `redraw` numbers other ones that it may hold."""
@@ -261,7 +279,7 @@ class Mixture:
             found.append(np.concatenate(order)[start : start + taken])
         return np.concatenate(found)
 
-    def longest_epoch(self, lengths: Rows, deviations: float) -> Rows:
+    def longest_epoch(self, lengths: Array, deviations: float) -> Rows:
         """Return the clips of an epoch with more long clips than nearly every other has, the longest included.
 
         For every length, the number of clips of at least this length exceeds its mean by so many `deviations`.
