@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 import xxhash
 
-from myxtts.data.store import only_process
+from myxtts.config import DataSettings
+from myxtts.data.store import only_process, user_cache
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.files import write_atomically
 from myxtts.observe.trace import Trace
@@ -502,6 +503,11 @@ class FileCache:
         free = f"{shutil.disk_usage(self.folder).free / 1e9:.1f} GB are free, {size / 1e9:.1f} GB are needed"
         what = f"No room for a copy of {location} in {self.folder}: {error.strerror} ({free})."
         return DatasetError(f"{what}\nLower --shard-cache-gb, or choose another disk with --cache-dir DIR.")
+
+
+def shard_cache(data: DataSettings, trace: Trace | None = None) -> FileCache:
+    """Return the cache of shards that the settings ask for."""
+    return FileCache((data.cache_dir or user_cache()) / "shards", int(data.shard_cache_gb * 1e9), trace)
 
 
 class _Closed(Exception):
