@@ -112,6 +112,9 @@ def test_refused_access_names_the_variables(s3: LoopbackStore, monkeypatch: pyte
     with pytest.raises(DatasetError, match=r"refuses access to s3://bucket/a.\nSet AWS_ACCESS_KEY_ID") as caught:
         Location.parse("s3://bucket/a").read()
     assert "the-secret" not in str(caught.value) and len(s3.requests) == 1
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "store.example")
+    with pytest.raises(ConfigError, match="must start with https"):
+        Location.parse("s3://third/a").read()
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(DatasetError, match=r"pip install 'myxtts\[cloud\]'"):
         Location.parse("s3://other/a").read()

@@ -259,9 +259,11 @@ def _client(store: str, query: str, process: int) -> tuple[Any, Any]:
         import obstore.store
     except ImportError:
         raise DatasetError(f"{store} is remote: run pip install 'myxtts[cloud]' first.") from None
-    endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or "https:"
+    if store.startswith("s3:") and not endpoint.startswith(_HTTP):  # obstore would end the process
+        raise ConfigError("AWS_ENDPOINT_URL is no URL: it must start with https:// or http://.")
     options: dict[str, Any] = {
-        "allow_http": store.startswith("http:") or (store.startswith("s3") and endpoint.startswith("http:")),
+        "allow_http": store.startswith("http:") or (store.startswith("s3:") and endpoint.startswith("http:")),
         "connect_timeout": "10s", "read_timeout": "30s", "timeout": "600s",
     }  # fmt: skip
     if store.startswith(_HTTP) and (header := os.environ.get("MYXTTS_HTTP_AUTHORIZATION")):
