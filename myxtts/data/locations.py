@@ -44,7 +44,8 @@ _HTTP = ("http", "https")
 _CREDENTIALS = {
     "s3": "Set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION (temporary keys: AWS_SESSION_TOKEN too); "
     "AWS_ENDPOINT_URL for a store that is not Amazon's; AWS_SKIP_SIGNATURE=true for a public bucket.",
-    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account.",
+    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account; GOOGLE_SKIP_SIGNATURE=true for a "
+    "public bucket.",
     "https": "Set MYXTTS_HTTP_AUTHORIZATION to the header it asks for, such as 'Bearer TOKEN'.",
 }
 _METADATA_SERVER = "169.254.169.254"  # of a cloud machine; asked for credentials where the environment has none
@@ -77,16 +78,17 @@ class Location:
         text = str(text)
         if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
             return cls(text)
-        url = urllib.parse.urlsplit(text)
+        try:
+            url = urllib.parse.urlsplit(text)
+        except ValueError as error:
+            raise ConfigError(f"A URL cannot be read: {error}.") from None
         if "@" in url.netloc:
             shown = f"{url.scheme}://…@{url.netloc.rpartition('@')[2]}"
             fix = _CREDENTIALS.get(url.scheme, _CREDENTIALS["https"])
             raise ConfigError(f"{shown}: credentials are read from the environment, not from the URL.\n{fix}")
         if url.scheme not in ("s3", "gs", *_HTTP) or not url.netloc:
-            shown = f"{url.scheme}://{url.netloc}{url.path}"
-            raise ConfigError(
-                f"{shown} is no location. Expected a path, s3://BUCKET/KEY, gs://BUCKET/KEY or https://…"
-            )
+            expected = "Expected a path, s3://BUCKET/KEY, gs://BUCKET/KEY or https://…"
+            raise ConfigError(f"{url.scheme}://{url.netloc}{url.path} is no location. {expected}")
         if url.scheme in _HTTP:
             return cls(urllib.parse.unquote(url.path).strip("/"), f"{url.scheme}://{url.netloc}", url.query)
         key = text.partition("://")[2].partition("/")[2]  # a key may hold ? and #
@@ -264,11 +266,11 @@ def _client(store: str, query: str, process: int) -> tuple[Any, Any]:
         raise ConfigError("AWS_ENDPOINT_URL is no URL: it must start with https:// or http://.")
     options: dict[str, Any] = {
         "allow_http": store.startswith("http:") or (store.startswith("s3:") and endpoint.startswith("http:")),
-        "connect_timeout": "10s", "read_timeout": "30s", "timeout": "600s",
+        "connect_timeout": "10s", "read_timeout": "20s", "timeout": "600s",
     }  # fmt: skip
     if store.startswith(_HTTP) and (header := os.environ.get("MYXTTS_HTTP_AUTHORIZATION")):
         options["default_headers"] = {"authorization": header}
-    retries: Any = {"max_retries": 1, "retry_timeout": timedelta(seconds=30)}
+    retries: Any = {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}
     kinds: dict[str, Any] = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore}
     kind = kinds.get(store.partition("://")[0], obstore.store.HTTPStore)
     url = store + (f"/?{query}" if query else "")
@@ -402,7 +404,7 @@ class FileCache:
             self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout=5)  # it may wait for another process that fetches the same file
 
     def __enter__(self) -> FileCache:
         return self
