@@ -451,7 +451,8 @@ class FileCache:
                         return found
                     fetched = self._download(location, size, part)
                     if fetched == checksum:
-                        return part.replace(path)
+                        with only_process(self.folder, "lock"):  # whoever makes room counts it once
+                            return part.replace(path)
                     part.unlink(missing_ok=True)
                     what = f"{location} is damaged: found {fetched}, expected {checksum} ({size} bytes)"
                     if is_last:
@@ -487,7 +488,10 @@ class FileCache:
             found = f"{location} ({size / 1e9:.1f} GB) does not fit the cache ({self.max_bytes / 1e9:.1f} GB)"
             raise DatasetError(f"{found}: raise --shard-cache-gb.")
         with only_process(self.folder, "lock"):
-            stats = [(path, path.stat()) for path in self.folder.iterdir() if not path.name.startswith("lock")]
+            stats = list[tuple[Path, os.stat_result]]()
+            for path in self.folder.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # dropped, or a part that failed
+                    stats += [(path, path.stat())] if not path.name.startswith("lock") else []
             stats.sort(key=lambda item: item[1].st_mtime_ns)
             excess = sum(stat.st_size for _, stat in stats) + size - self.max_bytes
             for path, stat in stats:
