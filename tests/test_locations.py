@@ -108,6 +108,15 @@ def test_requests_are_repeated(fault: str, s3: LoopbackStore) -> None:
         assert file.read() == CONTENT * 100
 
 
+def test_a_stalled_answer_is_asked_for_again(s3: LoopbackStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locations, "STALLED_S", 0.2)
+    s3.objects["bucket/a"] = CONTENT
+    s3.faults.append("stall")
+    started = time.monotonic()
+    assert Location.parse("s3://bucket/a").read() == CONTENT
+    assert 0.2 < time.monotonic() - started < 2
+
+
 def test_refused_access_names_the_variables(s3: LoopbackStore, monkeypatch: pytest.MonkeyPatch) -> None:
     s3.fault_of = lambda _: "403"
     with pytest.raises(DatasetError, match=r"refuses access to s3://bucket/a.\nSet AWS_ACCESS_KEY_ID") as caught:
