@@ -284,7 +284,7 @@ class DataSettings:
     """Folder of prepared corpora. `null` uses `.myxtts` inside the corpus folder, or your user's cache folder
     when the corpus is read-only. A change of settings never reuses a stale cache, so nothing needs deleting."""
     shard_cache_gb: float = setting(200.0, above=0, metavar="GB")
-    """Most space that copies of the shards of a remote corpus take in the cache; those used longest ago go first."""
+    """Most space for copies of the shards of a remote corpus in the cache; those used longest ago are removed."""
     min_clip_seconds: float = setting(0.5, above=0, metavar="SECONDS")
     """Shortest clip to train on. Shorter ones are set aside and listed with the reason."""
     max_text_length: int = setting(200, minimum=8, maximum=400)

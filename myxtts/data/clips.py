@@ -255,9 +255,8 @@ class ClipSet:
 
     def select(self, chosen: Rows) -> ClipSet:
         numbers = {field: getattr(self, field)[chosen] for field in _ROW_FIELDS}
-        lazy = isinstance(self.names, LazyNames)
-        names = self.names.select(chosen) if lazy else [self.names[at] for at in chosen.tolist()]
-        shards = None if self.shards is None else self.shards[chosen]
+        known, shards = self.names, None if self.shards is None else self.shards[chosen]
+        names = known.select(chosen) if isinstance(known, LazyNames) else [known[at] for at in chosen.tolist()]
         return replace(self, **numbers, names=names, shards=shards)
 
     @property
@@ -493,9 +492,9 @@ def write_set_aside_list(root: Path, set_aside: Sequence[SetAside]) -> None:
 
 def save_snapshot(prepared: PreparedCorpus, state: str, corpora: Sequence[Corpus]) -> None:
     """Write a snapshot, unless the corpus changed just before it was read. A failure only costs the shortcut."""
-    listed = {folder: at for corpus in corpora for folder, at in corpus.listed.items()}
-    if not all(isinstance(rows, Store | LazyAudio) for side in (prepared.train, prepared.val) for rows, _ in side.stores):
+    if prepared.train.shards is not None or prepared.val.shards is not None:  # opened as fast without one
         return
+    listed = {folder: at for corpus in corpora for folder, at in corpus.listed.items()}
     if min(corpus.read_at for corpus in corpora) - max(listed.values(), default=0) < CLOCK_TICK_NS:
         return
     clips = [(corpus.folder, clip) for corpus in corpora for clip in corpus.clips]
@@ -515,9 +514,9 @@ def save_snapshot(prepared: PreparedCorpus, state: str, corpora: Sequence[Corpus
         "files": list(pairwise(ends)),
         "names": [side.names for side in sides],
         "stores": [
-            [str(audio.folder), str(ids.folder)]
+            [str(rows.folder) for rows in pair if isinstance(rows, Store | LazyAudio)]
             for side in (sides if has_own_val else sides[:1])
-            for audio, ids in side.stores
+            for pair in side.stores
         ],
     }
     numbers = [np.array([clip[-3:] for _, clip in clips], np.int64)]

@@ -436,8 +436,10 @@ def last_change(folder: Path) -> int:
 
 def held_out(clips: Sequence[Clip], data: DataSettings) -> Flags:
     """Return which clips are for validation."""
-    draws = (hash64("held out", clip.text) for clip in clips)
-    return choose_held_out(np.array([clip.held_out for clip in clips], bool), lambda: np.array([*draws], np.uint64), data)
+    chosen = np.array([clip.held_out for clip in clips], bool)
+    return choose_held_out(
+        chosen, lambda: np.array([hash64("held out", clip.text) for clip in clips], np.uint64), data
+    )
 
 
 def choose_held_out(chosen: Flags, draws: Callable[[], npt.NDArray[np.uint64]], data: DataSettings) -> Flags:

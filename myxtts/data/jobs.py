@@ -1,8 +1,8 @@
 """Prepares a sharded corpus: plans shards, runs their jobs, and joins what they made.
 
-A job makes one package (see `shards`), in a process of its own: a crash costs that job only. Jobs run in processes of
-this machine, as Ray tasks on a cluster, or as a share of several processes that know nothing of each other (Slurm).
-The plan depends on the sources and on what the corpus holds already, so all of them make the same one.
+A job makes one package (see `shards`) in a process of its own: a crash costs that job only. Jobs run in processes
+of this machine, as Ray tasks on a cluster, or divided among processes that know nothing of each other (Slurm). The
+plan depends on the sources and on what the corpus holds already, so all of them make the same one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class ShardJob:
 
     def run(self, report: Callable[[int], object], skip: set[int]) -> None:
         if self.spec.name != self.target.name:
-            raise DatasetError("This machine has other versions of MyXTTS or its libraries than the one that planned")
+            raise DatasetError(
+                "This machine has other versions of MyXTTS or its libraries than the one that planned"
+            )
         write_shard(self.spec, self.target, report, skip)
 
 
@@ -110,32 +112,36 @@ class Supervisor:
                 raise DatasetError(problem)
             if exit_code == 0:
                 return
-            if self._is_closed:
-                raise DatasetError("stopped")
+            if exit_code is None or exit_code > 0:
+                raise DatasetError(f"{job.target} failed with an error of the program, which is printed above")
             crashes[at] += 1
             _log.warning("The process of %s died (%s): it is started again", job.target, exit_code)
         raise DatasetError(f"{job.target}: its process died {ATTEMPTS} times; is the machine out of memory?")
 
     def kill(self) -> None:
         """End all jobs at once; they leave nothing."""
-        self._is_closed = True
-        for process in list(self._live):
-            process.kill()
+        with _starting:
+            self._is_closed = True
+            for process in self._live:
+                process.kill()
 
     def _attempt(self, job: Job, skip: set[int]) -> tuple[int, str, int | None]:
         """Return the last recording that was begun, the error if one was raised, and the exit code."""
         receiver, sender = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_work, args=(job, skip, sender), daemon=True)
         with _starting:
+            if self._is_closed:
+                raise DatasetError("stopped")
             process.start()
-        self._live.add(process)
+            self._live.add(process)
         sender.close()
         at, problem = -1, ""
         with contextlib.suppress(EOFError), receiver:
             while True:
                 at, problem = receiver.recv()
         process.join()
-        self._live.discard(process)
+        with _starting:
+            self._live.discard(process)
         return at, problem, process.exitcode
 
 
@@ -238,7 +244,9 @@ def make_plan(corpus: Location, data: DataSettings, shard_mb: float) -> Plan:
     wanted: list[tuple[ShardSpec, list[Unit]]] = []
     for given in data.sources:
         if given.weight != 1 or given.single_speaker:
-            raise ConfigError(f"{given.folder}: weights and single-speaker are given when training, not when preparing")
+            raise ConfigError(
+                f"{given.folder}: weights and single-speaker are given when training, not when preparing"
+            )
         location = location_of(given.folder)
         text = str(given.folder.absolute()) if location.is_local else str(location)
         number = sources.index(text) if text in sources else len(sources)
@@ -272,7 +280,9 @@ def _is_stale(shard: dict[str, Any], offered: dict[tuple[int, str], Unit]) -> bo
         return False
     if gone := [name for name, _, unit in units if unit is None]:
         changed = next(name for name, key, unit in units if unit is not None and unit.key != key)
-        what = f"{changed} has changed, and its shard {shard['name']} also holds {gone[0]}, which is no longer there"
+        what = (
+            f"{changed} has changed, and its shard {shard['name']} also holds {gone[0]}, which is no longer there"
+        )
         raise DatasetError(f"{what}.\nRestore {gone[0]}, or prepare the corpus anew in another folder.")
     return True
 
@@ -298,7 +308,9 @@ def _repair(shard: dict[str, Any], wanted: Sequence[tuple[ShardSpec, list[Unit]]
             again = replace(spec, units=tuple(own[name] for name, _ in shard["units"]))
             if again.name == shard["name"]:
                 return ShardJob(again, corpus / "shards" / again.name)
-    what = f"Shard {shard['name']} of {corpus} is missing or damaged, and its recordings are not in the sources given"
+    what = (
+        f"Shard {shard['name']} of {corpus} is missing or damaged, and its recordings are not in the sources given"
+    )
     raise DatasetError(f"{what}, or the settings are others.\nGive the same sources and settings as before.")
 
 
@@ -371,9 +383,11 @@ def _absent(jobs: Sequence[RunnableJob]) -> list[RunnableJob]:
 def _finish(
     corpus: Location, plan: Plan, data: DataSettings, base: Path | None, runner: Runner, progress: Progress
 ) -> None:
-    """Join the shards, make the vocabulary and the ids, and replace corpus.json; what it no longer names is removed."""
+    """Join the shards, make vocabulary and ids, and replace corpus.json; what it no longer names is removed."""
     with ThreadPoolExecutor(_LOOKUPS) as pool:
-        names = list(dict.fromkeys([shard["name"] for shard in plan.kept] + [job.target.name for job in plan.jobs]))
+        names = list(
+            dict.fromkeys([shard["name"] for shard in plan.kept] + [job.target.name for job in plan.jobs])
+        )
         packages = list(pool.map(Package.find, [corpus / "shards" / name for name in names]))
     if any(package is None for package in packages):
         raise DatasetError(f"{corpus} was changed by another process meanwhile: run the same command again")
@@ -389,7 +403,13 @@ def _finish(
     ]
     key = xxhash.xxh3_128_hexdigest(json.dumps(names).encode())[:20]
     join_shards(shards, corpus / f"index-{key}")
-    body = {"format": FORMAT, "params": content_settings(data), "sources": plan.sources, "index": key, "shards": facts}
+    body = {
+        "format": FORMAT,
+        "params": content_settings(data),
+        "sources": plan.sources,
+        "index": key,
+        "shards": facts,
+    }
     with FileCache(user_cache() / "fetched", 1 << 50) as cache:
         opened = ShardedCorpus(corpus, cache, body)
         if plan.body is not None:

@@ -108,7 +108,7 @@ def prepare(
     """
     data = settings.data if isinstance(settings, Settings) else settings
     root, state = cache_folder(data), _state_of(data)
-    if not verify and (known := prepared_before(data)) is not None:
+    if not verify and (known := _snapshot(data)) is not None:
         _log.info("LOADING CACHE FROM DISK")
         write_set_aside_list(root, known.set_aside)
         return known
@@ -142,6 +142,10 @@ def prepared_before(data: DataSettings) -> PreparedCorpus | None:
     """Return the corpus if it was prepared with these settings and nothing has changed since."""
     if all(is_sharded(folder) for folder in corpus_folders(data)):
         return prepare(data) if _has_all_ids(data) else None
+    return _snapshot(data)
+
+
+def _snapshot(data: DataSettings) -> PreparedCorpus | None:
     known = load_snapshot(cache_folder(data), _state_of(data))
     return known and _mixed(known, data)
 
@@ -293,6 +297,8 @@ class _ShardedPart(_AnyPart):
         cache = FileCache(self.root / "fetched", int(data.shard_cache_gb * 1e9))
         self.corpus = ShardedCorpus(location_of(source.folder), cache)
         self.corpus.require(data)
+        if tools.verify:
+            self.corpus.verify(tools.progress)
         self.audio, self.set_aside = self.corpus.audio, self.corpus.set_aside
         label = source.speakers or self.name
         self.speakers = [name and f"{label}/{name}" if label else name for name in self.corpus.speakers]
@@ -318,7 +324,7 @@ class _ShardedPart(_AnyPart):
             usable &= ~flags
         rows = self._rows = np.flatnonzero(usable)
         index, known = self.corpus.index, {name: at for at, name in enumerate(speaker_names)}
-        speakers = np.array([known[name] for name in self.speakers], np.int32)
+        speakers: Array = np.array([known[name] for name in self.speakers], np.int32)  # half of int64
         return ClipSet(
             audio=self.audio,
             ids=ids,

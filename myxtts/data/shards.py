@@ -1,15 +1,15 @@
 """Sharded corpora: one corpus in many parts of about a gigabyte, local or remote, under one mapped index.
 
-    corpus.json       parameters, sources, shards with the sizes and checksums of their files; replaced at once
+    corpus.json       settings, sources, shards with sizes and checksums of their files; replaced at once
     vocab.json        the tokenizer of the corpus
     shards/NAME/      audio.bin: samples; clips.npy: a column for each number of a clip; clips.jsonl: spoken text,
                       id, written text and place of each clip; set_aside.csv
     ids-VOCABULARY/   NAME/ of each shard: ids.bin, clips.npy; index-KEY/: their columns joined
-    index-KEY/        the columns of all shards, joined; speakers.txt; set_aside.csv
+    index-KEY/        the columns of all shards, joined; speakers.json; set_aside.csv
 
-Every folder is a package: it is committed once, its meta.json last, and never changes. A shard is named by a hash of
-what it is made from; what joins shards by a hash of their names. So new recordings add packages, and only corpus.json
-is replaced. Ids of another vocabulary than the corpus' own are a folder of the same form in the cache.
+Every folder is a package: it is committed once, its meta.json last, and never changes. A shard is named by a hash
+of what it is made from, and an index by a hash of the names of its shards. So new recordings add packages, and only
+corpus.json is replaced. Ids of another vocabulary than the corpus' own are a folder of this form in the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ import xxhash
 from myxtts.audio import DECODE_VERSION, LIBRARIES, Pcm, UnusableAudio, refuse_silence
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
 from myxtts.data.clips import (
-    ClipSet,
     DecodeOptions,
     LabelledText,
     LazyNames,
@@ -48,7 +47,7 @@ from myxtts.data.clips import (
     spoken,
     token_ids,
 )
-from myxtts.data.corpus import SetAside, choose_held_out, language_code
+from myxtts.data.corpus import SetAside, language_code
 from myxtts.data.locations import FileCache, Location, MissingObject, Wanted
 from myxtts.data.sources import Recording, Unit
 from myxtts.data.store import (
@@ -64,7 +63,7 @@ from myxtts.data.store import (
     pack,
     user_cache,
 )
-from myxtts.errors import DatasetError
+from myxtts.errors import DatasetError, Progress, progress_bar
 from myxtts.files import sync_path
 from myxtts.text.language import detect_languages, language_fingerprint
 from myxtts.text.normalize import normalize_fingerprint, phonemes_fingerprint
@@ -137,7 +136,9 @@ class Package:
             return None
         if location.is_local and Path(location.path, "damaged").exists():
             return None
-        return cls(location, {name: (size, digest) for name, (size, digest) in body["files"].items()}, body["facts"])
+        return cls(
+            location, {name: (size, digest) for name, (size, digest) in body["files"].items()}, body["facts"]
+        )
 
     def wanted(self, name: str) -> Wanted:
         return (self.location / name, *self.files[name])
@@ -187,7 +188,9 @@ def file_checksum(path: Path) -> tuple[int, str]:
 
 
 def _damaged(location: Location) -> str:
-    advice = f"Remove {location.parent} and run myxtts prepare with the same sources again: only that is made anew."
+    advice = (
+        f"Remove {location.parent} and run myxtts prepare with the same sources again: only that is made anew."
+    )
     return f"{location} does not match its checksum (truncated, or a failing disk?).\n{advice}"
 
 
@@ -354,7 +357,9 @@ class _Clips:
                 line = [said, self._prefix + one.id, one.text, one.where]
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         columns = create_columns(self.folder / "clips.npy", CLIP_COLUMNS, count)
-        columns["draw"][:] = np.fromiter((hash64("held out", one.text) for one in self.recordings), np.uint64, count)
+        columns["draw"][:] = np.fromiter(
+            (hash64("held out", one.text) for one in self.recordings), np.uint64, count
+        )
         columns["offset"][:], columns["hash"][:] = records["offset"], records["hash"]
         columns["num_samples"][:] = records["length"]
         columns["speaker"][:] = [numbers[name] for name in speakers]
@@ -364,7 +369,13 @@ class _Clips:
         (self.folder / "set_aside.csv").write_bytes(set_aside_csv(self.set_aside))
         units = [(unit.name, unit.key) for unit in spec.units]
         hours = float(columns["num_samples"].sum()) / SAMPLE_RATE / 3600
-        return {"clips": count, "hours": hours, "speakers": names, "set_aside": len(self.set_aside), "units": units}
+        return {
+            "clips": count,
+            "hours": hours,
+            "speakers": names,
+            "set_aside": len(self.set_aside),
+            "units": units,
+        }
 
     def _languages(self, speakers: Sequence[str]) -> list[str]:
         """Return the language of every clip: from the source, the settings, or detected within the shard."""
@@ -414,7 +425,9 @@ def write_ids(shard: Location, target: Location, tokenizer: Tokenizer) -> Packag
         usable = [at for at, line in enumerate(lines) if line[0]]
         for first in range(0, len(usable), TEXTS_PER_CALL):
             chunk = usable[first : first + TEXTS_PER_CALL]
-            ids, problems = token_ids(tokenizer, [LabelledText(lines[at][0], LANGUAGES[languages[at]]) for at in chunk])
+            ids, problems = token_ids(
+                tokenizer, [LabelledText(lines[at][0], LANGUAGES[languages[at]]) for at in chunk]
+            )
             set_aside += [SetAside(lines[chunk[at]][1], *why, lines[chunk[at]][3]) for at, why in problems.items()]
             block, records = pack([row if at not in problems else row[:0] for at, row in enumerate(ids)])
             columns["offset"][chunk] = records["offset"] + np.uint64(file.tell())
@@ -521,13 +534,17 @@ class Shards(PackedRows):
 
 
 def _how_to_repair(location: Location) -> str:
-    return f"Run myxtts prepare again with the sources of the corpus: only shard {location.parent.name} is made anew."
+    return (
+        f"Run myxtts prepare again with the sources of the corpus: only shard {location.parent.name} is made anew."
+    )
 
 
 class ShardNames(LazyNames):
     """Names and texts of clips, read from their shards."""
 
-    def __init__(self, index: Columns, starts: Rows, packages: Callable[[int], Package], rows: Rows, start: str) -> None:
+    def __init__(
+        self, index: Columns, starts: Rows, packages: Callable[[int], Package], rows: Rows, start: str
+    ) -> None:
         self._index, self._starts, self._packages, self.rows, self._start = index, starts, packages, rows, start
         self._lines = lru_cache(_SHARDS_OF_TEXTS)(lambda shard: read_lines(packages(shard)))
 
@@ -617,8 +634,21 @@ class ShardedCorpus:
                 what = f"{self.location} was prepared with {name} {known[name]}, the settings say {value}"
                 raise DatasetError(f"{what}.\nUse the same, or prepare another corpus.")
 
+    def verify(self, progress: Progress) -> None:
+        """Read every local shard; raise if some do not match their checksums, which are then made anew."""
+        damaged = []
+        with progress_bar(progress, "Verifying shards", len(self.audio.files)) as advance:
+            for location, *expected in self.audio.files if self.location.is_local else ():
+                if file_checksum(Path(location.path)) != tuple(expected):
+                    mark_damaged(Path(location.parent.path))
+                    damaged.append(location)
+                advance(1)
+        if damaged:
+            found = f"{len(damaged)} shards do not match their checksums: {', '.join(map(str, damaged[:5]))}"
+            raise CacheDamaged(f"{found}.\n{_how_to_repair(damaged[0])}")
+
     def sentences(self) -> list[LabelledText]:
-        """Return what is spoken in at most `MOST_SENTENCES` clips, those with the smallest draws: always the same."""
+        """Return what is spoken in at most `MOST_SENTENCES` clips, always the same."""
         draws = self.index["draw"]
         rows = np.arange(len(draws))
         if len(rows) > MOST_SENTENCES:
@@ -645,7 +675,7 @@ class ShardedCorpus:
         return ShardNames(self.index, self.starts, self.package, rows, start)
 
     def ids(self, tokenizer: Tokenizer, cached: Path) -> tuple[Shards, list[SetAside]] | None:
-        """Return the ids of a vocabulary and what it set aside: from the corpus or below `cached`, if they are there."""
+        """Return the ids of a vocabulary and what it set aside, from the corpus or below `cached`, or None."""
         for place in (self.location, Location(str(cached))):
             folder = place / ids_folder(tokenizer)
             if (joined := Package.find(folder / f"index-{self.key}")) is not None:

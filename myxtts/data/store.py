@@ -182,9 +182,11 @@ class Store(PackedRows):
         return False
 
     def _file_of(self, row: int) -> OpenFile:
+        del row
         return self._file
 
     def _recover(self, row: int, offset: int, out: memoryview) -> None:
+        del offset, out
         mark_damaged(self.folder)
         found = f"{self.folder}: row {row} does not match its checksum (truncated, or a failing disk?)."
         advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
