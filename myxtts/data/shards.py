@@ -8,8 +8,8 @@
     index-KEY/        the columns of all shards, joined; speakers.json; set_aside.csv
 
 Every folder is a package: it is committed once, its meta.json last, and never changes. A shard is named by a hash
-of what it is made from, and an index by a hash of the names of its shards. So new recordings add packages, and only
-corpus.json is replaced. Ids of another vocabulary than the corpus' own are a folder of this form in the cache.
+of what it is made from, and an index by a hash of the names of its shards. So new recordings add packages, and
+only corpus.json is replaced. Ids of another vocabulary than the corpus' own are such a folder in the cache.
 """
 
 from __future__ import annotations
