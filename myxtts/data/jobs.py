@@ -57,7 +57,7 @@ RAY_RETRIES = 16  # of a task whose machine is lost
 _LOOKUPS = 16  # packages that are looked for at once
 
 _log = logging.getLogger(__name__)
-_starting = threading.Lock()  # processes are started one at a time
+_starting = threading.Lock()  # processes are started and end one at a time
 
 
 class Job(Protocol):
@@ -139,8 +139,8 @@ class Supervisor:
         with contextlib.suppress(EOFError), receiver:
             while True:
                 at, problem = receiver.recv()
-        process.join()
-        with _starting:
+        with _starting:  # starting a process asks how the others ended, which only one thread may at a time
+            process.join()
             self._live.discard(process)
         return at, problem, process.exitcode
 
@@ -232,8 +232,13 @@ def _run(jobs: Sequence[Job], runner: Runner, title: str, progress: Progress) ->
 class Plan(NamedTuple):
     body: dict[str, Any] | None  # of corpus.json when the plan was made
     sources: list[str]
-    kept: list[dict[str, Any]]  # shards that the corpus has
+    kept: list[dict[str, Any]]  # shards that the corpus has, damaged ones included
     jobs: list[ShardJob]
+
+    @property
+    def names(self) -> list[str]:
+        """The shards of the corpus, in their order: new ones come last."""
+        return list(dict.fromkeys([shard["name"] for shard in self.kept] + [job.spec.name for job in self.jobs]))
 
 
 def make_plan(corpus: Location, data: DataSettings, shard_mb: float) -> Plan:
@@ -268,7 +273,6 @@ def make_plan(corpus: Location, data: DataSettings, shard_mb: float) -> Plan:
     with ThreadPoolExecutor(_LOOKUPS) as pool:
         found = pool.map(Package.find, [corpus / "shards" / shard["name"] for shard in kept])
         lost = [shard for shard, package in zip(kept, found, strict=True) if package is None]
-    kept = [shard for shard in kept if shard not in lost]
     jobs += [_repair(shard, wanted, corpus) for shard in lost]
     return Plan(body, sources, kept, jobs)
 
@@ -368,7 +372,7 @@ def prepare_sharded(
                 if read_corpus_file(corpus) != plan.body:  # another process has finished the same, or added to it
                     plan = make_plan(corpus, data, options.shard_mb)
                 _finish(corpus, plan, data, base, runner, progress)
-        return Outcome(len(absent), len(plan.kept) + len(plan.jobs) - len(absent) - waiting, waiting)
+        return Outcome(len(absent), len(plan.names) - len(absent) - waiting, waiting)
     except OSError as error:
         raise cannot_write(place, error) from error
 
@@ -384,10 +388,8 @@ def _finish(
     corpus: Location, plan: Plan, data: DataSettings, base: Path | None, runner: Runner, progress: Progress
 ) -> None:
     """Join the shards, make vocabulary and ids, and replace corpus.json; what it no longer names is removed."""
+    names = plan.names
     with ThreadPoolExecutor(_LOOKUPS) as pool:
-        names = list(
-            dict.fromkeys([shard["name"] for shard in plan.kept] + [job.target.name for job in plan.jobs])
-        )
         packages = list(pool.map(Package.find, [corpus / "shards" / name for name in names]))
     if any(package is None for package in packages):
         raise DatasetError(f"{corpus} was changed by another process meanwhile: run the same command again")

@@ -28,7 +28,8 @@ Result = TypeVar("Result")
 Work = Callable[[Sequence[Item]], Result]
 
 _CHUNKS_AHEAD = 2  # chunks in flight per process: enough to keep it busy, few enough to bound the memory
-_PRELOADED = ["myxtts.data.prepare", "num2words"]  # modules that the fork server imports once for all processes
+_PRELOADED = ["myxtts.data.prepare", "myxtts.data.jobs", "num2words"]
+"""Modules that the fork server imports once for all processes."""
 
 _reserved: Synchronized[int]  # in a worker: the end of the space in use in the file that all workers write to
 

@@ -283,7 +283,7 @@ class _AnyPart:
             raise DatasetError(f"No usable clip in {self.folder}. Set aside:\n{reasons}{example}{listed}")
         chosen = self.held_out()
         if chosen.all():
-            raise DatasetError(f"No usable clip in {self.folder} except those that are held out")
+            raise DatasetError(f"No usable clip in {self.folder} except those held out (metadata_eval.csv)")
         return clips.select(np.flatnonzero(~chosen)), clips.select(np.flatnonzero(chosen))
 
 

@@ -534,9 +534,11 @@ class Shards(PackedRows):
 
 
 def _how_to_repair(location: Location) -> str:
-    return (
-        f"Run myxtts prepare again with the sources of the corpus: only shard {location.parent.name} is made anew."
-    )
+    """What to do about a shard, by one of its files; a damaged local one has been marked."""
+    folder = location.parent
+    first = "" if location.is_local else f"Remove {folder}. "
+    again = f"Run myxtts prepare --out {folder.parent.parent} with the same sources and settings again"
+    return f"{first}{again}: only shard {folder.name} is made anew."
 
 
 class ShardNames(LazyNames):
