@@ -24,6 +24,12 @@ def shard(folder: Path, out: Path, options: JobOptions = SMALL_SHARDS, **values:
     return prepare_sharded(settings(folder, **values), out, options, None, NO_PROGRESS)
 
 
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file of a corpus but its locks, of which no leftover may be among them."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", ".making")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if ".myxtts" not in path.parts}
+
+
 class _Deadly(type(Path())):  # type: ignore[misc]
     def stat(self, **_: bool) -> os.stat_result:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -17,9 +17,10 @@ import pytest
 import soundfile as sf
 from conftest import SENTENCES, contents, make_voice, write_corpus
 from s3_fixtures import LoopbackStore, s3
-from shard_fixtures import DeadlyUnit, settings, shard
+from shard_fixtures import DeadlyUnit, settings, shard, tree
 from training_fixtures import Clips, arguments
 
+from myxtts import evaluation
 from myxtts.cli import main
 from myxtts.config import CorpusSource
 from myxtts.data import shards, sources
@@ -42,12 +43,6 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(out: Path | str, **values: object) -> PreparedCorpus:
     return prepare(settings(Path(out), **values))
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """Every file of a corpus but its locks, of which no leftover may be among them."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", ".making")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if ".myxtts" not in path.parts}
 
 
 @pytest.fixture
@@ -86,6 +81,22 @@ def test_a_sharded_corpus_holds_what_its_folder_holds(spoken: Path, tmp_path: Pa
     ]
     assert prepared_before(settings(tmp_path / "out")) is not None
     assert columns_bytes(CLIP_COLUMNS) + columns_bytes(IDS_COLUMNS) <= 64
+
+
+@pytest.mark.parametrize("most", [100, 4])
+def test_held_out_sentences_of_a_sharded_corpus(
+    most: int, spoken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "MOST_CLIPS", most)
+    shard(spoken, tmp_path / "out")
+    whole, parts = (
+        evaluation.held_out_sentences(opened(folder, val_fraction=0.4), settings(folder), 4)
+        for folder in (spoken, tmp_path / "out")
+    )
+    assert {(one.text, one.speaker, one.clip.name) for one in parts} <= {
+        (one.text, one.speaker, one.clip.name) for one in whole
+    }
+    assert len(parts) == (len(whole) if most == 100 else 4)
 
 
 def test_a_second_run_does_nothing_and_new_recordings_add_shards(tmp_path: Path) -> None:
@@ -285,4 +296,5 @@ def test_training_from_a_sharded_corpus(clips: Clips, tmp_path: Path, capsys: py
     assert main(["check", "--train-data", str(out), *flags]) in (0, 1)
     assert "The corpus cannot be read" not in capsys.readouterr().out
     assert main(arguments(tmp_path / "run", out, "--stages gpt --max-steps 2")) == 0
+    assert main(["profile", "--data-only", "--num-batches", "2", *arguments(tmp_path / "p", out)[1:]]) == 0
     assert main(["prepare", "--train-data", str(clips(4)), "--shard", "0/2"]) == 2

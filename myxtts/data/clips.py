@@ -41,6 +41,7 @@ from myxtts.data.store import (
     PackedRows,
     Pieces,
     Rows,
+    Sources,
     Store,
     StoreSpec,
     StoreWriter,
@@ -219,6 +220,10 @@ class LazyNames(Sequence[str]):
     def text(self, at: int) -> str: ...
     @abstractmethod
     def select(self, chosen: Rows) -> LazyNames: ...
+    @property
+    @abstractmethod
+    def draws(self) -> Sources:
+        """A hash of the text of each clip; 0 if the text is not here."""
 
     @overload
     def __getitem__(self, at: int) -> str: ...
@@ -309,6 +314,15 @@ class _JoinedNames(LazyNames):
 
     def select(self, chosen: Rows) -> LazyNames:
         return _JoinedNames(self._parts, self._chosen[chosen])
+
+    @property
+    def draws(self) -> Sources:
+        none = (np.zeros(len(part), np.uint64) for part in self._parts)
+        known = (
+            part.draws if isinstance(part, LazyNames) else zeros
+            for part, zeros in zip(self._parts, none, strict=True)
+        )
+        return np.concatenate([*known])[self._chosen]
 
     def _place(self, at: int) -> tuple[Sequence[str], int]:
         number = int(self._chosen[at])

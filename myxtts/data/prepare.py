@@ -197,8 +197,8 @@ def read_validation(data: DataSettings) -> list[Corpus]:
 
 
 def _read(named: NamedSource) -> Corpus:
-    if is_sharded(named.source.folder):
-        raise DatasetError(f"{named.source.folder} is a sharded corpus: it has no metadata to read")
+    if is_sharded(named.source.folder):  # it has no metadata; its shards have the texts, see `LazyNames`
+        return Corpus(named.source.folder)
     corpus = labelled(read_corpus(named.source.folder), named.name, named.source.speakers or named.name)
     clips = [clip._replace(language=clip.language or named.source.language or "") for clip in corpus.clips]
     return replace(corpus, clips=clips)

@@ -566,7 +566,6 @@ class ShardNames(LazyNames):
 
     @property
     def draws(self) -> Array:
-        """A hash of the text of each clip."""
         return self._index["draw"][self.rows]
 
     def select(self, chosen: Rows) -> ShardNames:
