@@ -259,7 +259,9 @@ class ClipSet:
         return self.ids.lengths[self.ids_rows]
 
     def select(self, chosen: Rows) -> ClipSet:
-        numbers = {field: getattr(self, field)[chosen] for field in _ROW_FIELDS}
+        columns = {id(column := getattr(self, field)): column for field in _ROW_FIELDS}  # some are the same
+        found = {key: column[chosen] for key, column in columns.items()}
+        numbers = {field: found[id(getattr(self, field))] for field in _ROW_FIELDS}
         known, shards = self.names, None if self.shards is None else self.shards[chosen]
         names = known.select(chosen) if isinstance(known, LazyNames) else [known[at] for at in chosen.tolist()]
         return replace(self, **numbers, names=names, shards=shards)

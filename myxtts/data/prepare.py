@@ -323,23 +323,30 @@ class _ShardedPart(_AnyPart):
                 self.set_aside.append(SetAside(f"clip {row}", *beyond(reason, found), f"shard {shard}"))
             usable &= ~flags
         rows = self._rows = np.flatnonzero(usable)
-        index, known = self.corpus.index, {name: at for at, name in enumerate(speaker_names)}
+        index, known = self._index(), {name: at for at, name in enumerate(speaker_names)}
         speakers: Array = np.array([known[name] for name in self.speakers], np.int32)  # half of int64
         return ClipSet(
             audio=self.audio,
             ids=ids,
             audio_rows=rows,
             ids_rows=rows,
-            speakers=speakers[index["speaker"][rows]],
-            languages=index["language"][rows],
+            speakers=index["speaker"] if speaker_names == self.speakers else speakers[index["speaker"]],
+            languages=index["language"],
             corpora=np.full(len(rows), number, np.int16),
             names=self.corpus.names(rows, f"{self.name}/" if self.name else ""),
-            shards=index["shard"][rows],
+            shards=index["shard"],
         )
 
     def held_out(self) -> Flags:
-        index, rows = self.corpus.index, self._rows
-        return choose_held_out(index["held_out"][rows] != 0, lambda: index["draw"][rows], self.data)
+        index = self._index("held_out", "draw")
+        return choose_held_out(index["held_out"] != 0, lambda: index["draw"], self.data)
+
+    def _index(self, *names: str) -> dict[str, Array]:
+        """Return columns of the usable clips; they stay mapped if all are usable."""
+        index = self.corpus.index
+        if len(self._rows) == len(index["shard"]):
+            return index
+        return {name: index[name][self._rows] for name in names or ("speaker", "language", "shard")}
 
     def _build_ids(self, tokenizer: Tokenizer) -> tuple[Shards, list[SetAside]]:
         """Make the ids of this vocabulary in the cache."""

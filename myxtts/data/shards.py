@@ -25,7 +25,6 @@ import re
 import shutil
 import tempfile
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -180,11 +179,12 @@ def checked_json(body: Mapping[str, object]) -> bytes:
 
 
 def file_checksum(path: Path) -> tuple[int, str]:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-        return file.tell(), digest.hexdigest()
+    digest, block, size = xxhash.xxh3_128(), memoryview(bytearray(1 << 20)), 0
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            size += count
+    return size, digest.hexdigest()
 
 
 def _damaged(location: Location) -> str:
@@ -499,15 +499,13 @@ class Shards(PackedRows):
         self.lengths, self.hashes, self._offsets = columns[length], columns["hash"], columns["offset"]
         self.shards, self.files, self.cache = shards, files, cache
         self._verified = np.zeros(len(shards), bool)
-        self._open: OrderedDict[int, OpenFile] = OrderedDict()
+        self._open: dict[int, OpenFile] = {}
         self._lock = threading.Lock()
 
     def _file_of(self, row: int) -> OpenFile:
         shard = int(self.shards[row])
-        with self._lock:
-            if (found := self._open.get(shard)) is not None:
-                self._open.move_to_end(shard)
-                return found
+        if (found := self._open.get(shard)) is not None:
+            return found
         try:  # fetched without the lock, so that other threads go on reading
             file = OpenFile(self.cache.open(*self.files[shard]))
         except OSError as error:
@@ -516,7 +514,7 @@ class Shards(PackedRows):
         with self._lock:
             self._open[shard] = file
             while len(self._open) > OPEN_FILES:
-                self._open.popitem(last=False)  # closed when the last thread has read from it
+                del self._open[next(iter(self._open))]  # the oldest; closed when the last thread has read from it
         return file
 
     def _recover(self, row: int, offset: int, out: memoryview) -> None:
@@ -569,7 +567,8 @@ class ShardNames(LazyNames):
         return self._index["draw"][self.rows]
 
     def select(self, chosen: Rows) -> ShardNames:
-        return ShardNames(self._index, self._starts, self._packages, self.rows[chosen], self._start)
+        rows = chosen if len(self.rows) == len(self._index["shard"]) else self.rows[chosen]
+        return ShardNames(self._index, self._starts, self._packages, rows, self._start)
 
 
 def url_of(folder: Path) -> str:
