@@ -283,8 +283,10 @@ class DataSettings:
     cache_dir: Path | None = setting(None, metavar="DIR")
     """Folder of prepared corpora. `null` uses `.myxtts` inside the corpus folder, or your user's cache folder
     when the corpus is read-only. A change of settings never reuses a stale cache, so nothing needs deleting."""
-    shard_cache_gb: float = setting(200.0, above=0, metavar="GB")
-    """Most space for copies of the shards of a remote corpus in the cache; those used longest ago are removed."""
+    shard_cache_gb: float = setting(50.0, minimum=1, metavar="GB")
+    """Room on this machine for copies of the shards of a remote corpus, below `cache_dir`; the processes of a host
+    share them. With room for the whole corpus each shard is fetched once; with less, the shards that were used
+    longest ago make place. Has no effect on local corpora."""
     min_clip_seconds: float = setting(0.5, above=0, metavar="SECONDS")
     """Shortest clip to train on. Shorter ones are set aside and listed with the reason."""
     max_text_length: int = setting(200, minimum=8, maximum=400)

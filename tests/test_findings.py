@@ -12,7 +12,9 @@ from conftest import load_values
 
 from myxtts.config import Settings, stage_steps, stages_of
 from myxtts.observe import findings
+from myxtts.observe.breakdown import Breakdown, ProfileData
 from myxtts.observe.findings import RULES, SWITCHES, WAIT_RULES, Fix, Situation, Wait, hints, wait_rule
+from myxtts.observe.trace import Span
 from myxtts.settings import apply_presets, load, specs
 
 ROOT = Path(__file__).parent.parent
@@ -197,3 +199,18 @@ def test_a_slow_phase_has_a_fix_that_follows_from_the_settings_alone(
     wait = Wait(settings=settings(**given), num_gpus=num_gpus, cores=16, phase=phase)
     fix = wait_rule(wait).fix(wait)
     assert (fix.setting, fix.value) == (setting, value) and fix.text
+
+
+def test_a_slow_object_store_explains_slow_gathering() -> None:
+    spans = [
+        Span("gather", "gather-0", 0, 1000, 0), Span("fetch", "gather-0", 100, 400),
+        Span("gather", "gather-0", 1000, 200, 1),
+    ]  # fmt: skip
+    wait = Wait(cores=16, phase="gather", profile=Breakdown(ProfileData(spans=spans)))
+    assert wait_rule(wait).code == "store-slow" and wait_rule(wait).why.format(s=wait).startswith(
+        "33% of the time"
+    )
+    fix = wait_rule(wait).fix(wait)
+    assert fix.setting == "data.shard_cache_gb" and "--shard-cache-gb" in fix.text
+    rest = Breakdown(ProfileData(spans=[spans[0], spans[2]]))
+    assert wait_rule(Wait(cores=16, phase="gather", profile=rest)).code != "store-slow"

@@ -15,8 +15,9 @@ import pytest
 import xxhash
 from s3_fixtures import LoopbackStore, s3
 
+from myxtts.config import DataSettings
 from myxtts.data import locations
-from myxtts.data.locations import FileCache, Location, MissingObject
+from myxtts.data.locations import FileCache, Location, MissingObject, shard_cache
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.observe.trace import Trace
 
@@ -111,6 +112,9 @@ def test_refused_access_names_the_variables(s3: LoopbackStore, monkeypatch: pyte
     with pytest.raises(DatasetError, match=r"refuses access to s3://bucket/a.\nSet AWS_ACCESS_KEY_ID") as caught:
         Location.parse("s3://bucket/a").read()
     assert "the-secret" not in str(caught.value) and len(s3.requests) == 1
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "store.example")
+    with pytest.raises(ConfigError, match="must start with https"):
+        Location.parse("s3://third/a").read()
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(DatasetError, match=r"pip install 'myxtts\[cloud\]'"):
         Location.parse("s3://other/a").read()
@@ -253,3 +257,10 @@ def test_what_a_killed_process_left_goes(s3: LoopbackStore, tmp_path: Path) -> N
     wanted = put(s3, "a", CONTENT)
     FileCache(tmp_path, 10**9).get(*wanted)
     assert kept(tmp_path) == {wanted[2], "1" * 32 + ".part"}
+
+
+def test_where_and_how_large_the_cache_of_shards_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = shard_cache(DataSettings(cache_dir=tmp_path, shard_cache_gb=1.5))
+    assert (cache.folder, cache.max_bytes) == (tmp_path / "shards", 1_500_000_000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert shard_cache(DataSettings()).folder == tmp_path / "myxtts/shards"

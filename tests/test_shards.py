@@ -277,11 +277,12 @@ def test_a_remote_corpus_is_written_and_read(
     assert all(key.endswith("meta.json") for folder, key in last_of.items() if "/shards/" in folder)
     shard(corpus, tmp_path / "out")
     assert {f"bucket/corpus/{name}": content for name, content in tree(tmp_path / "out").items()} == s3.objects
-    remote = opened("s3:/bucket/corpus")  # as a path of the settings spells it
+    cache = tmp_path / "cache"
+    remote = opened("s3:/bucket/corpus", cache_dir=cache)  # as a path of the settings spells it
     assert contents(remote) == contents(opened(corpus))
-    cached = max(remote.root.glob("fetched/*"), key=lambda path: path.stat().st_size)
+    cached = max(cache.glob("shards/*"), key=lambda path: path.stat().st_size)
     cached.write_bytes(bytes(cached.stat().st_size))
-    assert contents(opened("s3://bucket/corpus")) == contents(opened(corpus)), "fetched again"
+    assert contents(opened("s3://bucket/corpus", cache_dir=cache)) == contents(opened(corpus)), "fetched again"
     with pytest.raises(DatasetError, match="is no sharded corpus"):
         opened("s3://bucket/nothing")
 

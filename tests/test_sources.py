@@ -220,6 +220,9 @@ def test_manifests_of_nemo_and_emilia(tmp_path: Path) -> None:
     assert found[2].id == "wavs/long@1.5" and found[2].where == "manifest.jsonl.gz:1" and found[1].id == "W0"
     assert sorted(reasons(aside)) == ["malformed line"] * 3 + ["missing file"]
     assert read(tmp_path)[0] == found
+    (tmp_path / "manifest.jsonl.gz").rename(tmp_path / "x.json.gz")
+    json_lines(tmp_path / "y.json", rows[:1])
+    assert len(read(f"{tmp_path}/{{x.json.gz,y.json}}")[0]) == 4
 
 
 def test_a_manifest_next_to_its_tar(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ ELSEWHERE = {
         "test_prepare.py::test_phonemes_change_the_ids_and_cost_clips_in_languages_without_a_voice"
     ),
     "data.cache_dir": "test_cache.py::test_cache_dir",
+    "data.shard_cache_gb": "test_locations.py::test_where_and_how_large_the_cache_of_shards_is",
     "data.min_clip_seconds": "test_cli.py::test_settings_change_what_is_set_aside",
     "data.max_text_length": "test_cli.py::test_settings_change_what_is_set_aside",
     "data.max_mel_frames": "test_cli.py::test_settings_change_what_is_set_aside",

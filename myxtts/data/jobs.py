@@ -26,7 +26,7 @@ import xxhash
 
 from myxtts.config import LANGUAGES, DataSettings
 from myxtts.data.clips import DecodeOptions
-from myxtts.data.locations import FileCache, Location
+from myxtts.data.locations import Location, shard_cache
 from myxtts.data.pool import WorkerContext, behave_as_worker
 from myxtts.data.shards import (
     FORMAT,
@@ -412,7 +412,7 @@ def _finish(
         "index": key,
         "shards": facts,
     }
-    with FileCache(user_cache() / "fetched", 1 << 50) as cache:
+    with shard_cache(data) as cache:
         opened = ShardedCorpus(corpus, cache, body)
         if plan.body is not None:
             opened.require(data, plan.body["params"])

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 import xxhash
 
-from myxtts.data.store import only_process
+from myxtts.config import DataSettings
+from myxtts.data.store import only_process, user_cache
 from myxtts.errors import ConfigError, DatasetError
 from myxtts.files import write_atomically
 from myxtts.observe.trace import Trace
@@ -43,7 +44,8 @@ _HTTP = ("http", "https")
 _CREDENTIALS = {
     "s3": "Set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION (temporary keys: AWS_SESSION_TOKEN too); "
     "AWS_ENDPOINT_URL for a store that is not Amazon's; AWS_SKIP_SIGNATURE=true for a public bucket.",
-    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account.",
+    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account; GOOGLE_SKIP_SIGNATURE=true for a "
+    "public bucket.",
     "https": "Set MYXTTS_HTTP_AUTHORIZATION to the header it asks for, such as 'Bearer TOKEN'.",
 }
 _METADATA_SERVER = "169.254.169.254"  # of a cloud machine; asked for credentials where the environment has none
@@ -76,16 +78,17 @@ class Location:
         text = str(text)
         if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
             return cls(text)
-        url = urllib.parse.urlsplit(text)
+        try:
+            url = urllib.parse.urlsplit(text)
+        except ValueError as error:
+            raise ConfigError(f"A URL cannot be read: {error}.") from None
         if "@" in url.netloc:
             shown = f"{url.scheme}://…@{url.netloc.rpartition('@')[2]}"
             fix = _CREDENTIALS.get(url.scheme, _CREDENTIALS["https"])
             raise ConfigError(f"{shown}: credentials are read from the environment, not from the URL.\n{fix}")
         if url.scheme not in ("s3", "gs", *_HTTP) or not url.netloc:
-            shown = f"{url.scheme}://{url.netloc}{url.path}"
-            raise ConfigError(
-                f"{shown} is no location. Expected a path, s3://BUCKET/KEY, gs://BUCKET/KEY or https://…"
-            )
+            expected = "Expected a path, s3://BUCKET/KEY, gs://BUCKET/KEY or https://…"
+            raise ConfigError(f"{url.scheme}://{url.netloc}{url.path} is no location. {expected}")
         if url.scheme in _HTTP:
             return cls(urllib.parse.unquote(url.path).strip("/"), f"{url.scheme}://{url.netloc}", url.query)
         key = text.partition("://")[2].partition("/")[2]  # a key may hold ? and #
@@ -258,14 +261,16 @@ def _client(store: str, query: str, process: int) -> tuple[Any, Any]:
         import obstore.store
     except ImportError:
         raise DatasetError(f"{store} is remote: run pip install 'myxtts[cloud]' first.") from None
-    endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or "https:"
+    if store.startswith("s3:") and not endpoint.startswith(_HTTP):  # obstore would end the process
+        raise ConfigError("AWS_ENDPOINT_URL is no URL: it must start with https:// or http://.")
     options: dict[str, Any] = {
-        "allow_http": store.startswith("http:") or (store.startswith("s3") and endpoint.startswith("http:")),
-        "connect_timeout": "10s", "read_timeout": "30s", "timeout": "600s",
+        "allow_http": store.startswith("http:") or (store.startswith("s3:") and endpoint.startswith("http:")),
+        "connect_timeout": "10s", "read_timeout": "20s", "timeout": "600s",
     }  # fmt: skip
     if store.startswith(_HTTP) and (header := os.environ.get("MYXTTS_HTTP_AUTHORIZATION")):
         options["default_headers"] = {"authorization": header}
-    retries: Any = {"max_retries": 1, "retry_timeout": timedelta(seconds=30)}
+    retries: Any = {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}
     kinds: dict[str, Any] = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore}
     kind = kinds.get(store.partition("://")[0], obstore.store.HTTPStore)
     url = store + (f"/?{query}" if query else "")
@@ -399,7 +404,7 @@ class FileCache:
             self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout=5)  # it may wait for another process that fetches the same file
 
     def __enter__(self) -> FileCache:
         return self
@@ -502,6 +507,11 @@ class FileCache:
         free = f"{shutil.disk_usage(self.folder).free / 1e9:.1f} GB are free, {size / 1e9:.1f} GB are needed"
         what = f"No room for a copy of {location} in {self.folder}: {error.strerror} ({free})."
         return DatasetError(f"{what}\nLower --shard-cache-gb, or choose another disk with --cache-dir DIR.")
+
+
+def shard_cache(data: DataSettings, trace: Trace | None = None) -> FileCache:
+    """Return the cache of shards that the settings ask for."""
+    return FileCache((data.cache_dir or user_cache()) / "shards", int(data.shard_cache_gb * 1e9), trace)
 
 
 class _Closed(Exception):

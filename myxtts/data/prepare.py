@@ -55,7 +55,7 @@ from myxtts.data.corpus import (
     labelled,
     read_corpus,
 )
-from myxtts.data.locations import FileCache, Location
+from myxtts.data.locations import Location, shard_cache
 from myxtts.data.pool import ProcessPool, reserve
 from myxtts.data.shards import (
     Package,
@@ -294,8 +294,7 @@ class _ShardedPart(_AnyPart):
         self.name, source = named
         self.data, self.tools, self.folder = data, tools, source.folder
         self.root = cache_folder(data, source.folder)
-        cache = FileCache(self.root / "fetched", int(data.shard_cache_gb * 1e9))
-        self.corpus = ShardedCorpus(location_of(source.folder), cache)
+        self.corpus = ShardedCorpus(location_of(source.folder), shard_cache(data))
         self.corpus.require(data)
         if tools.verify:
             self.corpus.verify(tools.progress)

@@ -10,6 +10,7 @@ import itertools
 import json
 import lzma
 import math
+import os
 import re
 import tarfile
 import zlib
@@ -149,8 +150,6 @@ def open_source(text: str) -> list[Unit]:
         [entry for entry in entries if entry.location.name.lower().endswith(suffixes)]
         for suffixes in (TARS, (".parquet",), LINES)
     )
-    if len(entries) > 1:  # other JSON files describe a dataset as a whole
-        lines = [entry for entry in lines if re.search(r"\.jsonl|manifest", entry.location.name)]
     if folder.is_local and Path(text).is_dir() and not (tars or tables or lines):
         return _folder_units(Path(text))
     pairs, unpaired = _pairs(tars, lines)
@@ -189,6 +188,9 @@ def _files(text: str) -> tuple[Location, list[Entry]]:
     if location.is_local and not Path(location.path).is_dir():
         raise DatasetError(f"No such file or folder: {Path(text).absolute()}\nUnderstood are:\n{FORMS}")
     entries = location.list()
+    if len(entries) > 1:  # other JSON files describe a dataset as a whole
+        is_other = re.compile(r"(?!.*manifest).*\.json(\.gz)?")
+        entries = [entry for entry in entries if not is_other.fullmatch(entry.location.name)]
     if not entries:
         raise DatasetError(f"{location} is empty or does not exist.\nUnderstood are:\n{FORMS}")
     return location, entries
@@ -209,8 +211,9 @@ def _expanded(text: str) -> Iterator[str]:
 
 
 def _relative(root: Location, location: Location) -> str:
-    start = f"{root.path.rstrip('/')}/" if root.path not in ("", ".") else ""
-    return location.path.removeprefix(start)
+    if location.is_local:
+        return os.path.relpath(location.path, root.path)
+    return location.path.removeprefix(f"{root.path}/" if root.path else "")
 
 
 def _key(*parts: object) -> str:

@@ -362,6 +362,10 @@ class Fix(NamedTuple):
 MORE_WORKERS = Fix("raise --num-workers", "data.num_workers")
 DEEPER_RING = Fix("keep more batches ready on the host", "data.prefetch_buffer_size")
 FASTER_DISK = Fix("move the cache to a fast local disk", "data.cache_dir")
+NEARER_SHARDS = Fix(
+    "raise --shard-cache-gb so that shards stay here, copy the corpus to a local disk, or use a nearer store",
+    "data.shard_cache_gb",
+)
 SECOND_GPU = Fix("give the data role its own GPU with --data-gpu and --model-gpu", "data.data_gpu")
 PEER_ACCESS = Fix("choose two GPUs with peer access (myxtts check --gpus shows it), or use one", "data.data_gpu")
 LARGER_BATCH = Fix("train on more clips at once, with less accumulation for the same step", "data.batch_size")
@@ -370,6 +374,7 @@ MIN_SHARE = 0.02  # share of the time below which a loss is not mentioned
 MIN_ACTIVE = 0.5  # a phase that is active for less than this share of the model's wait is late, not slow
 SPARE = 0.8  # share of the training time that a phase may take and still stay ahead
 SLOW_CLIP_MS = 1.0  # a clip that takes longer to gather from the packed cache comes from a slow disk
+MIN_FETCH_SHARE = 0.3  # of the time of gathering; above it the store of a remote corpus is what is slow
 SHALLOW = 2  # batches that a ring must exceed for its two sides to work at once
 
 
@@ -413,6 +418,13 @@ class Wait(Situation):
     @property
     def clip_ms(self) -> float:
         return self.time.mean_ms / self.data.batch_size
+
+    @property
+    def fetch_share(self) -> float:
+        """The share of the time of gathering that goes by until a shard of a remote corpus has arrived."""
+        spans = self.profile.data.spans
+        fetch_us, gather_us = (sum(s.duration_us for s in spans if s.name == name) for name in ("fetch", "gather"))
+        return fetch_us / gather_us if gather_us else 0.0
 
     @property
     def has_few_workers(self) -> bool:
@@ -488,6 +500,11 @@ WAIT_RULES = (
     WaitRule(
         "upload-late", ("upload", "encode"), "batches are uploaded and encoded only when the model asks for one",
         ("data.prefetch_to_gpu",), SWITCHES["data.prefetch_to_gpu"].holds,
+    ),
+    WaitRule(
+        "store-slow", ("gather",),
+        "{s.fetch_share:.0%} of the time of gathering is spent waiting for shards of the remote corpus to arrive",
+        (NEARER_SHARDS,), lambda s: s.fetch_share > MIN_FETCH_SHARE,
     ),
     WaitRule(
         "gather-uneven", ("gather",),

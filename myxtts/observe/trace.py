@@ -69,7 +69,7 @@ class Timing:
 class Span(NamedTuple):
     """One piece of work, in whole microseconds of the host clock, so that neighbours never overlap."""
 
-    name: str  # the kind of work: gather, upload, encode, handoff, train, wait,
+    name: str  # the kind of work: gather, fetch, upload, encode, handoff, train, wait,
     track: str  # the thread or stream that did it
     start_us: int
     duration_us: int
