@@ -31,9 +31,10 @@ from harness import console, make_table
 from rich.table import Table
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings, num_frames_of
-from myxtts.data.batches import Batches, Cursor, Gatherer, HostBatch, host_layout, packed_tokens
+from myxtts.data.batches import Gatherer, HostBatch, host_layout
 from myxtts.data.clips import frames_for, max_frames_of
 from myxtts.data.corpus import read_corpus
+from myxtts.data.order import Batches, Cursor, packed_tokens
 from myxtts.data.prepare import EMBEDDED_CORPUS, prepare
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from harness import LiveTable, clip_seconds, console, machine
 from torch import Tensor
 
 from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, SAMPLE_RATE
-from myxtts.data.batches import Batches, Cursor
+from myxtts.data.order import Batches, Cursor
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import GPT, GPTDims, Losses, pack, packed_length
 from myxtts.model.xtts import SIZES

@@ -17,9 +17,10 @@ import torch
 from harness import MAX_MEL_FRAMES, LiveTable, clip_seconds, console, machine
 
 from myxtts.config import SAMPLE_RATE, DataSettings, Settings, num_codes_of
-from myxtts.data.batches import Batches, Gatherer, packed_tokens
+from myxtts.data.batches import Gatherer
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
+from myxtts.data.order import Batches, packed_tokens
 from myxtts.data.store import Store, StoreWriter
 from myxtts.devices import Plan
 from myxtts.model.xtts import SIZES, XTTS

@@ -24,7 +24,8 @@ from harness import MAX_MEL_FRAMES, LiveTable, console, machine, write_corpus
 from torch import nn
 
 from myxtts.config import SMALL_CORPUS, STAGES, Settings
-from myxtts.data.batches import MARGIN_CODES, SEGMENT_CODES, Batch, Cursor, Sizes
+from myxtts.data.batches import MARGIN_CODES, SEGMENT_CODES, Batch, Sizes
+from myxtts.data.order import Cursor
 from myxtts.data.prepare import prepare
 from myxtts.devices import Stream, release_memory
 from myxtts.model import vocoder

@@ -514,13 +514,13 @@ def stages_of(settings: Settings, num_speakers: int = 0) -> tuple[str, ...]:
 
 
 def stage_steps(
-    training: TrainingSettings, stage: str, num_clips: int, batch_clips: int, accumulate: int
+    training: TrainingSettings, stage: str, num_clips: int, batch_size: int, step_batches: int
 ) -> tuple[int, str]:
     """Return the optimiser steps of a stage and the flag that ends it: its epochs or, if that is less, its limit.
 
-    `batch_clips` counts the clips that all processes take in a micro-step.
+    `step_batches` counts the batches of a step in all processes.
     """
-    steps = math.ceil(math.ceil(num_clips / batch_clips) * training.epochs / accumulate)
+    steps = math.ceil(math.ceil(num_clips / batch_size) * training.epochs / step_batches)
     own: int | None = getattr(training, f"{stage}_steps", None)
     limit, flag = (training.max_steps, "--max-steps") if own is None else (own, f"--{stage}-steps")
     return (steps, "--epochs") if limit is None or steps < limit else (limit, flag)

@@ -224,8 +224,8 @@ def from_here(settings: Settings, prepared: PreparedCorpus) -> Iterator[str]:
     settings = as_started(settings, run)
     training, stages = settings.training, stages_of(settings, prepared.num_speakers)
     yield f"  {_same_command(settings)}: nothing is left to train"
-    batch_clips = settings.data.batch_size * plan.world_size
-    size = (prepared.mixture.num_clips, batch_clips, training.gradient_accumulation_steps)
+    step_batches = training.gradient_accumulation_steps * plan.world_size
+    size = (prepared.mixture.num_clips, settings.data.batch_size, step_batches)
     ends = {stage: stage_steps(training, stage, *size) for stage in stages}
     flags = {stage: flag for stage, (_, flag) in ends.items()}
     for stage in stages if training.early_stop else ():

@@ -19,6 +19,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,8 +44,8 @@ from myxtts.config import (
     stages_of,
     warmup_steps,
 )
-from myxtts.data.batches import Cursor
 from myxtts.data.clips import ClipSet, PreparedCorpus
+from myxtts.data.order import Cursor
 from myxtts.data.prepare import prepare, with_tokenizer_of_run
 from myxtts.devices import (
     Machine,
@@ -629,15 +630,22 @@ def train_stage(ctx: StageContext, loaded: LoadedCheckpoint | None) -> State:
         now = identity(ctx.settings, ctx.prepared, ctx.plan)
         state, total = State(), total_steps(ctx.settings, ctx.prepared, ctx.stage, now)
         if loaded is not None:
-            same_batches = require_continuable(ctx.run_dir.folder, loaded.state["notes"]["identity"], now)
+            saved = loaded.state["notes"]["identity"]
+            require_continuable(ctx.run_dir.folder, saved, now)
             state = State.from_json(loaded.step, loaded.state)
             ctx.vocoder = loaded.state["notes"].get("vocoder", {})
             if is_complete(ctx.settings, ctx.prepared, loaded.notes):
                 ctx.say(f"Stage {ctx.stage}: finished at step {state.step}")
                 return state
             ctx.say(f"Stage {ctx.stage}: continuing at step {state.step} of {max(total, state.step)}")
-            if not same_batches and state.cursor.batch:
-                ctx.say(f"Batches are split differently now: epoch {state.cursor.epoch} starts over")
+            if "cursor_counts" not in loaded.state and state.cursor.batch and saved["processes"] > 1:
+                state.cursor = Cursor(state.cursor.epoch, state.cursor.batch * saved["processes"])
+                ctx.say(
+                    "The order of several processes has changed since the run was saved: "
+                    f"the rest of epoch {state.cursor.epoch} repeats some clips and leaves out others"
+                )
+            if saved["data.batch_size"] != now["data.batch_size"] and state.cursor.batch:
+                ctx.say(f"Batches have another size now: epoch {state.cursor.epoch} starts over")
                 state.cursor = Cursor(state.cursor.epoch)
         return _train(ctx, loaded, state, total)
     finally:
@@ -648,7 +656,7 @@ def total_steps(settings: Settings, prepared: PreparedCorpus, stage: str, split:
     """Optimiser steps of the stage if the clips of a step are divided like this; see BATCH_SPLIT_KEYS."""
     batch_size, accumulate, processes = (int(split[name]) for name in BATCH_SPLIT_KEYS)
     num_clips = prepared.mixture.num_clips
-    return stage_steps(settings.training, stage, num_clips, batch_size * processes, accumulate)[0]
+    return stage_steps(settings.training, stage, num_clips, batch_size, accumulate * processes)[0]
 
 
 def _train(ctx: StageContext, loaded: LoadedCheckpoint | None, state: State, total: int) -> State:
@@ -806,6 +814,8 @@ def identity(settings: Settings, prepared: PreparedCorpus | None, plan: Plan | N
             "seconds of training clips": round(float(prepared.train.num_samples.sum()) / SAMPLE_RATE, 1),
             "vocabulary": prepared.tokenizer.fingerprint,
         }
+        if prepared.train.shards is not None:
+            known["shards"] = len(np.unique(prepared.train.shards))
         known |= ONE_CORPUS
         if len(prepared.corpora) > 1 or not prepared.mixture.is_plain:
             pairs = zip(prepared.corpora, map(config.format_weight, prepared.weights), strict=True)
@@ -824,8 +834,8 @@ def check_resumable(settings: Settings, run_dir: RunDir, prepared: PreparedCorpu
             require_continuable(run_dir.folder, {name: saved[name] for name in now if name in saved}, now)
 
 
-def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Raise a ConfigError if what cannot change has changed; return True if batches are divided as before."""
+def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if what cannot change has changed."""
     saved = {name: value for name, value in ONE_CORPUS.items() if name in now} | dict(saved)
     before, after = (
         {name: value for name, value in known.items() if name not in (*BATCH_SPLIT_KEYS, "data.max_mel_frames")}
@@ -842,7 +852,6 @@ def require_continuable(folder: Path, saved: Mapping[str, Any], now: Mapping[str
         other = f"--init-from {folder} --checkpoint-dir {_free_folder(folder)}"
         advice.append(f"For recordings added or removed, train on in a new run: {other}")
     require_same(folder, before, after, advice)
-    return all(saved.get(name) == now.get(name) for name in BATCH_SPLIT_KEYS)
 
 
 def _free_folder(folder: Path) -> Path:

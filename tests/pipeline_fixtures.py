@@ -19,8 +19,6 @@ from torch import Tensor
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, DataSettings, num_codes_of
 from myxtts.data.batches import (
     SEGMENT_CODES,
-    Batches,
-    Cursor,
     Gatherer,
     GatherJob,
     LatentDims,
@@ -29,11 +27,11 @@ from myxtts.data.batches import (
     Sizes,
     fit,
     host_layout,
-    packed_tokens,
     segment_codes,
 )
 from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
+from myxtts.data.order import Batches, Cursor, packed_tokens
 from myxtts.data.store import Array, Rows, Store, StoreWriter
 from myxtts.devices import Plan
 from myxtts.model.gpt import GPTDims

@@ -9,19 +9,16 @@ from typing import cast
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_fixtures import SEED, SHORT, Corpus
 
-from myxtts.config import CONDITIONING_TOKENS, HOP_SAMPLES, NUM_STOPS, SAMPLE_RATE, num_codes_of
+from myxtts.config import HOP_SAMPLES, NUM_STOPS, SAMPLE_RATE, num_codes_of
 from myxtts.data.batches import (
     ALIGNMENT_BYTES,
     FRAME_MULTIPLE,
     MAX_CROP_FRAMES,
     SEGMENT_CODES,
-    Batches,
-    BatchPlan,
-    Cursor,
     Gatherer,
     GatherJob,
     HostBatch,
@@ -30,141 +27,13 @@ from myxtts.data.batches import (
     fit,
     frame_budget,
     host_layout,
-    mean_clips,
-    packed_tokens,
     segments,
 )
 from myxtts.data.clips import ClipSet
+from myxtts.data.order import Batches, BatchPlan, Cursor, packed_tokens
 from myxtts.data.store import Rows
-from myxtts.errors import DatasetError
 
 DATA = replace(SHORT, batch_size=5)
-
-
-def speech_like_tokens(num_clips: int, seed: int = 0) -> Rows:
-    """Packed tokens of clips as LJSpeech has them: 1.1 to 10.1 s, mean 6.6, text in proportion."""
-    random = np.random.default_rng(seed)
-    seconds = np.clip(random.normal(6.8, 2.2, num_clips), 1.1, 10.1)
-    num_ids = (seconds * random.normal(8.5, 1.0, num_clips)).astype(np.int64)
-    return packed_tokens(num_ids, (seconds * SAMPLE_RATE).astype(np.int64))
-
-
-def test_packed_tokens_by_hand() -> None:
-    # 1024 samples: frames at 0, 256, …, 1024 are five, which are two codes.
-    assert packed_tokens(np.array([10, 10, 10]), np.array([1023, 1024, 0])).tolist() == [
-        CONDITIONING_TOKENS + 12 + 1 + NUM_STOPS,
-        CONDITIONING_TOKENS + 12 + 2 + NUM_STOPS,
-        CONDITIONING_TOKENS + 12 + 1 + NUM_STOPS,
-    ]
-
-
-@settings(deadline=None, max_examples=20)
-@given(
-    num_clips=st.integers(1, 120),
-    batch_size=st.integers(1, 33),
-    world_size=st.integers(1, 5),
-    seed=st.integers(0, 2**32 - 1),
-    epoch=st.integers(0, 1000),
-)
-@example(num_clips=1, batch_size=16, world_size=4, seed=0, epoch=0)
-@example(num_clips=64, batch_size=16, world_size=4, seed=0, epoch=0)
-def test_every_clip_once_per_epoch_over_all_ranks(num_clips, batch_size, world_size, seed, epoch) -> None:
-    tokens = speech_like_tokens(num_clips, seed % 97)
-    seen: list[int] = []
-    for rank in range(world_size):
-        batches = Batches(tokens, batch_size, seed, rank, world_size)
-        clips, weights = batches.epoch(epoch)
-        assert clips.shape == weights.shape == (batches.num_batches, batch_size)
-        assert set(weights.ravel().tolist()) <= {0.0, 1.0}
-        seen += clips[weights == 1].tolist()
-    assert sorted(seen) == list(range(num_clips))
-    assert batches.num_batches * batch_size * world_size - num_clips < batch_size * world_size
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    tokens=st.lists(st.integers(37, 900), min_size=1, max_size=60),
-    batch_size=st.integers(1, 9),
-    world_size=st.integers(1, 3),
-)
-@example(tokens=[40] * 20 + [900], batch_size=4, world_size=1)
-@example(tokens=[900] + [37] * 3, batch_size=2, world_size=1)
-def test_any_lengths_never_exceed_the_budget(tokens, batch_size, world_size) -> None:
-    num_tokens = np.array(tokens, np.int64)
-    batches = Batches(num_tokens, batch_size, 1234, 0, world_size)
-    for epoch in range(20):
-        clips, _ = batches.epoch(epoch)
-        assert num_tokens[clips].sum(axis=1).max() <= batches.budget
-
-
-@pytest.mark.parametrize(
-    ("num_clips", "batch_size", "world_size", "num_epochs"),
-    [(200, 4, 1, 30), (200, 16, 1, 30), (500, 8, 2, 30), (1024, 16, 4, 10), (3000, 4, 1, 5), (13100, 16, 1, 3)],
-)
-def test_padding_is_at_most_two_per_cent(
-    num_clips: int, batch_size: int, world_size: int, num_epochs: int
-) -> None:
-    tokens = speech_like_tokens(num_clips)
-    batches = Batches(tokens, batch_size, 1234, world_size - 1, world_size)
-    for epoch in range(num_epochs):
-        clips, weights = batches.epoch(epoch)
-        assert tokens[clips].sum(axis=1).max() <= batches.budget
-        useful = (tokens[clips] * weights).sum(axis=1)  # clips that only fill up a batch train nothing
-        assert batches.padding(epoch) == pytest.approx(1 - useful.mean() / batches.budget)
-        assert batches.padding(epoch) <= 0.02
-        assert weights.all() or num_clips % (batch_size * world_size)
-
-
-def test_seed_epoch_and_rank_alone_change_the_order() -> None:
-    tokens = speech_like_tokens(300)
-
-    def order(seed: int, epoch: int, rank: int) -> bytes:
-        return b"".join(array.tobytes() for array in Batches(tokens.copy(), 8, seed, rank, 2).epoch(epoch))
-
-    choices = list(itertools.product((1, 2), (0, 1), (0, 1)))
-    orders = [order(*choice) for choice in choices]
-    assert len(set(orders)) == len(orders)
-    assert [order(*choice) for choice in reversed(choices)] == orders[::-1]
-
-
-def test_clips_meet_other_clips_in_the_next_epoch() -> None:
-    batches = Batches(speech_like_tokens(400), 8, 1)
-
-    def pairs(epoch: int) -> set[tuple[int, int]]:
-        clips, weights = batches.epoch(epoch)
-        groups = [sorted(row[weight == 1].tolist()) for row, weight in zip(clips, weights, strict=True)]
-        return {pair for group in groups for pair in itertools.combinations(group, 2)}
-
-    assert len(pairs(0) & pairs(1)) < 0.1 * len(pairs(0))
-
-
-def test_long_and_short_clips_come_at_any_time() -> None:
-    """Batches balanced by length must not also be sorted by it: early and late batches are alike."""
-    tokens = speech_like_tokens(2000)
-    clips, _ = Batches(tokens, 8, 1).epoch(0)
-    halves = tokens[clips].std(axis=1)
-    assert abs(halves[:125].mean() / halves[125:].mean() - 1) < 0.1
-    assert abs(tokens[clips[:, 0]].mean() / tokens.mean() - 1) < 0.1  # nor are clips within a batch
-
-
-def test_mean_clips_of_a_batch_counts_only_those_that_train() -> None:
-    assert [mean_clips(number, 4) for number in (4, 8, 5, 3)] == [4, 4, 2.5, 3]
-
-
-def test_cursors_count_batches_and_epochs() -> None:
-    batches = Batches(speech_like_tokens(20), 8, 7)
-    after = [plan.after for plan in itertools.islice(batches.plans(Cursor()), 4)]
-    assert after == [Cursor(0, 1), Cursor(0, 2), Cursor(1, 0), Cursor(1, 1)]
-    beyond = next(batches.plans(Cursor(0, 99)))  # the batch size was raised since: the epoch counts as done
-    assert beyond.after == Cursor(1, 1)
-
-
-def test_nothing_to_batch_and_bad_ranks() -> None:
-    with pytest.raises(DatasetError):
-        Batches(np.zeros(0, np.int64), 4, 0)
-    for rank, world_size in ((1, 1), (-1, 2), (2, 2)):
-        with pytest.raises(ValueError, match="rank"):
-            Batches(speech_like_tokens(10), 4, 0, rank, world_size)
 
 
 # Reference voices and pieces for the decoder.
@@ -180,6 +49,8 @@ class Lengths:
     """The part of a ClipSet that decides which references are drawn."""
 
     num_samples: Rows
+    shards: Rows | None = None
+    corpora: Rows | None = None
 
     def __len__(self) -> int:
         return len(self.num_samples)
@@ -299,7 +170,7 @@ def test_a_small_excess_is_shared_by_all() -> None:
 def test_the_frame_budget_is_enough_for_nearly_every_batch(num_clips: int, batch_size: int, seed: int) -> None:
     num_samples = lengths(num_clips, seed)
     batches = Batches(packed_tokens(num_samples // 2000, num_samples), batch_size, seed)
-    budget = frame_budget(batches, own_references(num_samples), seed)
+    budget = frame_budget(batches.samples(), own_references(num_samples), seed)
     assert budget % FRAME_MULTIPLE == 0
     needed = []
     for epoch in range(12):
@@ -323,7 +194,7 @@ def corpus(tmp_path: Path) -> Corpus:
 def whole(clips: np.ndarray, epoch: int = 0) -> GatherJob:
     """A job of these clips and no others."""
     weights = np.ones(len(clips), np.float32)
-    plan = BatchPlan(clips, weights, Cursor(), epoch, clips[None], weights[None])
+    plan = BatchPlan(clips, weights, Cursor(), epoch, 0, clips[None], weights[None])
     return GatherJob(plan, np.arange(5, dtype=np.float32))
 
 

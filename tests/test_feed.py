@@ -40,11 +40,11 @@ from myxtts.data.batches import (
     MARGIN_CODES,
     MAX_CROP_FRAMES,
     SEGMENT_CODES,
-    Cursor,
     Gatherer,
     GatherJob,
     segments,
 )
+from myxtts.data.order import Cursor
 from myxtts.model.conditioning import pack_frames
 from myxtts.model.gpt import pack
 from myxtts.model.mel import DVAE_MEL, SPEAKER_SAMPLE_RATE, LogMel, resample

@@ -23,8 +23,9 @@ from pipeline_fixtures import (
     wait_for,
 )
 
-from myxtts.data.batches import Batches, Cursor, Gatherer, Layout
+from myxtts.data.batches import Gatherer, Layout
 from myxtts.data.codes import CodesCache
+from myxtts.data.order import Batches, Cursor
 from myxtts.errors import DatasetError, PipelineError
 from myxtts.pipeline.feed import Depths, Feed
 from myxtts.pipeline.frontend import GptFrontend
@@ -97,15 +98,15 @@ def test_an_error_wakes_a_reader_that_is_waiting_for_a_batch_or_for_the_warm_up(
 
 
 def test_epochs_that_cannot_be_arranged_are_no_silent_end(short: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrange = Batches._all_ranks
+    arrange = Batches._window
 
-    def only_once(self: Batches, epoch: int) -> object:
+    def only_once(self: Batches, epoch: int, window: int) -> object:
         if epoch > 0:
             raise DatasetError("could not be arranged")
-        return arrange(self, epoch)
+        return arrange(self, epoch, window)
 
     feed = short.feed(make_frontend=Stamps, depths=Depths(3, 3, 4))
-    monkeypatch.setattr(Batches, "_all_ranks", only_once)
+    monkeypatch.setattr(Batches, "_window", only_once)
     with pytest.raises(DatasetError, match="could not be arranged"), feed:
         read(feed, 100)
 

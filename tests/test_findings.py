@@ -109,8 +109,8 @@ def test_the_steps_of_a_stage_end_with_its_epochs_or_its_limit(
     given: dict[str, object], stage: str, expected: tuple[int, str]
 ) -> None:
     training = settings(epochs="2", **given).training
-    assert stage_steps(training, stage, num_clips=50, batch_clips=16, accumulate=1)[0] <= 8
-    assert stage_steps(training, stage, num_clips=100, batch_clips=16, accumulate=2) == expected
+    assert stage_steps(training, stage, num_clips=50, batch_size=16, step_batches=1)[0] <= 8
+    assert stage_steps(training, stage, num_clips=100, batch_size=16, step_batches=2) == expected
 
 
 def test_a_start_from_weights_trains_only_one_stage_unless_others_are_named() -> None:

@@ -1,26 +1,22 @@
-"""Batches: which clips they hold and in which order, how their memory is laid out, and how it is filled.
+"""Batches: how their memory is laid out, and how it is filled with clips and their reference voices.
 
-Every batch has exactly `batch_size` clips and at most a fixed budget of packed tokens, so that every step has the
-same shapes. Which clips an epoch holds is a pure function of (seed, epoch), their order one of (seed, epoch, rank,
-world size): the only state is a cursor, and the number of workers that gather does not matter. This module starts
-no threads and touches no GPU.
+Everything drawn is a pure function of (seed, epoch, clip): neither the batch nor the number of workers that gather
+matters. This module starts no threads and touches no GPU.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from numpy.random import default_rng
 
 from myxtts.config import (
-    CONDITIONING_TOKENS,
     HOP_SAMPLES,
     NUM_STOPS,
     SAMPLE_RATE,
@@ -30,175 +26,15 @@ from myxtts.config import (
     num_codes_of,
     num_frames_of,
 )
-from myxtts.data.clips import ClipSet, Mixture
+from myxtts.data.clips import ClipSet
 from myxtts.data.codes import CodesCache
+from myxtts.data.order import TOKEN_MULTIPLE, Batches, BatchPlan, Cursor, packed_tokens, round_up
 from myxtts.data.store import Array, Pieces, Rows, Sources
-from myxtts.errors import DatasetError
 from myxtts.host import HostMemory, host_memory
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-TOKEN_MULTIPLE = 8  # the budget is rounded up to a multiple of this, which tensor cores need
-BUDGET_SLACK = 0.003
-"""The least share by which the budget exceeds the mean batch; large corpora balance far better than this."""
-_ATTEMPTS = 64
-_ATTEMPTS_PER_DRAW = 16
-_DEVIATIONS = 2.5
-"""Room for epochs of a mixture with more long clips than the average one, in standard deviations."""
-_SWAP_ROUNDS = 64
-"""Batches of 16 and more clips need a few rounds; batches of 4 need many to come within two per cent."""
-
-Weights = npt.NDArray[np.float32]
-
-
-def packed_tokens(num_ids: Rows, num_samples: Rows) -> Rows:
-    """Positions of a clip in the GPT's packed row: conditioning, text with START and STOP, codes with STOPs."""
-    return CONDITIONING_TOKENS + (num_ids + 2) + (num_codes_of(num_samples) + NUM_STOPS)
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """A position in the order: an epoch, and the number of batches this rank has taken from it."""
-
-    epoch: int = 0
-    batch: int = 0
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """One batch before it is gathered. Weight 0 marks a clip that only pads the last batches of an epoch."""
-
-    clips: Rows
-    weights: Weights
-    after: Cursor  # where to continue once this batch has been trained on
-    epoch: int
-    peers: Rows  # [ranks, clips] of this step, this rank included
-    peer_weights: Weights
-
-
-def mean_clips(num_clips: int, batch_size: int) -> float:
-    """Return the mean number of clips with weight in a batch: the last batches of an epoch are padded."""
-    return num_clips / math.ceil(num_clips / batch_size)
-
-
-class Batches:
-    """The batches of one rank, epoch after epoch."""
-
-    def __init__(
-        self,
-        num_tokens: Rows,
-        batch_size: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        mixture: Mixture | None = None,
-    ) -> None:
-        """Without a `mixture` every epoch holds every clip once."""
-        if len(num_tokens) == 0:
-            raise DatasetError("There is no clip to batch.")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
-        self._num_tokens, self._batch_size, self._seed = num_tokens, batch_size, seed
-        self._rank, self._world_size, self._mixture = rank, world_size, mixture
-        self._num_clips = len(num_tokens) if mixture is None else mixture.num_clips
-        self.num_batches = math.ceil(self._num_clips / (batch_size * world_size))
-        """Batches of an epoch on each rank."""
-        self.budget = self._find_budget()
-        """The most packed tokens of any batch of any epoch."""
-
-    def epoch(self, epoch: int) -> tuple[Rows, Weights]:
-        """Return clips and weights of this rank's batches in one epoch: [num_batches, batch_size] each."""
-        clips, weights = self._all_ranks(epoch)
-        return clips[:, self._rank], weights[:, self._rank]
-
-    def _all_ranks(self, epoch: int) -> tuple[Rows, Weights]:
-        """Return clips and weights of all ranks: [num_batches, ranks, batch_size] each."""
-        for attempt in range(_ATTEMPTS):
-            clips, weights = self._arrange(epoch, attempt)
-            if self._num_tokens[clips].sum(axis=1).max() <= self.budget:
-                shape = (self.num_batches, self._world_size, self._batch_size)
-                return clips.reshape(shape), weights.reshape(shape)
-        what = f"batches of {self._batch_size} clips with at most {self.budget} tokens"
-        raise DatasetError(f"Epoch {epoch} could not be arranged in {what}; use another batch size or seed")
-
-    def plans(self, cursor: Cursor) -> Iterator[BatchPlan]:
-        """Yield batches from the cursor on, forever."""
-        first, rank = cursor.batch, self._rank
-        for epoch in itertools.count(cursor.epoch):
-            clips, weights = self._all_ranks(epoch)
-            for at in range(first, self.num_batches):
-                after = Cursor(epoch, at + 1) if at + 1 < self.num_batches else Cursor(epoch + 1)
-                yield BatchPlan(clips[at, rank], weights[at, rank], after, epoch, clips[at], weights[at])
-            first = 0
-
-    def padding(self, epoch: int) -> float:
-        """Return the share of the budget that is unused or spent on padding clips, over this rank's epoch."""
-        clips, weights = self.epoch(epoch)
-        return 1.0 - float((self._num_tokens[clips] * weights).sum()) / (self.budget * self.num_batches)
-
-    def _arrange(self, epoch: int, attempt: int, drawn: Rows | None = None) -> tuple[Rows, Weights]:
-        """Return the clips of an epoch, or those `drawn`, in random batches of nearly equal token totals.
-
-        Clips are sorted by length with some noise and dealt stratum by stratum, one to each batch: the longest
-        goes to the batch with the fewest tokens so far. Swaps then even out the totals.
-        """
-        random = default_rng([self._seed, epoch, attempt])
-        num_clips, batch_size = self._num_clips, self._batch_size
-        if drawn is None and self._mixture is not None:  # others only if no arrangement of these fits
-            drawn = self._mixture.clips(self._seed, epoch, attempt // _ATTEMPTS_PER_DRAW)
-        num_batches = self.num_batches * self._world_size
-        num_padding = num_batches * batch_size - num_clips
-        padding = np.full(num_padding, self._num_tokens.argmin())
-        items = np.concatenate([random.permutation(num_clips if drawn is None else drawn), padding])
-        weights = np.repeat(np.array([1, 0], np.float32), [num_clips, num_padding])
-        noisy = self._num_tokens[items] * random.uniform(0.8, 1.25, len(items))
-        strata = np.argsort(-noisy, kind="stable").reshape(batch_size, num_batches)
-        batches = np.empty((num_batches, batch_size), np.int64)
-        totals = np.zeros(num_batches, np.int64)
-        for number, stratum in enumerate(strata):
-            longest_first = stratum[np.argsort(-self._num_tokens[items[stratum]], kind="stable")]
-            emptiest_first = np.argsort(totals, kind="stable")
-            batches[emptiest_first, number] = longest_first
-            totals[emptiest_first] += self._num_tokens[items[longest_first]]
-        for shift in range(min(_SWAP_ROUNDS, num_batches)):
-            if totals.max() <= totals.mean() * (1 + BUDGET_SLACK):
-                break
-            totals = _swap_towards_mean(batches, self._num_tokens[items], totals, shift)
-        batches = random.permuted(random.permutation(batches), axis=1)
-        return items[batches], weights[batches]
-
-    def _find_budget(self) -> int:
-        """Return the smallest budget that every epoch fits within a few of its `_ATTEMPTS` arrangements."""
-        mixture = self._mixture
-        drawn = None if mixture is None else mixture.longest_epoch(self._num_tokens, _DEVIATIONS)
-        epochs = range(16 if self._num_clips < 5000 else 2)
-        totals = [self._num_tokens[self._arrange(epoch, 0, drawn)[0]].sum(axis=1) for epoch in epochs]
-        largest = float(np.quantile([batch_totals.max() for batch_totals in totals], 0.75))
-        return _round_up(max(float(totals[0].mean()) * (1 + BUDGET_SLACK), largest), TOKEN_MULTIPLE)
-
-
-def _swap_towards_mean(batches: Rows, num_tokens: Rows, totals: Rows, shift: int) -> Rows:
-    """Pair the fullest batches with the emptiest and swap in each pair the two clips that even it out best.
-
-    Changes `batches` in place and returns the new totals. Each `shift` makes different pairs.
-    """
-    order = np.argsort(totals, kind="stable")
-    empty, full = np.roll(order[: len(order) // 2], shift), order[::-1][: len(order) // 2]
-    if len(full) == 0:
-        return totals
-    gaps = totals[full] - totals[empty]
-    moved = num_tokens[batches[full]][:, :, None] - num_tokens[batches[empty]][:, None, :]
-    remaining = np.abs(gaps[:, None, None] - 2 * moved).reshape(len(full), -1)
-    best = remaining.argmin(axis=1)
-    worth = remaining[np.arange(len(full)), best] < gaps
-    full, empty = full[worth], empty[worth]
-    from_full, from_empty = np.divmod(best[worth], batches.shape[1])
-    batches[full, from_full], batches[empty, from_empty] = batches[empty, from_empty], batches[full, from_full]
-    new_totals: Rows = num_tokens[batches].sum(axis=1)
-    return new_totals
-
 
 ALIGNMENT_BYTES = 256  # arrays of a block start at multiples of this, the alignment of GPU allocations
 
@@ -224,7 +60,7 @@ class Layout(dict[str, Field]):
         self.num_bytes = 0
         for name, field in fields.items():
             self._places.append((name, slice(self.num_bytes, self.num_bytes + field.num_bytes), field))
-            self.num_bytes += _round_up(field.num_bytes, ALIGNMENT_BYTES)
+            self.num_bytes += round_up(field.num_bytes, ALIGNMENT_BYTES)
 
     def arrays(self, block: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
         """Return views of a block of host memory."""
@@ -319,19 +155,22 @@ class References:
     ) -> None:
         """`voices` has a number for each clip, then for each of `lenders`, which are only references for others.
 
-        Clips with equal numbers are references for each other; without `voices` each clip is its own. `times` is
-        how often an epoch holds each clip.
+        Clips with equal numbers are references for each other, those in shards only if they are in the same one;
+        without `voices` each clip is its own. `times` is how often an epoch holds each clip.
         """
         self._sets = [clips] if lenders is None else [clips, lenders]
-        self._num_samples = np.concatenate([each.num_samples for each in self._sets])
+        self._num_samples = np.concatenate([each.num_samples for each in self._sets]).astype(np.int32)
         voices = np.arange(len(self._num_samples)) if voices is None else voices
-        self._by_voice = np.argsort(voices, kind="stable")
+        _, voice = np.unique(voices, return_inverse=True)
+        groups = _by_shard(voice, self._sets) if any(each.shards is not None for each in self._sets) else voice
+        self._by_voice = np.argsort(groups, kind="stable").astype(np.int32)
         place = np.empty_like(self._by_voice)
         place[self._by_voice] = np.arange(len(place))
-        _, group, count = np.unique(voices, return_inverse=True, return_counts=True)
+        _, group, count = np.unique(groups, return_inverse=True, return_counts=True)
         first = np.cumsum(count) - count
-        self._first, self._rank, self._others = first[group], place - first[group], count[group] - 1
-        self.voices = np.where(self._others > 0, group, -1)
+        parts = (first[group], place - first[group], count[group] - 1)
+        self._first, self._rank, self._others = (part.astype(np.int32) for part in parts)
+        self.voices = np.where(self._others > 0, voice, -1).astype(np.int32)
         """A number for the voice of each clip; -1 if there is no other clip of it."""
         self.own_share = float(np.average(self._others[: len(clips)] == 0, weights=times))
         """Share of the clips of an epoch that are their own reference."""
@@ -362,6 +201,14 @@ class References:
             first += len(lender)
 
 
+def _by_shard(voices: Rows, sets: Sequence[ClipSet]) -> Rows:
+    """Return a number for the voice and the shard of each clip; those without a shard count as one shard more."""
+    shards = [np.zeros(len(each), np.int64) if each.shards is None else each.shards + 1 for each in sets]
+    corpora, shard = np.concatenate([each.corpora for each in sets]), np.concatenate(shards)
+    numbers: Rows = (voices * (corpora.max() + 1) + corpora) * (shard.max() + 1) + shard
+    return numbers
+
+
 def fit(chosen: Crops, budget: int) -> Crops:
     """Return the crops of one batch within `budget` frames; if they exceed it, all are shortened equally."""
     samples = chosen.samples
@@ -371,10 +218,10 @@ def fit(chosen: Crops, budget: int) -> Crops:
     return chosen._replace(samples=samples)
 
 
-def frame_budget(batches: Batches, references: References, seed: int) -> int:
-    """Return the most frames that batches of two epochs need; later batches rarely need more."""
-    drawn = (references.crops(seed, epoch, batches.epoch(epoch)[0]) for epoch in range(2))
-    return _round_up(max(int(crops.frames.sum(axis=1).max()) for crops in drawn), FRAME_MULTIPLE)
+def frame_budget(samples: Iterable[tuple[int, Rows]], references: References, seed: int) -> int:
+    """Return the most frames that these epochs and batches need; others rarely need more."""
+    drawn = (references.crops(seed, epoch, clips) for epoch, clips in samples)
+    return round_up(max(int(crops.frames.sum(axis=1).max()) for crops in drawn), FRAME_MULTIPLE)
 
 
 def segments(seed: int, epoch: int, clips: Rows, num_codes: Rows, length: int) -> Rows:
@@ -511,20 +358,27 @@ class Gatherer:
         self._source, self.batches, self._data, self._seed = source, batches, data, seed
         self.codes, self.references, self.latents = codes, references or References(source), latents
         self._segment = SEGMENT_CODES if segment is None else segment
-        self._num_samples, self._num_ids = source.num_samples, source.num_ids
-        self._num_codes = num_codes_of(self._num_samples)
-        self.frame_budget = frame_budget(batches, self.references, seed)
+        self._num_samples: Array = source.num_samples.astype(np.int32)
+        self._num_ids: Array = source.num_ids.astype(np.int32)
+        self._num_codes: Array = num_codes_of(self._num_samples)
+        samples = list(batches.samples())
+        self.frame_budget = frame_budget(samples, self.references, seed)
         """The most conditioning frames of a batch."""
-        num_codes = [(self._num_codes[batches.epoch(epoch)[0]] + 1).sum(axis=1).max() for epoch in range(2)]
-        self.code_budget = _round_up(int(max(num_codes)), FRAME_MULTIPLE)
+        num_codes = max(int((self._num_codes[clips] + 1).sum(axis=1).max()) for _, clips in samples)
+        self.code_budget = round_up(num_codes, FRAME_MULTIPLE)
         """The most codes, with a gap after each clip, of nearly every batch."""
 
     def jobs(self, cursor: Cursor, accumulate: int = 1, num_batches: int | None = None) -> Iterator[GatherJob]:
         """Yield batches from the cursor on, which must be at the start of a step of `accumulate` batches."""
-        plans = itertools.islice(self.batches.plans(cursor), num_batches)
+        plans, window = itertools.islice(self.batches.plans(cursor), num_batches), (-1, -1)
+        fetch_ahead = getattr(self._source.audio, "fetch_ahead", None)
         while group := list(itertools.islice(plans, accumulate)):
             totals = sum((self._totals(plan) for plan in group), np.zeros(len(TOTALS), np.float32))
-            yield from (GatherJob(plan, totals) for plan in group)
+            for plan in group:
+                if fetch_ahead is not None and (plan.epoch, plan.window) != window:
+                    window = plan.epoch, plan.window
+                    fetch_ahead(self.batches.shards_from(*window))
+                yield GatherJob(plan, totals)
 
     def fill(self, batch: HostBatch, job: GatherJob) -> Gathered:
         """Copy the clips of a job into the memory of a batch."""
@@ -589,11 +443,11 @@ class Gatherer:
         num_ids, num_samples = self._num_ids[clips], self._num_samples[clips]
         tokens = int(packed_tokens(num_ids, num_samples).sum())
         return Sizes(
-            tokens=_round_up(tokens, TOKEN_MULTIPLE),
+            tokens=round_up(tokens, TOKEN_MULTIPLE),
             ids=int(num_ids.max()),
-            samples=_round_up(int(num_samples.max()) + 1, SAMPLES_PER_CODE),
-            frames=_round_up(int(chosen.frames.sum()), FRAME_MULTIPLE),
-            codes=_round_up(num_codes, TOKEN_MULTIPLE),
+            samples=round_up(int(num_samples.max()) + 1, SAMPLES_PER_CODE),
+            frames=round_up(int(chosen.frames.sum()), FRAME_MULTIPLE),
+            codes=round_up(num_codes, TOKEN_MULTIPLE),
         )
 
     def _totals(self, plan: BatchPlan) -> npt.NDArray[np.float32]:
@@ -601,7 +455,3 @@ class Gatherer:
         codes = self._num_codes[clips]
         counts = (self._num_ids[clips] + 1, codes + NUM_STOPS, codes, num_frames_of(self._num_samples[clips]), 1)
         return np.array([(weights * count).sum() for count in counts], np.float32)
-
-
-def _round_up(number: float, multiple: int) -> int:
-    return math.ceil(number / multiple) * multiple

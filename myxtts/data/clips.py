@@ -48,6 +48,7 @@ from myxtts.data.store import (
     build_store,
     checksum,
     hash64,
+    num_shards,
     open_store,
 )
 from myxtts.errors import ConfigError, DatasetError, printable
@@ -245,7 +246,8 @@ class ClipSet:
     languages: Rows
     corpora: Rows
     names: Sequence[str]
-    shards: Rows | None = None  # of each clip; None if all are in one
+    shards: Array | None = None
+    """The shard of each clip, numbered as `audio` numbers them; None if the corpus has one."""
 
     def __len__(self) -> int:
         return len(self.audio_rows)
@@ -285,10 +287,10 @@ class ClipSet:
             if isinstance(store, Joined):
                 numbers[field] += np.repeat(store.starts, [len(each) for each in sets])
         shards = None
-        if any(each.shards is not None for each in sets):  # a corpus that is not sharded counts as one shard
+        if any(each.shards is not None for each in sets):
             own = [np.zeros(len(each), np.int64) if each.shards is None else each.shards for each in sets]
-            first = np.cumsum([0, *(int(one.max(initial=0)) + 1 for one in own)])
-            shards = np.concatenate([one + start for one, start in zip(own, first[:-1], strict=True)])
+            first = np.cumsum([0, *(num_shards(each.audio) for each in sets)])
+            shards = np.concatenate([number + start for number, start in zip(own, first[:-1], strict=True)])
         return cls(audio, ids, **numbers, names=_JoinedNames([each.names for each in sets]).plain(), shards=shards)
 
 
@@ -382,7 +384,7 @@ class Mixture:
             found.append(np.concatenate(order)[start : start + taken])
         return np.concatenate(found)
 
-    def longest_epoch(self, lengths: Rows, deviations: float) -> Rows:
+    def longest_epoch(self, lengths: Array, deviations: float) -> Rows:
         """Return the clips of an epoch with more long clips than nearly every other has, the longest included.
 
         For every length, the number of clips of at least this length exceeds its mean by so many `deviations`.

@@ -495,12 +495,22 @@ class Shards(PackedRows):
         self, columns: Columns, length: str, shards: Rows, files: Sequence[Wanted], dtype: str, cache: FileCache
     ) -> None:
         """`columns` has the place, length and hash of every row, and `shards` the number of its file."""
+        self.ahead: list[list[Wanted]] = [[file] for file in files]
+        """What is read of each shard, in other stores too."""
         self.dtype = np.dtype(dtype)
         self.lengths, self.hashes, self._offsets = columns[length], columns["hash"], columns["offset"]
         self.shards, self.files, self.cache = shards, files, cache
         self._verified = np.zeros(len(shards), bool)
         self._open: dict[int, OpenFile] = {}
         self._lock = threading.Lock()
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.files)
+
+    def fetch_ahead(self, shards: Sequence[int]) -> None:
+        """Fetch what is read of these shards in the background, in this order."""
+        self.cache.fetch_ahead([wanted for shard in shards for wanted in self.ahead[shard]])
 
     def _file_of(self, row: int) -> OpenFile:
         shard = int(self.shards[row])
@@ -683,6 +693,7 @@ class ShardedCorpus:
                 wanted = [(folder / name / "ids.bin", *file) for name, file in zip(names, files, strict=True)]
                 columns = joined.columns(IDS_COLUMNS, self.cache)
                 rows = Shards(columns, "num_ids", self.index["shard"], wanted, "<i4", self.cache)
+                self.audio.ahead = [list(files) for files in zip(wanted, self.audio.files, strict=True)]
                 return rows, joined.set_aside()
         return None
 

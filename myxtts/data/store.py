@@ -238,6 +238,24 @@ class Joined(Generic[Reader]):
         self.gather(rows, out)
         np.copyto(out, 0, where=np.arange(out.shape[1]) >= self.lengths[rows, None])
 
+    @property
+    def num_shards(self) -> int:
+        return sum(map(num_shards, self.parts))
+
+    def fetch_ahead(self, shards: Sequence[int]) -> None:
+        """Tell each store which of its shards are read soon; shards are numbered through all stores."""
+        first = 0
+        for part in self.parts:
+            end = first + num_shards(part)
+            if (fetch_ahead := getattr(part, "fetch_ahead", None)) is not None:
+                fetch_ahead([shard - first for shard in shards if first <= shard < end])
+            first = end
+
+
+def num_shards(reader: object) -> int:
+    """Return the shards of a reader; what does not name their number is one."""
+    return int(getattr(reader, "num_shards", 1))
+
 
 class StoreWriter:
     """A store under construction, in a new folder."""

@@ -133,9 +133,9 @@ class Situation:
     @cached_property
     def end(self) -> tuple[int, str]:
         """The last step of the shortest stage, and the flag that ends it."""
-        batch, accumulate = self.data.batch_size * self.processes, self.training.gradient_accumulation_steps
+        batch, batches = self.data.batch_size, self.training.gradient_accumulation_steps * self.processes
         stages = stages_of(self.settings)
-        return min(stage_steps(self.training, stage, self.num_clips, batch, accumulate) for stage in stages)
+        return min(stage_steps(self.training, stage, self.num_clips, batch, batches) for stage in stages)
 
     @property
     def first_early_stop(self) -> int:

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from myxtts.config import MAX_AUTO_BUFFER, MAX_AUTO_PREFETCH, DataSettings, Settings, most_gatherers, num_codes_of
 from myxtts.data.batches import (
     Batch,
-    Batches,
     Block,
-    Cursor,
     Field,
     Gatherer,
     HostBatch,
@@ -30,11 +28,11 @@ from myxtts.data.batches import (
     Layout,
     References,
     host_layout,
-    packed_tokens,
     segment_codes,
 )
 from myxtts.data.clips import ClipSet, PreparedCorpus
 from myxtts.data.codes import CodesCache
+from myxtts.data.order import Batches, Cursor, packed_tokens
 from myxtts.devices import Plan, Stream, explain_out_of_memory, explained_out_of_memory
 from myxtts.errors import ConfigError
 from myxtts.host import available_bytes, usable_cores
@@ -388,7 +386,8 @@ def build_feed(
 ) -> Feed:
     """Training batches from the cursor on, for ever, or every training or validation clip `once`, cut the same."""
     data, plan = ctx.settings.data, ctx.plan
-    gatherer = build_gatherer(ctx, ctx.prepared.val if validation else ctx.prepared.train, once)
+    clips = ctx.prepared.val if validation else ctx.prepared.train
+    gatherer = build_gatherer(ctx, clips, once or validation)
     frontend = _frontend(ctx, gatherer.frame_budget)
     return Feed(
         gatherer,
@@ -398,7 +397,6 @@ def build_feed(
         VALIDATION_DEPTHS if validation else choose_depths(data, plan, frontend.outputs),
         cursor=cursor,
         accumulate=1 if validation else ctx.settings.training.gradient_accumulation_steps,
-        num_batches=gatherer.batches.num_batches if validation or once else None,
         replay=replay,
         captured=not validation,
         streams=ctx.streams,
@@ -407,11 +405,12 @@ def build_feed(
 
 
 def build_gatherer(ctx: FeedContext, clips: ClipSet, once: bool = False) -> Gatherer:
-    """Batches of these clips in host memory, this rank's share; `once`: no corpus and no language has a weight."""
+    """Batches of these clips in host memory, this rank's share; `once`: one epoch, which holds each clip once."""
     data, seed, plan = ctx.settings.data, ctx.settings.training.seed, ctx.plan
     tokens = packed_tokens(clips.num_ids, clips.num_samples)
     mixture = ctx.prepared.mixture if clips is ctx.prepared.train and not once else None
-    batches = Batches(tokens, data.batch_size, seed, plan.rank, plan.world_size, mixture)
+    num_epochs = 1 if once else None
+    batches = Batches(tokens, data.batch_size, seed, plan.rank, plan.world_size, mixture, clips.shards, num_epochs)
     cache, references, latents = None, _references(ctx, clips), None
     if ctx.stage == "decoder" and data.cache_latents:
         cache, latents = _open_latents(ctx, clips, references), _latent_dims(ctx)

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 from myxtts.config import Settings, num_codes_of
-from myxtts.data.batches import Batch, Cursor, HostBatch, Sizes, host_layout
+from myxtts.data.batches import Batch, HostBatch, Sizes, host_layout
 from myxtts.data.clips import PreparedCorpus
+from myxtts.data.order import Cursor
 from myxtts.devices import (
     Plan,
     apply_caps,

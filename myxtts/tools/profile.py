@@ -22,9 +22,10 @@ import torch
 
 from myxtts.audio import UnusableAudio
 from myxtts.config import LANGUAGES, DataSettings, Settings, most_gatherers
-from myxtts.data.batches import Cursor, HostBatch, host_layout
+from myxtts.data.batches import HostBatch, host_layout
 from myxtts.data.clips import DecodeOptions, PreparedCorpus
 from myxtts.data.corpus import Clip, Corpus
+from myxtts.data.order import Cursor
 from myxtts.data.prepare import read_training
 from myxtts.devices import Machine, Plan, peak_flops
 from myxtts.files import write_atomically, write_text_atomically

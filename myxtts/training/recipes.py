@@ -23,15 +23,9 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from myxtts.config import HOP_SAMPLES, SAMPLE_RATE, SAMPLES_PER_CODE, Settings
-from myxtts.data.batches import (
-    MARGIN_CODES,
-    MAX_CROP_FRAMES,
-    SEGMENT_CODES,
-    Sizes,
-    packed_tokens,
-    segment_codes,
-)
+from myxtts.data.batches import MARGIN_CODES, MAX_CROP_FRAMES, SEGMENT_CODES, Sizes, segment_codes
 from myxtts.data.clips import ClipSet
+from myxtts.data.order import packed_tokens
 from myxtts.errors import ConfigError
 from myxtts.model.conditioning import PackedFrames, pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction, Usage

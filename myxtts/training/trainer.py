@@ -21,8 +21,9 @@ from torch import Tensor
 
 from myxtts.checkpoints import Checkpoints, Snapshot, to_host
 from myxtts.config import Settings
-from myxtts.data.batches import Batch, Cursor, Sizes, mean_clips
+from myxtts.data.batches import Batch, Sizes
 from myxtts.data.clips import PreparedCorpus
+from myxtts.data.order import Cursor, mean_clips
 from myxtts.devices import (
     CudaGraph,
     Event,
@@ -385,9 +386,8 @@ class TrainerContext(Protocol):
 
 def clips_per_step(ctx: TrainerContext) -> float:
     """Mean clips of an optimiser step in all processes; clips that only fill up a batch do not count."""
-    num_clips = ctx.prepared.mixture.num_clips
-    clips_per_batch = mean_clips(num_clips, ctx.settings.data.batch_size * ctx.plan.world_size)
-    return ctx.settings.training.gradient_accumulation_steps * clips_per_batch
+    clips_per_batch = mean_clips(ctx.prepared.mixture.num_clips, ctx.settings.data.batch_size)
+    return ctx.settings.training.gradient_accumulation_steps * ctx.plan.world_size * clips_per_batch
 
 
 @dataclass
@@ -416,6 +416,7 @@ class State:
     def to_json(self) -> dict[str, Any]:
         return {
             "cursor": [self.cursor.epoch, self.cursor.batch],
+            "cursor_counts": "all ranks",
             "best_loss": None if math.isinf(self.best_loss) else self.best_loss,
             "val_loss": self.val_loss,
             "stale_validations": self.stale_validations,
