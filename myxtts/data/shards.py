@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -48,7 +48,6 @@ from myxtts.data.clips import (
 )
 from myxtts.data.corpus import SetAside, language_code
 from myxtts.data.locations import FileCache, Location, MissingObject, Wanted
-from myxtts.data.sources import Recording, Unit
 from myxtts.data.store import (
     Array,
     CacheDamaged,
@@ -67,6 +66,9 @@ from myxtts.files import sync_path
 from myxtts.text.language import detect_languages, language_fingerprint
 from myxtts.text.normalize import normalize_fingerprint, phonemes_fingerprint
 from myxtts.text.tokenizer import Tokenizer, tokenizer_fingerprint
+
+if TYPE_CHECKING:  # a second start needs no sources
+    from myxtts.data.sources import Recording, Unit
 
 FORMAT = 1
 CLIP_COLUMNS = {
