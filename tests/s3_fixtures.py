@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 import pytest
 
 Fault = str
-"""503, 403, reset, truncate or corrupt; empty for none."""
+"""503, 403, reset, truncate, corrupt or stall; empty for none."""
 
 
 class Throttle:
@@ -104,6 +104,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, body: memoryview, fault: Fault) -> None:
         if fault == "truncate":
             body, self.close_connection = body[: len(body) // 2], True
+        if fault == "stall":
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            time.sleep(3)
+            self.close_connection = True
+            return
         if fault == "corrupt":
             body = memoryview(bytes(body[:-1]) + bytes([body[-1] ^ 1]))
         for start in range(0, len(body), 1 << 18):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -105,6 +106,15 @@ def test_requests_are_repeated(fault: str, s3: LoopbackStore) -> None:
     s3.faults.extend([fault, "", fault, fault])
     with Location.parse("s3://bucket/a").open() as file:
         assert file.read() == CONTENT * 100
+
+
+def test_a_stalled_answer_is_asked_for_again(s3: LoopbackStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locations, "STALLED_S", 0.2)
+    s3.objects["bucket/a"] = CONTENT
+    s3.faults.append("stall")
+    started = time.monotonic()
+    assert Location.parse("s3://bucket/a").read() == CONTENT
+    assert 0.2 < time.monotonic() - started < 2
 
 
 def test_refused_access_names_the_variables(s3: LoopbackStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,3 +274,43 @@ def test_where_and_how_large_the_cache_of_shards_is(tmp_path: Path, monkeypatch:
     assert (cache.folder, cache.max_bytes) == (tmp_path / "shards", 1_500_000_000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert shard_cache(DataSettings()).folder == tmp_path / "myxtts/shards"
+
+
+READER = """
+import os, random, sys
+from pathlib import Path
+import xxhash
+from myxtts.data import locations
+locations.FIRST_WAIT_S = locations.LONGEST_WAIT_S = 0.001
+wanted = [(locations.Location.parse(f"s3://bucket/{i}"), 5000, line) for i, line in enumerate(sys.argv[4:])]
+draw = random.Random(sys.argv[2])
+with locations.FileCache(Path(sys.argv[1]), 20_000) as cache:
+    for _ in range(int(sys.argv[3])):
+        cache.fetch_ahead(draw.sample(wanted, 2))
+        item = draw.choice(wanted)
+        descriptor = cache.open(*item)
+        assert xxhash.xxh3_128_hexdigest(os.read(descriptor, 5001)) == item[2]
+        os.close(descriptor)
+"""
+
+
+@pytest.mark.parametrize("reads", [50, pytest.param(3000, marks=pytest.mark.soak)])
+def test_processes_that_share_a_small_cache_read_the_right_files(
+    reads: int, s3: LoopbackStore, tmp_path: Path
+) -> None:
+    names = [put(s3, str(number), os.urandom(5000))[2] for number in range(12)]
+    draw = random.Random(0)
+
+    def fault_of(_: str) -> str:
+        return draw.choice(["503", "reset", "truncate"]) if draw.random() < 0.04 else ""
+
+    s3.fault_of = fault_of
+    processes = [
+        subprocess.Popen([sys.executable, "-c", READER, str(tmp_path), str(seed), str(reads), *names])
+        for seed in range(3)
+    ]
+    time.sleep(1.5)
+    processes[0].kill()
+    assert [process.wait(timeout=280) for process in processes[1:]] == [0, 0]
+    whole = {path for path in tmp_path.iterdir() if path.name in names}
+    assert sum(path.stat().st_size for path in whole) <= 20_000

@@ -68,6 +68,9 @@ def test_folders_of_recordings_are_read_as_always(tmp_path: Path) -> None:
     assert [item.speaker for item in found] == ["a"] * 20 + ["b"] * 20
     assert found[1].id == "002" and found[1].audio == tmp_path / "wavs/002.wav" and found[1].text == "Text 2"
     assert reasons(aside) == ["missing file"]
+    before = {unit.key for unit in open_source(str(tmp_path))}
+    (tmp_path / "metadata.csv").write_text("\n".join([rows[0], "", *rows[1:]]))
+    assert len({unit.key for unit in open_source(str(tmp_path))} & before) == len(before) - 1, "lines do not count"
 
 
 def test_a_new_clip_changes_few_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

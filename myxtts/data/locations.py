@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES, IN_FLIGHT = 8 << 20, 4  # ranges of one object, and how many of them are fetched at once
 ATTEMPTS, FIRST_WAIT_S, LONGEST_WAIT_S = 8, 0.25, 16.0  # of a request; waits double, to half a minute in all
+STALLED_S = 20.0  # after so long without a byte a request has failed
 FETCHERS = 2  # objects that are fetched ahead at once
 ABANDONED_S = 3600.0  # a part of a file that was not written to for so long is left from a killed process
 _HTTP = ("http", "https")
@@ -146,7 +147,9 @@ class Location:
             for item in items
         ]
 
-    def read(self, start: int = 0, length: int | None = None, version: str = "") -> bytes:
+    def read(
+        self, start: int = 0, length: int | None = None, version: str = "", stop: threading.Event | None = None
+    ) -> bytes:
         """Return the file, or `length` bytes of it from `start`; of this ETag, if it is given."""
         if self.is_local:
             return self._local(lambda path: _read_local(path, start, length))
@@ -162,7 +165,7 @@ class Location:
                 raise OSError(f"{len(found)} bytes arrived in place of {length}")
             return bytes(found)
 
-        return self._request(fetched)
+        return self._request(fetched, stop)
 
     def open(self) -> BinaryIO:
         """Return the file for reading from start to end; a remote one is fetched a little ahead."""
@@ -178,17 +181,18 @@ class Location:
 
     def chunks(self, entry: Entry) -> Generator[bytes, None, None]:
         """Yield the content in order; a few ranges are fetched at once, all of one version."""
-        pool = ThreadPoolExecutor(IN_FLIGHT, "fetch range")
+        pool, stop = ThreadPoolExecutor(IN_FLIGHT, "fetch range"), threading.Event()
         pending: deque[Future[bytes]] = deque()
         try:
             for start in range(0, entry.size, CHUNK_BYTES):
                 length = min(CHUNK_BYTES, entry.size - start)
-                pending.append(pool.submit(self.read, start, length, entry.version))
+                pending.append(pool.submit(self.read, start, length, entry.version, stop))
                 if len(pending) == IN_FLIGHT:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
         finally:
+            stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
     def download(self, path: Path) -> None:
@@ -225,8 +229,8 @@ class Location:
         except OSError as error:
             raise DatasetError(f"{self.path}: {error.strerror or error}") from error
 
-    def _request(self, action: Callable[[Any, Any], Result]) -> Result:
-        """Return the result of a request, which is repeated while the store fails."""
+    def _request(self, action: Callable[[Any, Any], Result], stop: threading.Event | None = None) -> Result:
+        """Return the result of a request, which is repeated while the store fails, until `stop`."""
         api, client = _client(self.store, self.query, os.getpid())
         refusals = (api.exceptions.PermissionDeniedError, api.exceptions.UnauthenticatedError)
         lasting = (api.exceptions.NotSupportedError, api.exceptions.InvalidPathError)
@@ -243,8 +247,8 @@ class Location:
                 if isinstance(error, refusals) or _METADATA_SERVER in why:
                     fix = _CREDENTIALS.get(scheme, _CREDENTIALS["https"])
                     raise DatasetError(f"The store refuses access to {self}.\n{fix}") from None
-                if isinstance(error, lasting) or attempt == ATTEMPTS - 1:
-                    tried = "" if isinstance(error, lasting) else f" after {ATTEMPTS} attempts"
+                if isinstance(error, lasting) or attempt == ATTEMPTS - 1 or (stop and stop.is_set()):
+                    tried = "" if isinstance(error, lasting) else f" after {attempt + 1} attempts"
                     raise DatasetError(f"The store does not deliver {self}{tried}: {why}") from None
                 _log.debug("%s: %s; attempt %d of %d failed", self, why, attempt + 1, ATTEMPTS)
             time.sleep(min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S))
@@ -266,7 +270,7 @@ def _client(store: str, query: str, process: int) -> tuple[Any, Any]:
         raise ConfigError("AWS_ENDPOINT_URL is no URL: it must start with https:// or http://.")
     options: dict[str, Any] = {
         "allow_http": store.startswith("http:") or (store.startswith("s3:") and endpoint.startswith("http:")),
-        "connect_timeout": "10s", "read_timeout": "20s", "timeout": "600s",
+        "connect_timeout": "10s", "read_timeout": f"{1000 * STALLED_S:.0f}ms", "timeout": "600s",
     }  # fmt: skip
     if store.startswith(_HTTP) and (header := os.environ.get("MYXTTS_HTTP_AUTHORIZATION")):
         options["default_headers"] = {"authorization": header}
@@ -451,7 +455,8 @@ class FileCache:
                         return found
                     fetched = self._download(location, size, part)
                     if fetched == checksum:
-                        return part.replace(path)
+                        with only_process(self.folder, "lock"):  # whoever makes room counts it once
+                            return part.replace(path)
                     part.unlink(missing_ok=True)
                     what = f"{location} is damaged: found {fetched}, expected {checksum} ({size} bytes)"
                     if is_last:
@@ -487,7 +492,10 @@ class FileCache:
             found = f"{location} ({size / 1e9:.1f} GB) does not fit the cache ({self.max_bytes / 1e9:.1f} GB)"
             raise DatasetError(f"{found}: raise --shard-cache-gb.")
         with only_process(self.folder, "lock"):
-            stats = [(path, path.stat()) for path in self.folder.iterdir() if not path.name.startswith("lock")]
+            stats = list[tuple[Path, os.stat_result]]()
+            for path in self.folder.iterdir():
+                with contextlib.suppress(FileNotFoundError):  # dropped, or a part that failed
+                    stats += [(path, path.stat())] if not path.name.startswith("lock") else []
             stats.sort(key=lambda item: item[1].st_mtime_ns)
             excess = sum(stat.st_size for _, stat in stats) + size - self.max_bytes
             for path, stat in stats:

@@ -124,8 +124,8 @@ def _checked(found: Recording, seen: set[str]) -> Found:
     text, language = " ".join(found.text.split()), language_code(found.language)
     times = (found.start, found.duration or 0.0)
     problem = None
-    if not found.id or not found.id.isprintable() or _leaves(found.id):
-        problem = "unsafe name", "the name is empty, leaves its folder or is not printable"
+    if not found.id or not found.id.isprintable():
+        problem = "unsafe name", "the name is empty or not printable"
     elif found.id in seen:
         problem = "duplicate id", "seen before in the same part of the source"
     elif not text:
@@ -237,8 +237,8 @@ def _pairs(tars: Sequence[Entry], lines: Sequence[Entry]) -> tuple[dict[Entry, E
 
 
 def _stem(entry: Entry) -> str:
-    suffix = next((end for end in (*TARS, *LINES) if entry.location.path.lower().endswith(end)), "")
-    return "/" + entry.location.path.lstrip("/")[: len(entry.location.path.lstrip("/")) - len(suffix)]
+    path = f"/{entry.location.path}"
+    return next((path[: -len(end)] for end in (*TARS, *LINES) if path.lower().endswith(end)), path)
 
 
 # Folders
@@ -247,8 +247,8 @@ def _stem(entry: Entry) -> str:
 def _folder_units(folder: Path) -> list[Unit]:
     corpus = read_corpus(folder)
     units = [
-        _Unit(name, _key(*[clip[:6] + clip[7:9] for clip in clips]), sum(clip.size_bytes for clip in clips),
-              partial(_read_clips, folder, clips))
+        _Unit(name, _key(*[clip[:5] + clip[7:9] for clip in clips]), sum(clip.size_bytes for clip in clips),
+              partial(_read_clips, folder, clips))  # the line of the metadata does not count
         for name, clips in _slices("", corpus.clips, lambda clip: (clip.speaker, clip.id))
     ]  # fmt: skip
     if corpus.set_aside:
@@ -258,15 +258,8 @@ def _folder_units(folder: Path) -> list[Unit]:
 
 def _read_clips(folder: Path, clips: Sequence[Clip]) -> Iterator[Found]:
     for clip in clips:
-        yield Recording(
-            clip.id,
-            clip.text,
-            folder / clip.path,
-            clip.speaker,
-            clip.language,
-            where=clip.where,
-            held_out=clip.held_out,
-        )
+        said = Recording(clip.id, clip.text, folder / clip.path, clip.speaker, clip.language, where=clip.where)
+        yield said._replace(held_out=clip.held_out)
 
 
 def _slices(
@@ -475,12 +468,13 @@ def _lines(location: Location) -> Iterator[tuple[bytes, str]]:
     """Yield the lines that are not blank, each with its place."""
     try:
         with location.open() as raw, gzip.open(raw) if location.name.endswith(".gz") else raw as file:
+            name = location.name
             for number in itertools.count(1):
                 line = file.readline(MAX_TEXT_BYTES)
                 if not line:
                     return
                 if line.strip():
-                    yield line.strip(), f"{location.name}:{number}"
+                    yield line.strip(), f"{name}:{number}"
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DatasetError(f"{location} is damaged: {error}. Restore it, or write it again.") from None
 
