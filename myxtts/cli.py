@@ -514,6 +514,8 @@ def _prepare_sharded(options: argparse.Namespace, data: DataSettings) -> DataSet
 
     if data.train_data is None:
         raise ConfigError("prepare --out: say what the corpus is made of, with --train-data SOURCE")
+    if data.val_data is not None:
+        raise ConfigError("prepare --out: --val-data is a corpus of its own; prepare it with another --out")
     if options.on == "ray" and options.shard is not None:
         raise ConfigError("--shard divides the work without a cluster; leave it out with --on ray")
     share = share_of(options.shard) if options.on == "local" else (0, 1)

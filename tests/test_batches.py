@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeline_fixtures import SEED, SHORT, Corpus
 
 from myxtts.config import HOP_SAMPLES, NUM_STOPS, SAMPLE_RATE, num_codes_of
+from myxtts.data import order
 from myxtts.data.batches import (
     ALIGNMENT_BYTES,
     FRAME_MULTIPLE,
@@ -31,7 +32,7 @@ from myxtts.data.batches import (
 )
 from myxtts.data.clips import ClipSet
 from myxtts.data.order import Batches, BatchPlan, Cursor, packed_tokens
-from myxtts.data.store import Rows
+from myxtts.data.store import Joined, Rows, Store
 
 DATA = replace(SHORT, batch_size=5)
 
@@ -77,6 +78,31 @@ def test_the_reference_is_any_other_clip_of_the_same_voice(num_lenders: int) -> 
         assert (found.starts + found.samples <= num_samples[found.sources]).all()
         drawn |= set(zip(batches.ravel().tolist(), found.sources.ravel().tolist(), strict=True))
     assert len(drawn) > 0.99 * ((voices[:400, None] == voices).sum() - 396), "in time every other clip"
+
+
+def test_the_reference_is_of_the_same_shard() -> None:
+    """Validation clips are in the shards of the training clips; those of another corpus share none."""
+    random = np.random.default_rng(2)
+    sets = [
+        Lengths(lengths(count), random.integers(0, 5, count), np.full(count, corpus))
+        for count, corpus in ((200, 0), (300, 0), (300, 1))
+    ]
+    clips, *lenders = (cast("ClipSet", each) for each in sets)
+    for lender, is_same in zip(lenders, (True, False), strict=True):
+        voices = random.integers(0, 4, 500)
+        references = References(clips, voices, lender)
+        shards, corpora = np.concatenate([clips.shards, lender.shards]), np.repeat([0, not is_same], [200, 300])
+        sources = np.stack([references.crops(1, epoch, np.arange(200)).sources for epoch in range(100)])
+        for values in (voices, shards, corpora):
+            assert (values[sources] == values[:200]).all()
+        assert (sources >= 200).any() == is_same
+        assert np.array_equal(references.voices[:200], voices[:200]), "a voice is the same in all shards"
+    whole = replace(sets[0], shards=np.zeros(200, np.int64))
+    found, plain = (
+        References(cast("ClipSet", each), voices[:200]) for each in (whole, replace(whole, shards=None))
+    )
+    for one, other in zip(found.crops(1, 3, np.arange(200)), plain.crops(1, 3, np.arange(200)), strict=True):
+        assert np.array_equal(one, other), "one shard changes nothing"
 
 
 def test_the_reference_does_not_depend_on_the_batch() -> None:
@@ -184,6 +210,42 @@ def test_the_frame_budget_is_enough_for_nearly_every_batch(num_clips: int, batch
 
 
 # Gathered batches.
+
+
+class Remote:
+    """A reader that is told which shards are read soon."""
+
+    def __init__(self, store: Store, num_shards: int) -> None:
+        self._store, self.num_shards, self.asked = store, num_shards, list[list[int]]()
+
+    def fetch_ahead(self, shards: list[int]) -> None:
+        self.asked.append(shards)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_shards_are_fetched_ahead_when_a_window_begins(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "SHARDS_PER_WINDOW", 1)
+    monkeypatch.setattr(order, "BATCHES_PER_WINDOW", 0)
+    remote = Remote(cast(Store, corpus.clips.audio), 2)
+    sharded = replace(corpus.clips, audio=remote, shards=np.repeat([0, 1], [13, 10]))
+    plain = corpus.clips.select(np.arange(10))
+    both = ClipSet.joined([plain, sharded, plain])
+    assert both.shards is not None and isinstance(both.audio, Joined)
+    assert both.shards.tolist() == [0] * 10 + [1] * 13 + [2] * 10 + [3] * 10
+    assert both.select(np.array([0, 30, 42])).shards.tolist() == [0, 2, 3]
+    assert both.audio.num_shards == 4
+    batches = Batches(packed_tokens(both.num_ids, both.num_samples), 1, SEED, shards=both.shards)
+    jobs = list(Gatherer(both, batches, DATA, SEED).jobs(Cursor(), num_batches=43))
+    read = [int(both.shards[job.plan.clips[0]]) for job in jobs]
+    windows = [shard for shard, _ in itertools.groupby(read)]
+    assert sorted(windows) == [0, 1, 2, 3]
+    pairs = list(itertools.pairwise(windows))
+    assert remote.asked[:3] == [[shard - 1 for shard in pair if shard in (1, 2)] for pair in pairs]
 
 
 @pytest.fixture

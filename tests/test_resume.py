@@ -31,8 +31,10 @@ from training_fixtures import (
 from training_processes import Server
 
 import myxtts.checkpoints
+import myxtts.run
 from myxtts.model.xtts import SIZES
 from myxtts.run_dir import RunDir
+from myxtts.training.trainer import State
 
 pytest_plugins = ["training_fixtures", "training_processes"]
 pytestmark = pytest.mark.usefixtures("small")
@@ -367,6 +369,28 @@ def test_the_clips_of_a_step_may_come_in_smaller_portions(start: Start) -> None:
     assert after.state["notes"]["identity"]["data.batch_size"] == 1
     start(flags.replace("4", "5"), corpus=7)
     assert "epoch 0 starts over" not in start.out
+
+
+def test_a_run_of_several_processes_of_an_earlier_version_goes_on_at_the_same_place(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted the batches of one process."""
+    flags, to_json, identity = "--stages gpt --batch-size 1 --grad-accum 2", State.to_json, myxtts.run.identity
+
+    def earlier(state: State) -> dict[str, object]:
+        values = to_json(state)
+        del values["cursor_counts"]
+        return values | {"cursor": [state.cursor.epoch, state.cursor.batch // 2]}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(State, "to_json", earlier)
+        two = {"processes": 2, "training.gradient_accumulation_steps": 1}
+        patched.setattr(myxtts.run, "identity", lambda *given: identity(*given) | two)
+        run = start(f"{flags} --max-steps 1", corpus=7)
+        assert newest(run).state["cursor"] == [0, 1]
+    start(f"{flags} --max-steps 2", corpus=7)
+    assert "the rest of epoch 0 repeats some clips and leaves out others" in start.out
+    assert newest(run).state["cursor"] == [0, 4]
 
 
 def test_a_finished_stage_stays_finished_in_other_portions(start: Start) -> None:

@@ -287,6 +287,18 @@ def test_a_remote_corpus_is_written_and_read(
         opened("s3://bucket/nothing")
 
 
+def test_what_cannot_be_made_is_refused_and_leaves_nothing(tmp_path: Path, small_disk: Path) -> None:
+    corpus = write_corpus(tmp_path / "a", SENTENCES, seconds=5.0)
+    with pytest.raises(DatasetError, match="No room"):
+        shard(corpus, small_disk / "out")
+    assert not list((small_disk / "out").rglob("making-*")) and not (small_disk / "out" / "corpus.json").exists()
+    with pytest.raises(ConfigError, match="weights and single-speaker"):
+        shard(corpus, tmp_path / "out", train_data=(CorpusSource(corpus, weight=2.0),))
+    with pytest.raises(ConfigError, match="a signed URL opens one file") as refused:
+        opened("https://store/corpus?X-Amz-Signature=secret")
+    assert "secret" not in str(refused.value)
+
+
 @pytest.mark.usefixtures("small")
 def test_training_from_a_sharded_corpus(clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--language", "en", "--vocab-size", "256", "--num-workers", "1"]
@@ -299,3 +311,4 @@ def test_training_from_a_sharded_corpus(clips: Clips, tmp_path: Path, capsys: py
     assert main(arguments(tmp_path / "run", out, "--stages gpt --max-steps 2")) == 0
     assert main(["profile", "--data-only", "--num-batches", "2", *arguments(tmp_path / "p", out)[1:]]) == 0
     assert main(["prepare", "--train-data", str(clips(4)), "--shard", "0/2"]) == 2
+    assert main(["prepare", "--train-data", str(clips(4)), "--out", str(out), "--val-data", str(clips(3))]) == 2

@@ -159,18 +159,18 @@ class References:
         without `voices` each clip is its own. `times` is how often an epoch holds each clip.
         """
         self._sets = [clips] if lenders is None else [clips, lenders]
-        self._num_samples = np.concatenate([each.num_samples for each in self._sets]).astype(np.int32)
+        samples = np.concatenate([each.num_samples for each in self._sets])
+        self._num_samples: Array = samples.astype(np.int32)
         voices = np.arange(len(self._num_samples)) if voices is None else voices
-        _, voice = np.unique(voices, return_inverse=True)
-        groups = _by_shard(voice, self._sets) if any(each.shards is not None for each in self._sets) else voice
-        self._by_voice = np.argsort(groups, kind="stable").astype(np.int32)
-        place = np.empty_like(self._by_voice)
-        place[self._by_voice] = np.arange(len(place))
-        _, group, count = np.unique(groups, return_inverse=True, return_counts=True)
-        first = np.cumsum(count) - count
-        parts = (first[group], place - first[group], count[group] - 1)
-        self._first, self._rank, self._others = (part.astype(np.int32) for part in parts)
-        self.voices = np.where(self._others > 0, voice, -1).astype(np.int32)
+        by_voice, first, count = _groups(voices)
+        voice = _spread(by_voice, np.arange(len(count)), count)
+        if any(each.shards is not None for each in self._sets):
+            by_voice, first, count = _groups(_by_shard(voice, self._sets))
+        self._by_voice, self._first = by_voice, _spread(by_voice, first, count)
+        self._others = _spread(by_voice, count - 1, count)
+        self._rank = np.empty_like(by_voice)
+        self._rank[by_voice] = np.arange(len(by_voice), dtype=np.int32) - np.repeat(first, count)
+        self.voices = np.where(self._others > 0, voice, np.int32(-1))
         """A number for the voice of each clip; -1 if there is no other clip of it."""
         self.own_share = float(np.average(self._others[: len(clips)] == 0, weights=times))
         """Share of the clips of an epoch that are their own reference."""
@@ -201,11 +201,25 @@ class References:
             first += len(lender)
 
 
+def _groups(values: Rows) -> tuple[Array, Array, Array]:
+    """Return the places of equal values one after another, and where each group of them begins and its size."""
+    order = np.argsort(values, kind="stable").astype(np.int32)
+    first = np.append(0, np.flatnonzero(np.diff(values[order])) + 1).astype(np.int32)
+    return order, first, np.diff(first, append=np.int32(len(values)))
+
+
+def _spread(order: Array, values: Array, count: Array) -> Array:
+    """Return for each place the value of its group."""
+    spread = np.empty_like(order)
+    spread[order] = np.repeat(values, count)
+    return spread
+
+
 def _by_shard(voices: Rows, sets: Sequence[ClipSet]) -> Rows:
     """Return a number for the voice and the shard of each clip; those without a shard count as one shard more."""
     shards = [np.zeros(len(each), np.int64) if each.shards is None else each.shards + 1 for each in sets]
     corpora, shard = np.concatenate([each.corpora for each in sets]), np.concatenate(shards)
-    numbers: Rows = (voices * (corpora.max() + 1) + corpora) * (shard.max() + 1) + shard
+    numbers: Rows = (voices.astype(np.int64) * (corpora.max() + 1) + corpora) * (shard.max() + 1) + shard
     return numbers
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import numpy as np
+import numpy.typing as npt
 from numpy.random import default_rng
 
 from myxtts import audio
@@ -362,14 +363,22 @@ class Mixture:
             of_clip = evened * of_clip.sum() / evened.sum()
             groups = clips.corpora * (clips.languages.max() + 1) + clips.languages
         _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-        self._group, self._members = group, [np.flatnonzero(group == number) for number in range(len(sizes))]
+        self._group, self._sizes = group.astype(np.int32), sizes
         self._taken = np.maximum(np.rint(np.bincount(group, of_clip)), 1).astype(np.int64)
         self.is_plain = bool((self._taken == sizes).all())
         """True if every epoch holds every clip once."""
         self.num_clips = int(self._taken.sum())
         """Clips of an epoch."""
-        self.times = (self._taken / sizes)[group]
+
+    @property
+    def times(self) -> npt.NDArray[np.float64]:
         """How often an epoch holds each clip, on average."""
+        each: npt.NDArray[np.float64] = self._taken / self._sizes
+        return each[self._group]
+
+    @cached_property
+    def _members(self) -> list[Rows]:
+        return [np.flatnonzero(self._group == number) for number in range(len(self._sizes))]
 
     def clips(self, seed: int, epoch: int, redraw: int = 0) -> Rows:
         """Return the clips of an epoch in no particular order; `redraw` numbers other ones that it may hold."""

@@ -40,6 +40,7 @@ from myxtts.data.shards import (
     join_shards,
     location_of,
     read_corpus_file,
+    refuse_query,
     remove_leftovers,
     url_of,
     write_ids,
@@ -184,18 +185,22 @@ def run_on_ray(jobs: Sequence[Job]) -> Iterator[DatasetError | None]:
     ray = _ray()
     task = ray.remote(num_cpus=1, max_retries=RAY_RETRIES)(run_job)
     pending = {task.remote(job): job for job in jobs}
-    while pending:
-        for ready in ray.wait(list(pending), num_returns=1)[0]:
-            job = pending.pop(ready)
-            try:
-                ray.get(ready)
-                yield None
-            except ray.exceptions.RayTaskError as error:
-                if not isinstance(error.cause, DatasetError):
-                    raise
-                yield error.cause
-            except ray.exceptions.RayError as error:
-                yield DatasetError(f"{job.target}: {type(error).__name__} after {RAY_RETRIES} retries")
+    try:
+        while pending:
+            for ready in ray.wait(list(pending), num_returns=1)[0]:
+                job = pending.pop(ready)
+                try:
+                    ray.get(ready)
+                    yield None
+                except ray.exceptions.RayTaskError as error:
+                    if not isinstance(error.cause, DatasetError):
+                        raise
+                    yield error.cause
+                except ray.exceptions.RayError as error:
+                    yield DatasetError(f"{job.target}: {type(error).__name__} after {RAY_RETRIES} retries")
+    finally:
+        for left in pending:
+            ray.cancel(left, force=True)
 
 
 def _ray() -> Any:
@@ -248,11 +253,11 @@ def make_plan(corpus: Location, data: DataSettings, shard_mb: float) -> Plan:
     recorded = list(body["shards"]) if body else []
     wanted: list[tuple[ShardSpec, list[Unit]]] = []
     for given in data.sources:
+        location = location_of(given.folder)
         if given.weight != 1 or given.single_speaker:
             raise ConfigError(
-                f"{given.folder}: weights and single-speaker are given when training, not when preparing"
+                f"{location}: weights and single-speaker are given when training, not when preparing"
             )
-        location = location_of(given.folder)
         text = str(given.folder.absolute()) if location.is_local else str(location)
         number = sources.index(text) if text in sources else len(sources)
         sources += [text] if number == len(sources) else []
@@ -353,7 +358,7 @@ def prepare_sharded(
 
     A new corpus has the tokenizer that is named, else that of `base` if it has the languages, else one of its own.
     """
-    corpus = location_of(out if not location_of(out).is_local else out.absolute())
+    corpus = refuse_query(location_of(out))
     workers = min(data.num_workers, usable_cores())
     runner: Runner = run_on_ray if options.on == "ray" else lambda jobs: run_here(workers, jobs)
     (first, step), place = options.share, Path(corpus.path)

@@ -129,9 +129,8 @@ class Batches:
     def plans(self, cursor: Cursor) -> Iterator[BatchPlan]:
         """Yield this rank's batches from the cursor on, without end or up to `num_epochs`."""
         batches = self._from(cursor)
-        shortest = np.full(self._batch_size, self._num_tokens.argmin())
         while step := list(itertools.islice(batches, self._world_size)):
-            padding = step[-1]._replace(clips=shortest, weights=np.zeros(self._batch_size, np.float32))
+            padding = step[-1]._replace(weights=np.zeros(self._batch_size, np.float32))
             step += [padding] * (self._world_size - len(step))
             clips, weights, _, epoch, window = step[self._rank]
             peers = np.stack([each.clips for each in step])
@@ -214,7 +213,10 @@ class Batches:
         """Return these clips in random batches of nearly equal token totals; the shortest clip pads the last."""
         random = default_rng([self._seed, epoch, attempt, window])  # trailing zeros change no seed
         num_padding = -len(drawn) % self._batch_size
-        padding = np.full(num_padding, self._num_tokens.argmin())
+        shortest = self._num_tokens.argmin()
+        if self._windows is not None:  # its shard may not be at hand
+            shortest = drawn[self._num_tokens[drawn].argmin()]
+        padding = np.full(num_padding, shortest)
         items = np.concatenate([random.permutation(drawn), padding])
         weights = np.repeat(np.array([1, 0], np.float32), [len(drawn), num_padding])
         batches = _dealt(self._num_tokens[items], self._batch_size, random)
@@ -224,17 +226,18 @@ class Batches:
     def _find_budget(self) -> int:
         """Return the smallest budget that every epoch fits within a few of its `_ATTEMPTS` arrangements."""
         mixture, windows = self._mixture, self._windows
+        hardest: Iterator[tuple[int, int, Rows]]
         is_small = self._num_clips < _SMALL
         epochs = range(2 if not is_small else 16 if windows is None else 4)
         if windows is None:
             longest = None if mixture is None else mixture.longest_epoch(self._num_tokens, _DEVIATIONS)
-            hardest = [(epoch, 0, self._clips(epoch, 0) if longest is None else longest) for epoch in epochs]
+            hardest = ((epoch, 0, self._clips(epoch, 0) if longest is None else longest) for epoch in epochs)
         else:
             windows.find_most_mean(epochs)
             every = ((epoch, window) for epoch in epochs for window in self._ranges(epoch))
             some = ((epoch, window) for epoch in epochs for window in self._some_windows(epoch))
-            hardest = [(*at, self._clips(*at)) for at in (every if is_small else some)]
-            hardest += [(epoch, 0, windows.around_longest(epoch)) for epoch in epochs]
+            drawn = ((*at, self._clips(*at)) for at in (every if is_small else some))
+            hardest = itertools.chain(drawn, ((epoch, 0, windows.around_longest(epoch)) for epoch in epochs))
         totals = [
             self._num_tokens[self._arrange(clips, epoch, 0, window)[0]].sum(axis=1)
             for epoch, window, clips in hardest

@@ -361,13 +361,9 @@ class _ShardedPart(_AnyPart):
         finally:
             progress.end()
         folder = Location(str(self.root)) / ids_folder(tokenizer)
-        join_ids([self._ids_of(folder / shard["name"]) for shard in shards], folder / f"index-{self.corpus.key}")
+        made = [package for shard in shards if (package := Package.find(folder / shard["name"]))]
+        join_ids(made, folder / f"index-{self.corpus.key}")
         found = self.corpus.ids(tokenizer, self.root)
-        assert found is not None
-        return found
-
-    def _ids_of(self, location: Location) -> Package:
-        found = Package.find(location)
         assert found is not None
         return found
 

@@ -23,8 +23,8 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -61,7 +61,7 @@ from myxtts.data.store import (
     pack,
     user_cache,
 )
-from myxtts.errors import DatasetError, Progress, progress_bar
+from myxtts.errors import ConfigError, DatasetError, Progress, progress_bar
 from myxtts.files import sync_path
 from myxtts.text.language import detect_languages, language_fingerprint
 from myxtts.text.normalize import normalize_fingerprint, phonemes_fingerprint
@@ -82,7 +82,6 @@ CLIPS_PER_WRITE, TEXTS_PER_CALL = 32, 512
 OPEN_FILES = 64  # of each reader: four windows of 16 shards
 MOST_SENTENCES = 500_000  # that a vocabulary is trained on
 _SHARDS_OF_TEXTS = 4  # whose texts are kept in memory
-_LEFTOVER = "making-*"
 
 Columns = dict[str, Array]
 
@@ -204,7 +203,8 @@ def package_under_way(target: Location) -> Iterator[Path]:
     """
     place = Path(target.parent.path) if target.is_local else user_cache() / "uploads"
     with only_process(place, ".making"):
-        folder = Path(tempfile.mkdtemp(prefix=_LEFTOVER[:-1], dir=place))
+        folder = place / f"making-{uuid.uuid4().hex}"
+        folder.mkdir()
         lock = open(folder / "lock", "wb")  # noqa: SIM115
         fcntl.flock(lock, fcntl.LOCK_EX)
     try:
@@ -220,10 +220,10 @@ def remove_leftovers(corpus: Location) -> None:
     if corpus.is_local:
         places = [Path(corpus.path), *(path for path in Path(corpus.path).glob("*") if path.is_dir())]
     for place in places:
-        if not list(place.glob(_LEFTOVER)):
+        if not list(place.glob("making-*")):
             continue
         with only_process(place, ".making"):
-            for folder in place.glob(_LEFTOVER):
+            for folder in place.glob("making-*"):
                 with contextlib.suppress(OSError), open(folder / "lock", "ab") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if its process lives
                     shutil.rmtree(folder)
@@ -241,7 +241,6 @@ def commit(folder: Path, target: Location, facts: Mapping[str, object]) -> Packa
     else:
         for name in (*names, "meta.json"):
             sync_path(folder / name)
-        folder.chmod(0o777 & ~_umask())
         (folder / "lock").unlink()
         if (place := Path(target.path)).exists() and Package.find(target) is None:  # damaged
             shutil.rmtree(place)
@@ -252,13 +251,6 @@ def commit(folder: Path, target: Location, facts: Mapping[str, object]) -> Packa
     if found is None:
         raise DatasetError(f"Cannot write {target}: it is not there after it was written. Is the disk failing?")
     return found
-
-
-@lru_cache(maxsize=1)
-def _umask() -> int:
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return umask
 
 
 # Shards
@@ -593,6 +585,13 @@ def location_of(folder: Path) -> Location:
     return Location.parse(url_of(folder))
 
 
+def refuse_query(corpus: Location) -> Location:
+    if corpus.query:
+        advice = "Name the corpus without it; credentials are read from the environment"
+        raise ConfigError(f"{corpus}: a signed URL opens one file, and a corpus has many.\n{advice}.")
+    return corpus
+
+
 def is_sharded(folder: Path) -> bool:
     """True for a sharded corpus, and for every remote one."""
     return not location_of(folder).is_local or (folder / "corpus.json").is_file()
@@ -619,7 +618,7 @@ class ShardedCorpus:
 
     def __init__(self, location: Location, cache: FileCache, body: Mapping[str, Any] | None = None) -> None:
         """`body` is what corpus.json will say of a corpus that is not finished."""
-        self.location, self.cache = location, cache
+        self.location, self.cache = refuse_query(location), cache
         body = read_corpus_file(location) if body is None else body
         if body is None:
             advice = f"Make one with myxtts prepare --train-data SOURCE --out {location}."
