@@ -50,25 +50,43 @@ class UnusableAudio(Exception):
         self.reason, self.detail = reason, detail
 
 
-def decode(path: Path, sample_rate: int, max_seconds: float, trim_silence_db: float = 0.0) -> Pcm:
-    """Return the whole file as mono int16 at `sample_rate`; at most `max_seconds` are read into memory."""
-    check_complete(path)
+def decode(
+    source: Path | bytes,
+    sample_rate: int,
+    max_seconds: float,
+    trim_silence_db: float = 0.0,
+    start: float = 0.0,
+    duration: float | None = None,
+) -> Pcm:
+    """Return a whole file, or a piece in seconds, as mono int16 at `sample_rate`.
+
+    `source` is a path or the content of a file. At most `max_seconds` are read into memory.
+    """
+    is_piece = start > 0 or duration is not None
+    if not is_piece:  # for a piece it is enough that its own samples are there
+        check_complete(source)
+    elif isinstance(source, Path):
+        _require_regular(source)
     problem = "not audio"
     try:
-        with sf.SoundFile(path) as file:
+        with sf.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
             problem = DAMAGED
-            rate, header_frames = file.samplerate, file.frames
-            limit = math.floor(max_seconds * rate)
+            rate, limit = file.samplerate, math.floor(max_seconds * file.samplerate)
+            first = min(round(start * rate), file.frames)
+            expected = file.frames - first if duration is None else round(duration * rate)
+            if first:
+                file.seek(first)
             already_right = rate == sample_rate and file.channels == 1 and file.subtype == "PCM_16"
-            samples = file.read(frames=limit + 1, dtype="int16" if already_right else "float32", always_2d=True)
+            wanted = limit + 1 if duration is None else min(expected, limit + 1)
+            samples = file.read(frames=wanted, dtype="int16" if already_right else "float32", always_2d=True)
     except (sf.LibsndfileError, RuntimeError, ValueError) as error:
         # str() of a LibsndfileError can itself raise.
         raise UnusableAudio(problem, str(getattr(error, "error_string", "") or type(error).__name__)) from None
     if len(samples) > limit:
-        seconds = max(header_frames, len(samples)) / rate
+        seconds = max(expected, len(samples)) / rate
         raise UnusableAudio("too long", f"{seconds:.2f} s, the limit is {max_seconds:.2f} s")
-    if len(samples) < header_frames:
-        raise UnusableAudio(DAMAGED, f"{len(samples)} of {header_frames} samples could be decoded")
+    if len(samples) < expected:
+        raise UnusableAudio(DAMAGED, f"{len(samples)} of {expected} samples could be decoded")
     if len(samples) == 0:
         raise UnusableAudio("no samples", "the file is valid but holds no audio")
     pcm = samples[:, 0] if already_right else _to_pcm(samples, rate, sample_rate)
@@ -78,6 +96,11 @@ def decode(path: Path, sample_rate: int, max_seconds: float, trim_silence_db: fl
 def is_silent(pcm: Pcm) -> bool:
     """True if nothing is audible, whatever the DC offset."""
     return len(pcm) == 0 or int(pcm.max()) - int(pcm.min()) < 2 * SILENCE
+
+
+def refuse_silence(pcm: Pcm) -> None:
+    if is_silent(pcm):
+        raise UnusableAudio("silent", f"its samples stay within {SILENCE} of 32768")
 
 
 def trim_silence(pcm: Pcm, sample_rate: int, below_db: float) -> Pcm:
@@ -119,12 +142,12 @@ def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:
     return pcm
 
 
-def check_complete(path: Path) -> None:
+def check_complete(source: Path | bytes) -> None:
     """Raise if the file is not all there: libsndfile silently accepts a truncated WAV or Ogg."""
+    if isinstance(source, Path):
+        _require_regular(source)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device could wait forever
-            raise UnusableAudio("unreadable file", "not a regular file")
-        with open(path, "rb") as file:
+        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
             head = file.read(26)
             size = file.seek(0, 2)
             if size == 0:
@@ -137,8 +160,19 @@ def check_complete(path: Path) -> None:
                 # Encoders that write to a pipe leave the length at 0; libsndfile cannot read that.
                 if len(head) == 26 and int.from_bytes(head[21:], "big") & 0xF_FFFF_FFFF == 0:
                     raise UnusableAudio("unknown length", "the FLAC header names no length; encode it again")
-            elif path.suffix.lower() == ".mp3":
+            elif isinstance(source, bytes):
+                if head[:3] == b"ID3" or (head[0] == 0xFF and head[1:2] >= b"\xe0"):
+                    _check_mpeg(file, size)
+            elif source.suffix.lower() == ".mp3":
                 _check_mpeg(file, size)
+    except OSError as error:
+        raise UnusableAudio("unreadable file", error.strerror or str(error)) from None
+
+
+def _require_regular(path: Path) -> None:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe or a device could wait forever
+            raise UnusableAudio("unreadable file", "not a regular file")
     except FileNotFoundError:
         raise UnusableAudio("missing file", str(path)) from None
     except OSError as error:
@@ -191,11 +225,14 @@ def _check_mpeg(file: BinaryIO, size: int) -> None:
         if flags & 3 == 3 and promised > size - tag_bytes:
             raise UnusableAudio(DAMAGED, f"{size - tag_bytes} of {promised} bytes are there")
     elif b"VBRI" not in start:
+        if isinstance(file, io.BytesIO):
+            _check_constant_bitrate(file.getvalue(), tag_bytes)
+            return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:  # it may be hours long
             _check_constant_bitrate(content, tag_bytes)
 
 
-def _check_constant_bitrate(content: mmap.mmap, position: int) -> None:
+def _check_constant_bitrate(content: mmap.mmap | bytes, position: int) -> None:
     """Raise if the bitrate varies: libsndfile computes the length from the bitrate of the first frame."""
     bitrates = set()
     while position + 4 <= len(content) and content[position] == 0xFF:

@@ -141,7 +141,23 @@ def _add_training_commands(commands: Any) -> None:
     add_flags(train)
     train.add_argument("--dashboard", action="store_true", help="on a terminal: a live view instead of lines")
 
-    prepare = _command(commands, "prepare", "turn a folder of recordings into a packed, verified cache", _prepare)
+    prepare = _command(commands, "prepare", "turn recordings into a packed, verified cache or corpus", _prepare)
+    add = prepare.add_argument
+    out = "write a sharded corpus, or add to one: a folder, s3:// or gs://; --train-data may then name any source"
+    add("--out", type=Path, metavar="CORPUS", help=out)
+    on = "with --out: where the work is done, in processes of this machine or on a Ray cluster [default: local]"
+    add("--on", choices=["local", "ray"], default="local", help=on)
+    share = (
+        "with --out: only every Nth shard from the Kth on [default: under Slurm or torchrun this process' share]"
+    )
+    add("--shard", metavar="K/N", help=share)
+    add(
+        "--shard-mb",
+        type=_positive,
+        default=1000.0,
+        metavar="MB",
+        help="with --out: size of a shard [default: 1000]",
+    )
     add_flags(prepare, only=PREPARE_KEYS)
 
     about = "train a text vocabulary on a corpus, or extend one with a language"
@@ -480,9 +496,37 @@ def _prepare(options: argparse.Namespace) -> None:
     from myxtts.data.prepare import prepare
     from myxtts.terminal import ProgressLines, show_corpus
 
+    if options.out is not None:
+        if (finished := _prepare_sharded(options, data)) is not None:
+            show_corpus(prepare(finished, ProgressLines()))
+        return
+    if options.shard is not None or options.on != "local":
+        raise ConfigError("--on and --shard make a sharded corpus: say where, with --out CORPUS")
     if data.train_data is None:
         logging.info("No --train-data given: using the embedded corpus")
     show_corpus(prepare(data, ProgressLines(), verify=True))
+
+
+def _prepare_sharded(options: argparse.Namespace, data: DataSettings) -> DataSettings | None:
+    """Make a sharded corpus, or a share of it; return the settings that open it once it is finished."""
+    from myxtts.data.jobs import JobOptions, prepare_sharded, share_of
+    from myxtts.terminal import ProgressLines
+
+    if data.train_data is None:
+        raise ConfigError("prepare --out: say what the corpus is made of, with --train-data SOURCE")
+    if data.val_data is not None:
+        raise ConfigError("prepare --out: --val-data is a corpus of its own; prepare it with another --out")
+    if options.on == "ray" and options.shard is not None:
+        raise ConfigError("--shard divides the work without a cluster; leave it out with --on ray")
+    share = share_of(options.shard) if options.on == "local" else (0, 1)
+    start = _start_of(load(options.config, flags_of(options), options.unknown))[1]
+    jobs = JobOptions(options.on, share, options.shard_mb)
+    done = prepare_sharded(data, options.out, jobs, start.get("training.init_from"), ProgressLines())
+    _say(f"{done.made} shards made, {done.kept} were there")
+    if done.waiting:
+        _say(f"{done.waiting} are made by other processes; the last one finishes the corpus")
+        return None
+    return replace(data, train_data=options.out, val_data=None, tokenizer=None)
 
 
 def _vocabulary(options: argparse.Namespace) -> None:

@@ -140,11 +140,14 @@ FLOW_SIZES = ("base",)
 minute of GPU time and leaves the words to the GPT (docs/base-model.md)."""
 FLOW_TUNING: Mapping[float, Mapping[str, Any]] = {
     5.0: {
-        "data.batch_size": 4, "training.learning_rate": 5e-4, "training.max_steps": 400, "training.warmup_steps": 40
+        "data.batch_size": 4,
+        "training.learning_rate": 5e-4,
+        "training.max_steps": 400,
+        "training.warmup_steps": 40,
     },
     60.0: {"training.learning_rate": 5e-4, "training.max_steps": 800, "training.warmup_steps": 40},
     math.inf: {"training.learning_rate": 5e-4, "training.max_steps": 3000, "training.warmup_steps": 40},
-}  # fmt: skip
+}
 """As `FINE_TUNING`, for the flow."""
 
 BASE_FOLDER = Path(os.environ.get("MYXTTS_BASE") or Path(__file__).with_name("base"))

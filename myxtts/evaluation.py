@@ -42,9 +42,9 @@ from torch import Tensor, nn
 from myxtts.audio import Wave
 from myxtts.checkpoints import Checkpoints, Snapshot, to_host
 from myxtts.config import LANGUAGES, SAMPLE_RATE, DataSettings
-from myxtts.data.clips import ClipSet, PreparedCorpus
+from myxtts.data.clips import ClipSet, LazyNames, PreparedCorpus
 from myxtts.data.prepare import read_training, read_validation
-from myxtts.data.store import user_cache
+from myxtts.data.store import Rows, user_cache
 from myxtts.devices import CAPTURING, Event, Plan, Stream, is_out_of_memory, work_on
 from myxtts.errors import (
     NO_PROGRESS,
@@ -95,6 +95,7 @@ _UNSAFE = re.compile(r"[^\w.-]+")
 Piece = Callable[[], AbstractContextManager[object]]
 """Makes the context of each piece of an evaluation: between two of them others may take the device."""
 
+MOST_CLIPS, MOST_TEXTS = 200_000, 256  # that are looked at, and read, to choose sentences
 _log = logging.getLogger(__name__)
 
 
@@ -153,7 +154,9 @@ def held_out_sentences(
     if not len(val):
         cure = "train with --val-fraction above 0, or with --val-data DIR"
         raise ConfigError(f"The run holds no clips out, and sentences that were trained on show nothing; {cure}.")
-    texts = _unseen_texts(prepared, data)
+    train, prepared = prepared.train, _manageable(prepared)
+    val = prepared.val
+    texts = _unseen_texts(train, val, data)
     languages = [LANGUAGES[number] for number in val.languages.tolist()]
     if language is not None and language not in languages:
         found = ", ".join(sorted(set(languages)))
@@ -191,15 +194,33 @@ def held_out_sentences(
     return [sentence for _, sentence in chosen[:num_sentences]]
 
 
-def _unseen_texts(prepared: PreparedCorpus, data: DataSettings) -> dict[str, str]:
+def _manageable(prepared: PreparedCorpus) -> PreparedCorpus:
+    """Of a corpus that is too large to look at every clip, some held-out clips, and clips of their speakers."""
+    train, val = prepared.train, prepared.val
+    if len(train) + len(val) <= MOST_CLIPS:
+        return prepared
+    val = val.select(_evenly(np.arange(len(val)), MOST_TEXTS))
+    others = np.flatnonzero(np.isin(train.speakers, val.speakers))
+    return replace(prepared, train=train.select(_evenly(others, MOST_CLIPS)), val=val)
+
+
+def _evenly(numbers: Rows, count: int) -> Rows:
+    return numbers[np.linspace(0, len(numbers) - 1, min(count, len(numbers))).astype(np.int64)]
+
+
+def _unseen_texts(train: ClipSet, val: ClipSet, data: DataSettings) -> dict[str, str]:
     """The text of every held-out clip by name, without those that are the text of a training clip too."""
-    train = {clip.id: clip.text for corpus in read_training(data) for clip in corpus.clips}
-    val = {clip.id: clip.text for corpus in read_validation(data) for clip in corpus.clips} or train
-    seen = {train[name] for name in prepared.train.names if name in train}
-    unseen = {name: val[name] for name in prepared.val.names if name in val and val[name] not in seen}
+    known = {clip.id: clip.text for corpus in read_training(data) for clip in corpus.clips}
+    held = {clip.id: clip.text for corpus in read_validation(data) for clip in corpus.clips} or known
+    seen = {known[name] for name in train.names if name in known} if known else set()
+    unseen = {name: held[name] for name in val.names if name in held and held[name] not in seen} if held else {}
+    if isinstance(val.names, LazyNames):  # of sharded corpora, which have the texts themselves
+        draws = train.names.draws if isinstance(train.names, LazyNames) else np.empty(0, np.uint64)
+        new = np.flatnonzero(~np.isin(val.names.draws, draws)).tolist()
+        unseen |= {val.names[at]: text for at in new if (text := val.names.text(at))}
     if not unseen:
         cure = "an evaluation would only show what was memorised. Hold out others (--val-data, metadata_eval.csv)"
-        raise DatasetError(f"Training clips say all {len(prepared.val)} held-out sentences too: {cure}.")
+        raise DatasetError(f"Training clips say all {len(val)} held-out sentences too: {cure}.")
     return unseen
 
 

@@ -29,6 +29,7 @@ from rich.text import Text
 
 from myxtts.config import LANGUAGE_NAMES, LANGUAGES, SAMPLE_RATE
 from myxtts.data.clips import LIMITS, NO_SPEAKERS, ClipSet, PreparedCorpus, Share, set_aside_list
+from myxtts.data.store import Rows
 from myxtts.errors import printable
 from myxtts.files import has_ended
 from myxtts.observe.diagnosis import WARMUP_REPORTS, Warning, warnings_of
@@ -291,8 +292,8 @@ def _clock(seconds: float) -> str:
 def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
     """Print what a corpus holds, and how much was set aside for which reason; `brief` is a line of each."""
     both = (prepared.train, prepared.val)
-    speakers = Counter(prepared.speaker_names[number] for clips in both for number in clips.speakers.tolist())
-    languages = Counter(LANGUAGES[number] for clips in both for number in clips.languages.tolist())
+    speakers = _counted(prepared.speaker_names, np.concatenate([clips.speakers for clips in both]))
+    languages = _counted(LANGUAGES, np.concatenate([clips.languages for clips in both]))
     spoken = ", ".join(f"{LANGUAGE_NAMES[code]} {count}" for code, count in languages.most_common())
     see = {reason: f"{reason} (see {flag})" for reason, flag in LIMITS.items()}
     counted = Counter(item.reason for item in prepared.set_aside).most_common()
@@ -327,6 +328,11 @@ def show_corpus(prepared: PreparedCorpus, *, brief: bool = False) -> None:
         give = "give the folder as DIR:single-speaker" if has_several else "train with --single-speaker"
         show_lines([f"Hint: {where}{NO_SPEAKERS.format(give=give)}"])
     show_lines([f"Ready: cache in {prepared.root}"])
+
+
+def _counted(names: Sequence[str], numbers: Rows) -> Counter[str]:
+    counts = np.bincount(numbers, minlength=len(names)).tolist()
+    return Counter({name: count for name, count in zip(names, counts, strict=True) if count})
 
 
 def _show_shares(shares: Sequence[Share], prepared: PreparedCorpus) -> None:

@@ -11,12 +11,13 @@ import io
 import json
 import logging
 import os
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +39,10 @@ from myxtts.data.store import (
     Array,
     CacheDamaged,
     Joined,
+    PackedRows,
     Pieces,
     Rows,
+    Sources,
     Store,
     StoreSpec,
     StoreWriter,
@@ -49,12 +52,16 @@ from myxtts.data.store import (
     num_shards,
     open_store,
 )
-from myxtts.errors import DatasetError, printable
+from myxtts.errors import ConfigError, DatasetError, printable
 from myxtts.files import write_atomically
-from myxtts.text.tokenizer import Tokenizer
+from myxtts.text.normalize import normalize, phonemize
+from myxtts.text.tokenizer import Tokenizer, describe_characters
 
 CLOCK_TICK_NS = 20_000_000
 """A folder that changed within this time before it was listed may have changed again at the same time stamp."""
+MAX_TEXT_CHARACTERS = 4000
+"""Longer texts are set aside unread: no clip is that long, and normalising one would stall a worker."""
+Problem = tuple[str, str]  # why a clip is set aside (a fixed phrase), and what was found
 _FRAME_STEP = 32
 _TOO_LONG_SHARE = 0.001  # of the clips, which `max_mel_frames: auto` may set aside
 _log = logging.getLogger(__name__)
@@ -76,13 +83,13 @@ class DecodeOptions:
     def max_seconds(self) -> float:
         return self.max_samples / SAMPLE_RATE
 
-    def decode(self, path: Path) -> audio.Pcm:
-        return audio.decode(path, SAMPLE_RATE, self.max_seconds, self.trim_silence_db)
+    def decode(self, source: Path | bytes, start: float = 0.0, duration: float | None = None) -> audio.Pcm:
+        return audio.decode(source, SAMPLE_RATE, self.max_seconds, self.trim_silence_db, start, duration)
 
 
 def frames_for(num_samples: Rows, share: float = 1.0) -> int:
     """Return the frames, rounded up, in which this share of the clips fits."""
-    lengths = np.append(num_samples[num_samples > 0], 1)
+    lengths = np.append(num_samples[num_samples > 0] if share < 1 else num_samples.max(initial=0), 1)
     return -(-num_frames_of(int(np.quantile(lengths, share, method="higher"))) // _FRAME_STEP) * _FRAME_STEP
 
 
@@ -94,6 +101,46 @@ def max_frames_of(num_samples: Rows) -> int:
 
 LIMITS = {"too long": "--max-mel-frames", "too short": "--min-clip-seconds", "text too long": "--max-text-length"}
 """The flags of the settings for which clips are set aside, by reason."""
+
+
+def beyond(reason: str, detail: str) -> Problem:
+    """Return why a clip is set aside, with the flag of the limit if one can be changed."""
+    return reason, f"{detail} ({LIMITS[reason]})" if reason in LIMITS else detail
+
+
+class LabelledText(NamedTuple):
+    text: str
+    language: str
+
+
+def spoken(text: str, language: str, use_phonemes: bool) -> str | Problem:
+    """Return a text as it is spoken, or why it cannot be."""
+    if len(text) > MAX_TEXT_CHARACTERS:
+        return "text too long", f"{len(text)} characters, the limit is {MAX_TEXT_CHARACTERS}"
+    try:
+        words = normalize(text, language)
+        found = phonemize([words], language)[0] if use_phonemes else words
+    except ConfigError as error:  # the language needs a package that is not installed
+        return "language not available", str(error)
+    return found or ("empty text", f"nothing to speak in '{text[:40]}'")
+
+
+def token_ids(tokenizer: Tokenizer, sentences: Sequence[LabelledText]) -> tuple[list[Array], dict[int, Problem]]:
+    """Return the ids of spoken texts, and by position why some cannot be used."""
+    problems: dict[int, Problem] = {}
+    ids: list[Array] = [np.empty(0, np.int32)] * len(sentences)
+    for at, (_, language) in enumerate(sentences):
+        if language not in tokenizer.languages:
+            fix = f"the vocabulary has no [{language}]; see myxtts vocabulary extend --language {language}"
+            problems[at] = ("language not in vocabulary", fix)
+    known = [at for at in range(len(sentences)) if at not in problems]
+    texts, languages = [sentences[at].text for at in known], [sentences[at].language for at in known]
+    for at, found in zip(known, tokenizer.encode_batch(texts, languages) if known else [], strict=True):
+        ids[at] = np.asarray(found, np.int32)
+        if tokenizer.unknown_id in found:
+            unknown = tokenizer.unknown_characters(*sentences[at])
+            problems[at] = ("unknown characters", describe_characters(unknown))
+    return ids, problems
 
 
 NO_SPEAKERS = (
@@ -162,8 +209,30 @@ def _not_as_prepared(path: Path, found: str) -> DatasetError:
     return DatasetError(f"{path} has changed since the corpus was prepared: {found}.\n{why} {advice}")
 
 
-AudioRows = Store | LazyAudio
+AudioRows = PackedRows | LazyAudio
 """Samples, packed on disk or decoded when they are read; both have the same rows and checksums."""
+
+
+class LazyNames(Sequence[str]):
+    """Names of clips that are read when they are needed; so are their texts."""
+
+    @abstractmethod
+    def name(self, at: int) -> str: ...
+    @abstractmethod
+    def text(self, at: int) -> str: ...
+    @abstractmethod
+    def select(self, chosen: Rows) -> LazyNames: ...
+    @property
+    @abstractmethod
+    def draws(self) -> Sources:
+        """A hash of the text of each clip; 0 if the text is not here."""
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> LazyNames: ...
+    def __getitem__(self, at: int | slice) -> str | LazyNames:
+        return self.select(np.arange(len(self))[at]) if isinstance(at, slice) else self.name(range(len(self))[at])
 
 
 @dataclass(frozen=True)
@@ -171,13 +240,13 @@ class ClipSet:
     """Clips that can be batched: the rows of each in the stores, its speaker, its language and its corpus."""
 
     audio: AudioRows | Joined[AudioRows]
-    ids: Store | Joined[Store]
+    ids: PackedRows | Joined[PackedRows]
     audio_rows: Rows
     ids_rows: Rows
     speakers: Rows
     languages: Rows
     corpora: Rows
-    names: list[str]
+    names: Sequence[str]
     shards: Array | None = None
     """The shard of each clip, numbered as `audio` numbers them; None if the corpus has one."""
 
@@ -193,12 +262,15 @@ class ClipSet:
         return self.ids.lengths[self.ids_rows]
 
     def select(self, chosen: Rows) -> ClipSet:
-        numbers = {field: getattr(self, field)[chosen] for field in _ROW_FIELDS}
-        shards = None if self.shards is None else self.shards[chosen]
-        return replace(self, **numbers, names=[self.names[at] for at in chosen.tolist()], shards=shards)
+        columns = {id(column := getattr(self, field)): column for field in _ROW_FIELDS}  # some are the same
+        found = {key: column[chosen] for key, column in columns.items()}
+        numbers = {field: found[id(getattr(self, field))] for field in _ROW_FIELDS}
+        known, shards = self.names, None if self.shards is None else self.shards[chosen]
+        names = known.select(chosen) if isinstance(known, LazyNames) else [known[at] for at in chosen.tolist()]
+        return replace(self, **numbers, names=names, shards=shards)
 
     @property
-    def stores(self) -> list[tuple[AudioRows, Store]]:
+    def stores(self) -> list[tuple[AudioRows, PackedRows]]:
         """Audio and ids of each corpus."""
         if isinstance(self.audio, Joined) and isinstance(self.ids, Joined):
             return list(zip(self.audio.parts, self.ids.parts, strict=True))
@@ -208,6 +280,8 @@ class ClipSet:
     @classmethod
     def joined(cls, sets: Sequence[ClipSet]) -> ClipSet:
         """Return the clips of several sets, each with a store of its own, one set after another."""
+        if len(sets) == 1:
+            return sets[0]
         audio, ids = _joined([store for each in sets for store in each.stores])
         numbers = {field: np.concatenate([getattr(each, field) for each in sets]) for field in _ROW_FIELDS}
         for field, store in (("audio_rows", audio), ("ids_rows", ids)):
@@ -218,12 +292,52 @@ class ClipSet:
             own = [np.zeros(len(each), np.int64) if each.shards is None else each.shards for each in sets]
             first = np.cumsum([0, *(num_shards(each.audio) for each in sets)])
             shards = np.concatenate([number + start for number, start in zip(own, first[:-1], strict=True)])
-        return cls(audio, ids, **numbers, names=[name for each in sets for name in each.names], shards=shards)
+        return cls(audio, ids, **numbers, names=_JoinedNames([each.names for each in sets]).plain(), shards=shards)
+
+
+class _JoinedNames(LazyNames):
+    """The names of several sets, one set after another."""
+
+    def __init__(self, parts: Sequence[Sequence[str]], chosen: Rows | None = None) -> None:
+        self._parts, self._starts = parts, np.cumsum([0, *map(len, parts)])
+        self._chosen = np.arange(self._starts[-1]) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def plain(self) -> Sequence[str]:
+        """A list, if no part has to read its names."""
+        return self if any(isinstance(part, LazyNames) for part in self._parts) else [*self]
+
+    def name(self, at: int) -> str:
+        part, place = self._place(at)
+        return part[place]
+
+    def text(self, at: int) -> str:
+        part, place = self._place(at)
+        return part.text(place) if isinstance(part, LazyNames) else ""
+
+    def select(self, chosen: Rows) -> LazyNames:
+        return _JoinedNames(self._parts, self._chosen[chosen])
+
+    @property
+    def draws(self) -> Sources:
+        none = (np.zeros(len(part), np.uint64) for part in self._parts)
+        known = (
+            part.draws if isinstance(part, LazyNames) else zeros
+            for part, zeros in zip(self._parts, none, strict=True)
+        )
+        return np.concatenate([*known])[self._chosen]
+
+    def _place(self, at: int) -> tuple[Sequence[str], int]:
+        number = int(self._chosen[at])
+        part = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return self._parts[part], number - int(self._starts[part])
 
 
 def _joined(
-    stores: Sequence[tuple[AudioRows, Store]],
-) -> tuple[AudioRows | Joined[AudioRows], Store | Joined[Store]]:
+    stores: Sequence[tuple[AudioRows, PackedRows]],
+) -> tuple[AudioRows | Joined[AudioRows], PackedRows | Joined[PackedRows]]:
     """Return the audio and the ids of several corpora, one after another."""
     if len(stores) == 1:
         return stores[0]
@@ -388,20 +502,25 @@ def set_aside_list(root: Path) -> Path:
     return root / "set_aside.csv"
 
 
-def write_set_aside_list(root: Path, set_aside: Sequence[SetAside]) -> None:
-    """List every clip that is not used in a file next to the stores, unless the folder is read-only."""
+def set_aside_csv(set_aside: Sequence[SetAside]) -> bytes:
     content = io.StringIO()
     table = csv.writer(content, delimiter="|", lineterminator="\n")
     table.writerow(SetAside._fields)
     table.writerows(map(printable, item) for item in set_aside)
-    path = set_aside_list(root)
-    encoded = content.getvalue().encode("utf-8", "replace")
+    return content.getvalue().encode("utf-8", "replace")
+
+
+def write_set_aside_list(root: Path, set_aside: Sequence[SetAside]) -> None:
+    """List every clip that is not used in a file next to the stores, unless the folder is read-only."""
+    path, encoded = set_aside_list(root), set_aside_csv(set_aside)
     if os.access(root, os.W_OK) and not (path.is_file() and path.read_bytes() == encoded):
         write_atomically(path, lambda temporary: temporary.write_bytes(encoded))
 
 
 def save_snapshot(prepared: PreparedCorpus, state: str, corpora: Sequence[Corpus]) -> None:
     """Write a snapshot, unless the corpus changed just before it was read. A failure only costs the shortcut."""
+    if prepared.train.shards is not None or prepared.val.shards is not None:  # opened as fast without one
+        return
     listed = {folder: at for corpus in corpora for folder, at in corpus.listed.items()}
     if min(corpus.read_at for corpus in corpora) - max(listed.values(), default=0) < CLOCK_TICK_NS:
         return
@@ -422,9 +541,9 @@ def save_snapshot(prepared: PreparedCorpus, state: str, corpora: Sequence[Corpus
         "files": list(pairwise(ends)),
         "names": [side.names for side in sides],
         "stores": [
-            [str(audio.folder), str(ids.folder)]
+            [str(rows.folder) for rows in pair if isinstance(rows, Store | LazyAudio)]
             for side in (sides if has_own_val else sides[:1])
-            for audio, ids in side.stores
+            for pair in side.stores
         ],
     }
     numbers = [np.array([clip[-3:] for _, clip in clips], np.int64)]

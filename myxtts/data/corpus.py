@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -54,6 +54,7 @@ COLUMN_NAMES = {
 """Header names by meaning; if a file has several with one meaning, the first in this list is used."""
 _LANGUAGE_CODES = {name.lower(): code for code, name in LANGUAGE_NAMES.items()} | {"farsi": "fa"}
 
+Flags = npt.NDArray[np.bool_]
 _log = logging.getLogger(__name__)
 
 
@@ -433,16 +434,23 @@ def last_change(folder: Path) -> int:
         return -1
 
 
-def held_out(clips: Sequence[Clip], data: DataSettings) -> npt.NDArray[np.bool_]:
-    """Return which clips are for validation: as the corpus says, otherwise by a hash of the text.
+def held_out(clips: Sequence[Clip], data: DataSettings) -> Flags:
+    """Return which clips are for validation."""
+    chosen = np.array([clip.held_out for clip in clips], bool)
+    return choose_held_out(
+        chosen, lambda: np.array([hash64("held out", clip.text) for clip in clips], np.uint64), data
+    )
+
+
+def choose_held_out(chosen: Flags, draws: Callable[[], npt.NDArray[np.uint64]], data: DataSettings) -> Flags:
+    """Return which clips are for validation: those that the corpus has `chosen`, otherwise by a hash of the text.
 
     The hash makes the choice the same on every machine and independent of other clips, and keeps a sentence that
     several speakers read on one side.
     """
-    chosen = np.array([clip.held_out for clip in clips], bool)
-    if chosen.any() or data.val_data or data.val_fraction == 0 or not len(clips):
+    if chosen.any() or data.val_data or data.val_fraction == 0 or not len(chosen):
         return chosen
-    draw = np.array([hash64("held out", clip.text) for clip in clips], np.uint64) / 2.0**64
+    draw = draws() / 2.0**64
     chosen = np.asarray(draw < max(data.val_fraction, np.nextafter(draw.min(), 1)))
     if chosen.all():  # so few sentences: train on the last one
         chosen = np.asarray(draw < draw.max())

@@ -28,7 +28,8 @@ Result = TypeVar("Result")
 Work = Callable[[Sequence[Item]], Result]
 
 _CHUNKS_AHEAD = 2  # chunks in flight per process: enough to keep it busy, few enough to bound the memory
-_PRELOADED = ["myxtts.data.prepare", "num2words"]  # modules that the fork server imports once for all processes
+_PRELOADED = ["myxtts.data.prepare", "myxtts.data.jobs", "num2words"]
+"""Modules that the fork server imports once for all processes."""
 
 _reserved: Synchronized[int]  # in a worker: the end of the space in use in the file that all workers write to
 
@@ -51,8 +52,14 @@ class _WorkerProcess(ForkServerProcess):
             main.__dict__.update(hidden)
 
 
-class _WorkerContext(ForkServerContext):
+class WorkerContext(ForkServerContext):
+    """Starts worker processes."""
+
     Process = _WorkerProcess
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_forkserver_preload(_PRELOADED)
 
 
 class ProcessPool:
@@ -60,8 +67,7 @@ class ProcessPool:
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
-        self._context = _WorkerContext()
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context = WorkerContext()
         try:
             with hidden_working_folder():  # this starts a process too
                 self.reserved: Synchronized[int] = self._context.Value("Q", 0)
@@ -177,6 +183,11 @@ def reserve(num_bytes: int) -> int:
 def _start_worker(reserved: Synchronized[int]) -> None:
     global _reserved
     _reserved = reserved
+    behave_as_worker()
+
+
+def behave_as_worker() -> None:
+    """In a new worker process: leave Ctrl-C to the parent, and end with it."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already uses every core
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     threading.Thread(target=_die_with_parent, daemon=True).start()

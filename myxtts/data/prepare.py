@@ -29,20 +29,44 @@ from myxtts import __version__, audio
 from myxtts.audio import DECODE_VERSION, LIBRARIES
 from myxtts.config import HOP_SAMPLES, LANGUAGES, PREPARE_KEYS, SAMPLE_RATE, CorpusSource, DataSettings, Settings
 from myxtts.data.clips import (
-    LIMITS,
     ClipSet,
     DecodeOptions,
+    LabelledText,
     LazyAudio,
     PreparedCorpus,
+    beyond,
     frames_for,
     load_snapshot,
     max_frames_of,
     save_snapshot,
     set_aside_list,
+    spoken,
+    token_ids,
     write_set_aside_list,
 )
-from myxtts.data.corpus import METADATA_FILES, Clip, Corpus, SetAside, held_out, labelled, read_corpus
+from myxtts.data.corpus import (
+    METADATA_FILES,
+    Clip,
+    Corpus,
+    Flags,
+    SetAside,
+    choose_held_out,
+    held_out,
+    labelled,
+    read_corpus,
+)
+from myxtts.data.locations import Location, shard_cache
 from myxtts.data.pool import ProcessPool, reserve
+from myxtts.data.shards import (
+    Package,
+    ShardedCorpus,
+    Shards,
+    ids_folder,
+    is_sharded,
+    join_ids,
+    location_of,
+    write_ids,
+)
 from myxtts.data.store import (
     FORMAT_VERSION,
     Array,
@@ -58,18 +82,16 @@ from myxtts.data.store import (
     user_cache,
     write_at,
 )
-from myxtts.errors import NO_PROGRESS, ConfigError, DatasetError, Progress
+from myxtts.errors import NO_PROGRESS, DatasetError, Progress
 from myxtts.host import usable_cores
 from myxtts.text.language import detect_languages, language_fingerprint, warn_of_other_script
-from myxtts.text.normalize import normalize, normalize_fingerprint, phonemes_fingerprint, phonemize
-from myxtts.text.tokenizer import Tokenizer, describe_characters, tokenizer_fingerprint, train
+from myxtts.text.normalize import normalize_fingerprint, phonemes_fingerprint
+from myxtts.text.tokenizer import Tokenizer, tokenizer_fingerprint, train
 
 EMBEDDED_CORPUS = Path(__file__).parent.parent / "embedded"
 """The recordings inside the package, used when no data is named."""
 AUDIO_CHUNK = 32
 TEXT_CHUNK = 512
-MAX_TEXT_CHARACTERS = 4000
-"""Longer texts are set aside unread: no clip is that long, and normalising one would stall a worker."""
 
 _NOT_DECISIVE = ("data.train_data", "data.num_workers")
 
@@ -86,17 +108,17 @@ def prepare(
     """
     data = settings.data if isinstance(settings, Settings) else settings
     root, state = cache_folder(data), _state_of(data)
-    if not verify and (known := prepared_before(data)) is not None:
+    if not verify and (known := _snapshot(data)) is not None:
         _log.info("LOADING CACHE FROM DISK")
         write_set_aside_list(root, known.set_aside)
         return known
     with ProcessPool(min(data.num_workers, usable_cores())) as pool:
         tools = Tools(pool, progress or NO_PROGRESS, verify)
-        parts = [_Part(data, source, tools) for source in training_sources(data)]
+        parts = [_open(data, source, tools) for source in training_sources(data)]
         num_corpora = len(parts)
-        tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else _trained_tokenizer(parts)
-        parts += [_Part(data, source, tools) for source in _named(data.val_sources)]
-        speaker_names = sorted({clip.speaker for part in parts for clip in part.corpus.clips})
+        tokenizer = _tokenizer_for(data, parts)
+        parts += [_open(data, source, tools) for source in _named(data.val_sources)]
+        speaker_names = sorted({name for part in parts for name in part.speakers})
         lengths = np.concatenate([part.audio.lengths for part in parts[:num_corpora]])
         limit = data.max_mel_frames or max_frames_of(lengths)
         clips = [part.clip_set(number, tokenizer, speaker_names, limit) for number, part in enumerate(parts)]
@@ -107,17 +129,23 @@ def prepare(
     if data.val_data:
         val_clips = ClipSet.joined(clips[num_corpora:])
     frames = data.max_mel_frames or max(frames_for(part.num_samples) for part in (train_clips, val_clips))
-    names = [part.name or part.corpus.folder.absolute().name for part in parts[:num_corpora]]
+    names = [part.name or part.folder.absolute().name for part in parts[:num_corpora]]
     roots = [part.root for part in parts[1:num_corpora]]
     rest = (tokenizer.to_json(), root, frames, names, roots)
     prepared = PreparedCorpus(train_clips, val_clips, speaker_names, set_aside, *rest)
     if _state_of(data) == state:  # otherwise the metadata changed while it was read
-        save_snapshot(prepared, state, [part.corpus for part in parts])
+        save_snapshot(prepared, state, [part.corpus for part in parts if isinstance(part, _Part)])
     return _mixed(prepared, data)
 
 
 def prepared_before(data: DataSettings) -> PreparedCorpus | None:
     """Return the corpus if it was prepared with these settings and nothing has changed since."""
+    if all(is_sharded(folder) for folder in corpus_folders(data)):
+        return prepare(data) if _has_all_ids(data) else None
+    return _snapshot(data)
+
+
+def _snapshot(data: DataSettings) -> PreparedCorpus | None:
     known = load_snapshot(cache_folder(data), _state_of(data))
     return known and _mixed(known, data)
 
@@ -135,7 +163,7 @@ def spoken_corpus(data: DataSettings, progress: Progress) -> tuple[list[str], li
     """Return every distinct sentence of each corpus as it is spoken, and its language; no audio is read."""
     with ProcessPool(min(data.num_workers, usable_cores())) as pool:
         tools = Tools(pool, progress)
-        return _spoken_of([_Part(data, source, tools) for source in training_sources(data)])
+        return _spoken_of([_open(data, source, tools) for source in training_sources(data)])
 
 
 class NamedSource(NamedTuple):
@@ -169,6 +197,8 @@ def read_validation(data: DataSettings) -> list[Corpus]:
 
 
 def _read(named: NamedSource) -> Corpus:
+    if is_sharded(named.source.folder):  # it has no metadata; its shards have the texts, see `LazyNames`
+        return Corpus(named.source.folder)
     corpus = labelled(read_corpus(named.source.folder), named.name, named.source.speakers or named.name)
     clips = [clip._replace(language=clip.language or named.source.language or "") for clip in corpus.clips]
     return replace(corpus, clips=clips)
@@ -182,6 +212,8 @@ def corpus_folders(data: DataSettings) -> list[Path]:
 def cache_folder(data: DataSettings, corpus: Path | None = None) -> Path:
     """Return where a prepared corpus, by default the one for training, is or will be."""
     folder = corpus or corpus_folders(data)[0]
+    if not (location := location_of(folder)).is_local:
+        return (data.cache_dir or user_cache()) / f"{location.name}-{hash64(location):016x}"
     # The embedded corpus is inside the installed package, which is not a place to write to.
     return cache_root(folder, data.cache_dir or (user_cache() if folder == EMBEDDED_CORPUS else None))
 
@@ -216,11 +248,6 @@ def _state_of(data: DataSettings) -> str:
     return hasher.hexdigest()
 
 
-class LabelledText(NamedTuple):
-    text: str
-    language: str
-
-
 @dataclass(frozen=True)
 class Tools:
     pool: ProcessPool
@@ -233,14 +260,151 @@ class Tools:
         _log.info("Using %d parallel workers", self.pool.num_workers)
 
 
-class _Part:
-    """One folder of recordings on its way through the stores."""
+class _AnyPart:
+    """One corpus on its way to sets of clips."""
+
+    name: str  # empty if it is the only corpus
+    folder: Path
+    root: Path
+    data: DataSettings
+    set_aside: list[SetAside]
+
+    def held_out(self) -> Flags:
+        """Which usable clips are held out."""
+        raise NotImplementedError
+
+    def split(self, clips: ClipSet) -> tuple[ClipSet, ClipSet]:
+        """Return the training and the validation clips."""
+        if not len(clips):
+            counts = Counter(item.reason for item in self.set_aside).most_common()
+            reasons = "\n".join(f"  {count} × {reason}" for reason, count in counts) or "  the metadata is empty"
+            example = f"\nFor example {self.set_aside[0].id}: {self.set_aside[0].detail}" if self.set_aside else ""
+            listed = f"\nAll are listed in {path}" if (path := set_aside_list(self.root)).exists() else ""
+            raise DatasetError(f"No usable clip in {self.folder}. Set aside:\n{reasons}{example}{listed}")
+        chosen = self.held_out()
+        if chosen.all():
+            raise DatasetError(f"No usable clip in {self.folder} except those held out (metadata_eval.csv)")
+        return clips.select(np.flatnonzero(~chosen)), clips.select(np.flatnonzero(chosen))
+
+
+class _ShardedPart(_AnyPart):
+    """A sharded corpus: prepared before, except for the ids of another vocabulary than its own."""
+
+    def __init__(self, data: DataSettings, named: NamedSource, tools: Tools) -> None:
+        self.name, source = named
+        self.data, self.tools, self.folder = data, tools, source.folder
+        self.root = cache_folder(data, source.folder)
+        self.corpus = ShardedCorpus(location_of(source.folder), shard_cache(data))
+        self.corpus.require(data)
+        if tools.verify:
+            self.corpus.verify(tools.progress)
+        self.audio, self.set_aside = self.corpus.audio, self.corpus.set_aside
+        label = source.speakers or self.name
+        self.speakers = [name and f"{label}/{name}" if label else name for name in self.corpus.speakers]
+        self._rows = np.empty(0, np.int64)
+
+    def clip_set(self, number: int, tokenizer: Tokenizer, speaker_names: list[str], max_frames: int) -> ClipSet:
+        """The same as `_Part.clip_set`."""
+        ids, aside = self.corpus.ids(tokenizer, self.root) or self._build_ids(tokenizer)
+        self.set_aside = [*self.set_aside, *aside]
+        num_samples, num_ids = self.audio.lengths, ids.lengths
+        least, most = self.data.min_clip_seconds * SAMPLE_RATE, max_frames * HOP_SAMPLES - 1
+        unfit = {
+            "text too long": num_ids > self.data.max_text_length,
+            "too short": num_samples < least,
+            "too long": num_samples > most,
+        }
+        usable = num_ids > 0
+        for reason, flags in unfit.items():
+            for row in np.flatnonzero(flags & usable).tolist():
+                found = f"{num_ids[row]} tokens" if "text" in reason else f"{num_samples[row] / SAMPLE_RATE:.2f} s"
+                shard = self.corpus.shards[int(self.audio.shards[row])]["name"]
+                self.set_aside.append(SetAside(f"clip {row}", *beyond(reason, found), f"shard {shard}"))
+            usable &= ~flags
+        rows = self._rows = np.flatnonzero(usable)
+        index, known = self._index(), {name: at for at, name in enumerate(speaker_names)}
+        speakers: Array = np.array([known[name] for name in self.speakers], np.int32)  # half of int64
+        return ClipSet(
+            audio=self.audio,
+            ids=ids,
+            audio_rows=rows,
+            ids_rows=rows,
+            speakers=index["speaker"] if speaker_names == self.speakers else speakers[index["speaker"]],
+            languages=index["language"],
+            corpora=np.full(len(rows), number, np.int16),
+            names=self.corpus.names(rows, f"{self.name}/" if self.name else ""),
+            shards=index["shard"],
+        )
+
+    def held_out(self) -> Flags:
+        index = self._index("held_out", "draw")
+        return choose_held_out(index["held_out"] != 0, lambda: index["draw"], self.data)
+
+    def _index(self, *names: str) -> dict[str, Array]:
+        """Return columns of the usable clips; they stay mapped if all are usable."""
+        index = self.corpus.index
+        if len(self._rows) == len(index["shard"]):
+            return index
+        return {name: index[name][self._rows] for name in names or ("speaker", "language", "shard")}
+
+    def _build_ids(self, tokenizer: Tokenizer) -> tuple[Shards, list[SetAside]]:
+        """Make the ids of this vocabulary in the cache."""
+        shards, progress = self.corpus.shards, self.tools.progress
+        _log.info("BUILDING TOKEN CACHE for another vocabulary than the corpus' own, in %s", self.root)
+        make = partial(_write_ids, self.corpus.location, self.root, tokenizer.to_json())
+        progress.begin("Tokenising", sum(shard["clips"] for shard in shards))
+        try:
+            for chunk, done in self.tools.pool.run(make, [[shard["name"]] for shard in shards]):
+                if done is None:
+                    raise DatasetError(f"Tokenising shard {chunk[0]} kills the process")
+                progress.advance(done)
+        finally:
+            progress.end()
+        folder = Location(str(self.root)) / ids_folder(tokenizer)
+        made = [package for shard in shards if (package := Package.find(folder / shard["name"]))]
+        join_ids(made, folder / f"index-{self.corpus.key}")
+        found = self.corpus.ids(tokenizer, self.root)
+        assert found is not None
+        return found
+
+
+def _write_ids(corpus: Location, root: Path, vocabulary: str, names: Sequence[str]) -> int:
+    """In a worker: make the ids of shards; return the number of their clips."""
+    tokenizer = _tokenizer_of(vocabulary)
+    target = Location(str(root)) / ids_folder(tokenizer)
+    return sum(write_ids(corpus / "shards" / name, target / name, tokenizer).facts["clips"] for name in names)
+
+
+def _has_all_ids(data: DataSettings) -> bool:
+    """True if every corpus, all sharded, has the ids of the vocabulary."""
+    tools = Tools(ProcessPool(1), NO_PROGRESS)
+    parts = [_ShardedPart(data, named, tools) for named in [*training_sources(data), *_named(data.val_sources)]]
+    tokenizer = _tokenizer_for(data, parts)
+    return all(part.corpus.ids(tokenizer, part.root) for part in parts)
+
+
+def _open(data: DataSettings, named: NamedSource, tools: Tools) -> _Part | _ShardedPart:
+    return (_ShardedPart if is_sharded(named.source.folder) else _Part)(data, named, tools)
+
+
+def _tokenizer_for(data: DataSettings, parts: Sequence[_Part | _ShardedPart]) -> Tokenizer:
+    """Return the tokenizer that is named, else that of the first sharded corpus, else one trained on the texts."""
+    if data.tokenizer:
+        return Tokenizer.load(data.tokenizer)
+    for part in parts:
+        if isinstance(part, _ShardedPart):
+            return part.corpus.tokenizer()
+    return _trained_tokenizer([part for part in parts if isinstance(part, _Part)])
+
+
+class _Part(_AnyPart):
+    """A folder of recordings on its way through the stores."""
 
     def __init__(self, data: DataSettings, named: NamedSource, tools: Tools) -> None:
         self.name, source = named
         self.data = replace(data, language=source.language or data.language)
         self.tools = tools
-        self.root = cache_folder(data, source.folder)
+        self.root, self.folder = cache_folder(data, source.folder), source.folder
         self.corpus = read_corpus(source.folder)
         rows: dict[LabelledText, int] = {}
         pairs = zip(self.corpus.clips, self._languages(), strict=True)
@@ -254,6 +418,7 @@ class _Part:
         build = partial(build_text, tools, list(rows), data.use_phonemes)
         self.text = self.store(StoreSpec("text", np.uint8, sources, params), "text", build)
         self.corpus = labelled(self.corpus, self.name, source.speakers or self.name)
+        self.speakers = {clip.speaker for clip in self.corpus.clips}
         self.set_aside = list(self.corpus.set_aside)
         self.usable: list[Clip] = []
 
@@ -337,29 +502,18 @@ class _Part:
         num_ids = ids.lengths[self.sentence_rows]
         problems: dict[int, tuple[str, str]] = {}
         for row in np.flatnonzero(num_ids > most_ids).tolist():
-            problems[row] = _beyond("text too long", f"{num_ids[row]} tokens, the limit is {most_ids}")
+            problems[row] = beyond("text too long", f"{num_ids[row]} tokens, the limit is {most_ids}")
         for store in (ids, self.text):
             for row in np.flatnonzero(np.isin(self.sentence_rows, list(store.set_aside))).tolist():
                 problems[row] = store.set_aside[int(self.sentence_rows[row])]
         for row in np.flatnonzero(seconds < least).tolist():
-            problems[row] = _beyond("too short", f"{seconds[row]:.2f} s, the least is {least:.2f} s")
+            problems[row] = beyond("too short", f"{seconds[row]:.2f} s, the least is {least:.2f} s")
         for row in np.flatnonzero(self.audio.lengths > most).tolist():
-            problems[row] = _beyond("too long", f"{seconds[row]:.2f} s, the limit is {most / SAMPLE_RATE:.2f} s")
+            problems[row] = beyond("too long", f"{seconds[row]:.2f} s, the limit is {most / SAMPLE_RATE:.2f} s")
         return problems | self.audio.set_aside
 
-    def split(self, clips: ClipSet) -> tuple[ClipSet, ClipSet]:
-        """Return the training and the validation clips."""
-        folder, set_aside = self.corpus.folder, self.set_aside
-        if not self.usable:
-            counts = Counter(item.reason for item in set_aside).most_common()
-            reasons = "\n".join(f"  {count} × {reason}" for reason, count in counts) or "  the metadata is empty"
-            example = f"\nFor example {set_aside[0].id}: {set_aside[0].detail}" if set_aside else ""
-            listed = f"\nAll are listed in {path}" if (path := set_aside_list(self.root)).exists() else ""
-            raise DatasetError(f"No usable clip in {folder}. Set aside:\n{reasons}{example}{listed}")
-        if all(clip.held_out for clip in self.usable):
-            raise DatasetError(f"No usable clip in {folder} except those of metadata_eval.csv")
-        chosen = held_out(self.usable, self.data)
-        return clips.select(np.flatnonzero(~chosen)), clips.select(np.flatnonzero(chosen))
+    def held_out(self) -> Flags:
+        return held_out(self.usable, self.data)
 
     def store(
         self, spec: StoreSpec, name: str, build: Callable[[StoreWriter, list[int]], None], verify: bool = False
@@ -372,9 +526,14 @@ class _Part:
         return build_store(self.root, spec, build)
 
 
-def _spoken_of(parts: Sequence[_Part]) -> tuple[list[str], list[str]]:
-    """Return every sentence as it is spoken, and its language."""
-    sentences = [sentence for part in parts for _, sentence in _spoken(part.text, range(len(part.text)))]
+def _spoken_of(parts: Sequence[_Part | _ShardedPart]) -> tuple[list[str], list[str]]:
+    """Return every sentence as it is spoken, and its language; of a sharded corpus a sample."""
+    sentences: list[LabelledText] = []
+    for part in parts:
+        if isinstance(part, _ShardedPart):
+            sentences += part.corpus.sentences()
+        else:
+            sentences += (sentence for _, sentence in _spoken(part.text, range(len(part.text))))
     return [sentence.text for sentence in sentences], [sentence.language for sentence in sentences]
 
 
@@ -429,28 +588,15 @@ def build_text(
 ) -> None:
     """Write the sentences at `rows` as they are spoken, labelled with their language."""
     tools.announce("BUILDING TEXT CACHE (Text Preprocessing)", len(rows))
-    jobs = []
-    for row in rows:
-        length = len(sentences[row].text)
-        if length <= MAX_TEXT_CHARACTERS:
-            jobs.append((row, sentences[row]))
-        else:
-            detail = f"{length} characters, the limit is {MAX_TEXT_CHARACTERS}"
-            writer.set_aside.append((row, "text too long", detail))
+    jobs = [(row, sentences[row]) for row in rows]
     make = partial(_normalize_chunk, use_phonemes)
     _build_rows(tools, writer, make, jobs, TEXT_CHUNK, "Preparing text", "normaliser")
 
 
 def build_ids(tools: Tools, text: Store, tokenizer: Tokenizer, writer: StoreWriter, rows: Sequence[int]) -> None:
     """Write the token ids of the spoken texts at `rows`; texts with unknown characters are set aside."""
-    jobs = []
-    for row, sentence in _spoken(text, rows):
-        if (language := sentence.language) in tokenizer.languages:
-            jobs.append((row, sentence))
-        else:
-            fix = f"the vocabulary has no [{language}]; see myxtts vocabulary extend --language {language}"
-            writer.set_aside.append((row, "language not in vocabulary", fix))
     make = partial(_encode_chunk, tokenizer.to_json())
+    jobs = list(_spoken(text, rows))
     _build_rows(tools, writer, make, jobs, TEXT_CHUNK, "Tokenising", "tokenizer")
 
 
@@ -503,16 +649,11 @@ def _decode_chunk(folder: Path, options: DecodeOptions, packed: bool, chunk: Seq
             arrays.append(_decode_clip(folder, options, clip))
             rows.append(row)
         except audio.UnusableAudio as error:
-            set_aside.append((row, *_beyond(error.reason, error.detail)))
+            set_aside.append((row, *beyond(error.reason, error.detail)))
     if not packed:
         records = pack(arrays)[1]
         arrays = list(np.stack([records["length"].astype(np.uint64), records["hash"]], axis=1))
     return _Made(rows, arrays, set_aside)
-
-
-def _beyond(reason: str, detail: str) -> tuple[str, str]:
-    """The reason why a clip is set aside, and what was found, with the flag of the limit if one can be changed."""
-    return reason, f"{detail} ({LIMITS[reason]})" if reason in LIMITS else detail
 
 
 def _decode_clip(folder: Path, options: DecodeOptions, clip: Clip) -> audio.Pcm:
@@ -525,41 +666,24 @@ def _decode_clip(folder: Path, options: DecodeOptions, clip: Clip) -> audio.Pcm:
     listed = (clip.size_bytes, clip.modified_ns, clip.changed_ns)
     if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != listed:
         raise audio.UnusableAudio("changed while read", "the file was written to during preparation")
-    if audio.is_silent(pcm):
-        raise audio.UnusableAudio("silent", f"its samples stay within {audio.SILENCE} of 32768")
+    audio.refuse_silence(pcm)
     return pcm
 
 
 def _normalize_chunk(use_phonemes: bool, chunk: Sequence[tuple[int, LabelledText]]) -> _Made:
     """In a worker: turn texts into what is spoken, as UTF-8."""
-    arrays: list[Array] = []
-    set_aside: NotBuilt = []
-    for row, (text, language) in chunk:
-        spoken = ""
-        problem = ("empty text", f"nothing to speak in '{text[:40]}'")
-        try:
-            words = normalize(text, language)
-            spoken = phonemize([words], language)[0] if use_phonemes else words
-        except ConfigError as error:  # the language needs a package that is not installed
-            problem = ("language not available", str(error))
-        if not spoken:
-            set_aside.append((row, *problem))
-        arrays.append(np.frombuffer(spoken.encode(), np.uint8))
-    labels = [LANGUAGES.index(sentence.language) for _, sentence in chunk]
-    return _Made([row for row, _ in chunk], arrays, set_aside, labels)
+    made = [spoken(*sentence, use_phonemes) for _, sentence in chunk]
+    rows = [row for row, _ in chunk]
+    set_aside = [(row, *text) for row, text in zip(rows, made, strict=True) if not isinstance(text, str)]
+    arrays = [np.frombuffer((text if isinstance(text, str) else "").encode(), np.uint8) for text in made]
+    return _Made(rows, arrays, set_aside, [LANGUAGES.index(sentence.language) for _, sentence in chunk])
 
 
 def _encode_chunk(vocabulary: str, chunk: Sequence[tuple[int, LabelledText]]) -> _Made:
     """In a worker: turn spoken texts into token ids."""
-    tokenizer = _tokenizer_of(vocabulary)
-    rows, sentences = [row for row, _ in chunk], [sentence for _, sentence in chunk]
-    ids = tokenizer.encode_batch([text for text, _ in sentences], [language for _, language in sentences])
-    set_aside = [
-        (row, "unknown characters", describe_characters(tokenizer.unknown_characters(*sentence)))
-        for row, sentence, row_ids in zip(rows, sentences, ids, strict=True)
-        if tokenizer.unknown_id in row_ids
-    ]
-    return _Made(rows, [np.asarray(row_ids, np.int32) for row_ids in ids], set_aside)
+    rows = [row for row, _ in chunk]
+    arrays, problems = token_ids(_tokenizer_of(vocabulary), [sentence for _, sentence in chunk])
+    return _Made(rows, arrays, [(rows[at], *problem) for at, problem in problems.items()])
 
 
 _tokenizer_of = lru_cache(maxsize=1)(Tokenizer)

@@ -66,39 +66,17 @@ class Pieces(NamedTuple):
         return cls(np.arange(len(lengths)), np.zeros_like(lengths), lengths)
 
 
-class Store:
-    """An open store; any thread may read. It outlives its folder.
+class PackedRows:
+    """Rows in one or several open files, with their places and checksums; any thread may read.
 
     Rows are copied with plain reads: if a mapped file were truncated, touching it would kill the process.
     """
 
-    def __init__(self, folder: Path, dtype: npt.DTypeLike) -> None:
-        self.folder = folder
-        self.dtype = np.dtype(dtype)
-        try:
-            content = json.loads((folder / "meta.json").read_bytes())
-            meta = content["body"]
-            index_hash = xxhash.xxh3_128_hexdigest((folder / "index.npy").read_bytes())
-            self._descriptor = os.open(folder / "data.bin", os.O_RDONLY)
-            weakref.finalize(self, os.close, self._descriptor)
-            data_bytes = os.fstat(self._descriptor).st_size
-            found = (content["hash"], FORMAT_VERSION, index_hash, data_bytes)
-            if found != (_meta_hash(meta), meta["format"], meta["index_hash"], meta["data_bytes"]):
-                raise ValueError
-            index: Array = np.load(folder / "index.npy", allow_pickle=False)
-        except OSError as error:
-            raise CacheDamaged(f"{folder}: {error.strerror or error}") from None
-        except (ValueError, KeyError, TypeError):
-            raise CacheDamaged(f"{folder}: the files do not match their checksums") from None
-        self.params: dict[str, Any] = meta["params"]
-        self.filters: dict[str, Any] = meta["filters"]
-        self.set_aside = {int(row): (str(reason), str(detail)) for row, reason, detail in meta["set_aside"]}
-        self.lengths = index["length"].astype(np.int64)
-        self.labels = index["label"].astype(np.int64)
-        self.sources = index["source"].astype(np.uint64)
-        self.hashes = index["hash"].astype(np.uint64)
-        self._offsets = index["offset"].astype(np.int64)
-        self._verified = self.lengths == 0
+    dtype: np.dtype[Any]
+    lengths: Rows
+    hashes: Sources
+    _offsets: Rows
+    _verified: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -124,33 +102,30 @@ class Store:
             if not is_known and not whole:
                 is_known = self.is_intact(row)
             if not self._is_read(row, offset, view[begin:end], is_known):
-                _mark_damaged(self.folder)
-                found = f"{self.folder}: row {row} does not match its checksum (truncated, or a failing disk?)."
-                advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
-                raise CacheDamaged(f"{found}\n{advice}")
+                self._recover(row, offset, view[begin:end])
 
     def gather_padded(self, rows: Rows, out: Array) -> None:
         """Copy row `rows[i]` to the start of `out[i]`, with zeros after it."""
         self.gather(rows, out)
         np.copyto(out, 0, where=np.arange(out.shape[1]) >= self.lengths[rows, None])
 
-    def all_intact(self) -> bool:
-        """True if every row matches its checksum; otherwise the store is marked for rebuilding."""
-        if all(self.is_intact(row) for row in range(len(self))):
-            return True
-        _mark_damaged(self.folder)
-        return False
-
     def is_intact(self, row: int) -> bool:
         out = bytearray(int(self.lengths[row]) * self.dtype.itemsize)
         return bool(self._verified[row]) or self._is_read(row, int(self._offsets[row]), memoryview(out), False)
 
+    def _file_of(self, row: int) -> OpenFile:
+        raise NotImplementedError
+
+    def _recover(self, row: int, offset: int, out: memoryview) -> None:
+        """Read a damaged row in another way, or raise `CacheDamaged`."""
+        raise NotImplementedError
+
     def _is_read(self, row: int, offset: int, out: memoryview, is_known: bool) -> bool:
         """Fill `out` with a row and, unless it is known, compare it with its checksum; True if it is intact."""
-        remaining = out
+        file, remaining = self._file_of(row), out
         while remaining:
             try:
-                num_bytes = os.preadv(self._descriptor, [remaining], offset)
+                num_bytes = os.preadv(file.descriptor, [remaining], offset)
             except OSError:  # a failing disk
                 return False
             if num_bytes == 0:  # the file was truncated
@@ -159,6 +134,63 @@ class Store:
         if not is_known:
             self._verified[row] = is_known = xxhash.xxh3_64_intdigest(out) == int(self.hashes[row])
         return is_known
+
+
+class OpenFile:
+    """A file that is read; closed when nothing holds it any more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+class Store(PackedRows):
+    """An open store. It outlives its folder."""
+
+    def __init__(self, folder: Path, dtype: npt.DTypeLike) -> None:
+        self.folder = folder
+        self.dtype = np.dtype(dtype)
+        try:
+            content = json.loads((folder / "meta.json").read_bytes())
+            meta = content["body"]
+            index_hash = xxhash.xxh3_128_hexdigest((folder / "index.npy").read_bytes())
+            self._file = OpenFile(os.open(folder / "data.bin", os.O_RDONLY))
+            data_bytes = os.fstat(self._file.descriptor).st_size
+            found = (content["hash"], FORMAT_VERSION, index_hash, data_bytes)
+            if found != (meta_hash(meta), meta["format"], meta["index_hash"], meta["data_bytes"]):
+                raise ValueError
+            index: Array = np.load(folder / "index.npy", allow_pickle=False)
+        except OSError as error:
+            raise CacheDamaged(f"{folder}: {error.strerror or error}") from None
+        except (ValueError, KeyError, TypeError):
+            raise CacheDamaged(f"{folder}: the files do not match their checksums") from None
+        self.params: dict[str, Any] = meta["params"]
+        self.filters: dict[str, Any] = meta["filters"]
+        self.set_aside = {int(row): (str(reason), str(detail)) for row, reason, detail in meta["set_aside"]}
+        self.lengths = index["length"].astype(np.int64)
+        self.labels = index["label"].astype(np.int64)
+        self.sources = index["source"].astype(np.uint64)
+        self.hashes = index["hash"].astype(np.uint64)
+        self._offsets = index["offset"].astype(np.int64)
+        self._verified = self.lengths == 0
+
+    def all_intact(self) -> bool:
+        """True if every row matches its checksum; otherwise the store is marked for rebuilding."""
+        if all(self.is_intact(row) for row in range(len(self))):
+            return True
+        mark_damaged(self.folder)
+        return False
+
+    def _file_of(self, row: int) -> OpenFile:
+        del row
+        return self._file
+
+    def _recover(self, row: int, offset: int, out: memoryview) -> None:
+        del offset, out
+        mark_damaged(self.folder)
+        found = f"{self.folder}: row {row} does not match its checksum (truncated, or a failing disk?)."
+        advice = "The store is marked: run the command again, and only the damaged rows are rebuilt."
+        raise CacheDamaged(f"{found}\n{advice}")
 
 
 class RowReader(Protocol):
@@ -272,7 +304,7 @@ class StoreWriter:
             "params": dict(params),
             "filters": dict(filters or {}),
         }
-        text = json.dumps({"hash": _meta_hash(body), "body": body})
+        text = json.dumps({"hash": meta_hash(body), "body": body})
         (self.folder / "meta.json").write_text(text, encoding="utf-8")
         for path in (self.data_path, self.folder / "index.npy", self.folder / "meta.json", self.folder):
             sync_path(path)
@@ -315,11 +347,12 @@ def _bytes(array: Array) -> memoryview:
     return memoryview(contiguous).cast("B") if array.size else memoryview(b"")
 
 
-def _meta_hash(body: Mapping[str, object]) -> str:
+def meta_hash(body: Mapping[str, object]) -> str:
+    """Return the checksum of the body of a JSON file, which stands next to it."""
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
-def _mark_damaged(folder: Path) -> None:
+def mark_damaged(folder: Path) -> None:
     with contextlib.suppress(OSError):  # the folder is gone or read-only
         (folder / "damaged").touch()
 
@@ -351,7 +384,7 @@ def open_store(folder: Path, dtype: npt.DTypeLike) -> Store | None:
         store = Store(folder, dtype)
     except CacheDamaged as error:
         _log.warning("%s; it will be built again", error)
-        _mark_damaged(folder)
+        mark_damaged(folder)
         return None
     with contextlib.suppress(OSError):  # a read-only cache cannot record when it was last used
         os.utime(folder)
@@ -395,7 +428,7 @@ def build_store(
             for old in others[STORES_KEPT - 1 :]:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise _cannot_write(root, error) from error
+        raise cannot_write(root, error) from error
     return Store(folder, spec.dtype)
 
 
@@ -460,7 +493,7 @@ def only_process(root: Path, name: str, waiting: str = "") -> Iterator[None]:
         yield
 
 
-def _cannot_write(root: Path, error: OSError) -> DatasetError:
+def cannot_write(root: Path, error: OSError) -> DatasetError:
     if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         what = f"Cannot write the cache at {error.filename or root}: {error.strerror or error}."
         return DatasetError(f"{what}\nChoose a folder you can write to with --cache-dir DIR.")

@@ -388,6 +388,9 @@ def build_feed(
     data, plan = ctx.settings.data, ctx.plan
     clips = ctx.prepared.val if validation else ctx.prepared.train
     gatherer = build_gatherer(ctx, clips, once or validation)
+    for audio, _ in clips.stores:
+        if trace.enabled and (cache := getattr(audio, "cache", None)) is not None:  # of a sharded corpus
+            cache.trace = trace
     frontend = _frontend(ctx, gatherer.frame_budget)
     return Feed(
         gatherer,

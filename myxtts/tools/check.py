@@ -34,6 +34,7 @@ from myxtts.data.batches import MAX_CROP_FRAMES, host_layout
 from myxtts.data.clips import PreparedCorpus
 from myxtts.data.corpus import Corpus, held_out, read_corpus
 from myxtts.data.prepare import cache_folder, corpus_folders, prepare, prepared_before, with_tokenizer_of_run
+from myxtts.data.shards import is_sharded
 from myxtts.devices import Gpu, Machine, Plan, Stream, apply_caps, make_plan
 from myxtts.errors import ConfigError, DatasetError, MyXTTSError, NoProgress, Progress
 from myxtts.host import available_bytes, host_memory, nvidia_driver, usable_cores
@@ -155,7 +156,7 @@ class CheckContext:
     def corpora(self) -> list[Corpus] | DatasetError:
         """The folders as their metadata describes them, or why that cannot be read."""
         try:
-            return [read_corpus(folder) for folder in corpus_folders(self.data)]
+            return [read_corpus(folder) for folder in corpus_folders(self.data) if not is_sharded(folder)]
         except DatasetError as error:
             return error
 

@@ -1,0 +1,459 @@
+"""Prepares a sharded corpus: plans shards, runs their jobs, and joins what they made.
+
+A job makes one package (see `shards`) in a process of its own: a crash costs that job only. Jobs run in processes
+of this machine, as Ray tasks on a cluster, or divided among processes that know nothing of each other (Slurm). The
+plan depends on the sources and on what the corpus holds already, so all of them make the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import xxhash
+
+from myxtts.config import LANGUAGES, DataSettings
+from myxtts.data.clips import DecodeOptions
+from myxtts.data.locations import Location, shard_cache
+from myxtts.data.pool import WorkerContext, behave_as_worker
+from myxtts.data.shards import (
+    FORMAT,
+    Package,
+    ShardedCorpus,
+    ShardSpec,
+    checked_json,
+    content_settings,
+    ids_folder,
+    join_ids,
+    join_shards,
+    location_of,
+    read_corpus_file,
+    refuse_query,
+    remove_leftovers,
+    url_of,
+    write_ids,
+    write_shard,
+)
+from myxtts.data.sources import Unit, open_source
+from myxtts.data.store import cannot_write, only_process, user_cache
+from myxtts.errors import ConfigError, DatasetError, MyXTTSError, Progress, progress_bar
+from myxtts.host import usable_cores
+from myxtts.text.tokenizer import Tokenizer, train
+
+ATTEMPTS = 12  # to run a job whose process dies
+CRASHES = 3  # at the same recording, after which it is set aside
+RAY_RETRIES = 16  # of a task whose machine is lost
+_LOOKUPS = 16  # packages that are looked for at once
+
+_log = logging.getLogger(__name__)
+_starting = threading.Lock()  # processes are started and end one at a time
+
+
+class Job(Protocol):
+    """Makes the package at `target`; it can be sent to another machine."""
+
+    @property
+    def target(self) -> Location: ...
+    def run(self, report: Callable[[int], object], skip: set[int]) -> object: ...
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    spec: ShardSpec
+    target: Location
+
+    def run(self, report: Callable[[int], object], skip: set[int]) -> None:
+        if self.spec.name != self.target.name:
+            raise DatasetError(
+                "This machine has other versions of MyXTTS or its libraries than the one that planned"
+            )
+        write_shard(self.spec, self.target, report, skip)
+
+
+@dataclass(frozen=True)
+class IdsJob:
+    shard: Location
+    target: Location
+    vocabulary: str
+
+    def run(self, report: Callable[[int], object], skip: set[int]) -> None:
+        del report, skip
+        write_ids(self.shard, self.target, Tokenizer(self.vocabulary))
+
+
+# Running
+
+
+class Supervisor:
+    """Runs jobs, each in a new process, any number of times until it succeeds. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._context, self._live, self._is_closed = WorkerContext(), set[Any](), False
+
+    def run(self, job: Job) -> None:
+        crashes: Counter[int] = Counter()
+        for _ in range(ATTEMPTS):
+            if Package.find(job.target) is not None:
+                return
+            skip = {number for number, count in crashes.items() if count >= CRASHES}
+            at, problem, exit_code = self._attempt(job, skip)
+            if problem:
+                raise DatasetError(problem)
+            if exit_code == 0:
+                return
+            if exit_code is None or exit_code > 0:
+                raise DatasetError(f"{job.target} failed with an error of the program, which is printed above")
+            crashes[at] += 1
+            _log.warning("The process of %s died (%s): it is started again", job.target, exit_code)
+        raise DatasetError(f"{job.target}: its process died {ATTEMPTS} times; is the machine out of memory?")
+
+    def kill(self) -> None:
+        """End all jobs at once; they leave nothing."""
+        with _starting:
+            self._is_closed = True
+            for process in self._live:
+                process.kill()
+
+    def _attempt(self, job: Job, skip: set[int]) -> tuple[int, str, int | None]:
+        """Return the last recording that was begun, the error if one was raised, and the exit code."""
+        receiver, sender = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_work, args=(job, skip, sender), daemon=True)
+        with _starting:
+            if self._is_closed:
+                raise DatasetError("stopped")
+            process.start()
+            self._live.add(process)
+        sender.close()
+        at, problem = -1, ""
+        with contextlib.suppress(EOFError), receiver:
+            while True:
+                at, problem = receiver.recv()
+        with _starting:  # starting a process asks how the others ended, which only one thread may at a time
+            process.join()
+            self._live.discard(process)
+        return at, problem, process.exitcode
+
+
+def _work(job: Job, skip: set[int], sender: Connection) -> None:
+    """In a worker: run a job and report each recording before it is decoded, or the error."""
+    behave_as_worker()
+    try:
+        job.run(lambda number: sender.send((number, "")), skip)
+    except MyXTTSError as error:
+        sender.send((-1, f"{job.target}: {error}"))
+    except OSError as error:
+        place = Path(job.target.parent.path) if job.target.is_local else user_cache()
+        sender.send((-1, str(cannot_write(place, error))))
+
+
+def run_job(job: Job) -> None:
+    Supervisor().run(job)
+
+
+RunnableJob = TypeVar("RunnableJob", bound=Job)
+Runner = Callable[[Sequence[Job]], Iterator[DatasetError | None]]
+"""Runs jobs, and yields for each that ends None or its error."""
+
+
+def run_here(num_workers: int, jobs: Sequence[Job]) -> Iterator[DatasetError | None]:
+    supervisor, pool = Supervisor(), ThreadPoolExecutor(num_workers)
+    try:
+        for future in as_completed([pool.submit(supervisor.run, job) for job in jobs]):
+            error = future.exception()
+            if error is not None and not isinstance(error, DatasetError):
+                raise error
+            yield error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        supervisor.kill()
+
+
+def run_on_ray(jobs: Sequence[Job]) -> Iterator[DatasetError | None]:
+    """Run jobs as tasks of a Ray cluster; those of a lost machine run again on another."""
+    ray = _ray()
+    task = ray.remote(num_cpus=1, max_retries=RAY_RETRIES)(run_job)
+    pending = {task.remote(job): job for job in jobs}
+    try:
+        while pending:
+            for ready in ray.wait(list(pending), num_returns=1)[0]:
+                job = pending.pop(ready)
+                try:
+                    ray.get(ready)
+                    yield None
+                except ray.exceptions.RayTaskError as error:
+                    if not isinstance(error.cause, DatasetError):
+                        raise
+                    yield error.cause
+                except ray.exceptions.RayError as error:
+                    yield DatasetError(f"{job.target}: {type(error).__name__} after {RAY_RETRIES} retries")
+    finally:
+        for left in pending:
+            ray.cancel(left, force=True)
+
+
+def _ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ConfigError("--on ray needs Ray: pip install 'myxtts[ray]' on every machine") from None
+    if not ray.is_initialized():
+        try:
+            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level=logging.WARNING)
+        except ConnectionError:
+            advice = "Start one with ray start --head, or name one in RAY_ADDRESS"
+            raise ConfigError(f"--on ray: there is no Ray cluster here. {advice}.") from None
+    return ray
+
+
+def _run(jobs: Sequence[Job], runner: Runner, title: str, progress: Progress) -> None:
+    """Run all jobs; those that can be done are done before an error is raised."""
+    errors = []
+    with progress_bar(progress, title, len(jobs)) as advance:
+        for error in runner(jobs) if jobs else ():
+            advance(1)
+            errors += [error] if error is not None else []
+    if errors:
+        more = f"\n{len(errors) - 1} more failed, such as: {errors[1]}" if len(errors) > 1 else ""
+        done = f"The other {len(jobs) - len(errors)} of {len(jobs)} are done; the same command continues."
+        raise DatasetError(f"{errors[0]}{more}\n{done}")
+
+
+# Planning
+
+
+class Plan(NamedTuple):
+    body: dict[str, Any] | None  # of corpus.json when the plan was made
+    sources: list[str]
+    kept: list[dict[str, Any]]  # shards that the corpus has, damaged ones included
+    jobs: list[ShardJob]
+
+    @property
+    def names(self) -> list[str]:
+        """The shards of the corpus, in their order: new ones come last."""
+        return list(dict.fromkeys([shard["name"] for shard in self.kept] + [job.spec.name for job in self.jobs]))
+
+
+def make_plan(corpus: Location, data: DataSettings, shard_mb: float) -> Plan:
+    """Return which shards stay and which are to be made: of units that are new or changed, or that are damaged."""
+    body = read_corpus_file(corpus)
+    sources: list[str] = list(body["sources"]) if body else []
+    recorded = list(body["shards"]) if body else []
+    wanted: list[tuple[ShardSpec, list[Unit]]] = []
+    for given in data.sources:
+        location = location_of(given.folder)
+        if given.weight != 1 or given.single_speaker:
+            raise ConfigError(
+                f"{location}: weights and single-speaker are given when training, not when preparing"
+            )
+        text = str(given.folder.absolute()) if location.is_local else str(location)
+        number = sources.index(text) if text in sources else len(sources)
+        sources += [text] if number == len(sources) else []
+        label = f"{location.name or given.folder.absolute().name}" if number else ""
+        options, language = DecodeOptions.of(data), given.language or data.language
+        speakers = given.speakers or label
+        spec = ShardSpec((), number, label, speakers, language, options, data.use_phonemes)
+        wanted.append((spec, sorted(open_source(url_of(given.folder)), key=lambda unit: unit.name)))
+    offered = {(spec.source, unit.name): unit for spec, units in wanted for unit in units}
+    kept = [shard for shard in recorded if not _is_stale(shard, offered)]
+    held = {tuple(unit) for shard in kept for unit in shard["units"]}
+    jobs = []
+    for spec, units in wanted:
+        new = [unit for unit in units if (unit.name, unit.key) not in held]
+        for group in _grouped(new, shard_mb * 1e6):
+            own = replace(spec, units=tuple(group))
+            jobs.append(ShardJob(own, corpus / "shards" / own.name))
+    with ThreadPoolExecutor(_LOOKUPS) as pool:
+        found = pool.map(Package.find, [corpus / "shards" / shard["name"] for shard in kept])
+        lost = [shard for shard, package in zip(kept, found, strict=True) if package is None]
+    jobs += [_repair(shard, wanted, corpus) for shard in lost]
+    return Plan(body, sources, kept, jobs)
+
+
+def _is_stale(shard: dict[str, Any], offered: dict[tuple[int, str], Unit]) -> bool:
+    """True if a unit of the shard has changed since; one that is gone from its source stays in the corpus."""
+    units = [(name, key, offered.get((shard["source"], name))) for name, key in shard["units"]]
+    if all(unit is None or unit.key == key for _, key, unit in units):
+        return False
+    if gone := [name for name, _, unit in units if unit is None]:
+        changed = next(name for name, key, unit in units if unit is not None and unit.key != key)
+        what = (
+            f"{changed} has changed, and its shard {shard['name']} also holds {gone[0]}, which is no longer there"
+        )
+        raise DatasetError(f"{what}.\nRestore {gone[0]}, or prepare the corpus anew in another folder.")
+    return True
+
+
+def _grouped(units: Sequence[Unit], most_bytes: float) -> Iterator[list[Unit]]:
+    """Yield neighbouring units that together have at most so many bytes; a larger one stays alone."""
+    group: list[Unit] = []
+    size = 0
+    for unit in units:
+        if group and size + unit.num_bytes > most_bytes:
+            yield group
+            group, size = [], 0
+        group.append(unit)
+        size += unit.num_bytes
+    if group:
+        yield group
+
+
+def _repair(shard: dict[str, Any], wanted: Sequence[tuple[ShardSpec, list[Unit]]], corpus: Location) -> ShardJob:
+    for spec, units in wanted:
+        own = {unit.name: unit for unit in units}
+        if spec.source == shard["source"] and all(name in own for name, _ in shard["units"]):
+            again = replace(spec, units=tuple(own[name] for name, _ in shard["units"]))
+            if again.name == shard["name"]:
+                return ShardJob(again, corpus / "shards" / again.name)
+    what = (
+        f"Shard {shard['name']} of {corpus} is missing or damaged, and its recordings are not in the sources given"
+    )
+    raise DatasetError(f"{what}, or the settings are others.\nGive the same sources and settings as before.")
+
+
+# The whole
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    on: str = "local"
+    share: tuple[int, int] = (0, 1)  # the jobs k, k + n, … are run here
+    shard_mb: float = 1000
+
+
+class Outcome(NamedTuple):
+    made: int
+    kept: int
+    waiting: int  # shards that other processes have yet to make; the corpus is finished if there are none
+
+
+def share_of(text: str | None) -> tuple[int, int]:
+    """Return K and N of `--shard K/N`, by default of Slurm or torchrun."""
+    env = os.environ
+    for rank, size in (("SLURM_PROCID", "SLURM_NTASKS"), ("RANK", "WORLD_SIZE")):
+        if text is None and rank in env and size in env:
+            text = f"{env[rank]}/{env[size]}"
+    first, _, last = (text or "0/1").partition("/")
+    if first.isdecimal() and last.isdecimal() and int(first) < int(last):
+        return int(first), int(last)
+    raise ConfigError(f"--shard {text}: expected K/N with K from 0 to N-1, such as 0/8 to 7/8")
+
+
+def prepare_sharded(
+    data: DataSettings, out: Path, options: JobOptions, base: Path | None, progress: Progress
+) -> Outcome:
+    """Make the shards that the corpus at `out` lacks, or a share of them; join all when the last is there.
+
+    A new corpus has the tokenizer that is named, else that of `base` if it has the languages, else one of its own.
+    """
+    corpus = refuse_query(location_of(out))
+    workers = min(data.num_workers, usable_cores())
+    runner: Runner = run_on_ray if options.on == "ray" else lambda jobs: run_here(workers, jobs)
+    (first, step), place = options.share, Path(corpus.path)
+    try:
+        if corpus.is_local:
+            (place / "shards").mkdir(parents=True, exist_ok=True)
+        remove_leftovers(corpus)
+        plan = make_plan(corpus, data, options.shard_mb)
+        mine = plan.jobs[first::step]
+        absent = _absent(mine)
+        _run(absent, runner, "Preparing shards", progress)
+        waiting = len(_absent(plan.jobs))
+        if not waiting:
+            lock = only_process(place, ".lock", "Another process is finishing %s: waiting for it")
+            with lock if corpus.is_local else contextlib.nullcontext():
+                if read_corpus_file(corpus) != plan.body:  # another process has finished the same, or added to it
+                    plan = make_plan(corpus, data, options.shard_mb)
+                _finish(corpus, plan, data, base, runner, progress)
+        return Outcome(len(absent), len(plan.names) - len(absent) - waiting, waiting)
+    except OSError as error:
+        raise cannot_write(place, error) from error
+
+
+def _absent(jobs: Sequence[RunnableJob]) -> list[RunnableJob]:
+    """Return the jobs whose package is not there."""
+    with ThreadPoolExecutor(_LOOKUPS) as pool:
+        found = list(pool.map(Package.find, [job.target for job in jobs]))
+    return [job for job, package in zip(jobs, found, strict=True) if package is None]
+
+
+def _finish(
+    corpus: Location, plan: Plan, data: DataSettings, base: Path | None, runner: Runner, progress: Progress
+) -> None:
+    """Join the shards, make vocabulary and ids, and replace corpus.json; what it no longer names is removed."""
+    names = plan.names
+    with ThreadPoolExecutor(_LOOKUPS) as pool:
+        packages = list(pool.map(Package.find, [corpus / "shards" / name for name in names]))
+    if any(package is None for package in packages):
+        raise DatasetError(f"{corpus} was changed by another process meanwhile: run the same command again")
+    shards = [package for package in packages if package is not None]
+    if not shards:
+        raise DatasetError("The sources hold nothing to prepare")
+    numbers = {job.target.name: job.spec.source for job in plan.jobs}
+    numbers |= {shard["name"]: shard["source"] for shard in plan.kept}
+    facts = [
+        {"name": name, "source": numbers[name], "clips": shard.facts["clips"], "units": shard.facts["units"]}
+        | {"audio": shard.files["audio.bin"]}
+        for name, shard in zip(names, shards, strict=True)
+    ]
+    key = xxhash.xxh3_128_hexdigest(json.dumps(names).encode())[:20]
+    join_shards(shards, corpus / f"index-{key}")
+    body = {
+        "format": FORMAT,
+        "params": content_settings(data),
+        "sources": plan.sources,
+        "index": key,
+        "shards": facts,
+    }
+    with shard_cache(data) as cache:
+        opened = ShardedCorpus(corpus, cache, body)
+        if plan.body is not None:
+            opened.require(data, plan.body["params"])
+        tokenizer = _vocabulary(opened, plan, data, base)
+    folder = corpus / ids_folder(tokenizer)
+    jobs = [IdsJob(shard.location, folder / shard.location.name, tokenizer.to_json()) for shard in shards]
+    if corpus.is_local:
+        Path(folder.path).mkdir(exist_ok=True)
+    _run(_absent(jobs), runner, "Tokenising", progress)
+    join_ids([package for job in jobs if (package := Package.find(job.target))], folder / f"index-{key}")
+    (corpus / "vocab.json").write(tokenizer.to_json().encode())
+    (corpus / "corpus.json").write(checked_json(body))
+    if corpus.is_local:
+        _remove_others(Path(corpus.path), {*names, f"index-{key}"})
+
+
+def _vocabulary(opened: ShardedCorpus, plan: Plan, data: DataSettings, base: Path | None) -> Tokenizer:
+    named = Tokenizer.load(data.tokenizer) if data.tokenizer else None
+    if plan.body is not None:
+        own = opened.tokenizer()
+        if named is not None and named.fingerprint != own.fingerprint:
+            advice = "Leave out --tokenizer; training with another one makes ids for it in the cache"
+            raise ConfigError(f"{opened.location} has a vocabulary, which stays as shards are added. {advice}.")
+        return own
+    if named is not None:
+        return named
+    codes = {LANGUAGES[number] for number in set(opened.index["language"].tolist())}
+    if base is not None and codes <= set((known := Tokenizer.load(base)).languages):
+        return known
+    sentences = opened.sentences()
+    _log.info("Training a vocabulary of up to %d tokens on %d sentences", data.vocab_size, len(sentences))
+    return train([one.text for one in sentences], [one.language for one in sentences], data.vocab_size)
+
+
+def _remove_others(corpus: Path, used: set[str]) -> None:
+    """Remove the packages that the corpus no longer names; processes that have them open go on reading."""
+    for folder in itertools.chain(corpus.glob("index-*"), corpus.glob("shards/*"), corpus.glob("ids-*/*")):
+        if folder.is_dir() and folder.name not in used:
+            shutil.rmtree(folder, ignore_errors=True)

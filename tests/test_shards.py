@@ -1,0 +1,314 @@
+"""Sharded corpora: the same clips as one folder, added to without rewriting, killed, divided, damaged, remote."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile as sf
+from conftest import SENTENCES, contents, make_voice, write_corpus
+from s3_fixtures import LoopbackStore, s3
+from shard_fixtures import DeadlyUnit, settings, shard, tree
+from training_fixtures import Clips, arguments
+
+from myxtts import evaluation
+from myxtts.cli import main
+from myxtts.config import CorpusSource
+from myxtts.data import shards, sources
+from myxtts.data.clips import PreparedCorpus
+from myxtts.data.jobs import JobOptions, ShardJob, Supervisor, share_of
+from myxtts.data.locations import Location
+from myxtts.data.prepare import prepare, prepared_before
+from myxtts.data.shards import CLIP_COLUMNS, IDS_COLUMNS, Package, ShardSpec, columns_bytes
+from myxtts.data.store import CacheDamaged
+from myxtts.errors import ConfigError, DatasetError
+
+__all__ = ["s3"]
+pytest_plugins = ["training_fixtures"]
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "SLICE_CLIPS", 2)
+
+
+def opened(out: Path | str, **values: object) -> PreparedCorpus:
+    return prepare(settings(Path(out), **values))
+
+
+@pytest.fixture
+def spoken(tmp_path: Path) -> Path:
+    """Fifteen clips of three speakers in two languages; three more cannot be used."""
+    folder = write_corpus(tmp_path / "spoken", [])
+    lines = ["audio_file|text|speaker_name|language"]
+    for number, text in enumerate((*SENTENCES, "Too short.", "Absent.", "   ")):
+        lines.append(f"c{number}|{text}|speaker {number % 3}|{'de' if number % 4 == 0 else 'en'}")
+        if number != len(SENTENCES) + 1:
+            seconds = 0.2 if number == len(SENTENCES) else 0.6 + number / 20
+            sf.write(folder / "wavs" / f"c{number}.wav", make_voice(seconds, seed=number), 22050, subtype="PCM_16")
+    (folder / "metadata.csv").write_text("\n".join(lines))
+    return folder
+
+
+def test_a_sharded_corpus_holds_what_its_folder_holds(spoken: Path, tmp_path: Path) -> None:
+    whole = opened(spoken)
+    made = shard(spoken, tmp_path / "out")
+    assert made.made >= 3 and made.waiting == 0
+    parts = opened(tmp_path / "out")
+    assert contents(parts) == contents(whole)
+    for field in ("speaker_names", "vocabulary", "max_mel_frames"):
+        assert getattr(parts, field) == getattr(whole, field)
+    assert sorted(parts.val.names) == sorted(whole.val.names)
+    assert {item[:2] for item in parts.set_aside if "clip " not in item.id} | {("c15", "too short")} == {
+        item[:2] for item in whole.set_aside
+    }
+    assert [item.reason for item in parts.set_aside if "clip " in item.id] == ["too short"]
+    assert parts.train.shards is not None and len(set(parts.train.shards.tolist())) == made.made
+    batch = np.zeros((4, 40_000), np.int16)
+    rows = parts.train.audio_rows[[5, 0, 3, 5]]
+    parts.train.audio.gather(rows, batch)
+    assert [batch[at, :1000].tobytes() for at in range(4)] == [
+        parts.train.audio[row][:1000].tobytes() for row in rows.tolist()
+    ]
+    assert prepared_before(settings(tmp_path / "out")) is not None
+    assert columns_bytes(CLIP_COLUMNS) + columns_bytes(IDS_COLUMNS) <= 64
+
+
+@pytest.mark.parametrize("most", [100, 4])
+def test_held_out_sentences_of_a_sharded_corpus(
+    most: int, spoken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "MOST_CLIPS", most)
+    shard(spoken, tmp_path / "out")
+    whole, parts = (
+        evaluation.held_out_sentences(opened(folder, val_fraction=0.4), settings(folder), 4)
+        for folder in (spoken, tmp_path / "out")
+    )
+    assert {(one.text, one.speaker, one.clip.name) for one in parts} <= {
+        (one.text, one.speaker, one.clip.name) for one in whole
+    }
+    assert len(parts) == (len(whole) if most == 100 else 4)
+
+
+def test_a_second_run_does_nothing_and_new_recordings_add_shards(tmp_path: Path) -> None:
+    corpus, out = write_corpus(tmp_path / "a", SENTENCES[:8]), tmp_path / "out"
+    shard(corpus, out)
+    before = tree(out)
+    assert shard(corpus, out).made == 0 and tree(out) == before
+    times = {path: path.stat().st_mtime_ns for path in out.glob("shards/*/*")}
+    kept = opened(out)
+    made = shard(write_corpus(tmp_path / "b", SENTENCES[8:]), out)
+    after = tree(out)
+    assert made.made >= 2 and {path: path.stat().st_mtime_ns for path in times} == times
+    rewritten = {name for name in before if after.get(name) != before[name]}
+    assert {name.partition("-")[0].partition("/")[0] for name in rewritten} <= {"corpus.json", "index", "ids"}
+    assert not [name for name in rewritten if "/index-" not in name and name.startswith("ids")]
+    now = opened(out)
+    assert now.vocabulary == kept.vocabulary and len(now.train) + len(now.val) == len(SENTENCES)
+    assert {name for name in now.train.names if name.startswith("b/")}
+
+
+def test_only_the_shard_of_a_changed_recording_is_replaced(tmp_path: Path) -> None:
+    corpus, out = write_corpus(tmp_path / "a", SENTENCES), tmp_path / "out"
+    made = shard(corpus, out)
+    before = {path.name for path in out.glob("shards/*") if path.is_dir()}
+    sf.write(corpus / "wavs" / "clip003.wav", make_voice(1.7, seed=99), 22050, subtype="PCM_16")
+    assert shard(corpus, out).made == 1
+    after = {path.name for path in out.glob("shards/*") if path.is_dir()}
+    assert len(before & after) == len(after) - 1 == made.made - 1
+    assert contents(opened(out)) == contents(opened(corpus))
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from myxtts.data import sources
+sources.SLICE_CLIPS = 2
+from shard_fixtures import shard, JobOptions
+if __name__ == "__main__":
+    share = (int(sys.argv[3]), int(sys.argv[4]))
+    shard(Path(sys.argv[1]), Path(sys.argv[2]), JobOptions(share=share, shard_mb=0.2))
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts to prepare a corpus in a process of its own."""
+    script, here = tmp_path / "prepare_it.py", Path(__file__).parent
+    script.write_text(PREPARE)
+    paths = os.pathsep.join([str(here), str(here.parent)])
+    running: list[subprocess.Popen[bytes]] = []
+
+    def begin(corpus: Path, out: Path, first: int = 0, step: int = 1) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(script), str(corpus), str(out), str(first), str(step)]
+        running.append(subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}))
+        return running[-1]
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.soak)])
+def test_a_killed_preparation_continues_to_the_same_bytes(
+    kills: int, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    corpus, choice = write_corpus(tmp_path / "a", SENTENCES), random.Random(5)
+    shard(corpus, tmp_path / "whole")
+    for attempt in range(kills):
+        out = tmp_path / f"killed{attempt}"
+        process, most = start(corpus, out), choice.random() * 5
+        while not list(out.glob("shards/making-*")) and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(most / 20)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        time.sleep(0.05)  # its workers end with it
+        shard(corpus, out)
+        assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_processes_that_divide_the_work_make_the_same_corpus(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    corpus = write_corpus(tmp_path / "a", SENTENCES)
+    shard(corpus, tmp_path / "whole")
+    processes = [start(corpus, tmp_path / "out", number, 2) for number in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_a_share_waits_for_the_others_and_comes_from_the_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, out = write_corpus(tmp_path / "a", SENTENCES[:8]), tmp_path / "out"
+    first = shard(corpus, out, JobOptions(share=(0, 2), shard_mb=0.1))
+    assert first.waiting and not (out / "corpus.json").exists()
+    assert shard(corpus, out, JobOptions(share=(1, 2), shard_mb=0.1)).waiting == 0
+    assert share_of(None) == (0, 1) and share_of("3/8") == (3, 8)
+    monkeypatch.setenv("SLURM_PROCID", "2")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert share_of(None) == (2, 4)
+    for wrong in ("4/4", "1", "a/b"):
+        with pytest.raises(ConfigError, match="expected K/N"):
+            share_of(wrong)
+
+
+def test_a_damaged_shard_is_named_and_made_anew(tmp_path: Path) -> None:
+    corpus, out = write_corpus(tmp_path / "a", SENTENCES), tmp_path / "out"
+    shard(corpus, out)
+    before = tree(out)
+    damaged = max(out.glob("shards/*/audio.bin"), key=lambda path: path.stat().st_size)
+    content = bytearray(damaged.read_bytes())
+    content[5] ^= 1
+    damaged.write_bytes(content)
+    clips = opened(out, val_fraction=0).train
+    with pytest.raises(CacheDamaged, match=rf"{damaged.parent.name}.*\n.*myxtts prepare --out {out}"):
+        [clips.audio[row] for row in clips.audio_rows.tolist()]
+    assert shard(corpus, out).made == 1 and tree(out) == before
+    damaged.write_bytes(content)
+    with pytest.raises(CacheDamaged, match="1 shards do not match"):
+        prepare(settings(out), verify=True)
+    shutil.rmtree(damaged.parent)
+    with pytest.raises(DatasetError, match="recordings are not in the sources"):
+        shard(write_corpus(tmp_path / "b", SENTENCES[:2]), out)
+    assert shard(corpus, out).made == 1 and tree(out) == before
+
+
+def test_another_vocabulary_is_made_in_the_cache(tmp_path: Path) -> None:
+    corpus, out = write_corpus(tmp_path / "a", SENTENCES[:6]), tmp_path / "out"
+    shard(corpus, out)
+    before, other = tree(out), tmp_path / "vocab.json"
+    other.write_text(opened(write_corpus(tmp_path / "b", SENTENCES[6:])).vocabulary)
+    given = {"tokenizer": other, "cache_dir": tmp_path / "cache"}
+    assert prepared_before(settings(out, **given)) is None
+    assert contents(opened(out, **given)) == contents(opened(corpus, **given))
+    assert tree(out) == before and prepared_before(settings(out, **given)) is not None
+    with pytest.raises(ConfigError, match="has a vocabulary, which stays"):
+        shard(write_corpus(tmp_path / "c", SENTENCES[:1]), out, tokenizer=other)
+    with pytest.raises(DatasetError, match="prepared with trim_silence_db 0"):
+        opened(out, trim_silence_db=40.0)
+
+
+def test_a_sharded_corpus_is_mixed_with_a_folder(tmp_path: Path) -> None:
+    one, two = write_corpus(tmp_path / "one", SENTENCES[:6]), write_corpus(tmp_path / "two", SENTENCES[6:10])
+    shard(one, tmp_path / "out")
+    both = (CorpusSource(tmp_path / "out"), CorpusSource(two, weight=2.0))
+    mixed = prepare(settings(Path(), train_data=both, val_fraction=0, tokenizer=tmp_path / "out"))
+    assert set(mixed.train.names) >= {"out/clip000", "two/clip003"} and len(mixed.train) == 10
+    shards_of = mixed.train.shards
+    assert shards_of is not None and len(set(shards_of[mixed.train.corpora == 1].tolist())) == 1
+    assert not set(shards_of[mixed.train.corpora == 0].tolist()) & set(
+        shards_of[mixed.train.corpora == 1].tolist()
+    )
+    batch = np.zeros((10, 60_000), np.int16)
+    mixed.train.audio.gather(mixed.train.audio_rows, batch)
+    assert (batch.any(axis=1)).all()
+
+
+def test_a_recording_that_kills_its_process_is_set_aside(tmp_path: Path) -> None:
+    sf.write(tmp_path / "a.wav", make_voice(1.0), 22050)
+    options = shards.DecodeOptions(100_000, 0)
+    spec = ShardSpec((DeadlyUnit(tmp_path / "a.wav"),), 0, "", "", None, options, False)
+    (tmp_path / "out").mkdir()
+    job = ShardJob(spec, Location(str(tmp_path / "out" / spec.name)))
+    Supervisor().run(job)
+    made = Package.find(job.target)
+    assert made is not None and made.facts["clips"] == 3
+    assert [(item.id, item.reason) for item in made.set_aside()] == [("r2", "crashed the decoder")]
+
+
+def test_a_remote_corpus_is_written_and_read(
+    s3: LoopbackStore, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    corpus = write_corpus(tmp_path / "a", SENTENCES[:8])
+    assert start(corpus, Path("s3://bucket/corpus")).wait() == 0
+    last_of = {key.rpartition("/")[0]: key for key in s3.objects}
+    assert all(key.endswith("meta.json") for folder, key in last_of.items() if "/shards/" in folder)
+    shard(corpus, tmp_path / "out")
+    assert {f"bucket/corpus/{name}": content for name, content in tree(tmp_path / "out").items()} == s3.objects
+    cache = tmp_path / "cache"
+    remote = opened("s3:/bucket/corpus", cache_dir=cache)  # as a path of the settings spells it
+    assert contents(remote) == contents(opened(corpus))
+    cached = max(cache.glob("shards/*"), key=lambda path: path.stat().st_size)
+    cached.write_bytes(bytes(cached.stat().st_size))
+    assert contents(opened("s3://bucket/corpus", cache_dir=cache)) == contents(opened(corpus)), "fetched again"
+    with pytest.raises(DatasetError, match="is no sharded corpus"):
+        opened("s3://bucket/nothing")
+
+
+def test_what_cannot_be_made_is_refused_and_leaves_nothing(tmp_path: Path, small_disk: Path) -> None:
+    corpus = write_corpus(tmp_path / "a", SENTENCES, seconds=5.0)
+    with pytest.raises(DatasetError, match="No room"):
+        shard(corpus, small_disk / "out")
+    assert not list((small_disk / "out").rglob("making-*")) and not (small_disk / "out" / "corpus.json").exists()
+    with pytest.raises(ConfigError, match="weights and single-speaker"):
+        shard(corpus, tmp_path / "out", train_data=(CorpusSource(corpus, weight=2.0),))
+    with pytest.raises(ConfigError, match="a signed URL opens one file") as refused:
+        opened("https://store/corpus?X-Amz-Signature=secret")
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("small")
+def test_training_from_a_sharded_corpus(clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--language", "en", "--vocab-size", "256", "--num-workers", "1"]
+    out = tmp_path / "out"
+    assert main(["prepare", "--train-data", str(clips(4)), "--out", str(out), "--shard-mb", "0.01", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "shards made" in shown and "training clips" in shown
+    assert main(["check", "--train-data", str(out), *flags]) in (0, 1)
+    assert "The corpus cannot be read" not in capsys.readouterr().out
+    assert main(arguments(tmp_path / "run", out, "--stages gpt --max-steps 2")) == 0
+    assert main(["profile", "--data-only", "--num-batches", "2", *arguments(tmp_path / "p", out)[1:]]) == 0
+    assert main(["prepare", "--train-data", str(clips(4)), "--shard", "0/2"]) == 2
+    assert main(["prepare", "--train-data", str(clips(4)), "--out", str(out), "--val-data", str(clips(3))]) == 2
