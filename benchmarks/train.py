@@ -2,6 +2,7 @@
 
     python benchmarks/train.py speed                     clips/s of normal, small and tiny, LJSpeech-like noise
     python benchmarks/train.py speed --deterministic     the same, and again with --deterministic
+    python benchmarks/train.py sharded                   the same from a folder and from a sharded corpus
     python benchmarks/train.py memory                    fine-tuning `normal` under caps of 8 and 12 GB
     python benchmarks/train.py presets                   every preset under the cap of its card, a few steps each
     python benchmarks/train.py weights --corpus DIR --out DIR    fresh weights that both trainers start from
@@ -38,10 +39,12 @@ from harness import (
 )
 
 from myxtts.config import PRESETS, SMALL_CORPUS, STAGES, DataSettings, Settings
+from myxtts.data import sources
 from myxtts.data.clips import PreparedCorpus
+from myxtts.data.jobs import JobOptions, prepare_sharded
 from myxtts.data.prepare import prepare
 from myxtts.devices import CONTEXT_MB, MARGIN_MB, apply_caps, explained_out_of_memory, make_plan
-from myxtts.errors import MyXTTSError
+from myxtts.errors import NO_PROGRESS, MyXTTSError
 from myxtts.model.xtts import SIZES, XTTS
 from myxtts.observe.metrics import StepReport
 from myxtts.observe.trace import StepClock
@@ -101,6 +104,36 @@ def speed(options: argparse.Namespace) -> None:
                 round(statistics.median(report.ahead for report in steady)),
                 "yes" if fixed else "no",
             )
+    table.show()
+
+
+def sharded(options: argparse.Namespace) -> None:
+    """`normal` fed from one store and from shards of the same clips, in turns."""
+    folder = options.folder
+    if not (folder / "shards").exists():
+        write_corpus(folder / "corpus", options.corpus_clips)
+        sources.SLICE_CLIPS = 16
+        given = load(None, {"data.train_data": str(folder / "corpus"), "data.language": "en"}).settings.data
+        made = prepare_sharded(given, folder / "shards", JobOptions(shard_mb=options.shard_mb), None, NO_PROGRESS)
+        console.print(f"{made.made} shards")
+    table = LiveTable(
+        f"GPT stage of {options.size}, {options.batch} clips, {machine()}", "corpus", "clips/s", "idle"
+    )
+    for number, name in enumerate(("corpus", "shards") * options.rounds):
+        flags: dict[str, object] = {
+            "data.train_data": str(folder / name),
+            "data.max_mel_frames": MAX_MEL_FRAMES,
+            "data.batch_size": options.batch,
+            "model.size": options.size,
+            "training.max_steps": options.steps,
+            "training.log_step": 10,
+            "training.save_step": 10**6,
+            "training.evaluate_on": "off",
+        }
+        reports = run(folder / f"run-{number}-{options.steps}", flags)
+        steady = [report for report in reports if report.step > options.steps // 3]
+        speed = statistics.median(report.clips_per_s for report in steady)
+        table.add(name, f"{speed:,.1f}", f"{statistics.mean(report.idle_share for report in steady):.2%}")
     table.show()
 
 
@@ -248,6 +281,14 @@ def main() -> None:
     command.add_argument("--steps", type=int, default=200)
     command.add_argument("--corpus-clips", type=int, default=2000)
     command.add_argument("--deterministic", action="store_true", help="also with --deterministic, for its price")
+    command = add_command(commands, "sharded", sharded)
+    command.add_argument("--size", default="normal", choices=list(SIZES))
+    command.add_argument("--batch", type=int, default=64)
+    command.add_argument("--steps", type=int, default=150)
+    command.add_argument("--rounds", type=int, default=2)
+    command.add_argument("--corpus-clips", type=int, default=2000)
+    command.add_argument("--shard-mb", type=float, default=20.0)
+    command.add_argument("--folder", type=Path, required=True, help="of corpora and runs, which stay there")
     command = add_command(commands, "presets", presets)
     command.add_argument("--preset", action="append", choices=list(PRESETS))
     command.add_argument("--stage", action="append", choices=STAGES)
