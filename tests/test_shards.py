@@ -314,9 +314,9 @@ def test_training_from_a_sharded_corpus(clips: Clips, tmp_path: Path, capsys: py
     assert main(["prepare", "--train-data", str(clips(4)), "--out", str(out), "--val-data", str(clips(3))]) == 2
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small", "s3")
 def test_training_from_a_remote_corpus(
-    s3: LoopbackStore, clips: Clips, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+    clips: Clips, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     assert start(clips(4), Path("s3://bucket/corpus")).wait() == 0
     given = f"--stages gpt --max-steps 2 --cache-dir {tmp_path / 'cache'}"
