@@ -155,8 +155,7 @@ def held_out_sentences(
         cure = "train with --val-fraction above 0, or with --val-data DIR"
         raise ConfigError(f"The run holds no clips out, and sentences that were trained on show nothing; {cure}.")
     train, prepared = prepared.train, _manageable(prepared)
-    val = prepared.val
-    texts = _unseen_texts(train, val, data)
+    val, texts = prepared.val, _unseen_texts(replace(prepared, train=train), data)
     languages = [LANGUAGES[number] for number in val.languages.tolist()]
     if language is not None and language not in languages:
         found = ", ".join(sorted(set(languages)))
@@ -208,8 +207,9 @@ def _evenly(numbers: Rows, count: int) -> Rows:
     return numbers[np.linspace(0, len(numbers) - 1, min(count, len(numbers))).astype(np.int64)]
 
 
-def _unseen_texts(train: ClipSet, val: ClipSet, data: DataSettings) -> dict[str, str]:
+def _unseen_texts(prepared: PreparedCorpus, data: DataSettings) -> dict[str, str]:
     """The text of every held-out clip by name, without those that are the text of a training clip too."""
+    train, val = prepared.train, prepared.val
     known = {clip.id: clip.text for corpus in read_training(data) for clip in corpus.clips}
     held = {clip.id: clip.text for corpus in read_validation(data) for clip in corpus.clips} or known
     seen = {known[name] for name in train.names if name in known} if known else set()

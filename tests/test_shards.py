@@ -18,7 +18,7 @@ import soundfile as sf
 from conftest import SENTENCES, contents, make_voice, write_corpus
 from s3_fixtures import LoopbackStore, s3
 from shard_fixtures import DeadlyUnit, settings, shard, tree
-from training_fixtures import Clips, arguments
+from training_fixtures import Clips, arguments, losses
 
 from myxtts import evaluation
 from myxtts.cli import main
@@ -312,3 +312,15 @@ def test_training_from_a_sharded_corpus(clips: Clips, tmp_path: Path, capsys: py
     assert main(["profile", "--data-only", "--num-batches", "2", *arguments(tmp_path / "p", out)[1:]]) == 0
     assert main(["prepare", "--train-data", str(clips(4)), "--shard", "0/2"]) == 2
     assert main(["prepare", "--train-data", str(clips(4)), "--out", str(out), "--val-data", str(clips(3))]) == 2
+
+
+@pytest.mark.usefixtures("small", "s3")
+def test_training_from_a_remote_corpus(
+    clips: Clips, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    assert start(clips(4), Path("s3://bucket/corpus")).wait() == 0
+    given = f"--stages gpt --max-steps 2 --cache-dir {tmp_path / 'cache'}"
+    assert main(arguments(tmp_path / "remote", Path("s3://bucket/corpus"), given)) == 0
+    shard(clips(4), tmp_path / "out")
+    assert main(arguments(tmp_path / "local", tmp_path / "out", "--stages gpt --max-steps 2")) == 0
+    assert losses(tmp_path / "remote") == losses(tmp_path / "local")
