@@ -124,6 +124,15 @@ def test_a_signal_to_one_rank_stops_both_and_they_go_on_as_if_nothing_had_been(
     assert_same_run(tmp_path / "parts", tmp_path / "whole", "gpt")
 
 
+def test_ranks_agree_whether_a_stage_has_ended_early(clips: Clips, tmp_path: Path, server: Server) -> None:
+    """A rank for which it has would begin the next one, in which the first rank takes no part."""
+    flags = f"--stages dvae,gpt --max-steps 9 --val-data {clips(3)} --val-step 2 --early-stop 1 --evaluate-on cpu"
+    command = arguments(tmp_path / "run", clips(4), flags)
+    ended(server.start_ranks(command, hook="stopped_after_a_validation_that_is_no_better"))
+    last = newest(tmp_path / "run", "dvae")
+    assert (last.step, last.state["stale_validations"], last.state["done"]) == (4, 1, False)
+
+
 def test_a_run_of_one_process_goes_on_with_two_that_share_its_batch(
     start: Start, clips: Clips, server: Server
 ) -> None:
