@@ -6,11 +6,15 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +25,12 @@ from training_fixtures import Clips, Start, arguments, assert_equal_tensors, ass
 from training_processes import Run, Server
 
 from myxtts import distributed
+from myxtts.data.batches import Sizes
+from myxtts.devices import Plan, Stream
+from myxtts.errors import PipelineError
+from myxtts.training.optim import Optimizer, Schedule
+from myxtts.training.recipes import Recipe
+from myxtts.training.trainer import Step, StepMode
 
 pytest_plugins = ["training_fixtures", "training_processes"]
 pytestmark = pytest.mark.usefixtures("small")
@@ -193,6 +203,35 @@ def test_torchrun_restarts_all_ranks_from_the_last_checkpoint(clips: Clips, tmp_
     assert newest(run, "dvae").step == 40
 
 
+def test_the_monitor_of_ranks_ignores_strangers_and_names_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scanner of ports must not end a run; a rank that never connects ends it with an explanation."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(distributed, "GREETING_S", 0.2)
+    monkeypatch.setattr(distributed, "JOIN_S", 1.0)
+    plan = Plan(torch.device("cpu"), torch.device("cpu"), rank=0, world_size=2)
+    callers: list[socket.socket] = []
+
+    def call(_: Plan, port: int, token: int) -> tuple[int, int]:
+        callers[:] = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+        callers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        callers[1].close()
+        callers[2].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        callers[2].close()  # as a scanner: with a reset
+        if token_is_known:  # the fourth says nothing
+            callers[4].sendall(struct.pack(">qq", token, 1))
+        return port, token
+
+    monkeypatch.setattr(distributed, "of_first_rank", call)
+    token_is_known = True
+    distributed.RankMonitor(plan).close(distributed.DONE)
+    assert callers[4].recv(100) == b"done\n"
+    token_is_known = False
+    with pytest.raises(PipelineError, match="Rank 0 could not connect to the others: timed out"):
+        distributed.RankMonitor(plan)
+    for caller in callers:
+        caller.close()
+
+
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
@@ -237,6 +276,32 @@ def test_gradients_are_exchanged_in_buckets_while_others_are_computed(
     assert len(begun) == len(sums.buckets) >= 4
     assert begun[0] < 4 and begun[-1] == 8, "the first while six gradients are still to come, unused ones last"
     sums.close()
+
+
+class _Line(Recipe):
+    """The smallest recipe."""
+
+    def __init__(self) -> None:
+        super().__init__(world_size=1)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, tensors: Any, _: Any) -> dict[str, Tensor]:
+        return {"total": self.layer(tensors["x"]).square().sum()}
+
+    build = sums = None  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_step_that_is_closed_holds_no_gradients() -> None:
+    """They would take memory beside those of the next phase."""
+    recipe = _Line()
+    step = Step(recipe, Optimizer(recipe, 1e-3, Schedule(0, None)), StepMode(), Stream(torch.device("cpu")))
+    step.add_gradients({"x": torch.ones(2, 4)}, Sizes(0, 0, 0, 0), last=True)
+    assert step._sums_of_ranks is not None
+    gradients = weakref.ref(step._sums_of_ranks.buckets[0].gradients)
+    assert gradients() is not None
+    step.close()
+    assert gradients() is None
 
 
 def test_torchrun_starts_the_script_of_the_old_door_plate(clips: Clips, tmp_path: Path) -> None:
