@@ -282,7 +282,7 @@ class _Line(Recipe):
     """The smallest recipe."""
 
     def __init__(self) -> None:
-        super().__init__(world_size=1)
+        super().__init__()
         self.layer = nn.Linear(4, 4)
 
     def forward(self, tensors: Any, _: Any) -> dict[str, Tensor]:
