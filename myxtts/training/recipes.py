@@ -36,7 +36,7 @@ from myxtts.errors import ConfigError
 from myxtts.model.conditioning import PackedFrames, pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction, Usage
 from myxtts.model.flow import noise_of
-from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack, packed_length
+from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack, sharpest, text_attention
 from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, LogMel, MelSpec
 from myxtts.model.vocoder import (
     CROP_SAMPLES,
@@ -592,10 +592,10 @@ class GptRecipe(Recipe):
         lengths = {name: tensors[name][:1] for name in ("num_frames", "num_ids", "num_codes")}
         num_frames, num_ids, num_codes = (int(length) for length in lengths.values())
         mel = tensors["mel"][:num_frames]
-        frames = pack_frames(mel, lengths["num_frames"], self.max_frames)
-        tokens = (tensors["ids"][:1, :num_ids], lengths["num_ids"], codes[:1, :num_codes], lengths["num_codes"])
-        packed = pack(self.gpt.dims, frames, *tokens, budget=packed_length(num_ids, num_codes))
-        return {"reference_voice": mel.t(), "alignment": self.gpt.alignment(packed), "code_usage": counts}
+        voice = self.gpt.condition(pack_frames(mel, lengths["num_frames"], self.max_frames))
+        read, said = tensors["ids"][0, :num_ids].tolist(), codes[0, :num_codes].tolist()
+        alignment = sharpest(text_attention(self.gpt, voice, read, said)).t()
+        return {"reference_voice": mel.t(), "alignment": alignment, "code_usage": counts}
 
     def regions(self) -> list[nn.Module]:
         """The blocks and the perceiver, nearly all the arithmetic: as one graph, 30 layers compile a minute."""
