@@ -423,14 +423,14 @@ def test_a_listener_with_nothing_yet_comes_before_one_with_a_lead(
     make: Make, anna: Voice, monkeypatch: Patch
 ) -> None:
     """A long text does not delay the first piece of a new request by more than what is under way."""
-    engine, made, real = make(slots=4), list[int](), HifiGanStream.window
+    engine, made, real = make(slots=4), list[int](), HifiGanStream.push
 
-    def window(self: HifiGanStream, *given: Any) -> Any:
+    def push(self: HifiGanStream, *given: Any) -> Any:
         made.append(id(self))
         time.sleep(0.01)
         return real(self, *given)
 
-    monkeypatch.setattr(HifiGanStream, "window", window)
+    monkeypatch.setattr(HifiGanStream, "push", push)
     long = submit(engine, anna, " ".join([LONG_TEXT] * 4), seed=4, chunk_codes=5)
     while len(long.pieces) < 5:
         time.sleep(0.001)
