@@ -21,6 +21,7 @@ import torch
 from model_fixtures import write_hifigan
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from training_fixtures import Clips, Start, arguments, assert_equal_tensors, assert_same_run, losses, newest, steps
 from training_processes import Run, Server
 
@@ -276,6 +277,31 @@ def test_gradients_are_exchanged_in_buckets_while_others_are_computed(
     assert len(begun) == len(sums.buckets) >= 4
     assert begun[0] < 4 and begun[-1] == 8, "the first while six gradients are still to come, unused ones last"
     sums.close()
+
+
+@pytest.mark.usefixtures("group")
+def test_recomputed_and_repeated_layers_are_exchanged_once_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bucket is a copy here: one that was exchanged too early would lack a part of its gradient."""
+    monkeypatch.setattr(distributed, "BUCKET_BYTES", 2000)
+    torch.manual_seed(0)
+    layers, x = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), torch.randn(5, 16)
+    sums = distributed.GradientSums(layers, torch.float64)
+
+    def loss() -> Tensor:
+        y = x
+        for layer in (*layers, layers[0]):
+            y = checkpoint(layer, y, use_reentrant=False).tanh()
+        return y.square().sum()
+
+    expected = torch.autograd.grad(loss(), list(layers.parameters()))
+    for _ in range(3):
+        loss().backward()  # a micro-step before the last one
+        with sums.exchanged():
+            loss().backward()
+        for parameter, gradient in zip(layers.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, 2 * gradient)
+            assert parameter.grad is not None
+            parameter.grad.zero_()
 
 
 class _Line(Recipe):
