@@ -62,7 +62,7 @@ def exchange_us(num_bytes: int, link: str, num_gpus: int) -> float:
 def rank(options: argparse.Namespace) -> None:
     """One process of a training: RANK and WORLD_SIZE of the environment, each as if on a machine of its own."""
     start = dist.init_process_group
-    dist.init_process_group = lambda _, timeout, device_id: start("gloo", timeout=timeout)  # noqa: ARG005
+    dist.init_process_group = lambda _, device_id, **how: start("gloo", **how)  # noqa: ARG005
     flags = {
         "data.train_data": str(options.corpus),
         "data.val_data": str(options.corpus),

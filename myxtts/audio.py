@@ -129,6 +129,11 @@ def write(path: Path, wave: Wave, sample_rate: int) -> None:
     write_atomically(path, lambda file: file.write_bytes(content.getbuffer()))
 
 
+def as_pcm(wave: Wave) -> bytes:
+    """Samples as signed 16-bit integers, little-endian."""
+    return bytes(np.rint(np.clip(wave, -1.0, 1.0) * 32767.0).astype("<i2").tobytes())
+
+
 def _to_pcm(samples: Wave, rate: int, sample_rate: int) -> Pcm:
     if not np.isfinite(samples).all():
         raise UnusableAudio("not audio", "the samples contain NaN or infinity")

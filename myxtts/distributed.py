@@ -32,6 +32,7 @@ from myxtts.errors import PipelineError
 
 MEET_S = 600.0  # that the ranks have to start
 JOIN_S = 120.0  # that the ranks have to connect to the first one, after they have met
+GREETING_S = 5.0  # that one who has connected has to say which rank it is
 GRACE_S = 5.0
 """Seconds in which the thread that trains can end by itself after another rank has; then the process is ended."""
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
@@ -139,18 +140,10 @@ class RankMonitor:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._why, self._is_lost, self._is_closed = "", threading.Event(), threading.Event()
-        host = os.environ["MASTER_ADDR"]
-        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-        if plan.rank == 0:
-            with socket.create_server(("", 0), family=family, backlog=plan.world_size) as server:
-                token = secrets.randbits(62)
-                of_first_rank(plan, server.getsockname()[1], token)
-                self._connections = self._accept(server, token)
-        else:
-            port, token = of_first_rank(plan, 0, 0)
-            first = socket.create_connection((host, port), timeout=JOIN_S)
-            first.sendall(_GREETING.pack(token, plan.rank))
-            self._connections = {0: first}
+        try:
+            self._connections = self._connected(os.environ["MASTER_ADDR"])
+        except OSError as error:
+            raise PipelineError(explained(f"Rank {plan.rank} could not connect to the others: {error}")) from error
         for connection in self._connections.values():
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -175,17 +168,28 @@ class RankMonitor:
         for connection in self._connections.values():
             connection.close()
 
-    def _accept(self, server: socket.socket, token: int) -> dict[int, socket.socket]:
-        server.settimeout(JOIN_S)
+    def _connected(self, host: str) -> dict[int, socket.socket]:
+        """Connections by rank: to all others on rank 0, to rank 0 on the others."""
+        if self._plan.rank > 0:
+            port, token = of_first_rank(self._plan, 0, 0)
+            first = socket.create_connection((host, port), timeout=JOIN_S)
+            first.sendall(_GREETING.pack(token, self._plan.rank))
+            return {0: first}
+        family, token = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0], secrets.randbits(62)
         found: dict[int, socket.socket] = {}
-        while len(found) < self._plan.world_size - 1:
-            connection, _ = server.accept()
-            connection.settimeout(JOIN_S)
-            greeting = connection.recv(_GREETING.size, socket.MSG_WAITALL)
-            if len(greeting) == _GREETING.size and _GREETING.unpack(greeting)[0] == token:
-                found[_GREETING.unpack(greeting)[1]] = connection
-            else:  # not one of ours
-                connection.close()
+        with socket.create_server(("", 0), family=family, backlog=socket.SOMAXCONN) as server:
+            of_first_rank(self._plan, server.getsockname()[1], token)
+            server.settimeout(JOIN_S)
+            while len(found) < self._plan.world_size - 1:
+                connection, _ = server.accept()
+                connection.settimeout(GREETING_S)
+                greeting = b""
+                with contextlib.suppress(OSError):
+                    greeting = connection.recv(_GREETING.size, socket.MSG_WAITALL)
+                if len(greeting) == _GREETING.size and _GREETING.unpack(greeting)[0] == token:
+                    found[_GREETING.unpack(greeting)[1]] = connection
+                else:  # not one of ours
+                    connection.close()
         return found
 
     def _watch(self) -> None:

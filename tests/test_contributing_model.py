@@ -54,10 +54,10 @@ class MelDecoderRecipe(Recipe):
     @classmethod
     def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> MelDecoderRecipe:  # noqa: ARG003
         model.dvae.decoder.requires_grad_(True)
-        return cls(model.dvae, facts.world_size)
+        return cls(model.dvae)
 
-    def __init__(self, dvae: nn.Module, world_size: int) -> None:
-        super().__init__(world_size)
+    def __init__(self, dvae: nn.Module) -> None:
+        super().__init__()
         self.dvae = dvae
 
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:

@@ -6,17 +6,22 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from model_fixtures import write_hifigan
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from training_fixtures import (
     Clips,
     Start,
@@ -31,6 +36,12 @@ from training_fixtures import (
 from training_processes import Run, Server
 
 from myxtts import distributed
+from myxtts.data.batches import Sizes
+from myxtts.devices import Plan, Stream
+from myxtts.errors import PipelineError
+from myxtts.training.optim import Optimizer, Schedule
+from myxtts.training.recipes import Recipe
+from myxtts.training.trainer import Step, StepMode
 
 pytest_plugins = ["training_fixtures", "training_processes"]
 pytestmark = pytest.mark.usefixtures("small")
@@ -153,15 +164,13 @@ def test_a_run_of_one_process_goes_on_with_two_as_if_it_had_been_alone(
     assert {"random.0", "random.1"} <= after.optimizer.keys()
 
 
-def test_a_run_of_one_process_goes_on_with_two_that_share_its_batch(
-    start: Start, clips: Clips, server: Server
-) -> None:
-    run = start("--stages gpt --max-steps 1 --batch-size 2", corpus=5)
-    flags = "--stages gpt --dropout 0.2 --max-steps 3 --batch-size 1"
-    both = server.start_ranks(arguments(run, clips(5), flags))
-    ended(both)
-    assert "epoch 0 starts over" in both[0].output
-    assert newest(run).step == 3
+def test_ranks_agree_whether_a_stage_has_ended_early(clips: Clips, tmp_path: Path, server: Server) -> None:
+    """A rank for which it has would begin the next one, in which the first rank takes no part."""
+    flags = f"--stages dvae,gpt --max-steps 9 --val-data {clips(3)} --val-step 2 --early-stop 1 --evaluate-on cpu"
+    command = arguments(tmp_path / "run", clips(4), flags)
+    ended(server.start_ranks(command, hook="stopped_after_a_validation_that_is_no_better"))
+    last = newest(tmp_path / "run", "dvae")
+    assert (last.step, last.state["stale_validations"], last.state["done"]) == (4, 1, False)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -212,6 +221,35 @@ def test_torchrun_restarts_all_ranks_from_the_last_checkpoint(clips: Clips, tmp_
     assert newest(run, "dvae").step == 40
 
 
+def test_the_monitor_of_ranks_ignores_strangers_and_names_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scanner of ports must not end a run; a rank that never connects ends it with an explanation."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(distributed, "GREETING_S", 0.2)
+    monkeypatch.setattr(distributed, "JOIN_S", 1.0)
+    plan = Plan(torch.device("cpu"), torch.device("cpu"), rank=0, world_size=2)
+    callers: list[socket.socket] = []
+
+    def call(_: Plan, port: int, token: int) -> tuple[int, int]:
+        callers[:] = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+        callers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        callers[1].close()
+        callers[2].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        callers[2].close()  # as a scanner: with a reset
+        if token_is_known:  # the fourth says nothing
+            callers[4].sendall(struct.pack(">qq", token, 1))
+        return port, token
+
+    monkeypatch.setattr(distributed, "of_first_rank", call)
+    token_is_known = True
+    distributed.RankMonitor(plan).close(distributed.DONE)
+    assert callers[4].recv(100) == b"done\n"
+    token_is_known = False
+    with pytest.raises(PipelineError, match="Rank 0 could not connect to the others: timed out"):
+        distributed.RankMonitor(plan)
+    for caller in callers:
+        caller.close()
+
+
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
@@ -256,6 +294,57 @@ def test_gradients_are_exchanged_in_buckets_while_others_are_computed(
     assert len(begun) == len(sums.buckets) >= 4
     assert begun[0] < 4 and begun[-1] == 8, "the first while six gradients are still to come, unused ones last"
     sums.close()
+
+
+@pytest.mark.usefixtures("group")
+def test_recomputed_and_repeated_layers_are_exchanged_once_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bucket is a copy here: one that was exchanged too early would lack a part of its gradient."""
+    monkeypatch.setattr(distributed, "BUCKET_BYTES", 2000)
+    torch.manual_seed(0)
+    layers, x = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), torch.randn(5, 16)
+    sums = distributed.GradientSums(layers, torch.float64)
+
+    def loss() -> Tensor:
+        y = x
+        for layer in (*layers, layers[0]):
+            y = checkpoint(layer, y, use_reentrant=False).tanh()
+        return y.square().sum()
+
+    expected = torch.autograd.grad(loss(), list(layers.parameters()))
+    for _ in range(3):
+        loss().backward()  # a micro-step before the last one
+        with sums.exchanged():
+            loss().backward()
+        for parameter, gradient in zip(layers.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, 2 * gradient)
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+
+
+class _Line(Recipe):
+    """The smallest recipe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, tensors: Any, _: Any) -> dict[str, Tensor]:
+        return {"total": self.layer(tensors["x"]).square().sum()}
+
+    build = sums = None  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_step_that_is_closed_holds_no_gradients() -> None:
+    """They would take memory beside those of the next phase."""
+    recipe = _Line()
+    step = Step(recipe, Optimizer(recipe, 1e-3, Schedule(0, None)), StepMode(), Stream(torch.device("cpu")))
+    step.add_gradients({"x": torch.ones(2, 4)}, Sizes(0, 0, 0, 0), last=True)
+    assert step._sums_of_ranks is not None
+    gradients = weakref.ref(step._sums_of_ranks.buckets[0].gradients)
+    assert gradients() is not None
+    step.close()
+    assert gradients() is None
 
 
 def test_torchrun_starts_the_script_of_the_old_door_plate(clips: Clips, tmp_path: Path) -> None:

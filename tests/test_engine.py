@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -421,14 +423,14 @@ def test_a_listener_with_nothing_yet_comes_before_one_with_a_lead(
     make: Make, anna: Voice, monkeypatch: Patch
 ) -> None:
     """A long text does not delay the first piece of a new request by more than what is under way."""
-    engine, made, real = make(slots=4), list[int](), HifiGanStream.window
+    engine, made, real = make(slots=4), list[int](), HifiGanStream.push
 
-    def window(self: HifiGanStream, *given: Any) -> Any:
+    def push(self: HifiGanStream, *given: Any) -> Any:
         made.append(id(self))
         time.sleep(0.01)
         return real(self, *given)
 
-    monkeypatch.setattr(HifiGanStream, "window", window)
+    monkeypatch.setattr(HifiGanStream, "push", push)
     long = submit(engine, anna, " ".join([LONG_TEXT] * 4), seed=4, chunk_codes=5)
     while len(long.pieces) < 5:
         time.sleep(0.001)
@@ -513,6 +515,39 @@ def test_an_error_in_a_step_ends_what_was_generated_and_nothing_else(
     engine = make(slots=2)
     assert "a kernel failed" in str(submit(engine, anna).end.error)
     assert len(submit(engine, anna, seed=4).wave)
+
+
+def test_a_device_that_fails_for_good_leaves_no_request_without_its_end(
+    make: Make, anna: Voice, reference: Path, monkeypatch: Patch
+) -> None:
+    """Then nothing works any more: not even the end of a sentence, nor other slots."""
+    engine = make(slots=2)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    real, begun = Slots.step, threading.Event()
+
+    def step(self: Slots, *given: Any) -> Any:
+        if not self.num_used:
+            return real(self, *given)
+        begun.wait(30)
+        for name in ("step", "leave", "__init__"):
+            monkeypatch.setattr(Slots, name, fail)
+        return fail()
+
+    monkeypatch.setattr(Slots, "step", step)
+    listeners = [submit(engine, anna, LONG_TEXT) for _ in range(4)]
+    with ThreadPoolExecutor(1) as pool:
+        voice = pool.submit(engine.voice, [reference])
+        while not engine._calls and not voice.done():
+            time.sleep(0.01)
+        begun.set()
+        assert all("illegal memory access" in str(listener.end.error) for listener in listeners)
+        with contextlib.suppress(EngineClosed):  # unless it was made before
+            voice.result(30)
+    with pytest.raises(EngineClosed):
+        submit(engine, anna)
 
 
 def test_closing_finishes_what_was_accepted_or_cancels_it(make: Make, anna: Voice) -> None:

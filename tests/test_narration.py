@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from synthesis_fixtures import LONG_TEXT, TEXTS
 
 from myxtts.audio import Wave
+from myxtts.model.gpt import text_attention
 from myxtts.synthesis import alignment, narration
-from myxtts.synthesis.alignment import Word, text_attention, token_of_each_code, word_times
+from myxtts.synthesis.alignment import Word, token_of_each_code, word_times
 from myxtts.synthesis.markup import Segment
 from myxtts.synthesis.narration import Cue, Line, Narrator, SpokenLine, cues_of, subtitles
 from myxtts.synthesis.synthesizer import Report, Synthesizer

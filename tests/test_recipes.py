@@ -235,12 +235,11 @@ def test_a_batch_of_nothing_but_fillers_is_zero(name: str) -> None:
 @EVERY_RECIPE
 def test_losses_are_scalars_and_only_the_total_has_a_gradient(name: str) -> None:
     recipe, batch = make(name), BATCHES[name]()
-    losses, of_four = run(recipe, batch), run(make(name, world_size=4), batch)
+    losses = run(recipe, batch)
     assert all((loss.ndim, loss.dtype) == (0, torch.float32) for loss in losses.values())
     assert [loss for loss in losses if losses[loss].requires_grad] == ["total"]
     losses["total"].backward()
     assert all(value.grad is not None for value in recipe.parameters()), "unused ones would be exchanged late"
-    torch.testing.assert_close(of_four, losses)  # four processes sum their shares
 
 
 @EVERY_RECIPE

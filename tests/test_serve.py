@@ -43,13 +43,14 @@ from synthesis_fixtures import LONG_TEXT, TEXTS, make_model, vocabulary
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from myxtts.audio import as_pcm
 from myxtts.cli import main
 from myxtts.errors import PipelineError
 from myxtts.synthesis.synthesizer import Synthesizer
 from myxtts.synthesis.voices import Voice
 from myxtts.web.limits import ApiError, Limits
 from myxtts.web.serve import Asked
-from myxtts.web.speech import FORMATS, StreamEncoder, as_pcm, encode
+from myxtts.web.speech import FORMATS, StreamEncoder, encode
 from myxtts.weights import save_folder
 
 pytest_plugins = ["synthesis_fixtures"]

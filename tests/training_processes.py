@@ -31,8 +31,10 @@ import myxtts.run
 import myxtts.run_dir
 from myxtts.checkpoints import Checkpoints
 from myxtts.cli import main
+from myxtts.evaluation import Evaluator
 from myxtts.reports import TrainingReports
-from myxtts.training.trainer import Reporter, State, Step, Trainer
+from myxtts.run import StageContext
+from myxtts.training.trainer import Evaluation, Reporter, State, Step, Trainer
 
 LONGEST_S = 60
 """No run here takes so long, unless it says so."""
@@ -193,6 +195,12 @@ def second_rank_fails_at_its_third_step(monkeypatch: pytest.MonkeyPatch) -> None
         update(self, step)
 
     monkeypatch.setattr(Step, "update", update_or_fail)
+
+
+def stopped_after_a_validation_that_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {2: 1.0, 4: 2.0}
+    monkeypatch.setattr(Evaluator, "_work", lambda _, step, __: Evaluation(step, {"total": losses[step]}))
+    monkeypatch.setattr(StageContext, "stop_requested", lambda _, step: step == 4)
 
 
 def no_reader(_: pytest.MonkeyPatch) -> None:

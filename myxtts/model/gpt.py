@@ -386,28 +386,6 @@ class GPT(nn.Module):
         rows = torch.where(present, batch.first_code[:, None] + places, 0)
         return torch.where(present[..., None], self.norms(self.stack(batch)[rows]), 0)
 
-    def alignment(self, batch: PackedBatch) -> Tensor:
-        """How much each code of a batch of one clip attends to each text token, [text, codes].
-
-        Of all heads this is the one whose attention to the text is sharpest; a GPT that reads has a diagonal here.
-        """
-        first, num_codes, found = int(batch.first_code[0]), int(batch.num_codes[0]), list[Tensor]()
-        text, codes = slice(CONDITIONING_TOKENS + 1, first - 1), slice(first, first + num_codes)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            scores = torch.einsum("qhd,khd->hqk", q[codes].float(), k[: codes.stop].float()) / q.shape[-1] ** 0.5
-            future = torch.ones_like(scores[0], dtype=torch.bool).triu(first + 1)
-            found.append(scores.masked_fill(future, -torch.inf).softmax(-1)[..., text])
-            longest = batch.max_length
-            return packed_attention(q, k, v, batch.offsets, batch.offsets, longest, longest, causal=True)
-
-        x = self.embed(batch)
-        for block in self.gpt.h:
-            x = block(x, attend)
-        heads = torch.cat(found)
-        sharpest = int(heads.max(-1).values.mean(-1).argmax())
-        return heads[sharpest].t()
-
     def condition(self, frames: PackedFrames) -> Tensor:
         """Conditioning latents of each clip, [clips, 32, dim]."""
         latents: Tensor = self.conditioning_perceiver(self.conditioning_encoder(frames), frames)
@@ -459,6 +437,42 @@ def _weighted_sum(logits: Tensor, targets: Tensor, weights: Tensor, label_smooth
         logits.float(), targets, ignore_index=IGNORE, label_smoothing=label_smoothing, reduction="none"
     )
     return (losses * weights).sum()
+
+
+@torch.no_grad()
+def text_attention(gpt: GPT, voice: Tensor, ids: Sequence[int], codes: Sequence[int]) -> Tensor:
+    """How much each head attends to each text token while it predicts each code: [heads, codes, ids], float32.
+
+    `voice` [1, 32, dim] are the conditioning latents of the sentence. `heads` are those of all layers.
+    """
+    dims, device = gpt.dims, gpt.mel_embedding.weight.device
+    text = torch.tensor([dims.start_text, *ids, dims.stop_text], device=device)
+    audio = torch.tensor([dims.start_code, *codes[:-1]], device=device)
+    x = torch.cat([
+        voice[0].to(device, gpt.mel_embedding.weight.dtype),
+        gpt.text_embedding(text) + gpt.text_pos_embedding.emb(torch.arange(len(text), device=device)),
+        gpt.mel_embedding(audio) + gpt.mel_pos_embedding.emb(torch.arange(len(audio), device=device)),
+    ])  # fmt: skip
+    first_id = CONDITIONING_TOKENS + 1
+    first_code = first_id + len(ids) + 1
+    hidden = torch.ones(len(x), len(x), dtype=torch.bool, device=device).triu(1)
+    found: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("qhd,khd->hqk", q[first_code:].float(), k.float()) / q.shape[-1] ** 0.5
+        weights = scores.masked_fill(hidden[first_code:], -torch.inf).softmax(-1)
+        found.append(weights[..., first_id : first_id + len(ids)])
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+
+    for block in gpt.gpt.h:
+        x = block(x, attend)
+    return torch.cat(found)
+
+
+def sharpest(attention: Tensor) -> Tensor:
+    """The attention of one head [codes, ids]: the sharpest, a diagonal if the GPT reads."""
+    return attention[int(attention.max(-1).values.mean(-1).argmax())]
 
 
 def grow_text_vocabulary(

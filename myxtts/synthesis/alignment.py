@@ -13,13 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from myxtts.audio import Wave
-from myxtts.config import CONDITIONING_TOKENS
-from myxtts.model.gpt import GPT
+from myxtts.model.gpt import GPT, sharpest, text_attention
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.text.normalize import normalize
 from myxtts.text.tables import load_table
@@ -45,43 +42,12 @@ class Word(NamedTuple):
     end_s: float
 
 
-@torch.no_grad()
-def text_attention(gpt: GPT, voice: Tensor, ids: Sequence[int], codes: Sequence[int]) -> Tensor:
-    """How much each head attends to each text token while it predicts each code: [heads, codes, ids], float32.
-
-    `voice` [1, 32, dim] are the conditioning latents of the sentence. `heads` are those of all layers.
-    """
-    dims, device = gpt.dims, gpt.mel_embedding.weight.device
-    text = torch.tensor([dims.start_text, *ids, dims.stop_text], device=device)
-    audio = torch.tensor([dims.start_code, *codes[:-1]], device=device)
-    x = torch.cat([
-        voice[0].to(device, gpt.mel_embedding.weight.dtype),
-        gpt.text_embedding(text) + gpt.text_pos_embedding.emb(torch.arange(len(text), device=device)),
-        gpt.mel_embedding(audio) + gpt.mel_pos_embedding.emb(torch.arange(len(audio), device=device)),
-    ])  # fmt: skip
-    first_id = CONDITIONING_TOKENS + 1
-    first_code = first_id + len(ids) + 1
-    hidden = torch.ones(len(x), len(x), dtype=torch.bool, device=device).triu(1)
-    found: list[Tensor] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = torch.einsum("qhd,khd->hqk", q[first_code:].float(), k.float()) / q.shape[-1] ** 0.5
-        weights = scores.masked_fill(hidden[first_code:], -torch.inf).softmax(-1)
-        found.append(weights[..., first_id : first_id + len(ids)])
-        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
-
-    for block in gpt.gpt.h:
-        x = block(x, attend)
-    return torch.cat(found)
-
-
 def token_of_each_code(attention: Tensor) -> tuple[npt.NDArray[np.int64], float]:
     """The text token that is said in each code [codes], and how certain the path is, from 0 to 1.
 
     `attention` [heads, codes, ids] is that of `text_attention`; of all heads the sharpest is used.
     """
-    head = attention[int(attention.max(-1).values.mean(-1).argmax())]
+    head = sharpest(attention)
     weights = (head / head.sum(-1, keepdim=True).clamp(min=1e-6)).cpu().numpy().astype(np.float64)
     log = np.log(np.clip(weights, _FLOOR, 1.0))
     num_codes, num_ids = log.shape

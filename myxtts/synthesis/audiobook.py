@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import soundfile
 
+from myxtts.audio import as_pcm
 from myxtts.errors import ConfigError, DatasetError, Progress, progress_bar
 from myxtts.files import lock, write_atomically, write_text_atomically
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
@@ -166,7 +167,7 @@ class _ChapterJob:
                 spoken = self._narrator.speak(group)
                 wave = np.concatenate([with_silence(each) for each in spoken])
                 entry = _entry(spoken, num_samples, num_samples + len(wave))
-                _append(sound, _as_pcm(wave))
+                _append(sound, as_pcm(wave))
                 _append(journal, json.dumps(entry, ensure_ascii=False).encode() + b"\n")
                 entries.append(entry)
                 num_samples += len(wave)
@@ -313,10 +314,6 @@ def _entry(spoken: Sequence[SpokenLine], first_sample: int, end: int) -> dict[st
 def _cue(written: Sequence[Any]) -> Cue:
     start_s, end_s, text, words = written
     return Cue(start_s, end_s, text, tuple(Word(*word) for word in words))
-
-
-def _as_pcm(wave: np.ndarray[Any, Any]) -> bytes:
-    return bytes(np.rint(np.clip(wave, -1.0, 1.0) * 32767.0).astype("<i2").tobytes())
 
 
 def _append(file: Any, content: bytes) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -153,52 +153,48 @@ class Decoding:
         middle of their sentences.
         """
         mask = self._mask(slot, used)
-        for block, keys, values in zip(self.model.gpt.h, self.keys, self.values, strict=True):
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
-                for cache, made in ((keys, k), (values, v)):
-                    cache.transpose(1, 2).index_put_((row, slot), made)
-                k, v = keys[:, :, :used].index_select(0, row), values[:, :, :used].index_select(0, row)
-                return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask)[0].transpose(
-                    0, 1
-                )
+        def attend(q: Tensor, _k: Tensor, _v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            k, v = keys[:, :, :used].index_select(0, row), values[:, :, :used].index_select(0, row)
+            return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask)[0].transpose(0, 1)
 
-            x = block(x, attend)
-        return x
+        return self._run(x, row, slot, attend)
 
     def begin(self, x: Tensor, row: Tensor, slot: Tensor) -> Tensor:
         """Run the beginnings of several sequences, x [n, tokens, dim], into slots [n, tokens] of rows [n]."""
-        for block, keys, values in zip(self.model.gpt.h, self.keys, self.values, strict=True):
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
-                for cache, made in ((keys, k), (values, v)):
-                    cache.transpose(1, 2).index_put_((row[:, None], slot), made)
-                q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        def attend(q: Tensor, k: Tensor, v: Tensor, _keys: Tensor, _values: Tensor) -> Tensor:
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-            x = block(x, attend)
-        return x
+        return self._run(x, row[:, None], slot, attend)
 
     def step(self, codes: Tensor, place: Tensor, used: int) -> tuple[Tensor, Tensor]:
         """Logits of the next codes and their latents; `codes` of the first rows stand at `place`, from 0.
 
         Attention covers the first `used` slots.
         """
-        model = self.model
         rows, slot = self.rows[: len(codes)], self.starts[: len(codes)] + place
-        x = self.embedded(codes, place)
         mask = self._mask(slot, used)[:, None, None, :]
-        for block, keys, values in zip(model.gpt.h, self.keys, self.values, strict=True):
+
+        def attend(q: Tensor, _k: Tensor, _v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            keys, values = keys[: len(q), :, :used], values[: len(q), :, :used]
+            return F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask)[:, :, 0]
+
+        latents = self.model.norms(self._run(self.embedded(codes, place), rows, slot, attend))
+        return self.model.mel_head(latents).float(), latents
+
+    def _run(self, x: Tensor, rows: Tensor, slots: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+        """What leaves the last block; each writes keys and values of x to its cache before it attends."""
+        for block, keys, values in zip(self.model.gpt.h, self.keys, self.values, strict=True):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
                 for cache, made in ((keys, k), (values, v)):
-                    cache.transpose(1, 2).index_put_((rows, slot), made)
-                keys, values = keys[: len(q), :, :used], values[: len(q), :, :used]
-                return F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask)[:, :, 0]
+                    cache.transpose(1, 2).index_put_((rows, slots), made)
+                return attention(q, k, v, keys, values)
 
             x = block(x, attend)
-        latents = model.norms(x)
-        return model.mel_head(latents).float(), latents
+        return x
 
     def _mask(self, slot: Tensor, used: int | None) -> Tensor:
         """What hides the slots after `slot` [n]: [n, used], to add. From booleans every layer would compute it."""

@@ -408,10 +408,10 @@ class Scheduler:
                 self._leave(spoken)
 
     def _leave(self, spoken: _Spoken) -> None:
-        if spoken.running is not None:
-            self.slots.leave(spoken.running)
-            del self._of[spoken.running]
-            spoken.running = None
+        running, spoken.running = spoken.running, None
+        if running is not None:
+            del self._of[running]
+            self.slots.leave(running)
 
     def _is_tried_again(self, job: Job, spoken: _Spoken) -> bool:
         """True if a sentence has failed the check before any of it was heard, and is generated again."""
@@ -588,7 +588,10 @@ class Scheduler:
             return
         job.has_ended = True
         for spoken in job.running:
-            self._leave(spoken)
+            try:
+                self._leave(spoken)
+            except RuntimeError:  # then the next step fails too, which replaces the slots or ends all jobs
+                _log.debug("A sentence could not leave its slots", exc_info=True)
         with self.changed:
             if job in self.jobs:
                 self.jobs.remove(job)

@@ -56,6 +56,7 @@ from myxtts.synthesis.windows import (
     Windows,
     WindowStream,
     run_generator,
+    stretched_length,
 )
 
 SPECTRUM_ROUNDS, PHASE_ROUNDS = 30, 40
@@ -138,9 +139,6 @@ class GriffinLimStream:
         return wave
 
 
-Span = tuple[int, int | None]  # the first frame and the one after the last; None: to the end
-
-
 class Stretch:
     """Linear interpolation in time of a sequence that arrives in parts; equals `F.interpolate` of the whole."""
 
@@ -157,10 +155,7 @@ class Stretch:
         kept = rows if self._kept is None else torch.cat([self._kept, rows])
         received = self._num_dropped + len(kept)
         # Output row i lies at (i + 1/2) / factor - 1/2 of the input and needs the two rows around it.
-        if last:
-            end = max(math.floor(received * self._factor), min(received, 1))
-        else:
-            end = max(self._num_made, math.ceil((received - Fraction(1, 2)) * self._factor - Fraction(1, 2)))
+        end = max(self._num_made, stretched_length(received, self._factor, last))
         numbers = torch.arange(self._num_made, end, device=rows.device, dtype=torch.float64)
         places = ((numbers + 0.5) / float(self._factor) - 0.5).clamp(0, max(received - 1, 0))
         before = places.long()
@@ -481,88 +476,55 @@ class HifiGan:
         if self._windows is not None:
             self._windows.capture()
 
-    @torch.no_grad()
     def push_many(self, pushes: Sequence[Push]) -> list[Tensor]:
         """The next samples of several streams, on the host, as `HifiGanStream.push`."""
         if self._windows is not None:
             return self._windows.push_many(pushes)
-        windows = [push.stream.window(push.generated, push.last) for push in pushes]
-        ready = [index for index, window in enumerate(windows) if window.has_output]
-        waves = [torch.zeros(0) for _ in pushes]
-        if ready:
-            rows = [windows[index].kept for index in ready]
-            speaker = torch.stack([pushes[index].stream.speaker for index in ready])
-            made = self.generate(rows, speaker, [windows[index].span for index in ready])
-            for index, wave in zip(ready, made, strict=True):
-                waves[index] = pushes[index].stream.joined(windows[index], wave)
-        for push, window in zip(pushes, windows, strict=True):
-            push.stream.advance(window)
-        return waves
+        return [push.stream.push(push.generated, push.last) for push in pushes]
 
-    def generate(self, rows: Sequence[Tensor], speaker: Tensor, spans: Sequence[Span]) -> list[Tensor]:
-        """Waves [samples] on the host of some frames of each sentence [frames, channels], as if made alone."""
-        ends = [len(row) if last is None else last for row, (_, last) in zip(rows, spans, strict=True)]
+    def generate(self, frames: Tensor, speaker: Tensor, first: int, last: int) -> Tensor:
+        """The wave [samples], on the host, of the frames `first` to `last` of some [frames, channels]."""
         make = self._alone.wave if self._alone is not None else self._exact
-        given = zip(rows, speaker, spans, ends, strict=True)
-        return [make(row, one, first, end) if len(row) else torch.zeros(0) for row, one, (first, _), end in given]
+        return make(frames, speaker, first, last)
 
-    def _exact(self, row: Tensor, speaker: Tensor, first: int, end: int) -> Tensor:
-        wave = run_generator(self._generator, row[None], speaker[None].to(row))
-        return wave[0, first * SAMPLES_PER_FRAME : end * SAMPLES_PER_FRAME].cpu()
-
-
-class _Piece(NamedTuple):
-    """What a stream would be after a push."""
-
-    frames: Frames
-    kept: Tensor
-    ready: int  # frames of the sentence that later ones cannot change
-    is_last: bool
-    has_output: bool
-    span: Span  # of `kept`, to generate
+    def _exact(self, frames: Tensor, speaker: Tensor, first: int, last: int) -> Tensor:
+        wave = run_generator(self._generator, frames[None], speaker[None].to(frames))
+        return wave[0, first * SAMPLES_PER_FRAME : last * SAMPLES_PER_FRAME].cpu()
 
 
 class HifiGanStream:
     """The wave of one sentence, piece by piece."""
 
     def __init__(self, vocoder: HifiGan, speaker: Tensor, speed: float) -> None:
-        self._vocoder, self.speaker = vocoder, speaker
+        self._vocoder, self._speaker = vocoder, speaker
         self._frames = Frames(speed)
         self._kept: Tensor | None = None
         self._num_dropped = 0
         self._num_done = 0
         self._overlap: Tensor | None = None
 
+    @torch.no_grad()
     def push(self, generated: Generated, last: bool) -> Tensor:
         """The next samples, on the host; none while the next frame lacks context. A failed call has no effect."""
-        return self._vocoder.push_many([Push(self, generated, last)])[0]
-
-    def window(self, generated: Generated, last: bool) -> _Piece:
-        """What to run the generator on; `advance` then moves the stream on."""
         frames = self._frames.copied()
-        more = frames.push(generated, last, self.speaker, self._vocoder.codec)
+        more = frames.push(generated, last, self._speaker, self._vocoder.codec)
         kept = more if self._kept is None else torch.cat([self._kept, more])
         received = self._num_dropped + len(kept)
-        ready = received if last else received - REACH_FRAMES
-        has_output = ready > self._num_done + FADE_FRAMES or (last and ready > self._num_done)
-        span = self._num_done - self._num_dropped, None if last else ready - self._num_dropped
-        return _Piece(frames, kept, ready, last, has_output, span)
-
-    def joined(self, piece: _Piece, wave: Tensor) -> Tensor:
-        """The wave of a piece, cross-faded with the one before; keeps the end for the next."""
-        if self._overlap is not None:
-            rise = torch.linspace(0, 1, len(self._overlap))
-            wave[: len(rise)] = self._overlap.lerp(wave[: len(rise)], rise)
-        if not piece.is_last:
-            wave, self._overlap = wave.tensor_split([-FADE_FRAMES * SAMPLES_PER_FRAME])
-        return wave
-
-    def advance(self, piece: _Piece) -> None:
-        if piece.has_output and not piece.is_last:
-            self._num_done = piece.ready - FADE_FRAMES
-        num_passed = max(0, self._num_done - REACH_FRAMES - self._num_dropped) if piece.has_output else 0
-        self._frames, self._kept = piece.frames, piece.kept[num_passed:]
+        ready = received if last else received - REACH_FRAMES  # frames that later ones cannot change
+        wave, num_passed = torch.zeros(0), 0
+        if ready > self._num_done + (0 if last else FADE_FRAMES):
+            first = self._num_done - self._num_dropped
+            wave = self._vocoder.generate(kept, self._speaker, first, ready - self._num_dropped)
+            if self._overlap is not None:
+                rise = torch.linspace(0, 1, len(self._overlap))
+                wave[: len(rise)] = self._overlap.lerp(wave[: len(rise)], rise)
+            if not last:
+                wave, self._overlap = wave.tensor_split([-FADE_FRAMES * SAMPLES_PER_FRAME])
+                self._num_done = ready - FADE_FRAMES
+            num_passed = max(0, self._num_done - REACH_FRAMES - self._num_dropped)
+        self._frames, self._kept = frames, kept[num_passed:]
         self._num_dropped += num_passed
+        return wave
 
 
 FAINT = 3e-3  # a block of a wave below this level is as good as silent: -50 dB, where speech has -20

@@ -30,7 +30,7 @@ from myxtts.errors import ConfigError
 from myxtts.model.conditioning import PackedFrames, pack_frames
 from myxtts.model.dvae import DVAE, FRAMES_PER_CODE, InPlace, Reconstruction, Usage
 from myxtts.model.flow import noise_of
-from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack, packed_length
+from myxtts.model.gpt import AUDIO, GPT, Losses, add_adapters, pack, sharpest, text_attention
 from myxtts.model.mel import CONDITIONING_MEL, DVAE_MEL, LogMel, MelSpec
 from myxtts.model.vocoder import (
     CROP_SAMPLES,
@@ -134,10 +134,6 @@ class Recipe(nn.Module, ABC):
     def build(cls, model: XTTS, settings: Settings, facts: StageFacts) -> Recipe:
         """The recipe for a frozen model; unfreezes the parts that the stage trains."""
 
-    def __init__(self, world_size: int) -> None:
-        super().__init__()
-        self.world_size = world_size
-
     @abstractmethod
     def forward(self, tensors: Tensors, sizes: Sizes) -> dict[str, Tensor]:
         """Losses of a micro-batch: "total" for `backward`, and means for the log, without gradient.
@@ -237,17 +233,15 @@ class DvaeRecipe(Recipe):
         frozen = facts.fine_tuning if wanted == "auto" else wanted == "frozen"
         if frozen and not facts.fine_tuning:
             raise ConfigError("--codebook frozen needs a trained codebook: give --init-from, or leave it out")
-        recipe = cls(model.dvae, facts.world_size, settings.training.seed, facts.fine_tuning, frozen)
+        recipe = cls(model.dvae, settings.training.seed, facts.fine_tuning, frozen)
         recipe.noise = settings.training.dvae_noise
         recipe.mel_stats.copy_(model.mel_stats)
         if facts.world_size > 1:
             recipe.all_reduce, recipe.broadcast = dist.all_reduce, partial(dist.broadcast, src=0)
         return recipe
 
-    def __init__(
-        self, dvae: DVAE, world_size: int = 1, seed: int = 0, fine_tuning: bool = False, frozen: bool = False
-    ) -> None:
-        super().__init__(world_size)
+    def __init__(self, dvae: DVAE, seed: int = 0, fine_tuning: bool = False, frozen: bool = False) -> None:
+        super().__init__()
         self.dvae, self.seed, self.fine_tuning, self.frozen = dvae, seed, fine_tuning, frozen
         self.noise = 0.0  # the share of clips that are disturbed
         self.all_reduce: InPlace | None = None
@@ -404,8 +398,8 @@ class SpeakerRecipe(Recipe):
         return cls(encoder, facts.world_size)
 
     def __init__(self, encoder: SpeakerEncoder, world_size: int = 1) -> None:
-        super().__init__(world_size)
-        self.encoder = encoder
+        super().__init__()
+        self.encoder, self.world_size = encoder, world_size
         encoder.fc.bias.requires_grad_(False)
         self.register_buffer("mean", torch.zeros_like(encoder.fc.bias), persistent=False)
 
@@ -557,19 +551,13 @@ class GptRecipe(Recipe):
         if settings.model.lora_rank:
             new_tokens = ("text_embedding", "text_head") if facts.has_new_tokens else ()
             add_adapters(gpt, settings.model.lora_rank, train_also=new_tokens)
-        recipe = cls(gpt, facts.world_size, training.label_smoothing)
+        recipe = cls(gpt, training.label_smoothing)
         recipe.code_noise, recipe.text_dropout = training.code_noise or 0.0, training.text_dropout or 0.0
         recipe.reference_noise, recipe.mel_stats = training.reference_noise, model.mel_stats
         return recipe
 
-    def __init__(
-        self,
-        gpt: GPT,
-        world_size: int = 1,
-        label_smoothing: float = 0.0,
-        max_frames: int = MAX_CROP_FRAMES,
-    ) -> None:
-        super().__init__(world_size)
+    def __init__(self, gpt: GPT, label_smoothing: float = 0.0, max_frames: int = MAX_CROP_FRAMES) -> None:
+        super().__init__()
         self.gpt, self.label_smoothing, self.max_frames = gpt, label_smoothing, max_frames
         self.code_noise, self.text_dropout, self.reference_noise = 0.0, 0.0, 0.0  # shares of codes, texts, clips
         self.register_buffer("mel_stats", torch.ones(gpt.dims.mel_channels), persistent=False)
@@ -598,10 +586,10 @@ class GptRecipe(Recipe):
         lengths = {name: tensors[name][:1] for name in ("num_frames", "num_ids", "num_codes")}
         num_frames, num_ids, num_codes = (int(length) for length in lengths.values())
         mel = tensors["mel"][:num_frames]
-        frames = pack_frames(mel, lengths["num_frames"], self.max_frames)
-        tokens = (tensors["ids"][:1, :num_ids], lengths["num_ids"], codes[:1, :num_codes], lengths["num_codes"])
-        packed = pack(self.gpt.dims, frames, *tokens, budget=packed_length(num_ids, num_codes))
-        return {"reference_voice": mel.t(), "alignment": self.gpt.alignment(packed), "code_usage": counts}
+        voice = self.gpt.condition(pack_frames(mel, lengths["num_frames"], self.max_frames))
+        read, said = tensors["ids"][0, :num_ids].tolist(), codes[0, :num_codes].tolist()
+        alignment = sharpest(text_attention(self.gpt, voice, read, said)).t()
+        return {"reference_voice": mel.t(), "alignment": alignment, "code_usage": counts}
 
     def regions(self) -> list[nn.Module]:
         """The blocks and the perceiver, nearly all the arithmetic: as one graph, 30 layers compile a minute."""
@@ -701,7 +689,7 @@ class DecoderRecipe(Recipe):
         generator = model.hifigan_decoder.waveform_decoder
         if generator.flow is not None and (facts.warm_start or facts.fine_tuning):
             generator.flow.requires_grad_(True)
-            return cls(model.hifigan_decoder, None, facts.world_size, facts)
+            return cls(model.hifigan_decoder, None, facts)
         generator.requires_grad_(True)
         # Discriminators far stronger than the generator teach it nothing, and take most of the time.
         scale = min(model.dims.vocoder_channels / XTTSDims().vocoder_channels, 1.0)
@@ -709,17 +697,16 @@ class DecoderRecipe(Recipe):
             period_widths=[max(int(scale * width), 4) for width in PERIOD_WIDTHS],
             resolution_width=max(int(scale * RESOLUTION_WIDTH), 4),
         )
-        return cls(model.hifigan_decoder, discriminators, facts.world_size, facts)
+        return cls(model.hifigan_decoder, discriminators, facts)
 
     def __init__(
         self,
         vocoder: HifiGanDecoder,
         discriminators: Discriminators | None,
-        world_size: int = 1,
         facts: StageFacts = StageFacts(),  # noqa: B008 - immutable
     ) -> None:
         """Without discriminators only the flow is trained."""
-        super().__init__(world_size)
+        super().__init__()
         self.generator, self.discriminators = vocoder.waveform_decoder, discriminators
         self.log_mels = nn.ModuleList(LogMel(spec) for spec in LOSS_MELS)
         self.phases, self.phase = Phases.of(facts), ADVERSARIAL if discriminators else FLOW

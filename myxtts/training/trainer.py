@@ -162,6 +162,7 @@ class Step:
         self._micro_graphs, self._update_graph = {}, None
         if self._sums_of_ranks is not None:
             self._sums_of_ranks.close()
+            self._sums_of_ranks = None
         for parameter in self.recipe.parameters():
             parameter.grad = None
         release_memory()
@@ -564,7 +565,10 @@ class Trainer:
 
     def _as_first_rank(self, answer: bool) -> bool:
         """The answer of rank 0, to whom alone all results come; others take over what decides on an early end."""
-        chosen, self.state.stale_validations = self.ctx.of_first_rank(answer, self.state.stale_validations)
+        state = self.state
+        decisive = (answer, state.stale_validations, -1 if state.validated is None else state.validated)
+        chosen, state.stale_validations, validated = self.ctx.of_first_rank(*decisive)
+        state.validated = None if validated < 0 else validated
         return bool(chosen)
 
     @property

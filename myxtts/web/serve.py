@@ -34,6 +34,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from myxtts.audio import as_pcm
 from myxtts.config import LANGUAGES
 from myxtts.errors import ConfigError, MyXTTSError, PipelineError
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
@@ -66,7 +67,6 @@ from myxtts.web.speech import (
     Spoken,
     StreamEncoder,
     UnknownName,
-    as_pcm,
     encode,
 )
 

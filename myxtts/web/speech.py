@@ -24,7 +24,7 @@ import soundfile
 import torch
 
 from myxtts import config
-from myxtts.audio import Wave
+from myxtts.audio import Wave, as_pcm
 from myxtts.errors import ConfigError, DatasetError, PipelineError
 from myxtts.model.vocoder import OUTPUT_SAMPLE_RATE
 from myxtts.synthesis.engine import QUEUE_LIMIT, Deliver, End, Engine, QueueFull, Request, Ticket
@@ -382,12 +382,6 @@ def names_of(folders: Sequence[Path]) -> dict[str, Path]:
             raise ConfigError(f"--model {folder}: {named[name]} has the same name; rename one of the two folders")
         named[name] = folder
     return named
-
-
-def as_pcm(wave: Wave) -> bytes:
-    """Samples as signed 16-bit integers, little-endian."""
-    samples = np.rint(np.clip(wave, -1.0, 1.0) * 32767.0).astype("<i2")
-    return bytes(samples.tobytes())
 
 
 def encode(wave: Wave, form: str) -> bytes:
