@@ -713,6 +713,12 @@ def _report(options: argparse.Namespace) -> None:
         raise ConfigError(problem) from error
 
 
+_ABOUT_CLONING = (
+    "Hint: from a recording alone the base model sounds like few real people. Half a minute of their speech is enough "
+    "to fine-tune it: make train DATA=DIR (docs/base-model.md, Making it yours)"
+)
+
+
 def _speak(options: argparse.Namespace) -> None:
     from myxtts.devices import device_named, work_on
     from myxtts.synthesis.books import read_book
@@ -746,6 +752,8 @@ def _speak(options: argparse.Namespace) -> None:
     else:
         voice = voices.load(options.voice or voices.default(language), synthesizer.fingerprint)
     _say(f"Speaking {LANGUAGE_NAMES[language]} with {_model_name(folder)}, voice {voice.name}")
+    if options.speaker and folder == config.BASE_FOLDER:
+        _say(_ABOUT_CLONING)
     sampling = override_sampling(synthesizer.sampling, options)
     if book or markup or options.listen or options.subtitles:
         _narrate(options, book, markup or text, synthesizer, voice, language, sampling)

@@ -153,6 +153,12 @@ def myxtts(capsys: Capture, *words: object) -> tuple[int, list[str]]:
 
 
 @pytest.mark.usefixtures("base")
+def test_the_base_model_says_what_a_recording_alone_cannot_give(reference: Path, capsys: Capture) -> None:
+    code, shown = myxtts(capsys, "speak", TEXTS[0], "--speaker", reference)
+    assert code == 0 and "Half a minute of their speech is enough" in shown[1]
+
+
+@pytest.mark.usefixtures("base")
 def test_the_base_model_speaks_at_once_in_a_voice_of_the_language(capsys: Capture) -> None:
     code, shown = myxtts(capsys, "speak", TEXTS[0], "--seed", 4)
     assert code == 0 and shown[0] == "Speaking English with the base model, voice bert"
