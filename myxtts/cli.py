@@ -714,8 +714,8 @@ def _report(options: argparse.Namespace) -> None:
 
 
 _ABOUT_CLONING = (
-    "Hint: from a recording alone the base model sounds like few real people. Half a minute of their speech is enough "
-    "to fine-tune it: make train DATA=DIR (docs/base-model.md, Making it yours)"
+    "Hint: from a recording alone the base model sounds like few real people. Half a minute of their speech is "
+    "enough to fine-tune it: make train DATA=DIR (docs/base-model.md, Making it yours)"
 )
 
 
