@@ -453,7 +453,12 @@ def _vocabulary(opened: ShardedCorpus, plan: Plan, data: DataSettings, base: Pat
 
 
 def _remove_others(corpus: Path, used: set[str]) -> None:
-    """Remove the packages that the corpus no longer names; processes that have them open go on reading."""
+    """Remove the packages that the corpus no longer names; processes that have them open go on reading.
+
+    Files that a killed process was replacing go too: only one process at a time finishes a corpus.
+    """
+    for cut_off in corpus.glob(".*.json.*"):
+        cut_off.unlink(missing_ok=True)
     for folder in itertools.chain(corpus.glob("index-*"), corpus.glob("shards/*"), corpus.glob("ids-*/*")):
         if folder.is_dir() and folder.name not in used:
             shutil.rmtree(folder, ignore_errors=True)
