@@ -730,6 +730,8 @@ def _speak(options: argparse.Namespace) -> None:
 
     book = read_book(options.book) if _check_book(options) else None
     text = book.sample if book else _text(options)
+    if not text.strip():
+        raise ConfigError("speak: the text is empty")
     markup = Markup(text) if not book and is_markup(text) else None
     if not book:
         options.out = options.out or Path("speech.wav")
@@ -738,6 +740,11 @@ def _speak(options: argparse.Namespace) -> None:
     voices = VoiceLibrary(folder)
     if options.voice:
         voices.path(options.voice)  # reports an impossible name before anything is computed
+        if options.speaker and options.voice in voices.built_in():
+            what = (
+                f"speak: {options.voice!r} is a built-in voice, and --speaker saves one under the name of --voice"
+            )
+            raise ConfigError(f"{what}. Choose another name, or leave out --speaker or --voice.")
     elif not options.speaker:
         voices.default()  # raises if there is none
     work_on(device := device_named(options.device))
@@ -748,7 +755,7 @@ def _speak(options: argparse.Namespace) -> None:
     if options.speaker:
         voice = synthesizer.voice(options.speaker, options.voice)
         if options.voice:
-            voices.save(voice)
+            _say(f"Voice saved: {voices.save(voice)}")
     else:
         voice = voices.load(options.voice or voices.default(language), synthesizer.fingerprint)
     _say(f"Speaking {LANGUAGE_NAMES[language]} with {_model_name(folder)}, voice {voice.name}")

@@ -159,6 +159,15 @@ def test_the_base_model_says_what_a_recording_alone_cannot_give(reference: Path,
 
 
 @pytest.mark.usefixtures("base")
+def test_a_recording_does_not_replace_a_built_in_voice(reference: Path, capsys: Capture) -> None:
+    code, shown = myxtts(capsys, "speak", TEXTS[0], "--speaker", reference, "--voice", "bert")
+    assert code == 2 and "'bert' is a built-in voice" in shown[0]
+    code, shown = myxtts(capsys, "speak", TEXTS[0], "--speaker", reference, "--voice", "me")
+    assert code == 0 and shown[0].startswith("Voice saved: ") and shown[0].endswith("me.safetensors")
+    assert myxtts(capsys, "speak", " ") == (2, ["error: speak: the text is empty"])
+
+
+@pytest.mark.usefixtures("base")
 def test_the_base_model_speaks_at_once_in_a_voice_of_the_language(capsys: Capture) -> None:
     code, shown = myxtts(capsys, "speak", TEXTS[0], "--seed", 4)
     assert code == 0 and shown[0] == "Speaking English with the base model, voice bert"
