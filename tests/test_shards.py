@@ -216,9 +216,16 @@ def test_a_damaged_shard_is_named_and_made_anew(tmp_path: Path) -> None:
     with pytest.raises(CacheDamaged, match=rf"{damaged.parent.name}.*\n.*myxtts prepare --out {out}"):
         [clips.audio[row] for row in clips.audio_rows.tolist()]
     assert shard(corpus, out).made == 1 and tree(out) == before
-    damaged.write_bytes(content)
-    with pytest.raises(CacheDamaged, match="1 shards do not match"):
-        prepare(settings(out), verify=True)
+    clips = opened(out, val_fraction=0).train
+    damaged.unlink()
+    with pytest.raises(CacheDamaged, match=rf"{damaged.parent.name}.*No such file"):
+        [clips.audio[row] for row in clips.audio_rows.tolist()]
+    assert shard(corpus, out).made == 1 and tree(out) == before
+    for spoil in (damaged.unlink, lambda: damaged.write_bytes(content)):
+        spoil()
+        with pytest.raises(CacheDamaged, match="1 shards do not match"):
+            prepare(settings(out), verify=True)
+        (damaged.parent / "damaged").unlink()
     shutil.rmtree(damaged.parent)
     with pytest.raises(DatasetError, match="recordings are not in the sources"):
         shard(write_corpus(tmp_path / "b", SENTENCES[:2]), out)

@@ -384,9 +384,10 @@ class FileCache:
 
     def open(self, location: Location, size: int, checksum: str) -> int:
         """Return a descriptor of the file, which stays readable when the file is removed."""
-        while True:
+        while not location.is_local:
             with contextlib.suppress(FileNotFoundError):  # removed by another process before it was opened
                 return os.open(self.get(location, size, checksum), os.O_RDONLY)
+        return os.open(location.path, os.O_RDONLY)
 
     def drop(self, checksum: str) -> None:
         """Remove a file that turned out to be damaged on the disk, so that it is fetched again."""

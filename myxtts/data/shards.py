@@ -513,8 +513,11 @@ class Shards(PackedRows):
         try:  # fetched without the lock, so that other threads go on reading
             file = OpenFile(self.cache.open(*self.files[shard]))
         except OSError as error:
-            what = f"{self.files[shard][0]} cannot be read: {error.strerror or error}."
-            raise CacheDamaged(f"{what}\n{_how_to_repair(self.files[shard][0])}") from None
+            location = self.files[shard][0]
+            if isinstance(error, FileNotFoundError):
+                mark_damaged(Path(location.parent.path))
+            what = f"{location} cannot be read: {error.strerror or error}."
+            raise CacheDamaged(f"{what}\n{_how_to_repair(location)}") from None
         with self._lock:
             self._open[shard] = file
             while len(self._open) > OPEN_FILES:
@@ -650,7 +653,8 @@ class ShardedCorpus:
         damaged = []
         with progress_bar(progress, "Verifying shards", len(self.audio.files)) as advance:
             for location, *expected in self.audio.files if self.location.is_local else ():
-                if file_checksum(Path(location.path)) != tuple(expected):
+                path = Path(location.path)
+                if not path.is_file() or file_checksum(path) != tuple(expected):
                     mark_damaged(Path(location.parent.path))
                     damaged.append(location)
                 advance(1)
