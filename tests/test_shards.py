@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -226,6 +227,12 @@ def test_a_damaged_shard_is_named_and_made_anew(tmp_path: Path) -> None:
         with pytest.raises(CacheDamaged, match="1 shards do not match"):
             prepare(settings(out), verify=True)
         (damaged.parent / "damaged").unlink()
+    index = next(out.glob("index-*/clips.npy"))
+    index.unlink()
+    with pytest.raises(CacheDamaged, match=rf"Remove {index.parent}"):
+        opened(out)
+    shutil.rmtree(index.parent)
+    assert shard(corpus, out).made == 0 and tree(out).keys() == before.keys()
     shutil.rmtree(damaged.parent)
     with pytest.raises(DatasetError, match="recordings are not in the sources"):
         shard(write_corpus(tmp_path / "b", SENTENCES[:2]), out)
@@ -287,11 +294,32 @@ def test_a_remote_corpus_is_written_and_read(
     cache = tmp_path / "cache"
     remote = opened("s3:/bucket/corpus", cache_dir=cache)  # as a path of the settings spells it
     assert contents(remote) == contents(opened(corpus))
-    cached = max(cache.glob("shards/*"), key=lambda path: path.stat().st_size)
-    cached.write_bytes(bytes(cached.stat().st_size))
+    for cached in cache.glob("shards/*"):
+        cached.write_bytes(bytes(cached.stat().st_size))
     assert contents(opened("s3://bucket/corpus", cache_dir=cache)) == contents(opened(corpus)), "fetched again"
     with pytest.raises(DatasetError, match="is no sharded corpus"):
         opened("s3://bucket/nothing")
+
+
+@pytest.mark.parametrize("name", ["index", "shards"])
+def test_a_corpus_that_names_other_folders_is_refused(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shard(write_corpus(tmp_path / "a", SENTENCES[:4]), out)
+    body = json.loads((out / "corpus.json").read_bytes())["body"]
+    if name == "index":
+        body["index"] = "../a"
+    else:
+        body["shards"][0]["name"] = "../../a"
+    (out / "corpus.json").write_bytes(shards.checked_json(body))
+    with pytest.raises(DatasetError, match="hexadecimal digits"):
+        opened(out)
+
+
+def test_what_another_process_makes_in_the_same_corpus_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with shards.package_under_way(Location(str(out / "shards" / "x"))) as folder:
+        shard(write_corpus(tmp_path / "a", SENTENCES[:4]), out)
+        assert folder.exists()
 
 
 def test_what_cannot_be_made_is_refused_and_leaves_nothing(tmp_path: Path, small_disk: Path) -> None:

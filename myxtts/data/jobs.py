@@ -455,5 +455,5 @@ def _vocabulary(opened: ShardedCorpus, plan: Plan, data: DataSettings, base: Pat
 def _remove_others(corpus: Path, used: set[str]) -> None:
     """Remove the packages that the corpus no longer names; processes that have them open go on reading."""
     for folder in itertools.chain(corpus.glob("index-*"), corpus.glob("shards/*"), corpus.glob("ids-*/*")):
-        if folder.is_dir() and folder.name not in used:
+        if folder.is_dir() and folder.name not in used and not folder.name.startswith("making-"):
             shutil.rmtree(folder, ignore_errors=True)

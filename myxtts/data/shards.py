@@ -153,11 +153,16 @@ class Package:
         """Return the columns of clips.npy, mapped if they are local or in a cache."""
         if cache is None and not self.location.is_local:
             return _split(np.load(io.BytesIO(self.read("clips.npy")), allow_pickle=False), dtypes)
-        wanted = self.wanted("clips.npy")
-        path = cache.get(*wanted) if cache is not None else Path(wanted[0].path)
-        if file_checksum(path) != self.files["clips.npy"]:
-            raise CacheDamaged(_damaged(wanted[0]))
-        return open_columns(path, dtypes)
+        location, size, digest = self.wanted("clips.npy")
+        for _ in range(2):  # a copy in the cache may be damaged
+            with contextlib.suppress(FileNotFoundError):
+                opened = cache.open(location, size, digest) if cache else os.open(location.path, os.O_RDONLY)
+                file = OpenFile(opened)  # mapped before another process can remove it from the cache
+                if file_checksum(path := Path(f"/proc/self/fd/{file.descriptor}")) == (size, digest):
+                    return open_columns(path, dtypes)
+            if cache is not None and not location.is_local:
+                cache.drop(digest)
+        raise CacheDamaged(_damaged(location))
 
     def set_aside(self) -> list[SetAside]:
         lines = csv.reader(io.StringIO(self.read("set_aside.csv").decode()), delimiter="|")
@@ -613,6 +618,9 @@ def read_corpus_file(location: Location) -> dict[str, Any] | None:
         return None
     if body["format"] != FORMAT:
         raise DatasetError(f"{location} has format {body['format']}, this MyXTTS reads {FORMAT}: prepare it anew")
+    for name in (body["index"], *(shard["name"] for shard in body["shards"])):
+        if not re.fullmatch("[0-9a-f]{20}", str(name)):  # folders of these names are replaced in the cache
+            raise DatasetError(f"{location} names {name!r}, not 20 hexadecimal digits: do not use this corpus")
     return body
 
 
