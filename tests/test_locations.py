@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -172,6 +173,19 @@ def test_a_cache_keeps_the_files_used_last(s3: LoopbackStore, tmp_path: Path) ->
             cache.get(*put(s3, "large", b"x" * 2501))
         with pytest.raises(DatasetError, match="no checksum"):
             cache.get(first[0], 1000, "../../a")
+
+
+def test_files_that_arrive_together_do_not_exceed_a_cache(s3: LoopbackStore, tmp_path: Path) -> None:
+    first, second = (put(s3, name, name.encode() * 1000) for name in "ab")
+
+    class Overtaken(FileCache):
+        def _download(self, *given: Any) -> str:
+            fetched = super()._download(*given)
+            FileCache(tmp_path, 1500).get(*second)
+            return fetched
+
+    Overtaken(tmp_path, 1500).get(*first)
+    assert kept(tmp_path) == {first[2]}
 
 
 def test_a_corrupt_file_is_named_and_fetched_again(

@@ -456,7 +456,8 @@ class FileCache:
                         return found
                     fetched = self._download(location, size, part)
                     if fetched == checksum:
-                        with only_process(self.folder, "lock"):  # whoever makes room counts it once
+                        with only_process(self.folder, "lock"):
+                            self._make_room(0)  # others may have fetched meanwhile too
                             return part.replace(path)
                     part.unlink(missing_ok=True)
                     what = f"{location} is damaged: found {fetched}, expected {checksum} ({size} bytes)"
@@ -465,7 +466,6 @@ class FileCache:
                     _log.warning("%s; it is fetched again", what)
             raise AssertionError("the last attempt returns or raises")
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise self._no_room(location, size, error) from error
 
     def _download(self, location: Location, size: int, part: Path) -> str:
@@ -488,26 +488,30 @@ class FileCache:
         return digest.hexdigest()
 
     def _reserve(self, location: Location, size: int, part: Path) -> BinaryIO:
-        """Return `part`, empty and with its room on the disk; the files used longest ago make place for it."""
+        """Return `part`, empty and with its room on the disk."""
         if size > self.max_bytes:
             found = f"{location} ({size / 1e9:.1f} GB) does not fit the cache ({self.max_bytes / 1e9:.1f} GB)"
             raise DatasetError(f"{found}: raise --shard-cache-gb.")
         with only_process(self.folder, "lock"):
-            stats = list[tuple[Path, os.stat_result]]()
-            for path in self.folder.iterdir():
-                with contextlib.suppress(FileNotFoundError):  # dropped, or a part that failed
-                    stats += [(path, path.stat())] if not path.name.startswith("lock") else []
-            stats.sort(key=lambda item: item[1].st_mtime_ns)
-            excess = sum(stat.st_size for _, stat in stats) + size - self.max_bytes
-            for path, stat in stats:
-                is_left_over = path.suffix == ".part" and time.time() - stat.st_mtime > ABANDONED_S
-                if is_left_over or (excess > 0 and path.suffix != ".part"):
-                    path.unlink(missing_ok=True)
-                    excess -= stat.st_size
+            self._make_room(size)
             file = open(part, "wb")  # noqa: SIM115
             if size:
                 os.posix_fallocate(file.fileno(), 0, size)
             return file
+
+    def _make_room(self, size: int) -> None:
+        """Remove the files used longest ago until `size` bytes fit beside the others and those being fetched."""
+        stats = list[tuple[Path, os.stat_result]]()
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # dropped, or a part that failed
+                stats += [(path, path.stat())] if not path.name.startswith("lock") else []
+        stats.sort(key=lambda item: item[1].st_mtime_ns)
+        excess = sum(stat.st_size for _, stat in stats) + size - self.max_bytes
+        for path, stat in stats:
+            is_left_over = path.suffix == ".part" and time.time() - stat.st_mtime > ABANDONED_S
+            if is_left_over or (excess > 0 and path.suffix != ".part"):
+                path.unlink(missing_ok=True)
+                excess -= stat.st_size
 
     def _no_room(self, location: Location, size: int, error: OSError) -> DatasetError:
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
