@@ -15,6 +15,7 @@ import pytest
 from s3_fixtures import LoopbackStore, s3
 
 from myxtts.data import sources
+from myxtts.data.clips import set_aside_csv
 from myxtts.data.corpus import SetAside
 from myxtts.data.sources import Recording, open_source
 from myxtts.errors import DatasetError
@@ -280,6 +281,22 @@ def test_cuts_and_shar_of_lhotse(tmp_path: Path) -> None:
         ("a.0-1", b"A", 0.0),
         ("b", b"B", 0.0),
     ] and not aside
+
+
+def test_urls_of_a_manifest_show_no_secret_and_get_none(
+    s3: LoopbackStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MYXTTS_HTTP_AUTHORIZATION", "Bearer of the manifest's store")
+    s3.objects["a.wav"] = WAVE
+    urls = [f"{s3.url}/a.wav?key={number}-SECRET" for number in range(2)]
+    urls += [f"{s3.url}/none.wav?key=SECRET", "https://me:SECRET@host/a.wav"]
+    json_lines(tmp_path / "m.jsonl", [{"audio_filepath": url, "text": "A text."} for url in urls])
+    found, aside = read(tmp_path / "m.jsonl")
+    assert [one.audio for one in found] == [WAVE] * 2 and len({one.id for one in found}) == 2
+    assert reasons(aside) == ["missing file", "unsafe name"]
+    shown = [str(item) for unit in open_source(str(tmp_path / "m.jsonl")) for item in (unit.name, unit.key)]
+    assert not [text for text in [*shown, *map(str, found), set_aside_csv(aside).decode()] if "SECRET" in text]
+    assert not [sent for sent in s3.headers if "authorization" in sent]
 
 
 def test_a_remote_manifest_names_only_its_own_files(s3: LoopbackStore, tmp_path: Path) -> None:

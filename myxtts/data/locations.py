@@ -72,6 +72,7 @@ class Location:
     path: str  # in the file system, or the key of an object
     store: str = ""  # such as s3://bucket; empty for this machine
     query: str = field(default="", repr=False)  # the signature of a URL
+    is_trusted: bool = True  # the user has named its web server, and MYXTTS_HTTP_AUTHORIZATION is sent to it
 
     @classmethod
     def parse(cls, text: str | Path) -> Location:
@@ -231,7 +232,7 @@ class Location:
 
     def _request(self, action: Callable[[Any, Any], Result], stop: threading.Event | None = None) -> Result:
         """Return the result of a request, which is repeated while the store fails, until `stop`."""
-        api, client = _client(self.store, self.query, os.getpid())
+        api, client = _client(self.store, self.query, os.getpid(), self.is_trusted)
         refusals = (api.exceptions.PermissionDeniedError, api.exceptions.UnauthenticatedError)
         lasting = (api.exceptions.NotSupportedError, api.exceptions.InvalidPathError)
         scheme = self.store.partition("://")[0]
@@ -256,7 +257,7 @@ class Location:
 
 
 @lru_cache(maxsize=32)
-def _client(store: str, query: str, process: int) -> tuple[Any, Any]:
+def _client(store: str, query: str, process: int, is_trusted: bool) -> tuple[Any, Any]:
     """Return obstore and its client of one store; a forked process needs its own."""
     del process
     try:
@@ -272,7 +273,7 @@ def _client(store: str, query: str, process: int) -> tuple[Any, Any]:
         "allow_http": store.startswith("http:") or (store.startswith("s3:") and endpoint.startswith("http:")),
         "connect_timeout": "10s", "read_timeout": f"{1000 * STALLED_S:.0f}ms", "timeout": "600s",
     }  # fmt: skip
-    if store.startswith(_HTTP) and (header := os.environ.get("MYXTTS_HTTP_AUTHORIZATION")):
+    if is_trusted and store.startswith(_HTTP) and (header := os.environ.get("MYXTTS_HTTP_AUTHORIZATION")):
         options["default_headers"] = {"authorization": header}
     retries: Any = {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}
     kinds: dict[str, Any] = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore}

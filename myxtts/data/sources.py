@@ -17,7 +17,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast
@@ -28,7 +28,7 @@ from myxtts.data.corpus import COLUMN_NAMES, METADATA_FILES, Clip, SetAside, lan
 from myxtts.data.corpus import FORMS as FOLDERS
 from myxtts.data.locations import Entry, Location, MissingObject
 from myxtts.data.store import hash64
-from myxtts.errors import ConfigError, DatasetError
+from myxtts.errors import ConfigError, DatasetError, without_secrets
 
 FORMS = """\
   *.tar, *.tar.gz      WebDataset: KEY.wav (or .flac, .mp3, .ogg, .opus) next to KEY.txt or KEY.json
@@ -494,8 +494,10 @@ def _described(line: bytes, where: str) -> Iterator[_Row | SetAside]:
         if not any(name in fields for name in FIELDS["text"]):
             raise ValueError(f"no text in the fields {', '.join(fields)}"[:200])
         start, duration = (_seconds(_value(fields, name)) for name in ("start", "duration"))
-        path = "/".join(part for part in audio.split("/") if part not in ("", ".", ".."))
-        name = _value(fields, "id") or _split(path)[0] + (f"@{start:g}" if start else "")
+        place, _, query = audio.partition("?") if "://" in audio else (audio, "", "")
+        path = "/".join(part for part in without_secrets(place).split("/") if part not in ("", ".", ".."))
+        own = (f"-{hash64(query):016x}" if query else "") + (f"@{start:g}" if start else "")
+        name = _value(fields, "id") or _split(path)[0] + own
         speaker, language = _value(fields, "speaker"), _value(fields, "language")
         yield _Row(Recording(name, text, b"", speaker, language, start or 0.0, duration, where), audio)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -562,8 +564,8 @@ def _audio(folder: Location, name: str) -> bytes | Path | SetAside:
         if not name.startswith(below) or _leaves(name.removeprefix(below)):
             return SetAside("", "unsafe name", f"{name} is not below {folder}", "")
         name, is_url = name.removeprefix(below), False
-    location = Location.parse(name) if is_url else folder / name
     try:
+        location = replace(Location.parse(name), is_trusted=False) if is_url else folder / name
         if location.is_local:
             path = Path(folder.path) / name
             return path if path.is_file() else SetAside("", "missing file", f"no regular file {path}", "")
@@ -641,7 +643,7 @@ def _from_row(values: Mapping[str, Any], location: Location, row: int) -> Found:
     audio, where = values["audio"], f"{location.name}:{row}"
     held = audio if isinstance(audio, dict) else {"bytes" if isinstance(audio, bytes) else "path": audio}
     path = str(held.get("path") or "")
-    name = f"{row:06d}-{PurePosixPath(path).stem}".rstrip("-")
+    name = f"{row:06d}-{PurePosixPath(without_secrets(path).partition('?')[0]).stem}".rstrip("-")
     content: bytes | Path | SetAside = held.get("bytes") or b""
     if not content and path:
         is_outside = _leaves(path) or "://" in path
