@@ -345,6 +345,9 @@ def test_training_from_a_sharded_corpus(clips: Clips, tmp_path: Path, capsys: py
     assert "The corpus cannot be read" not in capsys.readouterr().out
     assert main(arguments(tmp_path / "run", out, "--stages gpt --max-steps 2")) == 0
     assert main(["profile", "--data-only", "--num-batches", "2", *arguments(tmp_path / "p", out)[1:]]) == 0
+    next(out.glob("index-*/clips.npy")).unlink()
+    assert main(["check", "--train-data", str(out), *flags]) == 1
+    assert "The corpus cannot be read" in capsys.readouterr().out
     assert main(["prepare", "--train-data", str(clips(4)), "--shard", "0/2"]) == 2
     assert main(["prepare", "--train-data", str(clips(4)), "--out", str(out), "--val-data", str(clips(3))]) == 2
 
