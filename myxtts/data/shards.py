@@ -46,7 +46,7 @@ from myxtts.data.clips import (
     spoken,
     token_ids,
 )
-from myxtts.data.corpus import SetAside, language_code
+from myxtts.data.corpus import SetAside
 from myxtts.data.locations import FileCache, Location, MissingObject, Wanted
 from myxtts.data.store import (
     Array,
@@ -303,12 +303,7 @@ class _Clips:
         self._waiting: list[Pcm] = []
 
     def add(self, recording: Recording, number: int, skip: Collection[int]) -> None:
-        named = recording.language
-        if not recording.text.strip():
-            self.drop(recording, ("empty text", "the source gives no text"))
-        elif named and not language_code(named):
-            self.drop(recording, ("unknown language", f"'{named}' is none of {' '.join(LANGUAGES)}"))
-        elif number in skip:
+        if number in skip:
             self.drop(recording, ("crashed the decoder", "processing it kills the process"))
         else:
             try:
@@ -367,18 +362,11 @@ class _Clips:
         columns["held_out"][:] = [one.held_out for one in self.recordings]
         (self.folder / "set_aside.csv").write_bytes(set_aside_csv(self.set_aside))
         units = [(unit.name, unit.key) for unit in spec.units]
-        hours = float(columns["num_samples"].sum()) / SAMPLE_RATE / 3600
-        return {
-            "clips": count,
-            "hours": hours,
-            "speakers": names,
-            "set_aside": len(self.set_aside),
-            "units": units,
-        }
+        return {"clips": count, "speakers": names, "set_aside": len(self.set_aside), "units": units}
 
     def _languages(self, speakers: Sequence[str]) -> list[str]:
         """Return the language of every clip: from the source, the settings, or detected within the shard."""
-        found = [language_code(one.language) or self.spec.language or "" for one in self.recordings]
+        found = [one.language or self.spec.language or "" for one in self.recordings]
         unknown = [at for at, code in enumerate(found) if not code]
         if unknown:
             texts = [self.recordings[at].text for at in unknown]
