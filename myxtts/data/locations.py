@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 CHUNK_BYTES, IN_FLIGHT = 8 << 20, 4  # ranges of one object, and how many of them are fetched at once
 ATTEMPTS, FIRST_WAIT_S, LONGEST_WAIT_S = 8, 0.25, 16.0  # of a request; waits double, to half a minute in all
 STALLED_S = 20.0  # after so long without a byte a request has failed
+PATIENCE_S = 10.0  # after which a failed attempt is worth a warning: a store may be silent for minutes in all
 FETCHERS = 2  # objects that are fetched ahead at once
 ABANDONED_S = 3600.0  # a part of a file that was not written to for so long is left from a killed process
 _HTTP = ("http", "https")
@@ -196,15 +197,6 @@ class Location:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def download(self, path: Path) -> None:
-        """Copy the file to a local path; it is there completely or not at all."""
-
-        def write(temporary: Path) -> None:
-            with self.open() as source, open(temporary, "wb") as target:
-                shutil.copyfileobj(source, target, CHUNK_BYTES)
-
-        write_atomically(path, write)
-
     def write(self, content: bytes) -> None:
         """Replace the file at once, so that a reader finds the old content or the new."""
         self._put(content, lambda temporary: temporary.write_bytes(content))
@@ -235,7 +227,7 @@ class Location:
         api, client = _client(self.store, self.query, os.getpid(), self.is_trusted)
         refusals = (api.exceptions.PermissionDeniedError, api.exceptions.UnauthenticatedError)
         lasting = (api.exceptions.NotSupportedError, api.exceptions.InvalidPathError)
-        scheme = self.store.partition("://")[0]
+        scheme, started = self.store.partition("://")[0], time.monotonic()
         for attempt in range(ATTEMPTS):
             try:
                 return action(api, client)
@@ -251,7 +243,8 @@ class Location:
                 if isinstance(error, lasting) or attempt == ATTEMPTS - 1 or (stop and stop.is_set()):
                     tried = "" if isinstance(error, lasting) else f" after {attempt + 1} attempts"
                     raise DatasetError(f"The store does not deliver {self}{tried}: {why}") from None
-                _log.debug("%s: %s; attempt %d of %d failed", self, why, attempt + 1, ATTEMPTS)
+                level = logging.WARNING if time.monotonic() - started > PATIENCE_S else logging.DEBUG
+                _log.log(level, "%s: %s; attempt %d of %d failed", self, why, attempt + 1, ATTEMPTS)
             time.sleep(min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S))
         raise AssertionError("the last attempt returns or raises")
 
@@ -369,9 +362,7 @@ class FileCache:
         self._threads: list[threading.Thread] = []
 
     def get(self, location: Location, size: int, checksum: str) -> Path:
-        """Return the path of the file, fetched if it is not here. Open it soon: it may be removed."""
-        if location.is_local:
-            return Path(location.path)
+        """Return the path of a remote file, fetched if it is not here. Open it soon: it may be removed."""
         if found := self._find(size, checksum):
             self.hits += 1
             return found
