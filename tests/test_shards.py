@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -116,6 +117,14 @@ def test_a_second_run_does_nothing_and_new_recordings_add_shards(tmp_path: Path)
     now = opened(out)
     assert now.vocabulary == kept.vocabulary and len(now.train) + len(now.val) == len(SENTENCES)
     assert {name for name in now.train.names if name.startswith("b/")}
+
+
+def test_parts_that_another_source_has_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    corpus, out = write_corpus(tmp_path / "a", SENTENCES[:4]), tmp_path / "out"
+    shard(corpus, out)
+    corpus.rename(tmp_path / "moved")
+    assert shard(tmp_path / "moved", out).made == 0
+    assert re.search(r"(\d) of \1 parts of .*moved, such as #/clip000, are in the corpus", caplog.text)
 
 
 def test_only_the_shard_of_a_changed_recording_is_replaced(tmp_path: Path) -> None:

@@ -316,6 +316,9 @@ def test_a_remote_manifest_names_only_its_own_files(s3: LoopbackStore, tmp_path:
     found, aside = read("s3://bucket/data/m.jsonl")
     assert [(item.id, item.audio) for item in found] == [("0", WAVE), ("1", WAVE)]
     assert reasons(aside) == ["unsafe name"] * 4 + ["missing file"]
+    s3.objects["bucket/more/m.jsonl"] = s3.objects["bucket/data/m.jsonl"]
+    keys = [{unit.key for unit in open_source(f"s3://bucket/{folder}/m.jsonl")} for folder in ("data", "more")]
+    assert not keys[0] & keys[1], "other audio under the same names"
 
 
 @pytest.mark.parametrize(

@@ -268,10 +268,14 @@ def make_plan(corpus: Location, data: DataSettings, shard_mb: float) -> Plan:
         wanted.append((spec, sorted(open_source(url_of(given.folder)), key=lambda unit: unit.name)))
     offered = {(spec.source, unit.name): unit for spec, units in wanted for unit in units}
     kept = [shard for shard in recorded if not _is_stale(shard, offered)]
-    held = {tuple(unit) for shard in kept for unit in shard["units"]}
+    held = {tuple(unit): shard["source"] for shard in kept for unit in shard["units"]}
     jobs = []
     for spec, units in wanted:
         new = [unit for unit in units if (unit.name, unit.key) not in held]
+        elsewhere = [unit for unit in units if held.get((unit.name, unit.key), spec.source) != spec.source]
+        if elsewhere:
+            what = "%d of %d parts of %s, such as %s, are in the corpus from another source: they are left out"
+            _log.warning(what, len(elsewhere), len(units), sources[spec.source], elsewhere[0].name)
         for group in _grouped(new, shard_mb * 1e6):
             own = replace(spec, units=tuple(group))
             jobs.append(ShardJob(own, corpus / "shards" / own.name))

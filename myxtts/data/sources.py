@@ -89,19 +89,12 @@ class Unit(Protocol):
     """A picklable part of a source that one job reads: a tar, a Parquet row group, a slice of a manifest."""
 
     @property
-    def name(self) -> str:
-        """Stable and relative to the source; units sort by it."""
-
+    def name(self) -> str: ...  # stable and relative to the source; units sort by it
     @property
-    def key(self) -> str:
-        """A hash of everything that decides the content: path relative to the source, size, mtime or ETag."""
-
+    def key(self) -> str: ...  # a hash of all that decides the content: relative path, size, time or ETag
     @property
-    def num_bytes(self) -> int:
-        """Estimated bytes of audio, for cutting shards."""
-
-    def recordings(self) -> Iterator[Recording | SetAside]:
-        """Yield every recording; what cannot be read is yielded as `SetAside`, never dropped."""
+    def num_bytes(self) -> int: ...  # of audio, estimated, for cutting shards
+    def recordings(self) -> Iterator[Found]: ...  # what cannot be read is set aside, never dropped
 
 
 @dataclass(frozen=True)
@@ -434,7 +427,8 @@ def _manifest_units(root: Location, manifest: Entry) -> list[Unit]:
         stats = [_stat(folder, audio) for line in chosen for audio in line.audio]
         num_bytes = int(sum(line.seconds for line in chosen) * BYTES_PER_SECOND) or sum(size for size, _ in stats)
         read = partial(_read_lines, folder, packed, [line.where for line in chosen])
-        units.append(_Unit(name, _key(packed, *stats), num_bytes, read))
+        place = () if folder.is_local else (folder,)  # sizes and times of remote audio are not known
+        units.append(_Unit(name, _key(packed, *stats, *place), num_bytes, read))
     return units
 
 
