@@ -154,8 +154,9 @@ def _work(job: Job, skip: set[int], sender: Connection) -> None:
     except MyXTTSError as error:
         sender.send((-1, f"{job.target}: {error}"))
     except OSError as error:
-        place = Path(job.target.parent.path) if job.target.is_local else user_cache()
-        sender.send((-1, str(cannot_write(place, error))))
+        uploads, made = (user_cache(), "XDG_CACHE_HOME"), (Path(job.target.parent.path), "--out CORPUS")
+        place, where = made if job.target.is_local else uploads
+        sender.send((-1, str(cannot_write(place, error, where))))
 
 
 def run_job(job: Job) -> None:
@@ -383,7 +384,7 @@ def prepare_sharded(
                 _finish(corpus, plan, data, base, runner, progress)
         return Outcome(len(absent), len(plan.names) - len(absent) - waiting, waiting)
     except OSError as error:
-        raise cannot_write(place, error) from error
+        raise cannot_write(place, error, "--out CORPUS") from error
 
 
 def _absent(jobs: Sequence[RunnableJob]) -> list[RunnableJob]:
