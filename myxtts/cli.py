@@ -147,17 +147,10 @@ def _add_training_commands(commands: Any) -> None:
     add("--out", type=Path, metavar="CORPUS", help=out)
     on = "with --out: where the work is done, in processes of this machine or on a Ray cluster [default: local]"
     add("--on", choices=["local", "ray"], default="local", help=on)
-    share = (
-        "with --out: only every Nth shard from the Kth on [default: under Slurm or torchrun this process' share]"
-    )
+    share = "with --out: only every Nth shard from the Kth on [default: the share of a Slurm or torchrun process]"
     add("--shard", metavar="K/N", help=share)
-    add(
-        "--shard-mb",
-        type=_positive,
-        default=1000.0,
-        metavar="MB",
-        help="with --out: size of a shard [default: 1000]",
-    )
+    size = "with --out: bytes of the source in a shard [default: 1000]"
+    add("--shard-mb", type=_positive, default=1000.0, metavar="MB", help=size)
     add_flags(prepare, only=PREPARE_KEYS)
 
     about = "train a text vocabulary on a corpus, or extend one with a language"

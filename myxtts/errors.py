@@ -11,8 +11,18 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u206
 
 
 def printable(text: str) -> str:
-    """Return text with control characters and changes of direction escaped, which could disguise a message."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Return text with control characters and changes of direction escaped, which could disguise a message.
+
+    Passwords and signatures of URLs are left out.
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), without_secrets(text))
+
+
+def without_secrets(text: str) -> str:
+    """Return text without what the URLs in it may hide; as a path, a URL has only one slash."""
+    if ":/" not in text:
+        return text
+    return re.sub(r"\b(https?:/+[^\s?]*)\?[^\s,;)]+", r"\1?…", re.sub(r"\b(\w+:/+)[^/\s@]*@", r"\1…@", text))
 
 
 class MyXTTSError(Exception):

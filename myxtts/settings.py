@@ -32,7 +32,7 @@ from myxtts.config import (
     Settings,
     descriptions,
 )
-from myxtts.errors import ConfigError
+from myxtts.errors import ConfigError, without_secrets
 from myxtts.files import write_atomically
 
 DEFAULT_CONFIG_FILE = Path("configs/config.yaml")  # read if no file is given and the working folder has it
@@ -157,7 +157,7 @@ class _InvalidValue(Exception):
         if not advice:
             default = f"the default is {spec.default_word}"
             advice = "leave it out for the default" if spec.default is None else default
-        found = "nothing" if raw is None else reprlib.repr(raw)
+        found = "nothing" if raw is None else reprlib.repr(without_secrets(raw) if isinstance(raw, str) else raw)
         super().__init__(f"found {found}, expected {spec.expected()}; {advice}")
 
 
@@ -211,6 +211,8 @@ def _parse_sources(spec: Spec, raw: Any) -> Path | tuple[CorpusSource, ...]:
 def _parse_source(spec: Spec, raw: Any) -> CorpusSource:
     """A folder and the options after the last colon, unless a slash follows that; one in a name is refused."""
     text = raw if isinstance(raw, str) else ""
+    if re.match(r"\w+://[^/]*@", text):
+        raise _InvalidValue(spec, raw, "credentials are read from the environment, not from a URL")
     found_options = re.search(r":([^:/]*|([^:/]*,)?\s*speakers=[^:]*[^:/])$", text)
     path, options = (text[: found_options.start()], found_options[1]) if found_options else (text, None)
     if (folder := _parse_path(path)) is None:
@@ -254,8 +256,11 @@ def format_source(source: CorpusSource) -> str:
 
 
 def _path_text(path: Path) -> str:
-    """A path as it reads back: `./~` and `./null` are folders of these names, not the home folder or nothing."""
-    text = str(path)
+    """A path as it reads back: `./~` and `./null` are folders of these names, not the home folder or nothing.
+
+    A URL has lost a slash as a path; its secrets are left out.
+    """
+    text = re.sub(r"^(s3|gs|https?):/", r"\1://", without_secrets(str(path)))
     return f"./{text}" if text.startswith("~") or text.lower() in ("none", "null") else text
 
 

@@ -464,3 +464,17 @@ def test_generated_pages_are_current_and_name_every_key_flag_and_alias() -> None
         assert f"| `{spec.name}` |" in page
         assert all(f"`{flag}" in page for flag in spec.flags + spec.off_flags)
         assert all(alias in page for alias in spec.aliases)
+
+
+def test_urls_of_corpora_read_back_without_their_secrets() -> None:
+    given = ["s3://bucket/a:2,language=de", "https://host:8080/b"]
+    loaded = load(None, {"data.train_data": given})
+    text = to_yaml(loaded.settings)
+    assert '"s3://bucket/a/:2,language=de", "https://host:8080/b/"' in text
+    assert load(None, {"data.train_data": ["s3://bucket/a/:2,language=de", "https://host:8080/b/"]}) == loaded
+    signed = load(None, {"data.train_data": "https://host/a.tar?X-Amz-Signature=SECRET"})
+    assert "https://host/a.tar?" in (text := to_yaml(signed.settings)) and "SECRET" not in text
+    for wrong in ("https://me:SECRET@host/a", "https://me:SECRET@host", "https://host/a?key=SECRET:b"):
+        with pytest.raises(ConfigError) as caught:
+            load(None, {"data.train_data": wrong})
+        assert "SECRET" not in str(caught.value)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -77,8 +78,6 @@ def test_files_are_written_listed_and_read(remote: bool, tmp_path: Path) -> None
     with large.open_random() as file:
         assert file.seek(-5, os.SEEK_END) == 25599995 and file.read(9) == CONTENT[-5:]
         assert file.seek(1) == 1 and file.read(2) == CONTENT[1:3]
-    large.download(tmp_path / "copy")
-    assert (tmp_path / "copy").read_bytes() == CONTENT * 100
     assert first.exists() and not (root / "none").exists()
     with pytest.raises(MissingObject, match=r"There is no .*none"):
         (root / "none").read()
@@ -108,13 +107,17 @@ def test_requests_are_repeated(fault: str, s3: LoopbackStore) -> None:
         assert file.read() == CONTENT * 100
 
 
-def test_a_stalled_answer_is_asked_for_again(s3: LoopbackStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_answer_is_asked_for_again(
+    s3: LoopbackStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(locations, "STALLED_S", 0.2)
+    monkeypatch.setattr(locations, "PATIENCE_S", 0.1)
     s3.objects["bucket/a"] = CONTENT
-    s3.faults.append("stall")
+    s3.faults.extend(["stall"] * 3)
     started = time.monotonic()
     assert Location.parse("s3://bucket/a").read() == CONTENT
     assert 0.2 < time.monotonic() - started < 2
+    assert "attempt 1 of 8 failed" in caplog.text
 
 
 def test_refused_access_names_the_variables(s3: LoopbackStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +169,23 @@ def test_a_cache_keeps_the_files_used_last(s3: LoopbackStore, tmp_path: Path) ->
         os.close(held)
         cache.drop(second[2])
         assert kept(cache.folder) == {third[2]}
-        local = tmp_path / "local"
-        assert cache.get(Location.parse(local), 1, "") == local
         with pytest.raises(DatasetError, match=r"does not fit the cache .*--shard-cache-gb"):
             cache.get(*put(s3, "large", b"x" * 2501))
         with pytest.raises(DatasetError, match="no checksum"):
             cache.get(first[0], 1000, "../../a")
+
+
+def test_files_that_arrive_together_do_not_exceed_a_cache(s3: LoopbackStore, tmp_path: Path) -> None:
+    first, second = (put(s3, name, name.encode() * 1000) for name in "ab")
+
+    class Overtaken(FileCache):
+        def _download(self, *given: Any) -> str:
+            fetched = super()._download(*given)
+            FileCache(tmp_path, 1500).get(*second)
+            return fetched
+
+    Overtaken(tmp_path, 1500).get(*first)
+    assert kept(tmp_path) == {first[2]}
 
 
 def test_a_corrupt_file_is_named_and_fetched_again(

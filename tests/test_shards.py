@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -117,6 +119,14 @@ def test_a_second_run_does_nothing_and_new_recordings_add_shards(tmp_path: Path)
     assert {name for name in now.train.names if name.startswith("b/")}
 
 
+def test_parts_that_another_source_has_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    corpus, out = write_corpus(tmp_path / "a", SENTENCES[:4]), tmp_path / "out"
+    shard(corpus, out)
+    corpus.rename(tmp_path / "moved")
+    assert shard(tmp_path / "moved", out).made == 0
+    assert re.search(r"(\d) of \1 parts of .*moved, such as #/clip000, are in the corpus", caplog.text)
+
+
 def test_only_the_shard_of_a_changed_recording_is_replaced(tmp_path: Path) -> None:
     corpus, out = write_corpus(tmp_path / "a", SENTENCES), tmp_path / "out"
     made = shard(corpus, out)
@@ -217,9 +227,22 @@ def test_a_damaged_shard_is_named_and_made_anew(tmp_path: Path) -> None:
     with pytest.raises(CacheDamaged, match=rf"{damaged.parent.name}.*\n.*myxtts prepare --out {out}"):
         [clips.audio[row] for row in clips.audio_rows.tolist()]
     assert shard(corpus, out).made == 1 and tree(out) == before
-    damaged.write_bytes(content)
-    with pytest.raises(CacheDamaged, match="1 shards do not match"):
-        prepare(settings(out), verify=True)
+    clips = opened(out, val_fraction=0).train
+    damaged.unlink()
+    with pytest.raises(CacheDamaged, match=rf"{damaged.parent.name}.*No such file"):
+        [clips.audio[row] for row in clips.audio_rows.tolist()]
+    assert shard(corpus, out).made == 1 and tree(out) == before
+    for spoil in (damaged.unlink, lambda: damaged.write_bytes(content)):
+        spoil()
+        with pytest.raises(CacheDamaged, match="1 shards do not match"):
+            prepare(settings(out), verify=True)
+        (damaged.parent / "damaged").unlink()
+    index = next(out.glob("index-*/clips.npy"))
+    index.unlink()
+    with pytest.raises(CacheDamaged, match=rf"Remove {index.parent}"):
+        opened(out)
+    shutil.rmtree(index.parent)
+    assert shard(corpus, out).made == 0 and tree(out).keys() == before.keys()
     shutil.rmtree(damaged.parent)
     with pytest.raises(DatasetError, match="recordings are not in the sources"):
         shard(write_corpus(tmp_path / "b", SENTENCES[:2]), out)
@@ -281,16 +304,37 @@ def test_a_remote_corpus_is_written_and_read(
     cache = tmp_path / "cache"
     remote = opened("s3:/bucket/corpus", cache_dir=cache)  # as a path of the settings spells it
     assert contents(remote) == contents(opened(corpus))
-    cached = max(cache.glob("shards/*"), key=lambda path: path.stat().st_size)
-    cached.write_bytes(bytes(cached.stat().st_size))
+    for cached in cache.glob("shards/*"):
+        cached.write_bytes(bytes(cached.stat().st_size))
     assert contents(opened("s3://bucket/corpus", cache_dir=cache)) == contents(opened(corpus)), "fetched again"
     with pytest.raises(DatasetError, match="is no sharded corpus"):
         opened("s3://bucket/nothing")
 
 
+@pytest.mark.parametrize("name", ["index", "shards"])
+def test_a_corpus_that_names_other_folders_is_refused(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shard(write_corpus(tmp_path / "a", SENTENCES[:4]), out)
+    body = json.loads((out / "corpus.json").read_bytes())["body"]
+    if name == "index":
+        body["index"] = "../a"
+    else:
+        body["shards"][0]["name"] = "../../a"
+    (out / "corpus.json").write_bytes(shards.checked_json(body))
+    with pytest.raises(DatasetError, match="hexadecimal digits"):
+        opened(out)
+
+
+def test_what_another_process_makes_in_the_same_corpus_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with shards.package_under_way(Location(str(out / "shards" / "x"))) as folder:
+        shard(write_corpus(tmp_path / "a", SENTENCES[:4]), out)
+        assert folder.exists()
+
+
 def test_what_cannot_be_made_is_refused_and_leaves_nothing(tmp_path: Path, small_disk: Path) -> None:
     corpus = write_corpus(tmp_path / "a", SENTENCES, seconds=5.0)
-    with pytest.raises(DatasetError, match="No room"):
+    with pytest.raises(DatasetError, match=r"No room(.|\n)*with --out CORPUS"):
         shard(corpus, small_disk / "out")
     assert not list((small_disk / "out").rglob("making-*")) and not (small_disk / "out" / "corpus.json").exists()
     with pytest.raises(ConfigError, match="weights and single-speaker"):
@@ -301,7 +345,9 @@ def test_what_cannot_be_made_is_refused_and_leaves_nothing(tmp_path: Path, small
 
 
 @pytest.mark.usefixtures("small")
-def test_training_from_a_sharded_corpus(clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_from_a_sharded_corpus(
+    clips: Clips, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = ["--language", "en", "--vocab-size", "256", "--num-workers", "1"]
     out = tmp_path / "out"
     assert main(["prepare", "--train-data", str(clips(4)), "--out", str(out), "--shard-mb", "0.01", *flags]) == 0
@@ -310,7 +356,12 @@ def test_training_from_a_sharded_corpus(clips: Clips, tmp_path: Path, capsys: py
     assert main(["check", "--train-data", str(out), *flags]) in (0, 1)
     assert "The corpus cannot be read" not in capsys.readouterr().out
     assert main(arguments(tmp_path / "run", out, "--stages gpt --max-steps 2")) == 0
-    assert main(["profile", "--data-only", "--num-batches", "2", *arguments(tmp_path / "p", out)[1:]]) == 0
+    with monkeypatch.context() as without_texts:
+        without_texts.delattr(shards, "read_lines")
+        assert main(["profile", "--data-only", "--num-batches", "2", *arguments(tmp_path / "p", out)[1:]]) == 0
+    next(out.glob("index-*/clips.npy")).unlink()
+    assert main(["check", "--train-data", str(out), *flags]) == 1
+    assert "The corpus cannot be read" in capsys.readouterr().out
     assert main(["prepare", "--train-data", str(clips(4)), "--shard", "0/2"]) == 2
     assert main(["prepare", "--train-data", str(clips(4)), "--out", str(out), "--val-data", str(clips(3))]) == 2
 

@@ -15,6 +15,7 @@ import pytest
 from s3_fixtures import LoopbackStore, s3
 
 from myxtts.data import sources
+from myxtts.data.clips import set_aside_csv
 from myxtts.data.corpus import SetAside
 from myxtts.data.sources import Recording, open_source
 from myxtts.errors import DatasetError
@@ -282,6 +283,22 @@ def test_cuts_and_shar_of_lhotse(tmp_path: Path) -> None:
     ] and not aside
 
 
+def test_urls_of_a_manifest_show_no_secret_and_get_none(
+    s3: LoopbackStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MYXTTS_HTTP_AUTHORIZATION", "Bearer of the manifest's store")
+    s3.objects["a.wav"] = WAVE
+    urls = [f"{s3.url}/a.wav?key={number}-SECRET" for number in range(2)]
+    urls += [f"{s3.url}/none.wav?key=SECRET", "https://me:SECRET@host/a.wav"]
+    json_lines(tmp_path / "m.jsonl", [{"audio_filepath": url, "text": "A text."} for url in urls])
+    found, aside = read(tmp_path / "m.jsonl")
+    assert [one.audio for one in found] == [WAVE] * 2 and len({one.id for one in found}) == 2
+    assert reasons(aside) == ["missing file", "unsafe name"]
+    shown = [str(item) for unit in open_source(str(tmp_path / "m.jsonl")) for item in (unit.name, unit.key)]
+    assert not [text for text in [*shown, *map(str, found), set_aside_csv(aside).decode()] if "SECRET" in text]
+    assert not [sent for sent in s3.headers if "authorization" in sent]
+
+
 def test_a_remote_manifest_names_only_its_own_files(s3: LoopbackStore, tmp_path: Path) -> None:
     (tmp_path / "secret.wav").write_bytes(WAVE)
     names = [
@@ -299,6 +316,9 @@ def test_a_remote_manifest_names_only_its_own_files(s3: LoopbackStore, tmp_path:
     found, aside = read("s3://bucket/data/m.jsonl")
     assert [(item.id, item.audio) for item in found] == [("0", WAVE), ("1", WAVE)]
     assert reasons(aside) == ["unsafe name"] * 4 + ["missing file"]
+    s3.objects["bucket/more/m.jsonl"] = s3.objects["bucket/data/m.jsonl"]
+    keys = [{unit.key for unit in open_source(f"s3://bucket/{folder}/m.jsonl")} for folder in ("data", "more")]
+    assert not keys[0] & keys[1], "other audio under the same names"
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,9 @@ def _work(job: Job, skip: set[int], sender: Connection) -> None:
     except MyXTTSError as error:
         sender.send((-1, f"{job.target}: {error}"))
     except OSError as error:
-        place = Path(job.target.parent.path) if job.target.is_local else user_cache()
-        sender.send((-1, str(cannot_write(place, error))))
+        uploads, made = (user_cache(), "XDG_CACHE_HOME"), (Path(job.target.parent.path), "--out CORPUS")
+        place, where = made if job.target.is_local else uploads
+        sender.send((-1, str(cannot_write(place, error, where))))
 
 
 def run_job(job: Job) -> None:
@@ -268,10 +269,14 @@ def make_plan(corpus: Location, data: DataSettings, shard_mb: float) -> Plan:
         wanted.append((spec, sorted(open_source(url_of(given.folder)), key=lambda unit: unit.name)))
     offered = {(spec.source, unit.name): unit for spec, units in wanted for unit in units}
     kept = [shard for shard in recorded if not _is_stale(shard, offered)]
-    held = {tuple(unit) for shard in kept for unit in shard["units"]}
+    held = {tuple(unit): shard["source"] for shard in kept for unit in shard["units"]}
     jobs = []
     for spec, units in wanted:
         new = [unit for unit in units if (unit.name, unit.key) not in held]
+        elsewhere = [unit for unit in units if held.get((unit.name, unit.key), spec.source) != spec.source]
+        if elsewhere:
+            what = "%d of %d parts of %s, such as %s, are in the corpus from another source: they are left out"
+            _log.warning(what, len(elsewhere), len(units), sources[spec.source], elsewhere[0].name)
         for group in _grouped(new, shard_mb * 1e6):
             own = replace(spec, units=tuple(group))
             jobs.append(ShardJob(own, corpus / "shards" / own.name))
@@ -379,7 +384,7 @@ def prepare_sharded(
                 _finish(corpus, plan, data, base, runner, progress)
         return Outcome(len(absent), len(plan.names) - len(absent) - waiting, waiting)
     except OSError as error:
-        raise cannot_write(place, error) from error
+        raise cannot_write(place, error, "--out CORPUS") from error
 
 
 def _absent(jobs: Sequence[RunnableJob]) -> list[RunnableJob]:
@@ -460,5 +465,5 @@ def _remove_others(corpus: Path, used: set[str]) -> None:
     for cut_off in corpus.glob(".*.json.*"):
         cut_off.unlink(missing_ok=True)
     for folder in itertools.chain(corpus.glob("index-*"), corpus.glob("shards/*"), corpus.glob("ids-*/*")):
-        if folder.is_dir() and folder.name not in used:
+        if folder.is_dir() and folder.name not in used and not folder.name.startswith("making-"):
             shutil.rmtree(folder, ignore_errors=True)

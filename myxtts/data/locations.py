@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 CHUNK_BYTES, IN_FLIGHT = 8 << 20, 4  # ranges of one object, and how many of them are fetched at once
 ATTEMPTS, FIRST_WAIT_S, LONGEST_WAIT_S = 8, 0.25, 16.0  # of a request; waits double, to half a minute in all
 STALLED_S = 20.0  # after so long without a byte a request has failed
+PATIENCE_S = 10.0  # after which a failed attempt is worth a warning: a store may be silent for minutes in all
 FETCHERS = 2  # objects that are fetched ahead at once
 ABANDONED_S = 3600.0  # a part of a file that was not written to for so long is left from a killed process
 _HTTP = ("http", "https")
@@ -72,6 +73,7 @@ class Location:
     path: str  # in the file system, or the key of an object
     store: str = ""  # such as s3://bucket; empty for this machine
     query: str = field(default="", repr=False)  # the signature of a URL
+    is_trusted: bool = True  # the user has named its web server, and MYXTTS_HTTP_AUTHORIZATION is sent to it
 
     @classmethod
     def parse(cls, text: str | Path) -> Location:
@@ -195,15 +197,6 @@ class Location:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def download(self, path: Path) -> None:
-        """Copy the file to a local path; it is there completely or not at all."""
-
-        def write(temporary: Path) -> None:
-            with self.open() as source, open(temporary, "wb") as target:
-                shutil.copyfileobj(source, target, CHUNK_BYTES)
-
-        write_atomically(path, write)
-
     def write(self, content: bytes) -> None:
         """Replace the file at once, so that a reader finds the old content or the new."""
         self._put(content, lambda temporary: temporary.write_bytes(content))
@@ -231,10 +224,10 @@ class Location:
 
     def _request(self, action: Callable[[Any, Any], Result], stop: threading.Event | None = None) -> Result:
         """Return the result of a request, which is repeated while the store fails, until `stop`."""
-        api, client = _client(self.store, self.query, os.getpid())
+        api, client = _client(self.store, self.query, os.getpid(), self.is_trusted)
         refusals = (api.exceptions.PermissionDeniedError, api.exceptions.UnauthenticatedError)
         lasting = (api.exceptions.NotSupportedError, api.exceptions.InvalidPathError)
-        scheme = self.store.partition("://")[0]
+        scheme, started = self.store.partition("://")[0], time.monotonic()
         for attempt in range(ATTEMPTS):
             try:
                 return action(api, client)
@@ -250,13 +243,14 @@ class Location:
                 if isinstance(error, lasting) or attempt == ATTEMPTS - 1 or (stop and stop.is_set()):
                     tried = "" if isinstance(error, lasting) else f" after {attempt + 1} attempts"
                     raise DatasetError(f"The store does not deliver {self}{tried}: {why}") from None
-                _log.debug("%s: %s; attempt %d of %d failed", self, why, attempt + 1, ATTEMPTS)
+                level = logging.WARNING if time.monotonic() - started > PATIENCE_S else logging.DEBUG
+                _log.log(level, "%s: %s; attempt %d of %d failed", self, why, attempt + 1, ATTEMPTS)
             time.sleep(min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S))
         raise AssertionError("the last attempt returns or raises")
 
 
 @lru_cache(maxsize=32)
-def _client(store: str, query: str, process: int) -> tuple[Any, Any]:
+def _client(store: str, query: str, process: int, is_trusted: bool) -> tuple[Any, Any]:
     """Return obstore and its client of one store; a forked process needs its own."""
     del process
     try:
@@ -272,7 +266,7 @@ def _client(store: str, query: str, process: int) -> tuple[Any, Any]:
         "allow_http": store.startswith("http:") or (store.startswith("s3:") and endpoint.startswith("http:")),
         "connect_timeout": "10s", "read_timeout": f"{1000 * STALLED_S:.0f}ms", "timeout": "600s",
     }  # fmt: skip
-    if store.startswith(_HTTP) and (header := os.environ.get("MYXTTS_HTTP_AUTHORIZATION")):
+    if is_trusted and store.startswith(_HTTP) and (header := os.environ.get("MYXTTS_HTTP_AUTHORIZATION")):
         options["default_headers"] = {"authorization": header}
     retries: Any = {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}
     kinds: dict[str, Any] = {"s3": obstore.store.S3Store, "gs": obstore.store.GCSStore}
@@ -368,9 +362,7 @@ class FileCache:
         self._threads: list[threading.Thread] = []
 
     def get(self, location: Location, size: int, checksum: str) -> Path:
-        """Return the path of the file, fetched if it is not here. Open it soon: it may be removed."""
-        if location.is_local:
-            return Path(location.path)
+        """Return the path of a remote file, fetched if it is not here. Open it soon: it may be removed."""
         if found := self._find(size, checksum):
             self.hits += 1
             return found
@@ -384,9 +376,10 @@ class FileCache:
 
     def open(self, location: Location, size: int, checksum: str) -> int:
         """Return a descriptor of the file, which stays readable when the file is removed."""
-        while True:
+        while not location.is_local:
             with contextlib.suppress(FileNotFoundError):  # removed by another process before it was opened
                 return os.open(self.get(location, size, checksum), os.O_RDONLY)
+        return os.open(location.path, os.O_RDONLY)
 
     def drop(self, checksum: str) -> None:
         """Remove a file that turned out to be damaged on the disk, so that it is fetched again."""
@@ -455,7 +448,8 @@ class FileCache:
                         return found
                     fetched = self._download(location, size, part)
                     if fetched == checksum:
-                        with only_process(self.folder, "lock"):  # whoever makes room counts it once
+                        with only_process(self.folder, "lock"):
+                            self._make_room(0)  # others may have fetched meanwhile too
                             return part.replace(path)
                     part.unlink(missing_ok=True)
                     what = f"{location} is damaged: found {fetched}, expected {checksum} ({size} bytes)"
@@ -464,7 +458,6 @@ class FileCache:
                     _log.warning("%s; it is fetched again", what)
             raise AssertionError("the last attempt returns or raises")
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise self._no_room(location, size, error) from error
 
     def _download(self, location: Location, size: int, part: Path) -> str:
@@ -487,26 +480,30 @@ class FileCache:
         return digest.hexdigest()
 
     def _reserve(self, location: Location, size: int, part: Path) -> BinaryIO:
-        """Return `part`, empty and with its room on the disk; the files used longest ago make place for it."""
+        """Return `part`, empty and with its room on the disk."""
         if size > self.max_bytes:
             found = f"{location} ({size / 1e9:.1f} GB) does not fit the cache ({self.max_bytes / 1e9:.1f} GB)"
             raise DatasetError(f"{found}: raise --shard-cache-gb.")
         with only_process(self.folder, "lock"):
-            stats = list[tuple[Path, os.stat_result]]()
-            for path in self.folder.iterdir():
-                with contextlib.suppress(FileNotFoundError):  # dropped, or a part that failed
-                    stats += [(path, path.stat())] if not path.name.startswith("lock") else []
-            stats.sort(key=lambda item: item[1].st_mtime_ns)
-            excess = sum(stat.st_size for _, stat in stats) + size - self.max_bytes
-            for path, stat in stats:
-                is_left_over = path.suffix == ".part" and time.time() - stat.st_mtime > ABANDONED_S
-                if is_left_over or (excess > 0 and path.suffix != ".part"):
-                    path.unlink(missing_ok=True)
-                    excess -= stat.st_size
+            self._make_room(size)
             file = open(part, "wb")  # noqa: SIM115
             if size:
                 os.posix_fallocate(file.fileno(), 0, size)
             return file
+
+    def _make_room(self, size: int) -> None:
+        """Remove the files used longest ago until `size` bytes fit beside the others and those being fetched."""
+        stats = list[tuple[Path, os.stat_result]]()
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # dropped, or a part that failed
+                stats += [(path, path.stat())] if not path.name.startswith("lock") else []
+        stats.sort(key=lambda item: item[1].st_mtime_ns)
+        excess = sum(stat.st_size for _, stat in stats) + size - self.max_bytes
+        for path, stat in stats:
+            is_left_over = path.suffix == ".part" and time.time() - stat.st_mtime > ABANDONED_S
+            if is_left_over or (excess > 0 and path.suffix != ".part"):
+                path.unlink(missing_ok=True)
+                excess -= stat.st_size
 
     def _no_room(self, location: Location, size: int, error: OSError) -> DatasetError:
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):

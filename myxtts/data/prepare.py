@@ -65,6 +65,7 @@ from myxtts.data.shards import (
     is_sharded,
     join_ids,
     location_of,
+    refuse_query,
     write_ids,
 )
 from myxtts.data.store import (
@@ -179,6 +180,7 @@ def training_sources(data: DataSettings) -> list[NamedSource]:
 def _named(sources: Sequence[CorpusSource]) -> list[NamedSource]:
     found: dict[str, CorpusSource] = {}
     for number, source in enumerate(sources, 1):
+        refuse_query(location_of(source.folder))
         name = source.folder.resolve().name
         while name in found:
             name = f"{name}-{number}"

@@ -46,7 +46,7 @@ from myxtts.data.clips import (
     spoken,
     token_ids,
 )
-from myxtts.data.corpus import SetAside, language_code
+from myxtts.data.corpus import SetAside
 from myxtts.data.locations import FileCache, Location, MissingObject, Wanted
 from myxtts.data.store import (
     Array,
@@ -153,11 +153,16 @@ class Package:
         """Return the columns of clips.npy, mapped if they are local or in a cache."""
         if cache is None and not self.location.is_local:
             return _split(np.load(io.BytesIO(self.read("clips.npy")), allow_pickle=False), dtypes)
-        wanted = self.wanted("clips.npy")
-        path = cache.get(*wanted) if cache is not None else Path(wanted[0].path)
-        if file_checksum(path) != self.files["clips.npy"]:
-            raise CacheDamaged(_damaged(wanted[0]))
-        return open_columns(path, dtypes)
+        location, size, digest = self.wanted("clips.npy")
+        for _ in range(2):  # a copy in the cache may be damaged
+            with contextlib.suppress(FileNotFoundError):
+                opened = cache.open(location, size, digest) if cache else os.open(location.path, os.O_RDONLY)
+                file = OpenFile(opened)  # mapped before another process can remove it from the cache
+                if file_checksum(path := Path(f"/proc/self/fd/{file.descriptor}")) == (size, digest):
+                    return open_columns(path, dtypes)
+            if cache is not None and not location.is_local:
+                cache.drop(digest)
+        raise CacheDamaged(_damaged(location))
 
     def set_aside(self) -> list[SetAside]:
         lines = csv.reader(io.StringIO(self.read("set_aside.csv").decode()), delimiter="|")
@@ -298,12 +303,7 @@ class _Clips:
         self._waiting: list[Pcm] = []
 
     def add(self, recording: Recording, number: int, skip: Collection[int]) -> None:
-        named = recording.language
-        if not recording.text.strip():
-            self.drop(recording, ("empty text", "the source gives no text"))
-        elif named and not language_code(named):
-            self.drop(recording, ("unknown language", f"'{named}' is none of {' '.join(LANGUAGES)}"))
-        elif number in skip:
+        if number in skip:
             self.drop(recording, ("crashed the decoder", "processing it kills the process"))
         else:
             try:
@@ -362,18 +362,11 @@ class _Clips:
         columns["held_out"][:] = [one.held_out for one in self.recordings]
         (self.folder / "set_aside.csv").write_bytes(set_aside_csv(self.set_aside))
         units = [(unit.name, unit.key) for unit in spec.units]
-        hours = float(columns["num_samples"].sum()) / SAMPLE_RATE / 3600
-        return {
-            "clips": count,
-            "hours": hours,
-            "speakers": names,
-            "set_aside": len(self.set_aside),
-            "units": units,
-        }
+        return {"clips": count, "speakers": names, "set_aside": len(self.set_aside), "units": units}
 
     def _languages(self, speakers: Sequence[str]) -> list[str]:
         """Return the language of every clip: from the source, the settings, or detected within the shard."""
-        found = [language_code(one.language) or self.spec.language or "" for one in self.recordings]
+        found = [one.language or self.spec.language or "" for one in self.recordings]
         unknown = [at for at, code in enumerate(found) if not code]
         if unknown:
             texts = [self.recordings[at].text for at in unknown]
@@ -513,8 +506,11 @@ class Shards(PackedRows):
         try:  # fetched without the lock, so that other threads go on reading
             file = OpenFile(self.cache.open(*self.files[shard]))
         except OSError as error:
-            what = f"{self.files[shard][0]} cannot be read: {error.strerror or error}."
-            raise CacheDamaged(f"{what}\n{_how_to_repair(self.files[shard][0])}") from None
+            location = self.files[shard][0]
+            if isinstance(error, FileNotFoundError):
+                mark_damaged(Path(location.parent.path))
+            what = f"{location} cannot be read: {error.strerror or error}."
+            raise CacheDamaged(f"{what}\n{_how_to_repair(location)}") from None
         with self._lock:
             self._open[shard] = file
             while len(self._open) > OPEN_FILES:
@@ -610,6 +606,9 @@ def read_corpus_file(location: Location) -> dict[str, Any] | None:
         return None
     if body["format"] != FORMAT:
         raise DatasetError(f"{location} has format {body['format']}, this MyXTTS reads {FORMAT}: prepare it anew")
+    for name in (body["index"], *(shard["name"] for shard in body["shards"])):
+        if not re.fullmatch("[0-9a-f]{20}", str(name)):  # folders of these names are replaced in the cache
+            raise DatasetError(f"{location} names {name!r}, not 20 hexadecimal digits: do not use this corpus")
     return body
 
 
@@ -650,7 +649,8 @@ class ShardedCorpus:
         damaged = []
         with progress_bar(progress, "Verifying shards", len(self.audio.files)) as advance:
             for location, *expected in self.audio.files if self.location.is_local else ():
-                if file_checksum(Path(location.path)) != tuple(expected):
+                path = Path(location.path)
+                if not path.is_file() or file_checksum(path) != tuple(expected):
                     mark_damaged(Path(location.parent.path))
                     damaged.append(location)
                 advance(1)

@@ -17,7 +17,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast
@@ -28,7 +28,7 @@ from myxtts.data.corpus import COLUMN_NAMES, METADATA_FILES, Clip, SetAside, lan
 from myxtts.data.corpus import FORMS as FOLDERS
 from myxtts.data.locations import Entry, Location, MissingObject
 from myxtts.data.store import hash64
-from myxtts.errors import ConfigError, DatasetError
+from myxtts.errors import ConfigError, DatasetError, without_secrets
 
 FORMS = """\
   *.tar, *.tar.gz      WebDataset: KEY.wav (or .flac, .mp3, .ogg, .opus) next to KEY.txt or KEY.json
@@ -89,19 +89,12 @@ class Unit(Protocol):
     """A picklable part of a source that one job reads: a tar, a Parquet row group, a slice of a manifest."""
 
     @property
-    def name(self) -> str:
-        """Stable and relative to the source; units sort by it."""
-
+    def name(self) -> str: ...  # stable and relative to the source; units sort by it
     @property
-    def key(self) -> str:
-        """A hash of everything that decides the content: path relative to the source, size, mtime or ETag."""
-
+    def key(self) -> str: ...  # a hash of all that decides the content: relative path, size, time or ETag
     @property
-    def num_bytes(self) -> int:
-        """Estimated bytes of audio, for cutting shards."""
-
-    def recordings(self) -> Iterator[Recording | SetAside]:
-        """Yield every recording; what cannot be read is yielded as `SetAside`, never dropped."""
+    def num_bytes(self) -> int: ...  # of audio, estimated, for cutting shards
+    def recordings(self) -> Iterator[Found]: ...  # what cannot be read is set aside, never dropped
 
 
 @dataclass(frozen=True)
@@ -434,7 +427,8 @@ def _manifest_units(root: Location, manifest: Entry) -> list[Unit]:
         stats = [_stat(folder, audio) for line in chosen for audio in line.audio]
         num_bytes = int(sum(line.seconds for line in chosen) * BYTES_PER_SECOND) or sum(size for size, _ in stats)
         read = partial(_read_lines, folder, packed, [line.where for line in chosen])
-        units.append(_Unit(name, _key(packed, *stats), num_bytes, read))
+        place = () if folder.is_local else (folder,)  # sizes and times of remote audio are not known
+        units.append(_Unit(name, _key(packed, *stats, *place), num_bytes, read))
     return units
 
 
@@ -494,8 +488,10 @@ def _described(line: bytes, where: str) -> Iterator[_Row | SetAside]:
         if not any(name in fields for name in FIELDS["text"]):
             raise ValueError(f"no text in the fields {', '.join(fields)}"[:200])
         start, duration = (_seconds(_value(fields, name)) for name in ("start", "duration"))
-        path = "/".join(part for part in audio.split("/") if part not in ("", ".", ".."))
-        name = _value(fields, "id") or _split(path)[0] + (f"@{start:g}" if start else "")
+        place, _, query = audio.partition("?") if "://" in audio else (audio, "", "")
+        path = "/".join(part for part in without_secrets(place).split("/") if part not in ("", ".", ".."))
+        own = (f"-{hash64(query):016x}" if query else "") + (f"@{start:g}" if start else "")
+        name = _value(fields, "id") or _split(path)[0] + own
         speaker, language = _value(fields, "speaker"), _value(fields, "language")
         yield _Row(Recording(name, text, b"", speaker, language, start or 0.0, duration, where), audio)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -562,8 +558,8 @@ def _audio(folder: Location, name: str) -> bytes | Path | SetAside:
         if not name.startswith(below) or _leaves(name.removeprefix(below)):
             return SetAside("", "unsafe name", f"{name} is not below {folder}", "")
         name, is_url = name.removeprefix(below), False
-    location = Location.parse(name) if is_url else folder / name
     try:
+        location = replace(Location.parse(name), is_trusted=False) if is_url else folder / name
         if location.is_local:
             path = Path(folder.path) / name
             return path if path.is_file() else SetAside("", "missing file", f"no regular file {path}", "")
@@ -641,7 +637,7 @@ def _from_row(values: Mapping[str, Any], location: Location, row: int) -> Found:
     audio, where = values["audio"], f"{location.name}:{row}"
     held = audio if isinstance(audio, dict) else {"bytes" if isinstance(audio, bytes) else "path": audio}
     path = str(held.get("path") or "")
-    name = f"{row:06d}-{PurePosixPath(path).stem}".rstrip("-")
+    name = f"{row:06d}-{PurePosixPath(without_secrets(path).partition('?')[0]).stem}".rstrip("-")
     content: bytes | Path | SetAside = held.get("bytes") or b""
     if not content and path:
         is_outside = _leaves(path) or "://" in path

@@ -493,12 +493,12 @@ def only_process(root: Path, name: str, waiting: str = "") -> Iterator[None]:
         yield
 
 
-def cannot_write(root: Path, error: OSError) -> DatasetError:
+def cannot_write(root: Path, error: OSError, where: str = "--cache-dir DIR") -> DatasetError:
     if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         what = f"Cannot write the cache at {error.filename or root}: {error.strerror or error}."
-        return DatasetError(f"{what}\nChoose a folder you can write to with --cache-dir DIR.")
+        return DatasetError(f"{what}\nChoose a folder you can write to with {where}.")
     room = f"{shutil.disk_usage(root).free / 1e6:.0f} MB are free; an hour of audio takes 159 MB"
-    advice = "No partial files were left. Free some space or choose another disk with --cache-dir DIR."
+    advice = f"No partial files were left. Free some space or choose another disk with {where}."
     return DatasetError(f"No room for the cache in {root}: {error.strerror} ({room}).\n{advice}")
 
 

@@ -155,15 +155,24 @@ class CheckContext:
     @cached_property
     def corpora(self) -> list[Corpus] | DatasetError:
         """The folders as their metadata describes them, or why that cannot be read."""
+        if isinstance(self._opened, DatasetError):
+            return self._opened
         try:
             return [read_corpus(folder) for folder in corpus_folders(self.data) if not is_sharded(folder)]
         except DatasetError as error:
             return error
 
-    @cached_property
+    @property
     def prepared(self) -> PreparedCorpus | None:
         """The corpus, if it was prepared with these settings and nothing has changed since."""
-        return prepared_before(self.data_of_run)
+        return None if isinstance(self._opened, DatasetError) else self._opened
+
+    @cached_property
+    def _opened(self) -> PreparedCorpus | DatasetError | None:
+        try:
+            return prepared_before(self.data_of_run)
+        except DatasetError as error:
+            return error
 
     @property
     def has_stores(self) -> bool:

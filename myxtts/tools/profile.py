@@ -376,6 +376,7 @@ def time_text(clips: Sequence[Clip], data: DataSettings, prepared: PreparedCorpu
     languages = {
         name: LANGUAGES[int(number)]
         for part in (prepared.train, prepared.val)
+        if clips  # of sharded corpora there are none, and all their texts would be read for the names
         for name, number in zip(part.names, part.languages, strict=True)
     }
     chosen = [clip for clip in _spread(clips, SAMPLED_TEXTS) if clip.id in languages]
